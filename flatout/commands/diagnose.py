@@ -13,13 +13,8 @@ from flatout.commands import Argument, Command, Option, Overrides
 from flatout.config.schema import RunConfig, load_config
 from flatout.errors import ConfigError, in_shell
 from flatout.json_io import Result
-from flatout.measure.diagnose.diagnose import (
-    DEFAULT_SECONDS,
-    diagnose_recipe,
-    diagnose_run,
-    measure_briefly,
-)
-from flatout.measure.diagnose.diagnosis import FILE, Diagnosis, read_diagnosis
+from flatout.measure.diagnose.diagnose import diagnose_recipe, measure_briefly
+from flatout.measure.diagnose.diagnosis import FILE, Diagnosis, diagnosis_of, read_diagnosis
 from flatout.measure.diagnose.fix import (
     FixOutcome,
     applied,
@@ -27,7 +22,8 @@ from flatout.measure.diagnose.fix import (
     try_fixes,
     write_recipe,
 )
-from flatout.measure.diagnose.text import text_of
+from flatout.measure.diagnose.recorded import recorded_evidence
+from flatout.measure.diagnose.spec import DEFAULT_SECONDS
 from flatout.progress import SILENT, Progress
 from flatout.recognised import require_recipe_path
 from flatout.registry import RECIPES, unknown_name
@@ -62,7 +58,7 @@ class DiagnoseResult(Diagnosis, Result):
         tried = [f"Tried: {one.text} {one.reason}" for one in self.fixes_tried]
         if self.recipe is not None:
             tried.append(f"Written: {self.recipe}")
-        return "\n\n".join([text_of(self), *(["\n".join(tried)] if tried else [])])
+        return "\n\n".join([self.text(), *(["\n".join(tried)] if tried else [])])
 
 
 def diagnose(
@@ -105,17 +101,17 @@ def diagnose(
     if watched is not None and not fix and not overrides:
         return DiagnoseResult(**dict(read_watched(watched)), path=str(watched / FILE))
     if folder is not None and not fix and not overrides:
-        found = diagnose_run(folder).diagnosis
+        found = diagnosis_of(recorded_evidence(folder))
         return DiagnoseResult(**dict(found), path=_write(found, folder, progress))
     config = _config(recipe, folder, overrides)
     written = out or Path(f"{config.name}-fixed.yaml")
     if fix:
         require_writable(written)
-    measured = diagnose_recipe(
+    evidence = diagnose_recipe(
         config, seconds=seconds, cache=default_cache(), callbacks=callbacks, progress=progress
     )
     measure = partial(measure_briefly, seconds=seconds)
-    evidence, found = measured.evidence, measured.diagnosis
+    found = diagnosis_of(evidence)
     tried = try_fixes(evidence, found, measure, progress=progress) if fix else []
     kept = next((outcome for outcome in tried if outcome.kept), None)
     if kept is not None:

@@ -40,7 +40,7 @@ def fit(session: Session) -> Run:
                         with phase("data_wait"):
                             batch = next(run.feed)
                         with log.clock:  # device work only, does not wait
-                            result = train_step(run, batch, session.drop)
+                            result = train_step(run, batch, session.drop, phase)
             except StepDropped:
                 run.feed.seek(position)
                 break

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -79,14 +80,20 @@ class StepStart:
             torch.cuda.set_rng_state(self._cuda, run.mesh.device)
 
 
-def train_step(run: Run, batch: StepBatch, drop: Drop | None = None) -> StepResult:
+def train_step(
+    run: Run,
+    batch: StepBatch,
+    drop: Drop | None = None,
+    phase: Callable[[str], AbstractContextManager[object]] = nullcontext,
+) -> StepResult:
     """Take one optimizer step on this rank's share of a global batch.
 
     Each micro-batch's loss sum is divided by the step's nominal number of tokens, a constant. The
     number of valid tokens is known only at the end, when `correct_gradients` substitutes it. The
     result therefore does not depend on how the step is divided into micro-batches and ranks.
 
-    `drop` is called before every micro-batch but the first.
+    `drop` is called before every micro-batch but the first; `phase` returns a context that
+    times forward, backward or optimizer.
     Raises: StepDropped when it returns True; gradients are cleared, and generators and buffers are
             restored to their values before the step. After another error they are restored too if
             the micro-batch may become smaller, unless `run.is_updating`.
@@ -104,19 +111,21 @@ def train_step(run: Run, batch: StepBatch, drop: Drop | None = None) -> StepResu
             if number > 1 and drop is not None and drop(run, number):
                 raise StepDropped
             with run.recipe.grad_sync(run.model, number == batch.num_micro_batches):
-                with run.autocast():
+                with phase("forward"), run.autocast():
                     micro_loss, micro_valid = run.model(
                         micro.tokens_BT, micro.targets_BT, micro.doc_ids_BT
                     )
-                (micro_loss * (loss_scale / run.tokens_per_step)).backward()
+                with phase("backward"):
+                    (micro_loss * (loss_scale / run.tokens_per_step)).backward()
             loss_sum += micro_loss.detach()
             num_valid += micro_valid
             del micro_loss  # and its graph, before the next forward pass
-        loss_sum, num_valid = run.mesh.sum(loss_sum, num_valid)
-        grad_norm = correct_gradients(run, num_valid, loss_scale)
-        learning_rate = run.config.optim.lr * set_learning_rate(run)
-        loss = loss_sum / num_valid.clamp(min=1)
-        overflowed = update(run, loss, grad_norm)
+        with phase("optimizer"):
+            loss_sum, num_valid = run.mesh.sum(loss_sum, num_valid)
+            grad_norm = correct_gradients(run, num_valid, loss_scale)
+            learning_rate = run.config.optim.lr * set_learning_rate(run)
+            loss = loss_sum / num_valid.clamp(min=1)
+            overflowed = update(run, loss, grad_norm)
     except (RuntimeError, MemoryError, StepDropped):
         if start is not None and not run.is_updating:
             start.restore()

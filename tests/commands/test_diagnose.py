@@ -13,9 +13,7 @@ from flatout import cli
 from flatout.commands import diagnose as command
 from flatout.config.schema import load_config
 from flatout.measure.diagnose import diagnosis
-from flatout.measure.diagnose.diagnose import Measured
 from flatout.measure.diagnose.diagnosis import diagnosis_of
-from flatout.measure.diagnose.text import text_of
 from flatout.measure.steps.evidence import Evidence, Failure, Phases, Roof
 
 
@@ -41,7 +39,7 @@ def measured(monkeypatch, tiny_config):
 
     def measure(config, **options):
         requested.append((config, options))
-        return Measured(evidence(config), diagnosis_of(evidence(config)))
+        return evidence(config)
 
     monkeypatch.setattr(command, "diagnose_recipe", measure)
     monkeypatch.setattr(command, "measure_briefly", lambda config, seconds: evidence(config))
@@ -135,8 +133,7 @@ def test_the_exit_code_is_that_of_training(measured, monkeypatch, tiny_set, sour
     failed = Evidence(
         source=source, failure=Failure(kind="error", message="It failed.", fix="Mend it.")
     )
-    found = Measured(failed, diagnosis_of(failed))
-    monkeypatch.setattr(command, "diagnose_recipe", lambda *_, **__: found)
+    monkeypatch.setattr(command, "diagnose_recipe", lambda *_, **__: failed)
     assert run("demo-char", f"data.path={tiny_set}") == code
 
 
@@ -147,7 +144,7 @@ def test_the_step_and_the_rate_beside_it_are_of_the_same_time():
         phases=Phases(compute_s=0.1, evaluation_s=0.06, checkpoint_s=0.04),
         roof=Roof(tokens_per_s=1000.0),
     )
-    text = text_of(diagnosis_of(found))
+    text = diagnosis_of(found).text()
     assert "  500 tokens/s, saves and evaluations included\n  1,000 tokens/s without them\n" in text
 
 
@@ -220,6 +217,6 @@ def test_a_recipe_is_measured_in_a_process_of_its_own(tiny_config, tmp_path, mon
 
     monkeypatch.chdir(tmp_path)
     found = diagnose_recipe(tiny_config(), seconds=0.2)
-    assert found.evidence.source == "measured run"
-    assert found.evidence.steps >= 5
+    assert found.source == "measured run"
+    assert found.steps >= 5
     assert list(tmp_path.iterdir()) == []  # the scratch directory is gone

@@ -37,8 +37,9 @@ def step_at(start, number):
     return [
         ranged("user_annotation", f"flatout.step {number}", start, 100),
         ranged("user_annotation", "flatout.data", start, 10),
-        ranged("user_annotation", "flatout.forward", start + 10, 20),
-        ranged("user_annotation", "flatout.backward", start + 31, 39),
+        ranged("user_annotation", "flatout.compute", start + 10, 81),
+        ranged("user_annotation", "flatout.forward", start + 11, 20),
+        ranged("user_annotation", "flatout.backward", start + 32, 38),
         ranged("user_annotation", "flatout.optimizer", start + 70, 20),
         ranged("user_annotation", "flatout.logging", start + 90, 10),
         operation("aten::linear", start + 12, 10, ids),

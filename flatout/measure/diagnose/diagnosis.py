@@ -1,30 +1,182 @@
-"""The diagnosis of a run: a verdict in one line, its findings in order, and their fixes. No torch.
+"""The diagnosis of a run: its findings in order, a verdict in one line, fixes; as text and as JSON.
 
-`diagnosis_of(evidence)` is the one way from evidence to findings, for `diagnose` and for
-`flatout.watch`.
+A rule is a function in a file of `measure/rules/`:
+
+    @rule()
+    def slow_save(evidence: Evidence) -> Finding | None:
+
+It must be silent on a healthy run, and when the figures that it needs are None.
+`diagnosis_of(evidence)` calls every rule, for `diagnose` and for `flatout.watch`. No torch.
 """
 
 from __future__ import annotations
 
 import importlib
-import math
 import pkgutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any, Literal
 
+from flatout.assembly.selection import all_speedups
+from flatout.config.schema import RunConfig
+from flatout.figures import digits, milliseconds
 from flatout.files import Stored, write_text
 from flatout.measure import rules as package
-from flatout.measure.diagnose.finding import Finding, Fix, Rule
-from flatout.measure.steps.evidence import Evidence, Roof
+from flatout.measure.steps.evidence import CallSite, Evidence, Roof
 
 FORMAT_VERSION = 1
 FILE = "findings.json"
 """Its name in a run directory."""
 BUSY = "busy-machine"
 """The rule that looks for other processes on the cores of a run."""
+Harm = Literal["fails", "spoils", "slows", "warns"]
+"""What a finding does to the run: it cannot run, its result will be wrong or worse, it loses time,
+or it may do one of these later."""
 ORDER = ("fails", "spoils", "slows", "warns")
 """Kinds of harm, the worst first."""
+WORDS = {
+    "data_wait": "data wait",
+    "memory_bound": "memory-bound",
+    "gc": "garbage collection",
+    "checkpoint": "saving",
+}
+"""Phases whose name is not their word."""
+SHOWN = 0.005
+"""Phases below this share of the step are left out of the text."""
+BAR = 20
+"""Characters of a full bar."""
+
+
+class Fix(Stored):
+    """Something that the user can do."""
+
+    text: str
+    """One imperative sentence."""
+    overrides: Mapping[str, Any] = {}
+    """Settings of the recipe, by dotted key; {}: it cannot be written in a recipe."""
+    gain: float | None = None
+    """Share of the step's time that it should save, between 0 and 1; None: unknown."""
+    gain_from: str | None = None
+    """How the gain was estimated."""
+    cost_s: float = 0.0
+    """Seconds that it costs once, such as compiling."""
+    same_result: bool = True
+    """Whether the run computes the same losses, except for rounding. `--fix` applies only those."""
+
+    def worth(self, remaining_s: float | None) -> float:
+        """Return a key to rank by: the seconds saved in the rest of the run, if that is known.
+
+        Otherwise it is the share of the step. Fixes of unknown gain come before those that cost
+        more than they save.
+        """
+        if self.gain is None:
+            return 0.0
+        return self.gain if remaining_s is None else self.gain * remaining_s - self.cost_s
+
+    def described(self) -> str:
+        """Return the text with the expected gain."""
+        if self.gain is None:
+            return self.text
+        cost = f", after {self.cost_s:.0f} s once" if self.cost_s else ""
+        source = f" (from {self.gain_from})" if self.gain_from else ""
+        return f"{self.text} It should save about {self.gain:.0%} of each step{cost}{source}."
+
+
+class Finding(Stored):
+    """A cause, as shown to the user and written to findings.json."""
+
+    name: str = ""
+    """Name of the rule; `diagnosis_of` fills it in."""
+    verdict: str
+    """One sentence with the most important number."""
+    harm: Harm = "slows"
+    """What it does to the run."""
+    figures: Mapping[str, float | int | str | None] = {}
+    """The evidence, under names that include the unit."""
+    share: float | None = None
+    """Share of the step's time that is lost; None: unknown, or no time is lost."""
+    site: CallSite | None = None
+    """The line of the user's code that causes it."""
+    fixes: tuple[Fix, ...] = ()
+    """What to do, the best first after `diagnosis_of`."""
+
+    def lines(self, number: int) -> Iterator[str]:
+        """Yield the lines of its text."""
+        yield f"{number}. {self.name}: {self.verdict}"
+        if self.site is not None and self.site.describe() not in self.verdict:
+            yield f"   at {self.site.describe()}"
+        known = {name: value for name, value in self.figures.items() if value is not None}
+        if known:
+            yield "   " + ", ".join(
+                f"{name} {value if isinstance(value, str) else digits(value)}"
+                for name, value in known.items()
+            )
+        yield from (f"   Fix: {fix.described()}" for fix in self.fixes)
+
+
+Look = Callable[[Evidence], Finding | None]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A function that looks for one cause."""
+
+    look: Look
+    """Returns the finding, or None."""
+    name: str
+    """The function's name, with hyphens for underscores."""
+    unless: tuple[str, ...] = ()
+    """Rules with a more specific cause: when one of them finds something, this one is silent."""
+
+
+def rule(*, unless: tuple[str, ...] = ()) -> Callable[[Look], Rule]:
+    """Make a rule of a function; its docstring says what it looks for."""
+    return lambda look: Rule(look, look.__name__.replace("_", "-"), unless)
+
+
+def fix(text: str, gain: float | None = None, gain_from: str | None = None, **more: Any) -> Fix:
+    """Return a fix; `gain_from` counts only if there is a gain."""
+    return Fix(text=text, gain=gain, gain_from=None if gain is None else gain_from, **more)
+
+
+def speedup_fixes(
+    evidence: Evidence,
+    slot: str,
+    text: str,
+    gain: float | None = None,
+    gain_from: str | None = None,
+) -> list[Fix]:
+    """Return a fix per speedup that fills `slot` and is off; [] for loops without a recipe.
+
+    `text` says what it does, without a full stop. By its slot, a finding needs no speedup's name.
+    """
+    on = evidence.speedups or ()
+    return [
+        fix(
+            f"{text}: add the speedup {speedup.name}.",
+            gain,
+            gain_from,
+            overrides={"speedups": f"+{speedup.name}"},
+        )
+        for speedup in all_speedups()
+        if evidence.config is not None and slot in speedup.fills and speedup.name not in on
+    ]
+
+
+def ms(seconds: float | None) -> float | None:
+    """Return milliseconds; None stays None."""
+    return None if seconds is None else 1e3 * seconds
+
+
+def with_rows(config: RunConfig, rows: int) -> dict[str, Any]:
+    """Return the overrides for other rows per micro-batch and the same tokens per step."""
+    return {
+        "batch.tokens_per_step": config.batch.tokens_per_step,
+        "batch.rows_per_device": rows,
+        "batch.accumulate": None,
+    }
 
 
 class Diagnosis(Stored):
@@ -54,22 +206,57 @@ class Diagnosis(Stored):
         """Whether nothing was found."""
         return not self.findings
 
-    def fixes(self, remaining_s: float | None = None) -> Iterator[tuple[Finding, Fix]]:
-        """Yield all fixes, those of failures first, then by the time that they save."""
+    def fixes(self, remaining_s: float | None = None) -> list[tuple[Finding, Fix]]:
+        """Return all fixes, those of failures first, then by the time that they save."""
         found = [(finding, fix) for finding in self.findings for fix in finding.fixes]
-        yield from sorted(
-            found,
-            key=lambda pair: (
-                ORDER.index(pair[0].harm) if pair[0].harm == "fails" else 1,
-                -_worth(pair[1], remaining_s),
-            ),
-        )
+        return sorted(found, key=lambda one: (one[0].harm != "fails", -one[1].worth(remaining_s)))
 
     def write(self, folder: Path) -> Path:
         """Write findings.json into a directory and return its path."""
         path = folder / FILE
         write_text(path, self.model_dump_json(indent=1) + "\n")
         return path
+
+    def text(self) -> str:
+        """Return the verdict, where the time goes, the findings with their fixes, and the notes."""
+        parts = [[self.verdict]]
+        if self.step_s is not None and self.shares:
+            parts.append([*self._breakdown(self.step_s), *self._roof()])
+        parts += [[*finding.lines(at)] for at, finding in enumerate(self.findings, 1)]
+        parts.append([f"Note: {note}" for note in self.notes])
+        return "\n\n".join("\n".join(lines) for lines in parts if lines)
+
+    def _breakdown(self, step_s: float) -> Iterator[str]:
+        """Yield one line per phase of a step."""
+        yield f"A step takes {milliseconds(step_s)}:"
+        shown = {WORDS.get(name, name): s for name, s in self.shares.items() if s >= SHOWN}
+        width = max(map(len, shown), default=0)
+        for word, share in sorted(shown.items(), key=lambda pair: -pair[1]):
+            bar = "#" * round(share * BAR)
+            took = milliseconds(share * step_s)
+            yield f"  {word:<{width}}  {share:>4.0%}  {took:>9}  {bar}".rstrip()
+        synthetic_s = self.counterfactual_s.get("synthetic-data")
+        if synthetic_s is not None:
+            yield f"  on data in memory already: {milliseconds(synthetic_s)}"
+
+    def _roof(self) -> Iterator[str]:
+        """Yield the rate with and without the saves and evaluations of a step, and the roof."""
+        roof = self.roof
+        if roof.tokens_per_s is not None:
+            rate = f"  {roof.tokens_per_s:,.0f} tokens/s"
+            between = self.shares.get("checkpoint", 0.0) + self.shares.get("evaluation", 0.0)
+            if between >= SHOWN:
+                overall = (1 - between) * roof.tokens_per_s
+                yield f"  {overall:,.0f} tokens/s, saves and evaluations included"
+                rate += " without them"
+            if roof.expected_tokens_per_s is not None:
+                rate += f"; expected about {roof.expected_tokens_per_s:,.0f} ({roof.expected_from})"
+            yield rate
+        if roof.peak_tflops is None:
+            yield "  roof: unknown"
+        elif roof.mfu is not None:
+            peak = f"{roof.peak_tflops:.3g} TFLOP/s ({roof.peak_source})"
+            yield f"  {roof.mfu:.1%} of the roof of {peak}"
 
 
 def read_diagnosis(folder: Path) -> Diagnosis | None:
@@ -92,25 +279,26 @@ def rules() -> list[Rule]:
 
 def diagnosis_of(evidence: Evidence) -> Diagnosis:
     """Return what the rules find in the evidence, in order, with the verdict."""
-    found: dict[str, Finding] = {}
-    every = rules()
-    for rule in every:
-        finding = rule.look(evidence)
-        if finding is not None:
-            found[rule.name] = finding.model_copy(
-                update={"name": rule.name, "fixes": ranked(finding.fixes, evidence.remaining_s)}
-            )
+    every = [(rule, rule.look(evidence)) for rule in rules()]
+    names = {rule.name for rule, finding in every if finding is not None}
     specific = [
-        found[rule.name]
-        for rule in every
-        if rule.name in found and not found.keys() & {*rule.unless}
+        finding.model_copy(
+            update={
+                "name": rule.name,
+                "fixes": tuple(
+                    sorted(finding.fixes, key=lambda fix: -fix.worth(evidence.remaining_s))
+                ),
+            }
+        )
+        for rule, finding in every
+        if finding is not None and not names & {*rule.unless}
     ]
     findings = sorted(  # on a busy machine, what is slow besides is slow because of that
         specific,
         key=lambda one: (ORDER.index(one.harm), one.name != BUSY, -(one.share or 0.0)),
     )
     return Diagnosis(
-        verdict=verdict_of(findings, evidence),
+        verdict=findings[0].verdict if findings else _healthy(evidence),
         source=evidence.source,
         shares=evidence.phase_shares(),
         step_s=evidence.step_s,
@@ -121,18 +309,8 @@ def diagnosis_of(evidence: Evidence) -> Diagnosis:
     )
 
 
-def ranked(fixes: tuple[Fix, ...], remaining_s: float | None) -> tuple[Fix, ...]:
-    """Return fixes by the time that they save over the rest of the run, the most first.
-
-    Fixes of unknown gain keep their order, before those that cost more than they save.
-    """
-    return tuple(sorted(fixes, key=lambda fix: -_worth(fix, remaining_s)))
-
-
-def verdict_of(findings: list[Finding], evidence: Evidence) -> str:
-    """Return the worst finding in one line, or that nothing was found."""
-    if findings:
-        return findings[0].verdict
+def _healthy(evidence: Evidence) -> str:
+    """Return in one line that nothing was found, and how well the steps use the device."""
     if evidence.step_s is None:
         return "Nothing stands in the way of this run."
     shares = evidence.phase_shares()
@@ -146,11 +324,3 @@ def verdict_of(findings: list[Finding], evidence: Evidence) -> str:
         device = "GPU" if evidence.on_gpu else "cores"
         return f"Nothing was found{found} Other use of the {device} was not measured."
     return f"Nothing holds this run back{found}"
-
-
-def _worth(fix: Fix, remaining_s: float | None) -> float:
-    """Return a key to rank fixes by: seconds saved, or the share when the time is unknown."""
-    saved_s = fix.saved_s(remaining_s)
-    if saved_s is not None:
-        return saved_s
-    return 0.0 if fix.gain is None else fix.gain if remaining_s is None else -math.inf

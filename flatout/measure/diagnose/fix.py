@@ -18,7 +18,6 @@ from flatout.config.schema import RunConfig, flat, nested
 from flatout.errors import ConfigError
 from flatout.files import Stored, write_text
 from flatout.measure.diagnose.diagnosis import Diagnosis
-from flatout.measure.diagnose.finding import Finding, Fix
 from flatout.measure.experiments.noise import mean_of
 from flatout.measure.steps.evidence import Evidence
 from flatout.progress import SILENT, Progress, Task
@@ -53,15 +52,6 @@ class FixOutcome(Stored):
     """The result in one sentence."""
 
 
-def candidates(diagnosis: Diagnosis, remaining_s: float | None) -> list[tuple[Finding, Fix]]:
-    """Return the fixes that can be applied without changing the run's result, the best first."""
-    return [
-        (finding, fix)
-        for finding, fix in diagnosis.fixes(remaining_s)
-        if fix.overrides and fix.same_result
-    ]
-
-
 def try_fixes(
     evidence: Evidence,
     diagnosis: Diagnosis,
@@ -69,79 +59,71 @@ def try_fixes(
     *,
     progress: Progress = SILENT,
 ) -> list[FixOutcome]:
-    """Try the applicable fixes in order until one holds; return all that were tried.
+    """Try fixes that keep the run's result until one holds, the best first; return those tried.
 
     `measure` returns the evidence of a configuration, from a process of its own.
     """
-    base = evidence.config
-    if base is None:
-        return []
+    base, works = evidence.config, evidence.step_s is not None
     outcomes: list[FixOutcome] = []
-    works = evidence.step_s is not None
-    for candidate in candidates(diagnosis, evidence.remaining_s)[:MOST_TRIED]:
+    every = diagnosis.fixes(evidence.remaining_s) if base is not None else []
+    applicable = [(f, fix) for f, fix in every if fix.overrides and fix.same_result]
+    for finding, fix in applicable[:MOST_TRIED]:
+        assert base is not None
         try:
-            changed = applied(base, candidate[1].overrides)
+            changed = applied(base, fix.overrides)
         except ConfigError as error:
-            outcomes.append(_outcome(candidate, kept=False, reason=error.what))
-            continue
-        with progress.task(f"Trying: {candidate[1].text}", total=(1 + works) * REPEATS) as task:
-
-            def measured(config: RunConfig, task: Task = task) -> Evidence:
-                found = measure(config)
-                task.advance()
-                return found
-
-            outcomes.append(compare(candidate, base if works else None, changed, measured))
-        if outcomes[-1].kept:
+            result: dict[str, Any] = {"kept": False, "reason": error.what}
+        else:
+            what = f"Trying: {fix.text.rstrip('.')}"
+            with progress.task(what, total=(1 + works) * REPEATS) as task:
+                result = compare(base if works else None, changed, measure, task)
+        outcome = FixOutcome(finding=finding.name, text=fix.text, overrides=fix.overrides, **result)
+        outcomes.append(outcome)
+        if outcome.kept:
             break
     return outcomes
 
 
 def compare(
-    candidate: tuple[Finding, Fix],
-    before: RunConfig | None,
-    after: RunConfig,
-    measure: Measure,
-) -> FixOutcome:
-    """Measure both configurations in turns, and return whether the second is faster.
+    before: RunConfig | None, after: RunConfig, measure: Measure, task: Task
+) -> dict[str, Any]:
+    """Measure both configurations in turns; return the fields of an outcome that say the result.
 
     Without `before`, which is a run that does not work, the second only has to work.
     """
+
+    def rate(config: RunConfig) -> tuple[Evidence, float | None]:
+        """Return the tokens per second, saves and evaluations included."""
+        found = measure(config)
+        task.advance()
+        if not found.step_s or not found.tokens_per_step:
+            return found, None
+        return found, found.tokens_per_step / found.step_s
+
     logs: list[float] = []
     for number in range(REPEATS):
         # whichever comes second may profit from a warm machine: they take turns
         order = [after, before] if number % 2 else [before, after]
-        found = {id(config): measure(config) for config in order if config is not None}
-        new = rate(found[id(after)])
+        rates = {id(config): rate(config) for config in order if config is not None}
+        (found, new), (_, old) = rates[id(after)], rates.get(id(before), (None, None))
         if new is None:
-            failure = found[id(after)].failure
-            why = failure.message if failure else "it could not be measured."
-            return _outcome(candidate, kept=False, reason=f"The run fails with it: {why}")
+            why = found.failure.message if found.failure else "it could not be measured."
+            return {"kept": False, "reason": f"The run fails with it: {why}"}
         if before is None:
-            return _outcome(candidate, kept=True, reason="The run works with it.")
-        old = rate(found[id(before)])
-        if old is not None:
-            logs.append(math.log(new / old))
-    if len(logs) < REPEATS:
-        return _outcome(candidate, kept=False, reason="The run without it could not be measured.")
-    low, middle, high = (math.exp(value) for value in mean_of(logs))
+            return {"kept": True, "reason": "The run works with it."}
+        if old is None:
+            return {"kept": False, "reason": "The run without it could not be measured."}
+        logs.append(math.log(new / old))
+    low, gain, high = (math.exp(value) for value in mean_of(logs))
     kept = low > 1
-    return _outcome(
-        candidate,
-        kept=kept,
-        reason=f"x{middle:.2f} ({low:.2f} to {high:.2f} in {REPEATS} pairs)"
-        + (": kept." if kept else ": not kept, it may be no gain."),
-        gain=middle,
-        gain_low=low,
-        gain_high=high,
-    )
-
-
-def rate(evidence: Evidence) -> float | None:
-    """Return the tokens per second of a measured run, saves and evaluations included."""
-    if not evidence.step_s or not evidence.tokens_per_step:
-        return None
-    return evidence.tokens_per_step / evidence.step_s
+    verdict = "kept." if kept else "not kept, it may be no gain."
+    return {
+        "kept": kept,
+        "gain": gain,
+        "gain_low": low,
+        "gain_high": high,
+        "reason": f"x{gain:.2f} ({low:.2f} to {high:.2f} in {REPEATS} pairs): {verdict}",
+    }
 
 
 def applied(config: RunConfig, overrides: Mapping[str, Any]) -> RunConfig:
@@ -196,17 +178,3 @@ def write_recipe(path: Path, config: RunConfig, outcomes: Sequence[FixOutcome]) 
     comment += [f"# {outcome.finding}: {outcome.text} {outcome.reason}" for outcome in kept]
     text = yaml.safe_dump(nested(own), sort_keys=False, allow_unicode=True)
     write_text(path, "\n".join(comment) + "\n" + text)
-
-
-def _outcome(
-    candidate: tuple[Finding, Fix], *, kept: bool, reason: str, **figures: float
-) -> FixOutcome:
-    finding, fix = candidate
-    return FixOutcome(
-        finding=finding.name,
-        text=fix.text,
-        overrides=fix.overrides,
-        kept=kept,
-        reason=reason,
-        **figures,
-    )

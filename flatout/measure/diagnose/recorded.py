@@ -7,7 +7,6 @@ updates and compilations. Damaged lines, such as a kill leaves, are left out, an
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -18,29 +17,46 @@ from flatout.hardware import probe
 from flatout.json_io import finite_numbers
 from flatout.measure.runlog import RunLog
 from flatout.measure.steps.evidence import (
+    FAILURES,
     Counts,
     Evidence,
     Failure,
     GpuFacts,
+    HostFacts,
     MemoryFacts,
     Phases,
     Roof,
+    lasting_s,
 )
 from flatout.training.run_dir import layout
 
 Records = Sequence[Mapping[str, float]]
+STARTS = ("start", "resume")
+"""Events with which a process of the run starts."""
+ENOUGH_S = 30.0
+"""Shortest run of which saves are judged.
+
+Of a shorter one the save at the end, and those of evaluations that still improve each time, take a
+share that a longer run does not lose.
+"""
 FAILED = 1
 """Exit code of a run that failed."""
-KINDS = {
-    "OutOfMemory": "out-of-memory",
-    "MissingPackage": "missing-package",
-    "DataError": "no-data",
-}
-"""Kinds of failure by the class of the error."""
-EVENT_FIGURES = {"blocked_ms", "compile_s", "graphs", "parameters", "peak_tflops", "world_size"}
-"""Fields of events that are read as numbers."""
-EVENT_TYPES = {"peak_source": str, "reasons": list}
-"""Types of other fields."""
+
+
+class Events:
+    """The lines of events.jsonl; fields of another type than expected are left out."""
+
+    def __init__(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        self.lines = lines
+
+    def of(self, *kinds: str) -> list[Mapping[str, Any]]:
+        """Return the events of some kinds."""
+        return [line for line in self.lines if line["event"] in kinds]
+
+    def numbers(self, name: str, *kinds: str) -> list[float]:
+        """Return a figure of all events of some kinds that have it."""
+        found = (finite_numbers(line).get(name) for line in self.of(*kinds))
+        return [number for number in found if number is not None]
 
 
 def recorded_evidence(folder: Path) -> Evidence:
@@ -49,8 +65,8 @@ def recorded_evidence(folder: Path) -> Evidence:
     Raises: CheckpointError when it has no record of a step.
     """
     config, log = layout.read_config(folder), RunLog(folder)
-    steps = [record for record in log.records() if "perf/step_ms" in record]
-    events = list(map(_typed, log.events))
+    every = list(log.records())
+    steps, events = [one for one in every if "perf/step_ms" in one], Events(log.events)
     failure = _failure(folder, events, steps)
     if not steps and failure is None:
         raise CheckpointError(
@@ -59,16 +75,19 @@ def recorded_evidence(folder: Path) -> Evidence:
             f"{in_shell(layout.settings_file(folder))}`.",
         )
     is_finished = bool(log.summary)
-    start = next((one for one in events if one["event"] in ("start", "resume")), {})
+    start = next(iter(events.of(*STARTS)), {})
+    sizes = finite_numbers(start)
+    speedups = {str(one.get("name")): bool(one.get("on")) for one in events.of("speedup")}
     known = Evidence(
         source="recorded run",
         config=config,
         machine=probe(),
         device=str(start["device"]) if "device" in start else None,
-        world_size=int(start.get("world_size", 1)),
-        parameters=int(start["parameters"]) if "parameters" in start else None,
-        speedups=_speedups(events),
+        world_size=int(sizes.get("world_size", 1)),
+        parameters=int(sizes["parameters"]) if "parameters" in sizes else None,
+        speedups=tuple(name for name, on in speedups.items() if on) if speedups else None,
         compile_fallback=_fallback(events),
+        host=_other_processes(every, events),
         failure=failure,
         notes=tuple(log.notes),
     )
@@ -85,18 +104,7 @@ def recorded_evidence(folder: Path) -> Evidence:
     return known.model_copy(update=update)
 
 
-def _typed(event: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an event without the fields that are not of their type."""
-    numbers = finite_numbers(event)
-    return {
-        name: value
-        for name, value in event.items()
-        if isinstance(value, EVENT_TYPES.get(name, object))
-        and (name not in EVENT_FIGURES or name in numbers)
-    }
-
-
-def _of_steps(records: Records, events: Sequence[dict[str, Any]], *, on_gpu: bool) -> Any:
+def _of_steps(records: Records, events: Events, *, on_gpu: bool) -> dict[str, Any]:
     """Return the evidence of the recorded steps; the first record is warm-up.
 
     On a GPU, the phases are only those that the host waited for. What remains of the time between
@@ -106,9 +114,6 @@ def _of_steps(records: Records, events: Sequence[dict[str, Any]], *, on_gpu: boo
     between = int(last["step"]) - int(first["step"])
     every = int(records[1]["step"] - first["step"]) if len(records) > 1 else int(first["step"])
     steps = max(between + every, 1)
-    of: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for event in events:
-        of[event["event"]].append(event)
 
     def mean(name: str, scale: float = 1e-3) -> float | None:
         values = [record[name] for record in steady if name in record]
@@ -124,85 +129,109 @@ def _of_steps(records: Records, events: Sequence[dict[str, Any]], *, on_gpu: boo
         return tuple((int(record["step"]), record.get(name, math.nan)) for record in records)
 
     train_s = mean("perf/step_ms") or 0.0
-    blocked_s = 1e-3 * sum(event.get("blocked_ms", 0.0) for event in of["save"])
+    blocked_s = [1e-3 * blocked_ms for blocked_ms in events.numbers("blocked_ms", "save")]
     elapsed_s = last.get("elapsed_s", 0.0) - first.get("elapsed_s", 0.0)
-    rest_s = max(elapsed_s - between * train_s - blocked_s, 0.0)
-    has_scored = of["evaluation"] or of["sample"] or any("val/loss" in one for one in records)
+    rest_s = max(elapsed_s - between * train_s - sum(blocked_s), 0.0)
+    has_scored = events.of("evaluation", "sample") or any("val/loss" in one for one in records)
     evaluation_s = rest_s / between if between and has_scored else 0.0
-    recompiled = of["recompiled"]
-    reasons = (str(reason) for event in recompiled for reason in event.get("reasons", ()))
+    is_enough = last.get("elapsed_s", 0.0) >= ENOUGH_S or not blocked_s
+    checkpoint_s = lasting_s(sum(blocked_s) / steps, len(blocked_s)) if is_enough else None
+    recompiled = events.of("recompiled")
+    lists = (event.get("reasons") for event in recompiled)
+    reasons = (str(reason) for each in lists if isinstance(each, list) for reason in each)
+    sources = (event.get("peak_source") for event in events.lines)
     used = mean("gpu/util_pct", 0.01)
     return {
         "steps": steps,
-        "step_s": train_s + blocked_s / steps + evaluation_s,
+        "step_s": train_s + (checkpoint_s or 0.0) + evaluation_s,
         "step_times_s": tuple(1e-3 * record["perf/step_ms"] for record in steady),
         "phases": Phases(
-            checkpoint_s=blocked_s / steps,
+            checkpoint_s=checkpoint_s,
             evaluation_s=evaluation_s,
             data_wait_s=mean("perf/data_wait_ms"),
-            compile_s=sum(event.get("compile_s", 0.0) for event in recompiled) / steps,
+            compile_s=sum(events.numbers("compile_s", "recompiled")) / steps,
             compute_s=None if on_gpu else mean("perf/device_ms"),
             logging_s=None if on_gpu else mean("perf/host_ms"),
         ),
-        "counts": Counts(recompiles=sum(int(e.get("graphs", 0)) for e in recompiled) / steps),
+        "counts": Counts(recompiles=sum(events.numbers("graphs", "recompiled")) / steps),
         "recompile_reasons": tuple(dict.fromkeys(reasons)),
         "memory": MemoryFacts(
             peak_gib=last.get("mem/peak_gib"), reserved_gib=last.get("mem/reserved_gib")
         ),
         "gpu": None if used is None else GpuFacts(utilisation=used),
         "roof": Roof(
-            peak_tflops=next((e["peak_tflops"] for e in events if "peak_tflops" in e), None),
-            peak_source=next((e["peak_source"] for e in events if e.get("peak_source")), None),
+            peak_tflops=next(iter(events.numbers("peak_tflops", *STARTS)), None),
+            peak_source=next((one for one in sources if isinstance(one, str)), None),
             mfu=rate("perf/mfu"),
             tokens_per_s=rate("perf/tokens_per_s"),
         ),
         "losses": series("train/loss"),
         "grad_norms": series("train/grad_norm"),
-        "skipped_steps": len(of["skip"]),
+        "skipped_steps": len(events.of("skip")),
     }
 
 
-def _failure(folder: Path, events: Sequence[Mapping[str, Any]], records: Records) -> Failure | None:
-    """Return why the run ended, if it failed; records leave out a loss that is not a number."""
-    if layout.read_exit_code(folder) != FAILED:
-        return None
-    step = int(records[-1]["step"]) if records else None
-    is_lost = bool(records) and "train/loss" not in records[-1]
-    error = next((event for event in reversed(events) if event["event"] == "error"), None)
-    if error is None:
-        if is_lost and any("train/loss" in record for record in records):
-            what = "The loss is not a number: training has diverged."
-            return Failure(kind="diverged", message=what, step=step)
-        what = "The run failed; its output says why."
-        return Failure(kind="error", message=what, step=step)
-    kind, what = str(error.get("kind")), str(error.get("what", ""))
-    has_diverged = kind == "RunFailed" and (is_lost or "has diverged" in what)
-    return Failure.model_validate(
-        {
-            "kind": "diverged" if has_diverged else KINDS.get(kind, "error"),
-            "message": what,
-            "fix": error.get("fix"),
-            "step": step,
-        }
+def _other_processes(records: Records, events: Events) -> HostFacts:
+    """Return how busy other processes kept the cores of the run.
+
+    `other_busy_cores` is the mean of the windows in which they left too few for the run's threads,
+    if there are any, and `busy_share` is the share of these windows in the recorded time.
+    """
+    environment = next((one.get("environment") for one in reversed(events.of(*STARTS))), None)
+    threads = environment.get("threads") if isinstance(environment, dict) else None
+    threads = threads if isinstance(threads, int) and threads > 0 else 1
+    windows: list[tuple[float, float, float]] = []  # others, cores, seconds
+    since_s = 0.0
+    for record in records:
+        at_s = record.get("elapsed_s", 0.0)
+        if {"cpu/other_cores", "cpu/cores"} <= record.keys() and at_s > since_s:
+            windows.append((record["cpu/other_cores"], record["cpu/cores"], at_s - since_s))
+            since_s = at_s
+    if not windows:
+        return HostFacts()
+    others, _, seconds = zip(*windows, strict=True)
+    busy = [one for one in windows if one[0] + threads > one[1]]
+    if not busy:
+        return HostFacts(other_busy_cores=fmean(others, seconds))
+    others, cores, busy_s = zip(*busy, strict=True)
+    return HostFacts(
+        cores=int(cores[-1]),
+        threads=threads,
+        other_busy_cores=fmean(others, busy_s),
+        busy_share=sum(busy_s) / sum(seconds),
     )
 
 
-def _speedups(events: Sequence[Mapping[str, Any]]) -> tuple[str, ...] | None:
-    """Return the speedups that were on at the end; None when no event tells."""
-    on = {str(e.get("name")): bool(e.get("on")) for e in events if e["event"] == "speedup"}
-    return tuple(name for name, is_on in on.items() if is_on) if on else None
+def _failure(folder: Path, events: Events, records: Records) -> Failure | None:
+    """Return why the run ended, if it failed; records leave out a loss that is not a number."""
+    if layout.read_exit_code(folder) != FAILED:
+        return None
+    is_lost = bool(records) and "train/loss" not in records[-1]
+    errors = events.of("error")
+    if errors:
+        error = errors[-1]
+        name, what, fix = str(error.get("kind")), str(error.get("what", "")), error.get("fix")
+        has_diverged = name == "RunFailed" and (is_lost or "has diverged" in what)
+        kind = "diverged" if has_diverged else FAILURES.get(name, "error")
+    elif is_lost and any("train/loss" in record for record in records):
+        kind, what, fix = "diverged", "The loss is not a number: training has diverged.", None
+    else:
+        kind, what, fix = "error", "The run failed; its output says why.", None
+    step = int(records[-1]["step"]) if records else None
+    known = {"kind": kind, "message": what, "fix": fix, "step": step}
+    return Failure.model_validate(known)
 
 
-def _fallback(events: Sequence[Mapping[str, Any]]) -> str | None:
+def _fallback(events: Events) -> str | None:
     """Return why the last process turned off a speedup that it had turned on: compiling failed."""
     on: set[str] = set()
     reason = None
-    for event in events:
+    for event in events.of("speedup", *STARTS):
         name = str(event.get("name"))
-        if event["event"] in ("start", "resume"):  # another process decides again
+        if event["event"] in STARTS:  # another process decides again
             on, reason = set(), None
-        elif event["event"] == "speedup" and event.get("on"):
+        elif event.get("on"):
             on.add(name)
-        elif event["event"] == "speedup" and name in on:
+        elif name in on:
             reason = reason or str(event.get("reason"))
     return reason

@@ -2,30 +2,55 @@
 
 from __future__ import annotations
 
+import math
 import os
+import statistics
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any, cast
+
+import torch
 
 from flatout.assembly.run import Run
+from flatout.assembly.selection import speedup_named
+from flatout.config.schema import RunConfig
+from flatout.data.load.feed import DirectFeed, PrefetchFeed, StepBatch
+from flatout.errors import FlatoutError
+from flatout.hardware import usable_cores
 from flatout.measure.child import Answer
-from flatout.measure.diagnose.failure import failure_of, hanging
-from flatout.measure.diagnose.preflight import Prepared, prepare
+from flatout.measure.diagnose.preflight import Prepared, failure_of, prepare
 from flatout.measure.diagnose.spec import MeasureSpec
-from flatout.measure.diagnose.windows import RunWindows, evidence_of
 from flatout.measure.experiments.trial import QUIET
-from flatout.measure.steps.evidence import Evidence
+from flatout.measure.steps.calls import OperationLines
+from flatout.measure.steps.evidence import Evidence, Failure
+from flatout.measure.steps.gathering import gathered
+from flatout.measure.steps.lines import LineSampler, read_stacks, site_at, user_line
 from flatout.measure.steps.machine import gpu_facts
+from flatout.measure.steps.windows import Windows
+from flatout.training.checkpoint.retention import steps_between_saves
+from flatout.training.evaluation import score
 from flatout.training.loop import fit
 from flatout.training.metrics.log import Log
-from flatout.training.metrics.observers import Observer
+from flatout.training.metrics.observers import Observer, Quiet
 from flatout.training.out_of_memory import explained
+from flatout.training.saving import DEFAULT_MINUTES_BETWEEN_SAVES, environment_of
 from flatout.training.session import Session
 from flatout.training.warmup import warm_up
 
 LONG_RUN_STEPS = 10_000_000
 """The measured run is extended to this length, so that it cannot end before its windows do."""
+MIN_STEPS = 5
+"""Fewest ordinary steps."""
+FEW_STEPS = 2
+"""Steps of the windows that mark calls and record operations."""
+TURNS = 3
+"""Comparisons of steps with and without a replaced part."""
+SCORED_ROWS = 8
+"""Micro-batches of the trial evaluation."""
 
 
 def collect(request: str, answer: Answer) -> None:
@@ -39,16 +64,46 @@ def collect(request: str, answer: Answer) -> None:
     answer(prepared.evidence)
     if prepared.resolved is None:
         return
-    done = threading.Event()
-    watchdog = threading.Thread(
-        target=_report_hang, args=(spec, prepared, answer, done, threading.get_ident()), daemon=True
-    )
-    watchdog.start()
+    done, thread = threading.Event(), threading.get_ident()
+
+    def report_hang() -> None:
+        if done.wait(spec.limit_s):
+            return
+        message = f"The run had not ended after {spec.limit_s:.0f} s."
+        site = site_at(user_line(read_stacks().get(thread, ())))
+        failure = Failure(kind="hang", message=message, site=site)
+        known = {"source": "measured run", "failure": failure}
+        answer(prepared.evidence.model_copy(update=known))
+        os._exit(0)
+
+    threading.Thread(target=report_hang, daemon=True).start()
     try:
         found = measured(spec, prepared)
     finally:
         done.set()
     answer(found)
+
+
+class Kept(Quiet):
+    """Keeps the training records of a run."""
+
+    def __init__(self) -> None:
+        self.records: list[Mapping[str, float]] = []
+
+    def on_record(self, record: Mapping[str, float]) -> None:
+        """Keep a record."""
+        self.records.append(record)
+
+    def series(self, name: str, last: int) -> tuple[tuple[int, float], ...]:
+        """Return (step, figure) up to a step; a figure that is left out was not finite."""
+        every = ((int(record["step"]), record.get(name, math.nan)) for record in self.records)
+        return tuple(one for one in every if one[0] <= last)
+
+    @property
+    def has_diverged(self) -> bool:
+        """Whether a figure of the last record was not finite."""
+        figures = {"train/loss", "train/grad_norm"}
+        return bool(self.records) and not figures <= self.records[-1].keys()
 
 
 def measured(spec: MeasureSpec, prepared: Prepared, callbacks: Sequence[Observer] = ()) -> Evidence:
@@ -60,12 +115,11 @@ def measured(spec: MeasureSpec, prepared: Prepared, callbacks: Sequence[Observer
         QUIET | {"train.steps": LONG_RUN_STEPS, "schedule.warmup": prepared.warmup_steps}
     )
     run: Run | None = None
-    losses: list[tuple[int, dict[str, float]]] = []
+    kept = Kept()  # type: ignore[abstract]
     before = prepared.evidence.model_copy(update={"source": "measured run"})
     try:
         run = resolved.build(config, Path(spec.folder))
-        keep_figures(run, losses)
-        with explained(run), Log(run, callbacks) as log:
+        with explained(run), Log(run, (kept, *callbacks)) as log:
             log.start()
             warm_up(run, log)
             windows = RunWindows(run, log, spec)
@@ -76,48 +130,187 @@ def measured(spec: MeasureSpec, prepared: Prepared, callbacks: Sequence[Observer
             gpu = gpu_facts(resolved.machine, config.train.device)
             log.write_pending()
             last = min(windows.last_own_step or run.step, resolved.config.train.steps or run.step)
-            own = [(step, read) for step, read in losses if step <= last]
-            before = before.model_copy(
-                update={
-                    "gpu": gpu or before.gpu,
-                    "losses": tuple((step, read["train/loss"]) for step, read in own),
-                    "grad_norms": tuple((step, read["train/grad_norm"]) for step, read in own),
-                }
-            )
+            known = {
+                "gpu": gpu or before.gpu,
+                "losses": kept.series("train/loss", last),
+                "grad_norms": kept.series("train/grad_norm", last),
+            }
+            before = before.model_copy(update=known)
             return evidence_of(before, run, log, windows, resolved.config)
     except Exception as error:  # whatever the run raises is evidence
-        step = run.step if run is not None else 0
-        failure = failure_of(error, step, losses)
+        failure = failure_of(error, run.step if run is not None else 0, kept.has_diverged)
         return before.model_copy(update={"failure": failure})
     finally:
         if run is not None:
             run.feed.close()
 
 
-def keep_figures(run: Run, kept: list[tuple[int, dict[str, float]]]) -> None:
-    """Add what the run reads back, (step, figures), to `kept`."""
-    ready = run.readback.ready
+class RunWindows(Windows):
+    """Decides when a measured run stops, and keeps what its windows have measured."""
 
-    def read(*, flush: bool = False) -> list[tuple[int, dict[str, float]]]:
-        found = ready(flush=flush)
-        kept.extend(found)
-        return found
+    def __init__(self, run: Run, log: Log, spec: MeasureSpec) -> None:
+        super().__init__(log.clock.timer, str(run.mesh.device))
+        self.last_own_step: int | None = None
+        """The last step before those with a part replaced, which change the losses too."""
+        self.counterfactual_s: dict[str, float] = {}
+        """Seconds of an average step with one thing replaced."""
+        self.has_compiled = any(d.on and d.name.startswith("compile") for d in run.decisions)
+        self._run, self._spec = run, spec
+        self._late_s = time.monotonic() + spec.limit_s / 2
 
-    run.readback.ready = read  # type: ignore[method-assign]
+    def requested(self, run: Run) -> bool:
+        """Return whether the measurement is over; the loop calls it before each step."""
+        return not self.start_step()
+
+    def _windows(self) -> Generator[None, None, None]:
+        yield from self._until_steady(self._spec.warmup_s)
+        with self._sampling(), self.timer.collecting_gc():
+            yield from self._ordinary(partial(self._lacks, MIN_STEPS, self._spec.seconds))
+        if self._spec.brief:
+            return
+        if self._is_late():
+            self.notes.append(f"A step takes {self.step_s:.0f} s: only its phases were measured.")
+            return
+        yield from self._marked_calls(FEW_STEPS)
+        if not self.has_compiled:
+            self.lines = OperationLines()
+            with self.lines:
+                yield
+        yield from self._recorded(FEW_STEPS)
+        self.last_own_step = self._run.step
+        yield from self._counterfactual("synthetic-data", self._fixed_data)
+        cores = usable_cores()
+        if not self.on_gpu and torch.get_num_threads() < cores:
+            yield from self._counterfactual("all-threads", partial(_threads, cores))
+
+    def _lacks(self, at_least: int, seconds: float, steps: int, spent_s: float) -> bool:
+        return steps < (min(at_least, 2) if self._is_late() else at_least) or spent_s < seconds
+
+    def _is_late(self) -> bool:
+        """Return whether the steps are so slow that what is not measured yet must be left out."""
+        return time.monotonic() > self._late_s
+
+    def _counterfactual(
+        self, name: str, replaced: Callable[[], AbstractContextManager[None]]
+    ) -> Iterator[None]:
+        """Measure steps with a part replaced, in turns with ordinary steps.
+
+        The median of their ratios counts, so that a machine that becomes slower does not.
+        """
+        self.name = name
+        ratios: list[float] = []
+        for _ in range(TURNS):
+            if self._is_late():
+                break
+            with replaced():
+                yield
+                other_s = yield from self._timed()
+            ratios.append(other_s / (yield from self._timed()))
+        if ratios:
+            self.counterfactual_s[name] = statistics.median(ratios) * self.step_s
+
+    def _timed(self) -> Generator[None, None, float]:
+        """Take some steps and return the seconds of one."""
+        self._wait()
+        start_s, steps = time.perf_counter(), 0
+        seconds = self._spec.seconds / (4 * TURNS)
+        while self._lacks(2, seconds, steps, time.perf_counter() - start_s):
+            yield
+            steps += 1
+        self._wait()
+        return (time.perf_counter() - start_s) / steps
+
+    @contextmanager
+    def _fixed_data(self) -> Iterator[None]:
+        feed = self._run.feed
+        self._run.feed = cast(PrefetchFeed, FixedFeed(feed))
+        try:
+            yield
+        finally:
+            self._run.feed = feed
 
 
-def _report_hang(
-    spec: MeasureSpec, prepared: Prepared, answer: Answer, done: threading.Event, thread: int
-) -> None:
-    """End the process with evidence of a hang, if the run is not done in time."""
-    start_s = time.monotonic()
-    if done.wait(spec.limit_s):
-        return
-    found = prepared.evidence.model_copy(
-        update={
-            "source": "measured run",
-            "failure": hanging(thread, time.monotonic() - start_s),
-        }
-    )
-    answer(found)
-    os._exit(0)
+class FixedFeed:
+    """A feed that returns one batch, which is on the device already, again and again."""
+
+    def __init__(self, feed: PrefetchFeed | DirectFeed) -> None:
+        self.position, self.steps_per_epoch = feed.position, feed.steps_per_epoch
+        self.data_at, self._batch = feed.data_at, next(feed)
+
+    def __next__(self) -> StepBatch:
+        return self._batch
+
+    def seek(self, position: int) -> None:
+        """Do nothing: every position has the same batch."""
+
+
+@contextmanager
+def _threads(number: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def evidence_of(
+    before: Evidence, run: Run, log: Log, windows: RunWindows, planned: RunConfig
+) -> Evidence:
+    """Return the evidence of a measured run; it saves and evaluates once for this.
+
+    Their times are divided by the steps between them in the run that is `planned`.
+    """
+    save_s = evaluation_s = None
+    sampler = LineSampler(lambda: "checkpoint")
+    try:
+        with sampler:
+            for _ in range(2):  # the second one is like those after it
+                run.step += 1  # a step is saved once
+                run.saver.save(run, environment=environment_of(run), keep=1)
+                run.saver.wait()
+                save_s = sum(saved.blocked_s for saved in run.saver.finished())
+    except (FlatoutError, OSError) as error:
+        windows.notes.append(f"A save could not be measured: {error}")
+    if save_s is not None:
+        steps = steps_between_saves(planned.checkpoint, run.steps_per_epoch)
+        minutes = planned.checkpoint.every_minutes or DEFAULT_MINUTES_BETWEEN_SAVES
+        save_s /= steps or max(60 * minutes / windows.step_s, 1.0)
+    if planned.train.eval_every:  # a part of the validation split stands for all that is scored
+        tokens, most = before.data.val_tokens or 0, planned.train.eval_tokens
+        wanted = tokens if most == "all" else min(most, tokens)
+        few, start_s = (
+            SCORED_ROWS * run.rows_per_device * run.config.data.seq_len,
+            time.perf_counter(),
+        )
+        scored = score(run, max_tokens=min(few, wanted), progress=log.progress)
+        if scored is not None:
+            evaluation_s = (time.perf_counter() - start_s) * wanted / max(scored.tokens, 1)
+            evaluation_s /= planned.train.eval_every
+    periodic: dict[str, float | None] = {"checkpoint_s": save_s, "evaluation_s": evaluation_s}
+    found = gathered(before, windows, periodic)
+    dropped = (d for d in run.decisions if not d.on and d.name in (before.speedups or ()))
+    failed = next((d.reason for d in dropped if speedup_named(d.name).compiles), None)
+    extra_s = (save_s or 0.0) + (evaluation_s or 0.0)
+    tokens_per_s = run.tokens_per_step / windows.step_s
+    flops_per_token = run.core.flops_per_token(run.config.data.seq_len)
+    flops_per_s = float(flops_per_token.causal_exact) * tokens_per_s
+    roof = {
+        "peak_tflops": run.peak and run.peak.tflops,
+        "peak_source": run.peak and run.peak.source,
+        "achieved_tflops": flops_per_s / 1e12,
+        "mfu": log.mfu(flops_per_s),
+        "tokens_per_s": tokens_per_s,
+    }
+    update: dict[str, Any] = {
+        "speedups": tuple(run.speedups),
+        "compile_fallback": failed,
+        "counterfactual_s": {
+            name: seconds + extra_s for name, seconds in windows.counterfactual_s.items()
+        },
+        "sites": {**found.sites, **sampler.sites(1)},
+        "memory": before.memory.model_copy(update={"peak_gib": log.peak_gib()}),
+        "roof": before.roof.model_copy(update=roof),
+        "remaining_s": (before.planned_steps or 0) * (found.step_s or 0.0),
+    }
+    return found.model_copy(update=update)

@@ -6,6 +6,11 @@ from typing import Any
 
 from flatout.files import Stored
 
+DEFAULT_SECONDS = 4.0
+"""Seconds of ordinary steps that are measured."""
+LIMIT_S = 150.0
+"""Longest measured run before it counts as hanging; more seconds of steps extend it."""
+
 
 class MeasureSpec(Stored):
     """What to measure, and for how long."""
@@ -16,11 +21,11 @@ class MeasureSpec(Stored):
     """Scratch directory for the files of the run, on the disk of its checkpoints."""
     cache: str | None = None
     """flatout's cache, with the gains measured here; None: no gains."""
-    seconds: float = 4.0
+    seconds: float = DEFAULT_SECONDS
     """Seconds of ordinary steps."""
     warmup_s: float = 10.0
     """Latest end of the warm-up, counted from the end of the first step."""
-    limit_s: float = 150.0
+    limit_s: float = LIMIT_S
     """Time after which the run counts as hanging."""
     brief: bool = False
     """Whether to measure ordinary steps, saves and evaluation only, to compare two recipes."""

@@ -1,18 +1,19 @@
 """Attributes the memory of steps at each moment: weights, gradients, optimizer, activations, ...
 
 Every allocation during the profiled steps is one block. What it is follows from its address, if the
-run names it (weights, optimizer states, gradients, inputs), or else from its life: memory from a
-forward pass that lives beyond it is an activation, everything else is temporary. No torch.
+run names it (weights, optimizer states, gradients), or else from its life: memory from a forward
+pass that lives beyond it is an activation, that from preparing a batch is an input, everything else
+is temporary. No torch.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from flatout.measure.profile.events import Allocation, Recording
 from flatout.measure.profile.report import MemoryPeak
+from flatout.measure.steps.trace import Trace
 
 CATEGORIES = (
     "weights",
@@ -40,8 +41,6 @@ class Named:
     """By category, at their end."""
     gradients: Sequence[Blocks] = ()
     """At the end of each step's backward passes."""
-    inputs: Sequence[Blocks] = ()
-    """At each forward pass."""
 
 
 @dataclass(frozen=True)
@@ -60,103 +59,64 @@ class Moment:
 
 @dataclass
 class _Block:
-    bytes: int
-    phase: int | None
-    """Number of the phase in which it was allocated; None between phases."""
     category: str | None = None
+    phase: int | None = None
+    """Number of the phase in which it was allocated; None between phases."""
     end_phase: int | None = None
     freed: bool = False
 
 
-@dataclass
-class _Sweep:
-    """A pass over the allocations that finds out what each block is."""
-
-    recording: Recording
-    named: Named
-    blocks: list[_Block] = field(default_factory=list)
-    changes: list[tuple[float, _Block, int]] = field(default_factory=list)
-    """(time, block, change in bytes)."""
-    live: dict[int, _Block] = field(default_factory=dict)
-
-    def run(self, allocations: Sequence[Allocation]) -> None:
-        """Follow all blocks, and name them."""
-        phases = self.recording.phases
-        kept = {
-            "backward": ("inputs", iter(self.named.inputs)),
-            "optimizer": ("gradients", iter(self.named.gradients)),
-        }
-        for category, known in self.named.before.items():
-            for address, size in known.items():
-                self.live[address] = _Block(size, None, category)
-        at = 0
-        current: int | None = None
-        for one in allocations:
-            while at < len(phases) and phases[at].start_s <= one.time_s:
-                if phases[at].name in kept:
-                    category, blocks = kept[phases[at].name]
-                    self._name(next(blocks, {}), category)
-                current = at
-                at += 1
-            inside = current is not None and one.time_s <= phases[current].end_s
-            self._follow(one, current if inside else None)
-        for category, known in self.named.after.items():
-            self._name(known, category)
-
-    def _name(self, known: Blocks, category: str) -> None:
-        for address in known:
-            block = self.live.get(address)
-            if block is not None and block.category is None:
-                block.category = category
-
-    def _follow(self, one: Allocation, phase: int | None) -> None:
-        if one.bytes > 0:
-            block = _Block(one.bytes, phase)
-            self.live[one.address] = block
-            self.blocks.append(block)
-            self.changes.append((one.time_s, block, one.bytes))
-            return
-        known = self.live.pop(one.address, None)
-        freed = known or _Block(-one.bytes, None, "other")
-        freed.freed, freed.end_phase = True, phase
-        self.changes.append((one.time_s, freed, one.bytes))
-
-    def category(self, block: _Block) -> str:
-        """Return what a block is, once it has been followed to its end."""
-        if block.category is not None:
-            return block.category
-        if block.phase is None:
-            return "temporary"
-        phases = self.recording.phases
-        name = phases[block.phase].name
-        if name == "data":
-            return "inputs"
-        outlives = block.end_phase != block.phase
-        # what is never freed is no activation, but the loss, which waits to be logged
-        return "activations" if name == "forward" and outlives and block.freed else "temporary"
-
-
-def timeline(recording: Recording, named: Named, *, on_cpu: bool) -> tuple[Moment, ...]:
+def timeline(trace: Trace, named: Named) -> tuple[Moment, ...]:
     """Return the memory of the training device after each change, by category.
 
     It starts with what there was before.
     """
-    allocations = recording.host_allocations if on_cpu else recording.device_allocations
-    sweep = _Sweep(recording, named)
-    sweep.run(allocations)
+    live = {at: _Block(name) for name, known in named.before.items() for at in known}
+    changes: list[tuple[float, _Block, int]] = []
+    gradients, started = iter(named.gradients), 0
+
+    def name(known: Blocks, category: str) -> None:
+        for address in known.keys() & live.keys():
+            live[address].category = live[address].category or category
+
+    for one in trace.allocations:
+        while started < len(trace.phases) and trace.phases[started].start_s <= one.time_s:
+            if trace.phases[started].name == "optimizer":
+                name(next(gradients, {}), "gradients")
+            started += 1
+        phase = started - 1 if trace.phase_at(one.time_s) else None
+        if one.bytes > 0:
+            block = live[one.address] = _Block(phase=phase)
+        else:
+            block = live.pop(one.address) if one.address in live else _Block("other")
+            block.freed, block.end_phase = True, phase
+        changes.append((one.time_s, block, one.bytes))
+    for category, known in named.after.items():
+        name(known, category)
+
     now = Counter({name: sum(known.values()) for name, known in named.before.items()})
-    if allocations and allocations[0].allocated:
-        unnamed = allocations[0].allocated - allocations[0].bytes - sum(now.values())
-        now["other"] += max(unnamed, 0)
+    if changes and trace.allocations[0].allocated:
+        first = trace.allocations[0]
+        now["other"] += max((first.allocated or 0) - first.bytes - sum(now.values()), 0)
     moments = [Moment(0.0, dict(now))]
-    for time_s, block, change in sweep.changes:
-        category = sweep.category(block)
+    for time_s, block, change in changes:
+        category = block.category or _of_life(block, trace)
         now[category] = max(now[category] + change, 0)
         moments.append(Moment(time_s, dict(now)))
     return tuple(moments)
 
 
-def peak_of(moments: Sequence[Moment], recording: Recording, first: int) -> MemoryPeak | None:
+def _of_life(block: _Block, trace: Trace) -> str:
+    """Return what a block without a name is, once it has been followed to its end."""
+    phase = None if block.phase is None else trace.phases[block.phase].name
+    outlives = block.end_phase != block.phase
+    if phase == "data" or (phase == "compute" and outlives):  # a batch, or what is made of it
+        return "inputs"
+    # what is never freed is no activation, but the loss, which waits to be logged
+    return "activations" if phase == "forward" and outlives and block.freed else "temporary"
+
+
+def peak_of(moments: Sequence[Moment], trace: Trace, first: int) -> MemoryPeak | None:
     """Return the moment with the most memory; None when nothing was allocated.
 
     `first` is the number of the first profiled step.
@@ -164,17 +124,15 @@ def peak_of(moments: Sequence[Moment], recording: Recording, first: int) -> Memo
     if not moments:
         return None
     top = max(moments, key=lambda moment: moment.total)
-    phase = recording.phase_at(top.time_s)
-    during = [one for one in enumerate(recording.steps, first) if one[1].contains(top.time_s)]
+    during = [one for one in enumerate(trace.step_ranges, first) if one[1].contains(top.time_s)]
     number, step = during[0] if during else (None, None)
-    share = (top.time_s - step.start_s) / ((step.end_s - step.start_s) or 1.0) if step else None
     parts = sorted(top.bytes.items(), key=lambda part: -part[1])
-    reserved = [one.reserved for one in recording.device_allocations if one.reserved]
+    reserved = [one.reserved for one in trace.allocations if one.reserved]
     return MemoryPeak(
         gib=top.total / GIB,
         parts_gib={name: size / GIB for name, size in parts if size},
-        phase=phase.name if phase else None,
+        phase=trace.phase_at(top.time_s),
         step=number,
-        share_of_step=share,
+        share_of_step=(top.time_s - step.start_s) / (step.seconds or 1.0) if step else None,
         reserved_gib=max(reserved) / GIB if reserved else None,
     )

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import os
 import tempfile
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,28 +21,28 @@ import numpy as np
 import torch
 import torch._inductor.config
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.profiler import record_function
 
 from flatout.assembly.run import Run
 from flatout.config.schema import RunConfig
-from flatout.errors import ConfigError, RunFailed
+from flatout.errors import ConfigError
 from flatout.files import CheckedFile, write_text, writing_run
 from flatout.hardware import fingerprint
 from flatout.measure.experiments.resolving import resolve_here
 from flatout.measure.experiments.results import claim
 from flatout.measure.experiments.schedule import require_one_process
 from flatout.measure.experiments.trial import QUIET
-from flatout.measure.profile.events import Recording, read_events
-from flatout.measure.profile.marks import Blocks, Marks, blocks
-from flatout.measure.profile.memory import CATEGORIES, Moment, Named, peak_of, timeline
-from flatout.measure.profile.report import Profile, ProfileRoof
-from flatout.measure.profile.table import gaps_of, table_of, work_of
-from flatout.measure.steps.trace import profiling
-from flatout.measure.steps.windows import MIN_WARM_STEPS, Windows
+from flatout.measure.profile.memory import CATEGORIES, Blocks, Moment, Named, peak_of, timeline
+from flatout.measure.profile.report import PHASES, Gap, Profile, ProfileRoof
+from flatout.measure.steps.trace import PREFIX, STEP, Range, Trace, exported, profiling, read_trace
+from flatout.measure.steps.windows import MIN_WARM_STEPS, Windows, unprofiled
 from flatout.parallel.rendezvous import silence_profiler
 from flatout.progress import SILENT, Progress
 from flatout.roof import peak_bandwidth, peak_tflops
 from flatout.training.loop import fit
 from flatout.training.metrics.log import Log
+from flatout.training.metrics.phases import PhaseTimer
 from flatout.training.out_of_memory import explained
 from flatout.training.run import warn_of_busy_cores
 from flatout.training.run_dir.layout import run_name
@@ -110,11 +112,18 @@ def run_profile(
         with progress.task("Building the model"):
             run = resolved.build(config, scratch)
         stack.enter_context(closing(run.feed))
-        raw = scratch / "raw.json"
-        with explained(run):
-            windows = take_steps(run, wanted, raw, out / SNAPSHOT, progress)
+        run.feed.prime(min(wanted.at_least, run.last_step))
+        stack.enter_context(explained(run))
+        # compiled kernels of a CPU then have names in the trace
+        stack.enter_context(torch._inductor.config.patch({"cpp.enable_kernel_profile": True}))
+        with Log(run, progress=progress) as log:
+            warm_up(run, log)
+            windows = ProfileWindows(run, log.clock.timer, wanted, out / SNAPSHOT)
+            with progress.task(f"Profiling {wanted.steps} steps"), closing(windows):
+                fit(Session(run, log, windows.requested))
+                windows.requested(run)  # the run may end before it asks again
         with progress.task("Reading the trace"):
-            profile = summarise(run, windows, raw, out)
+            profile = summarise(run, windows, scratch / "raw.json", out)
         write_text(out / FIGURES, profile.model_dump_json(indent=1) + "\n")
         write_text(out / TEXT, profile.text() + "\n")
     return profile
@@ -140,54 +149,39 @@ def long_enough(config: RunConfig, wanted: Wanted) -> RunConfig:
     )
 
 
-def take_steps(
-    run: Run, wanted: Wanted, raw: Path, snapshot: Path, progress: Progress
-) -> ProfileWindows:
-    """Train through the warm-up and the profiled steps."""
-    windows = ProfileWindows(run, wanted, raw, snapshot)
-    run.feed.prime(min(wanted.at_least, run.last_step))
-    # compiled kernels of a CPU then have names in the trace
-    named_kernels = torch._inductor.config.patch({"cpp.enable_kernel_profile": True})
-    with Log(run, progress=progress) as log, named_kernels:
-        warm_up(run, log)
-        windows.marks.attach()
-        with progress.task(f"Profiling {wanted.steps} steps"):
-            try:
-                fit(Session(run, log, windows.requested))
-                windows.requested(run)  # the run may end before it asks again
-            finally:
-                windows.marks.end_step()
-                windows.close()
-    return windows
-
-
 class ProfileWindows(Windows):
     """Decides when the run stops: after a warm-up, ordinary steps, and those under the profiler.
 
     The ordinary steps show what the profiler costs.
     """
 
-    def __init__(self, run: Run, wanted: Wanted, raw: Path, snapshot: Path) -> None:
-        self.marks = Marks(run)
-        super().__init__(self.marks.timer, str(run.mesh.device))
-        self.first_step: int | None = None
+    def __init__(self, run: Run, timer: PhaseTimer, wanted: Wanted, snapshot: Path) -> None:
+        super().__init__(timer, str(run.mesh.device))
+        self.first_step = 1
         """The first profiled step, from 1."""
-        self.is_traced = False
-        """Whether the profiler could be used."""
-        self.profiled_s = 0.0
-        """Seconds of all profiled steps."""
         self.named: Named | None = None
+        """The memory that the run can name; None without a trace."""
         self.has_snapshot = False
         """Whether torch's memory snapshot was written."""
-        self._run, self.wanted, self._raw, self._snapshot = run, wanted, raw, snapshot
+        self.profiled_s = 0.0
+        """Seconds of all profiled steps."""
+        self._run, self.wanted, self._snapshot = run, wanted, snapshot
+        self._gradients: list[Blocks] = []
+        self._range = ExitStack()
+        timer.on_change = self._keep_gradients
 
     def requested(self, run: Run) -> bool:
         """Return whether to stop; the loop calls it before each step."""
-        self.marks.end_step()
-        if not self.start_step():
-            return True
-        self.marks.start_step(run.step + 1)
-        return False
+        self._range.close()
+        goes_on = self.start_step()
+        if self.name == "recorded":
+            self._range.enter_context(record_function(f"{PREFIX}{STEP} {run.step + 1}"))
+        return not goes_on
+
+    def close(self) -> None:
+        """End the current window, and the range of its step."""
+        self._range.close()
+        super().close()
 
     def _windows(self) -> Generator[None, None, None]:
         wanted, ordinary = self.wanted, self.wanted.steps
@@ -201,37 +195,25 @@ class ProfileWindows(Windows):
             yield from (None for _ in range(wanted.skip - ordinary))
         if ordinary:
             yield from self._ordinary(lambda steps, seconds: steps < ordinary)
-        self.name, self.first_step = "profiled", self._run.step + 1
-        yield from self._profiled()
+        self.first_step, before = self._run.step + 1, named_memory(self._run)
+        try:
+            start_profiler(self.device)
+            options = {"record_shapes": True, "profile_memory": True}
+            yield from self._recorded(wanted.steps, longest_s=math.inf, **options)
+        except RuntimeError as error:  # not permitted
+            self.notes.append(unprofiled(str(error)))
+        self.name = "profiled"
+        if self.profiler is None:
+            yield from (None for _ in range(wanted.steps - self.special.steps))
+        else:
+            self.named = Named(before, named_memory(self._run), self._gradients)
+        self.profiled_s = self.special.seconds
         if self.on_gpu and self._run.step < self._run.last_step:
             yield from self._with_snapshot()
 
-    def _profiled(self) -> Generator[None, None, None]:
-        marks, before, profiler = self.marks, named_memory(self._run), None
-        with ExitStack() as stack:
-            try:
-                start_profiler(self.device)
-                options = {"record_shapes": True, "profile_memory": True, "with_flops": False}
-                profiler = stack.enter_context(profiling(self.device, **options))
-            except RuntimeError as error:  # not permitted, or another profiler is active
-                why = (str(error).splitlines() or ["unknown reason"])[0]
-                self.notes.append(
-                    f"The profiler could not be used: {why}. Step times and phases were measured "
-                    "without it; there is no trace and no table."
-                )
-            marks.recording = self.is_traced = profiler is not None
-            try:
-                self._wait()
-                before_s = self.special.seconds
-                yield from (None for _ in range(self.wanted.steps))
-                self._wait()
-            finally:
-                marks.end_step()
-                marks.recording = False
-        self.profiled_s = self.special.seconds - before_s
-        self.named = Named(before, named_memory(self._run), marks.gradients, marks.inputs)
-        if profiler is not None:
-            profiler.export_chrome_trace(str(self._raw))
+    def _keep_gradients(self, phase: str | None) -> None:
+        if phase == "optimizer" and self.name == "recorded":
+            self._gradients.append(blocks(_gradients(self._run)))
 
     def _with_snapshot(self) -> Generator[None, None, None]:
         """Take one more step, and write where each block of it was allocated."""
@@ -288,10 +270,28 @@ def named_memory(run: Run) -> dict[str, Blocks]:
         if isinstance(value, Tensor)
     )
     weights = blocks([*run.core.parameters(), *run.core.buffers()])
-    gradients = blocks(one.grad for one in run.core.parameters() if one.grad is not None)
+    gradients = blocks(_gradients(run))
     for address in {**weights, **gradients}:
         states.pop(address, None)
     return {"weights": weights, "gradients": gradients, "optimizer": states}
+
+
+def _gradients(run: Run) -> list[Tensor]:
+    return [weight.grad for weight in run.core.parameters() if weight.grad is not None]
+
+
+def blocks(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Return the bytes of the memory of tensors by address; views of one block count once.
+
+    Shapes: any.
+    """
+    found: dict[int, int] = {}
+    for tensor in tensors:
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        storage = local.untyped_storage()
+        if storage.nbytes():
+            found[storage.data_ptr()] = storage.nbytes()
+    return found
 
 
 def summarise(run: Run, windows: ProfileWindows, raw: Path, out: Path) -> Profile:
@@ -302,20 +302,21 @@ def summarise(run: Run, windows: ProfileWindows, raw: Path, out: Path) -> Profil
     ordinary, steps = windows.ordinary, windows.wanted.steps
     peak = peak_tflops(run.machine, windows.device, run.arithmetic)
     bandwidth = peak_bandwidth(run.machine, windows.device)
+    phases = {name.removesuffix("_wait"): s for name, s in ordinary.per_step().items()}
     profile = Profile(
         path=str(out),
-        trace=str(out / TRACE) if windows.is_traced else None,
+        trace=str(out / TRACE) if windows.profiler else None,
         snapshot=str(out / SNAPSHOT) if windows.has_snapshot else None,
         recipe=run.config.name,
         device=windows.device,
         arithmetic=run.arithmetic,
-        speedups=tuple(decision.name for decision in run.decisions if decision.on),
+        speedups=tuple(run.speedups),
         environment=fingerprint(windows.device),
-        first_step=windows.first_step or 1,
+        first_step=windows.first_step,
         steps=steps,
         step_ms=1e3 * ordinary.seconds / ordinary.steps if ordinary.steps else None,
         profiled_step_ms=1e3 * windows.profiled_s / steps,
-        phases_ms={name: 1e3 * value for name, value in ordinary.per_step().items()} or None,
+        phases_ms={name: 1e3 * phases[name] for name in PHASES if name in phases} or None,
         roof=ProfileRoof(
             peak_tflops=peak.tflops if peak else None,
             peak_source=peak.source if peak else None,
@@ -324,59 +325,68 @@ def summarise(run: Run, windows: ProfileWindows, raw: Path, out: Path) -> Profil
         ),
         notes=tuple(windows.notes),
     )
-    if not windows.is_traced or windows.named is None:
+    if windows.profiler is None or windows.named is None:
         return profile
-    document = trace_document(raw)
+    document = exported(windows.profiler, raw)
     sizes = {weight.element_size() for weight in run.trained()}
-    item_bytes = sizes.pop() if len(sizes) == 1 else None
-    recording = read_events(document, wall_s=windows.profiled_s, list_item_bytes=item_bytes)
-    moments = timeline(recording, windows.named, on_cpu=windows.device == "cpu")
-    write_trace(document, recording, moments, out / TRACE)
-    return with_trace(profile, recording, moments)
+    trace = read_trace(
+        document,
+        steps=steps,
+        on_gpu=windows.on_gpu,
+        list_item_bytes=sizes.pop() if len(sizes) == 1 else None,
+    )
+    moments = timeline(trace, windows.named)
+    write_trace(document, trace, moments, out / TRACE)
+    return with_trace(profile, trace, moments)
 
 
-def with_trace(profile: Profile, recording: Recording, moments: Sequence[Moment]) -> Profile:
+def with_trace(profile: Profile, trace: Trace, moments: Sequence[Moment]) -> Profile:
     """Return a profile with what its trace shows."""
-    trace, on_gpu = recording.trace, profile.device != "cpu"
-    found: dict[str, Any] = {"memory": peak_of(moments, recording, profile.first_step)}
+    on_gpu = profile.device != "cpu"
+    found: dict[str, Any] = {"memory": peak_of(moments, trace, profile.first_step)}
     if on_gpu and not trace.kernels:
         found["notes"] = (*profile.notes, NOT_PERMITTED)
         return profile.model_copy(update=found)
-    work = work_of(trace.ops, trace.kernels)
-    busy_s = trace.busy_s() if on_gpu else sum(op.self_s for op in work) / profile.steps
-    found |= {
-        "table": table_of(work, steps=profile.steps, roof=profile.roof),
-        "outside_ms": max(profile.profiled_step_ms - 1e3 * (busy_s or 0.0), 0.0),
-    }
-    if on_gpu and recording.steps:  # the step with the median duration
-        steps = sorted(recording.steps, key=lambda one: one.end_s - one.start_s)
-        step = steps[len(steps) // 2]
-        gaps = gaps_of(trace.kernels, trace.ops, step, recording.phases)
-        idle_s = sum(gap.seconds for gap in gaps)
-        found |= {"gaps": gaps[:MAX_GAPS], "device_idle": idle_s / (step.end_s - step.start_s)}
+    table = trace.table(profile.roof.peak_tflops, profile.roof.gb_per_s)
+    busy_s = trace.busy_s() or sum(row.seconds for row in table)
+    found["table"] = table
+    found["outside_ms"] = max(profile.profiled_step_ms - 1e3 * busy_s, 0.0)
+    if on_gpu and trace.step_ranges:  # the step with the median duration
+        step = sorted(trace.step_ranges, key=lambda one: one.seconds)[len(trace.step_ranges) // 2]
+        gaps = gaps_of(trace, step)
+        found["gaps"] = gaps[:MAX_GAPS]
+        found["device_idle"] = sum(gap.seconds for gap in gaps) / step.seconds
     return profile.model_copy(update=found)
 
 
-def trace_document(raw: Path) -> dict[str, Any]:
-    """Return the profiler's own file.
-
-    Raises: RunFailed when it is not complete: the profiler does not report a disk that is full.
-    """
-    try:
-        # a rate over 0 s is inf there, which is no JSON
-        document: dict[str, Any] = json.loads(raw.read_bytes(), parse_constant=lambda _: None)
-        document["traceEvents"]
-    except (OSError, ValueError, KeyError) as error:
-        raise RunFailed(
-            f"The profiler could not write its trace to {raw.parent.parent}.",
-            fix="The usual cause is a full disk: free space there, use --out on another disk, or "
-            "profile fewer steps with --steps.",
-        ) from error
-    return document
+def gaps_of(trace: Trace, step: Range) -> tuple[Gap, ...]:
+    """Return all times of a step at which no kernel runs, the longest first."""
+    edges = [(step.start_s, step.start_s)]
+    for op in sorted(trace.kernels, key=lambda op: op.start_s):
+        if op.end_s > step.start_s and op.start_s < step.end_s:
+            start_s, end_s = edges[-1]
+            if op.start_s <= end_s:
+                edges[-1] = (start_s, max(op.end_s, end_s))
+            else:
+                edges.append((op.start_s, op.end_s))
+    found: list[Gap] = []
+    for (_, start_s), (end_s, _) in pairwise([*edges, (step.end_s, step.end_s)]):
+        middle_s = (start_s + end_s) / 2
+        host = (o for o in trace.ops if o.parent is None and o.start_s <= middle_s <= o.end_s)
+        if end_s > start_s:
+            found.append(
+                Gap(
+                    start_s=start_s - step.start_s,
+                    seconds=end_s - start_s,
+                    phase=trace.phase_at(middle_s),
+                    host_op=next((op.name for op in host), None),
+                )
+            )
+    return tuple(sorted(found, key=lambda gap: -gap.seconds))
 
 
 def write_trace(
-    document: dict[str, Any], recording: Recording, moments: Sequence[Moment], path: Path
+    document: dict[str, Any], trace: Trace, moments: Sequence[Moment], path: Path
 ) -> None:
     """Write the trace, compressed, with one counter for each category of memory."""
     events = document["traceEvents"]
@@ -387,7 +397,7 @@ def write_trace(
                 "ph": "C",
                 "pid": pid,
                 "name": "memory (MiB)",
-                "ts": recording.origin_us + 1e6 * moment.time_s,
+                "ts": trace.origin_us + 1e6 * moment.time_s,
                 "args": {name: moment.bytes.get(name, 0) / 2**20 for name in CATEGORIES},
             }
         )

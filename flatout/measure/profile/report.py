@@ -9,6 +9,7 @@ from textwrap import TextWrapper
 from flatout.figures import gib, milliseconds, optional
 from flatout.files import Stored
 from flatout.json_io import Result
+from flatout.measure.steps.evidence import KernelRow
 
 FORMAT_VERSION = 2
 PHASES = ("data", "forward", "backward", "optimizer", "logging")
@@ -28,29 +29,6 @@ class ProfileRoof(Stored):
     """Memory bandwidth."""
     bandwidth_source: str | None = None
     """Where that comes from."""
-
-
-class TableRow(Stored):
-    """The kernels of one class in an average step."""
-
-    kind: str
-    """The class: matmul, attention, normalisation, ..."""
-    seconds: float
-    """Their own time."""
-    share: float
-    """Share of the time of all classes."""
-    calls: float
-    """How many there are."""
-    tflops: float | None
-    """Achieved 10^12 operations per second; null: unknown."""
-    of_peak: float | None
-    """The same as a share of the roof; null: unknown."""
-    gb_per_s: float | None
-    """Achieved 10^9 bytes per second, at least; null: unknown."""
-    of_bandwidth: float | None
-    """The same as a share of the roof; null: unknown."""
-    slowest: str
-    """The name that takes the most time."""
 
 
 class Gap(Stored):
@@ -113,7 +91,7 @@ class Profile(Result):
     """An average step under the profiler."""
     phases_ms: Mapping[str, float] | None
     """The host's time by phase in an average step without the profiler; null: not measured."""
-    table: tuple[TableRow, ...] | None = None
+    table: tuple[KernelRow, ...] | None = None
     """Kernels by class; null: the profiler could not see them."""
     outside_ms: float | None = None
     """Time of an average profiled step outside of kernels: a GPU idles, a CPU runs Python."""
@@ -169,7 +147,7 @@ class Profile(Result):
             lines.append("Host: " + ", ".join(known))
         return "\n".join(lines)
 
-    def _table(self, rows: tuple[TableRow, ...]) -> str:
+    def _table(self, rows: tuple[KernelRow, ...]) -> str:
         roof = self.roof
         lines = ["class           ms/step  share   calls   TFLOP/s  of peak     GB/s  of peak"]
         lines += [

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from flatout.measure.diagnose.finding import Finding, Fix, ms, rule
+from flatout.measure.diagnose.diagnosis import Finding, fix, ms, rule
 from flatout.measure.steps.evidence import Evidence
 
+OFF = {"speedups": "-compile"}
 SLOW_COMPILING = 0.03
 """Share of the step from which compiling is a finding."""
 
@@ -16,26 +17,21 @@ def compile_failure(evidence: Evidence) -> Finding | None:
     if failure is None and fallback is None:
         return None
     fixes = [
-        Fix(
-            text="Read the error: on a CPU, torch.compile needs a C++ compiler (`apt install "
-            "g++`); in your own model, it names the line that it cannot compile."
+        fix(
+            "Read the error: on a CPU, torch.compile needs a C++ compiler (`apt install g++`); in "
+            "your own model, it names the line that it cannot compile."
         )
     ]
     if evidence.config is not None:
-        fixes.append(
-            Fix(
-                text="Or leave it off, which saves the failed attempt at every start.",
-                overrides={"speedups": "-compile"},
-            )
-        )
+        text = "Or leave it off, which saves the failed attempt at every start."
+        fixes.append(fix(text, overrides=OFF))
     if failure is not None:
-        return Finding(verdict=failure.message, harm="fails", site=failure.site, fixes=tuple(fixes))
+        return Finding(verdict=failure.message, harm="fails", site=failure.site, fixes=fixes)
     reason = (fallback or "").rstrip(".")
     return Finding(
         verdict=f"torch.compile failed, and the run continues without it: {reason}.",
-        harm="slows",
         site=evidence.site("recompile"),
-        fixes=tuple(fixes),
+        fixes=fixes,
     )
 
 
@@ -47,20 +43,18 @@ def recompiles(evidence: Evidence) -> Finding | None:
     if share is None or not graphs:
         return None
     fixes = [
-        Fix(
-            text="Give every step the same shapes and dtypes (pad the last batch), or mark the "
+        fix(
+            "Give every step the same shapes and dtypes (pad the last batch), or mark the "
             "dimension that changes with torch._dynamo.mark_dynamic.",
-            gain=share,
-            gain_from="the step without compiling",
+            share,
+            "the step without compiling",
         )
     ]
     if evidence.config is not None:
-        text = "Or leave compile off: speedups=auto,-compile."
-        fixes.append(Fix(text=text, overrides={"speedups": "-compile"}))
+        fixes.append(fix("Or leave compile off: speedups=auto,-compile.", overrides=OFF))
     return Finding(
         verdict=f"torch.compile takes {share:.0%} of each step: it compiles {graphs:.2g} graphs "
         "per step after the warm-up.",
-        harm="slows",
         figures={
             "compile_ms": ms(seconds),
             "graphs_per_step": graphs,
@@ -68,5 +62,5 @@ def recompiles(evidence: Evidence) -> Finding | None:
         },
         share=share,
         site=evidence.site("recompile"),
-        fixes=tuple(fixes),
+        fixes=fixes,
     )

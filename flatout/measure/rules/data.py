@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
-
-from flatout.measure.diagnose.finding import Finding, Fix, Harm, ms, rule, speedup_fixes
+from flatout.measure.diagnose.diagnosis import Finding, Fix, Harm, fix, ms, rule, speedup_fixes
 from flatout.measure.steps.evidence import Evidence
 
 SLOW_DATA = 0.1
@@ -29,65 +27,50 @@ tokens than MIN_UNUSED do no harm.
 @rule(unless=("slow-disk",))
 def slow_data(evidence: Evidence) -> Finding | None:
     """Steps wait for data."""
-    share = _lost_to_data(evidence)
+    share, site = _lost_to_data(evidence), evidence.site("data")
     if share is None:
         return None
-    site, fix = evidence.site("data"), partial(Fix, gain=share, gain_from=WITHOUT_WAIT)
+    why = (share, WITHOUT_WAIT)
     fixes: list[Fix] = []
     if site is not None:
         where = f"Move the work of {site.describe()} out of the step"
-        fixes.append(fix(text=f"{where}: do it once, before training."))
+        fixes.append(fix(f"{where}: do it once, before training.", *why))
     if evidence.config is not None:
-        fixes += [
-            *speedup_fixes(evidence, "reader", "Read tokens instead of text", share, WITHOUT_WAIT),
-            *speedup_fixes(
-                evidence,
-                "feed",
-                "Read ahead in the background",
-                share,
-                f"{WITHOUT_WAIT}, if the device takes longer than reading",
-            ),
-        ]
+        ahead = f"{WITHOUT_WAIT}, if the device takes longer than reading"
+        fixes += speedup_fixes(evidence, "reader", "Read tokens instead of text", *why)
+        fixes += speedup_fixes(evidence, "feed", "Read ahead in the background", share, ahead)
         if evidence.data.read_bytes_per_step != 0:
-            fixes.append(fix(text="Copy the dataset to a local disk."))
+            fixes.append(fix("Copy the dataset to a local disk.", *why))
     elif site is None:
         text = "Prepare the data before training, or give the DataLoader more workers."
-        fixes.append(fix(text=text))
-    wait_ms = ms(evidence.phases.data_wait_s)
+        fixes.append(fix(text, *why))
+    figures = _data_figures(evidence)
     return Finding(
-        verdict=f"{share:.0%} of each step waits for data: {wait_ms:.3g} ms.",
-        harm="slows",
-        figures=_data_figures(evidence),
+        verdict=f"{share:.0%} of each step waits for data: {figures['data_wait_ms']:.3g} ms.",
+        figures=figures,
         share=share,
         site=site,
-        fixes=tuple(fixes),
+        fixes=fixes,
     )
 
 
 @rule()
 def slow_disk(evidence: Evidence) -> Finding | None:
     """Steps wait for data that comes from a slow disk."""
-    share, data = _lost_to_data(evidence), evidence.data
-    wait_s, stalled_s = evidence.phases.data_wait_s, data.disk_stalled_s
-    read = data.read_bytes_per_step or 0.0
+    share, wait_s = _lost_to_data(evidence), evidence.phases.data_wait_s
+    stalled_s, read = evidence.data.disk_stalled_s, evidence.data.read_bytes_per_step or 0.0
     if share is None or wait_s is None or stalled_s is None:
         return None
     if stalled_s < MIN_STALLED * wait_s or read < MIN_DISK_BYTES:
         return None
     rate = read / wait_s / 1e6
+    text = "Copy the data to a local disk, or to memory if it fits there."
     return Finding(
         verdict=f"{share:.0%} of each step waits for a disk that delivers {rate:.3g} MB/s.",
-        harm="slows",
         figures=_data_figures(evidence) | {"disk_stalled_ms": ms(stalled_s), "disk_mb_per_s": rate},
         share=share,
         site=evidence.site("data"),
-        fixes=(
-            Fix(
-                text="Copy the data to a local disk, or to memory if it fits there.",
-                gain=share,
-                gain_from=WITHOUT_WAIT,
-            ),
-        ),
+        fixes=[fix(text, share, WITHOUT_WAIT)],
     )
 
 
@@ -124,14 +107,13 @@ def pageable_copies(evidence: Evidence) -> Finding | None:
     rate = (found.pageable_copy_bytes or 0.0) / found.pageable_copy_s / 1e9
     text = "Use DataLoader(pin_memory=True), and copy with .to(device, non_blocking=True)."
     overrides = {}
-    if evidence.config is not None and "prefetch" not in (evidence.speedups or ()):
+    if evidence.lacks("prefetch"):
         text = "Copy from pinned memory in the background: add the speedup prefetch."
         overrides = {"speedups": "+prefetch"}
     gain_from = "the time of the copies, which pinned ones hide"
     return Finding(
         verdict=f"{share:.0%} of each step copies batches to the GPU from memory that is not "
         "pinned.",
-        harm="slows",
         figures={
             "copies_per_step": found.pageable_copies,
             "copies_ms": ms(found.pageable_copy_s),
@@ -139,7 +121,7 @@ def pageable_copies(evidence: Evidence) -> Finding | None:
         },
         share=share,
         site=evidence.site("copy"),
-        fixes=(Fix(text=text, overrides=overrides, gain=share, gain_from=gain_from),),
+        fixes=[fix(text, share, gain_from, overrides=overrides)],
     )
 
 
@@ -150,22 +132,22 @@ def length(evidence: Evidence) -> Finding | None:
     if epochs is not None and epochs > MOST_EPOCHS:
         harm: Harm = "spoils"
         verdict = f"The run reads its text {epochs:,.0f} times: it will memorise it."
-        fixes: tuple[str, ...] = (
+        fixes = [
             "Prepare more text, or shorten the run.",
             "Stop when the validation loss no longer falls: train.patience=5 with "
             "train.eval_every.",
-        )
+        ]
     elif data.train_tokens and per_step and per_step > data.train_tokens:
         harm = "spoils"
         verdict = (
             f"One step reads {per_step:,} tokens, and the text has only {data.train_tokens:,}: "
             "each step sees it more than once."
         )
-        fixes = ("Lower batch.tokens_per_step, or prepare more text.",)
+        fixes = ["Lower batch.tokens_per_step, or prepare more text."]
     elif data.val_tokens == 0 and (evidence.setting("train.eval_every") or 0) > 0:
         harm = "warns"
         verdict = "train.eval_every is set, and the dataset has no text for validation."
-        fixes = ('Prepare it again with --split "tail 0.1".',)
+        fixes = ['Prepare it again with --split "tail 0.1".']
     else:
         return None
     return Finding(
@@ -178,7 +160,7 @@ def length(evidence: Evidence) -> Finding | None:
             "tokens_per_step": per_step,
             "parameters": evidence.parameters,
         },
-        fixes=tuple(Fix(text=text) for text in fixes),
+        fixes=[*map(fix, fixes)],
     )
 
 
@@ -190,13 +172,10 @@ def vocabulary(evidence: Evidence) -> Finding | None:
         return None
     if of_model - of_data < max(MIN_UNUSED, MOST_UNUSED * of_model):
         return None
-    fix = Fix(
-        text="Leave model.vocab_size out.", overrides={"model.vocab_size": None}, same_result=False
-    )
+    overrides = {"model.vocab_size": None}
     return Finding(
         verdict=f"The model has {of_model:,} tokens, and the dataset only {of_data:,}: embedding "
         "and loss compute the rest for nothing.",
-        harm="slows",
         figures={"model.vocab_size": of_model, "dataset_vocab_size": of_data},
-        fixes=(fix,),
+        fixes=[fix("Leave model.vocab_size out.", overrides=overrides, same_result=False)],
     )

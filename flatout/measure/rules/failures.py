@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flatout.measure.diagnose.finding import Finding, Fix, rule
+from flatout.measure.diagnose.diagnosis import Finding, fix, rule
 from flatout.measure.steps.evidence import Evidence
 
 
@@ -17,7 +17,7 @@ def failure(evidence: Evidence) -> Finding | None:
         verdict=f"The run fails{at}: {failure.message.rstrip('.')}.",
         harm="fails",
         site=failure.site,
-        fixes=(Fix(text=failure.fix),) if failure.fix else (),
+        fixes=[fix(failure.fix)] if failure.fix else [],
     )
 
 
@@ -31,12 +31,8 @@ def hang(evidence: Evidence) -> Finding | None:
     if failure.site is not None:
         where = f" It was at {failure.site.describe()}."
         text = "Look at the line: a lock, a read from a network, or a loop without an end."
-    return Finding(
-        verdict=f"{failure.message}{where}",
-        harm="fails",
-        site=failure.site,
-        fixes=(Fix(text=text),),
-    )
+    verdict = f"{failure.message}{where}"
+    return Finding(verdict=verdict, harm="fails", site=failure.site, fixes=[fix(text)])
 
 
 @rule()
@@ -45,28 +41,24 @@ def missing_package(evidence: Evidence) -> Finding | None:
     failure = evidence.failed("missing-package")
     if failure is None:
         return None
-    return Finding(
-        verdict=failure.message,
-        harm="fails",
-        site=failure.site,
-        fixes=(Fix(text=failure.fix or "Install it."),),
-    )
+    fixes = [fix(failure.fix or "Install it.")]
+    return Finding(verdict=failure.message, harm="fails", site=failure.site, fixes=fixes)
 
 
 @rule()
 def no_data(evidence: Evidence) -> Finding | None:
     """There is no prepared dataset at the path of the recipe."""
     failure = evidence.failed("no-data")
-    missing, fix = evidence.data.missing, evidence.data.missing_fix
+    missing, advice = evidence.data.missing, evidence.data.missing_fix
     if missing is None and failure is not None:
-        missing, fix = failure.message, failure.fix
+        missing, advice = failure.message, failure.fix
     if missing is None:
         return None
     return Finding(
         verdict=missing,
         harm="fails",
         figures={"path": evidence.setting("data.path")},
-        fixes=(Fix(text=fix or "Prepare one: `flatout prepare FILE --out data/NAME`."),),
+        fixes=[fix(advice or "Prepare one: `flatout prepare FILE --out data/NAME`.")],
     )
 
 
@@ -76,16 +68,16 @@ def disk_space(evidence: Evidence) -> Finding | None:
     free, needed = evidence.host.disk_free_gib, evidence.host.disk_needed_gib
     if free is None or needed is None or needed <= free:
         return None
-    fixes = [Fix(text="Free space, or set checkpoint.dir to a larger disk.")]
+    fixes = [fix("Free space, or set checkpoint.dir to a larger disk.")]
     if evidence.config is not None:
         overrides: dict[str, int | None] = {"checkpoint.keep": 1}
         if evidence.config.checkpoint.keep_every is not None:
             overrides["checkpoint.keep_every"] = None
         text = " ".join(f"{key}={value or 'null'}" for key, value in overrides.items())
-        fixes.append(Fix(text=f"Keep fewer: {text}.", overrides=overrides))
+        fixes.append(fix(f"Keep fewer: {text}.", overrides=overrides))
     return Finding(
         verdict=f"The checkpoints need {needed:.1f} GiB, and the disk has {free:.1f} GiB free.",
         harm="fails",
         figures={"needed_gib": needed, "free_gib": free},
-        fixes=tuple(fixes),
+        fixes=fixes,
     )

@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 from flatout.hardware import CUDA_TORCH
-from flatout.measure.diagnose.finding import Finding, Fix, Harm, ms, rule, speedup_fixes, with_rows
+from flatout.measure.diagnose.diagnosis import (
+    Finding,
+    Fix,
+    Harm,
+    fix,
+    ms,
+    rule,
+    speedup_fixes,
+    with_rows,
+)
 from flatout.measure.steps.evidence import Evidence
 
+COMPILE, ADD_COMPILE = {"speedups": "+compile"}, "Compile the model: add the speedup compile."
 COMPILE_S = 60.0
 """What compiling costs once."""
 IDLE, LOW_UTILISATION = 0.15, 0.6
@@ -58,7 +68,6 @@ def idle_gpu(evidence: Evidence) -> Finding | None:
         return None
     return Finding(
         verdict=f"The GPU idles {share:.0%} of each step, while Python prepares its work.",
-        harm="slows",
         figures={
             "kernels_per_step": evidence.counts.ops,
             "idle_ms": 1e3 * share * (evidence.step_s or 0.0) or None,
@@ -70,42 +79,29 @@ def idle_gpu(evidence: Evidence) -> Finding | None:
     )
 
 
-def _less_overhead(evidence: Evidence, share: float) -> tuple[Fix, ...]:
+def _less_overhead(evidence: Evidence, share: float) -> list[Fix]:
     """Return what makes the host's work per step smaller."""
     if evidence.config is None:
-        return (
-            Fix(
-                text="Compile the model (`torch.compile`), or do more work per step.",
-                gain=share,
-                gain_from="the step without the idle time",
-                cost_s=COMPILE_S,
-            ),
-        )
+        text = "Compile the model (`torch.compile`), or do more work per step."
+        return [fix(text, share, "the step without the idle time", cost_s=COMPILE_S)]
     fixes = []
-    if "compile" not in (evidence.speedups or ()):
-        fixes.append(
-            Fix(
-                text="Compile the model: add the speedup compile.",
-                overrides={"speedups": "+compile"},
-                gain=share,
-                gain_from="the step without the host's overhead",
-                cost_s=COMPILE_S,
-            )
-        )
+    if evidence.lacks("compile"):
+        text, why = ADD_COMPILE, "the step without the host's overhead"
+        fixes.append(fix(text, share, why, overrides=COMPILE, cost_s=COMPILE_S))
     batch, most = evidence.config.batch, evidence.memory.rows_that_fit
     accumulate, rows = batch.accumulate or 1, batch.rows_per_device
     if accumulate > 1 and isinstance(rows, int) and (most is None or most >= 2 * rows):
         more = next(each for each in range(2, accumulate + 1) if accumulate % each == 0)
         fixes.append(
-            Fix(
-                text=f"Use a larger micro-batch: batch.rows_per_device={more * rows} (the tokens "
-                "per step stay the same).",
+            fix(
+                f"Use a larger micro-batch: batch.rows_per_device={more * rows} (the tokens per "
+                "step stay the same).",
+                share * (1 - 1 / more),
+                "the host's overhead, shared by more rows",
                 overrides=with_rows(evidence.config, more * rows),
-                gain=share * (1 - 1 / more),
-                gain_from="the host's overhead, shared by more rows",
             )
         )
-    return tuple(fixes) or (Fix(text="Use larger micro-batches, or a larger model per step."),)
+    return fixes or [fix("Use larger micro-batches, or a larger model per step.")]
 
 
 @rule(unless=("slow-data", "slow-disk", "host-sync"))
@@ -121,10 +117,9 @@ def small_batch(evidence: Evidence) -> Finding | None:
     fixes = _less_overhead(evidence, idle)
     return Finding(
         verdict=f"Micro-batches of {rows} rows reach {mfu:.0%} of the GPU's peak; {most} rows fit.",
-        harm="slows",
         figures={"mfu": mfu, "rows_per_device": rows, "rows_that_fit": most},
         share=idle or None,
-        fixes=tuple(fix for fix in fixes if "batch.rows_per_device" in fix.overrides),
+        fixes=[one for one in fixes if "batch.rows_per_device" in one.overrides],
     )
 
 
@@ -143,16 +138,11 @@ def tiny_kernels(evidence: Evidence) -> Finding | None:
     site = evidence.site("op") or evidence.site("compute") or evidence.site("python")
     fixes = _less_overhead(evidence, share)
     if site is not None:
-        vectorise = Fix(
-            text=f"Compute {site.describe()} for all elements at once instead of one by one.",
-            gain=share,
-            gain_from="the step without the tiny operations",
-        )
-        fixes = (vectorise, *fixes)
+        text = f"Compute {site.describe()} for all elements at once instead of one by one."
+        fixes.insert(0, fix(text, share, "the step without the tiny operations"))
     return Finding(
         verdict=f"{share:.0%} of each step goes into {found.tiny_ops:,.0f} tiny operations, which "
         "take longer to start than to run.",
-        harm="slows",
         figures={
             "tiny_ops_per_step": found.tiny_ops,
             "ops_per_step": found.ops,
@@ -175,21 +165,16 @@ def memory_bound(evidence: Evidence) -> Finding | None:
     kinds = sorted(evidence.kernels or (), key=lambda kind: -kind.seconds)
     is_ours = evidence.config is not None
     how = "add the speedup compile" if is_ours else "torch.compile(model)"
-    fix = Fix(
-        text=f"Compile the model, which fuses them: {how}.",
-        overrides={"speedups": "+compile"} if is_ours else {},
-        gain=share * FUSED,
-        gain_from="half of their time; fused operations read and write memory once",
-        cost_s=COMPILE_S,
-    )
+    text, why = f"Compile the model, which fuses them: {how}.", "half of their time; fused "
+    why += "operations read and write memory once"
+    overrides = COMPILE if is_ours else {}
     return Finding(
         verdict=f"{share:.0%} of each step goes into operations that move memory and hardly "
         "compute.",
-        harm="slows",
         figures={f"{kind.kind}_ms": ms(kind.seconds) for kind in kinds[:5]},
         share=share * FUSED,
         site=evidence.site("compute"),
-        fixes=(fix,),
+        fixes=[fix(text, share * FUSED, why, overrides=overrides, cost_s=COMPILE_S)],
     )
 
 
@@ -220,13 +205,14 @@ def host_sync(evidence: Evidence) -> Finding | None:
             f"Each step reads {reads:.0f} values of tensors{where}. On a CPU that costs little; on "
             "a GPU each makes the host wait."
         )
-    fix = Fix(
-        text="Keep figures on the device, and read them every few steps, one step late.",
-        gain=share,
-        gain_from=None if share is None else "the time at which the GPU idles in these waits",
-    )
+    text = "Keep figures on the device, and read them every few steps, one step late."
     return Finding(
-        verdict=verdict, harm=harm, figures=figures, share=share, site=site, fixes=(fix,)
+        verdict=verdict,
+        harm=harm,
+        figures=figures,
+        share=share,
+        site=site,
+        fixes=[fix(text, share, "the time at which the GPU idles in these waits")],
     )
 
 
@@ -236,23 +222,18 @@ def communication(evidence: Evidence) -> Finding | None:
     share = evidence.lost(evidence.phases.communication_s, COMMUNICATION)
     if share is None or evidence.world_size < 2:
         return None
-    fewer = Fix(
-        text="Accumulate more micro-batches per step, so that gradients travel less often.",
-        gain=share / 2,
-        gain_from="half as many exchanges per token",
-        same_result=False,
-    )
+    text = "Accumulate more micro-batches per step, so that gradients travel less often."
+    fewer = fix(text, share / 2, "half as many exchanges per token", same_result=False)
     once = speedup_fixes(evidence, "grad_sync", "Exchange gradients once per step")
     return Finding(
         verdict=f"{share:.0%} of each step waits for communication between {evidence.world_size} "
         "processes.",
-        harm="slows",
         figures={
             "communication_ms": ms(evidence.phases.communication_s),
             "processes": evidence.world_size,
         },
         share=share,
-        fixes=(*once, fewer),
+        fixes=[*once, fewer],
     )
 
 
@@ -262,25 +243,21 @@ def precision(evidence: Evidence) -> Finding | None:
     stated, gpu = evidence.setting("train.precision"), evidence.gpu
     if gpu is None or not gpu.supports_bf16 or not evidence.on_gpu:
         return None
-    bf16 = Fix(
-        text="Use bf16: train.precision=bf16.",
-        overrides={"train.precision": "bf16"},
-        same_result=False,
-    )
+    overrides = {"train.precision": "bf16"}
+    bf16 = fix("Use bf16: train.precision=bf16.", overrides=overrides, same_result=False)
     if stated == "fp16":
         return Finding(
             verdict="float16 needs its loss scaled and can overflow; this GPU multiplies bfloat16 "
             "just as fast, with the range of float32.",
             harm="warns",
-            fixes=(bf16,),
+            fixes=[bf16],
         )
     if stated != "fp32" or "tf32" in (evidence.speedups or ("tf32",)):
         return None
     text = "Or multiply in TF32: add the speedup tf32."
     return Finding(
         verdict="Matrices are multiplied in float32, which uses a small part of this GPU.",
-        harm="slows",
-        fixes=(bf16, Fix(text=text, overrides={"speedups": "+tf32"})),
+        fixes=[bf16, fix(text, overrides={"speedups": "+tf32"})],
     )
 
 
@@ -289,15 +266,12 @@ def deterministic(evidence: Evidence) -> Finding | None:
     """train.deterministic makes a run on a GPU slower."""
     if not evidence.on_gpu or not evidence.setting("train.deterministic"):
         return None
-    fix = Fix(
-        text="Remove it, unless two runs must be equal bit for bit.",
-        overrides={"train.deterministic": False},
-        same_result=False,
-    )
+    text = "Remove it, unless two runs must be equal bit for bit."
+    overrides = {"train.deterministic": False}
     return Finding(
         verdict="train.deterministic=true uses slower operations on a GPU.",
         harm="warns",
-        fixes=(fix,),
+        fixes=[fix(text, overrides=overrides, same_result=False)],
     )
 
 
@@ -311,22 +285,21 @@ def cpu_by_mistake(evidence: Evidence) -> Finding | None:
     reason = host.no_gpu_because or "the model and its batches are on the CPU"
     if reason == "requested":
         reason = "train.device=cpu asks for it"
-    fix = Fix(text="Check that the driver works (`nvidia-smi`) and suits this torch.")
+    advice = fix("Check that the driver works (`nvidia-smi`) and suits this torch.")
     if host.sees_gpu and evidence.config is None:
-        fix = Fix(text='Move the model and every batch to the GPU: `.to("cuda")`.')
+        advice = fix('Move the model and every batch to the GPU: `.to("cuda")`.')
     elif host.sees_gpu:
         overrides = {"train.device": "auto"}
-        fix = Fix(text="Remove train.device=cpu.", overrides=overrides, same_result=False)
+        advice = fix("Remove train.device=cpu.", overrides=overrides, same_result=False)
     elif host.torch_version is not None and host.torch_cuda is None:
-        fix = Fix(text=f"Install a torch for CUDA: `{CUDA_TORCH}`.")
+        advice = fix(f"Install a torch for CUDA: `{CUDA_TORCH}`.")
     elif "CUDA_VISIBLE_DEVICES" in (host.environment or {}):
-        fix = Fix(text="Unset CUDA_VISIBLE_DEVICES, which hides the GPU from torch.")
+        advice = fix("Unset CUDA_VISIBLE_DEVICES, which hides the GPU from torch.")
     gpu = names[0] if names else "a GPU that torch can use"
     return Finding(
         verdict=f"The run is on the CPU, and this machine has {gpu}: {reason}.",
-        harm="slows",
         figures={"torch": host.torch_version, "torch_cuda": host.torch_cuda},
-        fixes=(fix,),
+        fixes=[advice],
     )
 
 
@@ -344,7 +317,7 @@ def gpu_shared(evidence: Evidence) -> Finding | None:
         verdict=f"{who} {gpu.other_memory_gib:.1f} GiB of its memory, and may take its time.",
         harm="warns",
         figures={"processes": count, "memory_gib": gpu.other_memory_gib},
-        fixes=(Fix(text="End them (`nvidia-smi` lists them), or use another GPU."),),
+        fixes=[fix("End them (`nvidia-smi` lists them), or use another GPU.")],
     )
 
 
@@ -382,5 +355,5 @@ def throttling(evidence: Evidence) -> Finding | None:
             "temperature_c": gpu.temperature_c,
         },
         share=share,
-        fixes=(Fix(text=text),),
+        fixes=[fix(text)],
     )

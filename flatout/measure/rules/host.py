@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from flatout.measure.diagnose.finding import Finding, Fix, ms, rule, speedup_fixes
+from flatout.measure.diagnose.diagnosis import Finding, Fix, fix, ms, rule, speedup_fixes
 from flatout.measure.steps.evidence import Evidence
 from flatout.progress import counted
 
@@ -60,7 +60,6 @@ def busy_machine(evidence: Evidence) -> Finding | None:
     return Finding(
         verdict=f"Other processes keep {others:.1f} of {cores} cores busy{when}, which leaves "
         f"{left:.1f} for {counted(threads, 'thread')}; figures measured then are too slow.",
-        harm="slows",
         figures={
             "other_busy_cores": others,
             "cores": cores,
@@ -68,7 +67,7 @@ def busy_machine(evidence: Evidence) -> Finding | None:
             "busy_share": host.busy_share,
         },
         share=(1 - left / threads) * (host.busy_share or 1.0),
-        fixes=(Fix(text=text),),
+        fixes=[fix(text)],
     )
 
 
@@ -105,10 +104,8 @@ def cpu_threads(evidence: Evidence) -> Finding | None:
         text = f"Set OMP_NUM_THREADS={cores}."
     else:
         text = f"Call torch.set_num_threads({cores})."
-    gain_from = None if share is None else "the same steps with a thread per core"
     return Finding(
         verdict=verdict,
-        harm="slows",
         figures={
             "threads": threads,
             "cores": cores,
@@ -116,7 +113,7 @@ def cpu_threads(evidence: Evidence) -> Finding | None:
             **variables,
         },
         share=share,
-        fixes=(Fix(text=text, gain=share, gain_from=gain_from),),
+        fixes=[fix(text, share, "the same steps with a thread per core")],
     )
 
 
@@ -136,9 +133,8 @@ def environment(evidence: Evidence) -> Finding | None:
         name, why = next(iter(harmful.items()))
         return Finding(
             verdict=f"{name}={stated[name]} is set: {why}.",
-            harm="slows",
             figures={name: stated[name] for name in harmful},
-            fixes=(Fix(text=f"Unset {' '.join(harmful)}, which is for debugging."),),
+            fixes=[fix(f"Unset {' '.join(harmful)}, which is for debugging.")],
         )
     old = next((name for name in OUTDATED if name in stated), None)
     if old is None or not evidence.on_gpu:
@@ -147,40 +143,36 @@ def environment(evidence: Evidence) -> Finding | None:
         verdict=f"{old} is an outdated name.",
         harm="warns",
         figures={old: stated[old]},
-        fixes=(Fix(text=OUTDATED[old]),),
+        fixes=[fix(OUTDATED[old])],
     )
 
 
 @rule(unless=("recompiles",))  # torch.compile collects garbage
 def garbage_collection(evidence: Evidence) -> Finding | None:
     """Python's garbage collector takes a noticeable share of each step."""
-    seconds, found, site = evidence.phases.gc_s, evidence.counts, evidence.site("gc")
-    share = evidence.lost(seconds, SLOW_GC)
+    found, site = evidence.counts, evidence.site("gc")
+    share = evidence.lost(evidence.phases.gc_s, SLOW_GC)
     if share is None:
         return None
-    fixes, gain_from = [], "the time of the collector"
+    fixes, why = [], (share, "the time of the collector")
     if site is not None and "collect" in site.text:
         text = f"Remove the call at {site.describe()}, or make it every few hundred steps."
-        fixes.append(Fix(text=text, gain=share, gain_from=gain_from))
-    fixes += speedup_fixes(evidence, "gc", "Collect at fixed steps only", share, gain_from)
+        fixes.append(fix(text, *why))
+    fixes += speedup_fixes(evidence, "gc", "Collect at fixed steps only", *why)
     if evidence.config is None:
-        text = (
-            "Call gc.freeze() and gc.disable() before the loop, and gc.collect() every few hundred "
-            "steps."
-        )
-        fixes.append(Fix(text=text, gain=share, gain_from=gain_from))
+        text = "Call gc.freeze() and gc.disable() before the loop, and gc.collect() every few "
+        fixes.append(fix(f"{text}hundred steps.", *why))
     often = f" in {found.collections:.2g} collections" if found.collections else ""
     return Finding(
         verdict=f"Python's garbage collector takes {share:.0%} of each step{often}.",
-        harm="slows",
         figures={
-            "gc_ms": ms(seconds),
+            "gc_ms": ms(evidence.phases.gc_s),
             "collections_per_step": found.collections,
             "full_collections_per_step": found.full_collections,
         },
         share=share,
         site=site,
-        fixes=tuple(fixes),
+        fixes=fixes,
     )
 
 
@@ -190,31 +182,20 @@ def slow_logging(evidence: Evidence) -> Finding | None:
     share, site = evidence.lost(evidence.phases.logging_s, SLOW_LOGGING), evidence.site("logging")
     if share is None:
         return None
-    fixes, gain_from = [], "the time of logging"
+    fixes, why = [], (share, "the time of logging")
     if site is not None:
-        text = f"Do less at {site.describe()}, or do it every few steps."
-        fixes.append(Fix(text=text, gain=share, gain_from=gain_from))
-    late = "Read figures one step late"
-    fixes += speedup_fixes(evidence, "readback", late, share, gain_from)
+        fixes.append(fix(f"Do less at {site.describe()}, or do it every few steps.", *why))
+    fixes += speedup_fixes(evidence, "readback", "Read figures one step late", *why)
     every = evidence.setting("log.every")
     if every is not None and every < 10:
-        fixes.append(
-            Fix(
-                text="Write fewer records: log.every=10.",
-                overrides={"log.every": 10},
-                gain=share * (1 - every / 10),
-                gain_from="fewer records",
-            )
-        )
-    if not fixes:
-        fixes.append(Fix(text="Log less often.", gain=share, gain_from=gain_from))
+        text, gain = "Write fewer records: log.every=10.", share * (1 - every / 10)
+        fixes.append(fix(text, gain, "fewer records", overrides={"log.every": 10}))
     return Finding(
         verdict=f"Logging and callbacks take {share:.0%} of each step.",
-        harm="slows",
         figures={"logging_ms": ms(evidence.phases.logging_s)},
         share=share,
         site=site,
-        fixes=tuple(fixes),
+        fixes=fixes or [fix("Log less often.", *why)],
     )
 
 
@@ -226,42 +207,36 @@ def slow_save(evidence: Evidence) -> Finding | None:
         return None
     fixes: list[Fix] = []
     if config is None:
-        text = "Save less often"
-        if evidence.on_gpu:
-            text += ", or copy the state and write it in a background thread"
-        fixes.append(Fix(text=f"{text}.", gain=share, gain_from="the time of the saves"))
+        background = ", or copy the state and write it in a background thread"
+        text = f"Save less often{background if evidence.on_gpu else ''}."
+        fixes.append(fix(text, share, "the time of the saves"))
     else:
         if evidence.on_gpu:  # on a CPU, the writing thread takes the cores that train
-            fixes += speedup_fixes(
-                evidence,
-                "state_saver",
-                "Write checkpoints in the background",
-                0.8 * share,
-                "the time of the saves, without the copy that remains",
-            )
+            text, why = "Write checkpoints in the background", "the time of the saves, without the"
+            why += " copy that remains"
+            fixes += speedup_fixes(evidence, "state_saver", text, 0.8 * share, why)
         factor = max(round(share / 0.01), 2)
         for key in ("every_steps", "every_minutes", "every_epochs"):
             every = getattr(config.checkpoint, key)
             if every is not None:
                 fixes.append(
-                    Fix(
-                        text=f"Save less often: checkpoint.{key}={every * factor:g}.",
+                    fix(
+                        f"Save less often: checkpoint.{key}={every * factor:g}.",
+                        share * (1 - 1 / factor),
+                        f"1 save instead of {factor}",
                         overrides={f"checkpoint.{key}": every * factor},
-                        gain=share * (1 - 1 / factor),
-                        gain_from=f"1 save instead of {factor}",
                     )
                 )
-        fixes.append(Fix(text="Set checkpoint.dir to a faster disk."))
+        fixes.append(fix("Set checkpoint.dir to a faster disk."))
     return Finding(
         verdict=f"Saving checkpoints takes {share:.0%} of the run.",
-        harm="slows",
         figures={
             "save_ms_per_step": ms(evidence.phases.checkpoint_s),
             "step_ms": ms(evidence.step_s),
         },
         share=share,
         site=evidence.site("save"),
-        fixes=tuple(fixes),
+        fixes=fixes,
     )
 
 
@@ -280,28 +255,27 @@ def frequent_evaluation(evidence: Evidence) -> Finding | None:
         rarer = every * factor if steps is None else min(every * factor, steps)
         if rarer > every:
             fixes.append(
-                Fix(
-                    text=f"Evaluate less often: train.eval_every={rarer}.",
+                fix(
+                    f"Evaluate less often: train.eval_every={rarer}.",
+                    share * (1 - every / rarer),
+                    f"1 evaluation instead of {round(rarer / every)}",
                     overrides={"train.eval_every": rarer},
-                    gain=share * (1 - every / rarer),
-                    gain_from=f"1 evaluation instead of {round(rarer / every)}",
                 )
             )
         tokens = (val_tokens or 0) // factor
         if evidence.setting("train.eval_tokens") == "all" and tokens:
             fixes.append(
-                Fix(
-                    text=f"Or score a part of the validation text: train.eval_tokens={tokens}.",
+                fix(
+                    f"Or score a part of the validation text: train.eval_tokens={tokens}.",
+                    share * (1 - 1 / factor),
+                    f"1/{factor} of the text",
                     overrides={"train.eval_tokens": tokens},
-                    gain=share * (1 - 1 / factor),
-                    gain_from=f"1/{factor} of the text",
                 )
             )
     else:
-        fixes.append(Fix(text="Evaluate less often, or on less text.", gain=share))
+        fixes.append(fix("Evaluate less often, or on less text.", share))
     return Finding(
         verdict=f"Evaluations take {share:.0%} of the run.",
-        harm="slows",
         figures={
             "evaluation_ms_per_step": ms(evidence.phases.evaluation_s),
             "train.eval_every": every,
@@ -309,5 +283,5 @@ def frequent_evaluation(evidence: Evidence) -> Finding | None:
         },
         share=share,
         site=evidence.site("evaluation"),
-        fixes=tuple(fixes),
+        fixes=fixes,
     )

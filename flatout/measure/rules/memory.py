@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flatout.measure.diagnose.finding import Finding, Fix, Harm, rule, with_rows
+from flatout.measure.diagnose.diagnosis import Finding, Fix, Harm, fix, rule, with_rows
 from flatout.measure.steps.evidence import Evidence
 
 CLOSE = 0.92
@@ -42,20 +42,14 @@ def out_of_memory(evidence: Evidence) -> Finding | None:
         fewer = next((each for each in range(most, 0, -1) if per_rank % each == 0), None)
         if fewer is not None:
             text = f"Set batch.rows_per_device={fewer}; the tokens per step stay the same."
-            fixes.append(Fix(text=text, overrides=with_rows(config, fewer)))
-    if config is not None and "checkpointing" not in (evidence.speedups or ()):
-        fixes.append(
-            Fix(
-                text="Add the speedup checkpointing: it recomputes the blocks' activations, for "
-                "about a third more computation.",
-                overrides={"speedups": "+checkpointing"},
-            )
-        )
+            fixes.append(fix(text, overrides=with_rows(config, fewer)))
+    if evidence.lacks("checkpointing"):
+        text = "Add the speedup checkpointing: it recomputes the blocks' activations, for about a "
+        text += "third more computation."
+        fixes.append(fix(text, overrides={"speedups": "+checkpointing"}))
     if not fixes:
         advice = ended.fix if ended is not None else None
-        fixes.append(
-            Fix(text=advice or "Use a smaller batch, shorter sequences or a smaller model.")
-        )
+        fixes.append(fix(advice or "Use a smaller batch, shorter sequences or a smaller model."))
     parts = memory.estimated_parts_gib or {}
     return Finding(
         verdict=verdict,
@@ -67,7 +61,7 @@ def out_of_memory(evidence: Evidence) -> Finding | None:
             "rows_that_fit": memory.rows_that_fit,
         },
         site=ended.site if ended else None,
-        fixes=tuple(fixes),
+        fixes=fixes,
     )
 
 
@@ -86,7 +80,7 @@ def fragmentation(evidence: Evidence) -> Finding | None:
         "fragmented.",
         harm="warns",
         figures={"reserved_gib": held, "peak_gib": used, "total_gib": total},
-        fixes=(Fix(text="Set PYTORCH_ALLOC_CONF=expandable_segments:True."),),
+        fixes=[fix("Set PYTORCH_ALLOC_CONF=expandable_segments:True.")],
     )
 
 
@@ -103,18 +97,14 @@ def empty_cache(evidence: Evidence) -> Finding | None:
         effect = "it waits for the GPU, and memory must be requested anew"
     share = evidence.share(seconds)
     where = f" at {site.describe()}" if site is not None else ""
+    text = (
+        "Remove the call. Against fragmentation, set PYTORCH_ALLOC_CONF=expandable_segments:True."
+    )
     return Finding(
         verdict=f"Each step calls torch.cuda.empty_cache(){where}: {effect}.",
         harm=harm,
         figures={"calls_per_step": calls, "seconds_per_step": seconds},
         share=share,
         site=site,
-        fixes=(
-            Fix(
-                text="Remove the call. Against fragmentation, set "
-                "PYTORCH_ALLOC_CONF=expandable_segments:True.",
-                gain=share,
-                gain_from=None if share is None else "the time of the calls",
-            ),
-        ),
+        fixes=[fix(text, share, "the time of the calls")],
     )

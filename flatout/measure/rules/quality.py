@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from flatout.measure.diagnose.finding import Finding, Fix, Harm, rule
+from flatout.measure.diagnose.diagnosis import Finding, Fix, Harm, fix, rule
 from flatout.measure.steps.evidence import Evidence
 
 MIN_RECORDS = 24
@@ -94,7 +94,7 @@ def _has_risen(values: Sequence[float]) -> bool:
     return levels[-1] - lowest > RISEN_SHARE * fall and levels[-1] > 1.05 * lowest
 
 
-def _calmer(evidence: Evidence) -> tuple[Fix, ...]:
+def _calmer(evidence: Evidence) -> list[Fix]:
     """Return settings with which training is more stable."""
     config = evidence.config
     if config is None:
@@ -102,22 +102,18 @@ def _calmer(evidence: Evidence) -> tuple[Fix, ...]:
             "Lower the learning rate, or lengthen its warm-up.",
             "Clip the gradient's norm at 1.",
         )
-        return tuple(Fix(text=text, same_result=False) for text in texts)
-    lower = float(f"{config.optim.lr / 3:.2g}")
-    changes: list[tuple[str, str, str | float]] = [
-        ("Lower the learning rate", "optim.lr", lower),
-    ]
+        return [fix(text, same_result=False) for text in texts]
+    changes: list[tuple[str, str, str | float]] = []
     if not config.optim.clip:
-        changes.insert(0, ("Clip the gradient's norm", "optim.clip", 1.0))
+        changes.append(("Clip the gradient's norm", "optim.clip", 1.0))
+    lower = float(f"{config.optim.lr / 3:.2g}")
+    changes.append(("Lower the learning rate", "optim.lr", lower))
     if config.schedule.warmup == 0:
         changes.append(("Warm the learning rate up", "schedule.warmup", 0.02))
     if config.train.precision == "fp16":
         changes.append(("Use bf16, which has the range of fp32", "train.precision", "bf16"))
-    return tuple(
-        Fix(
-            text=f"{what}: {key}={value if isinstance(value, str) else f'{value:.2g}'}.",
-            overrides={key: value},
-            same_result=False,
-        )
-        for what, key, value in changes
-    )
+    shown = (value if isinstance(value, str) else f"{value:.2g}" for *_, value in changes)
+    return [
+        fix(f"{what}: {key}={text}.", overrides={key: value}, same_result=False)
+        for (what, key, value), text in zip(changes, shown, strict=True)
+    ]

@@ -119,20 +119,28 @@ class Counts(Stored):
     """Breaks found while compiling; not divided by steps."""
 
 
-class KernelShare(Stored):
+class KernelRow(Stored):
     """The operations of one class in an average step."""
 
     kind: str
-    """matmul, attention, normalisation, elementwise, reduction, copy, optimizer, communication,
-    scan, loss or other."""
+    """The class: matmul, attention, normalisation, elementwise, reduction, copy, optimizer,
+    communication, scan, loss or other."""
     seconds: float
-    """Their own time on the device."""
+    """Their own time."""
+    share: float
+    """Share of the time of all classes."""
     calls: float
     """How many there are."""
     tflops: float | None = None
-    """Achieved 10^12 operations per second; None: unknown."""
+    """Achieved 10^12 operations per second; null: unknown."""
+    of_peak: float | None = None
+    """The same as a share of the roof; null: unknown."""
     gb_per_s: float | None = None
-    """Achieved 10^9 bytes per second; None: unknown."""
+    """Achieved 10^9 bytes per second, at least; null: unknown."""
+    of_bandwidth: float | None = None
+    """The same as a share of the roof; null: unknown."""
+    slowest: str
+    """The name that takes the most time."""
 
 
 class MemoryFacts(Stored):
@@ -272,6 +280,29 @@ class Failure(Stored):
     """The line at which it happened, or at which a run hangs."""
 
 
+MIN_SAVES = 3
+"""Fewest saves by which the time of saves is judged.
+
+The first one allocates its buffers and opens its directory, and the last one comes at the end of
+every run however long it is: two say nothing about what saves take of a longer run.
+"""
+
+
+def lasting_s(seconds: float, saves: int) -> float | None:
+    """Return the seconds of a number of saves; None when they are too few to judge by."""
+    return None if 0 < saves < MIN_SAVES else seconds
+
+
+FAILURES = {
+    "MissingPackage": "missing-package",
+    "ModuleNotFoundError": "missing-package",
+    "OutOfMemory": "out-of-memory",
+    "MemoryError": "out-of-memory",
+    "DataError": "no-data",
+}
+"""Kinds of failure by the name of the error's class."""
+
+
 class Evidence(Stored):
     """Everything that findings may look at; what is not known is None."""
 
@@ -303,7 +334,7 @@ class Evidence(Stored):
     """The single steps, in order, without saves and evaluation."""
     phases: Phases = Phases()
     counts: Counts = Counts()
-    kernels: tuple[KernelShare, ...] | None = None
+    kernels: tuple[KernelRow, ...] | None = None
     """Time of the operations by class, from a profiler."""
     counterfactual_s: Mapping[str, float] = {}
     """Seconds of an average step with one thing replaced. `synthetic-data`: batches that are in
@@ -349,6 +380,10 @@ class Evidence(Stored):
         """Return seconds of a step as a share of the step; None when it is below `at_least`."""
         share = self.share(seconds)
         return None if share is None or share < at_least else share
+
+    def lacks(self, speedup: str) -> bool:
+        """Return whether the recipe, if there is one, could turn a speedup on."""
+        return self.config is not None and speedup not in (self.speedups or ())
 
     def failed(self, *kinds: str) -> Failure | None:
         """Return how the run failed, if it is one of these kinds."""

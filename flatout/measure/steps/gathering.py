@@ -13,6 +13,8 @@ from flatout.measure.steps.trace import Trace
 from flatout.measure.steps.windows import Windows
 from flatout.registry import is_user_code
 
+COMPUTE = ("compute", "forward", "backward")
+"""Phases of the host that are one in `Phases`."""
 WAITS = ("data_wait", "gc", "logging")
 """Phases of the host at which a GPU may idle."""
 
@@ -23,12 +25,9 @@ def gathered(known: Evidence, windows: Windows, periodic_s: Mapping[str, float |
     `periodic_s` is like `Windows.periodic_s`; None is what was not measured.
     """
     steps, extra_s = windows.ordinary.steps, sum(filter(None, periodic_s.values()))
-    data: dict[str, float] = {}
-    for name, key in (("read_bytes", "read_bytes_per_step"), ("stalled_s", "disk_stalled_s")):
-        values = [getattr(each, name) for each in windows.disk()]
-        if values and None not in values:
-            data[key] = sum(values) / steps
-    trace = windows.trace  # reading it may add a note
+    usage, trace = windows.usage(), windows.trace  # reading it may add a note
+    data = {"read_bytes_per_step": usage["read_bytes"], "disk_stalled_s": usage["stalled_s"]}
+    reasons = (reason for found in windows.compilations for reason in found.reasons)
     return known.model_copy(
         update={
             "steps": steps,
@@ -36,13 +35,13 @@ def gathered(known: Evidence, windows: Windows, periodic_s: Mapping[str, float |
             "step_times_s": tuple(windows.step_times_s),
             "phases": phases(windows, periodic_s),
             "counts": counts(windows),
-            "kernels": trace.shares() if trace else None,
+            "kernels": trace.table() if trace else None,
             "sites": sites(windows),
-            "host": known.host.model_copy(update={"other_busy_cores": windows.other_cores()}),
-            "data": known.data.model_copy(update=data),
-            "recompile_reasons": tuple(
-                dict.fromkeys(reason for found in windows.compilations for reason in found.reasons)
+            "host": known.host.model_copy(update={"other_busy_cores": usage["other_cores"]}),
+            "data": known.data.model_copy(
+                update={name: total and total / steps for name, total in data.items()}
             ),
+            "recompile_reasons": tuple(dict.fromkeys(reasons)),
             "notes": (*known.notes, *windows.notes),
         }
     )
@@ -51,8 +50,9 @@ def gathered(known: Evidence, windows: Windows, periodic_s: Mapping[str, float |
 def phases(windows: Windows, periodic_s: Mapping[str, float | None]) -> Phases:
     """Return the phases of an average step, each moment counted once."""
     host, trace = windows.ordinary.per_step(), windows.trace
-    compile_s = min(windows.compile_s / windows.ordinary.steps, host.get("compute", 0.0))
-    compute_s = host.get("compute", 0.0) - compile_s  # what compiling took was inside the step
+    compute_s = sum(host.get(name, 0.0) for name in COMPUTE)
+    compile_s = min(windows.compile_s / windows.ordinary.steps, compute_s)
+    compute_s -= compile_s  # what compiling took was inside the step
     found: dict[str, Any] = {
         **periodic_s,
         "data_wait_s": host.get("data_wait", 0.0) + (periodic_s.get("data_wait_s") or 0.0),
@@ -74,7 +74,7 @@ def compute_on_cpu(trace: Trace, compute_s: float) -> dict[str, float]:
 
     Compiled code is one operation to the profiler, so that a compiled step cannot be divided.
     """
-    inside = [op for op in trace.work if not (op.within or "").startswith("Optimizer")]
+    inside = [op for op in trace.work if op.within != "optimizer"]
     ops_s = sum(op.self_s for op in inside) / trace.steps
     memory_s = sum(op.self_s for op in inside if op.kind in MEMORY_BOUND) / trace.steps
     scale = min(compute_s / ops_s, 1.0) if ops_s else 0.0
@@ -91,7 +91,7 @@ def step_on_gpu(trace: Trace, step_s: float, host: Mapping[str, float]) -> dict[
     The device's time comes from the recorded steps, the step's from ordinary ones; `host` has the
     seconds of the host's phases in an average step.
     """
-    by_kind = {share.kind: share.seconds for share in trace.shares()}
+    by_kind = {row.kind: row.seconds for row in trace.table()}
     total_s, busy_s = sum(by_kind.values()), min(trace.busy_s() or 0.0, step_s)
     scale = busy_s / total_s if total_s else 0.0  # kernels that overlap count once
     moved_s = sum(op.self_s for op in trace.kernels if op.name.startswith("Memcpy")) / trace.steps
@@ -115,6 +115,7 @@ def step_on_gpu(trace: Trace, step_s: float, host: Mapping[str, float]) -> dict[
 def counts(windows: Windows) -> Counts:
     """Return how often things happen in an average step."""
     ordinary, steps = windows.ordinary, windows.ordinary.steps
+    sampled, host = windows.sampled_steps, ordinary.per_step()
     found: dict[str, float] = {
         "collections": ordinary.calls.get("gc", 0) / steps,
         "full_collections": ordinary.full_collections / steps,
@@ -122,14 +123,11 @@ def counts(windows: Windows) -> Counts:
         "graph_breaks": sum(each.graph_breaks for each in windows.compilations),
     }
     if windows.trace is not None:
-        found |= windows.trace.counted()
-        if not windows.on_gpu:  # their share of ordinary steps, which no profiler slows down
-            host = ordinary.per_step()
-            work_s = host.get("compute", 0.0) + host.get("optimizer", 0.0)
-            found["tiny_op_s"] = windows.trace.tiny_share() * work_s
+        work_s = sum(host.get(name, 0.0) for name in (*COMPUTE, "optimizer"))
+        found |= windows.trace.counted(work_s)
     if windows.sampler is not None:
-        found["empty_cache"] = windows.rare.calls["empty-cache"] / windows.sampled_steps
-        found["empty_cache_s"] = windows.rare.seconds["empty-cache"] / windows.sampled_steps
+        found["empty_cache"] = windows.rare.calls["empty-cache"] / sampled
+        found["empty_cache_s"] = windows.rare.seconds["empty-cache"] / sampled
     if windows.marked is not None:
         found |= windows.marked.waits(windows.marked_steps, on_gpu=windows.on_gpu)
     return Counts(**found)

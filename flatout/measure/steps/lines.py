@@ -38,6 +38,8 @@ KINDS = {
     "data_wait": "data",
     "copy": "copy",
     "compute": "compute",
+    "forward": "compute",
+    "backward": "compute",
     "optimizer": "optimizer",
     "logging": "logging",
     "checkpoint": "save",
@@ -180,6 +182,11 @@ class LineSampler:
         self._seconds: dict[str, dict[Line, float]] = defaultdict(lambda: defaultdict(float))
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="flatout-sampler", daemon=True)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it takes samples now."""
+        return not self._stop.is_set()
 
     def __enter__(self) -> Self:
         self._thread.start()

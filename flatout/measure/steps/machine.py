@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import time
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import psutil
@@ -44,11 +48,12 @@ VARIABLES = (
     "TORCH_LOGS",
 )
 """Environment variables that help or hurt training."""
+_IO, _PRESSURE = Path("/proc/self/io"), Path("/proc/pressure/io")
 BUSY_S = 0.3
 """How long the load of other processes is measured."""
 
 
-def host_facts(folder: Path, *, needed_bytes: int | None = None) -> HostFacts:
+def host_facts(folder: Path) -> HostFacts:
     """Return facts of the host; `folder` is on the disk of the checkpoints."""
     available = torch.cuda.is_available()
     return HostFacts(
@@ -61,23 +66,58 @@ def host_facts(folder: Path, *, needed_bytes: int | None = None) -> HostFacts:
         torch_cuda=torch.version.cuda,
         sees_gpu=available,
         disk_free_gib=_free_gib(folder),
-        disk_needed_gib=None if needed_bytes is None else needed_bytes / GIB,
     )
 
 
 def other_busy_cores(seconds: float = BUSY_S) -> float:
     """Return the cores that other processes keep busy, measured for `seconds`."""
-    before = cpu_times_with_children()
+    before = usage_now().cpu
     time.sleep(seconds)
-    return before.others_until(cpu_times_with_children())
+    return before.others_until(usage_now().cpu)
 
 
-def cpu_times_with_children() -> CpuTimes:
-    """Return the CPU times, with running children, such as a loader's workers, as our own.
+@dataclass(frozen=True)
+class Usage:
+    """Totals of this process and its children up to a moment; None where Linux counts nothing."""
+
+    cpu: CpuTimes
+    read_bytes: float | None
+    """Bytes that came from a disk and not from memory."""
+    stalled_s: float | None
+    """Seconds at which some process of the machine waited for a disk."""
+
+    @staticmethod
+    def between(spans: Sequence[tuple[Usage, Usage]]) -> dict[str, float | None]:
+        """Return `read_bytes`, `stalled_s`, and `other_cores`: those that others kept busy."""
+        found: dict[str, float | None] = {}
+        for name in ("read_bytes", "stalled_s"):
+            known = [(getattr(before, name), getattr(after, name)) for before, after in spans]
+            known = [pair for pair in known if None not in pair]
+            found[name] = sum(end - start for start, end in known) if known else None
+        seconds = [after.cpu.at_s - before.cpu.at_s for before, after in spans]
+        others = [before.cpu.others_until(after.cpu) for before, after in spans]
+        return found | {"other_cores": fmean(others, seconds) if any(seconds) else None}
+
+
+def usage_now() -> Usage:
+    """Return the use of the machine, with running children, such as a loader's workers, as ours.
 
     Finding them reads the list of all processes, which takes milliseconds.
     """
-    return CpuTimes.read(psutil.Process().children(recursive=True))
+
+    def read(path: Path, pattern: str) -> int | None:
+        try:
+            found = re.search(pattern, path.read_text(encoding="ascii"), re.MULTILINE)
+        except OSError:  # other systems, and containers that hide it
+            return None
+        return int(found[1]) if found else None
+
+    stalled_us = read(_PRESSURE, r"^some .*total=(\d+)$")
+    return Usage(
+        CpuTimes.read(psutil.Process().children(recursive=True)),
+        read(_IO, r"^read_bytes: (\d+)$"),
+        None if stalled_us is None else 1e-6 * stalled_us,
+    )
 
 
 def gpu_facts(machine: Machine, device: str) -> GpuFacts | None:

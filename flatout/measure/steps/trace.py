@@ -1,43 +1,87 @@
-"""Reads the events of torch.profiler: operations by class, tiny ones, reads by the host, copies.
+"""Records steps with torch.profiler and reads the trace: operations, kernels, phases, memory.
 
-    with profiling(device) as profiler:
+    with profiling(device) as profiler, phase_ranges(timer):
         ...  # some steps
-    trace = read(profiler, steps=2, wall_s=seconds)
+    trace = read_trace(exported(profiler, path), steps=2)
 
-`Trace` has one `Op` per operation of the host and per kernel of the device, in order of time;
-everything else here is a function of it. Lines of user code come from `calls.py`: the
-profiler's stacks lack them.
+The trace is Chrome's JSON, which is the same in all versions of torch. Lines of user code come
+from `calls.py`: the profiler's stacks lack them.
 """
 
 from __future__ import annotations
 
-import re
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+import json
+import math
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import DeviceType, ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
-from flatout.measure.steps.evidence import KernelShare
+from flatout.errors import RunFailed
+from flatout.measure.steps.cost import Call, bytes_of, flops_of
+from flatout.measure.steps.evidence import KernelRow
 from flatout.measure.steps.kernels import KINDS, TELLING, is_generated, kind_of
+from flatout.training.metrics.phases import PhaseTimer
 
+PREFIX = "flatout."
+"""Start of the names of the ranges that mark steps and their phases."""
+STEP = "step"
+"""The range of a whole step."""
 TINY_S = 20e-6
 """An operation that takes less costs about as much to start as to run."""
 LAUNCH_S = 5e-6
 """Host time that starting one operation takes at least, added to the time of tiny ones."""
-READS = frozenset({"aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal"})
-"""Operations with which the host reads a value, and waits for the device."""
-WAITS = re.compile(r"^(cuda|hip)(Device|Stream|Event)Synchronize$")
-"""Calls of the driver in which the host waits."""
-EMPTY_CACHE = re.compile(r"^(cuda|hip)Free$")
-"""The driver's call with which `empty_cache` returns memory."""
-DRIVER_ALLOCATION = re.compile(r"^(cuda|hip)Malloc(Async)?$")
-PAGEABLE = re.compile(r"Memcpy \w+ \(.*Pageable.*\)")
-COPY = re.compile(r"^Mem(cpy|set) ")
+KNOWN_SHARE = 0.8
+"""A rate is stated when at least this share of the class's time has known FLOPs or bytes."""
+SEPARATE = frozenset({"communication", "copy"})
+"""Classes that operations in the optimizer's step keep; the others become `optimizer`."""
+NOT_WORK = ("autograd::", "torch::autograd::")
+"""Start of the names of operations that only call others."""
+DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
+RUNTIME = frozenset({"cuda_runtime", "cuda_driver"})
+CUDA = 1
+"""The profiler's number for memory of a GPU; 0 is the host's."""
+
+Event = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Range:
+    """A step, or a part of one that is in one phase."""
+
+    name: str
+    start_s: float
+    end_s: float
+
+    @property
+    def seconds(self) -> float:
+        """Duration."""
+        return self.end_s - self.start_s
+
+    def contains(self, time_s: float) -> bool:
+        """Return whether a time lies in the range."""
+        return self.start_s <= time_s <= self.end_s
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """A block that was allocated or freed."""
+
+    time_s: float
+    address: int
+    bytes: int
+    """Negative when it is freed."""
+    allocated: int | None
+    """Bytes that the allocator had given out by then."""
+    reserved: int | None
+    """Bytes that the allocator held by then."""
 
 
 @dataclass(frozen=True)
@@ -52,15 +96,11 @@ class Op:
     """Duration, with the operations that it calls."""
     self_s: float
     """Duration without them."""
-    on_device: bool
-    """Whether it ran on a GPU."""
-    thread: int
-    """Thread of the host, or stream of the device."""
-    parent: str | None
+    parent: str | None = None
     """The operation that called it."""
-    within: str | None
-    """The innermost `record_function` range around it."""
-    flops: int | None
+    within: str | None = None
+    """The phase in which the host started it."""
+    flops: int | None = None
     """Floating-point operations, where there is a formula."""
     bytes: int | None = None
     """Bytes that it reads and writes at least, where there is a formula."""
@@ -73,11 +113,11 @@ class Op:
 
         A kernel without a telling name has the class of the operation that started it.
         """
-        own = kind_of(self.name)
-        if self.launched_by is None or own in TELLING or is_generated(self.name):
-            return own
-        started = kind_of(self.launched_by)
-        return own if started == "other" else started
+        kind = kind_of(self.name)
+        if self.launched_by and kind not in TELLING and not is_generated(self.name):
+            started = kind_of(self.launched_by)
+            kind = kind if started == "other" else started
+        return "optimizer" if self.within == "optimizer" and kind not in SEPARATE else kind
 
     @property
     def end_s(self) -> float:
@@ -87,23 +127,38 @@ class Op:
 
 @dataclass(frozen=True)
 class Trace:
-    """The operations of some steps."""
+    """Everything that is read from the trace of some steps, in order of time."""
 
     ops: tuple[Op, ...]
-    """Operations and driver calls of the host."""
+    """Operations of the host."""
     kernels: tuple[Op, ...]
     """Kernels and copies of the device; () on a CPU, or when the profiler may not see them."""
     steps: int
     """Steps in the trace."""
-    wall_s: float
-    """Seconds of all of them, with the profiler's own work."""
+    phases: tuple[Range, ...] = ()
+    step_ranges: tuple[Range, ...] = ()
+    allocations: tuple[Allocation, ...] = ()
+    """Blocks of the training device."""
+    origin_us: float = 0.0
+    """The file's time at 0 s."""
+
+    @cached_property
+    def _starts(self) -> list[float]:
+        return [phase.start_s for phase in self.phases]
+
+    def phase_at(self, time_s: float) -> str | None:
+        """Return the name of the phase at a time; None between phases."""
+        at = bisect_right(self._starts, time_s) - 1
+        return self.phases[at].name if at >= 0 and self.phases[at].contains(time_s) else None
 
     @cached_property
     def work(self) -> tuple[Op, ...]:
         """What computes: the device's kernels, or on a CPU the host's operations."""
-        if self.kernels:
-            return self.kernels
-        return tuple(op for op in self.ops if op.name.startswith(("aten::", "mkldnn::", "c10d::")))
+        return self.kernels or tuple(
+            op
+            for op in self.ops
+            if ("::" in op.name or is_generated(op.name)) and not op.name.startswith(NOT_WORK)
+        )
 
     def busy_s(self) -> float | None:
         """Return the seconds of an average step at which the device works; None on a CPU.
@@ -118,69 +173,65 @@ class Trace:
             end_s = max(end_s, op.end_s)
         return total_s / self.steps
 
-    def shares(self) -> tuple[KernelShare, ...]:
-        """Return the time of an average step by class of operation."""
-        seconds: defaultdict[str, float] = defaultdict(float)
-        calls: Counter[str] = Counter()
-        flops: Counter[str] = Counter()
+    def table(
+        self, peak_tflops: float | None = None, peak_gb_per_s: float | None = None
+    ) -> tuple[KernelRow, ...]:
+        """Return one row per class of the work, the one with the most time first."""
+        by_kind: defaultdict[str, list[Op]] = defaultdict(list)
         for op in self.work:
-            seconds[op.kind] += op.self_s
-            calls[op.kind] += 1
-            flops[op.kind] += op.flops or 0
-        return tuple(
-            KernelShare(
-                kind=kind,
-                seconds=seconds[kind] / self.steps,
-                calls=calls[kind] / self.steps,
-                tflops=flops[kind] / seconds[kind] / 1e12
-                if flops[kind] and seconds[kind]
-                else None,
+            by_kind[op.kind].append(op)
+        total_s = sum(op.self_s for op in self.work)
+        rows = []
+        for kind in filter(by_kind.get, KINDS):
+            ops, by_name = by_kind[kind], defaultdict[str, float](float)
+            for op in ops:
+                by_name[op.name] += op.self_s
+            seconds = sum(by_name.values())
+            costly = ops if self.kernels else [op for op in ops if op.bytes != 0 or op.flops]
+            tflops = _rate([(op.self_s, op.flops) for op in ops], 1e12)
+            moved = [] if kind == "other" else [(op.self_s, op.bytes) for op in ops]
+            gb_per_s = _rate(moved, 1e9)
+            rows.append(
+                KernelRow(
+                    kind=kind,
+                    seconds=seconds / self.steps,
+                    share=seconds / total_s if total_s else 0.0,
+                    calls=len(costly) / self.steps,
+                    tflops=tflops,
+                    of_peak=tflops / peak_tflops if tflops and peak_tflops else None,
+                    gb_per_s=gb_per_s,
+                    of_bandwidth=gb_per_s / peak_gb_per_s if gb_per_s and peak_gb_per_s else None,
+                    slowest=max(by_name, key=by_name.__getitem__),
+                )
             )
-            for kind in KINDS
-            if calls[kind]
-        )
+        return tuple(sorted(rows, key=lambda row: -row.seconds))
 
-    def outermost(self) -> list[Op]:
-        """Return the operations of the host that no other operation called."""
-        return [
+    def counted(self, work_s: float) -> dict[str, float]:
+        """Return the operations of an average step, by their names in `Counts`.
+
+        On a CPU only those count that no other operation called, and tiny ones by their share of
+        `work_s`: the seconds of a step that no profiler slows down.
+        """
+        ops = self.kernels or [
             op
             for op in self.ops
             if op.name.startswith("aten::") and not (op.parent or "").startswith("aten::")
         ]
+        tiny = [op.seconds + LAUNCH_S for op in ops if op.seconds < TINY_S]
+        tiny_s, total_s = sum(tiny) / self.steps, sum(op.seconds + LAUNCH_S for op in ops)
+        if not self.kernels:
+            tiny_s = work_s * sum(tiny) / total_s if total_s else 0.0
+        number, tiny_number = len(ops) / self.steps, len(tiny) / self.steps
+        return {"ops": number, "tiny_ops": tiny_number, "tiny_op_s": tiny_s}
 
-    def tiny(self) -> tuple[float, float]:
-        """Return number and seconds of tiny operations in an average step, with their start."""
-        ops = self.kernels or self.outermost()
-        tiny = [op for op in ops if op.seconds < TINY_S]
-        seconds = sum(op.seconds for op in tiny) + LAUNCH_S * len(tiny)
-        return len(tiny) / self.steps, seconds / self.steps
 
-    def counted(self) -> dict[str, float]:
-        """Return the operations of an average step, by their names in `Counts`."""
-        number, tiny_s = self.tiny()
-        ops = self.kernels or self.outermost()
-        return {"ops": len(ops) / self.steps, "tiny_ops": number, "tiny_op_s": tiny_s}
-
-    def tiny_share(self) -> float:
-        """Return the share of the operations' time, with their start, that tiny ones take."""
-        ops = self.kernels or self.outermost()
-        total = sum(op.seconds for op in ops) + LAUNCH_S * len(ops)
-        return self.tiny()[1] * self.steps / total if total else 0.0
-
-    def matching(self, names: Iterable[str] | re.Pattern[str]) -> list[Op]:
-        """Return the host's operations with one of these names, or matching a pattern."""
-        if isinstance(names, re.Pattern):
-            return [op for op in self.ops if names.search(op.name)]
-        wanted = {*names}
-        return [op for op in self.ops if op.name in wanted]
-
-    def reads(self) -> list[Op]:
-        """Return the operations with which the host reads values of tensors."""
-        return self.matching(READS)
-
-    def pageable_copies(self) -> list[Op]:
-        """Return the device's copies from or to memory that is not pinned."""
-        return [op for op in self.kernels if PAGEABLE.search(op.name)]
+def _rate(amounts: list[tuple[float, int | None]], unit: float) -> float | None:
+    """Return an amount per second; None when it is 0, or not known for enough of the time."""
+    known = [(seconds, amount) for seconds, amount in amounts if amount is not None]
+    known_s, total_s = sum(seconds for seconds, _ in known), sum(part for part, _ in amounts)
+    if not known_s or known_s < KNOWN_SHARE * total_s:
+        return None
+    return sum(amount for _, amount in known) / known_s / unit or None
 
 
 @contextmanager
@@ -189,58 +240,211 @@ def profiling(device: str, **options: Any) -> Iterator[profile]:
     activities = [ProfilerActivity.CPU]
     if device.startswith("cuda"):
         activities.append(ProfilerActivity.CUDA)
-    options = {"with_flops": True, "acc_events": True} | options  # or torch 2.11 warns
-    with profile(activities=activities, **options) as profiler:
+    with profile(activities=activities, acc_events=True, **options) as profiler:
         yield profiler
         if device.startswith("cuda"):
             torch.cuda.synchronize(device)
 
 
-def read(profiler: profile, *, steps: int, wall_s: float) -> Trace:
-    """Return the events of a finished profiler."""
-    ops: list[Op] = []
-    kernels: list[Op] = []
-    for event in profiler.events() or ():  # type: ignore[no-untyped-call]
-        if event.is_user_annotation:
+@contextmanager
+def phase_ranges(timer: PhaseTimer) -> Iterator[None]:
+    """Make each phase of a timer a range of the trace inside the block."""
+    ranges: list[Any] = []
+
+    def change(name: str | None) -> None:
+        before(name)
+        if name is not None:
+            ranges.append(record_function(PREFIX + name.removesuffix("_wait")))
+            ranges[-1].__enter__()
+        elif ranges:
+            ranges.pop().__exit__(None, None, None)
+
+    before, timer.on_change = timer.on_change, change
+    try:
+        yield
+    finally:
+        timer.on_change = before
+        for each in reversed(ranges):
+            each.__exit__(None, None, None)
+
+
+def exported(profiler: profile, path: Path) -> dict[str, Any]:
+    """Write the trace of a finished profiler to a file, and return it.
+
+    Raises: RunFailed when it is not complete: the profiler does not report a disk that is full.
+    """
+    profiler.export_chrome_trace(str(path))
+    try:
+        # a rate over 0 s is inf there, which is no JSON
+        document: dict[str, Any] = json.loads(path.read_bytes(), parse_constant=lambda _: None)
+        document["traceEvents"]
+    except (OSError, ValueError, KeyError) as error:
+        raise RunFailed(
+            f"The profiler could not write its trace to {path.parent}.",
+            fix="The usual cause is a full disk: free space there, use --out on another disk, or "
+            "profile fewer steps with --steps.",
+        ) from error
+    return document
+
+
+@dataclass
+class _Node:
+    """An operation of the host while the trace is read."""
+
+    event: Event
+    call: Call
+    place: Range
+    parent: _Node | None
+    called_s: float = 0.0
+    """Seconds of the operations that it calls."""
+    wraps: bool = False
+    """Whether it calls one of its own class, which has the same cost: a wrapper adds nothing."""
+
+    def upwards(self) -> Iterator[_Node]:
+        node: _Node | None = self
+        while node is not None:
+            yield node
+            node = node.parent
+
+
+def read_trace(
+    document: Mapping[str, Any],
+    *,
+    steps: int,
+    on_gpu: bool = False,
+    list_item_bytes: int | None = None,
+) -> Trace:
+    """Return what a trace contains.
+
+    `list_item_bytes` is the size of the elements in lists of tensors, None if unknown.
+    """
+    events: list[Event] = [one for one in document["traceEvents"] if "ts" in one]
+    events.sort(key=lambda one: (float(one["ts"]), -float(one.get("dur", 0.0))))
+    marks = [one for one in events if one.get("cat") == "user_annotation"]
+    marks = [one for one in marks if str(one["name"]).startswith(PREFIX)]
+    origin_us = float((marks or events)[0]["ts"]) if events else 0.0
+
+    def place(event: Event) -> Range:
+        start_s = 1e-6 * (float(event["ts"]) - origin_us)
+        name = str(event["name"]).removeprefix(PREFIX)
+        return Range(name, start_s, start_s + 1e-6 * float(event.get("dur", 0.0)))
+
+    ranges = [place(one) for one in marks]
+    allocations = (
+        Allocation(
+            place(one).start_s,
+            int(one["args"]["Addr"]),
+            int(one["args"]["Bytes"]),
+            one["args"].get("Total Allocated"),
+            one["args"].get("Total Reserved"),
+        )
+        for one in events
+        if one["name"] == "[memory]" and (one["args"]["Device Type"] == CUDA) == on_gpu
+    )
+    trace = Trace(
+        ops=(),
+        kernels=(),
+        steps=steps,
+        phases=_in_turns([one for one in ranges if not one.name.startswith(STEP)]),
+        step_ranges=tuple(one for one in ranges if one.name.startswith(STEP)),
+        allocations=tuple(allocations),
+        origin_us=origin_us,
+    )
+    nodes = _tree(events, place, list_item_bytes)
+    return replace(
+        trace,
+        ops=tuple(
+            Op(
+                name=node.place.name,
+                start_s=node.place.start_s,
+                seconds=node.place.seconds,
+                self_s=max(node.place.seconds - node.called_s, 0.0),
+                parent=node.parent.place.name if node.parent else None,
+                within=trace.phase_at(node.place.start_s),
+                flops=0 if node.wraps else flops_of(node.call),
+                bytes=0 if node.wraps else bytes_of(node.call),
+            )
+            for node in nodes
+        ),
+        kernels=tuple(_kernels(events, place, nodes, trace)),
+    )
+
+
+def _in_turns(ranges: Sequence[Range]) -> tuple[Range, ...]:
+    """Divide ranges that nest into ones that follow each other: the innermost counts."""
+    found: list[Range] = []
+    around: list[Range] = []
+    since_s = 0.0
+
+    def cut(at_s: float) -> None:
+        nonlocal since_s
+        if around and at_s > since_s:
+            found.append(Range(around[-1].name, since_s, at_s))
+        since_s = at_s
+
+    for each in [*ranges, Range("", math.inf, math.inf)]:
+        while around and around[-1].end_s <= each.start_s:
+            cut(around[-1].end_s)
+            around.pop()
+        cut(each.start_s)
+        around.append(each)
+    return tuple(found)
+
+
+def _tree(
+    events: Sequence[Event], place: Callable[[Event], Range], list_item_bytes: int | None
+) -> list[_Node]:
+    """Return the host's operations with their parents; each thread nests its own."""
+    found: list[_Node] = []
+    stacks: defaultdict[Any, list[_Node]] = defaultdict(list)
+    for event in events:
+        if event.get("cat") != "cpu_op":
             continue
-        if event.device_type == DeviceType.CPU:
-            ops.append(_host_op(event))
-        else:
-            kernels.append(_device_op(event))
-    return Trace(tuple(ops), tuple(kernels), steps, wall_s)
+        stack, known, here = stacks[event.get("tid")], event.get("args", {}), place(event)
+        while stack and stack[-1].place.end_s <= here.start_s:
+            stack.pop()
+        shapes, dtypes = known.get("Input Dims", ()), known.get("Input type", ())
+        call = Call(here.name, shapes, dtypes, known.get("Concrete Inputs", ()), list_item_bytes)
+        node = _Node(event, call, here, stack[-1] if stack else None)
+        if node.parent is not None:
+            node.parent.called_s += here.seconds
+            node.parent.wraps |= kind_of(here.name) == kind_of(node.parent.place.name)
+        stack.append(node)
+        found.append(node)
+    return found
 
 
-def _host_op(event: Any) -> Op:
-    parent, within = event.cpu_parent, None
-    caller = parent
-    while parent is not None and within is None:
-        within = parent.name if parent.is_user_annotation else None
-        parent = parent.cpu_parent
-    while caller is not None and caller.is_user_annotation:
-        caller = caller.cpu_parent
-    return Op(
-        name=event.name,
-        start_s=1e-6 * event.time_range.start,
-        seconds=1e-6 * event.cpu_time_total,
-        self_s=1e-6 * event.self_cpu_time_total,
-        on_device=False,
-        thread=int(event.thread),
-        parent=caller.name if caller is not None else None,
-        within=within,
-        flops=event.flops or None,
-    )
-
-
-def _device_op(event: Any) -> Op:
-    seconds = 1e-6 * (event.time_range.end - event.time_range.start)
-    return Op(
-        name=event.name,
-        start_s=1e-6 * event.time_range.start,
-        seconds=seconds,
-        self_s=seconds,
-        on_device=True,
-        thread=int(event.device_resource_id or 0),
-        parent=None,
-        within=None,
-        flops=event.flops or None,
-    )
+def _kernels(
+    events: Sequence[Event], place: Callable[[Event], Range], nodes: Sequence[_Node], trace: Trace
+) -> Iterator[Op]:
+    """Yield kernels and copies; the cost of an operation belongs to its first kernel."""
+    by_id = {node.event.get("args", {}).get("External id"): node for node in nodes}
+    launches = {
+        one.get("args", {}).get("correlation"): one for one in events if one.get("cat") in RUNTIME
+    }
+    counted: set[int] = set()
+    for event in events:
+        if event.get("cat") not in DEVICE:
+            continue
+        known, here = event.get("args", {}), place(event)
+        node = by_id.get(known.get("External id"))
+        started = launches.get(known.get("correlation")) or (node.event if node else event)
+        flops, num_bytes = None, known.get("bytes")  # of a copy
+        if node is not None and num_bytes is None:
+            above = () if is_generated(here.name) else node.upwards()
+            costly = next((one for one in above if flops_of(one.call) is not None), node)
+            is_first = id(costly) not in counted
+            counted.add(id(costly))
+            flops, num_bytes = (
+                (flops_of(costly.call), bytes_of(costly.call)) if is_first else (0, 0)
+            )
+        yield Op(
+            name=here.name,
+            start_s=here.start_s,
+            seconds=here.seconds,
+            self_s=here.seconds,
+            within=trace.phase_at(place(started).start_s),
+            flops=flops,
+            bytes=num_bytes,
+            launched_by=node.place.name if node else None,
+        )

@@ -8,6 +8,7 @@ a run of its own, `profile` for one with a trace, `watch` for the loop of somebo
 from __future__ import annotations
 
 import functools
+import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict, deque
@@ -15,18 +16,19 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.profiler import profile
 
-from flatout.hardware import CpuTimes
+from flatout.errors import RunFailed
 from flatout.measure.steps.calls import MarkedCalls, OperationLines
-from flatout.measure.steps.disk_use import DiskUse, disk_use
+from flatout.measure.steps.evidence import lasting_s
 from flatout.measure.steps.lines import INTERVAL_S, LineSampler
-from flatout.measure.steps.machine import cpu_times_with_children
+from flatout.measure.steps.machine import Usage, usage_now
 from flatout.measure.steps.steady import is_steady
-from flatout.measure.steps.trace import Trace, profiling, read
+from flatout.measure.steps.trace import Trace, exported, phase_ranges, profiling, read_trace
 from flatout.parallel.rendezvous import silence_profiler
 from flatout.training.metrics.compile_events import Compilations, CompilationWatch
 from flatout.training.metrics.phases import PhaseTimer
@@ -89,7 +91,7 @@ class Windows(ABC):
         self.special = Totals()
         """Steps with marked calls, recorded operations or replaced parts."""
         self.between = Totals()
-        """Phases after the last batch of an epoch and before the next step. No steps."""
+        """Phases after the last batch of an epoch and before the next step, by epoch."""
         self.step_times_s: deque[float] = deque(maxlen=MOST_TIMES)
         """Single ordinary steps, without saves and evaluation."""
         self.compilations: list[Compilations] = []
@@ -101,6 +103,8 @@ class Windows(ABC):
         self.sampler: LineSampler | None = None
         self.rare = MarkedCalls()
         """Calls that no step should make, in the steps that are sampled."""
+        self.sampled_steps = 0
+        """Steps that `sampler` and `rare` have seen."""
         self.marked: MarkedCalls | None = None
         self.marked_steps = 0
         """Steps whose calls were marked."""
@@ -111,12 +115,12 @@ class Windows(ABC):
         """The current window."""
         self.timer, self.device = timer, device
         self._on_step = on_step
-        self._recording: tuple[profile, int, float] | None = None
+        self.profiler: profile | None = None
+        """What recorded the operations, if that was possible."""
+        self.recorded_steps = 0
         self._compiled = CompilationWatch()
-        self._others: list[tuple[float, float]] = []
-        self._disk: list[DiskUse] = []
-        self._before: tuple[CpuTimes, DiskUse] | None = None
-        """At the start of the current window of ordinary steps."""
+        self._usages: list[Usage] = []
+        """Of the machine, at the start and the end of each window of ordinary steps."""
         self._since_s: float | None = None
         self._stack = ExitStack()
         self._course = self._windows()
@@ -128,8 +132,7 @@ class Windows(ABC):
     def start_step(self) -> bool:
         """End the step before, if it has not ended, and start one; False: the windows are over."""
         if not self.end_step() and self.name != "warm-up":
-            for name in ("data_wait", *PERIODIC):
-                self.between.phases[name] += self.timer.seconds.get(name, 0.0)
+            self.between.add(0.0, self.timer)
         is_over = next(self._course, self) is self
         self.timer.reset()  # after the windows' own work, in which garbage may be collected
         self._since_s = None if is_over else time.perf_counter()
@@ -143,6 +146,7 @@ class Windows(ABC):
         self._since_s = None
         totals = {"warm-up": self.warm, "ordinary": self.ordinary}.get(self.name, self.special)
         totals.add(seconds, self.timer)
+        self.sampled_steps += self.sampler is not None and self.sampler.is_running
         if totals is self.ordinary:
             aside_s = sum(self.timer.seconds.get(name, 0.0) for name in PERIODIC)
             self.step_times_s.append(max(seconds - aside_s, 0.0))
@@ -164,53 +168,44 @@ class Windows(ABC):
         """Seconds of an average ordinary step, without saves and evaluation."""
         return (self.ordinary.seconds - self.ordinary.periodic_s()) / max(self.ordinary.steps, 1)
 
-    @property
-    def sampled_steps(self) -> int:
-        """The number of steps that `sampler` and `rare` have seen."""
-        return self.ordinary.steps
-
     def periodic_s(self) -> dict[str, float | None]:
         """Return the seconds per step of work that is not part of every step, as in `Phases`.
 
         The wait for the first batch of an epoch is part of `data_wait_s`.
         """
-        steps = max(self.ordinary.steps + self.special.steps, 1)
         every = (self.ordinary, self.special, self.between)
-        found: dict[str, float | None] = {
-            f"{name}_s": sum(totals.phases.get(name, 0.0) for totals in every) / steps
-            for name in PERIODIC
+        steps = max(self.ordinary.steps + self.special.steps, 1)
+        saves = sum(totals.calls["checkpoint"] for totals in every)
+        saves_s, evaluations_s = (sum(one.phases.get(n, 0.0) for one in every) for n in PERIODIC)
+        return {
+            "checkpoint_s": lasting_s(saves_s / steps, saves),
+            "evaluation_s": evaluations_s / steps,
+            "data_wait_s": self.between.phases.get("data_wait", 0.0) / steps,
         }
-        return found | {"data_wait_s": self.between.phases.get("data_wait", 0.0) / steps}
 
     @property
     def on_gpu(self) -> bool:
         """Whether the steps run on a GPU."""
         return self.device.startswith("cuda")
 
-    def other_cores(self) -> float | None:
-        """Return the cores that other processes kept busy in ordinary steps; None without any."""
-        known = [*self._others, *self._since_start()[0]]
-        seconds = sum(seconds for _, seconds in known)
-        return sum(cores * seconds for cores, seconds in known) / seconds if seconds else None
-
-    def disk(self) -> list[DiskUse]:
-        """Return the reading from disks in ordinary steps up to now; add it up."""
-        return [*self._disk, *self._since_start()[1]]
-
-    def _since_start(self) -> tuple[list[tuple[float, float]], list[DiskUse]]:
-        """Return the use of cores and disks since the start of the current ordinary window."""
-        if self._before is None:
-            return [], []
-        (cpu, disk), now = self._before, cpu_times_with_children()
-        return [(cpu.others_until(now), now.at_s - cpu.at_s)], [disk_use() - disk]
+    def usage(self) -> dict[str, float | None]:
+        """Return what the ordinary steps up to now used of the machine, as `Usage.between`."""
+        ends = [usage_now()] if len(self._usages) % 2 else []
+        every = [*self._usages, *ends]
+        return Usage.between(list(zip(every[::2], every[1::2], strict=True)))
 
     @cached_property
     def trace(self) -> Trace | None:
         """The operations of the recorded steps; None if none were recorded."""
-        if self._recording is None:
+        if self.profiler is None:
             return None
-        profiler, steps, wall_s = self._recording
-        trace = read(profiler, steps=steps, wall_s=wall_s)
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                document = exported(self.profiler, Path(folder) / "trace.json")
+        except (RunFailed, OSError) as error:
+            self.notes.append(f"Operations were recorded and could not be read: {error}")
+            return None
+        trace = read_trace(document, steps=self.recorded_steps, on_gpu=self.on_gpu)
         if self.on_gpu and not trace.kernels:
             self.notes.append(unprofiled("the driver shows no kernels (CUPTI is not permitted)"))
             return None
@@ -233,7 +228,7 @@ class Windows(ABC):
         self._wait()
         self.name = "ordinary"
         self._compiled.poll()
-        self._before = cpu_times_with_children(), disk_use()
+        self._usages.append(usage_now())
         began_s, steps = time.perf_counter(), 0
         try:
             while goes_on(steps, time.perf_counter() - began_s):
@@ -250,10 +245,7 @@ class Windows(ABC):
             self._wait()
             self.ordinary.seconds += time.perf_counter() - ended_s
         finally:
-            others, disk = self._since_start()
-            self._others += others
-            self._disk += disk
-            self._before = None
+            self._usages.append(usage_now())
 
     @contextmanager
     def _sampling(self, interval_s: float = INTERVAL_S) -> Iterator[None]:
@@ -272,9 +264,11 @@ class Windows(ABC):
             yield from (None for _ in range(steps))
         self.marked, self.marked_steps = marked, steps
 
-    def _recorded(self, steps: int) -> Iterator[None]:
-        """Record the operations of some steps."""
-        if self.step_s > MAX_TRACED_S:
+    def _recorded(
+        self, steps: int, *, longest_s: float = MAX_TRACED_S, **options: Any
+    ) -> Iterator[None]:
+        """Record the operations of some steps; `options` are the profiler's."""
+        if self.step_s > longest_s:
             self.notes.append(f"A step takes {self.step_s:.0f} s: operations were not recorded.")
             return
         if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
@@ -282,21 +276,21 @@ class Windows(ABC):
             return
         silence_profiler()
         self._wait()
-        self.name, began_s = "recorded", time.perf_counter()
+        self.name = "recorded"
         with ExitStack() as stack:
             try:
-                profiler = stack.enter_context(profiling(self.device))
+                profiler = stack.enter_context(profiling(self.device, **options))
             except RuntimeError as error:  # it is not permitted
                 self.notes.append(unprofiled(str(error)))
                 return
+            stack.enter_context(phase_ranges(self.timer))
             others = stack.enter_context(giving_way(stack))
             yield from (None for _ in range(steps))
             if others:
                 self.notes.append("Another profiler has started, so operations were not recorded.")
                 return
             self._wait()
-            wall_s = time.perf_counter() - began_s
-        self._recording = profiler, steps, wall_s
+        self.profiler, self.recorded_steps = profiler, steps
 
     def _wait(self) -> None:
         if self.on_gpu:
@@ -307,8 +301,7 @@ def unprofiled(why: str) -> str:
     """Return the note that the profiler could not be used."""
     return (
         f"The profiler could not be used: {why.splitlines()[0] if why else 'unknown reason'}. Step "
-        "times, data wait, garbage collection, compilation and lines of code were measured without "
-        "it; operations by class were not."
+        "times and phases were measured without it; operations by class were not."
     )
 
 

@@ -99,11 +99,6 @@ class LoopWindows(Windows):
         """What the driver reported of the GPU between two steps."""
         self._recorded_steps = recorded_steps
 
-    @property
-    def sampled_steps(self) -> int:
-        """The number of steps after the warm-up."""
-        return self.ordinary.steps + self.special.steps
-
     def _windows(self) -> Generator[None, None, None]:
         yield from self._until_compiled()
         self._stack.enter_context(self._sampling(SAMPLED_EVERY_S))

@@ -24,7 +24,6 @@ import torch
 
 from flatout.errors import ConfigError, MissingPackage
 from flatout.measure.diagnose.diagnosis import Diagnosis, diagnosis_of
-from flatout.measure.diagnose.text import text_of
 from flatout.measure.report.figures import require_packages
 from flatout.measure.steps.evidence import Evidence, Phases
 from flatout.measure.watch.batches import Step, Watched
@@ -197,7 +196,7 @@ class Watch:
 
     def __str__(self) -> str:
         """Return the findings as text."""
-        return text_of(self.diagnosis())
+        return self.diagnosis().text()
 
     def _tell(self) -> None:
         was_asked = self._was_asked
@@ -206,4 +205,4 @@ class Watch:
         if self._folder is not None:
             diagnosis.write(self._folder)
         if not was_asked:
-            print(text_of(diagnosis), file=sys.stderr)
+            print(diagnosis.text(), file=sys.stderr)

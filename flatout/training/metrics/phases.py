@@ -40,6 +40,8 @@ class PhaseTimer:
         """Runs of the garbage collector over its oldest generation."""
         self.thread = threading.get_ident()
         """The thread that is timed."""
+        self.on_change: Callable[[str | None], object] = lambda name: None
+        """Called with the name of a phase that starts, and with None when one ends."""
         self._clock = clock
         self._stack: list[str] = []
         self._since_s = clock()
@@ -57,11 +59,13 @@ class PhaseTimer:
         self._charge()
         self._stack.append(name)
         self.calls[name] += 1
+        self.on_change(name)
 
     def leave(self) -> None:
         """End the current phase and continue the one that it interrupted."""
         self._charge()
         if self._stack:
+            self.on_change(None)
             self._stack.pop()
 
     def leave_if_open(self, name: str) -> None:

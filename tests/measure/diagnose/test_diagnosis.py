@@ -8,9 +8,8 @@ import pytest
 
 from flatout.json_io import append_line
 from flatout.measure.diagnose import diagnosis
-from flatout.measure.diagnose.diagnose import recorded_cores
-from flatout.measure.diagnose.diagnosis import diagnosis_of, ranked, rules
-from flatout.measure.diagnose.finding import Finding, Fix, Rule
+from flatout.measure.diagnose.diagnosis import Finding, Fix, Rule, diagnosis_of, rules
+from flatout.measure.diagnose.recorded import recorded_evidence
 from flatout.measure.steps.evidence import Evidence, GpuFacts, HostFacts, Phases, Roof
 from flatout.training.run_dir import layout
 
@@ -96,25 +95,33 @@ def record_run(folder, others):
     layout.append_event(folder, "start", environment={"threads": 2})
     for number, value in enumerate(others, 1):
         figures = {} if value is None else {"cpu/other_cores": value, "cpu/cores": 4}
-        record = {"step": number, "elapsed_s": 2.0 * number}
+        record = {"step": number, "elapsed_s": 2.0 * number, "perf/step_ms": 2e3}
         append_line(folder / layout.METRICS, record | figures)
 
 
 def test_recorded_windows_say_how_busy_the_machine_was(tmp_path):
     record_run(tmp_path / "busy", [0.1, 3.0, None, 3.6, 0.2])
-    busy = recorded_cores(tmp_path / "busy")  # 2 s, 2 s, 4 s that end with the fourth record, 2 s
+    busy = recorded_evidence(
+        tmp_path / "busy"
+    ).host  # 2 s, 2 s, 4 s that end with the fourth record, 2 s
     assert (busy.cores, busy.threads, busy.busy_share) == (4, 2, 0.6)
     assert busy.other_busy_cores == pytest.approx((3.0 * 2 + 3.6 * 4) / 6)
     found = diagnosis_of(STEPS.model_copy(update={"device": "cpu", "host": busy}))
     assert "3.4 of 4 cores busy for 60% of the run" in found.verdict
     record_run(tmp_path / "idle", [0.1, 0.3])
-    idle = recorded_cores(tmp_path / "idle")
+    idle = recorded_evidence(tmp_path / "idle").host
     assert (idle.other_busy_cores, idle.cores) == (pytest.approx(0.2), None)
     record_run(tmp_path / "short", [None, None])
-    assert recorded_cores(tmp_path / "short") == HostFacts()
+    assert recorded_evidence(tmp_path / "short").host == HostFacts()
 
 
-def test_fixes_are_ranked_by_what_they_save_in_the_time_left():
+def test_fixes_are_ranked_by_what_they_save_in_the_time_left(with_rules):
+    def ranked(fixes, remaining_s):
+        found = Finding(verdict="Slow.", fixes=fixes)
+        with_rules(Rule(lambda _: found, "slow"))
+        (finding,) = diagnosis_of(STEPS.model_copy(update={"remaining_s": remaining_s})).findings
+        return finding.fixes
+
     quick = Fix(text="Quick.", gain=0.1)
     compiled = Fix(text="Compile.", gain=0.3, cost_s=60)
     unknown = Fix(text="Unknown.")
@@ -130,7 +137,6 @@ def test_fixes_are_ranked_by_what_they_save_in_the_time_left():
         "Compile.",
     ]
     assert [fix.text for fix in ranked((quick, compiled), None)] == ["Compile.", "Quick."]
-    assert compiled.saved_s(None) is None
 
 
 def test_fixes_of_failures_come_before_gains(with_rules):

@@ -6,8 +6,7 @@ import pytest
 
 from flatout.config.schema import load_config
 from flatout.errors import ConfigError
-from flatout.measure.diagnose.diagnosis import Diagnosis
-from flatout.measure.diagnose.finding import Finding, Fix
+from flatout.measure.diagnose.diagnosis import Diagnosis, Finding, Fix
 from flatout.measure.diagnose.fix import applied, try_fixes, write_recipe
 from flatout.measure.steps.evidence import Evidence, Failure, Roof
 

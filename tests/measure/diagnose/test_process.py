@@ -10,7 +10,7 @@ from flatout.errors import DataError, RunFailed
 from flatout.files import Unfinished
 from flatout.measure import child
 from flatout.measure.child import Told
-from flatout.measure.diagnose.process import measure_apart
+from flatout.measure.diagnose.diagnose import measure_apart
 from flatout.measure.diagnose.spec import MeasureSpec
 from flatout.measure.steps.evidence import Evidence
 

@@ -149,6 +149,19 @@ def test_recorded_waits_saves_and_evaluations_are_named(run):
     assert names(found) == ["frequent-evaluation"]
 
 
+def test_saves_are_judged_only_where_there_are_enough(run):
+    def saves(number):
+        return [{"event": "save", "step": 10, "blocked_ms": 9000.0}] * number
+
+    few = recorded_evidence(run(events=saves(2)))
+    assert few.phases.checkpoint_s is None
+    assert few.step_s == pytest.approx(0.1)
+    short = [RECORD | {"step": step, "elapsed_s": step / 10} for step in (10, 20)]
+    assert recorded_evidence(run(events=saves(4), records=short)).phases.checkpoint_s is None
+    assert names(recorded_evidence(run(events=saves(4)))) == ["slow-save"]
+    assert recorded_evidence(run(records=short)).phases.checkpoint_s == 0
+
+
 def test_recompilations_are_named_with_the_reason(run):
     events = [
         {"event": "recompiled", "graphs": 1, "compile_s": 1.0, "reasons": ["size mismatch"]}

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from flatout.measure.profile.report import Gap, MemoryPeak, Profile, ProfileRoof, TableRow
+from flatout.measure.profile.report import Gap, MemoryPeak, Profile, ProfileRoof
+from flatout.measure.steps.evidence import KernelRow
 
 
 def row(kind, **more):
     known = {"seconds": 0.0123, "share": 0.6, "calls": 1234.0, "slowest": "aten::mm"}
     rates = {"tflops": 412.5, "of_peak": 0.42, "gb_per_s": 1234.5, "of_bandwidth": 0.25}
-    return TableRow(kind=kind, **known | rates | more)
+    return KernelRow(kind=kind, **known | rates | more)
 
 
 PEAK = MemoryPeak(

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import gzip
 import json
+from pathlib import Path
 
 import pytest
 from chrome_trace import US, document
 
 from flatout.errors import RunFailed
-from flatout.measure.profile.events import read_events
 from flatout.measure.profile.memory import Moment, Named, timeline
 from flatout.measure.profile.profile import (
     NOT_PERMITTED,
+    gaps_of,
     thinned,
-    trace_document,
     with_trace,
     write_trace,
 )
 from flatout.measure.profile.report import Profile, ProfileRoof
+from flatout.measure.steps.trace import exported, read_trace
 
 BEFORE = Profile(
     recipe="made-up",
@@ -40,10 +41,9 @@ BEFORE = Profile(
 
 
 def figures(made, profile=BEFORE):
-    recording = read_events(made, wall_s=1.0)
-    named = Named({"weights": {1: 4000}}, {})
-    moments = timeline(recording, named, on_cpu=profile.device == "cpu")
-    return recording, moments, with_trace(profile, recording, moments)
+    trace = read_trace(made, steps=2, on_gpu=profile.device != "cpu")
+    moments = timeline(trace, Named({"weights": {1: 4000}}, {}))
+    return trace, moments, with_trace(profile, trace, moments)
 
 
 def test_a_gpu_has_gaps_and_its_own_memory():
@@ -71,8 +71,8 @@ def test_without_kernels_the_rest_remains_and_a_note_says_why():
 
 def test_the_trace_gets_counters_of_memory_in_its_own_time(tmp_path):
     made = document()
-    recording, moments, _ = figures(made)
-    write_trace(made, recording, moments, tmp_path / "trace.json.gz")
+    trace, moments, _ = figures(made)
+    write_trace(made, trace, moments, tmp_path / "trace.json.gz")
     written = json.loads(gzip.decompress((tmp_path / "trace.json.gz").read_bytes()))
     counters = [one for one in written["traceEvents"] if one["ph"] == "C"]
     assert len(counters) == len(moments) == 5
@@ -80,11 +80,20 @@ def test_the_trace_gets_counters_of_memory_in_its_own_time(tmp_path):
     assert counters[1]["args"]["activations"] == 512 / 2**20
 
 
+class Writes:
+    """A profiler that writes a text, or nothing."""
+
+    def __init__(self, content):
+        self.content = content
+
+    def export_chrome_trace(self, path):
+        if self.content is not None:
+            Path(path).write_text(self.content)
+
+
 def test_an_infinite_rate_does_not_reach_the_trace(tmp_path):
-    raw = tmp_path / "run" / "raw.json"
-    raw.parent.mkdir()
-    raw.write_text('{"traceEvents": [{"args": {"memory bandwidth (GB/s)": Infinity}}]}')
-    (event,) = trace_document(raw)["traceEvents"]
+    made = Writes('{"traceEvents": [{"args": {"memory bandwidth (GB/s)": Infinity}}]}')
+    (event,) = exported(made, tmp_path / "raw.json")["traceEvents"]
     assert event["args"] == {"memory bandwidth (GB/s)": None}
 
 
@@ -98,9 +107,15 @@ def test_of_too_many_moments_the_highest_remain():
 
 @pytest.mark.parametrize("content", [None, "", '{"traceEvents": [', "{}"])
 def test_an_incomplete_trace_is_an_error(tmp_path, content):
-    raw = tmp_path / "run" / "raw.json"
-    raw.parent.mkdir()
-    if content is not None:
-        raw.write_text(content)
     with pytest.raises(RunFailed, match="could not write its trace"):
-        trace_document(raw)
+        exported(Writes(content), tmp_path / "raw.json")
+
+
+def test_the_longest_gap_says_what_the_host_did():
+    trace, _, _ = figures(document())
+    gaps = gaps_of(trace, trace.step_ranges[0])
+    assert [round(gap.seconds / US) for gap in gaps[:3]] == [30, 21, 10]
+    assert gaps[0].host_op == "aten::linear"
+    assert gaps[0].phase == "forward"
+    assert gaps[1].phase == "optimizer"
+    assert gaps[2].host_op is None

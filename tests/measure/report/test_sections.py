@@ -6,8 +6,7 @@ import math
 
 import pytest
 
-from flatout.measure.diagnose.diagnosis import diagnosis_of
-from flatout.measure.diagnose.finding import Finding, Fix
+from flatout.measure.diagnose.diagnosis import Finding, Fix, diagnosis_of
 from flatout.measure.report import sections
 from flatout.measure.report.sections import LONGEST_VALUE, cut, number, plain
 from flatout.measure.steps.evidence import CallSite, Evidence

@@ -18,12 +18,13 @@ from flatout.measure.steps.evidence import (
     Failure,
     GpuFacts,
     HostFacts,
-    KernelShare,
+    KernelRow,
     MemoryFacts,
     Phases,
     Roof,
 )
 
+ROW = KernelRow(kind="elementwise", seconds=0.05, share=1.0, calls=300.0, slowest="aten::add")
 SITE = CallSite(file="mine.py", line=7, text="slow()")
 H200 = Gpu("NVIDIA H200", 140.0, (9, 0), "580.1")
 CPU_MACHINE = Machine("a CPU", 8, 64.0, (), "3.12")
@@ -179,7 +180,7 @@ PLANTED = {
         {
             "phases__memory_bound_s": 0.05,
             "speedups": ("prefetch",),
-            "kernels": (KernelShare(kind="elementwise", seconds=0.05, calls=300.0),),
+            "kernels": (ROW,),
         },
     ),
     "missing-package": ("cpu", {"failure": failed("missing-package", fix="Install it.")}),

@@ -1,86 +1,144 @@
-"""Reading torch.profiler: real steps on the CPU, and made-up events of a GPU."""
+"""Reading torch.profiler: real steps on the CPU, and the made-up trace of a GPU."""
 
 from __future__ import annotations
 
-import time
-from types import SimpleNamespace
-
 import pytest
 import torch
-from torch.profiler import DeviceType
+from chrome_trace import US, document, kernel, operation, ranged
 
-from flatout.measure.steps.trace import Trace, profiling, read
-
-
-def steps(number):
-    weight = torch.ones(64, 64, requires_grad=True)
-    optimizer = torch.optim.AdamW([weight])
-    for _ in range(number):
-        with torch.profiler.record_function("forward"):
-            loss = torch.nn.functional.gelu(torch.ones(8, 64) @ weight).sum()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        loss.item()
+from flatout.measure.steps.trace import exported, phase_ranges, profiling, read_trace
+from flatout.training.metrics.phases import PhaseTimer
 
 
 @pytest.fixture(scope="module")
-def trace():
-    start_s = time.perf_counter()
-    with profiling("cpu") as profiler:
-        steps(2)
-    return read(profiler, steps=2, wall_s=time.perf_counter() - start_s)
+def trace(tmp_path_factory):
+    """Two steps on the CPU."""
+    weight, timer = torch.ones(64, 64, requires_grad=True), PhaseTimer()
+    optimizer = torch.optim.AdamW([weight])
+    with profiling("cpu") as profiler, phase_ranges(timer):
+        for _ in range(2):
+            with timer.phase("compute"):
+                with timer.phase("forward"):
+                    loss = torch.nn.functional.gelu(torch.ones(8, 64) @ weight).sum()
+                loss.backward()
+                with timer.phase("optimizer"):
+                    optimizer.step()
+            optimizer.zero_grad()
+            loss.item()
+    return read_trace(exported(profiler, tmp_path_factory.mktemp("raw") / "raw.json"), steps=2)
 
 
 def test_operations_have_classes_and_times(trace):
-    shares = {share.kind: share for share in trace.shares()}
-    assert shares["matmul"].calls == 3  # forward, and the gradient of the weight takes two views
-    assert shares["matmul"].seconds > 0
-    assert shares["matmul"].tflops > 0
-    assert "communication" not in shares
-    assert 0 < sum(share.seconds for share in shares.values()) <= trace.wall_s
+    rows = {row.kind: row for row in trace.table()}
+    assert rows["matmul"].calls == 2  # forward, and the gradient of the weight
+    assert rows["matmul"].seconds > 0
+    assert "communication" not in rows
     assert trace.busy_s() is None
     assert trace.kernels == ()
 
 
-def test_reads_and_ranges_are_found(trace):
-    assert len(trace.reads()) >= 2
-    assert {op.name for op in trace.ops if op.within == "forward"} >= {"aten::mm", "aten::gelu"}
-    assert "aten::_local_scalar_dense" not in {op.name for op in trace.outermost()}
-    number, seconds = trace.tiny()
-    assert number > 5
-    assert seconds > 0
-
-
-def event(name, start_us, end_us, device=DeviceType.CUDA, **more):
-    span = SimpleNamespace(start=start_us, end=end_us)
-    known = {
-        "name": name,
-        "time_range": span,
-        "device_type": device,
-        "is_user_annotation": False,
-        "device_resource_id": 7,
-        "flops": None,
-        "cpu_parent": None,
-        "thread": 1,
-        "cpu_time_total": end_us - start_us,
-        "self_cpu_time_total": end_us - start_us,
+def test_operations_have_the_innermost_phase(trace):
+    names = {
+        phase: {op.name for op in trace.ops if op.within == phase}
+        for phase in ("compute", "forward", "optimizer")
     }
-    return SimpleNamespace(**known | more)
+    assert names["forward"] >= {"aten::mm", "aten::gelu"}
+    assert "aten::gelu_backward" in names["compute"]
+    assert "aten::mm" not in names["optimizer"]
+    assert {op.kind for op in trace.ops if op.within == "optimizer"} <= {"optimizer", "copy"}
 
 
-def test_kernels_of_a_gpu_are_the_work_and_overlaps_count_once():
+def test_operations_that_others_call_do_not_count(trace):
+    counts = trace.counted(work_s=1.0)
+    assert 5 < counts["ops"] < len([op for op in trace.ops if op.name.startswith("aten::")]) / 2
+    assert 0 < counts["tiny_op_s"] <= 1.0
+    assert counts["tiny_ops"] <= counts["ops"]
+
+
+@pytest.fixture
+def gpu():
+    """Two steps on a made-up GPU."""
+    return read_trace(document(), steps=2, on_gpu=True)
+
+
+def test_steps_and_phases_follow_each_other(gpu):
+    assert len(gpu.step_ranges) == 2
+    names = ["data", "compute", "forward", "compute", "backward", "optimizer"]
+    assert [phase.name for phase in gpu.phases[:6]] == names
+    between, backward = gpu.phases[3:5]
+    assert between.end_s == backward.start_s
+    assert gpu.phase_at(15 * US) == "forward"
+    assert gpu.phase_at(150 * US) is None  # between the steps
+
+
+def test_kernels_have_the_phase_and_the_operation_that_started_them(gpu):
+    product, rest, gelu, copy, update = gpu.kernels[:5]
+    assert product.launched_by == "aten::mm"
+    assert product.within == "forward"  # queued there, although it runs later
+    assert product.kind == rest.kind == "matmul"
+    assert gelu.launched_by == "aten::gelu"
+    assert update.within == update.kind == "optimizer"
+    assert copy.kind == "copy"
+    assert gpu.busy_s() == pytest.approx(37 * US)
+
+
+def test_an_operation_with_several_kernels_is_counted_once(gpu):
+    product, rest, gelu, copy, _ = gpu.kernels[:5]
+    assert product.flops == 2 * 8 * 64 * 32
+    assert product.bytes == 2 * (8 * 64 + 64 * 32 + 8 * 32)
+    assert (rest.flops, rest.bytes) == (0, 0)
+    assert gelu.flops is None
+    assert copy.bytes == 512
+
+
+def test_operations_nest_and_wrappers_cost_nothing(gpu):
+    linear, product = gpu.ops[:2]
+    assert linear.self_s == pytest.approx(4 * US)
+    assert product.parent == "aten::linear"
+    assert linear.flops == linear.bytes == 0
+
+
+def test_memory_of_host_and_device_are_told_apart(gpu):
+    assert len(gpu.allocations) == 4
+    assert gpu.allocations[0].allocated == 10512
+    assert read_trace(document(), steps=2).allocations == ()
+
+
+def test_a_file_without_marks_is_read():
+    events = [operation("aten::mm", 5.0, 2.0, 1), ranged("user_annotation", "mine", 5.0, 1.0)]
+    found = read_trace({"traceEvents": events}, steps=1)
+    assert found.step_ranges == found.phases == ()
+    assert found.ops[0].within is None
+    assert read_trace({"traceEvents": []}, steps=1).ops == ()
+
+
+def test_rows_add_up_and_the_longest_is_first(gpu):
+    table = gpu.table()
+    assert [row.kind for row in table] == ["matmul", "elementwise", "optimizer", "copy"]
+    assert sum(row.share for row in table) == pytest.approx(1.0)
+    assert sum(row.seconds for row in table) == pytest.approx(37 * US)
+    assert table[0].calls == 2
+    assert table[0].slowest == "nvjet_tst_128x256"
+
+
+def test_rates_are_shares_of_the_roof_and_unknown_ones_stay_unknown(gpu):
+    product, elementwise, *_ = gpu.table(1.0, 100.0)
+    tflops = 2 * 8 * 64 * 32 / (24 * US) / 1e12
+    assert product.tflops == pytest.approx(tflops)
+    assert product.of_peak == pytest.approx(tflops)
+    assert product.of_bandwidth == pytest.approx(product.gb_per_s / 100)
+    assert elementwise.tflops is elementwise.of_peak is None
+    assert gpu.table()[0].tflops == product.tflops
+    assert gpu.table()[0].of_peak is None
+
+
+def test_kernels_that_overlap_are_busy_once_and_short_ones_are_tiny():
     events = [
-        event("cudaLaunchKernel", 0, 5, DeviceType.CPU),
-        event("sm90_xmma_gemm_bf16", 0, 100),
-        event("ncclDevKernel_AllReduce", 50, 150),
-        event("Memcpy HtoD (Pageable -> Device)", 300, 310),
-        event("Memcpy HtoD (Pinned -> Device)", 310, 320),
-        event("ProfilerStep", 0, 400, is_user_annotation=True),
+        kernel("sm90_xmma_gemm_bf16", 0, 100, 0, 0),
+        kernel("ncclDevKernel_AllReduce", 50, 100, 0, 0),
+        kernel("Memcpy HtoD (Pinned -> Device)", 300, 10, 0, 0, "gpu_memcpy", bytes=1),
     ]
-    profiler = SimpleNamespace(events=lambda: events)
-    found: Trace = read(profiler, steps=2, wall_s=400e-6)
-    assert found.busy_s() == pytest.approx(170e-6 / 2)
-    assert {share.kind for share in found.shares()} == {"matmul", "communication", "copy"}
-    assert [op.name for op in found.pageable_copies()] == ["Memcpy HtoD (Pageable -> Device)"]
-    assert found.tiny()[0] == 1
+    found = read_trace({"traceEvents": events}, steps=2, on_gpu=True)
+    assert found.busy_s() == pytest.approx(160 * US / 2)
+    assert {row.kind for row in found.table()} == {"matmul", "communication", "copy"}
+    assert found.counted(1.0) == pytest.approx({"ops": 1.5, "tiny_ops": 0.5, "tiny_op_s": 7.5 * US})

@@ -16,7 +16,7 @@ from watching import batches, train
 
 import flatout
 from flatout.errors import ConfigError, MissingPackage, OutputInUse
-from flatout.measure.steps import windows
+from flatout.measure.steps import trace, windows
 from flatout.measure.watch import loop as watch_loop
 from flatout.measure.watch import watch as watch_module
 from flatout.measure.watch.watch import PHASES
@@ -98,7 +98,9 @@ def test_emptying_the_cache_is_counted(watch):
 
 
 @pytest.mark.slow
-def test_tiny_operations_are_named(watch):
+def test_tiny_operations_are_named(watch, monkeypatch):
+    monkeypatch.setattr(trace, "TINY_S", 1.0)  # also on a busy machine
+
     def tiny(number):
         total = torch.zeros(2)
         for _ in range(2000):
@@ -106,7 +108,7 @@ def test_tiny_operations_are_named(watch):
 
     train(watch, before=tiny)
     assert "tiny-kernels" in names(watch)
-    assert watch.evidence().counts.tiny_ops > 1500
+    assert watch.evidence().counts.tiny_ops > 2000
 
 
 def test_each_moment_counts_once(watch):

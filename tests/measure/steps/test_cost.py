@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from flatout.measure.profile.cost import Call, bytes_of, flops_of
-from flatout.measure.profile.events import read_events
-from flatout.measure.steps.trace import profiling
+from flatout.measure.steps.cost import Call, bytes_of, flops_of
+from flatout.measure.steps.trace import exported, profiling, read_trace
 
 
 def call(name, shapes, dtype="float", values=()):
@@ -37,6 +35,7 @@ def test_causal_attention_counts_half_of_the_pairs():
     causal = flops_of(call(name, [shape] * 3, values=["", "", "", "0.", "True"]))
     assert full == 4 * 2 * 3 * 16 * 16 * 8
     assert causal == 4 * 2 * 3 * (16 * 17 // 2) * 8
+    assert flops_of(call(name, [])) is None
     backward = call(f"{name}_backward", [shape] * 5, values=[""] * 11 + ["True"])
     assert flops_of(backward) == causal * 5 // 2
 
@@ -86,10 +85,9 @@ def test_the_flops_of_a_recorded_step_equal_those_of_torch(tmp_path):
 
     with FlopCounterMode(display=False) as counter:
         step()
-    with profiling("cpu", record_shapes=True, with_flops=False) as profiler:
+    with profiling("cpu", record_shapes=True) as profiler:
         step()
-    profiler.export_chrome_trace(str(tmp_path / "trace.json"))
-    recording = read_events(json.loads((tmp_path / "trace.json").read_text()), wall_s=1.0)
+    trace = read_trace(exported(profiler, tmp_path / "trace.json"), steps=1)
     attention = 4 * 2 * 4 * 12 * 12 * 8 * 7 // 2  # torch's counter has none for a CPU
-    found = sum(op.flops or 0 for op in recording.trace.ops)
+    found = sum(op.flops or 0 for op in trace.ops)
     assert found == counter.get_total_flops() + attention

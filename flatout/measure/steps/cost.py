@@ -70,7 +70,7 @@ class Call:
 
     name: str
     shapes: Sequence[Any]
-    """Per argument: a shape, a list of shapes, or [] for what is no tensor."""
+    """Per argument: a shape, a list of shapes, or [] for what is no tensor; (): not recorded."""
     dtypes: Sequence[str]
     """The profiler's type of each argument."""
     values: Sequence[str]
@@ -89,7 +89,7 @@ class Call:
 
 def flops_of(call: Call) -> int | None:
     """Return the floating-point operations of a call; None without a formula."""
-    if call.name in CAUSAL_AT:
+    if call.name in CAUSAL_AT and call.shapes:
         return _attention_flops(call)
     sizes = _product_sizes(call)
     return None if sizes is None else 2 * math.prod(sizes)
