@@ -23,7 +23,7 @@ from flatout.measure.steps.gathering import gathered
 from flatout.measure.steps.lines import site_of
 from flatout.measure.steps.machine import gpu_facts, host_facts
 from flatout.measure.steps.windows import MIN_WARM_STEPS, Windows
-from flatout.measure.watch.hooks import Hooks
+from flatout.measure.watch.hooks import OWN_WORK, Hooks
 from flatout.measure.watch.records import LoopRecords
 from flatout.parallel.rendezvous import stated_ranks
 from flatout.training.metrics.device import process_peak_bytes
@@ -146,39 +146,27 @@ class LoopTimer:
             every=max(settings.log_every, 1),
             tokens_per_step=settings.tokens_per_step,
         )
+        self.windows: LoopWindows | None = None
+        """None until the loop's first call, which makes the instruments."""
         self._settings, self._at_exit = settings, at_exit
         self._is_off = self.rank != 0
-        self._parts: tuple[PhaseTimer, LoopWindows, Hooks] | None = None
         self._installed = ExitStack()
         self._steps_are_stated, self._depth = False, 0
         self._failure: Failure | None = None
-
-    def learn(self, *, model: Any, planned_steps: int | None) -> None:
-        """Note what a framework knows of its loop, unless the user has said it."""
-        known = self._settings
-        self._settings = dataclasses.replace(
-            known,
-            model=known.model or (model if isinstance(model, torch.nn.Module) else None),
-            planned_steps=known.planned_steps or planned_steps,
-        )
 
     def evidence(self) -> Evidence:
         """Return what has been measured so far.
 
         Raises: ConfigError when no step has been watched.
         """
-        if self._parts is None:
-            where = f"this is rank {self.rank}, and rank 0 is watched" if self.rank else ""
+        settings, windows, machine = self._settings, self.windows, probe()
+        if windows is None:
+            where = f": this is rank {self.rank}, and rank 0 is watched" if self.rank else ""
             raise ConfigError(
-                f"No step has been watched{where and ': '}{where}.",
+                f"No step has been watched{where}.",
                 fix="Wrap the batches, `for batch in watch(loader)`, or use `with watch.step()`.",
             )
-        _, windows, hooks = self._parts
-        return self._evidence(windows, hooks)
-
-    def _evidence(self, windows: LoopWindows, hooks: Hooks) -> Evidence:
-        settings, device, machine = self._settings, windows.device, probe()
-        planned, tokens = settings.planned_steps, settings.tokens_per_step
+        planned, tokens, device = settings.planned_steps, settings.tokens_per_step, windows.device
         self.records.flush()
         memory = MemoryFacts(total_gib=machine.memory_gib, peak_gib=process_peak_bytes() / GIB)
         if windows.on_gpu:
@@ -187,6 +175,7 @@ class LoopTimer:
                 peak_gib=torch.cuda.max_memory_allocated(device) / GIB,
                 reserved_gib=torch.cuda.max_memory_reserved(device) / GIB,
             )
+        model = settings.model
         known = Evidence(
             source="watched loop",
             machine=machine,
@@ -195,9 +184,7 @@ class LoopTimer:
             host=host_facts(Path()),
             gpu=windows.gpu,
             memory=memory,
-            parameters=None
-            if settings.model is None
-            else sum(weights.numel() for weights in settings.model.parameters()),
+            parameters=None if model is None else sum(w.numel() for w in model.parameters()),
             tokens_per_step=tokens,
             planned_steps=planned,
             losses=tuple(self.records.losses) or None,
@@ -208,64 +195,80 @@ class LoopTimer:
             short = f"{self.steps} steps are too few to measure: the warm-up takes up to 20."
             return known.model_copy(update={"notes": (*windows.notes, short)})
         found = gathered(known, windows, windows.periodic_s())
-        step_s, saves = found.step_s or 0.0, hooks.save_sites(windows.sampled_steps)
+        saves = self._hooks.save_sites(windows.sampled_steps)
         return found.model_copy(
             update={
                 "sites": {**found.sites, "save": saves} if saves else found.sites,
                 "roof": Roof(tokens_per_s=tokens and tokens / windows.step_s),
-                "remaining_s": planned and max(planned - self.steps, 0) * step_s,
+                "remaining_s": planned and max(planned - self.steps, 0) * (found.step_s or 0.0),
             }
         )
 
     def close(self) -> bool:
         """Remove all hooks and measure no longer; return whether a step has been watched."""
-        was_on = self._parts is not None and not self._is_off
+        was_on = self.windows is not None and not self._is_off
         self._stop()
         self._is_off = True
         return was_on
 
-    def _started(self) -> tuple[PhaseTimer, LoopWindows, Hooks]:
-        """Return the instruments; the first call makes them, in the thread of the loop."""
-        if self._parts is None:
-            timer = PhaseTimer()
-            hooks = Hooks(timer)
-            device = device_of(self._settings.model)
-            windows = LoopWindows(timer, device, self._count, self._settings.recorded_steps)
-            self._installed.enter_context(hooks.installed())
+    def _started(self) -> LoopWindows | None:
+        """Return the windows, which the first call makes; None in other threads than the loop's."""
+        if self.windows is None:
+            self._timer = PhaseTimer()
+            self._hooks = Hooks(self._timer)
+            self._installed.enter_context(self._hooks.installed())
             atexit.register(self._at_exit)
             self._installed.callback(atexit.unregister, self._at_exit)
-            self._parts = timer, windows, hooks
-        return self._parts
-
-    def _is_here(self) -> bool:
-        return self._parts is None or self._parts[0].thread == threading.get_ident()
+            self.windows = LoopWindows(
+                self._timer,
+                device_of(self._settings.model),
+                self._count,
+                self._settings.recorded_steps,
+            )
+        return self.windows if self._timer.thread == threading.get_ident() else None
 
     def _count(self, seconds: float) -> None:
         self.steps += 1
-        self.records.add(self.steps, seconds, self._started()[0])
+        self.records.add(self.steps, seconds, self._timer)
+
+    @safe
+    def learn(self, *, model: Any, planned_steps: int | None) -> None:
+        """Note what a framework knows of its loop, unless the user has said it.
+
+        All torch DataLoaders are timed: such loops hide theirs, and state their steps.
+        """
+        known = self._settings
+        self._settings = dataclasses.replace(
+            known,
+            model=known.model or (model if isinstance(model, torch.nn.Module) else None),
+            planned_steps=known.planned_steps or planned_steps,
+        )
+        if self._started():
+            self._installed.enter_context(self._hooks.loaders_installed())
+            self._steps_are_stated = True
 
     @safe
     def begin_step(self) -> None:
         """Start a step; steps inside a step are part of it."""
-        timer, windows, _ = self._started()
-        if not self._is_here():
+        windows = self._started()
+        if windows is None:
             return
         if self._depth == 0:
             if not self._steps_are_stated:  # the first wait has started one
                 windows.drop_step()
             self._steps_are_stated = True
-            timer.leave_if_open("compute")
+            self._timer.leave_if_open("compute")
             windows.start_step()
         self._depth += 1
-        timer.enter("compute")
+        self._timer.enter("compute")
 
     @safe
     def end_step(self, error: BaseException | None = None) -> None:
         """End the work of a step; the step lasts until the next one starts."""
-        if not self._is_here() or not self._depth:
+        if not self._started() or not self._depth:
             return
         self._depth -= 1
-        self.leave("compute")
+        self._timer.leave_if_open("compute")
         if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
             first = (str(error).splitlines() or [""])[0]
             self._failure = Failure(
@@ -276,40 +279,30 @@ class LoopTimer:
             )
 
     @safe
-    def begin_opening(self) -> bool:
-        """Start opening a loader, which may start processes; return whether it is timed."""
-        timer, _, hooks = self._started()
-        if hooks.waits_count():
-            timer.enter("data_wait")
-            return True
-        return False
-
-    @safe
-    def begin_wait(self) -> bool:
-        """Start waiting for a batch; return whether the wait is timed."""
-        timer, windows, hooks = self._started()
-        if not hooks.waits_count():
+    def begin_wait(self, *, starts_step: bool = True) -> bool:
+        """Start waiting for a batch, or for a loader that opens; return whether it is timed."""
+        windows = self._started()
+        if windows is None or not self._hooks.waits_count():
             return False
-        if not self._steps_are_stated:
-            timer.leave_if_open("compute")
+        if starts_step and not self._steps_are_stated:
+            self._timer.leave_if_open("compute")
             windows.start_step()
-        timer.enter("data_wait")
+        self._timer.enter("data_wait")
         return True
 
     @safe
     def end_wait(self) -> None:
         """End waiting for a batch."""
-        timer = self._started()[0]
-        timer.leave_if_open("data_wait")
+        self._timer.leave_if_open("data_wait")
         if not self._steps_are_stated:
-            timer.enter("compute")
+            self._timer.enter("compute")
 
     @safe
     def end_epoch(self) -> None:
         """End the last step of an epoch: what follows is not a step."""
-        timer, windows, _ = self._started()
-        if self._is_here() and self._depth == 0 and timer.current in (None, "compute"):
-            timer.leave_if_open("compute")
+        windows = self._started()
+        if windows and self._depth == 0 and self._timer.current in OWN_WORK:
+            self._timer.leave_if_open("compute")
             if self._steps_are_stated:
                 windows.end_step()
             else:  # it began with the wait that found no batch
@@ -318,21 +311,14 @@ class LoopTimer:
     @safe
     def enter(self, phase: str) -> None:
         """Start a phase."""
-        timer = self._started()[0]
-        if self._is_here():
-            timer.enter(phase)
+        if self._started():
+            self._timer.enter(phase)
 
     @safe
     def leave(self, phase: str) -> None:
         """End a phase and those inside it, if it is running."""
-        if self._is_here():
-            self._started()[0].leave_if_open(phase)
-
-    @safe
-    def time_loaders(self) -> None:
-        """Time all torch DataLoaders, for loops that hide theirs and state their steps."""
-        self._installed.enter_context(self._started()[2].loaders_installed())
-        self._steps_are_stated = True
+        if self._started():
+            self._timer.leave_if_open(phase)
 
     @safe
     def log(self, figures: Mapping[str, Any], *, step: int) -> None:
@@ -348,8 +334,8 @@ class LoopTimer:
 
     def _remove(self) -> None:
         try:
-            if self._parts is not None:
-                self._parts[1].close()
+            if self.windows is not None:
+                self.windows.close()
         finally:
             self._installed.close()
 

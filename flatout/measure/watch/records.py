@@ -55,7 +55,8 @@ class LoopRecords:
         self._steps, self._seconds = 0, 0.0
         self._phases: defaultdict[str, float] = defaultdict(float)
         self._read: dict[int, dict[str, float]] = {}
-        self._due: deque[dict[str, float]] = deque()
+        self._due: dict[str, float] | None = None
+        """The last record, which waits for tensors that have not arrived."""
 
     def add(self, step: int, seconds: float, timer: PhaseTimer) -> None:
         """Add a step that has ended, and write a record when one is due."""
@@ -83,8 +84,7 @@ class LoopRecords:
 
     def flush(self) -> None:
         """Write what is left."""
-        self._collect(flush=True)
-        self._write_due(math.inf)
+        self._write_due(flush=True)
         if self._read:
             self._write({"step": max(self._read), **self._position()})
 
@@ -123,18 +123,16 @@ class LoopRecords:
             record["mem/peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
         self._steps, self._seconds = 0, 0.0
         self._phases.clear()
-        self._collect()
-        self._write_due(step)
-        self._due.append(record)
+        self._write_due()
+        self._due = record
 
-    def _collect(self, *, flush: bool = False) -> None:
-        """Read the tensors that have arrived."""
+    def _write_due(self, *, flush: bool = False) -> None:
+        """Read the tensors that have arrived, and write the record that waits for them."""
         for step, figures in self._readback.ready(flush=flush):
             self._read.setdefault(step, {}).update(figures)
-
-    def _write_due(self, before: float) -> None:
-        while self._due and self._due[0]["step"] < before:
-            self._write(self._due.popleft())
+        if self._due is not None:
+            self._write(self._due)
+        self._due = None
 
     def _write(self, record: dict[str, float]) -> None:
         """Write a record with the last figures logged up to its step."""

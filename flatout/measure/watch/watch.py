@@ -18,7 +18,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import torch
 
@@ -26,9 +26,9 @@ from flatout.errors import ConfigError, MissingPackage
 from flatout.measure.diagnose.diagnosis import Diagnosis, diagnosis_of
 from flatout.measure.report.figures import require_packages
 from flatout.measure.steps.evidence import Evidence, Phases
-from flatout.measure.watch.batches import Step, Watched
 from flatout.measure.watch.loop import LOG, LoopTimer, Settings, ranks
 from flatout.measure.watch.records import new_folder
+from flatout.measure.watch.trainers import callback
 
 Batch = TypeVar("Batch")
 PHASES = tuple(name.removesuffix("_s") for name in Phases.model_fields)
@@ -68,6 +68,49 @@ def watch(
     )
 
 
+class Watched(Generic[Batch]):
+    """Batches whose waits are timed. Everything else is the loader's own."""
+
+    def __init__(self, loop: LoopTimer, batches: Iterable[Batch]) -> None:
+        self._loop, self._batches = loop, batches
+        self._iterator: Iterator[Batch] | None = None
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Yield the batches of one epoch."""
+        loop = self._loop
+        is_timed = loop.begin_wait(starts_step=False)
+        try:
+            iterator = iter(self._batches)  # may start processes
+        finally:
+            if is_timed:
+                loop.leave("data_wait")
+        while True:
+            is_timed, has_ended = loop.begin_wait(), False
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                has_ended = True
+            finally:
+                if is_timed:
+                    loop.end_wait()
+            if has_ended:
+                loop.end_epoch()
+                return
+            yield batch
+
+    def __next__(self) -> Batch:
+        """Return the next batch of an iterator, or of a loader's first epoch."""
+        self._iterator = self._iterator or iter(self)
+        return next(self._iterator)
+
+    def __len__(self) -> int:
+        """Return the number of batches, if the loader knows it."""
+        return len(self._batches)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._batches, name)
+
+
 class Watch:
     """Watches one loop. Make it with `flatout.watch`.
 
@@ -90,12 +133,19 @@ class Watch:
         """Return the batches; the time that the loop waits for each is measured."""
         return Watched(self._loop, batches)
 
-    def step(self) -> Step:
+    @contextmanager
+    def step(self) -> Iterator[None]:
         """Return a context for one step: forward, backward, optimizer.
 
         Without it, each batch is a step. Gradient accumulation may be inside or outside.
         """
-        return Step(self._loop)
+        self._loop.begin_step()
+        try:
+            yield
+        except BaseException as error:
+            self._loop.end_step(error)
+            raise
+        self._loop.end_step()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -175,18 +225,14 @@ class Watch:
 
         Raises: MissingPackage without transformers.
         """
-        from flatout.measure.watch.trainer import trainer_callback
-
-        return trainer_callback(self._loop, finish=self.finish)
+        return callback("transformers", self._loop, self.finish)
 
     def lightning_callback(self) -> Any:
         """Return a callback for the Trainer of Lightning.
 
         Raises: MissingPackage without Lightning.
         """
-        from flatout.measure.watch.lightning import lightning_callback
-
-        return lightning_callback(self._loop, finish=self.finish)
+        return callback("lightning", self._loop, self.finish)
 
     def __enter__(self) -> Self:
         return self

@@ -8,7 +8,7 @@ import pytest
 from watching import batches
 
 import flatout
-from flatout.measure.watch.lightning import LightningEvents
+from flatout.measure.watch.trainers import LightningEvents
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from flatout.measure.watch.trainer import TrainerEvents
+from flatout.measure.watch.trainers import TrainerEvents
 
 
 class Calls:
@@ -72,7 +72,7 @@ def test_what_did_not_happen_ends_with_the_next_step(events, calls):
 def test_the_end_of_training_ends_the_watch(events, calls):
     events.on_train_begin(None, SimpleNamespace(max_steps=10, global_step=0), None, model=None)
     events.on_train_end(None, None, None)
-    assert [name for name, *_ in calls.made] == ["learn", "time_loaders", "finish"]
+    assert [name for name, *_ in calls.made] == ["learn", "finish"]
 
 
 @pytest.mark.slow

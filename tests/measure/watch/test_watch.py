@@ -229,7 +229,7 @@ def test_a_profiler_that_starts_while_ours_records_takes_over(watch):
     profiler = torch.profiler.profile()
 
     def start(number):
-        if watch._loop._parts[1].name == "recorded" and not profiler.profiler:
+        if watch._loop.windows.name == "recorded" and not profiler.profiler:
             profiler.start()
 
     train(watch, before=start)
