@@ -104,6 +104,11 @@ def recorded_evidence(folder: Path) -> Evidence:
     return known.model_copy(update=update)
 
 
+def series_of(records: Records, name: str) -> tuple[tuple[int, float], ...]:
+    """Return (step, figure) of each record; a figure that a record leaves out was not finite."""
+    return tuple((int(record["step"]), record.get(name, math.nan)) for record in records)
+
+
 def _of_steps(records: Records, events: Events, *, on_gpu: bool) -> dict[str, Any]:
     """Return the evidence of the recorded steps; the first record is warm-up.
 
@@ -125,9 +130,6 @@ def _of_steps(records: Records, events: Events, *, on_gpu: bool) -> dict[str, An
         weights = [record["perf/step_ms"] for record in known]
         return fmean([record[name] for record in known], weights) if known else None
 
-    def series(name: str) -> tuple[tuple[int, float], ...]:
-        return tuple((int(record["step"]), record.get(name, math.nan)) for record in records)
-
     train_s = mean("perf/step_ms") or 0.0
     blocked_s = [1e-3 * blocked_ms for blocked_ms in events.numbers("blocked_ms", "save")]
     elapsed_s = last.get("elapsed_s", 0.0) - first.get("elapsed_s", 0.0)
@@ -144,7 +146,6 @@ def _of_steps(records: Records, events: Events, *, on_gpu: bool) -> dict[str, An
     return {
         "steps": steps,
         "step_s": train_s + (checkpoint_s or 0.0) + evaluation_s,
-        "step_times_s": tuple(1e-3 * record["perf/step_ms"] for record in steady),
         "phases": Phases(
             checkpoint_s=checkpoint_s,
             evaluation_s=evaluation_s,
@@ -165,8 +166,8 @@ def _of_steps(records: Records, events: Events, *, on_gpu: bool) -> dict[str, An
             mfu=rate("perf/mfu"),
             tokens_per_s=rate("perf/tokens_per_s"),
         ),
-        "losses": series("train/loss"),
-        "grad_norms": series("train/grad_norm"),
+        "losses": series_of(records, "train/loss"),
+        "grad_norms": series_of(records, "train/grad_norm"),
         "skipped_steps": len(events.of("skip")),
     }
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import os
 import statistics
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
@@ -23,8 +22,10 @@ from flatout.errors import FlatoutError
 from flatout.hardware import usable_cores
 from flatout.measure.child import Answer
 from flatout.measure.diagnose.preflight import Prepared, failure_of, prepare
+from flatout.measure.diagnose.recorded import series_of
 from flatout.measure.diagnose.spec import MeasureSpec
 from flatout.measure.experiments.trial import QUIET
+from flatout.measure.runlog import RunLog
 from flatout.measure.steps.calls import OperationLines
 from flatout.measure.steps.evidence import Evidence, Failure
 from flatout.measure.steps.gathering import gathered
@@ -35,12 +36,14 @@ from flatout.training.checkpoint.retention import steps_between_saves
 from flatout.training.evaluation import score
 from flatout.training.loop import fit
 from flatout.training.metrics.log import Log
-from flatout.training.metrics.observers import Observer, Quiet
+from flatout.training.metrics.observers import Observer
 from flatout.training.out_of_memory import explained
 from flatout.training.saving import DEFAULT_MINUTES_BETWEEN_SAVES, environment_of
 from flatout.training.session import Session
 from flatout.training.warmup import warm_up
 
+FIGURES = ("train/loss", "train/grad_norm")
+"""What each record has if it is finite."""
 LONG_RUN_STEPS = 10_000_000
 """The measured run is extended to this length, so that it cannot end before its windows do."""
 MIN_STEPS = 5
@@ -84,28 +87,6 @@ def collect(request: str, answer: Answer) -> None:
     answer(found)
 
 
-class Kept(Quiet):
-    """Keeps the training records of a run."""
-
-    def __init__(self) -> None:
-        self.records: list[Mapping[str, float]] = []
-
-    def on_record(self, record: Mapping[str, float]) -> None:
-        """Keep a record."""
-        self.records.append(record)
-
-    def series(self, name: str, last: int) -> tuple[tuple[int, float], ...]:
-        """Return (step, figure) up to a step; a figure that is left out was not finite."""
-        every = ((int(record["step"]), record.get(name, math.nan)) for record in self.records)
-        return tuple(one for one in every if one[0] <= last)
-
-    @property
-    def has_diverged(self) -> bool:
-        """Whether a figure of the last record was not finite."""
-        figures = {"train/loss", "train/grad_norm"}
-        return bool(self.records) and not figures <= self.records[-1].keys()
-
-
 def measured(spec: MeasureSpec, prepared: Prepared, callbacks: Sequence[Observer] = ()) -> Evidence:
     """Return the evidence of a measured run; an error of the run is part of it."""
     resolved = prepared.resolved
@@ -115,11 +96,10 @@ def measured(spec: MeasureSpec, prepared: Prepared, callbacks: Sequence[Observer
         QUIET | {"train.steps": LONG_RUN_STEPS, "schedule.warmup": prepared.warmup_steps}
     )
     run: Run | None = None
-    kept = Kept()  # type: ignore[abstract]
     before = prepared.evidence.model_copy(update={"source": "measured run"})
     try:
         run = resolved.build(config, Path(spec.folder))
-        with explained(run), Log(run, (kept, *callbacks)) as log:
+        with explained(run), Log(run, callbacks) as log:
             log.start()
             warm_up(run, log)
             windows = RunWindows(run, log, spec)
@@ -130,15 +110,18 @@ def measured(spec: MeasureSpec, prepared: Prepared, callbacks: Sequence[Observer
             gpu = gpu_facts(resolved.machine, config.train.device)
             log.write_pending()
             last = min(windows.last_own_step or run.step, resolved.config.train.steps or run.step)
+            own = [one for one in RunLog(run.folder).records() if one["step"] <= last]
             known = {
                 "gpu": gpu or before.gpu,
-                "losses": kept.series("train/loss", last),
-                "grad_norms": kept.series("train/grad_norm", last),
+                "losses": series_of(own, "train/loss"),
+                "grad_norms": series_of(own, "train/grad_norm"),
             }
             before = before.model_copy(update=known)
             return evidence_of(before, run, log, windows, resolved.config)
     except Exception as error:  # whatever the run raises is evidence
-        failure = failure_of(error, run.step if run is not None else 0, kept.has_diverged)
+        last_record = next(iter([*RunLog(Path(spec.folder)).records()][-1:]), FIGURES)
+        has_diverged = not {*FIGURES} <= {*last_record}  # what is not finite is left out
+        failure = failure_of(error, run.step if run is not None else 0, has_diverged)
         return before.model_copy(update={"failure": failure})
     finally:
         if run is not None:
@@ -173,9 +156,10 @@ class RunWindows(Windows):
             return
         yield from self._marked_calls(FEW_STEPS)
         if not self.has_compiled:
-            self.lines = OperationLines()
-            with self.lines:
+            lines = OperationLines()
+            with lines:
                 yield
+            self.sites["op"] = lines.sites(1)
         yield from self._recorded(FEW_STEPS)
         self.last_own_step = self._run.step
         yield from self._counterfactual("synthetic-data", self._fixed_data)

@@ -330,8 +330,6 @@ class Evidence(Stored):
     """Steps that the figures are averages of."""
     step_s: float | None = None
     """Seconds from the start of a step to the start of the next, on average, all included."""
-    step_times_s: tuple[float, ...] | None = None
-    """The single steps, in order, without saves and evaluation."""
     phases: Phases = Phases()
     counts: Counts = Counts()
     kernels: tuple[KernelRow, ...] | None = None

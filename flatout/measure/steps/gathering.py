@@ -32,7 +32,6 @@ def gathered(known: Evidence, windows: Windows, periodic_s: Mapping[str, float |
         update={
             "steps": steps,
             "step_s": windows.step_s + extra_s,
-            "step_times_s": tuple(windows.step_times_s),
             "phases": phases(windows, periodic_s),
             "counts": counts(windows),
             "kernels": trace.table() if trace else None,
@@ -128,9 +127,7 @@ def counts(windows: Windows) -> Counts:
     if windows.sampler is not None:
         found["empty_cache"] = windows.rare.calls["empty-cache"] / sampled
         found["empty_cache_s"] = windows.rare.seconds["empty-cache"] / sampled
-    if windows.marked is not None:
-        found |= windows.marked.waits(windows.marked_steps, on_gpu=windows.on_gpu)
-    return Counts(**found)
+    return Counts(**found | windows.waits)
 
 
 def sites(windows: Windows) -> dict[str, tuple[CallSite, ...]]:
@@ -139,11 +136,7 @@ def sites(windows: Windows) -> dict[str, tuple[CallSite, ...]]:
     if windows.sampler is not None:
         found |= windows.sampler.sites(windows.sampled_steps)
         found |= windows.rare.sites(windows.sampled_steps)
-    if windows.marked is not None:
-        marked = windows.marked.sites(windows.marked_steps)
-        found |= {kind: lines for kind, lines in marked.items() if kind in ("sync", "copy")}
-    if windows.lines is not None:
-        found["op"] = windows.lines.sites(1)
+    found |= windows.sites
     recompiled = _recompiled() if windows.graphs else None
     if recompiled is not None:
         found["recompile"] = (recompiled,)

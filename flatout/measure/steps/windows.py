@@ -11,7 +11,7 @@ import functools
 import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -23,8 +23,8 @@ import torch
 from torch.profiler import profile
 
 from flatout.errors import RunFailed
-from flatout.measure.steps.calls import MarkedCalls, OperationLines
-from flatout.measure.steps.evidence import lasting_s
+from flatout.measure.steps.calls import MarkedCalls
+from flatout.measure.steps.evidence import CallSite, lasting_s
 from flatout.measure.steps.lines import INTERVAL_S, LineSampler
 from flatout.measure.steps.machine import Usage, usage_now
 from flatout.measure.steps.steady import is_steady
@@ -37,8 +37,6 @@ MIN_WARM_STEPS = 3
 """Fewest steps of a warm-up."""
 MAX_TRACED_S = 5.0
 """Longer steps are not recorded: their operations would fill the memory."""
-MOST_TIMES = 10_000
-"""Times of single steps that are kept: the last ones."""
 MOST_COMPILATIONS = 20
 """Compilations in ordinary steps that are kept: the last ones."""
 PERIODIC = ("checkpoint", "evaluation")
@@ -67,10 +65,6 @@ class Totals:
         self.calls.update(timer.calls)
         self.full_collections += timer.full_collections
 
-    def periodic_s(self) -> float:
-        """Return the seconds of work that is not part of every step."""
-        return sum(self.phases.get(name, 0.0) for name in PERIODIC)
-
     def per_step(self) -> dict[str, float]:
         """Return the seconds of each phase in an average step; {} without steps."""
         return {name: seconds / self.steps for name, seconds in self.phases.items() if self.steps}
@@ -92,8 +86,6 @@ class Windows(ABC):
         """Steps with marked calls, recorded operations or replaced parts."""
         self.between = Totals()
         """Phases after the last batch of an epoch and before the next step, by epoch."""
-        self.step_times_s: deque[float] = deque(maxlen=MOST_TIMES)
-        """Single ordinary steps, without saves and evaluation."""
         self.compilations: list[Compilations] = []
         """The last compilations in ordinary steps."""
         self.graphs, self.compile_s = 0, 0.0
@@ -105,11 +97,10 @@ class Windows(ABC):
         """Calls that no step should make, in the steps that are sampled."""
         self.sampled_steps = 0
         """Steps that `sampler` and `rare` have seen."""
-        self.marked: MarkedCalls | None = None
-        self.marked_steps = 0
-        """Steps whose calls were marked."""
-        self.lines: OperationLines | None = None
-        """The lines that called the operations of one step."""
+        self.waits: dict[str, float] = {}
+        """Reads and unpinned copies in an average step, as in `Counts`; {}: not measured."""
+        self.sites: dict[str, tuple[CallSite, ...]] = {}
+        """The lines that made them, and those that called the operations of a step."""
         self.notes: list[str] = []
         self.name = "warm-up"
         """The current window."""
@@ -147,9 +138,6 @@ class Windows(ABC):
         totals = {"warm-up": self.warm, "ordinary": self.ordinary}.get(self.name, self.special)
         totals.add(seconds, self.timer)
         self.sampled_steps += self.sampler is not None and self.sampler.is_running
-        if totals is self.ordinary:
-            aside_s = sum(self.timer.seconds.get(name, 0.0) for name in PERIODIC)
-            self.step_times_s.append(max(seconds - aside_s, 0.0))
         self._on_step(seconds)
         self.timer.reset()
         return True
@@ -166,7 +154,8 @@ class Windows(ABC):
     @property
     def step_s(self) -> float:
         """Seconds of an average ordinary step, without saves and evaluation."""
-        return (self.ordinary.seconds - self.ordinary.periodic_s()) / max(self.ordinary.steps, 1)
+        aside_s = sum(self.ordinary.phases.get(name, 0.0) for name in PERIODIC)
+        return (self.ordinary.seconds - aside_s) / max(self.ordinary.steps, 1)
 
     def periodic_s(self) -> dict[str, float | None]:
         """Return the seconds per step of work that is not part of every step, as in `Phases`.
@@ -262,7 +251,8 @@ class Windows(ABC):
         marked = MarkedCalls()
         with marked.recording():
             yield from (None for _ in range(steps))
-        self.marked, self.marked_steps = marked, steps
+        self.waits, found = marked.waits(steps, on_gpu=self.on_gpu), marked.sites(steps)
+        self.sites |= {kind: found[kind] for kind in ("sync", "copy") if kind in found}
 
     def _recorded(
         self, steps: int, *, longest_s: float = MAX_TRACED_S, **options: Any

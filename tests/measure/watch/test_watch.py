@@ -116,7 +116,6 @@ def test_each_moment_counts_once(watch):
     evidence = watch.evidence()
     assert sum(evidence.phases.known().values()) <= evidence.step_s * 1.001
     assert evidence.steps >= 20
-    assert len(evidence.step_times_s) == evidence.steps
 
 
 def test_without_step_each_batch_is_a_step(watch):
@@ -145,7 +144,7 @@ def test_evaluation_between_epochs_is_not_part_of_a_step(watch, monkeypatch):
     evidence = watch.evidence()
     assert watch.steps == 120
     assert evidence.phases.evaluation_s * 100 == pytest.approx(0.3, rel=0.5)
-    assert max(evidence.step_times_s) < 0.15
+    assert evidence.step_s < 1.4 * evidence.phases.evaluation_s
 
 
 def test_gradients_may_be_accumulated_inside_a_step(watch):

@@ -52,6 +52,15 @@ def test_a_phase_ends_when_its_block_raises(timer, clock):
     assert timer.seconds["compute"] == 1
 
 
+def test_starts_and_ends_are_told(timer):
+    told = []
+    timer.on_change = told.append
+    with timer.phase("compute"), timer.phase("gc"):
+        pass
+    timer.leave()  # nothing is running
+    assert told == ["compute", "gc", None, None]
+
+
 def test_reset_forgets_all_but_the_running_phase(timer, clock):
     with timer.phase("compute"):
         clock.now_s += 5
