@@ -156,10 +156,9 @@ class RunWindows(Windows):
             return
         yield from self._marked_calls(FEW_STEPS)
         if not self.has_compiled:
-            lines = OperationLines()
-            with lines:
+            with OperationLines() as found:
                 yield
-            self.sites["op"] = lines.sites(1)
+            self.sites |= found.lines.sites(1, timed=False)
         yield from self._recorded(FEW_STEPS)
         self.last_own_step = self._run.step
         yield from self._counterfactual("synthetic-data", self._fixed_data)

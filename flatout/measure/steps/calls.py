@@ -21,8 +21,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flatout.measure.steps.evidence import CallSite
-from flatout.measure.steps.lines import Line, call_sites, user_frame
+from flatout.measure.steps.lines import Line, LineTotals, user_frame
 from flatout.registry import is_user_code
 
 READS = ("item", "tolist", "__float__", "__int__", "__bool__", "__index__", "cpu", "nonzero")
@@ -34,7 +33,6 @@ MOVES = ("to", "cuda")
 class MarkedCalls:
     """What was called, how often and for how long, by kind: sync, empty-cache, gc, copy.
 
-    `calls` and `seconds` are totals by kind; `sites` says which lines of user code made them.
     Calls that torch makes inside a marked call are part of it.
     """
 
@@ -45,14 +43,14 @@ class MarkedCalls:
         """Their seconds."""
         self.copied_bytes = 0
         """Bytes of copies from memory that is not pinned."""
-        self._calls: dict[str, Counter[Line]] = defaultdict(Counter)
-        self._seconds: dict[str, dict[Line, float]] = defaultdict(lambda: defaultdict(float))
+        self.lines = LineTotals()
+        """Those that lines of user code made."""
         self._inside: set[int] = set()
         self._thread = threading.get_ident()
 
     def by_user(self, kind: str) -> int:
         """Return the number of calls of a kind that lines of user code made."""
-        return sum(self._calls[kind].values())
+        return sum(self.lines.counts[kind].values())
 
     def waits(self, steps: int, *, on_gpu: bool) -> dict[str, float]:
         """Return reads and unpinned copies in an average step, by their names in `Counts`."""
@@ -69,14 +67,6 @@ class MarkedCalls:
                 "pageable_copy_bytes": self.copied_bytes,
             }
         return {name: total / steps for name, total in totals.items()}
-
-    def sites(self, steps: int) -> dict[str, tuple[CallSite, ...]]:
-        """Return the lines by kind, as in `Evidence.sites`, averaged over a number of steps."""
-        return {
-            kind: call_sites(steps, seconds=self._seconds[kind], counts=calls)
-            for kind, calls in self._calls.items()
-            if calls
-        }
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -148,8 +138,7 @@ class MarkedCalls:
             self.copied_bytes += result.numel() * result.element_size()
         line = _calling_line(sys._getframe(2))
         if line is not None:
-            self._calls[kind][line] += 1
-            self._seconds[kind][line] += seconds
+            self.lines.add(kind, line, seconds)
 
 
 class OperationLines(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -160,18 +149,14 @@ class OperationLines(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._calls: Counter[Line] = Counter()
+        self.lines = LineTotals()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch._C._current_graph_task_id() == -1:  # not inside a backward pass
             line = user_frame(sys._getframe(1))
             if line is not None:
-                self._calls[line] += 1
+                self.lines.add("op", line, 0.0)
         return func(*args, **(kwargs or {}))
-
-    def sites(self, steps: int) -> tuple[CallSite, ...]:
-        """Return the lines that call the most operations."""
-        return call_sites(steps, counts=self._calls)
 
 
 def _calling_line(frame: FrameType | None) -> Line | None:

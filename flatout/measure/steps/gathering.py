@@ -135,7 +135,7 @@ def sites(windows: Windows) -> dict[str, tuple[CallSite, ...]]:
     found: dict[str, tuple[CallSite, ...]] = {}
     if windows.sampler is not None:
         found |= windows.sampler.sites(windows.sampled_steps)
-        found |= windows.rare.sites(windows.sampled_steps)
+        found |= windows.rare.lines.sites(windows.sampled_steps)
     found |= windows.sites
     recompiled = _recompiled() if windows.graphs else None
     if recompiled is not None:

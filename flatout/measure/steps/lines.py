@@ -15,7 +15,7 @@ import threading
 import time
 import traceback
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import IO, Self
 
@@ -62,27 +62,43 @@ def line_of(file: str, number: int) -> str:
     return linecache.getline(file, number).strip()
 
 
-def call_sites(
-    steps: int, *, seconds: Mapping[Line, float] = {}, counts: Mapping[Line, float] = {}
-) -> tuple[CallSite, ...]:
-    """Return the costliest lines, averaged over a number of steps; {}: not measured."""
-    lines = sorted(
-        {*seconds, *counts}, key=lambda line: (-seconds.get(line, 0), -counts.get(line, 0), line)
-    )
-    count, spent_s = (
-        {line: total / max(steps, 1) for line, total in totals.items()}
-        for totals in (counts, seconds)
-    )
-    return tuple(
-        CallSite(
-            file=line[0],
-            line=line[1],
-            text=line_of(*line),
-            count_per_step=count.get(line),
-            seconds_per_step=spent_s.get(line),
+class LineTotals:
+    """How often something happens at lines of user code, and what it takes, by kind."""
+
+    def __init__(self) -> None:
+        self.counts: defaultdict[str, Counter[Line]] = defaultdict(Counter)
+        self.seconds: defaultdict[str, defaultdict[Line, float]] = defaultdict(
+            lambda: defaultdict(float)
         )
-        for line in lines[:MOST_SITES]
-    )
+
+    def add(self, kind: str, line: Line, seconds: float) -> None:
+        """Count something at a line."""
+        self.counts[kind][line] += 1
+        self.seconds[kind][line] += seconds
+
+    def sites(
+        self, steps: int, *, at_least: int = 1, timed: bool = True, counted: bool = True
+    ) -> dict[str, tuple[CallSite, ...]]:
+        """Return the costliest lines by kind, as in `Evidence.sites`, averaged over some steps.
+
+        Lines that were counted less often than `at_least` are left out.
+        """
+        return {
+            kind: tuple(
+                CallSite(
+                    file=line[0],
+                    line=line[1],
+                    text=line_of(*line),
+                    count_per_step=counts[line] / max(steps, 1) if counted else None,
+                    seconds_per_step=seconds[line] / max(steps, 1) if timed else None,
+                )
+                for line in sorted(counts, key=lambda one: (-seconds[one], -counts[one], one))
+                if counts[line] >= at_least
+            )[:MOST_SITES]
+            for kind, counts in self.counts.items()
+            if counts
+            for seconds in [self.seconds[kind]]
+        }
 
 
 def site_at(line: Line | None) -> CallSite | None:
@@ -178,8 +194,7 @@ class LineSampler:
     ) -> None:
         self._phase, self._interval_s = phase, interval_s
         self._watched = threading.get_ident() if thread is None else thread
-        self._samples: dict[str, Counter[Line]] = defaultdict(Counter)
-        self._seconds: dict[str, dict[Line, float]] = defaultdict(lambda: defaultdict(float))
+        self._lines = LineTotals()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="flatout-sampler", daemon=True)
 
@@ -198,17 +213,7 @@ class LineSampler:
 
     def sites(self, steps: int) -> dict[str, tuple[CallSite, ...]]:
         """Return the lines by kind, as in `Evidence.sites`, averaged over a number of steps."""
-        return {
-            kind: call_sites(
-                steps,
-                seconds={
-                    line: spent_s
-                    for line, spent_s in found.items()
-                    if self._samples[kind][line] >= MIN_SAMPLES
-                },
-            )
-            for kind, found in self._seconds.items()
-        }
+        return self._lines.sites(steps, at_least=MIN_SAMPLES, counted=False)
 
     def _run(self) -> None:
         began_s = last_s = time.perf_counter()
@@ -226,5 +231,4 @@ class LineSampler:
             others = (user_line(stack) for one, stack in stacks.items() if one not in ignored)
             found = next(filter(None, others), None)
         if found is not None:
-            self._samples[kind][found] += 1
-            self._seconds[kind][found] += seconds
+            self._lines.add(kind, found, seconds)

@@ -251,7 +251,7 @@ class Windows(ABC):
         marked = MarkedCalls()
         with marked.recording():
             yield from (None for _ in range(steps))
-        self.waits, found = marked.waits(steps, on_gpu=self.on_gpu), marked.sites(steps)
+        self.waits, found = marked.waits(steps, on_gpu=self.on_gpu), marked.lines.sites(steps)
         self.sites |= {kind: found[kind] for kind in ("sync", "copy") if kind in found}
 
     def _recorded(

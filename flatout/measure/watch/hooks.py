@@ -19,8 +19,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from flatout.measure.steps.evidence import CallSite
-from flatout.measure.steps.lines import Line, call_sites, user_frame
+from flatout.measure.steps.lines import LineTotals, user_frame
 from flatout.measure.steps.windows import replaced
 from flatout.training.metrics.phases import PhaseTimer
 
@@ -42,13 +41,9 @@ class Hooks:
     """Enters and leaves the phases of a timer when the loop calls what they are about."""
 
     def __init__(self, timer: PhaseTimer) -> None:
-        self.save_lines: dict[Line, float] = {}
-        """Seconds by the line of user code that saves."""
+        self.saves = LineTotals()
+        """The lines of user code that save."""
         self._timer = timer
-
-    def save_sites(self, steps: int) -> tuple[CallSite, ...]:
-        """Return the lines that save, the costliest first, averaged over a number of steps."""
-        return call_sites(steps, seconds=self.save_lines)
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -119,8 +114,7 @@ class Hooks:
             finally:
                 line = user_frame(sys._getframe(1))
                 if line is not None:
-                    spent_s = self._timer.seconds["checkpoint"] - before_s
-                    self.save_lines[line] = self.save_lines.get(line, 0.0) + spent_s
+                    self.saves.add("save", line, self._timer.seconds["checkpoint"] - before_s)
 
         return save
 

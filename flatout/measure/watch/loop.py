@@ -195,10 +195,10 @@ class LoopTimer:
             short = f"{self.steps} steps are too few to measure: the warm-up takes up to 20."
             return known.model_copy(update={"notes": (*windows.notes, short)})
         found = gathered(known, windows, windows.periodic_s())
-        saves = self._hooks.save_sites(windows.sampled_steps)
+        saves = self._hooks.saves.sites(windows.sampled_steps, counted=False)
         return found.model_copy(
             update={
-                "sites": {**found.sites, "save": saves} if saves else found.sites,
+                "sites": {**found.sites, **saves},
                 "roof": Roof(tokens_per_s=tokens and tokens / windows.step_s),
                 "remaining_s": planned and max(planned - self.steps, 0) * (found.step_s or 0.0),
             }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import tempfile
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from flatout.json_io import append_line
 from flatout.measure.diagnose.diagnosis import Diagnosis
 from flatout.measure.report.curves import RunData
 from flatout.measure.report.page import render
+from flatout.measure.steps.windows import Totals
 from flatout.training.metrics.phases import PhaseTimer
 from flatout.training.metrics.readback import DelayedReadback
 from flatout.training.run_dir.layout import METRICS
@@ -52,20 +53,19 @@ class LoopRecords:
         self._readback = DelayedReadback()
         self._kept: deque[Mapping[str, Any]] = deque(maxlen=MOST_KEPT)
         self._began_s = time.perf_counter()
-        self._steps, self._seconds = 0, 0.0
-        self._phases: defaultdict[str, float] = defaultdict(float)
+        self._totals = Totals()
+        """Of the steps since the last record."""
         self._read: dict[int, dict[str, float]] = {}
         self._due: dict[str, float] | None = None
         """The last record, which waits for tensors that have not arrived."""
 
     def add(self, step: int, seconds: float, timer: PhaseTimer) -> None:
         """Add a step that has ended, and write a record when one is due."""
-        self._steps += 1
-        self._seconds += seconds
-        for name, value in timer.seconds.items():
-            self._phases[name] += value
-        if self._steps >= self._every:
-            self._end_record(step)
+        self._totals.add(seconds, timer)
+        if self._totals.steps >= self._every:
+            self._write_due()
+            self._due = self._record(step)
+            self._totals = Totals()
 
     def log(self, step: int, figures: Mapping[str, Any]) -> None:
         """Keep figures of a step for its record.
@@ -109,22 +109,19 @@ class LoopRecords:
         elapsed_s = round(time.perf_counter() - self._began_s, 3)
         return {"wall_s": elapsed_s, "elapsed_s": elapsed_s}
 
-    def _end_record(self, step: int) -> None:
-        seconds, steps = self._seconds, self._steps
+    def _record(self, step: int) -> dict[str, float]:
+        seconds, steps = self._totals.seconds, self._totals.steps
         record: dict[str, float] = {"step": step, **self._position()}
         if self._tokens is not None:
             record["tokens"] = step * self._tokens
             record["perf/tokens_per_s"] = steps * self._tokens / seconds
         record["perf/step_ms"] = 1e3 * seconds / steps
         record["perf/steps_per_s"] = steps / seconds
-        record["perf/data_wait_ms"] = 1e3 * self._phases.get("data_wait", 0.0) / steps
+        record["perf/data_wait_ms"] = 1e3 * self._totals.phases["data_wait"] / steps
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             record["mem/allocated_gib"] = torch.cuda.memory_allocated() / 2**30
             record["mem/peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
-        self._steps, self._seconds = 0, 0.0
-        self._phases.clear()
-        self._write_due()
-        self._due = record
+        return record
 
     def _write_due(self, *, flush: bool = False) -> None:
         """Read the tensors that have arrived, and write the record that waits for them."""

@@ -26,11 +26,11 @@ def test_each_way_to_read_a_value_is_counted_with_its_line():
         gc.collect()
     assert marked.calls == {"sync": 4, "empty-cache": 1, "gc": 1}
     assert marked.by_user("sync") == 4
-    texts = {site.text for site in marked.sites(2)["sync"]}
+    texts = {site.text for site in marked.lines.sites(2)["sync"]}
     assert texts == {"loss.item()", "float(loss)", "assert loss > 0", "loss.tolist()"}
-    (site,) = marked.sites(2)["gc"]
+    (site,) = marked.lines.sites(2)["gc"]
     assert (site.file, site.text, site.count_per_step) == (__file__, "gc.collect()", 0.5)
-    assert marked.sites(2)["empty-cache"][0].text == "torch.cuda.empty_cache()"
+    assert marked.lines.sites(2)["empty-cache"][0].text == "torch.cuda.empty_cache()"
 
 
 def test_reads_of_another_thread_do_not_count():
@@ -69,7 +69,7 @@ def test_calls_of_torch_itself_have_no_line():
         optimizer.step()  # reads its number of steps
     assert marked.calls["sync"] >= 1
     assert marked.by_user("sync") == 0
-    assert marked.sites(1) == {}
+    assert marked.lines.sites(1) == {}
 
 
 def test_an_error_of_a_marked_call_passes():
@@ -96,7 +96,7 @@ def test_operations_of_the_forward_pass_are_counted_by_line():
         for _ in range(3):
             weight2 = weight * 2
         weight2.sum().backward()
-    first, *others = lines.sites(1)
+    first, *others = lines.lines.sites(1, timed=False)["op"]
     assert (first.text, first.count_per_step) == ("weight2 = weight * 2", 3)
     # `.sum()` and the seed of the gradient; not the operations of the backward pass
     assert [site.text for site in others] == ["weight2.sum().backward()"]
