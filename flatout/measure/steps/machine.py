@@ -22,21 +22,12 @@ from flatout.parallel.rendezvous import stated_variables
 from flatout.training.metrics.device import GpuDriver
 
 VARIABLES = (
-    "CUDA_DEVICE_MAX_CONNECTIONS",
     "CUDA_LAUNCH_BLOCKING",
     "CUDA_VISIBLE_DEVICES",
-    "KMP_AFFINITY",
-    "KMP_BLOCKTIME",
     "MKL_NUM_THREADS",
-    "NCCL_DEBUG",
-    "NCCL_IB_DISABLE",
-    "NCCL_P2P_DISABLE",
     "NVIDIA_TF32_OVERRIDE",
     "OMP_NUM_THREADS",
-    "OMP_PROC_BIND",
-    "OMP_WAIT_POLICY",
     "PYTHONDEVMODE",
-    "PYTHONMALLOC",
     "PYTHONTRACEMALLOC",
     "PYTORCH_ALLOC_CONF",
     "PYTORCH_CUDA_ALLOC_CONF",
@@ -45,9 +36,8 @@ VARIABLES = (
     "TORCH_COMPILE_DISABLE",
     "TORCH_CUDNN_V8_API_ENABLED",
     "TORCH_DISTRIBUTED_DEBUG",
-    "TORCH_LOGS",
 )
-"""Environment variables that help or hurt training."""
+"""Environment variables that rules look at."""
 _IO, _PRESSURE = Path("/proc/self/io"), Path("/proc/pressure/io")
 BUSY_S = 0.3
 """How long the load of other processes is measured."""

@@ -55,6 +55,8 @@ class Totals:
     calls: Counter[str] = field(default_factory=Counter)
     """How often each phase was entered."""
     full_collections: int = 0
+    saves: int = 0
+    """Steps after which something was saved, which may be several files."""
 
     def add(self, seconds: float, timer: PhaseTimer) -> None:
         """Add a step."""
@@ -64,6 +66,7 @@ class Totals:
             self.phases[name] += value
         self.calls.update(timer.calls)
         self.full_collections += timer.full_collections
+        self.saves += "checkpoint" in timer.calls
 
     def per_step(self) -> dict[str, float]:
         """Return the seconds of each phase in an average step; {} without steps."""
@@ -164,7 +167,7 @@ class Windows(ABC):
         """
         every = (self.ordinary, self.special, self.between)
         steps = max(self.ordinary.steps + self.special.steps, 1)
-        saves = sum(totals.calls["checkpoint"] for totals in every)
+        saves = sum(totals.saves for totals in every)
         saves_s, evaluations_s = (sum(one.phases.get(n, 0.0) for one in every) for n in PERIODIC)
         return {
             "checkpoint_s": lasting_s(saves_s / steps, saves),

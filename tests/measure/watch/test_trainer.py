@@ -89,7 +89,7 @@ def test_a_real_trainer_is_watched(tmp_path):
     rows = [row | {"labels": row["input_ids"]} for row in rows]
     watch = flatout.watch()
     arguments = transformers.TrainingArguments(
-        tmp_path, max_steps=40, save_steps=10, report_to=[], disable_tqdm=True, use_cpu=True
+        tmp_path, max_steps=40, save_steps=5, report_to=[], disable_tqdm=True, use_cpu=True
     )
     transformers.Trainer(
         transformers.GPT2LMHeadModel(config),

@@ -70,6 +70,16 @@ def test_saves_are_named_with_their_line(watch, tmp_path, monkeypatch):
     assert finding.site.file == __file__
 
 
+def test_the_files_of_one_save_say_nothing_about_saves(watch, tmp_path):
+    def save(number, model):
+        if number in (40, 50):
+            for name in ("weights.pt", "optimizer.pt"):
+                torch.save(model.state_dict(), tmp_path / name)
+
+    train(watch, after=save)
+    assert watch.evidence().phases.checkpoint_s is None
+
+
 @pytest.mark.slow
 def test_reads_by_the_loop_count_but_not_those_of_the_optimizer(watch):
     numbers = torch.ones(8)
