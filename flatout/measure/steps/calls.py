@@ -50,7 +50,7 @@ class MarkedCalls:
 
     def by_user(self, kind: str) -> int:
         """Return the number of calls of a kind that lines of user code made."""
-        return sum(self.lines.counts[kind].values())
+        return sum(self.lines.counts.get(kind, {}).values())
 
     def waits(self, steps: int, *, on_gpu: bool) -> dict[str, float]:
         """Return reads and unpinned copies in an average step, by their names in `Counts`."""

@@ -83,8 +83,12 @@ class LineTotals:
 
         Lines that were counted less often than `at_least` are left out.
         """
-        return {
-            kind: tuple(
+        found: dict[str, tuple[CallSite, ...]] = {}
+        for kind, counts in self.counts.items():
+            seconds = self.seconds[kind]
+            known = [line for line in counts if counts[line] >= at_least]
+            known.sort(key=lambda line: (-seconds[line], -counts[line], line))
+            found[kind] = tuple(
                 CallSite(
                     file=line[0],
                     line=line[1],
@@ -92,13 +96,9 @@ class LineTotals:
                     count_per_step=counts[line] / max(steps, 1) if counted else None,
                     seconds_per_step=seconds[line] / max(steps, 1) if timed else None,
                 )
-                for line in sorted(counts, key=lambda one: (-seconds[one], -counts[one], one))
-                if counts[line] >= at_least
-            )[:MOST_SITES]
-            for kind, counts in self.counts.items()
-            if counts
-            for seconds in [self.seconds[kind]]
-        }
+                for line in known[:MOST_SITES]
+            )
+        return found
 
 
 def site_at(line: Line | None) -> CallSite | None:

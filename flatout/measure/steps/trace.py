@@ -183,7 +183,8 @@ class Trace:
         total_s = sum(op.self_s for op in self.work)
         rows = []
         for kind in filter(by_kind.get, KINDS):
-            ops, by_name = by_kind[kind], defaultdict[str, float](float)
+            ops = by_kind[kind]
+            by_name: defaultdict[str, float] = defaultdict(float)
             for op in ops:
                 by_name[op.name] += op.self_s
             seconds = sum(by_name.values())
