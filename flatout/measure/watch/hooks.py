@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -55,7 +56,7 @@ class Hooks:
             for module, name in SAVES:
                 owner = sys.modules.get(module)
                 if owner is not None:
-                    stack.enter_context(replaced(owner, name, self._saving))
+                    stack.enter_context(replaced(owner, name, partial(self._timed, "checkpoint")))
             yield
 
     @contextmanager
@@ -63,67 +64,51 @@ class Hooks:
         """Time the batches of every torch DataLoader inside the block, for loops of frameworks."""
         from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-        with replaced(_BaseDataLoaderIter, "__next__", self._loading):
+        with replaced(_BaseDataLoaderIter, "__next__", partial(self._timed, "data_wait")):
             yield
 
-    def waits_count(self) -> bool:
-        """Return whether a wait for data is one of its own now."""
-        return self._is_ours() and self._timer.current in OWN_WORK
+    def starts(self, phase: str) -> bool:
+        """Return whether a call that belongs to a phase is not part of another one now."""
+        if not self._is_ours():
+            return False
+        if phase == "data_wait":
+            return self._timer.current in OWN_WORK
+        return self._timer.current != phase
 
     def _is_ours(self) -> bool:
-        return threading.get_ident() == self._timer.thread
+        return threading.get_ident() == self._timer.thread and not torch.compiler.is_compiling()
 
     def _before_optimizer(
         self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Start the phase; a closure, which computes gradients, is not part of it."""
-        if torch.compiler.is_compiling() or not self._is_ours():
+        if not self._is_ours():
             return None
         self._timer.enter("optimizer")
         if kwargs.get("closure") is not None:
-            return args, kwargs | {"closure": self._computing(kwargs["closure"])}
+            return args, kwargs | {"closure": self._timed("compute", kwargs["closure"])}
         if len(args) > 1 and callable(args[1]):
-            return (args[0], self._computing(args[1]), *args[2:]), kwargs
+            return (args[0], self._timed("compute", args[1]), *args[2:]), kwargs
         return None
 
-    def _computing(self, closure: Callable[[], Result]) -> Callable[[], Result]:
-        @functools.wraps(closure)
-        def compute() -> Result:
-            with self._timer.phase("compute"):
-                return closure()
-
-        return compute
-
     def _after_optimizer(self, *_: object) -> None:
-        if (
-            not torch.compiler.is_compiling()
-            and self._is_ours()
-            and self._timer.current == "optimizer"
-        ):
+        if self._is_ours() and self._timer.current == "optimizer":
             self._timer.leave()
 
-    def _saving(self, plain: Callable[..., Result]) -> Callable[..., Result]:
+    def _timed(self, phase: str, plain: Callable[..., Result]) -> Callable[..., Result]:
+        """Return a function whose calls are timed as a phase, and saves by their lines."""
+
         @functools.wraps(plain)
-        def save(*args: Any, **kwargs: Any) -> Result:
-            if not self._is_ours() or self._timer.current == "checkpoint":
+        def call(*args: Any, **kwargs: Any) -> Result:
+            if not self.starts(phase):
                 return plain(*args, **kwargs)
-            before_s = self._timer.seconds["checkpoint"]
+            before_s = self._timer.seconds[phase]
             try:
-                with self._timer.phase("checkpoint"):
+                with self._timer.phase(phase):
                     return plain(*args, **kwargs)
             finally:
-                line = user_frame(sys._getframe(1))
+                line = user_frame(sys._getframe(1)) if phase == "checkpoint" else None
                 if line is not None:
-                    self.saves.add("save", line, self._timer.seconds["checkpoint"] - before_s)
+                    self.saves.add("save", line, self._timer.seconds[phase] - before_s)
 
-        return save
-
-    def _loading(self, plain: Callable[..., Result]) -> Callable[..., Result]:
-        @functools.wraps(plain)
-        def load(iterator: Any) -> Result:
-            if not self.waits_count():
-                return plain(iterator)
-            with self._timer.phase("data_wait"):
-                return plain(iterator)
-
-        return load
+        return call

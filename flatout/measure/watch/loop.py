@@ -282,7 +282,7 @@ class LoopTimer:
     def begin_wait(self, *, starts_step: bool = True) -> bool:
         """Start waiting for a batch, or for a loader that opens; return whether it is timed."""
         windows = self._started()
-        if windows is None or not self._hooks.waits_count():
+        if windows is None or not self._hooks.starts("data_wait"):
             return False
         if starts_step and not self._steps_are_stated:
             self._timer.leave_if_open("compute")
