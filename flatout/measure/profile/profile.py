@@ -21,7 +21,6 @@ import numpy as np
 import torch
 import torch._inductor.config
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
 from flatout.assembly.run import Run
@@ -287,8 +286,7 @@ def blocks(tensors: Iterable[Tensor]) -> dict[int, int]:
     """
     found: dict[int, int] = {}
     for tensor in tensors:
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        storage = local.untyped_storage()
+        storage = tensor.untyped_storage()
         if storage.nbytes():
             found[storage.data_ptr()] = storage.nbytes()
     return found

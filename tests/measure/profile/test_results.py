@@ -7,12 +7,14 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from chrome_trace import US, document
 
 from flatout.errors import RunFailed
 from flatout.measure.profile.memory import Moment, Named, timeline
 from flatout.measure.profile.profile import (
     NOT_PERMITTED,
+    blocks,
     gaps_of,
     thinned,
     with_trace,
@@ -95,6 +97,12 @@ def test_an_infinite_rate_does_not_reach_the_trace(tmp_path):
     made = Writes('{"traceEvents": [{"args": {"memory bandwidth (GB/s)": Infinity}}]}')
     (event,) = exported(made, tmp_path / "raw.json")["traceEvents"]
     assert event["args"] == {"memory bandwidth (GB/s)": None}
+
+
+def test_views_of_one_block_count_once():
+    whole = torch.ones(8, 4)
+    assert blocks([whole, whole[2:], whole.T]) == {whole.data_ptr(): 128}
+    assert blocks([torch.empty(0)]) == {}
 
 
 def test_of_too_many_moments_the_highest_remain():
