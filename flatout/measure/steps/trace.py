@@ -15,7 +15,7 @@ import math
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -28,7 +28,7 @@ from flatout.errors import RunFailed
 from flatout.measure.steps.cost import Call, bytes_of, flops_of
 from flatout.measure.steps.evidence import KernelRow
 from flatout.measure.steps.kernels import KINDS, TELLING, is_generated, kind_of
-from flatout.training.metrics.phases import PhaseTimer
+from flatout.training.metrics.phases import GC, PhaseTimer
 
 PREFIX = "flatout."
 """Start of the names of the ranges that mark steps and their phases."""
@@ -249,13 +249,17 @@ def profiling(device: str, **options: Any) -> Iterator[profile]:
 
 @contextmanager
 def phase_ranges(timer: PhaseTimer) -> Iterator[None]:
-    """Make each phase of a timer a range of the trace inside the block."""
+    """Make each phase of a timer a range of the trace inside the block.
+
+    The garbage collector is none: it may run where torch must not be called.
+    """
     ranges: list[Any] = []
 
     def change(name: str | None) -> None:
         before(name)
         if name is not None:
-            ranges.append(record_function(PREFIX + name.removesuffix("_wait")))
+            range_of = nullcontext if name == GC else record_function
+            ranges.append(range_of(PREFIX + name.removesuffix("_wait")))
             ranges[-1].__enter__()
         elif ranges:
             ranges.pop().__exit__(None, None, None)

@@ -18,7 +18,7 @@ def trace(tmp_path_factory):
     with profiling("cpu") as profiler, phase_ranges(timer):
         for _ in range(2):
             with timer.phase("compute"):
-                with timer.phase("forward"):
+                with timer.phase("forward"), timer.phase("gc"):
                     loss = torch.nn.functional.gelu(torch.ones(8, 64) @ weight).sum()
                 loss.backward()
                 with timer.phase("optimizer"):
