@@ -13,6 +13,7 @@ import flatout
 from flatout.measure.steps import lines as sampling
 from flatout.measure.steps.lines import (
     LineSampler,
+    LineTotals,
     line_of,
     pause_s,
     read_stacks,
@@ -86,10 +87,15 @@ def test_the_thread_that_prepares_data_counts_while_the_loop_waits(monkeypatch):
     assert [(site.file, site.line) for site in sampler.sites(1)["data"]] == [("feed.py", 2)]
 
 
-def test_lines_seen_by_chance_are_not_reported():
-    with LineSampler(lambda: None) as sampler:
-        pass
-    assert all(not sites for sites in sampler.sites(1).values())
+def test_lines_are_averaged_and_those_seen_by_chance_left_out():
+    totals = LineTotals()
+    for line, seconds in ((7, 0.5), (7, 0.5), (9, 3.0), (7, 1.0), (8, 0.1), (8, 0.1), (8, 0.1)):
+        totals.add("data", ("a.py", line), seconds)
+    first, second = totals.sites(2, at_least=3, counted=False)["data"]
+    assert (first.line, first.seconds_per_step, first.count_per_step) == (7, 1.0, None)
+    assert second.line == 8
+    assert [site.line for site in totals.sites(2)["data"]] == [9, 7, 8]
+    assert totals.sites(2)["data"][1].count_per_step == 1.5
 
 
 def test_samples_become_rarer_once_there_are_enough():
