@@ -72,7 +72,7 @@ def run_bench(
         if sweep
         else ladder_experiment(requested, resolved, additions)
     )
-    num_points = len(experiment.points) + len(experiment.extras)
+    num_points = len(experiment.points)
     budget = Budget(num_points, minutes=minutes, repeats=repeats, began_s=start_s, clock=clock)
     claim(out)
     label, trials = (
@@ -86,7 +86,7 @@ def run_bench(
         schedule.run(experiment)
     require_figures(schedule, out)
     rows = experiment.rows(trials)
-    total = trials.gain(*experiment.total, experiment.total[1]) if experiment.total else None
+    total = trials.gain(*experiment.total) if experiment.total else None
     found = Bench(
         **facts_of(requested, resolved, schedule),
         path=str(out),

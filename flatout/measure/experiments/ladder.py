@@ -12,8 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from flatout.assembly.selection import Decision, all_speedups, parse_request, speedup_named
 from flatout.config.schema import RunConfig
-from flatout.measure.experiments.losses import LOSS_STEPS, Trials, promise_between
-from flatout.measure.experiments.noise import median_of, spread
+from flatout.measure.experiments.losses import Trials, promise_between
 from flatout.measure.experiments.records import Row
 from flatout.measure.experiments.resolving import Resolved
 from flatout.measure.experiments.schedule import Experiment, Point, with_speedups
@@ -30,37 +29,30 @@ def ladder_experiment(requested: RunConfig, resolved: Resolved, additions: Addit
     The full set comes right after the baseline, so that even the shortest bench finds the total.
     """
     ladder = make_ladder(requested, resolved.decisions, additions)
-    first: dict[frozenset[str], Row] = {}
+    rungs = {rung.name: rung for rung in ladder if rung.kind != "absent"}
+    first: dict[frozenset[str], str] = {}
     points = {
-        rung.name: first.setdefault(frozenset(rung.speedups), rung)
-        for rung in ladder
-        if rung.kind != "absent"
+        name: first.setdefault(frozenset(rung.speedups), name) for name, rung in rungs.items()
     }
     full = points[full_set(ladder).name]
-    chosen = {rung.name: rung for rung in (ladder[0], full, *points.values())}
-    main = [rung for rung in chosen.values() if rung.kind != "put-in"]
-    extras = [rung for rung in chosen.values() if rung.kind == "put-in"]
-    promised: dict[str, list[tuple[str, str]]] = {"exact": [], "rounding": [], "statistical": []}
-    for rung in ladder:
-        if rung.against:
-            one, other = points[rung.name], points[rung.against]
-            kind = promise_between(one.speedups, other.speedups).kind
-            promised[kind].append((one.name, other.name))
     return Experiment(
         LADDER,
-        points_of(main),
-        lambda found: ladder_rows(ladder, {name: p.name for name, p in points.items()}, found),
-        loss_steps=LOSS_STEPS,
-        losses_each_round=frozenset(name for pair in promised["statistical"] for name in pair),
-        exact=tuple(promised["exact"]),
-        extras=points_of(extras),
-        total=None if full.name == BASELINE else (full.name, BASELINE),
+        tuple(
+            Point(name, with_speedups(rungs[name].speedups), rungs[name].kind == "put-in")
+            for name in dict.fromkeys((BASELINE, full, *points.values()))
+        ),
+        lambda found: ladder_rows(ladder, points, found),
+        pairs=tuple(
+            (
+                points[name],
+                points[other],
+                promise_between(rung.speedups, rungs[other].speedups).kind,
+            )
+            for name, rung in rungs.items()
+            if (other := rung.against)
+        ),
+        total=None if full == BASELINE else (full, BASELINE),
     )
-
-
-def points_of(rungs: Iterable[Row]) -> tuple[Point, ...]:
-    """Return the point of each rung."""
-    return tuple(Point(rung.name, with_speedups(rung.speedups)) for rung in rungs)
 
 
 def make_ladder(
@@ -83,16 +75,22 @@ def make_ladder(
         rungs.append(
             Row(name=f"all but {name}", kind="left-out", speedup=name, speedups=rest, against=top)
         )
-    absent = []
+    absent, request = [], parse_request(config.speedups)
+    precision = config.train.precision
     for decision in decisions:
         name, added = decision.name, additions.get(decision.name, ())
         if decision.on:
             continue
-        reason = added if isinstance(added, str) else reason_to_leave(decision, config)
-        if reason:
-            absent.append(unmeasured(name, reason, speedup=name))
+        if isinstance(added, str):
+            reason = added
+        elif name in request.dropped or not request.auto:
+            reason = f"not measured: {decision.reason}."
+        elif precision != "auto" and "precision" in SPEEDUPS.get(name).fills:
+            reason = f"not measured: train.precision={precision} is set."
         else:
             rungs.append(added_to_full(name, in_order(added), full, top))
+            continue
+        absent.append(unmeasured(name, reason, speedup=name))
     return rungs + absent
 
 
@@ -143,16 +141,6 @@ def needing(names: Collection[str], among: Iterable[str]) -> set[str]:
     return found
 
 
-def reason_to_leave(decision: Decision, config: RunConfig) -> str | None:
-    """Return why a speedup that could run is not measured, None when it is."""
-    request = parse_request(config.speedups)
-    if decision.name in request.dropped or not request.auto:
-        return f"not measured: {decision.reason}."
-    if config.train.precision != "auto" and "precision" in SPEEDUPS.get(decision.name).fills:
-        return f"not measured: train.precision={config.train.precision} is set."
-    return None
-
-
 def ladder_rows(ladder: Sequence[Row], points: Mapping[str, str], found: Trials) -> list[Row]:
     """Return the rows of a ladder with their figures.
 
@@ -160,32 +148,24 @@ def ladder_rows(ladder: Sequence[Row], points: Mapping[str, str], found: Trials)
     compared with the nearest one below that gave figures, an ablation with the full set only.
     """
     rungs = {rung.name: rung for rung in ladder if rung.kind != "absent"}
-    full = full_set(ladder).name
-    against: dict[str, Row] = {}
-    ratios: dict[str, list[float]] = {}
-    for rung in rungs.values():
-        below = rung.against
-        while below is not None and not found.ok(points[below]):
-            below = rungs[below].against if rung.kind == "added" else None
-        if below is not None:
-            pair = points[rung.name], points[below]
-            against[rung.name] = rungs[below]
-            ratios[rung.name] = found.ratios(*(pair[::-1] if rung.kind == "left-out" else pair))
-    noise = spread(ratios.values())
-    rows = []
-    for rung in rungs.values():
-        row, other = found.measured(rung, points[rung.name]), against.get(rung.name)
+    full, rows = full_set(ladder).name, []
+    for name, rung in rungs.items():
         update: dict[str, object] = {}
-        if other and ratios[rung.name]:
-            gain = median_of(ratios[rung.name], shared=noise)
-            verdict = gain.worth() if rung.kind == "left-out" else gain.verdict()
-            if other.name != rung.against:
-                verdict += f", together with the rungs without figures, against {other.name}"
-            promise = promise_between(rung.speedups, other.speedups)
-            update = found.check(promise, points[rung.name], points[other.name]).fields()
-            update |= {"against": other.name, "gain": gain, "verdict": verdict}
+        below = rung.against
+        while below and not found.ok(points[below]):
+            below = rungs[below].against if rung.kind == "added" else None
+        left_out = rung.kind == "left-out"
+        pair = points[name], points[below or name]
+        gain = found.gain(*(pair[::-1] if left_out else pair)) if below else None
+        if below and gain:
+            verdict = gain.verdict(left_out=left_out)
+            if below != rung.against:
+                verdict += f", together with the rungs without figures, against {below}"
+            promise = promise_between(rung.speedups, rungs[below].speedups)
+            update = found.check(promise, *pair).model_dump()
+            update |= {"against": below, "gain": gain, "verdict": verdict}
         elif rung.against and not found.ok(points[rung.against]):
-            name = "the full set" if rung.against == full else rung.against
-            update = {"verdict": f"{name} gave no figures"}
-        rows.append(row.model_copy(update=update))
+            which = "the full set" if rung.against == full else rung.against
+            update = {"verdict": f"{which} gave no figures"}
+        rows.append(found.measured(rung, points[name]).model_copy(update=update))
     return rows + [rung for rung in ladder if rung.kind == "absent"]

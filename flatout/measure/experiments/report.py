@@ -15,6 +15,7 @@ from flatout.json_io import Result
 from flatout.measure.experiments.records import (
     INTERRUPTED,
     TIME_WAS_UP,
+    UNSURE,
     Best,
     Choice,
     Figure,
@@ -119,8 +120,7 @@ class Bench(Measurement):
     def table(self) -> str:
         """Return the report as Markdown: its title, its tables, and how it was made."""
         lines = [f"# {self._title()}", ""]
-        if self.total_speedup is not None:
-            lines += [f"**{self._total()}**", ""]
+        lines += [f"**{total}**", ""] if (total := self._total()) else []
         for heading, rows in self._groups():
             lines += [f"## {heading}", ""] if heading else []
             if rows[0].kind == "absent":
@@ -213,13 +213,12 @@ class Bench(Measurement):
         median, low, high = self.total_speedup, self.total_speedup_low, self.total_speedup_high
         if median is None:
             return ""
-        text = f"The full set is {median:.2f} times as fast as the baseline"
-        if low is not None:
-            return f"{text}{Figure(median=median, low=low, high=high).between('.2f')}."
-        repeats = [row.repeats for row in self.rungs if row.kind in {"baseline", "added"}]
-        fewest = min(filter(None, repeats), default=0)
-        few = "one repeat: too few" if fewest < 2 else "too few repeats"
-        return f"{text} ({few} to be sure)."
+        if low is None or high is None:
+            return f"The gain of the full set over the baseline is {UNSURE}."
+        between = Figure(median=median, low=low, high=high).between(".2f")
+        if low <= 1 <= high:
+            return f"The full set is not measurably faster than the baseline{between}."
+        return f"The full set is {median:.2f} times as fast as the baseline{between}."
 
     def _baseline(self) -> str:
         """Return a description of a ladder's baseline, or an empty string if it has no figures."""
@@ -280,13 +279,12 @@ def absence(row: Row) -> str:
 
 
 def gain_text(row: Row) -> str:
-    """Return a row's gain: the verdict, the ratio and its interval."""
-    if row.gain is None:
-        if row.kind in {"baseline", "point"}:
-            return ""
-        return f"nothing to compare with{row.verdict and ': '}{row.verdict}"
-    ratio = "" if f"x{row.gain.median:.2f}" in row.verdict else f", x{row.gain.median:.2f}"
-    return f"{row.verdict}{ratio}{row.gain.between('.2f')}"
+    """Return a row's gain: the verdict and its interval."""
+    if row.gain is not None:
+        return f"{row.verdict}{row.gain.between('.2f')}"
+    if row.kind in {"baseline", "point"}:
+        return ""
+    return f"nothing to compare with{row.verdict and ': '}{row.verdict}"
 
 
 def loss_text(row: Row) -> str:

@@ -17,7 +17,15 @@ from flatout.config.schema import RunConfig
 from flatout.errors import ConfigError, HardwareError, RunFailed
 from flatout.files import write_text
 from flatout.measure.experiments.losses import Trials
-from flatout.measure.experiments.records import LEAST_MINUTES, PARTS, Best, Choice, Left, Row
+from flatout.measure.experiments.records import (
+    LEAST_MINUTES,
+    PARTS,
+    Best,
+    Choice,
+    Left,
+    LossCheck,
+    Row,
+)
 from flatout.measure.experiments.report import NO_TIME, Tuning
 from flatout.measure.experiments.resolving import Resolved, resolve_apart
 from flatout.measure.experiments.results import facts_of, remember
@@ -77,15 +85,18 @@ def run_tune(
         search.run()
     if schedule.ended_by_signal is not None:
         search.take_best()
-    best, start = require_figures(search, resolved), search.start
-    config, trials, name = (
-        tuned_config(requested, resolved, best),
-        schedule.trials,
-        search.name(best),
-    )
-    results = trials.ok(name).values()
-    gain = trials.gain(name, search.base, search.base) if best != start else None
+    best = require_figures(search, resolved)
+    config, trials = tuned_config(requested, resolved, best), schedule.trials
+    name, start = search.name(best), search.name(search.start)
+    gain = trials.gain(name, start) if name != start else None
     row = trials.measured(Row(name=name, kind="best", speedups=best.in_order()), name)
+    done = {what for result in trials.ok(name).values() for what in result.rehearsed}
+    facts = row.model_dump() | {
+        "gain": gain,
+        "verdict": gain.verdict() if gain else "",
+        "rows_per_device": best.rows,
+        "accumulate": search.tokens_per_step // (best.rows * config.data.seq_len),
+    }
     late = (Left(name=move.name, reason=NO_TIME) for move in search.late)
     found = Tuning(
         **facts_of(requested, resolved, schedule),
@@ -93,22 +104,14 @@ def run_tune(
         began=began,
         wall_s=round(clock() - start_s, 1),
         tokens_per_step=search.tokens_per_step,
-        start=search.name(start or best),
+        start=start,
         best=Best(
-            **row.model_dump()
-            | {
-                "gain": gain,
-                "verdict": gain.verdict() if gain else "",
-                "rows_per_device": best.rows,
-                "accumulate": search.tokens_per_step // (best.rows * config.data.seq_len),
-                "prefetch": best.prefetch,
-                "precision": config.train.precision,
-                "rehearsed": sorted({what for result in results for what in result.rehearsed}),
-            }
+            **facts,
+            prefetch=best.prefetch,
+            precision=config.train.precision,
+            rehearsed=sorted(done),
         ),
-        choices=[
-            choice_of(tried, search) for tried in search.tried if tried.after in search.results
-        ],
+        choices=[choice_of(each, search) for each in search.tried if each.after in search.results],
         not_tried=[*{each.name: each for each in (*space.left, *search.left, *late)}.values()],
     )
     lines = found.lines()
@@ -178,29 +181,18 @@ def require_figures(search: Search, resolved: Resolved) -> Setting:
 
 def choice_of(tried: Tried, search: Search) -> Choice:
     """Return what was measured about a move."""
-    result, parity, move = search.results[tried.after], tried.parity, tried.move
-    trials, after, before = (
-        search.schedule.trials,
-        search.name(tried.after),
-        search.name(tried.before),
-    )
+    result, move, trials = search.results[tried.after], tried.move, search.schedule.trials
+    after, before = search.name(tried.after), search.name(tried.before)
     kind = "left-out" if move.is_leaving_out else "put-in"
     row = Row(name=move.name, kind=kind, speedup=move.speedup, against=before)
-    gain = trials.gain(after, before, search.base) if result.is_ok else None
+    gain = trials.gain(after, before) if result.is_ok else None
     failure = result.status + (f": {result.reason}" if result.reason else "")
-    return Choice(
-        **trials.measured(row, after).model_dump()
-        | (parity.fields() if parity else {})
-        | {
-            "part": move.part,
-            "leaves_out": move.is_leaving_out,
-            "status": result.status,
-            "taken": tried in search.taken,
-            "gain": gain,
-            "verdict": gain.verdict() if gain else failure,
-            "speedups": tried.after.in_order(),
-        }
-    )
+    facts = trials.measured(row, after).model_dump()
+    facts |= (tried.parity or LossCheck()).model_dump()
+    facts |= {"status": result.status, "gain": gain, "speedups": tried.after.in_order()}
+    facts |= {"verdict": gain.verdict() if gain else failure}
+    taken = tried in search.taken
+    return Choice(**facts, part=move.part, leaves_out=move.is_leaving_out, taken=taken)
 
 
 def tuned_config(requested: RunConfig, resolved: Resolved, best: Setting) -> RunConfig:
