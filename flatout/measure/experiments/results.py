@@ -72,25 +72,14 @@ def results_dir(config: RunConfig, kind: str, out: Path | None) -> Path:
     Raises: ConfigError when `out` contains other files, or the bench of another configuration or
             kind.
     """
-    if out is not None:
-        if out.exists() and not out.is_dir():
-            raise ConfigError(f"{out} is a file.", fix="Choose a directory with --out DIR.")
-        if out.is_dir() and any(out.iterdir()):
-            require_same(out, config, kind)
+    if out is None:
+        stem = run_name(config) + ("" if kind == "ladder" else f"-{kind}")
+        names = (stem, *(f"{stem}-{number}" for number in range(2, 1_000_000)))
+        return next(path for name in names if not (path := BENCHES / name).exists())
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"{out} is a file.", fix="Choose a directory with --out DIR.")
+    if not out.is_dir() or not any(out.iterdir()):
         return out
-    stem = run_name(config) + ("" if kind == "ladder" else f"-{kind}")
-    found, number = BENCHES / stem, 1
-    while found.exists():
-        number += 1
-        found = BENCHES / f"{stem}-{number}"
-    return found
-
-
-def require_same(out: Path, config: RunConfig, kind: str) -> None:
-    """Check that `out` has a bench of this configuration and kind, which may be replaced.
-
-    Raises: ConfigError when it has another bench, or something else.
-    """
     found: Any = next(read_lines(out / TRIALS), {}).get("bench")
     if not (isinstance(found, list) and [type(part) for part in found] == [str] * 3):
         raise ConfigError(
@@ -107,6 +96,7 @@ def require_same(out: Path, config: RunConfig, kind: str) -> None:
             f"{out} contains the bench of {one}; this one is of {other}.",
             fix="Choose another directory with --out DIR.",
         )
+    return out
 
 
 def claim(out: Path) -> None:
@@ -173,12 +163,13 @@ def remember(
     """
     hardware = hardware_name(resolved.machine, resolved.config.train.device)
     gains, run = gains_of(found), None
-    if isinstance(found, Bench):
-        names = set(speedups_on(resolved.decisions))
-        full = (row for row in found.rungs if row.tokens_per_s and _on(row) == names)
-        rate = next((row.tokens_per_s.median for row in full if row.tokens_per_s), None)
-        if rate is not None:
+    full = set(speedups_on(resolved.decisions))
+    for row in found.rungs if isinstance(found, Bench) else ():
+        on = speedups_on(Decision(name, True, "") for name in row.speedups)
+        if row.tokens_per_s and set(on) == full:
+            rate = row.tokens_per_s.median
             run = past_run(resolved.config, resolved.decisions, by="bench", tokens_per_s=rate)
+            break
     if cache is None or hardware is None or not (gains or run):
         return
     try:
@@ -193,35 +184,27 @@ def remember(
 def gains_of(found: Bench | Tuning) -> dict[str, Gain]:
     """Return the gain of each speedup, by name.
 
-    Speedups without figures, and those whose losses broke their promise, are left out; so are those
-    of tune that have no interval.
+    Speedups whose gain has no interval, and those whose losses broke their promise, are left out.
     """
-    rows: Sequence[Row] = found.rungs if isinstance(found, Bench) else found.choices
     gains: dict[str, Gain] = {}
-    for kind, where in WHERE.items():
-        for row in rows:
-            gain = row.gain
-            if row.kind != kind or not row.speedup or gain is None or row.promise_kept is False:
-                continue
-            low, median, high = gain.low, gain.median, gain.high
-            if isinstance(row, Choice):
-                if low is None or high is None:
-                    continue
-                if row.leaves_out:
-                    low, median, high = 1 / high, 1 / median, 1 / low
-            gains[row.speedup] = Gain(
-                gain=median,
-                low=low,
-                high=high,
-                where=where,
-                recipe=found.recipe,
-                date=found.began,
-                commit=found.commit,
-                torch=str(found.environment.get("torch", "unknown")),
-            )
+    rows: Sequence[Row] = found.rungs if isinstance(found, Bench) else found.choices
+    for row in (row for kind in WHERE for row in rows if row.kind == kind):
+        gain = row.gain
+        if not row.speedup or gain is None or row.promise_kept is False:
+            continue
+        low, median, high = gain.low, gain.median, gain.high
+        if low is None or high is None:
+            continue
+        if isinstance(row, Choice) and row.leaves_out:
+            low, median, high = 1 / high, 1 / median, 1 / low
+        gains[row.speedup] = Gain(
+            gain=median,
+            low=low,
+            high=high,
+            where=WHERE[row.kind],
+            recipe=found.recipe,
+            date=found.began,
+            commit=found.commit,
+            torch=str(found.environment.get("torch", "unknown")),
+        )
     return gains
-
-
-def _on(row: Row) -> set[str]:
-    """Return the speedups of a row, apart from one that only chose the micro-batch."""
-    return set(speedups_on(Decision(name, True, "") for name in row.speedups))

@@ -119,30 +119,20 @@ class Space:
         """
         if "batch" not in self.only:
             return list(self.moves)
-        here, most = self.ladder.index(setting.rows), self.most_rows(setting) or 0
-        wanted = [*self.ladder[here + 1 : here + 2], *self.ladder[:here][-1:]]
-        wanted += [most] if most > setting.rows else []
+        here, most = self.ladder.index(setting.rows), self.most_rows(setting)
+        wanted = (*self.ladder[here + 1 : here + 2], *self.ladder[:here][-1:], most)
         batch = [
             rows_move(rows)
             for rows in dict.fromkeys(wanted)
-            if self.obstacle(replace(setting, rows=rows)) is None
+            if rows not in (0, setting.rows) and not self.obstacle(replace(setting, rows=rows))
         ]
         grown = [larger for move in self.moves if (larger := self.with_room(move, setting))]
         return [*batch, *grown, *self.moves]
 
-    def most_rows(self, setting: Setting) -> int | None:
-        """Return the most rows with which a setting fits by estimate, None without any.
-
-        The need grows with the rows, so a bisection finds them.
-        """
-        low, high = 0, len(self.ladder)
-        while low < high:
-            middle = (low + high) // 2
-            if self.obstacle(replace(setting, rows=self.ladder[middle])) is None:
-                low = middle + 1
-            else:
-                high = middle
-        return self.ladder[low - 1] if low else None
+    def most_rows(self, setting: Setting) -> int:
+        """Return the most rows with which a setting fits by estimate, 0 without any."""
+        fitting = (rows for rows in self.ladder if not self.obstacle(replace(setting, rows=rows)))
+        return max(fitting, default=0)
 
     def with_room(self, move: Move, setting: Setting) -> Move | None:
         """Return a checkpointing move together with the larger micro-batch that it makes room for.
@@ -150,12 +140,10 @@ class Space:
         None for other moves, and where memory does not limit the rows.
         """
         after = move.apply(setting) if move.part == "checkpointing" else None
-        before = self.most_rows(setting)
-        if after is None or before == self.ladder[-1]:
+        most = self.most_rows(after) if after else 0
+        if most <= max(self.most_rows(setting), 1):
             return None
-        most = self.most_rows(after) or 1
-        name = f"{move.name}, {rows_move(most).name}"
-        return replace(move, name=name, rows=most, speedup=None) if most > (before or 1) else None
+        return replace(move, name=f"{move.name}, {rows_move(most).name}", rows=most, speedup=None)
 
     def further(self, before: Setting, after: Setting) -> Move | None:
         """Return the move to the next rows in the direction of an earlier move, None at the end."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from flatout.assembly.selection import all_speedups, parse_request, providers, select
+from flatout.assembly.selection import all_speedups, providers, removing, select
 from flatout.config.schema import RunConfig
 from flatout.errors import ConfigError, FlatoutError
 from flatout.measure.experiments.ladder import unmeasured
@@ -105,38 +105,22 @@ def seq_len(requested: RunConfig, resolved: Resolved) -> Points:
 
 def precision(requested: RunConfig, resolved: Resolved) -> Points:
     """Vary the precision of matrix products: fp32, and each speedup that changes it."""
-    choices = precisions()
-    plain = [name for name in resolved.speedups if name not in choices]
-    requested = requested.with_values({"train.device": resolved.config.train.device})
-    request = parse_request(requested.speedups)
-    if request.auto:
-        edits = [
-            *(f"-{name}" for name in request.dropped),
-            *(f"+{name}" for name in request.named if name not in choices),
-        ]
-        stated = requested.with_values(
-            {"train.precision": "fp32", "speedups": ",".join(["auto", *edits])}
-        )
-        plain = [
-            decision.name
-            for decision in select(stated, resolved.machine, device=resolved.config.train.device)
-            if decision.on
-        ]
-    points: Points = {"fp32": with_speedups(plain)}
+    choices, machine, device = precisions(), resolved.machine, resolved.config.train.device
+    requested = requested.with_values({"train.device": device, "train.precision": "auto"})
+    speedups = requested.speedups
     for name in choices:
-        speedup = SPEEDUPS.get(name)
-        why_not = speedup.reason_against(
-            resolved.machine, requested.with_values({"train.precision": "auto"})
+        speedups = removing(name, speedups)
+    stated = requested.with_values({"train.precision": "fp32", "speedups": speedups})
+    plain = [decision.name for decision in select(stated, machine, device=device) if decision.on]
+    points: Points = {"fp32": with_speedups(plain)}
+    for speedup in map(SPEEDUPS.get, choices):
+        others = [one for one in plain if not speedup.fills.keys() & SPEEDUPS.get(one).fills.keys()]
+        why_not = speedup.reason_against(machine, requested)
+        points[speedup.name] = (
+            f"cannot run here, because: {why_not}"
+            if why_not
+            else with_speedups([*others, speedup.name])
         )
-        if why_not:
-            points[name] = f"cannot run here, because: {why_not}"
-        else:
-            others = (
-                other
-                for other in plain
-                if not speedup.fills.keys() & SPEEDUPS.get(other).fills.keys()
-            )
-            points[name] = with_speedups([*others, name])
     return points
 
 

@@ -113,7 +113,7 @@ def test_the_most_rows_that_fit_are_tried_as_well():
     start = Setting(4, 4, frozenset())
     shown = names(limited_to(16).moves_from(start))
     assert shown == [f"batch.rows_per_device={rows}" for rows in (8, 2, 16)]
-    assert limited_to(0).most_rows(start) is None
+    assert limited_to(0).most_rows(start) == 0
     assert limited_to(99).most_rows(start) == 32
 
 
