@@ -19,6 +19,20 @@ SPARSE = 60
 
 
 @dataclass(frozen=True)
+class Line:
+    """One curve in a chart."""
+
+    key: str
+    """Different for each line of a report."""
+    label: str
+    curve: Curve
+    trend: Curve | None
+    color: int
+    dash: str
+    has_markers: bool
+
+
+@dataclass(frozen=True)
 class Chart:
     """One chart: figures of metrics.jsonl that share a unit."""
 
@@ -33,6 +47,8 @@ class Chart:
     """Whether long curves get their trend; not for a planned curve, which has no noise."""
     ticks: str = ""
     """The vertical axis in Bokeh's numeral or printf format; empty for its usual ticks."""
+    lines: tuple[Line, ...] = ()
+    """What it shows of some runs."""
 
 
 CHARTS = (
@@ -81,36 +97,14 @@ NOT_DRAWN = {"cpu/cores", "train/epoch", "perf/samples_per_s", "perf/steps_per_s
 """Figures that repeat the shape of another chart."""
 
 
-@dataclass(frozen=True)
-class Line:
-    """One curve in a chart."""
-
-    key: str
-    """Different for each line of a report."""
-    label: str
-    curve: Curve
-    trend: Curve | None
-    color: int
-    dash: str
-    has_markers: bool
-
-
-@dataclass(frozen=True)
-class DrawnChart:
-    """A chart with its lines."""
-
-    chart: Chart
-    lines: tuple[Line, ...]
-
-
-def drawn_charts(runs: Sequence[RunData]) -> list[DrawnChart]:
+def drawn_charts(runs: Sequence[RunData]) -> list[Chart]:
     """Return the charts that have something to show, in the order of the page.
 
     A colour stands for a figure in a report about one run, and for a run in one about several.
     """
     curves = [dict(run.curves) | _shares(run.curves) for run in runs]
     charts = (*CHARTS, *_other_charts(curves))
-    found = [DrawnChart(chart, tuple(_lines(chart, runs, curves))) for chart in charts]
+    found = [replace(chart, lines=tuple(_lines(chart, runs, curves))) for chart in charts]
     return [chart for chart in found if chart.lines]
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flatout.errors import MissingPackage
-from flatout.measure.report.charts import DrawnChart, Line
+from flatout.measure.report.charts import Chart, Line
 from flatout.measure.report.curves import POSITIONS, Curve
 from flatout.measure.report.events import Marks
 
@@ -47,7 +47,7 @@ def library() -> str:
     return "\n".join(resources.js_raw[:1])
 
 
-def charts_json(charts: Sequence[DrawnChart], marks: Sequence[Marks]) -> dict[str, Any]:
+def charts_json(charts: Sequence[Chart], marks: Sequence[Marks]) -> dict[str, Any]:
     """Return the document, and what page.js needs to know about its charts.
 
     Positions of a curve are columns of its data source: `step`, `tokens` and `elapsed_s`.
@@ -57,13 +57,13 @@ def charts_json(charts: Sequence[DrawnChart], marks: Sequence[Marks]) -> dict[st
     from bokeh.models import Range1d
 
     x_range = Range1d(start=0, end=1, name="x")
-    plots = {drawn.chart.key: _plot(drawn, x_range) for drawn in charts}
+    plots = {chart.key: _plot(chart, x_range) for chart in charts}
     if marks:
         plots["events"] = _events_plot(marks, x_range)
     document = Document()
     for plot in plots.values():
         document.add_root(plot)
-    curves = [line.curve for drawn in charts for line in drawn.lines]
+    curves = [line.curve for chart in charts for line in chart.lines]
     return {
         "document": json.loads(serialize_json(document.to_json(deferred=False))),
         "charts": [{"key": key, "root": plot.id} for key, plot in plots.items()],
@@ -71,15 +71,15 @@ def charts_json(charts: Sequence[DrawnChart], marks: Sequence[Marks]) -> dict[st
     }
 
 
-def _plot(drawn: DrawnChart, x_range: Range1d) -> figure:
+def _plot(chart: Chart, x_range: Range1d) -> figure:
     """Return the plot of one chart: each curve, and over it its trend."""
     from bokeh.models import NumeralTickFormatter, PrintfTickFormatter
 
     plot = _empty_plot(HEIGHT, x_range=x_range, window_axis="x")
-    if ticks := drawn.chart.ticks:
+    if ticks := chart.ticks:
         form = PrintfTickFormatter if ticks.startswith("%") else NumeralTickFormatter
         plot.yaxis.formatter = form(format=ticks)
-    for line in drawn.lines:
+    for line in chart.lines:
         alpha = 1.0 if line.trend is None else FAINT
         _draw(plot, f"{line.key}|curve", line, line.curve, alpha=alpha)
         if line.trend is not None:

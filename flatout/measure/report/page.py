@@ -14,10 +14,12 @@ from typing import Any
 from flatout.measure.report import figures, sections
 from flatout.measure.report.charts import NUM_COLORS, drawn_charts
 from flatout.measure.report.curves import INTERVALS, TREND_INTERVALS, RunData
-from flatout.measure.report.events import marks_of
+from flatout.measure.report.events import described, marks_of
 
 MARK = "<!doctype html><!-- flatout report -->"
 """The first characters of a report, by which a file is known as one."""
+MAX_EVENTS = 500
+"""Events of one run in the table: the last ones."""
 DASHES = {"solid": "", "dashed": "6 4", "dotted": "2 3", "dotdash": "2 3 6 3"}
 
 
@@ -34,14 +36,15 @@ def render(runs: Sequence[RunData]) -> str:
     data = figures.charts_json(charts, marks) | {"marks": {mark.key: mark.texts for mark in marks}}
     sources = (figures.library(), _resource("page.js"))
     scripts = [source.replace("</script", "<\\/script") for source in sources]
-    page = Environment(
+    environment = Environment(
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=StrictUndefined,
         finalize=sections.cut,
-    ).from_string(_resource("page.html"))
-    return page.render(
+    )
+    environment.filters["samples"] = sections.samples
+    return environment.from_string(_resource("page.html")).render(
         **sections.contents(runs),
         mark=Markup(MARK),
         policy=Markup(_policy(scripts)),
@@ -51,6 +54,10 @@ def render(runs: Sequence[RunData]) -> str:
         runs=runs,
         charts=charts,
         marks=marks,
+        number=sections.number,
+        plain=sections.plain,
+        described=described,
+        max_events=MAX_EVENTS,
         num_colors=NUM_COLORS,
         dashes=DASHES,
         intervals=INTERVALS,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -12,16 +12,9 @@ from flatout.config.schema import flat
 from flatout.figures import UNKNOWN, duration
 from flatout.json_io import is_finite
 from flatout.measure.report.curves import RunData
-from flatout.measure.report.events import described
-
-if TYPE_CHECKING:
-    from markupsafe import Markup
 
 Row = tuple[str, ...]
-Found = tuple[str, list[tuple[str, str]]]
-"""A finding: its sentence, and what is known about it, by label; text or HTML."""
 PREDICTED = {
-    "wall_s": ("time in total", "time"),
     "score_s": ("time of an evaluation", "time"),
     "tokens_per_s": ("tokens/s", ",.0f"),
     "peak_gib": ("peak memory, GiB", ".2f"),
@@ -33,39 +26,34 @@ STEP_PARTS = {
     "host": "perf/host_ms",
     "waiting for data": "perf/data_wait_ms",
 }
-LONGEST_VALUE = 2_000
-"""Characters of one value of a run that the page shows."""
-LONGEST_SAMPLE = 20_000
+LONGEST_TEXT = 20_000
+"""Characters of one text of a run that the page shows."""
 MAX_SAMPLES = 50
 """Samples of one run in the page: the first, and the last ones."""
-MAX_EVENTS = 500
-"""Events of one run in the table: the last ones."""
 
 
 def contents(runs: Sequence[RunData]) -> dict[str, Any]:
-    """Return what page.html shows below its header, without the charts."""
-    several = len(runs) > 1
+    """Return what page.html shows of the numbers and settings of runs."""
+    several, every = len(runs) > 1, settings(runs)
     return {
         "notes": [f"{run.name}: {n}" if several else n for run in runs for n in run.notes],
         "results": results(runs),
         "comparability": comparability(runs),
-        "differences": [row for row in settings(runs) if len(set(row[1:])) > 1],
+        "differences": [row for row in every if len(set(row[1:])) > 1],
         "step_parts": list(STEP_PARTS),
         "step_times": list(step_times(runs)),
         "plan": list(plan(runs)),
-        "findings": list(findings(runs)),
-        "samples": list(samples(runs)),
-        "events": list(events(runs)),
-        "settings": settings(runs),
+        "settings": every,
     }
 
 
-def cut(value: object, *, longest: int = LONGEST_VALUE) -> Any:
-    """Return a value for the page: text without its characters after `longest`, HTML as it is."""
+def cut(value: object) -> Any:
+    """Return a value for the page: text without its end if it is long, HTML as it is."""
     if hasattr(value, "__html__"):
         return value
     text = str(value)
-    return text if len(text) <= longest else f"{text[:longest]}... ({len(text):,} characters)"
+    cut_off = f"{text[:LONGEST_TEXT]}... ({len(text):,} characters)"
+    return text if len(text) <= LONGEST_TEXT else cut_off
 
 
 def number(value: object, form: str = "") -> str:
@@ -102,40 +90,37 @@ def results(runs: Sequence[RunData]) -> list[Row]:
 
 def _results(run: RunData) -> dict[str, str]:
     """Return what a run reached; of an unfinished one, what its records say."""
-    from markupsafe import Markup
 
     def reached(
         name: str, form: str, figure: str = "", reduce: Callable[[Any], Any] = lambda v: v[-1]
     ) -> str:
         known, values = number(run.summary.get(name), form), run.values(figure)
+        if known == UNKNOWN and run.longest and not figure:  # tokens and elapsed_s are positions
+            values = getattr(run.longest, name, values)
         return number(float(reduce(values)), form) if known == UNKNOWN and len(values) else known
-
-    def position(name: str, form: str = ",.0f") -> str:
-        return number(float(getattr(run.longest, name)[-1]), form) if run.longest else UNKNOWN
 
     def count(*kinds: str) -> str:
         total = sum(event["event"] in kinds for event in run.events)
         return f"{total:,}" if total else UNKNOWN
 
-    steps, total = position("step"), run.settings.get("train.steps")
+    steps = number(float(run.longest.step[-1]), ",.0f") if run.longest else UNKNOWN
+    total, source = run.settings.get("train.steps"), run.summary.get("mfu_of")
     if isinstance(total, int) and run.state != "finished":
         steps = f"{steps} of {total:,}"
-    mfu, source = reached("mfu", ".1%", "perf/mfu", np.median), run.summary.get("mfu_of")
-    if source:
-        mfu = Markup("{} <small>{}</small>").format(mfu, cut(source))
+    mfu = reached("mfu", ".1%", "perf/mfu", np.median)
     return {
         "state": run.state,
         "steps": steps,
-        "tokens": position("tokens"),
+        "tokens": reached("tokens", ",.0f"),
         "training loss": reached("train_loss", ".4f", "train/loss"),
         "validation loss": reached("val_loss", ".4f", "val/loss"),
         "best validation loss": reached("best_val_loss", ".4f", "val/loss", np.min),
         "bits per byte": reached("bits_per_byte", ".4f"),
         "tokens/s": reached("tokens_per_s", ",.0f", "perf/tokens_per_s", np.median),
-        "model FLOPs utilisation": mfu,
+        "model FLOPs utilisation": f"{mfu} of {source}" if source and mfu != UNKNOWN else mfu,
         "peak memory, GiB": reached("peak_gib", ".2f", "mem/peak_gib", np.max),
-        "time of compiling": number(run.summary.get("compile_s"), "time"),
-        "time in total": position("elapsed_s", "time"),
+        "time of compiling": reached("compile_s", "time"),
+        "time in total": reached("elapsed_s", "time"),
         "resumed": count("resume"),
         "skipped steps": count("skip", "bad_step"),
         "recompilations": count("recompiled"),
@@ -181,71 +166,24 @@ def settings(runs: Sequence[RunData]) -> list[Row]:
 def plan(runs: Sequence[RunData]) -> Iterator[Row]:
     """Yield each number that was predicted before a run beside what its summary has measured.
 
-    Early stopping is not part of a prediction, so the time of such a run is no measurement of it.
+    A resumed run predicts the rest of its time. Early stopping is not part of a prediction, so the
+    time of such a run is no measurement of it.
     """
     for run in runs:
-        predicted = run.summary.get("predicted")
+        predicted, is_resumed = run.summary.get("predicted"), run.summary.get("resumed_from")
+        time = "time since it was resumed" if is_resumed else "time in total"
         for name, value in flat(predicted).items() if isinstance(predicted, dict) else ():
             measured = run.summary.get(name)
             if name == "wall_s" and run.summary.get("stopped_early"):
                 measured = None
-            label, form = PREDICTED.get(name, (name, ""))
+            label, form = {"wall_s": (time, "time"), **PREDICTED}.get(name, (name, ""))
             shown, real = number(value, form), number(measured, form)
             if shown != UNKNOWN:
                 ratio = f"{value / measured:.2f}" if real != UNKNOWN and measured else UNKNOWN
                 yield f"{run.name}: {label}" if len(runs) > 1 else label, shown, real, ratio
 
 
-def findings(runs: Sequence[RunData]) -> Iterator[tuple[str, str, list[Found]]]:
-    """Yield what `flatout diagnose` found in each run: its name, the verdict, and the findings."""
-    for run in runs:
-        if isinstance(run.findings, Mapping) and (verdict := run.findings.get("verdict")):
-            yield run.name, verdict, list(map(_finding, _mappings(run.findings.get("findings"))))
-
-
-def _finding(finding: Mapping[str, Any]) -> Found:
-    from markupsafe import Markup
-
-    figures, site = finding.get("figures"), finding.get("site")
-    parts: list[tuple[str, str]] = []
-    if isinstance(figures, Mapping):
-        known = (f"{name} {plain(value)}" for name, value in figures.items() if value is not None)
-        parts.append(("evidence", ", ".join(known)))
-    if is_finite(finding.get("share")):
-        parts.append(("share of the step", number(finding.get("share"), ".0%")))
-    if isinstance(site, Mapping):
-        place = cut(f"{site.get('file')}:{site.get('line')}")
-        where = Markup("{} <code>{}</code>").format(place, cut(site.get("text") or ""))
-        parts.append(("where", where))
-    fixes = [cut(fix.get("text")) for fix in _mappings(finding.get("fixes"))]
-    parts.append(("what to do", Markup("<br>").join(fixes)))
-    title = finding.get("verdict") or finding.get("name") or ""
-    return title, [(label, text) for label, text in parts if text]
-
-
-def _mappings(value: Any) -> list[Mapping[str, Any]]:
-    return [one for one in value if isinstance(one, Mapping)] if isinstance(value, list) else []
-
-
-def samples(runs: Sequence[RunData]) -> Iterator[tuple[str, Markup, bool]]:
-    """Yield the samples that the runs generated while they trained; the last one is open."""
-    from markupsafe import escape
-
-    for run in runs:
-        found = [event for event in run.events if event["event"] == "sample"]
-        kept = found if len(found) <= MAX_SAMPLES else [found[0], *found[1 - MAX_SAMPLES :]]
-        for event in kept:
-            step = number(event.get("step"))
-            name = f"{run.name}, step {step}" if len(runs) > 1 else f"Step {step}"
-            text = escape(cut(event.get("text", ""), longest=LONGEST_SAMPLE))
-            yield name, text, event is kept[-1]
-
-
-def events(runs: Sequence[RunData]) -> Iterator[tuple[str, str, list[Row]]]:
-    """Yield the last events of each run: its name, the number of earlier ones, and the rows."""
-    for run in runs:
-        kept = run.events[-MAX_EVENTS:]
-        rows: list[Row] = [(number(e.get("wall_s"), "time"), described(e)) for e in kept]
-        earlier = len(run.events) - len(kept)
-        if kept:
-            yield run.name, f"{earlier:,}" if earlier else "", rows
+def samples(run: RunData) -> list[dict[str, Any]]:
+    """Return the samples that a run generated while it trained: the first, and the last ones."""
+    found = [event for event in run.events if event["event"] == "sample"]
+    return found if len(found) <= MAX_SAMPLES else [found[0], *found[1 - MAX_SAMPLES :]]
