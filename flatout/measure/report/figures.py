@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flatout.errors import MissingPackage
-from flatout.measure.report.charts import Chart, Line
+from flatout.measure.report.charts import Chart, Line, Marks
 from flatout.measure.report.curves import POSITIONS, Curve
-from flatout.measure.report.events import Marks
 
 if TYPE_CHECKING:
     from bokeh.models import Range1d

@@ -109,7 +109,9 @@ def test_bars_of_nothing(sample_report):
         status="not-measured",
         reason="not measured: it was interrupted before its turn.",
     )
-    report = sample_report.model_copy(update={"rungs": [empty], "total_speedup": None})
+    report = sample_report.model_copy(
+        update={"rungs": [empty], "total_speedup": None, "complete": False}
+    )
     assert "Not measured, it was interrupted: baseline." in report.bars()
 
 

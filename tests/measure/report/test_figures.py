@@ -8,8 +8,7 @@ import pytest
 
 from flatout.errors import MissingPackage
 from flatout.measure.report import figures
-from flatout.measure.report.charts import drawn_charts
-from flatout.measure.report.events import marks_of
+from flatout.measure.report.charts import drawn_charts, marks_of
 
 
 def test_a_missing_package_names_its_install_line(monkeypatch):

@@ -10,13 +10,13 @@ import pytest
 
 from flatout.measure.diagnose.diagnosis import diagnosis_of
 from flatout.measure.diagnose.finding import Finding, Fix
-from flatout.measure.report import page, sections
-from flatout.measure.report.sections import LONGEST_TEXT, cut, number, plain
+from flatout.measure.report import page
+from flatout.measure.report.page import LONGEST_TEXT, cut, number, plain
 from flatout.measure.steps.evidence import CallSite, Evidence
 
 
 def results(runs):
-    return {label: cells for label, *cells in sections.results(runs)}
+    return {label: cells for label, *cells in page.results(runs)}
 
 
 def test_a_long_text_is_cut():
@@ -48,10 +48,10 @@ def test_the_time_in_total_is_the_summarys_wherever_it_is_shown(make_run, read):
     summary = {"predicted": {"wall_s": 10.0}, "wall_s": 21.0, "elapsed_s": 21.0}
     runs = read(make_run(summary=summary))  # the last record is of 10 s
     assert results(runs)["time in total"] == ["21 s"]
-    assert list(sections.plan(runs)) == [("time in total", "10 s", "21 s", "0.48")]
+    assert list(page.plan(runs)) == [("time in total", "10 s", "21 s", "0.48")]
     resumed = read(make_run("b", summary=summary | {"elapsed_s": 99.0, "resumed_from": "x"}))
     assert results(resumed)["time in total"] == ["1 min 39 s"]
-    assert [row[0] for row in sections.plan(resumed)] == ["time since it was resumed"]
+    assert [row[0] for row in page.plan(resumed)] == ["time since it was resumed"]
 
 
 def test_an_unfinished_run_shows_its_last_records(make_run, read):
@@ -70,34 +70,34 @@ def test_what_no_run_has_is_left_out(make_run, read):
 
 def test_the_parts_of_a_step(make_run, read):
     runs = read(make_run(), make_run("b", records=[{"step": 1, "train/loss": 1.0}]))
-    (row,) = sections.step_times(runs)
+    (row,) = page.step_times(runs)
     assert row[1:] == ("10 ms", "8 ms (80%)", "1 ms (10%)", "1 ms (10%)")
 
 
 def test_differences_between_runs(make_run, read):
     other = "name: tiny\nmodel: {vocab_size: 65}\ndata: {path: data/x}\ntrain: {steps: 40}\n"
     runs = read(make_run("a"), make_run("b", config=other))
-    found = {row[0]: row[1:] for row in sections.contents(runs)["differences"]}
+    found = {row[0]: row[1:] for row in page.contents(runs)["differences"]}
     assert found == {"model.vocab_size": ("257", "65"), "data.path": ("data/book", "data/x")}
-    vocabularies, datasets = sections.comparability(runs)
+    vocabularies, datasets = page.comparability(runs)
     assert "vocabularies of different sizes (257, 65)" in vocabularies
     assert "different datasets (data/book, data/x)" in datasets
 
 
 def test_equal_runs_have_no_differences(make_run, read):
-    found = sections.contents(read(make_run("a"), make_run("b")))
+    found = page.contents(read(make_run("a"), make_run("b")))
     assert (found["differences"], found["comparability"]) == ([], [])
 
 
 def test_all_settings(make_run, read):
-    assert ("train.steps", "40") in sections.settings(read(make_run()))
-    assert sections.settings(read(make_run("w", config=None))) == []
+    assert ("train.steps", "40") in page.settings(read(make_run()))
+    assert page.settings(read(make_run("w", config=None))) == []
 
 
 def test_predictions_stand_beside_what_was_measured(make_run, read):
     predicted = {"peak_gib": 2.0, "wall_s": 10, "kwh": None, "parts_gib": {"weights": 0.5}}
     summary = {"predicted": predicted, "peak_gib": 2.5, "wall_s": 20.0}
-    assert list(sections.plan(read(make_run(summary=summary)))) == [
+    assert list(page.plan(read(make_run(summary=summary)))) == [
         ("peak memory, GiB", "2.00", "2.50", "0.80"),
         ("time in total", "10 s", "20 s", "0.50"),
         ("parts_gib.weights", "0.5", "–", "–"),
@@ -106,13 +106,13 @@ def test_predictions_stand_beside_what_was_measured(make_run, read):
 
 def test_the_time_of_a_run_that_stopped_early_is_not_compared(make_run, read):
     summary = {"predicted": {"wall_s": 10.0}, "wall_s": 5.0, "stopped_early": True}
-    (row,) = sections.plan(read(make_run(summary=summary)))
+    (row,) = page.plan(read(make_run(summary=summary)))
     assert row[1:] == ("10 s", "–", "–")
 
 
 def test_no_predictions_no_section(make_run, read):
-    assert not list(sections.plan(read(make_run("a"))))
-    assert not list(sections.plan(read(make_run("b", summary={"predicted": "no"}))))
+    assert not list(page.plan(read(make_run("a"))))
+    assert not list(page.plan(read(make_run("b", summary={"predicted": "no"}))))
 
 
 def text_of(runs):
@@ -164,8 +164,8 @@ def test_samples_are_whole_and_the_last_one_open(make_run, read):
 
 def test_the_first_and_the_last_of_many_samples(make_run, read):
     events = [{"event": "sample", "step": step, "text": ""} for step in range(1000)]
-    steps = [event["step"] for event in sections.samples(*read(make_run(events=events)))]
-    assert len(steps) == sections.MAX_SAMPLES
+    steps = [event["step"] for event in page.samples(*read(make_run(events=events)))]
+    assert len(steps) == page.MAX_SAMPLES
     assert (steps[0], steps[-1]) == (0, 999)
 
 
