@@ -28,10 +28,10 @@ from training_runs import remembered
 
 import flatout
 from flatout.config.schema import RunConfig, load_config
+from flatout.measure.experiments.points import filling
 from flatout.measure.experiments.records import TrialSpec
 from flatout.measure.experiments.resolving import resolve_here
 from flatout.measure.experiments.space import Setting, rows_ladder
-from flatout.measure.experiments.sweep import filling
 from flatout.measure.experiments.trial import run_trial
 from flatout.measure.experiments.tune import run_tune
 

@@ -18,11 +18,10 @@ from flatout.assembly.resolve import workload_of
 from flatout.assembly.selection import assemble, parse_request, speedup_named
 from flatout.config.schema import RunConfig
 from flatout.errors import ConfigError
-from flatout.measure.experiments.ladder import Additions, in_order, make_ladder, needing
+from flatout.measure.experiments.points import Additions, filling, in_order, make_ladder, needing
 from flatout.measure.experiments.records import PARTS, Left
 from flatout.measure.experiments.resolving import Resolved
 from flatout.measure.experiments.schedule import with_speedups
-from flatout.measure.experiments.sweep import filling
 
 TRIED_MEMORY = 1.2
 """Share of a GPU's memory that the estimate of a trial may need: a compiled model keeps less than

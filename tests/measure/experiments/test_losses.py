@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from flatout.assembly.recipe import Promise
-from flatout.measure.experiments.ladder import ladder_rows, unmeasured
 from flatout.measure.experiments.losses import Trials, keeps, largest_difference
+from flatout.measure.experiments.points import ladder_rows, unmeasured
 from flatout.measure.experiments.records import INTERRUPTED, Row, Trial, TrialResult
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from flatout.measure.experiments.bench import gains_of
 from flatout.measure.experiments.records import Best, Choice, Figure, Left
 from flatout.measure.experiments.report import NO_TIME, Tuning, choice_text
 from flatout.measure.experiments.resolving import resolve_here
-from flatout.measure.experiments.results import gains_of
 from flatout.measure.experiments.space import Setting
 from flatout.measure.experiments.tune import tuned_config
 

@@ -8,8 +8,8 @@ from made_up_speeds import MadeUpSpeeds
 from flatout.measure.experiments.losses import Trials
 from flatout.measure.experiments.resolving import resolve_here
 from flatout.measure.experiments.schedule import Budget, Schedule
-from flatout.measure.experiments.search import Search, Tried
 from flatout.measure.experiments.space import Move, Setting, Space
+from flatout.measure.experiments.tune import Search, Tried
 
 pytestmark = pytest.mark.slow
 

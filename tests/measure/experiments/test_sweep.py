@@ -12,13 +12,13 @@ from flatout.data.store.shards import Dataset
 from flatout.errors import ConfigError
 from flatout.hardware import Gpu, Machine
 from flatout.measure.experiments.losses import Trials
-from flatout.measure.experiments.resolving import resolve_here
-from flatout.measure.experiments.sweep import (
+from flatout.measure.experiments.points import (
     SWEEPS,
     largest_divisor,
     precisions,
     sweep_experiment,
 )
+from flatout.measure.experiments.resolving import resolve_here
 
 
 @pytest.fixture
