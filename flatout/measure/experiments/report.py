@@ -359,7 +359,7 @@ class Tuning(Measurement):
         """Return the rate of the best setting, and its gain, as a sentence."""
         best = self.best
         rate = f"{best.tokens_per_s.median:,.0f} tokens/s" if best.tokens_per_s else "no rate"
-        gain = f", {gain_text(best)} of {self.start}" if best.gain else ""
+        gain = f"; gain over {self.start}: {gain_text(best)}" if best.gain else ""
         peak = "" if best.peak_gib is None else f"; peak {best.peak_gib:.2f} GiB"
         if best.name == self.start:
             gain = f": nothing that was measured is faster than {self.start}"
