@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from flatout.assembly.recipe import divisors
 from flatout.assembly.selection import (
     Decision,
     all_speedups,
@@ -261,7 +262,7 @@ def seq_len(requested: RunConfig, resolved: Resolved) -> Points:
             else:
                 model_of(requested, vocab_size=config.model.vocab_size, seq_len=length)
                 rows = int(config.batch.rows_per_device) * config.data.seq_len // length
-                rows = largest_divisor(tokens // length, rows)
+                rows = next(divisors(tokens // length, rows), 1)
                 points[name] = {"data.seq_len": length} | rows_of(rows, resolved)
         except FlatoutError as error:
             points[name] = f"cannot run here, because: {error.what}"
@@ -337,10 +338,3 @@ def rows_of(rows: int, resolved: Resolved) -> dict[str, Any]:
     }
     choosers = filling("micro_batch")
     return stated | with_speedups(name for name in resolved.speedups if name not in choosers)
-
-
-def largest_divisor(number: int, at_most: int) -> int:
-    """Return the largest divisor of `number` up to `at_most`, at least 1."""
-    return next(
-        (divisor for divisor in range(min(number, at_most), 0, -1) if number % divisor == 0), 1
-    )

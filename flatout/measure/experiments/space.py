@@ -14,6 +14,7 @@ from typing import Any
 
 from flatout.assembly.memory import USED_MEMORY, estimate
 from flatout.assembly.prediction import GIB
+from flatout.assembly.recipe import divisors
 from flatout.assembly.resolve import workload_of
 from flatout.assembly.selection import assemble, parse_request, speedup_named
 from flatout.config.schema import RunConfig
@@ -212,11 +213,11 @@ def make_space(
 
 def rows_ladder(start: int, sequences: int) -> tuple[int, ...]:
     """Return the divisors of a step's sequences around `start`, each about twice the one before."""
-    divisors = [rows for rows in range(1, sequences + 1) if sequences % rows == 0]
+    known = [*divisors(sequences, sequences)][::-1]
     up, down = [start], [start]
-    while larger := [rows for rows in divisors if rows > up[-1]]:
+    while larger := [rows for rows in known if rows > up[-1]]:
         up.append(next((rows for rows in larger if rows >= 2 * up[-1]), larger[-1]))
-    while smaller := [rows for rows in divisors if rows < down[-1]]:
+    while smaller := [rows for rows in known if rows < down[-1]]:
         down.append(next((rows for rows in smaller[::-1] if 2 * rows <= down[-1]), smaller[0]))
     return (*down[:0:-1], *up)
 

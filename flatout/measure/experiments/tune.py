@@ -101,7 +101,11 @@ def run_tune(
     with progress.task("Resolving the configuration"):
         resolved, additions = resolve_apart(requested, cache)
         space = make_space(requested, resolved, additions, only=only, statistical=statistical)
-        require_moves(space)
+    if space.obstacle(space.start) is None and not space.moves_from(space.start):
+        raise ConfigError(
+            f"There is nothing to tune here in {', '.join(space.only)}.",
+            fix="Name other parts with --only, or set speedups=auto.",
+        )
     if resolved.config.train.device == "cpu":
         warn_of_busy_cores(resolved.machine, progress)
     batch = requested.batch
@@ -170,18 +174,6 @@ def require_writable(out: Path) -> None:
             pass
     except OSError as error:
         raise ConfigError(f"Cannot write {out}: {error.strerror or error}.", fix=other) from error
-
-
-def require_moves(space: Space) -> None:
-    """Check that there is something to tune.
-
-    Raises: ConfigError.
-    """
-    if space.obstacle(space.start) is None and not space.moves_from(space.start):
-        raise ConfigError(
-            f"There is nothing to tune here in {', '.join(space.only)}.",
-            fix="Name other parts with --only, or set speedups=auto.",
-        )
 
 
 def require_figures(search: Search, resolved: Resolved) -> Setting:

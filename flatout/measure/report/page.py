@@ -67,13 +67,14 @@ def render(runs: Sequence[RunData]) -> str:
         undefined=StrictUndefined,
         finalize=cut,
     )
+    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
     environment.filters["samples"] = samples
     return environment.from_string(_resource("page.html")).render(
         **contents(runs),
         mark=Markup(MARK),
         policy=Markup(_policy(scripts)),
         style=Markup(_resource("page.css")),
-        data=Markup(_in_json(data)),
+        data=data,
         scripts=list(map(Markup, scripts)),
         runs=runs,
         charts=charts,
@@ -103,12 +104,6 @@ def _policy(scripts: Sequence[str]) -> str:
 
 def _resource(name: str) -> str:
     return resources.files("flatout.measure.report").joinpath(name).read_text(encoding="utf-8")
-
-
-def _in_json(document: Any) -> str:
-    """Return JSON for a script element: no character in it can end the element or open another."""
-    text = json.dumps(document, separators=(",", ":"))
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def contents(runs: Sequence[RunData]) -> dict[str, Any]:
