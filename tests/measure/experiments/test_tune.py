@@ -304,6 +304,8 @@ def test_trials_of_the_training_code(tiny_config, tmp_path, monkeypatch):
     """The trials run in this process, which saves the seconds that a new one takes."""
     monkeypatch.setattr(schedule, "DEFAULT_SECONDS", 0.02)
     monkeypatch.setattr(schedule, "MIN_WARMUP_S", 0.05)
+    for rounds in ("ROUNDS", "COMBINED_ROUNDS", "CONFIRM_ROUNDS"):
+        monkeypatch.setattr(tuning, rounds, 1)
     config = tiny_config(batch__rows_per_device="auto", speedups="auto")
     found = run_tune(
         config,
