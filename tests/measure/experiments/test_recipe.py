@@ -74,7 +74,7 @@ def test_the_header_states_what_was_taken_and_what_was_not():
         choice("- prefetch", gain=slower, verdict="slower, x0.80"),
     ).lines()
     text = "\n".join(lines)
-    assert "1,250 tokens/s, x1.25 (1.20 to 1.30) of auto; peak 0.50 GiB." in text
+    assert "1,250 tokens/s; gain over auto: x1.25 (1.20 to 1.30); peak 0.50 GiB." in text
     assert "Rehearsed with it: evaluation and save." in text
     assert lines.index("  + compile  x1.25 (1.20 to 1.30)") < lines.index("Measured and not taken:")
     assert "  - prefetch  slower, x0.80 (0.78 to 0.82)" in lines
