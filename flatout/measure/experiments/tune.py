@@ -408,7 +408,7 @@ class Search:
 
     def _screen(self) -> None:
         """Measure each move beside the start, as often as it needs."""
-        known = {self.start}
+        known = set(self.results)
         for move in self.space.moves_from(self.start):
             after = move.apply(self.start)
             if after is None or after in known:
