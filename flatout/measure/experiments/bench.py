@@ -42,7 +42,6 @@ from flatout.measure.experiments.schedule import (
 from flatout.measure.experiments.trial import run_trial
 from flatout.progress import SILENT, Progress
 from flatout.registry import PACKAGE_DIR
-from flatout.training.run import warn_of_busy_cores
 from flatout.training.run_dir.layout import run_name
 
 JSON, TABLE, PICTURE, TRIALS = "bench.json", "table.md", "bench.svg", "trials.jsonl"
@@ -77,14 +76,11 @@ def run_bench(
     if sweep is not None:
         require_sweep(sweep)
     out = results_dir(requested, sweep or LADDER, out)
-    with progress.task("Resolving the configuration"):
-        resolved, additions = resolve_apart(requested, cache)
-    if resolved.config.train.device == "cpu":
-        warn_of_busy_cores(resolved.machine, progress)
+    resolved = resolve_apart(requested, cache, progress)
     experiment = (
         sweep_experiment(sweep, requested, resolved)
         if sweep
-        else ladder_experiment(requested, resolved, additions)
+        else ladder_experiment(requested, resolved)
     )
     num_points = len(experiment.points)
     budget = Budget(num_points, minutes=minutes, repeats=repeats, began_s=start_s, clock=clock)

@@ -33,20 +33,18 @@ from flatout.progress import counted
 from flatout.registry import SPEEDUPS, unknown_name
 
 BASELINE, LADDER = "baseline", "ladder"
-Additions = Mapping[str, Sequence[str] | str]
-"""For each speedup that is off: the set with it added, or why it cannot be added."""
 Points = dict[str, dict[str, Any] | str]
 """Name -> the configuration keys of a point, or the reason why it cannot be measured."""
 
 MAX_ACCUMULATE = 8
 
 
-def ladder_experiment(requested: RunConfig, resolved: Resolved, additions: Additions) -> Experiment:
+def ladder_experiment(requested: RunConfig, resolved: Resolved) -> Experiment:
     """Return the points of the ladder; rungs with equal sets of speedups share one.
 
     The full set comes right after the baseline, so that even the shortest bench finds the total.
     """
-    ladder = make_ladder(requested, resolved.decisions, additions)
+    ladder = make_ladder(requested, resolved.decisions, resolved.additions)
     rungs = {rung.name: rung for rung in ladder if rung.kind != "absent"}
     first: dict[frozenset[str], str] = {}
     points = {
@@ -74,7 +72,7 @@ def ladder_experiment(requested: RunConfig, resolved: Resolved, additions: Addit
 
 
 def make_ladder(
-    config: RunConfig, decisions: Sequence[Decision], additions: Additions
+    config: RunConfig, decisions: Sequence[Decision], additions: Mapping[str, Sequence[str] | str]
 ) -> list[Row]:
     """Return the ladder for the speedups that are on in `decisions`, as rows without figures.
 

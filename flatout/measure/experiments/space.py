@@ -19,7 +19,7 @@ from flatout.assembly.resolve import workload_of
 from flatout.assembly.selection import assemble, parse_request, speedup_named
 from flatout.config.schema import RunConfig
 from flatout.errors import ConfigError
-from flatout.measure.experiments.points import Additions, filling, in_order, make_ladder, needing
+from flatout.measure.experiments.points import filling, in_order, make_ladder, needing
 from flatout.measure.experiments.records import PARTS, Left
 from flatout.measure.experiments.resolving import Resolved
 from flatout.measure.experiments.schedule import with_speedups
@@ -162,7 +162,6 @@ def rows_move(rows: int) -> Move:
 def make_space(
     requested: RunConfig,
     resolved: Resolved,
-    additions: Additions,
     *,
     only: Sequence[str] = PARTS,
     statistical: bool = False,
@@ -178,7 +177,7 @@ def make_space(
     request = parse_request(requested.speedups)
     moves: list[Move] = []
     left: list[Left] = []
-    for row in make_ladder(requested, resolved.decisions, additions):
+    for row in make_ladder(requested, resolved.decisions, resolved.additions):
         name = row.speedup
         if name is None or row.kind == "added" or name in chooser:
             continue

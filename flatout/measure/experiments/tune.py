@@ -55,7 +55,6 @@ from flatout.measure.experiments.schedule import (
 from flatout.measure.experiments.space import Move, Setting, Space, make_space
 from flatout.measure.experiments.trial import run_trial
 from flatout.progress import SILENT, Progress, counted
-from flatout.training.run import warn_of_busy_cores
 
 MARK = "# Written by `flatout tune`"
 """The start of a recipe that tune wrote, which tune may therefore replace."""
@@ -98,16 +97,13 @@ def run_tune(
             fix=f"Give it at least minutes={LEAST_MINUTES:g}.",
         )
     require_writable(out)
-    with progress.task("Resolving the configuration"):
-        resolved, additions = resolve_apart(requested, cache)
-        space = make_space(requested, resolved, additions, only=only, statistical=statistical)
+    resolved = resolve_apart(requested, cache, progress)
+    space = make_space(requested, resolved, only=only, statistical=statistical)
     if space.obstacle(space.start) is None and not space.moves_from(space.start):
         raise ConfigError(
             f"There is nothing to tune here in {', '.join(space.only)}.",
             fix="Name other parts with --only, or set speedups=auto.",
         )
-    if resolved.config.train.device == "cpu":
-        warn_of_busy_cores(resolved.machine, progress)
     batch = requested.batch
     if "batch" in only and (batch.rows_per_device != "auto" or batch.accumulate):
         progress.say(

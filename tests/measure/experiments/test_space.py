@@ -29,9 +29,8 @@ def space_of(tiny_config):
 
     def make(*, only=PARTS, statistical=False, **changes):
         config = tiny_config(**({"batch__rows_per_device": "auto", "speedups": "auto"} | changes))
-        additions = choose(config).additions
-        resolved = resolve_here(config)
-        return make_space(config, resolved, additions, only=only, statistical=statistical)
+        resolved = replace(resolve_here(config), additions=choose(config).additions)
+        return make_space(config, resolved, only=only, statistical=statistical)
 
     return make
 

@@ -11,7 +11,7 @@ from flatout.assembly import prediction
 from flatout.config.schema import load_config
 from flatout.errors import ConfigError, HardwareError, Interrupted, RunFailed
 from flatout.hardware import probe
-from flatout.measure.experiments import schedule, trial
+from flatout.measure.experiments import resolving, schedule, trial
 from flatout.measure.experiments import space as tune_space
 from flatout.measure.experiments import tune as tuning
 from flatout.measure.experiments.records import TrialResult
@@ -29,7 +29,7 @@ def config(tiny_config):
 @pytest.fixture(autouse=True)
 def without_warnings(monkeypatch):
     """Skip the look at other processes, which takes a fifth of a second."""
-    monkeypatch.setattr(tuning, "warn_of_busy_cores", lambda machine, progress: None)
+    monkeypatch.setattr(resolving, "warn_of_busy_cores", lambda machine, progress: None)
 
 
 def tune(config, machine, tmp_path, **options):
