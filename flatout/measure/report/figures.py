@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,8 +18,6 @@ if TYPE_CHECKING:
     from bokeh.plotting import figure
 
 HEIGHT, EVENTS_ROW = 220, 22
-LEFT, RIGHT = 58, 14
-"""Pixels beside the plots: all have the same, so that their horizontal axes line up."""
 FAINT = 0.35
 """Opacity of a curve that its trend is drawn over."""
 
@@ -54,12 +53,13 @@ def charts_json(charts: Sequence[Chart], marks: Sequence[Marks]) -> dict[str, An
     from bokeh.core.json_encoder import serialize_json
     from bokeh.document import Document
     from bokeh.models import Range1d
+    from bokeh.themes import Theme
 
     x_range = Range1d(start=0, end=1, name="x")
     plots = {chart.key: _plot(chart, x_range) for chart in charts}
     if marks:
         plots["events"] = _events_plot(marks, x_range)
-    document = Document()
+    document = Document(theme=Theme(Path(__file__).with_name("page.yaml")))
     for plot in plots.values():
         document.add_root(plot)
     curves = [line.curve for chart in charts for line in chart.lines]
@@ -134,7 +134,7 @@ def _events_plot(marks: Sequence[Marks], x_range: Range1d) -> figure:
 
 
 def _empty_plot(height: int, **options: Any) -> figure:
-    """Return a plot without title, toolbar and background, which page.css and page.js provide.
+    """Return a plot whose look page.yaml, page.css and page.js provide.
 
     It has a horizontal axis for each position; page.js shows one of them.
     """
@@ -142,33 +142,12 @@ def _empty_plot(height: int, **options: Any) -> figure:
     from bokeh.plotting import figure
 
     zoom = BoxZoomTool(dimensions="width")
-    plot = figure(
-        height=height,
-        sizing_mode="stretch_width",
-        toolbar_location=None,
-        tools=[zoom],
-        active_drag=zoom,
-        min_border_left=LEFT,
-        min_border_right=RIGHT,
-        min_border_top=6,
-        min_border_bottom=24,
-        background_fill_color=None,
-        border_fill_color=None,
-        outline_line_color=None,
-        x_axis_location=None,
-        **options,
-    )
+    plot = figure(height=height, tools=[zoom], active_drag=zoom, x_axis_location=None, **options)
     for name, form in (("step", "0.[000]a"), ("tokens", "0.[00]a"), ("elapsed_s", "00:00:00")):
-        axis: Any = LinearAxis(name=name)
-        axis.formatter = NumeralTickFormatter(format=form)
+        axis: Any = LinearAxis(name=name, formatter=NumeralTickFormatter(format=form))
         plot.add_layout(axis, "below")
     plot.xaxis[-1].ticker = AdaptiveTicker(base=60, mantissas=[1, 2, 5, 10, 15, 30], min_interval=1)
-    plot.toolbar.logo = None
     plot.xgrid.grid_line_color = None
-    plot.axis.axis_line_color = None
-    plot.axis.major_tick_line_color = None
-    plot.axis.minor_tick_line_color = None
-    plot.axis.major_label_text_font = "system-ui, sans-serif"
     return plot
 
 
