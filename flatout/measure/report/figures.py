@@ -5,42 +5,34 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from bokeh.core.json_encoder import serialize_json
+from bokeh.document import Document
+from bokeh.models import (
+    AdaptiveTicker,
+    BoxZoomTool,
+    ColumnDataSource,
+    LinearAxis,
+    NumeralTickFormatter,
+    PrintfTickFormatter,
+    Range1d,
+)
+from bokeh.plotting import figure
+from bokeh.resources import Resources
+from bokeh.themes import Theme
 
-from flatout.errors import MissingPackage
 from flatout.measure.report.charts import Chart, Line, Marks
 from flatout.measure.report.curves import POSITIONS, Curve
-
-if TYPE_CHECKING:
-    from bokeh.models import Range1d
-    from bokeh.plotting import figure
 
 HEIGHT, EVENTS_ROW = 220, 22
 FAINT = 0.35
 """Opacity of a curve that its trend is drawn over."""
 
 
-def require_packages() -> None:
-    """Check that the packages of a report are installed, without importing them.
-
-    Raises: MissingPackage with the install line.
-    """
-    from importlib.util import find_spec
-
-    for package in ("bokeh", "jinja2"):
-        if find_spec(package) is None:
-            raise MissingPackage(
-                f"A report needs the package {package}, which is not installed.",
-                fix='Install it: `pip install "flatout[report]"`.',
-            )
-
-
 def library() -> str:
     """Return BokehJS as a script: the copy that the Python package contains."""
-    from bokeh.resources import Resources
-
     resources = Resources(mode="inline", components=["bokeh"], minified=True)
     return "\n".join(resources.js_raw[:1])
 
@@ -50,10 +42,6 @@ def charts_json(charts: Sequence[Chart], marks: Sequence[Marks]) -> dict[str, An
 
     Positions of a curve are columns of its data source: `step`, `tokens` and `elapsed_s`.
     """
-    from bokeh.core.json_encoder import serialize_json
-    from bokeh.document import Document
-    from bokeh.models import Range1d
-    from bokeh.themes import Theme
 
     x_range = Range1d(start=0, end=1, name="x")
     plots = {chart.key: _plot(chart, x_range) for chart in charts}
@@ -72,8 +60,6 @@ def charts_json(charts: Sequence[Chart], marks: Sequence[Marks]) -> dict[str, An
 
 def _plot(chart: Chart, x_range: Range1d) -> figure:
     """Return the plot of one chart: each curve, and over it its trend."""
-    from bokeh.models import NumeralTickFormatter, PrintfTickFormatter
-
     plot = _empty_plot(HEIGHT, x_range=x_range, window_axis="x")
     if ticks := chart.ticks:
         form = PrintfTickFormatter if ticks.startswith("%") else NumeralTickFormatter
@@ -103,8 +89,6 @@ def _draw(plot: figure, name: str, line: Line, curve: Curve, *, alpha: float) ->
 
 def _source(name: str, at: Curve, value: Any) -> Any:
     """Return the values at the positions of a curve."""
-    from bokeh.models import ColumnDataSource
-
     columns = {
         "step": at.step,
         "tokens": at.tokens,
@@ -138,13 +122,12 @@ def _empty_plot(height: int, **options: Any) -> figure:
 
     It has a horizontal axis for each position; page.js shows one of them.
     """
-    from bokeh.models import AdaptiveTicker, BoxZoomTool, LinearAxis, NumeralTickFormatter
-    from bokeh.plotting import figure
 
     zoom = BoxZoomTool(dimensions="width")
     plot = figure(height=height, tools=[zoom], active_drag=zoom, x_axis_location=None, **options)
     for name, form in (("step", "0.[000]a"), ("tokens", "0.[00]a"), ("elapsed_s", "00:00:00")):
-        axis: Any = LinearAxis(name=name, formatter=NumeralTickFormatter(format=form))
+        axis: Any = LinearAxis(name=name)
+        axis.formatter = NumeralTickFormatter(format=form)
         plot.add_layout(axis, "below")
     plot.xaxis[-1].ticker = AdaptiveTicker(base=60, mantissas=[1, 2, 5, 10, 15, 30], min_interval=1)
     plot.xgrid.grid_line_color = None

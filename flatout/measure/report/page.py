@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import datetime
 import hashlib
-import importlib
+import importlib.util
 import json
 from collections.abc import Callable, Iterator, Sequence
 from importlib import resources
@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from flatout.config.schema import flat
+from flatout.errors import MissingPackage
 from flatout.figures import UNKNOWN, duration
 from flatout.json_io import is_finite
-from flatout.measure.report import figures
 from flatout.measure.report.charts import NUM_COLORS, described, drawn_charts, marks_of
 from flatout.measure.report.curves import INTERVALS, TREND_INTERVALS, RunData
 
@@ -47,6 +47,19 @@ MAX_SAMPLES = 50
 """Samples of one run in the page: the first, and the last ones."""
 
 
+def require_packages() -> None:
+    """Check that the packages of a report are installed, without importing them.
+
+    Raises: MissingPackage with the install line.
+    """
+    for package in ("bokeh", "jinja2"):
+        if importlib.util.find_spec(package) is None:
+            raise MissingPackage(
+                f"A report needs the package {package}, which is not installed.",
+                fix='Install it: `pip install "flatout[report]"`.',
+            )
+
+
 def render(runs: Sequence[RunData]) -> str:
     """Return the page about `runs`.
 
@@ -55,6 +68,8 @@ def render(runs: Sequence[RunData]) -> str:
     """
     from jinja2 import Environment, StrictUndefined
     from markupsafe import Markup
+
+    from flatout.measure.report import figures
 
     charts, marks = drawn_charts(runs), marks_of(runs)
     data = figures.charts_json(charts, marks) | {"marks": {mark.key: mark.texts for mark in marks}}
