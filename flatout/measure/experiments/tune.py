@@ -447,7 +447,8 @@ class Search:
             reserve_s = self._slowest_s(shares[number > 0])
             due = [tried for tried in self._ranked(moves) if not self._is_decided(tried)]
             first = [] if self.round in trials.ok(self.name(before)) else [before]
-            if not due or not self.allows(*first, due[0].after, self.start, reserve_s=reserve_s):
+            later = [] if before == self.start else [self.start]  # to compare at the end
+            if not due or not self.allows(*first, due[0].after, *later, reserve_s=reserve_s):
                 return
             with_losses = [
                 tried
