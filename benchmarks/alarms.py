@@ -26,8 +26,6 @@ from flatout.training.metrics.surroundings import Surroundings
 RECORDS, PLANTED_AT = 1000, 500
 STEP_MS, STEPS_PER_RECORD = 250.0, 10
 Record = dict[str, float]
-
-
 Noise = Callable[[random.Random, float], float]
 """(generator, the value before) -> the next value."""
 Change = Callable[[Record], None]

@@ -3,27 +3,21 @@
     OMP_NUM_THREADS=1 PYTHONPATH=. python benchmarks/checkpoints.py --repeats 3
 
 Trains a transformer of 124 million parameters (the shape of GPT-2, 1.5 GB of weights and moments)
-on random tokens in a temporary directory, alternating `speedups=auto,-async-checkpoints`,
+on random tokens, uncompiled, alternating `speedups=auto,-async-checkpoints`,
 `auto,+async-checkpoints`, and the latter with `checkpoint.mirror`, and saves every few steps. The
 event of each save states how long the loop was blocked and when the checkpoint was complete. The
-last save of a run is not counted, since the run waits for it either way. The first save is reported
-separately: an asynchronous one uses memory reserved before the first step, and the time of that
-reservation has its own column. The wall time of each run is reported too, since the writing thread
-uses part of the cores. Figures are medians over all other saves of all repeats; the ratio is that
-of the medians per repeat. The share at the default interval divides the blocked time by the 10
-minutes between saves. The bytes are those of all files of one checkpoint. To resume, `flatout
-train` starts in a new process on a run that was killed after a save; the time ends with the record
-of its first step, whose own time is subtracted. The mirror is an S3 server on this machine if moto
-and s3fs are installed, else a directory; either takes time from the same cores. Its cost is the
-difference in tokens/s of training with and without it, saves aside. A resume from the mirror starts
-without the run directory; since moto copies a whole file for every range of it, one from a
-directory as mirror is timed too. Nothing is compiled. Writes benchmarks/results/checkpoints.json
-and .md.
+first save is reported separately, the last one, for which the run waits, is not counted. An
+asynchronous save uses memory reserved before the first step, a column of its own. Figures are
+medians over all saves; the ratio is that of the medians per repeat. To resume, `flatout train`
+starts in a new process on a run that was killed after a save, until the record of its first step,
+whose own time is subtracted. The mirror is an S3 server on this machine if moto and s3fs are
+installed, else a directory; its cost is the difference in tokens/s, saves aside. A resume from the
+mirror starts without the run directory; since moto copies a whole file for every range of it, one
+from a directory as mirror is timed too. Writes benchmarks/results/checkpoints.json and .md.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import socket
@@ -48,7 +42,7 @@ from measurement import facts, in_turns, markdown, parser, publish, ratios, spre
 from flatout.config.schema import RunConfig, load_config
 from flatout.files import folder_bytes
 from flatout.training.run import run_training
-from flatout.training.run_dir.layout import METRICS, read_events
+from flatout.training.run_dir.layout import read_events, read_records
 from flatout.training.saving import DEFAULT_MINUTES_BETWEEN_SAVES
 
 SHAPE = {"num_layers": 12, "d_model": 768, "num_heads": 12}
@@ -130,7 +124,7 @@ def train(run: Path, config: RunConfig) -> dict:
         return [event for event in events if event["event"] == kind]
 
     saved = of("save")[: summary["steps"] // (config.checkpoint.every_steps or 1) - 1]
-    rates = [row["perf/tokens_per_s"] for row in records(run) if "perf/tokens_per_s" in row]
+    rates = [row["perf/tokens_per_s"] for row in read_records(run) if "perf/tokens_per_s" in row]
     (last,) = (run / "checkpoints").glob("step-*")
     return {
         "blocked_ms": [event["blocked_ms"] for event in saved],
@@ -183,13 +177,7 @@ def first_record(run: Path, number: int) -> dict[str, Any] | None:
     if len(resumes) < number:  # the later records are still those of the killed process
         return None
     step = resumes[-1]["step"]
-    return next((record for record in records(run) if record["step"] > step), None)
-
-
-def records(run: Path) -> list[dict[str, Any]]:
-    """Return the complete records of a run."""
-    lines = (run / METRICS).read_text().split("\n")[:-1]
-    return [json.loads(line) for line in lines]
+    return next((record for record in read_records(run) if record["step"] > step), None)
 
 
 def started_until(command: list[Any], folder: Path, true: Callable[[], object]) -> float:

@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 from main_job import prepared, text_parser
-from measurement import flatout, save
+from measurement import flatout, publish
 
 from flatout.json_io import read_json
 
@@ -31,9 +31,8 @@ def main() -> None:
         found["path"] = "bench"
         # the table is part of a section of the document
         table = re.sub(r"^#", "####", (out / "table.md").read_text("utf-8"), flags=re.MULTILINE)
-        save(given.out, "cpu", found, table)
+        publish(given.out, "cpu", found, table)
         shutil.copyfile(out / "bench.svg", given.out / "cpu.svg")
-    print(table)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ strengths. There a slow source is planted by a `sitecustomize.py`, which Python 
 start; the other faults are settings of the recipe or of the environment. A trial is right when the
 first finding is the fault's own. TraceML watches the loops beside it where it is installed. Run it
 on a quiet machine: a busy one is itself a finding. Results are written after every trial to
-benchmarks/results/diagnose.json and .md; --resume continues from them. Faults that only a GPU can
+benchmarks/results/diagnose.json and .md. Faults that only a GPU can
 have are left out on a CPU. A slow disk is planted by limiting the rate of reads, as root.
 """
 
@@ -30,9 +30,7 @@ from typing import Any
 
 import torch
 from diagnose_loop import CPU_ONLY, FAULTS, GPU_ONLY, HEALTHY
-from measurement import facts, flatout, json_of, markdown, parser, publish, save, verdict
-
-from flatout.json_io import read_json
+from measurement import facts, flatout, json_of, markdown, parser, publish, verdict
 
 STRENGTHS = (1, 2, 3)
 RECIPE_FAULTS = {
@@ -80,7 +78,6 @@ def main() -> None:
     counts = {"trials": 3, "recipe_trials": 1, "healthy": 20, "recipe_healthy": 3}
     made = parser(__doc__, **counts, steps=70, minutes=90.0)
     made.add_argument("--only", nargs="+", help="these faults")
-    made.add_argument("--resume", action="store_true", help="keep the trials in the results")
     given = made.parse_args()
     end_s = time.monotonic() + 60 * given.minutes
     on_gpu = torch.cuda.is_available()
@@ -98,8 +95,6 @@ def main() -> None:
         "device": "cuda" if on_gpu else "cpu",
         **facts(),
     }
-    if given.resume:
-        trials = resume(found, trials, read_json(given.out / "diagnose.json"))
     with tempfile.TemporaryDirectory() as folder:
         recipe = None
         for fault, strength in trials:
@@ -118,24 +113,10 @@ def main() -> None:
                 row["error"] = (str(error).strip().splitlines() or ["no output"])[-1]
             found["rows"].append(row)
             print(row, file=sys.stderr, flush=True)
-            save(given.out, "diagnose", found, table(found))
+            publish(given.out, "diagnose", found, table(found))
     loops = [name for name in faults if name in FAULTS]
     found["traceml"] = traceml(loops, given.steps, end_s)
     publish(given.out, "diagnose", found, table(found))
-
-
-def resume(
-    found: dict[str, Any], trials: list[tuple[str, int]], before: dict[str, Any]
-) -> list[tuple[str, int]]:
-    """Take over the trials of an earlier run with the same plan; return those that are left."""
-    found["rows"], found["planned"] = before["rows"], before["planned"]
-    commits = dict.fromkeys([*before["commit"].split(", "), found["commit"]])
-    found["commit"] = ", ".join(commits)
-    left = [*trials]
-    for row in before["rows"]:
-        if (done := (row["fault"], row["strength"])) in left:
-            left.remove(done)
-    return left
 
 
 def planned(faults: list[str], given: argparse.Namespace) -> list[tuple[str, int]]:

@@ -36,8 +36,6 @@ ROWS = 4
 TEXT = "synthetic:documents=200,words=300,seed=0"
 EVERY = "lora.rank=8"
 RECOMPUTED = f"speedups={EAGER.partition('=')[2]},+checkpointing"
-
-
 CASES: dict[str, tuple[str, ...]] = {
     "all weights": (),
     "LoRA, rank 8, all-linear": (EVERY,),

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from flatout.hardware import probe
-from flatout.measure.experiments.results import commit_of_package
+from flatout.measure.experiments.bench import commit_of_package
 
 RESULTS = Path(__file__).parent / "results"
 PATHS = ("run", "path", "resumed_from", "by_dataset")
@@ -42,16 +42,11 @@ def facts() -> dict[str, str]:
     return {"machine": probe().describe(), "commit": commit_of_package() or "unknown"}
 
 
-def save(out: Path, name: str, found: Mapping[str, Any], text: str) -> None:
-    """Write the figures to OUT/NAME.json and their table to OUT/NAME.md."""
+def publish(out: Path, name: str, found: Mapping[str, Any], text: str) -> None:
+    """Write the figures to OUT/NAME.json and their table to OUT/NAME.md, and print it."""
     out.mkdir(parents=True, exist_ok=True)
     (out / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     (out / f"{name}.md").write_text(text, encoding="utf-8")
-
-
-def publish(out: Path, name: str, found: Mapping[str, Any], text: str) -> None:
-    """Save the figures and print their table."""
-    save(out, name, found, text)
     print(text)
 
 

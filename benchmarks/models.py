@@ -34,7 +34,7 @@ from typing import Any
 import psutil
 import torch
 from main_job import text_parser
-from measurement import RESULTS, facts, json_of, markdown, ratios, save, spread
+from measurement import RESULTS, facts, json_of, markdown, publish, ratios, spread
 from training_runs import best_of_grid, built, code_state, loss_of, remembered, trained
 
 from flatout import Dataset, load_config, prepare
@@ -122,7 +122,6 @@ def main() -> None:
     else:
         words = ["--part", "speed", "--text", str(arguments.text), "--work", str(arguments.work)]
         measure_speed([sys.executable, __file__, *words], arguments.rounds, cache)
-    print((RESULTS / "models.md").read_text())
 
 
 def keep(part: str, found: dict[str, Any]) -> None:
@@ -131,7 +130,7 @@ def keep(part: str, found: dict[str, Any]) -> None:
     whole = read_json(path) if path.exists() else {}
     machine = {"torch": torch.__version__, "threads": torch.get_num_threads()}
     whole[part] = {**facts(), "commit": code_state(), **machine, **found}
-    save(RESULTS, "models", whole, table(whole))
+    publish(RESULTS, "models", whole, table(whole))
 
 
 def configured(trial: Trial, dataset: Dataset) -> RunConfig:

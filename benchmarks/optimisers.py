@@ -3,16 +3,13 @@
     python benchmarks/optimisers.py --text shakespeare.txt --prose prose.jsonl \\
         --work data/optimisers
 
-There are two corpora (characters of one text, bytes of another), each with a small model. Model,
-sequences, batch, warm-up, clipping and schedule are the same for both optimisers; every run
-completes the schedule of its own length. Both are tuned on one seed over the same grid: AdamW with
-all the tokens, Muon with 0.65 of them; AdamW also with another beta2, Muon with another momentum.
-Then both run on three new seeds with their best setting, at several fractions of the tokens. All
-results are in benchmarks/results/optimisers.json in the order of the runs; the table and the
-picture next to it are made from them.
-
-Each finished run is stored in WORK/runs.jsonl; the same code (`code_state`) does not repeat it. All
-runs take about an hour on one core.
+Two corpora (characters of one text, bytes of another), each with a small model; model, sequences,
+batch, warm-up, clipping and schedule are the same for both optimisers, and every run completes the
+schedule of its own length. Both are tuned on one seed over the same grid: AdamW with all the
+tokens, also with another beta2, Muon with 0.65 of them, also with another momentum. Then both run
+on three new seeds with their best setting, at several fractions of the tokens. Every run is in
+benchmarks/results/optimisers.json, from which the table and the picture next to it are made.
+WORK/runs.jsonl has each finished run; the same code does not repeat it. About an hour on one core.
 """
 
 from __future__ import annotations
@@ -28,11 +25,12 @@ from typing import Any
 import torch
 from charts import Curve, beside, chart
 from main_job import text_parser
-from measurement import facts, markdown, save
+from measurement import facts, markdown, publish
 from training_runs import best_of_grid, built, code_state, loss_of, remembered, trained
 
 from flatout import Dataset, load_config, prepare
 from flatout.config.schema import RunConfig
+from flatout.measure.experiments.noise import mean_of
 
 SHARED = {
     "model.norm": "rmsnorm",
@@ -46,11 +44,7 @@ SHARED = {
     "train.precision": "fp32",
     "speedups": "auto,-compile",
 }
-"""Settings of both optimisers and corpora.
-
-Dropout is 0; the rest are the defaults of flatout/config/schema.py.
-"""
-
+"""Settings of both optimisers and corpora; the rest are the defaults of the schema."""
 RATES = (1e-3, 2e-3, 4e-3, 8e-3, 16e-3)
 """Initial learning rates; the grid grows by factors of two while the best is at its edge."""
 WEIGHT_DECAYS = (0.1, 0.0)
@@ -63,9 +57,6 @@ TUNED_AT = {"adamw": 1.0, "muon": 0.65}
 FRACTIONS = {"adamw": (0.5, 1.0), "muon": (0.35, 0.5, 0.65)}
 """Fractions of the tokens, each a separate run with the tuned setting."""
 
-
-T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
-"""Student's t for a two-sided 95% interval, by the number of values."""
 NAMES = {"adamw": "AdamW", "muon": "Muon"}
 COLOURS = {"adamw": "#d1603d", "muon": "#3d7dd1"}
 
@@ -133,9 +124,8 @@ def main() -> None:
         "seeds": SEEDS,
         "corpora": corpora,
     }
-    save(given.out, "optimisers", found, table(found))
+    publish(given.out, "optimisers", found, table(found))
     (given.out / "optimisers.svg").write_text(picture(found))
-    print(table(found))
 
 
 def measure(corpus: Corpus, dataset: Dataset, cache: Path) -> dict[str, Any]:
@@ -243,14 +233,15 @@ def summary(
     ]
     known = [fraction for fraction in needed if fraction is not None]
     is_whole = len(known) == len(needed)
+    low, mean, high = mean_of(known) if is_whole else (None, None, None)
     return {
         "curves": {
             kind: [{"fraction": each, "val_losses": losses} for each, losses in curve.items()]
             for kind, curve in curves.items()
         },
         "needed_by_seed": needed,
-        "needed": statistics.mean(known) if is_whole else None,
-        "interval_95": interval(known) if is_whole else None,
+        "needed": mean,
+        "interval_95": (low, high) if is_whole else None,
     }
 
 
@@ -264,12 +255,6 @@ def crossing(points: Sequence[tuple[float, float]], target: float) -> float | No
             share = (above - target) / (above - below) if above > below else 0.0
             return before * (after / before) ** share
     return None
-
-
-def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Return the 95% interval of the mean of a few values."""
-    half = T_95[len(values)] * statistics.stdev(values) / math.sqrt(len(values))
-    return statistics.mean(values) - half, statistics.mean(values) + half
 
 
 def table(found: dict[str, Any]) -> str:

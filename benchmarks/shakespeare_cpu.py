@@ -25,7 +25,7 @@ from typing import Any
 
 from charts import Curve, beside, chart
 from main_job import prepared, text_parser
-from measurement import facts, flatout, in_turns, json_lines, markdown, save, spread
+from measurement import facts, flatout, in_turns, json_lines, markdown, publish, spread
 
 TARGETS = ((22.0, 1.88), (68.0, 1.60))
 """(wall seconds, validation loss): the loss to reach within that time."""
@@ -46,9 +46,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         runs = measure(Path(folder), given)
     found = {**facts(), "repeats": given.repeats, "few_steps": given.few_steps, "runs": runs}
-    save(given.out, "shakespeare_cpu", found, table(found))
+    publish(given.out, "shakespeare_cpu", found, table(found))
     (given.out / "shakespeare_cpu.svg").write_text(picture(found))
-    print(table(found))
 
 
 def measure(folder: Path, given: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:

@@ -23,15 +23,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from measurement import facts, markdown, parser, save, spread, verdict
+from measurement import facts, markdown, parser, publish, spread, verdict
 from training_runs import remembered
 
 import flatout
 from flatout.config.schema import RunConfig, load_config
+from flatout.measure.experiments.points import filling
 from flatout.measure.experiments.records import TrialSpec
 from flatout.measure.experiments.resolving import resolve_here
 from flatout.measure.experiments.space import Setting, rows_ladder
-from flatout.measure.experiments.sweep import filling
 from flatout.measure.experiments.trial import run_trial
 from flatout.measure.experiments.tune import run_tune
 
@@ -59,15 +59,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         config = load_config(None, [*OVERRIDES, f"data.path={prepare(Path(folder))}"])
         found = measure(config, Path(folder), given, trials)
-    save(given.out, "tune", found, table(found))
+    publish(given.out, "tune", found, table(found))
     trials.unlink()
-    print(table(found))
-
-
-def timed(call: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return a result with the seconds it took."""
-    start_s = time.perf_counter()
-    return {**call(), "seconds": time.perf_counter() - start_s}
 
 
 def prepare(folder: Path) -> Path:
@@ -85,7 +78,10 @@ def measure(
     """Measure the grid, then tune, then all winners in alternation."""
 
     def once(name: str, call: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        return remembered({"name": name}, trials, partial(timed, call))
+        began_s = time.perf_counter()
+        return remembered(
+            {"name": name}, trials, lambda: {**call(), "seconds": time.perf_counter() - began_s}
+        )
 
     def rate_of(setting: Setting, number: int) -> dict[str, Any]:
         return once(

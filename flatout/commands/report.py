@@ -91,7 +91,7 @@ def check(runs: list[str] | None, out: Path | str | None) -> list[Path]:
 
     Raises: UsageError.
     """
-    from flatout.measure.report.figures import require_packages
+    from flatout.measure.report.page import require_packages
 
     known = layout.list_runs(RUNS) if RUNS.is_dir() and not runs else []
     if not runs and not known:

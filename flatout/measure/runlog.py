@@ -9,18 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from flatout.config.schema import flat
 from flatout.documents import read_document
 from flatout.errors import FlatoutError
-from flatout.json_io import JsonObject, LineReader, finite_numbers, is_finite, read_json
+from flatout.json_io import JsonObject, LineReader, finite_numbers, is_finite
 from flatout.progress import counted
 from flatout.training.run_dir import layout
 from flatout.training.run_dir.state import run_state
 
 Read = TypeVar("Read")
-FINDINGS = "findings.json"
 LAST_STEP = 2**53
 """Later steps are damage: arithmetic with them is not exact, or overflows."""
 WATCHED = "watched"
@@ -78,12 +77,6 @@ class RunLog:
     def summary(self) -> JsonObject:
         """summary.json; empty while the run has not finished."""
         return self._or_note(lambda: layout.read_summary(self.path), None) or {}
-
-    @cached_property
-    def findings(self) -> Any:
-        """findings.json as it is; None when there is none."""
-        path = self.path / FINDINGS
-        return self._or_note(lambda: read_json(path), None) if path.exists() else None
 
     def _read(self, name: str) -> Iterator[JsonObject]:
         reader = LineReader(self.path / name, tail_bytes=self._tail_bytes)

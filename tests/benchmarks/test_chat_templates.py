@@ -10,7 +10,3 @@ def test_both_ways_render_the_same_texts(benchmark, family):
     rows = benchmark.conversations(5)
     row = benchmark.measure(family, benchmark.FAMILIES[family], rows, rounds=1)
     assert min(row["here_us"], row["there_us"]) > 0
-
-
-def test_a_template_that_takes_too_much_is_answered(benchmark):
-    assert "memory" in benchmark.attack("center", benchmark.ATTACKS["center"])["answer"]

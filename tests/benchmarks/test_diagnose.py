@@ -40,14 +40,6 @@ def test_a_trial_is_right_when_its_fault_is_named_first(benchmark):
     assert "**missed**" in table
 
 
-def test_a_resumed_benchmark_runs_the_trials_that_are_left(benchmark):
-    before = found(row("slow save", 1, "slow-save")) | {"commit": "a"}
-    new = found() | {"commit": "b"}
-    trials = [("slow save", 1), ("slow save", 2), ("slow save", 1)]
-    assert benchmark.resume(new, trials, before) == trials[1:]
-    assert (new["rows"], new["commit"]) == (before["rows"], "a, b")
-
-
 def test_every_fault_has_a_finding(benchmark):
     from flatout.measure.diagnose.diagnosis import rules
 
@@ -65,6 +57,6 @@ def test_every_fault_is_tried_before_one_is_repeated(benchmark):
 
 def test_results_so_far_are_written(benchmark, tmp_path):
     part = found(row("recipe: slow save", 1, "slow-save"))
-    benchmark.save(tmp_path, "diagnose", part, benchmark.table(part))
+    benchmark.publish(tmp_path, "diagnose", part, benchmark.table(part))
     assert "1 of 7 trials were run" in (tmp_path / "diagnose.md").read_text()
     assert json.loads((tmp_path / "diagnose.json").read_text())["rows"] == part["rows"]

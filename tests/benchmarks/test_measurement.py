@@ -42,6 +42,6 @@ def test_figures_are_saved_without_git_too(benchmark, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     found = benchmark.facts()
     assert found["commit"] == "unknown"
-    benchmark.save(tmp_path / "results", "name", found, "| a |\n")
+    benchmark.publish(tmp_path / "results", "name", found, "| a |\n")
     assert json.loads((tmp_path / "results" / "name.json").read_text()) == found
     assert (tmp_path / "results" / "name.md").read_text() == "| a |\n"

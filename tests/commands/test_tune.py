@@ -106,7 +106,7 @@ def test_json_contains_the_best_setting_and_the_choices(tuned, capsys, tmp_path,
 def test_the_summary_shows_gains_and_the_next_command(tuned, capsys, tiny_set):
     assert run("shakespeare-char", f"data.path={tiny_set}") == 0
     shown = capsys.readouterr().out
-    assert "12,345 tokens/s, x1.12 (1.10 to 1.14) of auto" in shown
+    assert "12,345 tokens/s; gain over auto: x1.12 (1.10 to 1.14)" in shown
     assert "slower, x0.70" in shown
     assert "flatout train tuned.yaml" in shown
 

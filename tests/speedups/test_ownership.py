@@ -18,8 +18,7 @@ from flatout.commands.list import list_entries
 from flatout.config.schema import load_config
 from flatout.errors import ConfigError
 from flatout.hardware import Gpu, Machine
-from flatout.measure.experiments.ladder import make_ladder
-from flatout.measure.experiments.sweep import SWEEPS, filling, precisions
+from flatout.measure.experiments.points import SWEEPS, filling, make_ladder, precisions
 from flatout.registry import PACKAGE_DIR, RECIPES, SPEEDUPS
 
 MACHINES = {

@@ -12,12 +12,19 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from flatout.assembly.recipe import Promise
 from flatout.config.schema import RunConfig
 from flatout.measure.experiments.noise import MIN_SEEDS, Spread, mean_of, median_of, spread
-from flatout.measure.experiments.records import TIME_WAS_UP, Figure, Row, Trial, TrialResult
+from flatout.measure.experiments.records import (
+    TIME_WAS_UP,
+    Figure,
+    LossCheck,
+    Row,
+    Steps,
+    Trial,
+    TrialResult,
+)
 from flatout.registry import SPEEDUPS
 
 LOSS_STEPS = 20
@@ -29,35 +36,8 @@ buffers is reused.
 FINAL_LOSSES = 5
 """Number of last losses whose mean is taken as the final loss; a single one is too noisy."""
 STRICTNESS = ("exact", "rounding", "statistical")
-Losses = Sequence[float]
-LossPairs = Sequence[tuple[Losses, Losses]]
+LossPairs = Sequence[tuple[Sequence[float], Sequence[float]]]
 """Losses (with, without) on the same batches, one pair per repeat."""
-
-
-@dataclass(frozen=True)
-class LossCheck:
-    """Whether the losses of two points differ by no more than promised."""
-
-    promise: Promise
-    kept: bool | None
-    """None: not decided."""
-    reason: str
-    """How it was decided, or why not."""
-    pairs: LossPairs = ()
-    """The losses that were compared."""
-    deterministic: bool = False
-    """Whether they are from runs with train.deterministic=true."""
-
-    def fields(self) -> dict[str, Any]:
-        """Return the fields of a row about its losses."""
-        return {
-            "promise": self.promise.kind,
-            "promise_kept": self.kept,
-            "promise_reason": self.reason,
-            "deterministic": self.deterministic,
-            "loss_difference": largest_difference(self.pairs),
-            "compared_losses": max((len(fast) for fast, _ in self.pairs), default=None),
-        }
 
 
 @dataclass
@@ -96,11 +76,6 @@ class Trials:
             trials.append(trial)
         return replace(self, done=trials)
 
-    @property
-    def points(self) -> list[str]:
-        """The points that have a trial, in order."""
-        return [*dict.fromkeys(trial.point for trial in self.done)]
-
     def timed(self, point: str) -> list[Trial]:
         """Return the timed trials of a point."""
         return [trial for trial in self.done if trial.point == point and not trial.deterministic]
@@ -127,21 +102,18 @@ class Trials:
         pairs = self.pairs(fast, slow)
         return [(one.tokens_per_s or 0.0) / (other.tokens_per_s or 1.0) for one, other in pairs]
 
-    def noise(self, base: str) -> Spread:
-        """Return the noise of the ratios of all points to `base`."""
-        return spread(self.ratios(point, base) for point in self.points if point != base)
+    def noise(self) -> Spread:
+        """Return the noise of a ratio: of all points to the first one that has figures."""
+        points = dict.fromkeys(trial.point for trial in self.done if self.ok(trial.point))
+        base, *others = points or [""]
+        return spread(self.ratios(point, base) for point in others)
 
-    def rate(self, point: str) -> Figure | None:
-        """Return the point's tokens per second, None without figures."""
-        rates = self.rates(point)
-        return median_of(rates, shared=spread(map(self.rates, self.points))) if rates else None
-
-    def gain(self, one: str, other: str, base: str) -> Figure | None:
+    def gain(self, one: str, other: str) -> Figure | None:
         """Return how many times faster `one` is than `other`; None when no round has both."""
         ratios = self.ratios(one, other)
-        return median_of(ratios, shared=self.noise(base)) if ratios else None
+        return median_of(ratios, shared=self.noise()) if ratios else None
 
-    def loss_pairs(self, one: str, other: str) -> list[tuple[list[float], list[float]]]:
+    def loss_pairs(self, one: str, other: str) -> LossPairs:
         """Return the losses of two points on the same batches, one pair per common round."""
         return paired((a.losses, b.losses) for a, b in self.pairs(one, other))
 
@@ -152,57 +124,63 @@ class Trials:
 
     def check(self, promise: Promise, one: str, other: str) -> LossCheck:
         """Return whether the losses of two points keep a promise."""
-        pairs = self.loss_pairs(one, other)
-        if not pairs:
-            return LossCheck(promise, None, "no losses to compare")
-        loss_steps, deterministic = self.loss_steps, self.needs_deterministic(promise, one, other)
-        if deterministic:
-            runs = [self.deterministic(name) for name in (one, other)]
-            failed = next((run for run in runs if run and not run.is_ok), None)
-            if failed or not all(run and run.losses for run in runs):
-                why = "two runs of one command differ here, and there was no time for runs with "
-                why += "train.deterministic=true"
-                if failed:
-                    why = "the run with train.deterministic=true gave no losses: "
-                    why += str(failed.reason)
-                return LossCheck(promise, None, f"not checked: {why}", pairs)
-            pairs = paired([tuple(run.losses if run else [] for run in runs)])
-            loss_steps = DETERMINISTIC_STEPS
-        kept, reason = keeps(promise, pairs, loss_steps=loss_steps, dropout=self.dropout)
-        return LossCheck(promise, kept, reason, pairs, deterministic)
+        pairs, loss_steps = self.loss_pairs(one, other), self.loss_steps
+        why_not = "" if pairs else "no losses to compare"
+        apart = self.needs_deterministic(promise, one, other)
+        if apart:
+            runs = [run for name in (one, other) if (run := self.deterministic(name))]
+            failed = [str(run.reason) for run in runs if not run.is_ok]
+            if failed:
+                why_not = "not checked: the run with train.deterministic=true gave no losses: "
+                why_not += failed[0]
+            elif len(runs) < 2 or not all(run.losses for run in runs):
+                why_not = "not checked: two runs of one command differ here, and there was no time "
+                why_not += "for runs with train.deterministic=true"
+            else:
+                pairs, loss_steps = paired([(runs[0].losses, runs[1].losses)]), DETERMINISTIC_STEPS
+        kept, reason = None, why_not
+        if not why_not:
+            kept, reason = keeps(promise, pairs, loss_steps=loss_steps, dropout=self.dropout)
+        return LossCheck(
+            promise=promise.kind,
+            promise_kept=kept,
+            promise_reason=reason,
+            deterministic=apart and not why_not,
+            loss_difference=largest_difference(pairs),
+            compared_losses=max((len(fast) for fast, _ in pairs), default=None),
+        )
 
     def measured(self, row: Row, point: str) -> Row:
         """Return a row with the figures of a point, or the reason why there are none."""
-        results = list(self.ok(point).values())
+        results, rates = list(self.ok(point).values()), self.rates(point)
         failed = next((t.result for t in self.timed(point) if not t.result.is_ok), None)
         if not results:
             status, reason = "not-measured", f"not measured: {self.stopped_by} before its turn."
             if failed:
                 status, reason = failed.status, str(failed.reason)
             return row.model_copy(update={"status": status, "reason": reason})
-
-        def median(name: str) -> float | None:
-            values = [value for result in results if (value := getattr(result, name)) is not None]
-            return statistics.median(values) if values else None
-
-        figures = {name: median(name) for name in ("step_ms", "data_ms", "host_ms", "device_ms")}
+        known = {
+            name: [value for result in results if (value := getattr(result, name)) is not None]
+            for name in Steps.model_fields
+        }
+        figures = {name: statistics.median(values) for name, values in known.items() if values}
         facts = {
             "reason": f"{failed.status} in one repeat: {failed.reason}" if failed else None,
             "repeats": len(results),
-            "tokens_per_s": self.rate(point),
-            "peak_gib": max((r.peak_gib for r in results if r.peak_gib is not None), default=None),
+            "tokens_per_s": median_of(
+                rates, shared=spread(self.rates(name) for name in {t.point for t in self.done})
+            ),
+            "peak_gib": max(known["peak_gib"], default=None),
             "rows_per_device": results[0].rows_per_device,
             "accumulate": results[0].accumulate,
-            "warmup_steps": round(median("warmup_steps") or 0),
+            "warmup_steps": round(figures.get("warmup_steps", 0)),
         }
-        return row.model_copy(update=facts | figures)
+        return row.model_copy(update=figures | facts)
 
 
-def paired(losses: Iterable[tuple[Losses, ...]]) -> list[tuple[list[float], list[float]]]:
+def paired(losses: Iterable[tuple[list[float], list[float]]]) -> LossPairs:
     """Return pairs of losses cut to one length; a pair with an empty side is left out."""
-    return [
-        (list(one[: len(other)]), list(other[: len(one)])) for one, other in losses if one and other
-    ]
+    return [(one[: len(other)], other[: len(one)]) for one, other in losses if one and other]
 
 
 def promise_between(one: Iterable[str], other: Iterable[str]) -> Promise:

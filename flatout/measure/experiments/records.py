@@ -12,6 +12,8 @@ PARTS = ("batch", "checkpointing", "speedups", "prefetch")
 """What `flatout tune` varies; the order is that of the first measurements."""
 LEAST_MINUTES = 1.0
 """The shortest time limit of tune: in less, hardly more than the start of one trial fits."""
+UNSURE = "unsure: too few repeats"
+"""A gain without an interval, which is not shown as a figure."""
 TIME_WAS_UP, INTERRUPTED = "the time was up", "it was interrupted"
 """Why a point has no trial."""
 Status = Literal["ok", "out-of-memory", "failed", "timed-out"]
@@ -37,17 +39,9 @@ class TrialSpec(Stored):
     """What a run does besides training and the trial does once, untimed, for its memory."""
 
 
-class TrialResult(Stored):
-    """The result of one trial."""
+class Steps(Stored):
+    """The figures of a trial's steps, or their medians over repeats."""
 
-    status: Status
-    """ok, out-of-memory, failed or timed-out."""
-    reason: str | None = None
-    """Why it is not ok, as a sentence."""
-    tokens_per_s: float | None = None
-    """Tokens of all measured steps over their total time, periodic work included.
-
-    Outliers are handled by repeats."""
     step_ms: float | None = None
     """Mean time of a measured step."""
     data_ms: float | None = None
@@ -58,20 +52,33 @@ class TrialResult(Stored):
     """Part of it spent on the device's work."""
     peak_gib: float | None = None
     """Peak memory: of the device, or on a CPU of the whole process."""
-    losses: list[float] = Field([])
-    """Losses of the first steps, in nats per token."""
-    warmup_steps: int | None = None
-    """Steps before the measured ones."""
-    warmup_s: float | None = None
-    """Seconds that they took."""
-    settled: bool | None = None
-    """Whether the step time was steady by then; if not, the figures may be too low."""
-    measured_steps: int | None = None
-    """Steps that were measured."""
     rows_per_device: int | None = None
     """Sequences in a micro-batch."""
     accumulate: int | None = None
     """Micro-batches per step."""
+    warmup_steps: int | None = None
+    """Steps before the measured ones."""
+
+
+class TrialResult(Steps):
+    """The result of one trial."""
+
+    status: Status
+    """ok, out-of-memory, failed or timed-out."""
+    reason: str | None = None
+    """Why it is not ok, as a sentence."""
+    tokens_per_s: float | None = None
+    """Tokens of all measured steps over their total time, periodic work included.
+
+    Outliers are handled by repeats."""
+    losses: list[float] = Field([])
+    """Losses of the first steps, in nats per token."""
+    warmup_s: float | None = None
+    """Seconds of the warm-up."""
+    settled: bool | None = None
+    """Whether the step time was steady at its end; if not, the figures may be too low."""
+    measured_steps: int | None = None
+    """Steps that were measured."""
     speedups: list[str] = Field([])
     """Speedups that were actually on."""
     compile_s: float | None = None
@@ -116,21 +123,16 @@ class Figure(Stored):
     high: float | None
     """Upper end of the interval; null with too few repeats."""
 
-    def verdict(self) -> str:
-        """Return a gain in words: faster, slower, or no measurable gain."""
-        return self._in_words(f"x{self.median:.2f}", "no measurable gain", "slower")
-
-    def worth(self) -> str:
-        """Return the worth of a left-out speedup in words: the gain of having it on."""
-        ratio = f"worth x{self.median:.2f}"
-        return self._in_words(ratio, "worth nothing measurable", "faster without it")
-
-    def _in_words(self, ratio: str, nothing: str, slower: str) -> str:
+    def verdict(self, *, left_out: bool = False) -> str:
+        """Return a gain in words; that of a speedup that was left out is what it is worth."""
         if self.low is None or self.high is None:
-            return f"{ratio}, too few repeats to be sure"
+            return UNSURE
         if self.low <= 1 <= self.high:
-            return nothing
-        return ratio if self.median > 1 else f"{slower}, {ratio}"
+            return "worth nothing measurable" if left_out else "no measurable gain"
+        ratio = f"x{self.median:.2f}"
+        if self.median > 1:
+            return f"worth {ratio}" if left_out else ratio
+        return f"{'faster without it' if left_out else 'slower'}, {ratio}"
 
     def between(self, digits: str) -> str:
         """Return the interval in brackets, or an empty string if it is unknown."""
@@ -139,7 +141,26 @@ class Figure(Stored):
         return f" ({self.low:{digits}} to {self.high:{digits}})"
 
 
-class Row(Stored):
+class LossCheck(Stored):
+    """Whether the losses of two points differ by no more than promised."""
+
+    promise: str | None = None
+    """exact, rounding or statistical; null if the losses were not compared."""
+    promise_kept: bool | None = None
+    """null if it was not decided."""
+    promise_reason: str | None = None
+    """How it was decided, or why not."""
+    loss_difference: float | None = None
+    """Largest relative difference of a loss from that of `against`, on the same batches."""
+    compared_losses: int | None = None
+    """Number of first steps whose losses were compared."""
+    deterministic: bool = False
+    """Whether the losses are from runs with train.deterministic=true.
+
+    They are used where timed runs do not repeat bit for bit."""
+
+
+class Row(Steps, LossCheck):
     """One line of a table: a set of speedups, a value of a sweep, a change, or what was not run."""
 
     name: str
@@ -167,36 +188,6 @@ class Row(Stored):
     """How many times faster with this speedup or change than without it, from paired repeats."""
     verdict: str = ""
     """The gain in words, or why there is none."""
-    loss_difference: float | None = None
-    """Largest relative difference of a loss from that of `against`, on the same batches."""
-    compared_losses: int | None = None
-    """Number of first steps whose losses were compared."""
-    deterministic: bool = False
-    """Whether the losses are from runs with train.deterministic=true.
-
-    They are used where timed runs do not repeat bit for bit."""
-    promise: str | None = None
-    """exact, rounding or statistical; null if the losses were not compared."""
-    promise_kept: bool | None = None
-    """null if it was not decided."""
-    promise_reason: str | None = None
-    """How it was decided, or why not."""
-    step_ms: float | None = None
-    """Median over repeats of the mean step."""
-    data_ms: float | None = None
-    """Part of it spent waiting for data."""
-    host_ms: float | None = None
-    """Part of it spent on the host's work."""
-    device_ms: float | None = None
-    """Part of it spent on the device's work."""
-    peak_gib: float | None = None
-    """Peak memory of any repeat."""
-    rows_per_device: int | None = None
-    """Sequences in a micro-batch."""
-    accumulate: int | None = None
-    """Micro-batches per step."""
-    warmup_steps: int | None = None
-    """Median number of steps before the measured ones."""
 
     @property
     def short_name(self) -> str:

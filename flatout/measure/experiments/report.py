@@ -15,6 +15,7 @@ from flatout.json_io import Result
 from flatout.measure.experiments.records import (
     INTERRUPTED,
     TIME_WAS_UP,
+    UNSURE,
     Best,
     Choice,
     Figure,
@@ -46,7 +47,7 @@ COLUMNS = (
     "n",
 )
 FULL = "█"
-BAR_COLUMNS, PICTURE_COLUMNS, NAME_COLUMNS, TEXT_COLUMNS = 28, 100, 40, 90
+BAR_COLUMNS, PICTURE_COLUMNS, NAME_COLUMNS, TEXT_COLUMNS = 28, 120, 40, 90
 
 
 class Measurement(Result):
@@ -119,8 +120,7 @@ class Bench(Measurement):
     def table(self) -> str:
         """Return the report as Markdown: its title, its tables, and how it was made."""
         lines = [f"# {self._title()}", ""]
-        if self.total_speedup is not None:
-            lines += [f"**{self._total()}**", ""]
+        lines += [f"**{total}**", ""] if (total := self._total()) else []
         for heading, rows in self._groups():
             lines += [f"## {heading}", ""] if heading else []
             if rows[0].kind == "absent":
@@ -142,26 +142,21 @@ class Bench(Measurement):
         most = max((row.tokens_per_s.median for row in self.rungs if row.tokens_per_s), default=1.0)
         width = max((len(row.short_name) for _, rows in groups for row in rows), default=0)
         full = FULL if can_show(FULL, encoding) else "#"
-        lines = [f"{self._title()}, tokens/s"]
+        lines, promises = [f"{self._title()}, tokens/s"], []
         for heading, rows in groups:
             lines += ["", heading] if heading else []
             for row in rows:
-                if row.tokens_per_s is None:
-                    lines.append(f"{row.short_name:<{width}}  {absence(row)}")
+                shown, rate = f"{row.short_name:<{width}}  ", row.tokens_per_s
+                if rate is None:
+                    lines.append(shown + absence(row))
                     continue
-                rate, beside = row.tokens_per_s, gain_text(row)
-                if row.kind == "point":
-                    peak = "memory unknown" if row.peak_gib is None else f"{row.peak_gib:.2f} GiB"
-                    beside = f"{rate.between(',.0f').strip()}  {peak}"
                 bar = full * max(round(BAR_COLUMNS * rate.median / most), 1)
-                line = f"{row.short_name:<{width}}  {bar:<{BAR_COLUMNS}}  {rate.median:>11,.0f}"
-                broken = "  PROMISE BROKEN" * (row.promise_kept is False)
-                lines.append(f"{line}  {beside}".rstrip() + broken)
-        promises = [
-            f"{row.short_name}: {row.promise} promise broken: {row.promise_reason}"
-            for row in self.rungs
-            if row.promise_kept is False
-        ]
+                shown += f"{bar:<{BAR_COLUMNS}}  {rate.median:>11,.0f}  {gain_text(row)}".rstrip()
+                if row.promise_kept is False:
+                    shown += "  PROMISE BROKEN"
+                    why = f"{row.promise} promise broken: {row.promise_reason}"
+                    promises.append(f"{row.short_name}: {why}")
+                lines.append(shown)
         missing = self._unreached()
         lines += ["", *missing] if missing else []
         lines += ["", "Promises", *promises] if promises else []
@@ -175,9 +170,7 @@ class Bench(Measurement):
 
         measured = [row for row in self.rungs if row.kind != "absent"]
         bars = self.model_copy(update={"rungs": measured}).bars()
-        longest = max((len(line) for line in bars.splitlines() if FULL in line), default=0)
-        width = max(longest, PICTURE_COLUMNS)
-        console = Console(width=width, file=io.StringIO(), record=True)
+        console = Console(width=PICTURE_COLUMNS, file=io.StringIO(), record=True)
         text = Text(f"{bars}\n\n{self._setting()}")
         text.highlight_regex(f"{FULL}+", "bright_blue")
         text.highlight_regex("PROMISE BROKEN", "bold bright_red")
@@ -196,13 +189,11 @@ class Bench(Measurement):
         return [(heading, rows) for heading, rows in found if rows]
 
     def _unreached(self) -> list[str]:
-        """Return the rows that the bench did not reach, one line per reason."""
+        """Return the rows that the bench did not reach, and why, in at most one line."""
         late = [row for row in self.rungs if row.is_unreached]
-        found = {
-            why: [row.short_name for row in late if why in str(row.reason)]
-            for why in (TIME_WAS_UP, INTERRUPTED)
-        }
-        return [f"Not measured, {why}: {', '.join(rows)}." for why, rows in found.items() if rows]
+        why = INTERRUPTED if not self.complete else TIME_WAS_UP
+        names = ", ".join(row.short_name for row in late)
+        return [f"Not measured, {why}: {names}."] if late else []
 
     def _title(self) -> str:
         what = "the ladder" if self.kind == "ladder" else f"a sweep of {self.kind}"
@@ -213,13 +204,12 @@ class Bench(Measurement):
         median, low, high = self.total_speedup, self.total_speedup_low, self.total_speedup_high
         if median is None:
             return ""
-        text = f"The full set is {median:.2f} times as fast as the baseline"
-        if low is not None:
-            return f"{text}{Figure(median=median, low=low, high=high).between('.2f')}."
-        repeats = [row.repeats for row in self.rungs if row.kind in {"baseline", "added"}]
-        fewest = min(filter(None, repeats), default=0)
-        few = "one repeat: too few" if fewest < 2 else "too few repeats"
-        return f"{text} ({few} to be sure)."
+        if low is None or high is None:
+            return f"The gain of the full set over the baseline is {UNSURE}."
+        between = Figure(median=median, low=low, high=high).between(".2f")
+        if low <= 1 <= high:
+            return f"The full set is not measurably faster than the baseline{between}."
+        return f"The full set is {median:.2f} times as fast as the baseline{between}."
 
     def _baseline(self) -> str:
         """Return a description of a ladder's baseline, or an empty string if it has no figures."""
@@ -280,13 +270,15 @@ def absence(row: Row) -> str:
 
 
 def gain_text(row: Row) -> str:
-    """Return a row's gain: the verdict, the ratio and its interval."""
-    if row.gain is None:
-        if row.kind in {"baseline", "point"}:
-            return ""
-        return f"nothing to compare with{row.verdict and ': '}{row.verdict}"
-    ratio = "" if f"x{row.gain.median:.2f}" in row.verdict else f", x{row.gain.median:.2f}"
-    return f"{row.verdict}{ratio}{row.gain.between('.2f')}"
+    """Return a row's gain: the verdict and its interval; the rate's and the memory in a sweep."""
+    if row.gain is not None:
+        return f"{row.verdict}{row.gain.between('.2f')}"
+    if row.kind == "point" and row.tokens_per_s:
+        peak = "memory unknown" if row.peak_gib is None else f"{row.peak_gib:.2f} GiB"
+        return f"{row.tokens_per_s.between(',.0f').strip()}  {peak}"
+    if row.kind in {"baseline", "point"}:
+        return ""
+    return f"nothing to compare with{row.verdict and ': '}{row.verdict}"
 
 
 def loss_text(row: Row) -> str:
@@ -367,7 +359,7 @@ class Tuning(Measurement):
         """Return the rate of the best setting, and its gain, as a sentence."""
         best = self.best
         rate = f"{best.tokens_per_s.median:,.0f} tokens/s" if best.tokens_per_s else "no rate"
-        gain = f", {gain_text(best)} of {self.start}" if best.gain else ""
+        gain = f"; gain over {self.start}: {gain_text(best)}" if best.gain else ""
         peak = "" if best.peak_gib is None else f"; peak {best.peak_gib:.2f} GiB"
         if best.name == self.start:
             gain = f": nothing that was measured is faster than {self.start}"

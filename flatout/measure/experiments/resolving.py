@@ -6,8 +6,8 @@ the trials therefore resolves the recipe in another process, which ends afterwar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ from flatout.files import Stored
 from flatout.hardware import Machine, pick_device, probe
 from flatout.measure.child import Answer, ask
 from flatout.parallel.mesh import make_mesh
+from flatout.progress import SILENT, Progress
+from flatout.training.run import warn_of_busy_cores
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,8 @@ class Resolved:
     decisions: list[Decision]
     machine: Machine
     dataset: AnyDataset
+    additions: Mapping[str, Sequence[str] | str] = field(default_factory=dict)
+    """For each speedup that `auto` leaves off: the set with it added, or why it cannot be added."""
 
     @property
     def speedups(self) -> list[str]:
@@ -68,7 +72,7 @@ class Chosen(Stored):
     decisions: list[Decision]
     """Every speedup, on or off, with the reason."""
     additions: dict[str, list[str] | str]
-    """For each speedup that `auto` leaves off: the set with it added, or why it cannot be added."""
+    """As in `Resolved`."""
 
 
 def resolve_here(requested: RunConfig, cache: Path | None = None) -> Resolved:
@@ -133,16 +137,21 @@ def with_needs(name: str) -> list[str]:
 
 
 def resolve_apart(
-    requested: RunConfig, cache: Path | None = None
-) -> tuple[Resolved, dict[str, list[str] | str]]:
-    """Return a resolved recipe and `Chosen.additions`, without using the GPU in this process.
+    requested: RunConfig, cache: Path | None = None, progress: Progress = SILENT
+) -> Resolved:
+    """Return a resolved recipe with its `additions`, without using the GPU in this process.
 
+    On a CPU, other processes that use its cores are reported.
     Raises: UsageError when it cannot run here; RunFailed when the other process died.
     """
     machine = probe()
-    chosen = (choose_in_subprocess if uses_gpu(machine, requested) else choose)(requested, cache)
-    config = validate(chosen.config)
-    return Resolved(config, chosen.decisions, machine, open_dataset(requested)), chosen.additions
+    find = choose_in_subprocess if uses_gpu(machine, requested) else choose
+    with progress.task("Resolving the configuration"):
+        chosen = find(requested, cache)
+        config, dataset = validate(chosen.config), open_dataset(requested)
+    if config.train.device == "cpu":
+        warn_of_busy_cores(machine, progress)
+    return Resolved(config, chosen.decisions, machine, dataset, chosen.additions)
 
 
 def choose_in_subprocess(

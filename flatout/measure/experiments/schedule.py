@@ -18,7 +18,7 @@ from typing import Any
 from flatout.assembly.recipe import Promise
 from flatout.config.schema import RunConfig
 from flatout.errors import ConfigError, Interrupted, signal_of
-from flatout.measure.experiments.losses import DETERMINISTIC_STEPS, Trials
+from flatout.measure.experiments.losses import DETERMINISTIC_STEPS, LOSS_STEPS, Trials
 from flatout.measure.experiments.records import (
     INTERRUPTED,
     Rehearsal,
@@ -28,7 +28,7 @@ from flatout.measure.experiments.records import (
     TrialSpec,
 )
 from flatout.parallel.rendezvous import stated_ranks
-from flatout.progress import Progress, Task
+from flatout.progress import Progress
 
 RunTrial = Callable[[TrialSpec, float], TrialResult]
 """Runs a trial, at most for these seconds."""
@@ -83,8 +83,8 @@ class Budget:
         self.plan(rounds_done=0)
 
     @property
-    def extras_from(self) -> int:
-        """The first round of the extras: with a time limit, after two rounds of everything else."""
+    def late_from(self) -> int:
+        """The first round of late points: with a time limit, after two rounds of all others."""
         return 0 if math.isinf(self._total_s) else min(2, self.repeats - 1)
 
     @property
@@ -178,6 +178,9 @@ class Point:
     name: str
     values: Mapping[str, Any]
     """Keys that override the requested configuration."""
+    is_late: bool = False
+    """Whether it comes last in a round, and with a time limit only after the others have repeats:
+    a speedup that is off may be slow, or compile for minutes."""
 
 
 @dataclass(frozen=True)
@@ -187,17 +190,10 @@ class Experiment:
     kind: str
     """ladder, or the setting that is swept."""
     points: tuple[Point, ...]
-    """Measured in every round."""
     rows: Callable[[Trials], list[Row]]
     """Makes the table from the trials."""
-    loss_steps: int = 0
-    """Number of first losses to compare."""
-    losses_each_round: frozenset[str] = frozenset()
-    """Points that record losses in every round, because a statistical promise needs seeds."""
-    exact: tuple[tuple[str, str], ...] = ()
-    """Pairs of points that promise equal losses."""
-    extras: tuple[Point, ...] = ()
-    """Measured last in a round; with a time limit, only after the others have repeats."""
+    pairs: tuple[tuple[str, str, str], ...] = ()
+    """Points whose losses are compared, with the kind of the promise about them."""
     total: tuple[str, str] | None = None
     """The full set and the baseline, whose ratio is the total speedup."""
 
@@ -231,7 +227,7 @@ class Schedule:
     """Points that failed in their first round of an experiment."""
 
     @contextmanager
-    def running(self, progress: Progress, title: str) -> Iterator[Task]:
+    def running(self, progress: Progress, title: str) -> Iterator[None]:
         """Show the trials inside the block as an operation, which a signal ends early."""
         try:
             with (
@@ -239,7 +235,7 @@ class Schedule:
                 progress.task(title) as task,
             ):
                 self.note = task.note
-                yield task
+                yield
         except (KeyboardInterrupt, Interrupted) as interruption:
             self.ended_by_signal, self.trials.stopped_by = signal_of(interruption), INTERRUPTED
 
@@ -263,142 +259,116 @@ class Schedule:
         loss_steps: int = 0,
         rehearse: Sequence[Rehearsal] = (),
         trials_left: int = 2,
+        deterministic: bool = False,
     ) -> TrialResult:
-        """Measure a point in round `number`, and return the result."""
-        result = self._run(
-            point,
-            number,
-            seconds=self.budget.seconds,
-            warmup_s=self.budget.warmup_s,
-            loss_steps=loss_steps,
-            limit_s=self.budget.limit_s(trials_left),
-            rehearse=list(rehearse),
-        )
-        self.budget.record(point.name, result.process_s)
-        return result
+        """Measure a point in round `number`, and return the result.
 
-    def run_deterministic(self, points: Iterable[Point], *, reserve_s: float = 0.0) -> None:
-        """Run each point once with train.deterministic=true, for a few untimed steps, if it fits.
-
-        A point that has such a run gets no other.
+        A deterministic trial is for its losses alone, and takes no time for others.
         """
-        left = [point for point in points if self.trials.deterministic(point.name) is None]
-        for index, point in enumerate(left):
-            if self.ended_by_signal is None and self.budget.allows(point.name, reserve_s=reserve_s):
-                self.note(f"checking the losses of {point.name}")
-                self._run(
-                    point,
-                    0,
-                    deterministic=True,
-                    seconds=0.0,
-                    warmup_s=0.0,
-                    loss_steps=DETERMINISTIC_STEPS,
-                    limit_s=self.budget.limit_s(len(left) - index),
-                )
-
-    def _run(
-        self, point: Point, number: int, *, deterministic: bool = False, **limits: Any
-    ) -> TrialResult:
-        seed = self.requested.train.seed + number
+        budget, seed = self.budget, self.requested.train.seed + number
         keys = {**point.values, "train.seed": seed}
         if deterministic:
             keys["train.deterministic"] = True
         spec = TrialSpec(
             config=self.requested.with_values(keys).to_dict(),
             folder=tempfile.mkdtemp(dir=self.scratch),
-            **limits,
+            seconds=0.0 if deterministic else budget.seconds,
+            warmup_s=0.0 if deterministic else budget.warmup_s,
+            loss_steps=loss_steps,
+            limit_s=budget.limit_s(trials_left),
+            rehearse=list(rehearse),
         )
         trial = Trial(
             point=point.name,
             round=number,
             seed=seed,
-            result=self.run_trial(spec, self.budget.timeout_s(point.name)),
+            result=self.run_trial(spec, budget.timeout_s(point.name)),
             deterministic=deterministic,
         )
         self.trials.done.append(trial)
         self.keep(trial)
+        if not deterministic:
+            budget.record(point.name, trial.result.process_s)
         return trial.result
+
+    def decide_exact(self, one: Point, other: Point, *, reserve_s: float = 0.0) -> None:
+        """Run two points with train.deterministic=true, if only that decides an exact promise.
+
+        A point runs once, for a few untimed steps, if there is time.
+        """
+        if self.trials.needs_deterministic(Promise.exact(), one.name, other.name):
+            for point in (one, other):
+                has_run = self.trials.deterministic(point.name) is not None
+                if not has_run and self.budget.allows(point.name, reserve_s=reserve_s):
+                    self.note(f"checking the losses of {point.name}")
+                    self.measure(point, 0, loss_steps=DETERMINISTIC_STEPS, deterministic=True)
 
     def run(self, experiment: Experiment) -> None:
         """Measure an experiment in rounds, as many as the budget has time for.
 
-        A point that fails in its first round is not tried again. The deterministic runs that decide
-        exact promises follow a round in which every point takes part.
+        A point that fails in its first round is not tried again. Its losses are recorded in its
+        first round, and in each round for a statistical promise, which needs seeds. The
+        deterministic runs that decide exact promises follow a round in which every point takes
+        part.
         """
-        for number in range(self.budget.repeats):
-            self.budget.plan(number)
+        budget, known = self.budget, {point.name: point for point in experiment.points}
+        seeds = {name for *pair, kind in experiment.pairs if kind == "statistical" for name in pair}
+        for number in range(budget.repeats):
+            budget.plan(number)
             due = self.due(number, experiment)
+            new = {point.name for point in due if not self.trials.timed(point.name)}
+            with_losses = new | seeds
+            if new and experiment.total:
+                with_losses.add(experiment.total[0])
+            for index, point in enumerate(due):
+                name, left = point.name, [each.name for each in due[index:]]
+                if not budget.allows(name):
+                    continue
+                left_s = budget.remaining_s(left, budget.repeats - number - 1)
+                self.note(
+                    f"round {number + 1} of {budget.repeats}, {name} ({index + 1} of {len(due)}), "
+                    f"about {time_left(left_s)} left"
+                )
+                result = self.measure(
+                    point,
+                    number,
+                    loss_steps=LOSS_STEPS if experiment.pairs and name in with_losses else 0,
+                    trials_left=len(left) + (0 if number else len(known) - len(self._failed)),
+                )
+                if not result.is_ok and name in new:
+                    self._failed.add(name)
+                    budget.drop(name)
+            if number >= budget.late_from or not due:
+                for one, other, kind in experiment.pairs:
+                    if kind == "exact":
+                        self.decide_exact(known[one], known[other])
             if not due:
                 break
-            self._round(number, due, experiment)
-            if number >= self.budget.extras_from:
-                self._decide_exact(experiment)
-        self._decide_exact(experiment)
-
-    def _round(self, number: int, due: Sequence[Point], experiment: Experiment) -> None:
-        budget, count = self.budget, len(experiment.points) + len(experiment.extras)
-        with_losses = experiment.losses_each_round
-        if number == budget.extras_from:  # the extras, and the full set that they are compared with
-            extras = {point.name for point in experiment.extras}
-            with_losses = with_losses | extras | {*(experiment.total or ())[:1]}
-        for index, point in enumerate(due):
-            name, later = point.name, due[index:]
-            if not budget.allows(name):
-                continue
-            left_s = budget.remaining_s([each.name for each in later], budget.repeats - number - 1)
-            self.note(
-                f"round {number + 1} of {budget.repeats}, {name} ({index + 1} of {len(due)}), "
-                f"about {time_left(left_s)} left"
-            )
-            is_new = not self.trials.timed(name)
-            result = self.measure(
-                point,
-                number,
-                loss_steps=experiment.loss_steps if not number or name in with_losses else 0,
-                trials_left=len(later) + (0 if number else count - len(self._failed)),
-            )
-            if not result.is_ok and is_new:
-                self._failed.add(name)
-                budget.drop(name)
-
-    def _decide_exact(self, experiment: Experiment) -> None:
-        """Run the points whose exact promises the timed losses did not confirm."""
-        known = {point.name: point for point in (*experiment.points, *experiment.extras)}
-        names = [
-            name
-            for pair in experiment.exact
-            if self.trials.needs_deterministic(Promise.exact(), *pair)
-            for name in pair
-        ]
-        self.run_deterministic(known[name] for name in dict.fromkeys(names))
 
     def due(self, number: int, experiment: Experiment) -> list[Point]:
-        """Return the points to measure in round `number`, in order: all that fit, extras last.
+        """Return the points to measure in round `number`, in order: all that fit, late ones last.
 
-        An extra that was never tried has priority over further repeats of the others, except for
-        the full set that it is compared with.
+        One that was never tried has priority over further repeats of the others, except for the
+        full set that it is compared with.
         """
-        budget = self.budget
-        points = [point for point in experiment.points if point.name not in self._failed]
-        extras = [
+        points = [
             point
-            for point in experiment.extras
-            if point.name not in self._failed and number >= budget.extras_from
+            for point in in_turn(experiment.points, number)
+            if point.name not in self._failed
+            and (number >= self.budget.late_from or not point.is_late)
         ]
         if number:
-            names = [point.name for point in (*points, *extras)]
-            untried = [point.name for point in extras if not self.trials.timed(point.name)]
-            full = [name for name in (experiment.total or ())[:1] if name in names]
-            first = [*full, *untried] if untried else []
-            fitting = budget.fits([*dict.fromkeys([*first, *names])])
+            ranked = [point.name for point in experiment.points if point in points]
+            full = (experiment.total or ())[:1]
+            ranked.sort(key=lambda name: (name not in full, bool(self.trials.timed(name))))
+            fitting = self.budget.fits(ranked)
             if experiment.total and len(fitting) < 2:
                 return []  # a gain needs two points of one round
             points = [point for point in points if point.name in fitting]
-            extras = [point for point in extras if point.name in fitting]
-        return [*in_turn(points, number), *extras]
+        return sorted(points, key=lambda point: point.is_late)
 
 
-def in_turn(points: Sequence[Any], number: int) -> list[Any]:
+def in_turn(points: Sequence[Point], number: int) -> list[Point]:
     """Return the order of round `number`; neighbours stay neighbours, to be measured close in time.
 
     Every round starts at another point, and every other round runs backwards, so that a machine

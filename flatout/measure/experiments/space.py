@@ -14,15 +14,15 @@ from typing import Any
 
 from flatout.assembly.memory import USED_MEMORY, estimate
 from flatout.assembly.prediction import GIB
+from flatout.assembly.recipe import divisors
 from flatout.assembly.resolve import workload_of
 from flatout.assembly.selection import assemble, parse_request, speedup_named
 from flatout.config.schema import RunConfig
 from flatout.errors import ConfigError
-from flatout.measure.experiments.ladder import Additions, in_order, make_ladder, needing
+from flatout.measure.experiments.points import filling, in_order, make_ladder, needing
 from flatout.measure.experiments.records import PARTS, Left
 from flatout.measure.experiments.resolving import Resolved
 from flatout.measure.experiments.schedule import with_speedups
-from flatout.measure.experiments.sweep import filling
 
 TRIED_MEMORY = 1.2
 """Share of a GPU's memory that the estimate of a trial may need: a compiled model keeps less than
@@ -119,30 +119,20 @@ class Space:
         """
         if "batch" not in self.only:
             return list(self.moves)
-        here, most = self.ladder.index(setting.rows), self.most_rows(setting) or 0
-        wanted = [*self.ladder[here + 1 : here + 2], *self.ladder[:here][-1:]]
-        wanted += [most] if most > setting.rows else []
+        here, most = self.ladder.index(setting.rows), self.most_rows(setting)
+        wanted = (*self.ladder[here + 1 : here + 2], *self.ladder[:here][-1:], most)
         batch = [
             rows_move(rows)
             for rows in dict.fromkeys(wanted)
-            if self.obstacle(replace(setting, rows=rows)) is None
+            if rows not in (0, setting.rows) and not self.obstacle(replace(setting, rows=rows))
         ]
         grown = [larger for move in self.moves if (larger := self.with_room(move, setting))]
         return [*batch, *grown, *self.moves]
 
-    def most_rows(self, setting: Setting) -> int | None:
-        """Return the most rows with which a setting fits by estimate, None without any.
-
-        The need grows with the rows, so a bisection finds them.
-        """
-        low, high = 0, len(self.ladder)
-        while low < high:
-            middle = (low + high) // 2
-            if self.obstacle(replace(setting, rows=self.ladder[middle])) is None:
-                low = middle + 1
-            else:
-                high = middle
-        return self.ladder[low - 1] if low else None
+    def most_rows(self, setting: Setting) -> int:
+        """Return the most rows with which a setting fits by estimate, 0 without any."""
+        fitting = (rows for rows in self.ladder if not self.obstacle(replace(setting, rows=rows)))
+        return max(fitting, default=0)
 
     def with_room(self, move: Move, setting: Setting) -> Move | None:
         """Return a checkpointing move together with the larger micro-batch that it makes room for.
@@ -150,12 +140,10 @@ class Space:
         None for other moves, and where memory does not limit the rows.
         """
         after = move.apply(setting) if move.part == "checkpointing" else None
-        before = self.most_rows(setting)
-        if after is None or before == self.ladder[-1]:
+        most = self.most_rows(after) if after else 0
+        if most <= max(self.most_rows(setting), 1):
             return None
-        most = self.most_rows(after) or 1
-        name = f"{move.name}, {rows_move(most).name}"
-        return replace(move, name=name, rows=most, speedup=None) if most > (before or 1) else None
+        return replace(move, name=f"{move.name}, {rows_move(most).name}", rows=most, speedup=None)
 
     def further(self, before: Setting, after: Setting) -> Move | None:
         """Return the move to the next rows in the direction of an earlier move, None at the end."""
@@ -174,7 +162,6 @@ def rows_move(rows: int) -> Move:
 def make_space(
     requested: RunConfig,
     resolved: Resolved,
-    additions: Additions,
     *,
     only: Sequence[str] = PARTS,
     statistical: bool = False,
@@ -190,7 +177,7 @@ def make_space(
     request = parse_request(requested.speedups)
     moves: list[Move] = []
     left: list[Left] = []
-    for row in make_ladder(requested, resolved.decisions, additions):
+    for row in make_ladder(requested, resolved.decisions, resolved.additions):
         name = row.speedup
         if name is None or row.kind == "added" or name in chooser:
             continue
@@ -225,11 +212,11 @@ def make_space(
 
 def rows_ladder(start: int, sequences: int) -> tuple[int, ...]:
     """Return the divisors of a step's sequences around `start`, each about twice the one before."""
-    divisors = [rows for rows in range(1, sequences + 1) if sequences % rows == 0]
+    known = [*divisors(sequences, sequences)][::-1]
     up, down = [start], [start]
-    while larger := [rows for rows in divisors if rows > up[-1]]:
+    while larger := [rows for rows in known if rows > up[-1]]:
         up.append(next((rows for rows in larger if rows >= 2 * up[-1]), larger[-1]))
-    while smaller := [rows for rows in divisors if rows < down[-1]]:
+    while smaller := [rows for rows in known if rows < down[-1]]:
         down.append(next((rows for rows in smaller[::-1] if 2 * rows <= down[-1]), smaller[0]))
     return (*down[:0:-1], *up)
 

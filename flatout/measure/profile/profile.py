@@ -28,8 +28,8 @@ from flatout.config.schema import RunConfig
 from flatout.errors import ConfigError
 from flatout.files import CheckedFile, write_text, writing_run
 from flatout.hardware import fingerprint
+from flatout.measure.experiments.bench import claim
 from flatout.measure.experiments.resolving import resolve_here
-from flatout.measure.experiments.results import claim
 from flatout.measure.experiments.schedule import require_one_process
 from flatout.measure.experiments.trial import QUIET
 from flatout.measure.profile.memory import CATEGORIES, Blocks, Moment, Named, peak_of, timeline

@@ -1,9 +1,11 @@
-"""Which charts a report has, and the lines of each: the runs' curves, sampled for drawing."""
+"""What a report draws: charts with the curves of runs, sampled, and the events on their axis."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -16,6 +18,20 @@ MAX_OTHER_CHARTS = 12
 """Charts of figures that this file does not name; a run from elsewhere may have thousands."""
 SPARSE = 60
 """Curves of up to this many points are drawn with a marker at each."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One curve in a chart."""
+
+    key: str
+    """Different for each line of a report."""
+    label: str
+    curve: Curve
+    trend: Curve | None
+    color: int
+    dash: str
+    has_markers: bool
 
 
 @dataclass(frozen=True)
@@ -33,6 +49,8 @@ class Chart:
     """Whether long curves get their trend; not for a planned curve, which has no noise."""
     ticks: str = ""
     """The vertical axis in Bokeh's numeral or printf format; empty for its usual ticks."""
+    lines: tuple[Line, ...] = ()
+    """What it shows of some runs."""
 
 
 CHARTS = (
@@ -79,38 +97,59 @@ CHARTS = (
 )
 NOT_DRAWN = {"cpu/cores", "train/epoch", "perf/samples_per_s", "perf/steps_per_s"}
 """Figures that repeat the shape of another chart."""
+EVENTS = {
+    "start": "start",
+    "resume": "start",
+    "longer": "start",
+    "save": "save",
+    "save_failed": "save",
+    "skip": "skip",
+    "bad_step": "skip",
+    "rewind": "start",
+    "compiled": "compile",
+    "recompiled": "compile",
+    "alarm": "alarm",
+    "alarm_over": "alarm",
+    "smaller_batch": "alarm",
+    "refused": "alarm",
+    "stall": "alarm",
+    "stall_over": "alarm",
+    "sample": "sample",
+    "evaluation": "score",
+    "stop": "end",
+    "early_stop": "end",
+    "end": "end",
+}
+"""Events that stand on the axis, and the row of each; the others are in the table only."""
+ROWS = ("start", "save", "sample", "score", "compile", "skip", "alarm", "end")
+MAX_MARKS = 400
+"""Marks of one kind in one run; of more, evenly spaced ones are drawn."""
+LONGEST_LINE = 200
+"""Characters of what one event says."""
 
 
 @dataclass(frozen=True)
-class Line:
-    """One curve in a chart."""
+class Marks:
+    """The events of one kind in one run."""
 
     key: str
-    """Different for each line of a report."""
-    label: str
-    curve: Curve
-    trend: Curve | None
+    kind: str
     color: int
-    dash: str
-    has_markers: bool
+    offset: float
+    """Height within its row, from -0.5 to 0.5: marks of several runs do not hide each other."""
+    at: Curve
+    """Their positions; the values are not used."""
+    texts: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class DrawnChart:
-    """A chart with its lines."""
-
-    chart: Chart
-    lines: tuple[Line, ...]
-
-
-def drawn_charts(runs: Sequence[RunData]) -> list[DrawnChart]:
+def drawn_charts(runs: Sequence[RunData]) -> list[Chart]:
     """Return the charts that have something to show, in the order of the page.
 
     A colour stands for a figure in a report about one run, and for a run in one about several.
     """
     curves = [dict(run.curves) | _shares(run.curves) for run in runs]
     charts = (*CHARTS, *_other_charts(curves))
-    found = [DrawnChart(chart, tuple(_lines(chart, runs, curves))) for chart in charts]
+    found = [replace(chart, lines=tuple(_lines(chart, runs, curves))) for chart in charts]
     return [chart for chart in found if chart.lines]
 
 
@@ -155,3 +194,69 @@ def _other_charts(curves: Sequence[Mapping[str, Curve]]) -> list[Chart]:
         Chart(f"other{number}", name, "", {name: name.rpartition("/")[2]})
         for number, name in enumerate(names[:MAX_OTHER_CHARTS])
     ]
+
+
+def marks_of(runs: Sequence[RunData]) -> list[Marks]:
+    """Return the marks of all runs, in the order of their rows."""
+    found = [mark for index, run in enumerate(runs) for mark in _marks(index, run, len(runs))]
+    return sorted(found, key=lambda mark: ROWS.index(mark.kind))
+
+
+def _marks(index: int, run: RunData, num_runs: int) -> Iterator[Marks]:
+    by_row: dict[str, list[Mapping[str, Any]]] = {}
+    for event in run.events:
+        row = EVENTS.get(str(event.get("event")))
+        if row is not None and _is_step(event.get("step")):
+            by_row.setdefault(row, []).append(event)
+    for row, events in by_row.items():
+        every = math.ceil(len(events) / MAX_MARKS)
+        events = events[::every]
+        steps = np.array([float(event["step"]) for event in events])
+        prefix = f"{run.name}: " if num_runs > 1 else ""
+        yield Marks(
+            key=f"events|{index}|{row}",
+            kind=row,
+            color=index % NUM_COLORS if num_runs > 1 else 0,
+            offset=0.6 * ((num_runs - 1) / 2 - index) / num_runs,
+            at=Curve(
+                step=steps,
+                tokens=_between(steps, run.longest, "tokens"),
+                elapsed_s=_between(steps, run.longest, "elapsed_s"),
+                value=steps,
+            ),
+            texts=tuple(prefix + described(event) for event in events),
+        )
+
+
+def described(event: Mapping[str, Any]) -> str:
+    """Return one line about an event: its step, its kind and its figures."""
+    kind = str(event.get("event"))
+    if kind == "sample":
+        details = str(event.get("text", "")).strip().partition("\n")[0]
+    else:
+        details = ", ".join(_details(event))
+    step = f"step {event['step']:,}: " if _is_step(event.get("step")) else ""
+    text = f"{step}{kind}" + (f": {details}" if details else "")
+    return text if len(text) <= LONGEST_LINE else text[: LONGEST_LINE - 3] + "..."
+
+
+def _details(event: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the fields of an event that have a value; `end` repeats the summary and has none."""
+    if event.get("event") == "end":
+        return
+    for name, value in event.items():
+        if name in {"event", "time", "step", "wall_s", "environment"} or value in (None, [], ""):
+            continue
+        yield f"{name} {value}" if name not in {"reason", "text", "cause"} else str(value)
+
+
+def _is_step(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**53
+
+
+def _between(steps: Iterable[float], known: Curve | None, name: str) -> Any:
+    """Return the tokens or the time at `steps`, interpolated between the records."""
+    steps = np.asarray(steps)
+    if known is None:
+        return np.full(len(steps), np.nan)
+    return np.interp(steps, known.step, getattr(known, name))

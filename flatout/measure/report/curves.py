@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flatout.json_io import is_finite
+from flatout.measure.diagnose.diagnosis import FILE, read_diagnosis
 from flatout.measure.runlog import RunLog
 from flatout.progress import counted
 
@@ -90,7 +91,11 @@ class RunData(RunLog):
             self.notes.append(
                 f"events.jsonl has more than {MAX_EVENTS:,} events; the report has the first ones."
             )
-        _ = self.settings, self.summary, self.findings  # now, as their damage becomes a note
+        _ = self.settings, self.summary  # now, as their damage becomes a note
+        self.diagnosis = read_diagnosis(path)
+        """What `flatout diagnose` found."""
+        if self.diagnosis is None and (path / FILE).exists():
+            self.notes.append(f"{FILE} is damaged, or was not written by this version of flatout.")
 
     @property
     def longest(self) -> Curve | None:

@@ -4,66 +4,53 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+from bokeh.core.json_encoder import serialize_json
+from bokeh.document import Document
+from bokeh.models import (
+    AdaptiveTicker,
+    BoxZoomTool,
+    ColumnDataSource,
+    LinearAxis,
+    NumeralTickFormatter,
+    PrintfTickFormatter,
+    Range1d,
+)
+from bokeh.plotting import figure
+from bokeh.resources import Resources
+from bokeh.themes import Theme
 
-from flatout.errors import MissingPackage
-from flatout.measure.report.charts import DrawnChart, Line
+from flatout.measure.report.charts import Chart, Line, Marks
 from flatout.measure.report.curves import POSITIONS, Curve
-from flatout.measure.report.events import Marks
-
-if TYPE_CHECKING:
-    from bokeh.models import Range1d
-    from bokeh.plotting import figure
 
 HEIGHT, EVENTS_ROW = 220, 22
-LEFT, RIGHT = 58, 14
-"""Pixels beside the plots: all have the same, so that their horizontal axes line up."""
 FAINT = 0.35
 """Opacity of a curve that its trend is drawn over."""
 
 
-def require_packages() -> None:
-    """Check that the packages of a report are installed, without importing them.
-
-    Raises: MissingPackage with the install line.
-    """
-    from importlib.util import find_spec
-
-    for package in ("bokeh", "jinja2"):
-        if find_spec(package) is None:
-            raise MissingPackage(
-                f"A report needs the package {package}, which is not installed.",
-                fix='Install it: `pip install "flatout[report]"`.',
-            )
-
-
 def library() -> str:
     """Return BokehJS as a script: the copy that the Python package contains."""
-    from bokeh.resources import Resources
-
     resources = Resources(mode="inline", components=["bokeh"], minified=True)
     return "\n".join(resources.js_raw[:1])
 
 
-def charts_json(charts: Sequence[DrawnChart], marks: Sequence[Marks]) -> dict[str, Any]:
+def charts_json(charts: Sequence[Chart], marks: Sequence[Marks]) -> dict[str, Any]:
     """Return the document, and what page.js needs to know about its charts.
 
     Positions of a curve are columns of its data source: `step`, `tokens` and `elapsed_s`.
     """
-    from bokeh.core.json_encoder import serialize_json
-    from bokeh.document import Document
-    from bokeh.models import Range1d
 
     x_range = Range1d(start=0, end=1, name="x")
-    plots = {drawn.chart.key: _plot(drawn, x_range) for drawn in charts}
+    plots = {chart.key: _plot(chart, x_range) for chart in charts}
     if marks:
         plots["events"] = _events_plot(marks, x_range)
-    document = Document()
+    document = Document(theme=Theme(Path(__file__).with_name("page.yaml")))
     for plot in plots.values():
         document.add_root(plot)
-    curves = [line.curve for drawn in charts for line in drawn.lines]
+    curves = [line.curve for chart in charts for line in chart.lines]
     return {
         "document": json.loads(serialize_json(document.to_json(deferred=False))),
         "charts": [{"key": key, "root": plot.id} for key, plot in plots.items()],
@@ -71,15 +58,13 @@ def charts_json(charts: Sequence[DrawnChart], marks: Sequence[Marks]) -> dict[st
     }
 
 
-def _plot(drawn: DrawnChart, x_range: Range1d) -> figure:
+def _plot(chart: Chart, x_range: Range1d) -> figure:
     """Return the plot of one chart: each curve, and over it its trend."""
-    from bokeh.models import NumeralTickFormatter, PrintfTickFormatter
-
     plot = _empty_plot(HEIGHT, x_range=x_range, window_axis="x")
-    if ticks := drawn.chart.ticks:
+    if ticks := chart.ticks:
         form = PrintfTickFormatter if ticks.startswith("%") else NumeralTickFormatter
         plot.yaxis.formatter = form(format=ticks)
-    for line in drawn.lines:
+    for line in chart.lines:
         alpha = 1.0 if line.trend is None else FAINT
         _draw(plot, f"{line.key}|curve", line, line.curve, alpha=alpha)
         if line.trend is not None:
@@ -104,8 +89,6 @@ def _draw(plot: figure, name: str, line: Line, curve: Curve, *, alpha: float) ->
 
 def _source(name: str, at: Curve, value: Any) -> Any:
     """Return the values at the positions of a curve."""
-    from bokeh.models import ColumnDataSource
-
     columns = {
         "step": at.step,
         "tokens": at.tokens,
@@ -135,41 +118,19 @@ def _events_plot(marks: Sequence[Marks], x_range: Range1d) -> figure:
 
 
 def _empty_plot(height: int, **options: Any) -> figure:
-    """Return a plot without title, toolbar and background, which page.css and page.js provide.
+    """Return a plot whose look page.yaml, page.css and page.js provide.
 
     It has a horizontal axis for each position; page.js shows one of them.
     """
-    from bokeh.models import AdaptiveTicker, BoxZoomTool, LinearAxis, NumeralTickFormatter
-    from bokeh.plotting import figure
 
     zoom = BoxZoomTool(dimensions="width")
-    plot = figure(
-        height=height,
-        sizing_mode="stretch_width",
-        toolbar_location=None,
-        tools=[zoom],
-        active_drag=zoom,
-        min_border_left=LEFT,
-        min_border_right=RIGHT,
-        min_border_top=6,
-        min_border_bottom=24,
-        background_fill_color=None,
-        border_fill_color=None,
-        outline_line_color=None,
-        x_axis_location=None,
-        **options,
-    )
+    plot = figure(height=height, tools=[zoom], active_drag=zoom, x_axis_location=None, **options)
     for name, form in (("step", "0.[000]a"), ("tokens", "0.[00]a"), ("elapsed_s", "00:00:00")):
         axis: Any = LinearAxis(name=name)
         axis.formatter = NumeralTickFormatter(format=form)
         plot.add_layout(axis, "below")
     plot.xaxis[-1].ticker = AdaptiveTicker(base=60, mantissas=[1, 2, 5, 10, 15, 30], min_interval=1)
-    plot.toolbar.logo = None
     plot.xgrid.grid_line_color = None
-    plot.axis.axis_line_color = None
-    plot.axis.major_tick_line_color = None
-    plot.axis.minor_tick_line_color = None
-    plot.axis.major_label_text_font = "system-ui, sans-serif"
     return plot
 
 

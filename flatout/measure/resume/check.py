@@ -7,13 +7,16 @@ to a temporary directory, which is removed.
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
-from flatout.config.schema import RunConfig
+from flatout.cache import default_cache
+from flatout.config.schema import RunConfig, validate
 from flatout.config.sections import CheckpointConfig, LogConfig
 from flatout.errors import (
     ConfigError,
@@ -22,21 +25,28 @@ from flatout.errors import (
     RunFailed,
     Stopped,
 )
+from flatout.files import Stored
 from flatout.hardware import probe, usable_cores
-from flatout.json_io import read_model, write_json
+from flatout.json_io import JsonObject, read_model, write_json
 from flatout.launch import launch, num_processes
-from flatout.measure.child import Told, end_group, python
+from flatout.measure.child import Told, end_group, python, start_child
 from flatout.measure.experiments.schedule import require_one_process
-from flatout.measure.resume.causes import causes_of, is_deterministic
-from flatout.measure.resume.compare import Comparison, compare_runs
+from flatout.measure.resume.compare import (
+    Comparison,
+    causes_of,
+    compare_runs,
+    is_deterministic,
+)
 from flatout.measure.resume.proof import ResumeProof
-from flatout.measure.resume.worker import PROGRAM, Job
-from flatout.parallel.rendezvous import own_environment
+from flatout.parallel.rendezvous import own_environment, stated_ranks
 from flatout.progress import SILENT, Progress
 from flatout.training.checkpoint import catalog
+from flatout.training.metrics.observers import Quiet
+from flatout.training.run import run_training
 from flatout.training.run_dir import layout
 from flatout.trust import forget
 
+PROGRAM = "from flatout.measure.resume.check import main; main()"
 DEFAULT_STEPS = (5, 5)
 WHOLE, PARTS = "whole", "parts"
 """Run directories: without a stop, and with one."""
@@ -96,38 +106,30 @@ def prove_resume(
     Raises: UsageError, RunFailed as training does.
     """
     require_one_process("verify --resume")
-    with tempfile.TemporaryDirectory(prefix="flatout-verify-") as name:
-        work = Path(name)
-        try:
-            return _prove_in(work, config, steps, progress)
-        finally:
-            for folder in (WHOLE, PARTS):
-                forget(work / folder)
-
-
-def _prove_in(
-    work: Path, config: RunConfig, steps: tuple[int, int], progress: Progress
-) -> ResumeProof:
-    """Train in the directory `work`, and compare."""
     stop, end = steps[0], sum(steps)
-    whole, parts = work / WHOLE, work / PARTS
-    asked = to_compare(config, stop=stop, end=end)
-    reached = _train(asked, whole, end, f"Training to step {end} without a stop", progress)
-    if reached < end:
-        require_length(reached, steps)
-    chosen = layout.read_config(whole)
-    assert chosen is not None, "a run that has trained has a configuration"
-    stopped = _train(chosen, parts, stop, f"Training to step {stop}", progress)
-    if stopped >= reached:
-        raise ConfigError(
-            f"The run reached its last step, {reached}, before it could be stopped: several "
-            "processes stop one step later.",
-            fix=f"Set train.steps={reached + 2}, or more.",
-        )
-    _train(chosen, parts, end, f"Resuming at step {stopped}, to step {end}", progress)
-    with progress.task("Comparing every bit"):
-        found = compare_runs(whole, parts, saved=stop, stop=stopped, end=reached)
-    return proof_of(found, chosen)
+    with tempfile.TemporaryDirectory(prefix="flatout-verify-") as name:
+        whole, parts = Path(name) / WHOLE, Path(name) / PARTS
+        try:
+            asked = to_compare(config, stop=stop, end=end)
+            reached = _train(asked, whole, end, f"Training to step {end} without a stop", progress)
+            if reached < end:
+                require_length(reached, steps)
+            chosen = layout.read_config(whole)
+            assert chosen is not None, "a run that has trained has a configuration"
+            stopped = _train(chosen, parts, stop, f"Training to step {stop}", progress)
+            if stopped >= reached:
+                raise ConfigError(
+                    f"The run reached its last step, {reached}, before it could be stopped: "
+                    "several processes stop one step later.",
+                    fix=f"Set train.steps={reached + 2}, or more.",
+                )
+            _train(chosen, parts, end, f"Resuming at step {stopped}, to step {end}", progress)
+            with progress.task("Comparing every bit"):
+                found = compare_runs(whole, parts, saved=stop, stop=stopped, end=reached)
+            return proof_of(found, chosen)
+        finally:
+            for folder in (whole, parts):
+                forget(folder)
 
 
 def to_compare(config: RunConfig, *, stop: int, end: int) -> RunConfig:
@@ -143,41 +145,34 @@ def to_compare(config: RunConfig, *, stop: int, end: int) -> RunConfig:
 
 
 def proof_of(found: Comparison, config: RunConfig) -> ResumeProof:
-    """Return the proof of a comparison."""
-    states = [found.at_stop, found.at_end]
-    tensors = [tensor for one in states for tensor in one.different_tensors]
+    """Return the proof of a comparison, with the first differences of each kind as sentences."""
+    groups: dict[str, list[str]] = {}
+    for one in found.different:
+        where = "Step" if one.kind == "figure" else "Checkpoint of step"
+        group = groups.setdefault(
+            "figure" if one.kind == "figure" else f"{one.kind} {one.step}", []
+        )
+        group.append(f"{where} {one.step}: {one.name} {one.text}.")
+    lines = []
+    for group in groups.values():
+        lines += group[:MOST_SHOWN]
+        if len(group) > MOST_SHOWN:
+            lines.append(f"... and {len(group) - MOST_SHOWN:,} more like these.")
     return ResumeProof(
         steps_before=found.stop,
-        steps_after=found.at_end.step - found.stop,
+        steps_after=found.end - found.stop,
         device=config.train.device,
         deterministic=is_deterministic(config),
-        is_equal=found.is_equal,
-        tensors=sum(one.tensors for one in states),
-        bytes=sum(one.num_bytes for one in states),
-        values=sum(one.values for one in states),
-        figures=found.records.figures,
+        is_equal=not found.different,
+        tensors=found.tensors,
+        bytes=found.num_bytes,
+        values=found.values,
+        figures=found.figures,
         first_step=found.first_step,
-        first_tensor=tensors[0].name if tensors else None,
-        differences=sentences(found),
-        causes=[] if found.is_equal else causes_of(found, config),
+        first_tensor=next((one.name for one in found.different if one.kind == "tensor"), None),
+        differences=lines,
+        causes=causes_of(found, config) if found.different else [],
     )
-
-
-def sentences(found: Comparison) -> list[str]:
-    """Return the first differences of each kind, as sentences."""
-    lines = [
-        f"Step {step}: {difference.name} {difference.text}."
-        for step, difference in found.records.different[:MOST_SHOWN]
-    ]
-    for states in (found.at_stop, found.at_end):
-        for different in (states.different_tensors, states.different_values):
-            lines += [
-                f"Checkpoint of step {states.step}: {one.name} {one.text}."
-                for one in different[:MOST_SHOWN]
-            ]
-            if len(different) > MOST_SHOWN:
-                lines.append(f"... and {len(different) - MOST_SHOWN:,} more like these.")
-    return lines
 
 
 def _train(config: RunConfig, folder: Path, stop_after: int, what: str, progress: Progress) -> int:
@@ -236,3 +231,50 @@ def error_of(told: Told, work: Path) -> FlatoutError:
         fix = "Free space there, or set TMPDIR to a directory on a larger disk."
         return HardwareError(error.what, fix=fix)
     return error
+
+
+class Job(Stored):
+    """What one process trains."""
+
+    config: JsonObject
+    """The configuration."""
+    folder: str
+    """The run directory: new, or with a run that was stopped."""
+    stop_after: int
+    """The step after which to stop, as Ctrl+C does."""
+    outcome: str
+    """File for the error that ended the process; one that did what it should writes none."""
+
+
+class StopAfter(Quiet):
+    """An observer that interrupts the run after a step, unless that is its last."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def on_tick(self, step: int, last_step: int) -> None:
+        """Send SIGINT to this process; all ranks then stop at the same step."""
+        if step == self._step and step < last_step:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def main() -> None:
+    """Train as the file named on the command line says, and exit with the run's code."""
+    start_child()
+    job = read_model(Path(sys.argv[1]), Job)
+    raise SystemExit(train(validate(job.config), job))
+
+
+def train(config: RunConfig, job: Job) -> int:
+    """Train or resume the run of a job until it stops, and return the exit code.
+
+    The main rank writes the outcome after an error.
+    """
+    stopper = StopAfter(job.stop_after)  # type: ignore[abstract]  # Quiet's methods do nothing
+    try:
+        run_training(config, Path(job.folder), observers=[stopper], cache=default_cache())
+    except FlatoutError as error:
+        if not isinstance(error, Stopped) and stated_ranks().rank == 0:
+            write_json(Path(job.outcome), Told.of(error).model_dump())
+        return error.exit_code
+    return 0

@@ -1,6 +1,6 @@
 """Compares two runs of the same steps: every bit of their checkpoints, and their records. No torch.
 
-The elapsed time is the only value that is left out.
+The elapsed time is the only value that is left out. What differs, and when, suggests the causes.
 """
 
 from __future__ import annotations
@@ -8,14 +8,16 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flatout.config.schema import flat
+from flatout.config.schema import RunConfig, flat
 from flatout.json_io import JsonObject, parsing
 from flatout.training.checkpoint import catalog
 from flatout.training.checkpoint.catalog import Entry, read_index
@@ -27,162 +29,140 @@ TIMES = ("values.elapsed_s",)
 RECORDED = ("train/", "val/", "tokens")
 """Prefixes of the figures in metrics.jsonl that do not depend on speed."""
 FLOATS = {"float16": np.float16, "float32": np.float32, "float64": np.float64}
+KERNELS = (
+    "kernels of the GPU that sum in no fixed order. Set train.deterministic=true, which is slower, "
+    "and verify again."
+)
+UNSEEDED = (
+    "random numbers from a generator that train.seed does not seed, such as "
+    "numpy.random.default_rng() or the clock. Draw them from torch's default generator."
+)
+UNORDERED = (
+    "work in the order of a set, which differs between processes. Sort it, or use a list or dict."
+)
+HIDDEN_STATE = (
+    "state outside the state_dict: a counter, a cache, or a running average that is a plain "
+    "attribute, or a buffer registered with persistent=False. Register it as a buffer "
+    "(self.register_buffer), or as a parameter."
+)
+OWN_GENERATOR = (
+    "dropout or noise from a torch.Generator of your own, whose state is not saved. Use torch's "
+    "default generator, which is."
+)
+OPTIMIZER = (
+    "an optimizer that keeps something outside optimizer.state and optimizer.param_groups. Keep it "
+    "there: checkpoints contain both."
+)
+DATA = (
+    "a dataset that is read differently the second time: a file that changed meanwhile, or a feed "
+    "of your own whose position does not say what it yields next. Make it a function of the seed "
+    "and the position."
+)
+RANDOM = (
+    "code that draws another number of random values after a resume, for example once per process "
+    "instead of once per step. Draw the same numbers in every step."
+)
 
 
 @dataclass(frozen=True)
 class Difference:
     """A tensor, a value or a recorded figure that is not equal in two runs."""
 
+    step: int
+    kind: Literal["figure", "tensor", "value"]
+    """A recorded figure, or a tensor or value of the checkpoint of that step."""
     name: str
     """`model/NAME`, `optimizer/N/NAME/FIELD`, the key of a value, or the name of a figure."""
     text: str
     """What differs, to follow the name."""
 
 
-@dataclass(frozen=True)
-class States:
-    """The comparison of two checkpoints of one step."""
-
-    step: int
-    tensors: int
-    """Tensors compared: weights, buffers and optimizer state."""
-    num_bytes: int
-    """Their size."""
-    values: int
-    """Values compared: random states, data position, counters, learning rates."""
-    different_tensors: tuple[Difference, ...]
-    different_values: tuple[Difference, ...]
-
-    @property
-    def are_equal(self) -> bool:
-        """Whether every bit is equal."""
-        return not self.different_tensors and not self.different_values
-
-
-@dataclass(frozen=True)
-class Records:
-    """The comparison of what two runs recorded."""
-
-    figures: int
-    """Figures compared."""
-    different: tuple[tuple[int, Difference], ...]
-    """By step, in order."""
-
-
-@dataclass(frozen=True)
+@dataclass
 class Comparison:
-    """The comparison of two runs: at or just before the stop, at the end, and all figures."""
+    """What two runs have at the stop, or just before it, and at the end, and what differs."""
 
     stop: int
     """The step after which one of them was stopped."""
-    at_stop: States
-    at_end: States
-    records: Records
-
-    @property
-    def is_equal(self) -> bool:
-        """Whether every bit and every figure is equal."""
-        return self.at_stop.are_equal and self.at_end.are_equal and not self.records.different
+    end: int
+    tensors: int = 0
+    """Tensors compared: weights, buffers and optimizer state."""
+    num_bytes: int = 0
+    """Their size."""
+    values: int = 0
+    """Values compared: random states, data position, counters, learning rates."""
+    figures: int = 0
+    """Recorded figures compared."""
+    different: list[Difference] = field(default_factory=list)
+    """Figures by step, then the tensors and values of each checkpoint, weights first."""
 
     @property
     def first_step(self) -> int | None:
         """The first step after which something differs; None when nothing does."""
-        steps = [step for step, _ in self.records.different[:1]]
-        steps += [one.step for one in (self.at_stop, self.at_end) if not one.are_equal]
-        return min(steps, default=None)
+        return min((one.step for one in self.different), default=None)
 
 
 def compare_runs(one: Path, other: Path, *, saved: int, stop: int, end: int) -> Comparison:
     """Compare two run directories with checkpoints of the steps `saved` and `end`.
 
     `other` was stopped after the step `stop`, which is `saved` or, with several ranks, the next.
-    Raises: CheckpointError when a file cannot be read.
-    """
-    at_stop, at_end = (
-        compare_states(catalog.checkpoint_path(one, step), catalog.checkpoint_path(other, step))
-        for step in (saved, end)
-    )
-    return Comparison(stop, at_stop, at_end, compare_records(one, other))
-
-
-def compare_states(one: Path, other: Path) -> States:
-    """Compare every bit of two checkpoints of the same step.
-
     Memory: one tensor of each.
     Raises: CheckpointError when a file cannot be read.
     """
-    left, right = read_index(one).tensors, read_index(other).tensors
-    found = [_missing(name, in_first=name in left) for name in sorted(left.keys() ^ right.keys())]
-    shared = sorted(left.keys() & right.keys(), key=_in_order)
-    files = _Files(one), _Files(other)
-    num_bytes = 0
-    for name in shared:
-        compared, difference = _compare_tensor(name, left[name], right[name], files)
-        num_bytes += compared
-        found += [difference] if difference else []
-    values, different = _compare_values(one, other)
-    return States(
-        step=catalog.step_of(one),
-        tensors=len(left.keys() | right.keys()),
-        num_bytes=num_bytes,
-        values=values,
-        different_tensors=tuple(found),
-        different_values=tuple(different),
-    )
+    found, (left, right) = Comparison(stop, end), map(_figures, (one, other))
+    found.figures = len(left.keys() | right.keys())
+    for step, name in sorted(left.keys() | right.keys()):
+        if text := _changed(left, right, (step, name)):
+            found.different.append(Difference(step, "figure", name, text))
+    for step in (saved, end):
+        states = [catalog.checkpoint_path(run, step) for run in (one, other)]
+        entries = [read_index(state).tensors for state in states]
+        names = sorted(entries[0].keys() | entries[1].keys(), key=_in_order)
+        found.tensors += len(names)
+        for name, num_bytes, text in _compare_tensors(names, states, entries):
+            found.num_bytes += num_bytes
+            if text:
+                found.different.append(Difference(step, "tensor", name, text))
+        before, after = map(_values, states)
+        names = sorted((before.keys() | after.keys()) - {*TIMES}, key=_in_order)
+        found.values += len(names)
+        for name in names:
+            if text := _changed(before, after, name):
+                found.different.append(Difference(step, "value", name, text))
+    return found
 
 
-def compare_records(one: Path, other: Path) -> Records:
-    """Compare the losses, gradient norms, learning rates and token counts that two runs recorded.
-
-    JSON keeps every bit of a number.
-    """
-    left, right = _figures(one), _figures(other)
-    keys = sorted(left.keys() | right.keys())
-    different = [
-        (step, _value_difference(name, left.get((step, name)), right.get((step, name))))
-        for step, name in keys
-        if left.get((step, name)) != right.get((step, name))
-    ]
-    return Records(len(keys), tuple(different))
-
-
-class _Files:
-    """The opened tensor files of a checkpoint."""
-
-    def __init__(self, checkpoint: Path) -> None:
-        self._checkpoint = checkpoint
-        self._opened: dict[str, TensorFile] = {}
-
-    def read(self, file: str, name: str) -> NDArray[np.uint8]:
-        if file not in self._opened:
-            self._opened[file] = TensorFile(self._checkpoint / file)
-        opened = self._opened[file]
-        with parsing(opened.path):
-            return opened.read(name)
-
-
-def _compare_tensor(
-    name: str, left: Entry, right: Entry, files: tuple[_Files, _Files]
-) -> tuple[int, Difference | None]:
-    """Return how many bytes of a tensor were compared, and its difference, if any."""
-    if left != right:
-        shapes = " -> ".join(f"{one.dtype} {list(one.shape)}" for one in (left, right))
-        return 0, Difference(name, f"has another dtype, shape or division: {shapes}")
-    num_bytes, elements, largest = 0, 0, 0.0
-    for piece in left.slices:
-        first, second = (one.read(piece.file, name) for one in files)
-        num_bytes += first.size
-        if np.array_equal(first, second):
+def _compare_tensors(
+    names: list[str], states: list[Path], entries: list[dict[str, Entry]]
+) -> Iterator[tuple[str, int, str]]:
+    """Yield the name of each tensor of two states, the bytes compared, and what differs."""
+    opened = cache(TensorFile)
+    for name in names:
+        known = [each[name] for each in entries if name in each]
+        if len(known) < 2:
+            which = "without a stop" if name in entries[0] else "with the stop"
+            yield name, 0, f"exists only in the run {which}"
             continue
-        numbers = _numbers(first, left.dtype), _numbers(second, left.dtype)
-        elements += int(np.count_nonzero(numbers[0] != numbers[1])) or 1
-        gaps = np.abs(numbers[0].astype(np.float64) - numbers[1].astype(np.float64))
-        largest = max(largest, float(np.max(np.nan_to_num(gaps, nan=math.inf, posinf=math.inf))))
-    if not elements:
-        return num_bytes, None
-    whole = math.prod(left.shape)
-    text = f"differs in {elements:,} of {whole:,} elements, by up to {largest:.3g}"
-    return num_bytes, Difference(name, text)
+        if known[0] != known[1]:
+            shapes = " -> ".join(f"{entry.dtype} {list(entry.shape)}" for entry in known)
+            yield name, 0, f"has another dtype, shape or division: {shapes}"
+            continue
+        num_bytes, elements, largest = 0, 0, 0.0
+        for piece in known[0].slices:
+            data = []
+            for state in states:
+                with parsing(state / piece.file):
+                    data.append(opened(state / piece.file).read(name))
+            num_bytes += data[0].size
+            if np.array_equal(data[0], data[1]):
+                continue
+            first, second = (_numbers(each, known[0].dtype) for each in data)
+            elements += int(np.count_nonzero(first != second)) or 1
+            gaps = np.abs(first.astype(np.float64) - second.astype(np.float64))
+            gaps = np.nan_to_num(gaps, nan=math.inf, posinf=math.inf)
+            largest = max(largest, float(np.max(gaps)))
+        whole = math.prod(known[0].shape)
+        text = f"differs in {elements:,} of {whole:,} elements, by up to {largest:.3g}"
+        yield name, num_bytes, text if elements else ""
 
 
 def _numbers(data: NDArray[np.uint8], dtype: str) -> NDArray[np.generic]:
@@ -198,23 +178,6 @@ def _numbers(data: NDArray[np.uint8], dtype: str) -> NDArray[np.generic]:
     return data.view(integers.get(dtype, np.uint8))
 
 
-def _missing(name: str, *, in_first: bool) -> Difference:
-    which = "without a stop" if in_first else "with the stop"
-    return Difference(name, f"exists only in the run {which}")
-
-
-def _compare_values(one: Path, other: Path) -> tuple[int, list[Difference]]:
-    """Return how many values of the two states were compared, and those that differ."""
-    left, right = _values(one), _values(other)
-    names = sorted((left.keys() | right.keys()) - {*TIMES}, key=_in_order)
-    different = [
-        _value_difference(name, left.get(name), right.get(name))
-        for name in names
-        if left.get(name) != right.get(name)
-    ]
-    return len(names), different
-
-
 def _values(checkpoint: Path) -> JsonObject:
     """Return the values of a state under dotted keys, those of ranks under `ranks.R.`."""
     state = read_state(checkpoint)
@@ -223,21 +186,25 @@ def _values(checkpoint: Path) -> JsonObject:
         return flat({"values": state["values"], "ranks": ranks})
 
 
-def _value_difference(name: str, left: object, right: object) -> Difference:
-    """Return the difference of two values; long ones are not shown."""
-    shown = [json.dumps(value, default=str) for value in (left, right)]
-    if max(map(len, shown)) > 40:
-        return Difference(name, "differs")
-    return Difference(name, f"differs: {shown[0]} -> {shown[1]}")
+def _figures(run: Path) -> dict[tuple[int, str], float]:
+    """Return the losses, gradient norms, learning rates and token counts that a run recorded.
 
-
-def _figures(run: Path) -> Mapping[tuple[int, str], float]:
+    JSON keeps every bit of a number.
+    """
     return {
         (int(record["step"]), name): value
         for record in read_records(run)
         for name, value in record.items()
         if name.startswith(RECORDED)
     }
+
+
+def _changed(left: Mapping[Any, object], right: Mapping[Any, object], key: object) -> str:
+    """Return how two values differ, empty when they are equal; long ones are not shown."""
+    if left.get(key) == right.get(key):
+        return ""
+    shown = [json.dumps(each.get(key), default=str) for each in (left, right)]
+    return "differs" if max(map(len, shown)) > 40 else f"differs: {shown[0]} -> {shown[1]}"
 
 
 def _in_order(name: str) -> tuple[object, ...]:
@@ -248,3 +215,26 @@ def _in_order(name: str) -> tuple[object, ...]:
         if part
     )
     return (name.startswith("optimizer/"), *parts)
+
+
+def causes_of(comparison: Comparison, config: RunConfig) -> list[str]:
+    """Return the usual causes of a difference, the most likely one first, each with its fix.
+
+    The last one names the code of the user's own, if there is any.
+    """
+    found = [] if is_deterministic(config) else [KERNELS]
+    if (comparison.first_step or 0) <= comparison.stop:
+        found += [UNSEEDED, UNORDERED]  # the runs differ before the stop
+    else:
+        names = {one.name for one in comparison.different if one.kind == "value"}
+        is_data = bool(names & {"values.feed.position", "values.tokens"})
+        found += [DATA] * is_data + [RANDOM] * any(".rng_" in name for name in names)
+        found += [HIDDEN_STATE, OWN_GENERATOR]
+        found += [OPTIMIZER] * config.optim.kind.count(":") + [DATA] * (not is_data)
+    references = ", ".join(sorted(config.references()))
+    return [*found, f"Code of your own in this recipe: {references}."] if references else found
+
+
+def is_deterministic(config: RunConfig) -> bool:
+    """Return whether every kernel of a resolved configuration sums in a fixed order."""
+    return config.train.deterministic or config.train.device.startswith("cpu")

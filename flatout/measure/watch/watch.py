@@ -24,7 +24,7 @@ import torch
 
 from flatout.errors import ConfigError, MissingPackage
 from flatout.measure.diagnose.diagnosis import Diagnosis, diagnosis_of
-from flatout.measure.report.figures import require_packages
+from flatout.measure.report.page import require_packages
 from flatout.measure.steps.evidence import Evidence, Phases
 from flatout.measure.watch.loop import LOG, LoopTimer, Settings, ranks
 from flatout.measure.watch.records import new_folder

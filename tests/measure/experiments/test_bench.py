@@ -279,7 +279,7 @@ def test_the_shortest_bench_finds_the_total(auto_config, tmp_path):
     report, place = bench(auto_config, MadeUp(overhead_s=20.0), tmp_path, minutes=0.8)
     full = [row for row in report.rungs if row.kind == "added"][-1].name
     assert [trial.point for trial in report.trials] == ["baseline", full]
-    assert "(one repeat: too few to be sure)" in (place / "table.md").read_text()
+    assert "is unsure: too few repeats." in (place / "table.md").read_text()
 
 
 def test_a_bench_without_speedups_has_no_total(tiny_config, tmp_path):

@@ -143,10 +143,13 @@ def test_no_trial_may_outlast_the_minutes():
 
 
 def test_extras_wait_for_two_rounds_only_when_there_is_little_time():
-    assert [
-        Budget(9, minutes=5, repeats=n, clock=Clock()).extras_from for n in (1, 2, 3, None)
-    ] == [0, 1, 2, 2]
-    assert Budget(9, minutes=None, repeats=None, clock=Clock()).extras_from == 0
+    assert [Budget(9, minutes=5, repeats=n, clock=Clock()).late_from for n in (1, 2, 3, None)] == [
+        0,
+        1,
+        2,
+        2,
+    ]
+    assert Budget(9, minutes=None, repeats=None, clock=Clock()).late_from == 0
 
 
 def test_the_limit_of_a_trial_is_its_fair_share():

@@ -9,7 +9,8 @@ from flatout.assembly.selection import adding, all_speedups, select
 from flatout.config.schema import load_config
 from flatout.hardware import Gpu, Machine
 from flatout.measure.experiments import resolving
-from flatout.measure.experiments.ladder import (
+from flatout.measure.experiments.losses import promise_between
+from flatout.measure.experiments.points import (
     BASELINE,
     added_to_full,
     full_set,
@@ -17,7 +18,6 @@ from flatout.measure.experiments.ladder import (
     make_ladder,
     needing,
 )
-from flatout.measure.experiments.losses import promise_between
 
 CPU = Machine("cpu", 2, 8.0, (), "3.11")
 NARROW = Machine("cpu", 2, 8.0, (), "3.11", cpu_multiplies_bf16=True)

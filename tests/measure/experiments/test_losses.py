@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from flatout.assembly.recipe import Promise
-from flatout.measure.experiments.ladder import ladder_rows, unmeasured
 from flatout.measure.experiments.losses import Trials, keeps, largest_difference
+from flatout.measure.experiments.points import ladder_rows, unmeasured
 from flatout.measure.experiments.records import INTERRUPTED, Row, Trial, TrialResult
 
 
@@ -143,7 +143,7 @@ def test_missing_trials_and_failed_repeats_have_a_reason():
 
 def test_a_single_repeat_is_too_few():
     rows = rows_of([ok("baseline", 0, 100.0), ok("+ prefetch", 0, 130.0)])
-    assert rows["+ prefetch"].verdict == "x1.30, too few repeats to be sure"
+    assert rows["+ prefetch"].verdict == "unsure: too few repeats"
     assert rows["+ prefetch"].tokens_per_s.low is None
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from flatout.measure.experiments.bench import gains_of
 from flatout.measure.experiments.records import Best, Choice, Figure, Left
 from flatout.measure.experiments.report import NO_TIME, Tuning, choice_text
 from flatout.measure.experiments.resolving import resolve_here
-from flatout.measure.experiments.results import gains_of
 from flatout.measure.experiments.space import Setting
 from flatout.measure.experiments.tune import tuned_config
 
@@ -74,7 +74,7 @@ def test_the_header_states_what_was_taken_and_what_was_not():
         choice("- prefetch", gain=slower, verdict="slower, x0.80"),
     ).lines()
     text = "\n".join(lines)
-    assert "1,250 tokens/s, x1.25 (1.20 to 1.30) of auto; peak 0.50 GiB." in text
+    assert "1,250 tokens/s; gain over auto: x1.25 (1.20 to 1.30); peak 0.50 GiB." in text
     assert "Rehearsed with it: evaluation and save." in text
     assert lines.index("  + compile  x1.25 (1.20 to 1.30)") < lines.index("Measured and not taken:")
     assert "  - prefetch  slower, x0.80 (0.78 to 0.82)" in lines

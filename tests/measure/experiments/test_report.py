@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from flatout.measure.experiments.records import Row
+from flatout.measure.experiments.records import Figure, Row
 from flatout.measure.experiments.report import Bench, step_text
 
 
@@ -29,12 +29,12 @@ def test_every_kind_of_row_is_in_the_table(sample_report):
     assert "300 = 12.3 + 0.46 + 287" in line_of(text, "baseline")
     assert "| x2.10 (2.07 to 2.13) |" in line_of(text, "+ pretokenised")
     assert "equal over 20, exact kept" in line_of(text, "+ pretokenised")
-    assert "no measurable gain, x1.01 (0.98 to 1.04)" in line_of(text, "+ prefetch")
+    assert "| no measurable gain (0.98 to 1.04) |" in line_of(text, "+ prefetch")
     assert "3e-07 apart over 20, rounding kept" in line_of(text, "+ prefetch")
     assert "**exact BROKEN**: 2e-01 apart over 20; 20 losses, bit-equal promised" in line_of(
         text, "+ wrong"
     )
-    assert "x1.02, too few repeats to be sure" in line_of(text, "+ wrong")
+    assert "| unsure: too few repeats |" in line_of(text, "+ wrong")
     assert "Out of memory at step 0: it needs 91 GiB." in line_of(text, "+ huge")
     assert "not checked: two repeats" in line_of(text, "all but prefetch")
     assert "\n\nNot measured, the time was up: all but wrong, all and liger.\n\n" in text
@@ -109,22 +109,31 @@ def test_bars_of_nothing(sample_report):
         status="not-measured",
         reason="not measured: it was interrupted before its turn.",
     )
-    report = sample_report.model_copy(update={"rungs": [empty], "total_speedup": None})
+    report = sample_report.model_copy(
+        update={"rungs": [empty], "total_speedup": None, "complete": False}
+    )
     assert "Not measured, it was interrupted: baseline." in report.bars()
 
 
 @pytest.mark.parametrize(
-    ("repeats", "reason"),
-    [(1, "one repeat: too few to be sure"), (3, "too few repeats to be sure")],
+    ("low", "high", "sentence"),
+    [
+        (None, None, "The gain of the full set over the baseline is unsure: too few repeats."),
+        (0.9, 4.5, "The full set is not measurably faster than the baseline (0.90 to 4.50)."),
+    ],
 )
-def test_a_total_of_too_few_repeats_is_marked_unsure(sample_report, repeats, reason):
+def test_a_gain_that_its_interval_does_not_support_is_no_figure(sample_report, low, high, sentence):
+    """One outlier among few repeats gives a median of 4.37."""
+    gain = Figure(median=4.37, low=low, high=high)
+    facts = {"total_speedup": 4.37, "total_speedup_low": low, "total_speedup_high": high}
     rows = [
-        row.model_copy(update={"repeats": repeats}) if row.repeats else row
+        row.model_copy(update={"gain": gain, "verdict": gain.verdict(left_out=is_left_out)})
         for row in sample_report.rungs
+        for is_left_out in [row.kind == "left-out"]
     ]
-    unsure = {"total_speedup": 4.03, "total_speedup_low": None, "total_speedup_high": None}
-    report = sample_report.model_copy(update={"rungs": rows} | unsure)
-    assert f"**The full set is 4.03 times as fast as the baseline ({reason}).**" in report.table()
+    report = sample_report.model_copy(update={"rungs": rows} | facts)
+    assert f"**{sentence}**" in report.table()
+    assert "4.37" not in report.table() + report.bars()
 
 
 @pytest.mark.parametrize(

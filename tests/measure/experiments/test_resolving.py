@@ -97,8 +97,8 @@ def test_on_a_gpu_another_process_resolves_and_this_one_does_not_touch_the_gpu(
     for name in ("pick_device", "resolve"):
         monkeypatch.setattr(resolving, name, touch)
     monkeypatch.setattr(resolving, "choose_in_subprocess", lambda config, cache: answer)
-    resolved, found = resolve_apart(requested)
-    assert (resolved.config.to_dict(), found) == (answer.config, answer.additions)
+    resolved = resolve_apart(requested)
+    assert (resolved.config.to_dict(), resolved.additions) == (answer.config, answer.additions)
     with pytest.raises(AssertionError):
         resolve_apart(requested.with_values({"train.device": "cpu"}))
 

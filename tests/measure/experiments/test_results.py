@@ -8,10 +8,10 @@ import pytest
 
 from flatout.config.schema import load_config
 from flatout.errors import ConfigError
-from flatout.measure.experiments import results
+from flatout.measure.experiments import bench as results
+from flatout.measure.experiments.bench import claim, commit_of_package, results_dir, write
 from flatout.measure.experiments.records import Trial, TrialResult
 from flatout.measure.experiments.report import Bench
-from flatout.measure.experiments.results import claim, commit_of_package, results_dir, write
 
 CONFIG = load_config("shakespeare-char")
 

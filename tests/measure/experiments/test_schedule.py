@@ -20,14 +20,9 @@ from flatout.measure.experiments.schedule import (
 
 
 def test_a_slow_extra_does_not_reduce_the_repeats_of_others():
-    extras = tuple(Point(name, {}) for name in ("slow", "late"))
-    experiment = Experiment(
-        "ladder",
-        tuple(Point(name, {}) for name in "abcdef"),
-        lambda found: [],
-        extras=extras,
-        total=("b", "a"),
-    )
+    late = (Point("slow", {}, is_late=True), Point("late", {}, is_late=True))
+    points = (*(Point(name, {}) for name in "abcdef"), *late)
+    experiment = Experiment("ladder", points, lambda found: [], total=("b", "a"))
     clock = MadeUp()
     budget = Budget(8, minutes=3, repeats=None, clock=clock.clock)
     schedule, done = Schedule(None, Trials(), budget, clock), []

@@ -29,9 +29,8 @@ def space_of(tiny_config):
 
     def make(*, only=PARTS, statistical=False, **changes):
         config = tiny_config(**({"batch__rows_per_device": "auto", "speedups": "auto"} | changes))
-        additions = choose(config).additions
-        resolved = resolve_here(config)
-        return make_space(config, resolved, additions, only=only, statistical=statistical)
+        resolved = replace(resolve_here(config), additions=choose(config).additions)
+        return make_space(config, resolved, only=only, statistical=statistical)
 
     return make
 
@@ -113,7 +112,7 @@ def test_the_most_rows_that_fit_are_tried_as_well():
     start = Setting(4, 4, frozenset())
     shown = names(limited_to(16).moves_from(start))
     assert shown == [f"batch.rows_per_device={rows}" for rows in (8, 2, 16)]
-    assert limited_to(0).most_rows(start) is None
+    assert limited_to(0).most_rows(start) == 0
     assert limited_to(99).most_rows(start) == 32
 
 

@@ -12,13 +12,12 @@ from flatout.data.store.shards import Dataset
 from flatout.errors import ConfigError
 from flatout.hardware import Gpu, Machine
 from flatout.measure.experiments.losses import Trials
-from flatout.measure.experiments.resolving import resolve_here
-from flatout.measure.experiments.sweep import (
+from flatout.measure.experiments.points import (
     SWEEPS,
-    largest_divisor,
     precisions,
     sweep_experiment,
 )
+from flatout.measure.experiments.resolving import resolve_here
 
 
 @pytest.fixture
@@ -147,7 +146,3 @@ def test_the_help_names_every_sweep():
     from flatout.commands.bench import SWEEPS as NAMED
 
     assert NAMED.replace(" or ", ", ").split(", ") == list(SWEEPS)
-
-
-def test_largest_divisor():
-    assert [largest_divisor(12, n) for n in (1, 5, 7, 12, 100, 0)] == [1, 4, 6, 12, 12, 1]

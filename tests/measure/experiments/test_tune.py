@@ -11,7 +11,7 @@ from flatout.assembly import prediction
 from flatout.config.schema import load_config
 from flatout.errors import ConfigError, HardwareError, Interrupted, RunFailed
 from flatout.hardware import probe
-from flatout.measure.experiments import schedule, trial
+from flatout.measure.experiments import resolving, schedule, trial
 from flatout.measure.experiments import space as tune_space
 from flatout.measure.experiments import tune as tuning
 from flatout.measure.experiments.records import TrialResult
@@ -29,7 +29,7 @@ def config(tiny_config):
 @pytest.fixture(autouse=True)
 def without_warnings(monkeypatch):
     """Skip the look at other processes, which takes a fifth of a second."""
-    monkeypatch.setattr(tuning, "warn_of_busy_cores", lambda machine, progress: None)
+    monkeypatch.setattr(resolving, "warn_of_busy_cores", lambda machine, progress: None)
 
 
 def tune(config, machine, tmp_path, **options):
@@ -304,6 +304,8 @@ def test_trials_of_the_training_code(tiny_config, tmp_path, monkeypatch):
     """The trials run in this process, which saves the seconds that a new one takes."""
     monkeypatch.setattr(schedule, "DEFAULT_SECONDS", 0.02)
     monkeypatch.setattr(schedule, "MIN_WARMUP_S", 0.05)
+    for rounds in ("ROUNDS", "COMBINED_ROUNDS", "CONFIRM_ROUNDS"):
+        monkeypatch.setattr(tuning, rounds, 1)
     config = tiny_config(batch__rows_per_device="auto", speedups="auto")
     found = run_tune(
         config,

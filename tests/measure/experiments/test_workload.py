@@ -24,8 +24,8 @@ def trial(config, tmp_path, **limits):
 
 
 def test_its_losses_are_those_of_training(tiny_config, tmp_path, monkeypatch):
-    monkeypatch.setattr(workload, "MIN_RUN_STEPS", 100)
-    config = tiny_config(train__steps=100, log__every=1)
+    monkeypatch.setattr(workload, "MIN_RUN_STEPS", 20)
+    config = tiny_config(train__steps=20, log__every=1)
     found = trial(config, tmp_path / "trial")
     (tmp_path / "run").mkdir()
     losses = []

@@ -9,7 +9,7 @@ from flatout.measure.report.charts import CHARTS, MAX_OTHER_CHARTS, drawn_charts
 
 
 def by_key(charts):
-    return {drawn.chart.key: drawn for drawn in charts}
+    return {chart.key: chart for chart in charts}
 
 
 def test_a_run_on_a_cpu_has_no_charts_of_a_gpu(make_run, read):
@@ -33,7 +33,7 @@ def test_gpu_figures_have_charts(make_run, read):
 
 def test_one_run_is_coloured_by_figure_and_several_by_run(make_run, read):
     one, two = make_run("one"), make_run("two")
-    (step,) = [drawn for drawn in drawn_charts(read(one)) if drawn.chart.key == "step"]
+    (step,) = [drawn for drawn in drawn_charts(read(one)) if drawn.key == "step"]
     assert [line.color for line in step.lines] == [0, 1, 2, 3]
     charts = by_key(drawn_charts(read(one, two)))
     assert [line.color for line in charts["step"].lines] == [0] * 4 + [1] * 4
@@ -46,7 +46,7 @@ def test_other_figures_have_charts_of_their_own_up_to_a_number(make_run, read):
     records = [{"step": 1, "val/loss/book": 2.0} | {f"my/f{n:03}": 1.0 for n in range(100)}]
     charts = drawn_charts(read(make_run(records=records)))
     assert len(charts) == MAX_OTHER_CHARTS
-    assert "train/epoch" not in [chart.chart.title for chart in charts]
+    assert "train/epoch" not in [chart.title for chart in charts]
 
 
 def test_a_figure_without_a_finite_value_has_no_line(make_run, read):

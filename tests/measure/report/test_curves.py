@@ -78,7 +78,7 @@ def test_damaged_documents_become_notes(make_run, read):
     for name in ("config.yaml", "summary.json", "findings.json"):
         (folder / name).write_text("{[")
     (run,) = read(folder)
-    assert (run.settings, run.summary, run.findings) == ({}, {}, None)
+    assert (run.settings, run.summary, run.diagnosis) == ({}, {}, None)
     for name in ("config.yaml", "summary.json", "findings.json"):
         assert any(name in note for note in run.notes), name
 

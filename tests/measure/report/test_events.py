@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flatout.measure.report.events import LONGEST_TEXT, MAX_MARKS, described, marks_of
+from flatout.measure.report.charts import LONGEST_LINE, MAX_MARKS, described, marks_of
 
 
 def test_events_stand_where_the_records_say(make_run, read):
@@ -43,5 +43,5 @@ def test_thousands_of_events_are_thinned(make_run, read):
 def test_a_description_is_one_short_line():
     event = {"event": "sample", "step": 1_000, "text": "\nfirst\nsecond"}
     assert described(event) == "step 1,000: sample: first"
-    assert len(described({"event": "skip", "reason": "x" * 1000})) == LONGEST_TEXT
+    assert len(described({"event": "skip", "reason": "x" * 1000})) == LONGEST_LINE
     assert described({"event": "end", "run": "x", "step": 4}) == "step 4: end"

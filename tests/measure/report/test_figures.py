@@ -7,15 +7,14 @@ import importlib.util
 import pytest
 
 from flatout.errors import MissingPackage
-from flatout.measure.report import figures
-from flatout.measure.report.charts import drawn_charts
-from flatout.measure.report.events import marks_of
+from flatout.measure.report import figures, page
+from flatout.measure.report.charts import drawn_charts, marks_of
 
 
 def test_a_missing_package_names_its_install_line(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(MissingPackage) as caught:
-        figures.require_packages()
+        page.require_packages()
     assert 'pip install "flatout[report]"' in caught.value.fix
 
 

@@ -10,7 +10,9 @@ from html.parser import HTMLParser
 
 import pytest
 
+from flatout.measure.diagnose.diagnosis import Finding, Fix, diagnosis_of
 from flatout.measure.report.page import MARK, render
+from flatout.measure.steps.evidence import CallSite, Evidence
 
 pytestmark = pytest.mark.slow
 
@@ -79,10 +81,16 @@ def attacked(make_run):
         {"event": ATTACK, "step": 1, ATTACK: ATTACK},
     ]
     summary = {"mfu_of": ATTACK, "predicted": {ATTACK: 1.0}, ATTACK: 2.0}
-    findings = {
-        "verdict": ATTACK,
-        "findings": [{"name": ATTACK, ATTACK: {ATTACK: [ATTACK]}, "fixes": [ATTACK]}],
-    }
+    finding = Finding(
+        verdict=ATTACK,
+        harm="slows",
+        figures={ATTACK: ATTACK},
+        site=CallSite(file=ATTACK, line=1, text=ATTACK),
+        fixes=(Fix(text=ATTACK), Fix(text=ATTACK)),
+    )
+    diagnosis = diagnosis_of(Evidence(source="recorded run"))
+    found = diagnosis.model_copy(update={"verdict": ATTACK, "findings": (finding,)})
+    findings = found.model_dump(mode="json")
     config = json.dumps({"name": ATTACK, "data": {"path": ATTACK, ATTACK: ATTACK}})
     options = {"events": events, "summary": summary, "findings": findings, "config": config}
     return make_run("<script>alert(3)<", records=records, **options)
@@ -93,9 +101,24 @@ def test_no_text_of_a_run_becomes_markup_or_script(make_run, read):
     page = page_of(read(attacked(make_run), make_run("other")))
     elements = Elements(page)
     assert {tag for tag, _ in elements.found} <= {tag for tag, _ in clean.found} | {
-        *("article", "h3", "h4", "strong", "pre", "dt", "dd", "dl", "ul", "li", "details")
+        *(
+            "article",
+            "h3",
+            "h4",
+            "strong",
+            "pre",
+            "dt",
+            "dd",
+            "dl",
+            "ul",
+            "li",
+            "details",
+            "code",
+            "br",
+        )
     }
     assert len(elements.scripts) == 3
+    assert 'class="finding"' in page
     assert not any(name.startswith("on") for _, attrs in elements.found for name in attrs)
     assert "<script>alert" not in page
     assert "<img" not in page

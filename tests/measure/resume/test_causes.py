@@ -5,25 +5,16 @@ from __future__ import annotations
 import pytest
 
 from flatout.config.schema import load_config
-from flatout.measure.resume import causes
-from flatout.measure.resume.causes import causes_of
-from flatout.measure.resume.compare import Comparison, Difference, Records, States
-
-LOSS = Difference("train/loss", "differs: 1.0 -> 2.0")
-
-
-def states(step, *, tensors=(), values=()):
-    return States(step, 9, 900, 20, tuple(tensors), tuple(values))
+from flatout.measure.resume import compare as causes
+from flatout.measure.resume.compare import Comparison, Difference, causes_of
 
 
 def comparison(*, stop=(), end=("model/a",), values=(), first=None):
-    tensors = [[Difference(name, "differs") for name in names] for names in (stop, end)]
-    return Comparison(
-        5,
-        states(5, tensors=tensors[0]),
-        states(10, tensors=tensors[1], values=[Difference(name, "differs") for name in values]),
-        Records(40, () if first is None else ((first, LOSS),)),
-    )
+    found = [] if first is None else [Difference(first, "figure", "train/loss", "differs")]
+    found += [Difference(5, "tensor", name, "differs") for name in stop]
+    found += [Difference(10, "tensor", name, "differs") for name in end]
+    found += [Difference(10, "value", name, "differs") for name in values]
+    return Comparison(5, 10, different=found)
 
 
 @pytest.mark.parametrize(

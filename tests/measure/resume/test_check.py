@@ -13,10 +13,9 @@ from flatout.config.schema import validate
 from flatout.errors import CheckpointError, ConfigError, DataError, HardwareError, RunFailed
 from flatout.json_io import read_json
 from flatout.measure.child import Told
-from flatout.measure.resume import check, worker
-from flatout.measure.resume.check import error_of, proof_of, prove_resume, steps_of
-from flatout.measure.resume.compare import Comparison, Difference, Records, States
-from flatout.measure.resume.worker import Job
+from flatout.measure.resume import check
+from flatout.measure.resume.check import Job, error_of, proof_of, prove_resume, steps_of
+from flatout.measure.resume.compare import Comparison, Difference
 from flatout.trust import memory
 
 
@@ -26,7 +25,7 @@ def in_this_process(monkeypatch):
 
     def run(command, count):
         job = Job.model_validate(read_json(Path(command[-1])))
-        return worker.train(validate(job.config), job), ""
+        return check.train(validate(job.config), job), ""
 
     monkeypatch.setattr(check, "_run", run)
 
@@ -164,9 +163,21 @@ def test_errors_keep_their_kind_and_a_full_disk_gets_its_own_fix(tmp_path):
 
 def compared(*names):
     """Return the comparison of two runs whose values of these names differ at the end."""
-    different = tuple(Difference(name, "differs") for name in names)
-    ended = States(10, 3, 300, 20, (), different)
-    return Comparison(5, States(5, 3, 300, 20, (), ()), ended, Records(40, ()))
+    return Comparison(5, 10, different=[Difference(10, "value", name, "differs") for name in names])
+
+
+def test_few_differences_of_each_kind_are_sentences(tiny_config):
+    found = compared(*(f"values.{number}" for number in range(7)))
+    found.different.insert(0, Difference(6, "figure", "train/loss", "differs: 1.0 -> 2.0"))
+    found.different.insert(1, Difference(10, "tensor", "model/a", "differs"))
+    proof = proof_of(found, tiny_config(train__device="cpu"))
+    assert proof.differences[:2] == [
+        "Step 6: train/loss differs: 1.0 -> 2.0.",
+        "Checkpoint of step 10: model/a differs.",
+    ]
+    assert len(proof.differences) == 2 + 5 + 1
+    assert proof.differences[-1] == "... and 2 more like these."
+    assert (proof.first_step, proof.first_tensor) == (6, "model/a")
 
 
 def test_a_difference_on_a_gpu_names_kernels_that_sum_in_no_fixed_order(tiny_config):

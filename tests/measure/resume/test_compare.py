@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from flatout.measure.resume.compare import compare_records, compare_runs, compare_states
+from flatout.measure.resume.compare import compare_runs
 from flatout.training.checkpoint import catalog
 
 
@@ -18,6 +18,10 @@ def two(fox_run, tmp_path):
     """Two copies of a run of three steps, with a checkpoint at each."""
     run = fox_run[0] / "runs/fox"
     return [shutil.copytree(run, tmp_path / name) for name in ("one", "other")]
+
+
+def compared(runs):
+    return compare_runs(*runs, saved=2, stop=2, end=3)
 
 
 def at(run, step):
@@ -41,13 +45,14 @@ def change_json(path, change):
 
 def test_equal_runs_are_equal_except_for_their_times(two):
     change_json(at(two[1], 3) / catalog.STATE, lambda state: state["values"].update(elapsed_s=1e9))
-    found = compare_runs(*two, saved=2, stop=2, end=3)
-    assert found.is_equal
+    found = compared(two)
+    assert not found.different
     assert found.first_step is None
-    stored = sum(path.stat().st_size for path in at(two[0], 3).glob("*.safetensors"))
-    assert 0.5 * stored < found.at_end.num_bytes < stored
-    assert found.at_end.values > 10
-    assert found.records.figures >= 3 * 3
+    files = [path for step in (2, 3) for path in at(two[0], step).glob("*.safetensors")]
+    stored = sum(path.stat().st_size for path in files)
+    assert 0.5 * stored < found.num_bytes < stored
+    assert found.values > 2 * 10
+    assert found.figures >= 3 * 3
 
 
 def test_one_bit_of_one_weight_is_found(two):
@@ -55,10 +60,9 @@ def test_one_bit_of_one_weight_is_found(two):
         values.view(torch.int32)[0] ^= 1
 
     name = change_tensor(at(two[1], 3), "model-00000.safetensors", "blocks.0", flip)
-    found = compare_runs(*two, saved=2, stop=2, end=3)
-    assert not found.is_equal
+    found = compared(two)
     assert found.first_step == 3
-    (difference,) = found.at_end.different_tensors
+    (difference,) = found.different
     assert difference.name == name
     assert "differs in 1 of" in difference.text
 
@@ -72,7 +76,7 @@ def test_zeros_of_both_signs_differ(two):
 
     for run, change in zip(two, (zero, minus_zero), strict=True):
         change_tensor(at(run, 3), "model-00000.safetensors", "blocks.0", change)
-    (difference,) = compare_states(at(two[0], 3), at(two[1], 3)).different_tensors
+    (difference,) = compared(two).different
     assert "differs in 1 of" in difference.text
 
 
@@ -83,7 +87,7 @@ def test_weights_are_named_before_optimizer_state(two):
     weight = change_tensor(
         at(two[1], 3), "model-00000.safetensors", "weight", lambda values: values.mul_(2)
     )
-    found = compare_states(at(two[0], 3), at(two[1], 3)).different_tensors
+    found = compared(two).different
     assert [difference.name for difference in found] == [weight, moment]
 
 
@@ -92,7 +96,7 @@ def test_a_missing_tensor_is_a_difference(two):
         at(two[1], 3) / catalog.INDEX,
         lambda index: index["tensors"].pop(sorted(index["tensors"])[0]),
     )
-    (difference,) = compare_states(at(two[0], 3), at(two[1], 3)).different_tensors
+    (difference,) = compared(two).different
     assert difference.text == "exists only in the run without a stop"
 
 
@@ -102,8 +106,8 @@ def test_values_are_compared_and_short_ones_shown(two):
         state["ranks"][0]["rng_torch"] = "ff" + state["ranks"][0]["rng_torch"][2:]
 
     change_json(at(two[1], 2) / catalog.STATE, change)
-    found = compare_runs(*two, saved=2, stop=2, end=3)
-    shown = {one.name: one.text for one in found.at_stop.different_values}
+    found = compared(two)
+    shown = {one.name: one.text for one in found.different}
     position = json.loads((at(two[0], 2) / catalog.STATE).read_text())["values"]["feed"]["position"]
     assert shown == {
         "values.feed.position": f"differs: {position} -> {position + 1}",
@@ -120,10 +124,8 @@ def test_the_first_recorded_figure_that_differs_is_named(two):
         if line["step"] >= 2 and "val/loss" in line:
             line["val/loss"] += 0.5
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    found = compare_records(*two)
-    assert [(step, one.name) for step, one in found.different] == [
-        (2, "val/loss"),
-        (3, "val/loss"),
-    ]
-    lost = compare_records(two[0], two[0] / "none")
+    found = compared(two).different
+    assert [(one.step, one.name) for one in found] == [(2, "val/loss"), (3, "val/loss")]
+    path.unlink()
+    lost = compared(two)
     assert len(lost.different) == lost.figures > 0
