@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import faulthandler
-import importlib
+import importlib.util
 import inspect
 import json
 import os
@@ -20,7 +20,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from flatout.errors import (
@@ -42,6 +42,8 @@ from flatout.registry import COMMANDS, nearest, unknown_name
 from flatout.streams import drop_output, open_streams, write_output
 
 if TYPE_CHECKING:
+    from importlib.machinery import ModuleSpec
+
     from flatout.commands import Command
     from flatout.hardware import CpuTimes
     from flatout.json_io import Result
@@ -168,22 +170,28 @@ def call(words: list[str]) -> int:
     as_json, verbose = values.pop("json"), values.pop("verbose", False)
     terminal = Terminal()
     progress: Progress = terminal if is_main else SILENT
+
+    @contextlib.contextmanager
+    def loading_torch() -> Iterator[None]:
+        _sleep_while_waiting(began, progress)
+        with progress.task("Loading torch"), _signals_exit(terminal.close, as_json):
+            yield
+
+    finder = _TorchFinder(loading_torch)
+    sys.meta_path.insert(0, finder)
     try:
-        if command.check is not None:
-            _with_parameters(command.check, values | {"progress": progress})
         if command.processes is not None and not {"RANK", "WORLD_SIZE"} & os.environ.keys():
-            count = _with_parameters(command.processes, values)
+            wanted = inspect.signature(command.processes).parameters
+            offered = values | {"progress": progress}
+            count = command.processes(**{name: offered[name] for name in wanted})
             if count > 1:
                 return launch(program(words), count, os.environ, usable_cores())
-        if command.needs_torch:
-            _sleep_while_waiting(began, progress)
-            with progress.task("Loading torch"), _signals_exit(terminal.close, as_json):
-                importlib.import_module("torch")
         result = command.call(
             **values, **_python_parameters(command, terminal, is_main, as_json, verbose)
         )
     finally:
         terminal.close()
+        sys.meta_path[:] = [one for one in sys.meta_path if one is not finder]
     is_shown = not is_main or write_output(lambda: _show(result, as_json))
     code: int = result.exit_code
     return code if is_shown or command.writes_files else code or 1
@@ -300,9 +308,29 @@ def _sleep_while_waiting(began: CpuTimes, progress: Progress) -> None:
         )
 
 
-def _with_parameters(function: Callable[..., Any], values: dict[str, Any]) -> Any:
-    """Call a function with those of the values that it has parameters for."""
-    return function(**{name: values[name] for name in inspect.signature(function).parameters})
+class _TorchFinder:
+    """Finds torch as Python does, and runs its import, which takes seconds, inside a context.
+
+    Commands check what they can, and then import torch: this shows it wherever it happens.
+    """
+
+    def __init__(self, context: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+        self._context = context
+
+    def find_spec(self, name: str, path: object, target: object = None) -> ModuleSpec | None:
+        if name != "torch":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_inside(module: ModuleType) -> None:
+                with self._context():
+                    execute(module)
+
+            spec.loader.exec_module = execute_inside  # type: ignore[method-assign]
+        return spec
 
 
 def _python_parameters(

@@ -23,6 +23,8 @@ from flatout.transfer.urls import is_local, is_url, protocol_of
 
 DEFAULT_TOKENS_PER_STEP = 65_536
 """Tokens per optimizer step if the configuration sets none of the three batch keys."""
+MAX_SEED = 2**62
+"""Limit of the seed of samples; leaves room for the seeds of several."""
 
 
 def check(config: RunConfig, *, progress: Progress = SILENT) -> None:
@@ -151,7 +153,12 @@ def open_dataset(config: RunConfig, *, progress: Progress = SILENT) -> AnyDatase
 
 
 def check_sampling(
-    temperature: float, top_k: int | None, top_p: float | None, max_tokens: int, stop: Sequence[str]
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    max_tokens: int,
+    stop: Sequence[str],
+    seed: int = 0,
 ) -> None:
     """Check the sampling settings.
 
@@ -182,6 +189,11 @@ def check_sampling(
             not all(stop),
             "--stop must not be empty.",
             "Give the text that ends a sample, or leave it out.",
+        ),
+        (
+            abs(seed) >= MAX_SEED,
+            f"--seed {seed} is too large.",
+            f"Use a number below {MAX_SEED}.",
         ),
     )
     for is_wrong, what, fix in problems:

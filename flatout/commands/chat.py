@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from flatout.assembly.preflight import check_sampling
-from flatout.commands import CheckpointName, Command, ModelName, Option, RunName, TrustCode
-from flatout.commands.generate import MAX_SEED, Temperature, TopK, TopP, show_pieces
+from flatout.commands import CheckpointName, Command, ModelName, TrustCode
+from flatout.commands.generate import Temperature, TopK, TopP, show_pieces
 from flatout.conversation.templates import (
     CHAT_TEMPLATE,
     CONFIG_FILE,
@@ -27,6 +27,7 @@ from flatout.files import Stored
 from flatout.inference.exported import is_run
 from flatout.json_io import Result
 from flatout.progress import SILENT, Progress
+from flatout.signature import Option, checked
 from flatout.training.run_dir.layout import trusted_config
 from flatout.training.run_dir.lookup import run_or_newest
 
@@ -60,6 +61,7 @@ class ChatResult(Result):
         return ""
 
 
+@checked
 def chat(
     run: ModelName = None,
     system: Annotated[str | None, Option("System prompt, the first turn.")] = None,
@@ -96,6 +98,11 @@ def chat(
             of range or the system prompt does not fit; DataError when a template cannot be used, or
             a line is refused; UntrustedCode.
     """
+    check_sampling(temperature, top_k, top_p, max_tokens, (), seed)
+    if is_run(run):
+        folder = run_or_newest(run)
+        trusted_config(folder, trust_code=trust_code)
+        _template(folder, chat_template, load_tokenizer(folder / TOKENIZER))
     from flatout.inference.chat import ChatSession, Sampling
     from flatout.inference.load import load_model
 
@@ -208,33 +215,7 @@ def _template(folder: Path, name: str | None, tokenizer: Tokenizer) -> ChatTempl
     return own
 
 
-def check(
-    run: RunName,
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None,
-    seed: int,
-    max_tokens: int,
-    chat_template: str | None,
-    trust_code: bool = False,
-) -> None:
-    """Check the run, its template and the settings, as far as possible without torch.
-
-    Raises: CheckpointError with the nearest run; ConfigError naming the setting; DataError for an
-            unusable template; UntrustedCode.
-    """
-    check_sampling(temperature, top_k, top_p, max_tokens, ())
-    if abs(seed) >= MAX_SEED:
-        raise ConfigError(f"seed {seed} is too large.", fix=f"Use a number below {MAX_SEED}.")
-    if is_run(run):
-        folder = run_or_newest(run)
-        trusted_config(folder, trust_code=trust_code)
-        _template(folder, chat_template, load_tokenizer(folder / TOKENIZER))
-
-
 COMMAND = Command(
     chat,
     example='flatout chat runs/NAME --system "Answer in one word."',
-    check=check,
-    needs_torch=True,
 )

@@ -6,13 +6,14 @@ import time
 from pathlib import Path
 from typing import Annotated, Literal
 
-from flatout.commands import Command, Option, RunName
+from flatout.commands import Command, RunName
 from flatout.errors import CheckpointError, ConfigError, in_shell
 from flatout.figures import age, aligned, amount, optional
 from flatout.files import Stored, folder_bytes, writing_run
 from flatout.json_io import Result
 from flatout.measure.runlog import RunLog
 from flatout.progress import SILENT, Progress, counted
+from flatout.signature import Option, checked
 from flatout.training.checkpoint import catalog, retention
 from flatout.training.checkpoint.info import CheckpointInfo, read_info
 from flatout.training.checkpoint.location import require_own_folder
@@ -110,6 +111,7 @@ class CheckpointsResult(Result):
         return "\n".join(lines)
 
 
+@checked
 def checkpoints(
     run: RunName = None,
     quick: Annotated[
@@ -135,12 +137,8 @@ def checkpoints(
     Nothing is deleted without --keep or --remove-aside, and never the last valid checkpoint.
 
     Raises: CheckpointError when there is no such run, or it is running and something is to be
-            deleted; ConfigError when `keep` is below 1, or `quick` is set too.
+            deleted; ConfigError when `keep` and `quick` are both set.
     """
-    if keep is not None and keep < 1:
-        raise ConfigError(
-            f"--keep {keep} would keep no checkpoint.", fix="Give a number from 1, or leave it out."
-        )
     if keep is not None and quick:
         raise ConfigError(
             "--keep deletes all but the newest valid checkpoints, and --quick does not find out "

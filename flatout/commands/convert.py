@@ -7,7 +7,7 @@ from typing import Annotated
 
 import yaml
 
-from flatout.commands import Argument, Command, Option
+from flatout.commands import Command
 from flatout.config.convert import Conversion, Item, convert, read_settings
 from flatout.config.schema import nested
 from flatout.config.units import HUB, SOURCE
@@ -16,6 +16,7 @@ from flatout.files import expanded, write_text, writing
 from flatout.json_io import JsonObject, Result
 from flatout.recognised import require_local
 from flatout.registry import SUFFIXES
+from flatout.signature import Argument, Option, checked
 
 MARK = "# Converted by `flatout convert`"
 """Start of a file that may be overwritten."""
@@ -70,6 +71,7 @@ class ConvertResult(Result):
         return "\n".join([*lines, *(f"{PREPARE}: {command}" for command in self.prepare)])
 
 
+@checked
 def convert_config(
     config: Annotated[Path | str, Argument("A config: YAML, JSON, TOML, or Python that assigns.")],
     out: Annotated[Path | str, Option("The recipe to write, a YAML file.")],

@@ -9,7 +9,7 @@ from typing import Annotated
 
 from flatout.assembly import preflight
 from flatout.cache import default_cache
-from flatout.commands import Argument, Command, Option, Overrides
+from flatout.commands import Command, Overrides
 from flatout.config.schema import RunConfig, load_config
 from flatout.errors import ConfigError, in_shell
 from flatout.json_io import Result
@@ -31,6 +31,7 @@ from flatout.measure.diagnose.text import text_of
 from flatout.progress import SILENT, Progress
 from flatout.recognised import require_recipe_path
 from flatout.registry import RECIPES, unknown_name
+from flatout.signature import Argument, Option, checked
 from flatout.training.metrics.observers import Observer
 from flatout.training.run_dir import layout
 from flatout.training.run_dir.lookup import RUNS, run_names
@@ -65,6 +66,7 @@ class DiagnoseResult(Diagnosis, Result):
         return "\n\n".join([text_of(self), *(["\n".join(tried)] if tried else [])])
 
 
+@checked
 def diagnose(
     recipe: Annotated[
         str | Path, Argument("A recipe's name, a YAML file, a run directory, or a run's name.")
@@ -100,6 +102,10 @@ def diagnose(
     line of a slow one is named.
     """
     folder, watched = run_folder(recipe), watched_folder(recipe)
+    if out is not None and not fix:
+        raise ConfigError(
+            "--out has no effect without --fix.", fix="Add --fix, or leave --out out."
+        )
     if out is not None:
         require_recipe_path(out, "--out ")
     if watched is not None and not fix and not overrides:
@@ -108,6 +114,8 @@ def diagnose(
         found = diagnose_run(folder).diagnosis
         return DiagnoseResult(**dict(found), path=_write(found, folder, progress))
     config = _config(recipe, folder, overrides)
+    if folder is None or overrides:
+        preflight.check_names(config)
     written = out or Path(f"{config.name}-fixed.yaml")
     if fix:
         require_writable(written)
@@ -170,7 +178,7 @@ def read_watched(folder: Path) -> Diagnosis:
     return found
 
 
-def _config(recipe: str | Path, folder: Path | None, overrides: list[str] | None) -> RunConfig:
+def _config(recipe: str | Path, folder: Path | None, overrides: Sequence[str] | None) -> RunConfig:
     """Return the configuration to measure; that of a run is the one it was started with.
 
     Raises: UsageError, also for a loop that `flatout.watch` watched.
@@ -191,33 +199,8 @@ def _config(recipe: str | Path, folder: Path | None, overrides: list[str] | None
     return load_config(recipe, overrides or ())
 
 
-def check(
-    recipe: str,
-    overrides: list[str] | None = None,
-    fix: bool = False,
-    out: Path | None = None,
-) -> None:
-    """Check the names of a recipe without torch; missing data is a finding here.
-
-    Raises: UsageError.
-    """
-    folder = run_folder(recipe)
-    if out is not None and not fix:
-        raise ConfigError(
-            "--out has no effect without --fix.", fix="Add --fix, or leave --out out."
-        )
-    if out is not None:
-        require_recipe_path(out, "--out ")
-    watched = watched_folder(recipe)
-    if watched is not None and not fix and not overrides:
-        read_watched(watched)
-    elif folder is None or overrides:
-        preflight.check_names(_config(recipe, folder, overrides))
-
-
 COMMAND = Command(
     diagnose,
     example="flatout diagnose shakespeare-char data.path=data/s --fix",
-    check=check,
     writes_files=False,
 )

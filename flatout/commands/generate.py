@@ -6,16 +6,14 @@ from collections.abc import Callable, Iterable
 from typing import Annotated
 
 from flatout.assembly.preflight import check_sampling
-from flatout.commands import CheckpointName, Command, ModelName, Option, RunName, TrustCode
-from flatout.errors import ConfigError, Interrupted
+from flatout.commands import CheckpointName, Command, ModelName, TrustCode
+from flatout.errors import Interrupted
 from flatout.inference.exported import is_run
 from flatout.json_io import Result
 from flatout.progress import SILENT, Progress
+from flatout.signature import Option, checked
 from flatout.training.run_dir.layout import trusted_config
 from flatout.training.run_dir.lookup import run_or_newest
-
-MAX_SEED = 2**62
-"""Limit of the seed; leaves room for the seeds of several samples."""
 
 Prompt = Annotated[str, Option("Text to continue; empty starts a new document.")]
 Temperature = Annotated[
@@ -42,6 +40,7 @@ class GenerateResult(Result):
         return ""
 
 
+@checked
 def generate(
     run: ModelName = None,
     prompt: Prompt = "",
@@ -49,7 +48,7 @@ def generate(
     top_k: TopK = None,
     top_p: TopP = None,
     seed: Annotated[int, Option("Equal seeds give equal text.")] = 0,
-    num_samples: Annotated[int, Option("How many texts to write.")] = 1,
+    num_samples: Annotated[int, Option("How many texts to write.", min=1)] = 1,
     max_tokens: MaxTokens = 256,
     stop: Stop = None,
     checkpoint: CheckpointName = "best",
@@ -72,7 +71,9 @@ def generate(
             of range; DataError when the model's tokenizer cannot encode the prompt; UntrustedCode
             when the run names code that is not allowed.
     """
-    check(run, temperature, top_k, top_p, seed, num_samples, max_tokens, stop, trust_code)
+    check_sampling(temperature, top_k, top_p, max_tokens, stop or (), seed)
+    if is_run(run):
+        trusted_config(run_or_newest(run), trust_code=trust_code)
     from flatout.inference.generate import sample
     from flatout.inference.load import load_model
 
@@ -112,35 +113,7 @@ def show_pieces(pieces: Iterable[str], show: Callable[[str], object]) -> str:
     return "".join(text)
 
 
-def check(
-    run: RunName,
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None,
-    seed: int,
-    num_samples: int,
-    max_tokens: int,
-    stop: list[str] | None,
-    trust_code: bool = False,
-) -> None:
-    """Check that the run exists and the settings are valid, as far as possible without torch.
-
-    Raises: CheckpointError with the nearest run; ConfigError naming the setting; UntrustedCode.
-    """
-    check_sampling(temperature, top_k, top_p, max_tokens, stop or ())
-    if num_samples < 1:
-        raise ConfigError(
-            f"--num-samples {num_samples} must be 1 or more.", fix="Leave it out for one sample."
-        )
-    if abs(seed) >= MAX_SEED:
-        raise ConfigError(f"seed {seed} is too large.", fix=f"Use a number below {MAX_SEED}.")
-    if is_run(run):
-        trusted_config(run_or_newest(run), trust_code=trust_code)
-
-
 COMMAND = Command(
     generate,
     example='flatout generate runs/demo --prompt "def main" --temperature 0.7',
-    check=check,
-    needs_torch=True,
 )

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import Field
 
-from flatout.commands import Argument, Command, Option
+from flatout.commands import Command
 from flatout.data.store.manifest import MANIFEST, TOKENIZER
 from flatout.data.store.remote import open_dataset
 from flatout.data.store.shards import Dataset
@@ -22,6 +22,7 @@ from flatout.hardware import probe
 from flatout.json_io import JsonObject, Result
 from flatout.progress import SILENT, Progress
 from flatout.recommended import recommend
+from flatout.signature import Argument, Option, checked
 from flatout.streams import printable
 from flatout.training.run_dir.layout import list_runs
 from flatout.training.run_dir.lookup import RUNS
@@ -89,6 +90,7 @@ class InspectResult(Result):
         return "\n".join(lines)
 
 
+@checked
 def inspect(
     data: Annotated[str | Path, Argument("Directory written by `flatout prepare`, or its URL.")],
     tokens: Annotated[int, Option("How many of the first tokens to show as text.", min=0)] = 64,

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from flatout.commands import Argument, Command, EndOfText, Option, Pattern
+from flatout.commands import Command, EndOfText, Pattern
 from flatout.data.prepare.pipeline import (
     Options,
     Prepared,
@@ -22,11 +22,12 @@ from flatout.data.prepare.pipeline import (
 )
 from flatout.data.prepare.plan.work_dir import WorkPart
 from flatout.data.prepare.upload import prepare_upload
-from flatout.errors import DataError, UsageError
+from flatout.errors import UsageError
 from flatout.json_io import JsonObject, Result
 from flatout.progress import SILENT, Progress, counted
 from flatout.recognised import require_local
-from flatout.transfer.urls import is_url, protocol_of
+from flatout.signature import Argument, Option, checked
+from flatout.transfer.urls import is_url
 
 Paths = list[str] | list[Path] | str | Path
 """One or several, as strings or paths; the command line passes a list of strings."""
@@ -153,6 +154,7 @@ class PrepareResult(Result):
         return self.closing
 
 
+@checked
 def prepare(
     sources: Sources,
     out: Out,
@@ -288,21 +290,8 @@ def _part_result(made: PreparedPart, part: WorkPart) -> PrepareResult:
     )
 
 
-def check(out: Path | str) -> None:
-    """Check that the dataset outlives the program; in Python, a process can go on to use it.
-
-    Raises: DataError for a URL in the memory of this process.
-    """
-    if is_url(str(out)) and protocol_of(str(out)) == "memory":
-        raise DataError(
-            f"{out} is in the memory of this process, and is lost with it.",
-            fix="Name a directory, or a URL such as s3://BUCKET/NAME.",
-        )
-
-
 COMMAND = Command(
     call=prepare,
     example="flatout prepare book.txt --out data/book",
-    check=check,
     writes_files=True,
 )

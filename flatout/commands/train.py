@@ -11,18 +11,18 @@ from pydantic import ValidationError
 from flatout.assembly import preflight
 from flatout.assembly.preflight import for_world_size, resolve_batch
 from flatout.cache import default_cache
-from flatout.commands import Command, Option, Overrides, RecipeName, TrustCode
+from flatout.commands import Command, Overrides, RecipeName, TrustCode
 from flatout.commands.eval import DatasetScore, score_table
 from flatout.config.schema import RunConfig, load_config
 from flatout.conversation.templates import stored_template
-from flatout.errors import ConfigError
 from flatout.hardware import probe
 from flatout.json_io import JsonObject, Result
 from flatout.launch import num_processes, replicas
 from flatout.progress import SILENT, Progress
 from flatout.recognised import require_local
+from flatout.signature import Option, checked
 from flatout.training.metrics.observers import Observer
-from flatout.training.run_dir.layout import read_config, run_name
+from flatout.training.run_dir.layout import damaged_summary, read_config, run_name
 from flatout.training.run_dir.lookup import RUNS, resume_path
 
 if TYPE_CHECKING:
@@ -113,6 +113,7 @@ RunDir = Annotated[
 ]
 
 
+@checked
 def train(
     recipe: RecipeName,
     overrides: Overrides = None,
@@ -127,84 +128,16 @@ def train(
 ) -> TrainResult:
     """Train a recipe; a run directory with a checkpoint resumes from it.
 
-    Returns: the run's summary; for a finished run, its stored summary.
+    Returns: the run's summary; for a finished run, its stored summary. In Python, the recipe may
+             also be a `RunConfig`, as in the other commands that take one.
     Raises: UsageError, including UntrustedCode, before anything is changed; Stopped when a signal
             ended the run after a save.
     """
-    return train_config(
-        load_config(recipe, overrides or (), trust_code=trust_code),
-        run=run,
-        resume=resume,
-        trust_code=trust_code,
-        observers=observers,
-        progress=progress,
-    )
-
-
-def check(
-    recipe: str,
-    overrides: list[str] | None,
-    run: Path | None = None,
-    resume: str = "auto",
-    progress: Progress = SILENT,
-    trust_code: bool = False,
-) -> None:
-    """Check the command line as far as that is possible without torch; remote data is fetched.
-
-    Raises: UsageError.
-    """
-    require_local_run(run, str(resume))
-    preflight.check(load_config(recipe, overrides or (), trust_code=trust_code), progress=progress)
-
-
-def processes(
-    recipe: str,
-    overrides: list[str] | None,
-    run: Path | None = None,
-    trust_code: bool = False,
-) -> int:
-    """Return the number of processes that `train.devices` asks for.
-
-    Raises: UsageError, also when they cannot divide a step of a new run, or of a stored one.
-    """
-    config = load_config(recipe, overrides or (), trust_code=trust_code)
-    wanted = config.train
-    count = num_processes(wanted.devices, wanted.device, probe()) if wanted.devices else 1
-    if count > 1:
-        stored = read_config(RUNS / run_name(config) if run is None else run)
-        if stored is None:
-            replicas(config.parallel, count)
-            resolve_batch(config, count)
-        else:
-            for_world_size(stored, count)
-    return count
-
-
-def require_local_run(run: Path | str | None, resume: str) -> None:
-    """Check that a run is written to, and resumed from, paths on this machine.
-
-    Raises: UsageError.
-    """
-    if run == "":
-        raise ConfigError("The path of the run directory is empty.", fix="Leave it out.")
     require_local(run or "", "--run-dir ")
-    resume_path(resume)
-
-
-def train_config(
-    config: RunConfig,
-    *,
-    run: Path | str | None = None,
-    resume: str | Path = "auto",
-    trust_code: bool = False,
-    observers: Sequence[Observer] = (),
-    progress: Progress = SILENT,
-) -> TrainResult:
-    """Train a configuration built in Python; arguments, result and errors are those of `train`."""
+    resume_path(str(resume))
+    config = load_checked(recipe, overrides, trust_code=trust_code, progress=progress)
     from flatout.training.run import run_training
-    from flatout.training.run_dir.layout import damaged_summary
 
-    require_local_run(run, str(resume))
     run_dir = RUNS / run_name(config) if run is None else Path(run)
     summary = run_training(
         config,
@@ -225,6 +158,51 @@ def train_config(
         return TrainResult(**fields)
     except ValidationError as error:
         raise damaged_summary(run_dir) from error
+
+
+def load_checked(
+    recipe: str | Path | RunConfig,
+    overrides: Sequence[str] | None,
+    *,
+    trust_code: bool = False,
+    progress: Progress = SILENT,
+) -> RunConfig:
+    """Return a recipe's configuration, checked as far as possible without torch.
+
+    Remote data is fetched.
+
+    Raises: UsageError.
+    """
+    config = load_config(recipe, overrides or (), trust_code=trust_code)
+    preflight.check(config, progress=progress)
+    return config
+
+
+def processes(
+    recipe: str,
+    overrides: list[str] | None,
+    run: Path | None,
+    trust_code: bool,
+    progress: Progress,
+) -> int:
+    """Return the number of processes that `train.devices` asks for.
+
+    Raises: UsageError, also when they cannot divide a step of a new run, or of a stored one.
+    """
+    config = load_config(recipe, overrides or (), trust_code=trust_code)
+    wanted = config.train
+    if not wanted.devices:
+        return 1
+    preflight.check(config, progress=progress)
+    count = num_processes(wanted.devices, wanted.device, probe())
+    if count > 1:
+        stored = read_config(RUNS / run_name(config) if run is None else run)
+        if stored is None:
+            replicas(config.parallel, count)
+            resolve_batch(config, count)
+        else:
+            for_world_size(stored, count)
+    return count
 
 
 def sample_text(run: Run) -> str:
@@ -269,8 +247,6 @@ def first_prompt(data: Dataset) -> list[int]:
 COMMAND = Command(
     train,
     example="flatout train shakespeare-char data.path=data/s --json",
-    check=check,
     processes=processes,
-    needs_torch=True,
     writes_files=True,
 )

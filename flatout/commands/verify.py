@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Literal
 
 from flatout.assembly import preflight
-from flatout.commands import Argument, Command, Option, Overrides, TrustCode
+from flatout.commands import Command, Overrides, TrustCode
 from flatout.config.schema import load_config
 from flatout.data.store.manifest import TOKENIZER
 from flatout.data.store.remote import dataset_url
@@ -18,6 +19,7 @@ from flatout.json_io import Result
 from flatout.measure.resume.proof import ResumeProof
 from flatout.progress import SILENT, Progress, counted, readable_size
 from flatout.registry import RECIPES
+from flatout.signature import Argument, Option, checked
 from flatout.training.checkpoint import catalog, contents
 from flatout.training.run_dir import layout
 from flatout.training.run_dir.config_seal import require_unedited
@@ -102,6 +104,7 @@ class VerifyResult(Result):
         return lines
 
 
+@checked
 def verify(
     path: Annotated[
         str | Path,
@@ -139,7 +142,13 @@ def verify(
     Raises: UsageError when it is none of these, or a store does not answer; RunFailed when the
             recipe cannot be trained.
     """
-    shown, given = str(path), [*(overrides or ()), *(["--steps"] if steps is not None else [])]
+    shown, given = (
+        str(path),
+        [
+            *([overrides] if isinstance(overrides, str) else overrides or ()),
+            *(["--steps"] if steps is not None else []),
+        ],
+    )
     given += ["--trust-code"] if trust_code else []
     if resume:
         return _verify_resume(path, overrides, steps, trust_code, progress)
@@ -259,7 +268,7 @@ def _run_problems(run: Path, newest_valid: Path | None) -> list[str]:
 
 def _verify_resume(
     recipe: str | Path,
-    overrides: list[str] | None,
+    overrides: Sequence[str] | None,
     steps: str | None,
     trust_code: bool,
     progress: Progress,

@@ -128,7 +128,7 @@ def test_nothing_is_deleted_while_the_run_trains(fox):
         for words in ({"keep": 1}, {"remove_aside": True}):
             with pytest.raises(CheckpointError, match="is in use"):
                 checkpoints(fox, **words)
-    with pytest.raises(ConfigError, match="would keep no checkpoint"):
+    with pytest.raises(ConfigError, match="keep=0 must be a whole number from 1 or None"):
         checkpoints(fox, keep=0)
     assert catalog.steps(fox) == [1, 2, 3]
 

@@ -9,7 +9,7 @@ import pytest
 
 from flatout import cli
 from flatout.commands.generate import generate
-from flatout.commands.train import train_config
+from flatout.commands.train import train
 from flatout.config.schema import load_config
 from flatout.errors import CheckpointError, ConfigError, DataError
 from flatout.inference.generate import sample
@@ -210,7 +210,7 @@ def test_a_run_with_a_document_mask_generates(tiny_run, tmp_path, typed):
         "train.steps=1",
         "train.device=cpu",
     ]
-    train_config(load_config(None, words), run=tmp_path / "run")
+    train(load_config(None, words), run=tmp_path / "run")
     assert (
         len(
             text_of(

@@ -201,7 +201,6 @@ def test_a_document_cut_for_validation_counts_once(book, tmp_path):
 def test_the_example_names_the_command():
     assert COMMAND.example.startswith("flatout prepare ")
     assert COMMAND.call is prepare
-    assert not COMMAND.needs_torch
 
 
 def test_out_may_be_a_url(book, tmp_path, monkeypatch):

@@ -32,7 +32,7 @@ from flatout.measure.experiments.schedule import (
     Schedule,
     require_one_process,
 )
-from flatout.measure.experiments.sweep import require_sweep, sweep_experiment
+from flatout.measure.experiments.sweep import sweep_experiment
 from flatout.measure.experiments.trial import run_trial
 from flatout.progress import SILENT, Progress
 from flatout.training.run import warn_of_busy_cores
@@ -60,8 +60,6 @@ def run_bench(
     """
     start_s, began = clock(), datetime.now().astimezone().isoformat(timespec="seconds")
     require_one_process("bench")
-    if sweep is not None:
-        require_sweep(sweep)
     out = results_dir(requested, sweep or LADDER, out)
     with progress.task("Resolving the configuration"):
         resolved, additions = resolve_apart(requested, cache)

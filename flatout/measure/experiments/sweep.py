@@ -15,7 +15,7 @@ from flatout.measure.experiments.resolving import Resolved
 from flatout.measure.experiments.schedule import Experiment, Point, with_speedups
 from flatout.models.language_model import model_of
 from flatout.progress import counted
-from flatout.registry import SPEEDUPS, unknown_name
+from flatout.registry import SPEEDUPS
 
 Points = dict[str, dict[str, Any] | str]
 """Name -> the configuration keys of a point, or the reason why it cannot be measured."""
@@ -43,15 +43,6 @@ def sweep_experiment(what: str, requested: RunConfig, resolved: Resolved) -> Exp
         return [trials.measured(row, row.name) for row in empty] + absent
 
     return Experiment(what, tuple(points), rows)
-
-
-def require_sweep(what: str) -> None:
-    """Check that the sweep exists.
-
-    Raises: ConfigError with the nearest name.
-    """
-    if what not in SWEEPS:
-        raise unknown_name("sweep", what, SWEEPS)
 
 
 def batch(requested: RunConfig, resolved: Resolved) -> Points:

@@ -17,7 +17,7 @@ from flatout.config.schema import RunConfig
 from flatout.errors import ConfigError, HardwareError, RunFailed
 from flatout.files import write_text
 from flatout.measure.experiments.losses import Trials
-from flatout.measure.experiments.records import LEAST_MINUTES, PARTS, Best, Choice, Left, Row
+from flatout.measure.experiments.records import PARTS, Best, Choice, Left, Row
 from flatout.measure.experiments.report import NO_TIME, Tuning
 from flatout.measure.experiments.resolving import Resolved, resolve_apart
 from flatout.measure.experiments.results import facts_of, remember
@@ -52,11 +52,6 @@ def run_tune(
     """
     start_s, began = clock(), datetime.now().astimezone().isoformat(timespec="seconds")
     require_one_process("tune")
-    if minutes is not None and minutes < LEAST_MINUTES:
-        raise ConfigError(
-            f"{minutes:g} minutes are too few to measure a setting.",
-            fix=f"Give it at least minutes={LEAST_MINUTES:g}.",
-        )
     require_writable(out)
     with progress.task("Resolving the configuration"):
         resolved, additions = resolve_apart(requested, cache)
