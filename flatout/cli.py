@@ -39,7 +39,7 @@ from flatout.errors import (
 )
 from flatout.progress import SILENT, Progress
 from flatout.registry import COMMANDS, nearest, unknown_name
-from flatout.streams import drop_output, open_streams, write_output
+from flatout.streams import columns, drop_output, open_streams, printable, wrapped, write_output
 
 if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
@@ -337,7 +337,6 @@ def _python_parameters(
     command: Command, terminal: Terminal, is_main: bool, as_json: bool, verbose: bool
 ) -> dict[str, Any]:
     """Return the values of a command's Python-only parameters; other ranks are silent."""
-    from flatout.streams import printable
     from flatout.terminal import RunReport
 
     stream = sys.stderr if as_json else sys.stdout
@@ -364,9 +363,6 @@ def _python_parameters(
 
 
 def _show(result: Result, as_json: bool) -> None:
-    from flatout.streams import printable
-    from flatout.terminal import columns, wrapped
-
     summary = printable(result.summary())  # it may quote files of a run from elsewhere
     stream = sys.stderr if as_json else sys.stdout
     if summary:
@@ -383,7 +379,8 @@ def _fail(error: FlatoutError, as_json: bool) -> int:
     for note in getattr(error, "__notes__", []):
         lines = without_secrets(note.rstrip()).split("\n")
         print("\n".join(map(on_one_line, lines)), file=sys.stderr)
-    print(f"{prefix}{error.what}\n{error.advice}: {error.fix}", file=sys.stderr)
+    text = f"{prefix}{error.what}\n{error.advice}: {error.fix}"
+    print(wrapped(text, columns()) if sys.stderr.isatty() else text, file=sys.stderr)
     if as_json and rank == "0":
         answer = {"error": error.what, "fix": error.fix, "exit_code": error.exit_code}
         write_output(lambda: print(json.dumps(answer)))

@@ -182,6 +182,13 @@ def test_help_of_the_program_lists_the_commands(run):
         assert "shout  Shout some words." in out
 
 
+@pytest.mark.parametrize("words", [[], *([name] for name in cli.COMMANDS.names())], ids=str)
+def test_every_help_fits_80_columns(words, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert cli.execute([*words, "--help"]) == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+
+
 def test_json_may_come_before_the_command(run):
     assert run("--json", "--help") == run("--help")
     assert run("--json", "--version") == run("--version")

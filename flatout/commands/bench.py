@@ -1,4 +1,4 @@
-"""Measure what each speedup gains on this machine, or what a setting costs."""
+"""Measure what each speedup gains here, or what a setting costs."""
 
 from __future__ import annotations
 

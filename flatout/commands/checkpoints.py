@@ -1,4 +1,4 @@
-"""List the checkpoints of a run: step, loss, size, age, and whether each is valid."""
+"""List the checkpoints of a run, and whether each is valid."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Convert another tool's config into a recipe, and say what becomes of every key."""
+"""Convert another tool's config into a recipe, key by key."""
 
 from __future__ import annotations
 

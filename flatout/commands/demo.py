@@ -1,4 +1,4 @@
-"""Try it: prepare, train, evaluate and sample in a few minutes, offline, on any machine."""
+"""Try it: prepare, train, evaluate and sample in a few minutes."""
 
 from __future__ import annotations
 
@@ -61,7 +61,8 @@ class DemoResult(TrainResult):
 
     def summary(self) -> str:
         """Return a sample, what to try next, the loss curve and the figures of the run."""
-        from flatout.terminal import closing, columns
+        from flatout.streams import columns
+        from flatout.terminal import closing
 
         return closing(
             self.model_dump(),

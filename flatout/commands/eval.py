@@ -1,4 +1,4 @@
-"""Score a trained model on validation text, or on the tasks of lm-evaluation-harness."""
+"""Score a trained model on validation text, or on tasks."""
 
 from __future__ import annotations
 

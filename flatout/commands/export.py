@@ -1,4 +1,4 @@
-"""Export a trained model for transformers, llama.cpp, or any reader of safetensors."""
+"""Export a trained model for transformers or llama.cpp."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -29,6 +30,8 @@ from flatout.training.run_dir.lookup import RUNS
 from flatout.transfer.urls import is_url
 
 BAR_WIDTH = 40
+DIGEST = re.compile("[0-9a-f]{64}")
+"""A SHA-256, of which `summary` shows the beginning."""
 MAIN = (
     *("recipe", "tokens", "targets", "documents", "size_bytes", "bytes_per_token", "tokenizer"),
     *("vocab_size", "train", "val", "median_document", "longest_document", "skipped"),
@@ -238,7 +241,10 @@ def _one_line(value: object) -> str:
     if isinstance(value, dict):
         if isinstance(template := value.get("chat_template"), dict):  # its text has many lines
             value = value | {"chat_template": template.get("name")}
-        return ", ".join(f"{key}: {_one_line(inner)}" for key, inner in value.items()) or "none"
+        shown = (f"{k}: {_one_line(inner)}" for k, inner in value.items() if inner is not None)
+        return ", ".join(shown) or "none"
+    if isinstance(value, str) and DIGEST.fullmatch(value):
+        return f"{value[:16]}..."
     return printable(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
 
 

@@ -1,4 +1,4 @@
-"""List architectures, datasets, machines, models and the other kinds of entries."""
+"""List models, recipes, speedups and the other kinds of entries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Say what a run will need before it starts: memory, time, energy, cost."""
+"""Say what a run will need: memory, time, energy, cost."""
 
 from __future__ import annotations
 

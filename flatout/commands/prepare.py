@@ -1,4 +1,4 @@
-"""Tokenise text once, and pack it into a dataset that training reads."""
+"""Tokenise text once, and pack it into a dataset for training."""
 
 from __future__ import annotations
 

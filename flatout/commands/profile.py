@@ -1,4 +1,4 @@
-"""Profile some steps of a recipe: a trace for Perfetto, kernels by class, memory at its peak."""
+"""Profile some steps of a recipe: a trace, kernels, memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Write one HTML page about a run, or about several side by side."""
+"""Write one HTML page about a run, or about several together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""List runs: their state, step, loss, size, age, and the settings in which they differ."""
+"""List runs: their state, step, loss, size, age and settings."""
 
 from __future__ import annotations
 

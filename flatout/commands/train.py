@@ -1,4 +1,4 @@
-"""Train a recipe; a run directory with a checkpoint resumes from it."""
+"""Train a recipe; a run that has a checkpoint resumes from it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Find the fastest settings of a recipe on this machine, and write them as a recipe."""
+"""Find the fastest settings of a recipe, and write them as one."""
 
 from __future__ import annotations
 

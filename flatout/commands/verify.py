@@ -1,4 +1,4 @@
-"""Check a dataset, a checkpoint or a run; or prove that a recipe resumes exactly."""
+"""Check a dataset or a run, or prove that a recipe resumes exactly."""
 
 from __future__ import annotations
 

@@ -21,8 +21,7 @@ from rich.text import Text
 
 from flatout.errors import without_secrets
 from flatout.figures import amount, duration
-from flatout.streams import printable
-from flatout.terminal.screen import wrapped
+from flatout.streams import printable, wrapped
 
 APPEARS_AFTER_S = 0.1
 PLAIN_EVERY_S = 5.0

@@ -15,11 +15,10 @@ from rich.text import Text
 from flatout.figures import amount, duration
 from flatout.json_io import JsonObject
 from flatout.progress import readable_size
-from flatout.streams import printable
+from flatout.streams import printable, wrapped
 from flatout.terminal.closing import closing_facts, indented
 from flatout.terminal.lines import OpenTask, Terminal
 from flatout.terminal.picture import sparkline
-from flatout.terminal.screen import wrapped
 
 NAMES = 10
 """Columns of the names of the panel's lines, with the margin before them."""

@@ -16,7 +16,7 @@ from flatout.data.store.manifest import SkippedRows
 from flatout.data.tokenizers import make_tokenizer
 from flatout.errors import DataError
 from flatout.progress import SILENT
-from flatout.terminal import wrapped
+from flatout.streams import wrapped
 
 
 def prepare(out, train, val=(), *, skipped=()):
