@@ -9,7 +9,7 @@ import yaml
 
 from flatout.commands import Command
 from flatout.config.convert import Conversion, Item, convert, read_settings
-from flatout.config.schema import nested
+from flatout.config.schema import nested, validate
 from flatout.config.units import HUB, SOURCE
 from flatout.errors import ConfigError, in_shell
 from flatout.files import expanded, write_text, writing
@@ -87,7 +87,13 @@ def convert_config(
     require_local(out, "--out ")
     source, target = expanded(config), expanded(out)
     _require_free(target)
-    found = convert(*read_settings(source))
+    document, computed = read_settings(source)
+    if _is_recipe(document):
+        raise ConfigError(
+            f"{source} is a recipe of flatout already.",
+            fix=f"Use it as it is: `flatout train {in_shell(source)}`.",
+        )
+    found = convert(document, computed)
     if not found.values:
         raise ConfigError(
             f"{source} has no key with a counterpart in flatout.",
@@ -114,6 +120,15 @@ def convert_config(
         prepare=commands,
         **{name: sum(item.outcome == name for item in found.items) for name in HEADINGS},
     )
+
+
+def _is_recipe(document: JsonObject) -> bool:
+    """Return whether a mapping is a valid recipe, with sections."""
+    try:
+        validate(document)
+    except ConfigError:
+        return False
+    return any(isinstance(section, dict) for section in document.values())
 
 
 def _require_free(target: Path) -> None:

@@ -311,6 +311,9 @@ class _Reading:
         if "batch.tokens_per_step" in values and sizes[0] is not None:
             self._drop(["batch.accumulate"], FOLLOWS)
         for group in ALTERNATIVES:
+            for key in group & values.keys():  # one that is not valid leaves it to the others
+                if why := self._error({}, key):
+                    self._drop([key], why)
             first, *others = sorted(group & values.keys(), key=PREFERRED.index) or [""]
             self._drop(others, f"{first} is set.")
         model = values.get("model.kind", "transformer")
@@ -321,16 +324,23 @@ class _Reading:
         kept: JsonObject = {}
         keys = [key for key in values if key not in options]
         for key in sorted(keys, key=lambda key: key in DEPENDENT):
-            try:
-                validate(nested({**kept, key: values[key]}))
+            if why := self._error(kept, key):
+                self._dropped[key] = why
+            else:
                 kept[key] = values[key]
-            except ConfigError as error:
-                self._dropped[key] = error.what
         order = [*RunConfig.model_fields]
         return {
             key: kept[key]
             for key in sorted(kept, key=lambda key: order.index(key.partition(".")[0]))
         }, options
+
+    def _error(self, kept: JsonObject, key: str) -> str:
+        """Return why a value cannot be added to those that are kept, or an empty string."""
+        try:
+            validate(nested({**kept, key: self._values[key]}))
+        except ConfigError as error:
+            return error.what
+        return ""
 
     def _keys_of(self, section: str) -> set[str]:
         return {key for key in self._values if key.startswith(f"{section}.")}

@@ -271,6 +271,11 @@ def validate(document: JsonObject, *, file: Path | None = None) -> RunConfig:
     Raises: ConfigError naming the key, the nearest known key when it is unknown, and `file`.
     """
     try:
+        if document.get("speedups", "auto") in (None, ""):
+            raise ConfigError(
+                "speedups is empty.",
+                fix="Write speedups=none for no speedup, or leave it out for auto.",
+            )
         return RunConfig.model_validate(
             {key: value for key, value in document.items() if value is not None}
         )

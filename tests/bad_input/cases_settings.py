@@ -216,6 +216,12 @@ CASES = [
         ("the default, 256",),
     ),
     Case(
+        "speedups without a value",
+        "train my.yaml speedups=",
+        ("speedups is empty",),
+        ("speedups=none", "auto"),
+    ),
+    Case(
         "an edit of `auto` without its comma",
         "train my.yaml speedups=auto-compile",
         ("'auto-compile'", "comma"),
