@@ -118,7 +118,14 @@ def execute(words: list[str]) -> int:
         return _fail(error, as_json)
     except (MemoryError, RuntimeError, OSError, ImportError) as error:
         if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
-            return _fail(_too_long(str(error.filename or "A name")), as_json)
+            path = str(error.filename or "A name")
+            kind, shown = "path", path
+            if len(os.fsencode(name := max(path.split("/"), key=len))) > MAX_NAME_BYTES:
+                kind, shown = "name", name
+            long = (
+                f"The {kind} {shown[:40]}... is too long: it has {len(os.fsencode(shown))} bytes."
+            )
+            return _fail(ConfigError(long, fix=f"Choose a shorter {kind}."), as_json)
         if not isinstance(error, MemoryError) and not NO_MEMORY.search(str(error)):
             raise
         return _fail(_out_of_memory(error), as_json)
@@ -201,16 +208,6 @@ def _interrupted(interruption: KeyboardInterrupt) -> Interrupted:
     what = "Terminated." if isinstance(interruption, Terminated) else "Interrupted."
     number = signal_of(interruption)
     return Interrupted(what, fix="Run the same command again.", signal_number=number)
-
-
-def _too_long(path: str) -> ConfigError:
-    """Return the error for a name or path that is too long for any disk, shown shortened."""
-    name = max(path.split("/"), key=len)
-    kind, shown = ("name", name) if len(os.fsencode(name)) > MAX_NAME_BYTES else ("path", path)
-    return ConfigError(
-        f"The {kind} {shown[:40]}... is too long: it has {len(os.fsencode(shown))} bytes.",
-        fix=f"Choose a shorter {kind}.",
-    )
 
 
 def _out_of_memory(error: Exception) -> OutOfMemory:

@@ -143,24 +143,17 @@ def _converse(
             session.reset()
         elif content:
             try:
-                _require_turn(content)
+                if word := _COMMAND.match(content):
+                    raise DataError(
+                        f"{word[0]} is not a command here, and was not sent to the model.",
+                        fix=COMMANDS,
+                    )
                 show_pieces(session.reply(content), show)
             except DataError as error:
                 if not on_terminal:
                     raise
                 show(f"{error.what} {error.fix}\n")
     return [*conversations, *_spoken(session)]
-
-
-def _require_turn(content: str) -> None:
-    """Check that a line is not an unknown command.
-
-    Raises: DataError with the commands.
-    """
-    if word := _COMMAND.match(content):
-        raise DataError(
-            f"{word[0]} is not a command here, and was not sent to the model.", fix=COMMANDS
-        )
 
 
 def typed_lines(show: Callable[[str], object], *, prompting: bool) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -11,7 +12,7 @@ from flatout.commands import Command
 from flatout.config.convert import Conversion, Item, convert, read_settings
 from flatout.config.schema import nested, validate
 from flatout.config.units import HUB, SOURCE
-from flatout.errors import ConfigError, in_shell
+from flatout.errors import ConfigError, UsageError, in_shell
 from flatout.files import expanded, write_text, writing
 from flatout.json_io import JsonObject, Result
 from flatout.recognised import require_local
@@ -86,13 +87,21 @@ def convert_config(
     require_local(config)
     require_local(out, "--out ")
     source, target = expanded(config), expanded(out)
-    _require_free(target)
+    if target.suffix.lower() not in SUFFIXES:
+        raise ConfigError(f"--out {target} is not a YAML file.", fix="For example --out my.yaml.")
+    other = "Choose another file with --out FILE."
+    if target.is_dir():
+        raise ConfigError(f"{target} is a directory.", fix=other)
+    if target.exists() and not target.read_bytes().startswith(MARK.encode()):
+        raise ConfigError(f"{target} exists, and `flatout convert` did not write it.", fix=other)
     document, computed = read_settings(source)
-    if _is_recipe(document):
-        raise ConfigError(
-            f"{source} is a recipe of flatout already.",
-            fix=f"Use it as it is: `flatout train {in_shell(source)}`.",
-        )
+    with suppress(ConfigError):
+        validate(document)
+        if any(isinstance(section, dict) for section in document.values()):
+            raise UsageError(
+                f"{source} is a recipe of flatout already.",
+                fix=f"Use it as it is: `flatout train {in_shell(source)}`.",
+            )
     found = convert(document, computed)
     if not found.values:
         raise ConfigError(
@@ -120,28 +129,6 @@ def convert_config(
         prepare=commands,
         **{name: sum(item.outcome == name for item in found.items) for name in HEADINGS},
     )
-
-
-def _is_recipe(document: JsonObject) -> bool:
-    """Return whether a mapping is a valid recipe, with sections."""
-    try:
-        validate(document)
-    except ConfigError:
-        return False
-    return any(isinstance(section, dict) for section in document.values())
-
-
-def _require_free(target: Path) -> None:
-    """Check that `target` is a YAML file that is absent or that this command wrote."""
-    if target.suffix.lower() not in SUFFIXES:
-        raise ConfigError(f"--out {target} is not a YAML file.", fix="For example --out my.yaml.")
-    other = "Choose another file with --out FILE."
-    if target.is_dir():
-        raise ConfigError(f"{target} is a directory.", fix=other)
-    if target.exists() and not target.read_text(encoding="utf-8", errors="replace").startswith(
-        MARK
-    ):
-        raise ConfigError(f"{target} exists, and `flatout convert` did not write it.", fix=other)
 
 
 def _preparation(found: Conversion) -> list[str]:

@@ -16,7 +16,7 @@ from flatout.cache import default_cache
 from flatout.commands import Command
 from flatout.config.schema import RunConfig, load_config
 from flatout.figures import duration
-from flatout.hardware import ASSUMED_MFU, Machine, probe
+from flatout.hardware import ASSUMED_MFU, Machine, machine_rows, probe
 from flatout.json_io import JsonObject, Result
 from flatout.progress import SILENT, Progress
 from flatout.registry import (
@@ -213,8 +213,11 @@ def _expected_length(
         minutes = expected_minutes(config, here.peak_tflops["bf16"].value * ASSUMED_MFU)
         how = f"at {ASSUMED_MFU:.0%} of the peak of one {machine.gpus[0].name}"
         return minutes, f"Estimated length of a run: {duration((minutes or 0) * 60)}, {how}."
-    rows = {name: MACHINES.get(name)["peak_tflops"] for name in MACHINES.names()}
-    tflops = {name: row.get("bf16", {}).get("value", 0) for name, row in rows.items()}
+    tflops = {
+        row.name: row.peak_tflops["bf16"].value
+        for row in machine_rows()
+        if "bf16" in row.peak_tflops
+    }
     fastest = max(tflops, key=lambda name: tflops[name])
     least = expected_minutes(config, tflops[fastest])
     defaults = [default for speedup in all_speedups() for default in speedup.auto.values()]

@@ -192,7 +192,22 @@ def prepare(
     # fmt: on
     file = None if from_file is None else str(from_file)
     shared: JsonObject = {"from_file": file, "cache": cache and Path(cache), "progress": progress}
-    _check_work_sharing(part, join, engine, str(out))
+    if part is not None and join:
+        raise UsageError(
+            "--part and --join cannot be combined.",
+            fix="Do every part with --part I/N, then --join once, without --part.",
+        )
+    shares = "--join" if join else "--part" if part is not None else None
+    if shares and engine != "local":
+        raise UsageError(
+            f"--engine {engine} and {shares} cannot be combined: each divides the whole work.",
+            fix="Leave one of the two out.",
+        )
+    if shares and is_url(str(out)):
+        raise UsageError(
+            f"{shares} needs a directory that all parts share, and {out} is a URL.",
+            fix="Name a shared directory with --out, or leave out --part and --join.",
+        )
     require_local(cache or "", "--cache ")
     names = _names(sources)
     if join:
@@ -209,26 +224,6 @@ def prepare(
 
 def _names(given: Sequence[str | Path] | str | Path) -> tuple[str, ...]:
     return tuple(str(name) for name in ([given] if isinstance(given, str | Path) else given))
-
-
-def _check_work_sharing(part: str | None, join: bool, engine: str, out: str) -> None:
-    """Refuse two ways of sharing the work at once, and parts that share no directory."""
-    if part is not None and join:
-        raise UsageError(
-            "--part and --join cannot be combined.",
-            fix="Do every part with --part I/N, then --join once, without --part.",
-        )
-    other = "--join" if part is None else "--part"
-    if engine != "local" and (part is not None or join):
-        raise UsageError(
-            f"--engine {engine} and {other} cannot be combined: each divides the whole work.",
-            fix="Leave one of the two out.",
-        )
-    if is_url(out) and (part is not None or join):
-        raise UsageError(
-            f"{other} needs a directory that all parts share, and {out} is a URL.",
-            fix="Name a shared directory with --out, or leave out --part and --join.",
-        )
 
 
 def _result(made: Prepared) -> PrepareResult:
@@ -270,8 +265,8 @@ def _result(made: Prepared) -> PrepareResult:
 def _part_result(made: PreparedPart, part: WorkPart) -> PrepareResult:
     """Return the result of one part; --join completes the dataset."""
     records, skipped = made.records, Counter[str]()
-    for entry in (entry for record in records for entry in record.skipped):
-        skipped[entry.reason] += entry.count
+    for record in records:
+        skipped.update({entry.reason: entry.count for entry in record.skipped})
     tokens = sum(record.tokens for record in records)
     left = "all parts are done; join them with --join"
     if made.left:

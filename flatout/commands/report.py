@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -77,7 +76,10 @@ def report(
     given = [runs] if isinstance(runs, str | Path) else runs or ()
     folders = [_folder(run) for run in given] or known[-1:]
     folders = list({folder.resolve(): folder for folder in folders}.values())
-    _require_ours(_destination(folders, out))
+    require_local(out or "", "--out ")
+    path = Path(out or (folders[0] / FILE_NAME if len(folders) == 1 else FILE_NAME))
+    path = path / FILE_NAME if path.is_dir() else path
+    _require_ours(path)
     require_packages()
     with progress.task("Reading the records"):
         read = read_runs(folders)
@@ -86,7 +88,6 @@ def report(
         progress.say(note)
     with progress.task("Drawing"):
         html = render(read)
-    path = _destination(folders, out)
     with writing(path):
         write_whole(path, html)
     return ReportResult(
@@ -108,14 +109,6 @@ def _folder(run: str | Path) -> Path:
     if str(run) and (path / layout.METRICS).is_file():
         return path
     return find_run(run)
-
-
-def _destination(folders: Sequence[Path], out: Path | str | None) -> Path:
-    if out is None:
-        return folders[0] / FILE_NAME if len(folders) == 1 else Path(FILE_NAME)
-    require_local(out, "--out ")
-    path = Path(out)
-    return path / FILE_NAME if path.is_dir() else path
 
 
 def _require_ours(path: Path) -> None:
