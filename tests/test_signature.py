@@ -35,7 +35,10 @@ from flatout.errors import ConfigError
             "minutes=nan must be a finite number from 1.",
         ),
         (lambda: flatout.tune("demo", minutes=10**400), "minutes=1000"),
-        (lambda: flatout.sample(temperature="hot"), "temperature='hot' must be a finite number."),
+        (
+            lambda: flatout.sample(temperature="hot"),
+            "temperature='hot' must be a finite number from 0.",
+        ),
         (lambda: flatout.sample(stop="END"), "stop='END' must be a list of text or None."),
         (lambda: flatout.verify(None), "path=None must be text or a path (not an empty one)."),
         (lambda: flatout.train("c.yaml", {"train.steps": 3}), "overrides={'train.steps': 3} must"),
@@ -47,6 +50,10 @@ from flatout.errors import ConfigError
         (lambda: flatout.runs(3), "root=3 must be a path (not an empty one) or text."),
         (lambda: flatout.demo(minutes=0), "minutes=0 must be a finite number from 0.001."),
         (lambda: flatout.prepare("a", "b", on_bad_row="skp"), "on_bad_row='skp' must be 'raise'"),
+        (lambda: flatout.prepare("a", "b", max_documents=0), "max_documents=0 must be a whole"),
+        (lambda: flatout.prepare("a", "b", max_bytes=-1), "max_bytes=-1 must be a whole number"),
+        (lambda: flatout.prepare("a", "b", max_bad_rows=-1), "max_bad_rows=-1 must be a whole"),
+        (lambda: flatout.prepare("a", "b", workers=0), "workers=0 must be a whole number from 1"),
     ],
 )
 def test_values_that_a_parameter_does_not_take_are_refused_by_name(call, what):

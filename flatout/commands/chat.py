@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from flatout.assembly.preflight import check_sampling
 from flatout.commands import CheckpointName, Command, ModelName, TrustCode
-from flatout.commands.generate import Temperature, TopK, TopP, show_pieces
+from flatout.commands.generate import Temperature, TopK, TopP, require_sampling, show_pieces
 from flatout.conversation.templates import (
     CHAT_TEMPLATE,
     CONFIG_FILE,
@@ -69,7 +68,7 @@ def chat(
     top_k: TopK = None,
     top_p: TopP = None,
     seed: Annotated[int, Option("Equal seeds give equal replies to equal turns.")] = 0,
-    max_tokens: Annotated[int, Option("Maximum tokens of a reply.")] = 256,
+    max_tokens: Annotated[int, Option("Maximum tokens of a reply.", min=1)] = 256,
     chat_template: Annotated[
         str | None,
         Option("chatml, plain or a Jinja file, for a run that was not trained on conversations."),
@@ -98,7 +97,7 @@ def chat(
             of range or the system prompt does not fit; DataError when a template cannot be used, or
             a line is refused; UntrustedCode.
     """
-    check_sampling(temperature, top_k, top_p, max_tokens, (), seed)
+    require_sampling(top_p, seed)
     if is_run(run):
         folder = run_or_newest(run)
         trusted_config(folder, trust_code=trust_code)

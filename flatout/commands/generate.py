@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Annotated
 
-from flatout.assembly.preflight import check_sampling
 from flatout.commands import CheckpointName, Command, ModelName, TrustCode
-from flatout.errors import Interrupted
+from flatout.errors import ConfigError, Interrupted
 from flatout.inference.exported import is_run
 from flatout.json_io import Result
 from flatout.progress import SILENT, Progress
@@ -15,16 +14,21 @@ from flatout.signature import Option, checked
 from flatout.training.run_dir.layout import trusted_config
 from flatout.training.run_dir.lookup import run_or_newest
 
+MAX_SEED = 2**62
+"""Limit of the seed; leaves room for the seeds of several samples."""
+
 Prompt = Annotated[str, Option("Text to continue; empty starts a new document.")]
 Temperature = Annotated[
-    float, Option("0 always takes the most likely token; 1 samples the model's distribution.")
+    float,
+    Option("0 always takes the most likely token; 1 samples the model's distribution.", min=0),
 ]
-TopK = Annotated[int | None, Option("Sample from the K most likely tokens only.")]
+TopK = Annotated[int | None, Option("Sample from the K most likely tokens only.", min=1)]
 TopP = Annotated[
     float | None, Option("Sample from the most likely tokens that together reach this probability.")
 ]
 MaxTokens = Annotated[
-    int, Option("Maximum tokens of a text; it may exceed the sequence length used in training.")
+    int,
+    Option("Maximum tokens of a text; it may exceed the sequence length used in training.", min=1),
 ]
 Stop = Annotated[list[str] | None, Option("Stop before this text; repeatable.")]
 
@@ -71,7 +75,11 @@ def generate(
             of range; DataError when the model's tokenizer cannot encode the prompt; UntrustedCode
             when the run names code that is not allowed.
     """
-    check_sampling(temperature, top_k, top_p, max_tokens, stop or (), seed)
+    require_sampling(top_p, seed)
+    if stop and not all(stop):
+        raise ConfigError(
+            "--stop must not be empty.", fix="Give the text that ends a sample, or leave it out."
+        )
     if is_run(run):
         trusted_config(run_or_newest(run), trust_code=trust_code)
     from flatout.inference.generate import sample
@@ -97,6 +105,20 @@ def generate(
         )
         samples.append(prompt + show_pieces(pieces, show))
     return GenerateResult(samples=samples)
+
+
+def require_sampling(top_p: float | None, seed: int) -> None:
+    """Check what the signatures of `generate` and `chat` leave open.
+
+    Raises: ConfigError that names the invalid setting.
+    """
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ConfigError(
+            f"--top-p {top_p} must be greater than 0 and at most 1.",
+            fix="Leave it out to sample from all tokens; 0.9 is a usual value.",
+        )
+    if abs(seed) >= MAX_SEED:
+        raise ConfigError(f"--seed {seed} is too large.", fix=f"Use a number below {MAX_SEED}.")
 
 
 def show_pieces(pieces: Iterable[str], show: Callable[[str], object]) -> str:

@@ -71,14 +71,17 @@ Split = Annotated[
 Val = Annotated[
     Paths | None, Option("Text for validation only, exempt from the limits; repeatable.")
 ]
-MaxDocuments = Annotated[int | None, Option("Take at most this many documents from SOURCES.")]
+MaxDocuments = Annotated[
+    int | None, Option("Take at most this many documents from SOURCES.", min=1)
+]
 MaxBytes = Annotated[
-    int | None, Option("Take at most this many bytes of text; the last document is cut there.")
+    int | None,
+    Option("Take at most this many bytes of text; the last document is cut there.", min=1),
 ]
 OnBadRow = Annotated[Literal["raise", "skip"], Option("What to do with an unusable row.")]
 MaxBadRows = Annotated[
     int | None,
-    Option("With --on-bad-row skip, fail above this many; 1% by default, but at least 100."),
+    Option("With --on-bad-row skip, fail above this many; 1% by default, but at least 100.", min=0),
 ]
 MaskField = Annotated[
     str | None,
@@ -101,7 +104,7 @@ FromFile = Annotated[
     str | Path | None,
     Option("The dataset's downloaded file, for a machine without network.", "--from"),
 ]
-NumWorkers = Annotated[int | None, Option("Processes; one per usable core by default.")]
+NumWorkers = Annotated[int | None, Option("Processes; one per usable core by default.", min=1)]
 Part = Annotated[
     str | None,
     Option(

@@ -1,6 +1,7 @@
 """`flatout generate`: samples streamed and returned."""
 
 import json
+import math
 import signal
 import subprocess
 import sys
@@ -77,7 +78,13 @@ def test_options_reach_the_sampler(tiny_run):
     ("options", "error"),
     [
         ({"num_samples": 0}, ConfigError),
-        ({"top_p": 2.0}, ConfigError),
+        ({"temperature": -1.0}, ConfigError),
+        ({"temperature": math.nan}, ConfigError),
+        ({"top_k": 0}, ConfigError),
+        ({"top_p": 0.0}, ConfigError),
+        ({"top_p": 1.5}, ConfigError),
+        ({"max_tokens": 0}, ConfigError),
+        ({"seed": 2**62}, ConfigError),
         ({"stop": [""]}, ConfigError),
         ({"checkpoint": "99"}, CheckpointError),
         ({"prompt": "ü"}, DataError),
