@@ -312,6 +312,26 @@ def test_help_imports_almost_nothing():
 
 
 @pytest.mark.slow
+def test_the_first_import_of_torch_happens_inside_its_context(tmp_path):
+    (tmp_path / "torch.py").write_text("print('loading')")
+    program = f"""
+import contextlib, sys
+sys.path.insert(0, {str(tmp_path)!r})
+from flatout import cli
+@contextlib.contextmanager
+def context():
+    print('before')
+    yield
+    print('after')
+finder = cli._TorchFinder(context)
+sys.meta_path.insert(0, finder)
+import json, torch, torch
+print(finder in sys.meta_path)
+"""
+    assert python("-c", program).stdout.split() == ["before", "loading", "after", "False"]
+
+
+@pytest.mark.slow
 def test_python_m_flatout_runs_the_program():
     done = python("-m", "flatout", "lst")
     assert done.returncode == 2
