@@ -418,6 +418,7 @@ def test_every_command_has_an_example_and_help(name):
     command = cli.COMMANDS.get(name)
     options = parser.build(name)
     assert command.example.startswith(f"flatout {name}")
+    assert hasattr(command.call, "__wrapped__"), "`checked` checks its arguments"
     assert cli.COMMANDS.describe(name)
     assert all(getattr(parameter, "help", None) for parameter in options.params), (
         "every argument and option has a help text"

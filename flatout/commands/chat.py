@@ -55,10 +55,6 @@ class ChatResult(Result):
     conversations: list[list[ChatTurn]]
     """The conversations; /reset starts another."""
 
-    def summary(self) -> str:
-        """Return an empty string: the replies have already been printed."""
-        return ""
-
 
 @checked
 def chat(

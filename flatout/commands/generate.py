@@ -39,10 +39,6 @@ class GenerateResult(Result):
     samples: list[str]
     """Each sample, starting with its prompt."""
 
-    def summary(self) -> str:
-        """Return an empty string: the samples have already been printed."""
-        return ""
-
 
 @checked
 def generate(

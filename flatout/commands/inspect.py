@@ -137,13 +137,8 @@ def inspect(
         "split_rule": manifest.split_rule,
         "format_version": manifest.format_version,
         **{
-            name: {
-                "documents": entry.documents,
-                "tokens": entry.tokens,
-                "text_bytes": entry.text_bytes,
-                "shards": len(entry.shards),
-                "loss_mask": bool(entry.masks),
-            }
+            name: entry.model_dump(include={"documents", "tokens", "text_bytes"})
+            | {"shards": len(entry.shards), "loss_mask": bool(entry.masks)}
             for name, entry in manifest.splits.items()
         },
         **_length_facts(lengths),

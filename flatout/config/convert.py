@@ -234,6 +234,11 @@ def _alternatives(key: str) -> set[str]:
     return next((group for group in ALTERNATIVES if key in group), {key})
 
 
+def _rank(key: str) -> tuple[bool, int]:
+    """Return the place of a key in the order in which keys are tried: the first one stays."""
+    return key in DEPENDENT, PREFERRED.index(key) if key in PREFERRED else -1
+
+
 class _Reading:
     """Collects values of flatout, each from the first key that states it."""
 
@@ -310,12 +315,6 @@ class _Reading:
             values.setdefault("batch.tokens_per_step", math.prod(factors))
         if "batch.tokens_per_step" in values and sizes[0] is not None:
             self._drop(["batch.accumulate"], FOLLOWS)
-        for group in ALTERNATIVES:
-            for key in group & values.keys():  # one that is not valid leaves it to the others
-                if why := self._error({}, key):
-                    self._drop([key], why)
-            first, *others = sorted(group & values.keys(), key=PREFERRED.index) or [""]
-            self._drop(others, f"{first} is set.")
         model = values.get("model.kind", "transformer")
         own = {key.removeprefix("model.") for key in self._keys_of("model") - EVERY_MODEL}
         unknown = (f"model.{name}" for name in MODELS.unstated(model, own))
@@ -323,9 +322,12 @@ class _Reading:
         options = {key: values[key] for key in values if key.startswith(("--", SOURCE))}
         kept: JsonObject = {}
         keys = [key for key in values if key not in options]
-        for key in sorted(keys, key=lambda key: key in DEPENDENT):
-            if why := self._error(kept, key):
-                self._dropped[key] = why
+        for key in sorted(keys, key=_rank):
+            rivals = _alternatives(key) & kept.keys()
+            try:
+                validate(nested({**kept, key: values[key]}))
+            except ConfigError as error:
+                self._dropped[key] = f"{rivals.pop()} is set." if rivals else error.what
             else:
                 kept[key] = values[key]
         order = [*RunConfig.model_fields]
@@ -333,14 +335,6 @@ class _Reading:
             key: kept[key]
             for key in sorted(kept, key=lambda key: order.index(key.partition(".")[0]))
         }, options
-
-    def _error(self, kept: JsonObject, key: str) -> str:
-        """Return why a value cannot be added to those that are kept, or an empty string."""
-        try:
-            validate(nested({**kept, key: self._values[key]}))
-        except ConfigError as error:
-            return error.what
-        return ""
 
     def _keys_of(self, section: str) -> set[str]:
         return {key for key in self._values if key.startswith(f"{section}.")}
