@@ -27,7 +27,6 @@ from flatout.training.run_dir.lookup import RUNS, resume_path
 
 if TYPE_CHECKING:
     from flatout.assembly.run import Run
-    from flatout.data.store.shards import Dataset
 
 SAMPLE_TOKENS = 160
 """Length of a sample during a run."""
@@ -221,7 +220,11 @@ def sample_text(run: Run) -> str:
         session = ChatSession(
             run.core, data.tokenizer, run.config.data.seq_len, template, sampling=sampling
         )
-        return session.sample(run.config.train.sample_prompt, first_prompt(data))
+        split = data.split("val" if data.split("val").num_tokens else "train")
+        end = int(split.document_ends[0])
+        answer = int(split.read_mask_range(0, end).argmax())
+        first_prompt = [int(token) for token in split.read_tokens(0, answer)]
+        return session.sample(run.config.train.sample_prompt, first_prompt)
     prompt = run.config.train.sample_prompt
     pieces = sample(
         run.core,
@@ -234,14 +237,6 @@ def sample_text(run: Run) -> str:
         max_context=run.config.data.seq_len,
     )
     return prompt + "".join(pieces)
-
-
-def first_prompt(data: Dataset) -> list[int]:
-    """Return the tokens of the first conversation up to its first answer."""
-    split = data.split("val" if data.split("val").num_tokens else "train")
-    end = int(split.document_ends[0])
-    answer = int(split.read_mask_range(0, end).argmax())
-    return [int(token) for token in split.read_tokens(0, answer)]
 
 
 COMMAND = Command(

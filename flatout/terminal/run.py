@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 import statistics
 import sys
@@ -10,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+from rich.console import Console
 from rich.text import Text
 
 from flatout.figures import age, amount, duration
@@ -368,3 +371,31 @@ class Epochs:
         self._epoch, self._losses, self._rates = epoch, [], []
         self._began_s = record.get("wall_s", 0.0)
         return line
+
+
+def shown_in_cell(function: Any) -> Any:
+    """Return `function`, wrapped to report to the notebook's cell by default.
+
+    Passing `progress` or `observers` overrides that. Outside a notebook, and if it takes no
+    `progress`, the function is returned unchanged.
+    """
+    if (
+        not inspect.isfunction(function)
+        or "progress" not in inspect.signature(function).parameters
+        or not Console().is_jupyter
+    ):
+        return function
+    takes_observers = "observers" in inspect.signature(function).parameters
+
+    @functools.wraps(function)
+    def call(*values: Any, **named: Any) -> Any:
+        terminal = Terminal()
+        reports = {"progress": terminal} | (
+            {"observers": (RunReport(terminal),)} if takes_observers else {}
+        )
+        try:
+            return function(*values, **reports | named)
+        finally:
+            terminal.close()
+
+    return call
