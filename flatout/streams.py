@@ -7,7 +7,6 @@ import io
 import os
 import re
 import sys
-import textwrap
 from collections.abc import Callable
 from typing import Any
 
@@ -118,6 +117,8 @@ def wrapped(text: str, width: int, *, hanging: int | None = None) -> str:
 
 
 def _wrapped_line(line: str, width: int, hanging: int | None) -> str:
+    import textwrap  # which `flatout --help` does not need
+
     if line.startswith("  | "):
         pieces = textwrap.wrap(
             line[4:],
