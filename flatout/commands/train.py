@@ -132,8 +132,7 @@ def train(
     Raises: UsageError, including UntrustedCode, before anything is changed; Stopped when a signal
             ended the run after a save.
     """
-    require_local(run or "", "--run-dir ")
-    resume_path(str(resume))
+    require_paths(run, resume)
     config = load_checked(recipe, overrides, trust_code=trust_code, progress=progress)
     from flatout.training.run import run_training
 
@@ -159,6 +158,15 @@ def train(
         raise damaged_summary(run_dir) from error
 
 
+def require_paths(run: Path | str | None, resume: Path | str) -> None:
+    """Check that a run is written to, and resumed from, paths on this machine.
+
+    Raises: UsageError.
+    """
+    require_local(run or "", "--run-dir ")
+    resume_path(str(resume))
+
+
 def load_checked(
     recipe: str | Path | RunConfig,
     overrides: Sequence[str] | None,
@@ -180,9 +188,10 @@ def load_checked(
 def processes(
     recipe: str,
     overrides: list[str] | None,
-    run: Path | None,
-    trust_code: bool,
-    progress: Progress,
+    run: Path | None = None,
+    resume: str = "auto",
+    trust_code: bool = False,
+    progress: Progress = SILENT,
 ) -> int:
     """Return the number of processes that `train.devices` asks for.
 
@@ -192,6 +201,7 @@ def processes(
     wanted = config.train
     if not wanted.devices:
         return 1
+    require_paths(run, resume)
     preflight.check(config, progress=progress)
     count = num_processes(wanted.devices, wanted.device, probe())
     if count > 1:

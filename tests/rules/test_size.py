@@ -18,7 +18,7 @@ ROOMS = {
     "training": 65_100,
     "data": 54_700,
     "top": 23_140,
-    "commands": 19_560,
+    "commands": 19_630,
     "sources": 16_400,
     "assembly": 15_900,
     "inference": 15_650,
