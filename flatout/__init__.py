@@ -143,7 +143,7 @@ def __getattr__(name: str) -> Any:
     module, _, attribute = _HOMES[name].partition(":")
     found = getattr(importlib.import_module(module), attribute or name)
     return (
-        importlib.import_module("flatout.terminal.notebook").shown_in_cell(found)
+        importlib.import_module("flatout.terminal.run").shown_in_cell(found)
         if "IPython" in sys.modules
         else found
     )

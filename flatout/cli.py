@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import faulthandler
-import importlib
+import importlib.util
 import inspect
 import json
 import os
@@ -20,7 +20,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from flatout.errors import (
@@ -39,9 +39,11 @@ from flatout.errors import (
 )
 from flatout.progress import SILENT, Progress
 from flatout.registry import COMMANDS, nearest, unknown_name
-from flatout.streams import drop_output, open_streams, write_output
+from flatout.streams import columns, drop_output, open_streams, printable, wrapped, write_output
 
 if TYPE_CHECKING:
+    from importlib.machinery import ModuleSpec
+
     from flatout.commands import Command
     from flatout.hardware import CpuTimes
     from flatout.json_io import Result
@@ -116,7 +118,14 @@ def execute(words: list[str]) -> int:
         return _fail(error, as_json)
     except (MemoryError, RuntimeError, OSError, ImportError) as error:
         if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
-            return _fail(_too_long(str(error.filename or "A name")), as_json)
+            path = str(error.filename or "A name")
+            kind, shown = "path", path
+            if len(os.fsencode(name := max(path.split("/"), key=len))) > MAX_NAME_BYTES:
+                kind, shown = "name", name
+            long = (
+                f"The {kind} {shown[:40]}... is too long: it has {len(os.fsencode(shown))} bytes."
+            )
+            return _fail(ConfigError(long, fix=f"Choose a shorter {kind}."), as_json)
         if not isinstance(error, MemoryError) and not NO_MEMORY.search(str(error)):
             raise
         return _fail(_out_of_memory(error), as_json)
@@ -168,22 +177,28 @@ def call(words: list[str]) -> int:
     as_json, verbose = values.pop("json"), values.pop("verbose", False)
     terminal = Terminal()
     progress: Progress = terminal if is_main else SILENT
+
+    @contextlib.contextmanager
+    def loading_torch() -> Iterator[None]:
+        _sleep_while_waiting(began, progress)
+        with progress.task("Loading torch"), _signals_exit(terminal.close, as_json):
+            yield
+
+    finder = _TorchFinder(loading_torch)
+    sys.meta_path.insert(0, finder)
     try:
-        if command.check is not None:
-            _with_parameters(command.check, values | {"progress": progress})
         if command.processes is not None and not {"RANK", "WORLD_SIZE"} & os.environ.keys():
-            count = _with_parameters(command.processes, values)
+            wanted = inspect.signature(command.processes).parameters
+            offered = values | {"progress": progress}
+            count = command.processes(**{name: offered[name] for name in wanted})
             if count > 1:
                 return launch(program(words), count, os.environ, usable_cores())
-        if command.needs_torch:
-            _sleep_while_waiting(began, progress)
-            with progress.task("Loading torch"), _signals_exit(terminal.close, as_json):
-                importlib.import_module("torch")
         result = command.call(
             **values, **_python_parameters(command, terminal, is_main, as_json, verbose)
         )
     finally:
         terminal.close()
+        sys.meta_path[:] = [one for one in sys.meta_path if one is not finder]
     is_shown = not is_main or write_output(lambda: _show(result, as_json))
     code: int = result.exit_code
     return code if is_shown or command.writes_files else code or 1
@@ -193,16 +208,6 @@ def _interrupted(interruption: KeyboardInterrupt) -> Interrupted:
     what = "Terminated." if isinstance(interruption, Terminated) else "Interrupted."
     number = signal_of(interruption)
     return Interrupted(what, fix="Run the same command again.", signal_number=number)
-
-
-def _too_long(path: str) -> ConfigError:
-    """Return the error for a name or path that is too long for any disk, shown shortened."""
-    name = max(path.split("/"), key=len)
-    kind, shown = ("name", name) if len(os.fsencode(name)) > MAX_NAME_BYTES else ("path", path)
-    return ConfigError(
-        f"The {kind} {shown[:40]}... is too long: it has {len(os.fsencode(shown))} bytes.",
-        fix=f"Choose a shorter {kind}.",
-    )
 
 
 def _out_of_memory(error: Exception) -> OutOfMemory:
@@ -300,16 +305,35 @@ def _sleep_while_waiting(began: CpuTimes, progress: Progress) -> None:
         )
 
 
-def _with_parameters(function: Callable[..., Any], values: dict[str, Any]) -> Any:
-    """Call a function with those of the values that it has parameters for."""
-    return function(**{name: values[name] for name in inspect.signature(function).parameters})
+class _TorchFinder:
+    """Finds torch as Python does, and runs its import, which takes seconds, inside a context.
+
+    Commands check what they can, and then import torch: this shows it wherever it happens.
+    """
+
+    def __init__(self, context: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+        self._context = context
+
+    def find_spec(self, name: str, path: object, target: object = None) -> ModuleSpec | None:
+        if name != "torch":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_inside(module: ModuleType) -> None:
+                with self._context():
+                    execute(module)
+
+            spec.loader.exec_module = execute_inside  # type: ignore[method-assign]
+        return spec
 
 
 def _python_parameters(
     command: Command, terminal: Terminal, is_main: bool, as_json: bool, verbose: bool
 ) -> dict[str, Any]:
     """Return the values of a command's Python-only parameters; other ranks are silent."""
-    from flatout.streams import printable
     from flatout.terminal import RunReport
 
     stream = sys.stderr if as_json else sys.stdout
@@ -336,9 +360,6 @@ def _python_parameters(
 
 
 def _show(result: Result, as_json: bool) -> None:
-    from flatout.streams import printable
-    from flatout.terminal import columns, wrapped
-
     summary = printable(result.summary())  # it may quote files of a run from elsewhere
     stream = sys.stderr if as_json else sys.stdout
     if summary:
@@ -355,7 +376,8 @@ def _fail(error: FlatoutError, as_json: bool) -> int:
     for note in getattr(error, "__notes__", []):
         lines = without_secrets(note.rstrip()).split("\n")
         print("\n".join(map(on_one_line, lines)), file=sys.stderr)
-    print(f"{prefix}{error.what}\n{error.advice}: {error.fix}", file=sys.stderr)
+    text = f"{prefix}{error.what}\n{error.advice}: {error.fix}"
+    print(wrapped(text, columns()) if sys.stderr.isatty() else text, file=sys.stderr)
     if as_json and rank == "0":
         answer = {"error": error.what, "fix": error.fix, "exit_code": error.exit_code}
         write_output(lambda: print(json.dumps(answer)))

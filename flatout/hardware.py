@@ -113,15 +113,14 @@ def row_of(gpu_name: str) -> MachineRow | None:
 
     A guessed peak would be worse than an unknown one.
     """
-    for name in MACHINES.names():
-        if gpu_name in MACHINES.get(name)["gpu_names"]:
-            return row_named(name)
-    return None
+    return next((row for row in machine_rows() if gpu_name in row.gpu_names), None)
 
 
-def row_named(name: str) -> MachineRow:
-    """Return the row of machines/NAME.yaml."""
-    return MachineRow.model_validate({"name": name, **MACHINES.get(name)})
+@functools.cache
+def machine_rows() -> tuple[MachineRow, ...]:
+    """Return the rows of machines/*.yaml."""
+    named = ((name, MACHINES.get(name)) for name in MACHINES.names())
+    return tuple(MachineRow.model_validate({"name": name, **row}) for name, row in named)
 
 
 def machine_named(text: str) -> Machine:
@@ -135,12 +134,13 @@ def machine_named(text: str) -> Machine:
     count, wanted = int(found[1] or 1), text[found.end() :].strip()
     if count < 1 or not wanted:
         raise ConfigError(f"--machine {text!r} has no GPU.", fix="Write for example '8x H100'.")
-    rows = [row_named(name) for name in MACHINES.names()]
-    names = {name: row for row in rows for name in (row.name, *row.gpu_names, *row.short_names)}
+    names = {
+        name: row for row in machine_rows() for name in (row.name, *row.gpu_names, *row.short_names)
+    }
     word = _word(wanted)
     row = next((row for name, row in reversed(names.items()) if _word(name) == word), None)
     if row is None:
-        similar = [row.name for row in rows if word and _word(row.name).startswith(word)]
+        similar = [row.name for row in machine_rows() if word and _word(row.name).startswith(word)]
         if similar:
             raise ConfigError(
                 f"--machine {wanted!r} matches several machines.",

@@ -38,10 +38,8 @@ class Result(Stored):
     """The result of a command: `--json` prints its fields; its `summary` is for people."""
 
     def summary(self) -> str:
-        """Return the closing lines as plain text: one line per field, unless overridden."""
-        fields = self.model_dump(mode="json")
-        width = max((len(name) for name in fields), default=0)
-        return "\n".join(f"{name:<{width}}  {value}" for name, value in fields.items())
+        """Return the closing lines as plain text; none if everything has been printed already."""
+        return ""
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         """Show the summary in IPython and notebooks."""

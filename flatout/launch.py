@@ -91,17 +91,13 @@ def replicas(config: ParallelConfig, world_size: int) -> int:
 
     Raises: ConfigError when replicate times shard is not that number.
     """
-    replicate = (
-        max(1, world_size // config.shard) if config.replicate == "auto" else config.replicate
-    )
-    if replicate * config.shard == world_size:
-        return replicate
-    stated = (
-        f"parallel.shard={config.shard}"
-        if config.replicate == "auto"
-        else f"parallel.replicate={replicate} x parallel.shard={config.shard}"
-    )
+    replicate, stated = max(1, world_size // config.shard), f"parallel.shard={config.shard}"
+    if config.replicate != "auto":
+        replicate = config.replicate
+        stated = f"parallel.replicate={replicate} x {stated}"
     processes = replicate * config.shard
+    if processes == world_size:
+        return replicate
     launch = f"with `torchrun --nproc-per-node {processes} -m flatout ...`"
     fix = (
         f"Set train.devices={processes}, start {launch}, or remove parallel.replicate and "
@@ -147,8 +143,14 @@ def launch(command: Sequence[str], count: int, environment: Mapping[str, str], c
                 for rank in range(count):
                     if received.numbers:
                         raise _interrupted(received.numbers[0])
-                    own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                    ranks.append(_start(command, {**shared, **own}, is_main=rank == 0))
+                    process = subprocess.Popen(
+                        command,
+                        env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                        stdin=subprocess.DEVNULL,
+                        stdout=subprocess.DEVNULL if rank else None,
+                        start_new_session=True,  # Ctrl+C reaches it once, through this process
+                    )
+                    ranks.append(process)
                 code = _wait(ranks, received)
             finally:
                 for process in ranks:
@@ -158,19 +160,6 @@ def launch(command: Sequence[str], count: int, environment: Mapping[str, str], c
                 break
             ranks.clear()
         return code
-
-
-def _start(
-    command: Sequence[str], environment: dict[str, str], *, is_main: bool
-) -> subprocess.Popen[bytes]:
-    """Start a rank in a session of its own: Ctrl+C reaches it once, through this process."""
-    return subprocess.Popen(
-        command,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=None if is_main else subprocess.DEVNULL,
-        start_new_session=True,
-    )
 
 
 @dataclass

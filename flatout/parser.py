@@ -11,30 +11,38 @@ import inspect
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin
 
 import click
 
-from flatout.commands import Argument, Command, Option
+from flatout.commands import Command
 from flatout.config.messages import all_keys, same_key
 from flatout.config.schema import RunConfig
 from flatout.errors import ConfigError
 from flatout.registry import COMMANDS, nearest
+from flatout.signature import Argument, Option, kinds_in
 from flatout.words import prepare_word_for, word_for
 
 JSON = Option("Print the result as one JSON object, the last line of standard output.")
 VERBOSE = Option("Show each speedup, on or off, with the reason.", "-v")
 
 
-class _NameOrPath(click.ParamType[str | Path]):
-    """A path, or a name; an empty one is refused, which pathlib takes for the current directory."""
+class _NameOrUrl(click.ParamType[str | Path]):
+    """A name, a path or a URL: not an empty one, nor an output in this process's memory."""
 
     def __init__(self, kind: type[str | Path]) -> None:
         self._kind = kind
         self.name = "path" if kind is Path else "text"
 
     def convert(self, value: Any, param: Any, ctx: Any) -> str | Path:
+        if isinstance(param, click.Option) and str(value).startswith("memory:"):
+            self.fail(
+                f"{value} is in the memory of this process, and is lost with it; a directory and a "
+                "URL such as s3://BUCKET/NAME stay",
+                param,
+                ctx,
+            )
         return self._kind(value) if str(value) else self.fail("it is empty", param, ctx)
 
 
@@ -75,7 +83,7 @@ def _click_parameter(
     name: str, annotation: Any, default: Any, metadata: Argument | Option
 ) -> click.Parameter:
     """Return the click parameter of one annotated parameter."""
-    kinds = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else [annotation]
+    kinds = kinds_in(annotation)
     kind = next(one for one in kinds if one is not NoneType)
     words = [word for word in getattr(metadata, "names", ()) if word.startswith("--")]
     is_list = get_origin(kind) is list
@@ -85,7 +93,7 @@ def _click_parameter(
         (kind,) = get_args(kind)
     shared: dict[str, Any] = {"required": default is inspect.Parameter.empty, "type": kind}
     if Path in kinds:
-        shared["type"] = _NameOrPath(kind)
+        shared["type"] = _NameOrUrl(kind)
     if not shared["required"] and not multiple:
         shared["default"] = default
     if get_origin(kind) is Literal:

@@ -10,6 +10,7 @@ import stat
 import struct
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 from flatout.errors import ConfigError, UsageError, in_shell
 
@@ -76,6 +77,12 @@ _BESIDE = frozenset({".json", ".pkl", ".md"})
 """Suffixes of files that lie beside those."""
 
 
+_SHARDS = {b'"column_encodings"': "MDS shards", b'"chunk_bytes"': "litdata"}
+"""What the indexes of other tools' shards of tokens contain, and whose they are."""
+Found: TypeAlias = tuple[str, str]
+"""The name and the fix of a `Recognised`."""
+
+
 @dataclass(frozen=True)
 class Recognised:
     """What a path is, and which command reads it."""
@@ -127,11 +134,10 @@ def require_recipe_path(path: Path | str, option: str = "") -> None:
 def recognise(path: Path) -> Recognised | None:
     """Return what a file or directory is; None for text and for unknown or unreadable files."""
     try:
-        if path.is_dir():
-            return _folder(path)
-        return _file(path) if path.is_file() else None
+        found = _folder(path) if path.is_dir() else _file(path) if path.is_file() else None
     except OSError:
         return None
+    return None if found is None else Recognised(path, *found)
 
 
 class NotRegular(OSError):
@@ -171,35 +177,40 @@ def _parent(path: Path) -> Path:
     return path.absolute().parent if path.parent == Path() else path.parent
 
 
-def _to_convert(folder: Path) -> Recognised | None:
+def _to_convert(folder: Path) -> Found | None:
     for file, (name, steps) in _TO_CONVERT.items():
         if _has(folder, file):
-            return Recognised(folder, name, steps.format(str(folder), in_shell(folder)))
+            return name, steps.format(str(folder), in_shell(folder))
     return None
 
 
-def _folder(path: Path) -> Recognised | None:
+def _folder(path: Path) -> Found | None:
     shown = in_shell(path)
     if _has(path, "config.yaml") and (
         (path / "checkpoints").is_dir() or _has(path, "events.jsonl")
     ):
-        return Recognised(
-            path,
+        return (
             "a run directory",
             f"Use it with `flatout generate {shown}`, or start from its weights: "
             f"train.init_from={shown}.",
         )
     if _has(path, "manifest.json", "index.json"):
-        return Recognised(
-            path,
+        return (
             "a checkpoint",
             f"Start from its weights, train.init_from={shown}, or resume from it, --resume "
             f"{shown}.",
         )
     if _has(path, "manifest.json", "tokenizer.json"):
-        return Recognised(path, "a prepared dataset", _train_on_it(path))
-    if (found := _to_convert(path) or token_shards(path)) is not None:
+        return "a prepared dataset", _train_on_it(path)
+    if (found := _to_convert(path)) is not None:
         return found
+    for index in (path / "index.json", *sorted(path.glob("*/index.json"))):
+        if index.is_file():
+            with index.open("rb") as file:
+                head = file.read(HEAD_BYTES)
+            for mark, name in _SHARDS.items():
+                if mark in head:
+                    return f"a directory of {name}", _TO_NUMPY
     with os.scandir(path) as entries:  # the first ones, and all chunks
         files = [
             path / entry.name
@@ -209,13 +220,12 @@ def _folder(path: Path) -> Recognised | None:
             and entry.is_file()
         ]
     if any(CHUNK_NAME.fullmatch(file.name) for file in files):
-        return Recognised(path, "a directory of token chunks", _import_it(path))
+        return "a directory of token chunks", _import_it(path)
     if any(_SHARD_NAME.fullmatch(file.name) for file in files):
         return None  # an incomplete dataset
     suffixes = {file: file.suffix.lower() for file in files}
-    if _has(path, "flatout.json") and not any(file.suffix == ".gguf" for file in files):
-        return Recognised(
-            path,
+    if _has(path, "flatout.json") and ".gguf" not in suffixes.values():
+        return (
             "an export",
             f"Start a run from its weights: train.init_from={shown}; or score one for transformers "
             f"on tasks: `flatout eval {shown} --tasks hellaswag`.",
@@ -224,88 +234,63 @@ def _folder(path: Path) -> Recognised | None:
         return None
     telling = (recognise(file) for file, suffix in suffixes.items() if suffix in _LOOKED_INTO)
     first = next(filter(None, telling), None)
-    return first and Recognised(
-        path, f"a directory with {first.path.name}, which is {first.name}", first.fix
-    )
+    if first is None:
+        return None
+    return f"a directory with {first.path.name}, which is {first.name}", first.fix
 
 
-def token_shards(folder: Path) -> Recognised | None:
-    """Return whose token shards a directory contains, itself or in its subdirectories."""
-    for index in (folder / "index.json", *sorted(folder.glob("*/index.json"))):
-        if not index.is_file():
-            continue
-        with index.open("rb") as file:
-            head = file.read(HEAD_BYTES)
-        for mark, name in ((b'"column_encodings"', "MDS shards"), (b'"chunk_bytes"', "litdata")):
-            if mark in head:
-                return Recognised(folder, f"a directory of {name}", _TO_NUMPY)
-    return None
-
-
-def _file(path: Path) -> Recognised | None:
+def _file(path: Path) -> Found | None:
     with path.open("rb") as file:
         head = file.read(HEAD_BYTES)
-    suffix = path.suffix.lower()
-    if suffix in _TORCH_SUFFIXES | _WEIGHT_SUFFIXES and (found := _to_convert(path.parent)):
+    suffix, folder = path.suffix.lower(), path.parent
+    if suffix in _TORCH_SUFFIXES | _WEIGHT_SUFFIXES and (found := _to_convert(folder)):
         return found
     if CHUNK_NAME.fullmatch(path.name):
-        return Recognised(path, "a chunk of tokens", _import_it(_parent(path)))
-    if _SHARD_NAME.fullmatch(path.name) and _has(path.parent, "manifest.json"):
-        name = f"a file of the prepared dataset {path.parent}"
-        return Recognised(path, name, _train_on_it(path.parent))
+        return "a chunk of tokens", _import_it(_parent(path))
+    if _SHARD_NAME.fullmatch(path.name) and _has(folder, "manifest.json"):
+        return f"a file of the prepared dataset {folder}", _train_on_it(folder)
     if head.startswith(b"PK\x03\x04"):
         return _archive(path)
     if head.startswith(LEGACY_TORCH) or (suffix in _TORCH_SUFFIXES and b"\0" in head):
-        return _torch_file(path)
-    if _has(path.parent, "manifest.json", "index.json"):
-        fix = f"Name the checkpoint: train.init_from={in_shell(path.parent)}."
-        return Recognised(path, f"a file of the checkpoint {path.parent}", fix)
+        return TORCH_FILE, f"{_start_from(path)} {_if_tokens(path)}"
+    if _has(folder, "manifest.json", "index.json"):
+        fix = f"Name the checkpoint: train.init_from={in_shell(folder)}."
+        return f"a file of the checkpoint {folder}", fix
     if head.startswith(b"GGUF"):
-        return Recognised(path, "a GGUF file", _GGUF)
+        return "a GGUF file", _GGUF
     if head[8:10] == b'{"' and suffix == ".safetensors":
-        return Recognised(path, "a file of model weights", _start_from(path))
-    return _tokens(path, head)
-
-
-def _tokens(path: Path, head: bytes) -> Recognised | None:
-    """Return which kind of token file this is."""
-    is_bin = path.suffix.lower() == ".bin"
+        return "a file of model weights", _start_from(path)
     if head.startswith(b"\x93NUMPY"):
-        return Recognised(path, "a NumPy array", _if_tokens(path))
+        return "a NumPy array", _if_tokens(path)
     if head.startswith(_MEGATRON):
-        return Recognised(path, "the index of a Megatron dataset", _import_it(path))
-    if is_bin and path.with_suffix(".idx").is_file():
-        return Recognised(path, "the data of a Megatron dataset", _import_it(path))
-    if is_bin and head[:4] in LLM_C:
-        return Recognised(path, "a file of tokens in llm.c's format", _import_it(path))
-    if is_bin and not is_text(head):
-        return Recognised(path, "a binary file", _if_tokens(path))
+        return "the index of a Megatron dataset", _import_it(path)
+    if suffix == ".bin":
+        if path.with_suffix(".idx").is_file():
+            return "the data of a Megatron dataset", _import_it(path)
+        if head[:4] in LLM_C:
+            return "a file of tokens in llm.c's format", _import_it(path)
+        if not is_text(head):
+            return "a binary file", _if_tokens(path)
     if _looks_like_tokens(head):
-        name = "a binary file that looks like tokens"
-        return Recognised(path, name, _if_tokens(path, " --format raw"))
+        return "a binary file that looks like tokens", _if_tokens(path, " --format raw")
     return None
 
 
-def _archive(path: Path) -> Recognised | None:
+def _archive(path: Path) -> Found | None:
     """Return what a zip file is; torch and NumPy both write them."""
     import zipfile  # and five compressors, which `flatout --help` does not need
 
     try:
         with zipfile.ZipFile(path) as archive:
             names = archive.namelist()
+        is_torch = any(name.endswith("/data.pkl") for name in names)
     except (zipfile.BadZipFile, ValueError, NotImplementedError):
-        return _torch_file(path) if path.suffix.lower() in _TORCH_SUFFIXES else None
-    if any(name.endswith("/data.pkl") for name in names):
-        return _torch_file(path)
+        names, is_torch = [], path.suffix.lower() in _TORCH_SUFFIXES
+    if is_torch:
+        return TORCH_FILE, f"{_start_from(path)} {_if_tokens(path)}"
     arrays = [name.removesuffix(".npy") for name in names if name.endswith(".npy")]
-    if arrays:
-        shown = ", ".join(name if name.isidentifier() else repr(name[:40]) for name in arrays[:3])
-        return Recognised(path, f"a NumPy archive of {shown}", _if_tokens(path))
-    return None
-
-
-def _torch_file(path: Path) -> Recognised:
-    return Recognised(path, TORCH_FILE, f"{_start_from(path)} {_if_tokens(path)}")
+    shown = ", ".join(name if name.isidentifier() else repr(name[:40]) for name in arrays[:3])
+    return (f"a NumPy archive of {shown}", _if_tokens(path)) if arrays else None
 
 
 def _start_from(path: Path) -> str:

@@ -58,7 +58,15 @@ def recommend(
     model to tune instead; a run is tuned with its own settings. The time is estimated from a
     finished run in `runs` with the same model, or from the GPU's data sheet.
     """
-    name = CHAT if is_chat else _recipe(tokens, vocab_size, machine)
+    name = "demo-gpu" if machine.gpus else "demo"
+    if is_chat:
+        name = CHAT
+    elif not machine.gpus and vocab_size <= MAX_SYMBOLS:
+        name = "demo-char"
+    elif machine.gpus and vocab_size in GPT2_VOCABULARY:
+        for larger in ("gpt2-124m", "gpt2-350m"):
+            needed = TOKENS_PER_PARAMETER * _parameters(load_config(larger), vocab_size)
+            name = larger if needed <= MAX_EPOCHS * tokens else name
     config = load_config(TUNE if init_from else name)
     if tokens < MIN_SEQUENCES * config.data.seq_len:
         return None
@@ -72,18 +80,6 @@ def recommend(
     command = f"flatout train {name} data.path={in_shell(path)} train.steps={steps}"
     time = _time(config, vocab_size, parameters, steps * per_step, machine, runs)
     return Recommendation(command, parameters, round(steps * per_step / tokens, 1), time)
-
-
-def _recipe(tokens: int, vocab_size: int, machine: Machine) -> str:
-    if not machine.gpus:
-        return "demo-char" if vocab_size <= MAX_SYMBOLS else "demo"
-    larger = ("gpt2-350m", "gpt2-124m") if vocab_size in GPT2_VOCABULARY else ()
-    fed = (
-        name
-        for name in larger
-        if TOKENS_PER_PARAMETER * _parameters(load_config(name), vocab_size) <= MAX_EPOCHS * tokens
-    )
-    return next(fed, "demo-gpu")
 
 
 def _parameters(config: RunConfig, vocab_size: int) -> int:

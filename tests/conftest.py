@@ -270,7 +270,7 @@ def build_run(tmp_path):
 @pytest.fixture(scope="session")
 def fox_run(tmp_path_factory):
     """A directory with a run of three steps, a checkpoint at each, and the run's result."""
-    from flatout.commands.train import train_config
+    from flatout.commands.train import train
     from flatout.data.prepare.pipeline import Options, prepare_dataset
 
     root = tmp_path_factory.mktemp("fox")
@@ -301,7 +301,7 @@ def fox_run(tmp_path_factory):
             "checkpoint.keep=9",
         ],
     )
-    return root, train_config(config, run=root / "runs" / "fox")
+    return root, train(config, run=root / "runs" / "fox")
 
 
 @pytest.fixture(scope="session")

@@ -5,9 +5,10 @@ import signal
 from typing import Annotated
 
 from flatout import errors
-from flatout.commands import Argument, Command, Option
+from flatout.commands import Command
 from flatout.json_io import Result
 from flatout.progress import SILENT
+from flatout.signature import Argument, Option
 
 
 class Shout(Result):

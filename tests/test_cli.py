@@ -182,6 +182,13 @@ def test_help_of_the_program_lists_the_commands(run):
         assert "shout  Shout some words." in out
 
 
+@pytest.mark.parametrize("words", [[], *([name] for name in cli.COMMANDS.names())], ids=str)
+def test_every_help_fits_80_columns(words, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert cli.execute([*words, "--help"]) == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+
+
 def test_json_may_come_before_the_command(run):
     assert run("--json", "--help") == run("--help")
     assert run("--json", "--version") == run("--version")
@@ -275,24 +282,24 @@ def python(*words, **options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["--help"],
-        ["list", "models"],
-        ["list", "speedups"],
-        ["list", "machines"],
-        ["demo", "--help"],
-        ["train", "--help"],
-    ],
-)
-def test_light_commands_never_import_torch(words):
+def test_commands_that_only_read_never_import_torch(fox_run):
+    root, _ = fox_run
+    data, run = str(root / "data"), str(root / "runs/fox")
+    lines = [
+        *(["list", kind] for kind in ("models", "speedups", "machines")),
+        *([name, "--help"] for name in cli.COMMANDS.names()),
+        *([name, data] for name in ("inspect", "verify")),
+        *([name, run] for name in ("checkpoints", "verify")),
+        ["runs", str(root / "runs")],
+    ]
     program = (
-        f"import sys\ntry:\n    from flatout.cli import main; main({words!r})\nexcept SystemExit "
-        f"as e:\n    print(e.code, 'torch' in sys.modules)"
+        "import sys\nfrom flatout.cli import main\nfor words in "
+        f"{lines!r}:\n    try:\n        main(words)\n    except SystemExit as end:\n"
+        "        print('at the end:', end.code, 'torch' in sys.modules)"
     )
     done = python("-c", program)
-    assert done.stdout.splitlines()[-1] == "0 False", done.stderr
+    ends = [line for line in done.stdout.splitlines() if line.startswith("at the end:")]
+    assert ends == ["at the end: 0 False"] * len(lines), done.stderr
 
 
 @pytest.mark.slow
@@ -302,6 +309,26 @@ def test_help_imports_almost_nothing():
         "print({'click', 'rich', 'numpy'} & set(sys.modules))"
     )
     assert python("-c", program).stdout.splitlines()[-1].endswith("set()")
+
+
+@pytest.mark.slow
+def test_the_first_import_of_torch_happens_inside_its_context(tmp_path):
+    (tmp_path / "torch.py").write_text("print('loading')")
+    program = f"""
+import contextlib, sys
+sys.path.insert(0, {str(tmp_path)!r})
+from flatout import cli
+@contextlib.contextmanager
+def context():
+    print('before')
+    yield
+    print('after')
+finder = cli._TorchFinder(context)
+sys.meta_path.insert(0, finder)
+import json, torch, torch
+print(finder in sys.meta_path)
+"""
+    assert python("-c", program).stdout.split() == ["before", "loading", "after", "False"]
 
 
 @pytest.mark.slow
@@ -391,6 +418,7 @@ def test_every_command_has_an_example_and_help(name):
     command = cli.COMMANDS.get(name)
     options = parser.build(name)
     assert command.example.startswith(f"flatout {name}")
+    assert hasattr(command.call, "__wrapped__"), "`checked` checks its arguments"
     assert cli.COMMANDS.describe(name)
     assert all(getattr(parameter, "help", None) for parameter in options.params), (
         "every argument and option has a help text"

@@ -22,6 +22,9 @@ class Greeting(Result):
     words: str = "hello"
     """The text."""
 
+    def summary(self):
+        return self.words
+
 
 def greet() -> Greeting:
     """Say hello."""
@@ -103,7 +106,7 @@ def test_a_result_cannot_control_the_terminal(capsys):
     cli._show(hostile, False)
     hostile._repr_pretty_(SimpleNamespace(text=print), cycle=False)
     shown = capsys.readouterr()
-    lines = ["words  a\ufffd[2J\ufffd\ufffd1mb", "\tc"]
+    lines = ["a\ufffd[2J\ufffd\ufffd1mb", "\tc"]
     assert shown.err.splitlines() == lines
     as_json = '{"words": "a\\u001b[2J\\r\\u009b1mb\\n\\tc"}'
     assert shown.out.splitlines() == [as_json, *lines, *lines]

@@ -338,7 +338,7 @@ def test_an_unknown_machine_is_an_error_with_the_nearest(text, fix):
 
 
 def test_each_short_name_belongs_to_one_row_and_each_capability_is_known():
-    rows = [hardware.row_named(name) for name in MACHINES.names()]
+    rows = hardware.machine_rows()
     words = [
         {hardware._word(name) for name in (row.name, *row.gpu_names, *row.short_names)}
         for row in rows

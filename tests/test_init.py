@@ -139,13 +139,13 @@ def test_paths_may_be_strings_or_path_objects(form, fox_run, tmp_path):
 
 
 @pytest.mark.parametrize("form", [str, Path])
-def test_wrong_paths_are_refused_in_either_form(form, tmp_path):
+def test_wrong_paths_are_refused_in_either_form(form, tmp_path, tiny_set):
     empty = tmp_path / "empty.txt"
     empty.touch()
     with pytest.raises(flatout.FlatoutError, match="is empty"):
         flatout.demo(form(empty))
     with pytest.raises(flatout.FlatoutError, match="is a file"):
-        flatout.bench("demo", ["data.path=none"], out=form(empty))
+        flatout.bench("demo", [f"data.path={tiny_set}", "data.seq_len=8"], out=form(empty))
     with pytest.raises(flatout.FlatoutError, match="none"):
         flatout.import_chunks(form(tmp_path / "none"), form(tmp_path / "out"), form("byte"))
     with pytest.raises(flatout.FlatoutError, match=r"none\.txt"):

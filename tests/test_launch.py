@@ -268,14 +268,14 @@ def test_a_second_sigint_kills_ranks_that_do_not_end(tmp_path, monkeypatch):
 
 
 def test_a_signal_while_ranks_start_ends_those_that_have(monkeypatch):
-    plain = module._start
+    plain = subprocess.Popen
 
     def start_then_signal(*arguments, **options):
         process = plain(*arguments, **options)
         os.kill(os.getpid(), signal.SIGTERM)
         return process
 
-    monkeypatch.setattr(module, "_start", start_then_signal)
+    monkeypatch.setattr(subprocess, "Popen", start_then_signal)
     with pytest.raises(Interrupted) as caught:
         start(WAIT)
     assert caught.value.exit_code == 143

@@ -42,14 +42,14 @@ from flatout.assembly.recipe import divisors
 from flatout.config.schema import RunConfig
 from flatout.config.sections import LoraConfig, OptimConfig
 from flatout.errors import FlatoutError, HardwareError
-from flatout.hardware import Machine, row_named
+from flatout.hardware import Machine, machine_rows
 from flatout.models.language_model import LanguageModel, LanguageModelConfig
 from flatout.models.lora import with_adapters
 from flatout.ops import Ops
 from flatout.optimizers.groups import AdamWSettings, OptimizerParts, ParameterGroup
 from flatout.parallel.mesh import Mesh
 from flatout.progress import readable_memory
-from flatout.registry import MACHINES, OPTIMIZERS
+from flatout.registry import OPTIMIZERS
 
 USED_MEMORY = 0.8
 """Share of the memory that a micro-batch may fill, by estimate."""
@@ -527,7 +527,7 @@ def smallest_machine(workload: Workload) -> str | None:
 
     The number of GPUs comes first, then their memory. More than one GPU means a sharded model.
     """
-    rows = sorted(map(row_named, MACHINES.names()), key=lambda row: row.memory_gb.value)
+    rows = sorted(machine_rows(), key=lambda row: row.memory_gb.value)
     for count in COUNTS:
         sharded = replace(workload, num_shards=count, on_gpu=True)
         need = estimate(sharded, 1, 2).total * CUDA_RESERVED + CUDA_CONTEXT  # rows that accumulate

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -148,45 +146,6 @@ def open_dataset(config: RunConfig, *, progress: Progress = SILENT) -> AnyDatase
                 else "Prepare more text.",
             )
     return data
-
-
-def check_sampling(
-    temperature: float, top_k: int | None, top_p: float | None, max_tokens: int, stop: Sequence[str]
-) -> None:
-    """Check the sampling settings.
-
-    Raises: ConfigError that names the invalid setting.
-    """
-    problems = (
-        (
-            not 0 <= temperature < math.inf,
-            f"--temperature {temperature} must be 0 or more.",
-            "Use 0 (always the most likely token) to about 1.5.",
-        ),
-        (
-            top_k is not None and top_k < 1,
-            f"--top-k {top_k} leaves no token to sample.",
-            "Use 1 or more, or leave it out.",
-        ),
-        (
-            top_p is not None and not 0 < top_p <= 1,
-            f"--top-p {top_p} must be greater than 0 and at most 1.",
-            "Leave it out to sample from all tokens; 0.9 is a usual value.",
-        ),
-        (
-            max_tokens < 1,
-            f"--max-tokens {max_tokens} must be 1 or more.",
-            "Leave it out for the default, 256.",
-        ),
-        (
-            not all(stop),
-            "--stop must not be empty.",
-            "Give the text that ends a sample, or leave it out.",
-        ),
-    )
-    for is_wrong, what, fix in problems:
-        if is_wrong:
-            raise ConfigError(what, fix=fix)
 
 
 def resolve_batch(config: RunConfig, world_size: int) -> RunConfig:

@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+from flatout.config.schema import RunConfig
 from flatout.json_io import Result
+from flatout.signature import Argument, Option
 
 __all__ = [
-    "Argument",
     "CheckpointName",
     "Command",
     "EndOfText",
     "ModelName",
-    "Option",
     "Overrides",
     "Pattern",
     "RecipeName",
@@ -29,26 +29,8 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True)
-class Argument:
-    """Marks a parameter as a positional argument of the command line."""
-
-    help: str
-
-
-class Option:
-    """Marks a parameter as an option of the command line."""
-
-    def __init__(self, help: str, *names: str, min: float | None = None) -> None:
-        self.help = help
-        self.names = names
-        """Its names, if they differ from the parameter's; a short one (`-v`) comes last."""
-        self.min = min
-        """The smallest number it accepts."""
-
-
-RecipeName = Annotated[str | Path, Argument("A recipe's name, or a YAML file.")]
-Overrides = Annotated[list[str] | None, Argument("section.key=value; overrides the recipe.")]
+RecipeName = Annotated[str | Path | RunConfig, Argument("A recipe's name, or a YAML file.")]
+Overrides = Annotated[list[str] | str | None, Argument("section.key=value; overrides the recipe.")]
 RunName = Annotated[
     str | Path | None,
     Argument("A run directory, or its name under runs/; the newest run there by default."),
@@ -82,18 +64,11 @@ class Command:
     """The function; the first line of its docstring is the command's help."""
     example: str
     """A command line that shows its use, such as `flatout prepare book.txt --out data/book`."""
-    check: Callable[..., object] | None = None
-    """Called first, without torch, so that simple mistakes are reported at once.
-
-    It receives those of the command's values (and `progress`) that match its parameters.
-    """
     processes: Callable[..., int] | None = None
     """Returns how many processes of this machine run the call; the command line starts them.
 
-    It is called after `check`, and receives values in the same way.
+    It receives those of the command's values that match its parameters.
     """
-    needs_torch: bool = False
-    """Whether the call imports torch, which takes seconds and is shown as progress."""
     writes_files: bool = False
     """Whether the command writes its result to files.
 

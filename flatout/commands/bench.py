@@ -1,21 +1,22 @@
-"""Measure what each speedup gains on this machine, or what a setting costs."""
+"""Measure what each speedup gains here, or what a setting costs."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from flatout.cache import default_cache
-from flatout.commands import Command, Option, Overrides, RecipeName, train
-from flatout.config.schema import load_config
-from flatout.errors import ConfigError
+from flatout.commands import Command, Overrides, RecipeName
+from flatout.commands.train import load_checked
 from flatout.measure.experiments.report import Bench
 from flatout.progress import SILENT, Progress
 from flatout.recognised import require_local
+from flatout.signature import Option, checked
 
-SWEEPS = "batch, seq_len, precision, accumulation or prefetch"
+Sweep = Literal["batch", "seq_len", "precision", "accumulation", "prefetch"]
 
 
+@checked
 def bench(
     recipe: RecipeName,
     overrides: Overrides = None,
@@ -24,7 +25,7 @@ def bench(
         Option("Time limit: trials become shorter and repeats fewer to stay within it.", min=0.1),
     ] = None,
     repeats: Annotated[int | None, Option("Maximum number of rounds; 5 by default.", min=1)] = None,
-    sweep: Annotated[str | None, Option(f"Sweep {SWEEPS} instead.")] = None,
+    sweep: Annotated[Sweep | None, Option("Sweep one setting instead.")] = None,
     out: Annotated[
         Path | str | None, Option("Directory for the results; bench/RECIPE-DIGEST by default.")
     ] = None,
@@ -42,11 +43,12 @@ def bench(
     Raises: UsageError before anything is measured; RunFailed when nothing could be measured;
             Interrupted when a signal arrives before anything was measured.
     """
+    require_local(out or "", "--out ")
+    config = load_checked(recipe, overrides, progress=progress)
     from flatout.measure.experiments.bench import run_bench
 
-    require_local(out or "", "--out ")
     return run_bench(
-        load_config(recipe, overrides or ()),
+        config,
         minutes=minutes,
         repeats=repeats,
         sweep=sweep,
@@ -56,30 +58,8 @@ def bench(
     )
 
 
-def check(
-    recipe: str,
-    overrides: list[str] | None,
-    sweep: str | None,
-    out: Path | None = None,
-    progress: Progress = SILENT,
-) -> None:
-    """Check the command line as far as that is possible without torch; remote data is fetched.
-
-    Raises: UsageError.
-    """
-    if sweep is not None and sweep.startswith("-"):
-        raise ConfigError(
-            f"--sweep needs one of {SWEEPS}; {sweep} is another option.",
-            fix="For example --sweep batch.",
-        )
-    require_local(out or "", "--out ")
-    train.check(recipe, overrides, progress=progress)
-
-
 COMMAND = Command(
     bench,
     example="flatout bench shakespeare-char data.path=data/s --minutes 6",
-    check=check,
-    needs_torch=True,
     writes_files=True,
 )

@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from flatout.assembly.preflight import check_sampling
-from flatout.commands import CheckpointName, Command, ModelName, Option, RunName, TrustCode
-from flatout.commands.generate import MAX_SEED, Temperature, TopK, TopP, show_pieces
+from flatout.commands import CheckpointName, Command, ModelName, TrustCode
+from flatout.commands.generate import Temperature, TopK, TopP, require_sampling, show_pieces
 from flatout.conversation.templates import (
     CHAT_TEMPLATE,
     CONFIG_FILE,
@@ -27,6 +26,7 @@ from flatout.files import Stored
 from flatout.inference.exported import is_run
 from flatout.json_io import Result
 from flatout.progress import SILENT, Progress
+from flatout.signature import Option, checked
 from flatout.training.run_dir.layout import trusted_config
 from flatout.training.run_dir.lookup import run_or_newest
 
@@ -55,11 +55,8 @@ class ChatResult(Result):
     conversations: list[list[ChatTurn]]
     """The conversations; /reset starts another."""
 
-    def summary(self) -> str:
-        """Return an empty string: the replies have already been printed."""
-        return ""
 
-
+@checked
 def chat(
     run: ModelName = None,
     system: Annotated[str | None, Option("System prompt, the first turn.")] = None,
@@ -67,7 +64,7 @@ def chat(
     top_k: TopK = None,
     top_p: TopP = None,
     seed: Annotated[int, Option("Equal seeds give equal replies to equal turns.")] = 0,
-    max_tokens: Annotated[int, Option("Maximum tokens of a reply.")] = 256,
+    max_tokens: Annotated[int, Option("Maximum tokens of a reply.", min=1)] = 256,
     chat_template: Annotated[
         str | None,
         Option("chatml, plain or a Jinja file, for a run that was not trained on conversations."),
@@ -96,6 +93,11 @@ def chat(
             of range or the system prompt does not fit; DataError when a template cannot be used, or
             a line is refused; UntrustedCode.
     """
+    require_sampling(top_p, seed)
+    if is_run(run):
+        folder = run_or_newest(run)
+        trusted_config(folder, trust_code=trust_code)
+        _template(folder, chat_template, load_tokenizer(folder / TOKENIZER))
     from flatout.inference.chat import ChatSession, Sampling
     from flatout.inference.load import load_model
 
@@ -136,24 +138,17 @@ def _converse(
             session.reset()
         elif content:
             try:
-                _require_turn(content)
+                if word := _COMMAND.match(content):
+                    raise DataError(
+                        f"{word[0]} is not a command here, and was not sent to the model.",
+                        fix=COMMANDS,
+                    )
                 show_pieces(session.reply(content), show)
             except DataError as error:
                 if not on_terminal:
                     raise
                 show(f"{error.what} {error.fix}\n")
     return [*conversations, *_spoken(session)]
-
-
-def _require_turn(content: str) -> None:
-    """Check that a line is not an unknown command.
-
-    Raises: DataError with the commands.
-    """
-    if word := _COMMAND.match(content):
-        raise DataError(
-            f"{word[0]} is not a command here, and was not sent to the model.", fix=COMMANDS
-        )
 
 
 def typed_lines(show: Callable[[str], object], *, prompting: bool) -> Iterator[str]:
@@ -208,33 +203,7 @@ def _template(folder: Path, name: str | None, tokenizer: Tokenizer) -> ChatTempl
     return own
 
 
-def check(
-    run: RunName,
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None,
-    seed: int,
-    max_tokens: int,
-    chat_template: str | None,
-    trust_code: bool = False,
-) -> None:
-    """Check the run, its template and the settings, as far as possible without torch.
-
-    Raises: CheckpointError with the nearest run; ConfigError naming the setting; DataError for an
-            unusable template; UntrustedCode.
-    """
-    check_sampling(temperature, top_k, top_p, max_tokens, ())
-    if abs(seed) >= MAX_SEED:
-        raise ConfigError(f"seed {seed} is too large.", fix=f"Use a number below {MAX_SEED}.")
-    if is_run(run):
-        folder = run_or_newest(run)
-        trusted_config(folder, trust_code=trust_code)
-        _template(folder, chat_template, load_tokenizer(folder / TOKENIZER))
-
-
 COMMAND = Command(
     chat,
     example='flatout chat runs/NAME --system "Answer in one word."',
-    check=check,
-    needs_torch=True,
 )

@@ -1,18 +1,20 @@
-"""List the checkpoints of a run: step, loss, size, age, and whether each is valid."""
+"""List the checkpoints of a run, and whether each is valid."""
 
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Literal
 
-from flatout.commands import Command, Option, RunName
+from flatout.commands import Command, RunName
 from flatout.errors import CheckpointError, ConfigError, in_shell
 from flatout.figures import age, aligned, amount, optional
 from flatout.files import Stored, folder_bytes, writing_run
 from flatout.json_io import Result
 from flatout.measure.runlog import RunLog
 from flatout.progress import SILENT, Progress, counted
+from flatout.signature import Option, checked
 from flatout.training.checkpoint import catalog, retention
 from flatout.training.checkpoint.info import CheckpointInfo, read_info
 from flatout.training.checkpoint.location import require_own_folder
@@ -20,8 +22,6 @@ from flatout.training.run_dir import layout, lookup
 from flatout.training.run_dir.lock import hold_lock, is_locked
 
 State = Literal["valid", "sizes match", "not valid"]
-PASSED: tuple[State, State] = ("valid", "sizes match")
-"""The state of a checkpoint without problems, in full and with --quick."""
 
 
 class CheckpointItem(Stored):
@@ -110,6 +110,7 @@ class CheckpointsResult(Result):
         return "\n".join(lines)
 
 
+@checked
 def checkpoints(
     run: RunName = None,
     quick: Annotated[
@@ -135,12 +136,8 @@ def checkpoints(
     Nothing is deleted without --keep or --remove-aside, and never the last valid checkpoint.
 
     Raises: CheckpointError when there is no such run, or it is running and something is to be
-            deleted; ConfigError when `keep` is below 1, or `quick` is set too.
+            deleted; ConfigError when `keep` and `quick` are both set.
     """
-    if keep is not None and keep < 1:
-        raise ConfigError(
-            f"--keep {keep} would keep no checkpoint.", fix="Give a number from 1, or leave it out."
-        )
     if keep is not None and quick:
         raise ConfigError(
             "--keep deletes all but the newest valid checkpoints, and --quick does not find out "
@@ -149,9 +146,7 @@ def checkpoints(
         )
     folder = lookup.run_or_newest(run, progress=progress)
     items = _items(folder, progress, quick=quick)
-    removed: list[str] = []
-    if keep is not None or remove_aside:
-        removed = _remove(folder, items, keep, remove_aside=remove_aside, progress=progress)
+    removed = _remove(folder, items, keep, remove_aside=remove_aside, progress=progress)
     return CheckpointsResult(
         run=str(folder),
         items=[item for item in items if item.path not in removed],
@@ -183,15 +178,15 @@ def _items(folder: Path, progress: Progress, *, quick: bool) -> list[CheckpointI
             problems = [f"{error.filename or path} cannot be read: {error.strerror}."]
         if not path.exists():
             continue
-        info, state = read_info(path), "not valid" if problems else PASSED[quick]
+        info = read_info(path)
         stated = {"train/loss": info and info.train_loss, "val/loss": info and info.val_loss}
         known = losses[step] | {name: loss for name, loss in stated.items() if loss is not None}
         found.append(
             CheckpointItem(
                 path=str(path),
                 step=step,
-                state=state,
-                valid=None if state == PASSED[True] else not problems,
+                state="not valid" if problems else "sizes match" if quick else "valid",
+                valid=None if quick and not problems else not problems,
                 problems=problems,
                 train_loss=known.get("train/loss"),
                 val_loss=known.get("val/loss"),
@@ -202,15 +197,10 @@ def _items(folder: Path, progress: Progress, *, quick: bool) -> list[CheckpointI
         )
     if quick:
         return found
-    best = next((_best_step(item) for item in reversed(found) if item.valid), None)
+    newest, best = next((item for item in reversed(found) if item.valid), None), None
+    with suppress(CheckpointError):
+        best = catalog.best_step_of(Path(newest.path)) if newest else None
     return [item.model_copy(update={"best": item.step == best}) for item in found]
-
-
-def _best_step(newest: CheckpointItem) -> int | None:
-    try:
-        return catalog.best_step_of(Path(newest.path))
-    except CheckpointError:
-        return None
 
 
 def _age_s(path: Path, info: CheckpointInfo | None) -> float:
@@ -228,10 +218,12 @@ def _remove(
     remove_aside: bool,
     progress: Progress,
 ) -> list[str]:
-    """Delete checkpoints, and return their paths.
+    """Delete checkpoints, if that is asked for, and return their paths.
 
     Raises: CheckpointError when a process trains in the run directory.
     """
+    if keep is None and not remove_aside:
+        return []
     if is_locked(folder):
         raise CheckpointError(
             f"{folder} is in use: its checkpoints change while it trains.",

@@ -1,21 +1,23 @@
-"""Convert another tool's config into a recipe, and say what becomes of every key."""
+"""Convert another tool's config into a recipe, key by key."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
 import yaml
 
-from flatout.commands import Argument, Command, Option
+from flatout.commands import Command
 from flatout.config.convert import Conversion, Item, convert, read_settings
-from flatout.config.schema import nested
+from flatout.config.schema import nested, validate
 from flatout.config.units import HUB, SOURCE
-from flatout.errors import ConfigError, in_shell
+from flatout.errors import ConfigError, UsageError, in_shell
 from flatout.files import expanded, write_text, writing
 from flatout.json_io import JsonObject, Result
 from flatout.recognised import require_local
 from flatout.registry import SUFFIXES
+from flatout.signature import Argument, Option, checked
 
 MARK = "# Converted by `flatout convert`"
 """Start of a file that may be overwritten."""
@@ -70,6 +72,7 @@ class ConvertResult(Result):
         return "\n".join([*lines, *(f"{PREPARE}: {command}" for command in self.prepare)])
 
 
+@checked
 def convert_config(
     config: Annotated[Path | str, Argument("A config: YAML, JSON, TOML, or Python that assigns.")],
     out: Annotated[Path | str, Option("The recipe to write, a YAML file.")],
@@ -84,8 +87,22 @@ def convert_config(
     require_local(config)
     require_local(out, "--out ")
     source, target = expanded(config), expanded(out)
-    _require_free(target)
-    found = convert(*read_settings(source))
+    if target.suffix.lower() not in SUFFIXES:
+        raise ConfigError(f"--out {target} is not a YAML file.", fix="For example --out my.yaml.")
+    other = "Choose another file with --out FILE."
+    if target.is_dir():
+        raise ConfigError(f"{target} is a directory.", fix=other)
+    if target.exists() and not target.read_bytes().startswith(MARK.encode()):
+        raise ConfigError(f"{target} exists, and `flatout convert` did not write it.", fix=other)
+    document, computed = read_settings(source)
+    with suppress(ConfigError):
+        validate(document)
+        if any(isinstance(section, dict) for section in document.values()):
+            raise UsageError(
+                f"{source} is a recipe of flatout already.",
+                fix=f"Use it as it is: `flatout train {in_shell(source)}`.",
+            )
+    found = convert(document, computed)
     if not found.values:
         raise ConfigError(
             f"{source} has no key with a counterpart in flatout.",
@@ -112,19 +129,6 @@ def convert_config(
         prepare=commands,
         **{name: sum(item.outcome == name for item in found.items) for name in HEADINGS},
     )
-
-
-def _require_free(target: Path) -> None:
-    """Check that `target` is a YAML file that is absent or that this command wrote."""
-    if target.suffix.lower() not in SUFFIXES:
-        raise ConfigError(f"--out {target} is not a YAML file.", fix="For example --out my.yaml.")
-    other = "Choose another file with --out FILE."
-    if target.is_dir():
-        raise ConfigError(f"{target} is a directory.", fix=other)
-    if target.exists() and not target.read_text(encoding="utf-8", errors="replace").startswith(
-        MARK
-    ):
-        raise ConfigError(f"{target} exists, and `flatout convert` did not write it.", fix=other)
 
 
 def _preparation(found: Conversion) -> list[str]:

@@ -1,4 +1,4 @@
-"""Try it: prepare, train, evaluate and sample in a few minutes, offline, on any machine."""
+"""Try it: prepare, train, evaluate and sample in a few minutes."""
 
 from __future__ import annotations
 
@@ -7,34 +7,34 @@ import math
 import platform
 import tempfile
 import textwrap
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
-from flatout.commands import Argument, Command, Option
+from flatout.commands import Command
+from flatout.commands.prepare import prepare
+from flatout.commands.train import TrainResult, train
 from flatout.config.schema import RunConfig, load_config
+from flatout.data.store.shards import Dataset
 from flatout.errors import (
     CheckpointError,
-    ConfigError,
     DataError,
     OutputInUse,
     TooLittleText,
     UntrustedCode,
     in_shell,
 )
-from flatout.json_io import Result
+from flatout.hardware import pick_device, probe
 from flatout.progress import SILENT, Progress
 from flatout.recognised import recognise, require_local
 from flatout.recommended import MAX_EPOCHS
+from flatout.signature import Argument, Option, checked
 from flatout.sources.encodings import BINARY
 from flatout.sources.local import missing
 from flatout.sources.long import NotUtf8
 from flatout.training.metrics.observers import Observer
-
-if TYPE_CHECKING:
-    from flatout.data.store.shards import Dataset
+from flatout.training.run_dir.layout import read_summary, trusted_config
 
 LARGE_TEXT = 1_500_000
 """Bytes from which a text gets a trained vocabulary; a shorter one is tokenised by character."""
@@ -56,25 +56,16 @@ TIMING_S = 2.0
 MORE_TEXT = "Use a text of a few kilobytes or more."
 
 
-class DemoResult(Result):
-    """The result of a demo."""
-
-    run: str
-    """The run directory."""
-    val_loss: float | None
-    """Loss on the validation text, in nats per token."""
-    tokens_per_s: float | None
-    """Steady rate of training."""
-    wall_s: float
-    """Seconds of the whole demo, including preparation."""
+class DemoResult(TrainResult):
+    """The summary of a demo's run."""
 
     def summary(self) -> str:
         """Return a sample, what to try next, the loss curve and the figures of the run."""
-        from flatout.terminal import closing, columns
-        from flatout.training.run_dir.layout import read_summary
+        from flatout.streams import columns
+        from flatout.terminal import closing
 
         return closing(
-            read_summary(Path(self.run)) or {},
+            self.model_dump(),
             next_steps=f"Try next:\n{_next_steps(in_shell(self.run), columns())}",
         )
 
@@ -113,11 +104,12 @@ class Subject:
     recipe: str
 
 
+@checked
 def demo(
     file: Annotated[
         Path | str | None, Argument("A text file; Python's own standard library by default.")
     ] = None,
-    minutes: Annotated[float, Option("Approximate training time.")] = 2.0,
+    minutes: Annotated[float, Option("Approximate training time.", min=0.001)] = 2.0,
     *,
     observers: Sequence[Observer] = (),
     progress: Progress = SILENT,
@@ -128,13 +120,9 @@ def demo(
 
     Raises: DataError when FILE cannot be read; Stopped when a signal ended the run after a save.
     """
-    from flatout.commands.train import train_config
-    from flatout.hardware import pick_device, probe
-    from flatout.training.run_dir.layout import read_summary
-
-    start = time.perf_counter()
     file = Path(file) if file else None
-    check(file, minutes)
+    if file is not None:
+        require_text_file(file)
     device, _ = pick_device("auto", probe())
     subject = subject_of(file, device)
     config, is_finished = _stored_config(subject.run), read_summary(subject.run) is not None
@@ -147,13 +135,8 @@ def demo(
         progress.say(f"{subject.run} is finished; see below. Delete it to train again.")
     else:
         progress.say(f"Resuming {subject.run}.")
-    result = train_config(config, run=subject.run, observers=observers, progress=progress)
-    return DemoResult(
-        run=str(subject.run),
-        val_loss=result.val_loss,
-        tokens_per_s=result.tokens_per_s,
-        wall_s=round(time.perf_counter() - start, 2),
-    )
+    result = train(config, run=subject.run, observers=observers, progress=progress)
+    return DemoResult(**dict(result))
 
 
 def _stored_config(run: Path) -> RunConfig | None:
@@ -161,8 +144,6 @@ def _stored_config(run: Path) -> RunConfig | None:
 
     Raises: CheckpointError, also when it names code to import.
     """
-    from flatout.training.run_dir.layout import trusted_config
-
     try:
         return trusted_config(run)
     except UntrustedCode as error:
@@ -185,20 +166,6 @@ def _timed_again(
         f"{other.run} has {longer.train.steps}."
     )
     return other, longer
-
-
-def check(file: Path | None, minutes: float) -> None:
-    """Check the command line as far as that is possible without torch.
-
-    Raises: ConfigError or DataError.
-    """
-    if not 0 < minutes < math.inf:
-        raise ConfigError(
-            f"--minutes {minutes:g} must be a finite number greater than 0.",
-            fix="Use --minutes 2.",
-        )
-    if file is not None:
-        require_text_file(file)
 
 
 def require_text_file(file: Path) -> None:
@@ -258,9 +225,6 @@ def subject_of(file: Path | None, device: str) -> Subject:
 
 def _new_config(subject: Subject, device: str, minutes: float, progress: Progress) -> RunConfig:
     """Prepare the text, and return a configuration that trains for about `minutes`."""
-    from flatout.commands.prepare import prepare
-    from flatout.data.store.shards import Dataset
-
     try:
         prepare(
             [subject.source],
@@ -347,6 +311,4 @@ def seconds_per_step(config: RunConfig) -> float:
         return (measure(spec).step_ms or 0.0) / 1e3
 
 
-COMMAND = Command(
-    demo, example="flatout demo book.txt", check=check, needs_torch=True, writes_files=True
-)
+COMMAND = Command(demo, example="flatout demo book.txt", writes_files=True)

@@ -9,7 +9,7 @@ from typing import Annotated
 
 from flatout.assembly import preflight
 from flatout.cache import default_cache
-from flatout.commands import Argument, Command, Option, Overrides
+from flatout.commands import Command, Overrides
 from flatout.config.schema import RunConfig, load_config
 from flatout.errors import ConfigError, in_shell
 from flatout.json_io import Result
@@ -27,6 +27,7 @@ from flatout.measure.diagnose.spec import DEFAULT_SECONDS
 from flatout.progress import SILENT, Progress
 from flatout.recognised import require_recipe_path
 from flatout.registry import RECIPES, unknown_name
+from flatout.signature import Argument, Option, checked
 from flatout.training.metrics.observers import Observer
 from flatout.training.run_dir import layout
 from flatout.training.run_dir.lookup import RUNS, run_names
@@ -61,6 +62,7 @@ class DiagnoseResult(Diagnosis, Result):
         return "\n\n".join([self.text(), *(["\n".join(tried)] if tried else [])])
 
 
+@checked
 def diagnose(
     recipe: Annotated[
         str | Path, Argument("A recipe's name, a YAML file, a run directory, or a run's name.")
@@ -95,7 +97,11 @@ def diagnose(
     In Python, `callbacks` observe the measured run, which then has no process of its own, and the
     line of a slow one is named.
     """
-    folder, watched = run_folder(recipe), watched_folder(recipe)
+    folder, watched = find_recorded(recipe)
+    if out is not None and not fix:
+        raise ConfigError(
+            "--out has no effect without --fix.", fix="Add --fix, or leave --out out."
+        )
     if out is not None:
         require_recipe_path(out, "--out ")
     if watched is not None and not fix and not overrides:
@@ -103,7 +109,9 @@ def diagnose(
     if folder is not None and not fix and not overrides:
         found = diagnosis_of(recorded_evidence(folder))
         return DiagnoseResult(**dict(found), path=_write(found, folder, progress))
-    config = _config(recipe, folder, overrides)
+    config = _config(recipe, folder, watched, overrides)
+    if folder is None or overrides:
+        preflight.check_names(config)
     written = out or Path(f"{config.name}-fixed.yaml")
     if fix:
         require_writable(written)
@@ -136,19 +144,16 @@ def _write(diagnosis: Diagnosis, folder: Path, progress: Progress) -> str | None
         return None
 
 
-def run_folder(name: str | Path) -> Path | None:
-    """Return the run directory that a name means: a path, or a run under runs/; None: a recipe."""
-    return next((path for path in _paths(name) if (path / layout.CONFIG).exists()), None)
+def find_recorded(name: str | Path) -> tuple[Path | None, Path | None]:
+    """Return the run directory, or that of a loop without a recipe, that a name means.
 
-
-def watched_folder(name: str | Path) -> Path | None:
-    """Return the directory of a loop without a recipe that a name means: records and no config."""
-    found = (path for path in _paths(name) if (path / layout.METRICS).is_file())
-    return None if run_folder(name) else next(found, None)
-
-
-def _paths(name: str | Path) -> tuple[Path, ...]:
-    return (Path(name), RUNS / name) if str(name) else ()
+    It is a path, or a name under runs/; both are None for a recipe. Such a loop has records and no
+    configuration.
+    """
+    paths = (Path(name), RUNS / name) if str(name) else ()
+    run = next((path for path in paths if (path / layout.CONFIG).exists()), None)
+    watched = (path for path in paths if (path / layout.METRICS).is_file())
+    return run, None if run else next(watched, None)
 
 
 def read_watched(folder: Path) -> Diagnosis:
@@ -166,14 +171,19 @@ def read_watched(folder: Path) -> Diagnosis:
     return found
 
 
-def _config(recipe: str | Path, folder: Path | None, overrides: list[str] | None) -> RunConfig:
+def _config(
+    recipe: str | Path,
+    folder: Path | None,
+    watched: Path | None,
+    overrides: Sequence[str] | None,
+) -> RunConfig:
     """Return the configuration to measure; that of a run is the one it was started with.
 
     Raises: UsageError, also for a loop that `flatout.watch` watched.
     """
     if folder is not None:
         return load_config(layout.settings_file(folder), overrides or ())
-    path, name, known, watched = Path(recipe), str(recipe), RECIPES.names(), watched_folder(recipe)
+    path, name, known = Path(recipe), str(recipe), RECIPES.names()
     if watched is not None:
         raise ConfigError(
             f"{watched} has the records of a loop without a recipe, and flatout cannot repeat it.",
@@ -187,33 +197,8 @@ def _config(recipe: str | Path, folder: Path | None, overrides: list[str] | None
     return load_config(recipe, overrides or ())
 
 
-def check(
-    recipe: str,
-    overrides: list[str] | None = None,
-    fix: bool = False,
-    out: Path | None = None,
-) -> None:
-    """Check the names of a recipe without torch; missing data is a finding here.
-
-    Raises: UsageError.
-    """
-    folder = run_folder(recipe)
-    if out is not None and not fix:
-        raise ConfigError(
-            "--out has no effect without --fix.", fix="Add --fix, or leave --out out."
-        )
-    if out is not None:
-        require_recipe_path(out, "--out ")
-    watched = watched_folder(recipe)
-    if watched is not None and not fix and not overrides:
-        read_watched(watched)
-    elif folder is None or overrides:
-        preflight.check_names(_config(recipe, folder, overrides))
-
-
 COMMAND = Command(
     diagnose,
     example="flatout diagnose shakespeare-char data.path=data/s --fix",
-    check=check,
     writes_files=False,
 )

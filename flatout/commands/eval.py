@@ -1,4 +1,4 @@
-"""Score a trained model on validation text, or on the tasks of lm-evaluation-harness."""
+"""Score a trained model on validation text, or on tasks."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from flatout.commands import Argument, CheckpointName, Command, Option, RunName
+from flatout.commands import CheckpointName, Command
 from flatout.errors import ConfigError, MissingPackage
 from flatout.figures import aligned, optional
 from flatout.files import Stored
 from flatout.inference.exported import is_export, open_export, require_scorable, require_tasks
 from flatout.json_io import Result
 from flatout.progress import SILENT, Progress
+from flatout.signature import Argument, Option, checked
 from flatout.training.run_dir.layout import trusted_config
 from flatout.training.run_dir.lookup import run_or_newest
 
@@ -118,7 +119,7 @@ def _figures(score: DatasetScore) -> tuple[str, str, str]:
 
 
 OtherData = Annotated[
-    list[str] | list[Path] | None,
+    list[str] | list[Path] | str | Path | None,
     Option(
         "Score on this dataset, a directory or a URL, instead of the run's own; repeatable. "
         "It must have the run's tokenizer."
@@ -132,7 +133,7 @@ MaxTokens = Annotated[
     ),
 ]
 Tasks = Annotated[
-    list[str] | None,
+    list[str] | str | None,
     Option(
         "Score on these tasks of lm-evaluation-harness instead, separated by commas: "
         "hellaswag,arc_easy. Their data is downloaded."
@@ -164,6 +165,7 @@ TrustTheCode = Annotated[
 ]
 
 
+@checked
 def evaluate(
     run: RunOrExport = None,
     checkpoint: CheckpointName = "best",
@@ -185,52 +187,6 @@ def evaluate(
     Raises: CheckpointError when the run has no such checkpoint; DataError when a dataset cannot be
             read; ConfigError for an unknown task; MissingPackage; UntrustedCode.
     """
-    names = _require_fitting(run, checkpoint, tasks, data, max_tokens, limit, num_fewshot, task_dir)
-    from flatout.inference.load import load_run
-    from flatout.inference.scoring import score_run
-
-    scored: LoadedRun | ExportedModel
-    if run is not None and is_export(run):
-        scored = open_export(Path(run), trust_code=trust_code, progress=progress)
-    else:
-        folder = run_or_newest(run, progress=progress)
-        scored = loaded = load_run(
-            folder, checkpoint, precision="trained", trust_code=trust_code, progress=progress
-        )
-    model = {"run": str(scored.folder), "checkpoint": str(scored.checkpoint)}
-    if names:
-        from flatout.inference.harness import score_tasks
-
-        own = Path(task_dir) if task_dir else None
-        rows = score_tasks(
-            scored, names, limit=limit, num_fewshot=num_fewshot, folder=own, progress=progress
-        )
-        return EvalResult(**model, tasks=tuple(TaskScore(**row) for row in rows))
-    found = score_run(loaded, data=data or (), max_tokens=max_tokens, progress=progress)
-    return EvalResult(
-        **model,
-        val_loss=found.loss,
-        perplexity=found.perplexity,
-        bits_per_byte=found.bits_per_byte,
-        tokens=found.tokens,
-        by_dataset=tuple(DatasetScore(**one.to_dict()) for one in found.by_dataset),
-    )
-
-
-def _require_fitting(
-    run: str | Path | None,
-    checkpoint: str,
-    tasks: Sequence[str] | None,
-    data: Sequence[str | Path] | None,
-    max_tokens: int | None,
-    limit: int | None,
-    num_fewshot: int | None,
-    task_dir: str | Path | None,
-) -> list[str]:
-    """Return the names of tasks, after checking that the options fit together.
-
-    Raises: ConfigError; MissingPackage with the install line of the harness.
-    """
     words = [tasks] if isinstance(tasks, str) else tasks or ()
     names = [name.strip() for word in words for name in word.split(",") if name.strip()]
     of_text = {"data": data, "max_tokens": max_tokens}
@@ -245,36 +201,48 @@ def _require_fitting(
                 fix=f"Leave {option} out"
                 + ("; --limit bounds the questions of a task." if names else ", or add --tasks."),
             )
-    if run is not None and is_export(run):
-        require_tasks(Path(run), checkpoint, has_tasks=bool(names))
+    export = Path(run) if run is not None and is_export(run) else None
+    if export is not None:
+        require_tasks(export, checkpoint, has_tasks=bool(names))
     if names and find_spec("lm_eval") is None:
         raise MissingPackage(
             "--tasks needs the package lm-eval, which is not installed.",
             fix='Install it: `pip install "flatout[tasks]"`.',
         )
-    return names
-
-
-def check(
-    run: RunName,
-    checkpoint: str,
-    trust_code: bool,
-    tasks: list[str] | None,
-    data: list[str] | None,
-    max_tokens: int | None,
-    limit: int | None,
-    num_fewshot: int | None,
-    task_dir: Path | None,
-) -> None:
-    """Check that the run exists, that any code it names may be imported, and the options.
-
-    Raises: UsageError, also UntrustedCode.
-    """
-    _require_fitting(run, checkpoint, tasks, data, max_tokens, limit, num_fewshot, task_dir)
-    if run is not None and is_export(run):
-        require_scorable(Path(run), trust_code=trust_code)
+    if export is not None:
+        require_scorable(export, trust_code=trust_code)
     else:
-        trusted_config(run_or_newest(run), trust_code=trust_code)
+        folder = run_or_newest(run, progress=progress)
+        trusted_config(folder, trust_code=trust_code)
+    from flatout.inference.load import load_run
+    from flatout.inference.scoring import score_run
+
+    scored: LoadedRun | ExportedModel
+    if export is not None:
+        scored = open_export(export, trust_code=trust_code, progress=progress)
+    else:
+        scored = loaded = load_run(
+            folder, checkpoint, precision="trained", trust_code=trust_code, progress=progress
+        )
+    model = {"run": str(scored.folder), "checkpoint": str(scored.checkpoint)}
+    if names:
+        from flatout.inference.harness import score_tasks
+
+        own = Path(task_dir) if task_dir else None
+        rows = score_tasks(
+            scored, names, limit=limit, num_fewshot=num_fewshot, folder=own, progress=progress
+        )
+        return EvalResult(**model, tasks=tuple(TaskScore(**row) for row in rows))
+    several = [data] if isinstance(data, str | Path) else data or ()
+    found = score_run(loaded, data=several, max_tokens=max_tokens, progress=progress)
+    return EvalResult(
+        **model,
+        val_loss=found.loss,
+        perplexity=found.perplexity,
+        bits_per_byte=found.bits_per_byte,
+        tokens=found.tokens,
+        by_dataset=tuple(DatasetScore(**one.to_dict()) for one in found.by_dataset),
+    )
 
 
-COMMAND = Command(evaluate, example="flatout eval runs/demo", check=check, needs_torch=True)
+COMMAND = Command(evaluate, example="flatout eval runs/demo")

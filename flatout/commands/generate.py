@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Annotated
 
-from flatout.assembly.preflight import check_sampling
-from flatout.commands import CheckpointName, Command, ModelName, Option, RunName, TrustCode
+from flatout.commands import CheckpointName, Command, ModelName, TrustCode
 from flatout.errors import ConfigError, Interrupted
 from flatout.inference.exported import is_run
 from flatout.json_io import Result
 from flatout.progress import SILENT, Progress
+from flatout.signature import Option, checked
 from flatout.training.run_dir.layout import trusted_config
 from flatout.training.run_dir.lookup import run_or_newest
 
@@ -19,14 +19,16 @@ MAX_SEED = 2**62
 
 Prompt = Annotated[str, Option("Text to continue; empty starts a new document.")]
 Temperature = Annotated[
-    float, Option("0 always takes the most likely token; 1 samples the model's distribution.")
+    float,
+    Option("0 always takes the most likely token; 1 samples the model's distribution.", min=0),
 ]
-TopK = Annotated[int | None, Option("Sample from the K most likely tokens only.")]
+TopK = Annotated[int | None, Option("Sample from the K most likely tokens only.", min=1)]
 TopP = Annotated[
     float | None, Option("Sample from the most likely tokens that together reach this probability.")
 ]
 MaxTokens = Annotated[
-    int, Option("Maximum tokens of a text; it may exceed the sequence length used in training.")
+    int,
+    Option("Maximum tokens of a text; it may exceed the sequence length used in training.", min=1),
 ]
 Stop = Annotated[list[str] | None, Option("Stop before this text; repeatable.")]
 
@@ -37,11 +39,8 @@ class GenerateResult(Result):
     samples: list[str]
     """Each sample, starting with its prompt."""
 
-    def summary(self) -> str:
-        """Return an empty string: the samples have already been printed."""
-        return ""
 
-
+@checked
 def generate(
     run: ModelName = None,
     prompt: Prompt = "",
@@ -49,7 +48,7 @@ def generate(
     top_k: TopK = None,
     top_p: TopP = None,
     seed: Annotated[int, Option("Equal seeds give equal text.")] = 0,
-    num_samples: Annotated[int, Option("How many texts to write.")] = 1,
+    num_samples: Annotated[int, Option("How many texts to write.", min=1)] = 1,
     max_tokens: MaxTokens = 256,
     stop: Stop = None,
     checkpoint: CheckpointName = "best",
@@ -72,7 +71,13 @@ def generate(
             of range; DataError when the model's tokenizer cannot encode the prompt; UntrustedCode
             when the run names code that is not allowed.
     """
-    check(run, temperature, top_k, top_p, seed, num_samples, max_tokens, stop, trust_code)
+    require_sampling(top_p, seed)
+    if stop and not all(stop):
+        raise ConfigError(
+            "--stop must not be empty.", fix="Give the text that ends a sample, or leave it out."
+        )
+    if is_run(run):
+        trusted_config(run_or_newest(run), trust_code=trust_code)
     from flatout.inference.generate import sample
     from flatout.inference.load import load_model
 
@@ -98,6 +103,20 @@ def generate(
     return GenerateResult(samples=samples)
 
 
+def require_sampling(top_p: float | None, seed: int) -> None:
+    """Check what the signatures of `generate` and `chat` leave open.
+
+    Raises: ConfigError that names the invalid setting.
+    """
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ConfigError(
+            f"--top-p {top_p} must be greater than 0 and at most 1.",
+            fix="Leave it out to sample from all tokens; 0.9 is a usual value.",
+        )
+    if abs(seed) >= MAX_SEED:
+        raise ConfigError(f"--seed {seed} is too large.", fix=f"Use a number below {MAX_SEED}.")
+
+
 def show_pieces(pieces: Iterable[str], show: Callable[[str], object]) -> str:
     """Show the pieces of a text as they are written, end the line, and return the text."""
     text = []
@@ -112,35 +131,7 @@ def show_pieces(pieces: Iterable[str], show: Callable[[str], object]) -> str:
     return "".join(text)
 
 
-def check(
-    run: RunName,
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None,
-    seed: int,
-    num_samples: int,
-    max_tokens: int,
-    stop: list[str] | None,
-    trust_code: bool = False,
-) -> None:
-    """Check that the run exists and the settings are valid, as far as possible without torch.
-
-    Raises: CheckpointError with the nearest run; ConfigError naming the setting; UntrustedCode.
-    """
-    check_sampling(temperature, top_k, top_p, max_tokens, stop or ())
-    if num_samples < 1:
-        raise ConfigError(
-            f"--num-samples {num_samples} must be 1 or more.", fix="Leave it out for one sample."
-        )
-    if abs(seed) >= MAX_SEED:
-        raise ConfigError(f"seed {seed} is too large.", fix=f"Use a number below {MAX_SEED}.")
-    if is_run(run):
-        trusted_config(run_or_newest(run), trust_code=trust_code)
-
-
 COMMAND = Command(
     generate,
     example='flatout generate runs/demo --prompt "def main" --temperature 0.7',
-    check=check,
-    needs_torch=True,
 )

@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from flatout.commands import Argument, Command, EndOfText, Option, Pattern
+from flatout.commands import Command, EndOfText, Pattern
 from flatout.data.prepare.import_tokens import ImportOptions, import_tokens
 from flatout.files import expanded
 from flatout.json_io import Result
 from flatout.progress import SILENT, Progress, counted
 from flatout.recognised import require_local
+from flatout.signature import Argument, Option, checked
 from flatout.token_formats import Documents
-from flatout.token_formats.find import find_tokens
 
 TokenFiles = Annotated[
     Path | str,
@@ -86,6 +86,7 @@ class ImportResult(Result):
         return f"{self.path}  {verb}\n  {counts}, from {counted(self.chunks, 'file')}"
 
 
+@checked
 def import_chunks(
     tokens: TokenFiles,
     out: Out,
@@ -108,6 +109,7 @@ def import_chunks(
 
     Raises: DataError naming the file that is missing or unusable.
     """
+    require_local(out, "--out ")
     out = expanded(out)
     options = ImportOptions(
         tokenizer=None if tokenizer is None else str(tokenizer),
@@ -131,18 +133,8 @@ def import_chunks(
     )
 
 
-def check(tokens: Path, out: Path, val: Path | None = None, format: str | None = None) -> None:
-    """Check that there are token files, and that none is missing.
-
-    Raises: DataError naming the missing ones.
-    """
-    require_local(out, "--out ")
-    find_tokens(expanded(tokens), None if val is None else expanded(val), format)
-
-
 COMMAND = Command(
     call=import_chunks,
     example="flatout import old/nanogpt --out data/old --tokenizer tokenizer.json",
-    check=check,
     writes_files=True,
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import Field
 
-from flatout.commands import Argument, Command, Option
+from flatout.commands import Command
 from flatout.data.store.manifest import MANIFEST, TOKENIZER
 from flatout.data.store.remote import open_dataset
 from flatout.data.store.shards import Dataset
@@ -22,12 +23,15 @@ from flatout.hardware import probe
 from flatout.json_io import JsonObject, Result
 from flatout.progress import SILENT, Progress
 from flatout.recommended import recommend
+from flatout.signature import Argument, Option, checked
 from flatout.streams import printable
 from flatout.training.run_dir.layout import list_runs
 from flatout.training.run_dir.lookup import RUNS
 from flatout.transfer.urls import is_url
 
 BAR_WIDTH = 40
+DIGEST = re.compile("[0-9a-f]{64}")
+"""A SHA-256, of which `summary` shows the beginning."""
 MAIN = (
     *("recipe", "tokens", "targets", "documents", "size_bytes", "bytes_per_token", "tokenizer"),
     *("vocab_size", "train", "val", "median_document", "longest_document", "skipped"),
@@ -89,6 +93,7 @@ class InspectResult(Result):
         return "\n".join(lines)
 
 
+@checked
 def inspect(
     data: Annotated[str | Path, Argument("Directory written by `flatout prepare`, or its URL.")],
     tokens: Annotated[int, Option("How many of the first tokens to show as text.", min=0)] = 64,
@@ -132,13 +137,8 @@ def inspect(
         "split_rule": manifest.split_rule,
         "format_version": manifest.format_version,
         **{
-            name: {
-                "documents": entry.documents,
-                "tokens": entry.tokens,
-                "text_bytes": entry.text_bytes,
-                "shards": len(entry.shards),
-                "loss_mask": bool(entry.masks),
-            }
+            name: entry.model_dump(include={"documents", "tokens", "text_bytes"})
+            | {"shards": len(entry.shards), "loss_mask": bool(entry.masks)}
             for name, entry in manifest.splits.items()
         },
         **_length_facts(lengths),
@@ -236,7 +236,10 @@ def _one_line(value: object) -> str:
     if isinstance(value, dict):
         if isinstance(template := value.get("chat_template"), dict):  # its text has many lines
             value = value | {"chat_template": template.get("name")}
-        return ", ".join(f"{key}: {_one_line(inner)}" for key, inner in value.items()) or "none"
+        shown = (f"{k}: {_one_line(inner)}" for k, inner in value.items() if inner is not None)
+        return ", ".join(shown) or "none"
+    if isinstance(value, str) and DIGEST.fullmatch(value):
+        return f"{value[:16]}..."
     return printable(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
 
 

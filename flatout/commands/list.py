@@ -1,4 +1,4 @@
-"""List architectures, datasets, machines, models and the other kinds of entries."""
+"""List models, recipes, speedups and the other kinds of entries."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from flatout.assembly.prediction import gains_here
 from flatout.assembly.recipe import On
 from flatout.assembly.selection import all_speedups, is_measured, select, speedup_named
 from flatout.cache import default_cache
-from flatout.commands import Argument, Command, Option
+from flatout.commands import Command
 from flatout.config.schema import RunConfig, load_config
 from flatout.figures import duration
-from flatout.hardware import ASSUMED_MFU, Machine, probe
+from flatout.hardware import ASSUMED_MFU, Machine, machine_rows, probe
 from flatout.json_io import JsonObject, Result
 from flatout.progress import SILENT, Progress
 from flatout.registry import (
@@ -34,6 +34,7 @@ from flatout.registry import (
     YamlFolder,
     unknown_name,
 )
+from flatout.signature import Argument, Option, checked
 
 FOLDERS: dict[str, Folder | YamlFolder] = {
     "architectures": ARCHITECTURES,
@@ -114,6 +115,7 @@ class ListResult(Result):
         return "\n".join(lines)
 
 
+@checked
 def list_entries(
     kind: Annotated[
         str,
@@ -205,14 +207,17 @@ def _expected_length(
     here = machine.row
     if machine.gpus and (here is None or "bf16" not in here.peak_tflops):
         return None, None
-    with progress.task("Loading torch"):
-        from flatout.assembly.resolve import expected_minutes
+    from flatout.assembly.resolve import expected_minutes
+
     if here is not None:
         minutes = expected_minutes(config, here.peak_tflops["bf16"].value * ASSUMED_MFU)
         how = f"at {ASSUMED_MFU:.0%} of the peak of one {machine.gpus[0].name}"
         return minutes, f"Estimated length of a run: {duration((minutes or 0) * 60)}, {how}."
-    rows = {name: MACHINES.get(name)["peak_tflops"] for name in MACHINES.names()}
-    tflops = {name: row.get("bf16", {}).get("value", 0) for name, row in rows.items()}
+    tflops = {
+        row.name: row.peak_tflops["bf16"].value
+        for row in machine_rows()
+        if "bf16" in row.peak_tflops
+    }
     fastest = max(tflops, key=lambda name: tflops[name])
     least = expected_minutes(config, tflops[fastest])
     defaults = [default for speedup in all_speedups() for default in speedup.auto.values()]

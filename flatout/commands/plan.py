@@ -1,4 +1,4 @@
-"""Say what a run will need before it starts: memory, time, energy, cost."""
+"""Say what a run will need: memory, time, energy, cost."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ from typing import Annotated
 
 from flatout.assembly import preflight
 from flatout.cache import default_cache
-from flatout.commands import Command, Option, Overrides, RecipeName
+from flatout.commands import Command, Overrides, RecipeName
 from flatout.config.schema import load_config
 from flatout.measure.plan.report import Plan
 from flatout.progress import SILENT, Progress
+from flatout.signature import Option, checked
 
 
+@checked
 def plan(
     recipe: RecipeName,
     overrides: Overrides = None,
@@ -34,10 +36,15 @@ def plan(
 
     Raises: UsageError.
     """
+    config = load_config(recipe, overrides or ())
+    preflight.check_names(config)
+    preflight.check_paths(config)
+    if machine is not None:
+        preflight.require_machine(config, machine)
     from flatout.measure.plan.plan import make_plan
 
     return make_plan(
-        load_config(recipe, overrides or ()),
+        config,
         machine,
         price_per_hour=price_per_hour,
         cache=default_cache(),
@@ -45,26 +52,7 @@ def plan(
     )
 
 
-def check(
-    recipe: str,
-    overrides: list[str] | None,
-    machine: str | None = None,
-    progress: Progress = SILENT,
-) -> None:
-    """Check the command line as far as that is possible without torch.
-
-    Raises: UsageError.
-    """
-    config = load_config(recipe, overrides or ())
-    preflight.check_names(config)
-    preflight.check_paths(config)
-    if machine is not None:
-        preflight.require_machine(config, machine)
-
-
 COMMAND = Command(
     plan,
     example="flatout plan gpt2-124m --machine '8x H100'",
-    check=check,
-    needs_torch=True,
 )

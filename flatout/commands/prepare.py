@@ -1,4 +1,4 @@
-"""Tokenise text once, and pack it into a dataset that training reads."""
+"""Tokenise text once, and pack it into a dataset for training."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from flatout.commands import Argument, Command, EndOfText, Option, Pattern
+from flatout.commands import Command, EndOfText, Pattern
 from flatout.data.prepare.pipeline import (
     Options,
     Prepared,
@@ -22,11 +22,12 @@ from flatout.data.prepare.pipeline import (
 )
 from flatout.data.prepare.plan.work_dir import WorkPart
 from flatout.data.prepare.upload import prepare_upload
-from flatout.errors import DataError, UsageError
+from flatout.errors import UsageError
 from flatout.json_io import JsonObject, Result
 from flatout.progress import SILENT, Progress, counted
 from flatout.recognised import require_local
-from flatout.transfer.urls import is_url, protocol_of
+from flatout.signature import Argument, Option, checked
+from flatout.transfer.urls import is_url
 
 Paths = list[str] | list[Path] | str | Path
 """One or several, as strings or paths; the command line passes a list of strings."""
@@ -70,14 +71,17 @@ Split = Annotated[
 Val = Annotated[
     Paths | None, Option("Text for validation only, exempt from the limits; repeatable.")
 ]
-MaxDocuments = Annotated[int | None, Option("Take at most this many documents from SOURCES.")]
+MaxDocuments = Annotated[
+    int | None, Option("Take at most this many documents from SOURCES.", min=1)
+]
 MaxBytes = Annotated[
-    int | None, Option("Take at most this many bytes of text; the last document is cut there.")
+    int | None,
+    Option("Take at most this many bytes of text; the last document is cut there.", min=1),
 ]
 OnBadRow = Annotated[Literal["raise", "skip"], Option("What to do with an unusable row.")]
 MaxBadRows = Annotated[
     int | None,
-    Option("With --on-bad-row skip, fail above this many; 1% by default, but at least 100."),
+    Option("With --on-bad-row skip, fail above this many; 1% by default, but at least 100.", min=0),
 ]
 MaskField = Annotated[
     str | None,
@@ -100,7 +104,7 @@ FromFile = Annotated[
     str | Path | None,
     Option("The dataset's downloaded file, for a machine without network.", "--from"),
 ]
-NumWorkers = Annotated[int | None, Option("Processes; one per usable core by default.")]
+NumWorkers = Annotated[int | None, Option("Processes; one per usable core by default.", min=1)]
 Part = Annotated[
     str | None,
     Option(
@@ -153,6 +157,7 @@ class PrepareResult(Result):
         return self.closing
 
 
+@checked
 def prepare(
     sources: Sources,
     out: Out,
@@ -190,7 +195,22 @@ def prepare(
     # fmt: on
     file = None if from_file is None else str(from_file)
     shared: JsonObject = {"from_file": file, "cache": cache and Path(cache), "progress": progress}
-    _check_work_sharing(part, join, engine, str(out))
+    if part is not None and join:
+        raise UsageError(
+            "--part and --join cannot be combined.",
+            fix="Do every part with --part I/N, then --join once, without --part.",
+        )
+    shares = "--join" if join else "--part" if part is not None else None
+    if shares and engine != "local":
+        raise UsageError(
+            f"--engine {engine} and {shares} cannot be combined: each divides the whole work.",
+            fix="Leave one of the two out.",
+        )
+    if shares and is_url(str(out)):
+        raise UsageError(
+            f"{shares} needs a directory that all parts share, and {out} is a URL.",
+            fix="Name a shared directory with --out, or leave out --part and --join.",
+        )
     require_local(cache or "", "--cache ")
     names = _names(sources)
     if join:
@@ -207,26 +227,6 @@ def prepare(
 
 def _names(given: Sequence[str | Path] | str | Path) -> tuple[str, ...]:
     return tuple(str(name) for name in ([given] if isinstance(given, str | Path) else given))
-
-
-def _check_work_sharing(part: str | None, join: bool, engine: str, out: str) -> None:
-    """Refuse two ways of sharing the work at once, and parts that share no directory."""
-    if part is not None and join:
-        raise UsageError(
-            "--part and --join cannot be combined.",
-            fix="Do every part with --part I/N, then --join once, without --part.",
-        )
-    other = "--join" if part is None else "--part"
-    if engine != "local" and (part is not None or join):
-        raise UsageError(
-            f"--engine {engine} and {other} cannot be combined: each divides the whole work.",
-            fix="Leave one of the two out.",
-        )
-    if is_url(out) and (part is not None or join):
-        raise UsageError(
-            f"{other} needs a directory that all parts share, and {out} is a URL.",
-            fix="Name a shared directory with --out, or leave out --part and --join.",
-        )
 
 
 def _result(made: Prepared) -> PrepareResult:
@@ -268,8 +268,8 @@ def _result(made: Prepared) -> PrepareResult:
 def _part_result(made: PreparedPart, part: WorkPart) -> PrepareResult:
     """Return the result of one part; --join completes the dataset."""
     records, skipped = made.records, Counter[str]()
-    for entry in (entry for record in records for entry in record.skipped):
-        skipped[entry.reason] += entry.count
+    for record in records:
+        skipped.update({entry.reason: entry.count for entry in record.skipped})
     tokens = sum(record.tokens for record in records)
     left = "all parts are done; join them with --join"
     if made.left:
@@ -288,21 +288,8 @@ def _part_result(made: PreparedPart, part: WorkPart) -> PrepareResult:
     )
 
 
-def check(out: Path | str) -> None:
-    """Check that the dataset outlives the program; in Python, a process can go on to use it.
-
-    Raises: DataError for a URL in the memory of this process.
-    """
-    if is_url(str(out)) and protocol_of(str(out)) == "memory":
-        raise DataError(
-            f"{out} is in the memory of this process, and is lost with it.",
-            fix="Name a directory, or a URL such as s3://BUCKET/NAME.",
-        )
-
-
 COMMAND = Command(
     call=prepare,
     example="flatout prepare book.txt --out data/book",
-    check=check,
     writes_files=True,
 )

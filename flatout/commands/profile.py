@@ -1,4 +1,4 @@
-"""Profile some steps of a recipe: a trace for Perfetto, kernels by class, memory at its peak."""
+"""Profile some steps of a recipe: a trace, kernels, memory."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ from pathlib import Path
 from typing import Annotated
 
 from flatout.cache import default_cache
-from flatout.commands import Command, Option, Overrides, RecipeName, train
-from flatout.config.schema import load_config
+from flatout.commands import Command, Overrides, RecipeName
+from flatout.commands.train import load_checked
 from flatout.errors import UsageError
 from flatout.measure.profile.report import Profile
 from flatout.progress import SILENT, Progress
 from flatout.recognised import require_local
+from flatout.signature import Option, checked
 
 MOST_STEPS = 100
 """The profiler keeps every operation of every step in memory."""
 
 
+@checked
 def profile(
     recipe: RecipeName,
     overrides: Overrides = None,
@@ -40,12 +42,17 @@ def profile(
 
     Raises: UsageError before anything is measured; OutOfMemory; RunFailed when the disk is full.
     """
+    if steps > MOST_STEPS:
+        raise UsageError(
+            f"--steps {steps}: the operations of that many steps may not fit in memory.",
+            fix=f"Profile at most {MOST_STEPS} steps; a few show the same.",
+        )
+    require_local(out or "", "--out ")
+    config = load_checked(recipe, overrides, progress=progress)
     from flatout.measure.profile.profile import Wanted, run_profile
 
-    _check_steps(steps)
-    require_local(out or "", "--out ")
     return run_profile(
-        load_config(recipe, overrides or ()),
+        config,
         wanted=Wanted(steps, skip),
         out=None if out is None else Path(out),
         cache=default_cache(),
@@ -53,34 +60,8 @@ def profile(
     )
 
 
-def check(
-    recipe: str,
-    overrides: list[str] | None,
-    steps: int = 3,
-    out: Path | None = None,
-    progress: Progress = SILENT,
-) -> None:
-    """Check the command line as far as that is possible without torch; remote data is fetched.
-
-    Raises: UsageError.
-    """
-    _check_steps(steps)
-    require_local(out or "", "--out ")
-    train.check(recipe, overrides, progress=progress)
-
-
-def _check_steps(steps: int) -> None:
-    if steps > MOST_STEPS:
-        raise UsageError(
-            f"--steps {steps}: the operations of that many steps may not fit in memory.",
-            fix=f"Profile at most {MOST_STEPS} steps; a few show the same.",
-        )
-
-
 COMMAND = Command(
     profile,
     example="flatout profile shakespeare-char data.path=data/s --steps 5",
-    check=check,
-    needs_torch=True,
     writes_files=True,
 )

@@ -1,18 +1,18 @@
-"""Write one HTML page about a run, or about several side by side."""
+"""Write one HTML page about a run, or about several together."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
-from flatout.commands import Argument, Command, Option
+from flatout.commands import Command
 from flatout.errors import CheckpointError, DataError, OutputInUse
 from flatout.files import write_whole, writing
 from flatout.json_io import Result
 from flatout.progress import SILENT, Progress
 from flatout.recognised import require_local
+from flatout.signature import Argument, Option, checked
 from flatout.training.run_dir import layout
 from flatout.training.run_dir.lookup import RUNS, find_run
 
@@ -41,9 +41,10 @@ class ReportResult(Result):
         return f"{self.path}  ({size}; open it in a browser)"
 
 
+@checked
 def report(
     runs: Annotated[
-        list[str] | None,
+        list[str] | str | Path | None,
         Argument("Run directories, or their names under runs/; the newest run there by default."),
     ] = None,
     out: Annotated[
@@ -62,10 +63,23 @@ def report(
     Raises: CheckpointError when a run does not exist; MissingPackage without bokeh.
     """
     from flatout.measure.report.curves import read_runs
-    from flatout.measure.report.page import render
+    from flatout.measure.report.page import render, require_packages
 
     began_s = time.perf_counter()
-    folders = check(runs, out)
+    known = layout.list_runs(RUNS) if RUNS.is_dir() and not runs else []
+    if not runs and not known:
+        raise CheckpointError(
+            f"There is no run under {RUNS}/.",
+            fix="Name a run directory, or train a run: `flatout demo` takes a few minutes.",
+        )
+    given = [runs] if isinstance(runs, str | Path) else runs or ()
+    folders = [_folder(run) for run in given] or known[-1:]
+    folders = list({folder.resolve(): folder for folder in folders}.values())
+    require_local(out or "", "--out ")
+    path = Path(out or (folders[0] / FILE_NAME if len(folders) == 1 else FILE_NAME))
+    path = path / FILE_NAME if path.is_dir() else path
+    _require_ours(path)
+    require_packages()
     with progress.task("Reading the records"):
         read = read_runs(folders)
     notes = [f"{run.name}: {note}" for run in read for note in run.notes]
@@ -73,7 +87,6 @@ def report(
         progress.say(note)
     with progress.task("Drawing"):
         html = render(read)
-    path = _destination(folders, out)
     with writing(path):
         write_whole(path, html)
     return ReportResult(
@@ -86,44 +99,15 @@ def report(
     )
 
 
-def check(runs: list[str] | None, out: Path | str | None) -> list[Path]:
-    """Return the run directories, each once, after checking the command line.
-
-    Raises: UsageError.
-    """
-    from flatout.measure.report.page import require_packages
-
-    known = layout.list_runs(RUNS) if RUNS.is_dir() and not runs else []
-    if not runs and not known:
-        raise CheckpointError(
-            f"There is no run under {RUNS}/.",
-            fix="Name a run directory, or train a run: `flatout demo` takes a few minutes.",
-        )
-    runs = [runs] if isinstance(runs, str | Path) else runs
-    folders = [_folder(run) for run in runs] if runs else known[-1:]
-    folders = list({folder.resolve(): folder for folder in folders}.values())
-    _require_ours(_destination(folders, out))
-    require_packages()
-    return folders
-
-
-def _folder(run: str) -> Path:
+def _folder(run: str | Path) -> Path:
     """Return the run directory; also one with the records of another training loop.
 
     Raises: CheckpointError.
     """
     path = Path(run)
-    if run and (path / layout.METRICS).is_file():
+    if str(run) and (path / layout.METRICS).is_file():
         return path
     return find_run(run)
-
-
-def _destination(folders: Sequence[Path], out: Path | str | None) -> Path:
-    if out is None:
-        return folders[0] / FILE_NAME if len(folders) == 1 else Path(FILE_NAME)
-    require_local(out, "--out ")
-    path = Path(out)
-    return path / FILE_NAME if path.is_dir() else path
 
 
 def _require_ours(path: Path) -> None:
@@ -149,4 +133,4 @@ def _require_ours(path: Path) -> None:
     )
 
 
-COMMAND = Command(report, example="flatout report runs/demo", check=check, writes_files=True)
+COMMAND = Command(report, example="flatout report runs/demo", writes_files=True)

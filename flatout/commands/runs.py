@@ -1,4 +1,4 @@
-"""List runs: their state, step, loss, size, age, and the settings in which they differ."""
+"""List runs: their state, step, loss, size, age and settings."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
-from flatout.commands import Argument, Command
+from flatout.commands import Command
 from flatout.errors import CheckpointError, FlatoutError
 from flatout.figures import age, aligned, amount, optional
 from flatout.files import Stored, folder_bytes
 from flatout.json_io import JsonObject, Result
 from flatout.measure.runlog import RunLog
 from flatout.recognised import require_local
+from flatout.signature import Argument, checked
 from flatout.training.checkpoint import catalog, location
 from flatout.training.run_dir import layout
 from flatout.training.run_dir.state import run_state
@@ -80,6 +81,7 @@ class RunsResult(Result):
         return "\n".join(shown)
 
 
+@checked
 def runs(
     root: Annotated[
         Path | str, Argument("Directory that contains run directories, or one of them.")

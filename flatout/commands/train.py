@@ -1,4 +1,4 @@
-"""Train a recipe; a run directory with a checkpoint resumes from it."""
+"""Train a recipe; a run that has a checkpoint resumes from it."""
 
 from __future__ import annotations
 
@@ -11,23 +11,22 @@ from pydantic import ValidationError
 from flatout.assembly import preflight
 from flatout.assembly.preflight import for_world_size, resolve_batch
 from flatout.cache import default_cache
-from flatout.commands import Command, Option, Overrides, RecipeName, TrustCode
+from flatout.commands import Command, Overrides, RecipeName, TrustCode
 from flatout.commands.eval import DatasetScore, score_table
 from flatout.config.schema import RunConfig, load_config
 from flatout.conversation.templates import stored_template
-from flatout.errors import ConfigError
 from flatout.hardware import probe
 from flatout.json_io import JsonObject, Result
 from flatout.launch import num_processes, replicas
 from flatout.progress import SILENT, Progress
 from flatout.recognised import require_local
+from flatout.signature import Option, checked
 from flatout.training.metrics.observers import Observer
-from flatout.training.run_dir.layout import read_config, run_name
+from flatout.training.run_dir.layout import damaged_summary, read_config, run_name
 from flatout.training.run_dir.lookup import RUNS, resume_path
 
 if TYPE_CHECKING:
     from flatout.assembly.run import Run
-    from flatout.data.store.shards import Dataset
 
 SAMPLE_TOKENS = 160
 """Length of a sample during a run."""
@@ -113,6 +112,7 @@ RunDir = Annotated[
 ]
 
 
+@checked
 def train(
     recipe: RecipeName,
     overrides: Overrides = None,
@@ -127,84 +127,15 @@ def train(
 ) -> TrainResult:
     """Train a recipe; a run directory with a checkpoint resumes from it.
 
-    Returns: the run's summary; for a finished run, its stored summary.
+    Returns: the run's summary; for a finished run, its stored summary. In Python, the recipe may
+             also be a `RunConfig`, as in the other commands that take one.
     Raises: UsageError, including UntrustedCode, before anything is changed; Stopped when a signal
             ended the run after a save.
     """
-    return train_config(
-        load_config(recipe, overrides or (), trust_code=trust_code),
-        run=run,
-        resume=resume,
-        trust_code=trust_code,
-        observers=observers,
-        progress=progress,
-    )
-
-
-def check(
-    recipe: str,
-    overrides: list[str] | None,
-    run: Path | None = None,
-    resume: str = "auto",
-    progress: Progress = SILENT,
-    trust_code: bool = False,
-) -> None:
-    """Check the command line as far as that is possible without torch; remote data is fetched.
-
-    Raises: UsageError.
-    """
-    require_local_run(run, str(resume))
-    preflight.check(load_config(recipe, overrides or (), trust_code=trust_code), progress=progress)
-
-
-def processes(
-    recipe: str,
-    overrides: list[str] | None,
-    run: Path | None = None,
-    trust_code: bool = False,
-) -> int:
-    """Return the number of processes that `train.devices` asks for.
-
-    Raises: UsageError, also when they cannot divide a step of a new run, or of a stored one.
-    """
-    config = load_config(recipe, overrides or (), trust_code=trust_code)
-    wanted = config.train
-    count = num_processes(wanted.devices, wanted.device, probe()) if wanted.devices else 1
-    if count > 1:
-        stored = read_config(RUNS / run_name(config) if run is None else run)
-        if stored is None:
-            replicas(config.parallel, count)
-            resolve_batch(config, count)
-        else:
-            for_world_size(stored, count)
-    return count
-
-
-def require_local_run(run: Path | str | None, resume: str) -> None:
-    """Check that a run is written to, and resumed from, paths on this machine.
-
-    Raises: UsageError.
-    """
-    if run == "":
-        raise ConfigError("The path of the run directory is empty.", fix="Leave it out.")
-    require_local(run or "", "--run-dir ")
-    resume_path(resume)
-
-
-def train_config(
-    config: RunConfig,
-    *,
-    run: Path | str | None = None,
-    resume: str | Path = "auto",
-    trust_code: bool = False,
-    observers: Sequence[Observer] = (),
-    progress: Progress = SILENT,
-) -> TrainResult:
-    """Train a configuration built in Python; arguments, result and errors are those of `train`."""
+    require_paths(run, resume)
+    config = load_checked(recipe, overrides, trust_code=trust_code, progress=progress)
     from flatout.training.run import run_training
-    from flatout.training.run_dir.layout import damaged_summary
 
-    require_local_run(run, str(resume))
     run_dir = RUNS / run_name(config) if run is None else Path(run)
     summary = run_training(
         config,
@@ -227,6 +158,62 @@ def train_config(
         raise damaged_summary(run_dir) from error
 
 
+def require_paths(run: Path | str | None, resume: Path | str) -> None:
+    """Check that a run is written to, and resumed from, paths on this machine.
+
+    Raises: UsageError.
+    """
+    require_local(run or "", "--run-dir ")
+    resume_path(str(resume))
+
+
+def load_checked(
+    recipe: str | Path | RunConfig,
+    overrides: Sequence[str] | None,
+    *,
+    trust_code: bool = False,
+    progress: Progress = SILENT,
+) -> RunConfig:
+    """Return a recipe's configuration, checked as far as possible without torch.
+
+    Remote data is fetched.
+
+    Raises: UsageError.
+    """
+    config = load_config(recipe, overrides or (), trust_code=trust_code)
+    preflight.check(config, progress=progress)
+    return config
+
+
+def processes(
+    recipe: str,
+    overrides: list[str] | None,
+    run: Path | None = None,
+    resume: str = "auto",
+    trust_code: bool = False,
+    progress: Progress = SILENT,
+) -> int:
+    """Return the number of processes that `train.devices` asks for.
+
+    Raises: UsageError, also when they cannot divide a step of a new run, or of a stored one.
+    """
+    config = load_config(recipe, overrides or (), trust_code=trust_code)
+    wanted = config.train
+    if not wanted.devices:
+        return 1
+    require_paths(run, resume)
+    preflight.check(config, progress=progress)
+    count = num_processes(wanted.devices, wanted.device, probe())
+    if count > 1:
+        stored = read_config(RUNS / run_name(config) if run is None else run)
+        if stored is None:
+            replicas(config.parallel, count)
+            resolve_batch(config, count)
+        else:
+            for_world_size(stored, count)
+    return count
+
+
 def sample_text(run: Run) -> str:
     """Return a short text generated by the model in its current state.
 
@@ -243,7 +230,11 @@ def sample_text(run: Run) -> str:
         session = ChatSession(
             run.core, data.tokenizer, run.config.data.seq_len, template, sampling=sampling
         )
-        return session.sample(run.config.train.sample_prompt, first_prompt(data))
+        split = data.split("val" if data.split("val").num_tokens else "train")
+        end = int(split.document_ends[0])
+        answer = int(split.read_mask_range(0, end).argmax())
+        first_prompt = [int(token) for token in split.read_tokens(0, answer)]
+        return session.sample(run.config.train.sample_prompt, first_prompt)
     prompt = run.config.train.sample_prompt
     pieces = sample(
         run.core,
@@ -258,19 +249,9 @@ def sample_text(run: Run) -> str:
     return prompt + "".join(pieces)
 
 
-def first_prompt(data: Dataset) -> list[int]:
-    """Return the tokens of the first conversation up to its first answer."""
-    split = data.split("val" if data.split("val").num_tokens else "train")
-    end = int(split.document_ends[0])
-    answer = int(split.read_mask_range(0, end).argmax())
-    return [int(token) for token in split.read_tokens(0, answer)]
-
-
 COMMAND = Command(
     train,
     example="flatout train shakespeare-char data.path=data/s --json",
-    check=check,
     processes=processes,
-    needs_torch=True,
     writes_files=True,
 )

@@ -1,4 +1,4 @@
-"""Find the fastest settings of a recipe on this machine, and write them as a recipe."""
+"""Find the fastest settings of a recipe, and write them as one."""
 
 from __future__ import annotations
 
@@ -6,26 +6,24 @@ from pathlib import Path
 from typing import Annotated
 
 from flatout.cache import default_cache
-from flatout.commands import Command, Option, Overrides, RecipeName, train
-from flatout.config.schema import load_config
+from flatout.commands import Command, Overrides, RecipeName
+from flatout.commands.train import load_checked
 from flatout.measure.experiments.records import LEAST_MINUTES, PARTS
 from flatout.measure.experiments.report import Tuning
 from flatout.progress import SILENT, Progress
 from flatout.recognised import require_recipe_path
 from flatout.registry import SPEEDUPS, unknown_name
-
-TUNED = "tuned.yaml"
-MINUTES = 15.0
-"""Time limit without --minutes."""
+from flatout.signature import Option, checked
 
 
+@checked
 def tune(
     recipe: RecipeName,
     overrides: Overrides = None,
     minutes: Annotated[
         float,
         Option("Time limit: what is most promising is measured first.", min=LEAST_MINUTES),
-    ] = MINUTES,
+    ] = 15.0,
     only: Annotated[
         str | None,
         Option(
@@ -36,7 +34,7 @@ def tune(
     statistical: Annotated[
         bool, Option("Also try speedups with a statistical promise, over several seeds.")
     ] = False,
-    out: Annotated[Path | str, Option("The recipe to write.")] = TUNED,
+    out: Annotated[Path | str, Option("The recipe to write.")] = "tuned.yaml",
     *,
     progress: Progress = SILENT,
 ) -> Tuning:
@@ -53,14 +51,16 @@ def tune(
     Raises: UsageError before anything is measured; RunFailed when no setting gives figures;
             Interrupted when a signal arrives before that.
     """
+    require_recipe_path(out, "--out ")
+    parts = parse_only(only)
+    config = load_checked(recipe, overrides, progress=progress)
     from flatout.measure.experiments.tune import run_tune
 
-    require_recipe_path(out, "--out ")
     return run_tune(
-        load_config(recipe, overrides or ()),
+        config,
         out=Path(out),
         minutes=minutes,
-        only=parse_only(only),
+        only=parts,
         statistical=statistical,
         cache=default_cache(),
         progress=progress,
@@ -80,26 +80,8 @@ def parse_only(text: str | None) -> tuple[str, ...]:
     return words or PARTS
 
 
-def check(
-    recipe: str,
-    overrides: list[str] | None,
-    only: str | None = None,
-    out: Path | str = TUNED,
-    progress: Progress = SILENT,
-) -> None:
-    """Check the command line as far as that is possible without torch; remote data is fetched.
-
-    Raises: UsageError.
-    """
-    parse_only(only)
-    require_recipe_path(out, "--out ")
-    train.check(recipe, overrides, progress=progress)
-
-
 COMMAND = Command(
     tune,
     example="flatout tune shakespeare-char data.path=data/s --minutes 10",
-    check=check,
-    needs_torch=True,
     writes_files=True,
 )

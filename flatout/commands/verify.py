@@ -1,4 +1,4 @@
-"""Check a dataset, a checkpoint or a run; or prove that a recipe resumes exactly."""
+"""Check a dataset or a run, or prove that a recipe resumes exactly."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from flatout.assembly import preflight
-from flatout.commands import Argument, Command, Option, Overrides, TrustCode
+from flatout.commands import Command, Overrides, TrustCode
 from flatout.config.schema import load_config
 from flatout.data.store.manifest import TOKENIZER
 from flatout.data.store.remote import dataset_url
@@ -18,6 +18,7 @@ from flatout.json_io import Result
 from flatout.measure.resume.proof import ResumeProof
 from flatout.progress import SILENT, Progress, counted, readable_size
 from flatout.registry import RECIPES
+from flatout.signature import Argument, Option, checked
 from flatout.training.checkpoint import catalog, contents
 from flatout.training.run_dir import layout
 from flatout.training.run_dir.config_seal import require_unedited
@@ -78,30 +79,28 @@ class VerifyResult(Result):
         """Return one line when everything is intact, or the problems and the fix."""
         if self.resume is not None:
             return self.resume.text()
-        if self.kind != "dataset":
-            return "\n".join(self._checkpoint_lines())
-        read = f"{counted(self.blocks, 'block')} of {counted(self.files, 'file')} read"
-        read += f", {self.bytes / 1e6:,.1f} MB"
-        if self.ok:
-            return f"{self.path} is intact: {read}."
-        damage = f"{self.path} is damaged: {counted(len(self.problems), 'problem')}; {read}."
-        fix = "Fix: delete it and run `flatout prepare` again, or copy it again."
-        return "\n".join([damage, *self.problems, fix])
-
-    def _checkpoint_lines(self) -> list[str]:
-        read = f"{counted(self.files, 'file')} read, {readable_size(self.bytes)}"
-        damage = f"is damaged: {counted(len(self.problems), 'problem')}"
+        damage, files = f"is damaged: {counted(len(self.problems), 'problem')}", self.files
+        if self.kind == "dataset":
+            read = f"{counted(self.blocks, 'block')} of {counted(files, 'file')} read"
+            read += f", {self.bytes / 1e6:,.1f} MB"
+            if self.ok:
+                return f"{self.path} is intact: {read}."
+            fix = "Fix: delete it and run `flatout prepare` again, or copy it again."
+            return "\n".join([f"{self.path} {damage}; {read}.", *self.problems, fix])
+        read = f"{counted(files, 'file')} read, {readable_size(self.bytes)}"
         lines = [f"{self.path} {'is valid' if self.ok else damage}; {read}.", *self.problems]
         if self.kind == "run":
             valid = [f"step {item.step}" for item in self.checkpoints if item.is_valid]
             lines.append(f"Valid checkpoints: {', '.join(valid) or 'none'}.")
-        if self.kind == "run" and self.newest_valid is not None:
-            lines.append(f"The newest valid one is {self.newest_valid}: the run resumes from it.")
+            if self.newest_valid is not None:
+                newest = f"The newest valid one is {self.newest_valid}: the run resumes from it."
+                lines.append(newest)
         if not self.ok:
             lines.append("Fix: restore the damaged files from a copy, or delete the checkpoint.")
-        return lines
+        return "\n".join(lines)
 
 
+@checked
 def verify(
     path: Annotated[
         str | Path,
@@ -139,10 +138,30 @@ def verify(
     Raises: UsageError when it is none of these, or a store does not answer; RunFailed when the
             recipe cannot be trained.
     """
-    shown, given = str(path), [*(overrides or ()), *(["--steps"] if steps is not None else [])]
+    shown, given = (
+        str(path),
+        [
+            *([overrides] if isinstance(overrides, str) else overrides or ()),
+            *(["--steps"] if steps is not None else []),
+        ],
+    )
     given += ["--trust-code"] if trust_code else []
     if resume:
-        return _verify_resume(path, overrides, steps, trust_code, progress)
+        run = run_at(Path(path)) if shown not in RECIPES.names() else None
+        named = path if run is None else layout.settings_file(run)
+        config = load_config(named, overrides or (), trust_code=trust_code)
+        preflight.check(config, progress=progress)
+        from flatout.measure.resume.check import prove_resume, steps_of
+
+        proof = prove_resume(config, steps_of(steps, config), progress=progress)
+        return VerifyResult(
+            path=shown,
+            ok=proof.is_equal,
+            problems=[] if proof.is_equal else proof.differences,
+            bytes=proof.bytes,
+            kind="resume",
+            resume=proof,
+        )
     if given:
         raise ConfigError(
             f"`flatout verify` uses {given[0]} only with --resume, which trains a recipe.",
@@ -255,30 +274,6 @@ def _run_problems(run: Path, newest_valid: Path | None) -> list[str]:
             f"{kept} is damaged or was replaced: the model was trained with another tokenizer."
         )
     return problems
-
-
-def _verify_resume(
-    recipe: str | Path,
-    overrides: list[str] | None,
-    steps: str | None,
-    trust_code: bool,
-    progress: Progress,
-) -> VerifyResult:
-    run = run_at(Path(recipe)) if str(recipe) not in RECIPES.names() else None
-    named = recipe if run is None else layout.settings_file(run)
-    config = load_config(named, overrides or (), trust_code=trust_code)
-    preflight.check(config, progress=progress)
-    from flatout.measure.resume.check import prove_resume, steps_of
-
-    proof = prove_resume(config, steps_of(steps, config), progress=progress)
-    return VerifyResult(
-        path=str(recipe),
-        ok=proof.is_equal,
-        problems=[] if proof.is_equal else proof.differences,
-        bytes=proof.bytes,
-        kind="resume",
-        resume=proof,
-    )
 
 
 COMMAND = Command(call=verify, example="flatout verify data/book")

@@ -234,6 +234,11 @@ def _alternatives(key: str) -> set[str]:
     return next((group for group in ALTERNATIVES if key in group), {key})
 
 
+def _rank(key: str) -> tuple[bool, int]:
+    """Return the place of a key in the order in which keys are tried: the first one stays."""
+    return key in DEPENDENT, PREFERRED.index(key) if key in PREFERRED else -1
+
+
 class _Reading:
     """Collects values of flatout, each from the first key that states it."""
 
@@ -310,9 +315,6 @@ class _Reading:
             values.setdefault("batch.tokens_per_step", math.prod(factors))
         if "batch.tokens_per_step" in values and sizes[0] is not None:
             self._drop(["batch.accumulate"], FOLLOWS)
-        for group in ALTERNATIVES:
-            first, *others = sorted(group & values.keys(), key=PREFERRED.index) or [""]
-            self._drop(others, f"{first} is set.")
         model = values.get("model.kind", "transformer")
         own = {key.removeprefix("model.") for key in self._keys_of("model") - EVERY_MODEL}
         unknown = (f"model.{name}" for name in MODELS.unstated(model, own))
@@ -320,12 +322,14 @@ class _Reading:
         options = {key: values[key] for key in values if key.startswith(("--", SOURCE))}
         kept: JsonObject = {}
         keys = [key for key in values if key not in options]
-        for key in sorted(keys, key=lambda key: key in DEPENDENT):
+        for key in sorted(keys, key=_rank):
+            rivals = _alternatives(key) & kept.keys()
             try:
                 validate(nested({**kept, key: values[key]}))
-                kept[key] = values[key]
             except ConfigError as error:
-                self._dropped[key] = error.what
+                self._dropped[key] = f"{rivals.pop()} is set." if rivals else error.what
+            else:
+                kept[key] = values[key]
         order = [*RunConfig.model_fields]
         return {
             key: kept[key]

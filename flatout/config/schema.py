@@ -158,14 +158,21 @@ class RunConfig(Section):
 
 
 def load_config(
-    recipe: str | Path | None = None, overrides: Iterable[str] = (), *, trust_code: bool = False
+    recipe: str | Path | RunConfig | None = None,
+    overrides: Iterable[str] = (),
+    *,
+    trust_code: bool = False,
 ) -> RunConfig:
     """Return the config of a recipe (a name, a YAML path, or None for the defaults) and overrides.
+
+    A config that was built in Python only gets the overrides.
 
     A recipe inside a run directory is part of that run, so code that it names needs `trust_code`.
 
     Raises: ConfigError for an unknown recipe, key or value, with the nearest name; UntrustedCode.
     """
+    if isinstance(recipe, RunConfig):
+        return recipe.with_values(parse_overrides(overrides, RunConfig))
     path = recipe_path(recipe) if recipe is not None else None
     document = read_document(path) if path else {}
     if path is not None:
@@ -264,6 +271,11 @@ def validate(document: JsonObject, *, file: Path | None = None) -> RunConfig:
     Raises: ConfigError naming the key, the nearest known key when it is unknown, and `file`.
     """
     try:
+        if document.get("speedups", "auto") in (None, ""):
+            raise ConfigError(
+                "speedups is empty.",
+                fix="Write speedups=none for no speedup, or leave it out for auto.",
+            )
         return RunConfig.model_validate(
             {key: value for key, value in document.items() if value is not None}
         )

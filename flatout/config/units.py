@@ -113,8 +113,10 @@ def converted(value: Any, word: Word, known: Known) -> Found:
 def _by_unit(value: Any, word: Word, known: Known) -> Any:
     """Convert a number or a name."""
     match word.unit.split():
-        case ["positive"]:  # numbers below 1 and false mean that nothing is set
-            return {} if isinstance(value, int | float) and value <= 0 else value
+        case ["positive"]:  # 0, -1 and false mean that nothing is set
+            if not isinstance(value, int | float) or value > 0:
+                return value
+            return {} if value in (0, -1) else Reason("It must be greater than 0.")
         case ["inverse"]:
             return 1 / value
         case ["times", *keys]:
@@ -233,7 +235,9 @@ def _of_the_run(value: Any, word: Word, known: Known) -> Any:
             if value == "steps" and not stated and "log.every" in known:
                 return {"~train.eval_every": known["log.every"]}
             return Unneeded("eval_steps counts them.")
-        case ["warmup"]:  # steps or a fraction; 0 may leave it to another key
+        case ["warmup", *share]:  # steps or a fraction; 0 may leave it to another key
+            if share and not 0 <= value < 1:
+                return Reason("A share of the run is below 1.")
             if is_constant and known.get(word.key) == 0:
                 return Unneeded("The rate is constant from the first step on.")
             value = round(value) if isinstance(value, float) and value >= 1 else value

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from flatout.assembly.preflight import check_sampling
 from flatout.inference.text import DecodedText, StoppedText
 from flatout.models.language_model import LanguageModel
 from flatout.ops import float64_device, in_float64
@@ -43,7 +42,6 @@ def sample(
     `max_context` tokens (see `tokens_after`): pass the `seq_len` it was trained with.
     Raises: ConfigError when a setting is out of range; DataError when the prompt cannot be encoded.
     """
-    check_sampling(temperature, top_k, top_p, max_tokens, stop)
     choose = partial(
         draw_token,
         vocab_size=tokenizer.vocab_size,

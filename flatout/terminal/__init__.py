@@ -11,13 +11,10 @@ from flatout.terminal.closing import closing
 from flatout.terminal.lines import Terminal
 from flatout.terminal.picture import curve
 from flatout.terminal.run import RunReport
-from flatout.terminal.screen import columns, wrapped
 
 __all__ = [
     "RunReport",
     "Terminal",
     "closing",
-    "columns",
     "curve",
-    "wrapped",
 ]

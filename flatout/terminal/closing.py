@@ -12,9 +12,8 @@ from flatout.figures import amount, duration, gib
 from flatout.json_io import JsonObject
 from flatout.measure.runlog import RunLog
 from flatout.progress import counted
-from flatout.streams import printable
+from flatout.streams import columns, printable, rows, wrapped
 from flatout.terminal.picture import curve
-from flatout.terminal.screen import columns, rows, wrapped
 
 PICTURE_COLUMNS, PICTURE_ROWS = 60, (3, 8)
 BESIDE_PICTURE = 11

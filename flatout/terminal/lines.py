@@ -21,8 +21,7 @@ from rich.text import Text
 
 from flatout.errors import without_secrets
 from flatout.figures import amount, duration
-from flatout.streams import printable
-from flatout.terminal.screen import wrapped
+from flatout.streams import printable, wrapped
 
 APPEARS_AFTER_S = 0.1
 PLAIN_EVERY_S = 5.0
@@ -157,37 +156,26 @@ class CellBlock:
         self._in_progress = ""
         self._shown = ""
 
-    def say(self, line: str) -> None:
-        """Add a permanent line."""
+    def show(self, line: str | None = None, in_progress: str | None = None) -> None:
+        """Add a permanent line, or replace the lines of the operations in progress."""
         with self._lock:
-            self._start_block()
-            self._lines.append(line)
-            self._show()
-
-    def draw(self, in_progress: str) -> None:
-        """Replace the lines of the operations in progress."""
-        with self._lock:
-            self._start_block()
-            self._in_progress = in_progress
-            self._show()
-
-    def _start_block(self) -> None:
-        cell = importlib.import_module("IPython").get_ipython().execution_count
-        if cell != self._cell:
-            self._cell, self._handle, self._lines = cell, None, []
-            self._in_progress = self._shown = ""
-
-    def _show(self) -> None:
-        text = "\n".join(filter(None, [*self._lines, self._in_progress]))
-        if text == self._shown:
-            return
-        self._shown, bundle = text, {"text/plain": text}
-        if self._handle is None:
-            self._handle = importlib.import_module("IPython.display").display(
-                bundle, raw=True, display_id=True
-            )
-        else:
-            self._handle.update(bundle, raw=True)
+            cell = importlib.import_module("IPython").get_ipython().execution_count
+            if cell != self._cell:
+                self._cell, self._handle, self._lines = cell, None, []
+                self._in_progress = self._shown = ""
+            if line is not None:
+                self._lines.append(line)
+            if in_progress is not None:
+                self._in_progress = in_progress
+            text = "\n".join(filter(None, [*self._lines, self._in_progress]))
+            if text == self._shown:
+                return
+            self._shown, bundle = text, {"text/plain": text}
+            if self._handle is None:
+                display = importlib.import_module("IPython.display").display
+                self._handle = display(bundle, raw=True, display_id=True)
+            else:
+                self._handle.update(bundle, raw=True)
 
 
 class Terminal:
@@ -257,7 +245,7 @@ class Terminal:
         """Print one permanent line; a terminal wraps it at spaces."""
         line = printable(without_secrets(line))
         if self._cell is not None:
-            self._cell.say(wrapped(line, self.console.width))
+            self._cell.show(wrapped(line, self.console.width))
             return
         text = wrapped(line, self.console.width) if self.interactive else line
         self.console.print(Text(text), soft_wrap=True)
@@ -296,21 +284,19 @@ class Terminal:
             self._all_closed.set()
             ticker.join()
             if self._cell is not None:
-                self._cell.draw("")
+                self._cell.show(in_progress="")
 
     def _tick(self, closed: threading.Event) -> None:
         while not closed.wait(TICK_S):
-            if self._cell is not None:
-                self._redraw(self._cell)
-            elif line := self.plain_line():
-                self.say(line)
-
-    def _redraw(self, cell: CellBlock) -> None:
-        width = min(self.console.width, CELL_COLUMNS)
-        paper = Console(file=io.StringIO(), width=width, force_jupyter=False, color_system=None)
-        with paper.capture() as drawn:
-            paper.print(self.lines(width))
-        cell.draw(drawn.get().rstrip())
+            if self._cell is None:
+                if line := self.plain_line():
+                    self.say(line)
+                continue
+            width = min(self.console.width, CELL_COLUMNS)
+            paper = Console(file=io.StringIO(), width=width, force_jupyter=False, color_system=None)
+            with paper.capture() as drawn:
+                paper.print(self.lines(width))
+            self._cell.show(in_progress=drawn.get().rstrip())
 
     def plain_line(self) -> str | None:
         """Return the line that is due about the innermost operation, None if it is too early."""

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 import statistics
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+from rich.console import Console
 from rich.text import Text
 
-from flatout.figures import amount, duration
+from flatout.figures import age, amount, duration
 from flatout.json_io import JsonObject
 from flatout.progress import readable_size
-from flatout.streams import printable
+from flatout.streams import printable, wrapped
 from flatout.terminal.closing import closing_facts, indented
 from flatout.terminal.lines import OpenTask, Terminal
 from flatout.terminal.picture import sparkline
-from flatout.terminal.screen import wrapped
 
 NAMES = 10
 """Columns of the names of the panel's lines, with the margin before them."""
@@ -58,13 +60,16 @@ class RunReport:
         self._verbose = verbose
         self._context: AbstractContextManager[OpenTask] | None = None
         self._task: OpenTask | None = None
-        self._step, self._last_step = 0, -1
         self._last_line = ""
         self._decisions: list[JsonObject] = []
         self._has_recompiled = False
         self._epochs: Epochs | None = None
         self._requested_epochs: float | None = None
-        self._pace = Pace(0, terminal.clock)
+        self._reset(0, 0)
+
+    def _reset(self, step: int, tokens_per_step: int) -> None:
+        self._step, self._last_step = step, -1
+        self._pace = Pace(tokens_per_step, self.terminal.clock)
         self._figures: Mapping[str, float] = {}
         self._losses: tuple[tuple[float, float], ...] = ()
         self._num_losses, self._every = 0, 1
@@ -75,16 +80,20 @@ class RunReport:
     def on_start(self, run: Any) -> None:
         """Print how many speedups are on, and show the line of the steps before the first one."""
         width = self.terminal.console.width if self.terminal.interactive else sys.maxsize
-        for line in _speedup_lines(self._decisions, width, verbose=self._verbose):
-            self.terminal.say(line)
-        self._decisions = []
-        self._step, self._last_step = run.step, -1
+        decisions, self._decisions = self._decisions, []
+        names = max((len(one["name"]) for one in decisions), default=0)
+        for one in decisions if self._verbose else ():
+            start = f"  {'on ' if one['on'] else 'off'}  {one['name']:<{names}}  "
+            self.terminal.say(wrapped(start + one["reason"], width, hanging=len(start)))
+        if decisions and not self._verbose:
+            self.terminal.say(
+                f"{sum(one['on'] for one in decisions)} of {len(decisions)} speedups on; `flatout "
+                "list speedups` or --verbose shows each"
+            )
+        self._reset(run.step, run.tokens_per_step)
         self._epochs = Epochs(
             run.step / run.steps_per_epoch, total=self._requested_epochs, last_step=run.last_step
         )
-        self._figures, self._losses, self._saved, self._alarms = {}, (), None, {}
-        self._num_losses, self._every, self._num_alarms = 0, 1, 0
-        self._pace = Pace(run.tokens_per_step, self.terminal.clock)
         self._context = self.terminal.task("Training", total=run.last_step, done=run.step)
         self._task = self._context.__enter__()
         self._task.note(f"{run.step:,}/{run.last_step:,}")
@@ -194,7 +203,10 @@ class RunReport:
             speed.append(f"data wait {figures['perf/data_wait_ms'] / figures['perf/step_ms']:.1%}")
         saved = ["nothing yet"]
         if self._saved is not None:
-            saved = [f"step {self._saved[0]:,}, {_ago(self.terminal.clock() - self._saved[1])}"]
+            step, at_s = self._saved  # in steps of time that are calm to watch
+            ago_s = self.terminal.clock() - at_s
+            ago = age(ago_s) if ago_s < 3600 else duration(ago_s // 60 * 60)
+            saved = [f"step {step:,}, {'just now' if ago_s < 10 else f'{ago} ago'}"]
         if self._num_alarms:
             saved.append(amount(self._num_alarms, "alarms"))
         memory = [text.format(figures[name]) for name, text in MEMORY if name in figures]
@@ -220,28 +232,21 @@ def _fitting(facts: Sequence[str], room: int) -> str:
     return shown if len(shown) <= room else shown[: room - 3] + "..."
 
 
-def _ago(seconds: float) -> str:
-    """Return how long ago something was, in steps that are calm to watch."""
-    if seconds < 10:
-        return "just now"
-    minutes = int(seconds / 60)
-    if minutes < 1:
-        return f"{seconds:.0f} s ago"
-    return f"{minutes} min ago" if minutes < 60 else f"{duration(60 * minutes)} ago"
-
-
-def _speedup_lines(decisions: Sequence[JsonObject], width: int, *, verbose: bool) -> Iterator[str]:
-    """Yield each speedup with its reason, in columns; or only how many are on."""
-    if verbose:
-        names = max((len(one["name"]) for one in decisions), default=0)
-        for one in decisions:
-            start = f"  {'on ' if one['on'] else 'off'}  {one['name']:<{names}}  "
-            yield wrapped(start + one["reason"], width, hanging=len(start))
-    elif decisions:
-        on = sum(one["on"] for one in decisions)
-        yield (
-            f"{on} of {len(decisions)} speedups on; `flatout list speedups` or --verbose shows each"
-        )
+LINES = {
+    "resume": "Resuming at step {step:,} of {last_step:,} from {from_checkpoint}",
+    "save": "Saved {path}",
+    "evaluation": "Whole validation split: loss {loss:.4f} on {tokens:,} tokens",
+    "alarm": "Alarm: {text}",
+    "alarm_over": "{text}",
+    "logger": "{logger}: {text}",
+    "no_tensorboard": "TensorBoard's event file can no longer be written ({reason}); "
+    "metrics.jsonl has the same figures.",
+    "upload_failed": "Checkpoints cannot be sent to {url} now ({reason}). Training continues; they "
+    "are sent later.",
+    "upload_dropped": "Step {step:,} was deleted here before it could be sent to {url}: saves are "
+    "faster than uploads.",
+}
+"""The line about each event that needs nothing but its figures."""
 
 
 def event_line(event: JsonObject) -> str | None:
@@ -251,9 +256,6 @@ def event_line(event: JsonObject) -> str | None:
             size = amount(event["parameters"], "parameters")
             device = f"{event['device']} ({event['device_reason']})"
             return f"Training {size} on {device}: {event['machine']}"
-        case "resume":
-            steps = f"step {event['step']:,} of {event['last_step']:,}"
-            return f"Resuming at {steps} from {event['from_checkpoint']}"
         case "compiled" if event["graph_breaks"] or event["cuda_graphs_skipped"]:
             pieces = f"{event['graph_breaks']} breaks, "
             pieces += f"{event['cuda_graphs_skipped']} without CUDA graphs"
@@ -265,23 +267,8 @@ def event_line(event: JsonObject) -> str | None:
                 f"Recompiled at step {event['step']:,}, {event['compile_s']:.0f} s: {why}. "
                 "Further recompilations are only counted."
             )
-        case "save":
-            return f"Saved {event['path']}"
         case "sample":
             return f"Sample at step {event['step']:,}:\n{indented(event['text'])}"
-        case "evaluation":
-            return f"Whole validation split: loss {event['loss']:.4f} on {event['tokens']:,} tokens"
-        case "alarm":
-            return f"Alarm: {event['text']}"
-        case "alarm_over":
-            return str(event["text"])
-        case "logger":
-            return f"{event['logger']}: {event['text']}"
-        case "no_tensorboard":
-            return (
-                f"TensorBoard's event file can no longer be written ({event['reason']}); "
-                "metrics.jsonl has the same figures."
-            )
         case "upload":
             size = readable_size(event["bytes"])
             return f"Sent step {event['step']:,} to {event['url']}: {size}"
@@ -290,22 +277,14 @@ def event_line(event: JsonObject) -> str | None:
                 f"Checkpoints are no longer sent to {event['url']}. {event['reason']}. Training "
                 f"continues here. {event['fix']}"
             )
-        case "upload_failed":
-            return (
-                f"Checkpoints cannot be sent to {event['url']} now ({event['reason']}). "
-                "Training continues; they are sent later."
-            )
-        case "upload_dropped":
-            return (
-                f"Step {event['step']:,} was deleted here before it could be sent to "
-                f"{event['url']}: saves are faster than uploads."
-            )
         case "upload_pending":
             steps = ", ".join(f"{step:,}" for step in event["steps"])
             return (
                 f"Not yet sent to {event['url']}: step {steps} ({event['reason']}). The next start "
                 "of this run sends it."
             )
+        case kind if kind in LINES:
+            return LINES[kind].format_map(event)
     if "logger" in event:
         return (
             f"The logger {event['logger']} has failed and is left out ({event['reason']}). "
@@ -392,3 +371,31 @@ class Epochs:
         self._epoch, self._losses, self._rates = epoch, [], []
         self._began_s = record.get("wall_s", 0.0)
         return line
+
+
+def shown_in_cell(function: Any) -> Any:
+    """Return `function`, wrapped to report to the notebook's cell by default.
+
+    Passing `progress` or `observers` overrides that. Outside a notebook, and if it takes no
+    `progress`, the function is returned unchanged.
+    """
+    if (
+        not inspect.isfunction(function)
+        or "progress" not in inspect.signature(function).parameters
+        or not Console().is_jupyter
+    ):
+        return function
+    takes_observers = "observers" in inspect.signature(function).parameters
+
+    @functools.wraps(function)
+    def call(*values: Any, **named: Any) -> Any:
+        terminal = Terminal()
+        reports = {"progress": terminal} | (
+            {"observers": (RunReport(terminal),)} if takes_observers else {}
+        )
+        try:
+            return function(*values, **reports | named)
+        finally:
+            terminal.close()
+
+    return call

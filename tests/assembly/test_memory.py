@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from contextlib import nullcontext
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -455,14 +454,13 @@ def test_the_smallest_machine_has_room_for_rows_that_accumulate(asked, monkeypat
     assert needs[0] < needs[1]
     gigabytes = iter((sum(needs) / 2e9 * CUDA_RESERVED, 1000.0))
     row = machine_named("1x h100").row
-    rows = {
-        name: row.model_copy(
+    rows = [
+        row.model_copy(
             update={"name": name, "memory_gb": row.memory_gb.model_copy(update={"value": size})}
         )
         for name, size in zip(("tight", "roomy"), gigabytes, strict=True)
-    }
-    monkeypatch.setattr(module, "MACHINES", SimpleNamespace(names=lambda: list(rows)))
-    monkeypatch.setattr(module, "row_named", rows.get)
+    ]
+    monkeypatch.setattr(module, "machine_rows", lambda: rows)
     assert smallest_machine(workload) == "1x roomy"
 
 

@@ -55,8 +55,8 @@ CASES = [
     Case(
         "a URL in memory as --out",
         "prepare book.txt --tokenizer byte --out memory://set",
-        ("memory://set", "lost with it"),
-        ("s3://BUCKET/NAME",),
+        ("memory://set", "lost with it", "s3://BUCKET/NAME"),
+        ("flatout prepare --help",),
     ),
     Case(
         "a URL as --run-dir",

@@ -85,7 +85,7 @@ CASES = [
     Case(
         "the weights of a PEFT adapter as train.init_from",
         f"{LINE}/adapter_model.safetensors",
-        ("theirs is a PEFT adapter",),
+        ("theirs/adapter_model.safetensors is a PEFT adapter",),
         ("merge_and_unload", "then give merged in its place"),
         lambda w: to_convert(w, "adapter_config.json", "adapter_model.safetensors"),
     ),

@@ -204,13 +204,22 @@ CASES = [
     ),
     Case("a negative temperature", "generate runs/first --temperature -1", ("-1",), ("0",)),
     Case(
-        "zero samples", "generate runs/first --num-samples 0", ("num-samples 0",), ("Leave it out",)
+        "zero samples",
+        "generate runs/first --num-samples 0",
+        ("'--num-samples'", "x>=1"),
+        ("the default, 1",),
     ),
     Case(
         "no tokens to generate",
         "generate runs/first --max-tokens 0",
-        ("--max-tokens 0", "1 or more"),
+        ("'--max-tokens'", "x>=1"),
         ("the default, 256",),
+    ),
+    Case(
+        "speedups without a value",
+        "train my.yaml speedups=",
+        ("speedups is empty",),
+        ("speedups=none", "auto"),
     ),
     Case(
         "an edit of `auto` without its comma",
@@ -236,7 +245,7 @@ CASES = [
         ("--resume no",),
         ("'never'", "auto, never, or the path"),
     ),
-    Case("zero minutes", "demo --minutes 0", ("--minutes 0",), ("--minutes 2",)),
+    Case("zero minutes", "demo --minutes 0", ("'--minutes'", "x>=0.001"), ("the default, 2",)),
     Case(
         "a seed that is too large",
         "train my.yaml train.seed=99999999999999999999",

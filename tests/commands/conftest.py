@@ -7,7 +7,7 @@ import pytest
 def tiny_run(tmp_path_factory):
     """The directory of a run of two steps, trained on characters of a short text."""
     from flatout.commands.prepare import prepare
-    from flatout.commands.train import train_config
+    from flatout.commands.train import train
     from flatout.config.schema import load_config
 
     root = tmp_path_factory.mktemp("tiny")
@@ -26,5 +26,5 @@ def tiny_run(tmp_path_factory):
     config = load_config(
         None, [*shape, f"data.path={root / 'data'}", "train.steps=2", "train.device=cpu"]
     )
-    train_config(config, run=root / "runs" / "tiny")
+    train(config, run=root / "runs" / "tiny")
     return root / "runs" / "tiny"

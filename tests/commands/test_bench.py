@@ -133,7 +133,7 @@ def test_an_interruption_shows_the_results_and_sets_the_exit_code(
         (["shakespeare-char", "data.path=SET", "--sweep", "bacth"], "batch"),
         (
             ["shakespeare-char", "--sweep", "--out", "x"],
-            "--sweep needs one of batch, seq_len, precision",
+            "'--out' is not one of 'batch', 'seq_len', 'precision'",
         ),
         (["shakespeare-char", "--minutes", "0"], "minutes"),
         (["shakespeare-char", "--repeats", "0"], "repeats"),

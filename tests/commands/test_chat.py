@@ -15,7 +15,7 @@ from flatout.commands.export import export
 from flatout.commands.generate import generate
 from flatout.commands.inspect import inspect
 from flatout.commands.prepare import prepare
-from flatout.commands.train import train_config
+from flatout.commands.train import train
 from flatout.config.schema import load_config
 from flatout.conversation.templates import load_template
 from flatout.data.store.shards import Dataset
@@ -42,7 +42,7 @@ def run(tmp_path_factory):
     """The directory of a run of two steps on conversations."""
     root = tmp_path_factory.mktemp("chat")
     prepare("capitals:documents=60", root / "data", tokenizer="byte", chat="auto", workers=1)
-    train_config(load_config(None, [*SHAPE, f"data.path={root / 'data'}"]), run=root / "runs/chat")
+    train(load_config(None, [*SHAPE, f"data.path={root / 'data'}"]), run=root / "runs/chat")
     return root / "runs/chat"
 
 
@@ -57,7 +57,7 @@ def test_the_sample_of_a_run_answers_the_first_validation_conversation(run):
 
 def test_train_sample_prompt_is_a_question(run, tmp_path):
     keys = [*SHAPE, f"data.path={run.parent.parent / 'data'}", "train.sample_prompt=Who?"]
-    train_config(load_config(None, keys), run=tmp_path / "run")
+    train(load_config(None, keys), run=tmp_path / "run")
     assert "User:\\nWho?\\n\\nAssistant:\\n" in (tmp_path / "run/events.jsonl").read_text()
 
 
@@ -250,6 +250,6 @@ def test_a_mix_of_templates_keeps_the_first_and_says_so(run, tmp_path):
     prepare("capitals:documents=20", tmp_path / "other", tokenizer="byte", chat="chatml", workers=1)
     said = Said()
     mix = f"data.mix={{{tmp_path / 'other'}: 1, {run.parents[1] / 'data'}: 1}}"
-    train_config(load_config(None, [*SHAPE, mix]), run=tmp_path / "mixed", progress=said)
+    train(load_config(None, [*SHAPE, mix]), run=tmp_path / "mixed", progress=said)
     assert load_template(tmp_path / "mixed" / "chat_template.json").name == "chatml"
     assert any("different chat templates" in line for line in said.lines)

@@ -8,8 +8,9 @@ import pytest
 from flatout import cli
 from flatout.commands.convert import MARK, convert_config
 from flatout.config.schema import load_config
-from flatout.errors import ConfigError
+from flatout.errors import ConfigError, UsageError
 from flatout.parser import parse
+from flatout.registry import RECIPES
 
 
 @pytest.fixture
@@ -67,6 +68,12 @@ def test_nothing_is_written_when_no_key_is_known(tmp_path):
     with pytest.raises(ConfigError, match="no key with a counterpart"):
         convert_config(tmp_path / "old.yaml", tmp_path / "my.yaml")
     assert not (tmp_path / "my.yaml").exists()
+
+
+def test_a_recipe_of_flatout_needs_no_conversion(tmp_path):
+    with pytest.raises(UsageError, match="is a recipe of flatout already") as refused:
+        convert_config(RECIPES.path("shakespeare-char"), tmp_path / "my.yaml")
+    assert "`flatout train " in refused.value.fix
 
 
 def test_the_printed_prepare_has_what_the_config_asks_for(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 from flatout.commands import demo as module
 from flatout.commands.demo import demo, fit_text, subject_of, with_length
 from flatout.config.schema import load_config
-from flatout.errors import ConfigError, DataError, Stopped
+from flatout.errors import DataError, Stopped
 from flatout.json_io import read_lines
 from flatout.training.metrics.observers import Quiet
 from flatout.training.run_dir.layout import read_config, read_summary
@@ -47,7 +47,7 @@ class RecordedLines:
 def test_demo_runs_on_a_small_text_file(quick, text):
     (quick / "my book.txt").write_text(text, encoding="utf-8")
     result = demo(quick / "my book.txt", minutes=0.001)
-    assert set(result.model_dump()) == {"run", "val_loss", "tokens_per_s", "wall_s"}
+    assert result.steps == 3
     assert result.val_loss is None or result.val_loss > 0
     assert result.tokens_per_s > 0
     summary = result.summary()
@@ -239,8 +239,3 @@ def test_the_device_is_chosen_automatically(quick):
         if event["event"] == "start"
     )
     assert start["device_reason"] != "requested"
-
-
-def test_minutes_must_be_positive():
-    with pytest.raises(ConfigError, match="greater than 0"):
-        demo(minutes=0)

@@ -7,7 +7,7 @@ import pytest
 
 from flatout.commands.eval import evaluate
 from flatout.commands.prepare import prepare
-from flatout.commands.train import train_config
+from flatout.commands.train import train
 from flatout.config.schema import load_config
 from flatout.data.store.shards import Dataset
 from flatout.errors import CheckpointError, DataError
@@ -72,7 +72,7 @@ def mixed_run(tiny_run, tmp_path_factory):
             "train.device=cpu",
         ],
     )
-    return root / "run", train_config(config, run=root / "run"), root / "tale"
+    return root / "run", train(config, run=root / "run"), root / "tale"
 
 
 @pytest.mark.slow

@@ -1,14 +1,15 @@
 """`flatout export`: where it writes, what it says, and what it refuses."""
 
-import importlib.util
 import json
 import shutil
+import sys
 
 import pytest
 
 from flatout import cli
-from flatout.commands.export import check, destination, export
+from flatout.commands.export import export
 from flatout.errors import CheckpointError, ConfigError, MissingPackage, OutputInUse, UsageError
+from flatout.inference.export import packages
 from flatout.training.run_dir.layout import read_summary
 
 pytestmark = pytest.mark.slow
@@ -48,7 +49,6 @@ def test_by_default_it_is_written_in_the_run_directory(tiny_run, tmp_path):
     run = tmp_path / "tiny"
     shutil.copytree(tiny_run, run)
     assert export(run, to="safetensors").path == str(run / "export-safetensors")
-    assert destination(run, "gguf", None) == run / "export-gguf"
 
 
 def test_a_step_and_a_type_are_chosen(tiny_run, tmp_path):
@@ -66,17 +66,15 @@ def test_mistakes_are_reported_before_torch_is_loaded(tiny_run, tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "file").write_text("mine")
+    monkeypatch.setitem(sys.modules, "flatout.inference.export.export", None)
     with pytest.raises(error):
-        check(tiny_run, "huggingface", out, False)
+        export(tiny_run, out=out)
 
 
 def test_without_the_package_the_error_names_the_install_line(tiny_run, tmp_path, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    from flatout.inference.export import packages
-
     monkeypatch.setattr(packages, "find_spec", lambda name: None)
     with pytest.raises(MissingPackage) as missing:
-        check(tiny_run, "gguf", tmp_path / "out", False)
+        export(tiny_run, to="gguf", out=tmp_path / "out")
     assert "flatout[gguf]" in missing.value.fix
 
 

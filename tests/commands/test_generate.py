@@ -1,6 +1,7 @@
 """`flatout generate`: samples streamed and returned."""
 
 import json
+import math
 import signal
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import pytest
 
 from flatout import cli
 from flatout.commands.generate import generate
-from flatout.commands.train import train_config
+from flatout.commands.train import train
 from flatout.config.schema import load_config
 from flatout.errors import CheckpointError, ConfigError, DataError
 from flatout.inference.generate import sample
@@ -77,7 +78,13 @@ def test_options_reach_the_sampler(tiny_run):
     ("options", "error"),
     [
         ({"num_samples": 0}, ConfigError),
-        ({"top_p": 2.0}, ConfigError),
+        ({"temperature": -1.0}, ConfigError),
+        ({"temperature": math.nan}, ConfigError),
+        ({"top_k": 0}, ConfigError),
+        ({"top_p": 0.0}, ConfigError),
+        ({"top_p": 1.5}, ConfigError),
+        ({"max_tokens": 0}, ConfigError),
+        ({"seed": 2**62}, ConfigError),
         ({"stop": [""]}, ConfigError),
         ({"checkpoint": "99"}, CheckpointError),
         ({"prompt": "ü"}, DataError),
@@ -210,7 +217,7 @@ def test_a_run_with_a_document_mask_generates(tiny_run, tmp_path, typed):
         "train.steps=1",
         "train.device=cpu",
     ]
-    train_config(load_config(None, words), run=tmp_path / "run")
+    train(load_config(None, words), run=tmp_path / "run")
     assert (
         len(
             text_of(

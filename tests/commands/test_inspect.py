@@ -1,7 +1,5 @@
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,14 +7,14 @@ import fsspec
 import numpy as np
 import pytest
 
-from flatout.commands.inspect import COMMAND, _model_of, inspect
+from flatout.commands.inspect import _model_of, inspect
 from flatout.commands.prepare import prepare as prepare_dataset
 from flatout.data.prepare.writer import DatasetWriter
 from flatout.data.store.manifest import SkippedRows
 from flatout.data.tokenizers import make_tokenizer
 from flatout.errors import DataError
 from flatout.progress import SILENT
-from flatout.terminal import wrapped
+from flatout.streams import wrapped
 
 
 def prepare(out, train, val=(), *, skipped=()):
@@ -215,20 +213,6 @@ def test_a_dataset_with_only_validation_text_and_an_empty_one(tmp_path):
 def test_a_directory_without_a_dataset_is_refused(tmp_path):
     with pytest.raises(DataError, match="flatout prepare"):
         inspect(tmp_path)
-
-
-def test_the_command_and_its_example():
-    assert COMMAND.call is inspect
-    assert COMMAND.example.startswith("flatout inspect ")
-
-
-@pytest.mark.slow
-def test_inspect_does_not_import_torch(folder):
-    code = (
-        f"import sys; from flatout.commands.inspect import inspect; inspect({str(folder)!r}); "
-        f"sys.exit('torch' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_a_dataset_at_a_url_is_fetched_and_shown(folder, tmp_path, monkeypatch):

@@ -9,8 +9,8 @@ import pytest
 
 from flatout import hardware
 from flatout.assembly import memory
-from flatout.commands.plan import check, plan
-from flatout.commands.train import train_config
+from flatout.commands.plan import plan
+from flatout.commands.train import train
 from flatout.errors import ConfigError
 
 pytestmark = pytest.mark.slow
@@ -204,7 +204,7 @@ def test_a_run_that_fits_with_fewer_rows_has_neither_a_time_nor_a_smallest_machi
 def test_a_run_here_corrects_the_next_plan(recipe, tiny_config, tmp_path, monkeypatch):
     monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path / "cache"))
     config = tiny_config(train__steps=20)
-    done = train_config(config, run=tmp_path / "run")
+    done = train(config, run=tmp_path / "run")
     path = tmp_path / "same.yaml"
     path.write_text(json.dumps(config.to_dict()))
     found = plan(path)
@@ -236,9 +236,9 @@ def test_a_custom_model_that_needs_values_has_no_memory_estimate(recipe, monkeyp
 )
 def test_a_wrong_machine_is_refused_without_torch(machine, fix):
     with pytest.raises(ConfigError, match=fix):
-        check("gpt2-124m", None, machine)
+        plan("gpt2-124m", machine=machine)
 
 
 def test_a_cpu_run_has_no_other_machine():
     with pytest.raises(ConfigError, match="contradict"):
-        check("gpt2-124m", ["train.device=cpu"], "H100")
+        plan("gpt2-124m", ["train.device=cpu"], "H100")

@@ -4,7 +4,7 @@ import fsspec
 import pytest
 
 from flatout.commands.inspect import inspect
-from flatout.commands.prepare import COMMAND, prepare
+from flatout.commands.prepare import prepare
 from flatout.data.store.remote import open_dataset
 from flatout.data.store.shards import Dataset
 from flatout.errors import DataError, UsageError
@@ -196,12 +196,6 @@ def test_a_document_cut_for_validation_counts_once(book, tmp_path):
         assert inspect(out).value("documents") == documents
     assert inspect(tmp_path / "tail 0.625-keep").value("cut_documents") == 1
     assert inspect(tmp_path / "tail 0.25-keep").value("cut_documents") is None
-
-
-def test_the_example_names_the_command():
-    assert COMMAND.example.startswith("flatout prepare ")
-    assert COMMAND.call is prepare
-    assert not COMMAND.needs_torch
 
 
 def test_out_may_be_a_url(book, tmp_path, monkeypatch):

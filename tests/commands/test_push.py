@@ -3,7 +3,7 @@
 import pytest
 from loopback_hub import running_hub
 
-from flatout.commands.push import check, push
+from flatout.commands.push import push
 from flatout.errors import CheckpointError, ConfigError, MissingPackage
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
@@ -27,13 +27,13 @@ def test_a_run_is_uploaded_and_nothing_stays_behind(tiny_run, monkeypatch):
 @pytest.mark.parametrize("name", ["tiny", "acme/", "acme/a b", "https://x.org/acme/tiny"])
 def test_a_name_that_is_no_repository_is_refused(tiny_run, name):
     with pytest.raises(ConfigError, match="does not name a repository"):
-        check(tiny_run, name)
+        push(tiny_run, name)
 
 
 def test_the_run_must_exist(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(CheckpointError):
-        check("nowhere", "acme/tiny")
+        push("nowhere", "acme/tiny")
 
 
 def test_without_the_package_the_error_names_the_install_line(tiny_run, monkeypatch):
@@ -41,5 +41,5 @@ def test_without_the_package_the_error_names_the_install_line(tiny_run, monkeypa
 
     monkeypatch.setattr(packages, "find_spec", lambda name: None)
     with pytest.raises(MissingPackage) as missing:
-        check(tiny_run, "acme/tiny")
+        push(tiny_run, "acme/tiny")
     assert "flatout[hub]" in missing.value.fix

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flatout.commands.train import TrainResult, train_config
+from flatout.commands.train import TrainResult, train
 from flatout.training.run_dir.layout import read_config, read_summary
 
 
@@ -26,7 +26,7 @@ def test_an_old_summary_without_newer_fields_is_read(tiny_run):
         path.write_text(
             before.replace('"stopped_early"', '"of_old"').replace('"by_dataset"', '"of_older"')
         )
-        result = train_config(read_config(tiny_run), run=tiny_run)
+        result = train(read_config(tiny_run), run=tiny_run)
     finally:
         path.write_text(before)
     assert (result.stopped_early, result.by_dataset) == (False, ())

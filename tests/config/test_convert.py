@@ -191,6 +191,25 @@ DEFAULTS = {
 """What each tool does when a config says nothing, as its source states."""
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "why"),
+    [
+        ("per_device_train_batch_size", -8, "It must be greater than 0."),
+        ("max_steps", -5, "It must be greater than 0."),
+        ("max_steps", 2.5, "train.steps=2.5 is not valid: it must be a whole number."),
+        ("warmup_ratio", 7, "A share of the run is below 1."),
+        ("warmup_ratio", 1.0, "A share of the run is below 1."),
+        ("warmup_steps", -3, "schedule.warmup=-3 is not valid"),
+    ],
+)
+def test_a_value_that_cannot_be_is_missing_and_leaves_the_others(key, value, why):
+    found = converted({"num_train_epochs": 3, "learning_rate": 1e-4, key: value})
+    (item,) = (one for one in found.items if one.key == key)
+    assert (item.outcome, item.becomes) == ("missing", {})
+    assert item.why.startswith(why)
+    assert found.values["train.epochs"] == 3
+
+
 @pytest.mark.parametrize("name", [tool.name for tool in tools()])
 def test_what_a_config_leaves_out_is_what_its_tool_does(name):
     found = converted(TOOLS[name])

@@ -207,10 +207,12 @@ def test_an_export_that_was_changed_is_refused(export_of_fox, tmp_path):
         evaluate(out, tasks=["hellaswag"])
 
 
-@pytest.mark.parametrize("option", ["limit", "num_fewshot", "task_dir"])
-def test_options_of_tasks_need_tasks(fox, option):
+@pytest.mark.parametrize(
+    ("option", "value"), [("limit", 1), ("num_fewshot", 1), ("task_dir", "tasks")]
+)
+def test_options_of_tasks_need_tasks(fox, option, value):
     with pytest.raises(ConfigError, match=f"--{option.replace('_', '-')} is for the questions"):
-        evaluate(fox, **{option: 1})
+        evaluate(fox, **{option: value})
 
 
 QUESTIONS = [

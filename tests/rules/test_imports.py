@@ -13,6 +13,7 @@ import pytest
 
 HOUSE = (
     "errors",
+    "signature",
     "process_limits",
     "recognised",
     "cache",

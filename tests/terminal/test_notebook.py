@@ -9,7 +9,7 @@ from rich.console import Console
 import flatout
 from flatout.progress import SILENT
 from flatout.terminal import RunReport, Terminal
-from flatout.terminal.notebook import shown_in_cell
+from flatout.terminal.run import shown_in_cell
 
 
 def called(path, *, observers=(), progress=SILENT):

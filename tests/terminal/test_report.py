@@ -116,18 +116,6 @@ def test_a_resumed_run_counts_from_its_step(terminal):
     assert terminal._open[0].facts()[0] == "90%"
 
 
-def test_a_resumed_run_shows_its_step_and_the_total(terminal):
-    RunReport(terminal).on_event(
-        {
-            "event": "resume",
-            "step": 70,
-            "last_step": 500,
-            "from_checkpoint": "runs/a/checkpoints/step-70",
-        }
-    )
-    assert text_of(terminal) == "Resuming at step 70 of 500 from runs/a/checkpoints/step-70\n"
-
-
 DECISIONS = [
     ("compile", False, "short run"),
     ("bf16", True, "it is faster here"),
@@ -236,14 +224,6 @@ def test_events_print_lines(terminal):
     assert "the last one" not in text
 
 
-def test_an_alarm_and_its_end_print_a_line_each(terminal):
-    report = RunReport(terminal)
-    text = "Throughput fell 12% at step 8,400, from 512 to 451 tokens/s: heat."
-    report.on_event({"event": "alarm", "kind": "throughput", "text": text})
-    report.on_event({"event": "alarm_over", "kind": "throughput", "text": "Throughput is back."})
-    assert text_of(terminal) == f"Alarm: {text}\nThroughput is back.\n"
-
-
 def test_recompilation_is_reported_once_and_graph_breaks_with_their_reason(terminal):
     report = RunReport(terminal)
     compiled = {
@@ -336,17 +316,3 @@ def test_requested_epochs_come_with_the_start(terminal):
     assert text_of(terminal).splitlines()[-1] == (
         "Epoch 1 of 2 done at step 16: mean training loss 2.0000, 1 min 01 s"
     )
-
-
-def test_loggers_print_lines(terminal):
-    report = RunReport(terminal)
-    report.on_event({"event": "logger", "logger": "wandb", "text": "https://wandb.example/run"})
-    report.on_event({"event": "no_tensorboard", "logger": "tensorboard", "reason": "Disk full"})
-    report.on_event({"event": "no_mlflow", "logger": "mlflow", "reason": "refused"})
-    assert text_of(terminal).splitlines() == [
-        "wandb: https://wandb.example/run",
-        "TensorBoard's event file can no longer be written (Disk full); metrics.jsonl has the "
-        "same figures.",
-        "The logger mlflow has failed and is left out (refused). Training continues; "
-        "metrics.jsonl has the same figures.",
-    ]

@@ -13,7 +13,7 @@ import yaml
 from flatout.commands.eval import evaluate
 from flatout.commands.generate import generate
 from flatout.commands.runs import runs
-from flatout.commands.train import train_config
+from flatout.commands.train import train
 from flatout.config.schema import load_config
 from flatout.errors import CheckpointError, FlatoutError
 from flatout.training.checkpoint import catalog
@@ -81,9 +81,9 @@ def finished_run(tmp_path_factory, tiny_set, tiny):
         "checkpoint.keep": 9,
     }
     first = load_config().with_values({**tiny, **small})
-    train_config(first, run=root / "first")
+    train(first, run=root / "first")
     config = first.with_values({"train.steps": 4, "checkpoint.dir": str(root / "disk")})
-    train_config(config, run=root / "run", resume=root / "first" / "checkpoints" / "step-1")
+    train(config, run=root / "run", resume=root / "first" / "checkpoints" / "step-1")
     return root, config
 
 
@@ -112,7 +112,7 @@ def test_every_damaged_key_is_tolerated_or_refused_with_a_fix(
     kept = tmp_path / "kept"
     shutil.copytree(root, kept, symlinks=True)
     calls = {
-        "train": lambda: train_config(
+        "train": lambda: train(
             config, run=run, resume=root / "first" / "checkpoints" / "step-1"
         ).summary(),
         "eval": lambda: evaluate(run, "last", max_tokens=32),

@@ -15,7 +15,7 @@ from gifts import CODE, ROOT, WAYS, run_program
 
 import flatout
 from flatout import trust
-from flatout.commands.train import train_config
+from flatout.commands.train import train
 from flatout.config.schema import RunConfig, load_config
 from flatout.errors import CheckpointError, ConfigError, UntrustedCode
 from flatout.inference.load import load_run
@@ -33,7 +33,7 @@ def test_a_run_from_elsewhere_is_not_opened(gift, way, tmp_path):
         lambda: flatout.evaluate(gift.folder),
     ]
     calls += [
-        lambda: train_config(gift.asked, run=gift.folder),
+        lambda: train(gift.asked, run=gift.folder),
         lambda: load_config(gift.folder / "config.yaml"),
     ]
     calls += [
@@ -68,12 +68,9 @@ def test_reading_a_run_never_imports_its_code(gift, fox_run):
 def test_resuming_from_a_checkpoint_or_its_weights_imports_nothing(gift, tmp_path):
     asked = gift.asked.with_values({"train.steps": 4, "speedups": "none"})
     gift.names(WAYS["an edit of auto"]("runs.gift.weights"))
-    assert train_config(asked, run="runs/mine", resume=gift.folder).steps == 4
+    assert train(asked, run="runs/mine", resume=gift.folder).steps == 4
     assert (
-        train_config(
-            asked.with_values({"train.init_from": str(gift.folder)}), run="runs/other"
-        ).steps
-        == 4
+        train(asked.with_values({"train.init_from": str(gift.folder)}), run="runs/other").steps == 4
     )
     assert not gift.ran
 
@@ -84,7 +81,7 @@ def test_advice_never_repeats_a_reference_of_an_untrusted_run(gift):
     )
     gift.names(WAYS["model.kind"]("runs.gift.weights"))
     with pytest.raises(ConfigError, match="belong to another model") as refused:
-        train_config(asked, run="runs/mine")
+        train(asked, run="runs/mine")
     assert "model.kind=" not in refused.value.fix
     assert not gift.ran
 
@@ -105,24 +102,24 @@ def test_a_users_own_run_needs_no_flag(tmp_path, tiny_config, home):
         speedups="weights:Speedup",
         train__steps=2,
     )
-    train_config(config, run="runs/mine")
+    train(config, run="runs/mine")
     (tmp_path / "weights.py").write_text((tmp_path / "weights.py").read_text() + "# edited since\n")
     load_run("mine")
     shutil.rmtree(home / ".cache")  # as on another machine
     with pytest.raises(UntrustedCode):
         load_run("mine")
-    train_config(config, run="runs/mine")  # names the code again
+    train(config, run="runs/mine")  # names the code again
     load_run("mine")
 
 
 def test_the_flag_lets_a_run_resume(gift):
     gift.names({"speedups": ["runs.gift.weights:Speedup"]})
     with pytest.raises(UntrustedCode):
-        train_config(gift.asked, run=gift.folder)
-    assert train_config(gift.asked, run=gift.folder, trust_code=True).steps == 3
+        train(gift.asked, run=gift.folder)
+    assert train(gift.asked, run=gift.folder, trust_code=True).steps == 3
     assert gift.ran
     with pytest.raises(UntrustedCode):
-        train_config(gift.asked, run=gift.folder)
+        train(gift.asked, run=gift.folder)
 
 
 def test_a_users_own_recipe_may_name_code(tmp_path):

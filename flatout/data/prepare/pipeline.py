@@ -19,7 +19,7 @@ from flatout.data.prepare.plan.make import check_same, plan_work
 from flatout.data.prepare.plan.work_dir import WorkDir, WorkPart
 from flatout.data.prepare.plan.work_plan import WorkPlan
 from flatout.data.prepare.request.inputs import require_unchanged
-from flatout.data.prepare.request.options import NAMED, not_positive
+from flatout.data.prepare.request.options import NAMED
 from flatout.data.prepare.request.options import Options as Options
 from flatout.data.prepare.request.request import Access, Request, existing_dataset, open_request
 from flatout.data.prepare.workers.local import LocalWorkers, Setup, Workers
@@ -108,7 +108,6 @@ def prepare_dataset(
     Raises: DataError for unusable text, options, tokenizer or `out`.
     """
     started = time.perf_counter()
-    check_workers(workers)
     out = expanded(out)
     request = open_request(sources, out, options, **access)
     manifest, existed = prepare_request(request, out, workers, engine)
@@ -141,7 +140,6 @@ def prepare_part(
     Raises: DataError as `prepare_dataset` does, and when another process is packing this part.
     """
     started = time.perf_counter()
-    check_workers(workers)
     out = expanded(out)
     request = open_request(sources, out, options, **access)
     records: list[RangeRecord] = []
@@ -196,15 +194,6 @@ def _check_parts(work: WorkDir, request: Request) -> None:
             f"{work.parts_of(missing)}.",
             fix="Run those parts again, then --join.",
         )
-
-
-def check_workers(workers: int | None) -> None:
-    """Check the number of worker processes.
-
-    Raises: DataError when it is less than 1.
-    """
-    if workers is not None and workers < 1:
-        raise not_positive("--workers", workers)
 
 
 def default_workers(tasks: Sequence[ReadTask]) -> int:

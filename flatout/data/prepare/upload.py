@@ -21,7 +21,6 @@ from flatout.data.prepare.pipeline import (
     Engine,
     Options,
     Prepared,
-    check_workers,
     local,
     prepare_request,
 )
@@ -81,7 +80,6 @@ def prepare_upload(
             it contains anything else; MissingPackage.
     """
     started = time.perf_counter()
-    check_workers(workers)
     remote = RemoteFolder(dataset_url(url))
     cache_dir = cache_dir_of(remote.url, cache or default_cache())
     folder = cache_dir / "work" / cache_dir.name.rpartition("-")[0]

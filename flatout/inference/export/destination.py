@@ -11,6 +11,43 @@ from pathlib import Path
 from flatout.errors import OutputInUse
 from flatout.export_mark import MARK
 from flatout.files import PART, sync
+from flatout.json_io import Result
+from flatout.progress import readable_size
+
+
+class Export(Result):
+    """An exported model, on this machine or on the hub."""
+
+    path: str
+    """The directory; the commit of an upload."""
+    format: str
+    """huggingface, safetensors or gguf."""
+    run: str
+    """The run directory."""
+    checkpoint: str
+    """The checkpoint that was exported."""
+    model_class: str | None
+    """The class of transformers, or the family of llama.cpp; null for safetensors."""
+    needs_code: bool
+    """Whether transformers needs trust_remote_code=True: the class is in a file of the export."""
+    files: int
+    """Files in the directory."""
+    bytes: int
+    """Their size."""
+    wall_s: float
+    """Seconds that it took."""
+    notes: list[str]
+    """What to know about the export."""
+    repository: str | None = None
+    """ORG/NAME of an upload."""
+    url: str | None = None
+    """The commit of an upload."""
+
+    def summary(self) -> str:
+        """Return the path or URL, the class that loads it, and what to know."""
+        kind = f", {self.model_class}" if self.model_class else ""
+        size = f"{readable_size(self.bytes)} in {self.files} files"
+        return "\n".join([f"{self.path}  ({size}{kind}, {self.wall_s:.1f} s)", *self.notes])
 
 
 def require_free(out: Path, *, overwrite: bool = False) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass
+import time
 from pathlib import Path
 from typing import Literal
 
@@ -12,7 +12,7 @@ from flatout.errors import HardwareError
 from flatout.export_mark import write_mark
 from flatout.files import copy_whole, folder_bytes, write_whole
 from flatout.inference.export import card, gguf
-from flatout.inference.export.destination import require_free, whole_folder
+from flatout.inference.export.destination import Export, require_free, whole_folder
 from flatout.inference.export.huggingface import (
     Written,
     own_config,
@@ -25,16 +25,6 @@ from flatout.json_io import write_json
 from flatout.progress import SILENT, Progress, readable_size
 
 Format = Literal["huggingface", "safetensors", "gguf"]
-
-
-@dataclass(frozen=True)
-class Export:
-    """A finished export."""
-
-    path: Path
-    files: int
-    num_bytes: int
-    written: Written
 
 
 def export_run(
@@ -52,6 +42,7 @@ def export_run(
             express the model or its tokenizer; HardwareError without enough disk; MissingPackage;
             OSError of the disk.
     """
+    began_s = time.perf_counter()
     require_free(out, overwrite=overwrite)
     _require_disk(source, out)
     with whole_folder(out) as folder:
@@ -68,7 +59,18 @@ def export_run(
         text = card.model_card(source, _usage(to, written), written.notes, library=library)
         write_whole(folder / "README.md", text)
         files = sum(path.is_file() for path in folder.iterdir())
-    return Export(out, files, folder_bytes(out), written)
+    return Export(
+        path=str(out),
+        format=to,
+        run=str(source.folder),
+        checkpoint=str(source.checkpoint),
+        model_class=written.model_class,
+        needs_code=written.needs_code,
+        files=files,
+        bytes=folder_bytes(out),
+        wall_s=round(time.perf_counter() - began_s, 2),
+        notes=written.notes,
+    )
 
 
 def _write(source: Source, folder: Path, to: Format, max_bytes: int, progress: Progress) -> Written:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from flatout.errors import ConfigError, FlatoutError, RunFailed
-from flatout.inference.export.packages import require_package
 from flatout.progress import SILENT, Progress
 
 LOGIN = "Run `hf auth login` with a token that may write, or set HF_TOKEN."
@@ -25,9 +24,8 @@ def push_folder(
     The repository is created if it does not exist. `endpoint` defaults to that of huggingface_hub.
 
     Raises: ConfigError when the hub refuses the name or the token; RunFailed when it cannot be
-            reached; MissingPackage.
+            reached.
     """
-    require_package("huggingface_hub", "Uploading needs")
     from huggingface_hub import HfApi
 
     api = HfApi(endpoint=endpoint, library_name="flatout")

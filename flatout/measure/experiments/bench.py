@@ -26,7 +26,6 @@ from flatout.measure.experiments.losses import DETERMINISTIC_STEPS, Trials
 from flatout.measure.experiments.points import (
     LADDER,
     ladder_experiment,
-    require_sweep,
     sweep_experiment,
 )
 from flatout.measure.experiments.records import Choice, Row, Trial
@@ -73,8 +72,6 @@ def run_bench(
     """
     start_s, began = clock(), datetime.now().astimezone().isoformat(timespec="seconds")
     require_one_process("bench")
-    if sweep is not None:
-        require_sweep(sweep)
     out = results_dir(requested, sweep or LADDER, out)
     resolved = resolve_apart(requested, cache, progress)
     experiment = (

@@ -30,7 +30,7 @@ from flatout.measure.experiments.resolving import Resolved
 from flatout.measure.experiments.schedule import Experiment, Point, with_speedups
 from flatout.models.language_model import model_of
 from flatout.progress import counted
-from flatout.registry import SPEEDUPS, unknown_name
+from flatout.registry import SPEEDUPS
 
 BASELINE, LADDER = "baseline", "ladder"
 Points = dict[str, dict[str, Any] | str]
@@ -207,15 +207,6 @@ def sweep_experiment(what: str, requested: RunConfig, resolved: Resolved) -> Exp
         return [trials.measured(row, row.name) for row in empty] + absent
 
     return Experiment(what, tuple(points), rows)
-
-
-def require_sweep(what: str) -> None:
-    """Check that the sweep exists.
-
-    Raises: ConfigError with the nearest name.
-    """
-    if what not in SWEEPS:
-        raise unknown_name("sweep", what, SWEEPS)
 
 
 def batch(requested: RunConfig, resolved: Resolved) -> Points:

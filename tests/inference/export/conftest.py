@@ -44,6 +44,6 @@ def export_to(tmp_path):
     def export(run, to="huggingface", *, dtype=None, shard_mib=64, **options):
         out = tmp_path / f"{run.name}-{to}"
         made = export_run(open_source(run, dtype=dtype), out, to, shard_mib=shard_mib, **options)
-        return out, made.written
+        return out, made
 
     return export

@@ -316,12 +316,6 @@ def test_a_sweep_is_measured_like_a_ladder(auto_config, tmp_path):
     assert "gain" not in (place / "table.md").read_text()
 
 
-def test_an_unknown_sweep_is_refused(auto_config, tmp_path):
-    with pytest.raises(ConfigError, match="no sweep named 'bacth'") as refused:
-        bench(auto_config, MadeUp(), tmp_path, sweep="bacth")
-    assert "batch" in refused.value.fix
-
-
 def test_a_speedup_that_breaks_its_promise_is_caught_in_real_trials(
     tiny_config, tmp_path, monkeypatch
 ):

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from flatout.commands.train import train_config
+from flatout.commands.train import train
 from flatout.json_io import read_lines
 from flatout.training import finish
 from flatout.training.run_dir import layout
@@ -45,8 +45,8 @@ def test_a_kill_after_the_last_step_repeats_no_record_and_no_event(
 ):
     run = tmp_path / "run"
     with killed_in(*place):
-        train_config(config, run=run)
-    train_config(config, run=run)
+        train(config, run=run)
+    train(config, run=run)
     assert kinds_of_records(run) == {
         (step, kind): 1 for step in range(1, 5) for kind in ("train", "val")[: 1 + (step % 2 == 0)]
     }
@@ -88,13 +88,13 @@ def test_a_resume_names_damaged_records(config, tmp_path, killed_in, messages, d
     run = tmp_path / "run"
     config = config.with_values({"checkpoint.every_steps": 2, "train.eval_tokens": "all"})
     with killed_in(finish, "save_last"):
-        train_config(config, run=run)
+        train(config, run=run)
     metrics = run / "metrics.jsonl"
     if damage is not None:
         content = metrics.read_bytes()
         content = damage(b"".join(content.splitlines(keepends=True)[:3]))
         metrics.unlink() if content is None else metrics.write_bytes(content)
-    train_config(config, run=run, progress=messages)
+    train(config, run=run, progress=messages)
     lines = [line for line in messages.lines if str(metrics) in line]
     assert [named in line for line in lines] == [True] * (named is not None)
     assert [e["text"] for e in layout.read_events(run) if e["event"] == "difference"] == lines

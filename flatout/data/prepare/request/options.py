@@ -74,24 +74,9 @@ class Options:
 
         Raises: DataError for an invalid or contradictory option.
         """
-        for name, value in (
-            ("--max-documents", self.max_documents),
-            ("--max-bytes", self.max_bytes),
-        ):
-            if value is not None and value < 1:
-                raise not_positive(name, value)
-        for name, choice, choices in (
-            ("--on-bad-row", self.on_bad_row, ("raise", "skip")),
-            ("--duplicates", self.duplicates, ("keep", "drop")),
-        ):
-            if choice not in choices:
-                raise DataError(
-                    f"{name} {choice!r} is not known.", fix=f"Use {' or '.join(choices)}."
-                )
-        if self.max_bad_rows is not None and (self.on_bad_row != "skip" or self.max_bad_rows < 0):
+        if self.max_bad_rows is not None and self.on_bad_row != "skip":
             raise DataError(
-                f"--max-bad-rows {self.max_bad_rows} needs --on-bad-row skip and a value of at "
-                "least 0.",
+                f"--max-bad-rows {self.max_bad_rows} needs --on-bad-row skip.",
                 fix="For example, write --on-bad-row skip --max-bad-rows 100.",
             )
         if self.chat is not None:
@@ -126,10 +111,3 @@ class Options:
                 "--max-bytes and --chat cannot be combined: a conversation is not cut.",
                 fix="Limit the conversations with --max-documents.",
             )
-
-
-def not_positive(option: str, value: int) -> DataError:
-    """Return the error for an option whose value must be at least 1."""
-    return DataError(
-        f"{option} {value} must be at least 1.", fix=f"Leave {option} out for the default."
-    )

@@ -211,8 +211,6 @@ def test_dropping_duplicates_makes_a_different_dataset(tmp_path):
         prepare_dataset(
             [path], tmp_path / "out", Options(tokenizer="byte", split="tail 0.5", duplicates="drop")
         )
-    with pytest.raises(DataError, match="--duplicates 'sort'"):
-        prepare_dataset([path], tmp_path / "out", Options(duplicates="sort"))
 
 
 @pytest.mark.parametrize(

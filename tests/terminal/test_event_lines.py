@@ -1,4 +1,4 @@
-"""The lines about a mirror."""
+"""The line of `train` about each event."""
 
 import pytest
 
@@ -35,7 +35,28 @@ URL = "s3://bucket/runs/x"
             "The next start of this run sends it.",
         ),
         ({"event": "upload_of_something_else"}, None),
+        (
+            {"event": "resume", "step": 70, "last_step": 1500, "from_checkpoint": "r/step-70"},
+            "Resuming at step 70 of 1,500 from r/step-70",
+        ),
+        (
+            {"event": "evaluation", "loss": 2.33564, "tokens": 111_540},
+            "Whole validation split: loss 2.3356 on 111,540 tokens",
+        ),
+        ({"event": "alarm", "kind": "x", "text": "It fell {12%}."}, "Alarm: It fell {12%}."),
+        ({"event": "alarm_over", "kind": "x", "text": "It is back."}, "It is back."),
+        ({"event": "logger", "logger": "wandb", "text": "https://a/b"}, "wandb: https://a/b"),
+        (
+            {"event": "no_tensorboard", "logger": "tensorboard", "reason": "Disk full"},
+            "TensorBoard's event file can no longer be written (Disk full); metrics.jsonl has the "
+            "same figures.",
+        ),
+        (
+            {"event": "no_mlflow", "logger": "mlflow", "reason": "refused"},
+            "The logger mlflow has failed and is left out (refused). Training continues; "
+            "metrics.jsonl has the same figures.",
+        ),
     ],
 )
-def test_what_is_said_about_an_upload(event, line):
+def test_each_event_has_its_line(event, line):
     assert event_line(event | {"url": URL}) == line

@@ -2,13 +2,13 @@
 
 import os
 import pty
+import subprocess
 import sys
 import termios
 
 import pytest
 
-from flatout.streams import printable
-from flatout.terminal import columns, wrapped
+from flatout.streams import columns, printable, wrapped
 
 
 def test_printable_replaces_control_characters():
@@ -52,3 +52,19 @@ def test_columns_are_the_terminals_and_80_without_one(monkeypatch):
             assert columns() == 80
             monkeypatch.setattr(sys, "stderr", terminal)
             assert columns() == 47
+
+
+def test_an_error_is_wrapped_on_a_narrow_terminal_and_whole_in_a_pipe():
+    words = [sys.executable, "-m", "flatout", "trian", "demo"]
+    ours, theirs = pty.openpty()
+    with os.fdopen(ours, "rb", buffering=0) as terminal:
+        termios.tcsetwinsize(theirs, (24, 40))
+        subprocess.run(words, stdout=subprocess.DEVNULL, stderr=theirs, check=False)
+        os.close(theirs)
+        lines = terminal.read(65536).decode().splitlines()
+    assert lines[1].startswith("Fix: Did you mean 'train'?")
+    assert len(lines) > 4
+    assert max(map(len, lines)) <= 40
+    piped = subprocess.run(words, capture_output=True, text=True, check=False).stderr
+    assert " ".join(" ".join(lines).split()) == " ".join(piped.split())
+    assert piped.count("\n") == 2
