@@ -36,6 +36,8 @@ class Process:
         for path in self._paths:
             path.touch()
         environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
+        if env is None:
+            environment.pop("RANK", None)
         before = os.environ.get("OMP_NUM_THREADS")
         os.environ["OMP_NUM_THREADS"] = "1"  # torch reads it when the server imports it
         try:
@@ -78,13 +80,25 @@ def _run(words, environment, folder, paths):
     os.environ.update(environment)
     os.chdir(folder)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.path[:] = [entry for entry in sys.path if entry]
     if words[0] == "-m":
+        sys.path.insert(0, os.getcwd())
         sys.argv = words[1:]
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv = words
         sys.path.insert(0, str(Path(words[0]).parent))
         runpy.run_path(words[0], run_name="__main__")
+
+
+def run(words, *, cwd=".", timeout=240):
+    """Run `python WORDS...`, and return a `subprocess.CompletedProcess`."""
+    process = Process(words, cwd=cwd)
+    try:
+        out, err = process.communicate(timeout)
+    finally:
+        process.kill()
+    return subprocess.CompletedProcess(words, process.returncode, out, err)
 
 
 def start_ranks(words, count=2, *, env=None, cwd="."):
