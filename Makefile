@@ -103,7 +103,7 @@ test-fast: .venv/test/.installed
 
 test: check
 	@echo "pytest: collecting the tests takes about half a minute"
-	@$(ONE_THREAD) .venv/test/bin/python $(PYTEST) $(ARGS)
+	@$(ONE_THREAD) .venv/test/bin/python $(PYTEST) --durations 10 --ignore tests/benchmarks $(ARGS)
 
 # Warnings from compilers and drivers do not fail these tests. A test that hangs in the driver ends only its own process.
 test-gpu: .venv/test/.installed

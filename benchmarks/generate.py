@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from measurement import facts, in_turns, markdown, parser, publish, spread
 
-from flatout.inference.generate import tokens_after
+from flatout.inference.generate import Context, tokens_after
 from flatout.models.language_model import LanguageModel
 from flatout.models.transformer import Transformer
 from flatout.ops import Ops, attention, cross_entropy
@@ -73,7 +73,7 @@ def timed(
 ) -> tuple[dict[str, float], list[int]]:
     """Sample after a prompt; return first-token seconds, the rate of the rest, and the tokens."""
     times, drawn = [time.perf_counter()], []
-    tokens = tokens_after(model, prompt, lambda logits_V: int(logits_V.argmax()))
+    tokens = tokens_after(Context(model), prompt, lambda logits_V: int(logits_V.argmax()))
     for token in islice(tokens, num_tokens):
         times.append(time.perf_counter())
         drawn.append(token)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import warm
 
 pytestmark = pytest.mark.slow
 
@@ -56,19 +55,14 @@ def folder(tmp_path_factory):
 
 
 def python(folder: Path, program: str, *arguments: str) -> str:
-    """Run a program in a new Python process that imports the copy, and return its output."""
-    program = (
-        f"import sys; sys.path.insert(0, {str(folder)!r})\n{program}\n"
+    """Run a program in a process that imports the copy, and return its output."""
+    script = folder / "program.py"
+    script.write_text(
+        "import sys\nfor name in [name for name in sys.modules if name.startswith('flatout')]:\n"
+        f"    del sys.modules[name]\n{program}\n"
         f"import flatout; assert flatout.__file__.startswith({str(folder)!r})"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program, *arguments],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    done = warm.run([script, *arguments], cwd=folder)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout
 

@@ -51,8 +51,8 @@ def export(
 
     The directory has the weights, the configuration, the tokenizer, and a model card with the
     figures that the run measured. A shape that no class of transformers has is exported with a
-    file that wraps flatout's own model. Weights are read and written one at a time, so the size of
-    the model does not matter. The directory is complete or absent.
+    file that wraps flatout's own model. Weights are read one file of the export at a time
+    (--shard-mib), so the size of the model does not matter. The directory is complete or absent.
 
     Raises: CheckpointError when the run has no such checkpoint; OutputInUse when the directory has
             other files; ConfigError or DataError when the format cannot express the model.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from flatout.conversation.rendering import Renderer
@@ -12,7 +13,7 @@ from flatout.conversation.templates import ChatTemplate
 from flatout.conversation.turns import ASSISTANT
 from flatout.data.tokenizers.conversation import encode_pieces
 from flatout.errors import ConfigError, DataError
-from flatout.inference.generate import Context, draw_token, generator_of
+from flatout.inference.generate import Context, draw_token, generator_of, text_of, tokens_after
 from flatout.inference.text import DecodedText, StoppedText
 from flatout.json_io import JsonObject
 from flatout.progress import SILENT, Progress
@@ -167,26 +168,8 @@ class ChatSession:
     def _generate(self, ids: list[int]) -> Iterator[str]:
         tokenizer, sampling, end = self._tokenizer, self._sampling, self._renderer.end_token
         ends = {tokenizer.eot_id} | ({tokenizer.special_tokens()[end]} if end else set())
-        decoded = DecodedText(tokenizer, [])
         text = StoppedText(() if end else (self._renderer.end,))
-        choose = self._choose(tokenizer)
-        with evaluating(self._model):
-            token = choose(self._context.read_text(ids))
-            for number in range(1, sampling.max_tokens + 1):
-                if token in ends:
-                    break
-                if piece := text.push(decoded.push(token)):
-                    yield piece
-                if text.stopped:
-                    return
-                if number < sampling.max_tokens:
-                    token = choose(self._context.read_token(token))
-        if rest := text.push(decoded.rest()) + text.rest():
-            yield rest
-
-    def _choose(self, tokenizer: Tokenizer) -> partial[int]:
-        sampling = self._sampling
-        return partial(
+        choose = partial(
             draw_token,
             vocab_size=tokenizer.vocab_size,
             temperature=sampling.temperature,
@@ -194,3 +177,6 @@ class ChatSession:
             top_p=sampling.top_p,
             generator=self._generator,
         )
+        with evaluating(self._model):
+            tokens = islice(tokens_after(self._context, ids, choose), sampling.max_tokens)
+            yield from text_of(tokens, ends, DecodedText(tokenizer, []), text)

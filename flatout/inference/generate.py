@@ -5,7 +5,7 @@ Letters: B rows, V vocabulary, K candidate tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -39,7 +39,7 @@ def sample(
 
     Stops at the end of the document, before a `stop` string, or after `max_tokens`. Sampling has
     its own random generator, so it does not affect a run in training. The model sees at most
-    `max_context` tokens (see `tokens_after`): pass the `seq_len` it was trained with.
+    `max_context` tokens (see `Context`): pass the `seq_len` it was trained with.
     Raises: ConfigError when a setting is out of range; DataError when the prompt cannot be encoded.
     """
     choose = partial(
@@ -50,39 +50,34 @@ def sample(
         top_p=top_p,
         generator=generator_of(model, seed),
     )
-    prompt_ids = tokenizer.encode(prompt)
-    decoded, text = DecodedText(tokenizer, prompt_ids), StoppedText(stop)
-    ids = prompt_ids or [tokenizer.eot_id]
+    ids = tokenizer.encode(prompt)
+    decoded, text = DecodedText(tokenizer, ids), StoppedText(stop)
     with evaluating(model):
-        for token in islice(tokens_after(model, ids, choose, max_context=max_context), max_tokens):
-            if token == tokenizer.eot_id:
-                break
-            piece = text.push(decoded.push(token))
-            if piece:
-                yield piece
-            if text.stopped:
-                return
+        tokens = tokens_after(Context(model, max_context), ids or [tokenizer.eot_id], choose)
+        yield from text_of(islice(tokens, max_tokens), {tokenizer.eot_id}, decoded, text)
+
+
+def text_of(
+    tokens: Iterable[int], ends: Collection[int], decoded: DecodedText, text: StoppedText
+) -> Iterator[str]:
+    """Yield the text of tokens in pieces of whole characters, up to one of `ends` or a stop."""
+    for token in tokens:
+        if token in ends:
+            break
+        piece = text.push(decoded.push(token))
+        if piece:
+            yield piece
+        if text.stopped:
+            return
     rest = text.push(decoded.rest()) + text.rest()
     if rest:
         yield rest
 
 
 def tokens_after(
-    model: LanguageModel,
-    ids: Sequence[int],
-    choose: Callable[[Tensor], int],
-    *,
-    max_context: int | None = None,
+    context: Context, ids: Sequence[int], choose: Callable[[Tensor], int]
 ) -> Iterator[int]:
-    """Yield the tokens that follow `ids`, endlessly; `choose` picks each from its logits (V,).
-
-    The model sees the text from the start, or the last `max_context` tokens of longer `ids`; None
-    is the model's own limit. When the context is full, its second half is read again from position
-    0 and becomes the new context. Each token therefore costs the forward pass of one token, or of
-    two on average for long texts. A model without a limit, such as a recurrent one, never restarts
-    its context.
-    """
-    context = Context(model, max_context)
+    """Yield the tokens that follow `ids`, endlessly; `choose` picks each from its logits (V,)."""
     token = choose(context.read_text(ids))
     while True:
         yield token
@@ -90,7 +85,14 @@ def tokens_after(
 
 
 class Context:
-    """The tokens that a model has read, and the decoder that keeps its state of them."""
+    """The tokens that a model has read, and the decoder that keeps its state of them.
+
+    The model sees the text from the start, or the last `max_context` tokens of a longer one; None
+    is the model's own limit. When the context is full, its second half is read again from position
+    0 and becomes the new context. Each token therefore costs the forward pass of one token, or of
+    two on average for long texts. A model without a limit, such as a recurrent one, never restarts
+    its context.
+    """
 
     def __init__(self, model: LanguageModel, max_context: int | None = None) -> None:
         self._model, self._max_context = model, max_context

@@ -10,7 +10,7 @@ from scripted import EOT, Script, wordpiece
 from torch import nn
 
 from flatout.data.tokenizers.byte import ByteTokenizer
-from flatout.inference.generate import draw_token, sample, tokens_after
+from flatout.inference.generate import Context, draw_token, sample, tokens_after
 from flatout.models.language_model import Decoder, LanguageModel
 from flatout.models.transformer import Transformer
 from flatout.ops import Ops, attention, cross_entropy
@@ -86,7 +86,7 @@ class Tally(Decoder):
 def test_a_model_without_a_limit_reads_each_token_once():
     model, reads = Script(b""), []
     model.decoder = lambda max_tokens: Tally(reads)
-    found = list(islice(tokens_after(model, [1, 2, 4], greedy, max_context=2), 40))
+    found = list(islice(tokens_after(Context(model, 2), [1, 2, 4], greedy), 40))
     assert found[:5] == [7, 4, 8, 6, 2]
     assert reads == [3] + [1] * 39
 
@@ -198,7 +198,7 @@ def test_a_cache_does_not_change_any_token(own, temperature, top_k, top_p, max_c
             top_p=top_p,
             generator=torch.Generator().manual_seed(3),
         )
-        found = tokens_after(model, [7, 3, 5], choose, max_context=max_context)
+        found = tokens_after(Context(model, max_context), [7, 3, 5], choose)
         return list(islice(found, num_tokens))
 
     cached = tokens()

@@ -23,6 +23,11 @@ class Source:
     def tree(self) -> ast.Module:
         return ast.parse(self.text, filename=self.path)
 
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        """All nodes of the tree."""
+        return list(ast.walk(self.tree))
+
     @property
     def is_package(self) -> bool:
         return self.path.endswith("__init__.py")

@@ -53,7 +53,7 @@ def config_classes(sources) -> list[tuple[str, ast.ClassDef]]:
     classes = [
         (source.path, node)
         for source in sources
-        for node in ast.walk(source.tree)
+        for node in source.nodes
         if isinstance(node, ast.ClassDef)
     ]
     sections = {"Section"}

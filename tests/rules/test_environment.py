@@ -11,7 +11,7 @@ NAMES = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 
 
 def reads_environment(source) -> list[str]:
-    nodes = list(ast.walk(source.tree))
+    nodes = list(source.nodes)
     uses = [
         node
         for node in nodes

@@ -53,7 +53,7 @@ def is_sentence(words: str) -> bool:
 def without_fix(source) -> list[str]:
     """List errors that lack `fix=` or a message, or whose text is not a sentence."""
     wrong = []
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if not isinstance(node, ast.Call) or called(node) not in FAMILY:
             continue
         where = f"{source.path}:{node.lineno} {called(node)}"
@@ -77,11 +77,7 @@ def without_fix(source) -> list[str]:
 
 def raised_at_users(source) -> list[str]:
     """List raises of Python's general exceptions, which have no fix."""
-    raises = (
-        node
-        for node in ast.walk(source.tree)
-        if isinstance(node, ast.Raise) and node.exc is not None
-    )
+    raises = (node for node in source.nodes if isinstance(node, ast.Raise) and node.exc is not None)
     names = (
         (node.lineno, ast.unparse(node.exc.func if isinstance(node.exc, ast.Call) else node.exc))
         for node in raises
@@ -91,7 +87,7 @@ def raised_at_users(source) -> list[str]:
 
 def swallowed(source) -> list[str]:
     """List handlers that catch every exception and do nothing."""
-    handlers = (node for node in ast.walk(source.tree) if isinstance(node, ast.ExceptHandler))
+    handlers = (node for node in source.nodes if isinstance(node, ast.ExceptHandler))
     return [
         f"{source.path}:{node.lineno} swallows every exception"
         for node in handlers

@@ -117,7 +117,7 @@ def inside(package: str) -> Callable[[str], str | None]:
 def imported(source, modules: set[str]) -> list[tuple[str, int]]:
     """Return the modules of flatout that a file imports, with the line numbers."""
     found: list[tuple[str, int]] = []
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Import):
             found += [(alias.name, node.lineno) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):

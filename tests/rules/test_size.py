@@ -50,9 +50,7 @@ def function_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 def long_functions(source) -> list[str]:
     functions = (
-        node
-        for node in ast.walk(source.tree)
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        node for node in source.nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     )
     return [
         f"{source.path}:{node.lineno} {node.name}: {size} lines"

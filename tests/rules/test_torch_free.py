@@ -51,10 +51,6 @@ def heavy(modules: set[str]) -> list[str]:
     return sorted(modules & {"torch", "tensorboard"})
 
 
-def test_import_flatout_imports_no_torch(root):
-    assert heavy(modules_after("import flatout", root)) == []
-
-
 def test_light_modules_import_no_torch(package, root):
     names = [source.module for source in package if not HEAVY_PARTS & set(source.module.split("."))]
     assert len(names) > 20
@@ -73,50 +69,22 @@ def test_light_modules_import_no_torch(package, root):
     assert done.returncode == 0, done.stderr.strip().splitlines()[-1]
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--help"],
-        ["train", "--help"],
-        ["list", "recipes"],
-        ["list", "speedups"],
-        ["list", "models"],
-        ["list", "machines"],
-        ["list", "datasets"],
-    ],
-    ids=" ".join,
-)
-def test_quick_commands_import_no_torch(root, arguments):
-    code = f"sys.argv[1:] = {arguments!r}; from flatout.cli import main; main()"
-    assert heavy(modules_after(code, root)) == []
-
-
-def test_prepare_import_and_inspect_import_no_torch(root, tmp_path):
+def test_quick_commands_import_no_torch(root, tmp_path):
     text, tokens = tmp_path / "book.txt", tmp_path / "tokens.bin"
     text.write_text("A sentence of a book. " * 200, encoding="utf-8")
     tokens.write_bytes(bytes([7, 0, 0, 1]) * 200)
-    for arguments in (
-        [
-            "prepare",
-            str(text),
-            "--out",
-            str(tmp_path / "data"),
-            "--tokenizer",
-            "byte",
-            "--workers",
-            "1",
-        ],
+    prepare = ["prepare", str(text), "--out", str(tmp_path / "data"), "--tokenizer", "byte"]
+    commands = [
+        ["--help"],
+        ["train", "--help"],
+        *(["list", kind] for kind in ("recipes", "speedups", "models", "machines", "datasets")),
+        [*prepare, "--workers", "1"],
         ["inspect", str(tmp_path / "data")],
         ["import", str(tokens), "--out", str(tmp_path / "old"), "--tokenizer", "byte"],
-    ):
-        assert (
-            heavy(
-                modules_after(
-                    f"sys.argv[1:] = {arguments!r}; from flatout.cli import main; main()", root
-                )
-            )
-            == []
-        )
+    ]
+    run = "import flatout; from flatout.cli import execute"
+    check = "assert not execute(words) and 'torch' not in sys.modules, words"
+    assert heavy(modules_after(f"{run}\n    for words in {commands!r}: {check}", root)) == []
 
 
 def test_the_rule_finds_an_import_of_torch(root):

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
 from typing import ClassVar
 
 import numpy as np
 import pytest
 import torch
 import yaml
+from warm import run_ranks
 
 from flatout.errors import CheckpointError, RunFailed, Stopped
 from flatout.models import transformer
@@ -215,15 +213,8 @@ def test_two_processes_are_rewound_together(allergic, tmp_path, shard):
     (tmp_path / "picky.py").write_text(PICKY)
     values = {"model.kind": "picky:Picky", "parallel.shard": shard}
     (tmp_path / "picky.yaml").write_text(yaml.safe_dump(config.with_values(values).to_dict()))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    done = subprocess.run(
-        [*torchrun, "2", "-m", "flatout", "train", "picky.yaml", "--run-dir", "two"],
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    words = ["-m", "flatout", "train", "picky.yaml", "--run-dir", "two"]
+    done = run_ranks(words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert read_left_out(tmp_path / "two") == read_left_out(tmp_path / "one")
     one, two = (losses(tmp_path / name) for name in ("one", "two"))
@@ -236,6 +227,7 @@ from pathlib import Path
 
 from flatout.models import transformer
 from flatout.terminal import closing
+from warm import run_ranks
 
 BAD = {tuple(row) for row in json.loads(Path(__file__).with_name("bad.json").read_text())}
 

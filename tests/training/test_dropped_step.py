@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from warm import run_ranks
 
 from flatout.errors import Stopped
 from flatout.models.transformer import Transformer
@@ -173,21 +172,6 @@ def test_the_request_is_announced(tiny_config, tmp_path, signal_in, messages):
 )
 def test_two_processes_drop_the_step_together(tiny, tiny_set, tmp_path, speedups):
     """Only the second gets the signal, in its first micro-batch; both stop before the third."""
-    here = Path(__file__).parent
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        str(here / "drop_worker.py"),
-    ]
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": f"{here.parent.parent}:{here.parent}",
-    }
     values = json.dumps(
         {
             **tiny,
@@ -197,13 +181,7 @@ def test_two_processes_drop_the_step_together(tiny, tiny_set, tmp_path, speedups
             "speedups": speedups,
         }
     )
-    done = subprocess.run(
-        [*command, str(tmp_path), values],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    done = run_ranks([Path(__file__).with_name("drop_worker.py"), tmp_path, values])
     assert done.returncode == 0, done.stderr
     found = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2)]
     assert [each["ran"] for each in found] == [2, 2]

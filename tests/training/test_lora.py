@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml
+from warm import run_ranks
 
 from flatout.commands.eval import evaluate
 from flatout.commands.export import export
@@ -165,15 +163,8 @@ def test_two_processes_have_the_losses_of_one_and_its_checkpoints(
     config = lora_config(batch__rows_per_device=2, train__eval_every=2, checkpoint__keep="all")
     run_training(config, tmp_path / "one")
     (tmp_path / "lora.yaml").write_text(yaml.safe_dump(config.to_dict()))
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    words = ["-m", "flatout", "train", str(tmp_path / "lora.yaml"), *overrides]
-    done = subprocess.run(
-        [sys.executable, *launcher, *words, "--run-dir", str(tmp_path / "two"), "--json"],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    words = ["-m", "flatout", "train", tmp_path / "lora.yaml", *overrides]
+    done = run_ranks([*words, "--run-dir", tmp_path / "two"])
     assert done.returncode == 0, done.stderr
     one, two = (
         [record["train/loss"] for record in records(tmp_path / name) if "train/loss" in record]

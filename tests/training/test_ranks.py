@@ -1,15 +1,12 @@
 """Checkpoints of several processes, sharded or replicated, read by more or fewer processes."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from stand_in import build, outcome, train
+from warm import run_ranks
 
 from flatout.training.checkpoint import catalog, read_write, savers
 
@@ -35,33 +32,8 @@ def ranks(tmp_path_factory):
 
 
 def launch(world_size, *arguments):
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    shared = {
-        **os.environ,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": str(world_size),
-        "OMP_NUM_THREADS": "1",
-    }
-    shared["PYTHONPATH"] = str(HERE.parent.parent)
-    command = [sys.executable, str(HERE / "ranks_worker.py"), *map(str, arguments)]
-    processes = [
-        subprocess.Popen(
-            command,
-            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world_size)
-    ]
-    try:
-        errors = [process.communicate(timeout=200)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0] * world_size, errors
+    done = run_ranks([HERE / "ranks_worker.py", *arguments], world_size)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.fixture(params=LAYOUTS)

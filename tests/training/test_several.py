@@ -15,6 +15,7 @@ import psutil
 import pytest
 import yaml
 from safetensors.torch import load_file
+from warm import run_ranks
 
 from flatout.config.schema import load_config
 from flatout.errors import ConfigError
@@ -46,28 +47,21 @@ def recipe(ragged_set, tiny, tmp_path_factory):
 
 
 def launch(recipe, folder, *overrides):
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        "-m",
-        "flatout",
-        "train",
-        str(recipe),
-    ]
+    words = ["-m", "flatout", "train", recipe, *overrides, "--run-dir", folder, "--json"]
+    return run_ranks(words)
+
+
+def under_torchrun(recipe, folder):
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    words = [*torchrun, "-m", "flatout", "train", str(recipe), "--run-dir", str(folder), "--json"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        [*command, *overrides, "--run-dir", str(folder), "--json"],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
+        [sys.executable, *words], env=environment, capture_output=True, text=True, timeout=240
     )
 
 
-def torchrun(recipe, folder, *overrides):
+def several(recipe, folder, *overrides, launch=launch):
+    """Train in two processes, and return the result."""
     done = launch(recipe, folder, *overrides)
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if line.strip()]
@@ -83,7 +77,7 @@ def losses(folder, name="train/loss"):
 @pytest.mark.parametrize("overrides", [(), ("parallel.shard=2",)], ids=["ddp", "fully-shard"])
 def test_two_processes_have_the_losses_of_one(recipe, tmp_path, overrides):
     one = run_training(load_config(recipe), tmp_path / "one")
-    two = torchrun(recipe, tmp_path / "two", *overrides)
+    two = several(recipe, tmp_path / "two", *overrides)
     assert two["steps"] == one["steps"] == 8
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
     assert losses(tmp_path / "two", "train/grad_norm") == pytest.approx(
@@ -109,7 +103,7 @@ def test_two_processes_agree_on_a_mix_init_from_and_early_stop(
         "schedule.warmup=0",
     ]
     one = run_training(load_config(recipe, overrides), tmp_path / "one")
-    two = torchrun(recipe, tmp_path / "two", *overrides, "parallel.shard=2")
+    two = several(recipe, tmp_path / "two", *overrides, "parallel.shard=2")
     assert one["stopped_early"]
     assert (two["steps"], two["best_step"], two["stopped_early"]) == (
         one["steps"],
@@ -124,7 +118,7 @@ def test_two_processes_agree_on_a_mix_init_from_and_early_stop(
 
 def test_a_run_of_two_processes_resumes_on_one(recipe, tmp_path, events):
     run_training(load_config(recipe), tmp_path / "whole")
-    torchrun(
+    several(
         recipe,
         tmp_path / "run",
         "parallel.shard=2",
@@ -152,7 +146,7 @@ def test_a_run_of_two_with_deferred_sync_resumes_on_one(recipe, tmp_path):
     """One process then has all micro-batches and no gradients to synchronise."""
     run_training(load_config(recipe), tmp_path / "whole")
     named = "speedups=auto,-compile,+deferred-sync"
-    torchrun(recipe, tmp_path / "run", named, "checkpoint.every_steps=4", "checkpoint.keep=9")
+    several(recipe, tmp_path / "run", named, "checkpoint.every_steps=4", "checkpoint.keep=9")
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-8")
     (tmp_path / "run" / "summary.json").unlink()
     resumed = run_training(load_config(recipe, [named]), tmp_path / "run")
@@ -204,7 +198,7 @@ def test_train_devices_starts_the_processes(recipe, tmp_path, events):
     assert launcher.returncode == 0, err
     (line,) = [line for line in out.splitlines() if line.strip()]
     two = json.loads(line)
-    theirs = torchrun(recipe, tmp_path / "torchrun")
+    theirs = several(recipe, tmp_path / "torchrun", launch=under_torchrun)
     assert two["weights_sha256"] == theirs["weights_sha256"]
     assert losses(tmp_path / "own") == losses(tmp_path / "torchrun")
     (start,) = events(tmp_path / "own", "start")

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
+import warm
 import yaml
 
 from flatout.config.schema import RunConfig
@@ -78,14 +76,5 @@ class Gift:
 
 
 def run_program(*words, cwd):
-    """Run flatout in a process, without the working directory in sys.path, as the script does."""
-    program = f"import sys; sys.path[:1] = [{str(ROOT)!r}]; from flatout.cli import main; main()"
-    kept = {key: value for key, value in os.environ.items() if key not in {"RANK", "PYTHONPATH"}}
-    return subprocess.run(
-        [sys.executable, "-c", program, *words],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        env=kept,
-    )
+    """Run flatout in a process; `python -m flatout` does not search the working directory."""
+    return warm.run(["-m", "flatout", *words], cwd=cwd)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import ast
-import os
 import re
 import shutil
-import subprocess
-import sys
 
 import pytest
 import yaml
 from gifts import CODE, ROOT, WAYS, run_program
+from warm import run_ranks
 
 import flatout
 from flatout import trust
@@ -216,30 +214,8 @@ def test_several_ranks_import_nothing(gift, tmp_path):
     config = gift.asked.to_dict() | {"batch": {"tokens_per_step": 128}}
     (tmp_path / "my.yaml").write_text(yaml.safe_dump(config))
     gift.names({"speedups": ["runs.gift.weights:Speedup"]})
-    words = [
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "-m",
-        "flatout",
-        "train",
-        "my.yaml",
-        "--run-dir",
-        "runs/gift",
-    ]
-    kept = {key: value for key, value in os.environ.items() if key != "RANK"} | {
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-    }
-    done = subprocess.run(
-        [sys.executable, *words],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=250,
-        env=kept,
-    )
+    words = ["-m", "flatout", "train", "my.yaml", "--run-dir", "runs/gift"]
+    done = run_ranks(words, cwd=tmp_path)
     assert done.returncode != 0
     assert "names code that opening" in done.stderr
     assert not gift.ran

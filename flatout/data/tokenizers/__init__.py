@@ -54,14 +54,13 @@ def make_tokenizer(
     train_on: BoundedSample | None = None,
     pattern: str | None = None,
     end_of_text: str | None = None,
-    cache: Path | None = None,
     progress: Progress = SILENT,
 ) -> Tokenizer:
     """Return the tokenizer that `spec` names, with the fastest engine that gives its ids.
 
     `spec` is char, byte, train:N, a file, a directory, or a repository of the Hugging Face hub,
     `ORG/NAME` or `ORG/NAME@REVISION`. `train_on` returns the text for train:N, by default
-    `sample`. `cache` is the directory of cached results on engines; None disables the cache.
+    `sample`.
 
     Raises: DataError for any other name, a file that cannot be used, or an empty sample;
             MissingPackage.
@@ -69,12 +68,11 @@ def make_tokenizer(
     kind = kind_named(spec)
     if kind is not None and kind.needs_corpus:
         tokenizer = kind.from_corpus(spec.partition(":")[2], sample, train_on or sample, progress)
-        cache = None  # results for a newly trained tokenizer would not be used again
     else:
         tokenizer = existing_tokenizer(spec, pattern, end_of_text, progress=progress)
     # twice as much, since the sample may include parts without text
     texts = sample(2 * WORTHWHILE_CHARACTERS) if tokenizer.engines else ()
-    return choose_engine(tokenizer, texts, cache=cache, progress=progress)
+    return choose_engine(tokenizer, texts, progress)
 
 
 def _kinds_by(constant: str) -> dict[str, str]:

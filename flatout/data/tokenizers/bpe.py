@@ -101,12 +101,12 @@ class RankTokenizer(Tokenizer):
     kind: ClassVar[str] = "bpe"
     needs_corpus = True
     splits_all_text = True
-    engines: tuple[str, ...] = ("gigatoken", "tiktoken")
 
     def __init__(
         self, name: str, pieces: Sequence[bytes | None], pattern: str, eot_id: int
     ) -> None:
-        self.engine = self.engines[-1]
+        self.engines = ("gigatoken", "tiktoken") if pattern in SCHEMES else ("tiktoken",)
+        self.engine = "tiktoken"
         self.name = name
         self.pieces = list(pieces)
         self.pattern = pattern
@@ -199,7 +199,7 @@ class RankTokenizer(Tokenizer):
     def encoder(self) -> Encode:
         """The encoder of this tokenizer's engine."""
         if self.engine == "gigatoken":
-            return gigatoken_of_ranks(self.pieces, SCHEMES.get(self.pattern))
+            return gigatoken_of_ranks(self.pieces, SCHEMES[self.pattern])
         ranks = {piece: index for index, piece in enumerate(self.pieces) if piece is not None}
         try:
             return tiktoken_of(self.name, ranks, self.pattern)

@@ -12,11 +12,11 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 from flatout.data.tokenizers.base import NotEncodable, Tokenizer, is_panic
-from flatout.data.tokenizers.engine_choice import CORNERS, verdict_path, write_verdict
 from flatout.data.tokenizers.engines import versioned
 from flatout.errors import DataError
 from flatout.process_limits import bound_memory, cpu_bounded, failure_of
@@ -32,6 +32,23 @@ PIECE_CPU_S = 300
 """CPU time of a prepare worker for one piece of a text, which has at most a million characters."""
 PIECE_BYTES = 8 << 30
 """Memory of a prepare worker beyond what it has at the start."""
+CORNERS = (
+    "",
+    " ",
+    "  a  b\t\tc \n d\n\n e\r\n\r\nf \r g\n \n",
+    "don't DON'T we'll WE'LL it\u2019s 'S 'ſ I've'd re're \u017f's",
+    "1 12 123 1234 12345 1a2b ²³½ ١٢٣ Ⅷ ①",
+    "e\u0301 E\u0308\u0301 a\u0323\u0307 \u0301x \u1100\u1161\u11a8 \u212b "
+    "\u0344 q\u0307\u0323 \u0915\u093c",
+    "\u200b\u200c\u200d\u2060\ufeff a\u200bb \u200d\u200d \u00ad",
+    "\x00\x01\x1c\x1d\x1e\x1f\x7f\x85\xa0\u1680\u2003\u2028\u2029\u202f\u3000 x\x1cy",
+    "👩‍👩‍👧‍👦 🏳️‍🌈 👍🏽 🇩🇪🇫🇷 1️⃣",
+    "日本語のテキスト。中文，测试！한국어 ไทย العربية עברית हिन्दी",
+    "\ufffe\uffff\ue000\U000f0000\U0010ffff\ufdd0\ufffd",
+    "camelCaseHTTPServer snake_case __init__ x+=1; // a/b/c\n/d ...\n\n!!!\r\n==>\n",
+    "Ǆ ǅ ǆ ß ẞ İ ı ﬁ ﬀ Σσς",
+)
+"""Strings of unusual characters, spaces, line ends and combinations."""
 _REFUSED = 3
 """The exit code of a process that reports an error."""
 _PROGRAM = """import sys; sys.path[:] = {path!r}
@@ -47,7 +64,8 @@ def require_usable(text: bytes, name: str, *, cache: Path | None) -> None:
     """
     versions = [versioned(engine) for engine in ("tokenizers", "tiktoken")]
     facts = [hashlib.sha256(text).hexdigest(), *versions, str(CHECK_VERSION)]
-    verdict = verdict_path(cache, "tokenizers", facts)
+    key = hashlib.sha256("\n".join(facts).encode()).hexdigest()
+    verdict = None if cache is None else cache.expanduser() / "tokenizers" / f"{key[:32]}.json"
     if verdict is not None and verdict.is_file():
         return
     program = _PROGRAM.format(path=sys.path, name=name, cpu_s=CPU_S)
@@ -67,7 +85,10 @@ def require_usable(text: bytes, name: str, *, cache: Path | None) -> None:
     if tried.returncode:
         limits = f"the limits are {CPU_S} s and {MEMORY_BYTES >> 30} GiB"
         raise _refused(name, f"it {failure_of(tried.returncode)} ({limits})")
-    write_verdict(verdict, {"engines": versions})
+    if verdict is not None:
+        with suppress(OSError):  # it is tried out again next time
+            verdict.parent.mkdir(parents=True, exist_ok=True)
+            verdict.write_text(json.dumps({"engines": versions}) + "\n", encoding="utf-8")
 
 
 def _refused(name: str, why: str, fix: str = _FIX) -> DataError:

@@ -90,15 +90,13 @@ def gigatoken_of_json(definition: Document) -> Encode:
     return _Gigatoken(load)
 
 
-def gigatoken_of_ranks(pieces: Sequence[bytes | None], scheme: str | None) -> Encode:
+def gigatoken_of_ranks(pieces: Sequence[bytes | None], scheme: str) -> Encode:
     """Return gigatoken's encoder for the pieces of a .tiktoken file, in the order of their ids.
 
-    `scheme` is gigatoken's name for the pattern; None when it has none.
+    `scheme` is gigatoken's name for the pattern.
 
     Raises: MissingPackage; DataError when gigatoken cannot read them.
     """
-    if scheme is None:
-        raise cannot_encode("gigatoken", "it does not support this pattern")
     lines = b"".join(
         base64.b64encode(piece) + b" %d\n" % rank
         for rank, piece in enumerate(pieces)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 from flatout.errors import DataError, MissingPackage
@@ -78,25 +77,24 @@ def repository_file(
 ) -> Path | None:
     """Return the local path of another small file of a repository whose tokenizer was found.
 
-    None when the repository lacks it, or when it is not cached and the hub cannot be reached.
+    None when the repository lacks it, which is cached too, or the hub cannot be reached.
     """
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+    from huggingface_hub import _CACHED_NO_EXIST, hf_hub_download, try_to_load_from_cache
+    from huggingface_hub.errors import EntryNotFoundError
 
     match = _REPOSITORY.fullmatch(name)
     assert match is not None, "the caller has checked is_repository"
-    find = partial(
-        hf_hub_download,
-        match["repository"],
-        filename,
-        revision=match["revision"],
-        cache_dir=cache,
-        endpoint=endpoint,
-    )
-    with suppress(LocalEntryNotFoundError):
-        return Path(str(find(local_files_only=True)))
+    repository, revision = match["repository"], match["revision"]
+    cached = try_to_load_from_cache(repository, filename, cache_dir=cache, revision=revision)
+    if cached is _CACHED_NO_EXIST:
+        return None
+    if isinstance(cached, str):
+        return Path(cached)
     with suppress(OSError, EntryNotFoundError), progress.task(f"Looking for {filename} of {name}"):
-        return Path(str(find()))
+        found = hf_hub_download(
+            repository, filename, revision=revision, cache_dir=cache, endpoint=endpoint
+        )
+        return Path(str(found))
     return None
 
 

@@ -65,7 +65,9 @@ class HuggingFaceTokenizer(Tokenizer):
         self, name: str, definition: Document, eot_id: int, named: Mapping[str, str] | None = None
     ) -> None:
         self.layout: Layout | None = layout_of(definition)
-        self.engines = ("gigatoken", "tiktoken", "tokenizers") if self.layout else ("tokenizers",)
+        self.engines = ("tokenizers",)
+        if self.layout and self.layout.splits_in_bounds:
+            self.engines = ("gigatoken", "tiktoken", "tokenizers")
         self.engine = "tokenizers"
         self.name = name
         self.definition = definition

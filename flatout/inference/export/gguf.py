@@ -177,10 +177,10 @@ def _write_shape(writer: GGUFWriter, source: Source, config: TransformerConfig) 
 
 def _tensors(source: Source, config: TransformerConfig, family: str) -> Iterator[Planned]:
     """Yield the tensors under GGUF's names."""
-    read = latest(source.read)
-    for name in source.entries:
+    read = latest(source.weights.read)
+    for name, whole in source.weights.shapes.items():
         for theirs, part in _parts(name, config, family):
-            shape = tuple(part(torch.empty(source.entries[name].shape, device="meta")).shape)
+            shape = tuple(part(torch.empty(whole, device="meta")).shape)
             is_fp32 = len(shape) == 1 or name.startswith("position_embedding")
             dtype = torch.float32 if is_fp32 else source.dtype_of(name)
             yield Planned(theirs, dtype, shape, _converted(source, read, name, part, dtype))

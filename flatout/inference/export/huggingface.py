@@ -136,11 +136,11 @@ def no_stock_class(reasons: dict[str, str]) -> str:
 
 def foreign_tensors(source: Source, family: Architecture) -> Iterator[Planned]:
     """Yield the tensors of the family, each computed from one of flatout's when it is written."""
-    read = latest(source.read)
+    read = latest(source.weights.read)
     for each in family.tensors(source.model):
         assert each.split is not None, f"{each.name} of a family that can be exported"
-        entry = source.entries[each.name]
-        parts = each.split(torch.empty(entry.shape, device="meta"))
+        shape = source.weights.shapes[each.name]
+        parts = each.split(torch.empty(shape, device="meta"))
         for index, (name, part) in enumerate(zip(each.foreign, parts, strict=True)):
             yield Planned(
                 name,
@@ -176,12 +176,12 @@ def latest(read: Callable[[str], Tensor]) -> Callable[[str], Tensor]:
 
 def own_tensors(source: Source) -> Iterator[Planned]:
     """Yield every weight under its own name."""
-    for name, entry in source.entries.items():
-        yield Planned(name, source.dtype_of(name), entry.shape, _whole(source, name))
+    for name, shape in source.weights.shapes.items():
+        yield Planned(name, source.dtype_of(name), shape, _whole(source, name))
 
 
 def _whole(source: Source, name: str) -> Callable[[], Tensor]:
-    return lambda: source.converted(name, source.read(name))
+    return lambda: source.converted(name, source.weights.read(name))
 
 
 def own_config(source: Source) -> JsonObject:

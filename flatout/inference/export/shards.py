@@ -1,42 +1,23 @@
-"""Writes safetensors files tensor by tensor: only one tensor is in memory at a time.
-
-The format: the length of the header as eight bytes, the header as JSON (dtype, shape and byte
-range of each tensor), then the bytes of the tensors in that order.
-"""
+"""Writes safetensors files shard by shard: one file's tensors are in memory at a time."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
-from flatout.errors import CheckpointError
 from flatout.files import sync
-from flatout.json_io import JsonObject, write_json
+from flatout.json_io import write_json
 from flatout.progress import Task
 
 STEM = "model"
 INDEX = f"{STEM}.safetensors.index.json"
 METADATA = {"format": "pt"}
 """What transformers expects in the header."""
-_ALIGNMENT = 8
-"""The length of a header is a multiple of this."""
-_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
 
 
 @dataclass(frozen=True)
@@ -54,11 +35,13 @@ class Planned:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def loaded(self) -> Tensor:
-        """Return its values, contiguous on the CPU.
+        """Return its values on the CPU, contiguous and alone in their memory, as save_file needs.
 
         Shapes: as planned.
         """
         tensor = self.read().contiguous()
+        if tensor.untyped_storage().nbytes() != tensor.nbytes:
+            tensor = tensor.clone()
         assert (tensor.dtype, tuple(tensor.shape)) == (self.dtype, self.shape), self.name
         return tensor
 
@@ -73,7 +56,12 @@ def write_shards(folder: Path, planned: Sequence[Planned], max_bytes: int, task:
     for number, shard in enumerate(shards, 1):
         part = f"-{number:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
         path = folder / f"{STEM}{part}.safetensors"
-        write_safetensors(path, shard, task)
+        loaded = {}
+        for tensor in shard:
+            loaded[tensor.name] = tensor.loaded()
+            task.advance(tensor.num_bytes)
+        save_file(loaded, path, METADATA)
+        sync(path)
         files |= {tensor.name: path.name for tensor in shard}
     if len(shards) > 1:
         total = sum(tensor.num_bytes for tensor in planned)
@@ -92,39 +80,9 @@ def _shards(planned: Sequence[Planned], max_bytes: int) -> Iterator[list[Planned
     yield shard
 
 
-def write_safetensors(path: Path, planned: Sequence[Planned], task: Task) -> None:
-    """Write one safetensors file, and flush it to the disk."""
-    header: JsonObject = {"__metadata__": METADATA}
-    end = 0
-    for tensor in planned:
-        start, end = end, end + tensor.num_bytes
-        header[tensor.name] = {
-            "dtype": _dtype_name(tensor),
-            "shape": list(tensor.shape),
-            "data_offsets": [start, end],
-        }
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % _ALIGNMENT)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for tensor in planned:
-            file.write(raw_bytes(tensor.loaded()))
-            task.advance(tensor.num_bytes)
-    sync(path)
-
-
 def raw_bytes(tensor: Tensor) -> memoryview:
     """Return the bytes of a contiguous tensor, without a copy.
 
     Shapes: any.
     """
     return tensor.reshape(-1).view(torch.uint8).numpy().data
-
-
-def _dtype_name(tensor: Planned) -> str:
-    if tensor.dtype not in _DTYPES:
-        raise CheckpointError(
-            f"{tensor.name} has the type {tensor.dtype}, which safetensors files here lack.",
-            fix="Export with --dtype float32.",
-        )
-    return _DTYPES[tensor.dtype]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,12 +16,8 @@ from flatout.errors import CheckpointError
 from flatout.models.language_model import LanguageModel, LanguageModelConfig, model_of
 from flatout.ops import Ops
 from flatout.progress import SILENT, Progress
-from flatout.training.checkpoint import tensors
-from flatout.training.checkpoint.base import WEIGHTS
-from flatout.training.checkpoint.catalog import Entry, read_index, tokenizer_of
-from flatout.training.checkpoint.merged import MergedWeights
-from flatout.training.checkpoint.read_write import stored_weights
-from flatout.training.checkpoint.weights import weights_and_aliases
+from flatout.training.checkpoint.catalog import check_file, check_size, tokenizer_of
+from flatout.training.checkpoint.merged import MergedWeights, shapes_of
 from flatout.training.run_dir.layout import trusted_config
 from flatout.training.run_dir.lookup import find_checkpoint, find_run
 
@@ -44,28 +39,10 @@ class Source:
     model_class: type[LanguageModel]
     model: LanguageModelConfig
     tokenizer: Tokenizer
-    entries: Mapping[str, Entry]
-    """The dtype and shape of every weight, once, by its name in the model's state_dict."""
+    weights: MergedWeights
+    """Reads the weights, with the adapters of a LoRA run."""
     dtype: torch.dtype | None
     """The type to convert weights to; None keeps that of the checkpoint."""
-    merged: MergedWeights | None = None
-    """Reads the weights of a LoRA run, with its adapters."""
-
-    def read(self, name: str) -> Tensor:
-        """Return one weight as stored, unsharded; that of a LoRA run with its adapters.
-
-        The files are open only meanwhile: pages of a mapped file count as memory in use.
-
-        Shapes:  as in the model.
-        Raises:  CheckpointError when its file cannot be read.
-        """
-        if self.merged is not None:
-            return self.merged.read(name)
-        entry = self.entries[name]
-        key = f"{WEIGHTS}{name}"
-        weight = tensors.empty(entry)
-        tensors.fill({key: weight}, {key: entry}, self.checkpoint)
-        return weight
 
     def converted(self, name: str, weight: Tensor) -> Tensor:
         """Return a weight, or a part of it, in the type of the export.
@@ -83,7 +60,7 @@ class Source:
 
     def dtype_of(self, name: str) -> torch.dtype:
         """Return the type of one weight in the export; only floating-point ones are converted."""
-        stored = tensors.dtype_of(self.entries[name])
+        stored = self.weights.dtype_of(name)
         return self.dtype if self.dtype and stored.is_floating_point else stored
 
     @property
@@ -94,14 +71,14 @@ class Source:
     @property
     def num_parameters(self) -> int:
         """The number of weights; shared ones count once."""
-        return sum(math.prod(entry.shape) for entry in self.entries.values())
+        return sum(map(math.prod, self.weights.shapes.values()))
 
     @property
     def num_bytes(self) -> int:
         """The size of all weights in the export."""
         return sum(
-            math.prod(entry.shape) * self.dtype_of(name).itemsize
-            for name, entry in self.entries.items()
+            math.prod(shape) * self.dtype_of(name).itemsize
+            for name, shape in self.weights.shapes.items()
         )
 
 
@@ -123,18 +100,11 @@ def open_source(
     assert config is not None, "find_run found its config.yaml"
     path = find_checkpoint(folder, checkpoint, progress=progress)
     model_class, model_config = model_of(config)
-    entries = {name.removeprefix(WEIGHTS): entry for name, entry in stored_weights(path).items()}
-    merged = MergedWeights(path) if read_index(path).base is not None else None
-    if merged is not None:
-        entries = {
-            name: Entry(dtype="float32", shape=shape, slices=())
-            for name, shape in merged.shapes.items()
-        }
-    wanted = weights_and_aliases(model_class.on_meta(model_config, Ops.plain()))[0]
-    shapes = {name.removeprefix(WEIGHTS): tuple(one.shape) for name, one in wanted.items()}
-    stored = {name: entry.shape for name, entry in entries.items()}
-    for name in sorted(shapes.keys() | stored.keys()):
-        if shapes.get(name) != stored.get(name):
+    weights = MergedWeights(path, check_size, check_base=check_file)
+    wanted = shapes_of(model_class.on_meta(model_config, Ops.plain()))
+    stored = weights.shapes
+    for name in sorted(wanted.keys() | stored.keys()):
+        if wanted.get(name) != stored.get(name):
             raise CheckpointError(
                 f"The weights of {path} do not fit the model in {folder}/config.yaml: {name}.",
                 fix="Restore config.yaml from a copy.",
@@ -146,7 +116,6 @@ def open_source(
         model_class=model_class,
         model=model_config,
         tokenizer=load_tokenizer(folder / TOKENIZER, sha256=tokenizer_of(path)),
-        entries=entries,
+        weights=weights,
         dtype=DTYPES[dtype] if dtype else None,
-        merged=merged,
     )

@@ -105,14 +105,6 @@ def load_weights(
         tensors.fill(targets, index, checkpoint, task)
 
 
-def stored_weights(checkpoint: Path) -> dict[str, Entry]:
-    """Return the entry of every weight in a checkpoint, by its name in the index.
-
-    Raises: CheckpointError when its index is missing or damaged.
-    """
-    return weights_in(checked_index(checkpoint, catalog.check_file)[0])
-
-
 def weights_sha256(checkpoint: Path) -> str:
     """Return a digest of all stored weights; it does not depend on how many ranks wrote them."""
     digest = hashlib.sha256()

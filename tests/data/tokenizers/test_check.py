@@ -159,9 +159,7 @@ def test_proven_tokenizers_start_no_process(tmp_path, no_process):
     tokenizer.save(tmp_path / "saved.json")
     assert load_tokenizer(tmp_path / "saved.json").proven
     for kind in ("byte", "char", "train:300"):
-        make_tokenizer(kind, lambda _: ["the cat sat on the mat"], cache=None).save(
-            tmp_path / "kind.json"
-        )
+        make_tokenizer(kind, lambda _: ["the cat sat on the mat"]).save(tmp_path / "kind.json")
         assert load_tokenizer(tmp_path / "kind.json").proven
     assert load_tokenizer(tiktoken_file(tmp_path), pattern=GPT2_PATTERN).proven
 

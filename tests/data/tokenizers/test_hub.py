@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -134,6 +135,9 @@ def test_another_file_of_a_repository_may_be_missing(hub, tmp_path, content):
     assert repository_file("org/small", "tokenizer_config.json", **options) is None
     found = repository_file("org/small", "tokenizer.json", **options)
     assert found.read_bytes() == content
+    asked = list(hub.asked)
+    assert repository_file("org/small", "tokenizer_config.json", **options) is None
+    assert hub.asked == asked, "that it is missing is cached"
     nowhere = {"cache": tmp_path, "endpoint": "http://127.0.0.1:9"}
     assert repository_file("org/small", "tokenizer.json", **nowhere) == found, "it is cached"
 
@@ -178,13 +182,9 @@ def test_missing_package_is_reported(tmp_path, monkeypatch):
 
 
 def test_tokenizer_is_made_from_a_repository_name(hub, tmp_path, monkeypatch, content):
-    monkeypatch.setattr(
-        tokenizer_module,
-        "tokenizer_file",
-        lambda name, progress: tokenizer_file(
-            name, cache=tmp_path, endpoint=hub.address, progress=progress
-        ),
-    )
+    for function in (tokenizer_file, repository_file):
+        local = partial(function, cache=tmp_path, endpoint=hub.address)
+        monkeypatch.setattr(tokenizer_module, function.__name__, local)
     monkeypatch.chdir(tmp_path)
     tokenizer = make_tokenizer("org/small", lambda limit: TEXTS)
     assert tokenizer.name == "small"

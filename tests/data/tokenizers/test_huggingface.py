@@ -11,6 +11,7 @@ from functools import cache
 
 import numpy as np
 import pytest
+from engine_probes import probes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import (
@@ -26,7 +27,6 @@ from tokenizers import (
 
 from flatout.data.tokenizers import base, cut_points, load_tokenizer, parse_tokenizer
 from flatout.data.tokenizers.byte_level import layout_of
-from flatout.data.tokenizers.engine_choice import probes
 from flatout.data.tokenizers.engines import NEVER_CHANGED_BY_NFC, after_nfc, around_added_tokens
 from flatout.data.tokenizers.huggingface import HuggingFaceTokenizer
 from flatout.errors import DataError

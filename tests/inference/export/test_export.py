@@ -1,4 +1,4 @@
-"""An export is complete or absent, replaces only exports, and holds few weights in memory."""
+"""An export is complete or absent, replaces only exports, and reads few weights at a time."""
 
 import json
 import weakref
@@ -12,9 +12,11 @@ from flatout.architectures.source import ForeignWeights, find_model
 from flatout.conversation.templates import CHAT_TEMPLATE, named_template
 from flatout.errors import HardwareError, OutputInUse
 from flatout.export_mark import MARK
-from flatout.inference.export import export, source
+from flatout.inference.export import export
 from flatout.inference.export.destination import require_free
 from flatout.registry import MODELS
+from flatout.training.checkpoint import tensors
+from flatout.training.checkpoint.merged import MergedWeights
 from flatout.training.checkpoint.read_write import read_weights
 
 pytestmark = pytest.mark.slow
@@ -106,7 +108,7 @@ def test_a_failure_leaves_nothing_half_written(make_run, export_to, monkeypatch,
     if had_one:
         export_to(run)
     before = contents(out) if had_one else None
-    read, names = source.Source.read, []
+    read, names = MergedWeights.read, []
 
     def failing(self, name):
         names.append(name)
@@ -114,7 +116,7 @@ def test_a_failure_leaves_nothing_half_written(make_run, export_to, monkeypatch,
             raise OSError(28, "No space left on device")
         return read(self, name)
 
-    monkeypatch.setattr(source.Source, "read", failing)
+    monkeypatch.setattr(MergedWeights, "read", failing)
     with pytest.raises(OSError, match="No space"):
         export_to(run, overwrite=True)
     assert (contents(out) if out.exists() else None) == before
@@ -129,12 +131,10 @@ def test_too_little_disk_is_reported_before_anything_is_written(make_run, export
         export_to(run)
 
 
-@pytest.mark.parametrize("to", ["huggingface", "safetensors", "gguf"])
-def test_at_most_two_weights_are_in_memory(make_run, export_to, monkeypatch, to):
-    if to == "gguf":
-        pytest.importorskip("gguf")
+def test_at_most_two_weights_of_a_gguf_file_are_in_memory(make_run, export_to, monkeypatch):
+    pytest.importorskip("gguf")
     run = make_run("deep", {**SHAPES["llama"], "num_layers": 8})
-    empty, known, most = source.tensors.empty, [], [0]
+    empty, known, most = tensors.empty, [], [0]
 
     def counted(*arguments):
         weight = empty(*arguments)
@@ -142,7 +142,7 @@ def test_at_most_two_weights_are_in_memory(make_run, export_to, monkeypatch, to)
         most.append(sum(one() is not None for one in known))
         return weight
 
-    monkeypatch.setattr(source.tensors, "empty", counted)
-    export_to(run, to)
+    monkeypatch.setattr(tensors, "empty", counted)
+    export_to(run, "gguf")
     assert len(known) > 40
     assert max(most) <= 2

@@ -1,14 +1,14 @@
-"""Safetensors files that are written tensor by tensor."""
+"""Safetensors files of a limited size."""
 
 import json
+import weakref
 
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from flatout.errors import CheckpointError
-from flatout.inference.export.shards import INDEX, Planned, write_safetensors, write_shards
+from flatout.inference.export.shards import INDEX, Planned, write_shards
 from flatout.progress import SILENT
 
 TENSORS = {
@@ -34,13 +34,13 @@ def write(function, *arguments):
 
 
 def test_the_library_reads_what_was_written(tmp_path):
-    write(write_safetensors, tmp_path / "x.safetensors", planned(TENSORS))
-    found = load_file(tmp_path / "x.safetensors")
+    write(write_shards, tmp_path, planned(TENSORS), 1 << 20)
+    found = load_file(tmp_path / "model.safetensors")
     assert found.keys() == TENSORS.keys()
     for name, tensor in TENSORS.items():
         assert found[name].dtype == tensor.dtype
         assert torch.equal(found[name], tensor)
-    with safe_open(tmp_path / "x.safetensors", "pt") as file:
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}
 
 
@@ -68,16 +68,29 @@ def test_files_stay_within_the_limit_unless_one_tensor_is_larger(tmp_path):
         assert torch.equal(load_file(tmp_path / file)[name], tensors[name])
 
 
+def test_the_tensors_of_one_file_are_in_memory(tmp_path):
+    known, most = [], []
+
+    def read():
+        tensor = torch.zeros(10)
+        known.append(weakref.ref(tensor))
+        most.append(sum(one() is not None for one in known))
+        return tensor
+
+    tensors = [Planned(f"t{number}", torch.float32, (10,), read) for number in range(20)]
+    write(write_shards, tmp_path, tensors, 100)
+    assert len(known) == 20
+    assert max(most) <= 4, "two of the file that is written, and two of the one that is read"
+
+
+def test_parts_of_one_weight_are_written_apart(tmp_path):
+    whole = torch.arange(12.0).reshape(4, 3)
+    write(write_shards, tmp_path, planned({"top": whole[:2], "bottom": whole[2:]}), 1 << 20)
+    found = load_file(tmp_path / "model.safetensors")
+    assert torch.equal(torch.cat([found["top"], found["bottom"]]), whole)
+
+
 def test_a_tensor_that_differs_from_its_plan_is_a_bug(tmp_path):
     wrong = [Planned("a", torch.float32, (2,), lambda: torch.zeros(3))]
     with pytest.raises(AssertionError, match="a"):
-        write(write_safetensors, tmp_path / "x.safetensors", wrong)
-
-
-def test_a_type_that_the_format_lacks_is_named(tmp_path):
-    with pytest.raises(CheckpointError, match=r"c has the type torch\.complex64"):
-        write(
-            write_safetensors,
-            tmp_path / "x.safetensors",
-            planned({"c": torch.zeros(1, dtype=torch.complex64)}),
-        )
+        write(write_shards, tmp_path, wrong, 1 << 20)

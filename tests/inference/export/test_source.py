@@ -7,6 +7,7 @@ import torch
 
 from flatout.errors import CheckpointError
 from flatout.inference.export.source import open_source
+from flatout.training.checkpoint.merged import MergedWeights
 from flatout.training.checkpoint.read_write import read_weights
 
 pytestmark = pytest.mark.slow
@@ -16,9 +17,9 @@ def test_every_weight_equals_that_of_the_checkpoint(make_run):
     run = make_run()
     source = open_source(run)
     stored = read_weights(run / "checkpoints" / "step-0")
-    assert source.entries.keys() == stored.keys()
+    assert source.weights.shapes.keys() == stored.keys()
     for name, weight in stored.items():
-        assert torch.equal(source.read(name), weight)
+        assert torch.equal(source.weights.read(name), weight)
     assert source.num_parameters == sum(weight.numel() for weight in stored.values())
     assert source.num_bytes == 4 * source.num_parameters
     assert source.step == 0
@@ -27,7 +28,7 @@ def test_every_weight_equals_that_of_the_checkpoint(make_run):
 def test_weights_are_converted(make_run):
     source = open_source(make_run(), dtype="bfloat16")
     name = "token_embedding.weight"
-    weight = source.read(name)
+    weight = source.weights.read(name)
     assert source.dtype_of(name) == torch.bfloat16
     assert torch.equal(source.converted(name, weight), weight.to(torch.bfloat16))
     assert source.num_bytes == 2 * source.num_parameters
@@ -53,14 +54,10 @@ def test_a_run_without_a_whole_checkpoint_is_refused(make_run):
 
 
 def test_weights_that_do_not_fit_the_config_are_named(make_run, monkeypatch):
-    from flatout.inference.export import source as module
-
-    run = make_run()
-    stored = module.stored_weights
-    monkeypatch.setattr(
-        module,
-        "stored_weights",
-        lambda path: {n: e for n, e in stored(path).items() if "final_norm" not in n},
+    run, shapes = make_run(), MergedWeights.shapes.fget
+    without = property(
+        lambda self: {n: s for n, s in shapes(self).items() if "final_norm" not in n}
     )
+    monkeypatch.setattr(MergedWeights, "shapes", without)
     with pytest.raises(CheckpointError, match=r"do not fit the model in .*: final_norm\.weight"):
         open_source(run)

@@ -106,7 +106,6 @@ def _tokenizer(spec: str, plan: WorkPlan, request: Request) -> Tokenizer:
         train_on=training_sample,
         pattern=request.options.pattern,
         end_of_text=request.options.end_of_text,
-        cache=request.cache,
         progress=request.progress,
     )
 

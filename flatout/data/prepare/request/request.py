@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
-from flatout.cache import default_cache
 from flatout.conversation.rendering import Renderer
 from flatout.data.prepare.request.cards import load_card
 from flatout.data.prepare.request.chat import chat_renderer
@@ -47,7 +46,6 @@ class Request:
     options: Options
     source: JsonObject
     """The description of both in the manifest."""
-    cache: Path
     progress: Progress
 
     @property
@@ -81,7 +79,6 @@ def open_request(
         corpus,
         options,
         describe(corpus, options) | _described(chat),
-        access.get("cache") or default_cache(),
         access.get("progress", SILENT),
     )
 

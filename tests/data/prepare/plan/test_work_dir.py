@@ -33,7 +33,7 @@ def stored(parts, tokenizer, *, split="tail 0.3", validation=(), **limits):
     """Return a plan and its plan file."""
     held_out = Corpus(("val",), tuple(validation)) if validation else None
     corpus = Corpus(("x",), tuple(parts), split, held_out, "mtimes")
-    request = Request(corpus, Options(**limits), {"fingerprint": "x"}, None, SILENT)
+    request = Request(corpus, Options(**limits), {"fingerprint": "x"}, SILENT)
     plan = make_plan(corpus, request.options)
     return plan, PlanFile.of(plan, request, tokenizer)
 
