@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from flatout.commands import CheckpointName, Command
-from flatout.errors import ConfigError, MissingPackage
+from flatout.errors import ConfigError
+from flatout.export_mark import require_as_exported
 from flatout.figures import aligned, optional
 from flatout.files import Stored
-from flatout.inference.exported import is_export, open_export, require_scorable, require_tasks
+from flatout.inference.exported import (
+    is_export,
+    require_packages,
+    require_scorable,
+    require_tasks,
+)
 from flatout.json_io import Result
 from flatout.progress import SILENT, Progress
 from flatout.signature import Argument, Option, checked
 from flatout.training.run_dir.layout import trusted_config
 from flatout.training.run_dir.lookup import run_or_newest
-
-if TYPE_CHECKING:
-    from flatout.inference.exported import ExportedModel
-    from flatout.inference.load import LoadedRun
 
 
 class DatasetScore(Stored):
@@ -182,7 +184,8 @@ def evaluate(
     """Score a trained model on its validation text, in the precision that it was trained in.
 
     Each dataset of a mix is also scored by itself. With --tasks, the model is scored on tasks of
-    lm-evaluation-harness instead; it may then be an export for transformers.
+    lm-evaluation-harness instead; it may then be an export for transformers, and a run is exported
+    to a temporary directory, in the type of its weights.
 
     Raises: CheckpointError when the run has no such checkpoint; DataError when a dataset cannot be
             read; ConfigError for an unknown task; MissingPackage; UntrustedCode.
@@ -204,39 +207,50 @@ def evaluate(
     export = Path(run) if run is not None and is_export(run) else None
     if export is not None:
         require_tasks(export, checkpoint, has_tasks=bool(names))
-    if names and find_spec("lm_eval") is None:
-        raise MissingPackage(
-            "--tasks needs the package lm-eval, which is not installed.",
-            fix='Install it: `pip install "flatout[tasks]"`.',
-        )
+    if names:
+        require_packages()
     if export is not None:
         require_scorable(export, trust_code=trust_code)
     else:
         folder = run_or_newest(run, progress=progress)
         trusted_config(folder, trust_code=trust_code)
+    if names:
+        from flatout.inference.export.export import export_run
+        from flatout.inference.export.source import open_source
+        from flatout.inference.harness import score_tasks
+
+        with tempfile.TemporaryDirectory(prefix="flatout-") as work:
+            if export is not None:
+                require_as_exported(export, progress=progress)
+                scored = checkpoint_path = export
+            else:
+                source = open_source(folder, checkpoint, trust_code=trust_code, progress=progress)
+                scored, checkpoint_path = Path(work) / "model", source.checkpoint
+                export_run(source, scored, "huggingface", shard_mib=4096, progress=progress)
+            rows = score_tasks(
+                scored,
+                names,
+                trust_code=trust_code or export is None,  # the file is flatout's own
+                limit=limit,
+                num_fewshot=num_fewshot,
+                folder=Path(task_dir) if task_dir else None,
+            )
+        return EvalResult(
+            run=str(export or folder),
+            checkpoint=str(checkpoint_path),
+            tasks=tuple(TaskScore(**row) for row in rows),
+        )
     from flatout.inference.load import load_run
     from flatout.inference.scoring import score_run
 
-    scored: LoadedRun | ExportedModel
-    if export is not None:
-        scored = open_export(export, trust_code=trust_code, progress=progress)
-    else:
-        scored = loaded = load_run(
-            folder, checkpoint, precision="trained", trust_code=trust_code, progress=progress
-        )
-    model = {"run": str(scored.folder), "checkpoint": str(scored.checkpoint)}
-    if names:
-        from flatout.inference.harness import score_tasks
-
-        own = Path(task_dir) if task_dir else None
-        rows = score_tasks(
-            scored, names, limit=limit, num_fewshot=num_fewshot, folder=own, progress=progress
-        )
-        return EvalResult(**model, tasks=tuple(TaskScore(**row) for row in rows))
+    loaded = load_run(
+        folder, checkpoint, precision="trained", trust_code=trust_code, progress=progress
+    )
     several = [data] if isinstance(data, str | Path) else data or ()
     found = score_run(loaded, data=several, max_tokens=max_tokens, progress=progress)
     return EvalResult(
-        **model,
+        run=str(loaded.folder),
+        checkpoint=str(loaded.checkpoint),
         val_loss=found.loss,
         perplexity=found.perplexity,
         bits_per_byte=found.bits_per_byte,

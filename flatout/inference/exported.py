@@ -3,35 +3,19 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
 from flatout.errors import CheckpointError, ConfigError, MissingPackage, UntrustedCode, in_shell
-from flatout.export_mark import MARK, format_of, require_as_exported
+from flatout.export_mark import MARK, format_of
 from flatout.json_io import read_json
-from flatout.progress import SILENT, Progress
 from flatout.training.run_dir.layout import CONFIG
 from flatout.trust import BY_ARGUMENT
 
 CONFIGS = ("config.json", "tokenizer_config.json")
 """Files that name code to import."""
-PACKAGES = ("transformers", "accelerate")
-"""What the harness needs to load such a model."""
-
-
-@dataclass(frozen=True)
-class ExportedModel:
-    """An export that transformers can load."""
-
-    folder: Path
-    trust_code: bool = False
-    """Whether its own modeling file may be imported."""
-
-    @property
-    def checkpoint(self) -> Path:
-        """Where its weights are."""
-        return self.folder
+PACKAGES = ("lm_eval", "transformers", "accelerate")
+"""What scoring on tasks needs."""
 
 
 def is_export(path: Path | str | None) -> bool:
@@ -49,24 +33,11 @@ def is_run(path: Path | str | None) -> bool:
     return not os.path.exists(path) or (Path(path) / CONFIG).is_file()
 
 
-def open_export(
-    folder: Path, *, trust_code: bool = False, progress: Progress = SILENT
-) -> ExportedModel:
-    """Return an export whose files are as they were written.
-
-    Raises: as `require_scorable`; CheckpointError when a file has changed.
-    Cost: reads every file.
-    """
-    require_scorable(folder, trust_code=trust_code)
-    require_as_exported(folder, progress=progress)
-    return ExportedModel(folder, trust_code)
-
-
 def require_scorable(folder: Path, *, trust_code: bool = False) -> None:
     """Check that transformers can load an export, and that the code in it may be imported.
 
-    Raises: ConfigError for an export of another format; UntrustedCode; MissingPackage;
-            CheckpointError when a file of the configuration is missing or damaged.
+    Raises: ConfigError for an export of another format; UntrustedCode; CheckpointError when a file
+            of the configuration is missing or damaged.
     """
     made_for = format_of(folder)
     if made_for != "huggingface":
@@ -83,12 +54,6 @@ def require_scorable(folder: Path, *, trust_code: bool = False) -> None:
         raise UntrustedCode(
             f"{folder / code[0]} names code that loading the model would execute ({files}).",
             fix=f"Read that code. If you trust it, {BY_ARGUMENT}.",
-        )
-    missing = [package for package in PACKAGES if find_spec(package) is None]
-    if missing:
-        raise MissingPackage(
-            f"Scoring an export needs {' and '.join(missing)}, not installed here.",
-            fix='Install what the harness loads such models with: `pip install "lm-eval[hf]"`.',
         )
 
 
@@ -113,4 +78,17 @@ def require_tasks(folder: Path, checkpoint: str, *, has_tasks: bool) -> None:
             f"{folder} is an export of one checkpoint; --checkpoint {checkpoint} cannot choose "
             "another.",
             fix="Leave --checkpoint out, or score the run.",
+        )
+
+
+def require_packages() -> None:
+    """Check that lm-evaluation-harness is installed, with what its class for transformers needs.
+
+    Raises: MissingPackage.
+    """
+    missing = [package for package in PACKAGES if find_spec(package) is None]
+    if missing:
+        raise MissingPackage(
+            f"--tasks needs {' and '.join(missing)}, not installed here.",
+            fix='Install what scores on tasks: `pip install "flatout[tasks]"`.',
         )

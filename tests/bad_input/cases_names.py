@@ -3,7 +3,7 @@
 from case import Case
 
 from flatout.assembly import preflight
-from flatout.commands import eval as eval_command
+from flatout.inference import exported
 
 BROKEN = "train:\n  steps: [1, 2\noptim: {}\n"
 
@@ -197,9 +197,9 @@ CASES = [
     Case(
         "tasks without the package that asks them",
         "eval runs/first --tasks hellaswag",
-        ("--tasks", "lm-eval, which is not installed"),
+        ("--tasks", "lm_eval and transformers and accelerate, not installed here"),
         ('pip install "flatout[tasks]"',),
-        lambda w: w.patch.setattr(eval_command, "find_spec", lambda _: None),
+        lambda w: w.patch.setattr(exported, "find_spec", lambda _: None),
     ),
     Case(
         "a limit of questions, and no tasks",

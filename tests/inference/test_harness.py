@@ -1,4 +1,4 @@
-"""lm-evaluation-harness scores runs: its tasks call flatout's model class."""
+"""Runs and exports are scored on tasks by the class of lm-evaluation-harness for transformers."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ import importlib
 import json
 import shutil
 import sys
-from types import ModuleType, SimpleNamespace
+from pathlib import Path
+from types import ModuleType
 
 import pytest
+import torch
 
-from flatout.commands import eval as eval_command
 from flatout.commands.eval import evaluate
 from flatout.commands.export import export
-from flatout.errors import CheckpointError, ConfigError, DataError, UntrustedCode
+from flatout.commands.train import train
+from flatout.config.schema import load_config
+from flatout.errors import CheckpointError, ConfigError, DataError, MissingPackage, UntrustedCode
 from flatout.inference import exported
-from flatout.inference.continuations import encode_pair, score_pairs
 from flatout.inference.load import load_run
 
 pytestmark = pytest.mark.slow
@@ -35,49 +37,40 @@ def module(name, **members):
     return found
 
 
+class Tasks:
+    """A task manager that knows two tasks."""
+
+    all_tasks = ("hellaswag", "arc_easy")
+
+    def __init__(self, include_path):
+        pass
+
+    def match_tasks(self, names):
+        return [name for name in names if name in self.all_tasks]
+
+
+def packages():
+    """Skip the test where the packages are not installed."""
+    for package in exported.PACKAGES:
+        pytest.importorskip(package)
+
+
 @pytest.fixture
 def without_package(monkeypatch):
     """Import flatout's module of the harness with a stand-in for the package."""
-    registered = {}
-
-    class LM:
-        pass
-
-    def register_model(name):
-        return lambda kind: registered.setdefault(name, kind)
-
     parts = {
         "lm_eval": module("lm_eval", simple_evaluate=None),
-        "lm_eval.api": module("lm_eval.api"),
-        "lm_eval.api.model": module("lm_eval.api.model", LM=LM),
-        "lm_eval.api.registry": module("lm_eval.api.registry", register_model=register_model),
         "lm_eval.models": module("lm_eval.models"),
-        "lm_eval.models.huggingface": module("lm_eval.models.huggingface", HFLM=SimpleNamespace),
-        "lm_eval.tasks": module("lm_eval.tasks", TaskManager=None),
+        "lm_eval.models.huggingface": module("lm_eval.models.huggingface", HFLM=dict),
+        "lm_eval.tasks": module("lm_eval.tasks", TaskManager=Tasks),
     }
     for name, part in parts.items():
         monkeypatch.setitem(sys.modules, name, part)
     monkeypatch.delitem(sys.modules, HARNESS, raising=False)
     found = importlib.import_module(HARNESS)
-    found.registered = registered
+    monkeypatch.setattr(found, "pick_device", lambda _wanted, _machine: ("cpu", "CPU"))
     yield found
     sys.modules.pop(HARNESS, None)
-
-
-def asked(*arguments):
-    return SimpleNamespace(args=arguments)
-
-
-def test_the_class_answers_the_three_kinds_of_requests(without_package, fox):
-    model = without_package.registered["flatout"](str(fox), "last", device="cpu")
-    loaded = load_run(fox, "last", device="cpu", precision="trained")
-    pair = encode_pair(loaded.tokenizer, "The fox", " jumps")
-    (score,) = score_pairs(loaded, [pair])
-    assert model.loglikelihood([asked("The fox", " jumps")]) == [tuple(score)]
-    (whole,) = model.loglikelihood_rolling([asked("The dog")])
-    assert whole < 0
-    (text,) = model.generate_until([asked("The", {"until": ["\n"], "max_gen_toks": 3})])
-    assert "\n" not in text
 
 
 def test_results_become_one_row_per_metric(without_package):
@@ -101,33 +94,52 @@ def test_results_become_one_row_per_metric(without_package):
     ]
 
 
-class Tasks:
-    """A task manager that knows two tasks."""
+@pytest.fixture
+def asked(without_package, monkeypatch):
+    """Let the stand-in answer, and list what it was asked."""
+    found = []
 
-    all_tasks = ("hellaswag", "arc_easy")
+    def simple_evaluate(**settings):
+        folder = settings["model"]["pretrained"]
+        found.append(settings | {"config": json.loads(Path(folder, "config.json").read_text())})
+        return {"results": {"hellaswag": {"acc,none": 0.5}}}
 
-    def __init__(self, include_path):
-        pass
-
-    def match_tasks(self, names):
-        return [name for name in names if name in self.all_tasks]
+    monkeypatch.setattr(without_package, "simple_evaluate", simple_evaluate)
+    return found
 
 
-def test_an_unknown_task_is_answered_with_the_nearest(without_package, fox, monkeypatch):
-    monkeypatch.setattr(without_package, "TaskManager", Tasks)
+@pytest.mark.usefixtures("without_package", "complete")
+def test_an_unknown_task_is_answered_with_the_nearest(fox):
     with pytest.raises(ConfigError, match="no task named 'helaswag'") as caught:
-        without_package.score_tasks(load_run(fox), ["helaswag"])
+        evaluate(fox, tasks=["helaswag"])
     assert "Did you mean 'hellaswag'?" in caught.value.fix
 
 
+@pytest.mark.usefixtures("complete")
 def test_data_that_cannot_be_read_is_an_error_with_a_fix(without_package, fox, monkeypatch):
     def refuse(**_):
         raise ConnectionError("Couldn't reach the hub.\nMore")
 
-    monkeypatch.setattr(without_package, "TaskManager", Tasks)
     monkeypatch.setattr(without_package, "simple_evaluate", refuse)
     with pytest.raises(DataError, match="hellaswag cannot be read: Couldn't reach the hub"):
-        without_package.score_tasks(load_run(fox), ["hellaswag"])
+        evaluate(fox, tasks=["hellaswag"])
+
+
+def test_missing_packages_are_named(fox, monkeypatch):
+    monkeypatch.setattr(exported, "find_spec", lambda name: None if name == "lm_eval" else True)
+    with pytest.raises(MissingPackage, match="--tasks needs lm_eval, not") as caught:
+        evaluate(fox, tasks=["hellaswag"])
+    assert 'pip install "flatout[tasks]"' in caught.value.fix
+
+
+@pytest.mark.usefixtures("complete")
+def test_a_run_is_exported_and_scored(asked, fox):
+    result = evaluate(fox, "2", tasks=["hellaswag"], num_fewshot=2)
+    assert (result.run, result.checkpoint) == (str(fox), str(fox / "checkpoints" / "step-2"))
+    assert [score.value for score in result.tasks] == [0.5]
+    assert asked[0]["num_fewshot"] == 2
+    assert asked[0]["config"]["model_type"]
+    assert not list(fox.glob("export-*")), "the export is temporary"
 
 
 @pytest.fixture(scope="module")
@@ -141,28 +153,16 @@ def export_of_fox(fox, tmp_path_factory):
 @pytest.fixture
 def complete(monkeypatch):
     """Let all optional packages seem installed."""
-    monkeypatch.setattr(eval_command, "find_spec", lambda _name: True)
     monkeypatch.setattr(exported, "find_spec", lambda _name: True)
 
 
 @pytest.mark.usefixtures("complete")
-def test_an_export_is_scored_by_the_class_of_the_harness(
-    without_package, export_of_fox, monkeypatch
-):
-    asked = []
-
-    def simple_evaluate(**settings):
-        asked.append(settings)
-        return {"results": {"hellaswag": {"acc,none": 0.5}}}
-
-    monkeypatch.setattr(without_package, "TaskManager", Tasks)
-    monkeypatch.setattr(without_package, "simple_evaluate", simple_evaluate)
-    monkeypatch.setattr(without_package, "pick_device", lambda _wanted, _machine: ("cpu", "CPU"))
+def test_an_export_is_scored_by_the_class_of_the_harness(asked, export_of_fox):
     result = evaluate(export_of_fox, tasks=["hellaswag"], limit=3)
     assert [score.value for score in result.tasks] == [0.5]
     assert (result.run, result.checkpoint) == (str(export_of_fox), str(export_of_fox))
     assert asked[0]["limit"] == 3
-    assert vars(asked[0]["model"]) == {
+    assert asked[0]["model"] == {
         "pretrained": str(export_of_fox.absolute()),
         "trust_remote_code": False,
         "device": "cpu",
@@ -170,17 +170,15 @@ def test_an_export_is_scored_by_the_class_of_the_harness(
 
 
 @pytest.mark.usefixtures("complete")
-def test_code_of_an_export_is_imported_only_if_the_user_says_so(
-    without_package, export_of_fox, tmp_path
-):
+def test_code_of_an_export_is_imported_only_if_the_user_says_so(asked, export_of_fox, tmp_path):
     out = shutil.copytree(export_of_fox, tmp_path / "own")
     (out / "flatout.json").write_text('{"format_version": 1, "to": "huggingface"}')
     (out / "modeling_own.py").touch()
     (out / "config.json").write_text('{"auto_map": {"AutoModelForCausalLM": "modeling_own.Own"}}')
     with pytest.raises(UntrustedCode, match=r"modeling_own\.py"):
         evaluate(out, tasks=["hellaswag"])
-    model = without_package.model_of_harness(exported.open_export(out, trust_code=True))
-    assert model.trust_remote_code
+    evaluate(out, tasks=["hellaswag"], trust_code=True)
+    assert asked[0]["model"]["trust_remote_code"]
 
 
 def test_an_export_has_no_text_and_one_checkpoint(export_of_fox):
@@ -268,18 +266,31 @@ def task_dir(tmp_path, monkeypatch):
     return folder
 
 
+def log_likelihood(loaded, context, continuation):
+    before = loaded.tokenizer.encode(context)
+    ids = torch.tensor([before + loaded.tokenizer.encode(continuation)])
+    hidden = loaded.model.embed(ids)
+    for block in loaded.model.blocks:
+        hidden = block(hidden, None)
+    logits = torch.stack(
+        [loaded.model.last_logits(hidden[:, : t + 1]) for t in range(ids.shape[1])]
+    )
+    logps = logits[:, 0].log_softmax(-1)
+    return sum(float(logps[t - 1, ids[0, t]]) for t in range(len(before), ids.shape[1]))
+
+
 @pytest.mark.filterwarnings("default")
 def test_the_harness_scores_a_task_made_from_local_files(fox, task_dir):
-    pytest.importorskip("lm_eval")
+    packages()
     result = evaluate(fox, "last", tasks=["planted_choices"], task_dir=task_dir)
     (score,) = result.tasks
     assert (score.task, score.metric, score.samples) == ("planted_choices", "acc", 3)
     loaded = load_run(fox, "last", precision="trained")
     right = 0
-    for one in QUESTIONS:
-        pairs = [encode_pair(loaded.tokenizer, one["question"], c) for c in one["choices"]]
-        scores = [found.log_likelihood for found in score_pairs(loaded, pairs)]
-        right += scores.index(max(scores)) == one["answer"]
+    with torch.no_grad():
+        for one in QUESTIONS:
+            scores = [log_likelihood(loaded, one["question"], c) for c in one["choices"]]
+            right += scores.index(max(scores)) == one["answer"]
     assert score.value == pytest.approx(right / 3)
     assert result.val_loss is None
     assert "planted_choices" in result.summary()
@@ -287,7 +298,7 @@ def test_the_harness_scores_a_task_made_from_local_files(fox, task_dir):
 
 @pytest.mark.filterwarnings("default")
 def test_the_harness_completes_and_scores_whole_texts(fox, task_dir):
-    pytest.importorskip("lm_eval")
+    packages()
     names = ["planted_completions,planted_texts"]
     result = evaluate(fox, "last", tasks=names, task_dir=task_dir, limit=2)
     by_task = {score.task: score for score in result.tasks}
@@ -298,27 +309,19 @@ def test_the_harness_completes_and_scores_whole_texts(fox, task_dir):
 
 @pytest.mark.filterwarnings("default")
 def test_an_export_has_the_scores_of_its_run(fox, export_of_fox, task_dir):
-    for package in ("lm_eval", "transformers", "accelerate"):
-        pytest.importorskip(package)
-    score_tasks = importlib.import_module(HARNESS).score_tasks
-    names = ["planted_choices", "planted_completions", "planted_texts"]
-    of_run = score_tasks(load_run(fox, "last"), names, folder=task_dir)
-    of_export = evaluate(export_of_fox, tasks=names, task_dir=task_dir).tasks
-    assert [(one.task, one.metric) for one in of_export] == [
-        (one["task"], one["metric"]) for one in of_run
-    ]
-    assert [one.value for one in of_export] == pytest.approx(
-        [one["value"] for one in of_run], rel=1e-5
-    )
+    packages()
+    names = ["planted_choices,planted_texts"]
+    of_run = evaluate(fox, "last", tasks=names, task_dir=task_dir).tasks
+    assert evaluate(export_of_fox, tasks=names, task_dir=task_dir).tasks == of_run
 
 
 @pytest.mark.filterwarnings("default")
-def test_the_harness_knows_the_class_by_its_name(fox):
-    pytest.importorskip("lm_eval")
-    importlib.import_module(HARNESS)
-    from lm_eval.api.registry import get_model
-
-    kind = get_model("flatout")
-    model = kind.create_from_arg_string(f"run={fox},checkpoint=last", {"device": "cpu"})
-    (score,) = model.loglikelihood([asked("The", " dog")])
-    assert score[0] < 0
+def test_a_run_of_a_shape_that_transformers_lacks_is_scored(fox_run, tmp_path, task_dir):
+    packages()
+    root, _ = fox_run
+    words = ["model.kind=eigenstate", "model.num_layers=1", "model.d_model=16", "train.steps=1"]
+    words += ["model.num_eigenstates=4", "batch.rows_per_device=4", "batch.tokens_per_step=128"]
+    config = load_config(None, [*words, f"data.path={root / 'data'}", "data.seq_len=32"])
+    train(config.with_values({"train.device": "cpu"}), run=tmp_path / "own")
+    (score,) = evaluate(tmp_path / "own", tasks=["planted_choices"], task_dir=task_dir).tasks
+    assert 0 <= score.value <= 1
