@@ -211,6 +211,7 @@ def evaluate(
         require_packages()
     if export is not None:
         require_scorable(export, trust_code=trust_code)
+        require_as_exported(export, progress=progress)
     else:
         folder = run_or_newest(run, progress=progress)
         trusted_config(folder, trust_code=trust_code)
@@ -221,7 +222,6 @@ def evaluate(
 
         with tempfile.TemporaryDirectory(prefix="flatout-") as work:
             if export is not None:
-                require_as_exported(export, progress=progress)
                 scored = checkpoint_path = export
             else:
                 source = open_source(folder, checkpoint, trust_code=trust_code, progress=progress)

@@ -40,7 +40,7 @@ def sample(
     Stops at the end of the document, before a `stop` string, or after `max_tokens`. Sampling has
     its own random generator, so it does not affect a run in training. The model sees at most
     `max_context` tokens (see `Context`): pass the `seq_len` it was trained with.
-    Raises: ConfigError when a setting is out of range; DataError when the prompt cannot be encoded.
+    Raises: DataError when the prompt cannot be encoded.
     """
     choose = partial(
         draw_token,

@@ -193,6 +193,12 @@ CASES = [
         ("'newest'",),
         ("best, last",),
     ),
+    Case(
+        "an empty text to stop at",
+        "generate runs/first --stop ''",
+        ("--stop must not be empty",),
+        ("leave it out",),
+    ),
     Case("a directory of runs that does not exist", "runs rnus", ("rnus",), ("flatout runs",)),
     Case(
         "tasks without the package that asks them",

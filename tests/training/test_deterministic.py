@@ -53,7 +53,7 @@ def test_deterministic_algorithms_are_set_before_processes_connect(
 def test_an_operation_without_a_deterministic_form_is_named(tiny_config, tmp_path, monkeypatch):
     """This operation has none on a CPU either, so torch refuses it."""
 
-    def fail(run, batch, drop):
+    def fail(run, batch, *_):
         torch.zeros(4).put_(torch.tensor([0]), torch.ones(1))
 
     monkeypatch.setattr(loop, "train_step", fail)

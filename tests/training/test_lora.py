@@ -129,8 +129,8 @@ def test_an_export_has_the_merged_weights(lora_config, tmp_path):
     run_training(lora_config(), tmp_path / "run")
     source = open_source(tmp_path / "run", "last")
     merged = read_merged(last(tmp_path / "run"))
-    assert source.entries.keys() == merged.keys()
-    assert equal({name: source.read(name) for name in source.entries}, merged)
+    assert source.weights.shapes.keys() == merged.keys()
+    assert equal({name: source.weights.read(name) for name in source.weights.shapes}, merged)
     assert {source.dtype_of(name) for name in merged} == {torch.float32}
 
 

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_out_of_memory_reports_the_need_and_what_fits(tiny_config, tmp_path, monkeypatch):
-    def fail(run, batch, drop):
+    def fail(run, batch, *_):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(loop, "train_step", fail)
@@ -35,7 +35,7 @@ def test_out_of_memory_reports_the_need_and_what_fits(tiny_config, tmp_path, mon
 
 
 def test_a_large_chunk_size_is_suggested_before_fewer_rows(tiny_config, tmp_path, monkeypatch):
-    def fail(run, batch, drop):
+    def fail(run, batch, *_):
         torch.empty(2**60, dtype=torch.uint8)
 
     monkeypatch.setattr(loop, "train_step", fail)
