@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 from manifests import seal
 
-from flatout.data.prepare.pack import jobs
 from flatout.data.prepare.pack.range_files import RangeWriter
 from flatout.data.prepare.pipeline import Options, join_parts, prepare_dataset, prepare_part
-from flatout.data.prepare.plan import make as request
+from flatout.data.prepare.plan import make
 from flatout.data.prepare.plan.work_dir import WorkDir, WorkPart
 from flatout.data.store.shards import Dataset
 from flatout.errors import DataError
@@ -44,7 +43,7 @@ def documents(folder, name):
 @pytest.fixture
 def train(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "PART_BYTES", 500)
-    monkeypatch.setattr(jobs, "RANGE_BYTES", 1_200)
+    monkeypatch.setattr(make, "RANGE_BYTES", 1_200)
     return write(tmp_path / "train.jsonl", TRAIN)
 
 
@@ -245,9 +244,9 @@ def test_an_interrupted_prepare_resumes_and_repeats_no_work(
         "finish",
         lambda writer: written.append(writer) or finishing(writer),
     )
-    monkeypatch.setattr(request, "make_plan", partial(pytest.fail, "planned again"))
+    monkeypatch.setattr(make, "make_plan", partial(pytest.fail, "planned again"))
     with WorkDir(tmp_path / "out") as work:
-        there, count = len(work.done()), len(work.plan().ranges)
+        there, count = len(work.done()), len(work.plan().items)
     prepare_dataset([train], tmp_path / "out", options, workers=1)
     assert 0 < there < count
     assert len(written) == count - there

@@ -12,16 +12,15 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
 import numpy as np
 
-from flatout.data.prepare.pack.jobs import Range
-from flatout.data.prepare.pack.records import RangeRecord
+from flatout.data.prepare.pack.range_files import RangeRecord
+from flatout.data.prepare.pack.work_items import WorkPlan
 from flatout.data.prepare.plan.work_dir import WorkDir
-from flatout.data.prepare.plan.work_plan import WorkPlan
 from flatout.data.prepare.request.options import NAMED
 from flatout.data.store.manifest import SPLITS, SplitName
 from flatout.files import Array, writing
@@ -157,25 +156,21 @@ def first_dropped(plan: WorkPlan, dropped: Dropped) -> list[RowLocation]:
     the documents read.
     """
     found: list[RowLocation] = []
-    for work in plan.ranges:
-        flags = {name: dropped.of(work.number, name) for name in SPLITS}
-        if any(flag.any() for flag in flags.values()):
-            found += _locations_in(work, plan, flags)
+    for item in plan.items:
+        flags = {name: dropped.of(item.number, name) for name in SPLITS}
+        if not any(flag.any() for flag in flags.values()):
+            continue
+        inside: list[RowLocation] = []
+        counts = dict.fromkeys(SPLITS, 0)
+        rows = (row for task in item.read_tasks for row in task.rows())
+        documents = (row for row in rows if isinstance(row, Document))
+        for index, row in enumerate(documents, item.first):
+            for name, _ in item.assignment.assign(row.text, index):
+                if flags[name][counts[name] : counts[name] + 1].any() and len(inside) < FIRST_NAMED:
+                    inside.append(row.location)
+                counts[name] += 1
+        if all(counts[name] == len(flags[name]) for name in SPLITS):
+            found += inside
         if len(found) >= FIRST_NAMED:
             break
     return found[:FIRST_NAMED]
-
-
-def _locations_in(
-    work: Range, plan: WorkPlan, flags: Mapping[SplitName, Array]
-) -> list[RowLocation]:
-    found: list[RowLocation] = []
-    counts = dict.fromkeys(SPLITS, 0)
-    for job in work.jobs:
-        documents = (row for row in job.rows() if isinstance(row, Document))
-        for index, row in enumerate(documents, job.first):
-            for name, _ in (job.assignment or plan.assignment).assign(row.text, index):
-                if flags[name][counts[name] : counts[name] + 1].any() and len(found) < FIRST_NAMED:
-                    found.append(row.location)
-                counts[name] += 1
-    return found if all(counts[name] == len(flags[name]) for name in SPLITS) else []

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from flatout.data.prepare.join.duplicates import Dropped
-from flatout.data.prepare.pack.records import RECORD, RangeRecord, read_stored, record_path
-from flatout.data.prepare.plan.limits import SHARD_BYTES
+from flatout.data.prepare.pack.range_files import RECORD, RangeRecord, read_stored, record_path
+from flatout.data.prepare.plan.make import SHARD_BYTES
 from flatout.data.prepare.plan.work_dir import WorkDir
 from flatout.data.store.manifest import (
     MANIFEST,

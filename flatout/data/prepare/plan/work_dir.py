@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from flatout.data.prepare.pack.records import RECORD, RangeRecord, read_records, read_stored
-from flatout.data.prepare.plan.work_plan import PlanFile
+from flatout.data.prepare.pack.range_files import RECORD, RangeRecord, read_records, read_stored
+from flatout.data.prepare.pack.work_items import WorkPlan
 from flatout.data.prepare.request.request import refuse_occupied
 from flatout.data.store.manifest import TOKENIZER
 from flatout.data.tokenizers import Tokenizer
@@ -206,7 +206,7 @@ class WorkDir:
             f"directory {self.path}, which all parts share, and run every part again.",
         )
 
-    def plan(self) -> PlanFile | None:
+    def plan(self) -> WorkPlan | None:
         """Return the stored plan, None when there is none.
 
         Raises: DataError when it is damaged, or was written by another version of flatout.
@@ -214,7 +214,7 @@ class WorkDir:
         path = self.path / PLAN
         if not self._locks or not path.is_file():
             return None
-        return read_stored(path, PlanFile, work_dir=self.path)
+        return read_stored(path, WorkPlan, work_dir=self.path)
 
     @property
     def tokenizer(self) -> Path:
@@ -230,12 +230,12 @@ class WorkDir:
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
             self.ranges.mkdir(exist_ok=True)
 
-    def begin(self, plan: PlanFile, tokenizer: Tokenizer) -> PlanFile:
+    def begin(self, plan: WorkPlan, tokenizer: Tokenizer) -> WorkPlan:
         """Create the directory and write the plan, unless another process was first; return it."""
         self.make()
         with writing(self.out):
             write_first(self.tokenizer, tokenizer.save)
-            text = plan.model_dump_json(by_alias=True) + "\n"
+            text = plan.model_dump_json() + "\n"
             write_first(self.path / PLAN, lambda path: path.write_text(text, encoding="utf-8"))
             sync(self.path)
         stored = self.plan()

@@ -21,27 +21,17 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Protocol, Self, TypeVar
 
-from flatout.data.prepare.pack.jobs import Range
-from flatout.data.prepare.pack.records import RangeRecord
+from flatout.data.prepare.pack.range_files import RangeRecord
 from flatout.data.prepare.pack.tokenize import Packing, Report, Tally, pack_range
+from flatout.data.prepare.pack.work_items import WorkItem
 from flatout.data.tokenizers.check import PIECE_CPU_S, bound_pieces
 from flatout.errors import FlatoutError, RunFailed
 
 T = TypeVar("T")
 
 RESUMES = "Run the same command again: it continues where it stopped."
-
-
-@dataclass(frozen=True)
-class Setup:
-    """Sent to each worker once."""
-
-    packing: Packing
-    folder: Path
-    """Directory to which ranges are written."""
 
 
 class WorkerFailed(RunFailed):
@@ -52,7 +42,7 @@ class Workers(Protocol):
     """Packs ranges, on this machine or elsewhere."""
 
     def pack(
-        self, ranges: Sequence[Range], setup: Setup, report: Report = lambda _: None
+        self, ranges: Sequence[WorkItem], packing: Packing, report: Report = lambda _: None
     ) -> Iterator[RangeRecord]:
         """Pack the ranges and yield their records in order.
 
@@ -66,8 +56,8 @@ Answer = tuple[int, RangeRecord | FlatoutError]
 
 
 def in_order(
-    ranges: Sequence[Range],
-    submit: Callable[[Sequence[Range], int], int],
+    ranges: Sequence[WorkItem],
+    submit: Callable[[Sequence[WorkItem], int], int],
     collect: Callable[[], Iterable[Answer]],
 ) -> Iterator[RangeRecord]:
     """Yield the records of ranges in order, whatever order they finish in.
@@ -188,7 +178,7 @@ class LocalWorkers:
         self._workers = []
 
     def pack(
-        self, ranges: Sequence[Range], setup: Setup, report: Report = lambda _: None
+        self, ranges: Sequence[WorkItem], packing: Packing, report: Report = lambda _: None
     ) -> Iterator[RangeRecord]:
         """Pack the ranges and yield their records in order, for any number of workers.
 
@@ -197,13 +187,13 @@ class LocalWorkers:
         """
         if not self._workers:
             for work in ranges:
-                yield pack_range(work, setup.packing, setup.folder, report)()
+                yield pack_range(work, packing, report)()
             return
         for worker in self._workers:
-            worker.send(setup)
+            worker.send(packing)
         yield from in_order(ranges, self._submit, lambda: self._collect(report))
 
-    def _submit(self, ranges: Sequence[Range], submitted: int) -> int:
+    def _submit(self, ranges: Sequence[WorkItem], submitted: int) -> int:
         """Submit ranges from `submitted` on while a worker has room; return the next index."""
         while submitted < len(ranges):
             worker = min(self._workers, key=lambda worker: len(worker.held))
@@ -246,11 +236,11 @@ def serve(descriptor: int) -> None:
 
     with ThreadPoolExecutor(1) as recorder:
         try:
-            setup: Setup = connection.recv()
-            bound_pieces(setup.packing.tokenizer)
+            packing: Packing = connection.recv()
+            bound_pieces(packing.tokenizer)
             for number in itertools.count():
                 index, work = connection.recv()
-                record = attempt(partial(pack_range, work, setup.packing, setup.folder, answer))
+                record = attempt(partial(pack_range, work, packing, answer))
                 if number == 0:
                     gc.freeze()  # spares the collector the 100,000 objects of a vocabulary
                 if isinstance(record, FlatoutError):

@@ -27,13 +27,12 @@ from typing import Any, Self, TextIO
 
 import psutil
 
-from flatout.data.prepare.pack.jobs import Range
-from flatout.data.prepare.pack.records import RangeRecord
-from flatout.data.prepare.pack.tokenize import Report, Tally, pack_range
+from flatout.data.prepare.pack.range_files import RangeRecord
+from flatout.data.prepare.pack.tokenize import Packing, Report, Tally, pack_range
+from flatout.data.prepare.pack.work_items import WorkItem
 from flatout.data.prepare.workers.local import (
     RESUMES,
     Answer,
-    Setup,
     WorkerFailed,
     attempt,
     in_order,
@@ -80,7 +79,7 @@ class RayWorkers:
         self._ray = ray_package()
         self._limit = limit
         self._progress = progress
-        self._running: dict[Any, tuple[int, Range]] = {}
+        self._running: dict[Any, tuple[int, WorkItem]] = {}
         self._context = contextlib.ExitStack()
         self._cluster = (0, 0)
         self._answered_at = self._had_cpus_at = time.monotonic()
@@ -117,32 +116,32 @@ class RayWorkers:
             ) from error
 
     def pack(
-        self, ranges: Sequence[Range], setup: Setup, report: Report = lambda _: None
+        self, ranges: Sequence[WorkItem], packing: Packing, report: Report = lambda _: None
     ) -> Iterator[RangeRecord]:
         """Pack the ranges on the cluster and yield their records in order.
 
         Raises: DataError for the first bad row in the order of the ranges; RunFailed when the
                 cluster fails.
         """
-        mark = setup.folder / f"{uuid.uuid4().hex}{PART}"
+        mark = packing.folder / f"{uuid.uuid4().hex}{PART}"
         mark.touch()
         environment = (_version(), sys.path, os.getcwd(), str(mark))
-        sent = [self._ray.put(pickle.dumps(setup))]
+        sent = [self._ray.put(pickle.dumps(packing))]
         task = self._ray.remote(num_cpus=1, max_retries=RETRIES)(_remote_function())
 
-        def start(work: Range) -> Any:
+        def start(work: WorkItem) -> Any:
             # A node unpickles the range only after checking that the versions are equal.
             return task.remote(*environment, pickle.dumps(work), sent)
 
         try:
             submit = partial(self._submit, start)
-            yield from in_order(ranges, submit, lambda: self._collect(setup, report))
+            yield from in_order(ranges, submit, lambda: self._collect(packing, report))
         finally:
             self._stop()
             mark.unlink(missing_ok=True)
 
     def _submit(
-        self, start: Callable[[Range], Any], ranges: Sequence[Range], submitted: int
+        self, start: Callable[[WorkItem], Any], ranges: Sequence[WorkItem], submitted: int
     ) -> int:
         """Submit ranges from `submitted` on while the cluster has room; return the next index."""
         room = self._limit or max(1, QUEUED * self._cpus())
@@ -151,7 +150,7 @@ class RayWorkers:
             submitted += 1
         return submitted
 
-    def _collect(self, setup: Setup, report: Report) -> list[Answer]:
+    def _collect(self, packing: Packing, report: Report) -> list[Answer]:
         """Wait up to `WAIT_S` for ranges to finish, and return their results."""
         ready, _ = self._ray.wait(list(self._running), timeout=WAIT_S)
         if not ready:
@@ -159,13 +158,15 @@ class RayWorkers:
         ended = []
         for reference in ready:
             index, work = self._running.pop(reference)
-            result = self._result(reference, work, setup)
+            result = self._result(reference, work, packing)
             if isinstance(result, RangeRecord):
                 report(Tally(result.num_bytes, result.documents, result.tokens))
             ended.append((index, result))
         return ended
 
-    def _result(self, reference: Any, work: Range, setup: Setup) -> RangeRecord | FlatoutError:
+    def _result(
+        self, reference: Any, work: WorkItem, packing: Packing
+    ) -> RangeRecord | FlatoutError:
         """Return the record, or the error as this machine reports it."""
         exceptions = self._ray.exceptions
         try:
@@ -190,7 +191,9 @@ class RayWorkers:
                 f"The node {node} {result}.",
                 fix=f"Install flatout {_version()} on every node, as on this machine.",
             )
-        return _explained(result, node, work, setup) if isinstance(result, FlatoutError) else result
+        return (
+            _explained(result, node, work, packing) if isinstance(result, FlatoutError) else result
+        )
 
     def _cpus(self) -> int:
         """Return the number of CPUs of the cluster; report when it changes.
@@ -283,11 +286,11 @@ def _own_sigterm() -> Iterator[None]:
 
 
 def _explained(
-    error: FlatoutError, node: str, work: Range, setup: Setup
+    error: FlatoutError, node: str, work: WorkItem, packing: Packing
 ) -> RangeRecord | FlatoutError:
     """Return a node's error as this machine's if packing fails here too, else as its own."""
     if type(error) is DataError:
-        here = attempt(lambda: pack_range(work, setup.packing, setup.folder)())
+        here = attempt(lambda: pack_range(work, packing)())
         if isinstance(here, FlatoutError):
             return here
         return RunFailed(
@@ -334,7 +337,7 @@ def _remote_function() -> Callable[..., tuple[str, Any]]:
 
 
 def pack_here(
-    directory: str, mark: str, work: bytes, setup: list[Any]
+    directory: str, mark: str, work: bytes, packing: list[Any]
 ) -> RangeRecord | FlatoutError:
     """Pack a range on a node, in the caller's current directory if it exists there.
 
@@ -349,19 +352,15 @@ def pack_here(
     with contextlib.suppress(OSError):
         os.chdir(directory)
 
-    def pack() -> RangeRecord:
-        sent = _setup(setup[0])
-        return pack_range(pickle.loads(work), sent.packing, sent.folder)()
-
     return attempt(
-        pack,
+        lambda: pack_range(pickle.loads(work), _packing(packing[0]))(),
         f"A worker of prepare failed on the node {socket.gethostname()}",
         "--engine local --workers 1 shows the traceback.",
     )
 
 
 @lru_cache(maxsize=1)
-def _setup(reference: Any) -> Setup:
-    """Return the setup, which a node's process fetches once."""
-    setup: Setup = pickle.loads(importlib.import_module("ray").get(reference))
-    return setup
+def _packing(reference: Any) -> Packing:
+    """Return the packing, which a node's process fetches once."""
+    packing: Packing = pickle.loads(importlib.import_module("ray").get(reference))
+    return packing

@@ -8,8 +8,8 @@ import pytest
 
 from flatout.data.prepare.join import duplicates as dedup
 from flatout.data.prepare.join.shards import runs
-from flatout.data.prepare.pack import jobs
 from flatout.data.prepare.pipeline import Options, prepare_dataset
+from flatout.data.prepare.plan import make
 from flatout.data.store.shards import Dataset
 from flatout.errors import DataError
 from flatout.files import Unfinished
@@ -40,7 +40,7 @@ def write(path, texts, prompts=None):
 @pytest.fixture
 def small(monkeypatch):
     monkeypatch.setattr(files, "PART_BYTES", 700)
-    monkeypatch.setattr(jobs, "RANGE_BYTES", 1_400)
+    monkeypatch.setattr(make, "RANGE_BYTES", 1_400)
 
 
 @pytest.mark.parametrize("at_once", [7, 1 << 20], ids=["many files", "one file"])
