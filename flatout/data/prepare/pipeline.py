@@ -21,7 +21,6 @@ from flatout.data.prepare.pack.tokenize import Packing, Report, Tally
 from flatout.data.prepare.pack.work_items import WorkItem, WorkPlan
 from flatout.data.prepare.plan.make import check_same, plan_work
 from flatout.data.prepare.plan.work_dir import WorkDir, WorkPart
-from flatout.data.prepare.request.inputs import require_unchanged
 from flatout.data.prepare.request.options import NAMED
 from flatout.data.prepare.request.options import Options as Options
 from flatout.data.prepare.request.request import Access, Request, existing_dataset, open_request
@@ -33,6 +32,7 @@ from flatout.hardware import cgroup_limits, usable_cores
 from flatout.progress import Task
 from flatout.registry import unknown_name
 from flatout.sources import FIRST_NAMED, ReadTask
+from flatout.sources.files import first_changed
 from flatout.sources.packed import CANNOT_BE_READ, NotHandedOut
 from flatout.transfer.connection import Unreachable
 
@@ -272,13 +272,16 @@ def _pack(
             for item in wanted:
                 records.append(done[item.number] if item.number in done else next(packed))
                 limit.add(records[-1])
-        try:
-            require_unchanged(request.corpus)
-        except DataError as error:
-            if not isinstance(error, Unreachable):
-                for item in left:  # they mix two versions of the text
-                    record_path(work.ranges, item.number).unlink(missing_ok=True)
-            raise
+        changed = first_changed(request.corpus.all_read_tasks)
+        if changed is not None:
+            for item in left:
+                record_path(work.ranges, item.number).unlink(missing_ok=True)
+            raise DataError(
+                f"{changed} was changed or deleted while it was being prepared: the dataset would "
+                "mix two versions of the text.",
+                fix="Run the same command again once nothing writes to that file, or prepare a "
+                "copy of it.",
+            )
     except (Unfinished, NotHandedOut, Unreachable):  # the text is not at fault, so the work is kept
         raise
     except DataError as error:

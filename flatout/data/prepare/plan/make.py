@@ -169,7 +169,7 @@ def _require_any(
             if not isinstance(row, Document):
                 count = row.count if isinstance(row, LeftOut) else 1
                 count_skipped(skipped, row.reason, (), count)
-        raise no_documents(request.names, skipped)
+        raise no_documents(" ".join(request.source["names"]), skipped)
     yield first
     yield from texts
 

@@ -79,8 +79,17 @@ class Options:
                 f"--max-bad-rows {self.max_bad_rows} needs --on-bad-row skip.",
                 fix="For example, write --on-bad-row skip --max-bad-rows 100.",
             )
-        if self.chat is not None:
-            self._check_chat()
+        if self.chat is not None and self.mask_field is not None:
+            raise DataError(
+                "--mask-field and --chat cannot be combined: the roles of a conversation decide "
+                "what the loss leaves out.",
+                fix="Leave one of the two out.",
+            )
+        if self.chat is not None and self.max_bytes is not None:
+            raise DataError(
+                "--max-bytes and --chat cannot be combined: a conversation is not cut.",
+                fix="Limit the conversations with --max-documents.",
+            )
         if self.tokenizer.endswith(".gz"):
             raise DataError(
                 f"The tokenizer {self.tokenizer} is compressed.",
@@ -94,20 +103,3 @@ class Options:
                     "the training text.",
                     fix="Leave one of the two out.",
                 )
-
-    def _check_chat(self) -> None:
-        """Refuse options that contradict conversations.
-
-        Raises: DataError.
-        """
-        if self.mask_field is not None:
-            raise DataError(
-                "--mask-field and --chat cannot be combined: the roles of a conversation decide "
-                "what the loss leaves out.",
-                fix="Leave one of the two out.",
-            )
-        if self.max_bytes is not None:
-            raise DataError(
-                "--max-bytes and --chat cannot be combined: a conversation is not cut.",
-                fix="Limit the conversations with --max-documents.",
-            )
