@@ -14,7 +14,6 @@ import os
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO
 
 import numpy as np
 
@@ -87,17 +86,13 @@ def find_duplicates(work: WorkDir, records: Sequence[RangeRecord], plan: WorkPla
 def _zeros(path: Path, total: int) -> Array:
     """Return a zero flag per document, in a memory-mapped file."""
     size = max(total, 1)
-    with path.open("wb") as file:
-        _allocate(file, size)  # raises on a full disk; a write to the map would kill the process
+    with path.open("wb") as file:  # a full disk raises here; a write to the map kills the process
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file.fileno(), 0, size)
+        else:  # macOS
+            for start in range(0, size, ZEROS_AT_ONCE):
+                file.write(bytes(min(ZEROS_AT_ONCE, size - start)))
     return np.memmap(path, np.uint8, "r+", shape=size)[:total]
-
-
-def _allocate(file: IO[bytes], size: int) -> None:
-    if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(file.fileno(), 0, size)
-        return
-    for start in range(0, size, ZEROS_AT_ONCE):  # macOS
-        file.write(bytes(min(ZEROS_AT_ONCE, size - start)))
 
 
 def _distribute(

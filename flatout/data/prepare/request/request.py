@@ -41,6 +41,9 @@ from flatout.progress import SILENT, Progress
 from flatout.registry import DATASETS
 from flatout.sources.encodings import codec_of
 
+CHOOSE_ANOTHER = "Choose another --out, or remove what is there."
+CHATML_TOKENS = {"<|im_start|>", "<|im_end|>"}
+
 
 class Access(TypedDict, total=False):
     """Arguments that do not shape the dataset: how sources are accessed."""
@@ -85,9 +88,6 @@ def open_request(
             "documents from the training text.",
         )
     return Request(corpus, options, describe(corpus, options, chat), access.get("progress", SILENT))
-
-
-CHATML_TOKENS = {"<|im_start|>", "<|im_end|>"}
 
 
 def chat_renderer(options: Options, progress: Progress = SILENT) -> Renderer | None:
@@ -161,7 +161,7 @@ def refuse_occupied(out: Path) -> None:
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise OutputInUse(
             f"{out} already exists and is not an empty directory.",
-            fix="Choose another --out, or remove what is there.",
+            fix=CHOOSE_ANOTHER,
         )
 
 
@@ -174,12 +174,7 @@ def existing_dataset(out: Path, source: JsonObject, progress: Progress) -> Manif
         refuse_occupied(out)
         return None
     manifest = Dataset.open(out).manifest
-    require_same(
-        f"{out} contains a different dataset",
-        manifest.source,
-        source,
-        fix="Choose another --out, or remove that directory.",
-    )
+    require_same(f"{out} contains a different dataset", manifest.source, source)
     progress.say(f"{out} already contains this dataset: {manifest.tokens:,} tokens. Nothing to do.")
     return manifest
 
@@ -229,13 +224,13 @@ def tokenizer_mark(spec: str) -> str:
     return f"sha256:{hashlib.sha256(read_tokenizer(path)).hexdigest()}" if path.is_file() else spec
 
 
-def require_same(what: str, existing: JsonObject, requested: JsonObject, *, fix: str) -> None:
+def require_same(what: str, existing: JsonObject, requested: JsonObject) -> None:
     """Check that two descriptions are of the same dataset.
 
     Raises: OutputInUse that starts with `what` and lists the differences.
     """
     if different := difference(existing, requested):
-        raise OutputInUse(f"{what}: {different}.", fix=fix)
+        raise OutputInUse(f"{what}: {different}.", fix=CHOOSE_ANOTHER)
 
 
 def difference(existing: JsonObject, requested: JsonObject) -> str:
