@@ -19,8 +19,9 @@ import sys
 import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Self, TextIO
@@ -79,7 +80,7 @@ class RayWorkers:
         self._ray = ray_package()
         self._limit = limit
         self._progress = progress
-        self._running: dict[Any, tuple[int, WorkItem]] = {}
+        self._running: dict[Any, WorkItem] = {}
         self._context = contextlib.ExitStack()
         self._cluster = (0, 0)
         self._answered_at = self._had_cpus_at = time.monotonic()
@@ -93,7 +94,15 @@ class RayWorkers:
                 context.callback(self._ray.shutdown)
                 before = _raylets()
                 with self._progress.task("Connecting to Ray"), _own_sigterm():
-                    self._connect()
+                    try:
+                        self._ray.init(
+                            include_dashboard=False, log_to_driver=False, logging_level="ERROR"
+                        )
+                    except Exception as error:
+                        raise RunFailed(
+                            f"Cannot connect to Ray: {' '.join(str(error).split())}",
+                            fix="Check RAY_ADDRESS, and the cluster with `ray status`.",
+                        ) from error
                 self._progress.say(
                     "Using the running Ray cluster."
                     if _raylets() == before
@@ -106,21 +115,12 @@ class RayWorkers:
         with self._context:
             self._stop()
 
-    def _connect(self) -> None:
-        try:
-            self._ray.init(include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-        except Exception as error:
-            raise RunFailed(
-                f"Cannot connect to Ray: {' '.join(str(error).split())}",
-                fix="Check RAY_ADDRESS, and the cluster with `ray status`.",
-            ) from error
-
     def pack(
-        self, ranges: Sequence[WorkItem], packing: Packing, report: Report = lambda _: None
+        self, items: Sequence[WorkItem], packing: Packing, report: Report = lambda _: None
     ) -> Iterator[RangeRecord]:
-        """Pack the ranges on the cluster and yield their records in order.
+        """Pack the items on the cluster and yield the records of their ranges in order.
 
-        Raises: DataError for the first bad row in the order of the ranges; RunFailed when the
+        Raises: DataError for the first bad row in the order of the items; RunFailed when the
                 cluster fails.
         """
         mark = packing.folder / f"{uuid.uuid4().hex}{PART}"
@@ -129,26 +129,19 @@ class RayWorkers:
         sent = [self._ray.put(pickle.dumps(packing))]
         task = self._ray.remote(num_cpus=1, max_retries=RETRIES)(_remote_function())
 
-        def start(work: WorkItem) -> Any:
-            # A node unpickles the range only after checking that the versions are equal.
-            return task.remote(*environment, pickle.dumps(work), sent)
+        def submit(waiting: deque[WorkItem]) -> None:
+            room = self._limit or max(1, QUEUED * self._cpus())
+            while waiting and len(self._running) < room:
+                item = waiting.popleft()
+                # A node unpickles the item only after checking that the versions are equal.
+                reference = task.remote(*environment, pickle.dumps(item), sent)
+                self._running[reference] = item
 
         try:
-            submit = partial(self._submit, start)
-            yield from in_order(ranges, submit, lambda: self._collect(packing, report))
+            yield from in_order(items, submit, lambda: self._collect(packing, report))
         finally:
             self._stop()
             mark.unlink(missing_ok=True)
-
-    def _submit(
-        self, start: Callable[[WorkItem], Any], ranges: Sequence[WorkItem], submitted: int
-    ) -> int:
-        """Submit ranges from `submitted` on while the cluster has room; return the next index."""
-        room = self._limit or max(1, QUEUED * self._cpus())
-        while submitted < len(ranges) and len(self._running) < room:
-            self._running[start(ranges[submitted])] = (submitted, ranges[submitted])
-            submitted += 1
-        return submitted
 
     def _collect(self, packing: Packing, report: Report) -> list[Answer]:
         """Wait up to `WAIT_S` for ranges to finish, and return their results."""
@@ -157,11 +150,11 @@ class RayWorkers:
             self._cpus()
         ended = []
         for reference in ready:
-            index, work = self._running.pop(reference)
-            result = self._result(reference, work, packing)
+            item = self._running.pop(reference)
+            result = self._result(reference, item, packing)
             if isinstance(result, RangeRecord):
                 report(Tally(result.num_bytes, result.documents, result.tokens))
-            ended.append((index, result))
+            ended.append((item.number, result))
         return ended
 
     def _result(
@@ -204,11 +197,14 @@ class RayWorkers:
         if now - self._checked_at < WAIT_S:
             return self._cluster[1]
         self._checked_at = now
-        if not self._head_answers():
+        host, _, port = self._ray.get_runtime_context().gcs_address.rpartition(":")
+        try:  # a call to Ray would block if the head node is gone
+            socket.create_connection((host.strip("[]"), int(port)), timeout=WAIT_S).close()
+        except OSError as error:
             if now - self._answered_at > HEAD_PATIENCE_S:
                 raise RunFailed(
                     "The head node of the Ray cluster is gone.", fix=f"Start a cluster. {RESUMES}"
-                )
+                ) from error
             return self._cluster[1]
         self._answered_at = now
         alive = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
@@ -223,15 +219,6 @@ class RayWorkers:
         elif now - self._had_cpus_at > NODE_PATIENCE_S:
             raise RunFailed("No node of the Ray cluster has a CPU.", fix=f"Start nodes. {RESUMES}")
         return cpus
-
-    def _head_answers(self) -> bool:
-        """Return whether the head node can be reached; a call to Ray would block instead."""
-        host, _, port = self._ray.get_runtime_context().gcs_address.rpartition(":")
-        try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=WAIT_S).close()
-        except OSError:
-            return False
-        return True
 
     def _stop(self) -> None:
         """Cancel running tasks and wait until their processes end, so that none still writes."""

@@ -148,7 +148,7 @@ def test_the_queue_of_each_worker_is_bounded(source, packing, monkeypatch):
     monkeypatch.setattr(
         local_workers._Worker,
         "send",
-        lambda worker, message: (held.append(len(worker.held)), send(worker, message)),
+        lambda worker, message: (held.append(worker.held), send(worker, message)),
     )
     with LocalWorkers(2) as crew:
         assert len(list(crew.pack(work_items(*[(source.numbered, 0, 1)] * 40), packing))) == 40

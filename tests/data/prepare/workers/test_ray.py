@@ -265,6 +265,10 @@ def test_a_node_that_does_not_see_the_work_directory_is_reported(ray, packing, m
     assert not list(packing.folder.iterdir())
 
 
+def refuse(*_, **__):
+    raise ConnectionRefusedError
+
+
 def test_a_lost_cluster_is_given_up_after_a_while(ray, packing, monkeypatch):
     monkeypatch.setattr(ray_workers, "WAIT_S", 0.01)
     ray.cpus = [0]
@@ -275,7 +279,7 @@ def test_a_lost_cluster_is_given_up_after_a_while(ray, packing, monkeypatch):
         r"continues where it stopped",
     ):
         pack(work_items((numbered, 0)), packing)
-    monkeypatch.setattr(ray_workers.RayWorkers, "_head_answers", lambda crew: False)
+    monkeypatch.setattr(socket, "create_connection", refuse)
     monkeypatch.setattr(ray_workers, "HEAD_PATIENCE_S", 0.05)
     with pytest.raises(
         RunFailed,
