@@ -230,11 +230,10 @@ def _write(work: WorkDir, request: Request, crew: Workers) -> Manifest:
             records = without_dropped(work, records, dropped)
         if dropped.count:
             count_skipped(skipped, "duplicate document", first, dropped.count)
-    try:
-        _check_splits(records, request, plan.rule, skipped)
-    except DataError:
+    error = _empty_split(records, request, plan.rule, skipped)
+    if error is not None:
         work.clear()
-        raise
+        raise error
     with request.progress.task("Writing to the disk"):
         return join(
             work,
@@ -353,22 +352,20 @@ def _reporter(task: Task) -> Report:
     return report
 
 
-def _check_splits(
+def _empty_split(
     records: Sequence[RangeRecord], request: Request, rule: str, skipped: Iterable[SkippedRows]
-) -> None:
-    """Check that both splits have documents.
-
-    Raises: DataError naming the empty split, and a rule that works.
-    """
+) -> DataError | None:
+    """Return the error for a split without documents, which names a rule that works, or None."""
     train, val = (sum(record.splits[name].documents for record in records) for name in SPLITS)
+    names = " ".join(request.source["names"])
+    if train and val:
+        return None
     if not train and (rule == NAMED or not val):
-        raise no_documents(" ".join(request.source["names"]), skipped)
-    if rule == NAMED and not val:
-        raise no_documents(" ".join(request.source["val"]))
-    if not train or not val:
-        lacking = "validation" if train else "training"
-        raise DataError(
-            f"{' '.join(request.source['names'])}: the split rule {rule!r} leaves none of the "
-            f"{train + val:,} documents for {lacking}.",
-            fix="Set --split 'tail 0.1'.",
-        )
+        return no_documents(names, skipped)
+    if rule == NAMED:
+        return no_documents(" ".join(request.source["val"]))
+    return DataError(
+        f"{names}: the split rule {rule!r} leaves none of the {train + val:,} documents for "
+        f"{'validation' if train else 'training'}.",
+        fix="Set --split 'tail 0.1'.",
+    )

@@ -244,17 +244,22 @@ def _items(
 
     A task of unknown size is an item by itself.
     """
-    items: list[dict[str, int]] = []
+    counts: list[int] = []
+    firsts: list[int] = []
     first = room = 0
     for task, count in zip(tasks, documents, strict=False):
         size = task.num_bytes or RANGE_BYTES
         if size > room:
-            items.append({"number": number + len(items), "num_tasks": 0, "first": first})
+            counts.append(0)
+            firsts.append(first)
             room = RANGE_BYTES
-        items[-1]["num_tasks"] += 1
+        counts[-1] += 1
         room -= size
         first += count
-    return [WorkItem(assignment=assignment, **item) for item in items]
+    return [
+        WorkItem(number=number + index, num_tasks=count, first=first, assignment=assignment)
+        for index, (count, first) in enumerate(zip(counts, firsts, strict=True))
+    ]
 
 
 def _tail(fraction: float, found: _Survey, options: Options, names: str) -> ByPosition:

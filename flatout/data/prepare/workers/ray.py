@@ -158,10 +158,14 @@ class RayWorkers:
         return ended
 
     def _result(
-        self, reference: Any, work: WorkItem, packing: Packing
+        self, reference: Any, item: WorkItem, packing: Packing
     ) -> RangeRecord | FlatoutError:
-        """Return the record, or the error as this machine reports it."""
+        """Return the record, or the error as this machine reports it.
+
+        A node's error is this machine's if packing fails here too, else it is the node's own.
+        """
         exceptions = self._ray.exceptions
+        result: RangeRecord | FlatoutError | str
         try:
             node, result = self._ray.get(reference)
         except exceptions.RayTaskError as error:
@@ -171,21 +175,29 @@ class RayWorkers:
             )
         except (exceptions.WorkerCrashedError, exceptions.OutOfMemoryError) as error:
             return RunFailed(
-                f"The process that packed range {work.number} died {RETRIES + 1} times: "
+                f"The process that packed range {item.number} died {RETRIES + 1} times: "
                 f"{_first_line(error)}",
                 fix=f"{RESUMES} The usual cause is too little memory: use fewer --workers.",
             )
         except exceptions.RayError as error:
             return RunFailed(
-                f"The Ray cluster gave up on range {work.number}: {_first_line(error)}", fix=RESUMES
+                f"The Ray cluster gave up on range {item.number}: {_first_line(error)}", fix=RESUMES
             )
         if isinstance(result, str):
             return RunFailed(
                 f"The node {node} {result}.",
                 fix=f"Install flatout {_version()} on every node, as on this machine.",
             )
-        return (
-            _explained(result, node, work, packing) if isinstance(result, FlatoutError) else result
+        if isinstance(result, RangeRecord) or type(result) in (Unfinished, WorkerFailed):
+            return result
+        if type(result) is not DataError:
+            return type(result)(f"On the node {node}: {result.what}", fix=result.fix)
+        here = attempt(lambda: pack_range(item, packing)())
+        if isinstance(here, FlatoutError):
+            return here
+        return RunFailed(
+            f"The node {node} cannot do what this machine can: {result.what}",
+            fix="Name sources that every node can read.",
         )
 
     def _cpus(self) -> int:
@@ -270,23 +282,6 @@ def _own_sigterm() -> Iterator[None]:
     finally:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, before)
-
-
-def _explained(
-    error: FlatoutError, node: str, work: WorkItem, packing: Packing
-) -> RangeRecord | FlatoutError:
-    """Return a node's error as this machine's if packing fails here too, else as its own."""
-    if type(error) is DataError:
-        here = attempt(lambda: pack_range(work, packing)())
-        if isinstance(here, FlatoutError):
-            return here
-        return RunFailed(
-            f"The node {node} cannot do what this machine can: {error.what}",
-            fix="Name sources that every node can read.",
-        )
-    if type(error) in (Unfinished, WorkerFailed):
-        return error
-    return type(error)(f"On the node {node}: {error.what}", fix=error.fix)
 
 
 def _first_line(error: Exception) -> str:
