@@ -185,21 +185,18 @@ class _SplitJoiner:
             last = int(np.searchsorted(self._starts[1:], stop, side="left"))
             for index in range(first, min(last + 1, len(self._splits))):
                 offset = int(self._starts[index])
-                inside_start = max(start - offset, 0)
-                inside_stop = min(stop - offset, self._splits[index].tokens)
-                if inside_start < inside_stop:
-                    for begin, end in self._kept(index, inside_start, inside_stop):
-                        self._copy(index, kind, file, begin, end)
+                for begin, end in self._kept(index, start - offset, stop - offset):
+                    self._copy(index, kind, file, begin, end)
         return file.close()
 
     def _kept(self, index: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """Yield the spans in a range's files of its remaining tokens from `start` up to `stop`."""
-        if self._dropped is None:
-            yield start, stop
-            return
+        spans = [(0, self._splits[index].tokens)]
+        if self._dropped is not None:
+            ends = self._splits[index].read(self._work.ranges, "ends")
+            spans = runs(ends, self._dropped.of(self._numbers[index], self._name))
         before = 0
-        ends = self._splits[index].read(self._work.ranges, "ends")
-        for begin, end in runs(ends, self._dropped.of(self._numbers[index], self._name)):
+        for begin, end in spans:
             first, last = max(start - before, 0), min(stop - before, end - begin)
             if first < last:
                 yield begin + first, begin + last

@@ -36,38 +36,26 @@ Duplicates = Literal["keep", "drop"]
 
 @dataclass(frozen=True)
 class Options:
-    """Everything that shapes a dataset except its sources."""
+    """Everything that shapes a dataset except its sources.
+
+    The command `prepare` describes each option and checks its type.
+    """
 
     tokenizer: str = "train:4096"
-    """char, byte, train:N, or a tokenizer file."""
     pattern: str | None = None
-    """Regular expression that splits text, for an unknown .tiktoken file."""
     end_of_text: str | None = None
-    """End-of-text token of a tokenizer.json that has none of the usual names."""
     text_field: str | None = None
-    """Field of a row that contains the text."""
     split: str | None = None
-    """Split rule; `make_plan` chooses one when None."""
     max_documents: int | None = None
-    """Maximum number of documents to take."""
     max_bytes: int | None = None
-    """Maximum bytes of text to take."""
     on_bad_row: OnBadRow = "raise"
-    """Whether an unusable row is an error or is skipped."""
     max_bad_rows: int | None = None
-    """Maximum number of rows to skip; None allows 1%, and at least 100."""
     mask_field: str | None = None
-    """Field of a row that contains its prompt, which is packed but not a target."""
     duplicates: Duplicates = "keep"
-    """Whether documents with the same prompt and text are kept or dropped."""
     val: tuple[str, ...] = ()
-    """Sources of validation text; when empty, the card or the split rule decides."""
     include: tuple[str, ...] = ()
-    """Patterns of further files to take from directories."""
     encoding: str | None = None
-    """Encoding of text that is not UTF-8."""
     chat: str | None = None
-    """Chat template of rows that are conversations: auto, chatml, plain, or a file."""
 
     def check(self) -> None:
         """Check the options that can be checked before anything is read.

@@ -77,7 +77,8 @@ def open_request(
     options.check()
     options = replace(options, encoding=codec_of(options.encoding))
     refuse_mount(out)
-    chat = chat_renderer(options, access.get("progress", SILENT))
+    progress = access.get("progress", SILENT)
+    chat = chat_renderer(options, progress)
     corpus = open_corpus(sources, options, spool=out.resolve().parent, chat=chat, **access)
     shared = in_both_splits(corpus) if options.duplicates == "keep" else None
     if shared is not None:
@@ -87,7 +88,7 @@ def open_request(
             fix="Leave it out of one of them, or add --duplicates drop to remove validation "
             "documents from the training text.",
         )
-    return Request(corpus, options, describe(corpus, options, chat), access.get("progress", SILENT))
+    return Request(corpus, options, describe(corpus, options, chat), progress)
 
 
 def chat_renderer(options: Options, progress: Progress = SILENT) -> Renderer | None:
