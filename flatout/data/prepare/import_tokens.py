@@ -187,7 +187,12 @@ class _Written:
         self._splits = {"train": writer.train, "val": writer.val}
         self._tokenizer = tokenizer
         self._documents = documents
-        self._text_bytes = _TextBytes(tokenizer)
+        self._bytes_of = np.array(
+            [len(tokenizer.decode_bytes([index])) for index in range(tokenizer.vocab_size)]
+        )
+        self._bytes_of[tokenizer.eot_id] = 0
+        self._knows_bytes: bool | None = None if tokenizer.has_text else False
+        """Whether each token decodes to its own bytes; None until the first tokens are seen."""
         self.num_tokens = {"train": 0, "val": 0}
         self.num_ends = 0
 
@@ -222,7 +227,7 @@ class _Written:
             tokens = np.asarray(piece.tokens[first:last])
             _require_known(tokens, piece, first, self._tokenizer)
             ends = self._ends(tokens, piece, first, last)
-            self._splits[split].append(tokens, ends, text_bytes=self._text_bytes.of(tokens))
+            self._splits[split].append(tokens, ends, text_bytes=self._num_bytes(tokens))
             self.num_ends += len(ends)
             task.advance(piece.weight * len(tokens) / len(piece.tokens))
         self.num_tokens[split] += stop - start
@@ -236,6 +241,17 @@ class _Written:
             return piece.ends[low:high] - first
         ends_file = piece.is_last and last == len(piece.tokens)
         return np.array([len(tokens)] if ends_file else [], np.int64)
+
+    def _num_bytes(self, tokens: Array) -> int:
+        """Return the UTF-8 bytes that tokens decode to; 0 if they are unknown.
+
+        The first call decodes the tokens to verify the count.
+        """
+        if self._knows_bytes is None:
+            text = tokens[tokens != self._tokenizer.eot_id]
+            decoded = self._tokenizer.decode_bytes(text.tolist())
+            self._knows_bytes = len(decoded) == int(self._bytes_of[text].sum())
+        return int(self._bytes_of[tokens].sum()) if self._knows_bytes else 0
 
     def check(self, path: Path) -> None:
         """Check that both splits have tokens.
@@ -280,29 +296,6 @@ def _require_known(tokens: Array, piece: Piece, first: int, tokenizer: Tokenizer
         f"outside the vocabulary of {tokenizer.name}, whose ids are below {tokenizer.vocab_size}.",
         fix="Name the tokenizer that made the tokens with --tokenizer.",
     )
-
-
-class _TextBytes:
-    """Counts the UTF-8 bytes that tokens decode to, if each token decodes to its own bytes.
-
-    For other tokenizers the count is unknown, reported as 0.
-    """
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._bytes_of = np.array(
-            [len(tokenizer.decode_bytes([index])) for index in range(tokenizer.vocab_size)]
-        )
-        self._bytes_of[tokenizer.eot_id] = 0
-        self._known: bool | None = None if tokenizer.has_text else False
-
-    def of(self, tokens: Array) -> int:
-        """Return the bytes of some tokens; the first call decodes them to verify the count."""
-        if self._known is None:
-            text = tokens[tokens != self._tokenizer.eot_id]
-            decoded = self._tokenizer.decode_bytes(text.tolist())
-            self._known = len(decoded) == int(self._bytes_of[text].sum())
-        return int(self._bytes_of[tokens].sum()) if self._known else 0
 
 
 def _stats(files: Sequence[Path]) -> list[tuple[int, int, int, int]]:

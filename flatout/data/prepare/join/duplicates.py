@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -70,7 +70,18 @@ def find_duplicates(work: WorkDir, records: Sequence[RangeRecord], plan: WorkPla
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         flags = _zeros(folder / "flags", total)
-        for path in _distribute(work, records, slices, folder, -(-total // SORTED_AT_ONCE)):
+        paths = [folder / f"marks-{index}" for index in range(total // SORTED_AT_ONCE + 1)]
+        for record in records:
+            for name, split in record.splits.items():
+                marks = split.read(work.ranges, "marks")
+                sortable = np.empty(len(marks), _SORTED)
+                sortable["hash"] = marks["hash"]
+                sortable["document"] = np.arange(len(marks)) + slices[record.number, name].start
+                target = sortable["hash"][:, 0] % len(paths)
+                for index in np.unique(target):
+                    with paths[index].open("ab") as file:
+                        file.write(sortable[target == index].tobytes())
+        for path in filter(Path.exists, paths):
             marks = np.fromfile(path, _SORTED)
             order = np.lexsort((marks["document"], marks["hash"][:, 1], marks["hash"][:, 0]))
             hashes = marks["hash"][order]
@@ -93,28 +104,6 @@ def _zeros(path: Path, total: int) -> Array:
             for start in range(0, size, ZEROS_AT_ONCE):
                 file.write(bytes(min(ZEROS_AT_ONCE, size - start)))
     return np.memmap(path, np.uint8, "r+", shape=size)[:total]
-
-
-def _distribute(
-    work: WorkDir,
-    records: Sequence[RangeRecord],
-    slices: dict[tuple[int, SplitName], slice],
-    folder: Path,
-    count: int,
-) -> Iterator[Path]:
-    """Write the marks of all ranges to `count` files by their hash, and yield the files."""
-    paths = [folder / f"marks-{number}" for number in range(max(count, 1))]
-    for record in records:
-        for name, split in record.splits.items():
-            marks = split.read(work.ranges, "marks")
-            sortable = np.empty(len(marks), _SORTED)
-            sortable["hash"] = marks["hash"]
-            sortable["document"] = np.arange(len(marks)) + slices[record.number, name].start
-            target = sortable["hash"][:, 0] % len(paths)
-            for number in np.unique(target):
-                with paths[number].open("ab") as file:
-                    file.write(sortable[target == number].tobytes())
-    return (path for path in paths if path.exists())
 
 
 def without_dropped(

@@ -146,18 +146,27 @@ class _SplitJoiner:
             self._itemsizes["mask"] = 1
 
     def join(self, shard_tokens: int) -> SplitEntry:
-        """Write the shards that are missing, then the document ends."""
+        """Write the shards that are missing, then the document ends, and return the entry."""
         total = int(self._starts[-1])
         shards = [
             self._shard(number, start, min(start + shard_tokens, total))
             for number, start in enumerate(range(0, total, shard_tokens))
         ]
+        with CheckedFile(self._work.joined / f"{self._name}-documents.bin") as file:
+            for start, number, split in zip(
+                self._starts, self._numbers, self._splits, strict=False
+            ):
+                ends = split.read(self._work.ranges, "ends")
+                if self._dropped is not None:
+                    keep = ~self._dropped.of(number, self._name)
+                    ends = np.cumsum(np.diff(ends, prepend=0)[keep])
+                file.write((ends + start).astype("<i8"))
         return SplitEntry(
             tokens=total,
             documents=sum(split.documents for split in self._splits),
             text_bytes=sum(split.text_bytes for split in self._splits),
             shards=tuple(shard.tokens for shard in shards),
-            document_ends=self._write_ends(),
+            document_ends=file.close(),
             masks=tuple(shard.mask for shard in shards if shard.mask is not None),
         )
 
@@ -217,18 +226,6 @@ class _SplitJoiner:
         if position != end:
             record_path(self._work.ranges, self._numbers[index]).unlink()
             raise _damaged(f"{path} was")
-
-    def _write_ends(self) -> FileEntry:
-        with CheckedFile(self._work.joined / f"{self._name}-documents.bin") as file:
-            for start, number, split in zip(
-                self._starts, self._numbers, self._splits, strict=False
-            ):
-                ends = split.read(self._work.ranges, "ends")
-                if self._dropped is not None:
-                    keep = ~self._dropped.of(number, self._name)
-                    ends = np.cumsum(np.diff(ends, prepend=0)[keep])
-                file.write((ends + start).astype("<i8"))
-        return file.close()
 
 
 def runs(ends: Array, drops: Array) -> list[tuple[int, int]]:
