@@ -17,7 +17,7 @@ from flatout.data.prepare.pack.range_files import (
     SplitWriter,
     count_skipped,
 )
-from flatout.data.prepare.pack.work_items import Assignment, WorkItem, num_bytes_of
+from flatout.data.prepare.pack.work_items import WorkItem, num_bytes_of
 from flatout.data.prepare.request.options import Options
 from flatout.data.store.manifest import SplitName
 from flatout.data.tokenizers.base import PIECE_CHARACTERS, NotEncodable, Tokenizer
@@ -116,8 +116,9 @@ def _pack_rows(
                 record.skip_bad(row, on_bad_row)
                 continue
             index += 1
+            sides = list(item.assignment.assign(row.text, index))
             try:
-                for _ in _pack_document(row, item.assignment, index, packing, packers, record):
+                for _ in _pack_document(row, sides, packing, packers, record):
                     read = min(PIECES_PER_REPORT * PIECE_CHARACTERS, left)
                     left -= read
                     yield read
@@ -131,14 +132,12 @@ def _pack_rows(
 
 def _pack_document(
     row: Document,
-    assignment: Assignment,
-    index: int,
+    sides: Sequence[tuple[SplitName, Text]],
     packing: Packing,
     packers: Mapping[SplitName, _Packer],
     record: RangeRecord,
 ) -> Iterator[None]:
-    """Pack a document; yield after every `PIECES_PER_REPORT` pieces."""
-    sides = list(assignment.assign(row.text, index))
+    """Pack the sides of a document by split; yield after every `PIECES_PER_REPORT` pieces."""
     if row.examples:
         ((name, _),) = sides
         encoded = [encode_pieces(packing.tokenizer, pieces) for pieces in row.examples]
