@@ -53,7 +53,7 @@ class Packing:
 
     tokenizer: Tokenizer
     options: Options
-    """With `duplicates` of drop, packing marks documents; they are dropped when all are packed."""
+    """To drop duplicates, documents are marked here, and dropped once all ranges are packed."""
     folder: Path
     """Directory to which ranges are written."""
 

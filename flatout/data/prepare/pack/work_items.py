@@ -78,6 +78,7 @@ class WorkItem(Stored):
     """Consecutive read tasks that one process packs at a time, into one range of the dataset."""
 
     number: int
+    """Its index among the items, and that of its range."""
     num_tasks: int
     first: int
     """Index in the corpus of its first document; used by `tail` only."""
