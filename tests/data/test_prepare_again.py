@@ -1,6 +1,5 @@
 """A prepare that was interrupted and run again."""
 
-import json
 import os
 import sys
 
@@ -20,18 +19,6 @@ from flatout.transfer.connection import Unreachable
 
 def content(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
-@pytest.fixture
-def rows(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_text(
-        "".join(
-            json.dumps({"text": f"row {number} " * (number % 5 + 1)}) + "\n"
-            for number in range(300)
-        )
-    )
-    return path
 
 
 def stopping_source(folder, monkeypatch):

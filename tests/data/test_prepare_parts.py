@@ -1,11 +1,11 @@
 """Several processes, each doing a part of the work, and the join."""
 
-import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from prepared import content
 
 from flatout.commands.prepare import prepare
 from flatout.data.prepare.pipeline import Options, join_parts, prepare_dataset, prepare_part
@@ -19,21 +19,10 @@ OPTIONS = Options(tokenizer="train:300", split="hash 0.2")
 
 
 @pytest.fixture
-def rows(tmp_path, monkeypatch):
+def rows(rows, monkeypatch):
     monkeypatch.setattr(files, "PART_BYTES", 700)
     monkeypatch.setattr(make, "RANGE_BYTES", 1_400)
-    path = tmp_path / "rows.jsonl"
-    path.write_text(
-        "".join(
-            json.dumps({"text": f"row {number} " * (number % 5 + 1)}) + "\n"
-            for number in range(300)
-        )
-    )
-    return str(path)
-
-
-def content(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    return str(rows)
 
 
 @pytest.mark.slow

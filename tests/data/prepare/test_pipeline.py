@@ -6,7 +6,7 @@ import sys
 
 import numpy as np
 import pytest
-from prepared import Listener, content, documents, write_rows
+from prepared import Listener, content, documents
 
 from flatout.data.prepare import pipeline as stage
 from flatout.data.prepare.pipeline import Options, prepare_dataset
@@ -14,20 +14,6 @@ from flatout.data.prepare.plan import make
 from flatout.data.store.shards import Dataset
 from flatout.errors import DataError
 from flatout.sources import ReadTask, files
-
-
-@pytest.fixture
-def book(tmp_path):
-    path = tmp_path / "book.txt"
-    path.write_text("".join(f"Sentence {number} of the book. " for number in range(400)))
-    return path
-
-
-@pytest.fixture
-def rows(tmp_path):
-    return write_rows(
-        tmp_path / "rows.jsonl", [f"row {number} " * (number % 5 + 1) for number in range(300)]
-    )
 
 
 def test_tail_cuts_a_single_text_exactly(book, tmp_path):

@@ -5,6 +5,7 @@ import random
 
 import numpy as np
 import pytest
+from prepared import documents
 
 from flatout.data.prepare.join import duplicates as dedup
 from flatout.data.prepare.join.shards import runs
@@ -16,16 +17,6 @@ from flatout.files import Unfinished
 from flatout.sources import files
 
 pytestmark = pytest.mark.slow
-
-
-def documents(folder, name):
-    dataset = Dataset.open(folder)
-    split = dataset.split(name)
-    tokens = split.read_tokens(0, split.num_tokens)
-    return [
-        dataset.tokenizer.decode(tokens[start : end - 1])
-        for start, end in zip([0, *split.document_ends], split.document_ends, strict=False)
-    ]
 
 
 def write(path, texts, prompts=None):

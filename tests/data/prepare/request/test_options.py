@@ -1,4 +1,3 @@
-import json
 from pathlib import Path
 
 import pytest
@@ -7,24 +6,6 @@ from flatout.data.prepare.pipeline import Options, prepare_dataset
 from flatout.data.store.shards import Dataset
 from flatout.data.store.verify import verify_dataset
 from flatout.errors import DataError
-
-
-@pytest.fixture
-def book(tmp_path):
-    path = tmp_path / "book.txt"
-    path.write_text("".join(f"Sentence {number} of the book.\n" for number in range(200)))
-    return path
-
-
-@pytest.fixture
-def rows(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_text(
-        "".join(
-            json.dumps({"text": f"Sentence {number} of the book."}) + "\n" for number in range(200)
-        )
-    )
-    return path
 
 
 def test_equivalent_options_mean_the_same_dataset(rows, tmp_path):
