@@ -4,7 +4,7 @@ import os
 import sys
 
 import pytest
-from prepared import Listener
+from prepared import Listener, content
 
 from flatout.data.prepare import pipeline as stage
 from flatout.data.prepare.pipeline import Options, join_parts, prepare_dataset, prepare_part
@@ -15,10 +15,6 @@ from flatout.errors import DataError, RunFailed
 from flatout.sources import files
 from flatout.sources.packed import NotHandedOut
 from flatout.transfer.connection import Unreachable
-
-
-def content(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def stopping_source(folder, monkeypatch):

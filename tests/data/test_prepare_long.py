@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from prepared import content
 
 from flatout import files as disk
 from flatout.data.prepare.pack import tokenize
@@ -95,10 +96,6 @@ def in_chunks(monkeypatch):
         monkeypatch.setattr(cut_points, "LOOKAHEAD_CHARACTERS", 20)
 
     return begin
-
-
-def content(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def tokenizer_named(name, tmp_path):

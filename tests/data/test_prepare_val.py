@@ -6,6 +6,7 @@ from functools import partial
 import numpy as np
 import pytest
 from manifests import seal
+from prepared import content, documents
 
 from flatout.data.prepare.pack.range_files import RangeWriter
 from flatout.data.prepare.pipeline import Options, join_parts, prepare_dataset, prepare_part
@@ -24,20 +25,6 @@ VAL = [f"held {number} é" for number in range(90)]
 def write(path, texts):
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
     return str(path)
-
-
-def content(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
-def documents(folder, name):
-    dataset = Dataset.open(folder)
-    split = dataset.split(name)
-    tokens = split.read_tokens(0, split.num_tokens)
-    return [
-        dataset.tokenizer.decode(tokens[start : end - 1])
-        for start, end in zip([0, *split.document_ends], split.document_ends, strict=False)
-    ]
 
 
 @pytest.fixture
