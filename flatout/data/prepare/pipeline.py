@@ -228,8 +228,8 @@ def _write(work: WorkDir, request: Request, crew: Workers) -> Manifest:
             dropped = find_duplicates(work, records, plan)
             first = first_dropped(plan, dropped)
             records = without_dropped(work, records, dropped)
-        if dropped.count:
-            count_skipped(skipped, "duplicate document", first, dropped.count)
+        if count := sum(int(flags.sum()) for flags in dropped.values()):
+            count_skipped(skipped, "duplicate document", first, count)
     error = _empty_split(records, request, plan.rule, skipped)
     if error is not None:
         work.clear()

@@ -32,25 +32,8 @@ SORTED_AT_ONCE = 1 << 20
 _SORTED = np.dtype([("hash", "<u8", 2), ("document", "<i8")])
 
 
-class Dropped:
-    """The documents of each range that are left out."""
-
-    def __init__(self, flags: Array, slices: dict[tuple[int, SplitName], slice]) -> None:
-        self._flags = flags
-        self._slices = slices
-
-    def of(self, number: int, name: SplitName) -> Array:
-        """Return a flag per document of a range's split: True if it is left out.
-
-        Shapes:  returns (documents,) bool.
-        """
-        dropped: Array = self._flags[self._slices[number, name]] != 0
-        return dropped
-
-    @property
-    def count(self) -> int:
-        """Number of documents left out."""
-        return int(self._flags.sum(dtype=np.int64))
+Dropped = dict[tuple[int, SplitName], Array]
+"""A flag per document of each range's split: True if it is left out."""
 
 
 def find_duplicates(work: WorkDir, records: Sequence[RangeRecord], plan: WorkPlan) -> Dropped:
@@ -59,24 +42,25 @@ def find_duplicates(work: WorkDir, records: Sequence[RangeRecord], plan: WorkPla
     Separate validation text comes first and keeps its own duplicates.
     """
     kept: SplitName | None = "val" if plan.rule == NAMED else None
-    slices: dict[tuple[int, SplitName], slice] = {}
+    spans: dict[tuple[int, SplitName], slice] = {}
     total = 0
     for name in sorted(SPLITS, key=lambda name: name != kept):
         for record in records:
-            slices[record.number, name] = slice(total, total + record.splits[name].documents)
-            total += record.splits[name].documents
+            spans[record.number, name] = slice(total, total + record.splits[name].documents)
+            total = spans[record.number, name].stop
     folder = work.path / "duplicates"
     with writing(work.out):
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
-        flags = _zeros(folder / "flags", total)
+        flags = _flags(folder / "flags", total)
+        dropped = {key: flags[span] for key, span in spans.items()}
         paths = [folder / f"marks-{index}" for index in range(total // SORTED_AT_ONCE + 1)]
         for record in records:
             for name, split in record.splits.items():
                 marks = split.read(work.ranges, "marks")
                 sortable = np.empty(len(marks), _SORTED)
                 sortable["hash"] = marks["hash"]
-                sortable["document"] = np.arange(len(marks)) + slices[record.number, name].start
+                sortable["document"] = np.arange(len(marks)) + spans[record.number, name].start
                 target = sortable["hash"][:, 0] % len(paths)
                 for index in np.unique(target):
                     with paths[index].open("ab") as file:
@@ -86,16 +70,16 @@ def find_duplicates(work: WorkDir, records: Sequence[RangeRecord], plan: WorkPla
             order = np.lexsort((marks["document"], marks["hash"][:, 1], marks["hash"][:, 0]))
             hashes = marks["hash"][order]
             again = np.flatnonzero((hashes[1:] == hashes[:-1]).all(axis=1)) + 1
-            flags[marks["document"][order[again]]] = 1
+            flags[marks["document"][order[again]]] = True
             path.unlink()
         if kept is not None:
             for record in records:
-                flags[slices[record.number, kept]] = 0
-        return Dropped(flags, slices)
+                dropped[record.number, kept][:] = False
+        return dropped
 
 
-def _zeros(path: Path, total: int) -> Array:
-    """Return a zero flag per document, in a memory-mapped file."""
+def _flags(path: Path, total: int) -> Array:
+    """Return a flag per document, all False, in a memory-mapped file."""
     size = max(total, 1)
     with path.open("wb") as file:  # a full disk raises here; a write to the map kills the process
         if hasattr(os, "posix_fallocate"):
@@ -103,7 +87,7 @@ def _zeros(path: Path, total: int) -> Array:
         else:  # macOS
             for start in range(0, size, ZEROS_AT_ONCE):
                 file.write(bytes(min(ZEROS_AT_ONCE, size - start)))
-    return np.memmap(path, np.uint8, "r+", shape=size)[:total]
+    return np.asarray(np.memmap(path, np.bool_, "r+", shape=size)[:total])
 
 
 def without_dropped(
@@ -114,7 +98,7 @@ def without_dropped(
     for record in records:
         splits = {}
         for name, split in record.splits.items():
-            keep = ~dropped.of(record.number, name)
+            keep = ~dropped[record.number, name]
             lengths = np.diff(split.read(work.ranges, "ends"), prepend=0)
             sizes = split.read(work.ranges, "marks")["text_bytes"]
             counts = {
@@ -125,8 +109,8 @@ def without_dropped(
             splits[name] = split.model_copy(update=counts)
         is_cut = (
             record.cut_documents
-            and not dropped.of(record.number, "train")[-1]
-            and not dropped.of(record.number, "val")[0]
+            and not dropped[record.number, "train"][-1]
+            and not dropped[record.number, "val"][0]
         )
         update = {"splits": splits, "cut_documents": int(is_cut)}
         remaining.append(record.model_copy(update=update))
@@ -141,7 +125,7 @@ def first_dropped(plan: WorkPlan, dropped: Dropped) -> list[RowLocation]:
     """
     found: list[RowLocation] = []
     for item in plan.items:
-        flags = {name: dropped.of(item.number, name) for name in SPLITS}
+        flags = {name: dropped[item.number, name] for name in SPLITS}
         if not any(flag.any() for flag in flags.values()):
             continue
         inside: list[RowLocation] = []

@@ -158,7 +158,7 @@ class _SplitJoiner:
             ):
                 ends = split.read(self._work.ranges, "ends")
                 if self._dropped is not None:
-                    keep = ~self._dropped.of(number, self._name)
+                    keep = ~self._dropped[number, self._name]
                     ends = np.cumsum(np.diff(ends, prepend=0)[keep])
                 file.write((ends + start).astype("<i8"))
         return SplitEntry(
@@ -203,7 +203,7 @@ class _SplitJoiner:
         spans = [(0, self._splits[index].tokens)]
         if self._dropped is not None:
             ends = self._splits[index].read(self._work.ranges, "ends")
-            spans = runs(ends, self._dropped.of(self._numbers[index], self._name))
+            spans = runs(ends, self._dropped[self._numbers[index], self._name])
         before = 0
         for begin, end in spans:
             first, last = max(start - before, 0), min(stop - before, end - begin)
