@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, Unpack
 
 from pydantic import ValidationError
 
@@ -24,7 +24,7 @@ from flatout.data.prepare.pipeline import (
     local,
     prepare_request,
 )
-from flatout.data.prepare.request.request import CHOOSE_ANOTHER, open_request, require_same
+from flatout.data.prepare.request.request import CHOOSE_ANOTHER, Access, open_request, require_same
 from flatout.data.store.manifest import MANIFEST, Manifest, parse_manifest
 from flatout.data.store.remote import (
     cache_dir_of,
@@ -64,11 +64,9 @@ def prepare_upload(
     url: str,
     options: Options,
     *,
-    from_file: str | None = None,
     workers: int | None = None,
     engine: Engine = local,
-    cache: Path | None = None,
-    progress: Progress = SILENT,
+    **access: Unpack[Access],
 ) -> Prepared:
     """Prepare a dataset and send it to a URL; the manifest appears once it is complete.
 
@@ -80,16 +78,15 @@ def prepare_upload(
     """
     started = time.perf_counter()
     remote = RemoteFolder(dataset_url(url))
-    cache_dir = cache_dir_of(remote.url, cache or default_cache())
+    cache_dir = cache_dir_of(remote.url, access.get("cache") or default_cache())
+    progress = access.get("progress", SILENT)
     folder = cache_dir / "work" / cache_dir.name.rpartition("-")[0]
     with locked(cache_dir, partial(_refuse, remote.url)):
         uploaded, claim = _state_of(remote)
         if uploaded is None:
             remote.put_text(PROBE, "flatout checks whether it may write here\n")
             remote.remove(PROBE)
-        request = open_request(
-            sources, folder, options, from_file=from_file, cache=cache, progress=progress
-        )
+        request = open_request(sources, folder, options, **access)
         if uploaded is not None:
             manifest = parse_manifest(
                 uploaded.decode("utf-8", errors="replace"), f"{remote.url}/{MANIFEST}"
