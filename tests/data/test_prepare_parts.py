@@ -130,7 +130,7 @@ def test_a_bad_row_in_one_part_prevents_the_join_and_explains_what_to_do(rows, t
 def part_of(rows, number):
     """Return the part, of three, that packs a row."""
     line = 0
-    for item in make.make_plan(open_corpus([rows]), OPTIONS).items:
+    for item in make.make_plan(open_corpus([rows], OPTIONS), OPTIONS).items:
         line += sum(1 for task in item.read_tasks for _ in task.rows())
         if number < line:
             return WorkPart(item.number % 3 + 1, 3)
