@@ -163,6 +163,7 @@ def open_corpus(
     Raises: DataError when a name is unknown, or nothing is found there.
     """
     options = options or Options()
+    cache = cache or default_cache()
     cards = [name for name in names if name in DATASETS.names()]
     _check_names(names, options.val, cards, from_file)
     given = {
@@ -263,7 +264,7 @@ def _report_passed_over(name: str, tasks: Sequence[ReadTask], progress: Progress
 
 
 def _card_tasks(
-    name: str, fields: Parameters, from_file: str | None, cache: Path | None, progress: Progress
+    name: str, fields: Parameters, from_file: str | None, cache: Path, progress: Progress
 ) -> list[ReadTask]:
     """Return the read tasks of a card, whose file is downloaded unless it is in the cache."""
     card = load_card(name)
@@ -287,7 +288,7 @@ def _card_tasks(
     else:
         file = download(
             card.url,
-            (cache or default_cache()).expanduser() / name / card.url.rpartition("/")[2],
+            cache.expanduser() / name / card.url.rpartition("/")[2],
             sha256=card.sha256,
             num_bytes=card.num_bytes,
             progress=progress,
