@@ -6,7 +6,6 @@ import contextlib
 import errno
 import fcntl
 import hashlib
-import math
 import os
 import re
 import shutil
@@ -227,7 +226,8 @@ def lock(descriptor: int, *, shared: bool = False, wait_s: float = 0.0) -> None:
     """Lock an open file or directory until its descriptor is closed or the process ends.
 
     An exclusive lock excludes all others; shared locks exclude only exclusive ones. Locking a
-    descriptor again converts its lock. `wait_s` may be `math.inf`.
+    descriptor again converts its lock.
+
     Raises: BlockingIOError when another process still holds the lock after `wait_s` seconds;
             LocksUnsupported; OSError.
     """
@@ -235,7 +235,7 @@ def lock(descriptor: int, *, shared: bool = False, wait_s: float = 0.0) -> None:
     give_up = time.monotonic() + wait_s
     while True:
         try:
-            fcntl.flock(descriptor, kind if wait_s == math.inf else kind | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
             return
         except BlockingIOError:
             if time.monotonic() >= give_up:

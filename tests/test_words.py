@@ -308,9 +308,8 @@ def test_a_section_without_a_counterpart_answers_for_its_keys():
 
 
 def test_the_error_of_a_dataset_names_the_card(tmp_path, monkeypatch):
-    from flatout.data.prepare.request.names import SourceReader
-    from flatout.data.prepare.request.options import Options
+    from flatout.data.prepare.request.inputs import open_corpus
 
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError, match="Did you mean 'fineweb-edu-10bt'"):
-        SourceReader(Options()).text("finewebedu")
+        open_corpus(["finewebedu"])

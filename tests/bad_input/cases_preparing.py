@@ -7,7 +7,7 @@ from pathlib import Path
 
 from case import Case, World, run_command
 
-from flatout.data.prepare.pack import jobs
+from flatout.data.prepare.plan import make
 from flatout.data.prepare.plan.work_dir import WorkDir, WorkPart
 from flatout.sources import files
 
@@ -25,7 +25,7 @@ def many_rows(world: World) -> None:
 
 def first_part_done(world: World) -> None:
     """Prepare the first of two parts, in several ranges."""
-    world.patch.setattr(jobs, "RANGE_BYTES", 100)
+    world.patch.setattr(make, "RANGE_BYTES", 100)
     world.patch.setattr(files, "PART_BYTES", 100)
     world.write("good.jsonl", "".join(f'{{"text": "row {number}"}}\n' for number in range(40)))
     assert run_command(f"prepare good.jsonl {NEW} --part 1/2", world.path).code == 0

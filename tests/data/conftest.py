@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import sys
 from pathlib import Path
 
@@ -98,3 +99,20 @@ def write_set(tmp_path):
 def train_split(write_set):
     """Write a dataset, with the arguments of `write_set`, and open its train split."""
     return lambda *args, **kwargs: Dataset.open(write_set(*args, **kwargs)).split("train")
+
+
+@pytest.fixture
+def book(tmp_path):
+    """A text file of one document."""
+    path = tmp_path / "book.txt"
+    path.write_text("".join(f"Sentence {number} of the book. " for number in range(400)))
+    return path
+
+
+@pytest.fixture
+def rows(tmp_path):
+    """A JSONL file of 300 different documents of several lengths."""
+    path = tmp_path / "rows.jsonl"
+    texts = (f"row {number} " * (number % 5 + 1) for number in range(300))
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path

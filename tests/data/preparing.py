@@ -10,13 +10,12 @@ from pathlib import Path
 
 from flatout.data.prepare import pipeline
 from flatout.data.prepare.join import shards
-from flatout.data.prepare.pack import jobs
 from flatout.data.prepare.plan import make
 from flatout.errors import FlatoutError
 from flatout.sources import files
 
 files.PART_BYTES = 4_000
-jobs.RANGE_BYTES = 8_000
+make.RANGE_BYTES = 8_000
 make.check_space = lambda *_: None  # another process fills the disk after the start
 pipeline.join = partial(shards.join, shard_bytes=32_768)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from prepared import content
 
 from flatout.data.store.shards import Dataset
 
@@ -57,10 +58,6 @@ def start(rows, out, workers=2, *more):
 def finish(process):
     _, said = process.communicate(timeout=120)
     return process.returncode, said
-
-
-def content(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def records(out):

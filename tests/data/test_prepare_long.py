@@ -10,12 +10,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from prepared import content
 
 from flatout import files as disk
-from flatout.data.prepare.pack import jobs, tokenize
-from flatout.data.prepare.pack.jobs import ByHash
-from flatout.data.prepare.pack.records import RangeRecord
+from flatout.data.prepare.pack import tokenize
+from flatout.data.prepare.pack.range_files import RangeRecord
+from flatout.data.prepare.pack.work_items import ByHash, WorkItem
 from flatout.data.prepare.pipeline import Options, prepare_dataset
+from flatout.data.prepare.plan import make
 from flatout.data.tokenizers import base, cut_points
 from flatout.errors import DataError
 from flatout.files import Unfinished
@@ -94,10 +96,6 @@ def in_chunks(monkeypatch):
         monkeypatch.setattr(cut_points, "LOOKAHEAD_CHARACTERS", 20)
 
     return begin
-
-
-def content(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def tokenizer_named(name, tmp_path):
@@ -241,7 +239,7 @@ def test_prepare_resumes_after_a_full_disk_within_a_long_text(
     corpus, tmp_path, in_chunks, monkeypatch
 ):
     monkeypatch.setattr(files, "PART_BYTES", 1_000)
-    monkeypatch.setattr(jobs, "RANGE_BYTES", 1_000)
+    monkeypatch.setattr(make, "RANGE_BYTES", 1_000)
     options = Options(tokenizer="byte", split="tail 0.1")
     prepare_dataset([str(corpus)], tmp_path / "whole", options, workers=1)
     in_chunks()
@@ -277,10 +275,11 @@ def test_progress_is_reported_within_a_long_text(corpus, in_chunks):
 
     from flatout.data.tokenizers import make_tokenizer
 
-    packing = tokenize.Packing(make_tokenizer("byte", lambda _: ()), ByHash(0.5), "raise")
+    packing = tokenize.Packing(make_tokenizer("byte", lambda _: ()), Options(), Path())
+    item = WorkItem(number=0, num_tasks=1, first=0, assignment=ByHash(0.5), read_tasks=(parts[0],))
     sinks = {"train": Nowhere(), "val": Nowhere()}
     record = RangeRecord(number=0, num_bytes=0)
-    tokenize.pack([tokenize.Job(parts[0])], packing, sinks, record, told.append)
+    tokenize.pack(item, packing, sinks, record, told.append)
     size = (corpus / "a.txt").stat().st_size
     assert len(told) > 5
     assert sum(tally.num_bytes for tally in told) == size

@@ -1,15 +1,15 @@
 """Several processes, each doing a part of the work, and the join."""
 
-import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from prepared import content
 
 from flatout.commands.prepare import prepare
-from flatout.data.prepare.pack import jobs
 from flatout.data.prepare.pipeline import Options, join_parts, prepare_dataset, prepare_part
+from flatout.data.prepare.plan import make
 from flatout.data.prepare.plan.work_dir import WorkPart
 from flatout.data.prepare.request.inputs import open_corpus
 from flatout.errors import DataError, UsageError
@@ -19,21 +19,10 @@ OPTIONS = Options(tokenizer="train:300", split="hash 0.2")
 
 
 @pytest.fixture
-def rows(tmp_path, monkeypatch):
+def rows(rows, monkeypatch):
     monkeypatch.setattr(files, "PART_BYTES", 700)
-    monkeypatch.setattr(jobs, "RANGE_BYTES", 1_400)
-    path = tmp_path / "rows.jsonl"
-    path.write_text(
-        "".join(
-            json.dumps({"text": f"row {number} " * (number % 5 + 1)}) + "\n"
-            for number in range(300)
-        )
-    )
-    return str(path)
-
-
-def content(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    monkeypatch.setattr(make, "RANGE_BYTES", 1_400)
+    return str(rows)
 
 
 @pytest.mark.slow
@@ -141,11 +130,10 @@ def test_a_bad_row_in_one_part_prevents_the_join_and_explains_what_to_do(rows, t
 def part_of(rows, number):
     """Return the part, of three, that packs a row."""
     line = 0
-    parts = open_corpus([rows]).read_tasks
-    for piece in jobs.make_ranges([jobs.Job(part) for part in parts]):
-        line += sum(1 for job in piece.jobs for _ in job.rows())
+    for item in make.make_plan(open_corpus([rows], OPTIONS), OPTIONS).items:
+        line += sum(1 for task in item.read_tasks for _ in task.rows())
         if number < line:
-            return WorkPart(piece.number % 3 + 1, 3)
+            return WorkPart(item.number % 3 + 1, 3)
     raise AssertionError(number)
 
 

@@ -6,11 +6,11 @@ from functools import partial
 import numpy as np
 import pytest
 from manifests import seal
+from prepared import content, documents
 
-from flatout.data.prepare.pack import jobs
 from flatout.data.prepare.pack.range_files import RangeWriter
 from flatout.data.prepare.pipeline import Options, join_parts, prepare_dataset, prepare_part
-from flatout.data.prepare.plan import make as request
+from flatout.data.prepare.plan import make
 from flatout.data.prepare.plan.work_dir import WorkDir, WorkPart
 from flatout.data.store.shards import Dataset
 from flatout.errors import DataError
@@ -27,24 +27,10 @@ def write(path, texts):
     return str(path)
 
 
-def content(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
-def documents(folder, name):
-    dataset = Dataset.open(folder)
-    split = dataset.split(name)
-    tokens = split.read_tokens(0, split.num_tokens)
-    return [
-        dataset.tokenizer.decode(tokens[start : end - 1])
-        for start, end in zip([0, *split.document_ends], split.document_ends, strict=False)
-    ]
-
-
 @pytest.fixture
 def train(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "PART_BYTES", 500)
-    monkeypatch.setattr(jobs, "RANGE_BYTES", 1_200)
+    monkeypatch.setattr(make, "RANGE_BYTES", 1_200)
     return write(tmp_path / "train.jsonl", TRAIN)
 
 
@@ -245,9 +231,9 @@ def test_an_interrupted_prepare_resumes_and_repeats_no_work(
         "finish",
         lambda writer: written.append(writer) or finishing(writer),
     )
-    monkeypatch.setattr(request, "make_plan", partial(pytest.fail, "planned again"))
+    monkeypatch.setattr(make, "make_plan", partial(pytest.fail, "planned again"))
     with WorkDir(tmp_path / "out") as work:
-        there, count = len(work.done()), len(work.plan().ranges)
+        there, count = len(work.done()), len(work.plan().items)
     prepare_dataset([train], tmp_path / "out", options, workers=1)
     assert 0 < there < count
     assert len(written) == count - there

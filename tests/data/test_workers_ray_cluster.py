@@ -11,17 +11,17 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from corpora import work_items
 
-from flatout.data.prepare.pack import jobs
-from flatout.data.prepare.pack.jobs import ByHash, Job, Range
 from flatout.data.prepare.pack.tokenize import Packing
 from flatout.data.prepare.pipeline import Options, engine_named, prepare_dataset
+from flatout.data.prepare.plan import make
 from flatout.data.prepare.workers import ray as ray_workers
-from flatout.data.prepare.workers.local import LocalWorkers, Setup
+from flatout.data.prepare.workers.local import LocalWorkers
 from flatout.data.prepare.workers.ray import RayWorkers
 from flatout.data.tokenizers import make_tokenizer
 from flatout.errors import DataError, RunFailed
-from flatout.sources import ReadTask, files
+from flatout.sources import files
 
 ray = pytest.importorskip("ray")
 cluster_utils = pytest.importorskip("ray.cluster_utils")
@@ -105,11 +105,9 @@ def source(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def setup(tmp_path):
+def packing(tmp_path):
     (tmp_path / "ranges").mkdir()
-    return Setup(
-        Packing(make_tokenizer("byte", lambda limit: ()), ByHash(0.3), "raise"), tmp_path / "ranges"
-    )
+    return Packing(make_tokenizer("byte", lambda limit: ()), Options(), tmp_path / "ranges")
 
 
 class Said:
@@ -128,17 +126,9 @@ class Said:
             time.sleep(0.02)
 
 
-def ranges(*parts):
-    """Return one range for each function of the source and its arguments."""
-    return [
-        Range(number, (Job(ReadTask(read, arguments, "x")),))
-        for number, (read, *arguments) in enumerate(parts)
-    ]
-
-
-def pack(work, setup, crew, tell=lambda _: None):
+def pack(work, packing, crew, tell=lambda _: None):
     with crew:
-        return list(crew.pack(work, setup, tell))
+        return list(crew.pack(work, packing, tell))
 
 
 def content(folder):
@@ -182,14 +172,14 @@ def once_held(folder, by, count, act):
 
 def held_ranges(source, tmp_path, count):
     (tmp_path / "held").mkdir()
-    return ranges(
+    return work_items(
         *[(source.held, index * 10, 10, str(tmp_path / "held")) for index in range(count)]
     )
 
 
 def test_the_dataset_is_the_same_as_with_local_workers(other, tmp_path, monkeypatch):
     monkeypatch.setattr(files, "PART_BYTES", 2_000)
-    monkeypatch.setattr(jobs, "RANGE_BYTES", 4_000)
+    monkeypatch.setattr(make, "RANGE_BYTES", 4_000)
     rows = tmp_path / "rows.jsonl"
     rows.write_text(
         "".join(
@@ -213,7 +203,7 @@ def test_the_dataset_is_the_same_as_with_local_workers(other, tmp_path, monkeypa
     assert not list(tmp_path.glob(".ray*"))
 
 
-def test_a_dead_node_costs_only_its_ranges(cluster, other, source, setup, tmp_path):
+def test_a_dead_node_costs_only_its_ranges(cluster, other, source, packing, tmp_path):
     work, told, said = held_ranges(source, tmp_path, 12), [], Said()
     killer = once_held(
         tmp_path / "held",
@@ -221,67 +211,69 @@ def test_a_dead_node_costs_only_its_ranges(cluster, other, source, setup, tmp_pa
         1,
         lambda found: (kill(cluster, other, found), said.wait(ONE_LEFT)),
     )
-    records = pack(work, setup, RayWorkers(progress=said), told.append)
+    records = pack(work, packing, RayWorkers(progress=said), told.append)
     killer.join()
     assert ONE_LEFT in said.lines
     assert [record.number for record in records] == list(range(12))
     assert sum(tally.documents for tally in told) == 120, "repeated work is reported once"
-    for path in setup.folder.glob("*.part"):
+    for path in packing.folder.glob("*.part"):
         path.unlink()
-    of_cluster = taken(setup.folder)
-    pack(work, setup, LocalWorkers(1))
-    assert of_cluster == content(setup.folder)
+    of_cluster = taken(packing.folder)
+    pack(work, packing, LocalWorkers(1))
+    assert of_cluster == content(packing.folder)
 
 
-def test_a_killed_process_costs_only_its_range(other, source, setup, tmp_path, capfd):
+def test_a_killed_process_costs_only_its_range(other, source, packing, tmp_path, capfd):
     work = held_ranges(source, tmp_path, 6)
     killer = once_held(
         tmp_path / "held", raylet(other), 1, lambda found: os.kill(found[0], signal.SIGKILL)
     )
-    assert sum(record.documents for record in pack(work, setup, RayWorkers())) == 60
+    assert sum(record.documents for record in pack(work, packing, RayWorkers())) == 60
     killer.join()
     assert capfd.readouterr().out == "", "standard output is for results"
 
 
-def test_a_range_that_kills_every_process_is_named(other, source, setup, monkeypatch):
+def test_a_range_that_kills_every_process_is_named(other, source, packing, monkeypatch):
     monkeypatch.setattr(ray_workers, "RETRIES", 1)
     with pytest.raises(
         RunFailed,
         match=r"packed range 1 died 2 times.*it continues where it stopped.*fewer --workers",
     ):
-        pack(ranges((source.numbered, 0, 3), (source.dies,)), setup, RayWorkers())
+        pack(work_items((source.numbered, 0, 3), (source.dies,)), packing, RayWorkers())
 
 
-def test_the_first_bad_row_in_range_order_is_raised(other, source, setup):
+def test_the_first_bad_row_in_range_order_is_raised(other, source, packing):
     with pytest.raises(DataError, match="late is bad") as caught:
         pack(
-            ranges((source.numbered, 0, 500), (source.bad, "late"), (source.bad, "early")),
-            setup,
+            work_items((source.numbered, 0, 500), (source.bad, "late"), (source.bad, "early")),
+            packing,
             RayWorkers(),
         )
     assert caught.value.fix == "Mend it."
-    assert [path.name for path in setup.folder.glob("*.json")] == ["000000.json"]
+    assert [path.name for path in packing.folder.glob("*.json")] == ["000000.json"]
     assert not ray.is_initialized()
 
 
-def test_a_node_without_the_source_is_distinguished_from_bad_text(other, source, setup):
+def test_a_node_without_the_source_is_distinguished_from_bad_text(other, source, packing):
     with pytest.raises(
         RunFailed, match=r"The node .* cannot do what this machine can: There is no such file"
     ):
-        pack(ranges((source.elsewhere, os.getpid())), setup, RayWorkers())
+        pack(work_items((source.elsewhere, os.getpid())), packing, RayWorkers())
 
 
-def test_a_node_that_does_not_see_the_work_directory_is_reported(other, source, setup, monkeypatch):
+def test_a_node_that_does_not_see_the_work_directory_is_reported(
+    other, source, packing, monkeypatch
+):
     monkeypatch.setattr(Path, "touch", lambda path: None)
     with pytest.raises(
         RunFailed,
         match=r"does not see the directory .*ranges.*--out on a disk that every node sees",
     ):
-        pack(ranges((source.numbered, 0, 3)), setup, RayWorkers())
-    assert list(setup.folder.iterdir()) == []
+        pack(work_items((source.numbered, 0, 3)), packing, RayWorkers())
+    assert list(packing.folder.iterdir()) == []
 
 
-def test_a_cluster_without_cpus_is_given_up(cluster, source, setup, tmp_path, monkeypatch):
+def test_a_cluster_without_cpus_is_given_up(cluster, source, packing, tmp_path, monkeypatch):
     """The node this process connects to has none, like the head node of many clusters."""
     monkeypatch.setattr(ray_workers, "NODE_PATIENCE_S", 2.0)
     mine = started(num_cpus=0)
@@ -294,16 +286,16 @@ def test_a_cluster_without_cpus_is_given_up(cluster, source, setup, tmp_path, mo
             RunFailed,
             match=r"No node of the Ray cluster has a CPU.*it continues where it stopped",
         ):
-            pack(work, setup, RayWorkers())
+            pack(work, packing, RayWorkers())
         killer.join()
     finally:
         mine.shutdown()
 
 
-def test_a_cluster_in_use_keeps_running(other, source, setup):
+def test_a_cluster_in_use_keeps_running(other, source, packing):
     ray.init(log_to_driver=False, logging_level="ERROR")
     try:
-        pack(ranges((source.numbered, 0, 3)), setup, RayWorkers(1))
+        pack(work_items((source.numbered, 0, 3)), packing, RayWorkers(1))
         assert ray.is_initialized()
     finally:
         ray.shutdown()

@@ -16,7 +16,7 @@ FRAMES = 9
 ROOMS = {
     "measure": 74_600,
     "training": 65_200,
-    "data": 53_900,
+    "data": 51_700,
     "top": 23_200,
     "commands": 19_700,
     "sources": 16_400,

@@ -3,7 +3,6 @@ import json
 
 import pytest
 
-from flatout.data.prepare.pack.jobs import Job
 from flatout.errors import DataError
 from flatout.sources import BadRow, Document, file_reading, read_tasks_of
 from flatout.sources import files as files_module
@@ -27,18 +26,14 @@ TEXTS = {
 
 def bad_row(path):
     (row,) = [
-        row
-        for part in read_tasks_of(files, "files", {"path": str(path)})
-        for row in Job(part).rows()
+        row for part in read_tasks_of(files, "files", {"path": str(path)}) for row in part.rows()
     ]
     assert isinstance(row, BadRow)
     return row
 
 
 def documents(path, encoding):
-    rows = [
-        row for part in files(str(path), encoding=codec_of(encoding)) for row in Job(part).rows()
-    ]
+    rows = [row for part in files(str(path), encoding=codec_of(encoding)) for row in part.rows()]
     assert all(isinstance(row, Document) for row in rows), rows
     return rows
 
@@ -177,7 +172,7 @@ def test_token_files_among_texts_are_named(tmp_path):
     rows = [
         row
         for part in read_tasks_of(files, "files", {"path": f"{tmp_path}/*"})
-        for row in Job(part).rows()
+        for row in part.rows()
     ]
     assert [row.what for row in rows if isinstance(row, BadRow)] == [
         "is not UTF-8: byte 0x80 at offset 128; it is a binary file"

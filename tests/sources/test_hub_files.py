@@ -5,7 +5,7 @@ The code that reads the real hub runs against a local hub with the same layout.
 
 import pytest
 
-from flatout.data.prepare.request.cards import load_card
+from flatout.data.prepare.request.inputs import load_card
 from flatout.registry import DATASETS
 
 pytest.importorskip("huggingface_hub")

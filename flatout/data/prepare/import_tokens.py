@@ -67,11 +67,27 @@ def import_tokens(
     """
     started = time.perf_counter()
     path, out = expanded(path), expanded(out)
-    fraction = _tail_fraction(options.split or DEFAULT_SPLIT)
+    kind, fraction = parse_rule(options.split or DEFAULT_SPLIT)
+    if kind != "tail":
+        raise DataError(
+            f"Tokens cannot be split by {options.split!r}: `hash` needs a document's text.",
+            fix="Set --split 'tail 0.1'.",
+        )
     found = find_tokens(path, options.val and expanded(options.val), options.format)
-    _check_split(options, found)
+    if found.val and options.split is not None:
+        raise DataError(
+            f"There are validation tokens, {found.val[0].path}, and --split {options.split!r} "
+            "takes them from the training tokens.",
+            fix="Leave --split out, or name the training tokens alone.",
+        )
     known = _tokenizer(path, options, progress)
-    documents = _documents(options.documents, found)
+    first = found.train[0]
+    if options.documents == "stored" and first.format.documents != "stored":
+        raise DataError(
+            f"--documents stored: the format {first.name} does not store where documents end.",
+            fix="Use --documents end-of-text or chunk.",
+        )
+    documents = options.documents or first.format.documents
     reading = Reading(known.vocab_size, options.dtype, options.field)
     train, val = (
         [one.format.open(one.path, reading) for one in split] for split in (found.train, found.val)
@@ -87,31 +103,31 @@ def import_tokens(
     manifest = existing_dataset(out, optional | source, progress)
     existed = manifest is not None
     if manifest is None:
-        _say_guesses(found, [*train, *val], progress)
+        for note in dict.fromkeys(tokens.note for tokens in [*train, *val] if tokens.note):
+            progress.say(note)
+        if found.left_out:
+            progress.say(f"Not read: {', '.join(found.left_out[:3])}, for tests.")
         with DatasetWriter(out, vocab_size=known.vocab_size) as writer:
             written = _Written(writer, known, documents)
             written.write(train, val, fraction, progress)
             written.check(path)
             if documents == "end-of-text" and not written.num_ends:
-                progress.say(_no_end_of_text(known, found))
-            _check_unchanged(path, found.files, before)
+                by_chunk = " With --documents chunk, each chunk is a document."
+                progress.say(
+                    f"No {'chunk' if first.name == 'chunks' else 'file'} contains the end-of-text "
+                    f"token (id {known.eot_id}), so each split is a single document."
+                    + by_chunk
+                    * (len(found.files) > 1)
+                )
+            if _stats(found.files) != before:
+                raise DataError(
+                    f"{path}: a token file was changed during the import.",
+                    fix="Run the same command again once nothing writes there.",
+                )
             with progress.task("Writing to the disk"):
                 rule = NAMED if val else f"tail {fraction:g}"
                 manifest = writer.finish(tokenizer=known, source=source, split_rule=rule)
     return Prepared(out, manifest, time.perf_counter() - started, existed)
-
-
-def _check_split(options: ImportOptions, found: Found) -> None:
-    """Check that validation tokens are not both given and taken from the training tokens.
-
-    Raises: DataError.
-    """
-    if found.val and options.split is not None:
-        raise DataError(
-            f"There are validation tokens, {found.val[0].path}, and --split {options.split!r} "
-            "takes them from the training tokens.",
-            fix="Leave --split out, or name the training tokens alone.",
-        )
 
 
 def _describe(
@@ -127,8 +143,11 @@ def _describe(
     if found.val:
         described["val"] = [str(one.path) for one in found.val]
         described["val_fingerprint"] = _fingerprint(found.files[train:], stats[train:])
-    named = {"dtype": options.dtype, "field": options.field}
-    return described | {key: value for key, value in named.items() if value is not None}
+    if options.dtype is not None:
+        described["dtype"] = options.dtype
+    if options.field is not None:
+        described["field"] = options.field
+    return described
 
 
 def _tokenizer(path: Path, options: ImportOptions, progress: Progress) -> Tokenizer:
@@ -161,28 +180,6 @@ def _tokenizer(path: Path, options: ImportOptions, progress: Progress) -> Tokeni
     return existing_tokenizer(spec, options.pattern, options.end_of_text, progress=progress)
 
 
-def _documents(wanted: Documents | None, found: Found) -> Documents:
-    """Return where documents end.
-
-    Raises: DataError when the format does not store it.
-    """
-    own = found.train[0].format.documents
-    if wanted == "stored" and own != "stored":
-        raise DataError(
-            f"--documents stored: the format {found.train[0].name} does not store where documents "
-            "end.",
-            fix="Use --documents end-of-text or chunk.",
-        )
-    return wanted or own
-
-
-def _say_guesses(found: Found, opened: Sequence[Tokens], progress: Progress) -> None:
-    for note in dict.fromkeys(tokens.note for tokens in opened if tokens.note):
-        progress.say(note)
-    if found.left_out:
-        progress.say(f"Not read: {', '.join(found.left_out[:3])}, for tests.")
-
-
 class _Written:
     """Writes the splits, and counts their tokens and end-of-text tokens."""
 
@@ -190,7 +187,12 @@ class _Written:
         self._splits = {"train": writer.train, "val": writer.val}
         self._tokenizer = tokenizer
         self._documents = documents
-        self._text_bytes = _TextBytes(tokenizer)
+        self._bytes_of = np.array(
+            [len(tokenizer.decode_bytes([index])) for index in range(tokenizer.vocab_size)]
+        )
+        self._bytes_of[tokenizer.eot_id] = 0
+        self._knows_bytes: bool | None = None if tokenizer.has_text else False
+        """Whether each token decodes to its own bytes; None until the first tokens are seen."""
         self.num_tokens = {"train": 0, "val": 0}
         self.num_ends = 0
 
@@ -225,7 +227,7 @@ class _Written:
             tokens = np.asarray(piece.tokens[first:last])
             _require_known(tokens, piece, first, self._tokenizer)
             ends = self._ends(tokens, piece, first, last)
-            self._splits[split].append(tokens, ends, text_bytes=self._text_bytes.of(tokens))
+            self._splits[split].append(tokens, ends, text_bytes=self._num_bytes(tokens))
             self.num_ends += len(ends)
             task.advance(piece.weight * len(tokens) / len(piece.tokens))
         self.num_tokens[split] += stop - start
@@ -239,6 +241,17 @@ class _Written:
             return piece.ends[low:high] - first
         ends_file = piece.is_last and last == len(piece.tokens)
         return np.array([len(tokens)] if ends_file else [], np.int64)
+
+    def _num_bytes(self, tokens: Array) -> int:
+        """Return the UTF-8 bytes that tokens decode to; 0 if they are unknown.
+
+        The first call decodes the tokens to verify the count.
+        """
+        if self._knows_bytes is None:
+            text = tokens[tokens != self._tokenizer.eot_id]
+            decoded = self._tokenizer.decode_bytes(text.tolist())
+            self._knows_bytes = len(decoded) == int(self._bytes_of[text].sum())
+        return int(self._bytes_of[tokens].sum()) if self._knows_bytes else 0
 
     def check(self, path: Path) -> None:
         """Check that both splits have tokens.
@@ -285,65 +298,12 @@ def _require_known(tokens: Array, piece: Piece, first: int, tokenizer: Tokenizer
     )
 
 
-def _no_end_of_text(tokenizer: Tokenizer, found: Found) -> str:
-    several = len(found.files) > 1
-    return (
-        f"No {'chunk' if found.train[0].name == 'chunks' else 'file'} contains the end-of-text "
-        f"token (id {tokenizer.eot_id}), so each split is a single document."
-        + " With --documents chunk, each chunk is a document."
-        * several
-    )
-
-
-class _TextBytes:
-    """Counts the UTF-8 bytes that tokens decode to, if each token decodes to its own bytes.
-
-    For other tokenizers the count is unknown, reported as 0.
-    """
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._bytes_of = np.array(
-            [len(tokenizer.decode_bytes([index])) for index in range(tokenizer.vocab_size)]
-        )
-        self._bytes_of[tokenizer.eot_id] = 0
-        self._known: bool | None = None if tokenizer.has_text else False
-
-    def of(self, tokens: Array) -> int:
-        """Return the bytes of some tokens; the first call decodes them to verify the count."""
-        if self._known is None:
-            text = tokens[tokens != self._tokenizer.eot_id]
-            decoded = self._tokenizer.decode_bytes(text.tolist())
-            self._known = len(decoded) == int(self._bytes_of[text].sum())
-        return int(self._bytes_of[tokens].sum()) if self._known else 0
-
-
-def _tail_fraction(split: str) -> float:
-    kind, fraction = parse_rule(split)
-    if kind != "tail":
-        raise DataError(
-            f"Tokens cannot be split by {split!r}: `hash` needs a document's text.",
-            fix="Set --split 'tail 0.1'.",
-        )
-    return fraction
-
-
 def _stats(files: Sequence[Path]) -> list[tuple[int, int, int, int]]:
     """Return each file's size, mtime, ctime and inode: a rewrite changes at least one."""
     return [
         (found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino)
         for found in map(Path.stat, files)
     ]
-
-
-def _check_unchanged(
-    folder: Path, files: Sequence[Path], before: list[tuple[int, int, int, int]]
-) -> None:
-    if _stats(files) != before:
-        raise DataError(
-            f"{folder}: a token file was changed during the import.",
-            fix="Run the same command again once nothing writes there.",
-        )
 
 
 def _fingerprint(files: Sequence[Path], stats: Sequence[tuple[int, int, int, int]]) -> str:

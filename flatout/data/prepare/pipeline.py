@@ -11,30 +11,39 @@ from typing import Unpack
 
 from flatout.data.prepare.join.duplicates import find_duplicates, first_dropped, without_dropped
 from flatout.data.prepare.join.shards import check_files, join
-from flatout.data.prepare.pack.jobs import Range
-from flatout.data.prepare.pack.records import RangeRecord, count_skipped, no_documents, record_path
+from flatout.data.prepare.pack.range_files import (
+    RangeRecord,
+    count_skipped,
+    no_documents,
+    record_path,
+)
 from flatout.data.prepare.pack.tokenize import Packing, Report, Tally
-from flatout.data.prepare.plan.limits import BadRowLimit
+from flatout.data.prepare.pack.work_items import WorkItem, WorkPlan
 from flatout.data.prepare.plan.make import check_same, plan_work
 from flatout.data.prepare.plan.work_dir import WorkDir, WorkPart
-from flatout.data.prepare.plan.work_plan import WorkPlan
-from flatout.data.prepare.request.inputs import require_unchanged
 from flatout.data.prepare.request.options import NAMED
 from flatout.data.prepare.request.options import Options as Options
 from flatout.data.prepare.request.request import Access, Request, existing_dataset, open_request
-from flatout.data.prepare.workers.local import LocalWorkers, Setup, Workers
-from flatout.data.store.manifest import SPLITS, Manifest, SkippedRows
+from flatout.data.prepare.workers.local import LocalWorkers, Workers
+from flatout.data.store.manifest import SPLITS, Manifest, SkippedRows, StoredLocation
 from flatout.errors import DataError
 from flatout.files import Unfinished, expanded
 from flatout.hardware import cgroup_limits, usable_cores
 from flatout.progress import Task
 from flatout.registry import unknown_name
-from flatout.sources import ReadTask
-from flatout.sources.packed import NotHandedOut
+from flatout.sources import FIRST_NAMED, ReadTask
+from flatout.sources.files import first_changed
+from flatout.sources.packed import CANNOT_BE_READ, NotHandedOut
 from flatout.transfer.connection import Unreachable
 
 BYTES_PER_WORKER = 8_000_000
 """Minimum text per worker: for less, another process costs more than it saves."""
+BAD_SHARE = 0.01
+"""Default limit of bad rows, as a share of the rows so far; BAD_ROWS if that is more."""
+BAD_ROWS = 100
+"""Number of bad rows that the default limit always allows."""
+UNREAD_SHARE = 0.01
+"""Maximum share of the text that may be damaged."""
 
 
 @dataclass(frozen=True)
@@ -77,19 +86,17 @@ def engine_named(name: str) -> Engine:
     """
     if name not in ("local", "ray"):
         raise unknown_name("engine", name, ("local", "ray"))
-    return local if name == "local" else _ray_engine()
+    if name == "local":
+        return local
+    from flatout.data.prepare.workers.ray import RayWorkers, ray_package
+
+    ray_package()
+    return lambda request, workers: RayWorkers(workers, progress=request.progress)
 
 
 def local(request: Request, workers: int | None) -> AbstractContextManager[Workers]:
     """Return worker processes on this machine."""
     return LocalWorkers(workers or default_workers(request.corpus.all_read_tasks))
-
-
-def _ray_engine() -> Engine:
-    from flatout.data.prepare.workers.ray import RayWorkers, ray_package
-
-    ray_package()
-    return lambda request, workers: RayWorkers(workers, progress=request.progress)
 
 
 def prepare_dataset(
@@ -148,9 +155,9 @@ def prepare_part(
         if _existing_or_claimed(request, work) is None:
             with local(request, workers) as crew:
                 plan, packing = plan_work(work, request)
-                own = [one for one in plan.ranges if part.has(one.number)]
+                own = [item for item in plan.items if part.has(item.number)]
                 records = _pack(work, plan, packing, own, crew, request)
-            left = len(plan.ranges) - len(work.done())
+            left = len(plan.items) - len(work.done())
     return PreparedPart(out, tuple(records), left, time.perf_counter() - started)
 
 
@@ -168,32 +175,24 @@ def join_parts(
         manifest = existing_dataset(out, request.source, request.progress)
         existed = manifest is not None
         if manifest is None:
-            _check_parts(work, request)
+            stored = work.plan()
+            if stored is None:
+                raise DataError(
+                    f"No part of {out} is done.",
+                    fix="Do its parts first, with --part 1/N to --part N/N.",
+                )
+            check_same(work, stored, request)
+            missing = sorted({item.number for item in stored.items} - work.done().keys())
+            if missing:
+                raise DataError(
+                    f"{len(missing)} of {len(stored.items)} ranges of {out} are not done"
+                    f"{work.parts_of(missing)}.",
+                    fix="Run those parts again, then --join.",
+                )
             manifest = _write(work, request, LocalWorkers(1))
         else:
             work.clear()
     return Prepared(out, manifest, time.perf_counter() - started, existed)
-
-
-def _check_parts(work: WorkDir, request: Request) -> None:
-    """Check that all parts of this dataset are done.
-
-    Raises: DataError.
-    """
-    stored = work.plan()
-    if stored is None:
-        raise DataError(
-            f"No part of {work.out} is done.",
-            fix="Do its parts first, with --part 1/N to --part N/N.",
-        )
-    check_same(work, stored, request)
-    missing = sorted(set(range(len(stored.ranges))) - set(work.done()))
-    if missing:
-        raise DataError(
-            f"{len(missing)} of {len(stored.ranges)} ranges of {work.out} are not done"
-            f"{work.parts_of(missing)}.",
-            fix="Run those parts again, then --join.",
-        )
 
 
 def default_workers(tasks: Sequence[ReadTask]) -> int:
@@ -218,7 +217,7 @@ def _existing_or_claimed(request: Request, work: WorkDir) -> Manifest | None:
 def _write(work: WorkDir, request: Request, crew: Workers) -> Manifest:
     """Pack the remaining ranges, and join all; discard the work if the text is unusable."""
     plan, packing = plan_work(work, request)
-    records = _pack(work, plan, packing, plan.ranges, crew, request)
+    records = _pack(work, plan, packing, plan.items, crew, request)
     skipped: list[SkippedRows] = []
     for record in records:
         for rows in record.skipped:
@@ -229,13 +228,12 @@ def _write(work: WorkDir, request: Request, crew: Workers) -> Manifest:
             dropped = find_duplicates(work, records, plan)
             first = first_dropped(plan, dropped)
             records = without_dropped(work, records, dropped)
-        if dropped.count:
-            count_skipped(skipped, "duplicate document", first, dropped.count)
-    try:
-        _check_splits(records, request, plan.rule, skipped)
-    except DataError:
+        if count := sum(int(flags.sum()) for flags in dropped.values()):
+            count_skipped(skipped, "duplicate document", first, count)
+    error = _empty_split(records, request, plan.rule, skipped)
+    if error is not None:
         work.clear()
-        raise
+        raise error
     with request.progress.task("Writing to the disk"):
         return join(
             work,
@@ -252,28 +250,37 @@ def _pack(
     work: WorkDir,
     plan: WorkPlan,
     packing: Packing,
-    wanted: Sequence[Range],
+    wanted: Sequence[WorkItem],
     crew: Workers,
     request: Request,
 ) -> list[RangeRecord]:
-    """Pack the `wanted` ranges that are not done, and return the records of all in order."""
-    numbers = {one.number for one in wanted}
+    """Pack the `wanted` items that are not done, and return the records of all in order."""
+    numbers = {item.number for item in wanted}
     done = {number: record for number, record in work.done().items() if number in numbers}
     check_files(work, list(done.values()))
-    left = [one for one in wanted if one.number not in done]
+    left = [item for item in wanted if item.number not in done]
     if done:
         request.progress.say(f"{len(done)} of {len(wanted)} ranges are done; {len(left)} remain.")
-    sizes = [job.read_task.num_bytes for one in left for job in one.jobs]
+    sizes = [task.num_bytes for item in left for task in item.read_tasks]
     total = sum(sizes) / 1e6 if all(sizes) else None
-    limit = BadRowLimit(request.options.max_bad_rows, sum(one.num_bytes for one in plan.ranges))
+    limit = BadRowLimit(request.options.max_bad_rows, sum(item.num_bytes for item in plan.items))
     records: list[RangeRecord] = []
     try:
         with request.progress.task("Tokenising", total=total, unit="MB") as task:
-            packed = crew.pack(left, Setup(packing, work.ranges), _reporter(task))
-            for one in wanted:
-                records.append(done[one.number] if one.number in done else next(packed))
+            packed = crew.pack(left, packing, _reporter(task))
+            for item in wanted:
+                records.append(done[item.number] if item.number in done else next(packed))
                 limit.add(records[-1])
-        _require_unchanged(work, left, request)
+        changed = first_changed(request.corpus.all_read_tasks)
+        if changed is not None:
+            for item in left:
+                record_path(work.ranges, item.number).unlink(missing_ok=True)
+            raise DataError(
+                f"{changed} was changed or deleted while it was being prepared: the dataset would "
+                "mix two versions of the text.",
+                fix="Run the same command again once nothing writes to that file, or prepare a "
+                "copy of it.",
+            )
     except (Unfinished, NotHandedOut, Unreachable):  # the text is not at fault, so the work is kept
         raise
     except DataError as error:
@@ -281,19 +288,52 @@ def _pack(
     return records
 
 
-def _require_unchanged(work: WorkDir, packed: Sequence[Range], request: Request) -> None:
-    """Check that the text has not changed since the start; if it has, forget the ranges packed.
+class BadRowLimit:
+    """Counts the bad rows of ranges in order, and raises when there are too many.
 
-    Raises: DataError naming a file that changed; Unreachable.
+    A damaged region of any length counts as one bad row, so lost bytes are limited too, as a share
+    of `num_bytes`. A `limit` of None is the default limit.
     """
-    try:
-        require_unchanged(request.corpus)
-    except Unreachable:
-        raise
-    except DataError:
-        for one in packed:
-            record_path(work.ranges, one.number).unlink(missing_ok=True)
-        raise
+
+    def __init__(self, limit: int | None, num_bytes: int) -> None:
+        self._limit = limit
+        self._num_bytes = num_bytes
+        self._rows = self._bad = self._unread_bytes = 0
+        self._first: tuple[StoredLocation, str] | None = None
+        self._damaged: list[StoredLocation] = []
+
+    def add(self, record: RangeRecord) -> None:
+        """Count the rows of the next range.
+
+        Raises: Unfinished for too many bad rows, naming the first; DataError when too much of the
+                text is damaged, which a higher limit cannot fix.
+        """
+        self._rows += record.documents + sum(rows.count for rows in record.skipped)
+        self._bad += record.bad_rows
+        self._first = self._first or record.first_bad
+        limit = max(BAD_ROWS, int(self._rows * BAD_SHARE)) if self._limit is None else self._limit
+        if self._bad > limit:
+            assert self._first is not None
+            location, what = self._first
+            raise Unfinished(
+                f"{self._bad:,} of the first {self._rows:,} rows are unusable, and {limit:,} may "
+                f"be skipped. The first: {location} {what}.",
+                fix="Look at these rows, or allow more with --max-bad-rows "
+                f"{10 * self._bad}, which keeps the work done so far.",
+            )
+        self._unread_bytes += record.unread_bytes
+        for rows in record.skipped:
+            if rows.reason == CANNOT_BE_READ:
+                self._damaged += rows.first
+        if self._unread_bytes > UNREAD_SHARE * self._num_bytes:
+            share = min(self._unread_bytes / max(self._num_bytes, 1), 1)
+            damaged = ", ".join(map(str, self._damaged[:FIRST_NAMED]))
+            raise DataError(
+                f"{share:.1%} of the text is in damaged files, or damaged regions of files, and at "
+                f"most {UNREAD_SHARE:.0%} may be: {damaged}.",
+                fix="Download these files again, remove them from the source, or decompress their "
+                "readable part and use that instead.",
+            )
 
 
 def _reporter(task: Task) -> Report:
@@ -312,22 +352,20 @@ def _reporter(task: Task) -> Report:
     return report
 
 
-def _check_splits(
+def _empty_split(
     records: Sequence[RangeRecord], request: Request, rule: str, skipped: Iterable[SkippedRows]
-) -> None:
-    """Check that both splits have documents.
-
-    Raises: DataError naming the empty split, and a rule that works.
-    """
+) -> DataError | None:
+    """Return the error for a split without documents, which names a rule that works, or None."""
     train, val = (sum(record.splits[name].documents for record in records) for name in SPLITS)
+    names = " ".join(request.source["names"])
+    if train and val:
+        return None
     if not train and (rule == NAMED or not val):
-        raise no_documents(" ".join(request.source["names"]), skipped)
-    if rule == NAMED and not val:
-        raise no_documents(" ".join(request.source["val"]))
-    if not train or not val:
-        lacking = "validation" if train else "training"
-        raise DataError(
-            f"{' '.join(request.source['names'])}: the split rule {rule!r} leaves none of the "
-            f"{train + val:,} documents for {lacking}.",
-            fix="Set --split 'tail 0.1'.",
-        )
+        return no_documents(names, skipped)
+    if rule == NAMED:
+        return no_documents(" ".join(request.source["val"]))
+    return DataError(
+        f"{names}: the split rule {rule!r} leaves none of the {train + val:,} documents for "
+        f"{'validation' if train else 'training'}.",
+        fix="Set --split 'tail 0.1'.",
+    )

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, Unpack
 
 from pydantic import ValidationError
 
@@ -24,7 +24,7 @@ from flatout.data.prepare.pipeline import (
     local,
     prepare_request,
 )
-from flatout.data.prepare.request.request import Request, open_request, require_same
+from flatout.data.prepare.request.request import CHOOSE_ANOTHER, Access, open_request, require_same
 from flatout.data.store.manifest import MANIFEST, Manifest, parse_manifest
 from flatout.data.store.remote import (
     cache_dir_of,
@@ -46,7 +46,6 @@ from flatout.transfer.sending import RemoteFolder
 CLAIM = "upload.json"
 PROBE = ".flatout-probe"
 FORMAT_VERSION = 1
-_CHOOSE_ANOTHER = "Choose another --out, or remove what is there."
 
 
 class Claim(Stored):
@@ -65,11 +64,9 @@ def prepare_upload(
     url: str,
     options: Options,
     *,
-    from_file: str | None = None,
     workers: int | None = None,
     engine: Engine = local,
-    cache: Path | None = None,
-    progress: Progress = SILENT,
+    **access: Unpack[Access],
 ) -> Prepared:
     """Prepare a dataset and send it to a URL; the manifest appears once it is complete.
 
@@ -81,33 +78,40 @@ def prepare_upload(
     """
     started = time.perf_counter()
     remote = RemoteFolder(dataset_url(url))
-    cache_dir = cache_dir_of(remote.url, cache or default_cache())
+    cache_dir = cache_dir_of(remote.url, access.get("cache") or default_cache())
+    progress = access.get("progress", SILENT)
     folder = cache_dir / "work" / cache_dir.name.rpartition("-")[0]
     with locked(cache_dir, partial(_refuse, remote.url)):
         uploaded, claim = _state_of(remote)
         if uploaded is None:
-            _probe(remote)
-        request = open_request(
-            sources, folder, options, from_file=from_file, cache=cache, progress=progress
-        )
+            remote.put_text(PROBE, "flatout checks whether it may write here\n")
+            remote.remove(PROBE)
+        request = open_request(sources, folder, options, **access)
         if uploaded is not None:
             manifest = parse_manifest(
                 uploaded.decode("utf-8", errors="replace"), f"{remote.url}/{MANIFEST}"
             )
-            _require_same(f"{remote.url} contains a different dataset", manifest.source, request)
+            require_same(
+                f"{remote.url} contains a different dataset", manifest.source, request.source
+            )
             progress.say(
                 f"{remote.url} already contains this dataset: {manifest.tokens:,} tokens. "
                 "Nothing to do."
             )
         else:
             if claim is not None:
-                _require_same(
-                    f"{remote.url} contains an unfinished, different dataset", claim.source, request
-                )
+                what = f"{remote.url} contains an unfinished, different dataset"
+                require_same(what, claim.source, request.source)
             progress.say(
                 f"Preparing the dataset in {folder.parent}, then sending it to {remote.url}."
             )
-            manifest = _prepare(request, folder, workers, engine)
+            if (folder / MANIFEST).is_file():
+                manifest = Dataset.open(folder).manifest
+                what = f"{folder}, which waits to be sent, contains a different dataset"
+                require_same(what, manifest.source, request.source)
+                progress.say(f"{folder} was already prepared.")
+            else:
+                manifest, _ = prepare_request(request, folder, workers, engine)
             _send(remote, folder, manifest, claim, progress)
         _keep(folder, cache_dir, uploaded)
     return Prepared(remote.url, manifest, time.perf_counter() - started, uploaded is not None)
@@ -118,22 +122,6 @@ def _refuse(url: str) -> NoReturn:
         f"Another process on this machine is preparing or fetching {url}.",
         fix="Wait for it, or choose another --out.",
     )
-
-
-def _require_same(what: str, source: JsonObject, request: Request) -> None:
-    require_same(what, source, request.source, fix=_CHOOSE_ANOTHER)
-
-
-def _prepare(request: Request, folder: Path, workers: int | None, engine: Engine) -> Manifest:
-    """Prepare the dataset in `folder`, unless an earlier call did, and return its manifest."""
-    if not (folder / MANIFEST).is_file():
-        return prepare_request(request, folder, workers, engine)[0]
-    manifest = Dataset.open(folder).manifest
-    _require_same(
-        f"{folder}, which waits to be sent, contains a different dataset", manifest.source, request
-    )
-    request.progress.say(f"{folder} was already prepared.")
-    return manifest
 
 
 def _keep(folder: Path, cache_dir: Path, uploaded: bytes | None) -> None:
@@ -162,20 +150,11 @@ def _state_of(remote: RemoteFolder) -> tuple[bytes | None, Claim | None]:
         except ValidationError as error:
             raise OutputInUse(
                 f"{remote.url}/{CLAIM} was not written by this version of flatout.",
-                fix=_CHOOSE_ANOTHER,
+                fix=CHOOSE_ANOTHER,
             ) from error
     if set(names) - {PROBE}:
-        raise OutputInUse(f"{remote.url} is not empty and is not a dataset.", fix=_CHOOSE_ANOTHER)
+        raise OutputInUse(f"{remote.url} is not empty and is not a dataset.", fix=CHOOSE_ANOTHER)
     return None, None
-
-
-def _probe(remote: RemoteFolder) -> None:
-    """Write a small file at the URL and remove it.
-
-    Raises: DataError when the store does not allow it.
-    """
-    remote.put_text(PROBE, "flatout checks whether it may write here\n")
-    remote.remove(PROBE)
 
 
 def _send(

@@ -8,7 +8,7 @@ from typing import Self
 
 from flatout.data.prepare.join.shards import join
 from flatout.data.prepare.pack.range_files import RangeWriter
-from flatout.data.prepare.plan.limits import SHARD_BYTES
+from flatout.data.prepare.plan.make import SHARD_BYTES
 from flatout.data.prepare.plan.work_dir import WorkDir
 from flatout.data.prepare.request.request import refuse_occupied
 from flatout.data.store.manifest import Manifest, SkippedRows

@@ -6,28 +6,14 @@ import sys
 
 import numpy as np
 import pytest
-from prepared import Listener, content, documents, write_rows
+from prepared import Listener, content, documents
 
 from flatout.data.prepare import pipeline as stage
-from flatout.data.prepare.pack import jobs
 from flatout.data.prepare.pipeline import Options, prepare_dataset
+from flatout.data.prepare.plan import make
 from flatout.data.store.shards import Dataset
 from flatout.errors import DataError
 from flatout.sources import ReadTask, files
-
-
-@pytest.fixture
-def book(tmp_path):
-    path = tmp_path / "book.txt"
-    path.write_text("".join(f"Sentence {number} of the book. " for number in range(400)))
-    return path
-
-
-@pytest.fixture
-def rows(tmp_path):
-    return write_rows(
-        tmp_path / "rows.jsonl", [f"row {number} " * (number % 5 + 1) for number in range(300)]
-    )
 
 
 def test_tail_cuts_a_single_text_exactly(book, tmp_path):
@@ -63,7 +49,7 @@ def test_rows_are_stored_completely_and_in_order(rows, tmp_path, tokenizer):
 @pytest.mark.slow
 def test_any_number_of_workers_writes_the_same_bytes(rows, tmp_path, monkeypatch):
     monkeypatch.setattr(files, "PART_BYTES", 500)
-    monkeypatch.setattr(jobs, "RANGE_BYTES", 1200)
+    monkeypatch.setattr(make, "RANGE_BYTES", 1200)
     options = Options(tokenizer="train:300", split="hash 0.2")
     for count in (1, 2, 3):
         prepare_dataset([str(rows)], tmp_path / f"out{count}", options, workers=count)
@@ -73,7 +59,7 @@ def test_any_number_of_workers_writes_the_same_bytes(rows, tmp_path, monkeypatch
 @pytest.mark.slow
 def test_tail_cuts_the_longer_of_two_texts_for_any_number_of_workers(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "PART_BYTES", 500)
-    monkeypatch.setattr(jobs, "RANGE_BYTES", 1200)
+    monkeypatch.setattr(make, "RANGE_BYTES", 1200)
     folder = tmp_path / "texts"
     folder.mkdir()
     short, long = "short é " * 25, "long text " * 1_000
@@ -146,7 +132,7 @@ def test_a_rule_with_an_empty_split_is_refused_and_leaves_nothing(rows, tmp_path
 @pytest.mark.slow
 def test_limits_take_the_beginning(rows, tmp_path, monkeypatch):
     monkeypatch.setattr(files, "PART_BYTES", 700)
-    monkeypatch.setattr(jobs, "RANGE_BYTES", 700)
+    monkeypatch.setattr(make, "RANGE_BYTES", 700)
     values = [json.loads(line)["text"] for line in rows.read_text().splitlines()]
     for count in (1, 2):
         out = tmp_path / f"documents{count}"
@@ -260,7 +246,7 @@ def test_leftovers_of_a_killed_prepare_do_no_harm(book, tmp_path):
 
 def test_long_steps_report_progress_to_the_end(rows, tmp_path, monkeypatch):
     monkeypatch.setattr(files, "PART_BYTES", 500)
-    monkeypatch.setattr(jobs, "RANGE_BYTES", 1200)
+    monkeypatch.setattr(make, "RANGE_BYTES", 1200)
     listener = Listener()
     prepare_dataset(
         [str(rows)], tmp_path / "out", Options(tokenizer="train:300"), progress=listener

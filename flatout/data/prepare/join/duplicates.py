@@ -12,16 +12,14 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import IO
 
 import numpy as np
 
-from flatout.data.prepare.pack.jobs import Range
-from flatout.data.prepare.pack.records import RangeRecord
+from flatout.data.prepare.pack.range_files import RangeRecord
+from flatout.data.prepare.pack.work_items import WorkPlan
 from flatout.data.prepare.plan.work_dir import WorkDir
-from flatout.data.prepare.plan.work_plan import WorkPlan
 from flatout.data.prepare.request.options import NAMED
 from flatout.data.store.manifest import SPLITS, SplitName
 from flatout.files import Array, writing
@@ -34,25 +32,8 @@ SORTED_AT_ONCE = 1 << 20
 _SORTED = np.dtype([("hash", "<u8", 2), ("document", "<i8")])
 
 
-class Dropped:
-    """The documents of each range that are left out."""
-
-    def __init__(self, flags: Array, slices: dict[tuple[int, SplitName], slice]) -> None:
-        self._flags = flags
-        self._slices = slices
-
-    def of(self, number: int, name: SplitName) -> Array:
-        """Return a flag per document of a range's split: True if it is left out.
-
-        Shapes:  returns (documents,) bool.
-        """
-        dropped: Array = self._flags[self._slices[number, name]] != 0
-        return dropped
-
-    @property
-    def count(self) -> int:
-        """Number of documents left out."""
-        return int(self._flags.sum(dtype=np.int64))
+Dropped = dict[tuple[int, SplitName], Array]
+"""A flag per document of each range's split: True if it is left out."""
 
 
 def find_duplicates(work: WorkDir, records: Sequence[RangeRecord], plan: WorkPlan) -> Dropped:
@@ -61,66 +42,52 @@ def find_duplicates(work: WorkDir, records: Sequence[RangeRecord], plan: WorkPla
     Separate validation text comes first and keeps its own duplicates.
     """
     kept: SplitName | None = "val" if plan.rule == NAMED else None
-    slices: dict[tuple[int, SplitName], slice] = {}
+    spans: dict[tuple[int, SplitName], slice] = {}
     total = 0
     for name in sorted(SPLITS, key=lambda name: name != kept):
         for record in records:
-            slices[record.number, name] = slice(total, total + record.splits[name].documents)
-            total += record.splits[name].documents
+            spans[record.number, name] = slice(total, total + record.splits[name].documents)
+            total = spans[record.number, name].stop
     folder = work.path / "duplicates"
     with writing(work.out):
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
-        flags = _zeros(folder / "flags", total)
-        for path in _distribute(work, records, slices, folder, -(-total // SORTED_AT_ONCE)):
+        flags = _flags(folder / "flags", total)
+        dropped = {key: flags[span] for key, span in spans.items()}
+        paths = [folder / f"marks-{index}" for index in range(total // SORTED_AT_ONCE + 1)]
+        for record in records:
+            for name, split in record.splits.items():
+                marks = split.read(work.ranges, "marks")
+                sortable = np.empty(len(marks), _SORTED)
+                sortable["hash"] = marks["hash"]
+                sortable["document"] = np.arange(len(marks)) + spans[record.number, name].start
+                target = sortable["hash"][:, 0] % len(paths)
+                for index in np.unique(target):
+                    with paths[index].open("ab") as file:
+                        file.write(sortable[target == index].tobytes())
+        for path in filter(Path.exists, paths):
             marks = np.fromfile(path, _SORTED)
             order = np.lexsort((marks["document"], marks["hash"][:, 1], marks["hash"][:, 0]))
             hashes = marks["hash"][order]
             again = np.flatnonzero((hashes[1:] == hashes[:-1]).all(axis=1)) + 1
-            flags[marks["document"][order[again]]] = 1
+            flags[marks["document"][order[again]]] = True
             path.unlink()
         if kept is not None:
             for record in records:
-                flags[slices[record.number, kept]] = 0
-        return Dropped(flags, slices)
+                dropped[record.number, kept][:] = False
+        return dropped
 
 
-def _zeros(path: Path, total: int) -> Array:
-    """Return a zero flag per document, in a memory-mapped file."""
+def _flags(path: Path, total: int) -> Array:
+    """Return a flag per document, all False, in a memory-mapped file."""
     size = max(total, 1)
-    with path.open("wb") as file:
-        _allocate(file, size)  # raises on a full disk; a write to the map would kill the process
-    return np.memmap(path, np.uint8, "r+", shape=size)[:total]
-
-
-def _allocate(file: IO[bytes], size: int) -> None:
-    if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(file.fileno(), 0, size)
-        return
-    for start in range(0, size, ZEROS_AT_ONCE):  # macOS
-        file.write(bytes(min(ZEROS_AT_ONCE, size - start)))
-
-
-def _distribute(
-    work: WorkDir,
-    records: Sequence[RangeRecord],
-    slices: dict[tuple[int, SplitName], slice],
-    folder: Path,
-    count: int,
-) -> Iterator[Path]:
-    """Write the marks of all ranges to `count` files by their hash, and yield the files."""
-    paths = [folder / f"marks-{number}" for number in range(max(count, 1))]
-    for record in records:
-        for name, split in record.splits.items():
-            marks = split.read(work.ranges, "marks")
-            sortable = np.empty(len(marks), _SORTED)
-            sortable["hash"] = marks["hash"]
-            sortable["document"] = np.arange(len(marks)) + slices[record.number, name].start
-            target = sortable["hash"][:, 0] % len(paths)
-            for number in np.unique(target):
-                with paths[number].open("ab") as file:
-                    file.write(sortable[target == number].tobytes())
-    return (path for path in paths if path.exists())
+    with path.open("wb") as file:  # a full disk raises here; a write to the map kills the process
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file.fileno(), 0, size)
+        else:  # macOS
+            for start in range(0, size, ZEROS_AT_ONCE):
+                file.write(bytes(min(ZEROS_AT_ONCE, size - start)))
+    return np.asarray(np.memmap(path, np.bool_, "r+", shape=size)[:total])
 
 
 def without_dropped(
@@ -131,7 +98,7 @@ def without_dropped(
     for record in records:
         splits = {}
         for name, split in record.splits.items():
-            keep = ~dropped.of(record.number, name)
+            keep = ~dropped[record.number, name]
             lengths = np.diff(split.read(work.ranges, "ends"), prepend=0)
             sizes = split.read(work.ranges, "marks")["text_bytes"]
             counts = {
@@ -142,8 +109,8 @@ def without_dropped(
             splits[name] = split.model_copy(update=counts)
         is_cut = (
             record.cut_documents
-            and not dropped.of(record.number, "train")[-1]
-            and not dropped.of(record.number, "val")[0]
+            and not dropped[record.number, "train"][-1]
+            and not dropped[record.number, "val"][0]
         )
         update = {"splits": splits, "cut_documents": int(is_cut)}
         remaining.append(record.model_copy(update=update))
@@ -157,25 +124,21 @@ def first_dropped(plan: WorkPlan, dropped: Dropped) -> list[RowLocation]:
     the documents read.
     """
     found: list[RowLocation] = []
-    for work in plan.ranges:
-        flags = {name: dropped.of(work.number, name) for name in SPLITS}
-        if any(flag.any() for flag in flags.values()):
-            found += _locations_in(work, plan, flags)
+    for item in plan.items:
+        flags = {name: dropped[item.number, name] for name in SPLITS}
+        if not any(flag.any() for flag in flags.values()):
+            continue
+        inside: list[RowLocation] = []
+        counts = dict.fromkeys(SPLITS, 0)
+        rows = (row for task in item.read_tasks for row in task.rows())
+        documents = (row for row in rows if isinstance(row, Document))
+        for index, row in enumerate(documents, item.first):
+            for name, _ in item.assignment.assign(row.text, index):
+                if flags[name][counts[name] : counts[name] + 1].any() and len(inside) < FIRST_NAMED:
+                    inside.append(row.location)
+                counts[name] += 1
+        if all(counts[name] == len(flags[name]) for name in SPLITS):
+            found += inside
         if len(found) >= FIRST_NAMED:
             break
     return found[:FIRST_NAMED]
-
-
-def _locations_in(
-    work: Range, plan: WorkPlan, flags: Mapping[SplitName, Array]
-) -> list[RowLocation]:
-    found: list[RowLocation] = []
-    counts = dict.fromkeys(SPLITS, 0)
-    for job in work.jobs:
-        documents = (row for row in job.rows() if isinstance(row, Document))
-        for index, row in enumerate(documents, job.first):
-            for name, _ in (job.assignment or plan.assignment).assign(row.text, index):
-                if flags[name][counts[name] : counts[name] + 1].any() and len(found) < FIRST_NAMED:
-                    found.append(row.location)
-                counts[name] += 1
-    return found if all(counts[name] == len(flags[name]) for name in SPLITS) else []

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from flatout.data.prepare.join.duplicates import Dropped
-from flatout.data.prepare.pack.records import RECORD, RangeRecord, read_stored, record_path
-from flatout.data.prepare.plan.limits import SHARD_BYTES
+from flatout.data.prepare.pack.range_files import RECORD, RangeRecord, read_stored, record_path
+from flatout.data.prepare.plan.make import SHARD_BYTES
 from flatout.data.prepare.plan.work_dir import WorkDir
 from flatout.data.store.manifest import (
     MANIFEST,
@@ -146,18 +146,27 @@ class _SplitJoiner:
             self._itemsizes["mask"] = 1
 
     def join(self, shard_tokens: int) -> SplitEntry:
-        """Write the shards that are missing, then the document ends."""
+        """Write the shards that are missing, then the document ends, and return the entry."""
         total = int(self._starts[-1])
         shards = [
             self._shard(number, start, min(start + shard_tokens, total))
             for number, start in enumerate(range(0, total, shard_tokens))
         ]
+        with CheckedFile(self._work.joined / f"{self._name}-documents.bin") as file:
+            for start, number, split in zip(
+                self._starts, self._numbers, self._splits, strict=False
+            ):
+                ends = split.read(self._work.ranges, "ends")
+                if self._dropped is not None:
+                    keep = ~self._dropped[number, self._name]
+                    ends = np.cumsum(np.diff(ends, prepend=0)[keep])
+                file.write((ends + start).astype("<i8"))
         return SplitEntry(
             tokens=total,
             documents=sum(split.documents for split in self._splits),
             text_bytes=sum(split.text_bytes for split in self._splits),
             shards=tuple(shard.tokens for shard in shards),
-            document_ends=self._write_ends(),
+            document_ends=file.close(),
             masks=tuple(shard.mask for shard in shards if shard.mask is not None),
         )
 
@@ -185,21 +194,18 @@ class _SplitJoiner:
             last = int(np.searchsorted(self._starts[1:], stop, side="left"))
             for index in range(first, min(last + 1, len(self._splits))):
                 offset = int(self._starts[index])
-                inside_start = max(start - offset, 0)
-                inside_stop = min(stop - offset, self._splits[index].tokens)
-                if inside_start < inside_stop:
-                    for begin, end in self._kept(index, inside_start, inside_stop):
-                        self._copy(index, kind, file, begin, end)
+                for begin, end in self._kept(index, start - offset, stop - offset):
+                    self._copy(index, kind, file, begin, end)
         return file.close()
 
     def _kept(self, index: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """Yield the spans in a range's files of its remaining tokens from `start` up to `stop`."""
-        if self._dropped is None:
-            yield start, stop
-            return
+        spans = [(0, self._splits[index].tokens)]
+        if self._dropped is not None:
+            ends = self._splits[index].read(self._work.ranges, "ends")
+            spans = runs(ends, self._dropped[self._numbers[index], self._name])
         before = 0
-        ends = self._splits[index].read(self._work.ranges, "ends")
-        for begin, end in runs(ends, self._dropped.of(self._numbers[index], self._name)):
+        for begin, end in spans:
             first, last = max(start - before, 0), min(stop - before, end - begin)
             if first < last:
                 yield begin + first, begin + last
@@ -220,18 +226,6 @@ class _SplitJoiner:
         if position != end:
             record_path(self._work.ranges, self._numbers[index]).unlink()
             raise _damaged(f"{path} was")
-
-    def _write_ends(self) -> FileEntry:
-        with CheckedFile(self._work.joined / f"{self._name}-documents.bin") as file:
-            for start, number, split in zip(
-                self._starts, self._numbers, self._splits, strict=False
-            ):
-                ends = split.read(self._work.ranges, "ends")
-                if self._dropped is not None:
-                    keep = ~self._dropped.of(number, self._name)
-                    ends = np.cumsum(np.diff(ends, prepend=0)[keep])
-                file.write((ends + start).astype("<i8"))
-        return file.close()
 
 
 def runs(ends: Array, drops: Array) -> list[tuple[int, int]]:

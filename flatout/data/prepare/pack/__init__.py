@@ -1,1 +1,1 @@
-"""From documents to packed tokens: jobs, ranges, tokenisation, and the files of one range."""
+"""From documents to packed tokens: work items, tokenisation, and the files of one range."""

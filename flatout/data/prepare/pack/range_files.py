@@ -1,24 +1,161 @@
-"""The files of a range: `NNNNNN.{train,val}.{bin,ends,mask,marks}`.
+"""The files of a range: `NNNNNN.{train,val}.{bin,ends,mask,marks}`, and its record, `NNNNNN.json`.
 
 They contain the tokens, the position after each document's last token (from the range's start), the
-loss mask, and the marks that identify duplicates. The range's record is written last.
+loss mask, and the marks that identify duplicates. The record is written last, so a range with a
+record is complete. It counts rows that are left out by reason, with the locations of the first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Literal, TypeVar
 
 import numpy as np
+from pydantic import ConfigDict, Field
 
-from flatout.data.prepare.pack.records import (
-    RangeRecord,
-    RangeSplit,
-    record_path,
+from flatout.data.prepare.request.options import OnBadRow
+from flatout.data.store.manifest import (
+    SPLITS,
+    FileEntry,
+    SkippedRows,
+    SplitName,
+    StoredLocation,
+    storable,
+    token_dtype,
 )
-from flatout.data.store.manifest import SPLITS, token_dtype
-from flatout.errors import DataError
-from flatout.files import Array, CheckedFile, sync, write_whole, writing
+from flatout.errors import DataError, TooLittleText
+from flatout.files import Array, CheckedFile, Stored, sync, write_whole, writing
+from flatout.sources import FIRST_NAMED, BadRow
+
+
+def count_skipped(
+    skipped: list[SkippedRows], reason: str, locations: Sequence[StoredLocation], count: int = 1
+) -> None:
+    """Count rows in `skipped`, which has one entry per reason; `locations` are of the first."""
+    for rows in skipped:
+        if rows.reason == reason:
+            rows.count += count
+            if len(rows.first) < FIRST_NAMED:
+                rows.first = (*rows.first, *locations)[:FIRST_NAMED]
+            return
+    skipped.append(SkippedRows(reason=reason, count=count, first=tuple(locations)[:FIRST_NAMED]))
+
+
+def no_documents(names: str, skipped: Iterable[SkippedRows] = ()) -> TooLittleText:
+    """Return the error for a corpus without a document."""
+    reasons = ", ".join(f"{rows.count:,} {rows.reason}" for rows in skipped)
+    return TooLittleText(
+        f"{names} contains no documents{f' ({reasons})' if reasons else ''}.",
+        fix="Name a file or directory with text in it.",
+    )
+
+
+Document = TypeVar("Document", bound=Stored)
+
+RECORD = ".json"
+MARK = np.dtype([("hash", "<u8", 2), ("text_bytes", "<i8")])
+"""A document's mark, which identifies duplicates: half the SHA-256 of its prompt's length, prompt
+and text; and the bytes of its text.
+"""
+_DTYPES = {"ends": np.dtype("<i8"), "marks": MARK}
+
+
+class RangeSplit(Stored):
+    """The contents of one split in a range."""
+
+    tokens: int = Field(0, ge=0)
+    documents: int = Field(0, ge=0)
+    text_bytes: int = Field(0, ge=0)
+    """UTF-8 bytes of the documents' text."""
+    files: dict[str, FileEntry] = Field(default_factory=dict)
+    """Its files by kind: bin, ends, and mask or marks when requested; empty without tokens."""
+
+    def read(self, folder: Path, kind: Literal["ends", "marks"]) -> Array:
+        """Return the end of each document, in tokens from the range's start, or the marks.
+
+        Shapes:  returns (documents,).
+        """
+        if kind not in self.files:
+            return np.empty(0, _DTYPES[kind])
+        return np.fromfile(folder / self.files[kind].name, _DTYPES[kind])
+
+
+class RangeRecord(Stored):
+    """The record of a packed range; it is filled while the range is packed."""
+
+    model_config = ConfigDict(frozen=False)
+
+    number: int = Field(ge=0)
+    """Its index among the ranges."""
+    num_bytes: int = Field(ge=0)
+    """Approximate bytes that were read."""
+    splits: dict[SplitName, RangeSplit] = Field(default_factory=dict)
+    """train and val."""
+    skipped: list[SkippedRows] = Field(default_factory=list)
+    """Rows left out."""
+    bad_rows: int = Field(0, ge=0)
+    """Number of these that were bad, rather than left out by a rule."""
+    first_bad: tuple[StoredLocation, str] | None = None
+    """Location of the first bad row, and its error."""
+    unread_bytes: int = Field(0, ge=0)
+    """Approximate bytes, out of num_bytes, lost to damage."""
+    cut_documents: int = Field(0, ge=0)
+    """Documents cut where validation begins; both splits count them."""
+
+    def skip_bad(self, row: BadRow, on_bad_row: OnBadRow) -> None:
+        """Count a bad row, or raise its error."""
+        if on_bad_row == "raise":
+            raise row.error
+        self.bad_rows += 1
+        self.first_bad = self.first_bad or (row.location, storable(row.what))
+        self.unread_bytes += row.unread_bytes
+        count_skipped(self.skipped, row.reason, [row.location])
+
+    @property
+    def documents(self) -> int:
+        """Documents of both splits; a cut one counts once."""
+        return sum(split.documents for split in self.splits.values()) - self.cut_documents
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of both splits."""
+        return sum(split.tokens for split in self.splits.values())
+
+    @property
+    def text_bytes(self) -> int:
+        """UTF-8 bytes of the text of both splits."""
+        return sum(split.text_bytes for split in self.splits.values())
+
+
+def record_path(folder: Path, number: int) -> Path:
+    """Return the path of a range's record."""
+    return folder / f"{number:06d}{RECORD}"
+
+
+def read_records(folder: Path) -> dict[int, RangeRecord]:
+    """Return the records in a directory by their numbers.
+
+    Raises: DataError when one is damaged, or was written by another version of flatout.
+    """
+    records = (
+        read_stored(path, RangeRecord, work_dir=folder.parent) for path in folder.glob(f"*{RECORD}")
+    )
+    return {record.number: record for record in records}
+
+
+def read_stored(path: Path, model: type[Document], *, work_dir: Path) -> Document:
+    """Return the JSON in a file of the work directory as a `model`.
+
+    Raises: DataError when it is damaged, or was written by another version of flatout.
+    """
+    try:
+        return model.model_validate_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"{path} is damaged or was not written by this version of flatout.",
+            fix=f"Remove the directory {work_dir} to start over.",
+        ) from error
 
 
 class SplitWriter:

@@ -10,10 +10,15 @@ from pathlib import Path
 import numpy as np
 
 from flatout.conversation.rendering import Piece
-from flatout.data.prepare.pack.jobs import Assignment, Job, Range, num_bytes_of
-from flatout.data.prepare.pack.range_files import RangeWriter, SplitWriter
-from flatout.data.prepare.pack.records import MARK, RangeRecord, count_skipped
-from flatout.data.prepare.request.options import Duplicates, OnBadRow
+from flatout.data.prepare.pack.range_files import (
+    MARK,
+    RangeRecord,
+    RangeWriter,
+    SplitWriter,
+    count_skipped,
+)
+from flatout.data.prepare.pack.work_items import WorkItem, num_bytes_of
+from flatout.data.prepare.request.options import Options
 from flatout.data.store.manifest import SplitName
 from flatout.data.tokenizers.base import PIECE_CHARACTERS, NotEncodable, Tokenizer
 from flatout.data.tokenizers.conversation import encode_pieces
@@ -44,109 +49,103 @@ Report = Callable[[Tally], object]
 
 @dataclass(frozen=True)
 class Packing:
-    """How documents become tokens; sent to each worker once."""
+    """How documents become tokens, and where; sent to each worker once."""
 
     tokenizer: Tokenizer
-    assignment: Assignment
-    """The dataset's assignment, for jobs without their own."""
-    on_bad_row: OnBadRow
-    mask_field: str | None = None
-    """The prompt's field; if set, prompts are packed before the text, and are not targets."""
-    duplicates: Duplicates = "keep"
-    """With drop, packing marks documents; duplicates are dropped once all ranges are packed."""
-    has_conversations: bool = False
-    """Whether documents are conversations, of which only the assistant's turns are targets."""
+    options: Options
+    """To drop duplicates, documents are marked here, and dropped once all ranges are packed."""
+    folder: Path
+    """Directory to which ranges are written."""
 
 
 def pack(
-    jobs: Iterable[Job],
+    item: WorkItem,
     packing: Packing,
     sinks: Mapping[SplitName, SplitWriter],
     record: RangeRecord,
     report: Report = lambda _: None,
 ) -> None:
-    """Tokenise some jobs into the sinks of both splits, and record the rows left out.
+    """Tokenise an item into the sinks of both splits, and record the rows left out.
 
     Raises: DataError for the first unusable row, unless such rows are skipped.
     """
     packers = {name: _Packer(packing, sink) for name, sink in sinks.items()}
     documents = tokens = 0
-    for job in jobs:
-        for num_bytes in _pack_job(job, packing, packers, record):
-            before = documents, tokens
-            documents = sum(packer.documents for packer in packers.values()) - record.cut_documents
-            tokens = sum(packer.tokens for packer in packers.values())
-            report(Tally(num_bytes, documents - before[0], tokens - before[1]))
+    for num_bytes in _pack_rows(item, packing, packers, record):
+        before = documents, tokens
+        documents = sum(packer.documents for packer in packers.values()) - record.cut_documents
+        tokens = sum(packer.tokens for packer in packers.values())
+        report(Tally(num_bytes, documents - before[0], tokens - before[1]))
     for packer in packers.values():
         packer.flush()
 
 
 def pack_range(
-    work: Range, packing: Packing, folder: Path, report: Report = lambda _: None
+    item: WorkItem, packing: Packing, report: Report = lambda _: None
 ) -> Callable[[], RangeRecord]:
-    """Pack a range into files; return a function, callable from any thread, that records them.
+    """Pack an item into files; return a function, callable from any thread, that records them.
 
     Raises: DataError for the first unusable row, unless such rows are skipped; Unfinished for a
             full disk.
     """
+    vocab_size = packing.tokenizer.vocab_size
     writer = RangeWriter(
-        folder, work.number, vocab_size=packing.tokenizer.vocab_size, num_bytes=work.num_bytes
+        packing.folder, item.number, vocab_size=vocab_size, num_bytes=item.num_bytes
     )
     try:
-        pack(work.jobs, packing, writer.splits, writer.record, report)
+        pack(item, packing, writer.splits, writer.record, report)
     except BaseException:
         writer.abandon()
         raise
     return writer.finish
 
 
-def _pack_job(
-    job: Job, packing: Packing, packers: Mapping[SplitName, _Packer], record: RangeRecord
+def _pack_rows(
+    item: WorkItem, packing: Packing, packers: Mapping[SplitName, _Packer], record: RangeRecord
 ) -> Iterator[int]:
-    """Pack a job; yield the approximate bytes read within a long text, and at the end."""
-    left = job.read_task.num_bytes
-    index = job.first - 1
-    for row in job.rows():
-        if isinstance(row, LeftOut):
-            count_skipped(record.skipped, row.reason, [row.location], row.count)
-            continue
-        if isinstance(row, BadRow):
-            record.skip_bad(row, packing.on_bad_row)
-            continue
-        index += 1
-        try:
-            for _ in _pack_document(row, index, job, packing, packers, record):
-                read = min(PIECES_PER_REPORT * PIECE_CHARACTERS, left)
-                left -= read
-                yield read
-        except NotEncodable as error:
-            reason = "cannot be tokenised"
-            what = f"{reason}: {error.what.removesuffix('.')}"
-            bad = BadRow(what, error.fix, reason, row.name, row.offset)
-            record.skip_bad(bad, packing.on_bad_row)
-    yield left
+    """Pack an item; yield the approximate bytes read within a long text, and after each task."""
+    on_bad_row = packing.options.on_bad_row
+    index = item.first - 1
+    for task in item.read_tasks:
+        left = task.num_bytes
+        for row in task.rows():
+            if isinstance(row, LeftOut):
+                count_skipped(record.skipped, row.reason, [row.location], row.count)
+                continue
+            if isinstance(row, BadRow):
+                record.skip_bad(row, on_bad_row)
+                continue
+            index += 1
+            sides = list(item.assignment.assign(row.text, index))
+            try:
+                for _ in _pack_document(row, sides, packing, packers, record):
+                    read = min(PIECES_PER_REPORT * PIECE_CHARACTERS, left)
+                    left -= read
+                    yield read
+            except NotEncodable as error:
+                reason = "cannot be tokenised"
+                what = f"{reason}: {error.what.removesuffix('.')}"
+                bad = BadRow(what, error.fix, reason, row.name, row.offset)
+                record.skip_bad(bad, on_bad_row)
+        yield left
 
 
 def _pack_document(
     row: Document,
-    index: int,
-    job: Job,
+    sides: Sequence[tuple[SplitName, Text]],
     packing: Packing,
     packers: Mapping[SplitName, _Packer],
     record: RangeRecord,
 ) -> Iterator[None]:
-    """Pack a document; yield after every `PIECES_PER_REPORT` pieces."""
+    """Pack the sides of a document by split; yield after every `PIECES_PER_REPORT` pieces."""
     if row.examples:
-        ((name, _),) = (job.assignment or packing.assignment).assign(row.text, index)
+        ((name, _),) = sides
         encoded = [encode_pieces(packing.tokenizer, pieces) for pieces in row.examples]
         for example, parts in zip(row.examples, encoded, strict=True):
             packers[name].add_example(example, parts)
         return
-    made = [
-        (name, text, _tokenise(text, packing))
-        for name, text in (job.assignment or packing.assignment).assign(row.text, index)
-    ]
-    has_prompt = bool(row.prompt and packing.mask_field)
+    made = [(name, text, _tokenise(text, packing)) for name, text in sides]
+    has_prompt = bool(row.prompt and packing.options.mask_field)
     prompt = _tokenise(row.prompt, packing) if has_prompt else ()
     for side, (name, text, pieces) in enumerate(made):
         packer = packers[name]
@@ -169,7 +168,7 @@ def _tokenise(text: Text, packing: Packing) -> Iterable[Array]:
     encode = packing.tokenizer.encode_stream
     if isinstance(text, str) and len(text) <= HELD_CHARACTERS:
         return list(encode(chunks_of(text)))
-    if packing.on_bad_row == "skip":
+    if packing.options.on_bad_row == "skip":
         for _ in encode(chunks_of(text)):
             pass
     return encode(chunks_of(text))
@@ -182,8 +181,9 @@ class _Packer:
         self._sink = sink
         self._end_of_text = np.array([packing.tokenizer.eot_id], np.uint32)
         self._eot_id = packing.tokenizer.eot_id
-        self._masked = packing.mask_field is not None or packing.has_conversations
-        self._marked = packing.duplicates == "drop"
+        options = packing.options
+        self._masked = options.mask_field is not None or options.chat is not None
+        self._marked = options.duplicates == "drop"
         self._clear()
         self.documents = self._flushed_tokens = 0
 

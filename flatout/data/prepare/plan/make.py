@@ -1,28 +1,65 @@
-"""Make the work plan, or restore the one in the work directory."""
+"""Make the work plan, or restore the one in the work directory.
+
+The plan decides which documents to take, how to split them and which tokenizer to use, before any
+text is tokenised.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import chain
+import shutil
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, chain, repeat
+from pathlib import Path
 
-from flatout.data.prepare.pack.jobs import Job
-from flatout.data.prepare.pack.records import count_skipped, no_documents
+import numpy as np
+
+from flatout.data.prepare.pack.range_files import count_skipped, no_documents
 from flatout.data.prepare.pack.tokenize import Packing
-from flatout.data.prepare.plan.limits import check_space
+from flatout.data.prepare.pack.work_items import (
+    Assignment,
+    ByHash,
+    ByPosition,
+    Whole,
+    WorkItem,
+    WorkPlan,
+    cut_to_bytes,
+    hash_fraction,
+    num_bytes_of,
+)
 from flatout.data.prepare.plan.sample import (
     prompts_and_texts_of,
     sample_texts,
     texts_by_hash,
     texts_of,
 )
-from flatout.data.prepare.plan.split import make_plan
 from flatout.data.prepare.plan.work_dir import WorkDir
-from flatout.data.prepare.plan.work_plan import PlanFile, WorkPlan
+from flatout.data.prepare.request.inputs import Corpus
+from flatout.data.prepare.request.options import NAMED, Options, parse_rule
 from flatout.data.prepare.request.request import Request, difference
-from flatout.data.store.manifest import SkippedRows
+from flatout.data.store.manifest import SkippedRows, token_dtype
 from flatout.data.tokenizers import Tokenizer, make_tokenizer
-from flatout.errors import DataError, OutputInUse
-from flatout.sources import Document, LeftOut
+from flatout.errors import DataError, OutputInUse, TooLittleText
+from flatout.progress import SILENT, Progress, readable_size
+from flatout.sources import BadRow, Document, LeftOut, ReadTask
+
+SHARD_BYTES = 128 * 1024 * 1024
+"""Size of a shard; joining needs this much space besides the tokens."""
+TEXT_BYTES_PER_TOKEN = 3.0
+"""Cautious estimate for subword tokenizers: most text has more bytes per token."""
+RANGE_BYTES = 8 << 20
+"""Approximate bytes to read per work item: small, so that an interruption loses little and many
+cores share the work evenly.
+"""
+MANY_DOCUMENTS = 1000
+"""With this many documents or more, one in a hundred is validation by default."""
+FEW_DOCUMENTS = 100
+SMALL_FRACTION = 0.05
+"""The default fraction between FEW_DOCUMENTS and MANY_DOCUMENTS."""
+NEAR = 0.05
+"""A tail starts at a whole document if that changes its size by at most this fraction of it."""
 
 
 def plan_work(work: WorkDir, request: Request) -> tuple[WorkPlan, Packing]:
@@ -31,27 +68,28 @@ def plan_work(work: WorkDir, request: Request) -> tuple[WorkPlan, Packing]:
     Raises: DataError when the stored plan is for a different dataset, naming the difference, or
             when no plan can be made.
     """
-    stored = work.plan()
-    if stored is None:
-        plan = make_plan(request.corpus, request.options, request.progress)
-        tokenizer = _tokenizer(request.options.tokenizer, plan, request)
-        check_space(work.out, [job.read_task.num_bytes for job in plan.jobs], tokenizer)
-        own = PlanFile.of(plan, request, tokenizer)
-        stored = work.begin(own, tokenizer)
-        if stored == own:
-            return plan, _packing(plan, tokenizer, request)
-    check_same(work, stored, request)
-    plan = stored.restore(request.corpus.all_read_tasks)
+    plan = work.plan()
+    if plan is None:
+        own = make_plan(request.corpus, request.options, request.progress)
+        tokenizer = _tokenizer(request.options.tokenizer, own, request)
+        check_space(work.out, [task.num_bytes for task in own.read_tasks], tokenizer)
+        made_for = {"source": request.source, "tokenizer": tokenizer.digest()}
+        own = own.model_copy(update=made_for)
+        plan = work.begin(own, tokenizer)
+        if plan.model_dump() == own.model_dump():
+            return own, Packing(tokenizer, request.options, work.ranges)
+    check_same(work, plan, request)
+    plan = plan.restore(request.corpus.all_read_tasks)
     tokenizer = _tokenizer(str(work.tokenizer), plan, request)
-    if tokenizer.digest() != stored.tokenizer:
+    if tokenizer.digest() != plan.tokenizer:
         raise DataError(
             f"{work.tokenizer} is not the tokenizer that this work started with.",
             fix=f"Remove the directory {work.path} to start over.",
         )
-    return plan, _packing(plan, tokenizer, request)
+    return plan, Packing(tokenizer, request.options, work.ranges)
 
 
-def check_same(work: WorkDir, stored: PlanFile, request: Request) -> None:
+def check_same(work: WorkDir, stored: WorkPlan, request: Request) -> None:
     """Check that the plan in the work directory is for the requested dataset.
 
     Raises: OutputInUse naming the difference; DataError when the text has changed since.
@@ -68,7 +106,7 @@ def check_same(work: WorkDir, stored: PlanFile, request: Request) -> None:
             fix="Request the same dataset, choose another --out, or remove the directory "
             f"{work.path}, which discards the work done so far.",
         )
-    if stored.mtime_digest and stored.mtime_digest != corpus.mtime_digest:
+    if stored.mtime_digest != corpus.mtime_digest:
         raise DataError(
             f"The text has changed since the work in {work.path} started: a file has another size "
             "or modification time.",
@@ -77,28 +115,35 @@ def check_same(work: WorkDir, stored: PlanFile, request: Request) -> None:
         )
 
 
-def _packing(plan: WorkPlan, tokenizer: Tokenizer, request: Request) -> Packing:
-    options = request.options
-    return Packing(
-        tokenizer,
-        plan.assignment,
-        options.on_bad_row,
-        options.mask_field,
-        options.duplicates,
-        options.chat is not None,
-    )
+def check_space(out: Path, task_bytes: Sequence[int], tokenizer: Tokenizer) -> None:
+    """Check that the disk has room for the dataset, if its size can be estimated.
+
+    Raises: DataError with the space needed and the space free.
+    """
+    directory = next(parent for parent in out.resolve().parents if parent.is_dir())
+    tokens = sum(task_bytes) / (1.0 if tokenizer.name in ("char", "byte") else TEXT_BYTES_PER_TOKEN)
+    size = tokens * np.dtype(token_dtype(tokenizer.vocab_size)).itemsize
+    needed, free = int(size + min(size, SHARD_BYTES)), shutil.disk_usage(directory).free
+    if all(task_bytes) and needed > free:
+        raise DataError(
+            f"Preparing the dataset needs about {readable_size(needed)} of disk space, and "
+            f"{readable_size(free)} are free in {directory}.",
+            fix="Free space there, choose another --out, or take less text with --max-bytes.",
+        )
 
 
 def _tokenizer(spec: str, plan: WorkPlan, request: Request) -> Tokenizer:
     in_parts = request.options.mask_field or request.options.chat
     read = prompts_and_texts_of if in_parts else texts_of
+    tasks = plan.read_tasks
+    items = (item for item in plan.items if item.assignment != Whole("val"))
+    training = [task for item in items for task in item.read_tasks]
 
     def sample(limit: int | None) -> Iterator[str]:
-        return _require_any(sample_texts(plan.jobs, limit, read), plan.jobs, request)
+        return _require_any(sample_texts(tasks, limit, read), tasks, request)
 
     def training_sample(limit: int) -> Iterator[str]:
-        jobs = plan.training_jobs
-        return _require_any(texts_by_hash(jobs, limit, read), jobs, request)
+        return _require_any(texts_by_hash(training, limit, read), training, request)
 
     return make_tokenizer(
         spec,
@@ -110,7 +155,9 @@ def _tokenizer(spec: str, plan: WorkPlan, request: Request) -> Tokenizer:
     )
 
 
-def _require_any(texts: Iterator[str], jobs: Sequence[Job], request: Request) -> Iterator[str]:
+def _require_any(
+    texts: Iterator[str], tasks: Sequence[ReadTask], request: Request
+) -> Iterator[str]:
     """Yield the texts.
 
     Raises: DataError when there are none.
@@ -118,10 +165,161 @@ def _require_any(texts: Iterator[str], jobs: Sequence[Job], request: Request) ->
     first = next(texts, None)
     if first is None:
         skipped: list[SkippedRows] = []
-        for row in chain.from_iterable(job.rows() for job in jobs):
+        for row in chain.from_iterable(task.rows() for task in tasks):
             if not isinstance(row, Document):
                 count = row.count if isinstance(row, LeftOut) else 1
                 count_skipped(skipped, row.reason, (), count)
-        raise no_documents(request.names, skipped)
+        raise no_documents(" ".join(request.source["names"]), skipped)
     yield first
     yield from texts
+
+
+@dataclass
+class _Survey:
+    """Results of a first pass over the documents, which may stop early."""
+
+    taken: list[int] = field(default_factory=list)
+    """Documents to take from each read task."""
+    take: int | None = None
+    """Documents to take from the last of these tasks, when a limit ends the corpus there."""
+    last_bytes: int | None = None
+    """Bytes to keep of the last document, when the byte limit cuts it."""
+    lengths: array[int] = field(default_factory=lambda: array("q"))
+    """Characters of each document."""
+    sides: set[bool] = field(default_factory=set)
+    """Whether hashes are below SMALL_FRACTION: both values once both sides have a document."""
+
+
+def make_plan(corpus: Corpus, options: Options, progress: Progress = SILENT) -> WorkPlan:
+    """Return the work plan of a corpus.
+
+    Documents are taken in order, up to `max_documents`, and until their text reaches `max_bytes`;
+    the last one is cut there. Separate validation text is taken whole.
+
+    `tail F` takes the end as validation, starting at character int(n * (1 - F)) of the n characters
+    of all documents. It cuts the document there, unless its start or end is close enough (`NEAR`).
+    A conversation is never cut.
+    `hash F` takes a fraction F of the documents by the hash of their text. The default is `tail
+    0.1` below 100 documents, `hash 0.05` below 1,000, else `hash 0.01`.
+
+    Raises: DataError when the split rule is invalid or a split would be empty.
+    """
+    limited = options.max_documents is not None or options.max_bytes is not None
+    tasks = corpus.read_tasks
+    kind, fraction = parse_rule(corpus.split) if corpus.split is not None else ("", 0.0)
+    found = _Survey()
+    if limited or (corpus.validation is None and kind != "hash"):
+        found = _survey(tasks, options, None if kind or limited else MANY_DOCUMENTS, progress)
+    count = len(found.lengths)
+    if not kind:
+        kind, fraction = "tail", 0.1
+        if count >= MANY_DOCUMENTS:
+            kind, fraction = "hash", 0.01
+        elif count >= FEW_DOCUMENTS and len(found.sides) == 2:
+            kind, fraction = "hash", SMALL_FRACTION
+    assignment: Assignment = ByHash(fraction)
+    if corpus.validation is not None:
+        assignment = Whole("train")
+    elif kind == "tail" and count:
+        assignment = _tail(fraction, found, options, " ".join(corpus.names))
+    if found.take is not None:
+        tasks = tasks[: len(found.taken)]
+    held_out = corpus.validation.read_tasks if corpus.validation else ()
+    items = _items(held_out, Whole("val"), repeat(0), 0)
+    items += _items(tasks, assignment, chain(found.taken, repeat(0)), len(items))
+    return WorkPlan(
+        rule=f"{kind} {fraction:g}" if corpus.validation is None else NAMED,
+        mtime_digest=corpus.mtime_digest,
+        task_bytes=tuple(task.num_bytes for task in corpus.all_read_tasks),
+        take=found.take,
+        last_bytes=found.last_bytes,
+        items=tuple(items),
+    ).restore(corpus.all_read_tasks)
+
+
+def _items(
+    tasks: Sequence[ReadTask], assignment: Assignment, documents: Iterable[int], number: int
+) -> list[WorkItem]:
+    """Return items of about `RANGE_BYTES`, numbered from `number`; `documents` are of each task.
+
+    A task of unknown size is an item by itself.
+    """
+    counts: list[int] = []
+    firsts: list[int] = []
+    first = room = 0
+    for task, count in zip(tasks, documents, strict=False):
+        size = task.num_bytes or RANGE_BYTES
+        if size > room:
+            counts.append(0)
+            firsts.append(first)
+            room = RANGE_BYTES
+        counts[-1] += 1
+        room -= size
+        first += count
+    return [
+        WorkItem(number=number + index, num_tasks=count, first=first, assignment=assignment)
+        for index, (count, first) in enumerate(zip(counts, firsts, strict=True))
+    ]
+
+
+def _tail(fraction: float, found: _Survey, options: Options, names: str) -> ByPosition:
+    """Return the assignment of `tail F`; `tail 0.1` cuts at int(n * 0.9), as is customary."""
+    total, count = sum(found.lengths), len(found.lengths)
+    first_val = int(total * (1 - fraction))
+    if not 0 < first_val < total:
+        unit = "character" if total == 1 else "characters"
+        raise TooLittleText(
+            f"{names}: {total} {unit} cannot be split by 'tail {fraction:g}': one split would be "
+            "empty.",
+            fix="Add text, or set --split 'tail 0.5'." if total > 1 else "Add text.",
+        )
+    starts = array("q", accumulate(found.lengths, initial=0))
+    holder = bisect_right(starts, first_val) - 1
+    edge = min((holder, holder + 1), key=lambda document: abs(starts[document] - first_val))
+    is_near = abs(starts[edge] - first_val) <= NEAR * (total - first_val)
+    cut = ByPosition(holder, first_val - starts[holder])
+    if 0 < starts[edge] < total and is_near:
+        cut = ByPosition(edge, 0)
+    if options.chat is None:
+        return cut
+    if count < 2:
+        raise TooLittleText(
+            f"{names}: a single conversation cannot be split.",
+            fix="Add conversations, or name others for validation with --val.",
+        )
+    return ByPosition(min(max(cut.document, 1), count - 1), 0)
+
+
+def _survey(
+    tasks: Sequence[ReadTask], options: Options, enough: int | None, progress: Progress
+) -> _Survey:
+    """Read the documents without tokenising, up to the limits, or until there are `enough`."""
+    found = _Survey()
+    room = options.max_bytes
+    with progress.task("Counting documents", unit="documents") as counter:
+        for task in tasks:
+            found.taken.append(0)
+            for row in task.rows():
+                if isinstance(row, BadRow) and options.on_bad_row == "raise":
+                    raise row.error
+                if isinstance(row, BadRow | LeftOut):
+                    continue
+                counter.advance()
+                found.taken[-1] += 1
+                found.lengths.append(len(row.text))
+                if len(found.sides) < 2:
+                    found.sides.add(hash_fraction(row.text) < SMALL_FRACTION)
+                if room is not None:
+                    size = num_bytes_of(row.text)
+                    if size >= room:
+                        found.last_bytes = room
+                        found.lengths[-1] = len(cut_to_bytes(row.text, room))
+                        found.take = found.taken[-1]
+                        return found
+                    room -= size
+                count = len(found.lengths)
+                if count == options.max_documents:
+                    found.take = found.taken[-1]
+                if count in (options.max_documents, enough):
+                    return found
+    return found

@@ -6,33 +6,33 @@ import hashlib
 from bisect import insort
 from collections.abc import Callable, Iterator, Sequence
 
-from flatout.data.prepare.pack.jobs import Job, sha256_of
-from flatout.sources import Document
+from flatout.data.prepare.pack.work_items import sha256_of
+from flatout.sources import Document, ReadTask
 from flatout.sources.long import Text, chunks_of
 
-SPREAD_JOBS = 64
-"""Maximum jobs that a bounded sample is taken from."""
+SPREAD_TASKS = 64
+"""Maximum read tasks that a bounded sample is taken from."""
 STRIPES = 8
 """Stripes taken from a long document; also the minimum number of long documents in a sample."""
 READ_PER_BYTE = 16
 """Maximum bytes read per byte chosen by hash: choosing from all text means reading all of it."""
 
 
-Reading = Callable[[Job], Iterator[Text]]
-"""Yields the texts of a job that are packed: `texts_of` or `prompts_and_texts_of`."""
+Reading = Callable[[ReadTask], Iterator[Text]]
+"""Yields the texts of a task that are packed: `texts_of` or `prompts_and_texts_of`."""
 
 
-def texts_of(job: Job) -> Iterator[Text]:
-    """Yield the texts of a job's documents."""
-    return (row.text for row in job.rows() if isinstance(row, Document))
+def texts_of(task: ReadTask) -> Iterator[Text]:
+    """Yield the texts of a task's documents."""
+    return (row.text for row in task.rows() if isinstance(row, Document))
 
 
-def prompts_and_texts_of(job: Job) -> Iterator[Text]:
-    """Yield the prompts and texts of a job's documents separately, as they are tokenised.
+def prompts_and_texts_of(task: ReadTask) -> Iterator[Text]:
+    """Yield the prompts and texts of a task's documents separately, as they are tokenised.
 
     A conversation is yielded in pieces, without its special tokens.
     """
-    for row in job.rows():
+    for row in task.rows():
         if isinstance(row, Document) and row.examples:
             for pieces in row.examples:
                 yield from (piece.text for piece in pieces if not piece.is_special)
@@ -42,20 +42,22 @@ def prompts_and_texts_of(job: Job) -> Iterator[Text]:
             yield row.text
 
 
-def sample_texts(jobs: Sequence[Job], limit: int | None, read: Reading = texts_of) -> Iterator[str]:
+def sample_texts(
+    tasks: Sequence[ReadTask], limit: int | None, read: Reading = texts_of
+) -> Iterator[str]:
     """Yield all texts, long ones in chunks; with a limit, about that many characters of them.
 
-    A bounded sample is spread evenly over the jobs and over long texts. Unusable rows are skipped
+    A bounded sample is spread evenly over the tasks and over long texts. Unusable rows are skipped
     here; packing reports them.
     """
     if limit is None:
-        yield from (chunk for job in jobs for text in read(job) for chunk in chunks_of(text))
+        yield from (chunk for task in tasks for text in read(task) for chunk in chunks_of(text))
         return
-    count = min(len(jobs), SPREAD_JOBS)
+    count = min(len(tasks), SPREAD_TASKS)
     room = limit
     for number in range(count):
         budget = room // (count - number)
-        for text in read(jobs[number * len(jobs) // count]):
+        for text in read(tasks[number * len(tasks) // count]):
             found = _stripes(text, budget)
             budget -= len(found)
             room -= len(found)
@@ -64,25 +66,27 @@ def sample_texts(jobs: Sequence[Job], limit: int | None, read: Reading = texts_o
                 break
 
 
-def texts_by_hash(jobs: Sequence[Job], limit: int, read: Reading = texts_of) -> Iterator[str]:
+def texts_by_hash(tasks: Sequence[ReadTask], limit: int, read: Reading = texts_of) -> Iterator[str]:
     """Yield the documents, or about `limit` characters of those with the lowest hashes.
 
     Documents longer than both an eighth of the limit and a fair share contribute evenly spread
     stripes. The sample therefore depends on the documents alone, not on their order or division
-    into jobs. This is true of a corpus of up to `READ_PER_BYTE` times the limit; of a larger one,
-    that much is read, with jobs in the order of a hash of their indices, and sampled.
+    into tasks. This is true of a corpus of up to `READ_PER_BYTE` times the limit; of a larger one,
+    that much is read, with tasks in the order of a hash of their indices, and sampled.
     """
     chosen = _LowestHashes(limit)
-    for text in _read(jobs, READ_PER_BYTE * limit, chosen, read):
+    for text in _read(tasks, READ_PER_BYTE * limit, chosen, read):
         chosen.add(text)
     yield from chosen.shares()
 
 
-def _read(jobs: Sequence[Job], limit: int, chosen: _LowestHashes, read: Reading) -> Iterator[Text]:
+def _read(
+    tasks: Sequence[ReadTask], limit: int, chosen: _LowestHashes, read: Reading
+) -> Iterator[Text]:
     """Yield texts up to `limit` characters, or more until there are enough to choose from."""
-    order = sorted(range(len(jobs)), key=lambda number: hashlib.sha256(b"%d" % number).digest())
+    order = sorted(range(len(tasks)), key=lambda number: hashlib.sha256(b"%d" % number).digest())
     for number in order:
-        for text in read(jobs[number]):
+        for text in read(tasks[number]):
             if limit <= 0 and chosen.is_full:
                 return
             limit -= len(text)

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from flatout.data.prepare.pack.records import RECORD, RangeRecord, read_records, read_stored
-from flatout.data.prepare.plan.work_plan import PlanFile
+from flatout.data.prepare.pack.range_files import RECORD, RangeRecord, read_records, read_stored
+from flatout.data.prepare.pack.work_items import WorkPlan
 from flatout.data.prepare.request.request import refuse_occupied
 from flatout.data.store.manifest import TOKENIZER
 from flatout.data.tokenizers import Tokenizer
@@ -74,6 +74,7 @@ class WorkDir:
         """Directory of the packed ranges."""
         self.joined = self.path / "joined"
         """Directory that becomes the dataset."""
+        self.tokenizer = self.path / TOKENIZER
         self._locks: list[int] = []
         self._created_parents: list[Path] = []
 
@@ -89,8 +90,11 @@ class WorkDir:
                 self.clear()
             elif isinstance(error, Unfinished):
                 error.add_note(f"The finished parts are kept in {self.path}.")
-        elif self._locks and self._is_last() and not (self.path / PLAN).exists():
-            self._remove()
+        elif self._locks:
+            with contextlib.suppress(BlockingIOError):  # other parts work in the directory
+                lock(self._locks[0])
+                if not (self.path / PLAN).exists():
+                    self._remove()
         self.close()
 
     def claim(self) -> None:
@@ -104,22 +108,18 @@ class WorkDir:
                     self._own()
 
     def _own(self) -> None:
-        """Lock the directory until the process ends: exclusively, or shared with other parts."""
-        if self._part is None:
+        """Lock the directory until the process ends: exclusively, or shared with other parts.
+
+        All parts have the same count; the first part sets it.
+
+        Raises: DataError when another process has the lock, or the counts differ.
+        """
+        part = self._part
+        if part is None:
             self._lock(self.path)
             self._remove_unfinished_files()
-        else:
-            self._lock(self.path, shared=True)
-            self._check_count(self._part)
-            mark = self.path / _PART_MARK.format(self._part.index, self._part.count)
-            os.close(os.open(mark, os.O_RDONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666))
-            self._lock(mark)
-
-    def _check_count(self, part: WorkPart) -> None:
-        """Check that all parts have the same count; the first part sets it.
-
-        Raises: DataError when the work is divided into a different number of parts.
-        """
+            return
+        self._lock(self.path, shared=True)
         write_first(
             self.path / _PARTS, lambda path: path.write_text(f"{part.count}\n", encoding="utf-8")
         )
@@ -132,20 +132,15 @@ class WorkDir:
                 fix=f"Use the same N in all parts, here --part I/{count}; or remove that "
                 "directory, which discards the work done so far.",
             )
+        mark = self.path / _PART_MARK.format(part.index, part.count)
+        os.close(os.open(mark, os.O_RDONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666))
+        self._lock(mark)
 
     def _num_parts(self) -> int | None:
         """Return the number of parts; None when unknown."""
         path = self.path / _PARTS
         text = path.read_text(encoding="utf-8").strip() if path.is_file() else ""
         return int(text) if text.isdecimal() else None
-
-    def _is_last(self) -> bool:
-        """Return whether no other process works in the directory; if one does, the lock is lost."""
-        try:
-            lock(self._locks[0])
-        except BlockingIOError:
-            return False
-        return True
 
     def _lock(self, path: Path, *, shared: bool = False) -> None:
         """Lock a directory or a file.
@@ -206,7 +201,7 @@ class WorkDir:
             f"directory {self.path}, which all parts share, and run every part again.",
         )
 
-    def plan(self) -> PlanFile | None:
+    def plan(self) -> WorkPlan | None:
         """Return the stored plan, None when there is none.
 
         Raises: DataError when it is damaged, or was written by another version of flatout.
@@ -214,12 +209,7 @@ class WorkDir:
         path = self.path / PLAN
         if not self._locks or not path.is_file():
             return None
-        return read_stored(path, PlanFile, work_dir=self.path)
-
-    @property
-    def tokenizer(self) -> Path:
-        """The tokenizer's file."""
-        return self.path / TOKENIZER
+        return read_stored(path, WorkPlan, work_dir=self.path)
 
     def make(self) -> None:
         """Create and own the directory, empty unless it is shared with other parts."""
@@ -230,12 +220,12 @@ class WorkDir:
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
             self.ranges.mkdir(exist_ok=True)
 
-    def begin(self, plan: PlanFile, tokenizer: Tokenizer) -> PlanFile:
+    def begin(self, plan: WorkPlan, tokenizer: Tokenizer) -> WorkPlan:
         """Create the directory and write the plan, unless another process was first; return it."""
         self.make()
         with writing(self.out):
             write_first(self.tokenizer, tokenizer.save)
-            text = plan.model_dump_json(by_alias=True) + "\n"
+            text = plan.model_dump_json() + "\n"
             write_first(self.path / PLAN, lambda path: path.write_text(text, encoding="utf-8"))
             sync(self.path)
         stored = self.plan()

@@ -1,25 +1,118 @@
-"""The corpus: everything that `prepare SOURCE...` and `--val` name, opened and checked."""
+"""The corpus: everything that `prepare SOURCE...` and `--val` name, opened and checked.
+
+A source is a path, a glob, a URL, standard input, a registered source, or a card: a named corpus in
+`flatout/datasets/`.
+"""
 
 from __future__ import annotations
 
+import glob
 import hashlib
+import inspect
+import os
+import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
+from typing import Any, Self
+
+from pydantic import Field, ValidationError, model_validator
 
 from flatout.cache import default_cache
+from flatout.config.sections import Section
 from flatout.conversation.rendering import Renderer
-from flatout.data.prepare.request.cards import load_card
-from flatout.data.prepare.request.names import STANDARD_INPUT, SourceReader, source_tasks
 from flatout.data.prepare.request.options import Options
-from flatout.errors import DataError, in_shell
+from flatout.data.prepare.request.standard_input import spool_standard_input
+from flatout.documents import parse_yaml
+from flatout.errors import ConfigError, DataError, in_shell
+from flatout.files import expanded
 from flatout.progress import SILENT, Progress
-from flatout.registry import DATASETS
-from flatout.sources import ReadTask
-from flatout.sources.files import files_of, first_changed, has_rows, shared_file, skipped_files_in
+from flatout.registry import DATASETS, SOURCES, nearest
+from flatout.sources import ReadTask, read_tasks_of
+from flatout.sources.files import files_of, has_rows, shared_file, skipped_files_in
 from flatout.sources.local import matches
+from flatout.transfer.download import check_file, download
+from flatout.transfer.urls import is_url
+from flatout.words import name_for
+
+STANDARD_INPUT = "-"
+
+Parameters = Mapping[str, Any]
+
+
+class Card(Section):
+    """A named corpus, `flatout/datasets/NAME.yaml`: a file to download, or a repository's files.
+
+    A file is downloaded once; files of a Hugging Face dataset are read in place.
+    """
+
+    url: str | None = None
+    """URL of its file."""
+    sha256: str | None = Field(default=None, pattern="^[0-9a-f]{64}$")
+    """Checksum of that file."""
+    num_bytes: int | None = Field(default=None, ge=1)
+    """Size of that file."""
+    repository: str | None = Field(default=None, pattern="^[^/@]+/[^/@]+$")
+    """The Hugging Face dataset that contains its files."""
+    files: str | None = None
+    """Glob of its files inside the repository."""
+    validation: str | None = None
+    """Glob of the validation files there; None leaves validation to the split rule."""
+    revision: str
+    """Version of the file; for a repository, a commit."""
+    license: str
+    """License of the text."""
+    source: str = "files"
+    """Source that reads it; it is called with `path`."""
+    text_field: str = "text"
+    """Field of a row that contains the text."""
+    split: str | None = None
+    """Its split rule, when it has no validation files; None leaves it to prepare."""
+
+    @model_validator(mode="after")
+    def _has_one_origin(self) -> Self:
+        of_file = [given is not None for given in (self.url, self.sha256, self.num_bytes)]
+        of_repository = [given is not None for given in (self.repository, self.files)]
+        is_file = all(of_file) and not any(of_repository) and self.validation is None
+        is_repository = all(of_repository) and not any(of_file)
+        if not is_file and not is_repository:
+            raise ConfigError(
+                "A card names one file or a repository.",
+                fix="Set url, sha256 and num_bytes, or repository, files and perhaps "
+                "validation, but not both.",
+            )
+        if self.validation is not None and self.split is not None:
+            raise ConfigError(
+                "A card has a split rule or validation files, not both.",
+                fix="Leave split or validation out.",
+            )
+        return self
+
+    @property
+    def fields(self) -> dict[str, str]:
+        """The text field, when the card sets it."""
+        return {"text_field": self.text_field} if "text_field" in self.model_fields_set else {}
+
+    def url_of(self, files: str) -> str:
+        """Return the URL of files in its repository."""
+        return f"hf://datasets/{self.repository}@{self.revision}/{files}"
+
+
+def load_card(name: str) -> Card:
+    """Return a dataset card.
+
+    Raises: ConfigError when there is no card of this name; DataError when its file is invalid.
+    """
+    try:
+        return Card.model_validate(DATASETS.get(name))
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise DataError(
+            f"{DATASETS.path(name)}: {'.'.join(map(str, first['loc']))}: {first['msg'].lower()}.",
+            fix="Correct the card.",
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -64,33 +157,64 @@ def open_corpus(
 
     A card's file is downloaded unless it is in the cache or given as `from_file`. The split rule
     and validation files of a card apply when it is the only source and the options name none.
-    Standard input, `-`, is kept in the directory `spool` until the process ends.
+    Standard input, `-`, is kept in the directory `spool` until the process ends. `chat` writes
+    conversations as text, when rows are conversations.
 
     Raises: DataError when a name is unknown, or nothing is found there.
     """
     options = options or Options()
+    cache = cache or default_cache()
     cards = [name for name in names if name in DATASETS.names()]
     _check_names(names, options.val, cards, from_file)
-    reader = SourceReader(options, from_file, cache or default_cache(), spool, progress, chat)
-    train = [reader.card(name) if name in cards else reader.text(name) for name in names]
-    val = [reader.text(name) for name in options.val]
-    opened = list(zip([*names, *options.val], [*train, *val], strict=True))
-    tasks = [task for _, found in opened for task in found]
-    _check_fields(tasks, " ".join([*names, *options.val]), options)
-    for name, found in opened:
+    given = {
+        "mask_field": options.mask_field,
+        "text_field": options.text_field,
+        "include": options.include or None,
+        "encoding": options.encoding,
+        "chat": chat,
+    }
+    fields = {key: value for key, value in given.items() if value is not None}
+    all_names = [*names, *options.val]
+    opened = [
+        _card_tasks(name, fields, from_file, cache, progress)
+        if name in cards
+        else _text_tasks(name, fields, spool, progress)
+        for name in all_names
+    ]
+    tasks = list(chain(*opened))
+    if options.text_field is not None and tasks and not any(map(has_rows, tasks)):
+        raise DataError(
+            f"{' '.join(all_names)} has no rows, so it has no field {options.text_field!r}.",
+            fix="Leave --text-field out, or rename files that hold a JSON object per line to "
+            "end in .jsonl.",
+        )
+    for pattern in options.include:
+        if not any(matches(path, pattern) for task in tasks for path in files_of(task)):
+            raise DataError(
+                f"--include {pattern!r} matches no file.",
+                fix=f"Quote the pattern, and check it with `find FOLDER -name {in_shell(pattern)}`"
+                "; it applies to directories that are named as sources.",
+            )
+    stats: dict[str, os.stat_result] = {}
+    for name, found in zip(all_names, opened, strict=True):
         _report_passed_over(name, found, progress)
+        if name not in (*cards, STANDARD_INPUT):
+            files = (file for task in found for file in task.files)
+            stats.update({file.path: file.stat for file in files if file.stat is not None})
+    marks = "".join(f"{stat.st_size} {stat.st_mtime_ns}\n" for stat in stats.values())
+    train, val = opened[: len(names)], opened[len(names) :]
     card = load_card(cards[0]) if len(names) == len(cards) == 1 else None
     validation = Corpus(options.val, tuple(chain(*val))) if val else None
     if validation is None and card is not None and card.validation and options.split is None:
         url = card.url_of(card.validation)
-        found = source_tasks(card.source, {"path": url}, {**card.fields, **reader.fields})
-        validation = Corpus((url,), tuple(found))
+        held_out = source_tasks(card.source, {"path": url}, {**card.fields, **fields})
+        validation = Corpus((url,), tuple(held_out))
     return Corpus(
         tuple(names),
         tuple(chain(*train)),
         options.split or (card.split if card else None),
         validation,
-        _mtime_digest(found for name, found in opened if name not in (*cards, STANDARD_INPUT)),
+        hashlib.sha256(marks.encode()).hexdigest() if marks else "",
     )
 
 
@@ -125,26 +249,6 @@ def _check_names(
             )
 
 
-def _check_fields(tasks: Sequence[ReadTask], names: str, options: Options) -> None:
-    """Check that there are rows if a field is named, and that each --include pattern has a match.
-
-    Raises: DataError.
-    """
-    if options.text_field is not None and tasks and not any(map(has_rows, tasks)):
-        raise DataError(
-            f"{names} has no rows, so it has no field {options.text_field!r}.",
-            fix="Leave --text-field out, or rename files that hold a JSON object per line to "
-            "end in .jsonl.",
-        )
-    for pattern in options.include:
-        if not any(matches(path, pattern) for task in tasks for path in files_of(task)):
-            raise DataError(
-                f"--include {pattern!r} matches no file.",
-                fix=f"Quote the pattern, and check it with `find FOLDER -name {in_shell(pattern)}`"
-                "; it applies to directories that are named as sources.",
-            )
-
-
 def _report_passed_over(name: str, tasks: Sequence[ReadTask], progress: Progress) -> None:
     """Report the files of a directory that are not read, before the work starts."""
     counts: Counter[str] = Counter()
@@ -159,32 +263,120 @@ def _report_passed_over(name: str, tasks: Sequence[ReadTask], progress: Progress
         )
 
 
-def _mtime_digest(opened: Iterable[Sequence[ReadTask]]) -> str:
-    """Return a digest of the sizes and mtimes of the local files that are read; empty if none."""
-    found = {
-        file.path: file.stat
-        for tasks in opened
-        for task in tasks
-        for file in task.files
-        if file.stat is not None
-    }
-    marks = "".join(f"{stat.st_size} {stat.st_mtime_ns}\n" for stat in found.values())
-    return hashlib.sha256(marks.encode()).hexdigest() if marks else ""
-
-
-def require_unchanged(corpus: Corpus) -> None:
-    """Check that the files read have not changed since they were listed.
-
-    Raises: DataError naming the first that changed; Unreachable.
-    """
-    changed = first_changed(corpus.all_read_tasks)
-    if changed is not None:
-        raise DataError(
-            f"{changed} was changed or deleted while it was being prepared: the dataset would mix "
-            "two versions of the text.",
-            fix="Run the same command again once nothing writes to that file, or prepare a copy "
-            "of it.",
+def _card_tasks(
+    name: str, fields: Parameters, from_file: str | None, cache: Path, progress: Progress
+) -> list[ReadTask]:
+    """Return the read tasks of a card, whose file is downloaded unless it is in the cache."""
+    card = load_card(name)
+    fields = {**card.fields, **fields}
+    if from_file is None and Path(name).exists():
+        progress.say(
+            f"{name} is the dataset card of that name; write ./{name} to use the local file "
+            "or directory."
         )
+    if card.url is None or card.sha256 is None:
+        assert card.files is not None
+        if from_file is not None:
+            raise DataError(
+                f"{name} is not a single file, so --from cannot replace it.",
+                fix=f"Name your copies of {card.files} as the source.",
+            )
+        return source_tasks(card.source, {"path": card.url_of(card.files)}, fields)
+    if from_file is not None:
+        file = expanded(from_file)
+        check_file(file, card.sha256)
+    else:
+        file = download(
+            card.url,
+            cache.expanduser() / name / card.url.rpartition("/")[2],
+            sha256=card.sha256,
+            num_bytes=card.num_bytes,
+            progress=progress,
+        )
+    tasks = source_tasks(card.source, {"path": str(file)}, fields)
+    return _with_fingerprint(tasks, f"{name} {card.sha256}")
+
+
+def _text_tasks(
+    name: str, fields: Parameters, spool: Path | None, progress: Progress
+) -> list[ReadTask]:
+    """Return the read tasks of a source that is not a card."""
+    if name != STANDARD_INPUT:
+        return source_tasks(*_source_and_parameters(name), fields)
+    file, sha256 = spool_standard_input(spool, encoding=fields.get("encoding"), progress=progress)
+    tasks = source_tasks("files", {"path": str(file)}, fields)
+    return _with_fingerprint(tasks, f"standard input {sha256}")
+
+
+def source_tasks(name: str, parameters: Parameters, fields: Parameters) -> list[ReadTask]:
+    """Return the read tasks of a source, called with its parameters and the fields it accepts.
+
+    Raises: DataError for a field that a source without rows, or without files, does not accept.
+    """
+    source = SOURCES.get(name)
+    accepted = inspect.signature(source).parameters
+    for key, value in fields.items():
+        if key not in accepted:
+            option = f"--{key.replace('_', '-')}"
+            why = (
+                f"has no rows, so it has no field {value!r}"
+                if key.endswith("_field")
+                else f"does not read your files, so {option} has no effect"
+            )
+            raise DataError(f"The source {name!r} {why}.", fix=f"Leave {option} out.")
+    return read_tasks_of(source, name, {**fields, **parameters})
+
+
+def _with_fingerprint(tasks: list[ReadTask], fingerprint: str) -> list[ReadTask]:
+    """Return the tasks with one fingerprint for all their content, wherever its file is."""
+    return [
+        replace(task, fingerprint=fingerprint if index == 0 else "")
+        for index, task in enumerate(tasks)
+    ]
+
+
+def _source_and_parameters(name: str) -> tuple[str, Parameters]:
+    """Return the registered source that a name stands for, and its parameters."""
+    files = "files", {"path": name}
+    if is_url(name):
+        return files
+    source, _, rest = name.partition(":")
+    key = source.replace("_", "-")
+    if key in SOURCES.names() and key != "files":
+        first, _, others = rest.partition(":")
+        if "name" in inspect.signature(SOURCES.get(key)).parameters and first and "=" not in first:
+            return key, {"name": first, **_parameters(others, name)}  # ORG/NAME:split=train
+        return key, _parameters(rest, name)
+    if re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*(:.*)?", name) and not os.path.exists(name):
+        module, function, *given = name.split(":", 2)
+        return f"{module}:{function}", _parameters(given[0] if given else "", name)
+    if "/" in name or Path(name).suffix or os.path.exists(expanded(name)) or glob.has_magic(name):
+        return files
+    known = sorted({*DATASETS.names(), *SOURCES.names()} - {"files"})
+    here = (entry.name for entry in Path().iterdir())
+    guess = name_for("dataset", name, known) or nearest(name, [*known, *here])
+    hint = f"Did you mean {guess!r}? " if guess else ""
+    raise DataError(
+        f"There is no file, source or dataset named {name!r}.",
+        fix=f"{hint}Sources and datasets: {', '.join(known)}.",
+    )
+
+
+def _parameters(text: str, name: str) -> dict[str, object]:
+    """Return the parameters in `documents=1000,seed=0`."""
+    parameters: dict[str, object] = {}
+    for item in filter(None, text.split(",")):
+        key, equals, value = item.partition("=")
+        if not equals:
+            raise DataError(
+                f"{name!r}: {item!r} is not a parameter.",
+                fix="Write NAME:key=value,key=value, for example synthetic:documents=1000,seed=0.",
+            )
+        try:
+            parameters[key.strip()] = parse_yaml(value, name=name)
+        except ConfigError as error:
+            raise DataError(f"{name!r}: {item!r} cannot be parsed.", fix=error.fix) from error
+    return parameters
 
 
 def in_both_splits(corpus: Corpus) -> str | None:

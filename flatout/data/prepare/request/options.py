@@ -36,38 +36,26 @@ Duplicates = Literal["keep", "drop"]
 
 @dataclass(frozen=True)
 class Options:
-    """Everything that shapes a dataset except its sources."""
+    """Everything that shapes a dataset except its sources.
+
+    The command `prepare` describes each option and checks its type.
+    """
 
     tokenizer: str = "train:4096"
-    """char, byte, train:N, or a tokenizer file."""
     pattern: str | None = None
-    """Regular expression that splits text, for an unknown .tiktoken file."""
     end_of_text: str | None = None
-    """End-of-text token of a tokenizer.json that has none of the usual names."""
     text_field: str | None = None
-    """Field of a row that contains the text."""
     split: str | None = None
-    """Split rule; `make_plan` chooses one when None."""
     max_documents: int | None = None
-    """Maximum number of documents to take."""
     max_bytes: int | None = None
-    """Maximum bytes of text to take."""
     on_bad_row: OnBadRow = "raise"
-    """Whether an unusable row is an error or is skipped."""
     max_bad_rows: int | None = None
-    """Maximum number of rows to skip; None allows 1%, and at least 100."""
     mask_field: str | None = None
-    """Field of a row that contains its prompt, which is packed but not a target."""
     duplicates: Duplicates = "keep"
-    """Whether documents with the same prompt and text are kept or dropped."""
     val: tuple[str, ...] = ()
-    """Sources of validation text; when empty, the card or the split rule decides."""
     include: tuple[str, ...] = ()
-    """Patterns of further files to take from directories."""
     encoding: str | None = None
-    """Encoding of text that is not UTF-8."""
     chat: str | None = None
-    """Chat template of rows that are conversations: auto, chatml, plain, or a file."""
 
     def check(self) -> None:
         """Check the options that can be checked before anything is read.
@@ -79,8 +67,17 @@ class Options:
                 f"--max-bad-rows {self.max_bad_rows} needs --on-bad-row skip.",
                 fix="For example, write --on-bad-row skip --max-bad-rows 100.",
             )
-        if self.chat is not None:
-            self._check_chat()
+        if self.chat is not None and self.mask_field is not None:
+            raise DataError(
+                "--mask-field and --chat cannot be combined: the roles of a conversation decide "
+                "what the loss leaves out.",
+                fix="Leave one of the two out.",
+            )
+        if self.chat is not None and self.max_bytes is not None:
+            raise DataError(
+                "--max-bytes and --chat cannot be combined: a conversation is not cut.",
+                fix="Limit the conversations with --max-documents.",
+            )
         if self.tokenizer.endswith(".gz"):
             raise DataError(
                 f"The tokenizer {self.tokenizer} is compressed.",
@@ -94,20 +91,3 @@ class Options:
                     "the training text.",
                     fix="Leave one of the two out.",
                 )
-
-    def _check_chat(self) -> None:
-        """Refuse options that contradict conversations.
-
-        Raises: DataError.
-        """
-        if self.mask_field is not None:
-            raise DataError(
-                "--mask-field and --chat cannot be combined: the roles of a conversation decide "
-                "what the loss leaves out.",
-                fix="Leave one of the two out.",
-            )
-        if self.max_bytes is not None:
-            raise DataError(
-                "--max-bytes and --chat cannot be combined: a conversation is not cut.",
-                fix="Limit the conversations with --max-documents.",
-            )

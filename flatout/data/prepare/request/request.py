@@ -11,21 +11,38 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import TypedDict, Unpack
 
 from flatout.conversation.rendering import Renderer
-from flatout.data.prepare.request.cards import load_card
-from flatout.data.prepare.request.chat import chat_renderer
-from flatout.data.prepare.request.inputs import Corpus, in_both_splits, open_corpus
+from flatout.conversation.templates import (
+    CHAT_TEMPLATE,
+    CONFIG_FILE,
+    TEMPLATE_FILE,
+    load_template,
+    named_template,
+    stored_template,
+    template_beside,
+)
+from flatout.data.prepare.request.inputs import Corpus, in_both_splits, load_card, open_corpus
 from flatout.data.prepare.request.options import NAMED, Options, parse_rule
-from flatout.data.store.manifest import MANIFEST, Manifest
+from flatout.data.store.manifest import MANIFEST, Manifest, read_manifest
 from flatout.data.store.shards import Dataset
-from flatout.data.tokenizers import kind_named, read_tokenizer, tokenizer_path
+from flatout.data.tokenizers import (
+    existing_tokenizer,
+    kind_named,
+    read_tokenizer,
+    tokenizer_path,
+)
+from flatout.data.tokenizers.base import END_OF_TEXT
+from flatout.data.tokenizers.hub import is_repository, repository_file
 from flatout.errors import DataError, OutputInUse, in_shell, without_secrets
 from flatout.json_io import JsonObject
 from flatout.progress import SILENT, Progress
 from flatout.registry import DATASETS
 from flatout.sources.encodings import codec_of
+
+CHOOSE_ANOTHER = "Choose another --out, or remove what is there."
+CHATML_TOKENS = {"<|im_start|>", "<|im_end|>"}
 
 
 class Access(TypedDict, total=False):
@@ -48,11 +65,6 @@ class Request:
     """The description of both in the manifest."""
     progress: Progress
 
-    @property
-    def names(self) -> str:
-        """The sources, as named in messages."""
-        return " ".join(self.corpus.names)
-
 
 def open_request(
     sources: Sequence[str], out: Path, options: Options, **access: Unpack[Access]
@@ -65,7 +77,8 @@ def open_request(
     options.check()
     options = replace(options, encoding=codec_of(options.encoding))
     refuse_mount(out)
-    chat = chat_renderer(options, access.get("progress", SILENT))
+    progress = access.get("progress", SILENT)
+    chat = chat_renderer(options, progress)
     corpus = open_corpus(sources, options, spool=out.resolve().parent, chat=chat, **access)
     shared = in_both_splits(corpus) if options.duplicates == "keep" else None
     if shared is not None:
@@ -75,12 +88,55 @@ def open_request(
             fix="Leave it out of one of them, or add --duplicates drop to remove validation "
             "documents from the training text.",
         )
-    return Request(
-        corpus,
-        options,
-        describe(corpus, options) | _described(chat),
-        access.get("progress", SILENT),
-    )
+    return Request(corpus, options, describe(corpus, options, chat), progress)
+
+
+def chat_renderer(options: Options, progress: Progress = SILENT) -> Renderer | None:
+    """Return what writes the conversations of a dataset as text; None when rows are text.
+
+    `auto` takes the template that comes with the tokenizer, else chatml for a tokenizer that has
+    its special tokens, else plain.
+
+    Raises: DataError when the template or the tokenizer cannot be used.
+    """
+    if options.chat is None:
+        return None
+    spec, kind = options.tokenizer, kind_named(options.tokenizer)
+    if kind is not None and kind.needs_corpus:
+        special: tuple[str, ...] = (END_OF_TEXT,)
+        end_of_text = END_OF_TEXT
+    else:
+        tokenizer = existing_tokenizer(
+            spec, options.pattern, options.end_of_text, progress=progress
+        )
+        tokens = tokenizer.special_tokens()
+        special = tuple(tokens)
+        end_of_text = next(name for name, index in tokens.items() if index == tokenizer.eot_id)
+    defaults = {"bos_token": "", "eos_token": end_of_text}
+    template = None
+    if kind is None and (path := tokenizer_path(spec)).is_file():
+        folder = path.parent
+        if (folder / MANIFEST).is_file():
+            template = stored_template(read_manifest(folder).source)
+        else:
+            template = load_template(folder / CHAT_TEMPLATE) or template_beside(
+                folder / CONFIG_FILE, folder / TEMPLATE_FILE, defaults
+            )
+    elif kind is None and is_repository(spec):
+        config, jinja = (
+            repository_file(spec, name, progress=progress) for name in (CONFIG_FILE, TEMPLATE_FILE)
+        )
+        template = template_beside(config, jinja, defaults)
+    if options.chat != "auto":
+        variables = template.variables if template else defaults
+        template = named_template(options.chat, variables)
+    elif template is None:
+        name = "chatml" if set(special) >= CHATML_TOKENS else "plain"
+        template = named_template(name, defaults)
+        progress.say(f"The tokenizer has no chat template; using {name}.")
+    renderer = Renderer(template, special)
+    _ = renderer.end  # refuses an unusable template before anything is read
+    return renderer
 
 
 def refuse_mount(out: Path) -> None:
@@ -106,7 +162,7 @@ def refuse_occupied(out: Path) -> None:
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise OutputInUse(
             f"{out} already exists and is not an empty directory.",
-            fix="Choose another --out, or remove what is there.",
+            fix=CHOOSE_ANOTHER,
         )
 
 
@@ -119,34 +175,30 @@ def existing_dataset(out: Path, source: JsonObject, progress: Progress) -> Manif
         refuse_occupied(out)
         return None
     manifest = Dataset.open(out).manifest
-    require_same(
-        f"{out} contains a different dataset",
-        manifest.source,
-        source,
-        fix="Choose another --out, or remove that directory.",
-    )
+    require_same(f"{out} contains a different dataset", manifest.source, source)
     progress.say(f"{out} already contains this dataset: {manifest.tokens:,} tokens. Nothing to do.")
     return manifest
 
 
-DEFAULT_FIELD = "text"
-"""The field of a row that contains its text, unless another is named."""
-
-
-def describe(corpus: Corpus, options: Options) -> JsonObject:
-    """Return the manifest's description of the text and options.
+def describe(corpus: Corpus, options: Options, chat: Renderer | None) -> JsonObject:
+    """Return the manifest's description of the text, the options and the chat template.
 
     Equal descriptions, apart from names, mean equal datasets.
     """
-    validation = corpus.validation
-    return {
+    validation, split, cards = corpus.validation, corpus.split, DATASETS.names()
+    names = (*corpus.names, *(validation.names if validation else ()))
+    fields = {load_card(name).text_field if name in cards else "text" for name in names}
+    if split is not None:
+        kind, fraction = parse_rule(split)
+        split = f"{kind} {fraction}"
+    described: JsonObject = {
         "names": [without_secrets(name) for name in corpus.names],
         "fingerprint": corpus.fingerprint,
         "tokenizer": tokenizer_mark(options.tokenizer),
         "pattern": options.pattern,
         "end_of_text": options.end_of_text,
-        "text_field": options.text_field or _default_fields(corpus),
-        "split": NAMED if validation else _normalised("split", corpus.split),
+        "text_field": options.text_field or " and ".join(sorted(fields)),
+        "split": NAMED if validation else split,
         "val": [without_secrets(name) for name in validation.names] if validation else None,
         "val_fingerprint": validation.fingerprint if validation else None,
         "max_documents": options.max_documents,
@@ -157,30 +209,9 @@ def describe(corpus: Corpus, options: Options) -> JsonObject:
         "include": list(options.include) or None,
         "encoding": options.encoding,
     }
-
-
-def _described(chat: Renderer | None) -> JsonObject:
-    """Return the manifest's description of the chat template; nothing when rows are text."""
-    return {} if chat is None else {"chat_template": chat.template.model_dump(mode="json")}
-
-
-def _default_fields(corpus: Corpus) -> str:
-    """Return the fields read by default: each card's own, and `text` for everything else."""
-    names = (*corpus.names, *(corpus.validation.names if corpus.validation else ()))
-    cards = DATASETS.names()
-    return " and ".join(
-        sorted({load_card(name).text_field if name in cards else DEFAULT_FIELD for name in names})
-    )
-
-
-def _normalised(key: str, value: Any) -> Any:
-    """Return one spelling for equivalent values; old manifests contain them as typed."""
-    if key == "text_field":
-        return value or DEFAULT_FIELD
-    if key == "split" and value not in (None, NAMED):
-        kind, fraction = parse_rule(value)
-        return f"{kind} {fraction}"
-    return value
+    if chat is not None:
+        described["chat_template"] = chat.template.model_dump(mode="json")
+    return described
 
 
 def tokenizer_mark(spec: str) -> str:
@@ -194,13 +225,13 @@ def tokenizer_mark(spec: str) -> str:
     return f"sha256:{hashlib.sha256(read_tokenizer(path)).hexdigest()}" if path.is_file() else spec
 
 
-def require_same(what: str, existing: JsonObject, requested: JsonObject, *, fix: str) -> None:
+def require_same(what: str, existing: JsonObject, requested: JsonObject) -> None:
     """Check that two descriptions are of the same dataset.
 
     Raises: OutputInUse that starts with `what` and lists the differences.
     """
     if different := difference(existing, requested):
-        raise OutputInUse(f"{what}: {different}.", fix=fix)
+        raise OutputInUse(f"{what}: {different}.", fix=CHOOSE_ANOTHER)
 
 
 def difference(existing: JsonObject, requested: JsonObject) -> str:
@@ -209,8 +240,7 @@ def difference(existing: JsonObject, requested: JsonObject) -> str:
         key: (there, wanted)
         for key in {**requested, "chat_template": None}
         if key not in ("names", "val")
-        and (there := _normalised(key, existing.get(key)))
-        != (wanted := _normalised(key, requested.get(key)))
+        and (there := existing.get(key)) != (wanted := requested.get(key))
     }
     words = [
         f"{key} is {there!r}, and {wanted!r} is requested"

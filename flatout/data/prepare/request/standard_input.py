@@ -1,16 +1,10 @@
-"""Standard input, saved to a file so that several processes can read it more than once.
-
-The file belongs to this process, which holds a lock on it; an unlocked one was left by a killed
-process.
-"""
+"""Standard input, saved to a file so that several processes can read it more than once."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
 import hashlib
-import math
-import os
 import re
 import sys
 import tempfile
@@ -19,13 +13,13 @@ from pathlib import Path
 from typing import IO
 
 from flatout.errors import DataError
-from flatout.files import is_open_at, lock, unless_broken
+from flatout.files import unless_broken
 from flatout.progress import SILENT, Progress
 from flatout.sources.encodings import open_utf8
 from flatout.sources.packed import Unread
 
 _BLOCK = 1 << 20
-_COMPRESSED = {
+_PACKED = {
     b"\x1f\x8b": ".gz",
     b"BZh": ".bz2",
     b"\x28\xb5\x2f\xfd": ".zst",
@@ -39,8 +33,6 @@ _KINDS = {
     ".html": "HTML",
     ".parquet": "Parquet",
 }
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-_PREFIX = ".stdin-"
 
 
 def spool_standard_input(
@@ -53,106 +45,64 @@ def spool_standard_input(
     """Save standard input to a file until the process ends, and return it with its SHA-256.
 
     The first bytes decide the file's suffix: Parquet, JSONL, JSON or HTML, compressed or not, else
-    one text. `encoding` is for text that is not UTF-8. Files left in the directory by killed
-    processes are removed.
+    one text. `encoding` is for text that is not UTF-8.
 
     Raises: DataError when the disk is full.
     """
     directory = directory or Path(tempfile.gettempdir())
+    digest, size = hashlib.sha256(), 0
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        _remove_abandoned(directory)
-        descriptor, path = _create_locked(directory)
+        descriptor, name = tempfile.mkstemp(prefix=".stdin-", dir=directory)
+        path = Path(name)
         try:
             with (
-                open(descriptor, "wb", closefd=False) as file,
+                open(descriptor, "wb") as file,
                 progress.task("Reading standard input", unit="MB") as task,
             ):
-                digest, size = hashlib.sha256(), 0
                 source = sys.stdin.buffer if stream is None else stream
-                while block := source.read(_BLOCK):
+                first = block = source.read(_BLOCK)
+                while block:
                     file.write(block)
                     digest.update(block)
                     size += len(block)
                     task.advance(len(block) / 1e6)
-            suffix = _compression(path)
-            if suffix == ".parquet":
+                    block = source.read(_BLOCK)
+            suffix = next((_PACKED[magic] for magic in _PACKED if first.startswith(magic)), "")
+            if suffix != ".parquet":  # its text is read by the name of its compression
                 path = path.rename(path.with_suffix(suffix))
-            else:
-                path = path.rename(path.with_suffix(f".txt{suffix}"))
-                kind = _kind(_beginning(path, encoding))
-                path = path.rename(path.with_name(path.name.replace(".txt", kind)))
+                suffix = _kind(path, encoding) + suffix
+            path = path.rename(path.with_suffix(suffix))
         except BaseException:
-            _remove(path, descriptor)
+            path.unlink(missing_ok=True)
             raise
     except OSError as error:
         raise DataError(
             f"Cannot save standard input in {directory}: {error.strerror or error}.",
             fix=unless_broken(error, "Free space there, or write the text to a file and name it."),
         ) from error
-    atexit.register(_remove, path, descriptor)
-    compressed = ", compressed" if len(path.suffixes) > 1 else ""
+    atexit.register(path.unlink, missing_ok=True)
+    compressed = ", compressed" * (len(path.suffixes) > 1)
     progress.say(f"Standard input: {size:,} bytes, read as {_KINDS[path.suffixes[0]]}{compressed}.")
     return path, digest.hexdigest()
 
 
-def _create_locked(directory: Path) -> tuple[int, Path]:
-    """Return a new file that stays locked until its descriptor is closed or the process ends."""
-    while True:
-        descriptor, name = tempfile.mkstemp(prefix=_PREFIX, suffix=".part", dir=directory)
-        lock(descriptor, wait_s=math.inf)
-        if is_open_at(
-            Path(name), descriptor
-        ):  # else another process removed it before it was locked
-            return descriptor, Path(name)
-        os.close(descriptor)
+def _kind(path: Path, encoding: str | None) -> str:
+    """Return the suffix of a text that starts as this file does, after leading space.
 
-
-def _remove_abandoned(directory: Path) -> None:
-    """Remove the files that no process has locked; skip those of other users."""
-    for path in directory.glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):
-            descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
-            try:
-                lock(descriptor)
-                path.unlink()
-            finally:
-                os.close(descriptor)
-
-
-def _compression(path: Path) -> str:
-    """Return the suffix for the file's compression, or `.parquet`; empty for a plain file."""
-    with path.open("rb") as file:
-        first = file.read(4)
-    return next((suffix for magic, suffix in _COMPRESSED.items() if first.startswith(magic)), "")
-
-
-def _beginning(path: Path, encoding: str | None) -> bytes:
-    """Return the first bytes after leading space; none if the file does not decompress.
-
-    The error is reported when the text is read.
+    An error in the file is reported when the text is read.
     """
+    start = b""
     with (
         contextlib.suppress(OSError, EOFError, zlib.error, Unread),
         open_utf8(str(path), encoding) as file,
     ):
-        block = file.read(_BLOCK).removeprefix(_BYTE_ORDER_MARK).lstrip()
-        while not block and (block := file.read(_BLOCK)):
-            block = block.lstrip()
-        return block
-    return b""
-
-
-def _kind(beginning: bytes) -> str:
-    """Return the suffix of a file that starts with these bytes."""
-    if beginning.startswith(b"{"):
+        start = file.read(_BLOCK).removeprefix(b"\xef\xbb\xbf").lstrip()
+        while not start and (block := file.read(_BLOCK)):
+            start = block.lstrip()
+    if start.startswith(b"{"):
         return ".jsonl"
-    if re.match(rb"\[\s*\{", beginning):
+    if re.match(rb"\[\s*\{", start):
         return ".json"
     html = rb"(<\?xml[^>]*>\s*)?<(!doctype\s+html|html)\b"
-    return ".html" if re.match(html, beginning, re.IGNORECASE) else ".txt"
-
-
-def _remove(path: Path, descriptor: int) -> None:
-    path.unlink(missing_ok=True)
-    os.close(descriptor)
+    return ".html" if re.match(html, start, re.IGNORECASE) else ".txt"

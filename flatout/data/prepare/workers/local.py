@@ -16,32 +16,23 @@ import subprocess
 import sys
 import threading
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Protocol, Self, TypeVar
 
-from flatout.data.prepare.pack.jobs import Range
-from flatout.data.prepare.pack.records import RangeRecord
+from flatout.data.prepare.pack.range_files import RangeRecord
 from flatout.data.prepare.pack.tokenize import Packing, Report, Tally, pack_range
+from flatout.data.prepare.pack.work_items import WorkItem
 from flatout.data.tokenizers.check import PIECE_CPU_S, bound_pieces
 from flatout.errors import FlatoutError, RunFailed
 
 T = TypeVar("T")
 
 RESUMES = "Run the same command again: it continues where it stopped."
-
-
-@dataclass(frozen=True)
-class Setup:
-    """Sent to each worker once."""
-
-    packing: Packing
-    folder: Path
-    """Directory to which ranges are written."""
 
 
 class WorkerFailed(RunFailed):
@@ -52,42 +43,41 @@ class Workers(Protocol):
     """Packs ranges, on this machine or elsewhere."""
 
     def pack(
-        self, ranges: Sequence[Range], setup: Setup, report: Report = lambda _: None
+        self, items: Sequence[WorkItem], packing: Packing, report: Report = lambda _: None
     ) -> Iterator[RangeRecord]:
-        """Pack the ranges and yield their records in order.
+        """Pack the items and yield the records of their ranges in order.
 
-        Raises: DataError for the first bad row in the order of the ranges.
+        Raises: DataError for the first bad row in the order of the items.
         """
         ...
 
 
 Answer = tuple[int, RangeRecord | FlatoutError]
-"""The index of a finished range, and its result."""
+"""The number of a finished range, and its result."""
 
 
 def in_order(
-    ranges: Sequence[Range],
-    submit: Callable[[Sequence[Range], int], int],
+    items: Sequence[WorkItem],
+    submit: Callable[[deque[WorkItem]], object],
     collect: Callable[[], Iterable[Answer]],
 ) -> Iterator[RangeRecord]:
-    """Yield the records of ranges in order, whatever order they finish in.
+    """Yield the records of items in order, whatever order they finish in.
 
-    `submit(ranges, submitted)` submits ranges from that index while workers have room, and returns
-    the next index; `collect()` waits for some to finish. Nothing is submitted after a range that
-    failed.
+    `submit(waiting)` takes items from the left while workers have room; `collect()` waits for some
+    to finish. Nothing is submitted after an item that failed.
 
-    Raises: the error of the first range that failed.
+    Raises: the error of the first item that failed.
     """
+    waiting = deque(items)
     done: dict[int, RangeRecord | FlatoutError] = {}
-    submitted, stop = 0, len(ranges)
-    for wanted in range(len(ranges)):
-        while wanted not in done:
-            submitted = submit(ranges[:stop], submitted)
-            for index, result in collect():
-                done[index] = result
+    for item in items:
+        while item.number not in done:
+            submit(waiting)
+            for number, result in collect():
+                done[number] = result
                 if isinstance(result, FlatoutError):
-                    stop = min(stop, index + 1)
-        result = done.pop(wanted)
+                    waiting.clear()
+        result = done.pop(item.number)
         if isinstance(result, FlatoutError):
             raise result
         yield result
@@ -123,7 +113,8 @@ _BOOT = (
 class _Worker:
     process: subprocess.Popen[bytes]
     connection: Connection
-    held: list[int] = field(default_factory=list)
+    held: int = 0
+    """Number of items that were sent to it and have not finished."""
 
     @classmethod
     def start(cls) -> Self:
@@ -188,31 +179,29 @@ class LocalWorkers:
         self._workers = []
 
     def pack(
-        self, ranges: Sequence[Range], setup: Setup, report: Report = lambda _: None
+        self, items: Sequence[WorkItem], packing: Packing, report: Report = lambda _: None
     ) -> Iterator[RangeRecord]:
-        """Pack the ranges and yield their records in order, for any number of workers.
+        """Pack the items and yield the records of their ranges in order.
 
-        Raises: DataError for the first bad row in the order of the ranges; RunFailed when a worker
+        Raises: DataError for the first bad row in the order of the items; RunFailed when a worker
                 dies.
         """
         if not self._workers:
-            for work in ranges:
-                yield pack_range(work, setup.packing, setup.folder, report)()
+            for item in items:
+                yield pack_range(item, packing, report)()
             return
         for worker in self._workers:
-            worker.send(setup)
-        yield from in_order(ranges, self._submit, lambda: self._collect(report))
+            worker.send(packing)
+        yield from in_order(items, self._submit, lambda: self._collect(report))
 
-    def _submit(self, ranges: Sequence[Range], submitted: int) -> int:
-        """Submit ranges from `submitted` on while a worker has room; return the next index."""
-        while submitted < len(ranges):
-            worker = min(self._workers, key=lambda worker: len(worker.held))
-            if len(worker.held) >= QUEUED:
+    def _submit(self, waiting: deque[WorkItem]) -> None:
+        """Send items while a worker has room."""
+        while waiting:
+            worker = min(self._workers, key=lambda worker: worker.held)
+            if worker.held >= QUEUED:
                 break
-            worker.held.append(submitted)
-            worker.send((submitted, ranges[submitted]))
-            submitted += 1
-        return submitted
+            worker.held += 1
+            worker.send(waiting.popleft())
 
     def _collect(self, report: Report) -> list[Answer]:
         """Wait for messages, and return the results of finished ranges."""
@@ -227,7 +216,7 @@ class LocalWorkers:
             if isinstance(answer, Tally):
                 report(answer)
             else:
-                worker.held.remove(answer[0])
+                worker.held -= 1
                 ended.append(answer)
         return ended
 
@@ -246,18 +235,18 @@ def serve(descriptor: int) -> None:
 
     with ThreadPoolExecutor(1) as recorder:
         try:
-            setup: Setup = connection.recv()
-            bound_pieces(setup.packing.tokenizer)
+            packing: Packing = connection.recv()
+            bound_pieces(packing.tokenizer)
             for number in itertools.count():
-                index, work = connection.recv()
-                record = attempt(partial(pack_range, work, setup.packing, setup.folder, answer))
+                item: WorkItem = connection.recv()
+                record = attempt(partial(pack_range, item, packing, answer))
                 if number == 0:
                     gc.freeze()  # spares the collector the 100,000 objects of a vocabulary
                 if isinstance(record, FlatoutError):
-                    answer((index, record))
+                    answer((item.number, record))
                 else:
                     recorder.submit(
-                        lambda index=index, record=record: answer((index, attempt(record)))  # type: ignore[misc]
+                        lambda index=item.number, record=record: answer((index, attempt(record)))  # type: ignore[misc]
                     )
         except (EOFError, ConnectionError):
             return

@@ -19,21 +19,21 @@ import sys
 import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Self, TextIO
 
 import psutil
 
-from flatout.data.prepare.pack.jobs import Range
-from flatout.data.prepare.pack.records import RangeRecord
-from flatout.data.prepare.pack.tokenize import Report, Tally, pack_range
+from flatout.data.prepare.pack.range_files import RangeRecord
+from flatout.data.prepare.pack.tokenize import Packing, Report, Tally, pack_range
+from flatout.data.prepare.pack.work_items import WorkItem
 from flatout.data.prepare.workers.local import (
     RESUMES,
     Answer,
-    Setup,
     WorkerFailed,
     attempt,
     in_order,
@@ -80,7 +80,7 @@ class RayWorkers:
         self._ray = ray_package()
         self._limit = limit
         self._progress = progress
-        self._running: dict[Any, tuple[int, Range]] = {}
+        self._running: dict[Any, WorkItem] = {}
         self._context = contextlib.ExitStack()
         self._cluster = (0, 0)
         self._answered_at = self._had_cpus_at = time.monotonic()
@@ -94,7 +94,15 @@ class RayWorkers:
                 context.callback(self._ray.shutdown)
                 before = _raylets()
                 with self._progress.task("Connecting to Ray"), _own_sigterm():
-                    self._connect()
+                    try:
+                        self._ray.init(
+                            include_dashboard=False, log_to_driver=False, logging_level="ERROR"
+                        )
+                    except Exception as error:
+                        raise RunFailed(
+                            f"Cannot connect to Ray: {' '.join(str(error).split())}",
+                            fix="Check RAY_ADDRESS, and the cluster with `ray status`.",
+                        ) from error
                 self._progress.say(
                     "Using the running Ray cluster."
                     if _raylets() == before
@@ -107,67 +115,57 @@ class RayWorkers:
         with self._context:
             self._stop()
 
-    def _connect(self) -> None:
-        try:
-            self._ray.init(include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-        except Exception as error:
-            raise RunFailed(
-                f"Cannot connect to Ray: {' '.join(str(error).split())}",
-                fix="Check RAY_ADDRESS, and the cluster with `ray status`.",
-            ) from error
-
     def pack(
-        self, ranges: Sequence[Range], setup: Setup, report: Report = lambda _: None
+        self, items: Sequence[WorkItem], packing: Packing, report: Report = lambda _: None
     ) -> Iterator[RangeRecord]:
-        """Pack the ranges on the cluster and yield their records in order.
+        """Pack the items on the cluster and yield the records of their ranges in order.
 
-        Raises: DataError for the first bad row in the order of the ranges; RunFailed when the
+        Raises: DataError for the first bad row in the order of the items; RunFailed when the
                 cluster fails.
         """
-        mark = setup.folder / f"{uuid.uuid4().hex}{PART}"
+        mark = packing.folder / f"{uuid.uuid4().hex}{PART}"
         mark.touch()
         environment = (_version(), sys.path, os.getcwd(), str(mark))
-        sent = [self._ray.put(pickle.dumps(setup))]
+        sent = [self._ray.put(pickle.dumps(packing))]
         task = self._ray.remote(num_cpus=1, max_retries=RETRIES)(_remote_function())
 
-        def start(work: Range) -> Any:
-            # A node unpickles the range only after checking that the versions are equal.
-            return task.remote(*environment, pickle.dumps(work), sent)
+        def submit(waiting: deque[WorkItem]) -> None:
+            room = self._limit or max(1, QUEUED * self._cpus())
+            while waiting and len(self._running) < room:
+                item = waiting.popleft()
+                # A node unpickles the item only after checking that the versions are equal.
+                reference = task.remote(*environment, pickle.dumps(item), sent)
+                self._running[reference] = item
 
         try:
-            submit = partial(self._submit, start)
-            yield from in_order(ranges, submit, lambda: self._collect(setup, report))
+            yield from in_order(items, submit, lambda: self._collect(packing, report))
         finally:
             self._stop()
             mark.unlink(missing_ok=True)
 
-    def _submit(
-        self, start: Callable[[Range], Any], ranges: Sequence[Range], submitted: int
-    ) -> int:
-        """Submit ranges from `submitted` on while the cluster has room; return the next index."""
-        room = self._limit or max(1, QUEUED * self._cpus())
-        while submitted < len(ranges) and len(self._running) < room:
-            self._running[start(ranges[submitted])] = (submitted, ranges[submitted])
-            submitted += 1
-        return submitted
-
-    def _collect(self, setup: Setup, report: Report) -> list[Answer]:
+    def _collect(self, packing: Packing, report: Report) -> list[Answer]:
         """Wait up to `WAIT_S` for ranges to finish, and return their results."""
         ready, _ = self._ray.wait(list(self._running), timeout=WAIT_S)
         if not ready:
             self._cpus()
         ended = []
         for reference in ready:
-            index, work = self._running.pop(reference)
-            result = self._result(reference, work, setup)
+            item = self._running.pop(reference)
+            result = self._result(reference, item, packing)
             if isinstance(result, RangeRecord):
                 report(Tally(result.num_bytes, result.documents, result.tokens))
-            ended.append((index, result))
+            ended.append((item.number, result))
         return ended
 
-    def _result(self, reference: Any, work: Range, setup: Setup) -> RangeRecord | FlatoutError:
-        """Return the record, or the error as this machine reports it."""
+    def _result(
+        self, reference: Any, item: WorkItem, packing: Packing
+    ) -> RangeRecord | FlatoutError:
+        """Return the record, or the error as this machine reports it.
+
+        A node's error is this machine's if packing fails here too, else it is the node's own.
+        """
         exceptions = self._ray.exceptions
+        result: RangeRecord | FlatoutError | str
         try:
             node, result = self._ray.get(reference)
         except exceptions.RayTaskError as error:
@@ -177,20 +175,30 @@ class RayWorkers:
             )
         except (exceptions.WorkerCrashedError, exceptions.OutOfMemoryError) as error:
             return RunFailed(
-                f"The process that packed range {work.number} died {RETRIES + 1} times: "
+                f"The process that packed range {item.number} died {RETRIES + 1} times: "
                 f"{_first_line(error)}",
                 fix=f"{RESUMES} The usual cause is too little memory: use fewer --workers.",
             )
         except exceptions.RayError as error:
             return RunFailed(
-                f"The Ray cluster gave up on range {work.number}: {_first_line(error)}", fix=RESUMES
+                f"The Ray cluster gave up on range {item.number}: {_first_line(error)}", fix=RESUMES
             )
         if isinstance(result, str):
             return RunFailed(
                 f"The node {node} {result}.",
                 fix=f"Install flatout {_version()} on every node, as on this machine.",
             )
-        return _explained(result, node, work, setup) if isinstance(result, FlatoutError) else result
+        if isinstance(result, RangeRecord) or type(result) in (Unfinished, WorkerFailed):
+            return result
+        if type(result) is not DataError:
+            return type(result)(f"On the node {node}: {result.what}", fix=result.fix)
+        here = attempt(lambda: pack_range(item, packing)())
+        if isinstance(here, FlatoutError):
+            return here
+        return RunFailed(
+            f"The node {node} cannot do what this machine can: {result.what}",
+            fix="Name sources that every node can read.",
+        )
 
     def _cpus(self) -> int:
         """Return the number of CPUs of the cluster; report when it changes.
@@ -201,11 +209,14 @@ class RayWorkers:
         if now - self._checked_at < WAIT_S:
             return self._cluster[1]
         self._checked_at = now
-        if not self._head_answers():
+        host, _, port = self._ray.get_runtime_context().gcs_address.rpartition(":")
+        try:  # a call to Ray would block if the head node is gone
+            socket.create_connection((host.strip("[]"), int(port)), timeout=WAIT_S).close()
+        except OSError as error:
             if now - self._answered_at > HEAD_PATIENCE_S:
                 raise RunFailed(
                     "The head node of the Ray cluster is gone.", fix=f"Start a cluster. {RESUMES}"
-                )
+                ) from error
             return self._cluster[1]
         self._answered_at = now
         alive = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
@@ -220,15 +231,6 @@ class RayWorkers:
         elif now - self._had_cpus_at > NODE_PATIENCE_S:
             raise RunFailed("No node of the Ray cluster has a CPU.", fix=f"Start nodes. {RESUMES}")
         return cpus
-
-    def _head_answers(self) -> bool:
-        """Return whether the head node can be reached; a call to Ray would block instead."""
-        host, _, port = self._ray.get_runtime_context().gcs_address.rpartition(":")
-        try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=WAIT_S).close()
-        except OSError:
-            return False
-        return True
 
     def _stop(self) -> None:
         """Cancel running tasks and wait until their processes end, so that none still writes."""
@@ -282,23 +284,6 @@ def _own_sigterm() -> Iterator[None]:
             signal.signal(signal.SIGTERM, before)
 
 
-def _explained(
-    error: FlatoutError, node: str, work: Range, setup: Setup
-) -> RangeRecord | FlatoutError:
-    """Return a node's error as this machine's if packing fails here too, else as its own."""
-    if type(error) is DataError:
-        here = attempt(lambda: pack_range(work, setup.packing, setup.folder)())
-        if isinstance(here, FlatoutError):
-            return here
-        return RunFailed(
-            f"The node {node} cannot do what this machine can: {error.what}",
-            fix="Name sources that every node can read.",
-        )
-    if type(error) in (Unfinished, WorkerFailed):
-        return error
-    return type(error)(f"On the node {node}: {error.what}", fix=error.fix)
-
-
 def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0].rstrip(".") + "."
 
@@ -334,7 +319,7 @@ def _remote_function() -> Callable[..., tuple[str, Any]]:
 
 
 def pack_here(
-    directory: str, mark: str, work: bytes, setup: list[Any]
+    directory: str, mark: str, work: bytes, packing: list[Any]
 ) -> RangeRecord | FlatoutError:
     """Pack a range on a node, in the caller's current directory if it exists there.
 
@@ -349,19 +334,15 @@ def pack_here(
     with contextlib.suppress(OSError):
         os.chdir(directory)
 
-    def pack() -> RangeRecord:
-        sent = _setup(setup[0])
-        return pack_range(pickle.loads(work), sent.packing, sent.folder)()
-
     return attempt(
-        pack,
+        lambda: pack_range(pickle.loads(work), _packing(packing[0]))(),
         f"A worker of prepare failed on the node {socket.gethostname()}",
         "--engine local --workers 1 shows the traceback.",
     )
 
 
 @lru_cache(maxsize=1)
-def _setup(reference: Any) -> Setup:
-    """Return the setup, which a node's process fetches once."""
-    setup: Setup = pickle.loads(importlib.import_module("ray").get(reference))
-    return setup
+def _packing(reference: Any) -> Packing:
+    """Return the packing, which a node's process fetches once."""
+    packing: Packing = pickle.loads(importlib.import_module("ray").get(reference))
+    return packing

@@ -5,27 +5,18 @@ import random
 
 import numpy as np
 import pytest
+from prepared import documents
 
 from flatout.data.prepare.join import duplicates as dedup
 from flatout.data.prepare.join.shards import runs
-from flatout.data.prepare.pack import jobs
 from flatout.data.prepare.pipeline import Options, prepare_dataset
+from flatout.data.prepare.plan import make
 from flatout.data.store.shards import Dataset
 from flatout.errors import DataError
 from flatout.files import Unfinished
 from flatout.sources import files
 
 pytestmark = pytest.mark.slow
-
-
-def documents(folder, name):
-    dataset = Dataset.open(folder)
-    split = dataset.split(name)
-    tokens = split.read_tokens(0, split.num_tokens)
-    return [
-        dataset.tokenizer.decode(tokens[start : end - 1])
-        for start, end in zip([0, *split.document_ends], split.document_ends, strict=False)
-    ]
 
 
 def write(path, texts, prompts=None):
@@ -40,7 +31,7 @@ def write(path, texts, prompts=None):
 @pytest.fixture
 def small(monkeypatch):
     monkeypatch.setattr(files, "PART_BYTES", 700)
-    monkeypatch.setattr(jobs, "RANGE_BYTES", 1_400)
+    monkeypatch.setattr(make, "RANGE_BYTES", 1_400)
 
 
 @pytest.mark.parametrize("at_once", [7, 1 << 20], ids=["many files", "one file"])

@@ -1,16 +1,20 @@
+from pathlib import Path
+
 import pytest
 
 from flatout.data.prepare.pack import tokenize as stage
-from flatout.data.prepare.pack.jobs import (
+from flatout.data.prepare.pack.range_files import RangeRecord, count_skipped
+from flatout.data.prepare.pack.tokenize import Packing, Tally
+from flatout.data.prepare.pack.work_items import (
     ByHash,
     ByPosition,
-    Job,
     Whole,
+    WorkItem,
     cut_to_bytes,
+    first_documents,
     hash_fraction,
 )
-from flatout.data.prepare.pack.records import RangeRecord, count_skipped
-from flatout.data.prepare.pack.tokenize import Packing, Tally
+from flatout.data.prepare.request.options import Options
 from flatout.data.store.manifest import SPLITS
 from flatout.data.tokenizers import make_tokenizer
 from flatout.errors import DataError
@@ -23,8 +27,8 @@ def read(rows):
     return rows
 
 
-def job(*rows, **limits):
-    return Job(ReadTask(read, (list(rows),), "x", num_bytes=9), **limits)
+def task(*rows):
+    return ReadTask(read, (list(rows),), "x", num_bytes=9)
 
 
 class ListSink:
@@ -43,19 +47,23 @@ class ListSink:
 
 
 class Packed:
-    """The tokens of some jobs by split, and the rows left out."""
+    """The tokens of some read tasks by split, and the rows left out."""
 
-    def __init__(self, jobs, packing, report=lambda _: None):
+    def __init__(self, tasks, tokenizer, assignment, report=lambda _: None, first=0, **options):
         sinks = {name: ListSink() for name in SPLITS}
         self.record = RangeRecord(number=0, num_bytes=0)
-        stage.pack(jobs, packing, sinks, self.record, report)
+        item = WorkItem(
+            number=0, num_tasks=len(tasks), first=first, assignment=assignment, read_tasks=tasks
+        )
+        packing = Packing(tokenizer, Options(**options), Path())
+        stage.pack(item, packing, sinks, self.record, report)
         for key in ("tokens", "ends", "masks", "text_bytes"):
             setattr(self, key, {name: getattr(sink, key) for name, sink in sinks.items()})
         self.calls = sum(sink.calls for sink in sinks.values())
 
 
-def pack(job, tokenizer, assignment, on_bad_row):
-    return Packed([job], Packing(tokenizer, assignment, on_bad_row))
+def pack(task, tokenizer, assignment, on_bad_row="raise", **more):
+    return Packed([task], tokenizer, assignment, on_bad_row=on_bad_row, **more)
 
 
 def counts(packed):
@@ -73,7 +81,7 @@ def tokenizer():
 
 
 def test_only_end_of_text_is_added_after_each_document(tokenizer):
-    packed = pack(job("ab", "c", "def"), tokenizer, ByPosition(2, 0), "raise")
+    packed = pack(task("ab", "c", "def"), tokenizer, ByPosition(2, 0))
     assert byte_tokens(packed, "train") == "ab|c|"
     assert byte_tokens(packed, "val") == "def|"
     assert packed.ends == {"train": [3, 5], "val": [4]}
@@ -81,34 +89,34 @@ def test_only_end_of_text_is_added_after_each_document(tokenizer):
 
 
 def test_text_bytes_count_utf8(tokenizer):
-    packed = pack(job("é🙂"), tokenizer, ByPosition(1, 0), "raise")
+    packed = pack(task("é🙂"), tokenizer, ByPosition(1, 0))
     assert packed.text_bytes["train"] == 6
 
 
-def test_document_indices_continue_from_the_previous_job(tokenizer):
-    packed = pack(job("ab", "c", first=9), tokenizer, ByPosition(10, 0), "raise")
+def test_document_indices_continue_from_the_previous_item(tokenizer):
+    packed = pack(task("ab", "c"), tokenizer, ByPosition(10, 0), first=9)
     assert (byte_tokens(packed, "train"), byte_tokens(packed, "val")) == ("ab|", "c|")
 
 
-def test_a_job_may_have_its_own_split(tokenizer):
-    packed = pack(job("ab", "c", assignment=Whole("val")), tokenizer, Whole("train"), "raise")
+def test_separate_text_goes_to_one_split(tokenizer):
+    packed = pack(task("ab", "c"), tokenizer, Whole("val"))
     assert (byte_tokens(packed, "train"), byte_tokens(packed, "val")) == ("", "ab|c|")
-    assert byte_tokens(pack(job("ab", "c"), tokenizer, Whole("train"), "raise"), "train") == "ab|c|"
+    assert byte_tokens(pack(task("ab", "c"), tokenizer, Whole("train")), "train") == "ab|c|"
 
 
 def test_tail_cuts_a_document_by_characters(tokenizer):
-    packed = pack(job("abcdé"), tokenizer, ByPosition(0, 3), "raise")
+    packed = pack(task("abcdé"), tokenizer, ByPosition(0, 3))
     assert byte_tokens(packed, "train") == "abc|"
     assert packed.tokens["val"] == [ord("d"), 0xC3, 0xA9, 256]
 
 
 def test_the_hash_split_depends_on_the_text_alone(tokenizer):
     texts = [f"text {number}" for number in range(2000)]
-    packed = pack(job(*texts), tokenizer, ByHash(0.1), "raise")
+    packed = pack(task(*texts), tokenizer, ByHash(0.1))
     val = byte_tokens(packed, "val").split("|")[:-1]
     assert val == [text for text in texts if hash_fraction(text) < 0.1]
     assert 140 < len(val) < 260
-    again = pack(job(*reversed(texts), first=5), tokenizer, ByHash(0.1), "raise")
+    again = pack(task(*reversed(texts)), tokenizer, ByHash(0.1), first=5)
     assert byte_tokens(again, "val").split("|")[:-1] == val[::-1]
 
 
@@ -116,16 +124,16 @@ def test_the_hash_of_a_text_is_fixed():
     assert hash_fraction("flatout") == pytest.approx(0.7773977660767666, rel=1e-12)
 
 
-def test_an_empty_job_packs_nothing(tokenizer):
-    packed = pack(job(), tokenizer, ByHash(0.5), "raise")
+def test_an_empty_task_packs_nothing(tokenizer):
+    packed = pack(task(), tokenizer, ByHash(0.5))
     assert packed.calls == 0
 
 
 def test_a_bad_row_raises_or_is_counted(tokenizer):
     with pytest.raises(DataError, match="row 7 is bad"):
-        pack(job("a", BAD, "b"), tokenizer, ByPosition(9, 0), "raise")
+        pack(task("a", BAD, "b"), tokenizer, ByPosition(9, 0))
     packed = pack(
-        job("a", BAD, LeftOut("too dull", "row 8"), "b"), tokenizer, ByPosition(9, 0), "skip"
+        task("a", BAD, LeftOut("too dull", "row 8"), "b"), tokenizer, ByPosition(9, 0), "skip"
     )
     assert byte_tokens(packed, "train") == "a|b|"
     assert counts(packed) == {"bad": 1, "too dull": 1}
@@ -139,26 +147,25 @@ def test_a_bad_row_raises_or_is_counted(tokenizer):
 def test_an_untokenisable_document_is_named_and_leaves_no_tokens():
     tokenizer = make_tokenizer("char", lambda limit: ["ab"])
     with pytest.raises(DataError, match=r"^book\.txt cannot be tokenised: Character 1, 'x'"):
-        pack(job(Document("ax", "book.txt")), tokenizer, ByPosition(9, 0), "raise")
-    packed = pack(job("a", "ax", "aaax", "b"), tokenizer, ByPosition(2, 2), "skip")
+        pack(task(Document("ax", "book.txt")), tokenizer, ByPosition(9, 0))
+    packed = pack(task("a", "ax", "aaax", "b"), tokenizer, ByPosition(2, 2), "skip")
     assert packed.tokens == {"train": [0, 2], "val": [1, 2]}
     assert counts(packed) == {"cannot be tokenised": 2}
 
 
-def test_a_job_stops_reading_at_its_limit(tokenizer):
+def test_a_task_stops_reading_at_its_limit(tokenizer):
     def endless():
         yield "a"
         yield BAD
         yield "bcd"
         raise AssertionError("read too far")
 
-    limited = Job(ReadTask(endless, (), "x"), take=2, last_bytes=2)
+    limited = ReadTask(first_documents, (ReadTask(endless, (), "x"), 2, 2), "x")
     assert byte_tokens(pack(limited, tokenizer, ByPosition(9, 0), "skip"), "train") == "a|bc|"
-    assert list(Job(ReadTask(endless, (), "x"), take=0).rows()) == []
 
 
 def test_a_cut_document_keeps_its_prompt():
-    (cut,) = job(Document("text", "x", 7, prompt="ask"), take=1, last_bytes=2).rows()
+    (cut,) = first_documents(task(Document("text", "x", 7, prompt="ask")), 1, 2)
     assert cut == Document("te", "x", 7, prompt="ask")
 
 
@@ -180,9 +187,9 @@ def test_the_first_skipped_rows_are_named_in_order():
 
 
 def test_held_tokens_are_bounded(tokenizer, monkeypatch):
-    whole = pack(job("abc", "de", "f" * 9, "g"), tokenizer, ByPosition(9, 0), "raise")
+    whole = pack(task("abc", "de", "f" * 9, "g"), tokenizer, ByPosition(9, 0))
     monkeypatch.setattr(stage, "HELD_TOKENS", 5)
-    pieces = pack(job("abc", "de", "f" * 9, "g"), tokenizer, ByPosition(9, 0), "raise")
+    pieces = pack(task("abc", "de", "f" * 9, "g"), tokenizer, ByPosition(9, 0))
     assert (whole.calls, pieces.calls) == (1, 3)
     assert (pieces.tokens, pieces.ends, pieces.text_bytes) == (
         whole.tokens,
@@ -191,13 +198,9 @@ def test_held_tokens_are_bounded(tokenizer, monkeypatch):
     )
 
 
-def test_progress_is_reported_per_job(tokenizer):
+def test_progress_is_reported_per_task(tokenizer):
     reports = []
-    Packed(
-        [job("ab", "c"), job("def")],
-        Packing(tokenizer, ByPosition(9, 0), "raise"),
-        reports.append,
-    )
+    Packed([task("ab", "c"), task("def")], tokenizer, ByPosition(9, 0), reports.append)
     assert reports == [Tally(9, 2, 5), Tally(9, 1, 4)]
 
 
@@ -209,7 +212,7 @@ def test_prompts_are_packed_before_the_text_and_masked(tokenizer, monkeypatch, h
         Document("plain", "x"),
         Document("abcd", "x", prompt="é"),
     ]
-    masked = Packed([job(*rows)], Packing(tokenizer, ByPosition(2, 2), "raise", "prompt"))
+    masked = pack(task(*rows), tokenizer, ByPosition(2, 2), mask_field="prompt")
     assert byte_tokens(masked, "train") == "ok?yes|plain|Ã©ab|"
     assert byte_tokens(masked, "val") == "cd|"
     assert masked.masks == {
@@ -220,6 +223,6 @@ def test_prompts_are_packed_before_the_text_and_masked(tokenizer, monkeypatch, h
         "masked text does not count for bits per byte"
     )
     assert masked.ends == {"train": [7, 13, 18], "val": [3]}
-    plain = Packed([job(*rows)], Packing(tokenizer, ByPosition(9, 0), "raise"))
+    plain = pack(task(*rows), tokenizer, ByPosition(9, 0))
     assert byte_tokens(plain, "train") == "yes|plain|abcd|"
     assert plain.masks == {"train": [], "val": []}

@@ -4,8 +4,7 @@ from pathlib import Path
 import pytest
 from corpora import TEXT
 
-from flatout.data.prepare.request import cards as cards_module
-from flatout.data.prepare.request import inputs, names, request
+from flatout.data.prepare.request import inputs, request
 
 
 class Folder:
@@ -37,6 +36,6 @@ def cards(monkeypatch):
             "split": "tail 0.2",
         }
     }
-    for module in (cards_module, request, inputs, names):
+    for module in (request, inputs):
         monkeypatch.setattr(module, "DATASETS", Folder(known))
     return known

@@ -3,8 +3,8 @@ import re
 import pytest
 from corpora import TEXT, open_corpus, texts
 
-from flatout.data.prepare.request import inputs, names
-from flatout.data.prepare.request.cards import Card, load_card
+from flatout.data.prepare.request import inputs
+from flatout.data.prepare.request.inputs import Card, load_card
 from flatout.data.prepare.request.options import parse_rule
 from flatout.errors import ConfigError, DataError
 from flatout.registry import DATASETS
@@ -27,15 +27,14 @@ def web(cards):
 def opened(monkeypatch):
     """The paths inside the repository, and the fields, that sources are opened with."""
     calls = []
-    source_tasks = names.source_tasks
+    source_tasks = inputs.source_tasks
 
     def read(name, parameters, fields):
         path = parameters["path"]
         calls.append((path.partition("/web@" + "a" * 40 + "/")[2], dict(fields)))
         return [] if path.startswith("hf://") else source_tasks(name, parameters, fields)
 
-    for module in (names, inputs):
-        monkeypatch.setattr(module, "source_tasks", read)
+    monkeypatch.setattr(inputs, "source_tasks", read)
     return calls
 
 
@@ -57,12 +56,6 @@ def test_the_shakespeare_card_names_its_file():
     assert (card.num_bytes, card.split) == (1_115_394, "tail 0.1")
     with pytest.raises(ConfigError, match="shakespeare"):
         load_card("shakespear")
-
-
-def test_the_url_of_a_card_has_an_earlier_name(cards):
-    url = cards["play"]["url"]
-    cards["play"]["address"] = cards["play"].pop("url")
-    assert load_card("play").url == url
 
 
 def test_an_invalid_card_is_refused_with_its_key(cards):

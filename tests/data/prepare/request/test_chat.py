@@ -7,8 +7,8 @@ from conversations import CHATML, write_tokenizer
 from prepared import Listener
 
 from flatout.conversation.templates import named_template
-from flatout.data.prepare.request.chat import chat_renderer
 from flatout.data.prepare.request.options import Options
+from flatout.data.prepare.request.request import chat_renderer
 from flatout.data.tokenizers.byte import ByteTokenizer
 from flatout.errors import DataError
 

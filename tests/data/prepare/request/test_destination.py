@@ -1,24 +1,10 @@
 import os
 
 import pytest
-from prepared import Listener, content, write_rows
+from prepared import Listener, content
 
 from flatout.data.prepare.pipeline import Options, prepare_dataset
 from flatout.errors import DataError
-
-
-@pytest.fixture
-def book(tmp_path):
-    path = tmp_path / "book.txt"
-    path.write_text("".join(f"Sentence {number} of the book. " for number in range(400)))
-    return path
-
-
-@pytest.fixture
-def rows(tmp_path):
-    return write_rows(
-        tmp_path / "rows.jsonl", [f"row {number} " * (number % 5 + 1) for number in range(300)]
-    )
 
 
 def test_preparing_again_reports_that_nothing_is_to_do(book, tmp_path):

@@ -2,10 +2,8 @@ import bz2
 import gzip
 import hashlib
 import io
-import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -92,45 +90,6 @@ def test_equal_texts_get_separate_files(tmp_path):
     assert one != two
     assert mark == same
     assert one.read_bytes() == two.read_bytes() == ROWS
-
-
-KEEPS = """
-import sys
-from pathlib import Path
-from flatout.data.prepare.request.standard_input import spool_standard_input
-spool_standard_input(Path(sys.argv[1]))
-print("kept", flush=True)
-sys.stdin.close()
-Path(sys.argv[2]).open().read()
-"""
-
-
-@pytest.mark.parametrize("whole", [True, False])
-def test_only_files_of_dead_processes_are_removed(tmp_path, whole):
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    os.mkfifo(tmp_path / "wait")
-    command = [sys.executable, "-c", KEEPS, str(folder), str(tmp_path / "wait")]
-    process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    try:
-        process.stdin.write(ROWS * 200_000)
-        process.stdin.flush()
-        if whole:
-            process.stdin.close()
-            assert process.stdout.readline() == b"kept\n"
-        while not any(path.stat().st_size for path in folder.iterdir()):
-            time.sleep(0.02)
-        (left,) = folder.iterdir()
-        assert left.name.endswith(".jsonl" if whole else ".part")
-        mine, _ = spool_standard_input(folder, stream=io.BytesIO(ROWS))
-        assert sorted(folder.iterdir()) == sorted([left, mine])
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
-        process.stdin.close()
-    again, _ = spool_standard_input(folder, stream=io.BytesIO(ROWS))
-    assert sorted(folder.iterdir()) == sorted([mine, again])
 
 
 def test_a_full_disk_is_reported_and_nothing_stays(tmp_path):

@@ -2,18 +2,20 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 
 import psutil
 import pytest
+from corpora import work_items
 
-from flatout.data.prepare.pack.jobs import ByHash, Job, Range
-from flatout.data.prepare.pack.records import read_records
+from flatout.data.prepare.pack.range_files import read_records
 from flatout.data.prepare.pack.tokenize import Packing
+from flatout.data.prepare.pipeline import Options
 from flatout.data.prepare.workers import local as local_workers
-from flatout.data.prepare.workers.local import LocalWorkers, Setup
+from flatout.data.prepare.workers.local import LocalWorkers
 from flatout.data.tokenizers import make_tokenizer
 from flatout.errors import DataError, RunFailed
-from flatout.sources import ReadTask, RowLocation
+from flatout.sources import RowLocation
 
 pytestmark = pytest.mark.slow
 
@@ -60,111 +62,103 @@ def source(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def setup(tmp_path):
+def packing(tmp_path):
     (tmp_path / "ranges").mkdir()
-    return Setup(
-        Packing(make_tokenizer("byte", lambda limit: ()), ByHash(0.3), "raise"), tmp_path / "ranges"
-    )
+    return Packing(make_tokenizer("byte", lambda limit: ()), Options(), tmp_path / "ranges")
 
 
-def ranges(*parts):
-    """Return one range for each function of the source and its arguments."""
-    return [
-        Range(number, (Job(ReadTask(read, arguments, "x")),))
-        for number, (read, *arguments) in enumerate(parts)
-    ]
-
-
-def pack(work, setup, count, tell=lambda _: None):
+def pack(work, packing, count, tell=lambda _: None):
     with LocalWorkers(count) as crew:
-        return list(crew.pack(work, setup, tell))
+        return list(crew.pack(work, packing, tell))
 
 
-def content(work, setup, count):
+def content(work, packing, count):
     """Return the contents of all files, and remove them."""
-    assert [record.number for record in pack(work, setup, count)] == list(range(len(work)))
-    held = {path.name: path.read_bytes() for path in setup.folder.iterdir()}
-    for path in setup.folder.iterdir():
+    assert [record.number for record in pack(work, packing, count)] == list(range(len(work)))
+    held = {path.name: path.read_bytes() for path in packing.folder.iterdir()}
+    for path in packing.folder.iterdir():
         path.unlink()
     return held
 
 
-def test_any_number_of_workers_writes_the_same_files(source, setup):
-    work = ranges(
+def test_any_number_of_workers_writes_the_same_files(source, packing):
+    work = work_items(
         *[(source.numbered, index * 10, index % 4, 0.02 * (index % 3)) for index in range(17)]
     )
-    alone = content(work, setup, 1)
+    alone = content(work, packing, 1)
     assert sum(name.endswith(".json") for name in alone) == 17
-    assert content(work, setup, 2) == alone
-    assert content(work, setup, 5) == alone
+    assert content(work, packing, 2) == alone
+    assert content(work, packing, 5) == alone
 
 
-def test_ranges_are_packed_in_other_processes(source, setup):
-    pack(ranges(*[(source.tells_process,)] * 6), setup, 2)
-    written = {path.read_bytes() for path in setup.folder.glob("*.bin")}
+def test_ranges_are_packed_in_other_processes(source, packing):
+    pack(work_items(*[(source.tells_process,)] * 6), packing, 2)
+    written = {path.read_bytes() for path in packing.folder.glob("*.bin")}
     mine = b"".join(bytes([digit, 0]) for digit in str(os.getpid()).encode())
     assert len(written) in (1, 2)
     assert not any(tokens.startswith(mine) for tokens in written)
 
 
-def test_the_first_bad_row_in_range_order_is_raised(source, setup):
-    work = ranges((source.bad, "late", 0.3), (source.bad, "early", 0.0))
+def test_the_first_bad_row_in_range_order_is_raised(source, packing):
+    work = work_items((source.bad, "late", 0.3), (source.bad, "early", 0.0))
     for count in (1, 2):
         with pytest.raises(DataError, match="late is bad") as caught:
-            pack(work, setup, count)
+            pack(work, packing, count)
         assert caught.value.fix == "Mend it."
-    assert list(setup.folder.iterdir()) == []
+    assert list(packing.folder.iterdir()) == []
 
 
-def test_ranges_before_a_bad_row_are_recorded(source, setup):
+def test_ranges_before_a_bad_row_are_recorded(source, packing):
     with pytest.raises(DataError, match="row is bad"):
         pack(
-            ranges((source.numbered, 0, 3, 0.2), (source.bad, "row", 0.0), (source.numbered, 0, 3)),
-            setup,
+            work_items(
+                (source.numbered, 0, 3, 0.2), (source.bad, "row", 0.0), (source.numbered, 0, 3)
+            ),
+            packing,
             2,
         )
-    assert read_records(setup.folder)[0].documents == 3
+    assert read_records(packing.folder)[0].documents == 3
 
 
-def test_a_killed_worker_is_reported(source, setup):
-    work = ranges((source.numbered, 0, 3), (source.dies,), (source.numbered, 0, 3))
+def test_a_killed_worker_is_reported(source, packing):
+    work = work_items((source.numbered, 0, 3), (source.dies,), (source.numbered, 0, 3))
     with pytest.raises(
         RunFailed, match=r"killed by signal 9.*it continues where it stopped.*--workers"
     ):
-        pack(work, setup, 2)
+        pack(work, packing, 2)
 
 
-def test_an_error_in_a_users_source_is_shown_with_its_traceback(source, setup):
+def test_an_error_in_a_users_source_is_shown_with_its_traceback(source, packing):
     with pytest.raises(RunFailed, match="broken source") as caught:
-        pack(ranges((source.breaks,), (source.breaks,)), setup, 2)
+        pack(work_items((source.breaks,), (source.breaks,)), packing, 2)
     assert "worker_source.py" in "".join(caught.value.__notes__)
-    assert list(setup.folder.iterdir()) == [], "no unfinished files"
+    assert list(packing.folder.iterdir()) == [], "no unfinished files"
 
 
-def test_an_unwritable_disk_is_reported_alike_by_any_process(source, setup):
-    gone = Setup(setup.packing, setup.folder / "gone")
+def test_an_unwritable_disk_is_reported_alike_by_any_process(source, packing):
+    gone = replace(packing, folder=packing.folder / "gone")
     for count in (1, 2):
         with pytest.raises(DataError, match=r"Cannot write .*: No such file"):
-            pack(ranges((source.numbered, 0, 3), (source.numbered, 0, 3)), gone, count)
+            pack(work_items((source.numbered, 0, 3), (source.numbered, 0, 3)), gone, count)
 
 
-def test_the_queue_of_each_worker_is_bounded(source, setup, monkeypatch):
+def test_the_queue_of_each_worker_is_bounded(source, packing, monkeypatch):
     held = []
     send = local_workers._Worker.send
     monkeypatch.setattr(
         local_workers._Worker,
         "send",
-        lambda worker, message: (held.append(len(worker.held)), send(worker, message)),
+        lambda worker, message: (held.append(worker.held), send(worker, message)),
     )
     with LocalWorkers(2) as crew:
-        assert len(list(crew.pack(ranges(*[(source.numbered, 0, 1)] * 40), setup))) == 40
+        assert len(list(crew.pack(work_items(*[(source.numbered, 0, 1)] * 40), packing))) == 40
     assert max(held) == local_workers.QUEUED
 
 
-def test_no_process_is_left_when_the_caller_stops_early(source, setup):
+def test_no_process_is_left_when_the_caller_stops_early(source, packing):
     before = {child.pid for child in psutil.Process().children()}
     with LocalWorkers(2) as crew:
-        next(crew.pack(ranges((source.numbered, 0, 1), *[(source.sleeps,)] * 3), setup))
+        next(crew.pack(work_items((source.numbered, 0, 1), *[(source.sleeps,)] * 3), packing))
         started = {child.pid for child in psutil.Process().children()} - before
         assert len(started) == 2
     assert not started & {child.pid for child in psutil.Process().children()}
@@ -176,24 +170,20 @@ def test_one_worker_packs_in_this_process():
         assert {child.pid for child in psutil.Process().children()} == before
 
 
-def test_workers_end_when_the_caller_is_killed(tmp_path, source, setup):
+def test_workers_end_when_the_caller_is_killed(tmp_path, source, packing):
     script = tmp_path / "caller.py"
     script.write_text(
         "import sys; sys.path[:] = " + repr(sys.path) + "\n"
         "from pathlib import Path\n"
         "import worker_source as source\n"
-        "from flatout.data.prepare.pack.jobs import ByHash\n"
+        "from corpora import work_items\n"
         "from flatout.data.prepare.pack.tokenize import Packing\n"
-        "from flatout.data.prepare.pack.jobs import Job, Range\n"
-        "from flatout.data.tokenizers import make_tokenizer\n"
+        "from flatout.data.prepare.pipeline import Options\n"
         "from flatout.data.prepare.workers.local import LocalWorkers\n"
-        "from flatout.data.prepare.workers.local import Setup\n"
-        "from flatout.sources import ReadTask\n"
-        "packing = Packing(make_tokenizer('byte', lambda limit: ()), ByHash(0.3), 'raise')\n"
-        "ranges = [Range(number, (Job(ReadTask(source.numbered, (0, 1), 'x')),)) for number in "
-        "range(4)]\n"
-        f"next(LocalWorkers(2).pack(ranges, Setup(packing, Path({str(setup.folder)!r})))); "
-        f"print('ready', flush=True)\n"
+        "from flatout.data.tokenizers.byte import ByteTokenizer\n"
+        f"packing = Packing(ByteTokenizer(), Options(), Path({str(packing.folder)!r}))\n"
+        "items = work_items(*[(source.numbered, 0, 1)] * 4)\n"
+        "next(LocalWorkers(2).pack(items, packing)); print('ready', flush=True)\n"
         "import time; time.sleep(600)\n"
     )
     with subprocess.Popen(
@@ -207,10 +197,10 @@ def test_workers_end_when_the_caller_is_killed(tmp_path, source, setup):
     assert not alive
 
 
-def test_workers_leave_signals_to_the_caller(source, setup):
+def test_workers_leave_signals_to_the_caller(source, packing):
     """A scheduler may send them to every process of a job."""
     with LocalWorkers(2) as workers:
-        found = workers.pack(ranges(*[(source.numbered, n, 1, 0.1) for n in range(6)]), setup)
+        found = workers.pack(work_items(*[(source.numbered, n, 1, 0.1) for n in range(6)]), packing)
         records = [next(found)]
         for worker in workers._workers:
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
@@ -219,11 +209,11 @@ def test_workers_leave_signals_to_the_caller(source, setup):
     assert len(records) == 6
 
 
-def test_bad_rows_and_progress_reach_the_caller(source, setup):
-    skipping = Setup(Packing(setup.packing.tokenizer, ByHash(0.3), "skip"), setup.folder)
+def test_bad_rows_and_progress_reach_the_caller(source, packing):
+    skipping = replace(packing, options=Options(on_bad_row="skip"))
     reports = []
     records = pack(
-        ranges(*[(source.bad, f"row {index}", 0.0) for index in range(4)]),
+        work_items(*[(source.bad, f"row {index}", 0.0) for index in range(4)]),
         skipping,
         2,
         reports.append,

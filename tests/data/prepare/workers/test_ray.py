@@ -12,17 +12,17 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from corpora import work_items
 
-from flatout.data.prepare.pack.jobs import ByHash, Job, Range
 from flatout.data.prepare.pack.tokenize import Packing
 from flatout.data.prepare.pipeline import Options, engine_named, prepare_dataset
 from flatout.data.prepare.workers import ray as ray_workers
-from flatout.data.prepare.workers.local import LocalWorkers, Setup
+from flatout.data.prepare.workers.local import LocalWorkers
 from flatout.data.prepare.workers.ray import RayWorkers
 from flatout.data.tokenizers import make_tokenizer
 from flatout.errors import ConfigError, DataError, Interrupted, MissingPackage, RunFailed
 from flatout.files import Unfinished
-from flatout.sources import BadRow, ReadTask
+from flatout.sources import BadRow
 
 NUMBERS = itertools.count()
 
@@ -104,11 +104,9 @@ def ray(monkeypatch):
 
 
 @pytest.fixture
-def setup(tmp_path):
+def packing(tmp_path):
     (tmp_path / "ranges").mkdir()
-    return Setup(
-        Packing(make_tokenizer("byte", lambda limit: ()), ByHash(0.3), "raise"), tmp_path / "ranges"
-    )
+    return Packing(make_tokenizer("byte", lambda limit: ()), Options(), tmp_path / "ranges")
 
 
 def numbered(first):
@@ -140,82 +138,75 @@ def bad_the_first_time(tries):
     yield from bad("here") if first else numbered(0)
 
 
-def ranges(*parts):
-    return [
-        Range(number, (Job(ReadTask(read, arguments, "x")),))
-        for number, (read, *arguments) in enumerate(parts)
-    ]
-
-
-def pack(work, setup, limit=None):
+def pack(work, packing, limit=None):
     with RayWorkers(limit) as crew:
-        return list(crew.pack(work, setup))
+        return list(crew.pack(work, packing))
 
 
-def test_records_come_in_order_and_files_equal_those_of_local_workers(ray, setup):
+def test_records_come_in_order_and_files_equal_those_of_local_workers(ray, packing):
     ray.ends = lambda references: references[-1]
-    work = ranges(*[(numbered, index) for index in range(20)])
-    assert [record.number for record in pack(work, setup)] == list(range(20))
-    on_ray = {path.name: path.read_bytes() for path in setup.folder.iterdir()}
+    work = work_items(*[(numbered, index) for index in range(20)])
+    assert [record.number for record in pack(work, packing)] == list(range(20))
+    on_ray = {path.name: path.read_bytes() for path in packing.folder.iterdir()}
     with LocalWorkers(1) as crew:
-        list(crew.pack(work, setup))
-    assert on_ray == {path.name: path.read_bytes() for path in setup.folder.iterdir()}
+        list(crew.pack(work, packing))
+    assert on_ray == {path.name: path.read_bytes() for path in packing.folder.iterdir()}
 
 
 @pytest.mark.parametrize(("limit", "most"), [(None, 2 * ray_workers.QUEUED), (3, 3), (1, 1)])
-def test_submitted_ranges_are_bounded_by_the_cluster_or_the_limit(ray, setup, limit, most):
-    pack(ranges(*[(numbered, index) for index in range(20)]), setup, limit)
+def test_submitted_ranges_are_bounded_by_the_cluster_or_the_limit(ray, packing, limit, most):
+    pack(work_items(*[(numbered, index) for index in range(20)]), packing, limit)
     assert ray.most == most
 
 
-def test_progress_reports_what_was_done(ray, setup):
+def test_progress_reports_what_was_done(ray, packing):
     reports = []
     with RayWorkers() as crew:
-        records = list(crew.pack(ranges((numbered, 0), (numbered, 3)), setup, reports.append))
+        records = list(crew.pack(work_items((numbered, 0), (numbered, 3)), packing, reports.append))
     assert [(tally.documents, tally.tokens) for tally in reports] == [
         (3, record.tokens) for record in records
     ]
 
 
-def test_the_first_bad_row_in_range_order_is_raised_and_the_rest_cancelled(ray, setup):
+def test_the_first_bad_row_in_range_order_is_raised_and_the_rest_cancelled(ray, packing):
     ray.ends = lambda references: references[-1]
     with pytest.raises(DataError, match="late is bad"):
-        pack(ranges((numbered, 0), (bad, "late"), (bad, "early"), (numbered, 0)), setup)
-    assert sorted(path.name for path in setup.folder.glob("*.json")) == [
+        pack(work_items((numbered, 0), (bad, "late"), (bad, "early"), (numbered, 0)), packing)
+    assert sorted(path.name for path in packing.folder.glob("*.json")) == [
         "000000.json",
         "000003.json",
     ]
     ray.ends = lambda references: references[0]
     with RayWorkers() as crew:
-        next(crew.pack(ranges((numbered, 0), (numbered, 1), (numbered, 2)), setup))
+        next(crew.pack(work_items((numbered, 0), (numbered, 1), (numbered, 2)), packing))
     assert len(ray.cancelled) == 2
-    assert not list(setup.folder.glob("*.part"))
+    assert not list(packing.folder.glob("*.part"))
 
 
-def test_an_error_of_one_node_alone_is_reported_as_its_own(ray, setup, tmp_path):
+def test_an_error_of_one_node_alone_is_reported_as_its_own(ray, packing, tmp_path):
     with pytest.raises(
         RunFailed,
         match=r"The node .* cannot do what this machine can: here is bad\. Fix: Name sources "
         r"that every node can read",
     ):
-        pack(ranges((bad_the_first_time, str(tmp_path / "tries"))), setup)
+        pack(work_items((bad_the_first_time, str(tmp_path / "tries"))), packing)
 
 
-def test_errors_on_a_node_are_named_with_it(ray, setup):
+def test_errors_on_a_node_are_named_with_it(ray, packing):
     with pytest.raises(
         RunFailed, match=r"failed on the node .*: ZeroDivisionError.*--engine local --workers 1"
     ) as caught:
-        pack(ranges((breaks,)), setup)
+        pack(work_items((breaks,)), packing)
     assert "in breaks" in "".join(caught.value.__notes__)
     with pytest.raises(
         MissingPackage, match=r"On the node .*: It takes a package\. Fix: Install it\."
     ):
-        pack(ranges((lacks,)), setup)
+        pack(work_items((lacks,)), packing)
     with pytest.raises(Unfinished, match=r"^The disk is full\."):
-        pack(ranges((fills,)), setup)
+        pack(work_items((fills,)), packing)
 
 
-def test_ray_failures_are_explained(ray, setup):
+def test_ray_failures_are_explained(ray, packing):
     for name, words in {
         "WorkerCrashedError": r"packed range 0 died 4 times: Gone\..*it continues where it "
         r"stopped.*fewer --workers",
@@ -227,24 +218,24 @@ def test_ray_failures_are_explained(ray, setup):
             ray.put(None) if ray._calls.update({-1: lambda: raised(kind)}) else -1
         )
         with pytest.raises(RunFailed, match=words):
-            pack(ranges((numbered, 0)), setup)
+            pack(work_items((numbered, 0)), packing)
 
 
 def raised(kind):
     raise kind("Gone.\nMore.")
 
 
-def test_another_version_on_a_node_is_reported(ray, setup, monkeypatch):
+def test_another_version_on_a_node_is_reported(ray, packing, monkeypatch):
     monkeypatch.setattr(ray_workers, "_version", lambda: "9.9")
     with pytest.raises(
         RunFailed,
         match=r"The node .* has flatout .*, and this machine 9\.9.*Install flatout 9\.9 on "
         r"every node",
     ):
-        pack(ranges((numbered, 0)), setup)
+        pack(work_items((numbered, 0)), packing)
 
 
-def test_a_node_without_flatout_is_reported(ray, setup, monkeypatch):
+def test_a_node_without_flatout_is_reported(ray, packing, monkeypatch):
     remote = ray.remote
 
     def forgetful(**options):
@@ -260,21 +251,25 @@ def test_a_node_without_flatout_is_reported(ray, setup, monkeypatch):
 
     monkeypatch.setattr(ray, "remote", forgetful)
     with pytest.raises(RunFailed, match=r"The node .* has no flatout"):
-        pack(ranges((numbered, 0)), setup)
+        pack(work_items((numbered, 0)), packing)
 
 
-def test_a_node_that_does_not_see_the_work_directory_is_reported(ray, setup, monkeypatch):
+def test_a_node_that_does_not_see_the_work_directory_is_reported(ray, packing, monkeypatch):
     monkeypatch.setattr(Path, "touch", lambda path: None)
     with pytest.raises(
         RunFailed,
         match=r"On the node .*: It does not see the directory .*ranges.*--out on a disk that "
         r"every node sees",
     ):
-        pack(ranges((numbered, 0)), setup)
-    assert not list(setup.folder.iterdir())
+        pack(work_items((numbered, 0)), packing)
+    assert not list(packing.folder.iterdir())
 
 
-def test_a_lost_cluster_is_given_up_after_a_while(ray, setup, monkeypatch):
+def refuse(*_, **__):
+    raise ConnectionRefusedError
+
+
+def test_a_lost_cluster_is_given_up_after_a_while(ray, packing, monkeypatch):
     monkeypatch.setattr(ray_workers, "WAIT_S", 0.01)
     ray.cpus = [0]
     monkeypatch.setattr(ray_workers, "NODE_PATIENCE_S", 0.05)
@@ -283,14 +278,14 @@ def test_a_lost_cluster_is_given_up_after_a_while(ray, setup, monkeypatch):
         match=r"No node of the Ray cluster has a CPU\. Fix: Start nodes\. .*it "
         r"continues where it stopped",
     ):
-        pack(ranges((numbered, 0)), setup)
-    monkeypatch.setattr(ray_workers.RayWorkers, "_head_answers", lambda crew: False)
+        pack(work_items((numbered, 0)), packing)
+    monkeypatch.setattr(socket, "create_connection", refuse)
     monkeypatch.setattr(ray_workers, "HEAD_PATIENCE_S", 0.05)
     with pytest.raises(
         RunFailed,
         match=r"The head node of the Ray cluster is gone\. .*it continues where it stopped",
     ):
-        pack(ranges((numbered, 0)), setup)
+        pack(work_items((numbered, 0)), packing)
 
 
 def test_a_faulty_node_keeps_the_work_of_others(ray, tmp_path, monkeypatch):

@@ -7,10 +7,9 @@ from collections import namedtuple
 import pytest
 
 from flatout import sources
-from flatout.data.prepare.pack.records import RangeRecord, RangeSplit
-from flatout.data.prepare.pipeline import Options, prepare_dataset
-from flatout.data.prepare.plan import limits
-from flatout.data.prepare.plan.limits import BadRowLimit, check_space
+from flatout.data.prepare.pack.range_files import RangeRecord, RangeSplit
+from flatout.data.prepare.pipeline import BAD_ROWS, BadRowLimit, Options, prepare_dataset
+from flatout.data.prepare.plan.make import check_space
 from flatout.data.store.manifest import SkippedRows
 from flatout.data.tokenizers import make_tokenizer
 from flatout.errors import DataError
@@ -68,7 +67,7 @@ def record(documents, bad, left_out=0, first="row"):
     )
 
 
-@pytest.mark.parametrize(("most", "enough"), [(None, limits.BAD_ROWS), (0, 0), (7, 7)])
+@pytest.mark.parametrize(("most", "enough"), [(None, BAD_ROWS), (0, 0), (7, 7)])
 def test_too_many_bad_rows_stop_prepare(most, enough):
     count = BadRowLimit(most, 1)
     count.add(record(50, enough, left_out=500, first="book, line 3"))

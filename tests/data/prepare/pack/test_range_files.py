@@ -2,7 +2,7 @@ import os
 
 import pytest
 
-from flatout.data.prepare.pack.records import RangeRecord, read_records
+from flatout.data.prepare.pack.range_files import RangeRecord, read_records
 from flatout.data.store.manifest import SkippedRows
 from flatout.errors import DataError
 from flatout.sources import RowLocation

@@ -2,8 +2,8 @@ import random
 
 import pytest
 
-from flatout.data.prepare.pack.jobs import ByHash, ByPosition, Whole, hash_fraction
-from flatout.data.prepare.plan import split as stage
+from flatout.data.prepare.pack.work_items import ByHash, ByPosition, Whole, hash_fraction
+from flatout.data.prepare.plan import make as stage
 from flatout.data.prepare.request.inputs import Corpus
 from flatout.data.prepare.request.options import Options, parse_rule
 from flatout.errors import DataError
@@ -44,7 +44,9 @@ def make_plan(tasks, validation=None, *, split=None, **options):
 
 
 def texts(plan):
-    return [row.text for job in plan.jobs for row in job.rows() if isinstance(row, Document)]
+    return [
+        row.text for task in plan.read_tasks for row in task.rows() if isinstance(row, Document)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -73,11 +75,11 @@ def test_the_default_rule_never_leaves_validation_empty():
 @pytest.mark.parametrize("length", [2, 9, 10, 11, 1000, 1_115_394])
 def test_the_tail_of_one_document_begins_at_int_n_times_0_9(length):
     plan = make_plan(parts(["x" * length]), split="tail 0.1")
-    assert plan.assignment == ByPosition(0, int(length * 0.9))
+    assert plan.items[0].assignment == ByPosition(0, int(length * 0.9))
 
 
 def test_the_tail_counts_characters():
-    assert make_plan(parts(["é" * 100]), split="tail 0.1").assignment == ByPosition(0, 90)
+    assert make_plan(parts(["é" * 100]), split="tail 0.1").items[0].assignment == ByPosition(0, 90)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +107,9 @@ def test_the_tail_of_several_documents_is_the_end_of_their_text(lengths, place):
         make_plan(
             parts([chr(0x100 + number) * length for number, length in enumerate(lengths)]),
             split="tail 0.1",
-        ).assignment
+        )
+        .items[0]
+        .assignment
         == place
     )
 
@@ -115,7 +119,7 @@ def test_the_tail_of_several_documents_is_the_end_of_their_text(lengths, place):
 def test_the_tail_has_the_requested_share(seed, fraction):
     draw = random.Random(seed)
     texts = ["x" * int(draw.paretovariate(0.7) * 10) for _ in range(draw.choice([2, 5, 50, 400]))]
-    place = make_plan(parts(texts[:1], texts[1:]), split=f"tail {fraction}").assignment
+    place = make_plan(parts(texts[:1], texts[1:]), split=f"tail {fraction}").items[0].assignment
     pieces = [piece for number, text in enumerate(texts) for piece in place.assign(text, number)]
     assert all(text for _, text in pieces)
     assert len(pieces) <= len(texts) + 1
@@ -133,9 +137,9 @@ def test_separate_validation_text_is_taken_whole_and_comes_first(limits, count):
     assert plan.rule == "named"
     assert texts(plan)[:3] == ["v" * 100, "w", "x"]
     assert len(texts(plan)) == 3 + count
-    assert plan.training_jobs == plan.jobs[2:]
-    sides = [(job.assignment or plan.assignment) for job in plan.jobs]
-    assert sides == [Whole("val")] * 2 + [Whole("train")] * len(plan.training_jobs)
+    assert [item.assignment for item in plan.items] == [Whole("val"), Whole("train")]
+    assert [item.number for item in plan.items] == [0, 1]
+    assert [len(item.read_tasks) for item in plan.items] == [2, len(plan.read_tasks) - 2]
 
 
 def test_a_named_split_without_limits_is_planned_without_reading():
@@ -143,16 +147,17 @@ def test_a_named_split_without_limits_is_planned_without_reading():
         raise AssertionError("read")
 
     plan = make_plan([ReadTask(explode, (), "x")], [ReadTask(explode, (), "y")])
-    assert [job.read_task.fingerprint for job in plan.jobs] == ["y", "x"]
+    assert [task.fingerprint for task in plan.read_tasks] == ["y", "x"]
 
 
-def test_document_indices_count_documents_only():
+def test_document_indices_count_documents_only(monkeypatch):
+    monkeypatch.setattr(stage, "RANGE_BYTES", 1)
     plan = make_plan(
         parts(3, ["", BAD, "x"], [LeftOut("dull", "y")], 2), split="tail 0.3", on_bad_row="skip"
     )
-    assert [job.first for job in plan.jobs] == [0, 3, 4, 4]
-    assert plan.assignment == ByPosition(4, 4)
-    assert [job.take for job in plan.jobs] == [None] * 4, "rows left out at the end are still read"
+    assert [item.first for item in plan.items] == [0, 3, 4, 4]
+    assert plan.items[0].assignment == ByPosition(4, 4)
+    assert plan.take is None, "rows left out at the end are still read"
 
 
 def test_a_hash_rule_is_planned_without_reading():
@@ -160,7 +165,7 @@ def test_a_hash_rule_is_planned_without_reading():
         raise AssertionError("read")
 
     plan = make_plan([ReadTask(explode, (), "x")], split="hash 0.3")
-    assert (plan.rule, plan.assignment) == ("hash 0.3", ByHash(0.3))
+    assert (plan.rule, plan.items[0].assignment) == ("hash 0.3", ByHash(0.3))
 
 
 def test_the_survey_reads_no_more_than_it_needs():
@@ -175,7 +180,7 @@ def test_the_survey_reads_no_more_than_it_needs():
 
     plan = make_plan([ReadTask(endless, (), "x"), ReadTask(explode, (), "y")], split=None)
     assert plan.rule == "hash 0.01"
-    assert [job.take for job in plan.jobs] == [None, None]
+    assert (plan.take, len(plan.read_tasks)) == (None, 2)
     limited = make_plan(
         [ReadTask(endless, (), "x"), ReadTask(explode, (), "y")], split="hash 0.1", max_documents=7
     )
@@ -198,9 +203,9 @@ def test_text_is_taken_up_to_the_byte_limit(limit):
 
 def test_the_tail_is_of_the_documents_within_the_limits():
     plan = make_plan(parts(10), split="tail 0.5", max_documents=4, max_bytes=10_000)
-    assert plan.assignment == ByPosition(2, 0)
+    assert plan.items[0].assignment == ByPosition(2, 0)
     cut = make_plan(parts(["x" * 100, "y"]), split="tail 0.5", max_bytes=50)
-    assert cut.assignment == ByPosition(0, 25)
+    assert cut.items[0].assignment == ByPosition(0, 25)
     assert texts(cut) == ["x" * 50]
 
 
@@ -239,9 +244,9 @@ def test_a_rule_has_several_spellings(text):
 def test_a_bad_row_is_raised_by_the_survey_unless_skipped():
     with pytest.raises(DataError, match="row is bad"):
         make_plan(parts(["a", BAD]), split=None)
-    assert make_plan(
-        parts(["a", BAD, "b"]), split=None, on_bad_row="skip"
-    ).assignment == ByPosition(1, 0)
+    assert make_plan(parts(["a", BAD, "b"]), split=None, on_bad_row="skip").items[
+        0
+    ].assignment == ByPosition(1, 0)
 
 
 def test_a_corpus_without_documents_has_a_plan():
