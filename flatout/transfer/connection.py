@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable
-from concurrent.futures import CancelledError
 from time import sleep
 from typing import TYPE_CHECKING, Literal, NoReturn, TypeVar
 
@@ -14,6 +13,7 @@ from flatout.transfer.urls import is_local, is_web, protocol_of
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
+    from fsspec.callbacks import Callback
 
 T = TypeVar("T")
 Access = Literal["read", "write"]
@@ -65,6 +65,34 @@ class Unreachable(DataError):
 
 class NothingThere(DataError):
     """A server answered that a URL does not exist."""
+
+
+class _CallbackFailed(Exception):
+    """Carries the error of a callback past what retries the errors of a network."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+def byte_counter(advance: Callable[[int], None]) -> Callback:
+    """Return an fsspec callback that calls `advance` with new bytes, negative after a restart.
+
+    `with_retries` raises an error of `advance` as it is, whatever its type.
+    """
+    from fsspec.callbacks import Callback
+
+    counted = 0
+
+    def count(size: int | None, value: int, **_: object) -> None:
+        nonlocal counted
+        try:
+            advance(value - counted)
+        except Exception as error:
+            raise _CallbackFailed(error) from error
+        counted = value
+
+    return Callback(hooks={"count": count})
 
 
 def open_filesystem(url: str, access: Access = "read") -> tuple[AbstractFileSystem, str]:
@@ -130,7 +158,7 @@ def with_retries(
     """Return the result of `action`, retrying transient errors with growing pauses.
 
     Raises: Unreachable when every attempt failed; NothingThere, or another DataError, when a retry
-            cannot help.
+            cannot help; at once, what a callback raised (`byte_counter`).
     """
     import tenacity
 
@@ -153,18 +181,22 @@ def with_retries(
             fix=_CHECK_NETWORK,
         ) from cause
 
-    result: T = tenacity.Retrying(
+    retrying = tenacity.Retrying(
         stop=tenacity.stop_after_attempt(attempts),
         wait=tenacity.wait_exponential(multiplier=FIRST_PAUSE_S),
         retry=tenacity.retry_if_exception(_may_be_transient),
         retry_error_callback=unreachable,
         sleep=sleep,
-    )(attempt)
+    )
+    try:
+        result: T = retrying(attempt)
+    except _CallbackFailed as failed:
+        raise failed.error from failed.error.__cause__
     return result
 
 
 def _may_be_transient(error: BaseException) -> bool:
-    other = (FlatoutError, CancelledError, *_BUGS)
+    other = (FlatoutError, _CallbackFailed, *_BUGS)
     return isinstance(error, Exception) and not isinstance(error, other)
 
 

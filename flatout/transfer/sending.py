@@ -9,16 +9,12 @@ import re
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from flatout.errors import DataError
 from flatout.files import PART, FileEntry, sync
-from flatout.transfer.connection import open_filesystem, with_retries
+from flatout.transfer.connection import byte_counter, open_filesystem, with_retries
 from flatout.transfer.reading import Description, checked_blocks
 from flatout.transfer.urls import is_local, protocol_of
-
-if TYPE_CHECKING:
-    from fsspec.callbacks import Callback
 
 PART_BYTES = 8 << 20
 """Larger files are sent in parts of this size; S3 derives its checksum from those of the parts."""
@@ -26,20 +22,6 @@ _S3_OPTIONS = {"chunksize": PART_BYTES, "max_concurrency": 1}
 _GCS_OPTIONS = {"chunksize": PART_BYTES}
 _WRITE_OPTIONS = {"s3": _S3_OPTIONS, "s3a": _S3_OPTIONS, "gs": _GCS_OPTIONS, "gcs": _GCS_OPTIONS}
 _READ_ONLY = ("http", "https", "hf")
-
-
-def byte_counter(advance: Callable[[int], None]) -> Callback:
-    """Return an fsspec callback that calls `advance` with new bytes, negative after a restart."""
-    from fsspec.callbacks import Callback
-
-    counted = 0
-
-    def count(size: int | None, value: int, **_: object) -> None:
-        nonlocal counted
-        advance(value - counted)
-        counted = value
-
-    return Callback(hooks={"count": count})
 
 
 class RemoteFolder:

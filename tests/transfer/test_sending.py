@@ -76,8 +76,22 @@ def test_a_full_disk_is_named_and_not_tried_again(tmp_path, monkeypatch):
     assert raised.value.fix == "Free space there, or name another directory."
 
 
-def test_a_bug_in_a_callback_is_raised_as_it_is(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "error",
+    [BrokenPipeError("no screen"), TimeoutError("slow"), KeyError("bug"), DataError("x", fix="y")],
+    ids=lambda error: type(error).__name__,
+)
+def test_what_a_callback_raises_is_raised_at_once_as_it_is(store, tmp_path, monkeypatch, error):
     (tmp_path / "a").write_text("text")
+    called = []
+
+    def advance(moved):
+        called.append(moved)
+        if moved:
+            raise error
+
     monkeypatch.setattr(connection, "sleep", pytest.fail)
-    with pytest.raises(ZeroDivisionError):
-        RemoteFolder(f"file://{tmp_path}/there").put(tmp_path / "a", "a", lambda moved: moved // 0)
+    with pytest.raises(type(error)) as raised:
+        RemoteFolder("faulty://bucket/there").put(tmp_path / "a", "a", advance)
+    assert raised.value is error
+    assert [moved for moved in called if moved] == [4]
