@@ -87,7 +87,6 @@ TRAINING = (
     "init_from",
     "saving",
     "divergence",
-    "longer",
     "loop",
     "run_plan",
     "peak",

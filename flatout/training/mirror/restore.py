@@ -1,7 +1,8 @@
 """Restores a run from its mirror when its directory, or all its checkpoints, are gone. No torch.
 
-The next start continues a restore that was interrupted: until a checkpoint is complete, the run has
-none.
+The name of a run directory is all that leads to its mirror, so another run may be there: first, its
+settings and data are compared with the command's. The next start continues a restore that was
+interrupted: until a checkpoint is complete, the run has none.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from flatout import trust
 from flatout.config.schema import RunConfig
 from flatout.data.store.manifest import TOKENIZER
 from flatout.data.store.mix import AnyDataset
-from flatout.errors import CheckpointError
+from flatout.errors import CheckpointError, FlatoutError
 from flatout.files import CheckedFile, copy_whole, sync, write_text
 from flatout.json_io import finite_numbers
 from flatout.progress import Progress
@@ -32,13 +33,13 @@ from flatout.training.checkpoint import catalog
 from flatout.training.checkpoint.catalog import FileFacts
 from flatout.training.checkpoint.location import checkpoints_folder, claim
 from flatout.training.metrics.records import damage_of
-from flatout.training.mirror.collision import START_WITHOUT, require_same_run, sent_by
 from flatout.training.mirror.remote import (
     COMPRESSED,
     LOGGER_FILE,
     RUN_FILES,
     MirrorStore,
     Record,
+    Sender,
     Stored,
     mirror_url,
     read_record,
@@ -46,12 +47,22 @@ from flatout.training.mirror.remote import (
     write_record,
 )
 from flatout.training.run_dir import layout
-from flatout.training.run_dir.config_seal import COPY
+from flatout.training.run_dir.config_seal import COPY, require_unedited
+from flatout.training.run_dir.data_location import require_same_data, require_tokenizer
+from flatout.training.run_dir.resume import UNSEALED_KEYS, continued
 from flatout.transfer.connection import NothingThere
 from flatout.transfer.parallel import Advance, transfer_all
 from flatout.transfer.reading import BLOCK_BYTES, open_remote
 from flatout.transfer.sending import RemoteFolder
 
+START_WITHOUT = (
+    "Choose another run directory with --run-dir DIR, or set checkpoint.mirror=none to start "
+    "without it."
+)
+OTHER_NAME = (
+    "If it is another run, choose a run directory with another name with --run-dir DIR, or set "
+    "another checkpoint.mirror."
+)
 CONFIGURATION = (layout.REQUESTED, layout.CONFIG, COPY)
 
 
@@ -100,7 +111,7 @@ def restore_lost(
         copy = Path(work)
         newest = max(there)
         _fetch_description(store, there[newest], copy / f"step-{newest}")
-        require_same_run(copy, url, sender, requested, dataset_of)
+        _require_same_run(copy, url, sender, requested, dataset_of)
         _restore_config(copy, folder, requested, trust_code)
     _restore_files(store, folder)
     if read_record(folder, url) is None:
@@ -111,7 +122,7 @@ def restore_lost(
     if best is not None and best in there and best != newest:
         _restore_checkpoint(store, best, there[best], folder, progress)
     layout.append_event(folder, "restore", step=newest, url=url)
-    saved = f"step {newest}{_saved_at(folder, newest)}{sent_by(sender)}"
+    saved = f"step {newest}{_saved_at(folder, newest)}{_sent_by(sender)}"
     progress.say(f"Restored {folder} from {url}: {saved}.")
     if (folder / layout.SUMMARY).exists():  # else the resume that follows says it
         damage = damage_of(folder, catalog.checkpoint_path(folder, newest))
@@ -139,6 +150,63 @@ def _fetch_description(store: MirrorStore, stored: Stored, checkpoint: Path) -> 
         catalog.recorded_environment(checkpoint)
     except (NothingThere, CheckpointError):
         shutil.rmtree(checkpoint)
+
+
+def _require_same_run(
+    copy: Path,
+    url: str,
+    sender: Sender | None,
+    requested: RunConfig,
+    dataset_of: Callable[[RunConfig], AnyDataset],
+) -> None:
+    """Check that `requested` continues the run in the mirror at `url`.
+
+    `copy` has the run's configuration and tokenizer, and the state of a checkpoint if it could be
+    read. `dataset_of` returns the dataset with which this command trains a configuration. The rules
+    are those for a run directory.
+
+    Raises: ConfigError when the settings are others; CheckpointError when the tokenizer or the
+            training tokens are, or there is no configuration.
+    """
+    try:
+        stored, first = layout.read_config(copy), layout.read_requested(copy)
+        if stored is not None:  # an empty file would be the defaults
+            require_unedited(copy / layout.CONFIG, stored, free=UNSEALED_KEYS)
+    except FlatoutError as error:
+        raise CheckpointError(_there(error, copy, url), fix=START_WITHOUT) from error
+    if stored is None:
+        raise CheckpointError(f"{url} has no {layout.CONFIG}.", fix=START_WITHOUT)
+    own = {"checkpoint.dir": requested.checkpoint.dir}  # another machine has other disks
+    config = continued(
+        stored.with_values(own),
+        first and first.with_values(own),
+        requested,
+        place=url,
+        sent_by=_sent_by(sender),
+        fix=f"{OTHER_NAME} If it is this run, keep its settings.",
+    )
+    checkpoint = next(iter(copy.glob("step-*")), None)
+    if checkpoint is None:
+        return
+    dataset = dataset_of(config)
+    try:
+        require_tokenizer(copy, dataset, checkpoint)
+        require_same_data(copy, dataset, checkpoint)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{url} contains a run on other data{_sent_by(sender)}. {_there(error, copy, url)}",
+            fix=f"{OTHER_NAME} If it is this run, restore its dataset.",
+        ) from error
+
+
+def _sent_by(sender: Sender | None) -> str:
+    """Return which directory on which machine sent a run, as part of a sentence."""
+    return f", sent by {sender.run} on {sender.host}" if sender else ""
+
+
+def _there(error: FlatoutError, copy: Path, url: str) -> str:
+    """Return what is wrong, with URLs in place of the paths of the copy."""
+    return error.what.replace(str(copy), url)
 
 
 def _restore_config(copy: Path, folder: Path, requested: RunConfig, trust_code: bool) -> None:

@@ -8,26 +8,31 @@ ranks write to one file system.
 
 from __future__ import annotations
 
+import math
+import os
 import secrets
 import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Event, Thread
-from typing import TYPE_CHECKING
+from typing import Any
 
+from flatout.config.sections import CheckpointConfig
 from flatout.errors import CheckpointError, FlatoutError, in_shell, on_one_line, without_secrets
 from flatout.files import entry_of, sha256
 from flatout.json_io import JsonObject
 from flatout.progress import SILENT, Progress
+from flatout.sources.packed import import_package
 from flatout.training.checkpoint import catalog
-from flatout.training.metrics.observers import Observer
-from flatout.training.mirror.files import compressed, pinned
+from flatout.training.metrics.observers import Quiet
 from flatout.training.mirror.remote import (
+    COMPRESSED,
     LOGGER_FILE,
     RUN_FILES,
     SENDING,
@@ -37,16 +42,15 @@ from flatout.training.mirror.remote import (
     Stored,
     digest_of,
     local_digests,
+    mirror_url,
     read_record,
     write_record,
 )
-from flatout.training.run_dir.layout import LOGGER_STATES, SUMMARY
+from flatout.training.run_dir.layout import LOGGER_STATES, SUMMARY, append_event
+from flatout.transfer.connection import Unreachable
 from flatout.transfer.parallel import Advance, transfer_all
 from flatout.transfer.reading import Description
 from flatout.transfer.sending import RemoteFolder
-
-if TYPE_CHECKING:
-    from flatout.assembly.run import Run
 
 GRACE_S = 25.0
 """When a run that was asked to stop, or failed, no longer waits for its uploads: schedulers kill a
@@ -68,7 +72,7 @@ class GivenUp(CheckpointError):
     """The run ended before everything was sent."""
 
 
-class Uploader(Observer):
+class Uploader(Quiet):
     """An observer that sends every saved checkpoint of a run directory to the mirror at `url`.
 
     `claim` comes first, then `start`, and `close` at the end.
@@ -132,15 +136,6 @@ class Uploader(Observer):
         """Start the thread; `report` is called in this one."""
         self._report = report
         self._thread.start()
-
-    def on_start(self, run: Run) -> None:
-        """Ignore the first step: `start` comes before it."""
-
-    def on_record(self, record: Mapping[str, float]) -> None:
-        """Ignore a record: metrics.jsonl is sent with the next checkpoint."""
-
-    def on_end(self, summary: JsonObject) -> None:
-        """Ignore the summary: `close` sends it."""
 
     def on_event(self, event: JsonObject) -> None:
         """Send a checkpoint that was just completed."""
@@ -237,7 +232,7 @@ class Uploader(Observer):
             if newest in local and newest not in _lacking(local, self._there):
                 self._prune(newest, self._there)  # a kill may have come between upload and this
         while (step := self._next_step(self._there)) is not None:
-            with pinned(catalog.checkpoint_path(self._run_folder, step)) as (source, work):
+            with _pinned(catalog.checkpoint_path(self._run_folder, step)) as (source, work):
                 if source is not None:
                     self._send_checkpoint(step, source, work, self._there)
                     self._prune(step, self._there)
@@ -311,7 +306,7 @@ class Uploader(Observer):
             self._require_time()
             advance(num_bytes)
 
-        packed = compressed(path, work) if self._compress else path
+        packed = _compressed(path, work) if self._compress else path
         entry = entry_of(packed)
         remote.send(packed, entry, found.get(packed.name), moved)
         sizes.append(entry.size_bytes)
@@ -393,3 +388,96 @@ class Uploader(Observer):
 def _lacking(local: Mapping[int, str], there: Mapping[int, Stored]) -> set[int]:
     """Return the steps of checkpoints here that the mirror lacks, or has with other content."""
     return {step for step in local if step not in there or there[step].digest != local[step]}
+
+
+@contextmanager
+def _pinned(checkpoint: Path) -> Iterator[tuple[Path | None, Path]]:
+    """Yield a directory with a checkpoint's files, and one for temporary files.
+
+    The former has hard links, so that deleting the checkpoint does not end its upload; where the
+    file system has none, it is the checkpoint itself. It is None when the checkpoint is gone.
+    """
+    work = checkpoint.with_name(f"{checkpoint.name}.tmp-upload-{secrets.token_hex(4)}")
+    links = work / "files"
+    links.mkdir(parents=True)
+    try:
+        source: Path | None = links
+        try:
+            for path in checkpoint.iterdir():
+                os.link(path, links / path.name)
+        except FileNotFoundError:
+            source = None
+        except OSError:
+            source = checkpoint
+        yield source, work
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _compressed(path: Path, work: Path) -> Path:
+    """Return a compressed copy of a file, in the directory `work`."""
+    zstandard: Any = import_package("zstandard", str(path), extra="zstd")
+    copy = work / f"{path.name}{COMPRESSED}"
+    with path.open("rb") as source, copy.open("wb") as target:
+        zstandard.ZstdCompressor().copy_stream(source, target, size=path.stat().st_size)
+    return copy
+
+
+def claimed(
+    run_folder: Path, config: CheckpointConfig, is_resumed: bool, progress: Progress
+) -> Uploader | None:
+    """Return the uploader of a run that is about to train; None when it has no mirror.
+
+    Raises: as `Uploader.claim`; but a resumed run starts when the server does not answer.
+    """
+    url = mirror_url(config.mirror, run_folder)
+    if url is None:
+        return None
+    uploader = Uploader(run_folder, url, compress=config.compress is not None)
+    try:
+        uploader.claim()
+    except Unreachable as error:
+        if not is_resumed:
+            raise
+        progress.say(f"{error.what} Checkpoints are sent when it answers.")
+    return uploader
+
+
+@contextmanager
+def sending(
+    uploader: Uploader | None,
+    report: Report,
+    progress: Progress,
+    since_stop_s: Callable[[], float | None] = lambda: None,
+    advanced: Callable[[], object] = lambda: None,
+) -> Iterator[None]:
+    """Send checkpoints in the background inside the block, and the rest at its end.
+
+    `since_stop_s` and `advanced` are those of `Uploader.close`. A run that fails has as little time
+    as one that was asked to stop; one that a second Ctrl+C ends has none.
+    """
+    if uploader is None:
+        yield
+        return
+    uploader.start(report)
+    try:
+        yield
+    except KeyboardInterrupt:  # a second Ctrl+C waits for nothing
+        uploader.close(progress, lambda: math.inf, advanced)
+        raise
+    except BaseException:
+        failed_s = time.monotonic()
+        uploader.close(progress, lambda: since_stop_s() or time.monotonic() - failed_s, advanced)
+        raise
+    uploader.close(progress, since_stop_s, advanced)
+
+
+def send_rest(run_folder: Path, config: CheckpointConfig, progress: Progress) -> None:
+    """Send what the mirror of a finished run lacks; a failure is reported, not raised."""
+    try:
+        uploader = claimed(run_folder, config, True, progress)
+    except FlatoutError as error:
+        progress.say(str(error))
+        return
+    with sending(uploader, partial(append_event, run_folder), progress):
+        pass

@@ -9,7 +9,6 @@ import pytest
 
 from flatout.errors import CheckpointError
 from flatout.progress import SILENT
-from flatout.training.mirror import files
 from flatout.training.mirror import uploader as module
 from flatout.training.mirror.remote import MirrorStore, Sender
 from flatout.training.mirror.uploader import GivenUp, Uploader
@@ -166,7 +165,7 @@ def test_a_file_system_without_hard_links_is_read_in_place(run, monkeypatch, mir
     def refuse(*_):
         raise PermissionError("no hard links here")
 
-    monkeypatch.setattr(files.os, "link", refuse)
+    monkeypatch.setattr(module.os, "link", refuse)
     run.checkpoint(5)
     run.send()
     assert mirrored(5) == FILES

@@ -11,15 +11,16 @@ from flatout import files
 from flatout.config.schema import RunConfig, load_config
 from flatout.errors import CheckpointError, ConfigError, HardwareError
 from flatout.training.run_dir import layout
+from flatout.training.run_dir.resume import run_name
 
 
 def test_a_run_is_named_after_its_recipe_and_its_settings():
     config = load_config(None, ["name=demo", "optim.lr=3e-4"])
-    name = layout.run_name(config)
+    name = run_name(config)
     assert name.startswith("demo-")
     assert len(name) == len("demo-") + 8
-    assert layout.run_name(load_config(None, ["name=demo", "optim.lr=3e-4"])) == name
-    assert layout.run_name(load_config(None, ["name=demo", "optim.lr=4e-4"])) != name
+    assert run_name(load_config(None, ["name=demo", "optim.lr=3e-4"])) == name
+    assert run_name(load_config(None, ["name=demo", "optim.lr=4e-4"])) != name
 
 
 @pytest.mark.parametrize(
@@ -37,12 +38,12 @@ def test_a_run_is_named_after_its_recipe_and_its_settings():
     ],
 )
 def test_free_keys_do_not_change_the_name_of_a_run(override):
-    assert layout.run_name(load_config(None, [override])) == layout.run_name(RunConfig())
+    assert run_name(load_config(None, [override])) == run_name(RunConfig())
 
 
 @pytest.mark.parametrize(("name", "stem"), [("a/b c", "a-b-c-"), ("../x", "x-"), ("...", "run-")])
 def test_a_recipe_name_becomes_a_valid_folder_name(name, stem):
-    assert layout.run_name(RunConfig(name=name)).startswith(stem)
+    assert run_name(RunConfig(name=name)).startswith(stem)
 
 
 def test_the_stored_configuration_reads_back_equal(tmp_path):
