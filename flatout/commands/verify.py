@@ -18,13 +18,13 @@ from flatout.json_io import Result
 from flatout.measure.resume.proof import ResumeProof
 from flatout.progress import SILENT, Progress, counted, readable_size
 from flatout.registry import RECIPES
+from flatout.remote.urls import is_url
 from flatout.signature import Argument, Option, checked
 from flatout.training.checkpoint import catalog, contents
 from flatout.training.run_dir import layout
 from flatout.training.run_dir.config_seal import require_unedited
 from flatout.training.run_dir.lookup import RUNS
 from flatout.training.run_dir.resume import UNSEALED_KEYS, settings_file
-from flatout.transfer.urls import is_url
 
 
 class CheckpointItem(Stored):

@@ -13,9 +13,9 @@ from flatout.data.prepare.pipeline import Options, join_parts, prepare_dataset, 
 from flatout.data.prepare.plan.work_dir import WorkDir, WorkPart
 from flatout.data.prepare.writer import DatasetWriter
 from flatout.errors import DataError, RunFailed
+from flatout.remote.connection import Unreachable
 from flatout.sources import files
 from flatout.sources.packed import NotHandedOut
-from flatout.transfer.connection import Unreachable
 
 
 def content(folder):

@@ -27,7 +27,7 @@ HOUSE = (
     "trust",
     "progress",
     "export_mark",
-    "transfer",
+    "remote",
     "conversation",
     "config",
     "hardware",

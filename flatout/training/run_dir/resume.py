@@ -456,7 +456,16 @@ def _with_equal_rates(
         return None
     origin = read_origin(folder)
     since = catalog.step_of(Path(origin.checkpoint)) if origin else 0
-    equal = _equal_rates(stored, longer, since)
+    before, steps, peak = stored.train.steps or 0, longer.train.steps or 0, stored.optim.lr
+    equal = next(
+        (
+            step
+            for step in range(since, before)
+            if factor(stored.schedule, peak, step, before)
+            != factor(longer.schedule, peak, step, steps)
+        ),
+        before,
+    )
     done = catalog.step_of(checkpoint)
     if done <= equal:
         return checkpoint
@@ -486,20 +495,6 @@ def require_steps_left(folder: Path, config: RunConfig, checkpoint: Path | None)
         f"--resume with train.init_from={in_shell(checkpoint)}, "
         "which starts at step 0 with its weights.",
     )
-
-
-def _equal_rates(one: RunConfig, other: RunConfig, since: int) -> int:
-    """Return the first step, from `since` on, at which two configurations' rates differ.
-
-    If they never differ, return the length of the shorter one.
-    """
-    lengths = one.train.steps or 0, other.train.steps or 0
-    for step in range(since, min(lengths)):
-        if factor(one.schedule, one.optim.lr, step, lengths[0]) != factor(
-            other.schedule, other.optim.lr, step, lengths[1]
-        ):
-            return step
-    return min(lengths)
 
 
 def _bound_to_its_length(

@@ -20,9 +20,9 @@ from flatout.errors import ConfigError, DataError
 from flatout.files import expanded
 from flatout.progress import SILENT, Progress
 from flatout.registry import DATASETS, SOURCES, nearest
+from flatout.remote.download import check_file, download
+from flatout.remote.urls import is_url
 from flatout.sources import ReadTask, read_tasks_of
-from flatout.transfer.download import check_file, download
-from flatout.transfer.urls import is_url
 from flatout.words import name_for
 
 STANDARD_INPUT = "-"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, NoReturn, TypeVar
 
 from flatout.errors import DataError, FlatoutError, MissingPackage
 from flatout.files import is_full
-from flatout.transfer.urls import is_local, is_web, protocol_of
+from flatout.remote.urls import is_local, is_web, protocol_of
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
