@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable
 from time import sleep
-from typing import TYPE_CHECKING, Literal, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from flatout.errors import DataError, FlatoutError, MissingPackage
 from flatout.files import is_full
@@ -160,44 +160,27 @@ def with_retries(
     Raises: Unreachable when every attempt failed; NothingThere, or another DataError, when a retry
             cannot help; at once, what a callback raised (`byte_counter`).
     """
-    import tenacity
-
-    def attempt() -> T:
+    tried = 0
+    while True:
         try:
             return action()
+        except _CallbackFailed as failed:
+            raise failed.error from failed.error.__cause__
+        except (FlatoutError, *_BUGS):
+            raise
         except Exception as error:  # every filesystem has its own family of errors
-            permanent = _permanent_error(url, error, access) if _may_be_transient(error) else None
+            permanent = _permanent_error(url, error, access)
             if permanent is not None:
                 raise permanent from error
-            raise
-
-    def unreachable(state: tenacity.RetryCallState) -> NoReturn:
-        error = state.outcome.exception() if state.outcome else None
-        assert error is not None
-        cause = _root_cause(url, error)
-        message = _message_of(cause) or type(cause).__name__
-        raise Unreachable(
-            f"Cannot {access} {url}{where}: {message} ({attempts} attempt{'s' * (attempts > 1)}).",
-            fix=_CHECK_NETWORK,
-        ) from cause
-
-    retrying = tenacity.Retrying(
-        stop=tenacity.stop_after_attempt(attempts),
-        wait=tenacity.wait_exponential(multiplier=FIRST_PAUSE_S),
-        retry=tenacity.retry_if_exception(_may_be_transient),
-        retry_error_callback=unreachable,
-        sleep=sleep,
-    )
-    try:
-        result: T = retrying(attempt)
-    except _CallbackFailed as failed:
-        raise failed.error from failed.error.__cause__
-    return result
-
-
-def _may_be_transient(error: BaseException) -> bool:
-    other = (FlatoutError, _CallbackFailed, *_BUGS)
-    return isinstance(error, Exception) and not isinstance(error, other)
+            tried += 1
+            if tried == attempts:
+                cause = _root_cause(url, error)
+                message = _message_of(cause) or type(cause).__name__
+                times = f"{attempts} attempt{'s' * (attempts > 1)}"
+                raise Unreachable(
+                    f"Cannot {access} {url}{where}: {message} ({times}).", fix=_CHECK_NETWORK
+                ) from cause
+        sleep(FIRST_PAUSE_S * 2 ** (tried - 1))
 
 
 def _root_cause(url: str, error: BaseException) -> BaseException:

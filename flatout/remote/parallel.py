@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import CancelledError, Future, as_completed, wait
+from concurrent.futures import CancelledError
 from contextlib import suppress
-from queue import Empty, SimpleQueue
 from threading import Event, Lock, Thread
 
 from flatout.progress import Progress
@@ -29,6 +30,7 @@ def transfer_all(
 
     Raises: the error of the first job that failed.
     """
+    waiting, errors = deque(jobs), list[BaseException]()
     lock, stopped = Lock(), Event()
     with progress.task(title, total=num_bytes / 1e6, unit="MB") as task:
 
@@ -38,47 +40,32 @@ def transfer_all(
             with lock:
                 task.advance(moved / 1e6)
 
-        def run(job: Callable[[Advance], object]) -> None:
-            if stopped.is_set():
-                raise CancelledError
-            try:
-                job(advance)
-            except BaseException:
-                stopped.set()
-                raise
+        def serve() -> None:
+            with suppress(IndexError):
+                while not stopped.is_set():
+                    job = waiting.popleft()
+                    try:
+                        job(advance)
+                    except BaseException as error:  # raised in the caller
+                        errors.append(error)
+                        stopped.set()
 
-        running = _started(run, jobs)
+        # daemon threads: the end of the process does not wait for a silent server
+        threads = [
+            Thread(target=serve, name=f"flatout-transfer-{number}", daemon=True)
+            for number in range(min(MAX_PARALLEL, len(waiting)))
+        ]
         try:
-            errors = [done.exception() for done in as_completed(running)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
         except BaseException:
             stopped.set()
-            wait(running, timeout=INTERRUPTED_WAIT_S)
+            until_s = time.monotonic() + INTERRUPTED_WAIT_S
+            for thread in filter(Thread.is_alive, threads):
+                thread.join(max(until_s - time.monotonic(), 0.0))
             raise
     for error in errors:
-        if error is not None and not isinstance(error, CancelledError):
+        if not isinstance(error, CancelledError):
             raise error
-
-
-def _started(
-    run: Callable[[Callable[[Advance], object]], object],
-    jobs: Iterable[Callable[[Advance], object]],
-) -> list[Future[None]]:
-    """Run the jobs in daemon threads: the end of the process does not wait for a silent server."""
-    waiting = [(job, Future[None]()) for job in jobs]
-    queue = SimpleQueue[tuple[Callable[[Advance], object], Future[None]]]()
-    for item in waiting:
-        queue.put(item)
-
-    def serve() -> None:
-        with suppress(Empty):
-            while True:
-                job, done = queue.get_nowait()
-                try:
-                    run(job)
-                    done.set_result(None)
-                except BaseException as error:  # raised in the caller
-                    done.set_exception(error)
-
-    for number in range(min(MAX_PARALLEL, len(waiting))):
-        Thread(target=serve, name=f"flatout-transfer-{number}", daemon=True).start()
-    return [done for _, done in waiting]
