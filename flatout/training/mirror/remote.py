@@ -94,7 +94,7 @@ class Record(BaseModel):
     """The step that was sent last: after a kill it may be there, while `sent` lacks it."""
 
 
-class Stored(NamedTuple):
+class Mirrored(NamedTuple):
     """A complete checkpoint in the mirror."""
 
     folder: str
@@ -177,16 +177,16 @@ class MirrorStore:
         matches.sort(key=lambda match: (int(match[1]), int(match[2] or 0)))
         return {match[0]: int(match[1]) for match in matches}
 
-    def complete(self) -> dict[int, Stored]:
+    def complete(self) -> dict[int, Mirrored]:
         """Return the complete checkpoints by step, in ascending order, as they were sent last."""
         found = {}
         for name, step in self.folders().items():
             if manifest := self._read(f"{name}/{catalog.MANIFEST}"):
-                found[step] = Stored(name, manifest)
+                found[step] = Mirrored(name, manifest)
         return found
 
     def folder_for(
-        self, step: int, claim: Claim, earlier: Stored | None
+        self, step: int, claim: Claim, earlier: Mirrored | None
     ) -> tuple[str, Claim | None]:
         """Return the directory to which a checkpoint is sent, and the claim that is there already.
 

@@ -35,10 +35,10 @@ from flatout.training.mirror.remote import (
     COMPRESSED,
     LOGGER_FILE,
     RUN_FILES,
+    Mirrored,
     MirrorStore,
     Record,
     Sender,
-    Stored,
     mirror_url,
     read_record,
     require_elsewhere,
@@ -134,7 +134,7 @@ def restore_lost(
     return True
 
 
-def _fetch_description(store: MirrorStore, stored: Stored, checkpoint: Path) -> None:
+def _fetch_description(store: MirrorStore, stored: Mirrored, checkpoint: Path) -> None:
     """Fetch what says which run this is: its configuration, its tokenizer, a checkpoint's state.
 
     They are put beside and in `checkpoint`. If it is damaged, it is left out: it is reported when
@@ -243,7 +243,7 @@ def _restore_files(store: MirrorStore, folder: Path) -> None:
 
 
 def _restore_checkpoint(
-    store: MirrorStore, step: int, stored: Stored, folder: Path, progress: Progress
+    store: MirrorStore, step: int, stored: Mirrored, folder: Path, progress: Progress
 ) -> str | None:
     """Fetch a checkpoint, check it against its manifest, and return what is wrong with it.
 

@@ -37,10 +37,10 @@ from flatout.training.mirror.remote import (
     COMPRESSED,
     LOGGER_FILE,
     RUN_FILES,
+    Mirrored,
     MirrorStore,
     Record,
     Sender,
-    Stored,
     digest_of,
     local_digests,
     mirror_url,
@@ -83,7 +83,7 @@ class Uploader(Quiet):
         self._compress = compress
         self._record: Record
         self._is_claimed = False
-        self._there: dict[int, Stored] = {}
+        self._there: dict[int, Mirrored] = {}
         """The complete checkpoints in the mirror by step."""
         self._is_there_known = False
         self._sent_files: dict[str, str] = {}
@@ -275,7 +275,7 @@ class Uploader(Quiet):
             self._send_run_files([name for name in RUN_FILES if name != SUMMARY])
             self._require_time()
             self._write_record(sending=[step])
-        self._there[step] = Stored(folder, manifest)
+        self._there[step] = Mirrored(folder, manifest)
         self._waiting.discard(step)
         self._remember([step])
         seconds = round(time.monotonic() - began_s, 3)
@@ -371,7 +371,7 @@ class Uploader(Quiet):
         write_record(self._run_folder, self._record)
 
 
-def _lacking(local: Mapping[int, str], there: Mapping[int, Stored]) -> set[int]:
+def _lacking(local: Mapping[int, str], there: Mapping[int, Mirrored]) -> set[int]:
     """Return the steps of checkpoints here that the mirror lacks, or has with other content."""
     return {step for step in local if step not in there or there[step].digest != local[step]}
 
