@@ -52,6 +52,7 @@ from flatout.json_io import (
     read_lines,
     write_json,
 )
+from flatout.progress import readable_memory
 from flatout.recognised import read_regular
 from flatout.training.checkpoint import catalog
 from flatout.training.checkpoint.location import OWNER, claim, existing, folder_in
@@ -258,8 +259,8 @@ def require_free_disk(folder: Path, needed_bytes: int, *, directory: str | None 
     if free < needed_bytes:
         fewer = "keep fewer checkpoints (checkpoint.keep, checkpoint.keep_every)"
         raise HardwareError(
-            f"The checkpoints of this run need {_size(needed_bytes)} more; the disk of {disk} has "
-            f"{_size(free)} free.",
+            f"The checkpoints of this run need {readable_memory(needed_bytes)} more; "
+            f"the disk of {disk} has {readable_memory(free)} free.",
             fix=f"Free space there, or {fewer}."
             if saved
             else f"Free space there, {fewer}, or set checkpoint.dir to a larger disk.",
@@ -277,14 +278,6 @@ def list_runs(root: Path) -> list[Path]:
         path.parent for pattern in (f"*/{CONFIG}", f"*/*/{CONFIG}") for path in root.glob(pattern)
     ]
     return sorted(found, key=lambda path: ((path / CONFIG).stat().st_mtime, path))
-
-
-def _size(num_bytes: int) -> str:
-    unit, name = next(
-        ((unit, name) for unit, name in ((2**30, "GiB"), (2**20, "MiB")) if num_bytes >= unit),
-        (2**10, "KiB"),
-    )
-    return f"{num_bytes / unit:.1f} {name}"
 
 
 def _yaml(config: RunConfig) -> str:
