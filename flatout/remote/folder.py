@@ -258,17 +258,21 @@ def pull(
     target.mkdir(parents=True, exist_ok=True)
     for torn in target.glob(f"*{PART}"):
         torn.unlink()
-    missing = [file for file in files if file.problem(target / file.name)]
-    size, free = sum(file.size_bytes or 0 for file in missing), shutil.disk_usage(target).free
-    if size > free:
+    sizes = {file.name: file.size_bytes or 0 for file in files}
+    missing = sum(size for name, size in sizes.items() if not (target / name).is_file())
+    free = shutil.disk_usage(target).free
+    if missing > free:
         raise DataError(
-            f"Fetching {url} needs {readable_size(size)}, "
+            f"Fetching {url} needs {readable_size(missing)}, "
             f"but only {readable_size(free)} are free in {target}.",
             fix=f"Free some space there, or {more_space}.",
         )
 
     def fetch_one(file: Wanted, advance: Advance) -> None:
         path, where = target / file.name, f"{url}/{file.name}"
+        if file.problem(path) is None:
+            advance(sizes[file.name])
+            return
         most_bytes = math.inf if file.size_bytes is None else file.size_bytes
         try:
             with open_file(where) as source:
@@ -279,8 +283,8 @@ def pull(
             path.unlink(missing_ok=True)
             raise Altered(problem.replace(str(target), url), fix=fix)
 
-    jobs = [partial(fetch_one, file) for file in missing]
-    transfer_all(f"Fetching {url}", jobs, size, progress)
+    jobs = [partial(fetch_one, file) for file in files]
+    transfer_all(f"Fetching {url}", jobs, sum(sizes.values()), progress)
     receive(io.BytesIO(manifest), target / MANIFEST, url, fix=fix)
     sync(target)
 

@@ -31,7 +31,7 @@ ROOMS = {
     "conversation": 6_000,
     "speedups": 5_900,
     "optimizers": 5_300,
-    "remote": 5_200,
+    "remote": 5_300,
     "loggers": 2_500,
     "parallel": 2_200,
 }
