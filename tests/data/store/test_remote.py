@@ -196,7 +196,7 @@ def test_a_damaged_or_short_remote_file_is_named(uploaded, store, tmp_path):
     with pytest.raises(
         DataError, match=r"set/tokenizer\.json is not the tokenizer that made these tokens"
     ):
-        fetch_dataset(URL, cache=tmp_path / "cache")
+        fetch_dataset(URL, cache=tmp_path / "another cache")
 
 
 def test_a_damaged_copy_is_repaired(uploaded, store, tmp_path):
