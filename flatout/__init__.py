@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from flatout.ops import Ops
     from flatout.terminal import RunReport, Terminal
     from flatout.training.metrics.observers import Observer, Quiet
-    from flatout.training.run_dir.table import metrics
+    from flatout.training.run_dir.lookup import metrics
 
 __version__ = "0.2.0"
 
@@ -116,7 +116,7 @@ _HOMES = {
     "list_entries": "flatout.commands.list",
     "load_config": "flatout.config.schema",
     "load_run": "flatout.inference.load",
-    "metrics": "flatout.training.run_dir.table",
+    "metrics": "flatout.training.run_dir.lookup",
     "plan": "flatout.commands.plan",
     "prepare": "flatout.commands.prepare",
     "profile": "flatout.commands.profile",

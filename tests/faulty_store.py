@@ -8,7 +8,7 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from flatout.transfer import connection
+from flatout.remote import connection
 
 
 class FaultyStore(MemoryFileSystem):

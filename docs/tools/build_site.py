@@ -117,7 +117,7 @@ def section_reference(name: str, section: Any, *, title: str | None = None) -> I
 
 def key_reference(key: str, field: Any) -> Iterator[str]:
     """Yield one key as a definition: type, default, whether it may change on resume, help."""
-    from flatout.training.run_dir.layout import FREE_KEYS, LENGTH_KEYS
+    from flatout.training.run_dir.resume import FREE_KEYS, LENGTH_KEYS
 
     bounds = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
     limits = [

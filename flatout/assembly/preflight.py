@@ -16,8 +16,8 @@ from flatout.optimizers.schedule import factor
 from flatout.progress import SILENT, Progress
 from flatout.recognised import require_local
 from flatout.registry import LOGGERS, MODELS, OPTIMIZERS
-from flatout.transfer.sending import RemoteFolder
-from flatout.transfer.urls import is_local, is_url, protocol_of
+from flatout.remote.folder import RemoteFolder
+from flatout.remote.urls import is_local, is_url, protocol_of
 
 DEFAULT_TOKENS_PER_STEP = 65_536
 """Tokens per optimizer step if the configuration sets none of the three batch keys."""

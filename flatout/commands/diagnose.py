@@ -31,6 +31,7 @@ from flatout.signature import Argument, Option, checked
 from flatout.training.metrics.observers import Observer
 from flatout.training.run_dir import layout
 from flatout.training.run_dir.lookup import RUNS, run_names
+from flatout.training.run_dir.resume import settings_file
 
 
 class DiagnoseResult(Diagnosis, Result):
@@ -182,7 +183,7 @@ def _config(
     Raises: UsageError, also for a loop that `flatout.watch` watched.
     """
     if folder is not None:
-        return load_config(layout.settings_file(folder), overrides or ())
+        return load_config(settings_file(folder), overrides or ())
     path, name, known = Path(recipe), str(recipe), RECIPES.names()
     if watched is not None:
         raise ConfigError(

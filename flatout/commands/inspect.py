@@ -23,11 +23,11 @@ from flatout.hardware import probe
 from flatout.json_io import JsonObject, Result
 from flatout.progress import SILENT, Progress
 from flatout.recommended import recommend
+from flatout.remote.urls import is_url
 from flatout.signature import Argument, Option, checked
 from flatout.streams import printable
 from flatout.training.run_dir.layout import list_runs
 from flatout.training.run_dir.lookup import RUNS
-from flatout.transfer.urls import is_url
 
 BAR_WIDTH = 40
 DIGEST = re.compile("[0-9a-f]{64}")

@@ -26,8 +26,8 @@ from flatout.errors import UsageError
 from flatout.json_io import JsonObject, Result
 from flatout.progress import SILENT, Progress, counted
 from flatout.recognised import require_local
+from flatout.remote.urls import is_url
 from flatout.signature import Argument, Option, checked
-from flatout.transfer.urls import is_url
 
 Paths = list[str] | list[Path] | str | Path
 """One or several, as strings or paths; the command line passes a list of strings."""

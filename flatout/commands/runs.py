@@ -19,7 +19,7 @@ from flatout.recognised import require_local
 from flatout.signature import Argument, checked
 from flatout.training.checkpoint import catalog, location
 from flatout.training.run_dir import layout
-from flatout.training.run_dir.state import run_state
+from flatout.training.run_dir.lock import run_state
 
 DEFAULT_ROOT = Path("runs")
 TAIL_BYTES = 256 * 1024

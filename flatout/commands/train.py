@@ -22,8 +22,9 @@ from flatout.progress import SILENT, Progress
 from flatout.recognised import require_local
 from flatout.signature import Option, checked
 from flatout.training.metrics.observers import Observer
-from flatout.training.run_dir.layout import damaged_summary, read_config, run_name
+from flatout.training.run_dir.layout import damaged_summary, read_config
 from flatout.training.run_dir.lookup import RUNS, resume_path
+from flatout.training.run_dir.resume import run_name
 
 if TYPE_CHECKING:
     from flatout.assembly.run import Run

@@ -18,12 +18,13 @@ from flatout.json_io import Result
 from flatout.measure.resume.proof import ResumeProof
 from flatout.progress import SILENT, Progress, counted, readable_size
 from flatout.registry import RECIPES
+from flatout.remote.urls import is_url
 from flatout.signature import Argument, Option, checked
 from flatout.training.checkpoint import catalog, contents
 from flatout.training.run_dir import layout
 from flatout.training.run_dir.config_seal import require_unedited
 from flatout.training.run_dir.lookup import RUNS
-from flatout.transfer.urls import is_url
+from flatout.training.run_dir.resume import UNSEALED_KEYS, settings_file
 
 
 class CheckpointItem(Stored):
@@ -148,7 +149,7 @@ def verify(
     given += ["--trust-code"] if trust_code else []
     if resume:
         run = run_at(Path(path)) if shown not in RECIPES.names() else None
-        named = path if run is None else layout.settings_file(run)
+        named = path if run is None else settings_file(run)
         config = load_config(named, overrides or (), trust_code=trust_code)
         preflight.check(config, progress=progress)
         from flatout.measure.resume.check import prove_resume, steps_of
@@ -265,7 +266,7 @@ def _run_problems(run: Path, newest_valid: Path | None) -> list[str]:
     try:
         stored = layout.read_config(run)
         if stored is not None:
-            require_unedited(run / layout.CONFIG, stored, free=layout.UNSEALED_KEYS)
+            require_unedited(run / layout.CONFIG, stored, free=UNSEALED_KEYS)
     except FlatoutError as error:
         problems.append(error.what)
     known, kept = newest_valid and catalog.tokenizer_of(newest_valid), run / TOKENIZER

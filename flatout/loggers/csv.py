@@ -12,7 +12,7 @@ from flatout.files import open_own, write_text
 from flatout.json_io import read_lines
 from flatout.training.metrics.loggers import Logger
 from flatout.training.run_dir.layout import METRICS, TABLE
-from flatout.training.run_dir.table import columns
+from flatout.training.run_dir.lookup import columns
 
 if TYPE_CHECKING:
     from flatout.assembly.run import Run

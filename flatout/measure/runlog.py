@@ -17,7 +17,7 @@ from flatout.errors import FlatoutError
 from flatout.json_io import JsonObject, LineReader, finite_numbers, is_finite
 from flatout.progress import counted
 from flatout.training.run_dir import layout
-from flatout.training.run_dir.state import run_state
+from flatout.training.run_dir.lock import run_state
 
 Read = TypeVar("Read")
 LAST_STEP = 2**53

@@ -18,10 +18,10 @@ from flatout.conversation.rendering import Examples, Request
 from flatout.conversation.turns import BadConversation
 from flatout.errors import DataError, without_secrets
 from flatout.json_io import JsonObject
+from flatout.remote.urls import is_url
 from flatout.sources.input_file import InputFile
 from flatout.sources.long import NotUtf8, Text
 from flatout.sources.packed import open_bytes
-from flatout.transfer.urls import is_url
 
 FIRST_NAMED = 10
 """Number of rows named among those left out for the same reason."""

@@ -11,8 +11,8 @@ from typing import IO, cast
 from flatout.errors import DataError
 from flatout.recognised import recognise
 from flatout.registry import nearest
+from flatout.remote.urls import is_url
 from flatout.sources.packed import ConvertedFile, Unread, open_bytes
-from flatout.transfer.urls import is_url
 
 SAMPLE_BYTES = 2048
 """Bytes examined around the first byte that is not UTF-8; more hardly helps."""

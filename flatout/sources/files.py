@@ -14,6 +14,8 @@ from pathlib import Path
 
 from flatout.conversation.rendering import Renderer
 from flatout.errors import DataError
+from flatout.remote.reading import find_remote
+from flatout.remote.urls import is_url, is_web, protocol_of
 from flatout.sources import FIRST_NAMED, LeftOut, ReadTask
 from flatout.sources.fields import Fields
 from flatout.sources.file_reading import (
@@ -30,8 +32,6 @@ from flatout.sources.input_file import InputFile, fingerprint
 from flatout.sources.local import Wanted, find_local, full_suffix_of, is_hidden, suffix_of
 from flatout.sources.packed import is_packed, require_opener
 from flatout.sources.parquet import PARQUET_SUFFIXES, cut_parquet, require_parquet
-from flatout.transfer.reading import find_remote
-from flatout.transfer.urls import is_url, is_web, protocol_of
 
 PART_BYTES = 4 << 20
 """Approximate bytes of text per task; a file of rows is split, a text file is not."""

@@ -14,8 +14,8 @@ from flatout.errors import DataError
 from flatout.files import expanded
 from flatout.recognised import Recognised, recognise
 from flatout.registry import nearest
+from flatout.remote.urls import name_in
 from flatout.sources.packed import is_packed, unpacked_name, unreadable
-from flatout.transfer.urls import name_in
 
 
 @dataclass(frozen=True)

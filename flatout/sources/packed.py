@@ -11,8 +11,8 @@ from types import ModuleType
 from typing import IO, Any, cast
 
 from flatout.errors import DataError, MissingPackage
-from flatout.transfer.reading import open_remote
-from flatout.transfer.urls import is_url, name_in
+from flatout.remote.reading import open_remote
+from flatout.remote.urls import is_url, name_in
 
 _BLOCK = 1 << 16
 _FED_BYTES = 1 << 10

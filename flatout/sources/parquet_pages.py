@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import IO, Any
 
+from flatout.remote.urls import is_url
 from flatout.sources.packed import Damaged, is_packed
-from flatout.transfer.urls import is_url
 
 PAGE_BYTES = 64 << 20
 """A page that decompresses to at most this size is always accepted."""

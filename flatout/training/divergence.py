@@ -6,22 +6,60 @@ The updates of bad steps were skipped, so the weights are still those before the
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NoReturn
+from typing import Annotated, NoReturn
+
+from pydantic import Field
 
 from flatout.assembly.run import Run
 from flatout.errors import RunFailed, in_shell
-from flatout.json_io import JsonObject, parsing, read_json, write_json
+from flatout.files import Stored
+from flatout.json_io import JsonObject, parsing, read_json, read_model, write_json
 from flatout.progress import counted
 from flatout.training.checkpoint import catalog
 from flatout.training.metrics.bad_steps import BadStep
 from flatout.training.metrics.log import LESS_STEEP, Log
-from flatout.training.run_dir.layout import DIVERGENCE
-from flatout.training.run_dir.left_out import Rewind, add_rewind, read_left_out
-from flatout.training.run_dir.origin import read_origin
+from flatout.training.run_dir.layout import DIVERGENCE, LEFT_OUT
+from flatout.training.run_dir.resume import read_origin
 from flatout.training.saving import wait_for_saves
 
 MOST_SEQUENCES = 64
 """Sequences of a step that a report lists."""
+Position = Annotated[int, Field(ge=0)]
+
+
+class Rewind(Stored):
+    """One return to an earlier checkpoint."""
+
+    from_step: int
+    """The step at which training had diverged."""
+    to_step: int
+    """The step of the checkpoint; 0 for the start of the run."""
+    steps: list[Annotated[list[Position], Field(min_length=2, max_length=2)]]
+    """Position of each step to leave out, and of the step after it."""
+
+
+class LeftOut(Stored):
+    """The content of left_out.json."""
+
+    format_version: Annotated[int, Field(ge=1, le=1)] = 1
+    """Version of the format."""
+    rewinds: list[Rewind] = Field(default_factory=list)
+    """Every return, in order."""
+
+    def positions(self) -> dict[int, int]:
+        """Return the position of each step to leave out, and that of the step after it."""
+        return {start: stop for rewind in self.rewinds for start, stop in rewind.steps}
+
+
+def read_left_out(folder: Path) -> LeftOut:
+    """Return what a run leaves out; nothing when it never went back.
+
+    Raises: CheckpointError when the file is damaged: without it the run would read other data.
+    """
+    path = folder / LEFT_OUT
+    if not path.exists():
+        return LeftOut()
+    return read_model(path, LeftOut, fix=f"Restore {path} from a copy.")
 
 
 class Rewound(RunFailed):
@@ -44,7 +82,8 @@ def require_good_steps(run: Run, log: Log, *, flush: bool = False) -> None:
     bad = [one for one in log.bad_steps.last if one.in_a_row <= run.guard.most]
     wait_for_saves(run, log)
     good = run.mesh.broadcast_object(last_good(run.folder) if run.mesh.is_main else None)
-    rewinds = len(read_left_out(run.folder).rewinds)
+    left_out = read_left_out(run.folder)
+    rewinds = len(left_out.rewinds)
     if run.mesh.is_main:
         report: JsonObject = {
             "format_version": 1,
@@ -61,7 +100,7 @@ def require_good_steps(run: Run, log: Log, *, flush: bool = False) -> None:
         f"{run.folder / DIVERGENCE} names its data."
     )
     if run.config.train.on_divergence == "rewind" and rewinds < run.config.train.max_rewinds:
-        _rewind(run, log, bad, good, what)
+        _rewind(run, log, left_out, bad, good, what)
     raise RunFailed(what, fix=_fix(run, good, rewinds))
 
 
@@ -84,7 +123,9 @@ def _fix(run: Run, good: Path | None, rewinds: int) -> str:
     )
 
 
-def _rewind(run: Run, log: Log, bad: list[BadStep], good: Path | None, what: str) -> NoReturn:
+def _rewind(
+    run: Run, log: Log, left_out: LeftOut, bad: list[BadStep], good: Path | None, what: str
+) -> NoReturn:
     """Prepare the run directory for a start from the last good checkpoint, and raise Rewound."""
     origin = read_origin(run.folder)
     start = catalog.step_of(Path(origin.checkpoint)) if origin else 0
@@ -93,7 +134,8 @@ def _rewind(run: Run, log: Log, bad: list[BadStep], good: Path | None, what: str
     text = f"The run goes back to step {to_step} and leaves out the data of "
     text += f"{counted(len(bad), 'step')}."
     if run.mesh.is_main:
-        add_rewind(run.folder, Rewind(from_step=run.step, to_step=to_step, steps=steps))
+        left_out.rewinds.append(Rewind(from_step=run.step, to_step=to_step, steps=steps))
+        write_json(run.folder / LEFT_OUT, left_out.model_dump(mode="json"))  # before it goes back
         catalog.set_aside(run.folder, after=-1 if good is None else to_step)
     run.mesh.barrier()
     log.event("rewind", to_step=to_step, positions=steps, text=text)

@@ -40,7 +40,7 @@ from flatout.training.checkpoint import catalog
 from flatout.training.checkpoint.read_write import load
 from flatout.training.checkpoint.retention import DISK_BYTES_PER_PARAMETER, most_at_once
 from flatout.training.checkpoint.weights import weights_of
-from flatout.training.divergence import Rewound, require_good_steps
+from flatout.training.divergence import Rewound, read_left_out, require_good_steps
 from flatout.training.evaluation import EvaluationDropped, batch_shapes, warn_of_unscored
 from flatout.training.finish import finish
 from flatout.training.halving import attempts
@@ -50,13 +50,12 @@ from flatout.training.metrics.log import Log
 from flatout.training.metrics.loggers import configured_observers, require_loggers
 from flatout.training.metrics.observers import Observer
 from flatout.training.metrics.records import forget_events
-from flatout.training.mirror.session import claimed, sending
+from flatout.training.mirror.uploader import claimed, sending
 from flatout.training.out_of_memory import explained
 from flatout.training.peak import measured_peak
 from flatout.training.predicting import forecast, predict, record
 from flatout.training.run_dir import layout
 from flatout.training.run_dir.data_location import keep_text_format
-from flatout.training.run_dir.left_out import read_left_out
 from flatout.training.run_dir.lock import hold_lock
 from flatout.training.run_plan import RunPlan, agree_on_plan, dataset_of, require_same_settings
 from flatout.training.saving import closing_saver, environment_of, reserve, save_last

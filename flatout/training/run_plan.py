@@ -21,10 +21,9 @@ from flatout.parallel.rendezvous import Ranks
 from flatout.training.checkpoint import catalog
 from flatout.training.evaluation import with_validation
 from flatout.training.init_from import resolve_init_from, run_of
-from flatout.training.longer import Longer, lengthen, require_steps_left
 from flatout.training.loop import out_of_patience
 from flatout.training.mirror.restore import restore_lost
-from flatout.training.mirror.session import send_rest
+from flatout.training.mirror.uploader import send_rest
 from flatout.training.run_dir import layout
 from flatout.training.run_dir.data_location import (
     data_digest,
@@ -33,7 +32,14 @@ from flatout.training.run_dir.data_location import (
     with_absolute_paths,
 )
 from flatout.training.run_dir.lookup import resume_path
-from flatout.training.run_dir.resume import config_to_resume, is_own, resume_from
+from flatout.training.run_dir.resume import (
+    Longer,
+    config_to_resume,
+    is_own,
+    lengthen,
+    require_steps_left,
+    resume_from,
+)
 from flatout.training.session import RunRequest
 from flatout.trust import remember
 
@@ -221,7 +227,9 @@ def _plan_stored(
     folder, progress = request.folder, request.progress
     summary, requested = layout.read_summary(folder), layout.read_requested(folder)
     config = with_evaluations_in_steps(config, request.dataset)
-    longer = lengthen(request, config, resume, checkpoint)
+    longer = lengthen(
+        folder, config, request.config, request.dataset, resume, checkpoint, progress=progress
+    )
     if longer is not None:
         config, checkpoint = longer.config, longer.checkpoint
     if checkpoint is not None and is_own(checkpoint, folder):

@@ -57,7 +57,7 @@ class Mirrored:
         steps = catalog.steps(self.run)
         wanted = {f"step-{step}" for step in steps}
         there = {f"step-{step}" for step in MirrorStore(f"file://{self.there}").complete()}
-        if not wanted <= there or [*self.there.glob("step-*/sending.json")]:
+        if not wanted <= there or [*self.there.glob("step-*/upload.json")]:
             problems.append(f"the mirror has {sorted(there)}, the run {sorted(wanted)}")
         return problems
 

@@ -12,9 +12,9 @@ from flatout.data.prepare.plan import make
 from flatout.data.prepare.plan.work_dir import WorkDir, WorkPart
 from flatout.data.prepare.writer import DatasetWriter
 from flatout.errors import DataError, RunFailed
+from flatout.remote.connection import Unreachable
 from flatout.sources import files
 from flatout.sources.packed import NotHandedOut
-from flatout.transfer.connection import Unreachable
 
 
 def stopping_source(folder, monkeypatch):

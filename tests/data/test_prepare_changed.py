@@ -11,8 +11,8 @@ from flatout.data.prepare.pipeline import Options, join_parts, prepare_dataset, 
 from flatout.data.prepare.plan.work_dir import WorkPart
 from flatout.data.prepare.workers.local import LocalWorkers
 from flatout.errors import DataError
+from flatout.remote.connection import Unreachable
 from flatout.sources import files
-from flatout.transfer.connection import Unreachable
 
 OPTIONS = Options(tokenizer="byte")
 

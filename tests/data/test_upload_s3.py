@@ -18,7 +18,7 @@ from flatout.data.prepare.upload import prepare_upload
 from flatout.data.store.remote import open_dataset
 from flatout.data.store.verify import verify_remote
 from flatout.errors import DataError
-from flatout.transfer.sending import PART_BYTES
+from flatout.remote.folder import PART_BYTES
 
 URL = "s3://corpus/sets/rows"
 OPTIONS = Options(tokenizer="byte", split="hash 0.1")

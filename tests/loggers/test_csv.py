@@ -10,7 +10,7 @@ import pytest
 
 from flatout.loggers.csv import Csv
 from flatout.training.run import run_training
-from flatout.training.run_dir.table import metrics
+from flatout.training.run_dir.lookup import metrics
 
 
 def rows_of(path):

@@ -15,7 +15,7 @@ FILE_LINES, FUNCTION_LINES = 700, 80
 FRAMES = 9
 ROOMS = {
     "measure": 74_600,
-    "training": 65_200,
+    "training": 64_200,
     "data": 51_700,
     "top": 23_200,
     "commands": 19_700,
@@ -31,7 +31,7 @@ ROOMS = {
     "conversation": 6_000,
     "speedups": 5_900,
     "optimizers": 5_300,
-    "transfer": 4_800,
+    "remote": 5_300,
     "loggers": 2_500,
     "parallel": 2_200,
 }

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1] / "transfer")]
+sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1] / "remote")]
 
 from hub_server import HubServer
 from web_server import memory, web  # noqa: F401

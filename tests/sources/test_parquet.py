@@ -5,8 +5,8 @@ import sys
 import pytest
 
 from flatout.errors import DataError, MissingPackage
+from flatout.remote import connection
 from flatout.sources import Document, LeftOut, files, parquet
-from flatout.transfer import connection
 
 pyarrow = pytest.importorskip("pyarrow")
 tables = pytest.importorskip("pyarrow.parquet")

@@ -7,8 +7,8 @@ import pytest
 
 from flatout.data.prepare.pipeline import Options, prepare_dataset
 from flatout.errors import DataError, MissingPackage
+from flatout.remote import connection, reading
 from flatout.sources import LeftOut, files
-from flatout.transfer import connection, reading
 
 ROWS = b"".join(b'{"text": "row %d"}\n' % number for number in range(3000))
 

@@ -7,8 +7,8 @@ import pytest
 
 from flatout.data.prepare.pipeline import Options, prepare_dataset
 from flatout.errors import DataError
+from flatout.remote import reading
 from flatout.sources import Document, files
-from flatout.transfer import reading
 
 s3fs = pytest.importorskip("s3fs")
 pytest.importorskip("moto.server")

@@ -11,9 +11,8 @@ import pytest
 from flatout.config.schema import load_config
 from flatout.data.store.manifest import read_manifest
 from flatout.errors import CheckpointError, ConfigError, DataError, RunFailed, UntrustedCode
-from flatout.training import longer
 from flatout.training import run as training
-from flatout.training.run_dir import layout
+from flatout.training.run_dir import layout, resume
 from flatout.training.run_dir.config_seal import require_as_trained, require_unedited, write_sealed
 from flatout.training.run_dir.lock import in_use
 from flatout.training.run_dir.resume import config_to_resume
@@ -88,7 +87,7 @@ def test_commands_for_finished_and_longer_runs_quote_the_path():
         "--run-dir",
         "DIR",
     ]
-    bound = longer._bound_to_its_length(Path(AWKWARD_NAME), config(), config("train.steps=9"), 1, 2)
+    bound = resume._bound_to_its_length(Path(AWKWARD_NAME), config(), config("train.steps=9"), 1, 2)
     assert words(bound.fix.partition(" to the same")[0], "--resume") == [
         "--resume",
         AWKWARD_NAME,

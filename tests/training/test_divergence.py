@@ -16,10 +16,9 @@ from flatout.errors import CheckpointError, RunFailed, Stopped
 from flatout.models import transformer
 from flatout.terminal import closing
 from flatout.training.checkpoint import catalog
-from flatout.training.divergence import last_good
+from flatout.training.divergence import last_good, read_left_out
 from flatout.training.run import run_training
 from flatout.training.run_dir.layout import read_exit_code, read_summary
-from flatout.training.run_dir.left_out import read_left_out
 
 pytestmark = pytest.mark.slow
 

@@ -31,10 +31,10 @@ from flatout.files import Unfinished, expanded
 from flatout.hardware import cgroup_limits, usable_cores
 from flatout.progress import Task
 from flatout.registry import unknown_name
+from flatout.remote.connection import Unreachable
 from flatout.sources import FIRST_NAMED, ReadTask
 from flatout.sources.files import first_changed
 from flatout.sources.packed import CANNOT_BE_READ, NotHandedOut
-from flatout.transfer.connection import Unreachable
 
 BYTES_PER_WORKER = 8_000_000
 """Minimum text per worker: for less, another process costs more than it saves."""

@@ -1,7 +1,7 @@
 """Prepare a dataset in the cache and send it to a URL, the manifest last.
 
-A URL with a manifest contains a complete dataset. Until then, `upload.json` there describes the
-dataset being sent. The prepared directory then becomes this machine's copy of the URL.
+A URL with a manifest contains a complete dataset. Until then, the claim there (remote/folder.py)
+describes the dataset being sent. The prepared directory becomes this machine's copy of the URL.
 """
 
 from __future__ import annotations
@@ -32,31 +32,16 @@ from flatout.data.store.remote import (
     dataset_url,
     explaining_cache_errors,
     locked,
-    manifest_bytes,
 )
 from flatout.data.store.shards import Dataset
 from flatout.errors import DataError, OutputInUse
-from flatout.files import Stored, entry_of, write_text
-from flatout.json_io import JsonObject
+from flatout.files import entry_of
 from flatout.progress import SILENT, Progress
-from flatout.transfer.parallel import transfer_all
-from flatout.transfer.reading import read_remote
-from flatout.transfer.sending import RemoteFolder
+from flatout.remote.folder import CLAIM, Claim, RemoteFolder, push
+from flatout.remote.parallel import transfer_all
+from flatout.remote.reading import read_if_there, read_remote
 
-CLAIM = "upload.json"
 PROBE = ".flatout-probe"
-FORMAT_VERSION = 1
-
-
-class Claim(Stored):
-    """upload.json: which dataset is being sent to a URL."""
-
-    format_version: int = FORMAT_VERSION
-    """Version of this file's format."""
-    manifest: str
-    """SHA-256 of the manifest that comes last."""
-    source: JsonObject
-    """The source entry of that manifest."""
 
 
 def prepare_upload(
@@ -143,7 +128,7 @@ def _state_of(remote: RemoteFolder) -> tuple[bytes | None, Claim | None]:
     """
     names = remote.files()
     if MANIFEST in names:
-        return manifest_bytes(remote.url), None
+        return read_if_there(f"{remote.url}/{MANIFEST}"), None
     if CLAIM in names:
         try:
             return None, Claim.model_validate_json(read_remote(f"{remote.url}/{CLAIM}"))
@@ -158,25 +143,14 @@ def _state_of(remote: RemoteFolder) -> tuple[bytes | None, Claim | None]:
 
 
 def _send(
-    remote: RemoteFolder, folder: Path, manifest: Manifest, claim: Claim | None, progress: Progress
+    remote: RemoteFolder, folder: Path, manifest: Manifest, found: Claim | None, progress: Progress
 ) -> None:
     """Send the files that an earlier call did not, several at once, then the manifest."""
-    own = Claim(
-        manifest=hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest(),
-        source=manifest.source,
-    )
-    sent = remote.files() if claim == own else {}
-    claim_path = folder.parent / CLAIM
-    with explaining_cache_errors(claim_path):
-        write_text(claim_path, own.model_dump_json() + "\n")
-    if claim != own:
-        remote.put(claim_path, CLAIM)
+    content = (folder / MANIFEST).read_bytes()
+    digest = hashlib.sha256(content).hexdigest()
     entries = [*manifest.files, entry_of(folder / manifest.tokenizer.file)]
-    jobs = [partial(remote.send, folder / e.name, e, sent.get(e.name)) for e in entries]
     num_bytes = sum(entry.size_bytes for entry in entries)
-    transfer_all(f"Sending {remote.url}", jobs, num_bytes, progress)
-    remote.put(folder / MANIFEST, MANIFEST)
-    if manifest_bytes(remote.url) != (folder / MANIFEST).read_bytes():
-        remote.remove(MANIFEST)
-        raise remote.altered(MANIFEST)
-    remote.remove(CLAIM)
+    claim = Claim(manifest=digest, source=manifest.source)
+    with push(remote, content, claim, found) as sent:
+        jobs = [partial(remote.send, folder / e.name, e, sent.get(e.name)) for e in entries]
+        transfer_all(f"Sending {remote.url}", jobs, num_bytes, progress)

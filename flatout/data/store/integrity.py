@@ -30,23 +30,40 @@ class Problem(NamedTuple):
 def file_problems(folder: Path, manifest: Manifest) -> Iterator[Problem]:
     """Yield the problems with a folder's file sizes, manifest and tokenizer."""
     for entry in manifest.files:
-        path = folder / entry.name
-        size = path.stat().st_size if path.is_file() else None
-        if size != entry.size_bytes:
-            found = "is missing" if size is None else f"has {size} bytes"
-            yield Problem(
-                entry.name, f"{path} {found}; the manifest says {entry.size_bytes} bytes."
-            )
+        if what := _size_problem(folder / entry.name, entry):
+            yield Problem(entry.name, what)
     yield from manifest_problems(folder, manifest)
     path = folder / manifest.tokenizer.file
     try:
-        digest = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
+        if what := tokenizer_problem(path, manifest.tokenizer.digest):
+            yield Problem(path.name, what)
     except OSError as error:
         what = f"{path} cannot be read: {error.strerror or error}."
         yield Problem(path.name, what, "Check its permissions.")
-    else:
-        if digest != manifest.tokenizer.digest:
-            yield Problem(path.name, f"{path} is not the tokenizer that made these tokens.")
+
+
+def file_problem(path: Path, entry: FileEntry) -> str | None:
+    """Return what is wrong with a file's size or with one of its blocks, or None."""
+    return _size_problem(path, entry) or next(
+        (problem for _, problem in local_blocks(path, entry) if problem), None
+    )
+
+
+def tokenizer_problem(path: Path, digest: str) -> str | None:
+    """Return what is wrong with a dataset's tokenizer file, or None."""
+    if not path.is_file():
+        return f"{path} is missing."
+    if hashlib.sha256(path.read_bytes()).hexdigest() != digest:
+        return f"{path} is not the tokenizer that made these tokens."
+    return None
+
+
+def _size_problem(path: Path, entry: FileEntry) -> str | None:
+    size = path.stat().st_size if path.is_file() else None
+    if size == entry.size_bytes:
+        return None
+    found = "is missing" if size is None else f"has {size} bytes"
+    return f"{path} {found}; the manifest says {entry.size_bytes} bytes."
 
 
 def manifest_problems(origin: Path | str, manifest: Manifest) -> Iterator[Problem]:

@@ -10,24 +10,21 @@ import contextlib
 import hashlib
 import math
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-import numpy as np
-
 from flatout.cache import ELSEWHERE, VARIABLE, default_cache
-from flatout.data.store.integrity import file_problems
+from flatout.data.store.integrity import file_problem, file_problems, tokenizer_problem
 from flatout.data.store.manifest import MANIFEST, Manifest, parse_manifest, read_manifest
 from flatout.data.store.shards import Dataset
 from flatout.errors import DataError, in_shell, without_secrets
-from flatout.files import PART, CheckedFile, expanded, is_full, lock, unless_broken
-from flatout.progress import SILENT, Progress, readable_size
-from flatout.transfer.connection import ATTEMPTS, NothingThere, Unreachable
-from flatout.transfer.parallel import transfer_all
-from flatout.transfer.reading import fetch_file, read_remote
-from flatout.transfer.urls import is_url, protocol_of
+from flatout.files import expanded, is_full, lock, unless_broken
+from flatout.progress import SILENT, Progress
+from flatout.remote.connection import ATTEMPTS, Unreachable
+from flatout.remote.folder import Wanted, pull
+from flatout.remote.reading import read_if_there
+from flatout.remote.urls import is_url, protocol_of
 
 ATTEMPTS_WITH_COPY = 1
 """Attempts to reach a store when a copy can be read instead; client packages also retry."""
@@ -162,23 +159,12 @@ def fetch_dataset(url: str, *, cache: Path, progress: Progress = SILENT) -> Path
     return copy
 
 
-def manifest_bytes(url: str, *, attempts: int = ATTEMPTS) -> bytes | None:
-    """Return the content of the manifest at a URL, or None when there is none.
-
-    Raises: Unreachable when the store does not answer; DataError when it refuses; MissingPackage.
-    """
-    try:
-        return read_remote(f"{url}/{MANIFEST}", attempts=attempts)
-    except NothingThere:
-        return None
-
-
 def remote_manifest(url: str, *, attempts: int = ATTEMPTS) -> tuple[bytes, Manifest]:
     """Return the manifest at a URL, as its bytes and parsed.
 
     Raises: DataError when there is none, it cannot be read, or the store does not answer.
     """
-    content = manifest_bytes(url, attempts=attempts)
+    content = read_if_there(f"{url}/{MANIFEST}", attempts=attempts)
     if content is None:
         raise DataError(
             f"There is no dataset at {url}: it has no {MANIFEST}.",
@@ -206,53 +192,24 @@ def _is_complete(copy: Path, manifest: Manifest) -> bool:
 
 
 def _fetch(url: str, copy: Path, manifest: Manifest, content: bytes, progress: Progress) -> None:
-    """Fetch the missing files, several at once, then write the manifest."""
+    """Fetch the files that the copy lacks, several at once, then write the manifest."""
+    files = [
+        Wanted(entry.name, entry.size_bytes, partial(file_problem, entry=entry))
+        for entry in manifest.files
+    ]
+    tokenizer = manifest.tokenizer
+    files.append(Wanted(tokenizer.file, None, partial(tokenizer_problem, digest=tokenizer.digest)))
     with explaining_cache_errors(copy):
-        copy.mkdir(parents=True, exist_ok=True)
-        for torn in copy.glob(f"*{PART}"):
-            torn.unlink()
-        missing = [
-            entry
-            for entry in manifest.files
-            if not (path := copy / entry.name).is_file() or path.stat().st_size != entry.size_bytes
-        ]
-        size = sum(entry.size_bytes for entry in missing)
-        free = shutil.disk_usage(copy).free
-        if size > free:
-            raise DataError(
-                f"Fetching {url} needs {readable_size(size)}, "
-                f"but only {readable_size(free)} are free in {copy}.",
-                fix="Free some space there, or name a directory on a larger disk with data.cache, "
-                f"or with the environment variable {VARIABLE} for every command.",
-            )
-        jobs = [
-            partial(
-                fetch_file, f"{url}/{entry.name}", entry, copy / entry.name, fix=_verify_fix(url)
-            )
-            for entry in missing
-        ]
-        transfer_all(f"Fetching {url}", jobs, size, progress)
-        _write(copy / manifest.tokenizer.file, remote_tokenizer(url, manifest))
-        _write(copy / MANIFEST, content)
-
-
-def _write(path: Path, content: bytes) -> None:
-    with CheckedFile(path) as file:
-        file.write(np.frombuffer(content, np.uint8))
-
-
-def remote_tokenizer(url: str, manifest: Manifest) -> bytes:
-    """Return the content of the tokenizer file of a dataset at a URL.
-
-    Raises: DataError when it cannot be read, or is not the tokenizer that made the tokens.
-    """
-    file_url = f"{url}/{manifest.tokenizer.file}"
-    tokenizer = read_remote(file_url)
-    if hashlib.sha256(tokenizer).hexdigest() != manifest.tokenizer.digest:
-        raise DataError(
-            f"{file_url} is not the tokenizer that made these tokens.", fix=_verify_fix(url)
+        pull(
+            url,
+            content,
+            files,
+            copy,
+            fix=_verify_fix(url),
+            more_space="name a directory on a larger disk with data.cache, "
+            f"or with the environment variable {VARIABLE} for every command",
+            progress=progress,
         )
-    return tokenizer
 
 
 def _verify_fix(url: str) -> str:

@@ -22,16 +22,17 @@ from flatout.data.store.integrity import (
     local_blocks,
     manifest_problems,
     token_check,
+    tokenizer_problem,
 )
 from flatout.data.store.manifest import FileEntry, Manifest, SplitName, read_manifest
-from flatout.data.store.remote import remote_manifest, remote_tokenizer
+from flatout.data.store.remote import remote_manifest
 from flatout.data.tokenizers import load_tokenizer
 from flatout.errors import DataError, FlatoutError
 from flatout.files import expanded
 from flatout.progress import SILENT, Progress
-from flatout.transfer.connection import Unreachable
-from flatout.transfer.parallel import Advance, transfer_all
-from flatout.transfer.reading import checked_blocks
+from flatout.remote.connection import Unreachable
+from flatout.remote.parallel import Advance, transfer_all
+from flatout.remote.reading import checked_blocks, read_remote
 
 BlocksOf = Callable[[FileEntry], Iterator[tuple[Array, str | None]]]
 """Yields each block of a file with its problem, or with None."""
@@ -143,7 +144,7 @@ def _verify(
 def _remote_tokenizer_problems(url: str, manifest: Manifest) -> list[Problem]:
     name = manifest.tokenizer.file
     try:
-        content = remote_tokenizer(url, manifest)
+        content = read_remote(f"{url}/{name}")
     except Unreachable:
         raise
     except DataError as error:
@@ -151,10 +152,9 @@ def _remote_tokenizer_problems(url: str, manifest: Manifest) -> list[Problem]:
     with tempfile.TemporaryDirectory(prefix="flatout-verify-") as folder:
         path = Path(folder) / name
         path.write_bytes(content)
-        return [
-            problem._replace(what=problem.what.replace(folder, url))
-            for problem in _tokenizer_problems(path, manifest)
-        ]
+        what = tokenizer_problem(path, manifest.tokenizer.digest)
+        found = [Problem(name, what)] if what else _tokenizer_problems(path, manifest)
+        return [problem._replace(what=problem.what.replace(folder, url)) for problem in found]
 
 
 def _tokenizer_problems(path: Path, manifest: Manifest) -> Iterator[Problem]:

@@ -29,6 +29,7 @@ from flatout.measure.steps.evidence import (
     lasting_s,
 )
 from flatout.training.run_dir import layout
+from flatout.training.run_dir.resume import settings_file
 
 Records = Sequence[Mapping[str, float]]
 STARTS = ("start", "resume")
@@ -72,7 +73,7 @@ def recorded_evidence(folder: Path) -> Evidence:
         raise CheckpointError(
             f"{folder} has no record of a step yet.",
             fix="Train it first, or measure its recipe: `flatout diagnose "
-            f"{in_shell(layout.settings_file(folder))}`.",
+            f"{in_shell(settings_file(folder))}`.",
         )
     is_finished = bool(log.summary)
     start = next(iter(events.of(*STARTS)), {})

@@ -41,7 +41,7 @@ from flatout.measure.experiments.schedule import (
 from flatout.measure.experiments.trial import run_trial
 from flatout.progress import SILENT, Progress
 from flatout.registry import PACKAGE_DIR
-from flatout.training.run_dir.layout import run_name
+from flatout.training.run_dir.resume import run_name
 
 JSON, TABLE, PICTURE, TRIALS = "bench.json", "table.md", "bench.svg", "trials.jsonl"
 BENCHES = Path("bench")

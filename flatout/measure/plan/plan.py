@@ -48,7 +48,7 @@ from flatout.models.language_model import LanguageModel, model_of
 from flatout.models.lora import INSIDE, require_weights, with_adapters
 from flatout.ops import Ops, cross_entropy
 from flatout.progress import SILENT, Progress
-from flatout.transfer.urls import is_url
+from flatout.remote.urls import is_url
 
 LEAST_SAVING = 0.02
 """Changes that save less of the memory are left out."""

@@ -44,7 +44,7 @@ from flatout.training.metrics.log import Log
 from flatout.training.metrics.phases import PhaseTimer
 from flatout.training.out_of_memory import explained
 from flatout.training.run import warn_of_busy_cores
-from flatout.training.run_dir.layout import run_name
+from flatout.training.run_dir.resume import run_name
 from flatout.training.session import Session
 from flatout.training.warmup import warm_up
 

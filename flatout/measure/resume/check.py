@@ -270,7 +270,7 @@ def train(config: RunConfig, job: Job) -> int:
 
     The main rank writes the outcome after an error.
     """
-    stopper = StopAfter(job.stop_after)  # type: ignore[abstract]  # Quiet's methods do nothing
+    stopper = StopAfter(job.stop_after)
     try:
         run_training(config, Path(job.folder), observers=[stopper], cache=default_cache())
     except FlatoutError as error:

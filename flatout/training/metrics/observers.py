@@ -19,18 +19,23 @@ class Observer(Protocol):
 
     def on_start(self, run: Run) -> None:
         """Receive the run, built and restored, just before its first step."""
+        return
 
     def on_tick(self, step: int, last_step: int) -> None:
         """Called every step, without figures, when step `step` of `last_step` is queued."""
+        return
 
     def on_record(self, record: Mapping[str, float]) -> None:
         """Receive a line of metrics.jsonl: the run's position and its figures."""
+        return
 
     def on_event(self, event: JsonObject) -> None:
         """Receive a line of events.jsonl; its `event` is the kind."""
+        return
 
     def on_end(self, summary: JsonObject) -> None:
         """Receive the contents of summary.json."""
+        return
 
 
 class Quiet(Observer):

@@ -5,7 +5,7 @@ URL/NAME/              NAME is the name of the run directory
 ├── config.yaml, ...   RUN_FILES, as in the run directory
 ├── loggers/           the run's ids at remote loggers
 ├── step-N/            the files of a checkpoint, with `.zst` appended when they are compressed;
-│                      manifest.json comes last, until then sending.json is there
+│                      manifest.json comes last, until then upload.json is there
 └── step-N.1/          the same step, saved again with other content; once it is complete, step-N is
                        deleted; then comes step-N.2
 """
@@ -24,6 +24,9 @@ from flatout.conversation.templates import CHAT_TEMPLATE
 from flatout.data.store.manifest import TOKENIZER
 from flatout.errors import CheckpointError, ConfigError
 from flatout.json_io import read_model, write_json
+from flatout.remote.folder import CLAIM, Claim, RemoteFolder
+from flatout.remote.reading import read_if_there
+from flatout.remote.urls import is_local
 from flatout.training.checkpoint import catalog
 from flatout.training.checkpoint.location import OWNER, folder_in
 from flatout.training.run_dir.config_seal import COPY
@@ -39,10 +42,6 @@ from flatout.training.run_dir.layout import (
     SUMMARY,
     TABLE,
 )
-from flatout.transfer.connection import NothingThere
-from flatout.transfer.reading import read_remote
-from flatout.transfer.sending import RemoteFolder
-from flatout.transfer.urls import is_local
 
 FORMAT_VERSION = 1
 RUN_FILES = (
@@ -61,8 +60,6 @@ RUN_FILES = (
 )
 """Files of a run directory that a resume needs or continues, in the order of restoring them."""
 LOGGER_FILE = re.compile(r"\w[\w-]*\.json")
-SENDING = "sending.json"
-"""While a checkpoint is being sent: the digest of the manifest that comes last."""
 COMPRESSED = ".zst"
 _FOLDER = re.compile(r"step-(0|[1-9][0-9]*)(?:\.([1-9][0-9]*))?")
 
@@ -97,7 +94,7 @@ class Record(BaseModel):
     """The step that was sent last: after a kill it may be there, while `sent` lacks it."""
 
 
-class Stored(NamedTuple):
+class Mirrored(NamedTuple):
     """A complete checkpoint in the mirror."""
 
     folder: str
@@ -180,19 +177,21 @@ class MirrorStore:
         matches.sort(key=lambda match: (int(match[1]), int(match[2] or 0)))
         return {match[0]: int(match[1]) for match in matches}
 
-    def complete(self) -> dict[int, Stored]:
+    def complete(self) -> dict[int, Mirrored]:
         """Return the complete checkpoints by step, in ascending order, as they were sent last."""
         found = {}
         for name, step in self.folders().items():
             if manifest := self._read(f"{name}/{catalog.MANIFEST}"):
-                found[step] = Stored(name, manifest)
+                found[step] = Mirrored(name, manifest)
         return found
 
-    def folder_for(self, step: int, digest: str, earlier: Stored | None) -> str:
-        """Return the directory to which a checkpoint is sent, and delete what cannot be continued.
+    def folder_for(
+        self, step: int, claim: Claim, earlier: Mirrored | None
+    ) -> tuple[str, Claim | None]:
+        """Return the directory to which a checkpoint is sent, and the claim that is there already.
 
-        An interrupted upload of it is continued. `earlier` is the complete checkpoint of the same
-        step but other content, which stays until this one is complete.
+        Other interrupted uploads of the step are deleted. `earlier` is the complete checkpoint of
+        the same step but other content, which stays until this one is complete.
         """
         kept = earlier and earlier.folder
         number = 0
@@ -200,11 +199,11 @@ class MirrorStore:
             if name == kept:
                 match = _FOLDER.fullmatch(name)
                 number = int((match and match[2]) or 0) + 1
-            elif self._read(f"{name}/{SENDING}") == digest.encode():
-                return name
+            elif self._read(f"{name}/{CLAIM}") == claim.text().encode():
+                return name, claim
             else:
                 self.delete(name)
-        return f"step-{step}.{number}" if number else f"step-{step}"
+        return f"step-{step}.{number}" if number else f"step-{step}", None
 
     def delete(self, name: str) -> None:
         """Delete a checkpoint, its manifest first, so that no half of it counts."""
@@ -233,10 +232,7 @@ class MirrorStore:
         self.top.put_text(MIRROR, sender.model_dump_json() + "\n")
 
     def _read(self, name: str) -> bytes | None:
-        try:
-            return read_remote(f"{self.url}/{name}")
-        except NothingThere:
-            return None
+        return read_if_there(f"{self.url}/{name}")
 
 
 def digest_of(manifest: bytes) -> str:

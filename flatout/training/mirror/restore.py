@@ -1,57 +1,62 @@
 """Restores a run from its mirror when its directory, or all its checkpoints, are gone. No torch.
 
-The next start continues a restore that was interrupted: until a checkpoint is complete, the run has
-none.
+The name of a run directory is all that leads to its mirror, so another run may be there: first, its
+settings and data are compared with the command's. The next start continues a restore that was
+interrupted: until a checkpoint is complete, the run has none.
 """
 
 from __future__ import annotations
 
-import math
 import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import IO
 
-import numpy as np
-
 from flatout import trust
 from flatout.config.schema import RunConfig
 from flatout.data.store.manifest import TOKENIZER
 from flatout.data.store.mix import AnyDataset
-from flatout.errors import CheckpointError
-from flatout.files import CheckedFile, copy_whole, sync, write_text
+from flatout.errors import CheckpointError, FlatoutError
+from flatout.files import copy_whole, write_text
 from flatout.json_io import finite_numbers
-from flatout.progress import Progress
+from flatout.progress import SILENT, Progress
+from flatout.remote.folder import Altered, RemoteFolder, Wanted, pull, receive
+from flatout.remote.reading import open_remote
 from flatout.sources.packed import import_package
 from flatout.training.checkpoint import catalog
-from flatout.training.checkpoint.catalog import FileFacts
 from flatout.training.checkpoint.location import checkpoints_folder, claim
 from flatout.training.metrics.records import damage_of
-from flatout.training.mirror.collision import START_WITHOUT, require_same_run, sent_by
 from flatout.training.mirror.remote import (
     COMPRESSED,
     LOGGER_FILE,
     RUN_FILES,
+    Mirrored,
     MirrorStore,
     Record,
-    Stored,
+    Sender,
     mirror_url,
     read_record,
     require_elsewhere,
     write_record,
 )
 from flatout.training.run_dir import layout
-from flatout.training.run_dir.config_seal import COPY
-from flatout.transfer.connection import NothingThere
-from flatout.transfer.parallel import Advance, transfer_all
-from flatout.transfer.reading import BLOCK_BYTES, open_remote
-from flatout.transfer.sending import RemoteFolder
+from flatout.training.run_dir.config_seal import COPY, require_unedited
+from flatout.training.run_dir.data_location import require_same_data, require_tokenizer
+from flatout.training.run_dir.resume import UNSEALED_KEYS, continued
 
+START_WITHOUT = (
+    "Choose another run directory with --run-dir DIR, or set checkpoint.mirror=none to start "
+    "without it."
+)
+OTHER_NAME = (
+    "If it is another run, choose a run directory with another name with --run-dir DIR, or set "
+    "another checkpoint.mirror."
+)
 CONFIGURATION = (layout.REQUESTED, layout.CONFIG, COPY)
 
 
@@ -100,18 +105,27 @@ def restore_lost(
         copy = Path(work)
         newest = max(there)
         _fetch_description(store, there[newest], copy / f"step-{newest}")
-        require_same_run(copy, url, sender, requested, dataset_of)
+        _require_same_run(copy, url, sender, requested, dataset_of)
         _restore_config(copy, folder, requested, trust_code)
     _restore_files(store, folder)
     if read_record(folder, url) is None:
         replaces = sender.id if sender else None
         write_record(folder, Record(id=secrets.token_hex(16), url=url, replaces=replaces))
-    newest = _restore_newest(store, folder, there, progress)
+    problems = []
+    for newest in sorted(there, reverse=True):
+        problem = _restore_checkpoint(store, newest, there[newest], folder, progress)
+        if problem is None:
+            break
+        problems.append(problem)
+    else:
+        raise CheckpointError(
+            f"No checkpoint at {url} is complete. {problems[0]}", fix=START_WITHOUT
+        )
     best = catalog.best_step_of(catalog.checkpoint_path(folder, newest))
     if best is not None and best in there and best != newest:
         _restore_checkpoint(store, best, there[best], folder, progress)
     layout.append_event(folder, "restore", step=newest, url=url)
-    saved = f"step {newest}{_saved_at(folder, newest)}{sent_by(sender)}"
+    saved = f"step {newest}{_saved_at(folder, newest)}{_sent_by(sender)}"
     progress.say(f"Restored {folder} from {url}: {saved}.")
     if (folder / layout.SUMMARY).exists():  # else the resume that follows says it
         damage = damage_of(folder, catalog.checkpoint_path(folder, newest))
@@ -120,25 +134,79 @@ def restore_lost(
     return True
 
 
-def _fetch_description(store: MirrorStore, stored: Stored, checkpoint: Path) -> None:
+def _fetch_description(store: MirrorStore, stored: Mirrored, checkpoint: Path) -> None:
     """Fetch what says which run this is: its configuration, its tokenizer, a checkpoint's state.
 
     They are put beside and in `checkpoint`. If it is damaged, it is left out: it is reported when
     it is fetched.
     """
-    remote = store.folder(stored.folder)
     there = store.top.files()
     for name in (*CONFIGURATION, TOKENIZER):
         if name in there:
             _fetch(f"{store.url}/{name}", checkpoint.parent / name)
     checkpoint.mkdir()
     try:
-        files = _manifest(stored.manifest, checkpoint)
-        if catalog.STATE in files:
-            _fetch_of(remote, catalog.STATE, files, remote.files(), checkpoint)
+        _pull(store.folder(stored.folder), stored.manifest, checkpoint, SILENT, only=catalog.STATE)
         catalog.recorded_environment(checkpoint)
-    except (NothingThere, CheckpointError):
+    except (Altered, CheckpointError):
         shutil.rmtree(checkpoint)
+
+
+def _require_same_run(
+    copy: Path,
+    url: str,
+    sender: Sender | None,
+    requested: RunConfig,
+    dataset_of: Callable[[RunConfig], AnyDataset],
+) -> None:
+    """Check that `requested` continues the run in the mirror at `url`.
+
+    `copy` has the run's configuration and tokenizer, and the state of a checkpoint if it could be
+    read. `dataset_of` returns the dataset with which this command trains a configuration. The rules
+    are those for a run directory.
+
+    Raises: ConfigError when the settings are others; CheckpointError when the tokenizer or the
+            training tokens are, or there is no configuration.
+    """
+    try:
+        stored, first = layout.read_config(copy), layout.read_requested(copy)
+        if stored is not None:  # an empty file would be the defaults
+            require_unedited(copy / layout.CONFIG, stored, free=UNSEALED_KEYS)
+    except FlatoutError as error:
+        raise CheckpointError(_there(error, copy, url), fix=START_WITHOUT) from error
+    if stored is None:
+        raise CheckpointError(f"{url} has no {layout.CONFIG}.", fix=START_WITHOUT)
+    own = {"checkpoint.dir": requested.checkpoint.dir}  # another machine has other disks
+    config = continued(
+        stored.with_values(own),
+        first and first.with_values(own),
+        requested,
+        place=url,
+        sent_by=_sent_by(sender),
+        fix=f"{OTHER_NAME} If it is this run, keep its settings.",
+    )
+    checkpoint = next(iter(copy.glob("step-*")), None)
+    if checkpoint is None:
+        return
+    dataset = dataset_of(config)
+    try:
+        require_tokenizer(copy, dataset, checkpoint)
+        require_same_data(copy, dataset, checkpoint)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{url} contains a run on other data{_sent_by(sender)}. {_there(error, copy, url)}",
+            fix=f"{OTHER_NAME} If it is this run, restore its dataset.",
+        ) from error
+
+
+def _sent_by(sender: Sender | None) -> str:
+    """Return which directory on which machine sent a run, as part of a sentence."""
+    return f", sent by {sender.run} on {sender.host}" if sender else ""
+
+
+def _there(error: FlatoutError, copy: Path, url: str) -> str:
+    """Return what is wrong, with URLs in place of the paths of the copy."""
+    return error.what.replace(str(copy), url)
 
 
 def _restore_config(copy: Path, folder: Path, requested: RunConfig, trust_code: bool) -> None:
@@ -174,26 +242,8 @@ def _restore_files(store: MirrorStore, folder: Path) -> None:
     claim(folder, checkpoints_folder(folder))
 
 
-def _restore_newest(
-    store: MirrorStore, folder: Path, there: Mapping[int, Stored], progress: Progress
-) -> int:
-    """Fetch the newest checkpoint that is complete, and return its step.
-
-    Raises: CheckpointError when none is.
-    """
-    problems = []
-    for step in sorted(there, reverse=True):
-        problem = _restore_checkpoint(store, step, there[step], folder, progress)
-        if problem is None:
-            return step
-        problems.append(problem)
-    raise CheckpointError(
-        f"No checkpoint at {store.url} is complete. {problems[0]}", fix=START_WITHOUT
-    )
-
-
 def _restore_checkpoint(
-    store: MirrorStore, step: int, stored: Stored, folder: Path, progress: Progress
+    store: MirrorStore, step: int, stored: Mirrored, folder: Path, progress: Progress
 ) -> str | None:
     """Fetch a checkpoint, check it against its manifest, and return what is wrong with it.
 
@@ -203,94 +253,64 @@ def _restore_checkpoint(
     work = final.with_name(f"{final.name}.tmp-restore")
     fetched = work / final.name
     fetched.mkdir(parents=True, exist_ok=True)
-    problem = _fetch_checkpoint(store.folder(stored.folder), stored.manifest, fetched, progress)
-    if problem is None:
+    remote = store.folder(stored.folder)
+    try:
+        _pull(remote, stored.manifest, fetched, progress)
+        problems = catalog.verify(fetched, check=catalog.check_size)
+    except (Altered, CheckpointError) as error:
+        problems = [error.what]
+    if not problems:
         catalog.publish(fetched, final)
     shutil.rmtree(work, ignore_errors=True)
-    if problem is not None:
-        progress.say(f"Checkpoint {final.name} at {store.url} cannot be used: {problem}")
+    if not problems:
+        return None
+    problem = problems[0].replace(str(fetched), remote.url)
+    progress.say(f"Checkpoint {final.name} at {store.url} cannot be used: {problem}")
     return problem
 
 
-def _fetch_checkpoint(
-    remote: RemoteFolder, manifest: bytes, target: Path, progress: Progress
-) -> str | None:
-    """Fetch a checkpoint into `target`, and return what is wrong with it."""
-    try:
-        files = _manifest(manifest, target)
-        for path in target.iterdir():
-            if path.name != catalog.MANIFEST and path.name not in files:
-                path.unlink()  # a part of a file
-        missing = [name for name in files if catalog.check_file(target / name, files[name])]
-        there = remote.files()
-        jobs = [partial(_fetch_of, remote, name, files, there, target) for name in missing]
-        num_bytes = sum(files[name].bytes for name in missing)
-        transfer_all(f"Fetching {remote.url}", jobs, num_bytes, progress)
-        problems = catalog.verify(target, progress=progress)
-    except (NothingThere, CheckpointError) as error:
-        problems = [error.what]
-    sync(target)
-    return problems[0].replace(str(target), remote.url) if problems else None
-
-
-def _manifest(content: bytes, checkpoint: Path) -> Mapping[str, FileFacts]:
-    """Write a manifest into the directory of its checkpoint, and return the files that it lists.
-
-    Raises: CheckpointError when it is damaged.
-    """
-    write_text(checkpoint / catalog.MANIFEST, content.decode(errors="replace"))
-    return catalog.read_manifest(checkpoint).files
-
-
-def _fetch_of(
-    remote: RemoteFolder,
-    name: str,
-    files: Mapping[str, FileFacts],
-    there: Collection[str],
-    target: Path,
-    advance: Advance = lambda _: None,
+def _pull(
+    remote: RemoteFolder, manifest: bytes, target: Path, progress: Progress, *, only: str = ""
 ) -> None:
-    """Fetch a checkpoint's file, which may have been compressed, into the directory `target`."""
-    packed = f"{name}{COMPRESSED}"
-    url = f"{remote.url}/{packed if packed in there else name}"
-    _fetch(url, target / name, advance, most_bytes=files[name].bytes)
+    """Fetch the files of a checkpoint that `target` lacks, which may be compressed there.
 
-
-def _fetch(
-    url: str,
-    target: Path,
-    advance: Advance = lambda _: None,
-    *,
-    most_bytes: float = math.inf,
-) -> None:
-    """Write the content of a remote file, unpacked, to `target`.
-
-    Raises: CheckpointError when it cannot be unpacked, or has more than `most_bytes`.
+    Raises: CheckpointError when the manifest is damaged; as `pull`.
     """
-    with open_remote(url) as source, CheckedFile(target) as file:
-        reader = _unpacked(source, url) if url.endswith(COMPRESSED) else source
-        try:
-            while block := reader.read(BLOCK_BYTES):
-                if file.size + len(block) > most_bytes:
-                    raise CheckpointError(
-                        f"{url} is damaged: it has more than the {most_bytes:,.0f} bytes that the "
-                        "manifest says.",
-                        fix="Use another checkpoint.",
-                    )
-                file.write(np.frombuffer(block, np.uint8))
-                advance(len(block))
-        except Exception as error:
-            if type(error).__name__ != "ZstdError":
-                raise
-            raise CheckpointError(
-                f"{url} is damaged: {error}.", fix="Use another checkpoint."
-            ) from error
+    write_text(target / catalog.MANIFEST, manifest.decode(errors="replace"))
+    files = catalog.read_manifest(target).files
+    for path in target.iterdir():
+        if path.name != catalog.MANIFEST and path.name not in files:
+            path.unlink()  # of an earlier copy of the step
+    there = remote.files()
+
+    def open_file(url: str) -> IO[bytes]:
+        if f"{url.rpartition('/')[2]}{COMPRESSED}" not in there:
+            return open_remote(url)
+        zstandard = import_package("zstandard", url, extra="zstd")
+        reader: IO[bytes] = zstandard.ZstdDecompressor().stream_reader(
+            open_remote(f"{url}{COMPRESSED}")
+        )
+        return reader
+
+    pull(
+        remote.url,
+        manifest,
+        [
+            Wanted(name, facts.bytes, partial(catalog.check_file, facts=facts))
+            for name, facts in files.items()
+            if only in ("", name)
+        ],
+        target,
+        fix="Use another checkpoint.",
+        more_space="set checkpoint.dir to a directory on a larger disk",
+        progress=progress,
+        open_file=open_file,
+    )
 
 
-def _unpacked(source: IO[bytes], url: str) -> IO[bytes]:
-    zstandard = import_package("zstandard", url, extra="zstd")
-    reader: IO[bytes] = zstandard.ZstdDecompressor().stream_reader(source)
-    return reader
+def _fetch(url: str, target: Path) -> None:
+    with open_remote(url) as source:
+        receive(source, target, url, fix=START_WITHOUT)
 
 
 def _saved_at(folder: Path, step: int) -> str:

@@ -8,45 +8,46 @@ ranks write to one file system.
 
 from __future__ import annotations
 
+import math
+import os
 import secrets
 import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Event, Thread
-from typing import TYPE_CHECKING
 
+from flatout.config.sections import CheckpointConfig
 from flatout.errors import CheckpointError, FlatoutError, in_shell, on_one_line, without_secrets
 from flatout.files import entry_of, sha256
 from flatout.json_io import JsonObject
 from flatout.progress import SILENT, Progress
+from flatout.remote.connection import Unreachable
+from flatout.remote.folder import CLAIM, Claim, RemoteFolder, push
+from flatout.remote.parallel import Advance, transfer_all
+from flatout.remote.reading import Description
 from flatout.training.checkpoint import catalog
-from flatout.training.metrics.observers import Observer
-from flatout.training.mirror.files import compressed, pinned
+from flatout.training.metrics.observers import Quiet
 from flatout.training.mirror.remote import (
+    COMPRESSED,
     LOGGER_FILE,
     RUN_FILES,
-    SENDING,
+    Mirrored,
     MirrorStore,
     Record,
     Sender,
-    Stored,
     digest_of,
     local_digests,
+    mirror_url,
     read_record,
     write_record,
 )
-from flatout.training.run_dir.layout import LOGGER_STATES, SUMMARY
-from flatout.transfer.parallel import Advance, transfer_all
-from flatout.transfer.reading import Description
-from flatout.transfer.sending import RemoteFolder
-
-if TYPE_CHECKING:
-    from flatout.assembly.run import Run
+from flatout.training.run_dir.layout import LOGGER_STATES, SUMMARY, append_event
 
 GRACE_S = 25.0
 """When a run that was asked to stop, or failed, no longer waits for its uploads: schedulers kill a
@@ -68,7 +69,7 @@ class GivenUp(CheckpointError):
     """The run ended before everything was sent."""
 
 
-class Uploader(Observer):
+class Uploader(Quiet):
     """An observer that sends every saved checkpoint of a run directory to the mirror at `url`.
 
     `claim` comes first, then `start`, and `close` at the end.
@@ -80,9 +81,11 @@ class Uploader(Observer):
         self._run_folder = run_folder
         self._store = MirrorStore(url)
         self._compress = compress
-        self._record: Record | None = None
-        self._there: dict[int, Stored] | None = None
-        """The complete checkpoints in the mirror by step; None while they are unknown."""
+        self._record: Record
+        self._is_claimed = False
+        self._there: dict[int, Mirrored] = {}
+        """The complete checkpoints in the mirror by step."""
+        self._is_there_known = False
         self._sent_files: dict[str, str] = {}
         """Digests of the files of the run directory that this process has sent."""
         self._saved: SimpleQueue[int] = SimpleQueue()
@@ -126,21 +129,12 @@ class Uploader(Observer):
         if sender is None or sender.id != record.id:
             own = str(self._run_folder.absolute())
             self._store.write_sender(Sender(id=record.id, run=own, host=socket.gethostname()))
-        self._record = record
+        self._record, self._is_claimed = record, True
 
     def start(self, report: Report) -> None:
         """Start the thread; `report` is called in this one."""
         self._report = report
         self._thread.start()
-
-    def on_start(self, run: Run) -> None:
-        """Ignore the first step: `start` comes before it."""
-
-    def on_record(self, record: Mapping[str, float]) -> None:
-        """Ignore a record: metrics.jsonl is sent with the next checkpoint."""
-
-    def on_end(self, summary: JsonObject) -> None:
-        """Ignore the summary: `close` sends it."""
 
     def on_event(self, event: JsonObject) -> None:
         """Send a checkpoint that was just completed."""
@@ -179,10 +173,7 @@ class Uploader(Observer):
                     break
             self._given_up.set()
         self.on_tick(0, 0)
-        self._report_unsent()
-
-    def _report_unsent(self) -> None:
-        sent = self._record.sent if self._record else []
+        sent = self._record.sent if self._is_claimed else []
         unsent = [step for step in local_digests(self._run_folder) if step not in sent]
         if unsent and not self._is_over:
             reason = self._reason or "there was too little time"
@@ -214,7 +205,7 @@ class Uploader(Observer):
 
     def _failed(self, error: Exception) -> None:
         """Report a failure, unless it is the same as before."""
-        self._there = None  # an unfinished request may have changed it
+        self._is_there_known = False  # an unfinished request may have changed it
         what = error.what if isinstance(error, FlatoutError) else str(error) or type(error).__name__
         reason = on_one_line(without_secrets(what)).rstrip(".")[:300]
         if reason != self._reason:
@@ -224,36 +215,36 @@ class Uploader(Observer):
         self._reason = reason
 
     def _send_all(self, *, with_run_files: bool) -> None:
-        if self._record is None:
+        if not self._is_claimed:
             self.claim()
-            assert self._record is not None, "the mirror is claimed"
-        if self._there is None:
-            self._there = self._store.complete()
+        if not self._is_there_known:
+            self._there, self._is_there_known = self._store.complete(), True
             for last in self._there.keys() & set(self._record.sending):  # after a kill
-                self._store.folder(self._there[last].folder).remove(SENDING)
-            self._remove_leftovers(self._there)
+                self._store.folder(self._there[last].folder).remove(CLAIM)
+            self._remove_leftovers()
             local = local_digests(self._run_folder)
             newest = max(local, default=0)
             if newest in local and newest not in _lacking(local, self._there):
-                self._prune(newest, self._there)  # a kill may have come between upload and this
-        while (step := self._next_step(self._there)) is not None:
-            with pinned(catalog.checkpoint_path(self._run_folder, step)) as (source, work):
+                self._prune(newest)  # a kill may have come between upload and this
+        while (step := self._next_step()) is not None:
+            with _pinned(catalog.checkpoint_path(self._run_folder, step)) as (source, work):
                 if source is not None:
-                    self._send_checkpoint(step, source, work, self._there)
-                    self._prune(step, self._there)
-                    self._remove_leftovers(self._there)
+                    self._send_checkpoint(step, source, work)
+                    self._prune(step)
+                    self._remove_leftovers()
         if with_run_files:
             self._send_run_files(RUN_FILES)
 
-    def _remove_leftovers(self, there: dict[int, Stored]) -> None:
+    def _remove_leftovers(self) -> None:
         """Delete interrupted uploads that nothing continues, and what another has replaced."""
         self._require_own()
-        unsent = _lacking(local_digests(self._run_folder), there)
+        kept = {stored.folder for stored in self._there.values()}
+        unsent = _lacking(local_digests(self._run_folder), self._there)
         for name, step in self._store.folders().items():
-            if step not in unsent and (step not in there or name != there[step].folder):
+            if step not in unsent and name not in kept:
                 self._store.delete(name)
 
-    def _next_step(self, there: dict[int, Stored]) -> int | None:
+    def _next_step(self) -> int | None:
         """Return the newest step that the mirror lacks; report those deleted before their turn."""
         self._require_time()
         while not self._saved.empty():
@@ -261,36 +252,30 @@ class Uploader(Observer):
         local = local_digests(self._run_folder)
         for step in sorted(self._waiting - local.keys()):
             self._news.put(("upload_dropped", {"step": step, "url": self.url}))
-        lacking = _lacking(local, there)
+        lacking = _lacking(local, self._there)
         self._waiting &= lacking
         self._remember(local.keys() - lacking, lacking=lacking)
         return max(lacking, default=None)
 
-    def _send_checkpoint(
-        self, step: int, source: Path, work: Path, there: dict[int, Stored]
-    ) -> None:
+    def _send_checkpoint(self, step: int, source: Path, work: Path) -> None:
         """Send a checkpoint: what describes it first, then its files, its manifest last."""
         began_s = time.monotonic()
         self._require_own()  # before anything there is replaced
         manifest = (source / catalog.MANIFEST).read_bytes()
-        digest = digest_of(manifest)
         names = sorted(path.name for path in source.iterdir() if path.name != catalog.MANIFEST)
-        folder = self._store.folder_for(step, digest, there.get(step))
+        claim = Claim(manifest=digest_of(manifest))
+        folder, found = self._store.folder_for(step, claim, self._there.get(step))
         remote = self._store.folder(folder)
-        found = remote.files()
-        if not found:
-            remote.put_text(SENDING, digest)
         sizes: list[int] = []
-        jobs = [
-            partial(self._send_file, remote, source / name, work, found, sizes) for name in names
-        ]
-        transfer_all(f"Sending step {step}", jobs, 0, SILENT)
-        self._send_run_files([name for name in RUN_FILES if name != SUMMARY])
-        self._require_time()
-        self._write_record(sending=[step])
-        remote.send(source / catalog.MANIFEST, entry_of(source / catalog.MANIFEST))
-        remote.remove(SENDING)
-        there[step] = Stored(folder, manifest)
+        with push(remote, manifest, claim, found) as sent:
+            jobs = [
+                partial(self._send_file, remote, source / name, work, sent, sizes) for name in names
+            ]
+            transfer_all(f"Sending step {step}", jobs, 0, SILENT)
+            self._send_run_files([name for name in RUN_FILES if name != SUMMARY])
+            self._require_time()
+            self._write_record(sending=[step])
+        self._there[step] = Mirrored(folder, manifest)
         self._waiting.discard(step)
         self._remember([step])
         seconds = round(time.monotonic() - began_s, 3)
@@ -302,7 +287,7 @@ class Uploader(Observer):
         remote: RemoteFolder,
         path: Path,
         work: Path,
-        found: dict[str, Description],
+        sent: dict[str, Description],
         sizes: list[int],
         advance: Advance,
     ) -> None:
@@ -311,9 +296,9 @@ class Uploader(Observer):
             self._require_time()
             advance(num_bytes)
 
-        packed = compressed(path, work) if self._compress else path
+        packed = _compressed(path, work) if self._compress else path
         entry = entry_of(packed)
-        remote.send(packed, entry, found.get(packed.name), moved)
+        remote.send(packed, entry, sent.get(packed.name), moved)
         sizes.append(entry.size_bytes)
         if packed != path:
             packed.unlink()
@@ -353,7 +338,7 @@ class Uploader(Observer):
     def _require_own(self) -> None:
         """Check that the run was not restored elsewhere meanwhile."""
         sender = self._store.sender()
-        if sender is not None and self._record is not None and sender.id != self._record.id:
+        if sender is not None and sender.id != self._record.id:
             raise self._taken_over(sender)
 
     def _taken_over(self, sender: Sender) -> TakenOver:
@@ -363,21 +348,18 @@ class Uploader(Observer):
             f"{in_shell(self._run_folder)} without a mirror.",
         )
 
-    def _prune(self, newest: int, there: dict[int, Stored]) -> None:
+    def _prune(self, newest: int) -> None:
         """Delete the checkpoints in the mirror that were sent from here and deleted here."""
-        assert self._record is not None, "the mirror is claimed before anything is sent"
         local = local_digests(self._run_folder)
         if not local:
             return
         self._require_own()
-        for step in sorted(there.keys() & set(self._record.sent) - local.keys() - {newest}):
-            self._store.delete(there.pop(step).folder)
+        for step in sorted(self._there.keys() & set(self._record.sent) - local.keys() - {newest}):
+            self._store.delete(self._there.pop(step).folder)
         self._remember([])
 
     def _remember(self, steps: Iterable[int], *, lacking: Iterable[int] = ()) -> None:
         """Store that the mirror has `steps`, and not `lacking`."""
-        assert self._record is not None, "the mirror is claimed before anything is sent"
-        assert self._there is not None, "it was read before"
         known = {*self._record.sent, *self._record.sending, *steps}
         sent = sorted((known & self._there.keys()) - {*lacking})
         if sent != self._record.sent:
@@ -385,11 +367,104 @@ class Uploader(Observer):
 
     def _write_record(self, **fields: list[int]) -> None:
         """Store the record with other values of some fields."""
-        assert self._record is not None, "the mirror is claimed before anything is sent"
         self._record = self._record.model_copy(update=fields)
         write_record(self._run_folder, self._record)
 
 
-def _lacking(local: Mapping[int, str], there: Mapping[int, Stored]) -> set[int]:
+def _lacking(local: Mapping[int, str], there: Mapping[int, Mirrored]) -> set[int]:
     """Return the steps of checkpoints here that the mirror lacks, or has with other content."""
     return {step for step in local if step not in there or there[step].digest != local[step]}
+
+
+@contextmanager
+def _pinned(checkpoint: Path) -> Iterator[tuple[Path | None, Path]]:
+    """Yield a directory with a checkpoint's files, and one for temporary files.
+
+    The former has hard links, so that deleting the checkpoint does not end its upload; where the
+    file system has none, it is the checkpoint itself. It is None when the checkpoint is gone.
+    """
+    work = checkpoint.with_name(f"{checkpoint.name}.tmp-upload-{secrets.token_hex(4)}")
+    links = work / "files"
+    links.mkdir(parents=True)
+    try:
+        source: Path | None = links
+        try:
+            for path in checkpoint.iterdir():
+                os.link(path, links / path.name)
+        except FileNotFoundError:
+            source = None
+        except OSError:
+            source = checkpoint
+        yield source, work
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _compressed(path: Path, work: Path) -> Path:
+    """Return a compressed copy of a file, in the directory `work`."""
+    import zstandard
+
+    copy = work / f"{path.name}{COMPRESSED}"
+    with path.open("rb") as source, copy.open("wb") as target:
+        zstandard.ZstdCompressor().copy_stream(source, target, size=path.stat().st_size)
+    return copy
+
+
+def claimed(
+    run_folder: Path, config: CheckpointConfig, is_resumed: bool, progress: Progress
+) -> Uploader | None:
+    """Return the uploader of a run that is about to train; None when it has no mirror.
+
+    Raises: as `Uploader.claim`; but a resumed run starts when the server does not answer.
+    """
+    url = mirror_url(config.mirror, run_folder)
+    if url is None:
+        return None
+    uploader = Uploader(run_folder, url, compress=config.compress is not None)
+    try:
+        uploader.claim()
+    except Unreachable as error:
+        if not is_resumed:
+            raise
+        progress.say(f"{error.what} Checkpoints are sent when it answers.")
+    return uploader
+
+
+@contextmanager
+def sending(
+    uploader: Uploader | None,
+    report: Report,
+    progress: Progress,
+    since_stop_s: Callable[[], float | None] = lambda: None,
+    advanced: Callable[[], object] = lambda: None,
+) -> Iterator[None]:
+    """Send checkpoints in the background inside the block, and the rest at its end.
+
+    `since_stop_s` and `advanced` are those of `Uploader.close`. A run that fails has as little time
+    as one that was asked to stop; one that a second Ctrl+C ends has none.
+    """
+    if uploader is None:
+        yield
+        return
+    uploader.start(report)
+    try:
+        yield
+    except KeyboardInterrupt:  # a second Ctrl+C waits for nothing
+        uploader.close(progress, lambda: math.inf, advanced)
+        raise
+    except BaseException:
+        failed_s = time.monotonic()
+        uploader.close(progress, lambda: since_stop_s() or time.monotonic() - failed_s, advanced)
+        raise
+    uploader.close(progress, since_stop_s, advanced)
+
+
+def send_rest(run_folder: Path, config: CheckpointConfig, progress: Progress) -> None:
+    """Send what the mirror of a finished run lacks; a failure is reported, not raised."""
+    try:
+        uploader = claimed(run_folder, config, True, progress)
+    except FlatoutError as error:
+        progress.say(str(error))
+        return
+    with sending(uploader, partial(append_event, run_folder), progress):
+        pass

@@ -19,8 +19,8 @@ from flatout.errors import CheckpointError, FlatoutError, in_shell
 from flatout.files import copy_whole, write_text
 from flatout.json_io import JsonObject, parsing
 from flatout.progress import SILENT, Progress
+from flatout.remote.urls import is_url
 from flatout.training.checkpoint import catalog
-from flatout.transfer.urls import is_url
 
 COMPARED = (
     "The quick brown fox jumps over the lazy dog.",

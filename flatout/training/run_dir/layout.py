@@ -27,7 +27,6 @@ RUN/
 
 from __future__ import annotations
 
-import re
 import shutil
 import time
 from collections.abc import Iterator
@@ -53,48 +52,17 @@ from flatout.json_io import (
     read_lines,
     write_json,
 )
+from flatout.progress import readable_memory
 from flatout.recognised import read_regular
 from flatout.training.checkpoint import catalog
 from flatout.training.checkpoint.location import OWNER, claim, existing, folder_in
 from flatout.training.run_dir.config_seal import (
     COPY,
     require_as_trained,
-    require_unedited,
     require_whole,
     write_sealed,
     write_sealed_at_top,
 )
-
-FREE_KEYS = (
-    "log.",
-    "data.cache",
-    "checkpoint.every_",
-    "checkpoint.keep",
-    "checkpoint.best",
-    "checkpoint.mirror",
-    "checkpoint.compress",
-    "parallel.",
-    "train.devices",
-    "train.eval_every",
-    "train.eval_tokens",
-    "train.patience",
-    "train.sample_every",
-    "train.sample_prompt",
-    "train.watchdog_",
-    "train.max_bad_steps",
-    "train.on_divergence",
-    "train.max_rewinds",
-    "name",
-)
-"""Prefixes of the keys that may change when a run resumes: they do not change what a step computes,
-except for the last bits of sums. Some decide when the run ends, or whether it goes back.
-"""
-LENGTH_KEYS = ("train.steps", "train.tokens", "train.epochs")
-"""One of them sets the length of a run; training/longer.py decides when it may grow."""
-NAMELESS_KEYS = (*FREE_KEYS, "checkpoint.dir")
-"""Prefixes of the keys that do not affect a run's name."""
-UNSEALED_KEYS = (*NAMELESS_KEYS, "data.path")
-"""Prefixes of the keys that may be edited in config.yaml."""
 
 CONFIG, REQUESTED, EVENTS, SUMMARY, EXIT_CODE, LOCK, ORIGIN = (
     "config.yaml",
@@ -139,33 +107,6 @@ STARTED = (COPY, REQUESTED, ORIGIN, OWNER, LEFT_OUT)
 """Files that a first start writes before config.yaml, which makes a directory a run directory."""
 
 
-def run_name(config: RunConfig) -> str:
-    """Return the name of a run's directory: its recipe, and 8 characters of its config's digest.
-
-    `config` is the requested configuration. NAMELESS_KEYS do not affect the name, so that the same
-    command with another `log.every` finds its run again.
-    """
-    defaults = flat(RunConfig().to_dict())
-    free = {key: value for key, value in defaults.items() if key.startswith(NAMELESS_KEYS)}
-    stem = re.sub(r"[^A-Za-z0-9._-]+", "-", config.name).strip(".-") or "run"
-    return f"{stem}-{config.with_values(free).digest()[:8]}"
-
-
-def keys_that_may_change() -> str:
-    """Return the sentence that lists the keys that may change when a run resumes."""
-    keys = flat(RunConfig().to_dict()).keys()
-    shown = [
-        f"{prefix}*" if any(key.startswith(prefix) for key in keys - {prefix}) else prefix
-        for prefix in FREE_KEYS
-        if prefix != "name"
-    ]
-    return (
-        f"Only these may change: {', '.join(shown)}; the paths of the same data; the "
-        "micro-batch (batch.rows_per_device, batch.accumulate), if a step keeps its tokens; and "
-        f"the length ({', '.join(LENGTH_KEYS)}), where the learning rates permit it."
-    )
-
-
 def write_config(folder: Path, config: RunConfig, *, requested: RunConfig | None = None) -> None:
     """Store the resolved configuration and the requested one, whose code is trusted from now on.
 
@@ -174,18 +115,14 @@ def write_config(folder: Path, config: RunConfig, *, requested: RunConfig | None
     folder.mkdir(parents=True, exist_ok=True)
     claim(folder, folder_in(config.checkpoint.dir, folder))
     if requested is not None:
-        write_sealed_at_top(folder / REQUESTED, _yaml(requested))
+        write_requested(folder, requested)
     write_sealed(folder / CONFIG, _yaml(config))
     if requested is not None:
         trust.remember(folder, requested.references())
 
 
-def replace_config(folder: Path, config: RunConfig, *, requested: RunConfig) -> None:
-    """Replace the resolved configuration of a run, then the requested one.
-
-    The order matters: after a kill in between, running the same command again repeats both.
-    """
-    write_config(folder, config)
+def write_requested(folder: Path, requested: RunConfig) -> None:
+    """Store the configuration as requested, with its digest."""
     write_sealed_at_top(folder / REQUESTED, _yaml(requested))
 
 
@@ -222,20 +159,6 @@ def read_requested(folder: Path) -> RunConfig | None:
     if path.exists() and not read_document(path):
         raise ConfigError(f"{path} is damaged: it is empty.", fix=RESTORE)
     return _read_yaml(path)
-
-
-def settings_file(folder: Path) -> Path:
-    """Return the file with the settings that a run was started with, to train them again.
-
-    It is asked.yaml, or config.yaml if an earlier version, which did not store it, started the run.
-    Raises: ConfigError when it was changed or damaged.
-    """
-    if read_requested(folder) is not None:
-        return folder / REQUESTED
-    path, config = folder / CONFIG, read_config(folder)
-    if config is not None:
-        require_unedited(path, config, free=UNSEALED_KEYS)
-    return path
 
 
 def read_settings(folder: Path) -> JsonObject:
@@ -336,8 +259,8 @@ def require_free_disk(folder: Path, needed_bytes: int, *, directory: str | None 
     if free < needed_bytes:
         fewer = "keep fewer checkpoints (checkpoint.keep, checkpoint.keep_every)"
         raise HardwareError(
-            f"The checkpoints of this run need {_size(needed_bytes)} more; the disk of {disk} has "
-            f"{_size(free)} free.",
+            f"The checkpoints of this run need {readable_memory(needed_bytes)} more; "
+            f"the disk of {disk} has {readable_memory(free)} free.",
             fix=f"Free space there, or {fewer}."
             if saved
             else f"Free space there, {fewer}, or set checkpoint.dir to a larger disk.",
@@ -355,14 +278,6 @@ def list_runs(root: Path) -> list[Path]:
         path.parent for pattern in (f"*/{CONFIG}", f"*/*/{CONFIG}") for path in root.glob(pattern)
     ]
     return sorted(found, key=lambda path: ((path / CONFIG).stat().st_mtime, path))
-
-
-def _size(num_bytes: int) -> str:
-    unit, name = next(
-        ((unit, name) for unit, name in ((2**30, "GiB"), (2**20, "MiB")) if num_bytes >= unit),
-        (2**10, "KiB"),
-    )
-    return f"{num_bytes / unit:.1f} {name}"
 
 
 def _yaml(config: RunConfig) -> str:

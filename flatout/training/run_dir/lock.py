@@ -1,9 +1,10 @@
-"""The lock of a run directory: one process trains in it at a time. No torch."""
+"""The lock of a run directory: one process trains in it at a time; its state. No torch."""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import time
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,7 @@ from flatout.errors import CheckpointError
 from flatout.files import LocksUnsupported, is_open_at, lock, open_own, refuse_links, writing_run
 from flatout.progress import SILENT, Progress
 from flatout.training.checkpoint.location import make_folder, release
+from flatout.training.run_dir import layout
 from flatout.training.run_dir.config_seal import COPY
 from flatout.training.run_dir.layout import CONFIG, LEFT_OUT, LOCK, ORIGIN, REQUESTED, WRITTEN
 
@@ -113,3 +115,17 @@ def in_use(folder: Path) -> CheckpointError:
         fix=f"Wait until it has finished, stop it ({stop}), or choose another directory with "
         "--run-dir DIR.",
     )
+
+
+def run_state(run_folder: Path) -> str:
+    """Return running, finished, stopped, interrupted, failed, killed (no exit code) or new."""
+    if is_locked(run_folder):
+        return "running"
+    code = layout.read_exit_code(run_folder)
+    if code is None:
+        if layout.read_summary(run_folder) is not None:
+            return "finished"
+        return "killed" if (run_folder / layout.EVENTS).exists() else "new"
+    if code in {128 + number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}:
+        return "interrupted"
+    return {0: "finished", 75: "stopped"}.get(code, "failed")

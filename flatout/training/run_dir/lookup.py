@@ -1,10 +1,12 @@
-"""Find runs and checkpoints by name. No torch, so that a misspelt name fails at once."""
+"""Find runs, their metrics and checkpoints by name. No torch: a misspelt name fails at once."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from flatout.errors import CheckpointError, ConfigError, FlatoutError, in_shell
+from flatout.json_io import JsonObject
 from flatout.progress import SILENT, Progress
 from flatout.recognised import recognise, require_local
 from flatout.registry import nearest
@@ -18,6 +20,8 @@ RESUME = ("auto", "never")
 """The values of `--resume` that are not paths."""
 NEGATIVE = {"no", "none", "off", "false", "0"}
 """Words that others write for `never`."""
+Table = dict[str, list[float | None]]
+"""Columns by name, all of one length; None where nothing was measured."""
 
 
 def find_run(run: str | Path) -> Path:
@@ -156,3 +160,22 @@ def find_checkpoint(
         )
     catalog.require_complete(path, check=checked, progress=progress)
     return path
+
+
+def metrics(run: str | Path | None = None) -> Table:
+    """Return the metrics of a run as columns, for `pandas.DataFrame(flatout.metrics(run))`.
+
+    Each row is a line of metrics.jsonl: `step` and the other positions, then the figures that were
+    measured at that step. Training and evaluation at one step are two rows, and figures that a row
+    lacks are None.
+
+    Raises: CheckpointError when there is no such run; for None, the newest run with a checkpoint.
+    """
+    return columns(layout.read_records(run_or_newest(run)))
+
+
+def columns(records: Iterable[Mapping[str, float] | JsonObject]) -> Table:
+    """Return records as columns, in the order in which the names first appear."""
+    rows = list(records)
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: [row.get(name) for row in rows] for name in names}

@@ -1,17 +1,26 @@
-"""How a run resumes: the configuration it keeps, and the checkpoint it continues from."""
+"""How a run resumes: the settings that may change, its checkpoint, its origin, a greater length."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from threading import Thread
 
+from pydantic import BaseModel
+
 from flatout import trust
+from flatout.assembly.selection import recipe_of
 from flatout.config.schema import RunConfig, difference, flat
+from flatout.data.store.mix import AnyDataset
 from flatout.errors import CheckpointError, ConfigError, in_shell
-from flatout.progress import SILENT, Progress
+from flatout.files import sha256
+from flatout.json_io import read_model, write_json
+from flatout.optimizers.schedule import factor, warmup_steps
+from flatout.progress import SILENT, Progress, counted
 from flatout.recognised import recognise
 from flatout.training.checkpoint import catalog
 from flatout.training.checkpoint.location import OWNER, checkpoints_folder, require_own_folder
@@ -19,22 +28,87 @@ from flatout.training.run_dir.config_seal import require_unedited
 from flatout.training.run_dir.data_location import data_values, moved_data
 from flatout.training.run_dir.layout import (
     CONFIG,
-    FREE_KEYS,
-    LENGTH_KEYS,
     LOCK,
+    ORIGIN,
     REQUESTED,
     SUMMARY,
-    UNSEALED_KEYS,
-    keys_that_may_change,
     read_config,
     read_requested,
+    write_config,
+    write_requested,
 )
-from flatout.training.run_dir.origin import (
-    origin_checkpoint,
-    read_origin,
-    steps_before,
-    write_origin,
+
+FREE_KEYS = (
+    "log.",
+    "data.cache",
+    "checkpoint.every_",
+    "checkpoint.keep",
+    "checkpoint.best",
+    "checkpoint.mirror",
+    "checkpoint.compress",
+    "parallel.",
+    "train.devices",
+    "train.eval_every",
+    "train.eval_tokens",
+    "train.patience",
+    "train.sample_every",
+    "train.sample_prompt",
+    "train.watchdog_",
+    "train.max_bad_steps",
+    "train.on_divergence",
+    "train.max_rewinds",
+    "name",
 )
+"""Prefixes of the keys that may change when a run resumes: they do not change what a step computes,
+except for the last bits of sums. Some decide when the run ends, or whether it goes back.
+"""
+LENGTH_KEYS = ("train.steps", "train.tokens", "train.epochs")
+"""One of them sets the length of a run; `lengthen` decides when it may grow."""
+NAMELESS_KEYS = (*FREE_KEYS, "checkpoint.dir")
+"""Prefixes of the keys that do not affect a run's name."""
+UNSEALED_KEYS = (*NAMELESS_KEYS, "data.path")
+"""Prefixes of the keys that may be edited in config.yaml."""
+
+
+def run_name(config: RunConfig) -> str:
+    """Return the name of a run's directory: its recipe, and 8 characters of its config's digest.
+
+    `config` is the requested configuration. NAMELESS_KEYS do not affect the name, so that the same
+    command with another `log.every` finds its run again.
+    """
+    defaults = flat(RunConfig().to_dict())
+    free = {key: value for key, value in defaults.items() if key.startswith(NAMELESS_KEYS)}
+    stem = re.sub(r"[^A-Za-z0-9._-]+", "-", config.name).strip(".-") or "run"
+    return f"{stem}-{config.with_values(free).digest()[:8]}"
+
+
+def settings_file(folder: Path) -> Path:
+    """Return the file with the settings that a run was started with, to train them again.
+
+    It is asked.yaml, or config.yaml if an earlier version, which did not store it, started the run.
+    Raises: ConfigError when it was changed or damaged.
+    """
+    if read_requested(folder) is not None:
+        return folder / REQUESTED
+    path, config = folder / CONFIG, read_config(folder)
+    if config is not None:
+        require_unedited(path, config, free=UNSEALED_KEYS)
+    return path
+
+
+def keys_that_may_change() -> str:
+    """Return the sentence that lists the keys that may change when a run resumes."""
+    keys = flat(RunConfig().to_dict()).keys()
+    shown = [
+        f"{prefix}*" if any(key.startswith(prefix) for key in keys - {prefix}) else prefix
+        for prefix in FREE_KEYS
+        if prefix != "name"
+    ]
+    return (
+        f"Only these may change: {', '.join(shown)}; the paths of the same data; the "
+        "micro-batch (batch.rows_per_device, batch.accumulate), if a step keeps its tokens; and "
+        f"the length ({', '.join(LENGTH_KEYS)}), where the learning rates permit it."
+    )
 
 
 def config_to_resume(
@@ -44,7 +118,7 @@ def config_to_resume(
 
     None when the directory contains no run, or one that has never saved: the next start is a new
     run and may change any setting. The stored length is kept, whatever `requested` sets: whether a
-    run can be made longer depends on its data (training/longer.py). Another micro-batch is accepted
+    run can be made longer depends on its data (`lengthen`). Another micro-batch is accepted
     if a step keeps its tokens, and moved data: `require_tokenizer` refuses another tokenizer, and
     `require_same_data` other training tokens.
     Raises: UntrustedCode, before advice can repeat what config.yaml names; ConfigError for an
@@ -61,27 +135,30 @@ def config_to_resume(
         folder, stored.references(), named=requested.references(), trust_code=trust_code
     )
     require_unedited(folder / CONFIG, stored, free=UNSEALED_KEYS)
-    config, contradictions = continued(stored, first, requested)
-    if contradictions:
-        asked = folder / REQUESTED
-        lost = "" if first is not None else f" {asked}, with the settings as requested, is missing."
-        restore = "" if first is not None else f"Restore {in_shell(asked)} if there is a copy. "
-        raise ConfigError(
-            f"{folder} contains a run with other settings: {'; '.join(contradictions)}.{lost}",
-            fix=f"{restore}Keep the stored settings, or start another run; "
-            f"`--resume {in_shell(folder)} --run-dir DIR` starts it from this one. "
-            f"{keys_that_may_change()}",
-        )
-    return config
+    return continued(
+        stored,
+        first,
+        requested,
+        place=str(folder),
+        fix="Keep the stored settings, or start another run; "
+        f"`--resume {in_shell(folder)} --run-dir DIR` starts it from this one.",
+    )
 
 
 def continued(
-    stored: RunConfig, first: RunConfig | None, requested: RunConfig
-) -> tuple[RunConfig, list[str]]:
-    """Return `stored` with the free keys and data paths of `requested`, and what contradicts it.
+    stored: RunConfig,
+    first: RunConfig | None,
+    requested: RunConfig,
+    *,
+    place: str,
+    sent_by: str = "",
+    fix: str,
+) -> RunConfig:
+    """Return `stored` with the free keys, data paths and micro-batch of `requested`.
 
-    `first` is the request that the run started with, if it is known. A contradiction is a line
-    with a key and both values; where there is one, the run cannot continue.
+    `first` is the request that the run started with, if it is known; `place` is where the run is,
+    a path or a URL, and `sent_by` the end of that sentence.
+    Raises: ConfigError, with `fix`, that names each key that contradicts the run and both values.
     """
     moved = moved_data(stored.data, requested.data)
     if moved is not None:
@@ -92,12 +169,21 @@ def continued(
     if contradictions and first is not None:
         changed = {line.partition(": ")[0] for line in difference(first, requested, free=free)}
         contradictions = [line for line in contradictions if line.partition(": ")[0] in changed]
+    if contradictions:
+        asked = f"{place}/{REQUESTED}"
+        lost = "" if first else f" {asked}, with the settings as requested, is missing."
+        restore = "" if first else f"Restore {in_shell(asked)} if there is a copy. "
+        raise ConfigError(
+            f"{place} contains a run with other settings{sent_by}: {'; '.join(contradictions)}."
+            f"{lost}",
+            fix=f"{restore}{fix} {keys_that_may_change()}",
+        )
     values = {
         key: value
         for key, value in flat(requested.to_dict()).items()
         if key.startswith(FREE_KEYS) and key != "name" and value is not None
     }
-    return stored.with_values(values | batch | (moved or {})), contradictions
+    return stored.with_values(values | batch | (moved or {}))
 
 
 def _other_micro_batch(stored: RunConfig, requested: RunConfig) -> dict[str, int]:
@@ -116,6 +202,29 @@ def _other_micro_batch(stored: RunConfig, requested: RunConfig) -> dict[str, int
     if rows * (accumulate or 1) != per_step:
         return {}
     return {"batch.rows_per_device": rows, "batch.accumulate": accumulate or 1}
+
+
+class Origin(BaseModel):
+    """The content of origin.json."""
+
+    asked: str
+    """The argument of --resume, as an absolute path."""
+    checkpoint: str
+    """The checkpoint that it resolved to."""
+    before: dict[str, str | None] = {}
+    """The steps that had checkpoints in the run directory at that time, with the digests of their
+    manifests.
+    """
+
+
+def read_origin(folder: Path) -> Origin | None:
+    """Return the origin of a run, or None when it started without a checkpoint.
+
+    Raises: CheckpointError when origin.json is damaged.
+    """
+    path = folder / ORIGIN
+    fix = f"Delete {path}: the run then resumes from its own checkpoints."
+    return read_model(path, Origin, fix=fix) if path.exists() else None
 
 
 def resume_from(folder: Path, resume: str = "auto", *, progress: Progress = SILENT) -> Path | None:
@@ -138,7 +247,7 @@ def resume_from(folder: Path, resume: str = "auto", *, progress: Progress = SILE
     path = str(Path(resume).resolve())
     of_this_run = resume == "auto" or path == str(folder.resolve())
     if of_this_run or (origin and path in (origin.asked, origin.checkpoint)):
-        earlier = steps_before(folder, origin)
+        earlier = _steps_before(folder, origin)
         with _importing("torch._dynamo"):
             newest = catalog.latest(folder, exclude=earlier, progress=progress)
         if newest is not None and not of_this_run and origin:
@@ -146,13 +255,15 @@ def resume_from(folder: Path, resume: str = "auto", *, progress: Progress = SILE
                 f"Resuming from {newest.name} of {folder}, which continues {origin.checkpoint}."
             )
         if newest is None and of_this_run and origin:
-            return origin_checkpoint(folder, origin, progress)
+            return _origin_checkpoint(folder, origin, progress)
         if newest is not None or resume == "auto":
             return newest
     checkpoint = _checkpoint_at(Path(resume), progress)
     if not is_own(checkpoint, folder):
         folder.mkdir(parents=True, exist_ok=True)
-        write_origin(folder, requested=path, checkpoint=checkpoint)
+        before = {str(step): _manifest_digest(folder, step) for step in catalog.steps(folder)}
+        origin = Origin(asked=path, checkpoint=str(checkpoint.resolve()), before=before)
+        write_json(folder / ORIGIN, origin.model_dump())
     return checkpoint
 
 
@@ -212,3 +323,193 @@ def _checkpoint_at(path: Path, progress: Progress) -> Path:
     catalog.step_of(path)
     catalog.require_complete(path, progress=progress)
     return path
+
+
+def _origin_checkpoint(folder: Path, origin: Origin, progress: Progress) -> Path:
+    """Return the checkpoint that a run started from, when the run has saved nothing since.
+
+    Raises: CheckpointError when it is gone or damaged.
+    """
+    path = Path(origin.checkpoint)
+    if not path.is_dir():
+        raise CheckpointError(
+            f"{folder} started from {path}, which no longer exists, and has saved nothing since.",
+            fix=f"Name another with --resume PATH, or delete {folder / ORIGIN} to start without "
+            "one.",
+        )
+    progress.say(
+        f"Resuming from {path}, where this run started. To start without it, delete "
+        f"{folder / ORIGIN}."
+    )
+    catalog.require_complete(path, progress=progress)
+    return path
+
+
+def _steps_before(folder: Path, origin: Origin | None) -> list[int]:
+    """Return the steps whose checkpoints predate the origin: they belong to abandoned branches."""
+    before = origin.before if origin else {}
+    return [
+        step
+        for step in catalog.steps(folder)
+        if str(step) in before and before[str(step)] == _manifest_digest(folder, step)
+    ]
+
+
+def _manifest_digest(folder: Path, step: int) -> str | None:
+    """Return the digest of a manifest, which distinguishes checkpoints of the same step."""
+    manifest = catalog.checkpoint_path(folder, step) / catalog.MANIFEST
+    return sha256(manifest) if manifest.exists() else None
+
+
+@dataclass(frozen=True)
+class Longer:
+    """A stored run with a new, greater length."""
+
+    config: RunConfig
+    """The resolved configuration with the new length."""
+    requested: RunConfig
+    """The configuration as the user wrote it, with the new length."""
+    checkpoint: Path | None
+    """The checkpoint to continue from; None is step 0, for a run without checkpoints."""
+    steps_before: int
+    """The number of steps it was planned for."""
+    message: str
+    """One line for the user that describes the change."""
+
+    def store(self, run_folder: Path, *, progress: Progress = SILENT) -> None:
+        """Write the new length. If this is killed, the same command completes it.
+
+        Later checkpoints are set aside first: their learning rates followed the old length, so they
+        must not be resumed with the new one.
+        """
+        if self.checkpoint is not None:
+            for path in catalog.set_aside(run_folder, after=catalog.step_of(self.checkpoint)):
+                progress.say(
+                    f"Set {path.name.partition('.')[0]} aside: "
+                    f"its learning rates were those of {counted(self.steps_before, 'step')}."
+                )
+        write_config(run_folder, self.config)  # first: after a kill, the same command repeats both
+        write_requested(run_folder, self.requested)
+
+
+def lengthen(
+    folder: Path,
+    stored: RunConfig,
+    asked: RunConfig,
+    dataset: AnyDataset,
+    resume: str,
+    checkpoint: Path | None,
+    *,
+    progress: Progress,
+) -> Longer | None:
+    """Return the run with the length that `asked` states; None when it already has that length.
+
+    Nothing is written yet. The run may continue from any checkpoint up to which the learning rates
+    of both lengths agree: any at all with a constant schedule, one from before the decay with wsd.
+    A warm-up given as a fraction keeps its number of steps.
+    Raises: ConfigError, with an alternative, when the run would become shorter or has no such
+            checkpoint.
+    """
+    from flatout.assembly.resolve import steps_stated  # imports torch
+
+    requested = read_requested(folder) or stored
+    length = {key: asked.value(key) for key in LENGTH_KEYS}
+    if not any(length.values()) or all(requested.value(key) == length[key] for key in length):
+        return None
+    before = stored.train.steps or 0
+    steps = steps_stated(stored, asked.train, dataset, recipe_of(stored))
+    if steps is None or steps == before:
+        return None
+    if steps < before:
+        raise ConfigError(
+            f"{folder} is planned for {counted(before, 'step')}, and {steps} were requested.",
+            fix=f"Set train.steps={before}, or more to make it longer. "
+            "For a shorter run, choose another directory with --run-dir DIR.",
+        )
+    warmup = warmup_steps(stored.schedule, before)
+    keeps_warmup = warmup != warmup_steps(stored.schedule, steps)
+    config = stored.with_values(
+        {"train.steps": steps} | ({"schedule.warmup": warmup} if keeps_warmup else {})
+    )
+    start = _with_equal_rates(folder, stored, config, resume, checkpoint, progress)
+    message = f"{folder} was planned for {counted(before, 'step')} and now trains to step {steps}"
+    if start is not None and start != checkpoint:
+        message += f", from step {catalog.step_of(start)}, before its learning rate starts to fall"
+    message += f". Its warm-up stays at {counted(warmup, 'step')}." if keeps_warmup else "."
+    return Longer(config, requested.with_values(length), start, before, message)
+
+
+def _with_equal_rates(
+    folder: Path,
+    stored: RunConfig,
+    longer: RunConfig,
+    resume: str,
+    checkpoint: Path | None,
+    progress: Progress,
+) -> Path | None:
+    """Return the newest checkpoint up to which both lengths have the same learning rates.
+
+    If `--resume` names a checkpoint, it is the only candidate.
+    Raises: ConfigError when there is none.
+    """
+    if checkpoint is None:
+        return None
+    origin = read_origin(folder)
+    since = catalog.step_of(Path(origin.checkpoint)) if origin else 0
+    before, steps, peak = stored.train.steps or 0, longer.train.steps or 0, stored.optim.lr
+    equal = next(
+        (
+            step
+            for step in range(since, before)
+            if factor(stored.schedule, peak, step, before)
+            != factor(longer.schedule, peak, step, steps)
+        ),
+        before,
+    )
+    done = catalog.step_of(checkpoint)
+    if done <= equal:
+        return checkpoint
+    if Path(resume).resolve() != checkpoint.resolve():
+        later = [step for step in catalog.steps(folder) if step > equal]
+        skipped = [*later, *_steps_before(folder, origin)]
+        found = catalog.latest(folder, exclude=skipped, progress=progress)
+        if found is not None and catalog.step_of(found) <= equal:
+            return found
+    raise _bound_to_its_length(folder, stored, longer, equal, done)
+
+
+def require_steps_left(folder: Path, config: RunConfig, checkpoint: Path | None) -> None:
+    """Check that a new run that starts from another run's checkpoint has steps left.
+
+    Raises: ConfigError that gives both step counts.
+    """
+    if checkpoint is None or is_own(checkpoint, folder):
+        return
+    step, steps = catalog.step_of(checkpoint), config.train.steps or 0
+    if step < steps:
+        return
+    raise ConfigError(
+        f"{checkpoint} is at step {step}, and this run has {counted(steps, 'step')}: "
+        "nothing is left to train.",
+        fix=f"Set train.steps to more than {step}, resume from an earlier checkpoint, or replace "
+        f"--resume with train.init_from={in_shell(checkpoint)}, "
+        "which starts at step 0 with its weights.",
+    )
+
+
+def _bound_to_its_length(
+    folder: Path, stored: RunConfig, longer: RunConfig, equal: int, done: int
+) -> ConfigError:
+    """Return the error for a run whose rates already depend on its length, with an alternative."""
+    before, steps, peak = stored.train.steps or 0, longer.train.steps or 0, stored.optim.lr
+    last_rate = peak * factor(stored.schedule, peak, done - 1, before)
+    next_rate = peak * factor(longer.schedule, peak, done, steps)
+    other = folder.with_name(f"{folder.name}-{steps}")
+    return ConfigError(
+        f"{folder} cannot be made longer, {before} -> {steps} steps: it is at step {done}, and "
+        f"with schedule.kind={stored.schedule.kind} its learning rate has depended on its length "
+        f"since step {equal + 1}.",
+        fix=f"Add `--resume {in_shell(folder)} --run-dir {in_shell(other)}` to the same command: "
+        f"a new run then continues from step {done} with the learning rates of a run of "
+        f"{steps} steps; the rate changes from {last_rate:.3g} to {next_rate:.3g}.",
+    )

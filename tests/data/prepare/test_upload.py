@@ -13,11 +13,12 @@ import pytest
 from flatout.data.prepare import pipeline
 from flatout.data.prepare.join.shards import join
 from flatout.data.prepare.pipeline import Options, prepare_dataset
-from flatout.data.prepare.upload import CLAIM, PROBE, prepare_upload
+from flatout.data.prepare.upload import PROBE, prepare_upload
 from flatout.data.store.remote import cache_dir_of, open_dataset
 from flatout.errors import DataError, MissingPackage, OutputInUse
-from flatout.transfer import parallel, sending
-from flatout.transfer.connection import Unreachable
+from flatout.remote import folder, parallel
+from flatout.remote.connection import Unreachable
+from flatout.remote.folder import CLAIM
 
 URL = "faulty://bucket/set"
 OPTIONS = Options(tokenizer="byte", split="hash 0.1")
@@ -202,7 +203,7 @@ def test_an_interrupted_upload_resumes_and_sends_nothing_twice(
     """Stores report only sizes, an MD5, S3's MD5 of parts, Google's MD5, or another number."""
     """Stores report only sizes, an MD5, S3's MD5 of parts, Google's MD5, or another number."""
     monkeypatch.setattr(parallel, "MAX_PARALLEL", 1)
-    monkeypatch.setattr(sending, "PART_BYTES", 6_000)
+    monkeypatch.setattr(folder, "PART_BYTES", 6_000)
     reports = {
         "none": lambda content: {},
         "whole": lambda content: {"ETag": f'"{hashlib.md5(content).hexdigest()}"'},

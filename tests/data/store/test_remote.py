@@ -23,8 +23,8 @@ from flatout.data.store.remote import (
 )
 from flatout.data.store.shards import Dataset
 from flatout.errors import ConfigError, DataError
-from flatout.transfer import parallel
-from flatout.transfer.connection import Unreachable
+from flatout.remote import parallel
+from flatout.remote.connection import Unreachable
 
 URL = "faulty://bucket/set"
 
@@ -196,7 +196,7 @@ def test_a_damaged_or_short_remote_file_is_named(uploaded, store, tmp_path):
     with pytest.raises(
         DataError, match=r"set/tokenizer\.json is not the tokenizer that made these tokens"
     ):
-        fetch_dataset(URL, cache=tmp_path / "cache")
+        fetch_dataset(URL, cache=tmp_path / "another cache")
 
 
 def test_a_damaged_copy_is_repaired(uploaded, store, tmp_path):

@@ -106,6 +106,6 @@ def test_a_run_that_is_killed_while_it_sends_continues_its_upload(
         between.times = 0
         assert run_training(config, tmp_path / "run")["weights_sha256"] == whole
         assert "manifest.json" in there(bucket, 6)
-        assert not [path for path in bucket.find("corpus/runs") if path.endswith("sending.json")]
+        assert not [path for path in bucket.find("corpus/runs") if path.endswith("upload.json")]
         shutil.rmtree(tmp_path / "run")
         assert run_training(config, tmp_path / "run")["weights_sha256"] == whole

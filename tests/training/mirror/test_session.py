@@ -8,11 +8,10 @@ from flatout.errors import CheckpointError, ConfigError, DataError, Stopped
 from flatout.progress import SILENT
 from flatout.training.checkpoint import catalog
 from flatout.training.mirror.remote import MirrorStore, Sender
-from flatout.training.mirror.session import sending
-from flatout.training.mirror.uploader import GRACE_S
+from flatout.training.mirror.uploader import GRACE_S, sending
 from flatout.training.run import run_training
 from flatout.training.run_dir.layout import read_exit_code, read_summary
-from flatout.training.run_dir.state import run_state
+from flatout.training.run_dir.lock import run_state
 
 pytestmark = pytest.mark.slow
 URL = "faulty://bucket/runs"

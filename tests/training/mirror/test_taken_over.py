@@ -15,7 +15,7 @@ def test_a_run_that_was_restored_elsewhere_changes_nothing_there(run, store, sav
     uploader = Uploader(run.path, run.url)
     uploader.claim()
     MirrorStore(run.url).write_sender(Sender(id="other", run="/data/run", host="nodeB"))
-    store.pipe_file("/bucket/runs/run/step-6/sending.json", b"theirs")
+    store.pipe_file("/bucket/runs/run/step-6/upload.json", b"theirs")
     store.pipe_file("/bucket/runs/run/metrics.jsonl", b"theirs")
     before = dict(store.store)
     (run.path / "metrics.jsonl").write_text("ours")

@@ -9,7 +9,6 @@ import pytest
 
 from flatout.errors import CheckpointError
 from flatout.progress import SILENT
-from flatout.training.mirror import files
 from flatout.training.mirror import uploader as module
 from flatout.training.mirror.remote import MirrorStore, Sender
 from flatout.training.mirror.uploader import GivenUp, Uploader
@@ -44,7 +43,7 @@ def test_a_checkpoint_is_sent_with_the_files_of_the_run_and_its_manifest_last(ru
     for name in FILES:
         assert store.cat(f"/bucket/runs/run/step-5/{name}") == (path / name).read_bytes()
     order = puts(store)
-    assert order[:2] == ["mirror.json", "sending.json"]
+    assert order[:2] == ["mirror.json", "upload.json"]
     assert order.index("manifest.json") > max(map(order.index, FILES - {"manifest.json"}))
     assert order.index("manifest.json") > order.index("metrics.jsonl") > order.index("config.yaml")
     ((kind, fields),) = events
@@ -71,13 +70,13 @@ def test_an_upload_that_was_interrupted_is_continued(run, store, refusing, mirro
     run.send()
     assert run.of_kind("upload") == []
     assert run.of_kind("upload_pending", "steps") == [[5]]
-    assert mirrored(5) == {*FILES, "optimizer.safetensors", "sending.json"} - {"manifest.json"}
+    assert mirrored(5) == {*FILES, "optimizer.safetensors", "upload.json"} - {"manifest.json"}
     store.asked.clear()
     refusing(None)
     run.send()
     assert run.of_kind("upload") == [5]
     assert "manifest.json" in puts(store)
-    assert not {"model.safetensors", "optimizer.safetensors", "sending.json"} & {*puts(store)}
+    assert not {"model.safetensors", "optimizer.safetensors", "upload.json"} & {*puts(store)}
     assert mirrored(5) == {*FILES, "optimizer.safetensors"}
 
 
@@ -166,7 +165,7 @@ def test_a_file_system_without_hard_links_is_read_in_place(run, monkeypatch, mir
     def refuse(*_):
         raise PermissionError("no hard links here")
 
-    monkeypatch.setattr(files.os, "link", refuse)
+    monkeypatch.setattr(module.os, "link", refuse)
     run.checkpoint(5)
     run.send()
     assert mirrored(5) == FILES
@@ -315,7 +314,7 @@ def test_what_was_sent_just_before_a_kill_is_deleted_there_too(run, store, mirro
     record = run.path / "mirror.json"
     stored = json.loads(record.read_text())
     record.write_text(json.dumps(stored | {"sent": []}))
-    store.pipe_file("/bucket/runs/run/step-1/sending.json", b"")
+    store.pipe_file("/bucket/runs/run/step-1/upload.json", b"")
     run.delete(1)
     run.checkpoint(2)
     run.send()
@@ -326,7 +325,7 @@ def test_the_mark_of_an_unfinished_upload_is_removed_after_a_kill(run, store, mi
     """The kill comes after the manifest was sent."""
     run.checkpoint(1)
     run.send()
-    store.pipe_file("/bucket/runs/run/step-1/sending.json", b"")
+    store.pipe_file("/bucket/runs/run/step-1/upload.json", b"")
     run.send()
     assert mirrored(1) == FILES
 

@@ -9,8 +9,8 @@ import yaml
 
 from flatout.errors import ConfigError, Stopped
 from flatout.training.run import run_training
-from flatout.training.run_dir import layout
 from flatout.training.run_dir.config_seal import COPY
+from flatout.training.run_dir.resume import settings_file
 
 pytestmark = pytest.mark.slow
 
@@ -142,13 +142,13 @@ def test_a_request_of_an_earlier_version_has_no_digest(tiny_config, stopped):
 
 def test_settings_to_train_again_are_checked_like_those_of_a_resume(stopped):
     asked, config = stopped / "asked.yaml", stopped / "config.yaml"
-    assert layout.settings_file(stopped) == asked
+    assert settings_file(stopped) == asked
     whole = asked.read_text()
     asked.write_text(whole.replace("lr: 0.01", "lr: 0.03"))
     with pytest.raises(ConfigError, match=r"asked\.yaml was changed"):
-        layout.settings_file(stopped)
+        settings_file(stopped)
     asked.unlink()
-    assert layout.settings_file(stopped) == config, "an earlier version wrote no asked.yaml"
+    assert settings_file(stopped) == config, "an earlier version wrote no asked.yaml"
     config.write_text(config.read_text().replace("lr: 0.01", "lr: 0.03"))
     with pytest.raises(ConfigError, match=r"config\.yaml was changed .*lr: 0\.01 -> 0\.03"):
-        layout.settings_file(stopped)
+        settings_file(stopped)

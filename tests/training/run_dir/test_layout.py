@@ -11,15 +11,16 @@ from flatout import files
 from flatout.config.schema import RunConfig, load_config
 from flatout.errors import CheckpointError, ConfigError, HardwareError
 from flatout.training.run_dir import layout
+from flatout.training.run_dir.resume import run_name
 
 
 def test_a_run_is_named_after_its_recipe_and_its_settings():
     config = load_config(None, ["name=demo", "optim.lr=3e-4"])
-    name = layout.run_name(config)
+    name = run_name(config)
     assert name.startswith("demo-")
     assert len(name) == len("demo-") + 8
-    assert layout.run_name(load_config(None, ["name=demo", "optim.lr=3e-4"])) == name
-    assert layout.run_name(load_config(None, ["name=demo", "optim.lr=4e-4"])) != name
+    assert run_name(load_config(None, ["name=demo", "optim.lr=3e-4"])) == name
+    assert run_name(load_config(None, ["name=demo", "optim.lr=4e-4"])) != name
 
 
 @pytest.mark.parametrize(
@@ -37,12 +38,12 @@ def test_a_run_is_named_after_its_recipe_and_its_settings():
     ],
 )
 def test_free_keys_do_not_change_the_name_of_a_run(override):
-    assert layout.run_name(load_config(None, [override])) == layout.run_name(RunConfig())
+    assert run_name(load_config(None, [override])) == run_name(RunConfig())
 
 
 @pytest.mark.parametrize(("name", "stem"), [("a/b c", "a-b-c-"), ("../x", "x-"), ("...", "run-")])
 def test_a_recipe_name_becomes_a_valid_folder_name(name, stem):
-    assert layout.run_name(RunConfig(name=name)).startswith(stem)
+    assert run_name(RunConfig(name=name)).startswith(stem)
 
 
 def test_the_stored_configuration_reads_back_equal(tmp_path):
@@ -96,7 +97,7 @@ def test_the_exit_code_is_stored_and_cleared(tmp_path):
 def test_too_small_a_disk_is_an_error_before_the_run(tmp_path):
     layout.require_free_disk(tmp_path / "runs" / "not-yet", 1)
     with pytest.raises(
-        HardwareError, match=r"need 1073741824\.0 GiB more.*Fix: Free space.*checkpoint\.dir"
+        HardwareError, match=r"need 1,073,741,824\.0 GiB more.*Fix: Free space.*checkpoint\.dir"
     ):
         layout.require_free_disk(tmp_path, 2**60)
 
@@ -108,7 +109,7 @@ def test_existing_checkpoints_count_as_free_space(tmp_path, monkeypatch):
     layout.require_free_disk(tmp_path, size + 600 * 1024)
     with pytest.raises(
         HardwareError,
-        match=r"need 1\.5 MiB more; .* has 600\.0 KiB free"
+        match=r"need 1\.5 MiB more; .* has 0\.6 MiB free"
         r".*Fix: Free space there, or keep fewer checkpoints \(checkpoint\.keep, ",
     ):
         layout.require_free_disk(tmp_path, size + 1536 * 1024)

@@ -1,4 +1,7 @@
-"""The lock of a run directory, and the cleanup after a failed start."""
+"""The lock and the state of a run directory, and the cleanup after a failed start.
+
+tests/commands/test_runs.py has the table of all states.
+"""
 
 import json
 import os
@@ -12,7 +15,7 @@ import pytest
 
 from flatout.errors import CheckpointError
 from flatout.training.run_dir import layout, lock
-from flatout.training.run_dir.lock import hold_lock, is_locked
+from flatout.training.run_dir.lock import hold_lock, is_locked, run_state
 
 HOLD = """
 import sys, time
@@ -148,3 +151,19 @@ def test_a_path_too_long_for_the_disk_is_named(tmp_path, name):
         hold_lock(tmp_path / name),
     ):
         pass
+
+
+def test_a_new_run(tmp_path):
+    assert run_state(tmp_path) == "new"
+
+
+def test_a_run_whose_lock_is_held_is_running(tmp_path):
+    (tmp_path / "config.yaml").touch()
+    with hold_lock(tmp_path):
+        assert run_state(tmp_path) == "running"
+
+
+def test_a_damaged_summary_is_an_error(tmp_path):
+    (tmp_path / "summary.json").write_text("[]")
+    with pytest.raises(CheckpointError):
+        run_state(tmp_path)

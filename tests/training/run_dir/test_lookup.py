@@ -1,4 +1,4 @@
-"""Runs and checkpoints by name, and the errors for unknown names."""
+"""Runs, their metrics and checkpoints by name, and the errors for unknown names."""
 
 import os
 from pathlib import Path
@@ -6,10 +6,17 @@ from pathlib import Path
 import pytest
 from fakes import Recorder
 
+import flatout
 from flatout.config.schema import RunConfig
 from flatout.errors import CheckpointError, ConfigError
 from flatout.training.run_dir import layout
-from flatout.training.run_dir.lookup import find_checkpoint, find_run, resume_path, run_or_newest
+from flatout.training.run_dir.lookup import (
+    columns,
+    find_checkpoint,
+    find_run,
+    resume_path,
+    run_or_newest,
+)
 
 
 def test_checkpoints_by_name(fox_run):
@@ -80,3 +87,28 @@ def test_without_a_name_or_a_run_the_fix_says_how_to_make_one(tmp_path, monkeypa
     with pytest.raises(CheckpointError, match="No run under runs/ has a checkpoint") as error:
         run_or_newest(None)
     assert "flatout demo" in error.value.fix
+
+
+def test_rows_keep_their_order_and_gaps_are_none():
+    rows = [{"step": 1, "train/loss": 3.0}, {"step": 1, "val/loss": 2.5}]
+    assert columns(rows) == {"step": [1, 1], "train/loss": [3.0, None], "val/loss": [None, 2.5]}
+    assert columns([]) == {}
+
+
+def test_metrics_of_a_run(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text("name: tiny\n")
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 2, "train/loss": 4.5}\n{"step": 3, ')
+    table = flatout.metrics(tmp_path / "run")
+    assert table == {"step": [2], "train/loss": [4.5]}
+    with pytest.raises(CheckpointError, match="There is no run directory"):
+        flatout.metrics(tmp_path / "rum")
+
+
+def test_pandas_reads_the_table():
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame(
+        columns([{"step": 1, "train/loss": 3.0}, {"step": 1, "val/loss": 2.5}])
+    )
+    assert frame["val/loss"].dropna().tolist() == [2.5]
+    assert frame.groupby("step").first().loc[1].to_dict() == {"train/loss": 3.0, "val/loss": 2.5}

@@ -30,11 +30,11 @@ from flatout.errors import ConfigError, DataError, in_shell
 from flatout.files import expanded
 from flatout.progress import SILENT, Progress
 from flatout.registry import DATASETS, SOURCES, nearest
+from flatout.remote.download import check_file, download
+from flatout.remote.urls import is_url
 from flatout.sources import ReadTask, read_tasks_of
 from flatout.sources.files import files_of, has_rows, shared_file, skipped_files_in
 from flatout.sources.local import matches
-from flatout.transfer.download import check_file, download
-from flatout.transfer.urls import is_url
 from flatout.words import name_for
 
 STANDARD_INPUT = "-"

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable
-from concurrent.futures import CancelledError
 from time import sleep
-from typing import TYPE_CHECKING, Literal, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from flatout.errors import DataError, FlatoutError, MissingPackage
 from flatout.files import is_full
-from flatout.transfer.urls import is_local, is_web, protocol_of
+from flatout.remote.urls import is_local, is_web, protocol_of
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
+    from fsspec.callbacks import Callback
 
 T = TypeVar("T")
 Access = Literal["read", "write"]
@@ -65,6 +65,34 @@ class Unreachable(DataError):
 
 class NothingThere(DataError):
     """A server answered that a URL does not exist."""
+
+
+class _CallbackFailed(Exception):
+    """Carries the error of a callback past what retries the errors of a network."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+def byte_counter(advance: Callable[[int], None]) -> Callback:
+    """Return an fsspec callback that calls `advance` with new bytes, negative after a restart.
+
+    `with_retries` raises an error of `advance` as it is, whatever its type.
+    """
+    from fsspec.callbacks import Callback
+
+    counted = 0
+
+    def count(size: int | None, value: int, **_: object) -> None:
+        nonlocal counted
+        try:
+            advance(value - counted)
+        except Exception as error:
+            raise _CallbackFailed(error) from error
+        counted = value
+
+    return Callback(hooks={"count": count})
 
 
 def open_filesystem(url: str, access: Access = "read") -> tuple[AbstractFileSystem, str]:
@@ -130,42 +158,29 @@ def with_retries(
     """Return the result of `action`, retrying transient errors with growing pauses.
 
     Raises: Unreachable when every attempt failed; NothingThere, or another DataError, when a retry
-            cannot help.
+            cannot help; at once, what a callback raised (`byte_counter`).
     """
-    import tenacity
-
-    def attempt() -> T:
+    tried = 0
+    while True:
         try:
             return action()
+        except _CallbackFailed as failed:
+            raise failed.error from failed.error.__cause__
+        except (FlatoutError, *_BUGS):
+            raise
         except Exception as error:  # every filesystem has its own family of errors
-            permanent = _permanent_error(url, error, access) if _may_be_transient(error) else None
+            permanent = _permanent_error(url, error, access)
             if permanent is not None:
                 raise permanent from error
-            raise
-
-    def unreachable(state: tenacity.RetryCallState) -> NoReturn:
-        error = state.outcome.exception() if state.outcome else None
-        assert error is not None
-        cause = _root_cause(url, error)
-        message = _message_of(cause) or type(cause).__name__
-        raise Unreachable(
-            f"Cannot {access} {url}{where}: {message} ({attempts} attempt{'s' * (attempts > 1)}).",
-            fix=_CHECK_NETWORK,
-        ) from cause
-
-    result: T = tenacity.Retrying(
-        stop=tenacity.stop_after_attempt(attempts),
-        wait=tenacity.wait_exponential(multiplier=FIRST_PAUSE_S),
-        retry=tenacity.retry_if_exception(_may_be_transient),
-        retry_error_callback=unreachable,
-        sleep=sleep,
-    )(attempt)
-    return result
-
-
-def _may_be_transient(error: BaseException) -> bool:
-    other = (FlatoutError, CancelledError, *_BUGS)
-    return isinstance(error, Exception) and not isinstance(error, other)
+            tried += 1
+            if tried == attempts:
+                cause = _root_cause(url, error)
+                message = _message_of(cause) or type(cause).__name__
+                times = f"{attempts} attempt{'s' * (attempts > 1)}"
+                raise Unreachable(
+                    f"Cannot {access} {url}{where}: {message} ({times}).", fix=_CHECK_NETWORK
+                ) from cause
+        sleep(FIRST_PAUSE_S * 2 ** (tried - 1))
 
 
 def _root_cause(url: str, error: BaseException) -> BaseException:

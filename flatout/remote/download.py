@@ -10,9 +10,8 @@ from flatout.cache import ELSEWHERE
 from flatout.errors import DataError
 from flatout.files import PART, is_full, unless_broken
 from flatout.progress import SILENT, Progress, Task
-from flatout.transfer.connection import open_filesystem, with_retries
-from flatout.transfer.reading import BLOCK_BYTES, NotSeekable, RemoteFile
-from flatout.transfer.sending import byte_counter
+from flatout.remote.connection import byte_counter, open_filesystem, with_retries
+from flatout.remote.reading import BLOCK_BYTES, NotSeekable, RemoteFile
 
 
 def download(

@@ -6,8 +6,8 @@ from concurrent.futures import CancelledError
 
 import pytest
 
-from flatout.transfer import parallel
-from flatout.transfer.parallel import MAX_PARALLEL, transfer_all
+from flatout.remote import parallel
+from flatout.remote.parallel import MAX_PARALLEL, transfer_all
 
 
 class Counted:

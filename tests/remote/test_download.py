@@ -3,7 +3,7 @@ import hashlib
 import pytest
 
 from flatout.errors import DataError
-from flatout.transfer import connection, download, reading
+from flatout.remote import connection, download, reading
 
 CONTENT = bytes(range(256)) * 100
 SHA256 = hashlib.sha256(CONTENT).hexdigest()

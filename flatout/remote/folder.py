@@ -1,25 +1,44 @@
-"""Writes files to a directory at a URL and compares them with the local files."""
+"""Sends a folder to a URL (`push`) and fetches one (`pull`): its manifest comes last.
+
+A folder with a manifest is complete. Until then, the claim there names the manifest that will come:
+only a call with the same claim continues, and the others start again or are refused.
+"""
 
 from __future__ import annotations
 
 import base64
 import contextlib
 import hashlib
+import io
+import math
 import re
+import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, NamedTuple
+
+import numpy as np
+from pydantic import Field
 
 from flatout.errors import DataError
-from flatout.files import PART, FileEntry, sync
-from flatout.transfer.connection import open_filesystem, with_retries
-from flatout.transfer.reading import Description, checked_blocks
-from flatout.transfer.urls import is_local, protocol_of
+from flatout.files import PART, CheckedFile, FileEntry, Stored, sync
+from flatout.json_io import JsonObject
+from flatout.progress import Progress, readable_size
+from flatout.remote.connection import NothingThere, byte_counter, open_filesystem, with_retries
+from flatout.remote.parallel import Advance, transfer_all
+from flatout.remote.reading import (
+    BLOCK_BYTES,
+    Description,
+    checked_blocks,
+    open_remote,
+    read_if_there,
+)
+from flatout.remote.urls import is_local, protocol_of
 
-if TYPE_CHECKING:
-    from fsspec.callbacks import Callback
-
+MANIFEST, CLAIM = "manifest.json", "upload.json"
+FORMAT_VERSION = 1
 PART_BYTES = 8 << 20
 """Larger files are sent in parts of this size; S3 derives its checksum from those of the parts."""
 _S3_OPTIONS = {"chunksize": PART_BYTES, "max_concurrency": 1}
@@ -28,18 +47,33 @@ _WRITE_OPTIONS = {"s3": _S3_OPTIONS, "s3a": _S3_OPTIONS, "gs": _GCS_OPTIONS, "gc
 _READ_ONLY = ("http", "https", "hf")
 
 
-def byte_counter(advance: Callable[[int], None]) -> Callback:
-    """Return an fsspec callback that calls `advance` with new bytes, negative after a restart."""
-    from fsspec.callbacks import Callback
+class Claim(Stored):
+    """upload.json: which folder is being sent to a URL."""
 
-    counted = 0
+    format_version: int = FORMAT_VERSION
+    """Version of this file's format."""
+    manifest: str
+    """SHA-256 of the manifest that comes last."""
+    source: JsonObject = Field(default_factory=dict)
+    """What the folder was made from: whose it is."""
 
-    def count(size: int | None, value: int, **_: object) -> None:
-        nonlocal counted
-        advance(value - counted)
-        counted = value
+    def text(self) -> str:
+        """Return the content of the file."""
+        return self.model_dump_json() + "\n"
 
-    return Callback(hooks={"count": count})
+
+class Wanted(NamedTuple):
+    """A file of a folder, as its manifest describes it."""
+
+    name: str
+    size_bytes: int | None
+    """Its size; None when the manifest does not say it."""
+    problem: Callable[[Path], str | None]
+    """Returns what is wrong with a copy of it, as a sentence that names its path, or None."""
+
+
+class Altered(DataError):
+    """What has arrived is not what the manifest describes."""
 
 
 class RemoteFolder:
@@ -82,19 +116,12 @@ class RemoteFolder:
 
         return with_retries(self.url, list_files)
 
-    def describe(self, name: str) -> Description:
-        """Return the store's description of a file."""
-        return with_retries(
-            f"{self.url}/{name}", lambda: dict(self._filesystem.info(f"{self._path}/{name}"))
-        )
-
     def put(self, path: Path, name: str, advance: Callable[[int], None] = lambda _: None) -> None:
         """Send a file, reporting bytes sent to `advance`, a negative number before a retry.
 
         After a kill or an error, there is the earlier file of that name or the new one.
         """
         counter = byte_counter(advance)
-
         target = f"{self._path}/{name}"
         beside = f"{target}{PART}" if is_local(self.url) else target  # a store replaces it at once
 
@@ -134,7 +161,10 @@ class RemoteFolder:
             advance(entry.size_bytes)
             return
         self.put(path, entry.name, advance)
-        if not self.holds(path, entry, self.describe(entry.name)):
+        arrived = with_retries(
+            f"{self.url}/{entry.name}", lambda: self._filesystem.info(f"{self._path}/{entry.name}")
+        )
+        if not self.holds(path, entry, arrived):
             self.remove(entry.name)
             raise self.altered(entry.name)
 
@@ -181,6 +211,112 @@ class RemoteFolder:
                 problem is None for _, problem in checked_blocks(f"{self.url}/{entry.name}", entry)
             )
         )
+
+
+@contextlib.contextmanager
+def push(
+    remote: RemoteFolder, manifest: bytes, claim: Claim, found: Claim | None
+) -> Iterator[dict[str, Description]]:
+    """Claim a directory at a URL, let the caller send its files there, then send the manifest.
+
+    `found` is the claim that is there. Yields what an earlier call with the same claim has sent,
+    for `RemoteFolder.send`. A kill or an error leaves the claim, and no manifest.
+
+    Raises: DataError when the server does not answer or refuses, or the manifest arrives altered.
+    """
+    sent = remote.files() if found == claim else {}
+    if not sent:
+        remote.put_text(CLAIM, claim.text())
+    yield sent
+    remote.put_text(MANIFEST, manifest.decode())
+    if read_if_there(f"{remote.url}/{MANIFEST}") != manifest:
+        remote.remove(MANIFEST)
+        raise remote.altered(MANIFEST)
+    remote.remove(CLAIM)
+
+
+def pull(
+    url: str,
+    manifest: bytes,
+    files: Sequence[Wanted],
+    target: Path,
+    *,
+    fix: str,
+    more_space: str,
+    progress: Progress,
+    open_file: Callable[[str], IO[bytes]] = open_remote,
+) -> None:
+    """Fetch the files of a folder that `target` lacks, several at once, then write the manifest.
+
+    Each file is checked when it has arrived; after a kill or an error, the whole ones stay.
+    `open_file` opens one by its URL. `fix` is the advice for an altered file, `more_space` that for
+    a full disk.
+
+    Raises: Altered when a file is missing or not as described; DataError when the disk is too small
+            or the server fails; OSError.
+    """
+    target.mkdir(parents=True, exist_ok=True)
+    for torn in target.glob(f"*{PART}"):
+        torn.unlink()
+    sizes = {file.name: file.size_bytes or 0 for file in files}
+    missing = sum(size for name, size in sizes.items() if not (target / name).is_file())
+    free = shutil.disk_usage(target).free
+    if missing > free:
+        raise DataError(
+            f"Fetching {url} needs {readable_size(missing)}, "
+            f"but only {readable_size(free)} are free in {target}.",
+            fix=f"Free some space there, or {more_space}.",
+        )
+
+    def fetch_one(file: Wanted, advance: Advance) -> None:
+        path, where = target / file.name, f"{url}/{file.name}"
+        if file.problem(path) is None:
+            advance(sizes[file.name])
+            return
+        most_bytes = math.inf if file.size_bytes is None else file.size_bytes
+        try:
+            with open_file(where) as source:
+                receive(source, path, where, advance, most_bytes=most_bytes, fix=fix)
+        except NothingThere:
+            path.unlink(missing_ok=True)
+        if problem := file.problem(path):
+            path.unlink(missing_ok=True)
+            raise Altered(problem.replace(str(target), url), fix=fix)
+
+    jobs = [partial(fetch_one, file) for file in files]
+    transfer_all(f"Fetching {url}", jobs, sum(sizes.values()), progress)
+    receive(io.BytesIO(manifest), target / MANIFEST, url, fix=fix)
+    sync(target)
+
+
+def receive(
+    source: IO[bytes],
+    target: Path,
+    url: str,
+    advance: Advance = lambda _: None,
+    *,
+    most_bytes: float = math.inf,
+    fix: str,
+) -> None:
+    """Write the content of a file from `url` to `target`.
+
+    Raises: Altered, with `fix`, when it cannot be unpacked or has more than `most_bytes`.
+    """
+    with CheckedFile(target) as file:
+        try:
+            while block := source.read(BLOCK_BYTES):
+                if file.size + len(block) > most_bytes:
+                    raise Altered(
+                        f"{url} is damaged: it has more than the {most_bytes:,.0f} bytes that the "
+                        "manifest says.",
+                        fix=fix,
+                    )
+                file.write(np.frombuffer(block, np.uint8))
+                advance(len(block))
+        except Exception as error:
+            if type(error).__name__ != "ZstdError":
+                raise
+            raise Altered(f"{url} is damaged: {error}.", fix=fix) from error
 
 
 def _reported_md5(description: Description) -> str | None:

@@ -4,10 +4,10 @@ import json
 import pytest
 
 from flatout.errors import DataError
-from flatout.transfer import connection, reading
-from flatout.transfer.connection import Unreachable, open_filesystem
-from flatout.transfer.reading import RemoteFile, find_remote, open_remote
-from flatout.transfer.urls import is_url, name_in, protocol_of
+from flatout.remote import connection, reading
+from flatout.remote.connection import Unreachable, open_filesystem
+from flatout.remote.reading import RemoteFile, find_remote, open_remote
+from flatout.remote.urls import is_url, name_in, protocol_of
 
 CONTENT = bytes(range(256)) * 400
 _CALL = "{{ cycler.__init__.__globals__.os.system('touch MARKER') }}"

@@ -8,19 +8,15 @@ import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING, Any, cast
+from typing import IO, Any, cast
 
 import numpy as np
 
 from flatout.errors import DataError
 from flatout.files import BLOCK_BYTES as CHECKED_BLOCK_BYTES
-from flatout.files import Array, CheckedFile, FileEntry
-from flatout.transfer.connection import ATTEMPTS, NothingThere, open_filesystem, with_retries
-from flatout.transfer.urls import name_in, protocol_of
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
+from flatout.files import Array, FileEntry
+from flatout.remote.connection import ATTEMPTS, NothingThere, open_filesystem, with_retries
+from flatout.remote.urls import name_in, protocol_of
 
 BLOCK_BYTES = 2 << 20
 """Size of the first request, and of one after a jump or an error."""
@@ -208,6 +204,17 @@ def read_remote(url: str, *, attempts: int = ATTEMPTS) -> bytes:
     return with_retries(url, read, attempts=attempts)
 
 
+def read_if_there(url: str, *, attempts: int = ATTEMPTS) -> bytes | None:
+    """Return the content of a small remote file, or None when there is none.
+
+    Raises: as `read_remote`, without NothingThere.
+    """
+    try:
+        return read_remote(url, attempts=attempts)
+    except NothingThere:
+        return None
+
+
 def checked_blocks(url: str, entry: FileEntry) -> Iterator[tuple[Array, str | None]]:
     """Yield each block of a remote file with its problem, or with None when it matches the entry.
 
@@ -231,19 +238,3 @@ def checked_blocks(url: str, entry: FileEntry) -> Iterator[tuple[Array, str | No
             start = number * CHECKED_BLOCK_BYTES
             where = f"{url}, byte {start}: the {len(block)}-byte block at this offset"
             yield block, None if zlib.crc32(block.data) == crc else f"{where} fails its checksum."
-
-
-def fetch_file(
-    url: str, entry: FileEntry, target: Path, advance: Callable[[int], None], *, fix: str
-) -> None:
-    """Copy a remote file to `target`, checking each block and reporting its size to `advance`.
-
-    Raises: DataError with `fix` when a block fails its checksum; DataError when the file cannot be
-            read; OSError.
-    """
-    with CheckedFile(target) as file:
-        for block, problem in checked_blocks(url, entry):
-            if problem:
-                raise DataError(problem, fix=fix)
-            file.write(block)
-            advance(len(block))

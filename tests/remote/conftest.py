@@ -5,4 +5,5 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parent))
 
+from faulty_store import store  # noqa: F401
 from web_server import memory, web  # noqa: F401
