@@ -15,8 +15,8 @@ FILE_LINES, FUNCTION_LINES = 700, 80
 FRAMES = 9
 ROOMS = {
     "measure": 74_600,
-    "training": 64_200,
-    "data": 51_700,
+    "training": 64_100,
+    "data": 51_400,
     "top": 23_200,
     "commands": 19_700,
     "sources": 16_400,
@@ -30,8 +30,8 @@ ROOMS = {
     "token_formats": 6_900,
     "conversation": 6_000,
     "speedups": 5_900,
-    "optimizers": 5_300,
     "remote": 5_300,
+    "optimizers": 5_300,
     "loggers": 2_500,
     "parallel": 2_200,
 }
