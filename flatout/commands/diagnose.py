@@ -76,7 +76,8 @@ def diagnose(
         float, Option("Seconds of ordinary steps to measure.", min=0.1)
     ] = DEFAULT_SECONDS,
     out: Annotated[
-        Path | None, Option("File for the recipe that --fix writes; NAME-fixed.yaml by default.")
+        Path | str | None,
+        Option("File for the recipe that --fix writes; NAME-fixed.yaml by default."),
     ] = None,
     *,
     callbacks: Sequence[Observer] = (),
@@ -113,7 +114,7 @@ def diagnose(
     config = _config(recipe, folder, watched, overrides)
     if folder is None or overrides:
         preflight.check_names(config)
-    written = out or Path(f"{config.name}-fixed.yaml")
+    written = Path(out or f"{config.name}-fixed.yaml")
     if fix:
         require_writable(written)
     evidence = diagnose_recipe(
@@ -123,6 +124,8 @@ def diagnose(
     found = diagnosis_of(evidence)
     tried = try_fixes(evidence, found, measure, progress=progress) if fix else []
     kept = next((outcome for outcome in tried if outcome.kept), None)
+    if fix and kept is None:
+        progress.say(f"No fix holds here, so {written} is not written.")
     if kept is not None:
         write_recipe(written, applied(config, kept.overrides), tried)
     return DiagnoseResult(

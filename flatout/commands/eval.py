@@ -192,6 +192,10 @@ def evaluate(
     """
     words = [tasks] if isinstance(tasks, str) else tasks or ()
     names = [name.strip() for word in words for name in word.split(",") if name.strip()]
+    if tasks is not None and not names:
+        raise ConfigError(
+            "--tasks names no task.", fix="Name tasks, with commas between them, or leave it out."
+        )
     of_text = {"data": data, "max_tokens": max_tokens}
     of_tasks = {"limit": limit, "num_fewshot": num_fewshot, "task_dir": task_dir}
     for name, value in (of_text if names else of_tasks).items():

@@ -77,10 +77,15 @@ class InspectResult(Result):
         else:
             facts = {name: facts[name] for name in MAIN if facts.get(name)}
             beginning = beginning[:SHOWN_LINES]
+        recipe = facts.pop("recipe", None)
+        lines = [f"Dataset {self.path}", ""]
+        if isinstance(recipe, dict):  # the command on a line of its own, to be copied
+            rest = {name: value for name, value in recipe.items() if name != "command"}
+            lines += [f"  {recipe['command']}", f"  {_one_line(rest)}", ""]
+        elif recipe:
+            facts["recipe"] = recipe
         width = max(map(len, facts))
-        lines = [
-            f"Dataset {self.path}",
-            "",
+        lines += [
             *(f"  {name:<{width}}  {_one_line(value)}" for name, value in facts.items()),
             *(["", "  tokens per document", *_bars(lengths)] if lengths else []),
         ]

@@ -8,6 +8,7 @@ from typing import Annotated
 from flatout.cache import default_cache
 from flatout.commands import Command, Overrides, RecipeName
 from flatout.commands.train import load_checked
+from flatout.errors import ConfigError
 from flatout.measure.experiments.records import LEAST_MINUTES, PARTS
 from flatout.measure.experiments.report import Tuning
 from flatout.progress import SILENT, Progress
@@ -73,6 +74,11 @@ def parse_only(text: str | None) -> tuple[str, ...]:
     Raises: ConfigError for an unknown one, with the nearest name.
     """
     words = tuple(word.strip() for word in (text or "").split(",") if word.strip())
+    if text is not None and not words:
+        raise ConfigError(
+            "--only names nothing to tune.",
+            fix=f"Name {', '.join(PARTS)}, or speedups, with commas between them; or leave it out.",
+        )
     known = [*PARTS, *(name for name in SPEEDUPS.names() if name not in PARTS)]
     for word in words:
         if word not in known:

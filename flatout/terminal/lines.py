@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -279,7 +279,8 @@ class Terminal:
         ticker, self._ticker = self._ticker, None
         live, self._live = self._live, None
         if live:
-            live.stop()
+            with suppress(IndexError):  # a signal came while it started, before rich had its hook
+                live.stop()
         if ticker:
             self._all_closed.set()
             ticker.join()

@@ -128,7 +128,7 @@ def test_prepare_resumes_after_a_file_size_limit(rows, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == [".out.part", "rows.jsonl", "whole"]
     assert list((tmp_path / ".out.part").rglob("*.part")) == [], "no unfinished files"
     assert len(records(tmp_path / "out")) == len(
-        json.loads((tmp_path / ".out.part" / "plan.json").read_text())["ranges"]
+        json.loads((tmp_path / ".out.part" / "plan.json").read_text())["items"]
     )
     assert finish(start(rows, tmp_path / "out")) == (0, "")
     assert content(tmp_path / "out") == content(tmp_path / "whole")

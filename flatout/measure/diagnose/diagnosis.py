@@ -309,13 +309,22 @@ def diagnosis_of(evidence: Evidence) -> Diagnosis:
     )
 
 
+WORK = frozenset({"compute", "memory_bound", "optimizer"})
+"""The phases in which a step computes."""
+HALF = 0.5
+"""A step that computes for less of its time is not called healthy."""
+
+
 def _healthy(evidence: Evidence) -> str:
     """Return in one line that nothing was found, and how well the steps use the device."""
     if evidence.step_s is None:
         return "Nothing stands in the way of this run."
     shares = evidence.phase_shares()
-    work = sum(shares.get(name, 0.0) for name in ("compute", "memory_bound", "optimizer"))
+    work = sum(shares.get(name, 0.0) for name in WORK)
     parts = [f"{work:.0%} of each step is computation"] if work else []
+    if 0 < work < HALF:
+        most = max(shares.keys() - WORK, key=lambda name: shares[name])
+        return f"Nothing was found, but only {parts[0]}, and {shares[most]:.0%} is {most}."
     if evidence.roof.mfu is not None:
         parts.append(f"{evidence.roof.mfu:.0%} of the peak of matrix products")
     found = f": {', '.join(parts)}." if parts else "."

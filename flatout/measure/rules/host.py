@@ -266,7 +266,8 @@ def frequent_evaluation(evidence: Evidence) -> Finding | None:
         if evidence.setting("train.eval_tokens") == "all" and tokens:
             fixes.append(
                 fix(
-                    f"Or score a part of the validation text: train.eval_tokens={tokens}.",
+                    f"{'Or score' if fixes else 'Score'} a part of the validation text: "
+                    f"train.eval_tokens={tokens}.",
                     share * (1 - 1 / factor),
                     f"1/{factor} of the text",
                     overrides={"train.eval_tokens": tokens},

@@ -151,6 +151,8 @@ def new_folder(folder: Path | str) -> Path:
     Raises: OutputInUse when it has records already.
     """
     folder = Path(folder)
+    if folder.is_file():
+        raise OutputInUse(f"{folder} is a file.", fix="Name a new directory.")
     if (folder / METRICS).exists():
         raise OutputInUse(
             f"{folder} has the records of another run.",

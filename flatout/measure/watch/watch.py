@@ -18,7 +18,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Generic, Self, TypeVar
+from typing import Annotated, Any, Generic, Self, TypeVar
 
 import torch
 
@@ -29,20 +29,24 @@ from flatout.measure.steps.evidence import Evidence, Phases
 from flatout.measure.watch.loop import LOG, LoopTimer, Settings, ranks
 from flatout.measure.watch.records import new_folder
 from flatout.measure.watch.trainers import callback
+from flatout.signature import Option, checked
 
 Batch = TypeVar("Batch")
 PHASES = tuple(name.removesuffix("_s") for name in Phases.model_fields)
 """What `Watch.phase` accepts."""
 
 
+@checked
 def watch(
     *,
-    model: torch.nn.Module | None = None,
-    run: Path | str | None = None,
-    steps: int | None = None,
-    tokens_per_step: int | None = None,
-    log_every: int = 10,
-    recorded_steps: int = 2,
+    model: Annotated[
+        torch.nn.Module | None, Option("The model, of which size and device are read.")
+    ] = None,
+    run: Annotated[Path | str | None, Option("A directory for records and findings.")] = None,
+    steps: Annotated[int | None, Option("The planned length of the loop.", min=1)] = None,
+    tokens_per_step: Annotated[int | None, Option("Tokens of a step.", min=1)] = None,
+    log_every: Annotated[int, Option("Steps averaged in a record.", min=1)] = 10,
+    recorded_steps: Annotated[int, Option("Steps under torch.profiler; 0 for none.", min=0)] = 2,
 ) -> Watch:
     """Return a watch over a PyTorch training loop, which says at the end where its time goes.
 
@@ -53,7 +57,7 @@ def watch(
     torch.profiler; 0 leaves that out.
 
     Of several processes, only rank 0 measures, writes and prints.
-    Raises: OutputInUse when `run` has records already.
+    Raises: OutputInUse when `run` has records already; ConfigError for an argument out of range.
     """
     rank, _ = ranks()
     return Watch(
@@ -122,6 +126,8 @@ class Watch:
         self._loop = LoopTimer(settings, at_exit=self.finish)
         self._folder = settings.folder
         self._evidence: Evidence | None = None
+        self._latest: tuple[int, Evidence] | None = None
+        """Number of steps, and what was measured in them."""
         self._was_asked = False
 
     @property
@@ -173,7 +179,11 @@ class Watch:
 
         Raises: ConfigError when no step has been watched.
         """
-        return self._evidence or self._loop.evidence()
+        if self._evidence is not None:
+            return self._evidence
+        if self._latest is None or self._latest[0] != self.steps:
+            self._latest = self.steps, self._loop.evidence()
+        return self._latest[1]
 
     def diagnosis(self) -> Diagnosis:
         """Return the verdict, the findings and their fixes.
@@ -246,7 +256,7 @@ class Watch:
 
     def _tell(self) -> None:
         was_asked = self._was_asked
-        self._evidence = self._loop.evidence()
+        self._evidence = self.evidence()
         diagnosis = self.diagnosis()
         if self._folder is not None:
             diagnosis.write(self._folder)

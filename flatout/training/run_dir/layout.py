@@ -204,7 +204,10 @@ def read_summary(folder: Path) -> JsonObject | None:
     path = folder / SUMMARY
     if not path.exists():
         return None
-    summary = read_json(path)
+    try:
+        summary = read_json(path)
+    except CheckpointError as error:
+        raise damaged_summary(folder) from error
     if not isinstance(summary, dict):
         raise damaged_summary(folder)
     return {**summary, "run": str(folder)} if "run" in summary else summary

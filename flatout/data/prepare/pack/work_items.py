@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import Field, InstanceOf
 
@@ -99,6 +99,8 @@ class WorkPlan(Stored):
     Items of separate validation text come first.
     """
 
+    format_version: Literal[2] = 2
+    """Version of this file's format."""
     source: JsonObject = Field(default_factory=dict)
     """Description of the text, with every option that shapes the dataset."""
     tokenizer: str = ""
