@@ -198,16 +198,7 @@ def evaluate(
         )
     of_text = {"data": data, "max_tokens": max_tokens}
     of_tasks = {"limit": limit, "num_fewshot": num_fewshot, "task_dir": task_dir}
-    for name, value in (of_text if names else of_tasks).items():
-        if value is not None:
-            option = f"--{name.replace('_', '-')}"
-            raise ConfigError(
-                f"--tasks and {option} exclude each other."
-                if names
-                else f"{option} is for the questions of --tasks.",
-                fix=f"Leave {option} out"
-                + ("; --limit bounds the questions of a task." if names else ", or add --tasks."),
-            )
+    _require_fitting(of_text if names else of_tasks, has_tasks=bool(names))
     export = Path(run) if run is not None and is_export(run) else None
     if export is not None:
         require_tasks(export, checkpoint, has_tasks=bool(names))
@@ -261,6 +252,27 @@ def evaluate(
         tokens=found.tokens,
         by_dataset=tuple(DatasetScore(**one.to_dict()) for one in found.by_dataset),
     )
+
+
+def _require_fitting(excluded: dict[str, object], *, has_tasks: bool) -> None:
+    """Check that no option of the other kind of scoring was given.
+
+    Raises: ConfigError.
+    """
+    for name, value in excluded.items():
+        if value is not None:
+            option = f"--{name.replace('_', '-')}"
+            raise ConfigError(
+                f"--tasks and {option} exclude each other."
+                if has_tasks
+                else f"{option} is for the questions of --tasks.",
+                fix=f"Leave {option} out"
+                + (
+                    "; --limit bounds the questions of a task."
+                    if has_tasks
+                    else ", or add --tasks."
+                ),
+            )
 
 
 COMMAND = Command(evaluate, example="flatout eval runs/demo")

@@ -18,7 +18,7 @@ ROOMS = {
     "training": 64_100,
     "data": 51_500,
     "top": 23_200,
-    "commands": 19_800,
+    "commands": 19_900,
     "sources": 16_400,
     "assembly": 15_900,
     "ops": 13_800,
