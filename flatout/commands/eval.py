@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -254,7 +254,7 @@ def evaluate(
     )
 
 
-def _require_fitting(excluded: dict[str, object], *, has_tasks: bool) -> None:
+def _require_fitting(excluded: Mapping[str, object], *, has_tasks: bool) -> None:
     """Check that no option of the other kind of scoring was given.
 
     Raises: ConfigError.
