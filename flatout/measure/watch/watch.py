@@ -18,7 +18,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Generic, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import torch
 
@@ -29,24 +29,20 @@ from flatout.measure.steps.evidence import Evidence, Phases
 from flatout.measure.watch.loop import LOG, LoopTimer, Settings, ranks
 from flatout.measure.watch.records import new_folder
 from flatout.measure.watch.trainers import callback
-from flatout.signature import Option, checked
 
 Batch = TypeVar("Batch")
 PHASES = tuple(name.removesuffix("_s") for name in Phases.model_fields)
 """What `Watch.phase` accepts."""
 
 
-@checked
 def watch(
     *,
-    model: Annotated[
-        torch.nn.Module | None, Option("The model, of which size and device are read.")
-    ] = None,
-    run: Annotated[Path | str | None, Option("A directory for records and findings.")] = None,
-    steps: Annotated[int | None, Option("The planned length of the loop.", min=1)] = None,
-    tokens_per_step: Annotated[int | None, Option("Tokens of a step.", min=1)] = None,
-    log_every: Annotated[int, Option("Steps averaged in a record.", min=1)] = 10,
-    recorded_steps: Annotated[int, Option("Steps under torch.profiler; 0 for none.", min=0)] = 2,
+    model: torch.nn.Module | None = None,
+    run: Path | str | None = None,
+    steps: int | None = None,
+    tokens_per_step: int | None = None,
+    log_every: int = 10,
+    recorded_steps: int = 2,
 ) -> Watch:
     """Return a watch over a PyTorch training loop, which says at the end where its time goes.
 
@@ -59,6 +55,13 @@ def watch(
     Of several processes, only rank 0 measures, writes and prints.
     Raises: OutputInUse when `run` has records already; ConfigError for an argument out of range.
     """
+    counts = {"steps": steps, "tokens_per_step": tokens_per_step, "log_every": log_every}
+    for name, count in (counts | {"recorded_steps": recorded_steps}).items():
+        least = int(name != "recorded_steps")
+        if count is not None and not (isinstance(count, int) and count >= least):
+            raise ConfigError(
+                f"{name}={count!r} must be a whole number from {least}.", fix=f"Correct {name}."
+            )
     rank, _ = ranks()
     return Watch(
         Settings(
