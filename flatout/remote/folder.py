@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, Literal, NamedTuple
 
 import numpy as np
 from pydantic import Field
@@ -38,7 +38,6 @@ from flatout.remote.reading import (
 from flatout.remote.urls import is_local, protocol_of
 
 MANIFEST, CLAIM = "manifest.json", "upload.json"
-FORMAT_VERSION = 1
 PART_BYTES = 8 << 20
 """Larger files are sent in parts of this size; S3 derives its checksum from those of the parts."""
 _S3_OPTIONS = {"chunksize": PART_BYTES, "max_concurrency": 1}
@@ -50,7 +49,7 @@ _READ_ONLY = ("http", "https", "hf")
 class Claim(Stored):
     """upload.json: which folder is being sent to a URL."""
 
-    format_version: int = FORMAT_VERSION
+    format_version: Literal[1] = 1
     """Version of this file's format."""
     manifest: str
     """SHA-256 of the manifest that comes last."""

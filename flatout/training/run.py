@@ -20,7 +20,7 @@ from flatout.assembly.selection import recipe_of
 from flatout.config.schema import RunConfig
 from flatout.config.sections import TrainConfig
 from flatout.data.store.mix import MixedDataset, members_of
-from flatout.errors import ConfigError, FlatoutError, Stopped, UsageError, signal_of
+from flatout.errors import ConfigError, FlatoutError, Stopped, signal_of
 from flatout.files import writing_run
 from flatout.hardware import BUSY_CORES, CpuTimes, Machine, pick_device, probe
 from flatout.json_io import JsonObject
@@ -282,25 +282,21 @@ def warn_of_busy_cores(machine: Machine, progress: Progress) -> None:
 def recorded_exit_code(folder: Path) -> Iterator[None]:
     """Write the process's exit code to the run directory, where schedulers can read it.
 
-    Nothing is written if the process is killed or fails before the run exists; a request that is
-    refused leaves the code of the process before it.
+    Nothing is written if the process is killed or fails before the run exists.
     """
-    before = layout.read_exit_code(folder)
     with writing_run(folder):
         layout.clear_exit_code(folder)
     try:
         yield
     except BaseException as error:
         code = 1
-        if isinstance(error, UsageError) and before is not None:
-            code = before
-        elif isinstance(error, FlatoutError):
+        if isinstance(error, FlatoutError):
             code = error.exit_code
         elif isinstance(error, KeyboardInterrupt):
             code = 128 + signal_of(error)
         if (folder / layout.CONFIG).exists():
             layout.write_exit_code(folder, code)
-            if code == 1 and not isinstance(error, UsageError):
+            if code == 1:
                 layout.record_error(folder, error)
         raise
     layout.write_exit_code(folder, 0)

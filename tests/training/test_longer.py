@@ -17,6 +17,7 @@ from flatout.training.checkpoint import catalog
 from flatout.training.checkpoint.info import INFO
 from flatout.training.run import run_training
 from flatout.training.run_dir import layout
+from flatout.training.run_dir.lock import run_state
 
 pytestmark = pytest.mark.slow
 
@@ -77,6 +78,7 @@ def test_the_new_length_replaces_the_old_one(tiny_config, folder):
         assert run_training(tiny_config(train__steps=steps, **OPEN), folder) == longer
     with pytest.raises(ConfigError, match="is planned for 6 steps, and 4 were requested"):
         run_training(tiny_config(train__steps=4, **OPEN), folder)
+    assert (layout.read_exit_code(folder), run_state(folder)) == (2, "finished")
 
 
 def test_a_stopped_run_can_be_made_longer(tiny_config, tmp_path, folder, stop_at):

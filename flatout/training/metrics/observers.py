@@ -19,7 +19,7 @@ class Observer(Protocol):
 
     def on_start(self, run: Run) -> None:
         """Receive the run, built and restored, just before its first step."""
-        return
+        return  # an empty body would make the method abstract for type checkers
 
     def on_tick(self, step: int, last_step: int) -> None:
         """Called every step, without figures, when step `step` of `last_step` is queued."""

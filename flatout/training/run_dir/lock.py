@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 
-from flatout.errors import CheckpointError
+from flatout.errors import CheckpointError, UsageError
 from flatout.files import LocksUnsupported, is_open_at, lock, open_own, refuse_links, writing_run
 from flatout.progress import SILENT, Progress
 from flatout.training.checkpoint.location import make_folder, release
@@ -126,6 +126,14 @@ def run_state(run_folder: Path) -> str:
         if layout.read_summary(run_folder) is not None:
             return "finished"
         return "killed" if (run_folder / layout.EVENTS).exists() else "new"
+    if (
+        code == UsageError.exit_code
+    ):  # the last command may have been refused, which changes nothing
+        if (run_folder / layout.SUMMARY).exists():
+            return "finished"
+        ends = ("start", "resume", "stop", "error")
+        kinds = (event["event"] for event in reversed(layout.read_events(run_folder)))
+        return "stopped" if next(filter(ends.__contains__, kinds), "") == "stop" else "failed"
     if code in {128 + number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}:
         return "interrupted"
     return {0: "finished", 75: "stopped"}.get(code, "failed")

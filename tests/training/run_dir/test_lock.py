@@ -20,6 +20,7 @@ from flatout.training.run_dir.lock import hold_lock, is_locked, run_state
 HOLD = """
 import sys, time
 from pathlib import Path
+from flatout.training.run_dir import layout
 from flatout.training.run_dir.lock import hold_lock
 with hold_lock(Path(sys.argv[1])):
     print("held", flush=True)
@@ -30,6 +31,7 @@ with hold_lock(Path(sys.argv[1])):
 LOOK = """
 import sys, time
 from pathlib import Path
+from flatout.training.run_dir import layout
 from flatout.training.run_dir.lock import is_locked
 print("looking", flush=True)
 while True:
@@ -167,3 +169,19 @@ def test_a_damaged_summary_is_an_error(tmp_path):
     (tmp_path / "summary.json").write_text("[]")
     with pytest.raises(CheckpointError):
         run_state(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "state"),
+    [
+        (["start", "stop"], "stopped"),
+        (["start", "stop", "upload_pending"], "stopped"),
+        (["start", "stop", "resume"], "failed"),
+        (["start"], "failed"),
+    ],
+)
+def test_a_request_that_was_refused_leaves_the_state(tmp_path, kinds, state):
+    for kind in kinds:
+        layout.append_event(tmp_path, kind)
+    layout.write_exit_code(tmp_path, 2)
+    assert run_state(tmp_path) == state

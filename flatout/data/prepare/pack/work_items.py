@@ -80,6 +80,7 @@ class WorkItem(Stored):
     number: int
     """Its index among the items, and that of its range."""
     num_tasks: int
+    """How many read tasks of the corpus, after those of the items before it."""
     first: int
     """Index in the corpus of its first document; used by `tail` only."""
     assignment: Assignment
