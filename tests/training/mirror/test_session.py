@@ -81,7 +81,7 @@ def test_a_refused_start_keeps_the_results_and_records_its_exit_code(tiny_config
     with pytest.raises(CheckpointError, match="checkpoints of another run"):
         run_training(longer, tmp_path / "run")
     assert read_summary(tmp_path / "run") == before
-    assert (read_exit_code(tmp_path / "run"), run_state(tmp_path / "run")) == (2, "failed")
+    assert (read_exit_code(tmp_path / "run"), run_state(tmp_path / "run")) == (2, "finished")
 
 
 def test_a_second_ctrl_c_does_not_wait_for_uploads():

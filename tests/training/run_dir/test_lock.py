@@ -20,7 +20,6 @@ from flatout.training.run_dir.lock import hold_lock, is_locked, run_state
 HOLD = """
 import sys, time
 from pathlib import Path
-from flatout.training.run_dir import layout
 from flatout.training.run_dir.lock import hold_lock
 with hold_lock(Path(sys.argv[1])):
     print("held", flush=True)
@@ -31,7 +30,6 @@ with hold_lock(Path(sys.argv[1])):
 LOOK = """
 import sys, time
 from pathlib import Path
-from flatout.training.run_dir import layout
 from flatout.training.run_dir.lock import is_locked
 print("looking", flush=True)
 while True:
