@@ -221,7 +221,7 @@ def evaluate(
             else:
                 source = open_source(folder, checkpoint, trust_code=trust_code, progress=progress)
                 scored, checkpoint_path = Path(work) / "model", source.checkpoint
-                export_run(source, scored, "huggingface", shard_mib=4096, progress=progress)
+                export_run(source, scored, "huggingface", progress=progress)
             rows = score_tasks(
                 scored,
                 names,
@@ -266,12 +266,9 @@ def _require_fitting(excluded: Mapping[str, object], *, has_tasks: bool) -> None
                 f"--tasks and {option} exclude each other."
                 if has_tasks
                 else f"{option} is for the questions of --tasks.",
-                fix=f"Leave {option} out"
-                + (
-                    "; --limit bounds the questions of a task."
-                    if has_tasks
-                    else ", or add --tasks."
-                ),
+                fix=f"Leave {option} out; --limit bounds the questions of a task."
+                if has_tasks
+                else f"Leave {option} out, or add --tasks.",
             )
 
 

@@ -7,15 +7,13 @@ from typing import Annotated, Literal
 
 from flatout.commands import CheckpointName, Command, RunName, TrustCode
 from flatout.files import expanded, writing
-from flatout.inference.export.destination import Export, require_free
+from flatout.inference.export.destination import DEFAULT_SHARD_MIB, Export, require_free
 from flatout.inference.export.packages import require_package
 from flatout.progress import SILENT, Progress
 from flatout.recognised import require_local
 from flatout.signature import Option, checked
 from flatout.training.run_dir.layout import trusted_config
 from flatout.training.run_dir.lookup import run_or_newest
-
-DEFAULT_SHARD_MIB = 4096
 
 Format = Annotated[
     Literal["huggingface", "safetensors", "gguf"],

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Annotated
 
 from flatout.commands import CheckpointName, Command, TrustCode
-from flatout.commands.export import DEFAULT_SHARD_MIB, Dtype, Format, ShardSize
+from flatout.commands.export import Dtype, Format, ShardSize
 from flatout.errors import ConfigError
 from flatout.files import writing_run
-from flatout.inference.export.destination import Export
+from flatout.inference.export.destination import DEFAULT_SHARD_MIB, Export
 from flatout.inference.export.packages import require_package
 from flatout.progress import SILENT, Progress
 from flatout.signature import Argument, Option, checked

@@ -14,6 +14,9 @@ from flatout.files import PART, sync
 from flatout.json_io import Result
 from flatout.progress import readable_size
 
+DEFAULT_SHARD_MIB = 4096
+"""Size of the largest file of an export; its tensors are in memory while it is written."""
+
 
 class Export(Result):
     """An exported model, on this machine or on the hub."""

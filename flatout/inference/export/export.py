@@ -12,7 +12,12 @@ from flatout.errors import HardwareError
 from flatout.export_mark import write_mark
 from flatout.files import copy_whole, folder_bytes, write_whole
 from flatout.inference.export import card, gguf
-from flatout.inference.export.destination import Export, require_free, whole_folder
+from flatout.inference.export.destination import (
+    DEFAULT_SHARD_MIB,
+    Export,
+    require_free,
+    whole_folder,
+)
 from flatout.inference.export.huggingface import (
     Written,
     own_config,
@@ -32,7 +37,7 @@ def export_run(
     out: Path,
     to: Format,
     *,
-    shard_mib: int,
+    shard_mib: int = DEFAULT_SHARD_MIB,
     overwrite: bool = False,
     progress: Progress = SILENT,
 ) -> Export:

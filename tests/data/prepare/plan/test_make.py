@@ -1,40 +1,14 @@
 import random
 
 import pytest
+from read_tasks import BAD, tasks_of
 
 from flatout.data.prepare.pack.work_items import ByHash, ByPosition, Whole, hash_fraction
 from flatout.data.prepare.plan import make as stage
 from flatout.data.prepare.request.inputs import Corpus
 from flatout.data.prepare.request.options import Options, parse_rule
 from flatout.errors import DataError
-from flatout.sources import BadRow, Document, LeftOut, ReadTask
-
-BAD = BadRow("is bad", "Mend it.", "bad", "row")
-
-
-def read(rows):
-    return list(rows)
-
-
-def parts(*groups):
-    """Return read tasks with the given rows; a number stands for that many documents."""
-    made, count = [], 0
-    for group in groups:
-        rows = (
-            [f"document {count + index}" for index in range(group)]
-            if isinstance(group, int)
-            else group
-        )
-        count += len(rows)
-        made.append(
-            ReadTask(
-                read,
-                (tuple(rows),),
-                "x",
-                num_bytes=sum(len(row) for row in rows if isinstance(row, str)),
-            )
-        )
-    return made
+from flatout.sources import Document, LeftOut, ReadTask
 
 
 def make_plan(tasks, validation=None, *, split=None, **options):
@@ -62,24 +36,26 @@ def texts(plan):
     ],
 )
 def test_the_default_rule_follows_the_number_of_documents(count, rule):
-    assert make_plan(parts(count // 2, count - count // 2), split=None).rule == rule
+    assert make_plan(tasks_of(count // 2, count - count // 2), split=None).rule == rule
 
 
 def test_the_default_rule_never_leaves_validation_empty():
     same = [f"text {number}" for number in range(3000) if hash_fraction(f"text {number}") >= 0.05][
         :200
     ]
-    assert make_plan(parts(same), split=None).rule == "tail 0.1"
+    assert make_plan(tasks_of(same), split=None).rule == "tail 0.1"
 
 
 @pytest.mark.parametrize("length", [2, 9, 10, 11, 1000, 1_115_394])
 def test_the_tail_of_one_document_begins_at_int_n_times_0_9(length):
-    plan = make_plan(parts(["x" * length]), split="tail 0.1")
+    plan = make_plan(tasks_of(["x" * length]), split="tail 0.1")
     assert plan.items[0].assignment == ByPosition(0, int(length * 0.9))
 
 
 def test_the_tail_counts_characters():
-    assert make_plan(parts(["é" * 100]), split="tail 0.1").items[0].assignment == ByPosition(0, 90)
+    assert make_plan(tasks_of(["é" * 100]), split="tail 0.1").items[0].assignment == ByPosition(
+        0, 90
+    )
 
 
 @pytest.mark.parametrize(
@@ -105,7 +81,7 @@ def test_the_tail_counts_characters():
 def test_the_tail_of_several_documents_is_the_end_of_their_text(lengths, place):
     assert (
         make_plan(
-            parts([chr(0x100 + number) * length for number, length in enumerate(lengths)]),
+            tasks_of([chr(0x100 + number) * length for number, length in enumerate(lengths)]),
             split="tail 0.1",
         )
         .items[0]
@@ -119,7 +95,7 @@ def test_the_tail_of_several_documents_is_the_end_of_their_text(lengths, place):
 def test_the_tail_has_the_requested_share(seed, fraction):
     draw = random.Random(seed)
     texts = ["x" * int(draw.paretovariate(0.7) * 10) for _ in range(draw.choice([2, 5, 50, 400]))]
-    place = make_plan(parts(texts[:1], texts[1:]), split=f"tail {fraction}").items[0].assignment
+    place = make_plan(tasks_of(texts[:1], texts[1:]), split=f"tail {fraction}").items[0].assignment
     pieces = [piece for number, text in enumerate(texts) for piece in place.assign(text, number)]
     assert all(text for _, text in pieces)
     assert len(pieces) <= len(texts) + 1
@@ -133,7 +109,7 @@ def test_the_tail_has_the_requested_share(seed, fraction):
     [({}, 5), ({"max_documents": 3}, 3), ({"max_bytes": 15}, 2), ({"max_documents": 99}, 5)],
 )
 def test_separate_validation_text_is_taken_whole_and_comes_first(limits, count):
-    plan = make_plan(parts(2, 3), parts(["v" * 100, "w"], ["x"]), **limits)
+    plan = make_plan(tasks_of(2, 3), tasks_of(["v" * 100, "w"], ["x"]), **limits)
     assert plan.rule == "named"
     assert texts(plan)[:3] == ["v" * 100, "w", "x"]
     assert len(texts(plan)) == 3 + count
@@ -153,7 +129,9 @@ def test_a_named_split_without_limits_is_planned_without_reading():
 def test_document_indices_count_documents_only(monkeypatch):
     monkeypatch.setattr(stage, "RANGE_BYTES", 1)
     plan = make_plan(
-        parts(3, ["", BAD, "x"], [LeftOut("dull", "y")], 2), split="tail 0.3", on_bad_row="skip"
+        tasks_of(3, ["", BAD, "x"], [LeftOut("dull", "y")], 2),
+        split="tail 0.3",
+        on_bad_row="skip",
     )
     assert [item.first for item in plan.items] == [0, 3, 4, 4]
     assert plan.items[0].assignment == ByPosition(4, 4)
@@ -189,22 +167,22 @@ def test_the_survey_reads_no_more_than_it_needs():
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 4, 5, 6, 99])
 def test_documents_are_taken_in_order_up_to_the_limit(limit):
-    plan = make_plan(parts(2, 0, 3), split="hash 0.5", max_documents=limit)
+    plan = make_plan(tasks_of(2, 0, 3), split="hash 0.5", max_documents=limit)
     assert texts(plan) == [f"document {number}" for number in range(min(limit, 5))]
 
 
 @pytest.mark.parametrize("limit", range(1, 14))
 def test_text_is_taken_up_to_the_byte_limit(limit):
-    plan = make_plan(parts(["abc", "é"], ["defg", "hi"]), split="hash 0.5", max_bytes=limit)
+    plan = make_plan(tasks_of(["abc", "é"], ["defg", "hi"]), split="hash 0.5", max_bytes=limit)
     whole = b"".join(text.encode() for text in texts(plan))
     full = "abcédefghi".encode()
     assert whole == full[:limit] or (limit == 4 and whole == b"abc")
 
 
 def test_the_tail_is_of_the_documents_within_the_limits():
-    plan = make_plan(parts(10), split="tail 0.5", max_documents=4, max_bytes=10_000)
+    plan = make_plan(tasks_of(10), split="tail 0.5", max_documents=4, max_bytes=10_000)
     assert plan.items[0].assignment == ByPosition(2, 0)
-    cut = make_plan(parts(["x" * 100, "y"]), split="tail 0.5", max_bytes=50)
+    cut = make_plan(tasks_of(["x" * 100, "y"]), split="tail 0.5", max_bytes=50)
     assert cut.items[0].assignment == ByPosition(0, 25)
     assert texts(cut) == ["x" * 50]
 
@@ -212,7 +190,7 @@ def test_the_tail_is_of_the_documents_within_the_limits():
 @pytest.mark.parametrize("groups", [[["x"]], [["ab"]]])
 def test_a_text_too_short_to_split_is_refused(groups):
     with pytest.raises(DataError, match="cannot be split"):
-        make_plan(parts(*groups), split="tail 0.9")
+        make_plan(tasks_of(*groups), split="tail 0.9")
 
 
 @pytest.mark.parametrize(
@@ -243,11 +221,11 @@ def test_a_rule_has_several_spellings(text):
 
 def test_a_bad_row_is_raised_by_the_survey_unless_skipped():
     with pytest.raises(DataError, match="row is bad"):
-        make_plan(parts(["a", BAD]), split=None)
-    assert make_plan(parts(["a", BAD, "b"]), split=None, on_bad_row="skip").items[
+        make_plan(tasks_of(["a", BAD]), split=None)
+    assert make_plan(tasks_of(["a", BAD, "b"]), split=None, on_bad_row="skip").items[
         0
     ].assignment == ByPosition(1, 0)
 
 
 def test_a_corpus_without_documents_has_a_plan():
-    assert texts(make_plan(parts([""]), split=None)) == []
+    assert texts(make_plan(tasks_of([""]), split=None)) == []
