@@ -23,7 +23,7 @@ import numpy as np
 from pydantic import Field
 
 from flatout.errors import DataError
-from flatout.files import PART, CheckedFile, FileEntry, Stored, sync
+from flatout.files import PART, CheckedFile, FileEntry, Stored, entry_of, sync
 from flatout.json_io import JsonObject
 from flatout.progress import Progress, readable_size
 from flatout.remote.connection import NothingThere, byte_counter, open_filesystem, with_retries
@@ -227,7 +227,10 @@ def push(
     if not sent:
         remote.put_text(CLAIM, claim.text())
     yield sent
-    remote.put_text(MANIFEST, manifest.decode())
+    with tempfile.TemporaryDirectory(prefix="flatout-") as work:
+        path = Path(work) / MANIFEST
+        path.write_bytes(manifest)
+        remote.send(path, entry_of(path))  # removes what has arrived altered
     if read_if_there(f"{remote.url}/{MANIFEST}") != manifest:
         remote.remove(MANIFEST)
         raise remote.altered(MANIFEST)
