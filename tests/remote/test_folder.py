@@ -142,6 +142,33 @@ def test_a_failure_leaves_the_claim_and_only_the_same_claim_continues(store, two
     assert store.cat(f"{URL}/manifest.json") == b"[]"
 
 
+def test_a_manifest_that_arrives_cut_is_removed_and_sent_again(store, two_files, monkeypatch):
+    """The store refuses to read it, as S3 does when a checksum does not match."""
+    remote, mine, put, get = RemoteFolder(URL), Claim(manifest="1"), store.put_file, store.cat_file
+
+    def cut(lpath, rpath, **options):
+        put(lpath, rpath, **options)
+        if rpath.endswith("manifest.json"):
+            store.pipe_file(rpath, b"{")
+
+    def refused(path, **options):
+        content = get(path, **options)
+        if content == b"{":
+            raise OSError("the checksum does not match")
+        return content
+
+    with monkeypatch.context() as patched:
+        patched.setattr(type(store), "put_file", staticmethod(cut))
+        patched.setattr(type(store), "cat_file", staticmethod(refused))
+        altered = pytest.raises(DataError, match=r"manifest\.json differs from the file that")
+        with altered, push(remote, b"{}", mine, None) as sent:
+            two_files(remote, sent)
+    assert sorted(remote.files()) == ["a", "b", CLAIM]
+    with push(remote, b"{}", mine, mine) as sent:
+        two_files(remote, sent)
+    assert sorted(remote.files()) == ["a", "b", "manifest.json"]
+
+
 def test_a_folder_is_fetched_with_its_manifest_last_and_continued_by_content(
     store, tmp_path, monkeypatch
 ):
