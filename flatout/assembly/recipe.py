@@ -524,10 +524,14 @@ def needs_cpu(machine: Machine, config: RunConfig) -> str | None:
 
 
 def needs_package(package: str, extra: str | None = None) -> Check:
-    """Return the check that an optional package, of one of flatout's extras, is installed."""
+    """Return the check that an optional package, of one of flatout's extras, is installed.
+
+    A machine that is only planned for may have it.
+    """
     install = package if extra is None else f'"flatout[{extra}]"'
     missing = f"It needs the package {package}, which is not installed: pip install {install}."
-    return lambda _machine, _config: None if find_spec(package.replace("-", "_")) else missing
+    name = package.replace("-", "_")
+    return lambda machine, _config: missing if machine.is_here and not find_spec(name) else None
 
 
 def without_compiler(machine: Machine, config: RunConfig) -> str | None:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import functools
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from flatout.architectures.source import find_model, is_foreign
 from flatout.assembly.memory import USED_MEMORY, Workload, estimate, memory_bytes, most_rows
-from flatout.assembly.prediction import gains_here
+from flatout.assembly.prediction import CUDA_CONTEXT, CUDA_RESERVED, gains_here
 from flatout.assembly.preflight import check_names, resolve_batch
 from flatout.assembly.recipe import MicroBatchPlan, Recipe
-from flatout.assembly.selection import Decision, assemble, recipe_of, select
+from flatout.assembly.selection import Decision, assemble, parse_request, recipe_of, select
 from flatout.config.schema import RunConfig
 from flatout.config.sections import TrainConfig
 from flatout.data.load.batches import BatchPlan
@@ -23,7 +24,7 @@ from flatout.hardware import ASSUMED_MFU, Machine
 from flatout.launch import replicas
 from flatout.models.language_model import Flops, LanguageModel, LanguageModelConfig, model_of
 from flatout.ops import scan
-from flatout.progress import readable_memory
+from flatout.progress import counted, readable_memory
 from flatout.registry import MODELS
 from flatout.roof import peak_tflops
 
@@ -43,6 +44,8 @@ FREE_OF_WEIGHTS = (
 The new run may use longer sequences, more dropout, or another initialisation for fresh weights.
 With any other key changed, the same weights would compute a different function.
 """
+CHECKPOINTING = ("selective-checkpointing", "checkpointing")
+"""Speedups that `auto` adds when nothing fits without them, the cheapest first."""
 FREE_OF_IMPORTED = (*FREE_OF_WEIGHTS, "z_loss")
 """Keys that may differ from an imported model, whose files say nothing about training."""
 
@@ -78,6 +81,8 @@ def resolve(
     minutes = expected_minutes(config, world_size * peak.tflops * ASSUMED_MFU) if peak else None
     gains = gains_here(machine, device, cache)
     decisions = select(config, machine, device=device, minutes=minutes, measured=gains)
+    available = memory_bytes(machine, device, local_world_size or world_size)
+    decisions = with_checkpointing(config, decisions, available, world_size)
     on = [decision.name for decision in decisions if decision.on]
     recipe = assemble(on)
     if config.lora.base_dtype == "bf16" and recipe.precision.autocast != "bfloat16":
@@ -89,8 +94,8 @@ def resolve(
     chooser = recipe.filled_by.get("micro_batch")
     if config.batch.rows_per_device == "auto":
         rows_per_rank = (config.batch.tokens_per_step or 0) // (config.data.seq_len * world_size)
-        available = int(USED_MEMORY * memory_bytes(machine, device, local_world_size or world_size))
-        plan = micro_batch_plan(workload_of(config, recipe), rows_per_rank, device, available)
+        usable = int(USED_MEMORY * available)
+        plan = micro_batch_plan(workload_of(config, recipe), rows_per_rank, device, usable)
         rows = recipe.micro_batch(plan)
         config = config.with_values(
             {"batch.rows_per_device": rows, "batch.accumulate": rows_per_rank // rows}
@@ -105,6 +110,56 @@ def resolve(
         }
     )
     return with_evaluations_in_steps(config, dataset), decisions
+
+
+def with_checkpointing(
+    config: RunConfig, decisions: list[Decision], available: int, world_size: int
+) -> list[Decision]:
+    """Return the decisions, with activation checkpointing on if nothing fits a GPU without it.
+
+    Only `auto` adds it: the selective one if that is enough, or else the full one. What must fit is
+    the stated micro-batch, or one row. `available` are the bytes of one rank.
+    """
+    on, rows = [each.name for each in decisions if each.on], config.batch.rows_per_device
+    if not may_checkpoint(config, on):
+        return decisions
+    if rows == "auto":
+        rows, accumulate, usable = 1, 2, int(USED_MEMORY * available)
+    else:
+        per_rank = (config.batch.tokens_per_step or 0) // (config.data.seq_len * world_size)
+        accumulate, usable = per_rank // rows, int((available - CUDA_CONTEXT) / CUDA_RESERVED)
+
+    def need(names: list[str]) -> int:
+        return estimate(workload_of(config, assemble(names)), rows, accumulate).total
+
+    try:
+        if (without := need(on)) <= usable:
+            return decisions
+        name = next((name for name in CHECKPOINTING if need([*on, name]) <= usable), None)
+    except FlatoutError:
+        raise
+    except Exception:  # a custom model may need values, which the trace does not have
+        return decisions
+    if name is None:
+        return decisions
+    reason = (
+        f"without it, {counted(rows, 'row')} of {config.data.seq_len:,} tokens would need "
+        f"{readable_memory(without)} of {readable_memory(usable)}"
+    )
+    return [
+        replace(each, on=True, reason=reason) if each.name == name else each for each in decisions
+    ]
+
+
+def may_checkpoint(config: RunConfig, on: Sequence[str]) -> bool:
+    """Return whether `auto` may add activation checkpointing to the speedups that are on."""
+    request = parse_request(config.speedups)
+    return (
+        request.auto
+        and config.train.device.startswith("cuda")
+        and "activations" not in assemble(on).filled_by
+        and not {*request.named, *request.dropped} & {*CHECKPOINTING}
+    )
 
 
 def micro_batch_plan(

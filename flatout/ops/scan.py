@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
 from flatout.errors import ShapeError
@@ -121,7 +122,10 @@ def triton(
              Keeps the states and the eigenvalues.
     Raises:  ShapeError as `reference`; MissingPackage on a GPU without Triton.
     """
-    if drive_BTE.dtype == torch.float64 or not runs_triton(drive_BTE):
+    is_planned = isinstance(drive_BTE, FakeTensor) and (
+        getattr(drive_BTE.fake_mode, "stands_for", None) == "cuda"  # estimates a GPU run
+    )
+    if drive_BTE.dtype == torch.float64 or not (is_planned or runs_triton(drive_BTE)):
         return chunked(
             log_decay,
             angle,

@@ -243,10 +243,9 @@ def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> Non
 
 
 def _gradients(ctx: Any, grad_BTE: Tensor) -> tuple[Tensor | None, ...]:
-    *gradients, start_grad_BE = _backward(
-        grad_BTE, *ctx.saved_tensors, ctx.drive_dtype, ctx.chunk_size
-    )
-    if ctx.saved_tensors[-1] is None:
+    kept = ctx.saved_tensors  # activation checkpointing allows to read them once
+    *gradients, start_grad_BE = _backward(grad_BTE, *kept, ctx.drive_dtype, ctx.chunk_size)
+    if kept[-1] is None:
         start_grad_BE = None
     return *gradients, None, start_grad_BE, None
 

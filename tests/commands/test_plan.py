@@ -129,6 +129,7 @@ def test_a_gpu_recipe_on_a_machine_without_one(recipe, monkeypatch):
     assert "a GPU that is not here" in found.summary()
 
 
+NO_CHECKPOINTING = "speedups=auto,-checkpointing,-selective-checkpointing"
 LARGE = [
     "model.num_layers=48",
     "model.d_model=4096",
@@ -144,7 +145,7 @@ def test_a_run_that_cannot_fit_names_the_smallest_machine_that_would_do(recipe):
     found = plan(recipe, LARGE, machine="T4")
     assert found.fits is False
     assert found.largest_rows_per_device == 0
-    assert f"Smallest     {found.smallest_machine} would do" in found.summary()
+    assert f"Smallest     {found.smallest_machine}: one row" in found.summary()
     count, _, name = found.smallest_machine.partition("x ")
     again = plan(
         recipe,
@@ -159,7 +160,7 @@ def test_sharding_and_speedups_together_make_a_large_model_fit(recipe):
     shape = ["model.num_layers=12", "model.d_model=2048", "model.num_heads=16"]
     data = ["model.vocab_size=50304", "data.seq_len=1024", "train.steps=10"]
     batch = ["batch.tokens_per_step=65536", "batch.rows_per_device=8"]
-    found = plan(recipe, [*shape, *data, *batch], machine="8x T4")
+    found = plan(recipe, [*shape, *data, *batch, NO_CHECKPOINTING], machine="8x T4")
     assert found.fits is False
     together = found.changes[0]
     assert together.fits
@@ -174,6 +175,10 @@ def test_each_change_that_fits_does_fit(recipe):
     shape = ["model.num_layers=12", "model.d_model=768", "model.num_heads=12"]
     overrides = [*shape, "model.vocab_size=50304", "data.seq_len=1024", "train.steps=10"]
     batch = ["batch.rows_per_device=128", "batch.accumulate=1"]
+    added = plan(recipe, [*overrides, *batch], machine="A10")
+    assert added.fits
+    assert "`auto` turns on checkpointing: without it, 128 rows" in added.summary()
+    overrides.append(NO_CHECKPOINTING)
     found = plan(recipe, [*overrides, *batch], machine="A10")
     assert found.fits is False
     fitting = [change for change in found.changes if change.fits]

@@ -36,8 +36,21 @@ from flatout.assembly.prediction import (
     speedups_on,
 )
 from flatout.assembly.preflight import open_dataset, require_machine
-from flatout.assembly.resolve import known_peak, resolve, workload_of
-from flatout.assembly.selection import Decision, adding, all_speedups, recipe_of, speedup_named
+from flatout.assembly.resolve import (
+    CHECKPOINTING,
+    known_peak,
+    may_checkpoint,
+    resolve,
+    workload_of,
+)
+from flatout.assembly.selection import (
+    Decision,
+    adding,
+    all_speedups,
+    assemble,
+    recipe_of,
+    speedup_named,
+)
 from flatout.config.schema import RunConfig
 from flatout.data.store.manifest import MANIFEST
 from flatout.data.store.mix import AnyDataset
@@ -58,7 +71,8 @@ TOUCH_MEMORY = {
     "gather_dtype",
     "low_precision",
     "moments",
-    "ops",
+    "ops.attention",
+    "ops.cross_entropy",
     "optimizer",
     "precision",
 }
@@ -93,6 +107,11 @@ def make_plan(
     parameters, flops = parameters_by_part(model), model.flops_per_token(config.data.seq_len)
     this, workload = past_run(config, decisions, target.world_size), workload_of(config)
     notes = [note] if note else []
+    notes += [
+        f"`auto` turns on {each.name}: {each.reason}"
+        for each in decisions
+        if each.on and each.name in CHECKPOINTING and each.reason != "requested"
+    ]
     with progress.task("Tracing the memory of a step"):
         context = psutil.Process().memory_info().rss
         memory, problem = trace_memory(this, config, workload, runs=runs, context=context)
@@ -216,7 +235,14 @@ def memory_fields(
         largest = most_rows(workload, available)
         changes = [] if fits else replace(run, available=available).changes(speedups)
     fits = False if target.is_missing else fits
-    too_small = memory is not None and fits is False and not largest
+    smallest = None
+    if memory and fits is False and not largest:
+        requested = run.requested.with_values({"train.device": target.device})
+        is_leaner = may_checkpoint(requested, speedups)
+        if is_leaner:  # as on a machine where nothing fits without it
+            workload = workload_of(run.config, assemble([*speedups, CHECKPOINTING[-1]]))
+        smallest = smallest_machine(workload)
+        smallest = smallest and smallest + (", with activation checkpointing" if is_leaner else "")
     return {
         "memory": memory_at_peak(memory, capacity) if memory else None,
         "memory_from": memory.source if memory else None,
@@ -225,7 +251,7 @@ def memory_fields(
         "fits": fits,
         "largest_rows_per_device": largest,
         "changes": changes,
-        "smallest_machine": smallest_machine(workload) if too_small else None,
+        "smallest_machine": smallest,
     }
 
 
@@ -321,9 +347,8 @@ class PlannedRun:
         """
         leaner: dict[str, Change] = {}
         for speedup in all_speedups():
-            slots = {"ops" if slot.startswith("ops.") else slot for slot in speedup.fills}
             change = None
-            if speedup.name not in on and TOUCH_MEMORY & slots:
+            if speedup.name not in on and TOUCH_MEMORY & speedup.fills.keys():
                 change = self._try({}, [speedup.name])
             if change and _saves(change, self._need_gib):
                 leaner[speedup.name] = change
@@ -390,7 +415,7 @@ class PlannedRun:
         gains, speed = gains_here(target.machine, target.device, target.cache), NOT_MEASURED
         if names and all(name in gains for name in names):
             speed = "measured: " + "; ".join(f"{name}: {gains[name].describe()}" for name in names)
-        elif any("activations" in speedup.fills for speedup in speedups):
+        elif workload.transforms != self.workload.transforms:
             more = training_flops(workload) / training_flops(self.workload) - 1
             speed = f"{more:.0%} more FLOPs, from recomputing; the time is {NOT_MEASURED}"
         need = estimate(workload, *batch).total

@@ -192,4 +192,4 @@ class Plan(Result):
             told = "; ".join(filter(None, (*facts, change.promise)))
             yield "", f"{' '.join(change.overrides)}: {told}"
         if self.smallest_machine:
-            yield "Smallest", f"{self.smallest_machine} would do, with one row per device"
+            yield "Smallest", f"{self.smallest_machine}: one row per device fits"

@@ -1,0 +1,75 @@
+"""`auto` turns on activation checkpointing when nothing fits a GPU without it."""
+
+from __future__ import annotations
+
+import pytest
+
+from flatout.assembly import resolve as module
+from flatout.assembly.memory import estimate
+from flatout.assembly.resolve import CHECKPOINTING, resolve, workload_of
+from flatout.assembly.selection import recipe_of, speedup_named
+from flatout.config.schema import load_config
+from flatout.errors import HardwareError
+from flatout.hardware import machine_named
+
+MACHINE = machine_named("RTX 4090")
+
+
+@pytest.fixture
+def on(monkeypatch):
+    """Return which of the two are on for a GPU of so many GiB, and the reason."""
+
+    def decided(gib, *words):
+        monkeypatch.setattr(module, "memory_bytes", lambda *_: int(gib * 2**30))
+        config = load_config("gpt2-124m", ["train.steps=10", *words])
+        _, decisions = resolve(config, machine=MACHINE, dataset=None, world_size=1)
+        return {
+            each.name: each.reason for each in decisions if each.on and each.name in CHECKPOINTING
+        }
+
+    return decided
+
+
+ROWS = ["batch.rows_per_device=64", "batch.accumulate=1", "batch.tokens_per_step=65536"]
+
+
+def test_it_is_added_only_when_the_stated_rows_do_not_fit_and_the_selective_one_first(on):
+    assert on(40, *ROWS) == {}
+    assert [*on(24, *ROWS)] == ["selective-checkpointing"]
+    assert [*on(12, *ROWS)] == ["checkpointing"]
+    assert on(4, *ROWS) == {}, "where neither is enough"
+    assert on(24, *ROWS)["selective-checkpointing"].startswith("without it, 64 rows of 1,024 ")
+
+
+def test_it_is_added_when_not_even_one_row_fits(on):
+    long = ["data.seq_len=16384", "model.max_seq_len=16384", "model.positions=rotary"]
+    assert on(24, *long) == {}
+    assert [*on(14, *long)] == ["selective-checkpointing"]
+    with pytest.raises(HardwareError, match="One sequence of 16384 tokens needs"):
+        on(1, *long)
+
+
+@pytest.mark.parametrize("speedups", ["none", "bf16", "auto,-checkpointing"])
+def test_only_auto_adds_it(on, speedups):
+    assert on(12, *ROWS, f"speedups={speedups}") == {}
+
+
+def test_one_that_is_named_stays_the_only_one(on):
+    assert on(12, *ROWS, "speedups=auto,+selective-checkpointing") == {
+        "selective-checkpointing": "requested"
+    }
+
+
+def test_a_scan_planned_for_a_gpu_is_traced_as_its_kernel():
+    """The chunks of a CPU take minutes to trace, and memory in fp64."""
+    words = ["model.num_layers=2", "model.d_model=64", "batch.rows_per_device=2"]
+    config = load_config("eigenstate-small-32k", words)
+    config, _ = resolve(config, machine=MACHINE, dataset=None, world_size=1)
+    recipe = recipe_of(config)
+    found = estimate(workload_of(config, recipe), 2, 2)
+    assert found.operations < 1000
+    with_both = [
+        estimate(workload_of(config, recipe.with_speedup(speedup_named(name))), 2)
+        for name in CHECKPOINTING
+    ]
+    assert found.activations > with_both[0].activations > with_both[1].activations
