@@ -229,7 +229,7 @@ def tiny_config(tiny_set):
 
     def make(**changes):
         return load_config().with_values(
-            {**TINY, "data.path": str(tiny_set)}
+            {**TINY, "data.path": str(tiny_set), "train.eval_every": 0}
             | {key.replace("__", "."): value for key, value in changes.items()}
         )
 

@@ -500,6 +500,6 @@ def tokens_to_score(config: RunConfig, dataset: AnyDataset | None, first_step: i
         return whole
     last = (train.steps or 0) - 1
     scored = 1 + max(last // train.eval_every - first_step // train.eval_every, 0)
-    if train.eval_tokens == "all":
+    if train.eval_tokens is None or train.eval_tokens == "all":
         return whole * scored
     return min(train.eval_tokens, whole) * scored + whole

@@ -46,6 +46,10 @@ With any other key changed, the same weights would compute a different function.
 """
 CHECKPOINTING = ("selective-checkpointing", "checkpointing")
 """Speedups that `auto` adds when nothing fits without them, the cheapest first."""
+EVALUATIONS, MIN_BETWEEN_EVALUATIONS = 20, 10
+"""Evaluations of a run that states no interval, and the fewest steps between two."""
+EVALUATION_SHARE, MIN_SEQUENCES = 0.05, 32
+"""Most of the run's work that they take, and the fewest sequences that one of them scores."""
 FREE_OF_IMPORTED = (*FREE_OF_WEIGHTS, "z_loss")
 """Keys that may differ from an imported model, whose files say nothing about training."""
 
@@ -109,7 +113,8 @@ def resolve(
             "speedups": on or "none",
         }
     )
-    return with_evaluations_in_steps(config, dataset), decisions
+    epochs = requested.epochs or (0 if requested.steps or requested.tokens else 1)
+    return with_evaluations(config, dataset, epochs), decisions
 
 
 def with_checkpointing(
@@ -233,16 +238,36 @@ def steps_stated(
     return max(math.ceil(epochs * steps.steps_per_epoch), 1)
 
 
-def with_evaluations_in_steps(config: RunConfig, dataset: AnyDataset | None) -> RunConfig:
-    """Return a resolved configuration with `train.eval_every` in place of `eval_every_epochs`.
+def with_evaluations(
+    config: RunConfig, dataset: AnyDataset | None, epochs: float | None = None
+) -> RunConfig:
+    """Return a resolved configuration with the steps between evaluations, and what each scores.
 
-    Without a dataset, which says how long an epoch is, it stays as it is.
+    If the configuration states neither, they are an epoch of a run of at least two `epochs`, and
+    1/EVALUATIONS of another, and each scores so much that they take EVALUATION_SHARE of the run at
+    most. Without a dataset, which says how long an epoch is, the configuration stays as it is.
     """
-    epochs = config.train.eval_every_epochs
-    if epochs is None or dataset is None:
+    train, steps = config.train, config.train.steps
+    if dataset is None or steps is None:
         return config
-    every = steps_stated(config, TrainConfig(epochs=epochs), dataset, recipe_of(config))
-    return config.with_values({"train.eval_every": every})
+    per_epoch = train.eval_every_epochs
+    if per_epoch is None and train.eval_every is None and epochs and epochs >= 2:
+        per_epoch = 1.0
+    every, tokens = train.eval_every, train.eval_tokens
+    if per_epoch is not None:
+        every = steps_stated(config, TrainConfig(epochs=per_epoch), dataset, recipe_of(config))
+    elif every is None:
+        every = max(math.ceil(steps / EVALUATIONS), MIN_BETWEEN_EVALUATIONS)
+    if tokens is None:
+        tokens = "all"
+        if every and train.eval_every is None and train.eval_every_epochs is None:
+            # scoring a token takes a third of the work of training on it
+            trained = 3 * EVALUATION_SHARE * every * (config.batch.tokens_per_step or 0)
+            sequences = max(int(trained) // config.data.seq_len, MIN_SEQUENCES)
+            whole = sum(member.dataset.split("val").num_tokens for member in members_of(dataset))
+            if sequences * config.data.seq_len < whole:
+                tokens = sequences * config.data.seq_len
+    return config.with_values({"train.eval_every": every, "train.eval_tokens": tokens})
 
 
 def expected_minutes(config: RunConfig, tflops: float) -> float | None:

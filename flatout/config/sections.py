@@ -214,7 +214,7 @@ class TrainConfig(Section):
             "Set train.watchdog_minutes=5, or leave train.watchdog_stop out.",
         ),
         (
-            lambda train: train.patience and not (train.eval_every or train.eval_every_epochs),
+            lambda train: train.patience and train.eval_every == 0 and not train.eval_every_epochs,
             "train.patience={0.patience} counts evaluations during the run, but "
             "train.eval_every=0 means that there are none.",
             "Set train.eval_every or train.eval_every_epochs, or leave train.patience out.",
@@ -239,12 +239,14 @@ class TrainConfig(Section):
     all GPUs; on a CPU, a number of processes. None means one, or as many as torchrun starts."""
     precision: Literal["auto", "fp32", "fp16", "bf16"] = "auto"
     """Precision of the matmuls; weights and optimizer state stay fp32."""
-    eval_every: NonNegativeInt = 0
-    """Steps between evaluations; 0 evaluates once, at the end."""
+    eval_every: NonNegativeInt | None = None
+    """Steps between evaluations; 0 evaluates once, at the end. None evaluates after every epoch, or
+    20 times in a run that is shorter than two or is stated in steps or tokens."""
     eval_every_epochs: PositiveFloat | None = None
     """Epochs between evaluations, in place of eval_every; rounded up to whole steps."""
-    eval_tokens: Count | Literal["all"] = "all"
-    """Validation tokens per evaluation during the run; the final one always uses all."""
+    eval_tokens: Count | Literal["all"] | None = None
+    """Validation tokens per evaluation during the run; the final one always uses all. None means
+    all if the interval is stated, or else at most what takes 5% of the run."""
     patience: NonNegativeInt = 0
     """Stop after this many evaluations in a row without a better validation loss; 0 turns this off.
     The learning rate is scheduled for the whole run, so it is still high at an early stop."""

@@ -75,9 +75,11 @@ def between_steps(session: Session, saves: SaveSchedule) -> None:
             save(run, log)
 
 
-def due(every: int, run: Run) -> bool:
-    """Return whether work done every `every` steps (0: never) is due; never at the last step."""
-    return every > 0 and run.step % every == 0 and run.step < run.last_step
+def due(every: int | None, run: Run) -> bool:
+    """Return whether work done every `every` steps is due; never for 0, or at the last step."""
+    if not every:
+        return False
+    return run.step % every == 0 and run.step < run.last_step
 
 
 def ends_early(run: Run) -> bool:
@@ -87,7 +89,7 @@ def ends_early(run: Run) -> bool:
 
 def out_of_patience(train: TrainConfig, step: int, best_step: int | None) -> bool:
     """Return whether the last `train.patience` evaluations did not improve on the best one."""
-    if not train.patience or best_step is None:
+    if not train.patience or not train.eval_every or best_step is None:
         return False
     return step - best_step >= train.patience * train.eval_every
 
@@ -95,7 +97,7 @@ def out_of_patience(train: TrainConfig, step: int, best_step: int | None) -> boo
 def eval_tokens(run: Run) -> int | None:
     """Return how many validation tokens each evaluation of the run scores; None means all."""
     train = run.config.train
-    return None if train.eval_tokens == "all" or not train.eval_every else train.eval_tokens
+    return train.eval_tokens if train.eval_every and train.eval_tokens != "all" else None
 
 
 def evaluate(session: Session, max_tokens: int | None) -> Evaluation | None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from flatout.assembly.preflight import for_world_size, open_dataset
-from flatout.assembly.resolve import resolve, with_evaluations_in_steps
+from flatout.assembly.resolve import resolve, with_evaluations
 from flatout.assembly.selection import Decision, recipe_of, stored_decisions
 from flatout.config.schema import RunConfig, flat
 from flatout.data.store.mix import AnyDataset, members_of
@@ -226,7 +226,7 @@ def _plan_stored(
     """
     folder, progress = request.folder, request.progress
     summary, requested = layout.read_summary(folder), layout.read_requested(folder)
-    config = with_evaluations_in_steps(config, request.dataset)
+    config = with_evaluations(config, request.dataset)
     longer = lengthen(
         folder, config, request.config, request.dataset, resume, checkpoint, progress=progress
     )

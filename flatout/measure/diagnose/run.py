@@ -261,7 +261,7 @@ def evidence_of(
         save_s /= steps or max(60 * minutes / windows.step_s, 1.0)
     if planned.train.eval_every:  # a part of the validation split stands for all that is scored
         tokens, most = before.data.val_tokens or 0, planned.train.eval_tokens
-        wanted = tokens if most == "all" else min(most, tokens)
+        wanted = tokens if most in (None, "all") else min(int(most), tokens)
         few, start_s = (
             SCORED_ROWS * run.rows_per_device * run.config.data.seq_len,
             time.perf_counter(),
