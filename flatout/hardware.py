@@ -76,6 +76,11 @@ class Gpu:
     driver: str
     uuid: str | None = None
 
+    @property
+    def row(self) -> MachineRow | None:
+        """Its data sheet; None if its name is unknown."""
+        return row_of(self.name, self.memory_gib)
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -94,26 +99,31 @@ class Machine:
     @property
     def row(self) -> MachineRow | None:
         """The data sheet of the first GPU; None without a GPU or if its name is unknown."""
-        return row_of(self.gpus[0].name) if self.gpus else None
+        return self.gpus[0].row if self.gpus else None
 
     def describe(self) -> str:
         """Return a one-line description."""
         parts = [f"{self.cpu_name}, {counted(self.cores, 'core')}, {self.memory_gib:.0f} GiB"]
         parts += [
-            f"{gpu.name}, {gpu.memory_gib:.0f} GiB"
-            + ("" if row_of(gpu.name) else " (peak rates unknown)")
+            f"{gpu.name}, {gpu.memory_gib:.0f} GiB" + ("" if gpu.row else " (peak rates unknown)")
             for gpu in self.gpus
         ]
         return "; ".join(parts)
 
 
 @functools.cache
-def row_of(gpu_name: str) -> MachineRow | None:
+def row_of(gpu_name: str, memory_gib: float) -> MachineRow | None:
     """Return the row of machines/*.yaml with a GPU's exact name, or None.
 
-    A guessed peak would be worse than an unknown one.
+    Of several with one name, it is the one with about that memory. A guessed peak would be worse
+    than an unknown one.
     """
-    return next((row for row in machine_rows() if gpu_name in row.gpu_names), None)
+    named = [row for row in machine_rows() if gpu_name in row.gpu_names]
+    if len(named) < 2:
+        return named[0] if named else None
+    apart = {row.name: abs(memory_gib / row.memory_gb.value - 1) for row in named}
+    nearest_row = min(named, key=lambda row: apart[row.name])
+    return nearest_row if apart[nearest_row.name] < SAME_MEMORY else None
 
 
 @functools.cache
@@ -134,24 +144,29 @@ def machine_named(text: str) -> Machine:
     count, wanted = int(found[1] or 1), text[found.end() :].strip()
     if count < 1 or not wanted:
         raise ConfigError(f"--machine {text!r} has no GPU.", fix="Write for example '8x H100'.")
-    names = {
-        name: row for row in machine_rows() for name in (row.name, *row.gpu_names, *row.short_names)
-    }
     word = _word(wanted)
-    row = next((row for name, row in reversed(names.items()) if _word(name) == word), None)
-    if row is None:
-        similar = [row.name for row in machine_rows() if word and _word(row.name).startswith(word)]
+    names = {row.name: [row.name, *row.gpu_names, *row.short_names] for row in machine_rows()}
+    rows = [row for row in machine_rows() if word in map(_word, names[row.name])]
+    if len(rows) != 1:
+        similar = [row.name for row in rows]
+        if not similar and word:
+            similar = [
+                name
+                for name, each in names.items()
+                if any(_word(one).startswith(word) for one in each)
+            ]
         if similar:
             raise ConfigError(
                 f"--machine {wanted!r} matches several machines.",
                 fix=f"Write one of {', '.join(similar)}.",
             )
-        guess = nearest(wanted, names)
+        guess = nearest(wanted, [name for each in names.values() for name in each])
         hint = f"Did you mean {guess!r}? " if guess else ""
         raise ConfigError(
             f"There is no machine named {wanted!r}.",
             fix=f"{hint}`flatout list machines` shows the known ones.",
         )
+    row = rows[0]
     if count > MOST_GPUS:
         raise ConfigError(
             f"--machine {text!r} has more than {MOST_GPUS:,} GPUs.", fix="Write a smaller number."
@@ -239,6 +254,8 @@ def _cores(quota: str) -> list[float]:
     return [int(words[0]) / int(words[1])] if is_limit else []
 
 
+SAME_MEMORY = 0.12
+"""How far the memory in GiB that a driver reports may be from a data sheet's in GB, to be its."""
 BUSY_CORES = 0.4
 """Cores that other processes must use to count as a load on this one."""
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flatout.errors import HardwareError
-from flatout.hardware import Machine, MachineRow, row_of
+from flatout.hardware import GIB, Machine, MachineRow, row_of
 
 DTYPES = ("fp32", "tf32", "fp16", "bf16")
 """Arithmetic that a plain matrix product can measure."""
@@ -157,5 +157,6 @@ def _row_of_device(machine: Machine, device: str) -> MachineRow | None:
     torch numbers GPUs by CUDA_VISIBLE_DEVICES, the driver by their slots.
     """
     if machine.is_here and torch.cuda.is_available():
-        return row_of(torch.cuda.get_device_name(device))
+        found = torch.cuda.get_device_properties(device)
+        return row_of(found.name, found.total_memory / GIB)
     return machine.row

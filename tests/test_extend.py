@@ -225,7 +225,7 @@ print([(finding.name, finding.fixes[0].text) for finding in found.findings])
 def test_the_new_machine_is_known(folder):
     program = """
 from flatout.hardware import row_of
-assert row_of("NVIDIA Example 1000").peak_tflops["bf16"].value == 200
+assert row_of("NVIDIA Example 1000", 24.0).peak_tflops["bf16"].value == 200
 """
     python(folder, program)
 

@@ -1,5 +1,6 @@
 import dataclasses
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,8 @@ WITH_GPU = Machine("Some CPU", 16, 128.0, (H200,), "3.11.7")
 
 def seen_by_torch(monkeypatch, *, count=0):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=0: "NVIDIA H200")
+    h200 = SimpleNamespace(name="NVIDIA H200", total_memory=140 * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=0: h200)
 
 
 @pytest.mark.slow
