@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from flatout.commands import Command, EndOfText, Pattern
+from flatout.config.schema import load_config
 from flatout.data.prepare.pipeline import (
     Options,
     Prepared,
@@ -46,11 +47,14 @@ Out = Annotated[
     ),
 ]
 TokenizerName = Annotated[
-    str | Path,
+    str | Path | None,
     Option(
         "char, byte, train:N, a tokenizer.json or .tiktoken file, a Hugging Face repository, "
-        "ORG/NAME[@REVISION], or ids:N for numbers."
+        "ORG/NAME[@REVISION], or ids:N for numbers; train:4096 by default."
     ),
+]
+ForRecipe = Annotated[
+    str | Path | None, Option("Use the tokenizer that this recipe names (data.tokenizer).")
 ]
 TextField = Annotated[
     str | None, Option("Field or column of a row that contains the text; 'text' by default.")
@@ -161,7 +165,7 @@ class PrepareResult(Result):
 def prepare(
     sources: Sources,
     out: Out,
-    tokenizer: TokenizerName = "train:4096",
+    tokenizer: TokenizerName = None,
     pattern: Pattern = None,
     end_of_text: EndOfText = None,
     text_field: TextField = None,
@@ -182,10 +186,18 @@ def prepare(
     engine: EngineName = "local",
     chat: Chat = None,
     cache: Cache = None,
+    recipe: ForRecipe = None,
     *,
     progress: Progress = SILENT,
 ) -> PrepareResult:
     """Tokenise text once and pack it into a dataset, local or at a URL, that training reads."""
+    if tokenizer is None:
+        tokenizer = "train:4096" if recipe is None else load_config(recipe).data.tokenizer
+        if tokenizer is None:
+            raise UsageError(
+                f"The recipe {recipe} names no tokenizer.",
+                fix="Name one with --tokenizer, or set data.tokenizer in the recipe.",
+            )
     # fmt: off
     options = Options(
         str(tokenizer), pattern, end_of_text, text_field, split, max_documents, max_bytes,

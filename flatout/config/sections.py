@@ -111,6 +111,9 @@ class DataConfig(Section):
     the run the proportion is exact to less than one sequence; weights are rounded to multiples of
     1/65,536, which is the smallest share. Each dataset has its own epochs and its own score, and
     the validation loss is the mean of the scores with these weights."""
+    tokenizer: str | None = None
+    """Tokenizer to prepare the text with, as `flatout prepare --tokenizer` takes it; `prepare
+    --recipe` reads it. Training uses that of the dataset."""
     cache: str | None = None
     """Directory for the copies of datasets at URLs. None means the cache directory: FLATOUT_CACHE,
     or else ~/.cache/flatout."""

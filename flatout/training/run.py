@@ -64,6 +64,9 @@ from flatout.training.signals import StopRequests, WorkInterrupted
 from flatout.training.warmup import warm_up
 from flatout.training.watchdog import Watchdog
 
+FEW_ROWS = 0.1
+"""Share of the embedding below which a dataset was probably prepared with another tokenizer."""
+
 
 def run_training(
     config: RunConfig,
@@ -410,6 +413,14 @@ def log_start(
     if isinstance(run.dataset, MixedDataset):
         _log_mix(run, run.dataset, log)
     warn_of_unscored(members_of(run.dataset), log.progress)
+    known, rows, name = run.dataset.vocab_size, run.core.config.vocab_size, run.config.name
+    if known < FEW_ROWS * rows:
+        how = f", `flatout prepare ... --recipe {name}`" if run.config.data.tokenizer else ""
+        log.progress.say(
+            f"The tokenizer of the dataset has {known:,} tokens and the model {rows:,}: "
+            f"{1 - known / rows:.0%} of its embedding is never used. Prepare the text with the "
+            f"model's own tokenizer{how}, or set model.vocab_size=null."
+        )
 
 
 def _log_mix(run: Run, dataset: MixedDataset, log: Log) -> None:
