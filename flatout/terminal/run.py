@@ -17,7 +17,7 @@ from rich.text import Text
 
 from flatout.figures import age, amount, duration
 from flatout.json_io import JsonObject
-from flatout.progress import readable_size
+from flatout.progress import counted, readable_size
 from flatout.streams import printable, wrapped
 from flatout.terminal.closing import closing_facts, indented
 from flatout.terminal.lines import OpenTask, Terminal
@@ -46,6 +46,23 @@ MEMORY = (
     ("mem/reserved_gib", "{:.2f} GiB held"),
 )
 """Figures of the panel's line about memory; those that a run lacks have no place on it."""
+
+
+def settings_of(run: Any, on: Sequence[str]) -> str:
+    """Return the precision, the optimizer and the batch of a run with these speedups on."""
+    config, batch, devices = run.config, run.config.batch, run.mesh.world_size
+    parts = ["bf16 matmuls" if "bf16-products" in on else config.train.precision]
+    parts.append("compiled" if {"compile", "compile-blocks"} & {*on} else "eager")
+    named = [config.optim.kind, *(name.replace("-", " ") for name in on if name == "fused-adamw")]
+    parts.append(" with ".join(named) if named[0] != "adamw" else named[-1])
+    parts += [name for name in on if name.endswith(("checkpointing", "-8bit"))]
+    product = counted(int(batch.rows_per_device), "row")
+    if (batch.accumulate or 1) > 1:
+        product += f" x {batch.accumulate:,} micro-batches"
+    if devices > 1:
+        product += f" x {devices:,} devices"
+    tokens = f"{config.data.seq_len:,} tokens = {run.tokens_per_step:,} per step"
+    return f"{', '.join(parts)}; {product} of {tokens}"
 
 
 class RunReport:
@@ -86,9 +103,13 @@ class RunReport:
             start = f"  {'on ' if one['on'] else 'off'}  {one['name']:<{names}}  "
             self.terminal.say(wrapped(start + one["reason"], width, hanging=len(start)))
         if decisions and not self._verbose:
+            on = [one["name"] for one in decisions if one["on"]]
             self.terminal.say(
-                f"{sum(one['on'] for one in decisions)} of {len(decisions)} speedups on; `flatout "
-                "list speedups` or --verbose shows each"
+                wrapped(
+                    f"{settings_of(run, on)}; {len(on)} of {len(decisions)} "
+                    "speedups on (--verbose shows each)",
+                    width,
+                )
             )
         self._reset(run.step, run.tokens_per_step)
         self._epochs = Epochs(

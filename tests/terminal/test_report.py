@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
+from flatout.config.schema import load_config
 from flatout.terminal import RunReport, Terminal
 
 
@@ -28,9 +29,33 @@ def text_of(terminal):
     return terminal.console.file.getvalue()
 
 
+CONFIG = load_config(
+    None,
+    [
+        "batch.rows_per_device=4",
+        "batch.accumulate=2",
+        "optim.kind=adamw",
+        "train.precision=bf16",
+    ],
+)
+
+
 def run_at(step, last_step=10, steps_per_epoch=16.0):
     return SimpleNamespace(
-        step=step, last_step=last_step, steps_per_epoch=steps_per_epoch, tokens_per_step=2048
+        step=step,
+        last_step=last_step,
+        steps_per_epoch=steps_per_epoch,
+        tokens_per_step=2048,
+        config=load_config(
+            None,
+            [
+                "batch.rows_per_device=4",
+                "batch.accumulate=2",
+                "optim.kind=adamw",
+                "train.precision=bf16",
+            ],
+        ),
+        mesh=SimpleNamespace(world_size=1),
     )
 
 
@@ -144,7 +169,8 @@ def test_a_run_starts_with_one_line_about_its_speedups(terminal):
     report.on_event({"event": "speedup", "name": "bf16", "on": False, "reason": "already reported"})
     report.on_end({})
     assert text_of(terminal).splitlines()[1:] == [
-        "1 of 3 speedups on; `flatout list speedups` or --verbose shows each"
+        "bf16, eager, adamw; 4 rows x 2 micro-batches of 256 tokens = 2,048 per step; 1 of 3 "
+        "speedups on (--verbose shows each)"
     ]
 
 
