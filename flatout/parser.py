@@ -27,6 +27,8 @@ from flatout.words import prepare_word_for, word_for
 JSON = Option("Print the result as one JSON object, the last line of standard output.")
 VERBOSE = Option("Show each speedup, on or off, with the reason.", "-v")
 
+NO_DASHES = "Keys of a recipe take no dashes"
+
 
 class _NameOrUrl(click.ParamType[str | Path]):
     """A name, a path or a URL: not an empty one, nor an output in this process's memory."""
@@ -129,6 +131,8 @@ def parse(name: str, words: Sequence[str]) -> dict[str, Any] | None:
         values = parser.make_context(f"flatout {name}", list(words)).params
     except click.exceptions.Exit:
         return None
+    except click.NoSuchOption as error:
+        raise _unknown_options(error, name, parser, words) from error
     except click.ClickException as error:
         raise _explained(error, name, parser) from error
     for param in parser.params:
@@ -146,6 +150,23 @@ def parse(name: str, words: Sequence[str]) -> dict[str, Any] | None:
         key: (list(value) or None) if isinstance(value, tuple) else value
         for key, value in values.items()
     }
+
+
+def _unknown_options(
+    error: click.NoSuchOption, name: str, parser: click.Command, words: Sequence[str]
+) -> ConfigError:
+    """Return one error for all unknown options of a command line."""
+    known = {option for param in parser.params for option in param.opts} | {"--help"}
+    given = [word.partition("=")[0] for word in words if word.startswith("--") and word != "--"]
+    unknown = [option for option in dict.fromkeys(given) if option not in known]
+    if len(unknown) < 2:
+        return _explained(error, name, parser)
+    fixes = {one: _explained(click.NoSuchOption(one), name, parser).fix for one in unknown}
+    answers = (f"{one}: {fix.removeprefix(f'{NO_DASHES}: ')}" for one, fix in fixes.items())
+    general = f"{NO_DASHES}. " if any(fix.startswith(NO_DASHES) for fix in fixes.values()) else ""
+    return ConfigError(
+        f"`flatout {name}` has no options {', '.join(unknown)}.", fix=general + " ".join(answers)
+    )
 
 
 def _explained(error: click.ClickException, name: str, parser: click.Command) -> ConfigError:
@@ -197,4 +218,4 @@ def _meant_elsewhere(option: str, command: str, parser: click.Command) -> str | 
         key, note = other.key, other.note
     elif name not in known:
         key = same_key(name.rpartition(".")[2], known) or ""
-    return f"Keys of a recipe take no dashes: write {key}=VALUE. {note}".rstrip() if key else None
+    return f"{NO_DASHES}: write {key}=VALUE. {note}".rstrip() if key else None

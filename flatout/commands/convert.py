@@ -16,12 +16,14 @@ from flatout.errors import ConfigError, UsageError, in_shell
 from flatout.files import expanded, write_text, writing
 from flatout.json_io import JsonObject, Result
 from flatout.recognised import require_local
-from flatout.registry import SUFFIXES
+from flatout.registry import DATASETS, SUFFIXES
 from flatout.signature import Argument, Option, checked
 
 MARK = "# Converted by `flatout convert`"
 """Start of a file that may be overwritten."""
 PREPARE = "Prepare the data first"
+GPT2_VOCABULARY = (50_257, 50_304)
+"""Sizes of the vocabulary of GPT-2's tokenizer, as it is and padded."""
 HEADINGS = {
     "mapped": "Mapped",
     "missing": "Not in flatout",
@@ -50,6 +52,8 @@ class ConvertResult(Result):
     """Every key with its value, what it becomes and why."""
     defaults: JsonObject
     """The tool's own defaults that the recipe states, by the tool's keys."""
+    notes: list[str]
+    """What to know about the recipe."""
     prepare: list[str]
     """The commands that prepare the data, with the options that the config's keys ask for."""
 
@@ -68,6 +72,7 @@ class ConvertResult(Result):
         if self.defaults:
             stated = ", ".join(f"{key}={value}" for key, value in self.defaults.items())
             lines += ["", f"Added, as defaults of {self.tool}: {stated}"]
+        lines += [f"\nNote: {note}" for note in self.notes]
         lines += ["", f"Next: flatout plan {self.path}"]
         return "\n".join([*lines, *(f"{PREPARE}: {command}" for command in self.prepare)])
 
@@ -126,9 +131,34 @@ def convert_config(
         tool=tool,
         items=found.items,
         defaults=found.defaults,
+        notes=_epochs(found),
         prepare=commands,
         **{name: sum(item.outcome == name for item in found.items) for name in HEADINGS},
     )
+
+
+def _epochs(found: Conversion) -> list[str]:
+    """Return how many steps the epochs of a script's own loader may be.
+
+    Loaders of characters often start a sample at every position, so that an epoch reads each of
+    them as many times as a sample is long.
+    """
+    values, source = found.values, found.options.get(SOURCE)
+    epochs, rows, seq_len = (
+        values.get(key) for key in ("train.epochs", "batch.rows_per_device", "data.seq_len")
+    )
+    if found.tool or not (epochs and seq_len and isinstance(rows, int)):
+        return []
+    size = DATASETS.get(source).get("num_bytes") if source in DATASETS.names() else None
+    size = min(filter(None, (size, found.options.get("--max-bytes"))), default=None)
+    note = (
+        "an epoch of flatout reads every token once. If the samples of the old loader start at "
+        f"every position, its epochs are {seq_len:,} times longer"
+    )
+    if size is None:
+        return [f"{note}: give the length in steps then, train.steps."]
+    steps = round(epochs * size / (rows * (values.get("batch.accumulate") or 1)))
+    return [f"{note}: for its {steps:,} steps, set train.steps={steps} and leave train.epochs out."]
 
 
 def _preparation(found: Conversion) -> list[str]:
@@ -139,6 +169,8 @@ def _preparation(found: Conversion) -> list[str]:
     weights = str(found.values.get("train.init_from"))
     if weights.startswith(HUB):
         options.setdefault("--tokenizer", weights.removeprefix(HUB))
+    if found.values.get("model.vocab_size") in GPT2_VOCABULARY:
+        options.setdefault("--tokenizer", "openai-community/gpt2")
     words = " ".join(f"{option} {in_shell(value)}" for option, value in options.items())
     paths = [path] if path else [*mix] or (["data/mine"] if found.options else [])
     return [

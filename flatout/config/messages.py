@@ -29,10 +29,23 @@ _SPELT = {"[]": "none", "True": "true", "False": "false"}
 """How an override has a value that Python writes in another way."""
 
 
+class ForeignKeys(ConfigError):
+    """Several keys are another tool's; the fix has an answer for each."""
+
+
 def explain(error: ValidationError, section: type[BaseModel], prefix: str = "") -> ConfigError:
     """Return a ConfigError for the first wrong key that pydantic reports."""
     problems, fields = error.errors(), fields_of(section, prefix)
     key, kind, value = _key_of(problems[0], prefix), problems[0]["type"], problems[0]["input"]
+    unknown = [one for one in problems if one["type"] == "extra_forbidden"]
+    inside = (_inside(_key_of(one, prefix), one["input"]) for one in unknown)
+    theirs = {name: one for found in inside for name, one in found.items() if word_for(name)}
+    if kind == "extra_forbidden" and len(theirs) > 1:
+        known = all_keys(section, prefix)
+        answers = (f"{key}: {unknown_key(key, value, known).fix}" for key, value in theirs.items())
+        return ForeignKeys(
+            f"{len(theirs)} keys are another tool's: {', '.join(theirs)}.", fix=" ".join(answers)
+        )
     if kind == "extra_forbidden":
         while isinstance(value, dict) and len(value) == 1 and word_for(key):
             ((inner, value),) = value.items()  # the whole of another tool's key: wandb.enabled
@@ -41,11 +54,11 @@ def explain(error: ValidationError, section: type[BaseModel], prefix: str = "") 
     text = repr(value)
     shown = text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}..."
     field = fields.get(key)
-    inside = [name for name in all_keys(section, prefix) if name.startswith(f"{key}.")]
-    if kind == "model_type" or inside:
+    own = [name for name in all_keys(section, prefix) if name.startswith(f"{key}.")]
+    if kind == "model_type" or own:
         return ConfigError(
             f"{key}={shown} is not valid: {key} is a section.",
-            fix=f"Set one of its keys: {', '.join(inside)}.",
+            fix=f"Set one of its keys: {', '.join(own)}.",
         )
     expected = dict.fromkeys(
         _expectation(problem) for problem in problems if _key_of(problem, prefix) == key
@@ -66,6 +79,16 @@ def explain(error: ValidationError, section: type[BaseModel], prefix: str = "") 
         f"{key}={shown} is not valid: it must be {' or '.join(expected)}.",
         fix=f"{change} {key}: {described}" if described else change,
     )
+
+
+def _inside(key: str, value: object) -> dict[str, object]:
+    """Return an unknown key, or all dotted keys of an unknown section."""
+    if not isinstance(value, dict):
+        return {key: value}
+    found: dict[str, object] = {}
+    for name, one in value.items():
+        found |= _inside(f"{key}.{name}", one)
+    return found
 
 
 def unknown_key(key: str, value: object, known: list[str]) -> ConfigError:

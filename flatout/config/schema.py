@@ -19,8 +19,8 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from flatout import trust
+from flatout.config.messages import ForeignKeys, fields_of
 from flatout.config.messages import explain as explain
-from flatout.config.messages import fields_of
 from flatout.config.sections import (
     BatchConfig,
     CheckpointConfig,
@@ -35,7 +35,7 @@ from flatout.config.sections import (
     TrainConfig,
 )
 from flatout.documents import parse_yaml, read_document
-from flatout.errors import ConfigError
+from flatout.errors import ConfigError, in_shell
 from flatout.json_io import JsonObject
 from flatout.registry import recipe_path
 
@@ -282,7 +282,10 @@ def validate(document: JsonObject, *, file: Path | None = None) -> RunConfig:
     except (ConfigError, ValidationError) as error:
         answer = error if isinstance(error, ConfigError) else explain(error, RunConfig)
         if file is not None:
-            answer = ConfigError(f"{file}: {answer.what}", fix=answer.fix)
+            fix = answer.fix
+            if isinstance(answer, ForeignKeys):
+                fix = f"`flatout convert {in_shell(file)} --out my.yaml` translates the file."
+            answer = ConfigError(f"{file}: {answer.what}", fix=fix)
         raise answer from error
 
 

@@ -456,12 +456,24 @@ def test_intervals_of_a_run_in_epochs_stay_epochs(epochs, interval, saves):
 
 
 def test_the_first_of_two_keys_with_one_meaning_wins():
-    found = converted({"learning_rate": 1e-3, "max_lr": 2e-3, "lr": 1e-3})
+    found = converted({"learning_rate": 1e-3, "base_lr": 2e-3, "lr": 1e-3})
     assert found.values == {"optim.lr": 1e-3}
     second = found.items[1]
     assert second.outcome == "missing"
     assert second.why == "optim.lr=0.001 is already set."
     assert found.items[2].becomes == {"optim.lr": 1e-3}
+
+
+def test_the_peak_of_one_cycle_is_the_rate():
+    one_cycle = {"learning_rate": 1e-4, "max_lr": 1e-3, "pct_start": 0.1, "anneal_strategy": "cos"}
+    found = converted(one_cycle | {"epochs": 2})
+    expected = {"optim.lr": 1e-3, "schedule.warmup": 0.1, "schedule.kind": "cosine"}
+    assert found.values == expected | {"train.epochs": 2}
+
+
+def test_keys_that_any_trainer_has_belong_to_no_tool():
+    common = {"learning_rate": 1e-4, "logging_steps": 10, "weight_decay": 0.1, "warmup_steps": 5}
+    assert converted(common).tool is None
 
 
 def test_a_length_in_steps_wins_over_epochs():

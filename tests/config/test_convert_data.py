@@ -86,7 +86,6 @@ def test_keys_about_the_data_become_options(document, options):
         ({"datasets": [{"colour": "red"}]}, "datasets.colour", "unknown", "does not know"),
         ({"dataset_config_name": "raw"}, "dataset_config_name", "missing", "config=CONFIG"),
         ({"base_model": "O/M", "adapter": "lora"}, "train_on_inputs", "missing", "default"),
-        ({"max_chars": 1000}, "max_chars", "missing", "--max-bytes"),
     ],
 )
 def test_what_prepare_cannot_do_as_asked_is_reported(document, key, outcome, why):

@@ -1,0 +1,65 @@
+"""A file or a command line with several words of another tool is answered at once."""
+
+from __future__ import annotations
+
+import pytest
+import yaml
+
+from flatout.commands.convert import convert_config
+from flatout.config.schema import load_config
+from flatout.errors import ConfigError
+from flatout.parser import parse
+
+CHARACTERS = {
+    "model": {"d_model": 384, "num_layers": 6},
+    "dataset": {"name": "shakespeare", "max_chars": 1_000_000, "seq_len": 256},
+    "training": {"batch_size": 256, "epochs": 25, "max_lr": 1e-3, "pct_start": 0.1},
+}
+
+
+@pytest.fixture
+def old(tmp_path):
+    path = tmp_path / "old config.yaml"
+    path.write_text(yaml.safe_dump(CHARACTERS))
+    return path
+
+
+def test_a_file_of_another_tool_is_to_be_converted(old):
+    with pytest.raises(ConfigError) as refused:
+        load_config(old)
+    assert "7 keys are another tool's: dataset.max_chars, dataset.name," in refused.value.what
+    assert f"`flatout convert '{old}' --out my.yaml`" in refused.value.fix
+
+
+def test_overrides_of_another_tool_are_answered_one_by_one():
+    with pytest.raises(ConfigError) as refused:
+        load_config(None, ["training.batch_size=4", "learning_rate=3", "optim.lr=1"])
+    assert refused.value.what == "2 keys are another tool's: training.batch_size, learning_rate."
+    assert "training.batch_size: Did you mean 'batch.rows_per_device'?" in refused.value.fix
+    assert "learning_rate: Did you mean 'optim.lr'?" in refused.value.fix
+
+
+def test_unknown_options_are_answered_at_once():
+    words = ["demo", "--learning_rate", "3", "--mixed_precision", "--batch-size=4", "--foo"]
+    with pytest.raises(ConfigError) as refused:
+        parse("train", words)
+    assert "has no options --learning_rate, --mixed_precision, --batch-size" in refused.value.what
+    for answer in ("optim.lr=VALUE", "train.precision=VALUE", "batch.rows_per_device=VALUE"):
+        assert answer in refused.value.fix
+    assert refused.value.fix.count("no dashes") == 1
+
+
+def test_a_conversion_says_how_many_steps_overlapping_samples_are(old, tmp_path):
+    found = convert_config(old, tmp_path / "new.yaml")
+    assert "flatout prepare shakespeare --out data/shakespeare --max-bytes 1000000" in found.prepare
+    assert "for its 97,656 steps, set train.steps=97656" in found.notes[0]
+    old.write_text(yaml.safe_dump(CHARACTERS | {"dataset": {"path": "mine", "seq_len": 256}}))
+    assert (
+        "256 times longer: give the length" in convert_config(old, tmp_path / "new.yaml").notes[0]
+    )
+
+
+def test_the_data_of_a_padded_vocabulary_is_prepared_with_its_tokenizer(tmp_path):
+    (tmp_path / "old.yaml").write_text("vocab_size: 50304\nn_layer: 2\ndataset: fineweb-edu\n")
+    found = convert_config(tmp_path / "old.yaml", tmp_path / "new.yaml")
+    assert found.prepare[0].endswith("--tokenizer openai-community/gpt2")
