@@ -56,14 +56,19 @@ class Bandwidth:
 
 
 def peak_bandwidth(machine: Machine, device: str) -> Bandwidth:
-    """Return the memory bandwidth from the data sheet of a known GPU, or else measured here.
-
-    Measuring copies a large tensor a few times, with all threads, and counts reads and writes.
-    """
+    """Return the memory bandwidth from the data sheet of a known GPU, or else measured here."""
     row = _row_of_device(machine, device) if device.startswith("cuda") else None
     if row is not None:
         figure = row.bandwidth_gb_per_s
         return Bandwidth(figure.value, f"data sheet: {figure.source}")
+    return Bandwidth(copy_rate(device), f"{MEASURED}, copy of {COPY_BYTES >> 20} MiB")
+
+
+def copy_rate(device: str) -> float:
+    """Return the measured 10^9 bytes per second of a copy within the device's memory.
+
+    A large tensor is copied a few times, with all threads; reads and writes count.
+    """
     source = torch.ones(COPY_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     best_s = float("inf")
@@ -73,7 +78,7 @@ def peak_bandwidth(machine: Machine, device: str) -> Bandwidth:
         target.copy_(source)
         _wait(device)
         best_s = min(best_s, time.perf_counter() - start_s)
-    return Bandwidth(2 * COPY_BYTES / best_s / 1e9, f"{MEASURED}, copy of {COPY_BYTES >> 20} MiB")
+    return 2 * COPY_BYTES / best_s / 1e9
 
 
 def measure(device: str, dtype: str) -> tuple[float, int]:

@@ -11,7 +11,7 @@ from flatout.assembly import preflight
 from flatout.cache import default_cache
 from flatout.commands import Command, Overrides
 from flatout.config.schema import RunConfig, load_config
-from flatout.errors import ConfigError, in_shell
+from flatout.errors import ConfigError, MissingPackage, in_shell
 from flatout.json_io import Result
 from flatout.measure.diagnose.diagnose import diagnose_recipe, measure_briefly
 from flatout.measure.diagnose.diagnosis import FILE, Diagnosis, diagnosis_of, read_diagnosis
@@ -66,8 +66,9 @@ class DiagnoseResult(Diagnosis, Result):
 @checked
 def diagnose(
     recipe: Annotated[
-        str | Path, Argument("A recipe's name, a YAML file, a run directory, or a run's name.")
-    ],
+        str | Path | None,
+        Argument("A recipe's name, a YAML file, a run directory, or a run; none: this machine."),
+    ] = None,
     overrides: Overrides = None,
     fix: Annotated[
         bool, Option("Try the best fixes, measure again, and write a recipe with one that holds.")
@@ -85,10 +86,11 @@ def diagnose(
 ) -> DiagnoseResult:
     """Say what holds a run back, with evidence, and how to fix it.
 
-    For a recipe, it checks the machine, the environment, the memory and the data, runs the recipe
-    for some seconds in a process of its own, and divides each step into waiting for data, host,
-    computation, optimizer, logging, saving, garbage collection and compiling. For a run, it reads
-    what the run has recorded; for a loop watched with `flatout.watch`, what the watch has found.
+    Without a recipe, it checks this machine and measures its rates. For a recipe, it checks the
+    machine, the environment, the memory and the data, runs the recipe for some seconds in a process
+    of its own, and divides each step into waiting for data, host, computation, optimizer, logging,
+    saving, garbage collection and compiling. For a run, it reads what the run has recorded; for a
+    loop watched with `flatout.watch`, what the watch has found.
     Nothing is trained. A run directory gets findings.json, which `flatout report` shows, unless it
     is read-only; nothing else is changed. What was not measured is null. A recipe that cannot start
     ends with exit code 2, and one whose measured steps fail with 1, as with `train`.
@@ -99,6 +101,16 @@ def diagnose(
     In Python, `callbacks` observe the measured run, which then has no process of its own, and the
     line of a slow one is named.
     """
+    if recipe is None:
+        if fix or out is not None:
+            raise ConfigError("--fix and --out need a recipe.", fix="Name one, or leave them out.")
+        try:
+            from flatout.measure.diagnose.machine import machine_evidence
+        except ImportError as error:
+            raise MissingPackage(
+                f"torch cannot be imported: {error}.", fix="Install it again: `pip install torch`."
+            ) from error
+        return DiagnoseResult(**dict(diagnosis_of(machine_evidence(progress=progress))))
     folder, watched = find_recorded(recipe)
     if out is not None and not fix:
         raise ConfigError(

@@ -8,6 +8,7 @@ from flatout.assembly import preflight
 from flatout.cache import default_cache
 from flatout.commands import Command, Overrides, RecipeName
 from flatout.config.schema import load_config
+from flatout.errors import ConfigError
 from flatout.measure.plan.report import Plan
 from flatout.progress import SILENT, Progress
 from flatout.signature import Option, checked
@@ -19,6 +20,9 @@ def plan(
     overrides: Overrides = None,
     machine: Annotated[
         str | None, Option("Plan for another machine, such as '8x H100'; this one by default.")
+    ] = None,
+    rows: Annotated[
+        str | None, Option("Micro-batches to compare in a table, such as '64,96,128,256'.")
     ] = None,
     price_per_hour: Annotated[
         float | None, Option("Price of the whole machine per hour, for the cost.", min=0)
@@ -32,10 +36,16 @@ def plan(
     length of an epoch; otherwise model.vocab_size must be set. The memory is traced on tensors
     without values. The rate comes from earlier runs of the same shape on this hardware, then from
     bench, then from an assumed share of the peak rate. A run that does not fit gets a list of
-    changes, each with what it saves and what it costs in speed.
+    changes, each with what it saves and what it costs in speed. `rows` compares micro-batches.
 
     Raises: UsageError.
     """
+    try:
+        compared = sorted({int(each) for each in (rows or "").split(",") if each.strip()})
+    except ValueError:
+        compared = [0]
+    if any(each < 1 for each in compared):
+        raise ConfigError(f"--rows {rows} is not a list of rows.", fix="Write --rows 64,128,256.")
     config = load_config(recipe, overrides or ())
     preflight.check_names(config)
     preflight.check_paths(config)
@@ -46,6 +56,7 @@ def plan(
     return make_plan(
         config,
         machine,
+        rows=compared,
         price_per_hour=price_per_hour,
         cache=default_cache(),
         progress=progress,

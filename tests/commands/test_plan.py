@@ -247,3 +247,17 @@ def test_a_wrong_machine_is_refused_without_torch(machine, fix):
 def test_a_cpu_run_has_no_other_machine():
     with pytest.raises(ConfigError, match="contradict"):
         plan("gpt2-124m", ["train.device=cpu"], "H100")
+
+
+def test_micro_batches_are_compared_in_a_table(recipe):
+    found = plan(recipe, [*SMALL, "model.vocab_size=101"], machine="T4", rows="4096,2,2,32768")
+    assert [batch.rows_per_device for batch in found.batches] == [2, 4096, 32768]
+    assert [batch.fits for batch in found.batches] == [True, True, False]
+    first, second, last = found.batches
+    assert first.need_gib < second.need_gib < last.need_gib
+    assert last.tokens_per_s is None
+    lines = found.summary().splitlines()
+    assert any(line.startswith("Batches") and line.endswith("fits") for line in lines)
+    for rows in ("0", "x", "-2"):
+        with pytest.raises(ConfigError, match="is not a list of rows"):
+            plan(recipe, [*SMALL, "model.vocab_size=101"], rows=rows)

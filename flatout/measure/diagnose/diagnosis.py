@@ -21,10 +21,11 @@ from typing import Any, Literal
 
 from flatout.assembly.selection import all_speedups
 from flatout.config.schema import RunConfig
-from flatout.figures import digits, milliseconds
+from flatout.figures import digits, duration, milliseconds
 from flatout.files import Stored, write_text
 from flatout.measure import rules as package
 from flatout.measure.steps.evidence import CallSite, Evidence, Roof
+from flatout.progress import counted
 
 FORMAT_VERSION = 1
 FILE = "findings.json"
@@ -198,6 +199,8 @@ class Diagnosis(Stored):
     """Seconds of an average step with one thing replaced."""
     findings: tuple[Finding, ...]
     """The worst first."""
+    about: tuple[tuple[str, str], ...] = ()
+    """The run or the machine in some lines, each a name and a text."""
     notes: tuple[str, ...]
     """What could not be measured, and why."""
 
@@ -219,7 +222,8 @@ class Diagnosis(Stored):
 
     def text(self) -> str:
         """Return the verdict, where the time goes, the findings with their fixes, and the notes."""
-        parts = [[self.verdict]]
+        width = max((len(name) for name, _ in self.about), default=0) + 2
+        parts = [[self.verdict], [f"{name:<{width}}{text}" for name, text in self.about]]
         if self.step_s is not None and self.shares:
             parts.append([*self._breakdown(self.step_s), *self._roof()])
         parts += [[*finding.lines(at)] for at, finding in enumerate(self.findings, 1)]
@@ -305,8 +309,57 @@ def diagnosis_of(evidence: Evidence) -> Diagnosis:
         roof=evidence.roof,
         counterfactual_s=evidence.counterfactual_s,
         findings=tuple(findings),
+        about=(*evidence.machine_lines, *_about(evidence, {one.name for one in findings})),
         notes=evidence.notes,
     )
+
+
+PASSED: dict[str, tuple[tuple[str, ...], Callable[[Evidence], object]]] = {
+    "environment": (("environment",), lambda facts: facts.host.environment),
+    "idle cores": ((BUSY,), lambda facts: facts.host.other_busy_cores),
+    "threads": (("cpu-threads",), lambda facts: facts.host.threads),
+    "disk space": (("disk-space",), lambda facts: facts.host.disk_free_gib),
+    "GPU clocks and sharing": (("throttling", "gpu-shared"), lambda facts: facts.gpu),
+    "data": (("no-data", "vocabulary", "length"), lambda facts: facts.data.train_tokens),
+    "memory": (("out-of-memory", "full-memory"), lambda facts: facts.memory.estimated_gib),
+    "data wait": (("slow-data", "slow-disk"), lambda facts: facts.phases.data_wait_s),
+    "reads of tensors": (("host-sync",), lambda facts: facts.counts.syncs),
+    "small operations": (("tiny-kernels", "memory-bound"), lambda facts: facts.counts.ops),
+    "recompiling": (("recompiles",), lambda facts: facts.counts.recompiles),
+    "garbage collection": (("garbage-collection",), lambda facts: facts.phases.gc_s),
+    "logging": (("slow-logging",), lambda facts: facts.phases.logging_s),
+    "saves": (("slow-save",), lambda facts: facts.phases.checkpoint_s),
+    "evaluations": (("frequent-evaluation",), lambda facts: facts.phases.evaluation_s),
+    "losses": (("unstable-training",), lambda facts: facts.losses),
+}  # fmt: skip
+"""What passes if its rules are silent and the fact that they look at is known, by name."""
+RATINGS = {0.9: "excellent", 0.7: "good", 0.4: "fair", 0.0: "poor"}
+"""The words for a share of the throughput that a device should give."""
+
+
+def _about(evidence: Evidence, found: set[str]) -> Iterator[tuple[str, str]]:
+    """Yield the length of the run and its data, how good its rate is, and what passed."""
+    data, roof, steps = evidence.data, evidence.roof, evidence.planned_steps
+    if evidence.source not in ("measured run", "preflight"):
+        return
+    if steps and evidence.step_s:
+        took = duration(steps * evidence.step_s)
+        yield "Training", f"about {took} for {counted(steps, 'step')}"
+    if data.train_tokens is not None:
+        passes = f", read {evidence.epochs:.3g} times" if evidence.epochs else ""
+        held_out = f", and {data.val_tokens:,} for validation" if data.val_tokens else ""
+        yield "Dataset", f"{data.train_tokens:,} tokens{passes}{held_out}"
+    if roof.tokens_per_s and roof.expected_tokens_per_s:
+        share = roof.tokens_per_s / roof.expected_tokens_per_s
+        word = next(word for least, word in RATINGS.items() if share >= least)
+        yield "Rating", f"{word}: {share:.0%} of the tokens/s that this device should give"
+    passed = [
+        name
+        for name, (rules_of, fact) in PASSED.items()
+        if fact(evidence) is not None and not found & {*rules_of}
+    ]
+    if passed:
+        yield "Passed", ", ".join(passed)
 
 
 WORK = frozenset({"compute", "memory_bound", "optimizer"})

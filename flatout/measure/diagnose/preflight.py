@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from flatout.assembly.memory import estimate, memory_bytes, most_rows
-from flatout.assembly.prediction import GIB
+from flatout.assembly.prediction import GIB, past_run, runs_here
 from flatout.assembly.preflight import open_dataset
 from flatout.assembly.resolve import epoch_tokens, known_peak, resolve, workload_of
 from flatout.config.schema import validate
@@ -78,7 +78,7 @@ def prepare(spec: MeasureSpec) -> Prepared:
         "host": host_facts(Path(spec.folder)),
         "device": asked.train.device,
     }
-    chosen = False
+    chosen, cache = False, None if spec.cache is None else Path(spec.cache)
     try:
         device, reason = pick_device(asked.train.device, machine)
         no_gpu = {"no_gpu_because": reason if device == "cpu" else None}
@@ -91,7 +91,7 @@ def prepare(spec: MeasureSpec) -> Prepared:
             machine=machine,
             dataset=dataset,
             world_size=1,
-            cache=None if spec.cache is None else Path(spec.cache),
+            cache=cache,
         )
     except DataError as error:
         known["data"] = DataFacts(missing=error.what, missing_fix=error.fix)
@@ -106,12 +106,13 @@ def prepare(spec: MeasureSpec) -> Prepared:
 
     resolved = Resolved(config, decisions, machine, dataset)
     warmup = warmup_steps(config.schedule, config.train.steps or 1)
-    return Prepared(Evidence(**known | _facts(resolved, known["host"])), resolved, warmup)
+    return Prepared(Evidence(**known | _facts(resolved, known["host"], cache)), resolved, warmup)
 
 
-def _facts(resolved: Resolved, host: HostFacts) -> dict[str, Any]:
+def _facts(resolved: Resolved, host: HostFacts, cache: Path | None) -> dict[str, Any]:
     """Return what the resolved run adds to the evidence."""
     config, machine, dataset = resolved.config, resolved.machine, resolved.dataset
+    this = past_run(config, resolved.decisions, 1)
     device = config.train.device
     model_class, model_config = model_of(config)
     tokens_per_step, steps = config.batch.tokens_per_step or 0, config.train.steps or 0
@@ -157,5 +158,10 @@ def _facts(resolved: Resolved, host: HostFacts) -> dict[str, Any]:
         "tokens_per_step": tokens_per_step,
         "planned_steps": steps,
         "epochs": steps / per_epoch,
+        "rates_by_rows": {
+            run.rows_per_device: run.tokens_per_s
+            for run in runs_here(machine, device, cache)
+            if run.digest == this.digest and run.tokens_per_s and not run.is_busy
+        },
         "roof": roof,
     }

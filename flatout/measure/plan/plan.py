@@ -56,7 +56,7 @@ from flatout.data.store.manifest import MANIFEST
 from flatout.data.store.mix import AnyDataset
 from flatout.errors import FlatoutError, HardwareError
 from flatout.hardware import Machine, pick_device, probe
-from flatout.measure.plan.report import Change, Plan
+from flatout.measure.plan.report import Change, MicroBatch, Plan
 from flatout.models.language_model import LanguageModel, model_of
 from flatout.models.lora import INSIDE, require_weights, with_adapters
 from flatout.ops import Ops, cross_entropy
@@ -85,11 +85,14 @@ def make_plan(
     requested: RunConfig,
     machine: str | None = None,
     *,
+    rows: Sequence[int] = (),
     price_per_hour: float | None = None,
     cache: Path | None = None,
     progress: Progress = SILENT,
 ) -> Plan:
     """Plan a run on a named machine or this one; the dataset is used if it is here.
+
+    `rows` are micro-batches to compare.
 
     Raises: UsageError, also when the vocabulary size is not known.
     """
@@ -105,27 +108,49 @@ def make_plan(
     model_class, model_config = model_of(config)
     model = with_adapters(model_class.on_meta(model_config, Ops.plain()), config.lora)
     parameters, flops = parameters_by_part(model), model.flops_per_token(config.data.seq_len)
-    this, workload = past_run(config, decisions, target.world_size), workload_of(config)
+    workload = workload_of(config)
     notes = [note] if note else []
     notes += [
         f"`auto` turns on {each.name}: {each.reason}"
         for each in decisions
         if each.on and each.name in CHECKPOINTING and each.reason != "requested"
     ]
+    context = psutil.Process().memory_info().rss
+
+    def predicted(config: RunConfig) -> tuple[MemoryPrediction | None, str | None, TimePrediction]:
+        this = past_run(config, decisions, target.world_size)
+        memory, problem = trace_memory(
+            this, config, workload_of(config), runs=runs, context=context
+        )
+        time = predict_time(
+            this,
+            config,
+            flops_per_token=float(flops.causal_exact),
+            peak=peak,
+            runs=runs,
+            dataset=dataset,
+            memory=memory,
+        )
+        return memory, problem, time
+
     with progress.task("Tracing the memory of a step"):
-        context = psutil.Process().memory_info().rss
-        memory, problem = trace_memory(this, config, workload, runs=runs, context=context)
+        memory, problem, time = predicted(config)
     if problem:
         notes.append(f"The memory cannot be predicted: {problem}")
-    time = predict_time(
-        this,
-        config,
-        flops_per_token=float(flops.causal_exact),
-        peak=peak,
-        runs=runs,
-        dataset=dataset,
-        memory=memory,
-    )
+    capacity, batches = capacity_of(target.machine, target.device, target.world_size), []
+    for each in rows:
+        per_step = each * (config.batch.accumulate or 1) * config.data.seq_len * target.world_size
+        batch = {"batch.rows_per_device": each, "batch.tokens_per_step": per_step}
+        with progress.task(f"Planning {each:,} rows"):
+            need, _, rate = predicted(config.with_values(batch))
+        if need is not None:
+            fits = need.total <= capacity.free if capacity else None
+            known = None if fits is False else rate.tokens_per_s
+            batches.append(
+                MicroBatch(
+                    rows_per_device=each, need_gib=need.total / GIB, fits=fits, tokens_per_s=known
+                )
+            )
     steps = config.train.steps
     if steps is None:
         notes.append("The length is not known: set train.steps or train.tokens, or name a dataset.")
@@ -138,7 +163,6 @@ def make_plan(
     power = row.power_w if row else None
     hours = None if time.wall_s is None else time.wall_s / 3600
     watts = power.value * target.world_size if power else None
-    rows, accumulate = int(config.batch.rows_per_device), config.batch.accumulate or 1
     return Plan(
         recipe=config.name,
         machine=target.describe(),
@@ -148,12 +172,13 @@ def make_plan(
         params_by_part=parameters,
         flops_per_token=float(flops.causal_exact),
         flops_per_token_palm=float(flops.palm),
-        rows_per_device=rows,
-        accumulate=accumulate,
+        rows_per_device=int(config.batch.rows_per_device),
+        accumulate=config.batch.accumulate or 1,
         steps=steps,
         tokens=None if steps is None else steps * (config.batch.tokens_per_step or 0),
         speedups=speedups_on(decisions),
         notes=notes,
+        batches=batches,
         **room,
         tokens_per_s=time.tokens_per_s,
         tokens_per_s_from=time.source,

@@ -36,6 +36,26 @@ class Change(Stored):
     """The promise of its speedups about the losses, if it is weaker than rounding."""
 
 
+class MicroBatch(Stored):
+    """A micro-batch of the run, in a comparison."""
+
+    rows_per_device: int
+    """Its rows."""
+    need_gib: float
+    """Memory that the run needs with it."""
+    fits: bool | None
+    """Whether that is free; null: unknown."""
+    tokens_per_s: float | None
+    """Predicted rate; null: unknown, as when it does not fit."""
+
+    def line(self) -> str:
+        """Return a line of the table."""
+        spills = "does not fit: it fails, or on Windows and WSL spills to the host, much slower"
+        answer = {True: "fits", False: spills, None: ""}[self.fits]
+        rate = f"{amount(self.tokens_per_s)} tokens/s, " if self.tokens_per_s else ""
+        return f"{self.rows_per_device:>6,} rows  {self.need_gib:7.2f} GiB  {rate}{answer}"
+
+
 class Plan(Result):
     """What a run will need; unknown figures are null."""
 
@@ -104,12 +124,16 @@ class Plan(Result):
     """If it does not fit: what would make it fit, with the memory saved and the cost in speed."""
     smallest_machine: str | None
     """If not even one row fits: the smallest known machine that can train it with one."""
+    batches: list[MicroBatch]
+    """The micro-batches of --rows."""
     notes: list[str]
     """What the plan leaves out, and why."""
 
     def summary(self) -> str:
         """Return the plan as aligned lines."""
         lines = [*self._facts(), *self._memory(), *self._time(), *self._changes()]
+        names = ["Batches", *[""] * len(self.batches)]
+        lines += [(name, batch.line()) for name, batch in zip(names, self.batches, strict=False)]
         lines += [("Note", note) for note in self.notes]
         return "\n".join(f"{name:<{NAMES}}{text}".rstrip() for name, text in lines)
 

@@ -7,6 +7,8 @@ from flatout.measure.steps.evidence import Evidence
 
 CLOSE = 0.92
 """Share of the memory from which an estimate is a warning: it is not exact."""
+FASTER = 1.15
+"""How many times faster fewer rows must have been to be a finding."""
 FRAGMENTED = 1.3
 """Reserved memory, as a multiple of the tensors', from which it is a finding."""
 FULL = 0.8
@@ -61,6 +63,51 @@ def out_of_memory(evidence: Evidence) -> Finding | None:
             "rows_that_fit": memory.rows_that_fit,
         },
         site=ended.site if ended else None,
+        fixes=fixes,
+    )
+
+
+@rule(unless=("out-of-memory", "fragmentation"))
+def full_memory(evidence: Evidence) -> Finding | None:
+    """The GPU's memory is nearly full, or fewer rows are faster, as when memory spills."""
+    memory, config, now = evidence.memory, evidence.config, evidence.roof.tokens_per_s
+    held, total = memory.reserved_gib or memory.peak_gib, memory.total_gib
+    used = held / total if evidence.on_gpu and held and total else 0.0
+    rows = None if config is None else config.batch.rows_per_device
+    fewer = {
+        each: rate
+        for each, rate in evidence.rates_by_rows.items()
+        if isinstance(rows, int) and each < rows and now and rate > FASTER * now
+    }
+    if used < CLOSE and not fewer:
+        return None
+    verdict = f"The tensors take {used:.0%} of the GPU's memory: such a run is close to its end, "
+    verdict += (
+        "and a driver that moves memory to the host (Windows, WSL) makes it many times slower."
+    )
+    harm: Harm = "slows" if used > 1 or fewer else "warns"
+    share, best = None, None
+    if fewer and now:
+        best = max(fewer, key=lambda each: fewer[each])
+        share = 1 - now / fewer[best]
+        verdict = f"Micro-batches of {rows} rows reach {now:,.0f} tokens/s; {best} rows reached "
+        verdict += f"{fewer[best]:,.0f} here: the larger ones probably exceed the device's memory."
+    fixes = [fix(f"Use a smaller batch: at most {CLOSE / max(used, CLOSE):.0%} of this one.")]
+    if config is not None and isinstance(rows, int):
+        most = best or max(int(rows * CLOSE / used) - 1, 1)
+        per_rank = (config.batch.tokens_per_step or 0) // config.data.seq_len // evidence.world_size
+        fit = next(each for each in range(most, 0, -1) if per_rank % each == 0)
+        text = f"Set batch.rows_per_device={fit}; the tokens per step stay the same."
+        fixes = [fix(text, share, "the faster run", overrides=with_rows(config, fit))]
+    return Finding(
+        verdict=verdict,
+        harm=harm,
+        figures={
+            "held_gib": held,
+            "total_gib": total,
+            "rows_per_device": rows if isinstance(rows, int) else None,
+        },
+        share=share,
         fixes=fixes,
     )
 

@@ -341,6 +341,8 @@ class Evidence(Stored):
     """Lines of the user's code, the costliest first, under: data, sync, copy, empty-cache, gc,
     python, save, logging, optimizer, recompile, compute, op (the lines that call the most
     operations)."""
+    rates_by_rows: Mapping[int, float] = {}
+    """Tokens per second of earlier runs of this shape here, by the rows of their micro-batches."""
     memory: MemoryFacts = MemoryFacts()
     host: HostFacts = HostFacts()
     gpu: GpuFacts | None = None
@@ -365,6 +367,8 @@ class Evidence(Stored):
     """Why there are no figures, or why the run ended."""
     remaining_s: float | None = None
     """Seconds that the run has left; gains are weighed against them."""
+    machine_lines: tuple[tuple[str, str], ...] = ()
+    """What was found on the machine when no run was asked for, as a name and a text."""
     notes: tuple[str, ...] = ()
     """What could not be measured, and why; files that are damaged. Shown to the user."""
 

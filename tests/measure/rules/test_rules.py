@@ -159,6 +159,7 @@ PLANTED = {
     "empty-cache": ("cuda", {"counts__empty_cache": 1.0, "counts__empty_cache_s": 0.01}),
     "environment": ("cuda", {"host__environment": {"CUDA_LAUNCH_BLOCKING": "1"}}),
     "failure": ("cpu", {"failure": failed("error", fix="Correct it.")}),
+    "full-memory": ("cuda", {"memory__reserved_gib": 61.0, "memory__peak_gib": 60.0}),
     "fragmentation": ("cuda", {"memory__reserved_gib": 60.0, "memory__peak_gib": 40.0}),
     "frequent-evaluation": ("cpu", {"phases__evaluation_s": 0.05}),
     "garbage-collection": ("cpu", {"phases__gc_s": 0.02, "sites": {"gc": (SITE,)}}),

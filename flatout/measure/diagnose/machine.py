@@ -1,0 +1,62 @@
+"""What `diagnose` looks at when no run is named: this machine, with measured rates."""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+
+import psutil
+import torch
+
+from flatout.hardware import GIB, pick_device, probe
+from flatout.measure.steps.evidence import Evidence, MemoryFacts
+from flatout.measure.steps.machine import VARIABLES, gpu_facts, host_facts
+from flatout.progress import SILENT, Progress, counted
+from flatout.roof import copy_rate, measure
+
+
+def machine_evidence(folder: Path = Path(), *, progress: Progress = SILENT) -> Evidence:
+    """Return what can be known of this machine without a run; it needs no network.
+
+    The rates of matrix products and of a copy are measured, which takes some seconds. `folder` is
+    on the disk of the checkpoints.
+    """
+    machine, host = probe(), host_facts(folder)
+    device, reason = pick_device("auto", machine)
+    on_gpu, gpu = device != "cpu", gpu_facts(machine, device)
+    dtypes = ["fp32", *(["tf32"] if on_gpu else []), "bf16"]
+    if on_gpu and torch.cuda.get_device_capability()[0] < 8:
+        dtypes = ["fp32", "fp16"]
+    with progress.task("Measuring matrix products and copies"):
+        rates = [f"{measure(device, dtype)[0]:,.3g} TFLOP/s in {dtype}" for dtype in dtypes]
+        copied = f"{copy_rate(device):,.0f} GB/s"
+    free = psutil.virtual_memory().available
+    if on_gpu:
+        free, _ = torch.cuda.mem_get_info()
+    names = [f"{one.name}, {one.memory_gib:.0f} GiB, driver {one.driver}" for one in machine.gpus]
+    stated = ", ".join(f"{name}={value}" for name, value in (host.environment or {}).items())
+    lines = {
+        "GPU": "; ".join(names) if on_gpu else f"none that torch can use: {reason}",
+        "torch": f"{torch.__version__}, Python {platform.python_version()}, {platform.system()}",
+        "CPU": f"{machine.cpu_name}, {counted(machine.cores, 'core')}, "
+        f"{counted(host.threads or 0, 'thread')}; other processes keep "
+        f"{host.other_busy_cores or 0.0:.1f} cores busy",
+        "Matmuls": f"{', '.join(rates)}, measured",
+        "Copies": f"{copied}, measured",
+        "Memory": f"{machine.memory_gib:.0f} GiB, and {free / GIB:.0f} GiB of the "
+        f"{'GPU' if on_gpu else 'machine'} are free",
+        "Disk": f"{host.disk_free_gib:,.0f} GiB free here" if host.disk_free_gib else "unknown",
+        "Environment": stated or f"none of {len(VARIABLES)} variables that matter is set",
+    }
+    return Evidence(
+        source="preflight",
+        machine=machine,
+        device=device,
+        host=host.model_copy(update={"no_gpu_because": None if on_gpu else reason}),
+        gpu=gpu,
+        memory=MemoryFacts(
+            total_gib=machine.gpus[0].memory_gib if on_gpu else machine.memory_gib,
+            free_gib=free / GIB,
+        ),
+        machine_lines=tuple(lines.items()),
+    )
