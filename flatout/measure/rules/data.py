@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from flatout.measure.diagnose.diagnosis import Finding, Fix, Harm, fix, ms, rule, speedup_fixes
 from flatout.measure.steps.evidence import Evidence
 
@@ -41,9 +43,16 @@ def slow_data(evidence: Evidence) -> Finding | None:
         fixes += speedup_fixes(evidence, "feed", "Read ahead in the background", share, ahead)
         if evidence.data.read_bytes_per_step != 0:
             fixes.append(fix("Copy the dataset to a local disk.", *why))
-    elif site is None:
-        text = "Prepare the data before training, or give the DataLoader more workers."
-        fixes.append(fix(text, *why))
+    else:
+        rest = max(1 - share, 0.05)
+        workers = max(min(math.ceil(share / rest), (evidence.host.cores or 8) - 1), 1)
+        pinned = ", pin_memory=True" if evidence.on_gpu else ""
+        text = f"Read ahead in processes: DataLoader(num_workers={workers}{pinned}, "
+        text += "persistent_workers=True, prefetch_factor=4)."
+        left = max(share / workers - rest, 0.0)
+        fixes.append(fix(text, share - left, "the wait, shared by the workers"))
+        if site is None:
+            fixes.append(fix("Prepare the data before training.", *why))
     figures = _data_figures(evidence)
     return Finding(
         verdict=f"{share:.0%} of each step waits for data: {figures['data_wait_ms']:.3g} ms.",
