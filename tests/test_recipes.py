@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from flatout.commands.plan import plan
 from flatout.config.schema import load_config
 from flatout.registry import MODELS, RECIPES
 
@@ -29,6 +30,31 @@ def test_a_recipe_has_the_stated_number_of_parameters(name):
         seq_len=config.data.seq_len,
     )
     assert model.num_parameters(shape) == stated(name)
+
+
+CARDS = {12: "rtx-4070", 16: "rtx-4080", 24: "rtx-4090", 48: "l40s", 80: "a100-sxm-80gb"}
+FITS = re.compile(r"fits an? (\d+) GB GPU")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["eigenstate-small-32k", "eigenstate-large-32k", "gpt2-350m"])
+def test_a_recipe_fits_the_gpu_that_it_names(name):
+    found = plan(name, machine=CARDS[int(FITS.search(RECIPES.describe(name))[1])])
+    assert found.fits
+    assert ("checkpointing" in " ".join(found.speedups)) == name.startswith("eigenstate")
+
+
+@pytest.mark.slow
+def test_the_largest_recipe_fits_the_smaller_gpu_with_the_speedups_that_it_names():
+    _, _, speedups = RECIPES.describe("eigenstate-large-32k").rpartition(" with ")
+    assert plan("eigenstate-large-32k", [speedups], machine=CARDS[48]).fits
+
+
+def test_every_recipe_of_a_large_model_names_its_gpu():
+    named = {name for name in RECIPES.names() if FITS.search(RECIPES.describe(name))}
+    large = {name for name in RECIPES.names() if (stated(name) or 0) > 3e8}
+    assert large - named == {"llama-8b"}, "which no single GPU trains"
+    assert all(int(FITS.search(RECIPES.describe(name))[1]) in CARDS for name in named)
 
 
 def test_recipes_of_published_shapes_exist():
