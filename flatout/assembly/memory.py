@@ -215,9 +215,13 @@ def _micro_batch(traced: _Traced, gradients: int) -> Iterator[Moment]:
 @lru_cache(maxsize=64)
 def _trace(workload: Workload, rows: int, gradients_exist: bool) -> _Traced:
     """Trace each kind of block once, and the parts around them."""
-    step, dtype = _optimizer_peak(workload), workload.autocast
+    dtype = workload.autocast
     precision = torch.autocast("cpu", dtype=dtype, enabled=dtype is not None)
     with _without_values(workload) as model:
+        largest = max((each.numel() for each in _trained(model)), default=0)
+        step = 4 * workload.adamw_copies * largest  # AdamW's need is stated
+        if workload.optim.kind != "adamw":
+            step = max(step, _optimizer_peak(workload))
         shape = (rows, workload.seq_len)
         tokens_BT, targets_BT = (torch.zeros(shape, dtype=torch.int64) for _ in range(2))
         doc_ids_BT = torch.zeros(shape, dtype=torch.int32) if workload.document_mask else None
@@ -309,17 +313,13 @@ def _trace_part(
 
 @lru_cache(maxsize=64)
 def _optimizer_peak(workload: Workload) -> int:
-    """Return the most that the optimizer's step needs beside its state, for any rows.
+    """Return the most that an optimizer other than AdamW needs beside its state, for any rows.
 
-    AdamW's need is stated; other optimizers take two steps, of which the first creates the state.
-    An optimizer that reads values, as `.item()` does, counts as one that needs nothing.
+    It takes two steps, of which the first creates the state. An optimizer that reads values, as
+    `.item()` does, counts as one that needs nothing.
     """
     with _without_values(workload) as model, Live() as live:
-        parameters = _trained(model)
-        adamw = 4 * workload.adamw_copies * max((each.numel() for each in parameters), default=0)
-        if workload.optim.kind == "adamw":
-            return adamw
-        for parameter in parameters:
+        for parameter in _trained(model):
             parameter.grad = torch.empty_like(parameter)
         parts = OptimizerParts(_Nothing, workload.newton_schulz)
         try:
@@ -330,8 +330,8 @@ def _optimizer_peak(workload: Workload) -> int:
                 for optimizer in optimizers:
                     optimizer.step()
         except RuntimeError:
-            return adamw
-    return max(adamw, int(live.peak - state))
+            return 0
+    return int(live.peak - state)
 
 
 class _Nothing(Optimizer):

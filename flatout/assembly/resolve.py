@@ -140,7 +140,9 @@ def with_checkpointing(
     try:
         if (without := need(on)) <= usable:
             return decisions
-        name = next((name for name in CHECKPOINTING if need([*on, name]) <= usable), None)
+        selective, full = CHECKPOINTING
+        name = full if need([*on, full]) <= usable else None
+        name = selective if name and need([*on, selective]) <= usable else name
     except FlatoutError:
         raise
     except Exception:  # a custom model may need values, which the trace does not have
