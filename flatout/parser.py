@@ -126,7 +126,10 @@ def parse(name: str, words: Sequence[str]) -> dict[str, Any] | None:
 
     Raises: ConfigError naming the mistake and the fix.
     """
-    parser = build(name)
+    parser, script = build(name), []
+    if "--" in words and "script" in inspect.signature(COMMANDS.get(name).call).parameters:
+        at = list(words).index("--")
+        words, script = words[:at], list(words[at + 1 :])
     try:
         values = parser.make_context(f"flatout {name}", list(words)).params
     except click.exceptions.Exit:
@@ -149,7 +152,7 @@ def parse(name: str, words: Sequence[str]) -> dict[str, Any] | None:
     return {
         key: (list(value) or None) if isinstance(value, tuple) else value
         for key, value in values.items()
-    }
+    } | ({"script": script} if script else {})
 
 
 def _unknown_options(

@@ -80,7 +80,14 @@ def diagnose(
         Path | str | None,
         Option("File for the recipe that --fix writes; NAME-fixed.yaml by default."),
     ] = None,
+    steps: Annotated[
+        int | None, Option("Of a script: steps to measure, in place of --seconds.", min=1)
+    ] = None,
+    to_the_end: Annotated[
+        bool, Option("Of a script: let it run on after it was measured.")
+    ] = False,
     *,
+    script: Sequence[str] = (),
     callbacks: Sequence[Observer] = (),
     progress: Progress = SILENT,
 ) -> DiagnoseResult:
@@ -98,9 +105,22 @@ def diagnose(
     Raises: UsageError when there is no such recipe or run, or it cannot be resolved, or `out` is
             another file; RunFailed.
 
-    In Python, `callbacks` observe the measured run, which then has no process of its own, and the
+    After `--` comes the command of any PyTorch training script, which is measured without an edit:
+    `flatout diagnose -- python train.py --epochs 3`. It ends once enough steps are measured.
+
+    In Python, `script` are the words of that command, and `callbacks` observe the measured run, which then has no process of its own, and the
     line of a slow one is named.
     """
+    if script:
+        if recipe is not None or overrides or fix or out is not None:
+            raise ConfigError(
+                "A script after -- cannot be combined with a recipe, --fix and --out.",
+                fix="Write `flatout diagnose -- python train.py`.",
+            )
+        from flatout.measure.scripts.run import diagnose_script
+
+        found = diagnose_script(script, seconds=seconds, steps=steps, to_the_end=to_the_end)
+        return DiagnoseResult(**dict(found))
     if recipe is None:
         if fix or out is not None:
             raise ConfigError("--fix and --out need a recipe.", fix="Name one, or leave them out.")

@@ -1,0 +1,1 @@
+"""Training scripts that flatout did not write: measured without an edit."""
