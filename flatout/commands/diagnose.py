@@ -108,8 +108,8 @@ def diagnose(
     After `--` comes the command of any PyTorch training script, which is measured without an edit:
     `flatout diagnose -- python train.py --epochs 3`. It ends once enough steps are measured.
 
-    In Python, `script` are the words of that command, and `callbacks` observe the measured run, which then has no process of its own, and the
-    line of a slow one is named.
+    In Python, `script` are the words of that command, and `callbacks` observe the measured run,
+    which then has no process of its own, and the line of a slow one is named.
     """
     if script:
         if recipe is not None or overrides or fix or out is not None:

@@ -4,11 +4,15 @@ A copy of this file is in a temporary directory at the front of PYTHONPATH. It n
 Python, steps back for the `sitecustomize` that it hides, and never keeps the script from running.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import sys
 from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import PathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import Any
 
 REQUEST = os.environ.get("FLATOUT_ATTACH", "")
 
@@ -16,7 +20,7 @@ REQUEST = os.environ.get("FLATOUT_ATTACH", "")
 class _Finder(MetaPathFinder):
     """Attaches once torch has been imported."""
 
-    def find_spec(self, name, path=None, target=None):
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name != "torch":
             return None
         sys.meta_path.remove(self)
@@ -27,14 +31,17 @@ class _Finder(MetaPathFinder):
 
 
 class _Loader(Loader):
-    def __init__(self, plain):
+    def __init__(self, plain: Any) -> None:
         self._plain = plain
 
-    def create_module(self, spec):
-        return self._plain.create_module(spec)
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        found: ModuleType | None = self._plain.create_module(spec)
+        return found
 
-    def exec_module(self, module):
-        module.__spec__.loader = module.__loader__ = self._plain
+    def exec_module(self, module: ModuleType) -> None:
+        module.__loader__ = self._plain
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._plain
         self._plain.exec_module(module)
         try:
             from flatout.measure.scripts.attach import attach
@@ -47,7 +54,7 @@ class _Loader(Loader):
             )
 
 
-def _answer(problem):
+def _answer(problem: str) -> None:
     with open(REQUEST, encoding="utf-8") as file:
         path = json.load(file)["answer"]
     with open(path + ".part", "w", encoding="utf-8") as file:
@@ -55,15 +62,16 @@ def _answer(problem):
     os.replace(path + ".part", path)
 
 
-def _step_back():
+def _step_back() -> None:
     """Import the `sitecustomize` that this one hides, if there is one."""
     here = os.path.dirname(os.path.abspath(__file__))
     sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != here]
     own = sys.modules.pop("sitecustomize", None)
     try:
-        import sitecustomize  # noqa: F401
+        import sitecustomize  # type: ignore[import-not-found]  # noqa: F401
     except ImportError:
-        sys.modules["sitecustomize"] = own
+        if own is not None:
+            sys.modules["sitecustomize"] = own
 
 
 _step_back()
