@@ -85,12 +85,12 @@ def read_pieces(
                 yield from _read(piece, fields)
         except Unread as error:
             unread_bytes = piece.num_bytes if holds_rows(piece.path) else 0
-            yield BadRow.of(error, error.reason, piece.path, unread_bytes=unread_bytes)
+            yield BadRow.of(error, error.reason, piece.path, unread=unread_bytes)
         except (OSError, EOFError, zlib.error) as error:
             unread = unreadable(piece.path, error)
             if isinstance(unread, NotHandedOut):
                 raise unread from error
-            yield BadRow.of(unread, CANNOT_BE_READ, piece.path, unread_bytes=piece.num_bytes)
+            yield BadRow.of(unread, CANNOT_BE_READ, piece.path, unread=piece.num_bytes)
 
 
 def _read(piece: Span, fields: Fields) -> Iterable[Row]:

@@ -24,7 +24,7 @@ def read_html(path: str, encoding: str | None) -> Row:
     with open_utf8(path, encoding) as file:
         data = file.read(PAGE_BYTES + 1)
     if len(data) > PAGE_BYTES:
-        return too_long(path, None, PAGE_BYTES)
+        return too_long(path, PAGE_BYTES)
     return Document(_package(path).extract_plain_text(decoded(data, path), alt_texts=False), path)
 
 

@@ -42,9 +42,7 @@ def read_table(path: str, suffix: str, fields: Fields, encoding: str | None) -> 
             if isinstance(row, BadRow):
                 yield row
             elif lines.fault is not None:
-                yield replace(
-                    BadRow.of(not_utf8(path, *lines.fault), "not UTF-8", path), name=where
-                )
+                yield BadRow.of(not_utf8(path, *lines.fault), "not UTF-8", path, where)
             elif row and len(row) != len(header):
                 yield _bad(f"has {len(row)} columns where the first row has {len(header)}", where)
             elif row:

@@ -12,7 +12,7 @@ import pytest
 
 from flatout.cli import main
 from flatout.data.prepare import pipeline
-from flatout.data.prepare.join.shards import join
+from flatout.data.prepare.join import join
 from flatout.data.prepare.pipeline import Options, prepare_dataset
 from flatout.data.prepare.upload import prepare_upload
 from flatout.data.store.remote import open_dataset

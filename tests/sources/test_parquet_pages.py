@@ -80,9 +80,9 @@ def test_rows_that_share_a_long_dictionary_value_are_read_in_small_batches(tmp_p
         pyarrow.table({"text": ["a" * 100_000] * 50}), tmp_path / "a.parquet", compression="zstd"
     )
     taken = []
-    dictionaries = parquet._dictionaries
+    rows_of = parquet._rows_of
     monkeypatch.setattr(
-        parquet, "_dictionaries", lambda batch: taken.append(batch.num_rows) or dictionaries(batch)
+        parquet, "_rows_of", lambda batch: taken.append(batch.num_rows) or rows_of(batch)
     )
     assert [len(row.text) for row in rows(tmp_path / "a.parquet")] == [100_000] * 50
     assert max(taken) == 3
@@ -92,9 +92,9 @@ def test_rows_of_ordinary_files_are_read_in_large_batches(tmp_path, monkeypatch)
     texts = [f"row {number}" for number in range(1_000)]
     tables.write_table(pyarrow.table({"text": texts}), tmp_path / "a.parquet")
     taken = []
-    dictionaries = parquet._dictionaries
+    rows_of = parquet._rows_of
     monkeypatch.setattr(
-        parquet, "_dictionaries", lambda batch: taken.append(batch.num_rows) or dictionaries(batch)
+        parquet, "_rows_of", lambda batch: taken.append(batch.num_rows) or rows_of(batch)
     )
     rows(tmp_path / "a.parquet")
     assert taken == [256, 256, 256, 232]

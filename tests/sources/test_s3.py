@@ -37,7 +37,7 @@ def test_objects_prefixes_and_patterns_are_read(bucket, monkeypatch):
     assert texts("s3://corpus/a/rows.jsonl") == TEXTS
     assert texts("s3://corpus/a") == TEXTS + TEXTS
     skipped = files.skipped_files_in(files.files("s3://corpus/a"))
-    assert [(row.name, row.count) for row in skipped] == [("s3://corpus/a/picture.png", 1)]
+    assert [(row.location, row.count) for row in skipped] == [("s3://corpus/a/picture.png", 1)]
     assert texts("s3://corpus/**/*.gz") == TEXTS
 
 

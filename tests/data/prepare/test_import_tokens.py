@@ -11,7 +11,7 @@ from flatout.data.store.verify import verify_dataset
 from flatout.data.tokenizers import load_tokenizer
 from flatout.data.tokenizers.bpe import train_bpe
 from flatout.errors import DataError
-from flatout.token_formats.chunks.find import find_chunks
+from flatout.token_formats.chunks import files
 
 EOT = 256  # of the byte tokenizer
 RNG = np.random.default_rng(0)
@@ -198,11 +198,11 @@ def test_numbers_that_json_lacks_are_kept_as_text(chunks):
 def test_missing_numbers_are_named(chunks):
     folder = chunks({number: [1] for number in (0, 1, 3, 4, 8)})
     with pytest.raises(DataError, match=r"has no chunk 2, 5 to 7\."):
-        find_chunks(folder)
+        files(folder)
     with pytest.raises(DataError, match=r"has no chunk 1 to 4\."):
-        find_chunks(chunks({5: [1]}, name="late"))
+        files(chunks({5: [1]}, name="late"))
     with pytest.raises(DataError, match="17, 19 and 40 more gaps"):
-        find_chunks(chunks({number: [1] for number in range(0, 101, 2)}, name="even"))
+        files(chunks({number: [1] for number in range(0, 101, 2)}, name="even"))
     with pytest.raises(DataError, match="num_chunks 7; there are 2"):
         bring_in(chunks({0: [1], 1: [1]}, {"num_chunks": 7}, name="fewer"))
 
@@ -211,7 +211,7 @@ def test_duplicate_numbers_are_refused(chunks):
     folder = chunks({0: [1], 1: [2]})
     torch.save(torch.tensor([1]), folder / "chunk_1.pt")
     with pytest.raises(DataError, match="more than one chunk number 1"):
-        find_chunks(folder)
+        files(folder)
 
 
 class Evil:

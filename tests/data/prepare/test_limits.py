@@ -14,7 +14,7 @@ from flatout.data.store.manifest import SkippedRows
 from flatout.data.tokenizers import make_tokenizer
 from flatout.errors import DataError
 from flatout.files import Unfinished
-from flatout.sources import RowLocation, files
+from flatout.sources import files
 
 USAGE = namedtuple("usage", "total used free")
 
@@ -63,7 +63,7 @@ def record(documents, bad, left_out=0, first="row"):
         splits=splits,
         skipped=skipped,
         bad_rows=bad,
-        first_bad=(RowLocation(first), "is bad"),
+        first_bad=(first, "is bad"),
     )
 
 

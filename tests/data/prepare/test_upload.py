@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from flatout.data.prepare import pipeline
-from flatout.data.prepare.join.shards import join
+from flatout.data.prepare.join import join
 from flatout.data.prepare.pipeline import Options, prepare_dataset
 from flatout.data.prepare.upload import PROBE, prepare_upload
 from flatout.data.store.remote import cache_dir_of, open_dataset

@@ -125,7 +125,7 @@ def _pack_rows(
             except NotEncodable as error:
                 reason = "cannot be tokenised"
                 what = f"{reason}: {error.what.removesuffix('.')}"
-                bad = BadRow(what, error.fix, reason, row.name, row.offset)
+                bad = BadRow(what, error.fix, reason, row.location)
                 record.skip_bad(bad, on_bad_row)
         yield left
 

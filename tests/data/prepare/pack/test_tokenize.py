@@ -18,7 +18,7 @@ from flatout.data.prepare.request.options import Options
 from flatout.data.store.manifest import SPLITS
 from flatout.data.tokenizers import make_tokenizer
 from flatout.errors import DataError
-from flatout.sources import FIRST_NAMED, BadRow, Document, LeftOut, ReadTask, RowLocation
+from flatout.sources import FIRST_NAMED, BadRow, Document, LeftOut, ReadTask
 
 BAD = BadRow("is bad", "Mend it.", "bad", "row 7")
 
@@ -138,8 +138,8 @@ def test_a_bad_row_raises_or_is_counted(tokenizer):
     assert byte_tokens(packed, "train") == "a|b|"
     assert counts(packed) == {"bad": 1, "too dull": 1}
     assert [rows.first for rows in packed.record.skipped] == [
-        (RowLocation("row 7"),),
-        (RowLocation("row 8"),),
+        ("row 7",),
+        ("row 8",),
     ]
     assert packed.record.bad_rows == 1, "rows left out by a source are not bad"
 
@@ -165,8 +165,8 @@ def test_a_task_stops_reading_at_its_limit(tokenizer):
 
 
 def test_a_cut_document_keeps_its_prompt():
-    (cut,) = first_documents(task(Document("text", "x", 7, prompt="ask")), 1, 2)
-    assert cut == Document("te", "x", 7, prompt="ask")
+    (cut,) = first_documents(task(Document("text", "x", prompt="ask")), 1, 2)
+    assert cut == Document("te", "x", prompt="ask")
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_text_is_cut_between_characters(text, limit, kept):
 def test_the_first_skipped_rows_are_named_in_order():
     skipped = []
     for part in range(3):
-        count_skipped(skipped, "bad", [RowLocation(f"{part}.{row}") for row in range(7)], 7)
+        count_skipped(skipped, "bad", [f"{part}.{row}" for row in range(7)], 7)
     (entry,) = [rows.named() for rows in skipped]
     assert (entry.reason, entry.count) == ("bad", 21)
     assert entry.first == tuple(f"{row // 7}.{row % 7}" for row in range(FIRST_NAMED))

@@ -144,7 +144,7 @@ def test_a_pattern_to_include_must_match_a_file(tmp_path):
         (tmp_path / name).write_text("text")
     folders = [str(tmp_path / "one"), str(tmp_path / "two")]
     corpus = open_corpus(folders, include=["*.py"])
-    assert [row.name for task in corpus.read_tasks for row in task.rows()] == [
+    assert [row.location for task in corpus.read_tasks for row in task.rows()] == [
         f"{folders[0]}/a.txt",
         f"{folders[1]}/b.py",
         f"{folders[1]}/b.txt",

@@ -15,7 +15,6 @@ from flatout.data.prepare.workers import local as local_workers
 from flatout.data.prepare.workers.local import LocalWorkers
 from flatout.data.tokenizers import make_tokenizer
 from flatout.errors import DataError, RunFailed
-from flatout.sources import RowLocation
 
 pytestmark = pytest.mark.slow
 
@@ -219,7 +218,7 @@ def test_bad_rows_and_progress_reach_the_caller(source, packing):
         reports.append,
     )
     assert [(entry.reason, entry.first) for record in records for entry in record.skipped] == [
-        ("bad", (RowLocation(f"row {index}"),)) for index in range(4)
+        ("bad", (f"row {index}",)) for index in range(4)
     ]
     assert [record.bad_rows for record in records] == [1] * 4
     assert len(reports) == 4

@@ -1,19 +1,16 @@
-import errno
 import json
-import os
 import random
 
 import numpy as np
 import pytest
 from prepared import documents
 
-from flatout.data.prepare.join import duplicates as dedup
-from flatout.data.prepare.join.shards import runs
+from flatout.data.prepare import join as dedup
+from flatout.data.prepare.join import runs
 from flatout.data.prepare.pipeline import Options, prepare_dataset
 from flatout.data.prepare.plan import make
 from flatout.data.store.shards import Dataset
 from flatout.errors import DataError
-from flatout.files import Unfinished
 from flatout.sources import files
 
 pytestmark = pytest.mark.slow
@@ -34,7 +31,7 @@ def small(monkeypatch):
     monkeypatch.setattr(make, "RANGE_BYTES", 1_400)
 
 
-@pytest.mark.parametrize("at_once", [7, 1 << 20], ids=["many files", "one file"])
+@pytest.mark.parametrize("at_once", [7, 1 << 20], ids=["many passes", "one pass"])
 @pytest.mark.parametrize("split", ["hash 0.3", "tail 0.4"])
 def test_the_first_of_equal_documents_stays(tmp_path, small, monkeypatch, at_once, split):
     monkeypatch.setattr(dedup, "SORTED_AT_ONCE", at_once)
@@ -121,36 +118,6 @@ def test_the_end_of_a_prompt_distinguishes_documents(tmp_path):
         Options(tokenizer="byte", split="tail 0.9", duplicates="drop", mask_field="ask"),
     )
     assert sum(entry.count for entry in made.manifest.skipped) == 0
-
-
-def test_flags_are_allocated_without_posix_fallocate(tmp_path, monkeypatch):
-    """macOS has no posix_fallocate."""
-    monkeypatch.delattr(os, "posix_fallocate")
-    path = write(tmp_path / "rows.jsonl", [f"text {number % 80}" for number in range(100)])
-    assert (
-        prepare_dataset(
-            [path], tmp_path / "out", Options(tokenizer="byte", duplicates="drop")
-        ).manifest.documents
-        == 80
-    )
-
-
-def test_a_full_disk_during_deduplication_keeps_finished_ranges(tmp_path, monkeypatch):
-    path = write(tmp_path / "rows.jsonl", [f"text {number % 80}" for number in range(100)])
-    options = Options(tokenizer="byte", split="tail 0.4", duplicates="drop")
-    allocate = os.posix_fallocate
-
-    def full(_file, _offset, size):
-        assert size == 100, "a byte for each document"
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(Unfinished, match=r"Cannot write .*out: No space left on device") as raised:
-        prepare_dataset([path], tmp_path / "out", options)
-    assert raised.value.__notes__ == [f"The finished parts are kept in {tmp_path}/.out.part."]
-    monkeypatch.setattr(os, "posix_fallocate", allocate)
-    assert list((tmp_path / ".out.part" / "ranges").glob("*.json"))
-    assert prepare_dataset([path], tmp_path / "out", options).manifest.documents == 80
 
 
 def test_validation_text_of_duplicates_alone_is_refused(tmp_path):
