@@ -19,7 +19,6 @@ from flatout.assembly.resolve import known_peak
 from flatout.assembly.selection import Decision, recipe_of
 from flatout.config.schema import RunConfig
 from flatout.data.load.batches import BatchPlan, SequenceReader
-from flatout.data.load.leaving_out import LeavingOut
 from flatout.data.store.mix import AnyDataset
 from flatout.errors import HardwareError
 from flatout.hardware import Machine
@@ -320,9 +319,9 @@ def make_feed(run: Run) -> DirectFeed | PrefetchFeed:
         document_mask=config.data.document_mask,
         prefetch=config.data.prefetch,
         device=str(mesh.device),
+        left_out=run.left_out,
     )
-    steps = run.recipe.batching(run.dataset.split("train"), plan, run.reader)
-    return run.recipe.feed(LeavingOut(steps, run.left_out) if run.left_out else steps)
+    return run.recipe.feed(run.recipe.batching(run.dataset.split("train"), plan, run.reader))
 
 
 def _seed(seed: int) -> None:

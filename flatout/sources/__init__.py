@@ -126,9 +126,14 @@ class ReadTask:
     """Approximate bytes to read; 0 when unknown."""
     files: tuple[InputFile, ...] = ()
     """The files covered by the fingerprint, as they were when listed."""
+    paths: tuple[str, ...] = ()
+    """The paths or URLs of the files that it reads, whole or in part."""
+    skipped: tuple[LeftOut, ...] = ()
+    """Files that were skipped while searching for those of all tasks."""
 
     def rows(self) -> Iterator[Row]:
-        """Yield the rows in order; a document without text becomes a `LeftOut`."""
+        """Yield the skipped files, then the rows; a document without text becomes a `LeftOut`."""
+        yield from self.skipped
         found = enumerate(self.read(*self.arguments))
         rows = (Document(row, f"document {i}") if isinstance(row, str) else row for i, row in found)
         for document in _rendered(rows):

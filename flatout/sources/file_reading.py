@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from flatout.sources import BadRow, Document, LeftOut, Row
+from flatout.sources import BadRow, Document, Row
 from flatout.sources.encodings import open_utf8
 from flatout.sources.fields import Fields
 from flatout.sources.html import HTML_SUFFIXES, read_html
@@ -67,16 +67,13 @@ def holds_rows(name: str) -> bool:
     return suffix_of(name) in _WITH_ROWS
 
 
-def read_pieces(
-    pieces: tuple[Piece, ...], fields: Fields, skipped: tuple[LeftOut, ...] = ()
-) -> Iterator[Row]:
-    """Yield the skipped files, then the rows of the pieces.
+def read_pieces(pieces: tuple[Piece, ...], fields: Fields) -> Iterator[Row]:
+    """Yield the rows of the pieces.
 
     A damaged piece is one bad row that counts the whole piece as lost: the true extent is unknown.
 
     Raises: DataError when a server or the system refuses a file, because the text is not at fault.
     """
-    yield from skipped
     for piece in pieces:
         try:
             if isinstance(piece, RowGroups):

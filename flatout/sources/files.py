@@ -91,7 +91,7 @@ def files(
         except BaseException:  # an interrupt does not wait for the files that are left
             threads.shutdown(wait=False, cancel_futures=True)
             raise
-    return [replace(first, arguments=(*first.arguments, _count_skipped(skipped))), *others]
+    return [replace(first, skipped=_count_skipped(skipped)), *others]
 
 
 SOURCE = files
@@ -110,17 +110,6 @@ def _count_skipped(skipped: Sequence[str]) -> tuple[LeftOut, ...]:
         )
         for suffix, names in sorted(by_suffix.items(), key=lambda item: (-len(item[1]), item[0]))
         for index, name in enumerate(names[:FIRST_NAMED])
-    )
-
-
-def skipped_files_in(tasks: Iterable[ReadTask]) -> tuple[LeftOut, ...]:
-    """Return the files that were skipped while searching for the files of the tasks."""
-    return tuple(
-        chain.from_iterable(
-            task.arguments[2]
-            for task in tasks
-            if task.read is read_pieces and len(task.arguments) > 2
-        )
     )
 
 
@@ -145,7 +134,10 @@ def _tasks(cut: list[tuple[InputFile, list[Piece]]], fields: Fields) -> Iterator
 
     def task() -> ReadTask:
         marks = "\n".join(f"{file.name} {file.size} {file.mark}" for file in started)
-        return ReadTask(read_pieces, (tuple(pieces), fields), marks, num_bytes, tuple(started))
+        paths = tuple(piece.path for piece in pieces)
+        return ReadTask(
+            read_pieces, (tuple(pieces), fields), marks, num_bytes, tuple(started), paths
+        )
 
     for file, of_file in cut:
         for index, piece in enumerate(of_file):
@@ -218,14 +210,9 @@ def first_changed(tasks: Iterable[ReadTask]) -> str | None:
     return None
 
 
-def files_of(task: ReadTask) -> list[str]:
-    """Return the paths or URLs that a task reads; none for a task of another source."""
-    return [piece.path for piece in task.arguments[0]] if task.read is read_pieces else []
-
-
 def has_rows(task: ReadTask) -> bool:
     """Return whether a task may contain rows; for files, their names decide."""
-    return task.read is not read_pieces or any(holds_rows(path) for path in files_of(task))
+    return not task.paths or any(map(holds_rows, task.paths))
 
 
 def shared_file(some: Iterable[ReadTask], others: Iterable[ReadTask]) -> str | None:
@@ -234,9 +221,7 @@ def shared_file(some: Iterable[ReadTask], others: Iterable[ReadTask]) -> str | N
     Remote files are compared by URL, local files by size and, where sizes are equal, by a digest of
     sixteen blocks. Empty files are ignored.
     """
-    first, second = (
-        [path for task in tasks for path in files_of(task)] for tasks in (some, others)
-    )
+    first, second = ([path for task in tasks for path in task.paths] for tasks in (some, others))
     sizes = _sizes(first) & _sizes(second)
     known = {_identity_of(path, sizes) for path in first} - {None}
     return next((path for path in second if _identity_of(path, sizes) in known), None)

@@ -68,13 +68,13 @@ def test_skipped_files_of_a_folder_are_counted_by_suffix_and_change_nothing_else
     for name in ("x.py", "y.py.gz", "z.tar.GZ", "Makefile"):
         (tmp_path / name).write_text(name)
     (part,) = files.files(str(tmp_path))
-    assert (part.fingerprint, part.num_bytes, files.files_of(part)) == (
+    assert (part.fingerprint, part.num_bytes, part.paths) == (
         before.fingerprint,
         before.num_bytes,
-        files.files_of(before),
+        before.paths,
     )
     left_out = [row for row in part.rows() if isinstance(row, LeftOut)]
-    assert list(left_out) == list(files.skipped_files_in([part]))
+    assert list(left_out) == list(part.skipped)
     assert [row.reason for row in left_out] == [".html file"] * 10 + [
         "file without an ending",
         ".py file",
@@ -318,7 +318,7 @@ def test_a_copy_is_found_by_its_content_among_files_of_its_size(tmp_path, monkey
     for name, text in texts.items():
         (tmp_path / f"{name}.txt").write_text(text)
     parts = {name: files.files(str(tmp_path / f"{name}.txt")) for name in texts}
-    assert files.files_of(parts["a"][0]) == [str(tmp_path / "a.txt")]
+    assert parts["a"][0].paths == (str(tmp_path / "a.txt"),)
     assert files.shared_file(parts["a"], parts["b"] + parts["c"]) is None
     assert files.shared_file(parts["a"] + parts["b"], parts["c"] + parts["copy"]) == str(
         tmp_path / "copy.txt"

@@ -99,9 +99,9 @@ def test_remote_folders_and_patterns_are_read_in_sorted_order(memory):
     ]
     assert texts("memory://data/*.png") == ["picture.png"]
     assert texts("memory://data", include=["*.png"])[-1] == "picture.png"
-    assert [
-        (one.reason, one.location) for one in files.skipped_files_in(files.files("memory://data"))
-    ] == [(".png file", "memory://data/picture.png")]
+    assert [(one.reason, one.location) for one in files.files("memory://data")[0].skipped] == [
+        (".png file", "memory://data/picture.png")
+    ]
     with pytest.raises(DataError, match=r"No file matches memory://data/\*\.c"):
         texts("memory://data/*.c")
     with pytest.raises(DataError, match="There is nothing at memory://nowhere"):

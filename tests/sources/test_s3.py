@@ -36,7 +36,7 @@ def test_objects_prefixes_and_patterns_are_read(bucket, monkeypatch):
     assert len(files.files("s3://corpus/a/rows.jsonl")) == 4
     assert texts("s3://corpus/a/rows.jsonl") == TEXTS
     assert texts("s3://corpus/a") == TEXTS + TEXTS
-    skipped = files.skipped_files_in(files.files("s3://corpus/a"))
+    skipped = files.files("s3://corpus/a")[0].skipped
     assert [(row.location, row.count) for row in skipped] == [("s3://corpus/a/picture.png", 1)]
     assert texts("s3://corpus/**/*.gz") == TEXTS
 

@@ -160,8 +160,8 @@ def _tokenizer(path: Path, options: ImportOptions, progress: Progress) -> Tokeni
     characters = characters_in(meta) if spec in (None, CharTokenizer.kind) else None
     if characters is not None:
         progress.say(
-            f"The tokenizer is char, with the {len(characters)} characters in {meta}; the file is "
-            "not unpickled."
+            f"The tokenizer is char, with the {len(characters)} characters in {meta}; no code in "
+            "that file is run."
         )
         return CharTokenizer(characters)
     if spec is None:

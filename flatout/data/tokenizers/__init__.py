@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from flatout.cache import default_cache
@@ -23,7 +22,7 @@ from flatout.data.tokenizers.base import (
     TokenizerFile,
 )
 from flatout.data.tokenizers.base import Tokenizer as Tokenizer
-from flatout.data.tokenizers.check import require_usable, try_out_within_limits
+from flatout.data.tokenizers.check import require_usable
 from flatout.data.tokenizers.engine_choice import WORTHWHILE_CHARACTERS, choose_engine
 from flatout.data.tokenizers.hub import is_repository, repository_file, tokenizer_file
 from flatout.documents import parser_says
@@ -255,22 +254,13 @@ def _kind_of(document: Document) -> tuple[type[Tokenizer] | None, Document]:
     return TOKENIZERS.get(kind) if kind in TOKENIZERS.names() else None, document
 
 
-def try_out(name: str, cpu_s: float) -> int:
-    """Load the tokenizer on standard input and encode texts within limits; return the exit code.
-
-    `require_usable` runs this in another process.
-    """
-    document = json.load(sys.stdin.buffer)
+def load_to_try_out(document: Document, name: str) -> tuple[Tokenizer, Iterable[str]]:
+    """Return the tokenizer in a parsed JSON file, and strings of the file to try it on."""
     kind, description = _kind_of(document)
-
-    def load() -> Tokenizer:
-        if document.get("format") == FORMAT:
-            return _restored(document, name)
-        file = TokenizerFile(name, document=document)
-        return TOKENIZERS.get(_JSON_KIND).to_try_out(file)  # type: ignore[no-any-return]
-
     strings = kind.strings_in(description) if kind is not None else ()
-    return try_out_within_limits(load, name, strings, cpu_s)
+    if document.get("format") == FORMAT:
+        return _restored(document, name), strings
+    return TOKENIZERS.get(_JSON_KIND).to_try_out(TokenizerFile(name, document=document)), strings
 
 
 def _restored(document: Document, name: str) -> Tokenizer:

@@ -15,9 +15,11 @@ from typing import ClassVar, Self, final
 import numpy as np
 from numpy.typing import NDArray
 
+from flatout.conversation.rendering import Piece
 from flatout.errors import DataError
 from flatout.json_io import JsonObject
 from flatout.progress import Progress
+from flatout.sources.long import chunks_of
 
 FORMAT = "flatout-tokenizer"
 FORMAT_VERSION = 1
@@ -228,6 +230,23 @@ class Tokenizer(ABC):
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text."""
         return [index for ids in self.encode_stream([text]) for index in ids.tolist()]
+
+    @final
+    def encode_pieces(self, pieces: Iterable[Piece]) -> list[tuple[Ids, bool]]:
+        """Return the ids of each piece of a conversation, and whether the loss counts them.
+
+        Raises: NotEncodable when the vocabulary cannot express a piece.
+        """
+        special = self.special_tokens()
+        return [
+            (
+                np.array([special[piece.text]], np.uint32)
+                if piece.is_special
+                else np.concatenate(list(self.encode_stream(chunks_of(piece.text)))),
+                piece.is_target,
+            )
+            for piece in pieces
+        ]
 
     @final
     def decode(self, ids: Sequence[int]) -> str:

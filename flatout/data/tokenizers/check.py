@@ -11,7 +11,7 @@ import hashlib
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -52,7 +52,7 @@ CORNERS = (
 _REFUSED = 3
 """The exit code of a process that reports an error."""
 _PROGRAM = """import sys; sys.path[:] = {path!r}
-from flatout.data.tokenizers import try_out; sys.exit(try_out({name!r}, {cpu_s}))"""
+from flatout.data.tokenizers.check import try_out; sys.exit(try_out({name!r}, {cpu_s}))"""
 _FIX = "Use another tokenizer, or get the file again from where it was published."
 _PATTERN_FIX = "Correct --pattern: it must match every part of a text, and never the empty string."
 
@@ -107,24 +107,25 @@ def bound_pieces(tokenizer: object) -> None:
         tokenizer.limits = partial(cpu_bounded, PIECE_CPU_S)
 
 
-def try_out_within_limits(
-    load: Callable[[], Tokenizer], name: str, strings: Iterable[str], cpu_s: float
-) -> int:
-    """Load a tokenizer and encode texts within limits; print any error, and return the exit code.
+def try_out(name: str, cpu_s: float) -> int:
+    """Load the tokenizer on standard input and encode texts; print any error, return the exit code.
 
-    Some of the texts are built from `strings`, which come from the file itself.
+    `require_usable` runs this in another process.
     """
+    from flatout.data.tokenizers import load_to_try_out
+
+    document = json.load(sys.stdin.buffer)
     bound_memory(MEMORY_BYTES)
     with cpu_bounded(cpu_s):
         try:
-            _try_out(load(), name, strings)
+            _try_out(*load_to_try_out(document, name), name)
         except DataError as error:
             print(json.dumps({"what": error.what, "fix": error.fix}))
             return _REFUSED
     return 0
 
 
-def _try_out(tokenizer: Tokenizer, name: str, strings: Iterable[str]) -> None:
+def _try_out(tokenizer: Tokenizer, strings: Iterable[str], name: str) -> None:
     fix = _PATTERN_FIX if tokenizer.splits_all_text else _FIX
     for text in _texts(strings):
         try:

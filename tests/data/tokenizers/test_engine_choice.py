@@ -194,12 +194,6 @@ def test_invalid_text_is_left_to_packing(trained, listener):
     assert choose_engine(trained, [*TEXTS, "a\ud800b"], listener).engine == "gigatoken"
 
 
-def test_difference_shows_the_text_around_it(trained, monkeypatch):
-    wrong(monkeypatch, only_if="here")
-    actual = difference(trained.with_engine("gigatoken"), trained, ["fine", "x" * 100 + " here"])
-    assert actual == f"gigatoken differs from tiktoken at {('x' * 5 + ' here')!a}"
-
-
 def test_make_tokenizer_chooses_the_engine(tmp_path, trained, from_json, listener):
     path = tmp_path / "small.tiktoken"
     path.write_bytes(

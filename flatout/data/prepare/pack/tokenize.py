@@ -21,7 +21,6 @@ from flatout.data.prepare.pack.work_items import WorkItem, num_bytes_of
 from flatout.data.prepare.request.options import Options
 from flatout.data.store.manifest import SplitName
 from flatout.data.tokenizers.base import PIECE_CHARACTERS, NotEncodable, Tokenizer
-from flatout.data.tokenizers.conversation import encode_pieces
 from flatout.files import Array
 from flatout.sources import BadRow, Document, LeftOut
 from flatout.sources.long import Text, chunks_of
@@ -140,7 +139,7 @@ def _pack_document(
     """Pack the sides of a document by split; yield after every `PIECES_PER_REPORT` pieces."""
     if row.examples:
         ((name, _),) = sides
-        encoded = [encode_pieces(packing.tokenizer, pieces) for pieces in row.examples]
+        encoded = list(map(packing.tokenizer.encode_pieces, row.examples))
         for example, parts in zip(row.examples, encoded, strict=True):
             packers[name].add_example(example, parts)
         return

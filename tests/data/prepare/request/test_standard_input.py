@@ -83,6 +83,13 @@ def test_the_file_is_removed_when_the_process_ends(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_files_of_killed_processes_are_removed_and_others_stay(tmp_path):
+    (tmp_path / ".stdin-killed.jsonl").write_bytes(ROWS)
+    used, _ = spool_standard_input(tmp_path, stream=io.BytesIO(ROWS))
+    path, _ = spool_standard_input(tmp_path, stream=io.BytesIO(b"plain"))
+    assert sorted(tmp_path.iterdir()) == sorted([used, path])
+
+
 def test_equal_texts_get_separate_files(tmp_path):
     (one, mark), (two, same) = (
         spool_standard_input(tmp_path, stream=io.BytesIO(ROWS)) for _ in range(2)

@@ -308,16 +308,6 @@ def test_a_faulty_node_keeps_the_work_of_others(ray, tmp_path, monkeypatch):
     ).read_bytes()
 
 
-def test_messages_by_ray_are_cut_to_a_sentence(capsys):
-    lines = []
-    output = ray_workers._WithoutDumps(sys.stdout, SimpleNamespace(say=lines.append))
-    print("\x1b[33m(raylet)\x1b[0m A worker died. See the log.\n    [state-dump] much", file=output)
-    print("(raylet, ip=10.0.0.2) The node with node id: 11f4 is dead.", file=output)
-    print("A source prints this.", file=output, flush=True)
-    assert lines == ["Ray: A worker died.", "Ray: The node with node id: 11f4 is dead."]
-    assert capsys.readouterr().out == "A source prints this.\n"
-
-
 def test_a_missing_ray_is_reported_with_its_install_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(
