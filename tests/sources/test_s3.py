@@ -41,11 +41,6 @@ def test_objects_prefixes_and_patterns_are_read(bucket, monkeypatch):
     assert texts("s3://corpus/**/*.gz") == TEXTS
 
 
-def test_parquet_is_read(bucket, parquet):
-    bucket.pipe("corpus/a.parquet", parquet({"text": TEXTS}, row_group_size=1000))
-    assert texts("s3://corpus/a.parquet") == TEXTS
-
-
 def test_the_same_dataset_results_and_a_change_is_noticed(bucket, tmp_path):
     (tmp_path / "rows.jsonl").write_bytes(ROWS)
     bucket.pipe("corpus/rows.jsonl", ROWS)
