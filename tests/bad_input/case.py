@@ -94,6 +94,24 @@ class Case:
     """Prefixes of paths that the command may change."""
 
 
+def case(
+    wrong: str,
+    line: str,
+    names: str | tuple[str, ...],
+    fix: str | tuple[str, ...],
+    spoil: Callable[[World], None] = nothing,
+    **more: object,
+) -> Case:
+    """Return a case; a single text need not be a tuple."""
+    names, fix = ((texts,) if isinstance(texts, str) else texts for texts in (names, fix))
+    return Case(wrong, line, names, fix, spoil, **more)
+
+
+def written(name: str, text: str | bytes) -> Callable[[World], None]:
+    """Return a function that writes a file."""
+    return lambda world: world.write(name, text)
+
+
 @dataclass(frozen=True)
 class Answer:
     """The result of a command line."""

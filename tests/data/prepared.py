@@ -3,7 +3,10 @@
 import json
 from contextlib import contextmanager
 
+from flatout.data.prepare.pipeline import Options, prepare_dataset
 from flatout.data.store.shards import Dataset
+
+HOW = {"workers", "engine", "progress", "cache", "from_file"}
 
 
 class Listener:
@@ -54,3 +57,10 @@ def documents(folder, name):
         dataset.tokenizer.decode(tokens[start : end - 1])
         for start, end in zip(starts, split.document_ends, strict=True)
     ]
+
+
+def prepared(*sources, out, **given):
+    """Prepare a dataset, with the tokenizer byte; `given` are options, or say how to work."""
+    how = {key: given.pop(key) for key in HOW & given.keys()}
+    options = Options(**{"tokenizer": "byte"} | given)
+    return prepare_dataset([str(source) for source in sources], out, options, **how)

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from prepared import content
+from prepared import content, prepared
 
 from flatout import files as disk
 from flatout.data.prepare.pack import tokenize
@@ -26,33 +26,11 @@ from flatout.sources import file_reading, files, long
 pytestmark = pytest.mark.slow
 
 WORDS = [
-    "the",
-    "cat",
-    "isn't",
-    "éclair",
-    "日本",
-    "🙂",
-    "12345",
-    "x_1",
-    "don't\n",
-    "end.\n\n",
-    "  two",
-    "\tTab",
-    "\ufeffmark",
-    "<|endoftext|>",
+    *("the", "cat", "isn't", "éclair", "日本", "🙂", "12345", "x_1", "<|endoftext|>"),
+    *("don't\n", "end.\n\n", "  two", "\tTab", "\ufeffmark"),
 ]
-PIECES = [
-    *(bytes([value]) for value in range(256)),
-    b"th",
-    b"the",
-    b" t",
-    b" the",
-    b"at",
-    b"cat",
-    b" cat",
-    b"12",
-    b"is",
-]
+PIECES = [bytes([value]) for value in range(256)]
+PIECES += [b"th", b"the", b" t", b" the", b"at", b"cat", b" cat", b"12", b"is"]
 
 
 def text_of(seed, count):
@@ -189,15 +167,10 @@ def test_an_unusable_long_text_is_one_bad_row_and_leaves_no_tokens(
     for out, begin in (("whole", lambda: None), ("chunks", in_chunks)):
         begin()
         with pytest.raises(DataError, match=said) as raised:
-            prepare_dataset(
-                [str(corpus)], tmp_path / "none", Options(tokenizer=tokenizer, **options), workers=1
-            )
+            prepared(corpus, out=tmp_path / "none", tokenizer=tokenizer, **options, workers=1)
         errors.append(str(raised.value))
-        made = prepare_dataset(
-            [str(corpus)],
-            tmp_path / out,
-            Options(tokenizer=tokenizer, on_bad_row="skip", **options),
-            workers=1,
+        made = prepared(
+            corpus, out=tmp_path / out, tokenizer=tokenizer, on_bad_row="skip", **options, workers=1
         )
         (bad,) = (entry for entry in made.manifest.skipped if entry.reason != "duplicate document")
         assert (bad.count, bad.first) == (1, (str(corpus / "e.txt"),))
@@ -210,7 +183,7 @@ def test_an_unknown_character_is_found_before_anything_is_written(corpus, tmp_pa
     lacking = Options(
         tokenizer=str(tmp_path / "char" / "tokenizer.json"), on_bad_row="skip", split="tail 0.2"
     )
-    prepare_dataset([str(corpus)], tmp_path / "char", Options(tokenizer="char"), workers=1)
+    prepared(corpus, out=tmp_path / "char", tokenizer="char", workers=1)
     (corpus / "d.txt").write_text(text_of(2, 600) + "ß")
     prepare_dataset([str(corpus)], tmp_path / "whole", lacking, workers=1)
     in_chunks()
@@ -226,10 +199,11 @@ def test_a_word_of_3_mib_is_refused(tmp_path):
         match=r"a\.txt cannot be tokenised: .* cannot cut the text anywhere in the "
         r"1,048,576 characters from 0 on",
     ):
-        prepare_dataset(
-            [str(tmp_path / "a.txt")],
-            tmp_path / "out",
-            Options(tokenizer="train:300", split="tail 0.1"),
+        prepared(
+            tmp_path / "a.txt",
+            out=tmp_path / "out",
+            tokenizer="train:300",
+            split="tail 0.1",
             workers=1,
         )
     assert not (tmp_path / "out").exists()

@@ -283,8 +283,7 @@ def test_a_cluster_without_cpus_is_given_up(cluster, source, packing, tmp_path, 
         killer = once_held(tmp_path / "held", raylet(node), 1, partial(kill, mine, node))
         work = held_ranges(source, tmp_path, 3)
         with pytest.raises(
-            RunFailed,
-            match=r"No node of the Ray cluster has a CPU.*it continues where it stopped",
+            RunFailed, match=r"No node of the Ray cluster has a CPU.*it continues where it stopped"
         ):
             pack(work, packing, RayWorkers())
         killer.join()

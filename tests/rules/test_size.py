@@ -16,7 +16,7 @@ FRAMES = 9
 ROOMS = {
     "measure": 74_700,
     "training": 64_200,
-    "data": 50_900,
+    "data": 50_200,
     "top": 23_200,
     "commands": 19_900,
     "sources": 16_000,

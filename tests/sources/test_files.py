@@ -51,9 +51,7 @@ def test_a_folder_is_read_recursively_in_sorted_order(tmp_path):
     assert left_out == LeftOut(".png file", str(tmp_path / "picture.png"))
 
 
-def test_skipped_files_of_a_folder_are_counted_by_suffix_and_change_nothing_else(
-    tmp_path,
-):
+def test_skipped_files_of_a_folder_are_counted_by_suffix_and_change_nothing_else(tmp_path):
     (tmp_path / "a.txt").write_text("a")
     (before,) = files.files(str(tmp_path))
     for number in range(25):

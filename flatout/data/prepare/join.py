@@ -1,8 +1,8 @@
 """Join packed ranges into a dataset: without duplicates if asked to, in shards of 128 MiB.
 
 Shard boundaries depend on the tokens alone, so the bytes are the same however the work is divided.
-Once a shard is recorded as complete, the ranges before its last one are removed: joining needs
-space for one shard more than the tokens, and resumes where it was killed.
+Once a shard is recorded as complete, the ranges inside it are removed: joining needs space for one
+shard more than the tokens, and resumes where it was killed.
 
 Of equal documents the first is kept, training before validation, so that no validation document is
 also trained on. Separate validation text is kept complete: training drops the documents that both
@@ -56,6 +56,9 @@ from flatout.sources import FIRST_NAMED, Document, Location
 
 SORTED_AT_ONCE = 1 << 23
 """Approximate number of hashes of documents that are sorted in memory, in 400 MB."""
+
+COPIED = 1 << 20
+"""Tokens copied at a time."""
 
 Dropped = dict[tuple[int, SplitName], Array]
 """A flag per document of each range's split: True if it is left out."""
@@ -253,6 +256,7 @@ def _join_split(
             file.write((ends + start).astype("<i8"))
             start += split.tokens
     shards = []
+    last = {number: stop for number, _, _, stop in spans}
     for index, inside in enumerate(_divided(spans, shard_tokens)):
         stem = f"{name}-{index:05d}"
         record = work.path / f"{stem}{RECORD}"
@@ -263,8 +267,8 @@ def _join_split(
             shards.append(_Shard(tokens=files["bin"], mask=files.get("mask")))
             sync(work.joined)
             write_text(record, shards[-1].model_dump_json() + "\n")
-        for _, split, _, _ in inside:
-            if split is not inside[-1][1]:
+        for number, split, _, stop in inside:
+            if stop == last[number]:
                 for kind in kinds:
                     (work.ranges / split.files[kind].name).unlink(missing_ok=True)
     return SplitEntry(
@@ -312,12 +316,12 @@ def _write_shard(
     with CheckedFile(work.joined / name) as file:
         for number, split, start, stop in spans:
             path: Path = work.ranges / split.files[kind].name
-            try:
-                items = np.memmap(path, dtype, "r")[start:stop]
-            except (FileNotFoundError, ValueError):  # ValueError: it is empty or cut in a token
-                items = np.empty(0, dtype)
-            if len(items) < stop - start:
-                record_path(work.ranges, number).unlink()
-                raise _damaged(f"{path} was")
-            file.write(items)
+            for first in range(start, stop, COPIED):
+                count, items = min(COPIED, stop - first), np.empty(0, dtype)
+                if path.exists():
+                    items = np.fromfile(path, dtype, count, offset=first * dtype.itemsize)
+                if len(items) < count:
+                    record_path(work.ranges, number).unlink()
+                    raise _damaged(f"{path} was")
+                file.write(items)
     return file.close()

@@ -22,8 +22,7 @@ def test_the_sequences_are_the_same(train_split, stub_tokenizer):
     split = train_split(TOKENS)
     indices = np.random.default_rng(1).permutation(50)
     assert np.array_equal(
-        read(TokenisingReader(stub_tokenizer), split, indices),
-        read(ShardReader(), split, indices),
+        read(TokenisingReader(stub_tokenizer), split, indices), read(ShardReader(), split, indices)
     )
 
 

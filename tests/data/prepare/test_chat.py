@@ -156,35 +156,6 @@ def test_other_files_of_rows_give_the_same_tokens(rows, tmp_path, name):
         )
 
 
-def test_sharegpt_and_a_named_field_are_read(tmp_path):
-    rows = tmp_path / "rows.jsonl"
-    turns = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
-    for field in ("conversations", "data.turns"):
-        row = {"conversations": turns} if field == "conversations" else {"data": {"turns": turns}}
-        rows.write_text((json.dumps(row) + "\n") * 5)
-        named = {} if field == "conversations" else {"text_field": field}
-        made = prepared(rows, tmp_path, field, **named)
-        assert shown(made.path) == "User:\nHi\n\nAssistant:\n«Hello[<|endoftext|>]»"
-
-
-def test_bad_rows_are_named_by_line_or_skipped_and_counted(rows, tmp_path):
-    bad = [
-        {"messages": [{"role": "user", "content": "Hi"}]},
-        {"messages": [{"role": "bot", "content": "Hi"}]},
-        {"text": "no turns"},
-    ]
-    rows.write_text("".join(json.dumps(row) + "\n" for row in bad) + rows.read_text())
-    with pytest.raises(DataError, match=r"chat\.jsonl, line 1 has no assistant turn"):
-        prepared(rows, tmp_path)
-    made = prepared(rows, tmp_path, on_bad_row="skip")
-    assert {entry.reason: entry.count for entry in made.manifest.skipped} == {
-        "no assistant turn": 1,
-        "unknown role": 1,
-        "no field 'messages'": 1,
-    }
-    assert made.manifest.documents == 20
-
-
 def test_a_template_that_fails_for_a_row_is_a_bad_row(rows, tmp_path):
     template = tmp_path / "mine.jinja"
     template.write_text(
@@ -226,12 +197,6 @@ def test_options_that_contradict_conversations_are_refused(rows, tmp_path):
     with pytest.raises(DataError, match="--max-bytes and --chat"):
         prepared(rows, tmp_path, max_bytes=100)
     assert prepared(rows, tmp_path, max_documents=6).manifest.documents == 6
-
-
-def test_conversations_that_are_read_as_text_are_recognised(rows, tmp_path):
-    with pytest.raises(DataError, match="a list called 'messages'") as found:
-        prepared(rows, tmp_path, chat=None)
-    assert "--chat auto" in found.value.fix
 
 
 def test_text_without_rows_has_no_conversations(tmp_path):

@@ -3,7 +3,7 @@ import random
 
 import numpy as np
 import pytest
-from prepared import documents
+from prepared import documents, prepared
 
 from flatout.data.prepare import join as dedup
 from flatout.data.prepare.join import runs
@@ -64,12 +64,7 @@ def test_the_first_dropped_documents_are_named_by_file_and_line(tmp_path, small,
     for number in (13, *range(200, 214)):
         texts[number] = "text 3"
     path = write(tmp_path / "rows.jsonl", texts)
-    made = prepare_dataset(
-        [path],
-        tmp_path / "out",
-        Options(tokenizer="byte", split=split, duplicates="drop"),
-        workers=workers,
-    )
+    made = prepared(path, out=tmp_path / "out", split=split, duplicates="drop", workers=workers)
     (entry,) = made.manifest.skipped
     assert (entry.reason, entry.count) == ("duplicate document", 15)
     assert entry.first == tuple(f"{path}, line {number + 1}" for number in (13, *range(200, 209)))
@@ -89,10 +84,8 @@ def test_prompts_distinguish_documents(tmp_path):
     path = write(
         tmp_path / "rows.jsonl", ["yes"] * 4 + ["not"] * 4, ["a", "b", "a", "c", "a", "b", "b", "d"]
     )
-    made = prepare_dataset(
-        [path],
-        tmp_path / "out",
-        Options(tokenizer="byte", split="tail 0.5", duplicates="drop", mask_field="ask"),
+    made = prepared(
+        path, out=tmp_path / "out", split="tail 0.5", duplicates="drop", mask_field="ask"
     )
     assert documents(made.path, "train") + documents(made.path, "val") == [
         "ayes",
@@ -112,10 +105,8 @@ def test_prompts_distinguish_documents(tmp_path):
 
 def test_the_end_of_a_prompt_distinguishes_documents(tmp_path):
     path = write(tmp_path / "rows.jsonl", ["b", "\0b", "c" * 40], ["a\0", "a", ""])
-    made = prepare_dataset(
-        [path],
-        tmp_path / "out",
-        Options(tokenizer="byte", split="tail 0.9", duplicates="drop", mask_field="ask"),
+    made = prepared(
+        path, out=tmp_path / "out", split="tail 0.9", duplicates="drop", mask_field="ask"
     )
     assert sum(entry.count for entry in made.manifest.skipped) == 0
 
@@ -123,9 +114,7 @@ def test_the_end_of_a_prompt_distinguishes_documents(tmp_path):
 def test_validation_text_of_duplicates_alone_is_refused(tmp_path):
     path = write(tmp_path / "rows.jsonl", ["same text"] * 20)
     with pytest.raises(DataError, match="for validation"):
-        prepare_dataset(
-            [path], tmp_path / "out", Options(tokenizer="byte", split="tail 0.5", duplicates="drop")
-        )
+        prepared(path, out=tmp_path / "out", split="tail 0.5", duplicates="drop")
     assert [entry.name for entry in tmp_path.iterdir()] == ["rows.jsonl"]
 
 
@@ -152,23 +141,19 @@ def test_separate_validation_text_stays_and_training_drops_shared_documents(
 def test_the_same_text_in_both_splits_leaves_nothing_to_train_on(tmp_path):
     path = write(tmp_path / "rows.jsonl", ["same", "text"])
     with pytest.raises(DataError, match=r"rows.jsonl is both training and validation text"):
-        prepare_dataset([path], tmp_path / "out", Options(tokenizer="byte", val=(path,)))
+        prepared(path, out=tmp_path / "out", val=(path,))
     with pytest.raises(
         DataError, match=r"rows.jsonl contains no documents \(2 duplicate document\)"
     ):
-        prepare_dataset(
-            [path], tmp_path / "out", Options(tokenizer="byte", val=(path,), duplicates="drop")
-        )
+        prepared(path, out=tmp_path / "out", val=(path,), duplicates="drop")
     assert [entry.name for entry in tmp_path.iterdir()] == ["rows.jsonl"]
 
 
 def test_dropping_duplicates_makes_a_different_dataset(tmp_path):
     path = write(tmp_path / "rows.jsonl", [f"text {number % 15}" for number in range(20)])
-    prepare_dataset([path], tmp_path / "out", Options(tokenizer="byte", split="tail 0.5"))
+    prepared(path, out=tmp_path / "out", split="tail 0.5")
     with pytest.raises(DataError, match="duplicates is None, and 'drop' is requested"):
-        prepare_dataset(
-            [path], tmp_path / "out", Options(tokenizer="byte", split="tail 0.5", duplicates="drop")
-        )
+        prepared(path, out=tmp_path / "out", split="tail 0.5", duplicates="drop")
 
 
 @pytest.mark.parametrize(

@@ -44,12 +44,7 @@ def send(text, tmp_path, store, small_shards):
 
     def prepare(options=OPTIONS, url=URL, sources=None, **parameters):
         return prepare_upload(
-            sources or [str(text)],
-            url,
-            options,
-            workers=1,
-            cache=tmp_path / "cache",
-            **parameters,
+            sources or [str(text)], url, options, workers=1, cache=tmp_path / "cache", **parameters
         )
 
     return prepare
@@ -121,18 +116,6 @@ def test_the_same_dataset_is_left_unchanged_and_a_different_one_is_refused(
     ):
         send(Options(tokenizer="byte", split="hash 0.1", max_documents=5))
     assert puts(store) == []
-
-
-def test_validation_text_is_sent_too_and_a_different_one_is_refused(send, store, tmp_path):
-    for name in ("valid", "other"):
-        (tmp_path / f"{name}.txt").write_text(f"{name} text")
-    options = Options(tokenizer="byte", val=(str(tmp_path / "valid.txt"),))
-    assert send(options).manifest.splits["val"].documents == 1
-    assert send(options).existed
-    with pytest.raises(
-        OutputInUse, match=r"its validation text is .*valid.txt, and .*other.txt is requested"
-    ):
-        send(Options(tokenizer="byte", val=(str(tmp_path / "other.txt"),)))
 
 
 def test_a_url_with_other_files_is_refused_before_the_text_is_read(send, store):

@@ -21,12 +21,7 @@ from flatout.data.tokenizers import (
     make_tokenizer,
     parse_tokenizer,
 )
-from flatout.data.tokenizers.bpe import (
-    GPT2_PATTERN,
-    KNOWN_FILES,
-    RankTokenizer,
-    train_bpe,
-)
+from flatout.data.tokenizers.bpe import GPT2_PATTERN, KNOWN_FILES, RankTokenizer, train_bpe
 from flatout.data.tokenizers.byte import ByteTokenizer
 from flatout.data.tokenizers.byte_level import byte_level_alphabet
 from flatout.data.tokenizers.engine_choice import choose_engine, difference

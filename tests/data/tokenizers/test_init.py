@@ -99,21 +99,12 @@ def test_saves_to_one_file_that_loads_as_an_equal_tokenizer(tokenizer, tmp_path)
     assert travelled.digest() == tokenizer.digest()
 
 
-def test_digest_is_the_digest_of_the_saved_file(tokenizer, tmp_path):
-    import hashlib
-
-    tokenizer.save(tmp_path / "x.json")
-    assert hashlib.sha256((tmp_path / "x.json").read_bytes()).hexdigest() == tokenizer.digest()
-
-
 def test_half_a_surrogate_pair_is_refused(tokenizer):
     with pytest.raises(DataError, match=r"U\+D800"):
         tokenizer.encode("ok \ud800")
 
 
-def test_invalid_bytes_and_ids_decode_to_the_replacement_character(
-    tokenizer,
-):
+def test_invalid_bytes_and_ids_decode_to_the_replacement_character(tokenizer):
     assert tokenizer.decode([tokenizer.vocab_size + 5]) in ("\ufffd", "")
     ids = tokenizer.encode("🙂")
     if len(ids) > 1:
@@ -229,14 +220,6 @@ def test_published_tiktoken_file_needs_no_pattern(tmp_path, monkeypatch):
     assert tokenizer.decode([299]) == "\ufffd"
 
 
-@pytest.mark.parametrize("line", [b"notbase64! 5", b"YQ==", b"YQ== x", b"YQ== 1 2"])
-def test_error_names_the_damaged_line_of_a_tiktoken_file(tmp_path, line):
-    path = tiktoken_file(tmp_path / "a.tiktoken")
-    path.write_bytes(path.read_bytes() + line + b"\n")
-    with pytest.raises(DataError, match="line 263"):
-        load_tokenizer(path, pattern=GPT2_PATTERN)
-
-
 @pytest.mark.parametrize("content", [b"", b"YQ== 0\n"])
 def test_tiktoken_file_without_all_bytes_is_refused(tmp_path, content):
     (tmp_path / "a.tiktoken").write_bytes(content)
@@ -298,11 +281,6 @@ def test_post_processing_truncation_and_padding_are_ignored(tmp_path):
     path.write_text(tokenizer.to_str())
     assert load_tokenizer(path).encode("The cat said 12") == plain
     assert len(plain) > 2
-
-
-def test_error_names_an_unreadable_tokenizer(tmp_path):
-    with pytest.raises(DataError, match=r"Cannot read the tokenizer .*: Is a directory"):
-        load_tokenizer(tmp_path)
 
 
 @pytest.mark.parametrize(

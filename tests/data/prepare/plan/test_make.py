@@ -129,9 +129,7 @@ def test_a_named_split_without_limits_is_planned_without_reading():
 def test_document_indices_count_documents_only(monkeypatch):
     monkeypatch.setattr(stage, "RANGE_BYTES", 1)
     plan = make_plan(
-        tasks_of(3, ["", BAD, "x"], [LeftOut("dull", "y")], 2),
-        split="tail 0.3",
-        on_bad_row="skip",
+        tasks_of(3, ["", BAD, "x"], [LeftOut("dull", "y")], 2), split="tail 0.3", on_bad_row="skip"
     )
     assert [item.first for item in plan.items] == [0, 3, 4, 4]
     assert plan.items[0].assignment == ByPosition(4, 4)

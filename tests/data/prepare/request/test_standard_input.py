@@ -90,15 +90,6 @@ def test_files_of_killed_processes_are_removed_and_others_stay(tmp_path):
     assert sorted(tmp_path.iterdir()) == sorted([used, path])
 
 
-def test_equal_texts_get_separate_files(tmp_path):
-    (one, mark), (two, same) = (
-        spool_standard_input(tmp_path, stream=io.BytesIO(ROWS)) for _ in range(2)
-    )
-    assert one != two
-    assert mark == same
-    assert one.read_bytes() == two.read_bytes() == ROWS
-
-
 def test_a_full_disk_is_reported_and_nothing_stays(tmp_path):
     class Full(io.RawIOBase):
         def read(self, count=-1):

@@ -1,4 +1,3 @@
-import os
 import signal
 import subprocess
 import sys
@@ -88,14 +87,6 @@ def test_any_number_of_workers_writes_the_same_files(source, packing):
     assert sum(name.endswith(".json") for name in alone) == 17
     assert content(work, packing, 2) == alone
     assert content(work, packing, 5) == alone
-
-
-def test_ranges_are_packed_in_other_processes(source, packing):
-    pack(work_items(*[(source.tells_process,)] * 6), packing, 2)
-    written = {path.read_bytes() for path in packing.folder.glob("*.bin")}
-    mine = b"".join(bytes([digit, 0]) for digit in str(os.getpid()).encode())
-    assert len(written) in (1, 2)
-    assert not any(tokens.startswith(mine) for tokens in written)
 
 
 def test_the_first_bad_row_in_range_order_is_raised(source, packing):

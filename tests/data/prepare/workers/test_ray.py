@@ -235,25 +235,6 @@ def test_another_version_on_a_node_is_reported(ray, packing, monkeypatch):
         pack(work_items((numbered, 0)), packing)
 
 
-def test_a_node_without_flatout_is_reported(ray, packing, monkeypatch):
-    remote = ray.remote
-
-    def forgetful(**options):
-        def bound(function):
-            def run(*arguments):
-                with monkeypatch.context() as patch:
-                    patch.setitem(sys.modules, "flatout", None)
-                    return function(*arguments)
-
-            return remote(**options)(run)
-
-        return bound
-
-    monkeypatch.setattr(ray, "remote", forgetful)
-    with pytest.raises(RunFailed, match=r"The node .* has no flatout"):
-        pack(work_items((numbered, 0)), packing)
-
-
 def test_a_node_that_does_not_see_the_work_directory_is_reported(ray, packing, monkeypatch):
     monkeypatch.setattr(Path, "touch", lambda path: None)
     with pytest.raises(
