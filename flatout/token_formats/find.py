@@ -24,13 +24,8 @@ class Input:
     path: Path
     name: str
     """The format's name."""
+    format: TokenFormat
     files: tuple[Path, ...]
-
-    @property
-    def format(self) -> TokenFormat:
-        """The format."""
-        found: TokenFormat = TOKEN_FORMATS.get(self.name)
-        return found
 
 
 @dataclass(frozen=True)
@@ -126,7 +121,8 @@ def _input(path: Path, form: str | None, *, named: bool = False) -> Input | None
             taken = form
         if taken is None:
             return None
-        return Input(path, taken, tuple(TOKEN_FORMATS.get(taken).files(path)))
+        found = TOKEN_FORMATS.get(taken)
+        return Input(path, taken, found, tuple(found.files(path)))
     except OSError as error:
         raise unreadable(str(path), error) from error
 

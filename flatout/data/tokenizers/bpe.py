@@ -30,7 +30,7 @@ from flatout.data.tokenizers.base import (
 )
 from flatout.data.tokenizers.byte_level import byte_level_alphabet
 from flatout.data.tokenizers.cut_points import confirmed_cut, known_cut
-from flatout.data.tokenizers.engines import gigatoken_of_ranks, tiktoken_of
+from flatout.data.tokenizers.engines import gigatoken_of_ranks, grouped, tiktoken_of
 from flatout.data.tokenizers.tokenizer_json import GPT2_SPLIT, byte_level_document, split_by
 from flatout.errors import DataError
 from flatout.progress import SILENT, Progress
@@ -208,7 +208,8 @@ class RankTokenizer(Tokenizer):
             return gigatoken_of_ranks(self.pieces, SCHEMES[self.pattern])
         ranks = {piece: index for index, piece in enumerate(self.pieces) if piece is not None}
         try:
-            return tiktoken_of(self.name, ranks, self.pattern)
+            pattern = grouped(self.pattern) if self.proven else self.pattern
+            return tiktoken_of(self.name, ranks, pattern)
         except BaseException as error:
             if not isinstance(error, ValueError) and not is_panic(error):
                 raise

@@ -13,6 +13,7 @@ from flatout.data.tokenizers.engines import (
     around_added_tokens,
     cannot_encode,
     gigatoken_of_json,
+    grouped,
     tiktoken_of,
 )
 
@@ -93,8 +94,9 @@ class Layout:
         Raises: MissingPackage; DataError when it cannot be used.
         """
         ranks = self._ranks()
+        pattern = grouped(self.pattern) if self.splits_in_bounds else self.pattern
         try:
-            return self._complete(tiktoken_of("tokenizer.json", ranks, self.pattern))
+            return self._complete(tiktoken_of("tokenizer.json", ranks, pattern))
         except ValueError as error:
             raise cannot_encode("tiktoken", str(error).rstrip(".")) from error
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import pickle
 import random
-import re
-import unicodedata
 from functools import cache
 
 import numpy as np
@@ -27,7 +25,7 @@ from tokenizers import (
 
 from flatout.data.tokenizers import base, cut_points, load_tokenizer, parse_tokenizer
 from flatout.data.tokenizers.byte_level import layout_of
-from flatout.data.tokenizers.engines import NEVER_CHANGED_BY_NFC, after_nfc, around_added_tokens
+from flatout.data.tokenizers.engines import after_nfc, around_added_tokens
 from flatout.data.tokenizers.huggingface import HuggingFaceTokenizer
 from flatout.errors import DataError
 
@@ -338,20 +336,6 @@ def test_tiktoken_needs_ids_that_increase_along_the_merges():
     tokenizer = parse_tokenizer(json.dumps(shuffled), "tokenizer.json").with_engine("tiktoken")
     with pytest.raises(DataError, match="do not increase along its merges"):
         tokenizer.encode("x")
-
-
-def test_nfc_never_changes_the_listed_characters():
-    kept = [
-        character
-        for code in range(0x30000)
-        if re.fullmatch(f"[{NEVER_CHANGED_BY_NFC}]", character := chr(code))
-    ]
-    assert len(kept) > 30_000
-    normalise = normalizers.NFC().normalize_str
-    text = "".join(kept)
-    assert normalise(text) == text
-    assert normalise(text[::-1]) == text[::-1]
-    assert not any(unicodedata.combining(character) for character in kept)
 
 
 def test_normalisation_equals_that_of_tokenizers():
