@@ -35,10 +35,10 @@ class Listener:
         yield Task()
 
 
-def write_rows(path, values):
-    path.write_text(
-        "".join(json.dumps({"text": value}) + "\n" for value in values), encoding="utf-8"
-    )
+def write_rows(path, rows):
+    """Write texts, or rows with further fields, as JSONL."""
+    rows = ({"text": row} if isinstance(row, str) else row for row in rows)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 

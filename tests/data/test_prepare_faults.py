@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from prepared import content
+from prepared import content, write_rows
 
 from flatout.data.store.shards import Dataset
 
@@ -34,13 +34,7 @@ def many_rows(tmp_path):
 
 def write(path, count):
     draw = random.Random(0)
-    path.write_text(
-        "".join(
-            json.dumps({"text": f"row {number} " * draw.randint(1, 40)}) + "\n"
-            for number in range(count)
-        )
-    )
-    return path
+    return write_rows(path, (f"row {number} " * draw.randint(1, 40) for number in range(count)))
 
 
 def start(rows, out, workers=2, *more):

@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from prepared import content, prepared
+from prepared import content, prepared, write_rows
+from texts import byte_level_json
 
 from flatout import files as disk
 from flatout.data.prepare.pack import tokenize
@@ -54,9 +55,7 @@ def corpus(tmp_path):
         (folder / f"{name}.txt").write_bytes(
             b"\xef\xbb\xbf" * (name in "ad") + text_of(seed, count).encode()
         )
-    (folder / "c.jsonl").write_text(
-        "".join(json.dumps({"text": text_of(seed, 30)}) + "\n" for seed in range(5, 15))
-    )
+    write_rows(folder / "c.jsonl", (text_of(seed, 30) for seed in range(5, 15)))
     return folder
 
 
@@ -84,19 +83,7 @@ def tokenizer_named(name, tmp_path):
         )
         return {"tokenizer": str(path), "pattern": r"\s?\S+|\s+"}
     if name == "tokenizer.json":
-        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-        made = Tokenizer(models.BPE())
-        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        made.decoder = decoders.ByteLevel()
-        trainer = trainers.BpeTrainer(
-            vocab_size=300,
-            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-            special_tokens=["<|endoftext|>"],
-            show_progress=False,
-        )
-        made.train_from_iterator([text_of(0, 500)], trainer)
-        made.save(str(tmp_path / "tokenizer.json"))
+        (tmp_path / "tokenizer.json").write_text(byte_level_json([text_of(0, 500)], 299))
         return {"tokenizer": str(tmp_path / "tokenizer.json")}
     return {"tokenizer": name}
 
@@ -322,9 +309,7 @@ def test_a_text_of_1_gb_needs_less_than_300_mb(tmp_path, tokenizer, options):
     corpus.mkdir()
     try:
         write_words(corpus / "a.txt", 1_000_000_000)
-        (corpus / "b.jsonl").write_text(
-            "".join(json.dumps({"text": f"short {number}"}) + "\n" for number in range(20))
-        )
+        write_rows(corpus / "b.jsonl", (f"short {number}" for number in range(20)))
         parent, worker = peaks_mib(corpus, tmp_path / "out", tokenizer=tokenizer, **options)
     finally:
         shutil.rmtree(tmp_path)

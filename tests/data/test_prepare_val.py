@@ -6,7 +6,7 @@ from functools import partial
 import numpy as np
 import pytest
 from manifests import seal
-from prepared import content, documents, prepared
+from prepared import content, documents, prepared, write_rows
 
 from flatout.data.prepare.pack.range_files import RangeWriter
 from flatout.data.prepare.pipeline import Options, join_parts, prepare_dataset, prepare_part
@@ -23,8 +23,7 @@ VAL = [f"held {number} é" for number in range(90)]
 
 
 def write(path, texts):
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
-    return str(path)
+    return str(write_rows(path, texts))
 
 
 @pytest.fixture
@@ -89,7 +88,7 @@ def test_limits_apply_to_training_text(train, val, tmp_path, limits, taken):
 def test_validation_text_may_have_several_sources_and_is_masked_too(tmp_path):
     rows = [{"text": f"answer {number}", "ask": "what?"} for number in range(6)]
     for name, part in (("train", rows[:3]), ("a", rows[3:5]), ("b", rows[5:])):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+        write_rows(tmp_path / f"{name}.jsonl", part)
     options = Options(
         tokenizer="byte",
         mask_field="ask",

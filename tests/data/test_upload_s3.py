@@ -9,6 +9,7 @@ import urllib.request
 from functools import partial
 
 import pytest
+from prepared import write_rows
 
 from flatout.cli import main
 from flatout.data.prepare import pipeline
@@ -26,11 +27,7 @@ OPTIONS = Options(tokenizer="byte", split="hash 0.1")
 
 @pytest.fixture
 def text(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_text(
-        "".join(json.dumps({"text": f"row {number} " * 9}) + "\n" for number in range(300))
-    )
-    return path
+    return write_rows(tmp_path / "rows.jsonl", (f"row {number} " * 9 for number in range(300)))
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 from conversations import conversation, write_conversations, write_tokenizer
+from prepared import write_rows
 
 from flatout.conversation.templates import stored_template
 from flatout.data.prepare.pipeline import Options, prepare_dataset
@@ -87,20 +88,10 @@ def test_a_tokenizer_is_trained_on_the_rendered_text(rows, tmp_path, tokenizer):
 
 def test_no_token_spans_the_start_of_an_answer(tmp_path):
     texts = [f"{letter}n answer" for letter in "aeiou" * 30]
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text(
-        "".join(
-            json.dumps(
-                {
-                    "messages": [
-                        {"role": "user", "content": "say\n\n"},
-                        {"role": "assistant", "content": f"\n\n{text}"},
-                    ]
-                }
-            )
-            + "\n"
-            for text in texts
-        )
+    asked = {"role": "user", "content": "say\n\n"}
+    answers = ({"role": "assistant", "content": f"\n\n{text}"} for text in texts)
+    rows = write_rows(
+        tmp_path / "rows.jsonl", ({"messages": [asked, answer]} for answer in answers)
     )
     made = prepared(rows, tmp_path, tokenizer="train:300")
     assert shown(made.path) == "User:\nsay\n\n\n\nAssistant:\n«\n\nan answer[<|endoftext|>]»"
@@ -183,9 +174,8 @@ def test_another_template_is_another_dataset(rows, tmp_path):
 
 
 def test_duplicates_are_dropped_by_their_whole_text(tmp_path):
-    rows = tmp_path / "rows.jsonl"
-    lines = [json.dumps(conversation(number, 1)) for number in (1, 2, 1, 3, 4)]
-    rows.write_text("\n".join(lines))
+    found = (conversation(number, 1) for number in (1, 2, 1, 3, 4))
+    rows = write_rows(tmp_path / "rows.jsonl", found)
     made = prepared(rows, tmp_path, duplicates="drop")
     assert made.manifest.documents == 4
     assert made.manifest.text_bytes == 4 * len("It is 0.")

@@ -1,9 +1,8 @@
-import json
 import random
 
 import numpy as np
 import pytest
-from prepared import documents, prepared
+from prepared import documents, prepared, write_rows
 
 from flatout.data.prepare import join as dedup
 from flatout.data.prepare.join import runs
@@ -21,8 +20,7 @@ def write(path, texts, prompts=None):
         {"text": text} | ({"ask": prompts[number]} if prompts else {})
         for number, text in enumerate(texts)
     ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
+    return str(write_rows(path, rows))
 
 
 @pytest.fixture

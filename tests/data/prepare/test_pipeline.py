@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from prepared import Listener, content, documents, prepared
+from prepared import Listener, content, documents, prepared, write_rows
 
 from flatout.data.prepare import pipeline as stage
 from flatout.data.prepare.pipeline import Options, prepare_dataset
@@ -210,13 +210,8 @@ def test_little_text_uses_one_process(rows, monkeypatch):
 
 @pytest.mark.parametrize("tokenizer", ["char", "train:300"])
 def test_a_tokenizer_is_trained_on_prompts_too(tmp_path, tokenizer):
-    path = tmp_path / "rows.jsonl"
-    path.write_text(
-        "".join(
-            json.dumps({"prompt": f"QUESTION {number}?", "text": f"answer {number}"}) + "\n"
-            for number in range(40)
-        )
-    )
+    rows = ({"prompt": f"QUESTION {number}?", "text": f"answer {number}"} for number in range(40))
+    path = write_rows(tmp_path / "rows.jsonl", rows)
     made = prepared(
         path,
         out=tmp_path / "out",

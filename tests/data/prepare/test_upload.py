@@ -2,13 +2,13 @@
 
 import base64
 import hashlib
-import json
 import os
 import re
 from functools import partial
 from pathlib import Path
 
 import pytest
+from prepared import write_rows
 
 from flatout.data.prepare import pipeline
 from flatout.data.prepare.join import join
@@ -26,11 +26,7 @@ OPTIONS = Options(tokenizer="byte", split="hash 0.1")
 
 @pytest.fixture
 def text(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_text(
-        "".join(json.dumps({"text": f"row {number} " * 9}) + "\n" for number in range(300))
-    )
-    return path
+    return write_rows(tmp_path / "rows.jsonl", (f"row {number} " * 9 for number in range(300)))
 
 
 @pytest.fixture

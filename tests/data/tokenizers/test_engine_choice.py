@@ -12,6 +12,8 @@ from importlib import metadata
 import numpy as np
 import pytest
 from engine_probes import probes
+from prepared import write_rows
+from texts import byte_level_json
 
 from flatout.data.prepare.pipeline import Options, prepare_dataset
 from flatout.data.tokenizers import (
@@ -68,17 +70,7 @@ def trained():
 @pytest.fixture(scope="module")
 def from_json(trained):
     """Return a tokenizer.json with the same vocabulary."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer.train_from_iterator(
-        TEXTS, trainers.BpeTrainer(vocab_size=330, initial_alphabet=alphabet, show_progress=False)
-    )
-    tokenizer.add_special_tokens([AddedToken("<|endoftext|>", special=True, normalized=False)])
-    return parse_tokenizer(tokenizer.to_str(), "tokenizer.json")
+    return parse_tokenizer(byte_level_json(TEXTS, 330), "tokenizer.json")
 
 
 def wrong(monkeypatch, *, only_if: str = ""):
@@ -274,11 +266,8 @@ def test_unreadable_definition_is_refused():
 
 
 def test_dataset_does_not_depend_on_the_engine(tmp_path, from_json, listener, monkeypatch):
-    text = tmp_path / "text.jsonl"
-    rows = [
-        {"text": f"{number} {TEXTS[number % len(TEXTS)]}<|endoftext|>"} for number in range(300)
-    ]
-    text.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    texts = (f"{number} {TEXTS[number % len(TEXTS)]}<|endoftext|>" for number in range(300))
+    text = write_rows(tmp_path / "text.jsonl", texts)
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps(from_json.definition), encoding="utf-8")
     options = Options(tokenizer=str(path))

@@ -9,6 +9,7 @@ from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from texts import byte_level_json
 
 from flatout.data import tokenizers as tokenizer_module
 from flatout.data.tokenizers import make_tokenizer
@@ -22,17 +23,7 @@ TEXTS = ["the cat sat on the mat "] * 20
 
 @pytest.fixture(scope="module")
 def content():
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer.train_from_iterator(
-        TEXTS, trainers.BpeTrainer(vocab_size=270, initial_alphabet=alphabet, show_progress=False)
-    )
-    tokenizer.add_special_tokens(["<|endoftext|>"])
-    return tokenizer.to_str().encode()
+    return byte_level_json(TEXTS, 270).encode()
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from texts import CORPUS, STRANGE
+from texts import CORPUS, STRANGE, byte_level_json
 
 from flatout.data.prepare.request.request import tokenizer_mark
 from flatout.data.tokenizers import base, load_tokenizer, make_tokenizer, parse_tokenizer
@@ -30,19 +30,7 @@ def tiktoken_file(path: Path, merges=("th", "he", "the", "in", " t", " the")) ->
 
 def huggingface_file(path: Path, end_of_text="<|endoftext|>", special=True) -> Path:
     """Write a byte-level BPE in the layout of GPT-2's tokenizer.json."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=320,
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(CORPUS, trainer)
-    tokenizer.add_tokens([AddedToken(end_of_text, special=special, normalized=False)])
-    path.write_text(tokenizer.to_str(), encoding="utf-8")
+    path.write_text(byte_level_json(CORPUS, 320, end_of_text, special=special))
     return path
 
 

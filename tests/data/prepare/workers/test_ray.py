@@ -4,7 +4,6 @@
 """
 
 import itertools
-import json
 import signal
 import socket
 import sys
@@ -13,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 from corpora import work_items
+from prepared import write_rows
 
 from flatout.data.prepare.pack.tokenize import Packing
 from flatout.data.prepare.pipeline import Options, engine_named, prepare_dataset
@@ -270,8 +270,7 @@ def test_a_lost_cluster_is_given_up_after_a_while(ray, packing, monkeypatch):
 
 
 def test_a_faulty_node_keeps_the_work_of_others(ray, tmp_path, monkeypatch):
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps({"text": f"row {number}"}) + "\n" for number in range(50)))
+    rows = write_rows(tmp_path / "rows.jsonl", (f"row {number}" for number in range(50)))
     (tmp_path / "valid.txt").write_text("held out")
     options = Options(tokenizer="byte", val=(str(tmp_path / "valid.txt"),))
     with monkeypatch.context() as patch:
