@@ -19,7 +19,7 @@ from flatout.data.prepare.pack.range_files import RangeRecord
 from flatout.data.prepare.pack.work_items import ByHash, WorkItem
 from flatout.data.prepare.pipeline import Options, prepare_dataset
 from flatout.data.prepare.plan import make
-from flatout.data.tokenizers import base, cut_points
+from flatout.data.tokenizers import base
 from flatout.errors import DataError
 from flatout.files import Unfinished
 from flatout.sources import file_reading, files, long
@@ -70,7 +70,7 @@ def in_chunks(monkeypatch):
         monkeypatch.setattr(tokenize, "HELD_TOKENS", 64)
         monkeypatch.setattr(tokenize, "PIECES_PER_REPORT", 2)
         monkeypatch.setattr(base, "PIECE_CHARACTERS", 40)
-        monkeypatch.setattr(cut_points, "LOOKAHEAD_CHARACTERS", 20)
+        monkeypatch.setattr(base, "LOOKAHEAD_CHARACTERS", 20)
 
     return begin
 

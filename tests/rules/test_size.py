@@ -16,10 +16,10 @@ FRAMES = 9
 ROOMS = {
     "measure": 74_700,
     "training": 64_200,
-    "data": 50_200,
+    "data": 49_600,
     "top": 23_200,
     "commands": 19_900,
-    "sources": 16_000,
+    "sources": 15_700,
     "assembly": 15_900,
     "ops": 13_800,
     "inference": 13_200,

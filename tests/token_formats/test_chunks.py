@@ -31,12 +31,6 @@ def test_a_tensor_is_read_back(tmp_path, zipped, tensor):
     assert read(path).tolist() == tensor.tolist()
 
 
-def test_a_parameter_is_a_tensor(tmp_path):
-    path = saved(tmp_path / "a.pt", torch.nn.Parameter(TOKENS.double()))
-    with pytest.raises(DataError, match="contains a tensor of float64, not of integers"):
-        read(path)
-
-
 @pytest.mark.parametrize("zipped", [True, False])
 def test_any_changed_byte_gives_a_tensor_or_a_named_error(tmp_path, zipped):
     whole = saved(tmp_path / "a.pt", _use_new_zipfile_serialization=zipped).read_bytes()
@@ -75,20 +69,6 @@ def test_functions_that_allocate_by_a_number_in_the_file_are_never_called(tmp_pa
         DataError,
         match=rf"contains more than a tensor: it names \w+\.{call[0].__name__}, and code in a "
         rf"file is never run",
-    ):
-        read(path)
-
-
-@pytest.mark.parametrize("zipped", [True, False])
-def test_an_expanded_tensor_is_refused(tmp_path, zipped):
-    path = saved(
-        tmp_path / "a.pt",
-        torch.zeros(1, dtype=torch.int64).expand(1 << 44),
-        _use_new_zipfile_serialization=zipped,
-    )
-    with pytest.raises(
-        DataError,
-        match=r"expanded tensor: 17,592,186,044,416 elements in 8 bytes.*tokens\.clone\(\)",
     ):
         read(path)
 

@@ -133,14 +133,6 @@ def test_any_other_meta_pkl_is_not_loaded(tmp_path, imported, nothing_kept, caps
     assert capsys.readouterr().out == ""
 
 
-def test_without_a_tokenizer_the_ways_to_name_one_are_shown(tmp_path, imported, nothing_kept):
-    folder = nano_gpt(tmp_path / "nano", [1, 2], [3, 4])
-    with pytest.raises(DataError, match="it is not known which tokenizer made them") as caught:
-        imported(folder, tokenizer=None)
-    assert "--tokenizer FILE" in caught.value.fix
-    assert "ids:N" in caught.value.fix
-
-
 def test_tokens_of_an_unknown_tokenizer_are_imported_by_their_number(tmp_path, imported):
     train = tokens(1000, 50_257)
     train[10] = 50_256

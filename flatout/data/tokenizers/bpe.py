@@ -23,15 +23,20 @@ from flatout.data.tokenizers.base import (
     Sample,
     Tokenizer,
     TokenizerFile,
+    confirmed_cut,
     engine_failures,
     is_panic,
     join_pieces,
+    known_cut,
     require_ids,
 )
-from flatout.data.tokenizers.byte_level import byte_level_alphabet
-from flatout.data.tokenizers.cut_points import confirmed_cut, known_cut
+from flatout.data.tokenizers.byte_level import (
+    GPT2_SPLIT,
+    byte_level_alphabet,
+    byte_level_document,
+    split_by,
+)
 from flatout.data.tokenizers.engines import gigatoken_of_ranks, grouped, tiktoken_of
-from flatout.data.tokenizers.tokenizer_json import GPT2_SPLIT, byte_level_document, split_by
 from flatout.errors import DataError
 from flatout.progress import SILENT, Progress
 

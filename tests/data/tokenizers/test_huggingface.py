@@ -23,7 +23,7 @@ from tokenizers import (
     trainers,
 )
 
-from flatout.data.tokenizers import base, cut_points, load_tokenizer, parse_tokenizer
+from flatout.data.tokenizers import base, load_tokenizer, parse_tokenizer
 from flatout.data.tokenizers.byte_level import layout_of
 from flatout.data.tokenizers.engines import after_nfc, around_added_tokens
 from flatout.data.tokenizers.huggingface import HuggingFaceTokenizer
@@ -281,7 +281,7 @@ def test_unknown_pre_tokeniser_is_cut_where_a_trial_shows_no_difference(monkeypa
     tokenizer = parse_tokenizer(model.to_str(), "tokenizer.json")
     assert tokenizer.engines == ("tokenizers",)
     monkeypatch.setattr(base, "PIECE_CHARACTERS", 20)
-    monkeypatch.setattr(cut_points, "LOOKAHEAD_CHARACTERS", 30)
+    monkeypatch.setattr(base, "LOOKAHEAD_CHARACTERS", 30)
     pieces = [ids.tolist() for ids in tokenizer.encode_stream([text])]
     assert len(pieces) > 5
     for size in (1, 7, 21, 50, 100):
