@@ -87,7 +87,7 @@ def test_a_system_error_is_reported(monkeypatch, path):
     def refusing(place, **_):
         raise PermissionError(13, "Permission denied", str(place))
 
-    monkeypatch.setattr(Path, "is_file", refusing)
+    monkeypatch.setattr(Path, "is_dir", refusing)
     with pytest.raises(DataError, match=r"closed/.* cannot be read: Permission denied"):
         found(path)
 
