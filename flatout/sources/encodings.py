@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import io
 from collections.abc import Iterator
+from contextlib import suppress
 from encodings import aliases
 from functools import partial
 from itertools import chain
@@ -166,7 +167,9 @@ def encoding_of(path: str, offset: int) -> str | None:
     from charset_normalizer import from_bytes
 
     best = from_bytes(sample, cp_isolation=_GUESSED).best()
-    usual = _decoded(sample, "cp1252")
+    usual = None
+    with suppress(UnicodeDecodeError):
+        usual = sample.decode("cp1252")
     unsure = (
         best is not None
         and best.encoding in _LATIN
@@ -179,10 +182,3 @@ def encoding_of(path: str, offset: int) -> str | None:
 
 def _usual_name(encoding: str) -> str:
     return encoding.upper().replace("_", "-")
-
-
-def _decoded(sample: bytes, encoding: str) -> str | None:
-    try:
-        return sample.decode(encoding)
-    except UnicodeDecodeError:
-        return None

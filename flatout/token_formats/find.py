@@ -91,7 +91,10 @@ def _found(path: Path, form: str | None) -> Found:
         )
     by_split: dict[str, list[Input]] = {}
     for found in inputs.values():
-        by_split.setdefault(_split_of(found.path), []).append(found)
+        match = _SPLIT.search(found.path.name.lower())  # the first such word; else it is training
+        word = match[1] if match else "train"
+        split = "val" if word in VALIDATION else "test" if word == "test" else "train"
+        by_split.setdefault(split, []).append(found)
     train, val = by_split.get("train", []), by_split.get("val", [])
     if not train:
         raise DataError(
@@ -100,13 +103,6 @@ def _found(path: Path, form: str | None) -> Found:
         )
     left_out = tuple(found.path.name for found in by_split.get("test", []))
     return Found(tuple(train), tuple(val), left_out)
-
-
-def _split_of(path: Path) -> str:
-    """Return `train`, `val` or `test`, from the first such word in a name; `train` without any."""
-    match = _SPLIT.search(path.name.lower())
-    word = match[1] if match else "train"
-    return "val" if word in VALIDATION else "test" if word == "test" else "train"
 
 
 def _input(path: Path, form: str | None, *, named: bool = False) -> Input | None:

@@ -69,12 +69,38 @@ def pack(
     Raises: DataError for the first unusable row, unless such rows are skipped.
     """
     packers = {name: _Packer(packing, sink) for name, sink in sinks.items()}
+    on_bad_row = packing.options.on_bad_row
+    index = item.first - 1
     documents = tokens = 0
-    for num_bytes in _pack_rows(item, packing, packers, record):
+
+    def tell(num_bytes: int) -> None:
+        nonlocal documents, tokens
         before = documents, tokens
         documents = sum(packer.documents for packer in packers.values()) - record.cut_documents
         tokens = sum(packer.tokens for packer in packers.values())
         report(Tally(num_bytes, documents - before[0], tokens - before[1]))
+
+    for task in item.read_tasks:
+        left = task.num_bytes
+        for row in task.rows():
+            if isinstance(row, LeftOut):
+                count_skipped(record.skipped, row.reason, [row.location], row.count)
+                continue
+            if isinstance(row, BadRow):
+                record.skip_bad(row, on_bad_row)
+                continue
+            index += 1
+            sides = list(item.assignment.assign(row.text, index))
+            try:
+                for _ in _pack_document(row, sides, packing, packers, record):
+                    read = min(PIECES_PER_REPORT * PIECE_CHARACTERS, left)
+                    left -= read
+                    tell(read)
+            except NotEncodable as error:
+                reason = "cannot be tokenised"
+                what = f"{reason}: {error.what.removesuffix('.')}"
+                record.skip_bad(BadRow(what, error.fix, reason, row.location), on_bad_row)
+        tell(left)
     for packer in packers.values():
         packer.flush()
 
@@ -97,36 +123,6 @@ def pack_range(
         writer.abandon()
         raise
     return writer.finish
-
-
-def _pack_rows(
-    item: WorkItem, packing: Packing, packers: Mapping[SplitName, _Packer], record: RangeRecord
-) -> Iterator[int]:
-    """Pack an item; yield the approximate bytes read within a long text, and after each task."""
-    on_bad_row = packing.options.on_bad_row
-    index = item.first - 1
-    for task in item.read_tasks:
-        left = task.num_bytes
-        for row in task.rows():
-            if isinstance(row, LeftOut):
-                count_skipped(record.skipped, row.reason, [row.location], row.count)
-                continue
-            if isinstance(row, BadRow):
-                record.skip_bad(row, on_bad_row)
-                continue
-            index += 1
-            sides = list(item.assignment.assign(row.text, index))
-            try:
-                for _ in _pack_document(row, sides, packing, packers, record):
-                    read = min(PIECES_PER_REPORT * PIECE_CHARACTERS, left)
-                    left -= read
-                    yield read
-            except NotEncodable as error:
-                reason = "cannot be tokenised"
-                what = f"{reason}: {error.what.removesuffix('.')}"
-                bad = BadRow(what, error.fix, reason, row.location)
-                record.skip_bad(bad, on_bad_row)
-        yield left
 
 
 def _pack_document(
