@@ -21,7 +21,6 @@ from flatout.data.store.mix import (
     open_data,
     whole_turns,
 )
-from flatout.data.store.shards import Dataset
 from flatout.errors import ConfigError, DataError
 
 T = 8
@@ -140,14 +139,6 @@ def test_a_position_does_not_depend_on_the_others_in_the_call(three):
         == split.sequences_at(far[5:], T, seed=9).tolist()
     )
     assert split.sequences_at(far, T, seed=9).max() < split.num_sequences(T) == 45
-
-
-def test_a_mix_of_one_dataset_is_that_dataset(three):
-    path = next(iter(three))
-    mixed, alone = MixedDataset.open({path: 0.3}).split("train"), Dataset.open(path).split("train")
-    at = np.arange(90)
-    assert np.array_equal(mixed.sequences_at(at, T, seed=1), alone.sequences_at(at, T, seed=1))
-    assert np.array_equal(read(mixed, np.arange(30)), read(alone, np.arange(30)))
 
 
 @pytest.mark.parametrize("feed_class", [DirectFeed, PrefetchFeed])
