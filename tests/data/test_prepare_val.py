@@ -109,23 +109,14 @@ def test_an_existing_dataset_is_kept_and_other_validation_text_refused(train, va
     (tmp_path / "valid.jsonl").write_text((tmp_path / "moved.jsonl").read_text())
     assert prepare_dataset([train], tmp_path / "out", options).existed
     other = write(tmp_path / "other.jsonl", ["other"])
-    for asked, said in (
-        (
-            Options(tokenizer="byte", val=(other,)),
-            f"a different dataset: its validation text is {val}, and {other} is requested",
-        ),
-        (
-            Options(tokenizer="byte", val=(val, moved)),
-            f"its validation text is {val}, and {val} {moved} is requested",
-        ),
-        (
-            Options(tokenizer="byte"),
-            f"split is 'named', and None is requested; its validation text is {val}, and "
-            f"nothing is requested",
-        ),
+    named = f"its validation text is {val}, and"
+    for texts, said in (
+        ((other,), f"a different dataset: {named} {other} is requested"),
+        ((val, moved), f"{named} {val} {moved} is requested"),
+        ((), f"split is 'named', and None is requested; {named} nothing is requested"),
     ):
         with pytest.raises(DataError, match=said):
-            prepare_dataset([train], tmp_path / "out", asked)
+            prepared(train, out=tmp_path / "out", val=texts)
     write(tmp_path / "valid.jsonl", [*VAL, "one more"])
     with pytest.raises(DataError, match="a different dataset: the validation text has changed"):
         prepare_dataset([train], tmp_path / "out", options)
