@@ -4,8 +4,8 @@ import importlib
 import sys
 
 import pytest
-from prepared import prepared
 
+from flatout.data.prepare.pipeline import Options, prepare_dataset
 from flatout.errors import DataError, MissingPackage
 from flatout.remote import connection, reading
 from flatout.sources import LeftOut, files
@@ -125,10 +125,11 @@ def test_a_missing_package_is_named_with_its_install_line(monkeypatch):
 def test_secrets_in_a_url_are_not_stored(web, tmp_path):
     web.files["/rows.jsonl"] = ROWS + b"{broken\n"
     address = f"{web.address.replace('//', '//me:hidden@')}/rows.jsonl?signature=hidden"
-    made = prepared(address, out=tmp_path / "out", on_bad_row="skip", workers=1)
+    options = Options(tokenizer="byte", on_bad_row="skip")
+    made = prepare_dataset([address], tmp_path / "out", options, workers=1)
     manifest = (tmp_path / "out" / "manifest.json").read_text()
     assert made.manifest.source["names"] == [f"{web.address}/rows.jsonl"]
     assert "hidden" not in manifest
     with pytest.raises(DataError) as refused:
-        prepared(address.replace("rows", "none"), out=tmp_path / "new")
+        prepare_dataset([address.replace("rows", "none")], tmp_path / "new", options)
     assert "hidden" not in str(refused.value)
