@@ -108,12 +108,14 @@ def open_chunks(path: Path, reading: Reading) -> Tokens:
     check("ids", reading.vocab_size)
 
     def pieces() -> Iterator[Piece]:
+        total = 0
         for chunk in chunks:
-            yield Piece(read_chunk(chunk, reading), str(chunk))
+            tokens = read_chunk(chunk, reading)
+            total += len(tokens)
+            yield Piece(tokens, str(chunk))
+        check("tokens", total)
 
-    return Tokens(
-        len(chunks), "chunks", pieces, metadata, check_total=lambda total: check("tokens", total)
-    )
+    return Tokens(len(chunks), "chunks", pieces, metadata)
 
 
 FORMAT = TokenFormat(takes=takes, files=files, open=open_chunks)
