@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
 from flatout.sources import BadRow, Document, Row
 from flatout.sources.encodings import open_utf8
 from flatout.sources.fields import Fields
 from flatout.sources.html import HTML_SUFFIXES, read_html
+from flatout.sources.input_file import Piece
 from flatout.sources.json_files import JSON_SUFFIXES, read_json
 from flatout.sources.local import suffix_of
 from flatout.sources.long import decoded, measure
-from flatout.sources.packed import CANNOT_BE_READ, NotHandedOut, Unread, is_packed, unreadable
-from flatout.sources.parquet import PARQUET_SUFFIXES, RowGroups, read_row_groups
+from flatout.sources.packed import CANNOT_BE_READ, NotHandedOut, Unread, unreadable
+from flatout.sources.parquet import PARQUET_SUFFIXES, read_row_groups
 from flatout.sources.rows import read_rows
 from flatout.sources.tables import TABLE_SUFFIXES, read_table
 
@@ -31,25 +31,6 @@ _CONVERTIBLE = {
     ".pdf": ("a PDF", "`pdftotext FILE`"),
 }
 """Unsupported formats by suffix, with a command that converts them to text."""
-
-
-@dataclass(frozen=True)
-class Span:
-    """The bytes of a file that a task reads: the whole file, or JSONL rows starting in a range."""
-
-    path: str
-    start: int
-    end: int
-    encoding: str | None = None
-    """Encoding of the text; None for UTF-8."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Approximate bytes of text."""
-        return (self.end - self.start) * (3 if is_packed(self.path) else 1)
-
-
-Piece = Span | RowGroups
 
 
 def is_jsonl(name: str) -> bool:
@@ -76,10 +57,7 @@ def read_pieces(pieces: tuple[Piece, ...], fields: Fields) -> Iterator[Row]:
     """
     for piece in pieces:
         try:
-            if isinstance(piece, RowGroups):
-                yield from read_row_groups(piece, fields)
-            else:
-                yield from _read(piece, fields)
+            yield from _read(piece, fields)
         except Unread as error:
             unread_bytes = piece.num_bytes if holds_rows(piece.path) else 0
             yield BadRow.of(error, error.reason, piece.path, unread=unread_bytes)
@@ -90,11 +68,13 @@ def read_pieces(pieces: tuple[Piece, ...], fields: Fields) -> Iterator[Row]:
             yield BadRow.of(unread, CANNOT_BE_READ, piece.path, unread=piece.num_bytes)
 
 
-def _read(piece: Span, fields: Fields) -> Iterable[Row]:
+def _read(piece: Piece, fields: Fields) -> Iterable[Row]:
     """Return the rows of a piece, by its suffix; a file with an unknown suffix is text."""
     path, suffix = piece.path, suffix_of(piece.path)
+    if suffix in PARQUET_SUFFIXES:
+        return read_row_groups(piece, fields)
     if suffix in ROW_SUFFIXES:
-        return read_rows(path, piece.start, piece.end, fields, piece.encoding)
+        return read_rows(path, piece.start, piece.end or 0, fields, piece.encoding)
     if suffix in TABLE_SUFFIXES:
         return read_table(path, suffix, fields, piece.encoding)
     if suffix in JSON_SUFFIXES:

@@ -20,15 +20,13 @@ from flatout.sources import FIRST_NAMED, LeftOut, ReadTask
 from flatout.sources.fields import Fields
 from flatout.sources.file_reading import (
     ROW_SUFFIXES,
-    Piece,
-    Span,
     holds_rows,
     is_jsonl,
     is_parquet,
     read_pieces,
 )
 from flatout.sources.html import HTML_SUFFIXES, require_html
-from flatout.sources.input_file import InputFile, fingerprint
+from flatout.sources.input_file import InputFile, Piece, fingerprint
 from flatout.sources.local import Wanted, find_local, full_suffix_of, is_hidden, suffix_of
 from flatout.sources.packed import is_packed, require_opener
 from flatout.sources.parquet import PARQUET_SUFFIXES, cut_parquet, require_parquet
@@ -117,12 +115,14 @@ def _cut(file: InputFile, fields: Fields, encoding: str | None) -> list[Piece]:
     limit = REMOTE_PART_BYTES if is_url(file.path) else PART_BYTES
     if is_parquet(file.name):
         return list(cut_parquet(file.path, file.size, fields, limit))
-    whole = max(file.size, 1)
-    can_split = is_jsonl(file.name) and not is_packed(file.name) and encoding is None
-    step = limit if can_split else whole
+    whole, scale = max(file.size, 1), 3 if is_packed(file.name) else 1
+    step = whole
+    if is_jsonl(file.name) and not is_packed(file.name) and encoding is None:
+        step = limit
+    ends = ((start, min(start + step, file.size)) for start in range(0, whole, step))
     return [
-        Span(file.path, start, min(start + step, file.size), encoding)
-        for start in range(0, whole, step)
+        Piece(file.path, start, end, (end - start) * scale, encoding=encoding)
+        for start, end in ends
     ]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -12,6 +12,7 @@ from flatout.conversation.turns import CHAT_FIELDS
 from flatout.json_io import JsonObject
 from flatout.sources import BadRow, Row
 from flatout.sources.fields import ROW_BYTES, Fields, document, no_field, no_text, too_long
+from flatout.sources.input_file import Piece
 from flatout.sources.packed import (
     CANNOT_BE_READ,
     NotHandedOut,
@@ -29,26 +30,14 @@ _PAGE_BYTES = 1 << 20
 """Bytes of a column read at a time, instead of the whole row group."""
 
 
-@dataclass(frozen=True)
-class RowGroups:
-    """Row groups [start, end) of a file; `end` is None for a file that cannot be split."""
-
-    path: str
-    start: int
-    end: int | None
-    first_row: int
-    """Number of rows before them."""
-    num_bytes: int
-
-
-def cut_parquet(path: str, size: int, fields: Fields, limit: int) -> list[RowGroups]:
+def cut_parquet(path: str, size: int, fields: Fields, limit: int) -> list[Piece]:
     """Split a file into runs of row groups, each up to `limit` bytes of the requested columns.
 
     A file that is damaged or lacks a column is not split: reading it reports the problem.
 
     Raises: MissingPackage without pyarrow.
     """
-    found: list[RowGroups] = []
+    found: list[Piece] = []
     try:
         with open_bytes(path) as file:
             parquet = _open_parquet(path, file)
@@ -63,9 +52,9 @@ def cut_parquet(path: str, size: int, fields: Fields, limit: int) -> list[RowGro
         if last and last.num_bytes + num_bytes <= limit:
             found[-1] = replace(last, end=number + 1, num_bytes=last.num_bytes + num_bytes)
         else:
-            found.append(RowGroups(path, number, number + 1, rows, num_bytes))
+            found.append(Piece(path, number, number + 1, num_bytes, rows))
         rows += group.num_rows
-    return found or [RowGroups(path, 0, None, 0, size)]
+    return found or [Piece(path, 0, None, size)]
 
 
 def _columns_of(parquet: Any, fields: Fields) -> dict[str, list[int]]:
@@ -86,7 +75,7 @@ def _chunks(group: Any, columns: dict[str, list[int]]) -> list[Any]:
     return [group.column(number) for number in sorted({*chain(*columns.values())})]
 
 
-def read_row_groups(groups: RowGroups, fields: Fields) -> Iterator[Row]:
+def read_row_groups(groups: Piece, fields: Fields) -> Iterator[Row]:
     """Yield the rows of row groups; an unreadable file or rest of a row group is one bad row."""
     try:
         with open_bytes(groups.path) as file:
