@@ -62,6 +62,8 @@ def test_counts_and_ranges(train_split):
     assert split.document_ends.tolist() == [10, 40, 100]
     assert split.read_tokens(30, 70).tolist() == list(range(30, 70))
     assert split.read_tokens(100, 100).tolist() == []
+    place = {"shard": "train-00000.bin", "token": 20, "documents": [1, 2]}
+    assert split.locate(1, 20) == {"sequence": 1, "dataset": str(split.folder), **place}
 
 
 def test_a_missing_split_is_empty(write_set):
