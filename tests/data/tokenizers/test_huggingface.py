@@ -46,14 +46,8 @@ TEXT = [
     "Ein Käfer fliegt über das Land. 日本語のテキスト。\n中文测试 🙂🙂 привет мир 안녕\n",
 ] * 20
 LITERALS = [
-    "<|endoftext|>",
-    "<|end_of_text|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<tool_call>",
-    "</tool_call>",
-    "|>",
-    "<|eot_id|>",
+    *("<|endoftext|>", "<|end_of_text|>", "<|im_start|>", "<|im_end|>", "<|eot_id|>"),
+    *("<tool_call>", "</tool_call>", "|>"),
 ]
 ENGINES = ["gigatoken", "tiktoken"]
 
