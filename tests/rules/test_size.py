@@ -16,7 +16,7 @@ FRAMES = 9
 ROOMS = {
     "measure": 74_700,
     "training": 64_200,
-    "data": 49_400,
+    "data": 49_500,
     "top": 23_200,
     "commands": 19_900,
     "sources": 15_600,

@@ -238,26 +238,33 @@ def _join_split(
     shard_tokens: int,
     dropped: Dropped | None,
 ) -> SplitEntry:
-    """Write the shards of a split that are missing, then the document ends."""
+    """Write the document ends of a split, and the shards that are missing."""
     splits = {record.number: record.splits[name] for record in records}
     kinds = {"bin": np.dtype(dtype).newbyteorder("<")}
     if any("mask" in split.files for split in splits.values()):
         kinds["mask"] = np.dtype(np.uint8)
-    spans: list[Span] = []
+    last: dict[int, int] = {}
+    """Where the last span of a range stops, from its first span on."""
+
+    def spans() -> Iterator[Span]:
+        for number, split in splits.items():
+            kept = [(0, split.tokens)]
+            if dropped is not None:
+                kept = runs(split.read(work.ranges, "ends"), dropped[number, name])
+            for first, stop in kept:
+                last[number] = kept[-1][1]
+                yield number, split, first, stop
+
     start = 0
     with CheckedFile(work.joined / f"{name}-documents.bin") as file:
         for number, split in splits.items():
             ends = split.read(work.ranges, "ends")
-            kept = [(0, split.tokens)]
             if dropped is not None:
-                kept = runs(ends, dropped[number, name])
                 ends = np.cumsum(np.diff(ends, prepend=0)[~dropped[number, name]])
-            spans += [(number, split, first, last) for first, last in kept]
             file.write((ends + start).astype("<i8"))
             start += split.tokens
     shards = []
-    last = {number: stop for number, _, _, stop in spans}
-    for index, inside in enumerate(_divided(spans, shard_tokens)):
+    for index, inside in enumerate(_divided(spans(), shard_tokens)):
         stem = f"{name}-{index:05d}"
         record = work.path / f"{stem}{RECORD}"
         if record.is_file():
