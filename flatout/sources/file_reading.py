@@ -4,22 +4,31 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Iterator
+from types import ModuleType
 
 from flatout.sources import BadRow, Document, Row
 from flatout.sources.encodings import open_utf8
-from flatout.sources.fields import Fields
-from flatout.sources.html import HTML_SUFFIXES, read_html
+from flatout.sources.fields import Fields, too_long
 from flatout.sources.input_file import Piece
 from flatout.sources.json_files import JSON_SUFFIXES, read_json
 from flatout.sources.local import suffix_of
 from flatout.sources.long import decoded, measure
-from flatout.sources.packed import CANNOT_BE_READ, NotHandedOut, Unread, unreadable
+from flatout.sources.packed import (
+    CANNOT_BE_READ,
+    NotHandedOut,
+    Unread,
+    import_package,
+    unreadable,
+)
 from flatout.sources.parquet import PARQUET_SUFFIXES, read_row_groups
 from flatout.sources.rows import read_rows
 from flatout.sources.tables import TABLE_SUFFIXES, read_table
 
 LONG_BYTES = 8 << 20
 """A longer text file is read in chunks instead of being loaded into memory."""
+HTML_SUFFIXES = frozenset({".html", ".htm", ".xhtml"})
+PAGE_BYTES = 32 << 20
+"""A page is parsed as a whole; a longer one is a bad row."""
 ROW_SUFFIXES = {".jsonl", ".ndjson"}
 _WITH_ROWS = ROW_SUFFIXES | PARQUET_SUFFIXES | TABLE_SUFFIXES | JSON_SUFFIXES
 _CONVERTIBLE = {
@@ -101,3 +110,28 @@ def read_text(path: str, encoding: str | None = None) -> Row:
     return Document(
         measure(path, encoding) if len(data) > LONG_BYTES else decoded(data, path), path
     )
+
+
+def read_html(path: str, encoding: str | None) -> Row:
+    """Return the text of a page, without markup, scripts and styles, as one document.
+
+    resiliparse is made for training corpora, separates paragraphs from preformatted text, bounds
+    the time spent on deeply nested pages, and is licensed under Apache-2.0.
+    """
+    with open_utf8(path, encoding) as file:
+        data = file.read(PAGE_BYTES + 1)
+    if len(data) > PAGE_BYTES:
+        return too_long(path, PAGE_BYTES)
+    return Document(_package(path).extract_plain_text(decoded(data, path), alt_texts=False), path)
+
+
+def require_html(path: str) -> None:
+    """Check that resiliparse is installed.
+
+    Raises: MissingPackage with its install line.
+    """
+    _package(path)
+
+
+def _package(path: str) -> ModuleType:
+    return import_package("resiliparse.extract.html2text", path, extra="html")

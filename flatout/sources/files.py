@@ -19,13 +19,14 @@ from flatout.remote.urls import is_url, is_web, protocol_of
 from flatout.sources import FIRST_NAMED, LeftOut, ReadTask
 from flatout.sources.fields import Fields
 from flatout.sources.file_reading import (
+    HTML_SUFFIXES,
     ROW_SUFFIXES,
     holds_rows,
     is_jsonl,
     is_parquet,
     read_pieces,
+    require_html,
 )
-from flatout.sources.html import HTML_SUFFIXES, require_html
 from flatout.sources.input_file import InputFile, Piece, fingerprint
 from flatout.sources.local import Wanted, find_local, full_suffix_of, is_hidden, suffix_of
 from flatout.sources.packed import is_packed, require_opener
