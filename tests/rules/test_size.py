@@ -16,10 +16,10 @@ FRAMES = 9
 ROOMS = {
     "measure": 74_700,
     "training": 64_200,
-    "data": 49_500,
+    "data": 49_400,
     "top": 23_200,
     "commands": 19_900,
-    "sources": 15_600,
+    "sources": 15_500,
     "assembly": 15_900,
     "ops": 13_800,
     "inference": 13_200,
