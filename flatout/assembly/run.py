@@ -158,7 +158,7 @@ class Run:
     """Whether the evaluation after `step` is still to be done, because a stop interrupted it."""
     resumed_from: str | None = None
     base: JsonObject | None = None
-    """The weights that the adapters of a LoRA run belong to: see checkpoint/base.py."""
+    """The weights that the adapters of a LoRA run belong to: see checkpoint/contents.py."""
     rows_are_auto: bool = False
     """Whether flatout chose the rows of a micro-batch, and may choose fewer."""
     is_updating: bool = False

@@ -16,7 +16,7 @@ from flatout.measure.runlog import RunLog
 from flatout.progress import SILENT, Progress, counted
 from flatout.signature import Option, checked
 from flatout.training.checkpoint import catalog, retention
-from flatout.training.checkpoint.info import CheckpointInfo, read_info
+from flatout.training.checkpoint.catalog import CheckpointInfo, read_info
 from flatout.training.checkpoint.location import require_own_folder
 from flatout.training.run_dir import layout, lookup
 from flatout.training.run_dir.lock import hold_lock, is_locked

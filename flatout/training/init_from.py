@@ -24,12 +24,10 @@ from flatout.progress import SILENT, Progress
 from flatout.recognised import recognise, require_local
 from flatout.training.agreement import READING, together
 from flatout.training.checkpoint import catalog, location
-from flatout.training.checkpoint.base import digest_of, find_base
 from flatout.training.checkpoint.catalog import Base, read_index
-from flatout.training.checkpoint.foreign import load_foreign
-from flatout.training.checkpoint.merged import MergedWeights, fill_merged, shapes_of
-from flatout.training.checkpoint.read_write import load_weights
-from flatout.training.checkpoint.weights import initial_weights, plain_name
+from flatout.training.checkpoint.contents import digest_of, find_base
+from flatout.training.checkpoint.merged import MergedWeights, load_initial_weights, shapes_of
+from flatout.training.checkpoint.weights import plain_name
 from flatout.training.run_dir import layout
 from flatout.training.run_dir.config_seal import require_as_trained
 from flatout.training.run_dir.data_location import require_tokenizer, require_tokenizer_of
@@ -140,16 +138,9 @@ def load_initial(run: Run, checkpoint: Path | None, *, progress: Progress = SILE
     # The digest of a base costs a pass over its files: only the main rank computes it.
     found = together(mesh, lambda: _source(run, checkpoint) if mesh.is_main else None, READING)
     source, run.base = mesh.broadcast_object(found) or (None, None)
-    if source is None:
-        return
-    if is_foreign(str(source)):
-        load_foreign(run, ForeignWeights(find_model(str(source)), run.core.config), progress)
-        return
-    if run.base is None and read_index(source).base is None:
-        load_weights(run, source, check=catalog.check_size, progress=progress)
-        return
-    with progress.task(f"Loading the weights of {source.name}"):
-        together(mesh, partial(fill_merged, initial_weights(run.core), source), READING)
+    if source is not None:
+        load = partial(load_initial_weights, run.core, source, progress)
+        together(mesh, load, READING)
 
 
 def _source(run: Run, checkpoint: Path | None) -> tuple[Path | None, JsonObject | None]:
@@ -198,7 +189,7 @@ def require_fit(
     """
     model_class, model_config = model_of(config)
     model = model_class.on_meta(model_config, ops)
-    there = MergedWeights(checkpoint, catalog.check_size).shapes
+    there = MergedWeights(checkpoint).shapes
     shapes = list(_shapes_that_differ(there, shapes_of(model)))
     source = layout.read_config(run_folder) if run_folder else None
     if run_folder and source:

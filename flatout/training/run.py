@@ -36,7 +36,6 @@ from flatout.parallel.rendezvous import (
 from flatout.progress import SILENT, Progress
 from flatout.registry import RECIPES
 from flatout.training.agreement import require_shared
-from flatout.training.checkpoint import catalog
 from flatout.training.checkpoint.read_write import load
 from flatout.training.checkpoint.retention import DISK_BYTES_PER_PARAMETER, most_at_once
 from flatout.training.checkpoint.weights import weights_of
@@ -333,8 +332,7 @@ def restore(run: Run, plan: RunPlan, progress: Progress) -> list[str]:
     if plan.checkpoint is None:
         return []
     run.resumed_from = str(plan.checkpoint)
-    environment, check = environment_of(run), catalog.check_size
-    return load(run, plan.checkpoint, environment=environment, check=check, progress=progress)
+    return load(run, plan.checkpoint, environment=environment_of(run), progress=progress)
 
 
 def store_plan(run: Run, plan: RunPlan, progress: Progress) -> None:

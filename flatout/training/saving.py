@@ -22,14 +22,15 @@ from flatout.hardware import fingerprint
 from flatout.json_io import JsonObject
 from flatout.progress import readable_size
 from flatout.training.checkpoint import catalog
-from flatout.training.checkpoint.info import CheckpointInfo
+from flatout.training.checkpoint.catalog import CheckpointInfo
+from flatout.training.checkpoint.host_copy import bytes_of
 from flatout.training.checkpoint.location import checkpoints_folder, existing
 from flatout.training.checkpoint.retention import (
     is_kept_for_good,
     newest_to_keep,
     steps_between_saves,
 )
-from flatout.training.checkpoint.snapshot import tensors_to_save
+from flatout.training.checkpoint.savers import tensors_to_save
 from flatout.training.metrics.log import LESS_STEEP, Log
 from flatout.training.run_dir.data_location import data_digest, data_facts, digest
 
@@ -142,8 +143,7 @@ def no_room(run: Run, error: DiskFull) -> DiskFull:
     what = f"At step {run.step}, {error.what[0].lower()}{error.what[1:]}"
     if error.fix == TOO_LARGE:  # whatever is free
         return DiskFull(what, fix=error.fix)
-    tensors = tensors_to_save(run) or []
-    needed = run.mesh.world_size * sum(tensor.nbytes for tensor in tensors)
+    needed = run.mesh.world_size * bytes_of(tensors_to_save(run) or {})
     disk = existing(checkpoints_folder(run.folder))
     free = readable_size(shutil.disk_usage(disk).free)
     needs = f"It needs about {readable_size(needed)}, and " if needed else ""

@@ -15,7 +15,7 @@ FILE_LINES, FUNCTION_LINES = 700, 80
 FRAMES = 9
 ROOMS = {
     "measure": 74_700,
-    "training": 64_200,
+    "training": 62_400,
     "data": 51_500,
     "top": 23_200,
     "commands": 19_900,

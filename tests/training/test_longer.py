@@ -14,7 +14,7 @@ import pytest
 from flatout.errors import ConfigError, Stopped
 from flatout.training import run as training
 from flatout.training.checkpoint import catalog
-from flatout.training.checkpoint.info import INFO
+from flatout.training.checkpoint.catalog import INFO
 from flatout.training.run import run_training
 from flatout.training.run_dir import layout
 from flatout.training.run_dir.lock import run_state

@@ -22,7 +22,7 @@ from flatout.hardware import probe
 from flatout.inference.load import load_run
 from flatout.parallel.rendezvous import Ranks
 from flatout.training.checkpoint.read_write import read_weights
-from flatout.training.checkpoint.snapshot import facts
+from flatout.training.checkpoint.savers import facts
 from flatout.training.run import run_training
 from flatout.training.run_dir.layout import read_config
 from flatout.training.run_plan import require_same_settings

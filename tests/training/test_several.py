@@ -126,11 +126,8 @@ def test_a_run_of_two_processes_resumes_on_one(recipe, tmp_path, events):
         "checkpoint.keep=9",
         "speedups=auto,-compile,+async-checkpoints",
     )
-    written = [
-        tensor
-        for path in (tmp_path / "run").glob("checkpoints/step-4/*-00000.safetensors")
-        for tensor in load_file(path).values()
-    ]
+    paths = (tmp_path / "run").glob("checkpoints/step-4/*-00000.safetensors")
+    written = {path.name: load_file(path) for path in paths}
     (reserved,) = events(tmp_path / "run", "reserve")
     assert reserved["bytes"] == bytes_of(written), "each process reserves memory for its slices"
     resumed = run_training(

@@ -19,13 +19,14 @@ from typing import Annotated
 from pydantic import BaseModel, Field
 
 from flatout.errors import CheckpointError
-from flatout.files import sha256, sync
+from flatout.files import Stored, sha256, sync
 from flatout.json_io import RESTORE, JsonObject, parsing, read_json, read_model
 from flatout.progress import SILENT, Progress
 from flatout.training.checkpoint.location import checkpoints_folder
 
 FORMAT_VERSION = 1
 MANIFEST, INDEX, STATE = "manifest.json", "index.json", "state.json"
+INFO = "info.json"
 Size = Annotated[int, Field(ge=0, strict=True)]
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 
@@ -94,6 +95,41 @@ class Index(BaseModel, frozen=True):
     """The other names of shared weights, with the name under which they are stored."""
     base: Base | None = None
     """Of a LoRA checkpoint, which contains the adapters and their optimizer state only."""
+
+
+class CheckpointInfo(Stored, extra="ignore"):
+    """The content of info.json, which lists of checkpoints show; what was not measured is None."""
+
+    step: int
+    """Optimizer steps so far."""
+    tokens: int
+    """Tokens trained on so far."""
+    train_loss: float | None = None
+    """Training loss of this step, in nats per token."""
+    val_loss: float | None = None
+    """Validation loss at this step, in nats per token."""
+    tokens_per_s: float | None = None
+    """Throughput of the last record before it."""
+    elapsed_s: float
+    """Seconds of training, over all resumes."""
+    saved_at: float
+    """When the save began, in seconds since 1970."""
+    config_digest: str
+    """Digest of the run's resolved configuration."""
+    host: str
+    """The machine that wrote it; with several, that of the main rank."""
+    world_size: int
+    """Number of processes."""
+    flatout: str
+    """Version of flatout."""
+    torch: str
+    """Version of torch."""
+    python: str
+    """Version of Python."""
+    records: int | None = None
+    """Lines of metrics.jsonl up to this step."""
+    records_crc32: int | None = None
+    """Their CRC-32, by which a resume finds out whether metrics.jsonl is whole."""
 
 
 class NewerVersion(CheckpointError):
@@ -194,6 +230,14 @@ def read_index(checkpoint: Path) -> Index:
     return index
 
 
+def read_info(checkpoint: Path) -> CheckpointInfo | None:
+    """Return what is known about a checkpoint; None when its info.json is missing or damaged."""
+    try:
+        return read_model(checkpoint / INFO, CheckpointInfo)
+    except CheckpointError:
+        return None
+
+
 def recorded_environment(checkpoint: Path) -> JsonObject:
     """Return the environment in which a checkpoint was written.
 
@@ -262,24 +306,13 @@ def verify(
     if problems:
         return problems
     try:
-        missing = _required_files(checkpoint) - set(files)
+        entries = read_index(checkpoint).tensors.values() if INDEX in files else ()
     except CheckpointError as error:
         return [error.what]
-    return [not_listed(checkpoint / name) for name in sorted(missing)]
-
-
-def not_listed(path: Path) -> str:
-    """Return the problem of a file that the manifest lacks."""
-    return f"{path} is not in the manifest."
-
-
-def _required_files(checkpoint: Path) -> set[str]:
-    """Return the files needed to read a checkpoint, including those that its index names."""
-    required = {INDEX, STATE}
-    if (checkpoint / INDEX).is_file():
-        for entry in read_index(checkpoint).tensors.values():
-            required.update(piece.file for piece in entry.slices)
-    return required
+    required = {INDEX, STATE, *(piece.file for entry in entries for piece in entry.slices)}
+    return [
+        f"{checkpoint / name} is not in the manifest." for name in sorted(required - files.keys())
+    ]
 
 
 def is_checkpoint(folder: Path) -> bool:
@@ -299,14 +332,10 @@ def require_complete(
     """
     problems = verify(checkpoint, check=check, progress=progress)
     if problems:
-        raise unusable(checkpoint, problems[0])
-
-
-def unusable(checkpoint: Path, problem: str) -> CheckpointError:
-    """Return the error for a checkpoint with a missing or damaged file."""
-    return CheckpointError(
-        problem, fix=f"Use another checkpoint than {checkpoint}, or restore that file from a copy."
-    )
+        raise CheckpointError(
+            problems[0],
+            fix=f"Use another checkpoint than {checkpoint}, or restore that file from a copy.",
+        )
 
 
 def latest(
@@ -332,26 +361,18 @@ def latest(
         problems[path] = found[0]
     if problems:
         newest, problem = next(iter(problems.items()))
-        _refuse_newer_version(newest)
+        try:
+            read_manifest(newest)
+        except NewerVersion:  # restoring a file would not help
+            raise
+        except CheckpointError:
+            pass
         raise NoneComplete(
             f"No checkpoint of {run_folder} is complete. {problem}",
             fix="Restore that file from a copy, or delete the checkpoints in "
             f"{checkpoints_folder(run_folder)} to start over.",
         )
     return None
-
-
-def _refuse_newer_version(checkpoint: Path) -> None:
-    """Check that a checkpoint was not written by a newer version: restoring it would not help.
-
-    Raises: NewerVersion.
-    """
-    try:
-        read_manifest(checkpoint)
-    except NewerVersion:
-        raise
-    except CheckpointError:
-        pass  # it is damaged, which the caller reports
 
 
 def best(newest: Path, *, check: Check = check_file, progress: Progress = SILENT) -> Path | None:

@@ -6,6 +6,7 @@ was written is a whole state: every tensor of the index is in the files, with it
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Iterator
@@ -16,12 +17,16 @@ from numpy.typing import NDArray
 from pydantic import BaseModel
 
 from flatout.errors import CheckpointError
+from flatout.files import sha256
 from flatout.json_io import RESTORE, JsonObject, parsing, read_json
 from flatout.progress import SILENT, Progress
 from flatout.training.checkpoint import catalog
-from flatout.training.checkpoint.base import find_base
-from flatout.training.checkpoint.catalog import Entry, Index, Size, Slice, read_index
+from flatout.training.checkpoint.catalog import Base, Entry, Index, Size, Slice, read_index
 
+WEIGHTS = "model/"
+"""Prefix of the weights' names in an index."""
+IMPORTED = ("config.json", ".safetensors", ".bin", ".pt", ".pth", ".ckpt")
+"""Endings of files of another program's model."""
 LENGTH_BYTES = 8
 """A safetensors file starts with the length of its header, a little-endian integer."""
 MOST_HEADER_BYTES = 100_000_000
@@ -170,3 +175,50 @@ def read_state(checkpoint: Path) -> JsonObject:
             f"{checkpoint / catalog.STATE} is damaged: it is not an object.", fix=RESTORE
         )
     return state
+
+
+def digest_of(checkpoint: Path) -> str:
+    """Return a digest of the weights of a checkpoint, from the digests of their files.
+
+    The files of another program's model, which has no manifest of them, are read.
+
+    Raises: CheckpointError when the manifest of a checkpoint is damaged.
+    """
+    if (checkpoint / catalog.MANIFEST).is_file():
+        manifest = catalog.read_manifest(checkpoint).files
+        prefix = WEIGHTS.replace("/", "-")
+        files = {name: facts.sha256 for name, facts in manifest.items() if name.startswith(prefix)}
+    else:
+        found = checkpoint.iterdir() if checkpoint.is_dir() else [checkpoint]
+        files = {path.name: sha256(path) for path in found if path.name.endswith(IMPORTED)}
+    return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
+
+
+def find_base(checkpoint: Path, base: Base) -> Path:
+    """Return the path of a checkpoint's base, which may have moved together with the checkpoint.
+
+    The base of a LoRA checkpoint are the weights that its adapters belong to.
+    Raises: CheckpointError when it is missing or damaged, or has other weights now.
+    """
+    path = Path(base.path)
+    if path.exists():
+        if digest_of(path) != base.digest:
+            raise CheckpointError(
+                f"The weights in {path} have changed since the LoRA adapters in {checkpoint} were "
+                "trained on them.",
+                fix="Restore them from a copy: the adapters belong to the earlier ones.",
+            )
+    else:  # a directory above both may have been renamed: try each tail of the old path there
+        tails = [Path(*path.parts[start:]) for start in range(1, len(path.parts))]
+        tried = (above / tail for above in checkpoint.resolve().parents for tail in tails)
+        moved = (found for found in tried if found.exists() and digest_of(found) == base.digest)
+        path = next(moved, path)
+    if not path.exists():
+        raise CheckpointError(
+            f"{checkpoint} contains LoRA adapters, and the weights that they belong to, {path}, do "
+            "not exist.",
+            fix="Restore them there, or move both runs together.",
+        )
+    if (path / catalog.MANIFEST).exists():
+        catalog.require_complete(path, check=catalog.check_unless("optimizer"))
+    return path

@@ -30,9 +30,6 @@ from flatout.training.checkpoint.weights import weights_of
 if TYPE_CHECKING:
     from flatout.assembly.run import Run
 
-VERSION = 1
-"""Incremented when an item changes its format, or an earlier version cannot do without it."""
-
 
 @dataclass(frozen=True)
 class StateItem:
@@ -57,8 +54,6 @@ class StateItem:
     """Whether this run has it at all."""
     reseed: Callable[[Run, int], object] | None = None
     """Set for per-rank items: seeds the item on a rank for which none is stored."""
-    later: bool = False
-    """Whether earlier versions did not store it: a run then resumes with a new one."""
 
 
 def _best(run: Run) -> JsonObject:
@@ -150,7 +145,6 @@ STATE: tuple[StateItem, ...] = (
         "guard",
         lambda run: run.guard.state_dict(),
         lambda run, value: run.guard.load_state_dict(value),
-        later=True,
     ),
     StateItem(
         "feed",

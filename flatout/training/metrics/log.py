@@ -22,7 +22,7 @@ import torch
 from flatout.errors import RunFailed
 from flatout.json_io import Json, JsonObject
 from flatout.progress import SILENT, Progress
-from flatout.training.checkpoint.info import CheckpointInfo, read_info
+from flatout.training.checkpoint.catalog import CheckpointInfo, read_info
 from flatout.training.metrics.alarms import Alarms
 from flatout.training.metrics.bad_steps import BadStep, BadSteps
 from flatout.training.metrics.clocks import (

@@ -15,8 +15,7 @@ from stand_in import build, outcome, train
 from flatout.errors import CheckpointError, RunFailed
 from flatout.progress import SILENT
 from flatout.training.checkpoint import catalog, host_copy, read_write, savers, tensors
-from flatout.training.checkpoint.savers import Saver, in_background
-from flatout.training.checkpoint.snapshot import take
+from flatout.training.checkpoint.savers import Saver, in_background, take
 from flatout.training.run_dir.resume import resume_from
 from flatout.training.saving import closing_saver
 from flatout.training.step import train_step
@@ -300,9 +299,9 @@ def test_the_reserved_bytes_equal_those_of_a_save(
     train_step(run, next(run.feed))
     run.mesh = mesh
     snapshot = take(run, {})
-    assert host_copy.bytes_of(snapshot.all_tensors) == reserved
+    assert host_copy.bytes_of(snapshot.tensors) == reserved
     block = saver._copy._block.data_ptr()
-    saver._copy.of(snapshot, run.mesh.device)
+    saver._copy.of(snapshot.tensors, (), run.mesh.device)
     assert saver._copy._block.data_ptr() == block
     assert saver.reserve(run) == reserved, "a resumed run has its moments already"
 
@@ -402,3 +401,39 @@ def test_an_error_while_merging_leaves_no_partial_checkpoint(tmp_path, monkeypat
         save_and_wait()
     assert list((run.folder / "checkpoints").iterdir()) == []
     assert saver.newest_step is None
+
+
+def test_a_snapshot_shares_the_runs_memory_and_lists_its_buffers(tmp_path):
+    run = build(tmp_path / "run")
+    train(run, 1)
+    snapshot = take(run, {"torch": "2.13"})
+    assert [*snapshot.tensors] == ["model-00000.safetensors", "optimizer-00000.safetensors"]
+    weight = snapshot.tensors["model-00000.safetensors"]["model/embedding.weight"]
+    assert weight.data_ptr() == run.core.embedding.weight.data_ptr()
+    assert snapshot.buffers == {"model/calls"}
+    assert set(snapshot.entries) == {
+        name for tensors in snapshot.tensors.values() for name in tensors
+    }
+    assert snapshot.index["aliases"] == {"model/head.weight": "model/embedding.weight"}
+
+
+def test_a_snapshot_with_copied_tensors_writes_the_earlier_state(tmp_path):
+    run = build(tmp_path / "run")
+    train(run, 3)
+    taken = take(run, {})
+    snapshot = replace(
+        taken,
+        tensors={
+            file: {name: t.clone() for name, t in tensors.items()}
+            for file, tensors in taken.tensors.items()
+        },
+    )
+    unbroken = outcome(run, 3)
+    final = catalog.checkpoint_path(run.folder, 3)
+    temporary = final.with_name("step-3.tmp-1")
+    temporary.mkdir(parents=True)
+    savers.write_share(snapshot, temporary)
+    assert savers.complete(snapshot, temporary, final, run.folder) == []
+    again = build(tmp_path / "run", seed=8)
+    read_write.load(again, final)
+    assert outcome(again, 3) == unbroken
