@@ -109,7 +109,7 @@ def test_a_full_disk_in_a_save_leaves_training_and_earlier_checkpoints(
     write = savers.write_share
 
     def full(snapshot, temporary):
-        if snapshot.step == 4:
+        if snapshot.state["step"] == 4:
             refusing(errno.ENOSPC)()
         write(snapshot, temporary)
 

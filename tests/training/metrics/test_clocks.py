@@ -9,7 +9,6 @@ import torch
 
 from flatout.training.loop import fit
 from flatout.training.metrics.clocks import (
-    CpuClock,
     CudaClock,
     Interval,
     TimeBreakdown,
@@ -130,11 +129,6 @@ def test_a_gpu_clock_reads_the_stream_and_counts_only_readbacks_as_blocked(strea
     assert blocked_s == pytest.approx(0.6)
     assert device_seconds(spans) == pytest.approx(0.75)
     assert cuda.take() == (0.0, [])
-
-
-def test_each_device_type_has_its_clock(stream):
-    assert isinstance(step_clock(torch.device("cpu")), CpuClock)
-    assert isinstance(step_clock(torch.device("cuda", 0)), CudaClock)
 
 
 @pytest.mark.gpu

@@ -304,13 +304,6 @@ def test_other_objects_are_refused(config, message):
         require_loggers(LogConfig(**config))
 
 
-@pytest.mark.usefixtures("own")
-def test_a_function_must_return_an_observer():
-    config = LogConfig(observers="own_loggers:make_nothing")
-    with pytest.raises(ConfigError, match="is not an observer"):
-        configured_observers(config)
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("own")
 def test_a_function_that_returns_no_observer_leaves_no_run_directory(tiny_config, tmp_path):

@@ -35,18 +35,7 @@ def edit(folder, key, value):
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [
-        ("optim.lr", 0.02),
-        ("optim.clip", 0.5),
-        ("optim.weight_decay", 0.3),
-        ("train.seed", 1),
-        ("train.steps", 8),
-        ("train.init_from", "elsewhere"),
-        ("schedule.min_lr", 0.001),
-        ("batch.tokens_per_step", 256),
-        ("batch.rows_per_device", 8),
-        ("data.seq_len", 32),
-    ],
+    [("optim.lr", 0.02), ("train.steps", 8), ("data.seq_len", 32)],
 )
 def test_resume_refuses_an_edited_setting_and_says_how_to_change_it(
     tiny_config, stopped, key, value
