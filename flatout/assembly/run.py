@@ -69,9 +69,9 @@ class StateSaver(Protocol):
         info: JsonObject | None = None,
         progress: Progress = SILENT,
     ) -> None:
-        """Write the state or start writing it, then delete what `retention.prune` does not keep.
+        """Write the state or start writing it, then delete what `catalog.prune` does not keep.
 
-        `info` is stored beside the state: see checkpoint/info.py.
+        `info` is stored beside the state: catalog.CheckpointInfo.
         Raises: RunFailed, CheckpointError.
         """
 

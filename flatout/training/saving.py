@@ -22,17 +22,17 @@ from flatout.hardware import fingerprint
 from flatout.json_io import JsonObject
 from flatout.progress import readable_size
 from flatout.training.checkpoint import catalog
-from flatout.training.checkpoint.catalog import CheckpointInfo
-from flatout.training.checkpoint.host_copy import bytes_of
-from flatout.training.checkpoint.location import checkpoints_folder, existing
-from flatout.training.checkpoint.retention import (
+from flatout.training.checkpoint.catalog import (
+    CheckpointInfo,
     is_kept_for_good,
     newest_to_keep,
     steps_between_saves,
 )
+from flatout.training.checkpoint.host_copy import bytes_of
+from flatout.training.checkpoint.location import checkpoints_folder, existing
 from flatout.training.checkpoint.savers import tensors_to_save
 from flatout.training.metrics.log import LESS_STEEP, Log
-from flatout.training.run_dir.data_location import data_digest, data_facts, digest
+from flatout.training.run_dir.data_location import data_facts, digest
 
 DEFAULT_MINUTES_BETWEEN_SAVES = 10.0
 
@@ -253,7 +253,6 @@ def environment_of(run: Run) -> JsonObject:
     ]
     return {
         **fingerprint(str(run.mesh.device)),
-        "data": data_digest(run.dataset),
         "datasets": data_facts(run.dataset),
         "validation": digest([*scored, str(None if tokens == "all" else tokens)]),
         "tokenizer": members[0].dataset.manifest.tokenizer.digest,

@@ -36,7 +36,8 @@ def edited(tmp_path):
     """Return a config.yaml that was edited after the run started."""
     path = tmp_path / AWKWARD_NAME / "config.yaml"
     path.parent.mkdir(parents=True)
-    write_sealed(path, json.dumps(config().to_dict()) + "\n")
+    text = json.dumps(config().to_dict()) + "\n"
+    write_sealed(text, path.with_name("config.copy.yaml"), path)
     path.write_text("edited")
     return path
 
@@ -60,13 +61,13 @@ def test_edited_settings_are_quoted(edited):
 
 def test_commands_after_an_edited_config_quote_the_path(edited):
     edited.with_name("config.copy.yaml").unlink()
-    write_sealed(edited, "{}\n")
+    write_sealed("{}\n", edited)
     edited.write_text(edited.read_text().replace("{}", "{ }"))
     edited.with_name("config.copy.yaml").write_text("damaged")
     with pytest.raises(ConfigError, match="To train with it") as refused:
         require_unedited(edited, config(), free=())
     assert words(refused.value.fix, "--resume")[1] == str(edited.parent)
-    with pytest.raises(ConfigError, match=r"the last line of config\.yaml, which is a digest"):
+    with pytest.raises(ConfigError, match=r"the first line of config\.yaml, which is a digest"):
         require_as_trained(edited, config())
 
 

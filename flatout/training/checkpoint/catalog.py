@@ -1,9 +1,8 @@
-"""The checkpoints of a run: which exist, and which are complete. No torch, so that listing is fast.
+"""The checkpoints of a run: which exist, are complete, and stay. No torch: listing is fast.
 
 A checkpoint is a directory `step-N`. Directories being written or deleted have `.tmp-` in their
 names, those from an abandoned branch of the run have `.aside-`; neither counts as a checkpoint.
 The functions take the run directory, and find its checkpoints in `location.checkpoints_folder`.
-Which ones are deleted is in retention.py.
 """
 
 from __future__ import annotations
@@ -13,11 +12,13 @@ import secrets
 import shutil
 from collections.abc import Callable, Collection
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import BaseModel, Field
 
+from flatout.config.sections import CheckpointConfig
 from flatout.errors import CheckpointError
 from flatout.files import Stored, sha256, sync
 from flatout.json_io import RESTORE, JsonObject, parsing, read_json, read_model
@@ -27,6 +28,8 @@ from flatout.training.checkpoint.location import checkpoints_folder
 FORMAT_VERSION = 1
 MANIFEST, INDEX, STATE = "manifest.json", "index.json", "state.json"
 INFO = "info.json"
+DISK_BYTES_PER_PARAMETER = 12
+"""fp32 weights and AdamW's two moments."""
 Size = Annotated[int, Field(ge=0, strict=True)]
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 
@@ -413,19 +416,11 @@ def remove_leftovers(run_folder: Path) -> list[str]:
         if ".tmp-old-" in path.name and not original.exists() and (path / MANIFEST).exists():
             path.rename(original)
             continue
-        _delete(path)
+        while path.exists():  # an upload that an earlier run left may delete it too: each attempt
+            with suppress(FileNotFoundError):  # finds fewer files
+                shutil.rmtree(path)
         removed.append(path.name)
     return removed
-
-
-def _delete(folder: Path) -> None:
-    """Delete a directory, which an upload that an earlier run of this process left may delete too.
-
-    A file that is gone is no longer found at the next attempt, so these come to an end.
-    """
-    while folder.exists():
-        with suppress(FileNotFoundError):
-            shutil.rmtree(folder)
 
 
 def set_aside(run_folder: Path, *, after: int) -> list[Path]:
@@ -453,3 +448,84 @@ def publish(temporary: Path, final: Path) -> None:
 def renamed(path: Path, kind: str) -> Path:
     """Return a new name for a checkpoint, under which it is none: `step-N.KIND-RANDOM`."""
     return path.with_name(f"{path.name}.{kind}-{secrets.token_hex(4)}")
+
+
+def newest_to_keep(config: CheckpointConfig) -> int | None:
+    """Return the number of newest checkpoints that a configuration keeps; None means all."""
+    return None if config.keep == "all" else config.keep
+
+
+def prune(
+    run_folder: Path,
+    keep: int | None,
+    best_step: int | None = None,
+    keep_every: int | None = None,
+    *,
+    is_complete: Callable[[Path], bool] = lambda path: not verify(path, check=check_size),
+) -> list[int]:
+    """Delete the checkpoints that are not to be kept, and return their steps.
+
+    The newest `keep` complete ones stay, and all that are newer than these; so do the best one and
+    the multiples of `keep_every`. With `keep=None`, or fewer complete ones than `keep`, all stay:
+    incomplete ones do not count, so the last complete one is never deleted.
+    Each one is renamed before it is deleted, so that a kill never leaves a partial checkpoint.
+    """
+    if keep is None:
+        return []
+    known = steps(run_folder)
+    paths = {step: checkpoint_path(run_folder, step) for step in known}
+    newest = list(islice((step for step in reversed(known) if is_complete(paths[step])), keep))
+    if len(newest) < keep:
+        return []
+    deleted = [
+        step
+        for step in known
+        if step < newest[-1] and step != best_step and not is_kept_for_good(step, keep_every)
+    ]
+    for step in deleted:
+        shutil.rmtree(paths[step].rename(renamed(paths[step], "tmp-delete")))
+    return deleted
+
+
+def is_kept_for_good(step: int, keep_every: int | None) -> bool:
+    """Return whether `checkpoint.keep_every` keeps the checkpoint of a step."""
+    return bool(keep_every) and step > 0 and step % (keep_every or 1) == 0
+
+
+def aside_paths(run_folder: Path) -> list[Path]:
+    """Return the checkpoints that were set aside, by step."""
+    found = checkpoints_folder(run_folder).glob("step-*.aside-*")
+    own = [
+        (int(match[1]), path)
+        for path in found
+        if (match := _STEP.fullmatch(path.name.partition(".")[0]))
+        and path.is_dir()
+        and not path.is_symlink()
+    ]
+    return [path for _, path in sorted(own)]
+
+
+def delete_aside(path: Path) -> None:
+    """Delete a checkpoint that was set aside; after a kill, the run's next start does the rest."""
+    original = path.with_name(path.name.partition(".")[0])
+    shutil.rmtree(path.rename(renamed(original, "tmp-delete")))
+
+
+def steps_between_saves(config: CheckpointConfig, steps_per_epoch: float) -> int | None:
+    """Return how many steps lie between two saves, or None when minutes do."""
+    if config.every_epochs is not None:
+        return max(round(config.every_epochs * steps_per_epoch), 1)
+    return config.every_steps
+
+
+def most_at_once(config: CheckpointConfig, steps: int, steps_per_epoch: float) -> int:
+    """Return how many checkpoints of a run of `steps` are on the disk at once, at the most.
+
+    The newest, the best, the one being written, those kept for good, and the one being sent to a
+    mirror. With `keep=all`, saves at evaluations and by minutes are not foreseen.
+    """
+    newest = newest_to_keep(config)
+    if newest is None:
+        newest = steps // (steps_between_saves(config, steps_per_epoch) or steps or 1)
+    for_good = steps // config.keep_every if config.keep_every else 0
+    return newest + for_good + 2 + (config.mirror is not None)

@@ -5,7 +5,7 @@ checkpoints/step-N/
 ├── optimizer-RRRRR.safetensors   rank R's slices of the optimizers' tensors
 ├── index.json                    dtype, shape and slices of every tensor
 ├── state.json                    the other items of state.STATE, some per rank; the environment
-├── info.json                     what is known about it, for lists: see info.py
+├── info.json                     what is known about it, for lists: catalog.CheckpointInfo
 └── manifest.json                 size and SHA-256 of every file, written last; then the directory
                                   is renamed to its final name
 
@@ -155,7 +155,7 @@ def _differences(run: Run, state: JsonObject, environment: JsonObject | None) ->
             f"{key} has changed from {old.get(key)} to {environment.get(key)}: the last bits of "
             "results may differ."
             for key in changed
-            if key not in {"data", "datasets", "validation", "tokenizer"}
+            if key not in {"datasets", "validation", "tokenizer"}
         ]
         tokens = [
             [one["digest"] for one in each.get("datasets", [])] for each in (old, environment)

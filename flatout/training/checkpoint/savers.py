@@ -28,10 +28,9 @@ from flatout.progress import SILENT, Progress
 from flatout.training.agreement import WRITING, Vote, together
 from flatout.training.checkpoint import catalog
 from flatout.training.checkpoint import tensors as slices
-from flatout.training.checkpoint.catalog import INFO, Entry
+from flatout.training.checkpoint.catalog import INFO, Entry, prune
 from flatout.training.checkpoint.host_copy import Files, HostCopy, bytes_of
 from flatout.training.checkpoint.location import checkpoints_folder, claim, make_folder
-from flatout.training.checkpoint.retention import prune
 from flatout.training.checkpoint.state import STATE
 from flatout.training.checkpoint.weights import weights_and_aliases
 

@@ -6,8 +6,7 @@ from fakes import fake_checkpoint
 
 from flatout.errors import CheckpointError
 from flatout.training.checkpoint import catalog
-from flatout.training.checkpoint.catalog import INFO, CheckpointInfo, read_info
-from flatout.training.checkpoint.retention import prune
+from flatout.training.checkpoint.catalog import INFO, CheckpointInfo, prune, read_info
 from flatout.training.run_dir.lookup import find_checkpoint
 
 

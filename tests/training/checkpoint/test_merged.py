@@ -67,7 +67,10 @@ def test_the_run_needs_the_imported_model_only_once(tmp_path, theirs, fine_tunin
 
 def test_free_keys_that_differ_are_reported(tmp_path, theirs, fine_tuning, messages):
     run_training(fine_tuning(theirs, model__rotary_base=500.0), tmp_path / "run", progress=messages)
-    assert "model.rotary_base is 10000.0 in the imported model, and 500.0 here." in messages.lines
+    assert (
+        "model.rotary_base is 10000.0 where the weights come from, and 500.0 here."
+        in messages.lines
+    )
     assert f"Starting with the weights of {theirs}." in messages.lines
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from stand_in import build, outcome, train
 
-from flatout.errors import CheckpointError, RunFailed
+from flatout.errors import RunFailed
 from flatout.progress import SILENT
 from flatout.training.checkpoint import catalog, host_copy, read_write, savers, tensors
 from flatout.training.checkpoint.savers import Saver, in_background, take
@@ -201,28 +201,6 @@ def test_a_failure_in_the_thread_is_raised_in_the_loop_and_keeps_older_checkpoin
     assert saver.finished() == []
 
 
-def test_a_missing_run_directory_is_the_same_error(tmp_path, gate):
-    run, saver = build(tmp_path / "run"), in_background()
-    path = savers.save(run)
-    train(run, 1)
-    save(saver, run)
-    (temporary,) = path.parent.glob("*.tmp-*")
-    temporary.rename(tmp_path / "gone")
-    gate.set()
-    with pytest.raises(RunFailed, match="cannot write its files"):
-        saver.wait()
-    assert catalog.latest(run.folder) == path
-
-
-def test_a_state_that_cannot_be_saved_is_refused_in_the_loop(tmp_path):
-    run, saver = build(tmp_path / "run"), in_background()
-    train(run, 1)
-    run.optimizers[1].state[run.core.embedding.weight]["history"] = [1, 2]
-    with pytest.raises(CheckpointError, match="history"):
-        save(saver, run)
-    assert list((run.folder / "checkpoints").iterdir()) == []
-
-
 def test_a_run_that_fails_waits_for_the_checkpoint(tmp_path, gate):
     run, saver = build(tmp_path / "run"), in_background()
     save(saver, run)
@@ -401,39 +379,3 @@ def test_an_error_while_merging_leaves_no_partial_checkpoint(tmp_path, monkeypat
         save_and_wait()
     assert list((run.folder / "checkpoints").iterdir()) == []
     assert saver.newest_step is None
-
-
-def test_a_snapshot_shares_the_runs_memory_and_lists_its_buffers(tmp_path):
-    run = build(tmp_path / "run")
-    train(run, 1)
-    snapshot = take(run, {"torch": "2.13"})
-    assert [*snapshot.tensors] == ["model-00000.safetensors", "optimizer-00000.safetensors"]
-    weight = snapshot.tensors["model-00000.safetensors"]["model/embedding.weight"]
-    assert weight.data_ptr() == run.core.embedding.weight.data_ptr()
-    assert snapshot.buffers == {"model/calls"}
-    assert set(snapshot.entries) == {
-        name for tensors in snapshot.tensors.values() for name in tensors
-    }
-    assert snapshot.index["aliases"] == {"model/head.weight": "model/embedding.weight"}
-
-
-def test_a_snapshot_with_copied_tensors_writes_the_earlier_state(tmp_path):
-    run = build(tmp_path / "run")
-    train(run, 3)
-    taken = take(run, {})
-    snapshot = replace(
-        taken,
-        tensors={
-            file: {name: t.clone() for name, t in tensors.items()}
-            for file, tensors in taken.tensors.items()
-        },
-    )
-    unbroken = outcome(run, 3)
-    final = catalog.checkpoint_path(run.folder, 3)
-    temporary = final.with_name("step-3.tmp-1")
-    temporary.mkdir(parents=True)
-    savers.write_share(snapshot, temporary)
-    assert savers.complete(snapshot, temporary, final, run.folder) == []
-    again = build(tmp_path / "run", seed=8)
-    read_write.load(again, final)
-    assert outcome(again, 3) == unbroken

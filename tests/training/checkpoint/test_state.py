@@ -13,9 +13,9 @@ from flatout.errors import CheckpointError
 from flatout.parallel.mesh import Mesh
 from flatout.training.checkpoint import (
     catalog,
-    optimizer_state,
     read_write,
     savers,
+    state,
     weights,
 )
 from flatout.training.checkpoint.state import STATE
@@ -260,7 +260,7 @@ def test_other_numbers_of_a_group_are_restored(tmp_path):
 )
 def test_the_step_is_on_the_device_where_the_kernels_read_it(field, switches, device, saved_on_cpu):
     """Fused AdamW reads it on the device, the loop over parameters on the host; None: as saved."""
-    found = optimizer_state.device_of(
+    found = state.device_of(
         field, switches, torch.empty(2, device="meta"), saved_on_cpu=saved_on_cpu
     )
     assert found.type == (device or ("cpu" if saved_on_cpu else "meta"))

@@ -12,7 +12,6 @@ from flatout.json_io import read_lines
 from flatout.roof import Peak
 from flatout.training import finish
 from flatout.training.metrics import detectors, device
-from flatout.training.metrics.clocks import Interval
 from flatout.training.metrics.log import Log, Rates
 from flatout.training.metrics.observers import Quiet
 from flatout.training.metrics.readback import DelayedReadback
@@ -48,10 +47,6 @@ def test_the_peak_of_a_process_is_in_bytes_on_every_system(monkeypatch, system, 
     monkeypatch.setattr(device.sys, "platform", system)
     monkeypatch.setattr(device.resource, "getrusage", lambda _who: usage)
     assert device.process_peak_bytes() == 5000 * factor
-
-
-def test_time_spent_aside_is_not_training_time():
-    assert Interval(started_s=10.0, aside_s=3.0).train_s(15.0) == 2.0
 
 
 def step(log, run, *, tokens=128, samples=8, seq_len=16):
