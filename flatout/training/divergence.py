@@ -105,20 +105,17 @@ def require_good_steps(run: Run, log: Log, *, flush: bool = False) -> None:
         f"{bad[-1].reason}. "
         f"{run.folder / DIVERGENCE} names its data."
     )
-    if run.config.train.on_divergence == "rewind" and rewinds < run.config.train.max_rewinds:
-        _rewind(run, log, left_out, bad, good, what)
-    raise RunFailed(what, fix=_fix(run, good, rewinds))
-
-
-def _fix(run: Run, good: Path | None, rewinds: int) -> str:
     most = run.config.train.max_rewinds
-    if rewinds >= most:
-        return f"The run was rewound as often as train.max_rewinds={most} allows. {LESS_STEEP}"
+    if run.config.train.on_divergence == "rewind" and rewinds < most:
+        _rewind(run, log, left_out, bad, good, what)
     at = "at the start" if good is None else f"from {in_shell(good)}"
-    return (
+    fix = (
         f"Run the same command with train.on_divergence=rewind: it continues {at} without the data "
         f"of these steps. Or: {LESS_STEEP[0].lower()}{LESS_STEEP[1:]}"
     )
+    if rewinds >= most:
+        fix = f"The run was rewound as often as train.max_rewinds={most} allows. {LESS_STEEP}"
+    raise RunFailed(what, fix=fix)
 
 
 def _rewind(

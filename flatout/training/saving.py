@@ -93,7 +93,13 @@ def save(run: Run, log: Log) -> None:
     """
     log.write_pending()  # so that a run killed after this save has every record up to its step
     if log.bad_steps.in_a_row:
-        require_finite_weights(run)
+        weights = (one.to_local() if isinstance(one, DTensor) else one for one in run.trained())
+        broken = sum(not bool(torch.isfinite(weight.detach()).all()) for weight in weights)
+        if run.mesh.sum(torch.tensor(float(broken), device=run.mesh.device))[0]:
+            raise RunFailed(
+                f"Weights are not finite at step {run.step}: training has diverged.",
+                fix=LESS_STEEP,
+            )
     log.keep_clock()
     config = run.config.checkpoint
     with run.pulse.during("saving"):
@@ -174,20 +180,6 @@ def info_of(run: Run, log: Log) -> CheckpointInfo:
         records=log.records.count if log.records else None,
         records_crc32=log.records.crc32 if log.records else None,
     )
-
-
-def require_finite_weights(run: Run) -> None:
-    """Check that every weight is finite.
-
-    Raises: RunFailed, on every rank, when one is not.
-    """
-    weights = (one.to_local() if isinstance(one, DTensor) else one for one in run.trained())
-    num_broken = sum(not bool(torch.isfinite(weight.detach()).all()) for weight in weights)
-    (total,) = run.mesh.sum(torch.tensor(float(num_broken), device=run.mesh.device))
-    if total:
-        raise RunFailed(
-            f"Weights are not finite at step {run.step}: training has diverged.", fix=LESS_STEEP
-        )
 
 
 def log_saves(run: Run, log: Log) -> None:

@@ -54,7 +54,11 @@ def warm_up(
     if not any_failed:
         log.compiled(time.perf_counter() - began_s)
         return
-    _give_up_compiling(run)
+    for module in run.core.modules():  # there is no public function that undoes torch.compile
+        module._compiled_call_impl = None
+    plain_loss = torch._dynamo.eval_frame.innermost_fn(run.core.ops.cross_entropy)
+    run.core.ops = replace(run.core.ops, cross_entropy=plain_loss)
+    torch._dynamo.reset()
     plain_failure, _ = _try_step(run, eval_shapes)
     if plain_failure is not None:
         raise plain_failure
@@ -73,15 +77,6 @@ def warm_up(
 def compiled_speedups(run: Run) -> list[str]:
     """Return the names of the run's speedups that use torch.compile."""
     return [name for name in run.speedups if speedup_named(name).compiles]
-
-
-def _give_up_compiling(run: Run) -> None:
-    """Undo torch.compile, for which there is no public function."""
-    for module in run.core.modules():
-        module._compiled_call_impl = None
-    plain_loss = torch._dynamo.eval_frame.innermost_fn(run.core.ops.cross_entropy)
-    run.core.ops = replace(run.core.ops, cross_entropy=plain_loss)
-    torch._dynamo.reset()
 
 
 def _try_step(

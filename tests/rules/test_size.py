@@ -15,7 +15,7 @@ FILE_LINES, FUNCTION_LINES = 700, 80
 FRAMES = 9
 ROOMS = {
     "measure": 74_700,
-    "training": 61_100,
+    "training": 61_000,
     "data": 51_500,
     "top": 23_200,
     "commands": 19_900,

@@ -26,15 +26,15 @@ def test_a_run_is_named_after_its_recipe_and_its_settings():
 @pytest.mark.parametrize(
     "override",
     [
-        "log.every=3",
-        "train.eval_every_epochs=2",
+        *(
+            "log.every=3",
+            "data.cache=/x",
+            "train.devices=2",
+            "parallel.shard=2",
+            "checkpoint.dir=/x",
+        ),
+        *("train.eval_every_epochs=2", "train.sample_prompt=hi", "checkpoint.every_steps=7"),
         "checkpoint.best=false",
-        "data.cache=/x",
-        "train.devices=2",
-        "checkpoint.every_steps=7",
-        "checkpoint.dir=/x",
-        "parallel.shard=2",
-        "train.sample_prompt=hi",
     ],
 )
 def test_free_keys_do_not_change_the_name_of_a_run(override):
