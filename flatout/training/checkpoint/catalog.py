@@ -416,8 +416,8 @@ def remove_leftovers(run_folder: Path) -> list[str]:
         if ".tmp-old-" in path.name and not original.exists() and (path / MANIFEST).exists():
             path.rename(original)
             continue
-        while path.exists():  # an upload that an earlier run left may delete it too: each attempt
-            with suppress(FileNotFoundError):  # finds fewer files
+        while path.exists():
+            with suppress(FileNotFoundError):  # an upload of an earlier run may delete it too
                 shutil.rmtree(path)
         removed.append(path.name)
     return removed

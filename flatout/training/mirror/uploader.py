@@ -261,7 +261,8 @@ class Uploader(Quiet):
         manifest = (source / catalog.MANIFEST).read_bytes()
         names = sorted(path.name for path in source.iterdir() if path.name != catalog.MANIFEST)
         claim, found = Claim(manifest=hashlib.sha256(manifest).hexdigest()), None
-        earlier = self._there[step].folder if step in self._there else None  # until this one is
+        # A complete one with other content stays until this one is complete.
+        earlier = self._there[step].folder if step in self._there else None
         folder = next_folder(step, earlier)
         for name in [name for name, its in self._store.folders().items() if its == step]:
             if self._store.read(f"{name}/{CLAIM}") == claim.text().encode():
