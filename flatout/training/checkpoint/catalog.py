@@ -251,13 +251,12 @@ def recorded_environment(checkpoint: Path) -> JsonObject:
 
 
 def tokenizer_of(checkpoint: Path) -> str | None:
-    """Return the digest of the tokenizer with which a checkpoint's model was trained.
+    """Return the digest of the tokenizer of a checkpoint's model; None when it states none.
 
-    None when an earlier version wrote the checkpoint.
     Raises: CheckpointError when the state cannot be read.
     """
-    digest = recorded_environment(checkpoint).get("tokenizer")
-    return digest if digest is None else str(digest)
+    digest: str | None = recorded_environment(checkpoint).get("tokenizer")
+    return digest
 
 
 def check_size(path: Path, facts: FileFacts) -> str | None:
