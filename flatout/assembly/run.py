@@ -68,9 +68,9 @@ class StateSaver(Protocol):
         info: JsonObject | None = None,
         progress: Progress = SILENT,
     ) -> None:
-        """Write the state or start writing it, then delete what `retention.prune` does not keep.
+        """Write the state or start writing it, then delete what `catalog.prune` does not keep.
 
-        `info` is stored beside the state: see checkpoint/info.py.
+        `info` is stored beside the state: catalog.CheckpointInfo.
         Raises: RunFailed, CheckpointError.
         """
 
@@ -157,7 +157,7 @@ class Run:
     """Whether the evaluation after `step` is still to be done, because a stop interrupted it."""
     resumed_from: str | None = None
     base: JsonObject | None = None
-    """The weights that the adapters of a LoRA run belong to: see checkpoint/base.py."""
+    """The weights that the adapters of a LoRA run belong to: see checkpoint/contents.py."""
     rows_are_auto: bool = False
     """Whether flatout chose the rows of a micro-batch, and may choose fewer."""
     is_updating: bool = False

@@ -60,6 +60,7 @@ def test_losses_and_steps_are_the_latest(tmp_path):
         {"step": 10, "train/loss": 3.0, "val/loss": 3.5},
         {"step": 20, "train/loss": 2.0},
         {"step": 30, "perf/mfu": 0.5},
+        {"step": 5000, "train/loss": 9.0},  # damage: the run has 100 steps
     ]
     make(tmp_path / "run", records=records)
     (tmp_path / "run" / "checkpoints" / "step-20").mkdir(parents=True)

@@ -18,7 +18,7 @@ from flatout.errors import CheckpointError, MissingPackage
 from flatout.optimizers.adamw_8bit import AdamW8bit
 from flatout.registry import SPEEDUPS
 from flatout.speedups.adamw_8bit import adamw_8bit
-from flatout.training.checkpoint import optimizer_state, read_write, savers
+from flatout.training.checkpoint import read_write, savers, state
 from flatout.training.step import train_step
 
 NAME = "adamw-8bit"
@@ -90,7 +90,7 @@ def test_the_step_is_restored_on_the_device_of_the_weights(saved_on_cpu):
     matrix = torch.nn.Parameter(torch.empty(128, 32, device="meta"))
     made = AdamW8bit([{"params": [matrix]}], KEYWORDS, codec=None)
     (group,) = made.param_groups
-    found = optimizer_state.device_of("step", group, matrix, saved_on_cpu=saved_on_cpu)
+    found = state.device_of("step", group, matrix, saved_on_cpu=saved_on_cpu)
     assert found == matrix.device
 
 

@@ -14,8 +14,8 @@ import pytest
 from flatout.errors import DiskFull, Stopped
 from flatout.training import loop
 from flatout.training.checkpoint import catalog, savers
+from flatout.training.checkpoint.catalog import INFO
 from flatout.training.checkpoint.host_copy import HostCopy
-from flatout.training.checkpoint.info import INFO
 from flatout.training.metrics.observers import Quiet
 from flatout.training.run import run_training
 from flatout.training.run_dir.layout import read_events, read_exit_code
@@ -235,7 +235,7 @@ def test_a_disk_that_is_full_for_a_while_costs_only_the_checkpoints_of_that_time
     write = savers.write_share
 
     def full(snapshot, temporary):
-        if snapshot.step == 8:
+        if snapshot.state["step"] == 8:
             raise OSError(28, "No space left on device")
         write(snapshot, temporary)
 
@@ -256,7 +256,7 @@ def test_a_full_disk_at_the_end_fails_with_a_fix_and_the_next_start_completes_th
     write = savers.write_share
 
     def full(snapshot, temporary):
-        if snapshot.step > 4:
+        if snapshot.state["step"] > 4:
             raise OSError(28, "No space left on device")
         write(snapshot, temporary)
 
