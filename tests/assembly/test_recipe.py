@@ -32,10 +32,7 @@ TURING = Machine("a CPU", 2, 8.0, (Gpu("a T4", 16.0, (7, 5), "1"),), "3.11")
 
 def speedup(name: str, *slots: str) -> Speedup:
     return Speedup(
-        name=name,
-        saves="nothing",
-        promise=Promise.exact(),
-        fills=dict.fromkeys(slots, name),
+        name=name, saves="nothing", promise=Promise.exact(), fills=dict.fromkeys(slots, name)
     )
 
 

@@ -9,11 +9,7 @@ import pytest
 
 from flatout.assembly.memory import estimate, memory_bytes
 from flatout.assembly.preflight import for_world_size
-from flatout.assembly.resolve import (
-    epoch_tokens,
-    resolve,
-    workload_of,
-)
+from flatout.assembly.resolve import epoch_tokens, resolve, workload_of
 from flatout.data.store.shards import Dataset
 from flatout.errors import ConfigError, HardwareError
 from flatout.hardware import Gpu, Machine

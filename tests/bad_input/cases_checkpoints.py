@@ -38,10 +38,7 @@ CASES = [
         lambda w: shutil.rmtree(w.path / "runs/first/checkpoints"),
     ),
     Case(
-        "deleting every checkpoint",
-        "checkpoints runs/first --keep 0",
-        ("--keep", "0"),
-        ("--help",),
+        "deleting every checkpoint", "checkpoints runs/first --keep 0", ("--keep", "0"), ("--help",)
     ),
     Case(
         "deleting checkpoints of a run that trains",

@@ -270,12 +270,7 @@ CASES = [
         ("data/code", "the smallest share is 1 sequence in 65,536"),
         ("15.4 or more",),
     ),
-    Case(
-        "an empty --stop",
-        "generate runs/first --stop ''",
-        ("--stop must",),
-        ("leave it out",),
-    ),
+    Case("an empty --stop", "generate runs/first --stop ''", ("--stop must",), ("leave it out",)),
     Case(
         "a seed for `generate` that is too large",
         "generate runs/first --seed 99999999999999999999",
@@ -295,10 +290,7 @@ CASES = [
         ("--out FILE",),
     ),
     Case(
-        "a misspelt word of `tune --only`",
-        "tune my.yaml --only bacth",
-        ("'bacth'",),
-        ("'batch'",),
+        "a misspelt word of `tune --only`", "tune my.yaml --only bacth", ("'bacth'",), ("'batch'",)
     ),
     Case(
         "nothing to tune",

@@ -45,12 +45,7 @@ CASES = [
         ("A recipe of 1 step",),
         ("train.steps=2",),
     ),
-    Case(
-        "`verify --resume` of a dataset",
-        "verify --resume data/book",
-        ("data/book",),
-        (),
-    ),
+    Case("`verify --resume` of a dataset", "verify --resume data/book", ("data/book",), ()),
     Case(
         "`verify` of a step without a checkpoint",
         "verify runs/first/checkpoints/step-999",

@@ -34,12 +34,7 @@ def recipe(tmp_path):
 
 
 def test_a_recipe_is_planned_for_gpus_that_are_not_here(recipe):
-    found = plan(
-        recipe,
-        [*SMALL, "model.vocab_size=101"],
-        machine="8x H100",
-        price_per_hour=20.0,
-    )
+    found = plan(recipe, [*SMALL, "model.vocab_size=101"], machine="8x H100", price_per_hour=20.0)
     assert (found.device, found.world_size) == ("cuda", 8)
     assert found.machine == "8x NVIDIA H100 80GB HBM3 (h100-sxm)"
     assert found.fits

@@ -30,18 +30,12 @@ def test_several_devices_are_kept(devices, values):
         ({"eval_steps": 500, "eval_strategy": "epoch"}, {"train.eval_every_epochs": 1}),
         ({"eval_strategy": "steps", "eval_steps": 500}, {"train.eval_every": 500}),
         ({"eval_strategy": "no"}, {"train.eval_every": 0}),
-        (
-            {"eval_strategy": "steps", "log_interval": 50},
-            {"train.eval_every": 50, "log.every": 50},
-        ),
+        ({"eval_strategy": "steps", "log_interval": 50}, {"train.eval_every": 50, "log.every": 50}),
         (
             {"eval_strategy": "steps", "log_interval": 50, "eval_steps": 20},
             {"train.eval_every": 20, "log.every": 50},
         ),
-        (
-            {"eval_steps": 0.1, "num_epochs": 2},
-            {"train.eval_every_epochs": 0.2, "train.epochs": 2},
-        ),
+        ({"eval_steps": 0.1, "num_epochs": 2}, {"train.eval_every_epochs": 0.2, "train.epochs": 2}),
         ({"save_steps": 0.5, "epochs": 1}, {"checkpoint.every_epochs": 0.5, "train.epochs": 1}),
         ({"eval_steps": 0.1, "max_steps": 50}, {"train.eval_every": 5, "train.steps": 50}),
         ({"eval_steps": 0.1, "epochs": 2, "max_tokens": 9}, {"train.tokens": 9}),

@@ -16,14 +16,7 @@ from torch.nn import functional
 from flatout.config.sections import LoraConfig
 from flatout.errors import ConfigError
 from flatout.models.layers import Linear
-from flatout.models.lora import (
-    Delta,
-    LoraLinear,
-    adaptable,
-    adapters_of,
-    merge,
-    with_adapters,
-)
+from flatout.models.lora import Delta, LoraLinear, adaptable, adapters_of, merge, with_adapters
 from flatout.ops import Ops, linear
 
 SMALL = (("num_layers", 2), ("d_model", 32), ("num_heads", 4))

@@ -183,10 +183,7 @@ def test_a_parallel_mlp_reads_the_input_of_attention():
     [
         ({"bias": True}, ["attention.qkv", "attention.output", "mlp.up", "mlp.down"]),
         ({"qkv_bias": True}, ["attention.qkv"]),
-        (
-            {"bias": True, "qkv_bias": False},
-            ["attention.output", "mlp.up", "mlp.down"],
-        ),
+        ({"bias": True, "qkv_bias": False}, ["attention.output", "mlp.up", "mlp.down"]),
         ({}, []),
     ],
     ids=str,

@@ -183,12 +183,7 @@ def test_at_least_fp32_never_narrows():
     assert [
         at_least_fp32(torch.ones(1, dtype=kind)).dtype
         for kind in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-    ] == [
-        torch.float32,
-        torch.float32,
-        torch.float32,
-        torch.float64,
-    ]
+    ] == [torch.float32, torch.float32, torch.float32, torch.float64]
 
 
 def test_variants_have_the_signature_of_the_reference():

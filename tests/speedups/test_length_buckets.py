@@ -52,9 +52,7 @@ def train_split(tmp_path):
         with DatasetWriter(out, vocab_size=vocab_size, shard_bytes=shard_bytes) as writer:
             writer.train.append(tokens, ends, text_bytes=4 * len(tokens), mask=mask)
             writer.finish(
-                tokenizer=StubTokenizer(vocab_size),
-                source={"kind": "test"},
-                split_rule="named",
+                tokenizer=StubTokenizer(vocab_size), source={"kind": "test"}, split_rule="named"
             )
         return Dataset.open(out).split("train")
 

@@ -47,10 +47,7 @@ def run(tmp_path, tiny_config):
             for step in range(10, 401, 10)
         ]
         start = {"event": "start", "device": "cpu", "world_size": 1, "parameters": 1000}
-        for name, content in (
-            (layout.METRICS, lines),
-            (layout.EVENTS, [start, *events]),
-        ):
+        for name, content in ((layout.METRICS, lines), (layout.EVENTS, [start, *events])):
             text = "".join(json.dumps(line) + "\n" for line in content)
             (folder / name).write_text(text)
         if exit_code is not None:

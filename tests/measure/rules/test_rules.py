@@ -177,11 +177,7 @@ PLANTED = {
     "length": ("cpu", {"epochs": 400.0}),
     "memory-bound": (
         "cuda",
-        {
-            "phases__memory_bound_s": 0.05,
-            "speedups": ("prefetch",),
-            "kernels": (ROW,),
-        },
+        {"phases__memory_bound_s": 0.05, "speedups": ("prefetch",), "kernels": (ROW,)},
     ),
     "missing-package": ("cpu", {"failure": failed("missing-package", fix="Install it.")}),
     "no-data": ("cpu", {"data__missing": "There is no dataset."}),
