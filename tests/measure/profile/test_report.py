@@ -12,14 +12,12 @@ def row(kind, **more):
     return KernelRow(kind=kind, **known | rates | more)
 
 
+PARTS = {"activations": 3.0, "weights": 0.7, "optimizer": 0.3}
 PEAK = MemoryPeak(
-    gib=4.0,
-    parts_gib={"activations": 3.0, "weights": 0.7, "optimizer": 0.3},
-    phase="backward",
-    step=12,
-    share_of_step=0.4,
-    reserved_gib=4.5,
+    gib=4.0, parts_gib=PARTS, phase="backward", step=12, share_of_step=0.4, reserved_gib=4.5
 )
+SHEET = "data sheet"
+ROOF = ProfileRoof(peak_tflops=989.5, peak_source=SHEET, gb_per_s=3350, bandwidth_source=SHEET)
 
 
 def profile(**more):
@@ -39,12 +37,7 @@ def profile(**more):
         "phases_ms": {"forward": 4.0, "data": 1.0},
         "table": (row("matmul"), row("normalisation", tflops=None, of_peak=None)),
         "outside_ms": 4.0,
-        "roof": ProfileRoof(
-            peak_tflops=989.5,
-            peak_source="data sheet",
-            gb_per_s=3350,
-            bandwidth_source="data sheet",
-        ),
+        "roof": ROOF,
         "gaps": (Gap(start_s=0.0, seconds=0.002, phase="data", host_op=None),),
         "device_idle": 0.2,
         "memory": PEAK,
