@@ -51,6 +51,13 @@ def test_every_divisor_ladder_contains_the_start_and_doubles():
     assert all(90 % rows == 0 for rows in rows_ladder(9, 90))
 
 
+def test_only_refuses_unknown_words():
+    assert parse_only(None) == PARTS
+    assert parse_only("batch, compile") == ("batch", "compile")
+    with pytest.raises(ConfigError, match="bacth"):
+        parse_only("bacth")
+
+
 def test_the_moves_leave_out_what_is_on_and_add_what_is_off(space_of):
     space = space_of()
     assert {"- fused-adamw", "+ checkpointing", "data.prefetch=2"} <= set(names(space.moves))
@@ -75,13 +82,6 @@ def test_only_limits_the_moves(space_of):
     space = space_of(only=["batch"])
     assert space.moves == ()
     assert names(space.moves_from(space.start)) == ["batch.rows_per_device=4"]
-
-
-def test_only_refuses_unknown_words():
-    assert parse_only(None) == PARTS
-    assert parse_only("batch, compile") == ("batch", "compile")
-    with pytest.raises(ConfigError, match="bacth"):
-        parse_only("bacth")
 
 
 def test_an_added_speedup_takes_the_slot_of_its_rival_and_needs_its_needs():
