@@ -144,9 +144,10 @@ def test_mismatched_shapes_are_rejected_with_a_fix(name):
 )
 def test_ligers_kernels_match_the_reference():
     """Softcap, z-loss and ignored targets in Triton's interpreter, which needs its own process."""
+    paths = {"PYTHONPATH": os.pathsep.join(sys.path)}  # those of the tests too
     done = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("interpreted_liger.py"))],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
+        env={**os.environ, **paths, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
         timeout=250,
