@@ -112,6 +112,20 @@ def written(name: str, text: str | bytes) -> Callable[[World], None]:
     return lambda world: world.write(name, text)
 
 
+def table(text: str) -> list[Case]:
+    """Return cases in which only the command line is wrong.
+
+    Each has a line with the mistake, and indented ones with the command line and the texts of
+    message and fix: `a | b -> c`.
+    """
+    cases = []
+    for block in re.split(r"\n(?! )", text.strip()):
+        wrong, line, *answer = map(str.strip, block.split("\n"))
+        names, fix = (tuple(each.split(" | ")) for each in " ".join(answer).split(" -> "))
+        cases.append(Case(wrong, line, names, fix))
+    return cases
+
+
 @dataclass(frozen=True)
 class Answer:
     """The result of a command line."""
