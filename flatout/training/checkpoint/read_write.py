@@ -46,13 +46,14 @@ def load(
 
     Every rank calls it. Any number of ranks, however sharded, reads what any other number wrote;
     each reads only the slices it needs. The caller has verified the files, as `resume_from` does.
-    Raises: CheckpointError, before the weights change, when it does not fit this run.
+    Raises: CheckpointError, before the weights change, when it does not fit this run; RunFailed, on
+            all ranks, when one of them cannot read a file.
     """
     with progress.task(f"Loading {checkpoint.name}") as task:
         index, state, items, targets = together(
             run.mesh, lambda: _prepare(run, checkpoint), READING
         )
-        tensors.fill(targets, index, checkpoint, task)
+        together(run.mesh, lambda: tensors.fill(targets, index, checkpoint, task), READING)
         for item in items:
             with parsing(checkpoint / catalog.STATE):
                 _restore(run, item, state)
