@@ -212,8 +212,8 @@ def test_a_wrong_machine_is_refused_without_torch(words, machine, fix):
 
 
 def test_micro_batches_are_compared_in_a_table(recipe):
-    found = plan(recipe, [*SMALL, "model.vocab_size=101"], machine="T4", rows="4096,2,2,32768")
-    assert [batch.rows_per_device for batch in found.batches] == [2, 4096, 32768]
+    found = plan(recipe, [*SMALL, "model.vocab_size=101"], machine="T4", rows="4096,2,2,1000000")
+    assert [batch.rows_per_device for batch in found.batches] == [2, 4096, 1_000_000]
     assert [batch.fits for batch in found.batches] == [True, True, False]
     first, second, last = found.batches
     assert first.need_gib < second.need_gib < last.need_gib

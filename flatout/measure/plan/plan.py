@@ -28,6 +28,7 @@ from flatout.assembly.memory import (
 from flatout.assembly.prediction import (
     GIB,
     MemoryPrediction,
+    PastRun,
     TimePrediction,
     gains_here,
     past_run,
@@ -62,6 +63,7 @@ from flatout.models.lora import INSIDE, require_weights, with_adapters
 from flatout.ops import Ops, cross_entropy
 from flatout.progress import SILENT, Progress
 from flatout.remote.urls import is_url
+from flatout.roof import Peak
 
 LEAST_SAVING = 0.02
 """Changes that save less of the memory are left out."""
@@ -108,54 +110,31 @@ def make_plan(
     model_class, model_config = model_of(config)
     model = with_adapters(model_class.on_meta(model_config, Ops.plain()), config.lora)
     parameters, flops = parameters_by_part(model), model.flops_per_token(config.data.seq_len)
-    workload = workload_of(config)
     notes = [note] if note else []
     notes += [
         f"`auto` turns on {each.name}: {each.reason}"
         for each in decisions
         if each.on and each.name in CHECKPOINTING and each.reason != "requested"
     ]
-    context = psutil.Process().memory_info().rss
-
-    def predicted(config: RunConfig) -> tuple[MemoryPrediction | None, str | None, TimePrediction]:
-        this = past_run(config, decisions, target.world_size)
-        memory, problem = trace_memory(
-            this, config, workload_of(config), runs=runs, context=context
-        )
-        time = predict_time(
-            this,
-            config,
-            flops_per_token=float(flops.causal_exact),
-            peak=peak,
-            runs=runs,
-            dataset=dataset,
-            memory=memory,
-        )
-        return memory, problem, time
-
+    predict = partial(
+        predicted,
+        decisions=decisions,
+        target=target,
+        flops_per_token=float(flops.causal_exact),
+        peak=peak,
+        runs=runs,
+        context=psutil.Process().memory_info().rss,
+    )
     with progress.task("Tracing the memory of a step"):
-        memory, problem, time = predicted(config)
+        memory, problem, time = predict(config)
     if problem:
         notes.append(f"The memory cannot be predicted: {problem}")
-    capacity, batches = capacity_of(target.machine, target.device, target.world_size), []
-    for each in rows:
-        per_step = each * (config.batch.accumulate or 1) * config.data.seq_len * target.world_size
-        batch = {"batch.rows_per_device": each, "batch.tokens_per_step": per_step}
-        with progress.task(f"Planning {each:,} rows"):
-            need, _, rate = predicted(config.with_values(batch))
-        if need is not None:
-            fits = need.total <= capacity.free if capacity else None
-            known = None if fits is False else rate.tokens_per_s
-            batches.append(
-                MicroBatch(
-                    rows_per_device=each, need_gib=need.total / GIB, fits=fits, tokens_per_s=known
-                )
-            )
+    batches = micro_batches(rows, config, target, predict, progress)
     steps = config.train.steps
     if steps is None:
         notes.append("The length is not known: set train.steps or train.tokens, or name a dataset.")
     with progress.task("Trying what fits"):
-        run = PlannedRun(target, requested, config, workload)
+        run = PlannedRun(target, requested, config, workload_of(config))
         room = memory_fields(memory, run, speedups_on(decisions))
     if room["fits"] is False and not target.is_missing:  # a run without room has no rate
         time = TimePrediction(None, None, None, DOES_NOT_FIT, None)
@@ -190,6 +169,58 @@ def make_plan(
         kwh_from=f"{power.value:g} W per GPU ({power.source})" if power else None,
         cost=None if price_per_hour is None or hours is None else price_per_hour * hours,
     )
+
+
+Predicted = tuple[MemoryPrediction | None, str | None, TimePrediction]
+"""The memory of a run, or why it cannot be predicted, and its time."""
+
+
+def predicted(
+    config: RunConfig,
+    *,
+    decisions: list[Decision],
+    target: Target,
+    flops_per_token: float,
+    peak: Peak | None,
+    runs: Sequence[PastRun],
+    context: int,
+) -> Predicted:
+    """Return the predicted memory and time of a resolved configuration on its target."""
+    this, workload = past_run(config, decisions, target.world_size), workload_of(config)
+    memory, problem = trace_memory(this, config, workload, runs=runs, context=context)
+    time = predict_time(
+        this,
+        config,
+        flops_per_token=flops_per_token,
+        peak=peak,
+        runs=runs,
+        dataset=target.dataset,
+        memory=memory,
+    )
+    return memory, problem, time
+
+
+def micro_batches(
+    rows: Sequence[int],
+    config: RunConfig,
+    target: Target,
+    predict: Callable[[RunConfig], Predicted],
+    progress: Progress,
+) -> list[MicroBatch]:
+    """Return what each of these micro-batches needs, and its rate if it fits."""
+    capacity, found = capacity_of(target.machine, target.device, target.world_size), []
+    for each in rows:
+        per_step = each * (config.batch.accumulate or 1) * config.data.seq_len * target.world_size
+        batch = {"batch.rows_per_device": each, "batch.tokens_per_step": per_step}
+        with progress.task(f"Planning {each:,} rows"):
+            need, _, time = predict(config.with_values(batch))
+        if need is None:
+            continue
+        fits = need.total <= capacity.free if capacity else None
+        rate = None if fits is False else time.tokens_per_s
+        facts = {"rows_per_device": each, "need_gib": need.total / GIB, "fits": fits}
+        found.append(MicroBatch(**facts, tokens_per_s=rate))
+    return found
 
 
 def target_machine(config: RunConfig, machine: str | None) -> tuple[Machine, str, int]:
