@@ -169,6 +169,8 @@ def _preparation(found: Conversion) -> list[str]:
     weights = str(found.values.get("train.init_from"))
     if weights.startswith(HUB):
         options.setdefault("--tokenizer", weights.removeprefix(HUB))
+    if source == "shakespeare" and "model.vocab_size" not in found.values:
+        options.setdefault("--tokenizer", "char")
     if found.values.get("model.vocab_size") in GPT2_VOCABULARY:
         options.setdefault("--tokenizer", "openai-community/gpt2")
     words = " ".join(f"{option} {in_shell(value)}" for option, value in options.items())

@@ -6,8 +6,8 @@ import pytest
 
 from flatout.assembly import resolve as module
 from flatout.assembly.memory import estimate
-from flatout.assembly.resolve import CHECKPOINTING, resolve, workload_of
-from flatout.assembly.selection import recipe_of, speedup_named
+from flatout.assembly.resolve import resolve, workload_of
+from flatout.assembly.selection import memory_savers, recipe_of, speedup_named
 from flatout.config.schema import load_config
 from flatout.errors import HardwareError
 from flatout.hardware import machine_named
@@ -24,7 +24,9 @@ def on(monkeypatch):
         config = load_config("gpt2-124m", ["train.steps=10", *words])
         _, decisions = resolve(config, machine=MACHINE, dataset=None, world_size=1)
         return {
-            each.name: each.reason for each in decisions if each.on and each.name in CHECKPOINTING
+            each.name: each.reason
+            for each in decisions
+            if each.on and each.name in memory_savers("cuda")
         }
 
     return decided
@@ -70,6 +72,6 @@ def test_a_scan_planned_for_a_gpu_is_traced_as_its_kernel():
     assert found.operations < 1000
     with_both = [
         estimate(workload_of(config, recipe.with_speedup(speedup_named(name))), 2)
-        for name in CHECKPOINTING
+        for name in memory_savers("cuda")
     ]
     assert found.activations > with_both[0].activations > with_both[1].activations

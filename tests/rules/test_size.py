@@ -15,11 +15,11 @@ FILE_LINES, FUNCTION_LINES = 700, 80
 FRAMES = 9
 ROOMS = {
     "measure": 76_700,
-    "training": 61_000,
+    "training": 61_100,
     "data": 49_400,
     "top": 23_500,
-    "commands": 20_300,
-    "assembly": 16_500,
+    "commands": 20_400,
+    "assembly": 16_600,
     "sources": 15_500,
     "ops": 13_900,
     "inference": 13_200,

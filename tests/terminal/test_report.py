@@ -7,6 +7,7 @@ import pytest
 from clock import Clock
 from rich.console import Console
 
+from flatout.assembly.selection import assemble
 from flatout.config.schema import load_config
 from flatout.terminal import RunReport, Terminal
 
@@ -35,8 +36,8 @@ CONFIG = load_config(
 
 def run_at(step, last_step=10, steps_per_epoch=16.0):
     facts = {"steps_per_epoch": steps_per_epoch, "tokens_per_step": 2048, "config": CONFIG}
-    mesh = SimpleNamespace(world_size=1)
-    return SimpleNamespace(step=step, last_step=last_step, mesh=mesh, **facts)
+    facts |= {"mesh": SimpleNamespace(world_size=1), "recipe": assemble(["fused-adamw", "bf16"])}
+    return SimpleNamespace(step=step, last_step=last_step, **facts)
 
 
 def window(step, steps_per_s, **more):
@@ -133,8 +134,8 @@ def test_a_run_starts_with_one_line_about_its_speedups(terminal):
     report.on_event({"event": "speedup", "name": "bf16", "on": False, "reason": "already reported"})
     report.on_end({})
     assert text_of(terminal).splitlines()[1:] == [
-        "bf16, eager, adamw; 4 rows x 2 micro-batches of 256 tokens = 2,048 per step; 1 of 3 "
-        "speedups on (--verbose shows each)"
+        "bf16 matmuls, eager, fused adamw; 4 rows x 2 micro-batches of 256 tokens = 2,048 per "
+        "step; 1 of 3 speedups on (--verbose shows each)"
     ]
 
 

@@ -38,7 +38,6 @@ from flatout.assembly.prediction import (
 )
 from flatout.assembly.preflight import open_dataset, require_machine
 from flatout.assembly.resolve import (
-    CHECKPOINTING,
     known_peak,
     may_checkpoint,
     resolve,
@@ -49,6 +48,7 @@ from flatout.assembly.selection import (
     adding,
     all_speedups,
     assemble,
+    memory_savers,
     recipe_of,
     speedup_named,
 )
@@ -114,7 +114,7 @@ def make_plan(
     notes += [
         f"`auto` turns on {each.name}: {each.reason}"
         for each in decisions
-        if each.on and each.name in CHECKPOINTING and each.reason != "requested"
+        if each.on and each.name in memory_savers(target.device) and each.reason != "requested"
     ]
     predict = partial(
         predicted,
@@ -289,14 +289,17 @@ def memory_fields(
         ratio = memory.reserved / max(memory.allocated, 1)
         available = max(int((capacity.free - memory.context) / ratio), 0)
         largest = most_rows(workload, available)
-        changes = [] if fits else replace(run, available=available).changes(speedups)
+        tried = replace(run, available=available, ratio=ratio, context=memory.context)
+        changes = [] if fits else tried.changes(speedups)
     fits = False if target.is_missing else fits
     smallest = None
     if memory and fits is False and not largest:
         requested = run.requested.with_values({"train.device": target.device})
         is_leaner = may_checkpoint(requested, speedups)
         if is_leaner:  # as on a machine where nothing fits without it
-            workload = workload_of(run.config, assemble([*speedups, CHECKPOINTING[-1]]))
+            workload = workload_of(
+                run.config, assemble([*speedups, memory_savers(target.device)[-1]])
+            )
         smallest = smallest_machine(workload)
         smallest = smallest and smallest + (", with activation checkpointing" if is_leaner else "")
     return {
@@ -394,6 +397,10 @@ class PlannedRun:
     workload: Workload
     available: int = 0
     """Bytes that tensors may take."""
+    ratio: float = 1.0
+    """What the allocator reserves, as a multiple of what tensors take."""
+    context: int = 0
+    """Bytes of the process besides."""
 
     def changes(self, on: Sequence[str]) -> list[Change]:
         """Return the changes that save memory, the largest saving first; then a set that fits.
@@ -436,7 +443,10 @@ class PlannedRun:
 
     @property
     def _need_gib(self) -> float:
-        return estimate(self.workload, *self._batch).total / GIB
+        return self._in_all_gib(estimate(self.workload, *self._batch).total)
+
+    def _in_all_gib(self, tensors: int) -> float:
+        return (tensors * self.ratio + self.context) / GIB
 
     def _try(
         self, values: Mapping[str, Any], names: Sequence[str] = (), *, fewer_rows: bool = False
@@ -477,8 +487,8 @@ class PlannedRun:
         need = estimate(workload, *batch).total
         return Change(
             overrides=[f"{key}={value}" for key, value in values.items()],
-            saves_gib=self._need_gib - need / GIB,
-            need_gib=need / GIB,
+            saves_gib=self._need_gib - self._in_all_gib(need),
+            need_gib=self._in_all_gib(need),
             fits=need <= self.available,
             speed=speed,
             promise=f"{weak}: other losses, equal in the mean" if weak else None,

@@ -23,7 +23,7 @@ from flatout.progress import SILENT, Progress, counted
 from flatout.recognised import recognise
 from flatout.training.checkpoint import catalog
 from flatout.training.checkpoint.location import OWNER, checkpoints_folder, require_own_folder
-from flatout.training.run_dir.config_seal import require_unedited
+from flatout.training.run_dir.config_seal import COPY, require_unedited
 from flatout.training.run_dir.data_location import data_values, moved_data
 from flatout.training.run_dir.layout import (
     CONFIG,
@@ -124,6 +124,15 @@ def config_to_resume(
             edited config.yaml, and for keys that contradict it, such as another mix.
     """
     stored = read_config(folder)
+    if stored is None and catalog.has_saved(folder):
+        copy = folder / COPY
+        raise ConfigError(
+            f"{folder} has checkpoints and no {CONFIG}, which has the settings of its run.",
+            fix=f"Restore it: `cp {in_shell(copy)} {in_shell(folder / CONFIG)}`."
+            if copy.is_file()
+            else "Restore it from a copy, or start another run from this one: "
+            f"--resume {in_shell(folder)} --run-dir DIR.",
+        )
     if stored is None:
         return None
     first = read_requested(folder)
