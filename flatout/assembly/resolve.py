@@ -51,6 +51,8 @@ FREE_OF_WEIGHTS = (
 The new run may use longer sequences, more dropout, or another initialisation for fresh weights.
 With any other key changed, the same weights would compute a different function.
 """
+WITHOUT_IT = "without it"
+"""How the reason for a speedup begins that was added because nothing fits without it."""
 EVALUATIONS, MIN_BETWEEN_EVALUATIONS = 20, 10
 """Evaluations of a run that states no interval, and the fewest steps between two."""
 EVALUATION_SHARE, MIN_SEQUENCES = 0.05, 32
@@ -155,13 +157,19 @@ def with_checkpointing(
     if name is None:
         return decisions
     reason = (
-        f"without it, {counted(rows, 'row')} of {config.data.seq_len:,} tokens would need about "
+        f"{WITHOUT_IT}, {counted(rows, 'row')} of {config.data.seq_len:,} tokens would need about "
         f"{readable_memory(without * CUDA_RESERVED + CUDA_CONTEXT)}, and "
         f"{readable_memory(available)} are there"
     )
     return [
         replace(each, on=True, reason=reason) if each.name == name else each for each in decisions
     ]
+
+
+def checkpointing_notes(decisions: Sequence[Decision]) -> list[str]:
+    """Return a sentence about activation checkpointing if `with_checkpointing` has added it."""
+    added = (each for each in decisions if each.on and each.reason.startswith(WITHOUT_IT))
+    return [f"`auto` turns on {each.name}: {each.reason}." for each in added]
 
 
 def may_checkpoint(config: RunConfig, on: Sequence[str]) -> bool:

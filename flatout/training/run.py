@@ -14,7 +14,7 @@ import torch
 
 from flatout.assembly.prediction import advice, hardware_name
 from flatout.assembly.preflight import check_paths, open_dataset
-from flatout.assembly.resolve import epoch_tokens
+from flatout.assembly.resolve import checkpointing_notes, epoch_tokens
 from flatout.assembly.run import Run, build, set_deterministic
 from flatout.assembly.selection import recipe_of
 from flatout.config.schema import RunConfig
@@ -407,6 +407,8 @@ def log_start(
         log.event("longer", steps_before=plan.longer.steps_before, steps=run.last_step)
     for decision in run.decisions:
         log.event("speedup", name=decision.name, on=decision.on, reason=decision.reason)
+    for note in checkpointing_notes(run.decisions):
+        log.progress.say(note)
     damage = log.records.damage if log.records else None
     for difference in [*differences, *([damage] if damage else [])]:
         log.event("difference", text=difference)

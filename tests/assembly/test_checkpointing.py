@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from flatout.assembly import resolve as module
 from flatout.assembly.memory import estimate
 from flatout.assembly.resolve import resolve, workload_of
-from flatout.assembly.selection import memory_savers, recipe_of, speedup_named
+from flatout.assembly.selection import Decision, memory_savers, recipe_of, speedup_named
 from flatout.config.schema import load_config
 from flatout.errors import HardwareError
 from flatout.hardware import machine_named
@@ -41,6 +43,10 @@ def test_it_is_added_only_when_the_stated_rows_do_not_fit_and_the_selective_one_
     assert [*on(12, *ROWS)] == ["checkpointing"]
     assert on(4, *ROWS) == {}, "where neither is enough"
     assert on(24, *ROWS)["selective-checkpointing"].startswith("without it, 64 rows of 1,024 ")
+    decision = Decision("selective-checkpointing", True, "requested")
+    added = replace(decision, reason=on(24, *ROWS)["selective-checkpointing"])
+    (note,) = module.checkpointing_notes([decision, added])
+    assert note.startswith("`auto` turns on selective-checkpointing: without it, 64 rows")
 
 
 def test_it_is_added_when_not_even_one_row_fits(on):

@@ -38,6 +38,7 @@ from flatout.assembly.prediction import (
 )
 from flatout.assembly.preflight import open_dataset, require_machine
 from flatout.assembly.resolve import (
+    checkpointing_notes,
     known_peak,
     may_checkpoint,
     resolve,
@@ -110,12 +111,7 @@ def make_plan(
     model_class, model_config = model_of(config)
     model = with_adapters(model_class.on_meta(model_config, Ops.plain()), config.lora)
     parameters, flops = parameters_by_part(model), model.flops_per_token(config.data.seq_len)
-    notes = [note] if note else []
-    notes += [
-        f"`auto` turns on {each.name}: {each.reason}"
-        for each in decisions
-        if each.on and each.name in memory_savers(target.device) and each.reason != "requested"
-    ]
+    notes = [*([note] if note else []), *checkpointing_notes(decisions)]
     predict = partial(
         predicted,
         decisions=decisions,

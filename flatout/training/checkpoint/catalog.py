@@ -368,7 +368,7 @@ def latest(
         except NewerVersion:  # restoring a file would not help
             raise
         except CheckpointError:
-            pass
+            pass  # it is `problem`, which is reported below
         raise NoneComplete(
             f"No checkpoint of {run_folder} is complete. {problem}",
             fix="Restore that file from a copy, or delete the checkpoints in "
