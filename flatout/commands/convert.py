@@ -158,7 +158,9 @@ def _epochs(found: Conversion) -> list[str]:
     if size is None:
         return [f"{note}: give the length in steps then, train.steps."]
     steps = round(epochs * size / (rows * (values.get("batch.accumulate") or 1)))
-    return [f"{note}: for its {steps:,} steps, set train.steps={steps} and leave train.epochs out."]
+    return [
+        f"{note}: for about {steps:,} steps, set train.steps={steps} and leave train.epochs out."
+    ]
 
 
 def _preparation(found: Conversion) -> list[str]:

@@ -54,7 +54,7 @@ def test_a_conversion_says_how_many_steps_overlapping_samples_are(old, tmp_path)
     assert found.prepare == [
         "flatout prepare shakespeare --out data/shakespeare --max-bytes 1000000 --tokenizer char"
     ]
-    assert "for its 97,656 steps, set train.steps=97656" in found.notes[0]
+    assert "for about 97,656 steps, set train.steps=97656" in found.notes[0]
     old.write_text(yaml.safe_dump(CHARACTERS | {"dataset": {"path": "mine", "seq_len": 256}}))
     assert (
         "256 times longer: give the length" in convert_config(old, tmp_path / "new.yaml").notes[0]
