@@ -390,6 +390,8 @@ class Off:
     """Shortest run for which a measured gain turns it on."""
     measured: bool = False
     """See `On`."""
+    when_short: bool = False
+    """Whether `auto` turns it on when nothing fits the device without it."""
 
 
 UNRANKED = 10_000

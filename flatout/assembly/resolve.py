@@ -14,7 +14,14 @@ from flatout.assembly.memory import USED_MEMORY, Workload, estimate, memory_byte
 from flatout.assembly.prediction import CUDA_CONTEXT, CUDA_RESERVED, gains_here
 from flatout.assembly.preflight import check_names, resolve_batch
 from flatout.assembly.recipe import MicroBatchPlan, Recipe
-from flatout.assembly.selection import Decision, assemble, parse_request, recipe_of, select
+from flatout.assembly.selection import (
+    Decision,
+    assemble,
+    memory_savers,
+    parse_request,
+    recipe_of,
+    select,
+)
 from flatout.config.schema import RunConfig
 from flatout.config.sections import TrainConfig
 from flatout.data.load.batches import BatchPlan
@@ -44,8 +51,8 @@ FREE_OF_WEIGHTS = (
 The new run may use longer sequences, more dropout, or another initialisation for fresh weights.
 With any other key changed, the same weights would compute a different function.
 """
-CHECKPOINTING = ("selective-checkpointing", "checkpointing")
-"""Speedups that `auto` adds when nothing fits without them, the cheapest first."""
+WITHOUT_IT = "without it"
+"""How the reason for a speedup begins that was added because nothing fits without it."""
 EVALUATIONS, MIN_BETWEEN_EVALUATIONS = 20, 10
 """Evaluations of a run that states no interval, and the fewest steps between two."""
 EVALUATION_SHARE, MIN_SEQUENCES = 0.05, 32
@@ -140,9 +147,9 @@ def with_checkpointing(
     try:
         if (without := need(on)) <= usable:
             return decisions
-        selective, full = CHECKPOINTING
-        name = full if need([*on, full]) <= usable else None
-        name = selective if name and need([*on, selective]) <= usable else name
+        savers = memory_savers(config.train.device)
+        is_enough = need([*on, savers[-1]]) <= usable
+        name = next((name for name in savers if is_enough and need([*on, name]) <= usable), None)
     except FlatoutError:
         raise
     except Exception:  # a custom model may need values, which the trace does not have
@@ -150,12 +157,19 @@ def with_checkpointing(
     if name is None:
         return decisions
     reason = (
-        f"without it, {counted(rows, 'row')} of {config.data.seq_len:,} tokens would need "
-        f"{readable_memory(without)} of {readable_memory(usable)}"
+        f"{WITHOUT_IT}, {counted(rows, 'row')} of {config.data.seq_len:,} tokens would need about "
+        f"{readable_memory(without * CUDA_RESERVED + CUDA_CONTEXT)}, and "
+        f"{readable_memory(available)} are there"
     )
     return [
         replace(each, on=True, reason=reason) if each.name == name else each for each in decisions
     ]
+
+
+def checkpointing_notes(decisions: Sequence[Decision]) -> list[str]:
+    """Return a sentence about activation checkpointing if `with_checkpointing` has added it."""
+    added = (each for each in decisions if each.on and each.reason.startswith(WITHOUT_IT))
+    return [f"`auto` turns on {each.name}: {each.reason}." for each in added]
 
 
 def may_checkpoint(config: RunConfig, on: Sequence[str]) -> bool:
@@ -165,7 +179,7 @@ def may_checkpoint(config: RunConfig, on: Sequence[str]) -> bool:
         request.auto
         and config.train.device.startswith("cuda")
         and "activations" not in assemble(on).filled_by
-        and not {*request.named, *request.dropped} & {*CHECKPOINTING}
+        and not {*request.named, *request.dropped} & {*memory_savers(config.train.device)}
     )
 
 

@@ -19,7 +19,6 @@ from flatout.assembly.resolve import known_peak
 from flatout.assembly.selection import Decision, recipe_of
 from flatout.config.schema import RunConfig
 from flatout.data.load.batches import BatchPlan, SequenceReader
-from flatout.data.load.leaving_out import LeavingOut
 from flatout.data.store.mix import AnyDataset
 from flatout.errors import HardwareError
 from flatout.hardware import Machine
@@ -69,9 +68,9 @@ class StateSaver(Protocol):
         info: JsonObject | None = None,
         progress: Progress = SILENT,
     ) -> None:
-        """Write the state or start writing it, then delete what `retention.prune` does not keep.
+        """Write the state or start writing it, then delete what `catalog.prune` does not keep.
 
-        `info` is stored beside the state: see checkpoint/info.py.
+        `info` is stored beside the state: catalog.CheckpointInfo.
         Raises: RunFailed, CheckpointError.
         """
 
@@ -158,7 +157,7 @@ class Run:
     """Whether the evaluation after `step` is still to be done, because a stop interrupted it."""
     resumed_from: str | None = None
     base: JsonObject | None = None
-    """The weights that the adapters of a LoRA run belong to: see checkpoint/base.py."""
+    """The weights that the adapters of a LoRA run belong to: see checkpoint/contents.py."""
     rows_are_auto: bool = False
     """Whether flatout chose the rows of a micro-batch, and may choose fewer."""
     is_updating: bool = False
@@ -320,9 +319,9 @@ def make_feed(run: Run) -> DirectFeed | PrefetchFeed:
         document_mask=config.data.document_mask,
         prefetch=config.data.prefetch,
         device=str(mesh.device),
+        left_out=run.left_out,
     )
-    steps = run.recipe.batching(run.dataset.split("train"), plan, run.reader)
-    return run.recipe.feed(LeavingOut(steps, run.left_out) if run.left_out else steps)
+    return run.recipe.feed(run.recipe.batching(run.dataset.split("train"), plan, run.reader))
 
 
 def _seed(seed: int) -> None:

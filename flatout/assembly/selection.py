@@ -162,6 +162,13 @@ def default_of(speedup: Speedup, device: str) -> On | Off | None:
     return speedup.auto.get("cuda" if device.startswith("cuda") else "cpu")
 
 
+def memory_savers(device: str) -> list[str]:
+    """Return the speedups that `auto` turns on when nothing fits, the cheapest first."""
+    defaults = {speedup.name: default_of(speedup, device) for speedup in all_speedups()}
+    short = [name for name, each in defaults.items() if isinstance(each, Off) and each.when_short]
+    return short[::-1]
+
+
 def decide(
     speedup: Speedup, device: str, minutes: float | None, gain: Gain | None = None
 ) -> Decision:

@@ -15,8 +15,8 @@ from flatout.json_io import Result
 from flatout.measure.runlog import RunLog
 from flatout.progress import SILENT, Progress, counted
 from flatout.signature import Option, checked
-from flatout.training.checkpoint import catalog, retention
-from flatout.training.checkpoint.info import CheckpointInfo, read_info
+from flatout.training.checkpoint import catalog
+from flatout.training.checkpoint.catalog import CheckpointInfo, read_info
 from flatout.training.checkpoint.location import require_own_folder
 from flatout.training.run_dir import layout, lookup
 from flatout.training.run_dir.lock import hold_lock, is_locked
@@ -152,7 +152,7 @@ def checkpoints(
         items=[item for item in items if item.path not in removed],
         aside=[
             AsideItem(path=str(path), bytes=folder_bytes(path), age_s=_age_s(path, None))
-            for path in retention.aside_paths(folder)
+            for path in catalog.aside_paths(folder)
         ],
         removed=removed,
     )
@@ -237,7 +237,7 @@ def _remove(
             config = layout.read_config(folder)
             best = next((item.step for item in items if item.best), None)
             valid = {Path(item.path) for item in items if item.valid}
-            deleted = retention.prune(
+            deleted = catalog.prune(
                 folder,
                 keep,
                 best,
@@ -245,8 +245,8 @@ def _remove(
                 is_complete=valid.__contains__,
             )
             removed += [str(catalog.checkpoint_path(folder, step)) for step in deleted]
-        for path in retention.aside_paths(folder) if remove_aside else ():
-            retention.delete_aside(path)
+        for path in catalog.aside_paths(folder) if remove_aside else ():
+            catalog.delete_aside(path)
             removed.append(str(path))
     return removed
 

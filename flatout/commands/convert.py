@@ -158,7 +158,9 @@ def _epochs(found: Conversion) -> list[str]:
     if size is None:
         return [f"{note}: give the length in steps then, train.steps."]
     steps = round(epochs * size / (rows * (values.get("batch.accumulate") or 1)))
-    return [f"{note}: for its {steps:,} steps, set train.steps={steps} and leave train.epochs out."]
+    return [
+        f"{note}: for about {steps:,} steps, set train.steps={steps} and leave train.epochs out."
+    ]
 
 
 def _preparation(found: Conversion) -> list[str]:
@@ -169,6 +171,8 @@ def _preparation(found: Conversion) -> list[str]:
     weights = str(found.values.get("train.init_from"))
     if weights.startswith(HUB):
         options.setdefault("--tokenizer", weights.removeprefix(HUB))
+    if source == "shakespeare" and "model.vocab_size" not in found.values:
+        options.setdefault("--tokenizer", "char")
     if found.values.get("model.vocab_size") in GPT2_VOCABULARY:
         options.setdefault("--tokenizer", "openai-community/gpt2")
     words = " ".join(f"{option} {in_shell(value)}" for option, value in options.items())

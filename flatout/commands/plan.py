@@ -44,7 +44,7 @@ def plan(
         compared = sorted({int(each) for each in (rows or "").split(",") if each.strip()})
     except ValueError:
         compared = [0]
-    if any(each < 1 for each in compared):
+    if any(each < 1 for each in compared) or (rows is not None and not compared):
         raise ConfigError(f"--rows {rows} is not a list of rows.", fix="Write --rows 64,128,256.")
     config = load_config(recipe, overrides or ())
     preflight.check_names(config)

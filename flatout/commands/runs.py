@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections.abc import Sequence
@@ -153,7 +154,8 @@ def _item(path: Path, settings: JsonObject) -> RunItem:
         elsewhere = location.checkpoints_folder(path)
         size += 0 if elsewhere.is_relative_to(path) else folder_bytes(elsewhere)
         log = RunLog(path, tail_bytes=TAIL_BYTES)
-        records = list(log.records())
+        steps = (config and config.train.steps) or math.inf
+        records = [record for record in log.records() if record["step"] <= steps]
         state = state if log.is_readable else "damaged"
     except FlatoutError:
         config, checkpoints, state, size, records = None, [], "damaged", folder_bytes(path), []

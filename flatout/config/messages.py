@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TypeGuard
 
 from pydantic import BaseModel, ValidationError
@@ -38,13 +39,15 @@ def explain(error: ValidationError, section: type[BaseModel], prefix: str = "") 
     problems, fields = error.errors(), fields_of(section, prefix)
     key, kind, value = _key_of(problems[0], prefix), problems[0]["type"], problems[0]["input"]
     unknown = [one for one in problems if one["type"] == "extra_forbidden"]
-    inside = (_inside(_key_of(one, prefix), one["input"]) for one in unknown)
-    theirs = {name: one for found in inside for name, one in found.items() if word_for(name)}
-    if kind == "extra_forbidden" and len(theirs) > 1:
+    tops = {name.partition(".")[0] for name in fields}
+    inside = (_inside(_key_of(one, prefix), one["input"], tops) for one in unknown)
+    names = {name: one for found in inside for name, one in found.items()}
+    if kind == "extra_forbidden" and sum(word_for(name) is not None for name in names) > 1:
         known = all_keys(section, prefix)
-        answers = (f"{key}: {unknown_key(key, value, known).fix}" for key, value in theirs.items())
+        answers = (f"{key}: {unknown_key(key, value, known).fix}" for key, value in names.items())
         return ForeignKeys(
-            f"{len(theirs)} keys are another tool's: {', '.join(theirs)}.", fix=" ".join(answers)
+            f"There are no config keys {', '.join(names)}; other tools have such.",
+            fix=" ".join(answers),
         )
     if kind == "extra_forbidden":
         while isinstance(value, dict) and len(value) == 1 and word_for(key):
@@ -81,9 +84,9 @@ def explain(error: ValidationError, section: type[BaseModel], prefix: str = "") 
     )
 
 
-def _inside(key: str, value: object) -> dict[str, object]:
-    """Return an unknown key, or all dotted keys of an unknown section."""
-    if not isinstance(value, dict):
+def _inside(key: str, value: object, known: Collection[str] = ()) -> dict[str, object]:
+    """Return an unknown key, or all dotted keys of a section that is no misspelt `known` one."""
+    if not isinstance(value, dict) or misspelt(key, known):
         return {key: value}
     found: dict[str, object] = {}
     for name, one in value.items():

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from flatout.conversation.rendering import Renderer
 from flatout.conversation.templates import ChatTemplate
 from flatout.conversation.turns import ASSISTANT
-from flatout.data.tokenizers.conversation import encode_pieces
 from flatout.errors import ConfigError, DataError
 from flatout.inference.generate import Context, draw_token, generator_of, text_of, tokens_after
 from flatout.inference.text import DecodedText, StoppedText
@@ -155,7 +154,7 @@ class ChatSession:
 
     def _encoded(self, messages: Sequence[JsonObject]) -> list[int]:
         """Return the ids of the text that asks for a reply to the last of these turns."""
-        pieces = encode_pieces(self._tokenizer, self._renderer.prompt(messages))
+        pieces = self._tokenizer.encode_pieces(self._renderer.prompt(messages))
         return [index for found, _ in pieces for index in found.tolist()]
 
     def _room_in_words(self) -> str:

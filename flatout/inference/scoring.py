@@ -40,7 +40,7 @@ def score_run(
     model = loaded.model
     mesh = make_mesh(ParallelConfig(), str(next(model.parameters()).device), Ranks())
     precision = loaded.recipe.precision
-    evaluator = Evaluator(loaded.config, model, model.ops, mesh, ShardReader(), precision)
+    evaluator = Evaluator(loaded.config, model, mesh, ShardReader(), precision)
     warn_of_unscored(members, progress)
     found = evaluator.score(members, max_tokens=max_tokens, progress=progress)
     if found is None:

@@ -33,19 +33,29 @@ class MLflow(Logger):
     def on_start(self, run: Run) -> None:
         """Create the run, or continue the one that this run directory belongs to."""
         from mlflow import MlflowClient
+        from mlflow.entities import Param
 
-        self._client = MlflowClient()
-        known = RemoteRun(run.folder, "mlflow").read().get("run_id")
+        client = self._client = MlflowClient()
+        remote = RemoteRun(run.folder, "mlflow")
+        known = remote.read().get("run_id")
         self._first_step = 0
         if known:
-            self._client.update_run(known, status="RUNNING")
-            history = self._client.get_metric_history(known, "train/loss")
+            client.update_run(known, status="RUNNING")
+            history = client.get_metric_history(known, "train/loss")
             self._first_step = max((one.step for one in history), default=-1) + 1
         self._id = known or self._create(run)
-        RemoteRun(run.folder, "mlflow").write(run_id=self._id)
+        remote.write(run_id=self._id)
         for key, value in links_of(run).items():
-            self._client.set_tag(self._id, f"flatout.{key}", value)
-        self._send_parameters(run.config.to_dict())
+            client.set_tag(self._id, f"flatout.{key}", value)
+        sent = client.get_run(self._id).data.params  # which cannot be changed
+        params = [
+            Param(key, str(value)[:MOST_CHARACTERS])
+            for key, value in flat(run.config.to_dict()).items()
+            if key not in sent
+        ]
+        for start in range(0, len(params), MOST_PARAMETERS):
+            batch = params[start : start + MOST_PARAMETERS]
+            client.log_batch(self._id, params=batch, synchronous=True)
 
     def on_record(self, record: Mapping[str, float]) -> None:
         """Send a record, unless MLflow has its step from before a crash."""
@@ -84,17 +94,6 @@ class MLflow(Logger):
         run_name = log.run_name or run.folder.resolve().name
         created = self._client.create_run(experiment_id, tags=tags, run_name=run_name)
         return str(created.info.run_id)
-
-    def _send_parameters(self, config: JsonObject) -> None:
-        """Send the config's keys that the server lacks: parameters cannot be changed."""
-        from mlflow.entities import Param
-
-        sent = self._client.get_run(self._id).data.params
-        values = {key: str(value)[:MOST_CHARACTERS] for key, value in flat(config).items()}
-        params = [Param(key, value) for key, value in values.items() if key not in sent]
-        for start in range(0, len(params), MOST_PARAMETERS):
-            batch = params[start : start + MOST_PARAMETERS]
-            self._client.log_batch(self._id, params=batch, synchronous=True)
 
 
 LOGGER = MLflow

@@ -7,7 +7,6 @@ import socket
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from flatout.files import open_own
@@ -20,33 +19,35 @@ if TYPE_CHECKING:
 _VERSION = "brain.Event:2"
 
 
-class EventFile:
-    """A TensorBoard event file, for a run that starts at or resumes from `step`.
+class TensorBoard(Logger):
+    """Writes the figures of each record to a new event file.
 
-    TensorBoard then ignores later steps in older event files. TensorBoard's own writer is not used:
-    it runs in a thread and prints a traceback for each error.
+    TensorBoard's own writer is not used: it runs in a thread and prints a traceback for each error.
     """
 
-    def __init__(self, folder: Path, step: int) -> None:
+    def on_start(self, run: Run) -> None:
+        """Open the file; where a run resumes, TensorBoard ignores later steps in older files."""
         from tensorboard.compat.proto.event_pb2 import SessionLog
 
         name = f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"
+        folder = run.folder / BOARD
         folder.mkdir(exist_ok=True)
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
         self._file: IO[bytes] = os.fdopen(open_own(folder / name, flags), "ab")
         self._add(file_version=_VERSION)
-        if step:
-            self._add(step=step + 1, session_log=SessionLog(status=SessionLog.START))
+        if run.step:
+            self._add(step=run.step + 1, session_log=SessionLog(status=SessionLog.START))
 
-    def write(self, step: int, figures: Mapping[str, float]) -> None:
-        """Write the figures of a step."""
+    def on_record(self, record: Mapping[str, float]) -> None:
+        """Write the figures; TensorBoard shows the step and the time by itself."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
+        figures = {name: value for name, value in record.items() if "/" in name}
         values = [Summary.Value(tag=name, simple_value=value) for name, value in figures.items()]
-        self._add(step=step, summary=Summary(value=values))
+        self._add(step=int(record["step"]), summary=Summary(value=values))
 
-    def close(self) -> None:
-        """Close the file."""
+    def close(self, outcome: Outcome = "finished") -> None:
+        """Close the event file."""
         with suppress(OSError):
             self._file.close()
 
@@ -61,23 +62,6 @@ class EventFile:
         except OSError:
             self.close()
             raise
-
-
-class TensorBoard(Logger):
-    """Writes the figures of each record to an event file."""
-
-    def on_start(self, run: Run) -> None:
-        """Open a new event file."""
-        self._events = EventFile(run.folder / BOARD, run.step)
-
-    def on_record(self, record: Mapping[str, float]) -> None:
-        """Write the figures; TensorBoard shows the step and the time by itself."""
-        figures = {name: value for name, value in record.items() if "/" in name}
-        self._events.write(int(record["step"]), figures)
-
-    def close(self, outcome: Outcome) -> None:
-        """Close the event file."""
-        self._events.close()
 
 
 LOGGER = TensorBoard

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flatout.json_io import JsonObject
@@ -33,17 +32,42 @@ class WeightsAndBiases(Logger):
 
     def on_start(self, run: Run) -> None:
         """Start the run at W&B, or continue the one that this run directory belongs to."""
-        self._folder = run.folder
-        settings = _settings()
-        mode = run.config.log.wandb_mode or settings.mode
-        if mode == "online" and not _is_logged_in():
+        import wandb
+
+        self._folder, log, remote = run.folder, run.config.log, RemoteRun(run.folder, "wandb")
+        known, settings = remote.read(), wandb.setup().settings
+        mode = log.wandb_mode or settings.mode
+        folder = self._folder / WANDB_FILES
+        kept = f"the metrics are kept in {folder}; `wandb sync {folder}/offline-run-*` sends them."
+        if mode == "online" and not wandb.login(prompt=False, verify=False):  # asks nobody
             mode = "offline"
-            self.say(f"You are not logged in to W&B (`wandb login`), so {self._kept()}")
-        wanted = self._arguments(run, settings.project)
-        self._run = self._init(wanted, mode)
-        RemoteRun(run.folder, "wandb").write(
-            id=self._run.id, project=self._run.project, entity=self._run.entity or None
-        )
+            self.say(f"You are not logged in to W&B (`wandb login`), so {kept}")
+        wanted: dict[str, Any] = {
+            "id": known.get("id") or uuid.uuid4().hex[:12],
+            "entity": known.get("entity"),
+            "project": known.get("project") or log.project or settings.project or "flatout",
+            "name": log.run_name or run.folder.resolve().name,
+            "tags": list(log.tags) or None,
+            "config": run.config.to_dict()
+            | {"machine": run.machine.describe(), "files": links_of(run)},
+            "dir": str(run.folder),
+            "resume": "allow",
+            "reinit": "create_new",
+            "allow_val_change": True,
+            "settings": wandb.Settings(
+                silent=True, console="off", init_timeout=CONNECT_S, finish_timeout=FINISH_S
+            ),
+        }
+        try:
+            self._run = wandb.init(**wanted, mode=mode)
+        except wandb.Error as error:
+            if mode != "online":
+                raise
+            reason = (str(error).strip().splitlines() or ["no answer"])[0].rstrip(".")
+            self.say(f"W&B cannot be reached ({reason}), so {kept}")
+            wandb.teardown()  # its service still holds the id
+            self._run = wandb.init(**wanted, mode="offline")
+        remote.write(id=self._run.id, project=self._run.project, entity=self._run.entity or None)
         if not self._run.offline and self._run.url:
             self.say(self._run.url)
         self._first_step = int(self._run.starting_step)
@@ -70,69 +94,16 @@ class WeightsAndBiases(Logger):
         """Refer to the run's files, and wait until everything is sent."""
         import wandb
 
+        names = ("config.yaml", "metrics.jsonl", "report.html")
+        files = [self._folder / name for name in names if (self._folder / name).exists()]
+        files += [
+            catalog.checkpoint_path(self._folder, step) for step in catalog.steps(self._folder)
+        ]
         artifact = wandb.Artifact(f"run-{self._run.id}", type="flatout-run")
-        for path in _files_of(self._folder):
+        for path in files:
             artifact.add_reference(path.resolve().as_uri(), name=path.name, checksum=False)
         self._run.log_artifact(artifact)
         self._run.finish(exit_code=1 if outcome == "failed" else 0)
-
-    def _arguments(self, run: Run, project: str | None) -> dict[str, Any]:
-        log, known = run.config.log, RemoteRun(run.folder, "wandb").read()
-        return {
-            "id": known.get("id") or uuid.uuid4().hex[:12],
-            "entity": known.get("entity"),
-            "project": known.get("project") or log.project or project or "flatout",
-            "name": log.run_name or run.folder.resolve().name,
-            "tags": list(log.tags) or None,
-            "config": run.config.to_dict()
-            | {"machine": run.machine.describe(), "files": links_of(run)},
-            "dir": str(run.folder),
-            "resume": "allow",
-            "reinit": "create_new",
-            "allow_val_change": True,
-        }
-
-    def _init(self, wanted: Mapping[str, Any], mode: str) -> Any:
-        """Start the run; without a connection, start it in files."""
-        import wandb
-
-        settings = wandb.Settings(
-            silent=True, console="off", init_timeout=CONNECT_S, finish_timeout=FINISH_S
-        )
-        try:
-            return wandb.init(**wanted, mode=mode, settings=settings)
-        except wandb.Error as error:
-            if mode != "online":
-                raise
-            reason = (str(error).strip().splitlines() or ["no answer"])[0].rstrip(".")
-            self.say(f"W&B cannot be reached ({reason}), so {self._kept()}")
-            wandb.teardown()  # its service still holds the id
-            return wandb.init(**wanted, mode="offline", settings=settings)
-
-    def _kept(self) -> str:
-        folder = self._folder / WANDB_FILES
-        return f"the metrics are kept in {folder}; `wandb sync {folder}/offline-run-*` sends them."
-
-
-def _settings() -> Any:
-    """Return the settings of the package, which it takes from its variables and files."""
-    import wandb
-
-    return wandb.setup().settings
-
-
-def _is_logged_in() -> bool:
-    """Return whether an API key is known. Asks nobody, and sends nothing."""
-    import wandb
-
-    return bool(wandb.login(prompt=False, verify=False))
-
-
-def _files_of(folder: Path) -> list[Path]:
-    """Return the files and checkpoints that an artifact refers to."""
-    names = ("config.yaml", "metrics.jsonl", "report.html")
-    found = [folder / name for name in names if (folder / name).exists()]
-    return found + [catalog.checkpoint_path(folder, step) for step in catalog.steps(folder)]
 
 
 LOGGER = WeightsAndBiases

@@ -62,7 +62,15 @@ def _complete(url: str, part: Path, task: Task) -> bool:
     """Download the rest of a file into `part`, and return whether this resumed a download."""
     try:
         try:
-            return _append(url, part, task)
+            with RemoteFile(url) as remote, part.open("ab") as file:
+                if file.tell() > remote.seek(0, os.SEEK_END):
+                    file.truncate(0)
+                start = remote.seek(file.tell())
+                task.advance(start / 1e6)
+                while block := remote.read(BLOCK_BYTES):
+                    file.write(block)
+                    task.advance(len(block) / 1e6)
+            return start > 0
         except NotSeekable:
             _download_at_once(url, part, task)
             return False
@@ -73,18 +81,6 @@ def _complete(url: str, part: Path, task: Task) -> bool:
             error.what + more,
             fix="Check the network and try again, or pass the file with --from FILE.",
         ) from error
-
-
-def _append(url: str, part: Path, task: Task) -> bool:
-    with RemoteFile(url) as remote, part.open("ab") as file:
-        if file.tell() > remote.seek(0, os.SEEK_END):
-            file.truncate(0)
-        start = remote.seek(file.tell())
-        task.advance(start / 1e6)
-        while block := remote.read(BLOCK_BYTES):
-            file.write(block)
-            task.advance(len(block) / 1e6)
-    return start > 0
 
 
 def _download_at_once(url: str, part: Path, task: Task) -> None:

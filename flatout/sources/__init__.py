@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -33,40 +34,31 @@ RENDERED_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class RowLocation:
-    """The location of a row; finding its line number reads the file again, only for messages."""
+    """The location of a row in a file; its line number is found only for messages."""
 
     name: str
-    """The file, or another name of the row for messages."""
-    offset: int | None = None
-    """First byte of the row, if it is a row of the file `name`."""
+    """The file."""
+    offset: int
+    """First byte of the row."""
 
     def __str__(self) -> str:
-        """Return the location for a message: `FILE, line N` for a row."""
-        return self.name if self.offset is None else row_location(self.name, self.offset)
+        """Return `FILE, line N`, or `FILE, byte N` if the file cannot be read again."""
+        with suppress(OSError, EOFError, zlib.error):
+            if not is_url(self.name):
+                return f"{self.name}, line {line_number(self.name, self.offset)}"
+        return f"{self.name}, byte {self.offset}"
 
 
-class _Located:
-    """A row with a name and, inside a file, an offset."""
-
-    __slots__ = ()
-    name: str
-    offset: int | None
-
-    @property
-    def location(self) -> RowLocation:
-        """The location of the row."""
-        return RowLocation(self.name, self.offset)
+Location = RowLocation | str
+"""A row of a file, or else what messages call it: the file, or `FILE, row N`."""
 
 
 @dataclass(frozen=True, slots=True)
-class Document(_Located):
+class Document:
     """A text and its origin."""
 
     text: Text
-    name: str
-    """The file, or another name of the document for messages."""
-    offset: int | None = None
-    """First byte of the row, if the document is a row of the file `name`."""
+    location: Location
     prompt: str = ""
     """Text before the document, excluded from the loss."""
     examples: Examples = ()
@@ -76,7 +68,7 @@ class Document(_Located):
 
 
 @dataclass(frozen=True, slots=True)
-class BadRow(_Located):
+class BadRow:
     """A row that should have been a document; `--on-bad-row` raises it, or skips and counts it."""
 
     what: str
@@ -85,10 +77,7 @@ class BadRow(_Located):
     """How to repair it."""
     reason: str
     """A short reason under which such rows are counted."""
-    name: str
-    """The file, or another name of the row for messages."""
-    offset: int | None = None
-    """First byte of the row, if it is a row of the file `name`."""
+    location: Location
     unread_bytes: int = 0
     """Approximate bytes of text lost, when the row represents the rest of a damaged piece."""
     encoding: str | None = None
@@ -96,18 +85,12 @@ class BadRow(_Located):
 
     @classmethod
     def of(
-        cls,
-        error: DataError,
-        reason: str,
-        name: str,
-        offset: int | None = None,
-        *,
-        unread_bytes: int = 0,
+        cls, error: DataError, reason: str, path: str, location: Location = "", unread: int = 0
     ) -> Self:
-        """Return the bad row for an error whose message starts with `name`."""
-        what = error.what.removeprefix(without_secrets(name)).strip().removesuffix(".")
+        """Return the bad row for an error whose message starts with `path`, its location if ""."""
+        what = error.what.removeprefix(without_secrets(path)).strip().removesuffix(".")
         encoding = error.encoding if isinstance(error, NotUtf8) else None
-        return cls(what, error.fix, reason, name, offset, unread_bytes, encoding)
+        return cls(what, error.fix, reason, location or path, unread, encoding)
 
     @property
     def error(self) -> DataError:
@@ -119,14 +102,11 @@ class BadRow(_Located):
 
 
 @dataclass(frozen=True, slots=True)
-class LeftOut(_Located):
+class LeftOut:
     """A document that a source leaves out by its own rule: counted, never an error."""
 
     reason: str
-    name: str
-    """The file, or another name of the document for messages."""
-    offset: int | None = None
-    """First byte of the row, if the document is a row of the file `name`."""
+    location: Location
     count: int = 1
     """Number of documents that this one represents, itself included."""
 
@@ -146,14 +126,19 @@ class ReadTask:
     """Approximate bytes to read; 0 when unknown."""
     files: tuple[InputFile, ...] = ()
     """The files covered by the fingerprint, as they were when listed."""
+    paths: tuple[str, ...] = ()
+    """The paths or URLs of the files that it reads, whole or in part."""
+    skipped: tuple[LeftOut, ...] = ()
+    """Files that were skipped while searching for those of all tasks."""
 
     def rows(self) -> Iterator[Row]:
-        """Yield the rows in order; a document without text becomes a `LeftOut`."""
+        """Yield the skipped files, then the rows; a document without text becomes a `LeftOut`."""
+        yield from self.skipped
         found = enumerate(self.read(*self.arguments))
         rows = (Document(row, f"document {i}") if isinstance(row, str) else row for i, row in found)
         for document in _rendered(rows):
             if isinstance(document, Document) and not document.text:
-                yield LeftOut("empty document", document.name, document.offset)
+                yield LeftOut("empty document", document.location)
             else:
                 yield document
 
@@ -186,15 +171,28 @@ def _batches(rows: Iterable[Row]) -> Iterator[list[Row]]:
 def _conversation(row: Row, examples: Examples | DataError) -> Row:
     """Return a rendered conversation as a document, or the bad row when there is an error."""
     if isinstance(examples, BadConversation):
-        return BadRow(examples.what, examples.fix, examples.reason, row.name, row.offset)
+        return BadRow(examples.what, examples.fix, examples.reason, row.location)
     if isinstance(examples, DataError):
         what = f"cannot be rendered: {examples.what.removesuffix('.')}"
-        return BadRow(what, examples.fix, "the chat template fails", row.name, row.offset)
+        return BadRow(what, examples.fix, "the chat template fails", row.location)
     text = "".join(piece.text for pieces in examples for piece in pieces)
-    return Document(text, row.name, row.offset, examples=examples)
+    return Document(text, row.location, examples=examples)
 
 
 Source = Callable[..., Sequence[ReadTask] | Iterable[Row | str]]
+
+
+def require_counts(source: str, **counts: tuple[object, int]) -> None:
+    """Check that parameters of a source are integers, each of at least its minimum.
+
+    Raises: DataError.
+    """
+    for name, (value, least) in counts.items():
+        if type(value) is not int or value < least:
+            raise DataError(
+                f"{source}: {name}={value!r} is not allowed.",
+                fix=f"Set {name} to an integer of at least {least}.",
+            )
 
 
 def read_tasks_of(source: Source, name: str, parameters: JsonObject) -> list[ReadTask]:
@@ -220,18 +218,6 @@ def read_tasks_of(source: Source, name: str, parameters: JsonObject) -> list[Rea
 
 def _call(source: Source, parameters: JsonObject) -> Iterable[Row | str]:
     return source(**parameters)  # type: ignore[return-value]  # not a list of tasks: read_tasks_of checked
-
-
-def row_location(name: str, offset: int) -> str:
-    """Return `FILE, line N` for the row at `offset`, or `FILE, byte N` if that cannot be read."""
-    try:
-        return (
-            f"{name}, byte {offset}"
-            if is_url(name)
-            else f"{name}, line {line_number(name, offset)}"
-        )
-    except (OSError, EOFError, zlib.error):
-        return f"{name}, byte {offset}"
 
 
 def line_number(name: str, offset: int) -> int:

@@ -9,9 +9,8 @@ import random
 from collections.abc import Iterator
 
 from flatout.conversation.rendering import Renderer
-from flatout.errors import DataError
 from flatout.json_io import JsonObject
-from flatout.sources import Document, ReadTask, Row
+from flatout.sources import Document, ReadTask, Row, require_counts
 from flatout.sources.fields import Fields, document
 
 CAPITALS = {
@@ -69,12 +68,7 @@ def capitals(documents: int = 2000, seed: int = 0, chat: Renderer | None = None)
 
     Raises: DataError when a parameter is not an integer or is out of range.
     """
-    for name, value, least in (("documents", documents, 1), ("seed", seed, 0)):
-        if type(value) is not int or value < least:
-            raise DataError(
-                f"capitals: {name}={value!r} is not allowed.",
-                fix=f"Set {name} to an integer of at least {least}.",
-            )
+    require_counts("capitals", documents=(documents, 1), seed=(seed, 0))
     mark = f"capitals {documents} {seed}"
     return [ReadTask(write_conversations, (documents, seed, chat), mark, documents * 200)]
 

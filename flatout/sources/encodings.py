@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import codecs
 import io
+from collections.abc import Iterator
+from contextlib import suppress
 from encodings import aliases
+from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import IO, cast
+from typing import IO
 
 from flatout.errors import DataError
 from flatout.recognised import recognise
 from flatout.registry import nearest
 from flatout.remote.urls import is_url
-from flatout.sources.packed import ConvertedFile, Unread, open_bytes
+from flatout.sources.packed import Unread, converted, open_bytes
 
 SAMPLE_BYTES = 2048
 """Bytes examined around the first byte that is not UTF-8; more hardly helps."""
@@ -27,20 +31,11 @@ _MARKS = (
 """Byte order marks; UTF-32 comes first because its mark starts with that of UTF-16."""
 _BLOCK = 1 << 18
 _USUAL = "CP1252"
-_NAMES = {
-    "cp1252": _USUAL,
-    "cp1250": "CP1250",
-    "cp1251": "CP1251",
-    "koi8_r": "KOI8-R",
-    "cp1253": "CP1253",
-    "cp1254": "CP1254",
-    "cp932": "CP932",
-    "euc_jp": "EUC-JP",
-    "gb18030": "GB18030",
-    "big5": "BIG5",
-    "cp949": "CP949",
-}
-"""The encodings that can be guessed: Python's names and the usual names."""
+_GUESSED = [
+    *("cp1252", "cp1250", "cp1251", "koi8_r", "cp1253", "cp1254"),
+    *("cp932", "euc_jp", "gb18030", "big5", "cp949"),
+]
+"""Python's names of the encodings that can be guessed."""
 _LATIN = {"cp1250", "cp1254"}
 FEW_BYTES = 16
 """With fewer non-ASCII bytes, Latin encodings look alike, and the most common one is named."""
@@ -96,7 +91,7 @@ def codec_of(name: str | None) -> str | None:
         hint = f"Did you mean {guess}? " if guess else ""
         raise DataError(
             f"--encoding {name!r} is not a text encoding that Python knows.",
-            fix=f"{hint}Usual ones: {', '.join(_NAMES.values())}.",
+            fix=f"{hint}Usual ones: {', '.join(map(_usual_name, _GUESSED))}.",
         ) from error
     return None if codec in ("utf-8", "utf-8-sig") else codec
 
@@ -117,9 +112,8 @@ def open_utf8(path: str, encoding: str | None) -> IO[bytes]:
     """
     if encoding is None or _is_utf8(path):
         return open_bytes(path)
-    return cast(
-        IO[bytes], io.BufferedReader(_AsUtf8(path, open_bytes(path), encoding), buffer_size=_BLOCK)
-    )
+    file = open_bytes(path)
+    return converted(file, _as_utf8(path, file, encoding))
 
 
 def _is_utf8(path: str) -> bool:
@@ -135,38 +129,23 @@ def _is_utf8(path: str) -> bool:
     return not only_ascii
 
 
-class _AsUtf8(ConvertedFile):
-    """The content of a file in another encoding, as UTF-8."""
+def _as_utf8(path: str, file: IO[bytes], encoding: str) -> Iterator[bytes]:
+    """Yield the content of a file in another encoding, as UTF-8.
 
-    def __init__(self, path: str, file: IO[bytes], encoding: str) -> None:
-        super().__init__(file)
-        self._path = path
-        self._encoding = encoding
-        self._decoder = codecs.getincrementaldecoder(encoding)()
-        self._offset = 0
-
-    def next_piece(self) -> bytes | None:
-        """Return the next bytes, or None at the end.
-
-        Raises: WrongEncoding.
-        """
-        block = self._file.read(_BLOCK)
-        piece = self._converted(block)
-        return piece if block or piece else None
-
-    def _converted(self, block: bytes) -> bytes:
-        pending = self._decoder.getstate()[0]
-        start, self._offset = self._offset - len(pending), self._offset + len(block)
+    Raises: WrongEncoding.
+    """
+    decoder = codecs.getincrementaldecoder(encoding)()
+    offset = 0
+    for block in chain(iter(partial(file.read, _BLOCK), b""), [b""]):
+        start, offset = offset - len(decoder.getstate()[0]), offset + len(block)
         try:
-            return self._decoder.decode(block, not block).encode()
+            yield decoder.decode(block, not block).encode()
         except UnicodeError as error:
-            where = (
-                f"byte 0x{error.object[error.start]:02x} at offset {start + error.start}"
-                if isinstance(error, UnicodeDecodeError)
-                else str(error)
-            )
+            where = str(error)
+            if isinstance(error, UnicodeDecodeError):
+                where = f"byte 0x{error.object[error.start]:02x} at offset {start + error.start}"
             raise WrongEncoding(
-                f"{self._path} is not {self._encoding}: {where}.",
+                f"{path} is not {encoding}: {where}.",
                 fix=f"Name another --encoding; without it, the error names a likely one{OR_SKIP}.",
             ) from error
 
@@ -187,8 +166,10 @@ def encoding_of(path: str, offset: int) -> str | None:
         return BINARY
     from charset_normalizer import from_bytes
 
-    best = from_bytes(sample, cp_isolation=list(_NAMES)).best()
-    usual = _decoded(sample, "cp1252")
+    best = from_bytes(sample, cp_isolation=_GUESSED).best()
+    usual = None
+    with suppress(UnicodeDecodeError):
+        usual = sample.decode("cp1252")
     unsure = (
         best is not None
         and best.encoding in _LATIN
@@ -196,11 +177,8 @@ def encoding_of(path: str, offset: int) -> str | None:
     )
     if usual is not None and (best is None or usual == str(best) or unsure):
         return _USUAL
-    return None if best is None else _NAMES.get(best.encoding)
+    return None if best is None else _usual_name(best.encoding)
 
 
-def _decoded(sample: bytes, encoding: str) -> str | None:
-    try:
-        return sample.decode(encoding)
-    except UnicodeDecodeError:
-        return None
+def _usual_name(encoding: str) -> str:
+    return encoding.upper().replace("_", "-")

@@ -24,7 +24,7 @@ from flatout.conversation.turns import (
 from flatout.errors import in_shell
 from flatout.json_io import JsonObject
 from flatout.registry import nearest
-from flatout.sources import BadRow, Document, Row
+from flatout.sources import BadRow, Document, Location, Row
 
 ROW_BYTES = 8 << 20
 """A longer row is a bad row: memory holds several copies, with up to four bytes per character."""
@@ -103,36 +103,28 @@ def value_at(row: JsonObject, field: str) -> Any:
     return value
 
 
-def document(row: Any, fields: Fields, name: str, offset: int | None = None) -> Row:
+def document(row: Any, fields: Fields, where: Location) -> Row:
     """Return the document of a row, or the bad row when a field is missing or not text."""
     if not isinstance(row, dict):
-        return BadRow(
-            "is not a JSON object",
-            'Write rows such as {"text": "..."}.',
-            "not an object",
-            name,
-            offset,
-        )
+        fix = 'Write rows such as {"text": "..."}.'
+        return BadRow("is not a JSON object", fix, "not an object", where)
     if fields.chat is not None:
-        return _conversation(row, fields.among(row), fields.chat, name, offset)
+        return _conversation(row, fields.among(row), fields.chat, where)
     text = value_at(row, fields.text)
     if not isinstance(text, str):
-        return _unusable(row, text, name, offset, fields.text, "--text-field")
-    if fields.prompt is None:
-        return Document(text, name, offset)
-    prompt = value_at(row, fields.prompt)
+        return _unusable(row, text, where, fields.text, "--text-field")
+    prompt = None if fields.prompt is None else value_at(row, fields.prompt)
     if prompt is None or isinstance(prompt, str):
-        return Document(text, name, offset, prompt or "")
-    return _unusable(row, prompt, name, offset, fields.prompt, "--mask-field")
+        return Document(text, where, prompt or "")
+    assert fields.prompt is not None
+    return _unusable(row, prompt, where, fields.prompt, "--mask-field")
 
 
-def _conversation(
-    row: JsonObject, fields: Fields, chat: Renderer, name: str, offset: int | None
-) -> Row:
+def _conversation(row: JsonObject, fields: Fields, chat: Renderer, where: Location) -> Row:
     """Return the conversation of a row, or the bad row when it has none."""
     turns = value_at(row, fields.text)
     if turns is _MISSING:
-        return replace(no_field(name, offset, fields.text, [], "--text-field"), fix=_CHAT_FORMS)
+        return replace(no_field(where, fields.text, [], "--text-field"), fix=_CHAT_FORMS)
     try:
         if OUTPUT in fields.beside:
             turns = turns_of_instruction(row)
@@ -140,68 +132,51 @@ def _conversation(
             turns = turns_of_completion(row)
         request = chat.request(read_conversation(turns, row))
     except BadConversation as error:
-        return BadRow(error.what, error.fix, error.reason, name, offset)
-    return Document("", name, offset, request=request)
+        return BadRow(error.what, error.fix, error.reason, where)
+    return Document("", where, request=request)
 
 
-def is_conversation_field(field: str, value: Any) -> bool:
-    """Return whether a field with this value looks like the turns of a conversation."""
-    return field in (*CHAT_FIELDS, COMPLETION) and isinstance(value, list)
-
-
-def no_text(name: str, offset: int | None, field: str, turns: str) -> BadRow:
+def no_text(where: Location, field: str, turns: str) -> BadRow:
     """Return the bad row for a conversation, in the field `turns`, that is read as text."""
-    return BadRow(
-        f"has no field {field!r}, but a list called {turns!r}",
-        "If the rows are conversations, add --chat auto.",
-        f"no field {field!r}",
-        name,
-        offset,
-    )
+    what = f"has no field {field!r}, but a list called {turns!r}"
+    fix = "If the rows are conversations, add --chat auto."
+    return BadRow(what, fix, f"no field {field!r}", where)
 
 
-def no_field(name: str, offset: int | None, field: str, names: list[str], option: str) -> BadRow:
+def no_field(where: Location, field: str, names: list[str], option: str) -> BadRow:
     """Return the bad row for a missing field; `names` are the candidates, most likely first."""
     guess = nearest(field, names) or (names[0] if names else None)
-    fix = (
-        f"Did you mean {option} {in_shell(guess)}?"
-        if guess
-        else f"Name the field that contains the text with {option}."
-    )
-    return BadRow(f"has no field {field!r}", fix, f"no field {field!r}", name, offset)
+    fix = f"Name the field that contains the text with {option}."
+    if guess:
+        fix = f"Did you mean {option} {in_shell(guess)}?"
+    return BadRow(f"has no field {field!r}", fix, f"no field {field!r}", where)
 
 
-def too_long(name: str, offset: int | None, limit: int) -> BadRow:
+def too_long(where: Location, limit: int) -> BadRow:
     """Return the bad row for a row that is longer than `limit` bytes."""
     fix = (
         "Write its text to a separate text file, which may have any length, "
         "or skip such rows with --on-bad-row skip."
     )
-    return BadRow(f"is longer than {limit >> 20} MiB", fix, "too long", name, offset)
+    return BadRow(f"is longer than {limit >> 20} MiB", fix, "too long", where)
 
 
-def _unusable(
-    row: JsonObject, value: Any, name: str, offset: int | None, field: str, option: str
-) -> BadRow:
+def _unusable(row: JsonObject, value: Any, where: Location, field: str, option: str) -> BadRow:
     if value is _MISSING:
-        turns = next((key for key in row if is_conversation_field(key, row[key])), None)
+        usual = (*CHAT_FIELDS, COMPLETION)
+        turns = next((key for key in row if key in usual and isinstance(row[key], list)), None)
         if turns is not None and option == "--text-field":
-            return no_text(name, offset, field, turns)
+            return no_text(where, field, turns)
         texts = dict(_texts(row))
         names = sorted(texts, key=lambda name: len(texts[name]), reverse=True)
-        return no_field(name, offset, field, names, option)
+        return no_field(where, field, names, option)
     kind = _KINDS.get(type(value), type(value).__name__)
     fix = (
         f"Repair the row, name another field with {option}, "
         "or skip such rows with --on-bad-row skip."
     )
-    return BadRow(
-        f"has {field!r}, but it is {kind}, not text",
-        fix,
-        f"{field!r} is not text",
-        name,
-        offset,
-    )
+    what = f"has {field!r}, but it is {kind}, not text"
+    return BadRow(what, fix, f"{field!r} is not text", where)
 
 
 def _texts(row: JsonObject, prefix: str = "") -> Iterator[tuple[str, str]]:

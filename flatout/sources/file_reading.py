@@ -4,22 +4,31 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from types import ModuleType
 
-from flatout.sources import BadRow, Document, LeftOut, Row
+from flatout.sources import BadRow, Document, Row
 from flatout.sources.encodings import open_utf8
-from flatout.sources.fields import Fields
-from flatout.sources.html import HTML_SUFFIXES, read_html
+from flatout.sources.fields import Fields, too_long
+from flatout.sources.input_file import Piece
 from flatout.sources.json_files import JSON_SUFFIXES, read_json
 from flatout.sources.local import suffix_of
 from flatout.sources.long import decoded, measure
-from flatout.sources.packed import CANNOT_BE_READ, NotHandedOut, Unread, is_packed, unreadable
-from flatout.sources.parquet import PARQUET_SUFFIXES, RowGroups, read_row_groups
+from flatout.sources.packed import (
+    CANNOT_BE_READ,
+    NotHandedOut,
+    Unread,
+    import_package,
+    unreadable,
+)
+from flatout.sources.parquet import PARQUET_SUFFIXES, read_row_groups
 from flatout.sources.rows import read_rows
 from flatout.sources.tables import TABLE_SUFFIXES, read_table
 
 LONG_BYTES = 8 << 20
 """A longer text file is read in chunks instead of being loaded into memory."""
+HTML_SUFFIXES = frozenset({".html", ".htm", ".xhtml"})
+PAGE_BYTES = 32 << 20
+"""A page is parsed as a whole; a longer one is a bad row."""
 ROW_SUFFIXES = {".jsonl", ".ndjson"}
 _WITH_ROWS = ROW_SUFFIXES | PARQUET_SUFFIXES | TABLE_SUFFIXES | JSON_SUFFIXES
 _CONVERTIBLE = {
@@ -31,25 +40,6 @@ _CONVERTIBLE = {
     ".pdf": ("a PDF", "`pdftotext FILE`"),
 }
 """Unsupported formats by suffix, with a command that converts them to text."""
-
-
-@dataclass(frozen=True)
-class Span:
-    """The bytes of a file that a task reads: the whole file, or JSONL rows starting in a range."""
-
-    path: str
-    start: int
-    end: int
-    encoding: str | None = None
-    """Encoding of the text; None for UTF-8."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Approximate bytes of text."""
-        return (self.end - self.start) * (3 if is_packed(self.path) else 1)
-
-
-Piece = Span | RowGroups
 
 
 def is_jsonl(name: str) -> bool:
@@ -67,37 +57,33 @@ def holds_rows(name: str) -> bool:
     return suffix_of(name) in _WITH_ROWS
 
 
-def read_pieces(
-    pieces: tuple[Piece, ...], fields: Fields, skipped: tuple[LeftOut, ...] = ()
-) -> Iterator[Row]:
-    """Yield the skipped files, then the rows of the pieces.
+def read_pieces(pieces: tuple[Piece, ...], fields: Fields) -> Iterator[Row]:
+    """Yield the rows of the pieces.
 
     A damaged piece is one bad row that counts the whole piece as lost: the true extent is unknown.
 
     Raises: DataError when a server or the system refuses a file, because the text is not at fault.
     """
-    yield from skipped
     for piece in pieces:
         try:
-            if isinstance(piece, RowGroups):
-                yield from read_row_groups(piece, fields)
-            else:
-                yield from _read(piece, fields)
+            yield from _read(piece, fields)
         except Unread as error:
             unread_bytes = piece.num_bytes if holds_rows(piece.path) else 0
-            yield BadRow.of(error, error.reason, piece.path, unread_bytes=unread_bytes)
+            yield BadRow.of(error, error.reason, piece.path, unread=unread_bytes)
         except (OSError, EOFError, zlib.error) as error:
             unread = unreadable(piece.path, error)
             if isinstance(unread, NotHandedOut):
                 raise unread from error
-            yield BadRow.of(unread, CANNOT_BE_READ, piece.path, unread_bytes=piece.num_bytes)
+            yield BadRow.of(unread, CANNOT_BE_READ, piece.path, unread=piece.num_bytes)
 
 
-def _read(piece: Span, fields: Fields) -> Iterable[Row]:
+def _read(piece: Piece, fields: Fields) -> Iterable[Row]:
     """Return the rows of a piece, by its suffix; a file with an unknown suffix is text."""
     path, suffix = piece.path, suffix_of(piece.path)
+    if suffix in PARQUET_SUFFIXES:
+        return read_row_groups(piece, fields)
     if suffix in ROW_SUFFIXES:
-        return read_rows(path, piece.start, piece.end, fields, piece.encoding)
+        return read_rows(path, piece.start, piece.end or 0, fields, piece.encoding)
     if suffix in TABLE_SUFFIXES:
         return read_table(path, suffix, fields, piece.encoding)
     if suffix in JSON_SUFFIXES:
@@ -124,3 +110,28 @@ def read_text(path: str, encoding: str | None = None) -> Row:
     return Document(
         measure(path, encoding) if len(data) > LONG_BYTES else decoded(data, path), path
     )
+
+
+def read_html(path: str, encoding: str | None) -> Row:
+    """Return the text of a page, without markup, scripts and styles, as one document.
+
+    resiliparse is made for training corpora, separates paragraphs from preformatted text, bounds
+    the time spent on deeply nested pages, and is licensed under Apache-2.0.
+    """
+    with open_utf8(path, encoding) as file:
+        data = file.read(PAGE_BYTES + 1)
+    if len(data) > PAGE_BYTES:
+        return too_long(path, PAGE_BYTES)
+    return Document(_package(path).extract_plain_text(decoded(data, path), alt_texts=False), path)
+
+
+def require_html(path: str) -> None:
+    """Check that resiliparse is installed.
+
+    Raises: MissingPackage with its install line.
+    """
+    _package(path)
+
+
+def _package(path: str) -> ModuleType:
+    return import_package("resiliparse.extract.html2text", path, extra="html")

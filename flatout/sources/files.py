@@ -19,16 +19,15 @@ from flatout.remote.urls import is_url, is_web, protocol_of
 from flatout.sources import FIRST_NAMED, LeftOut, ReadTask
 from flatout.sources.fields import Fields
 from flatout.sources.file_reading import (
+    HTML_SUFFIXES,
     ROW_SUFFIXES,
-    Piece,
-    Span,
     holds_rows,
     is_jsonl,
     is_parquet,
     read_pieces,
+    require_html,
 )
-from flatout.sources.html import HTML_SUFFIXES, require_html
-from flatout.sources.input_file import InputFile, fingerprint
+from flatout.sources.input_file import InputFile, Piece, fingerprint
 from flatout.sources.local import Wanted, find_local, full_suffix_of, is_hidden, suffix_of
 from flatout.sources.packed import is_packed, require_opener
 from flatout.sources.parquet import PARQUET_SUFFIXES, cut_parquet, require_parquet
@@ -91,7 +90,7 @@ def files(
         except BaseException:  # an interrupt does not wait for the files that are left
             threads.shutdown(wait=False, cancel_futures=True)
             raise
-    return [replace(first, arguments=(*first.arguments, _count_skipped(skipped))), *others]
+    return [replace(first, skipped=_count_skipped(skipped)), *others]
 
 
 SOURCE = files
@@ -113,27 +112,18 @@ def _count_skipped(skipped: Sequence[str]) -> tuple[LeftOut, ...]:
     )
 
 
-def skipped_files_in(tasks: Iterable[ReadTask]) -> tuple[LeftOut, ...]:
-    """Return the files that were skipped while searching for the files of the tasks."""
-    return tuple(
-        chain.from_iterable(
-            task.arguments[2]
-            for task in tasks
-            if task.read is read_pieces and len(task.arguments) > 2
-        )
-    )
-
-
 def _cut(file: InputFile, fields: Fields, encoding: str | None) -> list[Piece]:
     limit = REMOTE_PART_BYTES if is_url(file.path) else PART_BYTES
     if is_parquet(file.name):
         return list(cut_parquet(file.path, file.size, fields, limit))
-    whole = max(file.size, 1)
-    can_split = is_jsonl(file.name) and not is_packed(file.name) and encoding is None
-    step = limit if can_split else whole
+    whole, scale = max(file.size, 1), 3 if is_packed(file.name) else 1
+    step = whole
+    if is_jsonl(file.name) and not is_packed(file.name) and encoding is None:
+        step = limit
+    ends = ((start, min(start + step, file.size)) for start in range(0, whole, step))
     return [
-        Span(file.path, start, min(start + step, file.size), encoding)
-        for start in range(0, whole, step)
+        Piece(file.path, start, end, (end - start) * scale, encoding=encoding)
+        for start, end in ends
     ]
 
 
@@ -145,7 +135,10 @@ def _tasks(cut: list[tuple[InputFile, list[Piece]]], fields: Fields) -> Iterator
 
     def task() -> ReadTask:
         marks = "\n".join(f"{file.name} {file.size} {file.mark}" for file in started)
-        return ReadTask(read_pieces, (tuple(pieces), fields), marks, num_bytes, tuple(started))
+        paths = tuple(piece.path for piece in pieces)
+        return ReadTask(
+            read_pieces, (tuple(pieces), fields), marks, num_bytes, tuple(started), paths
+        )
 
     for file, of_file in cut:
         for index, piece in enumerate(of_file):
@@ -218,14 +211,9 @@ def first_changed(tasks: Iterable[ReadTask]) -> str | None:
     return None
 
 
-def files_of(task: ReadTask) -> list[str]:
-    """Return the paths or URLs that a task reads; none for a task of another source."""
-    return [piece.path for piece in task.arguments[0]] if task.read is read_pieces else []
-
-
 def has_rows(task: ReadTask) -> bool:
     """Return whether a task may contain rows; for files, their names decide."""
-    return task.read is not read_pieces or any(holds_rows(path) for path in files_of(task))
+    return not task.paths or any(map(holds_rows, task.paths))
 
 
 def shared_file(some: Iterable[ReadTask], others: Iterable[ReadTask]) -> str | None:
@@ -234,9 +222,7 @@ def shared_file(some: Iterable[ReadTask], others: Iterable[ReadTask]) -> str | N
     Remote files are compared by URL, local files by size and, where sizes are equal, by a digest of
     sixteen blocks. Empty files are ignored.
     """
-    first, second = (
-        [path for task in tasks for path in files_of(task)] for tasks in (some, others)
-    )
+    first, second = ([path for task in tasks for path in task.paths] for tasks in (some, others))
     sizes = _sizes(first) & _sizes(second)
     known = {_identity_of(path, sizes) for path in first} - {None}
     return next((path for path in second if _identity_of(path, sizes) in known), None)

@@ -58,26 +58,17 @@ def read_shard(
     Raises: DataError when reading fails: the rest of the shard is unknown, so it is not a bad row.
     """
     stream = _stream(name, config, split, commit)
-    rows = iter(stream.shard(num_shards=stream.num_shards, index=shard))
-    number = 0
-    while True:
-        try:
-            row = next(rows)
-        except StopIteration:
-            return
-        except Exception as error:  # every reader has its own family of errors
-            message = " ".join(str(error).split()).rstrip(".") or type(error).__name__
-            raise DataError(
-                f"{_shard_name(name, split, shard)} cannot be read after row {number}: {message}.",
-                fix="Run the same command again.",
-            ) from error
-        number += 1
-        where = f"{_shard_name(name, split, shard)}, row {number}"
-        yield document(row, fields, where)
-
-
-def _shard_name(name: str, split: str, shard: int) -> str:
-    return f"{name}, {split}, shard {shard}"
+    where, number = f"{name}, {split}, shard {shard}", 0
+    try:
+        rows = stream.shard(num_shards=stream.num_shards, index=shard)
+        for number, row in enumerate(rows, 1):
+            yield document(row, fields, f"{where}, row {number}")
+    except Exception as error:  # every reader has its own family of errors
+        message = " ".join(str(error).split()).rstrip(".") or type(error).__name__
+        raise DataError(
+            f"{where} cannot be read after row {number}: {message}.",
+            fix="Run the same command again.",
+        ) from error
 
 
 def _commit(name: str, revision: str) -> str:

@@ -1,4 +1,4 @@
-"""Records input files as they were when listed, to detect changes while preparing."""
+"""Input files as they were when listed, to detect changes while preparing, and their pieces."""
 
 from __future__ import annotations
 
@@ -8,6 +8,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flatout.sources.packed import unreadable
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a file: all of it, the rows that start in a range of bytes, or row groups."""
+
+    path: str
+    start: int
+    """Its first byte, or row group."""
+    end: int | None
+    """The byte or row group after it; None for the end of the file."""
+    num_bytes: int
+    """Approximate bytes of text."""
+    first_row: int = 0
+    """Number of rows before the row groups."""
+    encoding: str | None = None
+    """Encoding of the text; None for UTF-8."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,8 @@ class Wanted:
         )
 
 
+Identity = tuple[str, str]
+"""The real directory of a file, and its name."""
 Search = tuple[list[tuple[Path, str]], list[str]]
 """The files to read, each with its name inside the directory or pattern, and the paths of the other
 files of the searched directories, except hidden ones.
@@ -49,27 +51,71 @@ def matches(name: str, pattern: str) -> bool:
 
 
 def find_local(path: str, wanted: Wanted) -> Search:
-    """Return the files at a path; directories are searched for wanted files.
+    """Return the files at a path or pattern; directories are searched for wanted files.
 
     Links are followed, also to directories; a directory is searched once, even if several links
-    lead to it.
+    lead to it. Each file that matches a pattern is returned once, under its shortest path.
 
     Raises: DataError when there are none, or a file or directory cannot be read.
     """
     target = expanded(path)
+    found: dict[Identity, tuple[Path, str]] = {}
+    skipped: dict[Identity, tuple[str, str]] = {}
     try:
-        if target.is_file():
-            _require_text([target], wanted)
-            return [(target, target.name)], []
-        if target.is_dir():
-            return _in_folder(target, wanted)
-        if glob.has_magic(path):
-            return _matching(str(target), wanted)
+        is_folder = target.is_dir()
         if target.exists() or target.is_symlink():
-            raise _no_file(target)
-        raise missing(target)
+            matching = [target]
+        elif glob.has_magic(path):
+            _require_listable(str(target))
+            matching = [Path(name) for name in glob.glob(str(target), recursive=True)]
+            matching.sort(key=lambda match: (len(match.parts), match))
+        else:
+            raise missing(target)
+        for match in matching:
+            if not match.is_dir():
+                found.setdefault(_identity(match), (_checked(match), match.name))
+        searched: set[str] = set()
+        for match in filter(Path.is_dir, matching):
+            for file in _walk(match, searched):
+                name = file.relative_to(match).as_posix()
+                if wanted.takes(name):
+                    found.setdefault(_identity(file), (_checked(file), name))
+                else:
+                    skipped[_identity(file)] = name, str(file)
+        if not found:
+            raise _nothing(target, wanted, [name for name, _ in sorted(skipped.values())])
+        if not is_folder:
+            _require_text([file for file, _ in found.values()], wanted)
     except OSError as error:
         raise unreadable(str(error.filename or target), error) from error
+    left = skipped.keys() - found
+    if is_folder:
+        files = sorted(found.values(), key=lambda file: file[1])
+        return files, [file for _, file in sorted(skipped[key] for key in left)]
+    return sorted(found.values()), [skipped[key][1] for key in sorted(left)]
+
+
+def _nothing(target: Path, wanted: Wanted, others: list[str]) -> DataError:
+    """Return the error for a path where no file is wanted; `others` are names in a directory."""
+    if not target.is_dir():
+        return DataError(
+            f"No file matches {str(target)!r}.",
+            fix="Quote the pattern and check it with `ls`; `**` crosses directories.",
+        )
+    known = recognise(target)
+    if known is not None:
+        return DataError(known.instead_of("text"), fix=known.fix)
+    endings = " ".join(sorted(wanted.suffixes))
+    if not others:
+        return DataError(
+            f"{target} is an empty directory.",
+            fix=f"Put files that end in {endings} there, or name another directory.",
+        )
+    ((suffix, _),) = Counter(map(full_suffix_of, others)).most_common(1)
+    return DataError(
+        f"{target} contains no file that ends in {endings}.",
+        fix=f"Name its files by a quoted pattern, for example {f'{target}/**/*{suffix}'!r}.",
+    )
 
 
 def missing(target: Path) -> DataError:
@@ -98,45 +144,19 @@ def is_hidden(name: str) -> bool:
     return any(piece.startswith(".") for piece in name.split("/"))
 
 
-def _no_file(target: Path) -> DataError:
-    if not target.exists():
-        return DataError(
-            f"{target} is a link to {os.readlink(target)}, which does not exist.",
+def _checked(file: Path) -> Path:
+    """Return a regular file.
+
+    Raises: DataError for a broken link, a pipe or a device.
+    """
+    if file.is_file():
+        return file
+    if not file.exists():
+        raise DataError(
+            f"{file} is a link to {os.readlink(file)}, which does not exist.",
             fix="Repair or remove the link, or name the other files by a pattern.",
         )
-    return DataError(
-        f"{target} is not a regular file.", fix="Write the text to a file, and name it."
-    )
-
-
-def _in_folder(folder: Path, wanted: Wanted) -> Search:
-    shown = sorted((file.relative_to(folder).as_posix(), file) for file in _walk(folder, set()))
-    files = [(file, name) for name, file in shown if wanted.takes(name)]
-    if files:
-        taken = {name for _, name in files}
-        skipped = [str(file) for name, file in shown if name not in taken]
-        return [_checked(file, name) for file, name in files], skipped
-    known = recognise(folder)
-    if known is not None:
-        raise DataError(known.instead_of("text"), fix=known.fix)
-    endings = " ".join(sorted(wanted.suffixes))
-    common = Counter(full_suffix_of(name) for name, _ in shown).most_common(1)
-    if common:
-        pattern = f"{folder}/**/*{common[0][0]}"
-        raise DataError(
-            f"{folder} contains no file that ends in {endings}.",
-            fix=f"Name its files by a quoted pattern, for example {pattern!r}.",
-        )
-    raise DataError(
-        f"{folder} is an empty directory.",
-        fix=f"Put files that end in {endings} there, or name another directory.",
-    )
-
-
-def _checked(file: Path, name: str) -> tuple[Path, str]:
-    if not file.is_file():
-        raise _no_file(file)
-    return file, name
+    raise DataError(f"{file} is not a regular file.", fix="Write the text to a file, and name it.")
 
 
 def _walk(folder: Path, searched: set[str]) -> Iterator[Path]:
@@ -161,38 +181,6 @@ def _walk(folder: Path, searched: set[str]) -> Iterator[Path]:
                     (linked if entry.is_symlink() else inside).append(target / entry.name)
 
 
-def _matching(pattern: str, wanted: Wanted) -> Search:
-    """Return the files that match a pattern, and the wanted files of matching directories.
-
-    Each file is returned once, under its shortest path.
-    """
-    _require_listable(pattern)
-    matching = sorted(
-        (Path(name) for name in glob.glob(pattern, recursive=True)),
-        key=lambda match: (len(match.parts), match),
-    )
-    found: dict[tuple[str, str], tuple[Path, str]] = {}
-    skipped: dict[tuple[str, str], str] = {}
-    searched: set[str] = set()
-    for match in matching:
-        if not match.is_dir():
-            found.setdefault(_identity(match), _checked(match, match.name))
-    for match in filter(Path.is_dir, matching):
-        for file in _walk(match, searched):
-            name = file.relative_to(match).as_posix()
-            if wanted.takes(name):
-                found.setdefault(_identity(file), _checked(file, name))
-            else:
-                skipped[_identity(file)] = str(file)
-    if not found:
-        raise DataError(
-            f"No file matches {pattern!r}.",
-            fix="Quote the pattern and check it with `ls`; `**` crosses directories.",
-        )
-    _require_text([file for file, _ in found.values()], wanted)
-    return sorted(found.values()), sorted(skipped[key] for key in skipped.keys() - found)
-
-
 def _require_text(files: list[Path], wanted: Wanted) -> None:
     """Refuse files that are all recognised as something other than text.
 
@@ -210,7 +198,7 @@ def _require_text(files: list[Path], wanted: Wanted) -> None:
         raise DataError(first.instead_of("text"), fix=first.fix)
 
 
-def _identity(file: Path) -> tuple[str, str]:
+def _identity(file: Path) -> Identity:
     return os.path.realpath(file.parent), file.name
 
 

@@ -6,7 +6,7 @@ import bz2
 import gzip
 import importlib
 import io
-from collections.abc import Callable
+from collections.abc import Iterator
 from types import ModuleType
 from typing import IO, Any, cast
 
@@ -43,20 +43,27 @@ def open_bytes(path: str) -> IO[bytes]:
 
     Raises: MissingPackage; DataError when the server does not return the file.
     """
-    opener = next(
-        (opener for ending, opener in _OPENERS.items() if name_in(path).lower().endswith(ending)),
-        None,
-    )
-    return opener(path) if opener else _open_plain(path)
+    name = name_in(path).lower()
+    zstandard = require_opener(path)
+    if not is_url(path) and name.endswith(".gz"):
+        return cast(IO[bytes], gzip.GzipFile(path))
+    if not is_url(path) and name.endswith(".bz2"):
+        return bz2.BZ2File(path)
+    file = open_remote(path) if is_url(path) else _open_local(path)
+    if name.endswith(".gz"):
+        return cast(IO[bytes], gzip.GzipFile(fileobj=file))
+    if name.endswith(".bz2"):
+        return bz2.BZ2File(file)
+    return converted(file, _unpacked(file, zstandard)) if zstandard else file
 
 
-def _open_plain(path: str) -> IO[bytes]:
-    return open_remote(path) if is_url(path) else open(path, "rb", buffering=_READ_BYTES)
+def _open_local(path: str) -> IO[bytes]:
+    return open(path, "rb", buffering=_READ_BYTES)
 
 
 def is_packed(name: str) -> bool:
     """Return whether a file of this name is compressed."""
-    return name_in(name).lower().endswith(tuple(_OPENERS))
+    return name_in(name).lower().endswith((".gz", ".bz2", ".zst"))
 
 
 def unpacked_name(name: str) -> str:
@@ -64,13 +71,14 @@ def unpacked_name(name: str) -> str:
     return name_in(name).rpartition(".")[0] if is_packed(name) else name_in(name)
 
 
-def require_opener(path: str) -> None:
-    """Check that the package needed to open a file is installed.
+def require_opener(path: str) -> ModuleType | None:
+    """Return the package needed to open a file, if any.
 
     Raises: MissingPackage with the install line.
     """
     if name_in(path).lower().endswith(".zst"):
-        _zstandard(path)
+        return import_package("zstandard", path, extra="zstd")
+    return None
 
 
 def unreadable(path: str, error: Exception) -> DataError:
@@ -84,26 +92,13 @@ def unreadable(path: str, error: Exception) -> DataError:
     )
 
 
-def _open_zstd(path: str) -> IO[bytes]:
-    zstandard = _zstandard(path)
-    file = _open_plain(path)  # closed with the reader
-    return cast(IO[bytes], io.BufferedReader(_ZstdReader(file, zstandard), buffer_size=1 << 20))
-
-
-def _zstandard(path: str) -> ModuleType:
-    return import_package("zstandard", path, extra="zstd")
-
-
 class ConvertedFile(io.RawIOBase):
-    """A file's content converted piece by piece; closing it closes the file."""
+    """A file's content as pieces of converted bytes; closing it closes the file."""
 
-    def __init__(self, file: IO[bytes]) -> None:
+    def __init__(self, file: IO[bytes], pieces: Iterator[bytes]) -> None:
         self._file = file
+        self._pieces = pieces
         self._piece = memoryview(b"")
-
-    def next_piece(self) -> bytes | None:
-        """Return the next bytes, which may be empty, or None at the end."""
-        raise NotImplementedError
 
     def readable(self) -> bool:
         """Return True."""
@@ -112,7 +107,7 @@ class ConvertedFile(io.RawIOBase):
     def readinto(self, buffer: Any, /) -> int:
         """Copy the next bytes into `buffer` and return their number, 0 at the end."""
         while not self._piece:
-            piece = self.next_piece()
+            piece = next(self._pieces, None)
             if piece is None:
                 return 0
             self._piece = memoryview(piece)
@@ -129,49 +124,30 @@ class ConvertedFile(io.RawIOBase):
             super().close()
 
 
-class _ZstdReader(ConvertedFile):
-    """Decompresses a .zst file by frame because zstandard's own reader accepts truncated files."""
-
-    def __init__(self, file: IO[bytes], zstandard: ModuleType) -> None:
-        super().__init__(file)
-        self._zstandard = zstandard
-        self._frame: Any = None
-        self._packed = memoryview(b"")
-
-    def next_piece(self) -> bytes | None:
-        """Return the next bytes, or None at the end.
-
-        Raises: Damaged; EOFError when the file is truncated.
-        """
-        self._packed = self._packed or memoryview(self._file.read(_BLOCK))
-        if self._packed:
-            return self._unpacked()
-        if self._frame is not None:
-            raise EOFError("it is truncated")
-        return None
-
-    def _unpacked(self) -> bytes:
-        """Decompress the next bytes."""
-        fed = self._packed[:_FED_BYTES]
-        self._frame = self._frame or self._zstandard.ZstdDecompressor().decompressobj()
-        try:
-            content: bytes = self._frame.decompress(fed)
-        except self._zstandard.ZstdError as error:
-            raise Damaged(str(error)) from error
-        self._packed = self._packed[len(fed) - len(self._frame.unused_data) :]
-        if self._frame.eof:
-            self._frame = None
-        return content
+def converted(file: IO[bytes], pieces: Iterator[bytes]) -> IO[bytes]:
+    """Return a file that consists of `pieces`, which are read from `file`."""
+    return cast(IO[bytes], io.BufferedReader(ConvertedFile(file, pieces), buffer_size=1 << 20))
 
 
-_OPENERS: dict[str, Callable[[str], IO[bytes]]] = {
-    ".gz": lambda path: cast(
-        IO[bytes],
-        gzip.GzipFile(fileobj=open_remote(path)) if is_url(path) else gzip.GzipFile(path),
-    ),
-    ".bz2": lambda path: cast(IO[bytes], bz2.BZ2File(open_remote(path) if is_url(path) else path)),
-    ".zst": _open_zstd,
-}
+def _unpacked(file: IO[bytes], zstandard: ModuleType) -> Iterator[bytes]:
+    """Decompress a .zst file by frame because zstandard's own reader accepts truncated files.
+
+    Raises: Damaged; EOFError when the file is truncated.
+    """
+    frame: Any = None
+    while block := memoryview(file.read(_BLOCK)):
+        while block:
+            fed = block[:_FED_BYTES]
+            frame = frame or zstandard.ZstdDecompressor().decompressobj()
+            try:
+                yield frame.decompress(fed)
+            except zstandard.ZstdError as error:
+                raise Damaged(str(error)) from error
+            block = block[len(fed) - len(frame.unused_data) :]
+            if frame.eof:
+                frame = None
+    if frame is not None:
+        raise EOFError("it is truncated")
 
 
 def import_package(module: str, path: str, *, extra: str) -> ModuleType:

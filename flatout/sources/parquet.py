@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from types import ModuleType
+from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from flatout.conversation.turns import CHAT_FIELDS
 from flatout.json_io import JsonObject
 from flatout.sources import BadRow, Row
 from flatout.sources.fields import ROW_BYTES, Fields, document, no_field, no_text, too_long
+from flatout.sources.input_file import Piece
 from flatout.sources.packed import (
     CANNOT_BE_READ,
     NotHandedOut,
@@ -29,88 +30,83 @@ _PAGE_BYTES = 1 << 20
 """Bytes of a column read at a time, instead of the whole row group."""
 
 
-@dataclass(frozen=True)
-class RowGroups:
-    """Row groups [start, end) of a file; `end` is None for a file that cannot be split."""
-
-    path: str
-    start: int
-    end: int | None
-    first_row: int
-    """Number of rows before them."""
-    num_bytes: int
-
-
-def cut_parquet(path: str, size: int, fields: Fields, limit: int) -> list[RowGroups]:
+def cut_parquet(path: str, size: int, fields: Fields, limit: int) -> list[Piece]:
     """Split a file into runs of row groups, each up to `limit` bytes of the requested columns.
 
     A file that is damaged or lacks a column is not split: reading it reports the problem.
 
     Raises: MissingPackage without pyarrow.
     """
-    whole = [RowGroups(path, 0, None, 0, size)]
+    found: list[Piece] = []
     try:
         with open_bytes(path) as file:
-            described = _open_parquet(path, file).metadata
-            names = [described.schema.column(index).path for index in range(described.num_columns)]
+            parquet = _open_parquet(path, file)
+            columns = _columns_of(parquet, fields.among(parquet.schema_arrow.names))
     except _errors():
-        return whole
-    requested = _requested(fields.among({name.partition(".")[0] for name in names}))
-    if not all(any(_belongs_to(name, field) for name in names) for field in requested):
-        return whole
-    found: list[RowGroups] = []
+        columns = {}
     rows = 0
-    for number in range(described.num_row_groups):
-        group = described.row_group(number)
-        num_bytes = _num_bytes(group, requested)
-        if found and found[-1].num_bytes + num_bytes <= limit:
-            found[-1] = replace(
-                found[-1], end=number + 1, num_bytes=found[-1].num_bytes + num_bytes
-            )
+    for number in range(parquet.num_row_groups if columns and all(columns.values()) else 0):
+        group = parquet.metadata.row_group(number)
+        num_bytes = sum(chunk.total_uncompressed_size for chunk in _chunks(group, columns))
+        last = found[-1] if found else None
+        if last and last.num_bytes + num_bytes <= limit:
+            found[-1] = replace(last, end=number + 1, num_bytes=last.num_bytes + num_bytes)
         else:
-            found.append(RowGroups(path, number, number + 1, rows, num_bytes))
+            found.append(Piece(path, number, number + 1, num_bytes, rows))
         rows += group.num_rows
-    return found or whole
+    return found or [Piece(path, 0, None, size)]
 
 
-def _num_bytes(group: Any, requested: list[str]) -> int:
-    """Return the uncompressed bytes of the requested fields in a row group."""
-    return sum(column.total_uncompressed_size for column in _columns_of(group, requested))
+def _columns_of(parquet: Any, fields: Fields) -> dict[str, list[int]]:
+    """Return the numbers of the columns that each field consists of; a struct has several."""
+    paths = [parquet.schema.column(number).path for number in range(len(parquet.schema))]
+    return {
+        field: [
+            number
+            for number, path in enumerate(paths)
+            if path == field or path.startswith(f"{field}.")
+        ]
+        for field, _ in fields.named
+    }
 
 
-def _columns_of(group: Any, requested: list[str]) -> list[Any]:
-    """Return the column chunks of a row group that contain the requested fields."""
-    columns = (group.column(index) for index in range(group.num_columns))
-    return [
-        column
-        for column in columns
-        if any(_belongs_to(column.path_in_schema, field) for field in requested)
-    ]
+def _chunks(group: Any, columns: dict[str, list[int]]) -> list[Any]:
+    """Return the column chunks of a row group that contain the fields."""
+    return [group.column(number) for number in sorted({*chain(*columns.values())})]
 
 
-def read_row_groups(groups: RowGroups, fields: Fields) -> Iterator[Row]:
+def read_row_groups(groups: Piece, fields: Fields) -> Iterator[Row]:
     """Yield the rows of row groups; an unreadable file or rest of a row group is one bad row."""
     try:
         with open_bytes(groups.path) as file:
             parquet = _open_parquet(groups.path, file)
-            fields = fields.among(parquet.schema_arrow.names)
-            missing = _missing_field(parquet.schema_arrow, fields)
-            if missing is not None:
-                turns = next(filter(parquet.schema_arrow.names.__contains__, CHAT_FIELDS), None)
-                yield (
-                    no_text(groups.path, None, missing[0], turns)
-                    if turns is not None and missing[2] == "--text-field" and fields.chat is None
-                    else no_field(groups.path, None, *missing)
-                )
-                return
+            names = parquet.schema_arrow.names
+            fields = fields.among(names)
+            columns = _columns_of(parquet, fields)
+            for field, option in fields.named:
+                if not columns[field]:
+                    turns = next(filter(names.__contains__, CHAT_FIELDS), None)
+                    if turns and option == "--text-field" and fields.chat is None:
+                        yield no_text(groups.path, field, turns)
+                    else:
+                        yield no_field(groups.path, field, _text_columns(parquet), option)
+                    return
             rows = groups.first_row
-            for group in range(
-                groups.start, parquet.num_row_groups if groups.end is None else groups.end
-            ):
-                yield from _read_row_group(parquet, group, rows, groups.path, fields)
-                rows += parquet.metadata.row_group(group).num_rows
+            for number in range(groups.start, groups.end or parquet.num_row_groups):
+                yield from _read_row_group(parquet, number, rows, groups.path, fields)
+                rows += parquet.metadata.row_group(number).num_rows
     except _errors() as error:
         yield _unread(groups.path, groups.path, error, groups.num_bytes)
+
+
+def _text_columns(parquet: Any) -> list[str]:
+    """Return the columns that contain one text per row, with dotted names inside structs."""
+    columns = (parquet.schema.column(number) for number in range(len(parquet.schema)))
+    return [
+        column.path
+        for column in columns
+        if column.logical_type.type == "STRING" and not column.max_repetition_level
+    ]
 
 
 def _read_row_group(
@@ -118,18 +114,14 @@ def _read_row_group(
 ) -> Iterator[Row]:
     number = first_row
     described = parquet.metadata.row_group(group)
-    num_bytes = max(_num_bytes(described, _requested(fields)), 1)
+    chunks = _chunks(described, _columns_of(parquet, fields))
+    num_bytes = max(sum(chunk.total_uncompressed_size for chunk in chunks), 1)
     try:
-        pages = [
-            page
-            for column in _columns_of(described, _requested(fields))
-            for page in pages_at(path, column)
-        ]
+        pages = [page for chunk in chunks for page in pages_at(path, chunk)]
         large = next((page for page in pages if page.is_too_large), None)
         if large is not None:
-            yield _too_large(
-                large, path if not first_row else f"{path} after row {first_row}", num_bytes
-            )
+            where = path if not first_row else f"{path} after row {first_row}"
+            yield _too_large(large, where, num_bytes)
             return
         at_once = min(
             [
@@ -138,12 +130,20 @@ def _read_row_group(
                 *(page.rows_in_bounds for page in pages),
             ]
         )
+        names = [field for field, _ in fields.named]
         for batch in parquet.iter_batches(
-            at_once, row_groups=[group], columns=_requested(fields), use_threads=False
+            at_once, row_groups=[group], columns=names, use_threads=False
         ):
-            for row in _dictionaries(batch):
+            for row in _rows_of(batch):
                 number += 1
-                yield _row(row, fields, f"{path}, row {number}")
+                where = f"{path}, row {number}"
+                if row is None:
+                    yield too_long(where, ROW_BYTES)
+                elif isinstance(row, UnicodeDecodeError):
+                    fix = "Write it again, or skip such rows with --on-bad-row skip."
+                    yield BadRow(f"is not UTF-8: {row.reason}", fix, "not UTF-8", where)
+                else:
+                    yield document(row, fields, where)
     except _errors() as error:
         yield _unread(path, f"{path} after row {number}", error, num_bytes)
 
@@ -174,24 +174,7 @@ def _unread(path: str, where: str, error: Exception, num_bytes: int) -> BadRow:
     return BadRow(f"cannot be read: {message}", fix, CANNOT_BE_READ, where, unread_bytes=num_bytes)
 
 
-def _requested(fields: Fields) -> list[str]:
-    return [field for field, _ in fields.named]
-
-
-def _row(row: JsonObject | UnicodeDecodeError | None, fields: Fields, where: str) -> Row:
-    if row is None:
-        return too_long(where, None, ROW_BYTES)
-    if isinstance(row, UnicodeDecodeError):
-        return BadRow(
-            f"is not UTF-8: {row.reason}",
-            "Write it again, or skip such rows with --on-bad-row skip.",
-            "not UTF-8",
-            where,
-        )
-    return document(row, fields, where)
-
-
-def _dictionaries(batch: Any) -> Iterator[JsonObject | UnicodeDecodeError | None]:
+def _rows_of(batch: Any) -> Iterator[JsonObject | UnicodeDecodeError | None]:
     """Yield the rows of a batch: an error for a row that is not UTF-8, None for one too long."""
     failed: UnicodeDecodeError | None = None
     if batch.nbytes <= ROW_BYTES:
@@ -204,36 +187,11 @@ def _dictionaries(batch: Any) -> Iterator[JsonObject | UnicodeDecodeError | None
         yield failed
     else:
         for index in range(batch.num_rows):
-            yield from _dictionaries(batch.slice(index, 1))
-
-
-def _missing_field(schema: Any, fields: Fields) -> tuple[str, list[str], str] | None:
-    """Return the first field without a column, the text columns and the field's option, or None."""
-    names = list(_columns(schema))
-    for field, option in fields.named:
-        if not any(_belongs_to(name, field) for name, _ in names):
-            return (
-                field,
-                [name for name, kind in names if kind in ("string", "large_string", "string_view")],
-                option,
-            )
-    return None
-
-
-def _columns(fields: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the name and type of every column, with dotted names inside structs."""
-    for field in fields:
-        yield f"{prefix}{field.name}", str(field.type)
-        if str(field.type).startswith("struct<"):
-            yield from _columns(field.type, f"{prefix}{field.name}.")
-
-
-def _belongs_to(name: str, field: str) -> bool:
-    return name == field or name.startswith(f"{field}.")
+            yield from _rows_of(batch.slice(index, 1))
 
 
 def _open_parquet(path: str, file: Any) -> Any:
-    return _pyarrow(path, "pyarrow.parquet").ParquetFile(
+    return import_package("pyarrow.parquet", path, extra="parquet").ParquetFile(
         file, buffer_size=_PAGE_BYTES, pre_buffer=False, page_checksum_verification=True
     )
 
@@ -248,8 +206,4 @@ def require_parquet(path: str) -> None:
 
     Raises: MissingPackage with the install line.
     """
-    _pyarrow(path, "pyarrow")
-
-
-def _pyarrow(path: str, module: str) -> ModuleType:
-    return import_package(module, path, extra="parquet")
+    import_package("pyarrow", path, extra="parquet")

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import IO
 
 from flatout.documents import parser_says
-from flatout.sources import BadRow, Row
+from flatout.sources import BadRow, Row, RowLocation
 from flatout.sources.encodings import open_utf8
 from flatout.sources.fields import ROW_BYTES, Fields, document, too_long
 from flatout.sources.long import CHUNK_BYTES, not_utf8
@@ -37,16 +37,12 @@ def read_rows(
             number += 1
             row: Row | None = None
             if len(line) > ROW_BYTES:
-                row = too_long(path, position, ROW_BYTES)
+                row = too_long(RowLocation(path, position), ROW_BYTES)
                 position += 0 if line.endswith(b"\n") else _skip_line(file)
             elif not line.isspace():
                 row = _row(line, path, position, fields)
             if row is not None:  # offsets refer to the file only if it is UTF-8
-                yield (
-                    row
-                    if encoding is None
-                    else replace(row, name=f"{path}, line {number}", offset=None)
-                )
+                yield row if encoding is None else replace(row, location=f"{path}, line {number}")
             position += len(line)
 
 
@@ -61,29 +57,19 @@ def _skip_line(file: IO[bytes]) -> int:
 
 
 def _row(line: bytes, path: str, offset: int, fields: Fields) -> Row:
+    where = RowLocation(path, offset)
     try:
         row = json.loads(line.decode("utf-8-sig" if offset == 0 else "utf-8"))
     except UnicodeDecodeError as error:
-        return BadRow.of(
-            not_utf8(path, offset + error.start, line[error.start]), "not UTF-8", path, offset
-        )
+        bad = not_utf8(path, offset + error.start, line[error.start])
+        return BadRow.of(bad, "not UTF-8", path, where)
+    except json.JSONDecodeError as error:  # the location names the line
+        what = f"is not JSON: {error.msg} at column {error.pos + 1}"
     except ValueError as error:
-        return _not_json(f"is not JSON: {_parser_message(error)}", path, offset)
+        what = f"is not JSON: {parser_says(error)}"
     except RecursionError:
-        return _not_json("is nested too deeply", path, offset)
-    return document(row, fields, path, offset)
-
-
-def _not_json(what: str, path: str, offset: int) -> BadRow:
-    return BadRow(
-        what, "Repair the line, or skip such rows with --on-bad-row skip.", "not JSON", path, offset
-    )
-
-
-def _parser_message(error: ValueError) -> str:
-    """Return the JSON parser's message with only the column: the location names the line."""
-    return (
-        f"{error.msg} at column {error.pos + 1}"
-        if isinstance(error, json.JSONDecodeError)
-        else parser_says(error)
-    )
+        what = "is nested too deeply"
+    else:
+        return document(row, fields, where)
+    fix = "Repair the line, or skip such rows with --on-bad-row skip."
+    return BadRow(what, fix, "not JSON", where)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 
-from flatout.errors import DataError
-from flatout.sources import Document, ReadTask
+from flatout.sources import Document, ReadTask, require_counts
 
 DOCUMENTS_PER_PART = 1000
 _ONSETS = [
@@ -38,12 +37,7 @@ def synthetic(documents: int = 1000, words: int = 200, seed: int = 0) -> list[Re
 
     Raises: DataError when a parameter is not an integer or is out of range.
     """
-    for name, value, least in (("documents", documents, 1), ("words", words, 1), ("seed", seed, 0)):
-        if type(value) is not int or value < least:
-            raise DataError(
-                f"synthetic: {name}={value!r} is not allowed.",
-                fix=f"Set {name} to an integer of at least {least}.",
-            )
+    require_counts("synthetic", documents=(documents, 1), words=(words, 1), seed=(seed, 0))
     starts = range(0, documents, DOCUMENTS_PER_PART)
     bounds = [(start, min(start + DOCUMENTS_PER_PART, documents)) for start in starts]
     return [

@@ -36,15 +36,29 @@ def read_table(path: str, suffix: str, fields: Fields, encoding: str | None) -> 
             key=lambda delimiter: len(next(csv.reader([first], delimiter=delimiter), [])),
         )
         rows = csv.reader(chain([first], lines), delimiter=delimiter, strict=True)
-        header = _header(rows, lines, path)
-        while (row := _next(rows, lines, path)) is not None:
+        header: list[str] = []
+        while True:
+            lines.begin_row()
             where = f"{path}, line {lines.first}"
-            if isinstance(row, BadRow):
-                yield row
+            try:
+                row = next(rows, None)
+            except csv.Error as error:
+                if not header:
+                    fix = "Check that the first row names the columns."
+                    raise Unread(f"{path} is not CSV: {error}.", fix=fix) from error
+                several = lines.number > lines.first  # an unclosed quote swallows the rows after it
+                yield _bad(f"is not CSV: {error}", where, lines.row_bytes if several else 0)
+                continue
+            if row is None:
+                return
+            if not header:
+                header = [name.strip() for name in row]
+                twice = next((name for name in header if header.count(name) > 1), None)
+                if twice is not None:
+                    fix = "Give each column a unique name in the first row."
+                    raise Unread(f"{path} has two columns called {twice!r}.", fix=fix)
             elif lines.fault is not None:
-                yield replace(
-                    BadRow.of(not_utf8(path, *lines.fault), "not UTF-8", path), name=where
-                )
+                yield BadRow.of(not_utf8(path, *lines.fault), "not UTF-8", path, where)
             elif row and len(row) != len(header):
                 yield _bad(f"has {len(row)} columns where the first row has {len(header)}", where)
             elif row:
@@ -54,42 +68,9 @@ def read_table(path: str, suffix: str, fields: Fields, encoding: str | None) -> 
                 yield found
 
 
-def _header(rows: Iterator[list[str]], lines: _Lines, path: str) -> list[str]:
-    row = _next(rows, lines, path)
-    if isinstance(row, BadRow):
-        raise Unread(f"{path} {row.what}.", fix="Check that the first row names the columns.")
-    header = [name.strip() for name in row or []]
-    twice = next((name for name in header if header.count(name) > 1), None)
-    if twice is not None:
-        raise Unread(
-            f"{path} has two columns called {twice!r}.",
-            fix="Give each column a unique name in the first row.",
-        )
-    return header
-
-
-def _next(rows: Iterator[list[str]], lines: _Lines, path: str) -> list[str] | BadRow | None:
-    """Return the next row, or None at the end, with `lines` counting from the row's first line."""
-    lines.begin_row()
-    try:
-        return next(rows, None)
-    except csv.Error as error:
-        several = lines.number > lines.first  # an unclosed quote swallows the rows after it
-        return _bad(
-            f"is not CSV: {error}",
-            f"{path}, line {lines.first}",
-            unread_bytes=lines.row_bytes if several else 0,
-        )
-
-
-def _bad(what: str, where: str, *, unread_bytes: int = 0) -> BadRow:
-    return BadRow(
-        what,
-        "Repair the row, or skip such rows with --on-bad-row skip.",
-        "not CSV",
-        where,
-        unread_bytes=unread_bytes,
-    )
+def _bad(what: str, where: str, unread_bytes: int = 0) -> BadRow:
+    fix = "Repair the row, or skip such rows with --on-bad-row skip."
+    return BadRow(what, fix, "not CSV", where, unread_bytes)
 
 
 class _Lines:

@@ -48,14 +48,20 @@ MEMORY = (
 """Figures of the panel's line about memory; those that a run lacks have no place on it."""
 
 
-def settings_of(run: Any, on: Sequence[str]) -> str:
-    """Return the precision, the optimizer and the batch of a run with these speedups on."""
+def settings_of(run: Any) -> str:
+    """Return the precision, the optimizer and the batch of a run."""
     config, batch, devices = run.config, run.config.batch, run.mesh.world_size
-    parts = ["bf16 matmuls" if "bf16-products" in on else config.train.precision]
-    parts.append("compiled" if {"compile", "compile-blocks"} & {*on} else "eager")
-    named = [config.optim.kind, *(name.replace("-", " ") for name in on if name == "fused-adamw")]
-    parts.append(" with ".join(named) if named[0] != "adamw" else named[-1])
-    parts += [name for name in on if name.endswith(("checkpointing", "-8bit"))]
+    filled = run.recipe.filled_by
+    optimizer = config.optim.kind
+    if "optimizer" in filled:
+        fused = filled["optimizer"].replace("-", " ")
+        optimizer = fused if optimizer == "adamw" else f"{optimizer} with {fused}"
+    parts = [
+        f"{run.recipe.arithmetic(config.train.device)} matmuls",
+        "compiled" if "compilation" in filled else "eager",
+        optimizer,
+        *([filled["activations"]] if "activations" in filled else []),
+    ]
     product = counted(int(batch.rows_per_device), "row")
     if (batch.accumulate or 1) > 1:
         product += f" x {batch.accumulate:,} micro-batches"
@@ -103,14 +109,11 @@ class RunReport:
             start = f"  {'on ' if one['on'] else 'off'}  {one['name']:<{names}}  "
             self.terminal.say(wrapped(start + one["reason"], width, hanging=len(start)))
         if decisions and not self._verbose:
-            on = [one["name"] for one in decisions if one["on"]]
-            self.terminal.say(
-                wrapped(
-                    f"{settings_of(run, on)}; {len(on)} of {len(decisions)} "
-                    "speedups on (--verbose shows each)",
-                    width,
-                )
+            on = sum(one["on"] for one in decisions)
+            text = (
+                f"{settings_of(run)}; {on} of {len(decisions)} speedups on (--verbose shows each)"
             )
+            self.terminal.say(wrapped(text, width))
         self._reset(run.step, run.tokens_per_step)
         self._epochs = Epochs(
             run.step / run.steps_per_epoch, total=self._requested_epochs, last_step=run.last_step

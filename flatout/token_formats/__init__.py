@@ -41,7 +41,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class Piece:
-    """Some of the tokens, in order."""
+    """The tokens of one file."""
 
     tokens: Array
     """Shape (T,), any integer type; it may be memory-mapped."""
@@ -51,12 +51,7 @@ class Piece:
     """Its share of `Tokens.weight`."""
     ends: Array | None = None
     """The positions in `tokens` after each document's last token; None if the format does not say.
-
-    A document may continue in the next piece."""
-    first: int = 0
-    """The number of its first token within `name`."""
-    is_last: bool = True
-    """Whether it is the last of its file."""
+    """
 
 
 @dataclass(frozen=True)
@@ -68,13 +63,11 @@ class Tokens:
     unit: str
     """What `weight` counts."""
     pieces: Callable[[], Iterator[Piece]]
-    """Read the tokens."""
+    """Read the tokens; raises DataError when they contradict the metadata."""
     metadata: JsonObject = field(default_factory=dict)
     """What the other program says about them, for the manifest."""
     note: str | None = None
     """A guess that the user should know of."""
-    check_total: Callable[[int], object] | None = None
-    """Checks the total number of tokens against the metadata."""
 
 
 @dataclass(frozen=True)

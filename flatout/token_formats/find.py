@@ -24,13 +24,8 @@ class Input:
     path: Path
     name: str
     """The format's name."""
+    format: TokenFormat
     files: tuple[Path, ...]
-
-    @property
-    def format(self) -> TokenFormat:
-        """The format."""
-        found: TokenFormat = TOKEN_FORMATS.get(self.name)
-        return found
 
 
 @dataclass(frozen=True)
@@ -96,7 +91,10 @@ def _found(path: Path, form: str | None) -> Found:
         )
     by_split: dict[str, list[Input]] = {}
     for found in inputs.values():
-        by_split.setdefault(_split_of(found.path), []).append(found)
+        match = _SPLIT.search(found.path.name.lower())  # the first such word; else it is training
+        word = match[1] if match else "train"
+        split = "val" if word in VALIDATION else "test" if word == "test" else "train"
+        by_split.setdefault(split, []).append(found)
     train, val = by_split.get("train", []), by_split.get("val", [])
     if not train:
         raise DataError(
@@ -105,13 +103,6 @@ def _found(path: Path, form: str | None) -> Found:
         )
     left_out = tuple(found.path.name for found in by_split.get("test", []))
     return Found(tuple(train), tuple(val), left_out)
-
-
-def _split_of(path: Path) -> str:
-    """Return `train`, `val` or `test`, from the first such word in a name; `train` without any."""
-    match = _SPLIT.search(path.name.lower())
-    word = match[1] if match else "train"
-    return "val" if word in VALIDATION else "test" if word == "test" else "train"
 
 
 def _input(path: Path, form: str | None, *, named: bool = False) -> Input | None:
@@ -126,7 +117,8 @@ def _input(path: Path, form: str | None, *, named: bool = False) -> Input | None
             taken = form
         if taken is None:
             return None
-        return Input(path, taken, tuple(TOKEN_FORMATS.get(taken).files(path)))
+        found = TOKEN_FORMATS.get(taken)
+        return Input(path, taken, found, tuple(found.files(path)))
     except OSError as error:
         raise unreadable(str(path), error) from error
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -20,21 +19,6 @@ from flatout.token_formats import Piece, Reading, TokenFormat, Tokens, damaged
 MAPPED = b"MMIDIDX\x00\x00"
 DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2", 9: "<u4", 10: "<u8"}
 """Integer types by their number in an index."""
-GROUP = 1 << 18
-"""Sequences that are read at a time."""
-
-
-@dataclass(frozen=True)
-class _Index:
-    """The sequences of a dataset."""
-
-    dtype: np.dtype[np.generic]
-    sizes: Array
-    """The tokens of each sequence."""
-    starts: Array
-    """The first byte of each sequence."""
-    documents: Array | None
-    """The number of each document's first sequence, and the number of sequences."""
 
 
 def takes(path: Path) -> bool:
@@ -72,32 +56,23 @@ def files(path: Path) -> tuple[Path, Path]:
 def open_megatron(path: Path, reading: Reading) -> Tokens:
     """Open a data file and its index.
 
+    Memory: 8 bytes per sequence, a few times.
     Raises: DataError when the index is damaged, or does not describe the data file.
     """
-    data, index_path = files(path)
-    index = _read_index(index_path)
-    total = int(np.sum(index.sizes, dtype=np.int64))
-    _require_in_order(index, data, index_path)
-    if data.stat().st_size != total * index.dtype.itemsize:
+    data, index = files(path)
+    dtype, document_ends = _read_index(index, data)
+    total = int(document_ends[-1]) if len(document_ends) else 0
+    if data.stat().st_size != total * dtype.itemsize:
         raise damaged(
             data,
             f"has {data.stat().st_size:,} bytes, and its index describes {total:,} tokens of "
-            f"{index.dtype.name}",
+            f"{dtype.name}",
         )
     if not total:
         raise damaged(data, "contains no tokens")
 
     def pieces() -> Iterator[Piece]:
-        tokens = np.memmap(data, index.dtype, "r")
-        first = taken = 0
-        for group in range(0, len(index.sizes), GROUP):
-            ends = first + np.cumsum(index.sizes[group : group + GROUP], dtype=np.int64)
-            stop = int(ends[-1])
-            found, taken = _ends_of_documents(index, group, ends, taken)
-            if stop > first:
-                part, ends = tokens[first:stop], found[found > first] - first
-                yield Piece(part, str(data), len(part), ends, first, is_last=stop == total)
-            first = stop
+        yield Piece(np.memmap(data, dtype, "r"), str(data), total, document_ends)
 
     return Tokens(total, "tokens", pieces)
 
@@ -105,79 +80,21 @@ def open_megatron(path: Path, reading: Reading) -> Tokens:
 FORMAT = TokenFormat(takes=takes, files=files, open=open_megatron, documents="stored")
 
 
-def _ends_of_documents(index: _Index, group: int, ends: Array, taken: int) -> tuple[Array, int]:
-    """Return where documents end, given where the sequences of a group end.
+def _read_index(path: Path, data: Path) -> tuple[np.dtype[np.generic], Array]:
+    """Return the type of a dataset's tokens, and where its documents end, in tokens.
 
-    `taken` entries of the list of documents were used for earlier groups; the new number is
-    returned too.
-    """
-    if index.documents is None:
-        return np.unique(ends), taken
-    found = []
-    while taken < len(index.documents):
-        part = np.asarray(index.documents[taken : taken + GROUP])
-        count = int(np.searchsorted(part, group + len(ends), "right"))
-        found.append(part[:count])
-        taken += count
-        if count < len(part):
-            break
-    sequences = np.concatenate(found) if found else np.empty(0, np.int64)
-    return np.unique(ends[sequences[sequences > group] - group - 1]), taken
-
-
-def _require_in_order(index: _Index, data: Path, index_path: Path) -> None:
-    """Check that the sequences follow each other in the data file, as every builder writes them.
-
-    Raises: DataError.
-    """
-    end = 0
-    for group in range(0, len(index.sizes), GROUP):
-        sizes = np.asarray(index.sizes[group : group + GROUP], np.int64) * index.dtype.itemsize
-        ends = end + np.cumsum(sizes)
-        starts = index.starts[group : group + GROUP]
-        if (sizes < 0).any() or not np.array_equal(starts, ends - sizes):
-            raise damaged(index_path, f"does not describe {data.name} in order")
-        end = int(ends[-1])
-
-
-def _read_index(path: Path) -> _Index:
-    """Return the index in a file.
-
-    Raises: DataError when it is neither kind, or its size is not that of its content.
+    Raises: DataError when it is not an index, or its size is not that of its content.
     """
     with path.open("rb") as file:
-        head = file.read(64)
-    try:
-        if head.startswith(MAPPED):
-            return _read_mapped(path, head)
-    except struct.error as error:
-        raise damaged(path, "is truncated") from error
-    raise DataError(
-        f"{path} is not an index of Megatron: it starts with {head[:9]!r}.",
-        fix="If the .bin file beside it is nanoGPT's, move the .idx file away.",
-    )
-
-
-def _read_mapped(path: Path, head: bytes) -> _Index:
-    version, code, count, documents = struct.unpack_from("<QBQQ", head.ljust(34, b"\0"), 9)
-    dtype = _dtype(path, version, code)
-    size = path.stat().st_size
-    after = size - 34 - 12 * count - 8 * documents
-    with_documents = after in (0, count)  # a mode per sequence may follow
-    if not with_documents:
-        if size != 26 + 12 * count:
-            raise damaged(path, f"is truncated or damaged: it states {count:,} sequences")
-        documents = 0
-    start = 34 if with_documents else 26
-    return _Index(
-        dtype,
-        _array(path, "<i4", count, start),
-        _array(path, "<i8", count, start + 4 * count),
-        _documents(path, documents, start + 12 * count, count),
-    )
-
-
-def _dtype(path: Path, version: int, code: int) -> np.dtype[np.generic]:
+        head = file.read(34)
+    if not head.startswith(MAPPED):
+        raise DataError(
+            f"{path} is not an index of Megatron: it starts with {head[:9]!r}.",
+            fix="If the .bin file beside it is nanoGPT's, move the .idx file away.",
+        )
+    if len(head) < 26:
+        raise damaged(path, "is truncated")
+    version, code, count, num_documents = struct.unpack_from("<QBQQ", head.ljust(34, b"\0"), 9)
     if version != 1:
         raise DataError(
             f"{path} is an index of version {version}; version 1 is known.",
@@ -185,26 +102,23 @@ def _dtype(path: Path, version: int, code: int) -> np.dtype[np.generic]:
         )
     if code not in DTYPES:
         raise damaged(path, f"states the type {code}, which is not one of integers")
-    return np.dtype(DTYPES[code])
-
-
-def _array(path: Path, dtype: str, count: int, offset: int) -> Array:
-    if not count:
-        return np.empty(0, dtype)
-    return np.memmap(path, dtype, "r", offset=offset, shape=(count,))
-
-
-def _documents(path: Path, count: int, offset: int, num_sequences: int) -> Array | None:
-    """Return the documents' first sequences; None when the index lists none."""
-    if count <= 1:  # only a 0: the builder was never told where a document ends
-        return None
-    found = _array(path, "<i8", count, offset)
-    end = 0
-    for group in range(0, count, GROUP):
-        part = np.concatenate(([end], found[group : group + GROUP]))
-        if (np.diff(part) < 0).any():
+    dtype, size = np.dtype(DTYPES[code]), path.stat().st_size
+    start = 34
+    if size - 34 - 12 * count - 8 * num_documents not in (0, count):  # a mode each may follow
+        if size != 26 + 12 * count:
+            raise damaged(path, f"is truncated or damaged: it states {count:,} sequences")
+        start, num_documents = 26, 0
+    sizes = np.fromfile(path, "<i4", count, offset=start)
+    starts = np.fromfile(path, "<i8", count, offset=start + 4 * count)
+    documents = np.fromfile(path, "<i8", num_documents, offset=start + 12 * count)
+    ends = np.cumsum(sizes, dtype=np.int64)
+    if (sizes < 0).any() or not np.array_equal(starts, (ends - sizes) * dtype.itemsize):
+        raise damaged(path, f"does not describe {data.name} in order")
+    if num_documents > 1:  # else only a 0: the builder was never told where a document ends
+        if (np.diff(documents, prepend=0) < 0).any():
             raise damaged(path, "lists documents out of order")
-        end = int(part[-1])
-    if end > num_sequences:
-        raise damaged(path, f"lists a document after the last of {num_sequences:,} sequences")
-    return np.append(found, num_sequences) if end < num_sequences else found
+        if documents[-1] > count:
+            raise damaged(path, f"lists a document after the last of {count:,} sequences")
+        ends = np.append(ends[documents[documents > 0] - 1], ends[-1:])
+    ends = np.unique(ends)
+    return dtype, ends[ends > 0]

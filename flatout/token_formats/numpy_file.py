@@ -22,8 +22,6 @@ from flatout.token_formats import (
     tokens_field,
 )
 
-READ_TOKENS = 1 << 20
-"""Tokens of a compressed array that are read at a time."""
 _PICKLED = (b"\x80", b"(", b"]", b"}")
 """How a pickle starts; numpy.save and numpy.load know files of this kind too."""
 
@@ -76,13 +74,16 @@ def _open_archive(path: Path, reading: Reading) -> Tokens:
         raise damaged(path, f"contains no tokens in {chosen!r}")
 
     def pieces() -> Iterator[Piece]:
-        with zipfile.ZipFile(path) as archive, archive.open(f"{chosen}.npy") as file:
-            _header(file, str(path))
-            for first in range(0, count, READ_TOKENS):
-                wanted = min(READ_TOKENS, count - first) * dtype.itemsize
-                tokens = np.frombuffer(_read(file, wanted, path), dtype)
-                is_last = first + len(tokens) == count
-                yield Piece(tokens, str(path), len(tokens), first=first, is_last=is_last)
+        num_bytes = count * dtype.itemsize
+        try:
+            with zipfile.ZipFile(path) as archive, archive.open(f"{chosen}.npy") as file:
+                _header(file, str(path))
+                content = file.read(num_bytes)
+        except (zlib.error, zipfile.BadZipFile, EOFError) as error:
+            raise damaged(path, f"cannot be decompressed: {error}") from error
+        if len(content) < num_bytes:
+            raise damaged(path, "is truncated")
+        yield Piece(np.frombuffer(content, dtype), str(path), count)
 
     return Tokens(count, "tokens", pieces, note=_rows(path, shape))
 
@@ -116,16 +117,6 @@ def _header(file: IO[bytes], where: str) -> tuple[tuple[int, ...], np.dtype[np.g
             fix="Save it in rows: numpy.save(path, numpy.ascontiguousarray(tokens)).",
         )
     return shape, dtype
-
-
-def _read(file: IO[bytes], wanted: int, path: Path) -> bytes:
-    try:
-        content = file.read(wanted)
-    except (zlib.error, zipfile.BadZipFile, EOFError) as error:
-        raise damaged(path, f"cannot be decompressed: {error}") from error
-    if len(content) < wanted:
-        raise damaged(path, "is truncated")
-    return content
 
 
 def _rows(path: Path, shape: Sequence[int]) -> str | None:

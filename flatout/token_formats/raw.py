@@ -60,7 +60,11 @@ def dtype_of(path: Path, reading: Reading) -> tuple[np.dtype[np.generic], bool]:
 
     Raises: DataError for an unknown type, or a size that is not a whole number of tokens.
     """
-    name = require_dtype(reading) or guess_dtype(sample_of(path), reading.vocab_size)
+    if reading.dtype is not None and reading.dtype not in DTYPES:
+        raise DataError(
+            f"--dtype {reading.dtype!r} is not a type of tokens.", fix=f"Use {', '.join(DTYPES)}."
+        )
+    name = reading.dtype or guess_dtype(sample_of(path), reading.vocab_size)
     fallback = "uint16" if reading.vocab_size <= 1 << 16 else "uint32"
     dtype = np.dtype(name or fallback).newbyteorder("<")
     size = path.stat().st_size
@@ -71,18 +75,6 @@ def dtype_of(path: Path, reading: Reading) -> tuple[np.dtype[np.generic], bool]:
             f"name it: --dtype {' or '.join(DTYPES[:3])}.",
         )
     return dtype, reading.dtype is None
-
-
-def require_dtype(reading: Reading) -> str | None:
-    """Return the type that the user names, or None.
-
-    Raises: DataError when it is not one of DTYPES.
-    """
-    if reading.dtype is not None and reading.dtype not in DTYPES:
-        raise DataError(
-            f"--dtype {reading.dtype!r} is not a type of tokens.", fix=f"Use {', '.join(DTYPES)}."
-        )
-    return reading.dtype
 
 
 def open_raw(path: Path, reading: Reading) -> Tokens:

@@ -49,33 +49,26 @@ def together(mesh: Mesh, work: Callable[[], Result], what: str) -> Result:
         error.__cause__ = cause
     except Exception as cause:  # raised below, after the other ranks are told
         error = cause
+    failed = full = 0.0
     try:
-        others = _others(mesh, error)
+        if mesh.world_size > 1:
+            votes = (float(error is not None), float(isinstance(error, DiskFull)))
+            sums = mesh.sum(*(torch.tensor(vote, device=mesh.device) for vote in votes))
+            failed, full = map(float, sums)
     except Exception:
         if error is not None:
             raise error from None
         raise
-    if isinstance(error, DiskFull) and others is RunFailed:
+    if isinstance(error, DiskFull) and failed != full:
         error = RunFailed(error.what, fix=error.fix)
     if error is not None:
         raise error
-    if others is not None:
-        raise others(
+    if failed:
+        raise (DiskFull if failed == full else RunFailed)(
             "Another process of this run could not read or write a checkpoint.",
             fix="See the message of that process.",
         )
     return result
-
-
-def _others(mesh: Mesh, error: Exception | None) -> type[RunFailed] | None:
-    """Return how the ranks' work ended: None when all succeeded, DiskFull when no other failed."""
-    if mesh.world_size == 1:
-        return None
-    votes = (float(error is not None), float(isinstance(error, DiskFull)))
-    failed, full = mesh.sum(*(torch.tensor(vote, device=mesh.device) for vote in votes))
-    if not float(failed):
-        return None
-    return DiskFull if float(failed) == float(full) else RunFailed
 
 
 def require_shared(ranks: Ranks, lock: Path, *, wait_s: float = SHARED_WAIT_S) -> None:

@@ -81,8 +81,11 @@ def require_good_steps(run: Run, log: Log, *, flush: bool = False) -> None:
     log.write_pending()
     bad = [one for one in log.bad_steps.last if one.in_a_row <= run.guard.most]
     wait_for_saves(run, log)
-    good = run.mesh.broadcast_object(last_good(run.folder) if run.mesh.is_main else None)
-    left_out = read_left_out(run.folder)
+    good, left_out = run.mesh.broadcast_object(
+        (last_good(run.folder), read_left_out(run.folder))
+        if run.mesh.is_main
+        else (None, LeftOut())
+    )
     rewinds = len(left_out.rewinds)
     if run.mesh.is_main:
         report: JsonObject = {
@@ -95,32 +98,24 @@ def require_good_steps(run: Run, log: Log, *, flush: bool = False) -> None:
             "on_divergence": run.config.train.on_divergence,
         }
         write_json(run.folder / DIVERGENCE, report)
+    last, count = bad[-1].step, bad[-1].in_a_row  # the first ones may be of an earlier process
+    steps = f"{count} bad steps in a row, the last one step {last}"
     what = (
-        f"Training has diverged: {_in_a_row(bad)}: {bad[-1].reason}. "
+        f"Training has diverged: {steps if count > 1 else f'step {last} was bad'}: "
+        f"{bad[-1].reason}. "
         f"{run.folder / DIVERGENCE} names its data."
     )
-    if run.config.train.on_divergence == "rewind" and rewinds < run.config.train.max_rewinds:
-        _rewind(run, log, left_out, bad, good, what)
-    raise RunFailed(what, fix=_fix(run, good, rewinds))
-
-
-def _in_a_row(bad: list[BadStep]) -> str:
-    """Return how many bad steps there were, and which was the last one."""
-    last = bad[-1]  # the first ones may be of an earlier process
-    if last.in_a_row == 1:
-        return f"step {last.step} was bad"
-    return f"{last.in_a_row} bad steps in a row, the last one step {last.step}"
-
-
-def _fix(run: Run, good: Path | None, rewinds: int) -> str:
     most = run.config.train.max_rewinds
-    if rewinds >= most:
-        return f"The run was rewound as often as train.max_rewinds={most} allows. {LESS_STEEP}"
+    if run.config.train.on_divergence == "rewind" and rewinds < most:
+        _rewind(run, log, left_out, bad, good, what)
     at = "at the start" if good is None else f"from {in_shell(good)}"
-    return (
+    fix = (
         f"Run the same command with train.on_divergence=rewind: it continues {at} without the data "
         f"of these steps. Or: {LESS_STEEP[0].lower()}{LESS_STEEP[1:]}"
     )
+    if rewinds >= most:
+        fix = f"The run was rewound as often as train.max_rewinds={most} allows. {LESS_STEEP}"
+    raise RunFailed(what, fix=fix)
 
 
 def _rewind(

@@ -17,7 +17,7 @@ from flatout.data.load.batches import SequenceReader
 from flatout.data.load.feed import evaluation_batches
 from flatout.data.store.mix import Member, members_of
 from flatout.json_io import JsonObject
-from flatout.ops import Ops, float64_device
+from flatout.ops import float64_device
 from flatout.parallel.mesh import Mesh
 from flatout.progress import SILENT, Progress
 
@@ -120,8 +120,6 @@ class Evaluator:
     """Sets the batch shape, and whether attention is masked by document."""
     model: nn.Module
     """The wrapped model to call; its training mode is restored afterwards."""
-    ops: Ops
-    """The functions that the model was built with."""
     mesh: Mesh
     reader: SequenceReader
     precision: Precision
@@ -228,7 +226,6 @@ def score(
     evaluator = Evaluator(
         run.config,
         run.model,
-        run.core.ops,
         run.mesh,
         run.reader,
         run.recipe.precision,

@@ -90,6 +90,14 @@ def summarise(run: Run, log: Log, evaluation: Evaluation | None) -> JsonObject:
     run.peak = best_peak(run, log)
     steady = log.steady_rates()
     mfu = log.mfu(steady.flops_per_s) if steady else None
+    mfu_of = "unknown: there is no data sheet for this device, and its peak cannot be measured"
+    if run.peak and mfu:
+        mfu_of = run.peak.source
+    elif run.peak:
+        mfu_of = (
+            f"unknown: training was faster than the peak ({run.peak.source}), "
+            "which must have been measured while the machine was busy"
+        )
     tokens_here = run.tokens - log.first_tokens
     last = catalog.checkpoint_path(run.folder, run.step)
     return {
@@ -107,7 +115,7 @@ def summarise(run: Run, log: Log, evaluation: Evaluation | None) -> JsonObject:
         "tokens_per_s": steady.tokens_per_s if steady else None,
         "wall_tokens_per_s": tokens_here / wall_s if tokens_here else None,
         "mfu": mfu,
-        "mfu_of": run.peak.source if run.peak and mfu else _why_mfu_is_unknown(run),
+        "mfu_of": mfu_of,
         "peak_gib": log.peak_gib(),
         "compile_s": log.compile_s,
         "recompiles": None if log.compile_s is None else log.recompiles,
@@ -137,12 +145,3 @@ def best_peak(run: Run, log: Log) -> Peak | None:
     log.event("peak", tflops=again.tflops, source=again.source, before_tflops=peak.tflops)
     is_higher = again.tflops > 1.1 * peak.tflops
     return Peak(again.tflops, f"{again.source}, at the end" if is_higher else again.source)
-
-
-def _why_mfu_is_unknown(run: Run) -> str:
-    if run.peak is None:
-        return "unknown: there is no data sheet for this device, and its peak cannot be measured"
-    return (
-        f"unknown: training was faster than the peak ({run.peak.source}), "
-        "which must have been measured while the machine was busy"
-    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -24,14 +23,12 @@ from flatout.progress import SILENT, Progress
 from flatout.recognised import recognise, require_local
 from flatout.training.agreement import READING, together
 from flatout.training.checkpoint import catalog, location
-from flatout.training.checkpoint.base import digest_of, find_base
 from flatout.training.checkpoint.catalog import Base, read_index
-from flatout.training.checkpoint.foreign import load_foreign
-from flatout.training.checkpoint.merged import MergedWeights, fill_merged, shapes_of
-from flatout.training.checkpoint.read_write import load_weights
-from flatout.training.checkpoint.weights import initial_weights, plain_name
+from flatout.training.checkpoint.contents import digest_of, find_base
+from flatout.training.checkpoint.merged import MergedWeights, load_initial_weights, shapes_of
+from flatout.training.checkpoint.weights import plain_name
 from flatout.training.run_dir import layout
-from flatout.training.run_dir.config_seal import require_as_trained
+from flatout.training.run_dir.config_seal import override, require_as_trained
 from flatout.training.run_dir.data_location import require_tokenizer, require_tokenizer_of
 from flatout.training.run_dir.lookup import RUNS, find_checkpoint, find_run
 from flatout.trust import references_in
@@ -50,49 +47,46 @@ READ_CODE = (
 def resolve_init_from(
     config: RunConfig, dataset: AnyDataset, ops: Ops, *, progress: Progress = SILENT
 ) -> RunConfig:
-    """Check the checkpoint that `train.init_from` names, and return the config with its path.
+    """Check the weights that `train.init_from` names, and return the config with their path.
 
+    With LoRA, check also that the model has the layers of lora.targets.
     Raises: CheckpointError, ConfigError when the model or tokenizer differs, with the keys to set.
     """
-    if config.train.init_from is None:
+    init_from = config.train.init_from
+    if init_from is None:
         return config
-    if is_foreign(config.train.init_from):
-        return _resolve_foreign(config, dataset, ops, progress)
-    checkpoint = find_weights(config.train.init_from, progress=progress)
-    run_folder = run_of(checkpoint)
-    if run_folder is None:
-        progress.say(
-            f"{checkpoint} is not in its run directory: "
-            "its tokenizer cannot be compared with the data's."
-        )
-    else:
-        require_tokenizer(run_folder, dataset, checkpoint)
-    require_fit(config, checkpoint, run_folder, ops, progress)
-    progress.say(f"Starting with the weights of {checkpoint}.")
-    return config.with_values({"train.init_from": str(checkpoint.absolute())})
-
-
-def _resolve_foreign(
-    config: RunConfig, dataset: AnyDataset, ops: Ops, progress: Progress
-) -> RunConfig:
-    """Check the model that `train.init_from` imports, and return the config with its path."""
-    init_from = config.train.init_from or ""
-    path = Path(init_from)
-    if path.exists():
-        require_as_exported(path if path.is_dir() else path.parent, progress=progress)
-    found = find_model(init_from, progress=progress)
     model_class, model_config = model_of(config)
     model = model_class.on_meta(model_config, ops)
-    ForeignWeights(found, model_config).require_fit(shapes_of(model))
+    if is_foreign(init_from):
+        given = Path(init_from)
+        if given.exists():
+            require_as_exported(given if given.is_dir() else given.parent, progress=progress)
+        found = find_model(init_from, progress=progress)
+        path, theirs = found.path, found.keys
+        ForeignWeights(found, model_config).require_fit(shapes_of(model))
+        folder = path if path.is_dir() else path.parent
+        require_tokenizer_of(folder, members_of(dataset)[0].dataset, progress=progress)
+    else:
+        path = find_weights(init_from, progress=progress)
+        run_folder = run_of(path)
+        source = layout.read_config(run_folder) if run_folder else None
+        if run_folder is None or source is None:
+            progress.say(
+                f"{path} is not in its run directory: "
+                "its tokenizer cannot be compared with the data's."
+            )
+        else:
+            require_tokenizer(run_folder, dataset, path)
+            require_as_trained(run_folder / layout.CONFIG, source)
+        theirs = source.model.model_dump(mode="json") if source else {}
+        _require_fit(config, path, theirs, shapes_of(model))
     with_adapters(model, config.lora)
-    folder = found.path if found.path.is_dir() else found.path.parent
-    require_tokenizer_of(folder, members_of(dataset)[0].dataset, progress=progress)
-    for key, theirs in found.keys.items():
+    for key, value in theirs.items():
         mine = config.value(f"model.{key}")
-        if mine != theirs and key in FREE_OF_WEIGHTS:
-            progress.say(f"model.{key} is {theirs} in the imported model, and {mine} here.")
-    progress.say(f"Starting with the weights of {config.train.init_from}.")
-    return config.with_values({"train.init_from": str(found.path.absolute())})
+        if mine != value and key in FREE_OF_WEIGHTS:
+            progress.say(f"model.{key} is {value} where the weights come from, and {mine} here.")
+    progress.say(f"Starting with the weights of {path}.")
+    return config.with_values({"train.init_from": str(path.absolute())})
 
 
 def find_weights(init_from: str, *, progress: Progress = SILENT) -> Path:
@@ -140,16 +134,9 @@ def load_initial(run: Run, checkpoint: Path | None, *, progress: Progress = SILE
     # The digest of a base costs a pass over its files: only the main rank computes it.
     found = together(mesh, lambda: _source(run, checkpoint) if mesh.is_main else None, READING)
     source, run.base = mesh.broadcast_object(found) or (None, None)
-    if source is None:
-        return
-    if is_foreign(str(source)):
-        load_foreign(run, ForeignWeights(find_model(str(source)), run.core.config), progress)
-        return
-    if run.base is None and read_index(source).base is None:
-        load_weights(run, source, check=catalog.check_size, progress=progress)
-        return
-    with progress.task(f"Loading the weights of {source.name}"):
-        together(mesh, partial(fill_merged, initial_weights(run.core), source), READING)
+    if source is not None:
+        load = partial(load_initial_weights, run.core, source, progress)
+        together(mesh, load, READING)
 
 
 def _source(run: Run, checkpoint: Path | None) -> tuple[Path | None, JsonObject | None]:
@@ -187,46 +174,32 @@ def _another_kind(checkpoint: Path, rank: int | None) -> CheckpointError:
     )
 
 
-def require_fit(
-    config: RunConfig, checkpoint: Path, run_folder: Path | None, ops: Ops, progress: Progress
+def _require_fit(
+    config: RunConfig,
+    checkpoint: Path,
+    theirs: JsonObject,
+    shapes: Mapping[str, tuple[int, ...]],
 ) -> None:
-    """Check that the checkpoint has this model's tensors and was trained with the same model keys.
-
-    With LoRA, check also that the model has the layers of lora.targets.
+    """Check that the checkpoint has these weights and was trained with the same model keys.
 
     Raises: ConfigError with the first differences, and the `model.` overrides to paste.
     """
-    model_class, model_config = model_of(config)
-    model = model_class.on_meta(model_config, ops)
-    there = MergedWeights(checkpoint, catalog.check_size).shapes
-    shapes = list(_shapes_that_differ(there, shapes_of(model)))
-    source = layout.read_config(run_folder) if run_folder else None
-    if run_folder and source:
-        require_as_trained(run_folder / layout.CONFIG, source)
-    keys = _keys_that_differ(source, config) if source else {}
+    differ = list(_shapes_that_differ(MergedWeights(checkpoint).shapes, shapes))
+    here = config.model.model_dump(mode="json")
+    keys = {f"model.{key}": value for key, value in theirs.items() if here.get(key) != value}
     wrong = [key for key in keys if key.removeprefix("model.") not in FREE_OF_WEIGHTS]
     values = [f"{key} is {keys[key]} there and {config.value(key)} here" for key in wrong]
-    if differences := shapes or values:
-        listed = "; ".join(differences[:MOST_NAMED])
-        if len(differences) > MOST_NAMED:
-            listed += f"; and {len(differences) - MOST_NAMED} more"
-        raise ConfigError(
-            f"The weights of {checkpoint} belong to another model: {listed}.",
-            fix=_overrides({key: keys[key] for key in (wrong or keys)}),
-        )
-    with_adapters(model, config.lora)
-    for key, value in keys.items():
-        progress.say(
-            f"{key} is {value} in the run that the weights come from, and {config.value(key)} here."
-        )
-
-
-def _overrides(keys: JsonObject) -> str:
-    """Return the fix that sets these model keys."""
+    differences = differ or values
+    if not differences:
+        return
+    listed = "; ".join(differences[:MOST_NAMED])
+    if len(differences) > MOST_NAMED:
+        listed += f"; and {len(differences) - MOST_NAMED} more"
+    overrides = " ".join(override(key, keys[key]) for key in (wrong or keys))
+    fix = f"Add these overrides: {overrides} (the values of that run)." if keys else SET_KEYS
     if references_in({"model": {"kind": keys.get("model.kind")}}):
-        return READ_CODE
-    overrides = " ".join(f"{key}={_word(value)}" for key, value in keys.items())
-    return f"Add these overrides: {overrides} (the values of that run)." if keys else SET_KEYS
+        fix = READ_CODE
+    raise ConfigError(f"The weights of {checkpoint} belong to another model: {listed}.", fix=fix)
 
 
 def _shapes_that_differ(
@@ -239,16 +212,3 @@ def _shapes_that_differ(
             yield f"it has {name}, which this model lacks"
         elif there[name] != here[name]:
             yield f"{name} is {list(there[name])} there and {list(here[name])} here"
-
-
-def _keys_that_differ(source: RunConfig, config: RunConfig) -> JsonObject:
-    """Return the `model.` keys whose values differ, with the source's values."""
-    there, here = source.model.model_dump(mode="json"), config.model.model_dump(mode="json")
-    return {f"model.{key}": value for key, value in there.items() if here.get(key) != value}
-
-
-def _word(value: object) -> str:
-    """Return a value in the syntax of an override."""
-    if isinstance(value, (list, dict)):
-        return f"'{value}'"
-    return value if isinstance(value, str) else json.dumps(value)

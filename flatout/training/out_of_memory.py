@@ -65,7 +65,13 @@ def explained(run: Run) -> Iterator[None]:
         if is_out_of_memory(error):
             raise out_of_memory(run) from error
         if NOT_DETERMINISTIC in str(error):
-            raise not_deterministic(run, str(error)) from error
+            operation = str(error).split(NOT_DETERMINISTIC)[0].splitlines()[-1].strip()
+            raise RunFailed(
+                f"train.deterministic=true, and {operation} has no deterministic form "
+                f"on {run.mesh.device.type}.",
+                fix="Remove the speedup or the custom model code that calls it, "
+                "or set train.deterministic=false.",
+            ) from error
         if any(words in str(error) for words in PEER_LEFT):
             raise RunFailed(
                 "Another process of this run has ended.",
@@ -82,17 +88,6 @@ def is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and (
         text.partition("\n")[0] in ONEDNN_OUT_OF_MEMORY
         or any(words in text for words in OUT_OF_MEMORY)
-    )
-
-
-def not_deterministic(run: Run, message: str) -> RunFailed:
-    """Return the error for an operation without a deterministic form, from torch's message."""
-    operation = message.split(NOT_DETERMINISTIC)[0].splitlines()[-1].strip()
-    return RunFailed(
-        f"train.deterministic=true, and {operation} has no deterministic form "
-        f"on {run.mesh.device.type}.",
-        fix="Remove the speedup or the custom model code that calls it, "
-        "or set train.deterministic=false.",
     )
 
 

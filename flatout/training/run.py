@@ -14,7 +14,7 @@ import torch
 
 from flatout.assembly.prediction import advice, hardware_name
 from flatout.assembly.preflight import check_paths, open_dataset
-from flatout.assembly.resolve import epoch_tokens
+from flatout.assembly.resolve import checkpointing_notes, epoch_tokens
 from flatout.assembly.run import Run, build, set_deterministic
 from flatout.assembly.selection import recipe_of
 from flatout.config.schema import RunConfig
@@ -36,9 +36,8 @@ from flatout.parallel.rendezvous import (
 from flatout.progress import SILENT, Progress
 from flatout.registry import RECIPES
 from flatout.training.agreement import require_shared
-from flatout.training.checkpoint import catalog
+from flatout.training.checkpoint.catalog import DISK_BYTES_PER_PARAMETER, most_at_once
 from flatout.training.checkpoint.read_write import load
-from flatout.training.checkpoint.retention import DISK_BYTES_PER_PARAMETER, most_at_once
 from flatout.training.checkpoint.weights import weights_of
 from flatout.training.divergence import Rewound, read_left_out, require_good_steps
 from flatout.training.evaluation import EvaluationDropped, batch_shapes, warn_of_unscored
@@ -313,6 +312,9 @@ def build_run(request: RunRequest, plan: RunPlan) -> Run:
         device = str(mesh.device)
         arithmetic = recipe_of(plan.config).arithmetic(device)
         peak = measured_peak(request.folder, request.machine, device, arithmetic)
+    left_out = mesh.broadcast_object(
+        read_left_out(request.folder).positions() if mesh.is_main else {}
+    )
     with request.progress.task("Building the model"):
         return build(
             plan.config,
@@ -321,7 +323,7 @@ def build_run(request: RunRequest, plan: RunPlan) -> Run:
             dataset=dataset_of(request, plan.config),
             folder=request.folder,
             decisions=plan.decisions,
-            left_out=read_left_out(request.folder).positions(),
+            left_out=left_out,
             peak=peak,
             draws=plan.checkpoint is None,
         )
@@ -336,8 +338,7 @@ def restore(run: Run, plan: RunPlan, progress: Progress) -> list[str]:
     if plan.checkpoint is None:
         return []
     run.resumed_from = str(plan.checkpoint)
-    environment, check = environment_of(run), catalog.check_size
-    return load(run, plan.checkpoint, environment=environment, check=check, progress=progress)
+    return load(run, plan.checkpoint, environment=environment_of(run), progress=progress)
 
 
 def store_plan(run: Run, plan: RunPlan, progress: Progress) -> None:
@@ -406,12 +407,20 @@ def log_start(
         log.event("longer", steps_before=plan.longer.steps_before, steps=run.last_step)
     for decision in run.decisions:
         log.event("speedup", name=decision.name, on=decision.on, reason=decision.reason)
+    for note in checkpointing_notes(run.decisions):
+        log.progress.say(note)
     damage = log.records.damage if log.records else None
     for difference in [*differences, *([damage] if damage else [])]:
         log.event("difference", text=difference)
         log.progress.say(difference)
-    if isinstance(run.dataset, MixedDataset):
-        _log_mix(run, run.dataset, log)
+    for member in run.dataset.members if isinstance(run.dataset, MixedDataset) else ():
+        path, share = member.dataset.origin, member.share
+        tokens = epoch_tokens(member.dataset, run.config.data.seq_len)
+        passes = share * run.last_step * run.tokens_per_step / tokens
+        log.event("data", name=member.name, path=path, share=share, passes=passes)
+        log.progress.say(
+            f"{member.name}: {share:.1%} of the sequences, read {passes:.3g} times in this run."
+        )
     warn_of_unscored(members_of(run.dataset), log.progress)
     known, rows, name = run.dataset.vocab_size, run.core.config.vocab_size, run.config.name
     if known < FEW_ROWS * rows:
@@ -420,16 +429,4 @@ def log_start(
             f"The tokenizer of the dataset has {known:,} tokens and the model {rows:,}: "
             f"{1 - known / rows:.0%} of its embedding is never used. Prepare the text with the "
             f"model's own tokenizer{how}, or set model.vocab_size=null."
-        )
-
-
-def _log_mix(run: Run, dataset: MixedDataset, log: Log) -> None:
-    """Log each dataset's share of the sequences, and how many times the run reads it."""
-    for member in dataset.members:
-        tokens = epoch_tokens(member.dataset, run.config.data.seq_len)
-        passes = member.share * run.last_step * run.tokens_per_step / tokens
-        path, share = member.dataset.origin, member.share
-        log.event("data", name=member.name, path=path, share=share, passes=passes)
-        log.progress.say(
-            f"{member.name}: {share:.1%} of the sequences, read {passes:.3g} times in this run."
         )

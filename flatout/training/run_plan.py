@@ -26,7 +26,7 @@ from flatout.training.mirror.restore import restore_lost
 from flatout.training.mirror.uploader import send_rest
 from flatout.training.run_dir import layout
 from flatout.training.run_dir.data_location import (
-    data_digest,
+    data_facts,
     require_same_data,
     require_tokenizer,
     with_absolute_paths,
@@ -74,7 +74,8 @@ def require_same_settings(ranks: Ranks, config: RunConfig, dataset: AnyDataset) 
     settings = {
         key: value for key, value in flat(config.to_dict()).items() if key not in PATHS_OF_DATA
     }
-    settings["data"] = [data_digest(dataset), *(part.share for part in members_of(dataset))]
+    digests = [one["digest"] for one in data_facts(dataset)]
+    settings["data"] = [digests, [part.share for part in members_of(dataset)]]
     found: list[JsonObject] = [{}] * ranks.world_size
     torch.distributed.all_gather_object(found, settings)
     for rank, others in enumerate(found):

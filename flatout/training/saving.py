@@ -22,16 +22,17 @@ from flatout.hardware import fingerprint
 from flatout.json_io import JsonObject
 from flatout.progress import readable_size
 from flatout.training.checkpoint import catalog
-from flatout.training.checkpoint.info import CheckpointInfo
-from flatout.training.checkpoint.location import checkpoints_folder, existing
-from flatout.training.checkpoint.retention import (
+from flatout.training.checkpoint.catalog import (
+    CheckpointInfo,
     is_kept_for_good,
     newest_to_keep,
     steps_between_saves,
 )
-from flatout.training.checkpoint.snapshot import tensors_to_save
+from flatout.training.checkpoint.host_copy import bytes_of
+from flatout.training.checkpoint.location import checkpoints_folder, existing
+from flatout.training.checkpoint.savers import tensors_to_save
 from flatout.training.metrics.log import LESS_STEEP, Log
-from flatout.training.run_dir.data_location import data_digest, data_facts, digest
+from flatout.training.run_dir.data_location import data_facts, digest
 
 DEFAULT_MINUTES_BETWEEN_SAVES = 10.0
 
@@ -92,7 +93,13 @@ def save(run: Run, log: Log) -> None:
     """
     log.write_pending()  # so that a run killed after this save has every record up to its step
     if log.bad_steps.in_a_row:
-        require_finite_weights(run)
+        weights = (one.to_local() if isinstance(one, DTensor) else one for one in run.trained())
+        broken = sum(not bool(torch.isfinite(weight.detach()).all()) for weight in weights)
+        if run.mesh.sum(torch.tensor(float(broken), device=run.mesh.device))[0]:
+            raise RunFailed(
+                f"Weights are not finite at step {run.step}: training has diverged.",
+                fix=LESS_STEEP,
+            )
     log.keep_clock()
     config = run.config.checkpoint
     with run.pulse.during("saving"):
@@ -142,8 +149,7 @@ def no_room(run: Run, error: DiskFull) -> DiskFull:
     what = f"At step {run.step}, {error.what[0].lower()}{error.what[1:]}"
     if error.fix == TOO_LARGE:  # whatever is free
         return DiskFull(what, fix=error.fix)
-    tensors = tensors_to_save(run) or []
-    needed = run.mesh.world_size * sum(tensor.nbytes for tensor in tensors)
+    needed = run.mesh.world_size * bytes_of(tensors_to_save(run) or {})
     disk = existing(checkpoints_folder(run.folder))
     free = readable_size(shutil.disk_usage(disk).free)
     needs = f"It needs about {readable_size(needed)}, and " if needed else ""
@@ -174,20 +180,6 @@ def info_of(run: Run, log: Log) -> CheckpointInfo:
         records=log.records.count if log.records else None,
         records_crc32=log.records.crc32 if log.records else None,
     )
-
-
-def require_finite_weights(run: Run) -> None:
-    """Check that every weight is finite.
-
-    Raises: RunFailed, on every rank, when one is not.
-    """
-    weights = (one.to_local() if isinstance(one, DTensor) else one for one in run.trained())
-    num_broken = sum(not bool(torch.isfinite(weight.detach()).all()) for weight in weights)
-    (total,) = run.mesh.sum(torch.tensor(float(num_broken), device=run.mesh.device))
-    if total:
-        raise RunFailed(
-            f"Weights are not finite at step {run.step}: training has diverged.", fix=LESS_STEEP
-        )
 
 
 def log_saves(run: Run, log: Log) -> None:
@@ -253,7 +245,6 @@ def environment_of(run: Run) -> JsonObject:
     ]
     return {
         **fingerprint(str(run.mesh.device)),
-        "data": data_digest(run.dataset),
         "datasets": data_facts(run.dataset),
         "validation": digest([*scored, str(None if tokens == "all" else tokens)]),
         "tokenizer": members[0].dataset.manifest.tokenizer.digest,

@@ -71,7 +71,9 @@ class StopRequests:
         self._interrupts = False
         self._say = say
         self._launcher = launcher
-        self._listener: _Listener | None = None
+        self._listener: threading.Thread | None = None
+        self._announced: int | None = None
+        self._writer = self._wakeup_fd = -1
         self._clock = clock
         self._first_sigint_s: float | None = None
         self._previous: dict[
@@ -87,12 +89,23 @@ class StopRequests:
             self._previous.clear()
             return self
         if self._say is not None:
-            self._listener = _Listener(self._announce)
+            reader, self._writer = os.pipe()
+            os.set_blocking(self._writer, False)
+            self._wakeup_fd = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+            if self._wakeup_fd != -1:  # another listener, such as asyncio's, stays in place
+                signal.set_wakeup_fd(self._wakeup_fd)
+            self._listener = threading.Thread(
+                target=self._listen, args=[reader], name="flatout-signals", daemon=True
+            )
+            self._listener.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._listener is not None:
-            self._listener.close()
+            if self._wakeup_fd == -1:
+                signal.set_wakeup_fd(-1)
+            os.close(self._writer)
+            self._listener.join()
             self._listener = None
         for number, handler in self._previous.items():
             signal.signal(number, handler)
@@ -174,15 +187,20 @@ class StopRequests:
         if self._requested_s is None:
             self._requested_s = self._clock()
 
-    def _announce(self, number: int) -> None:
-        assert self._say is not None, "a listener exists only when there is something to call"
-        self._note_time()  # the handler runs later if the main thread is busy
-        wait = f"waits for {self.waits_for}, then " if self.waits_for else ""
-        again = " Press Ctrl+C again to quit immediately, without saving."
-        self._say(
-            f"{signal.Signals(number).name} received: the run {wait}saves and stops."
-            f"{again if number == signal.SIGINT else ''}"
-        )
+    def _listen(self, reader: int) -> None:
+        """Announce the first stop signal at once, even if the main thread is busy."""
+        while arrived := os.read(reader, 64):
+            number = next((one for one in arrived if one in SIGNALS), None)
+            if number is not None and self._announced is None and self._say is not None:
+                self._announced = number
+                self._note_time()  # the handler runs later if the main thread is busy
+                wait = f"waits for {self.waits_for}, then " if self.waits_for else ""
+                again = " Press Ctrl+C again to quit immediately, without saving."
+                self._say(
+                    f"{signal.Signals(number).name} received: the run {wait}saves and stops."
+                    f"{again if number == signal.SIGINT else ''}"
+                )
+        os.close(reader)
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
         now = self._clock()
@@ -197,37 +215,3 @@ class StopRequests:
         if self._interrupts:
             self._interrupts = False
             raise WorkInterrupted
-
-
-class _Listener:
-    """A thread that reports the first stop signal immediately, even if the main thread is busy.
-
-    Only the main thread may create one. If another listener is registered, such as asyncio's, that
-    one stays in place and this one receives nothing.
-    """
-
-    def __init__(self, on_signal: Callable[[int], object]) -> None:
-        self._on_signal = on_signal
-        self._reader, self._writer = os.pipe()
-        os.set_blocking(self._writer, False)
-        self._previous = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-        if self._previous != -1:
-            signal.set_wakeup_fd(self._previous)
-        self._thread = threading.Thread(target=self._listen, name="flatout-signals", daemon=True)
-        self._thread.start()
-
-    def _listen(self) -> None:
-        reported = False
-        while arrived := os.read(self._reader, 64):
-            for number in arrived:
-                if number in SIGNALS and not reported:
-                    reported = True
-                    self._on_signal(number)
-
-    def close(self) -> None:
-        """Stop listening and wait for the thread."""
-        if self._previous == -1:
-            signal.set_wakeup_fd(-1)
-        os.close(self._writer)
-        self._thread.join()
-        os.close(self._reader)

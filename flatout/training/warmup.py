@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -46,12 +46,19 @@ def warm_up(
         return
     began_s = time.perf_counter()
     task = log.progress.task("Compiling the model (once, often 20 to 60 s)")
-    with run.pulse.during("compiling"), task, _compiling():
+    limit = torch._dynamo.config.patch(recompile_limit=MAX_SHAPES)
+    with run.pulse.during("compiling"), task, limit, warnings.catch_warnings():
+        # which the compiler causes itself
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
         failure, any_failed = _try_step(run, eval_shapes, stop)
     if not any_failed:
         log.compiled(time.perf_counter() - began_s)
         return
-    _give_up_compiling(run)
+    for module in run.core.modules():  # there is no public function that undoes torch.compile
+        module._compiled_call_impl = None
+    plain_loss = torch._dynamo.eval_frame.innermost_fn(run.core.ops.cross_entropy)
+    run.core.ops = replace(run.core.ops, cross_entropy=plain_loss)
+    torch._dynamo.reset()
     plain_failure, _ = _try_step(run, eval_shapes)
     if plain_failure is not None:
         raise plain_failure
@@ -70,23 +77,6 @@ def warm_up(
 def compiled_speedups(run: Run) -> list[str]:
     """Return the names of the run's speedups that use torch.compile."""
     return [name for name in run.speedups if speedup_named(name).compiles]
-
-
-@contextmanager
-def _compiling() -> Iterator[None]:
-    """Let the compiler accept all shapes of a run, and ignore a warning that it causes itself."""
-    with torch._dynamo.config.patch(recompile_limit=MAX_SHAPES), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
-        yield
-
-
-def _give_up_compiling(run: Run) -> None:
-    """Undo torch.compile, for which there is no public function."""
-    for module in run.core.modules():
-        module._compiled_call_impl = None
-    plain_loss = torch._dynamo.eval_frame.innermost_fn(run.core.ops.cross_entropy)
-    run.core.ops = replace(run.core.ops, cross_entropy=plain_loss)
-    torch._dynamo.reset()
 
 
 def _try_step(
@@ -124,21 +114,19 @@ def _passes(run: Run, eval_shapes: Sequence[tuple[int, int]]) -> Iterator[Callab
     They call the core without DDP's wrapper, so that a failing rank does not leave the others
     waiting for its gradients.
     """
+
+    def train(rows: int, seq_len: int) -> None:
+        _loss(run, rows, seq_len).backward()  # type: ignore[no-untyped-call]
+
+    def evaluate(rows: int, seq_len: int) -> None:
+        run.core.eval()
+        with torch.no_grad():
+            _loss(run, rows, seq_len)
+
     for shape in run.feed.shapes:
-        for _ in range(PASSES):
-            yield partial(_train_pass, run, *shape)
+        yield from [partial(train, *shape)] * PASSES
     for shape in eval_shapes:
-        yield partial(_eval_pass, run, *shape)
-
-
-def _train_pass(run: Run, rows: int, seq_len: int) -> None:
-    _loss(run, rows, seq_len).backward()  # type: ignore[no-untyped-call]
-
-
-def _eval_pass(run: Run, rows: int, seq_len: int) -> None:
-    run.core.eval()
-    with torch.no_grad():
-        _loss(run, rows, seq_len)
+        yield partial(evaluate, *shape)
 
 
 def _attempt(work: Callable[[], object], stop: StopRequests | None) -> Exception | None:

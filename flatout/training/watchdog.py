@@ -13,7 +13,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -76,18 +76,17 @@ class Watchdog:
         end: Callable[[int], object] = os._exit,
     ) -> None:
         """`say` is called from another thread; `end` ends the process with an exit code."""
-        self._run = run
-        self._say = say
-        self._end = end
+        self._run, self._say, self._end = run, say, end
         self._limit_s = 60 * run.config.train.watchdog_minutes
         self._stops = run.config.train.watchdog_stop
         # The main rank ends first: the others would be taken for the cause.
         self._grace_s = self._limit_s / TICKS * (2 if run.mesh.is_main else 5)
         self._speaks = run.mesh.is_main
-        self._spare = threading.Event()
         self._loop_id = 0
         self._closing = threading.Event()
         self._threads: list[threading.Thread] = []
+        self._ending = threading.Timer(0, lambda: None)
+        """Runs from a report to the end of the process, even if the report waits for a disk."""
 
     def __enter__(self) -> Self:
         if self._limit_s:
@@ -99,7 +98,7 @@ class Watchdog:
 
     def __exit__(self, *_: object) -> None:
         self._closing.set()
-        self._spare.set()
+        self._ending.cancel()
         if not self._threads:
             return
         for thread in self._threads:
@@ -116,7 +115,7 @@ class Watchdog:
         while not self._closing.wait(interval_s):
             if pulse.beats != seen:
                 if is_stalled:
-                    self._spare.set()
+                    self._ending.cancel()
                     line = f"Step {self._run.step + 1:,} goes on after {_time(idle_s)}."
                     self._tell("stall_over", line, text=line)
                 seen, idle_s, is_stalled = pulse.beats, 0.0, False
@@ -126,55 +125,50 @@ class Watchdog:
             limit_s = self._limit_s * (1 if pulse.activity in BEATING else PATIENCE)
             if idle_s > limit_s - interval_s / 2 and not is_stalled:
                 is_stalled = True
-                self._report(idle_s)
-            if is_stalled and idle_s > limit_s + self._grace_s:
-                if not self._speaks and not self._is_told(idle_s):
-                    self._speaks = True
-                    self._report(idle_s, at_end=True)
-                if self._stops:
-                    if layout.read_exit_code(self._run.folder) is None:
-                        layout.write_exit_code(self._run.folder, Stopped.exit_code)
-                    self._end(Stopped.exit_code)
-                    return
+                self._ending = threading.Timer(self._grace_s, self._give_up, [idle_s])
+                self._ending.daemon = True
+                self._ending.start()
+                end = f"The process ends in {_time(self._grace_s)}, unless it goes on."
+                self._report(idle_s, end if self._stops else "")
 
-    def _is_told(self, idle_s: float) -> bool:
-        """Return whether a rank has recorded this stall: the main one, unless it does not run."""
-        since_s = time.time() - idle_s
-        told = (e for e in layout.read_events(self._run.folder) if e["event"] == "stall")
-        return any(event.get("time", 0.0) > since_s for event in told)
+    def _give_up(self, idle_s: float) -> None:
+        """Report for a main rank that has not, and end the process where that is wanted."""
 
-    def _report(self, idle_s: float, *, at_end: bool = False) -> None:
+        def last_words() -> None:
+            since_s = time.time() - idle_s - self._grace_s
+            told = (e for e in layout.read_events(self._run.folder) if e["event"] == "stall")
+            if not self._speaks and not any(e.get("time", 0.0) > since_s for e in told):
+                self._speaks = True
+                self._report(idle_s + self._grace_s, "The process ends." if self._stops else "")
+            if self._stops and layout.read_exit_code(self._run.folder) is None:
+                layout.write_exit_code(self._run.folder, Stopped.exit_code)
+
+        _started("flatout-watchdog-end", last_words).join(STUCK_DISK_S)
+        if self._stops:
+            self._end(Stopped.exit_code)
+
+    def _report(self, idle_s: float, end: str) -> None:
         run = self._run
         lines = [
             f"No progress for {_time(idle_s)} after step {run.step:,}, while {run.pulse.activity}.",
             *doing(run.mesh.device, self._loop_id),
+            *filter(None, [end]),
         ]
-        if self._stops and at_end:
-            lines.append("The process ends.")
-        elif self._stops:
-            self._end_later()
-            lines.append(f"The process ends in {_time(self._grace_s)}, unless it goes on.")
         self._say_it(" ".join(lines))
-        verdict = self._verdict()
-        lines += [verdict] if verdict else []
-        path = run.folder / layout.WATCHDOG / f"step-{run.step}-rank-{run.mesh.rank}.txt"
+        folder, world_size, verdict = run.folder / layout.WATCHDOG, run.mesh.world_size, ""
+        if world_size > 1:
+            late_s = min(3 * self._limit_s / TICKS + SILENT_S, self._limit_s)
+            verdict = waiting_for(folder, world_size, late_s=late_s)
+            lines.append(verdict)
+        path = folder / f"step-{run.step}-rank-{run.mesh.rank}.txt"
         where = f"The stacks of all threads are in {path}."
         try:
-            write_stacks(path, [f"{_here()}, rank {run.mesh.rank}, process {os.getpid()}", *lines])
+            me = f"{socket.gethostname()}, rank {run.mesh.rank}, process {os.getpid()}"
+            write_stacks(path, [me, *lines])
         except OSError as error:
             where = f"The stacks of all threads cannot be written: {error}."
         where = f"{verdict} {where}".lstrip()
         self._tell("stall", where, seconds=round(idle_s), text=" ".join(lines), path=str(path))
-
-    def _end_later(self) -> None:
-        """End the process even if the report waits for a disk that does not answer."""
-        self._spare.clear()
-
-        def end() -> None:
-            if not self._spare.wait(self._grace_s + STUCK_DISK_S):
-                self._end(Stopped.exit_code)
-
-        threading.Thread(target=end, name="flatout-watchdog-end", daemon=True).start()
 
     def _tell(self, kind: str, line: str, **fields: str | float) -> None:
         """Say a line and record an event, on the rank that speaks."""
@@ -190,39 +184,32 @@ class Watchdog:
             self._say(line)
 
     def _give_signs(self) -> None:
-        run = self._run
-        pulse, rank = run.pulse, run.mesh.rank
+        run, rank = self._run, self._run.mesh.rank
         path = _sign_path(run.folder / layout.WATCHDOG, rank)
         while not self._closing.wait(self._limit_s / TICKS):
-            sign = Sign(rank, _here(), run.step, pulse.beats, pulse.activity, time.time())
+            host, pulse = socket.gethostname(), run.pulse
+            sign = Sign(rank, host, run.step, pulse.beats, pulse.activity, time.time())
             with suppress(OSError):
                 path.parent.mkdir(exist_ok=True)
                 with os.fdopen(open_own(path, os.O_WRONLY | os.O_CREAT), "wb") as file:
                     file.write(json.dumps(asdict(sign)).encode())
                     file.truncate()
 
-    def _verdict(self) -> str:
-        """Return which rank is behind, as a sentence; "" for a single process."""
-        world_size = self._run.mesh.world_size
-        if world_size == 1:
-            return ""
-        signs = list(read_signs(self._run.folder / layout.WATCHDOG, world_size))
-        late_s = min(3 * self._limit_s / TICKS + SILENT_S, self._limit_s)
-        return waiting_for(signs, world_size, late_s=late_s)
 
-
-def waiting_for(signs: Sequence[Sign], world_size: int, *, late_s: float) -> str:
-    """Return a sentence that names the ranks that the others wait for.
+def waiting_for(folder: Path, world_size: int, *, late_s: float) -> str:
+    """Return a sentence that names the ranks that the others wait for, by their signs of life.
 
     A rank whose newest sign is older than `late_s` seconds does not run.
     """
-    by_rank, now_s = {sign.rank: sign for sign in signs}, time.time()
-    gone = []
+    signs, gone, now_s = [], [], time.time()
     for rank in range(world_size):
-        sign = by_rank.get(rank)
-        if sign is None:
+        try:
+            sign = Sign(**json.loads(read_regular(_sign_path(folder, rank))))
+        except (OSError, ValueError, TypeError):
             gone.append(f"rank {rank}, which never gave a sign of life")
-        elif now_s - sign.time > late_s:
+            continue
+        signs.append(sign)
+        if now_s - sign.time > late_s:
             since = _time(now_s - sign.time)
             gone.append(f"rank {rank} on {sign.host}, without a sign of life for {since}")
     if gone:
@@ -236,13 +223,6 @@ def waiting_for(signs: Sequence[Sign], world_size: int, *, late_s: float) -> str
     if len(behind) == world_size:
         return f"All {world_size} ranks have done the same work."
     return f"The others wait for {' and '.join(behind)}."
-
-
-def read_signs(folder: Path, world_size: int) -> Iterator[Sign]:
-    """Yield the newest sign of each rank that has given one."""
-    for rank in range(world_size):
-        with suppress(OSError, ValueError, TypeError):
-            yield Sign(**json.loads(read_regular(_sign_path(folder, rank))))
 
 
 def doing(device: torch.device, loop_id: int) -> list[str]:
@@ -325,10 +305,6 @@ def _started(name: str, work: Callable[[], object]) -> threading.Thread:
 
 def _sign_path(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank}.json"
-
-
-def _here() -> str:
-    return socket.gethostname()
 
 
 def _time(seconds: float) -> str:

@@ -7,7 +7,6 @@ expected.json contains logits and gradients that transformers computed;
 from __future__ import annotations
 
 import json
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -47,9 +46,8 @@ def loss_and_gradients(model):
 @every_document
 def test_logits_and_gradients_are_those_of_transformers(name):
     expected = json.loads(EXPECTED.read_text())[name]
-    logits, gradients = loss_and_gradients(
-        model_with(DOCUMENTS[name], foreign_weights(DOCUMENTS[name]))
-    )
+    model = model_with(DOCUMENTS[name], foreign_weights(DOCUMENTS[name]))
+    logits, gradients = loss_and_gradients(model)
     torch.testing.assert_close(logits, torch.tensor(expected["logits"]), rtol=0, atol=1e-4)
     norms = {key: float(gradient.norm()) for key, gradient in gradients.items()}
     assert norms == pytest.approx(expected["gradient_norms"], rel=1e-3, abs=1e-6)
@@ -59,26 +57,18 @@ def test_logits_and_gradients_are_those_of_transformers(name):
 @every_document
 # from transformers' own code
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_every_gradient_is_that_of_transformers(name):
+def test_every_gradient_is_that_of_transformers(name, tmp_path):
     transformers = pytest.importorskip("transformers")
     document, weights = DOCUMENTS[name], foreign_weights(DOCUMENTS[name])
-    theirs = in_transformers(transformers, document, weights)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        write_model(tmp_path, document, weights), attn_implementation="eager", dtype=torch.float32
+    ).eval()
     logits = theirs(torch.tensor(TOKENS)).logits
     ours = model_with(document, weights)
     torch.testing.assert_close(ours.logits(torch.tensor(TOKENS)), logits, rtol=0, atol=1e-4)
     for name_, (actual, expected) in gradients_of_both(document, ours, theirs).items():
         scale = float(expected.abs().max())
         torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-3 * scale, msg=name_)
-
-
-def in_transformers(transformers, document, weights):
-    """Return transformers' model of a directory with this config.json and these weights."""
-    with tempfile.TemporaryDirectory() as folder:
-        return transformers.AutoModelForCausalLM.from_pretrained(
-            write_model(Path(folder), document, weights),
-            attn_implementation="eager",
-            dtype=torch.float32,
-        ).eval()
 
 
 def gradients_of_both(document, ours, theirs):
@@ -91,20 +81,17 @@ def gradients_of_both(document, ours, theirs):
     parameters["embed_out.weight"] = theirs.lm_head.weight  # its name in files of GPT-NeoX
     gradients = {name: parameters[name].grad for name in foreign_weights(document)}
     linear = joined(document, gradients)
-    constant = joined(
-        document, {name: torch.zeros_like(gradient) for name, gradient in gradients.items()}
-    )
-    return {
-        name: (parameter.grad, linear[name] - constant[name])
-        for name, parameter in ours.named_parameters()
-    }
+    constant = joined(document, {name: torch.zeros_like(each) for name, each in gradients.items()})
+    named = ours.named_parameters()
+    return {name: (one.grad, linear[name] - constant[name]) for name, one in named}
 
 
 @every_document
 def test_the_inverse_returns_the_same_tensors(name):
-    weights = foreign_weights(DOCUMENTS[name])
-    architecture = architecture_of(DOCUMENTS[name])
-    maps = architecture.tensors(config_of(architecture.keys(DOCUMENTS[name])))
+    weights, architecture = foreign_weights(DOCUMENTS[name]), architecture_of(DOCUMENTS[name])
+    keys = architecture.keys(DOCUMENTS[name])
+    maps = architecture.tensors(config_of(keys))
+    assert sorted(one.name for one in maps) == sorted(dict(empty_model(keys).named_parameters()))
     back = {}
     for one in maps:
         whole = one.join([weights[foreign] for foreign in one.foreign])
@@ -125,62 +112,42 @@ def test_the_document_of_the_keys_has_the_same_keys(name):
     assert config_of(architecture.keys(json.loads(json.dumps(document)))) == config
 
 
-@every_document
-def test_the_table_contains_every_tensor_once(name):
-    keys = architecture_of(DOCUMENTS[name]).keys(DOCUMENTS[name])
-    names = [one.name for one in architecture_of(DOCUMENTS[name]).tensors(config_of(keys))]
-    assert sorted(names) == sorted(dict(empty_model(keys).named_parameters()))
-
-
 def test_a_model_without_biases_is_written_with_biases_of_zero():
-    config = config_of(
-        {"kind": "transformer", "vocab_size": 61, "num_layers": 1, "d_model": 32, "num_heads": 4}
-    )
+    small = {"vocab_size": 61, "num_layers": 1, "d_model": 32, "num_heads": 4}
+    config = config_of({"kind": "transformer", **small})
     assert gpt_neox.ARCHITECTURE.why_not(config) is None
-    output = next(
-        one
-        for one in gpt_neox.ARCHITECTURE.tensors(config)
-        if one.name == "blocks.0.attention.output.weight"
-    )
+    maps = {one.name: one for one in gpt_neox.ARCHITECTURE.tensors(config)}
+    output = maps["blocks.0.attention.output.weight"]
     weight, bias = output.split(torch.ones(32, 16))
     assert torch.equal(weight, torch.ones(32, 16))
     assert torch.equal(bias, torch.zeros(32))
     assert torch.equal(output.join([weight, bias]), weight)
 
 
-SHAPES = {
-    "llama": (llama, {"activation": "relu2"}, "model.activation is relu2"),
-    "llama, a scale": (llama, {"embedding_scale": 2.0}, "model.embedding_scale is 2.0"),
-    "llama, biases and norms": (llama, {"bias": True, "qk_norm": True}, "model.bias is True"),
-    "llama, key biases and norms": (
-        llama,
-        {"qkv_bias": True, "qk_norm": True},
-        "model.qkv_bias is True, and Qwen3",
-    ),
-    "llama, no key biases": (llama, {"bias": True, "qkv_bias": False}, "model.qkv_bias is False"),
-    "gpt2": (gpt2, {"positions": "rotary"}, "model.positions is rotary"),
-    "gpt2, activation": (gpt2, {"activation": "relu2"}, "model.activation is relu2"),
-    "gpt2, shared heads": (
-        gpt2,
-        {"num_kv_heads": 2},
-        "model.num_kv_heads is 2, and GPT2LMHeadModel would have 4",
-    ),
-    "gpt2, own heads": (gpt2, {"head_dim": 4}, "model.head_dim is 4"),
-    "gpt2, some biases": (gpt2, {"bias": False, "qkv_bias": True}, "model.bias is False"),
-    "gpt_neox": (gpt_neox, {"norm": "rmsnorm"}, "model.norm is rmsnorm"),
-    "gemma": (gemma, {"embedding_scale": 1.0}, "model.embedding_scale is 1.0"),
-    "gemma, biases": (gemma, {"qkv_bias": True}, "model.qkv_bias is True"),
-    "gemma, post norms": (gemma, {"post_norm": True}, "model.post_norm is True"),
-    "gemma 2": (gemma2, {"post_norm": False}, "model.post_norm is False"),
-}
-DEFAULTS = {"llama": "llama 2", "gpt_neox": "pythia"}
+BIASES = {"qkv_bias": True, "qk_norm": True}
+SHAPES = [
+    (llama, {"activation": "relu2"}, "model.activation is relu2"),
+    (llama, {"embedding_scale": 2.0}, "model.embedding_scale is 2.0"),
+    (llama, {"bias": True, "qk_norm": True}, "model.bias is True"),
+    (llama, BIASES, "model.qkv_bias is True, and Qwen3"),
+    (llama, {"bias": True, "qkv_bias": False}, "model.qkv_bias is False"),
+    (gpt2, {"positions": "rotary"}, "model.positions is rotary"),
+    (gpt2, {"activation": "relu2"}, "model.activation is relu2"),
+    (gpt2, {"num_kv_heads": 2}, "model.num_kv_heads is 2, and GPT2LMHeadModel would have 4"),
+    (gpt2, {"head_dim": 4}, "model.head_dim is 4"),
+    (gpt2, {"bias": False, "qkv_bias": True}, "model.bias is False"),
+    (gpt_neox, {"norm": "rmsnorm"}, "model.norm is rmsnorm"),
+    (gemma, {"embedding_scale": 1.0}, "model.embedding_scale is 1.0"),
+    (gemma, {"qkv_bias": True}, "model.qkv_bias is True"),
+    (gemma, {"post_norm": True}, "model.post_norm is True"),
+    (gemma2, {"post_norm": False}, "model.post_norm is False"),
+]
+EXAMPLES = {llama: "llama 2", gpt_neox: "pythia", gpt2: "gpt2", gemma: "gemma", gemma2: "gemma 2"}
 
 
-@pytest.mark.parametrize("case", SHAPES)
-def test_a_shape_that_no_class_has_is_named(case):
-    family, changes, reason = SHAPES[case]
-    name = case.split(",")[0]
-    document = DOCUMENTS[DEFAULTS.get(name, name)]
+@pytest.mark.parametrize(("family", "changes", "reason"), SHAPES)
+def test_a_shape_that_no_class_has_is_named(family, changes, reason):
+    document = DOCUMENTS[EXAMPLES[family]]
     config = config_of(family.ARCHITECTURE.keys(document) | changes)
     assert reason in family.ARCHITECTURE.why_not(config)
     eigenstate = config_of({"kind": "eigenstate", "vocab_size": 9})
@@ -192,77 +159,59 @@ def test_checkpoints_of_training_programs_are_only_imported(family):
     assert "only imported" in family.ARCHITECTURE.why_not(None)
 
 
-UNREADABLE = {
-    "another activation": ({"hidden_act": "relu"}, "hidden_act='relu'"),
-    "biases in attention only": ({"attention_bias": True}, "not in both"),
-    "another scaling": ({"rope_scaling": {"rope_type": "yarn", "factor": 2}}, "by 'yarn'"),
-    "layers without positions": ({"no_rope_layers": [1, 0]}, r"no_rope_layers=\[1, 0\]"),
-    "no width": ({"hidden_size": None}, "hidden_size=None"),
-    "a width that is text": ({"hidden_size": "32"}, "hidden_size='32'"),
-    "windows in some layers": (
-        {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 4}
-        | {"max_window_layers": 1},
-        "Some layers",
-    ),
-}
+QWEN_2 = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 4}
+UNREADABLE = [
+    (llama, {"hidden_act": "relu"}, "hidden_act='relu'"),
+    (llama, {"attention_bias": True}, "not in both"),
+    (llama, {"rope_scaling": {"rope_type": "yarn", "factor": 2}}, "by 'yarn'"),
+    (llama, {"no_rope_layers": [1, 0]}, r"no_rope_layers=\[1, 0\]"),
+    (llama, {"hidden_size": None}, "hidden_size=None"),
+    (llama, {"hidden_size": "32"}, "hidden_size='32'"),
+    (llama, {**QWEN_2, "max_window_layers": 1}, "Some layers"),
+    (gemma2, {"query_pre_attn_scalar": 24}, "the root of 24"),
+    (gemma2, {"layer_types": ["full_attention"] * 2}, "are not those of Gemma 2"),
+]
 
 
-@pytest.mark.parametrize("case", UNREADABLE)
-def test_what_flatout_cannot_compute_is_refused(case):
-    changes, reason = UNREADABLE[case]
+@pytest.mark.parametrize(("family", "changes", "reason"), UNREADABLE)
+def test_what_flatout_cannot_compute_is_refused(family, changes, reason):
+    document = LLAMA if family is llama else DOCUMENTS["gemma 2"]
     with pytest.raises(ConfigError, match=reason):
-        llama.ARCHITECTURE.keys(LLAMA | changes)
+        family.ARCHITECTURE.keys(document | changes)
+    with pytest.raises(ConfigError, match="has no hidden_size"):
+        family.ARCHITECTURE.keys(without(document, "hidden_size"))
+
+
+def without(document, word):
+    """Return a document without the keys that contain a word."""
+    return {key: value for key, value in document.items() if word not in key}
 
 
 @pytest.mark.parametrize(
-    ("changes", "reason"),
+    ("changes", "window"),
     [
-        ({"query_pre_attn_scalar": 24}, "the root of 24"),
-        ({"layer_types": ["full_attention"] * 2}, "are not those of Gemma 2"),
+        (QWEN_2 | {"max_window_layers": 0}, 4),
+        (QWEN_2 | {"use_sliding_window": False}, None),
+        (QWEN_2 | {"layer_types": ["full_attention"] * 2}, None),
+        ({"model_type": "qwen2", "sliding_window": 4}, None),
+        ({"sliding_window": 4}, None),
+        ({"model_type": "mistral", "sliding_window": None}, None),
+        ({"model_type": "mistral"}, 4096),
     ],
 )
-def test_what_differs_from_gemma_2_is_refused(changes, reason):
-    with pytest.raises(ConfigError, match=reason):
-        gemma2.ARCHITECTURE.keys(DOCUMENTS["gemma 2"] | changes)
-
-
-def test_an_absent_key_is_named():
-    with pytest.raises(ConfigError, match="has no hidden_size"):
-        llama.ARCHITECTURE.keys(
-            {key: value for key, value in LLAMA.items() if key != "hidden_size"}
-        )
-
-
-def test_windows_of_all_layers_are_read():
-    window = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 4}
-    assert llama.ARCHITECTURE.keys(LLAMA | window | {"max_window_layers": 0})["window"] == 4
-    assert llama.ARCHITECTURE.keys(LLAMA | window | {"use_sliding_window": False})["window"] is None
-    full = {"layer_types": ["full_attention"] * 2}
-    assert llama.ARCHITECTURE.keys(LLAMA | window | full)["window"] is None
-
-
-def test_a_window_that_transformers_does_not_use_is_not_read():
-    window = {"sliding_window": 4}
-    assert llama.ARCHITECTURE.keys(LLAMA | {"model_type": "qwen2"} | window)["window"] is None
-    assert llama.ARCHITECTURE.keys(LLAMA | window)["window"] is None
-    assert (
-        llama.ARCHITECTURE.keys(LLAMA | {"model_type": "mistral", "sliding_window": None})["window"]
-        is None
-    )
+def test_a_window_is_read_where_transformers_uses_it_in_all_layers(changes, window):
+    assert llama.ARCHITECTURE.keys(LLAMA | changes)["window"] == window
 
 
 def test_absent_keys_have_the_defaults_of_their_family():
-    assert llama.ARCHITECTURE.keys(LLAMA | {"model_type": "mistral"})["window"] == 4096
-    shorter = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"}
+    shorter = without(LLAMA, "num_key_value_heads")
     assert llama.ARCHITECTURE.keys(shorter)["num_kv_heads"] == LLAMA["num_attention_heads"]
     assert llama.ARCHITECTURE.keys(shorter | {"model_type": "mistral"})["num_kv_heads"] == 8
-    capped = {key: value for key, value in DOCUMENTS["gemma 2"].items() if "softcap" not in key}
-    assert gemma2.ARCHITECTURE.keys(capped)["logit_softcap"] == 30.0
-    assert gemma2.ARCHITECTURE.keys(capped)["attention_softcap"] == 50.0
-    assert (
-        gemma2.ARCHITECTURE.keys(capped | {"attn_logit_softcapping": None})["attention_softcap"]
-        is None
-    )
+    capped = without(DOCUMENTS["gemma 2"], "softcap")
+    keys = gemma2.ARCHITECTURE.keys(capped)
+    assert (keys["logit_softcap"], keys["attention_softcap"]) == (30.0, 50.0)
+    keys = gemma2.ARCHITECTURE.keys(capped | {"attn_logit_softcapping": None})
+    assert keys["attention_softcap"] is None
 
 
 @pytest.mark.slow
@@ -287,22 +236,13 @@ def test_defaults_are_those_of_transformers(name):
 
 def test_positions_of_transformers_5_are_read():
     old = LLAMA | {"rope_theta": 500.0, "rope_scaling": {"type": "linear", "factor": 4.0}}
-    both = {"rope_theta": 500.0, "rope_type": "linear", "factor": 4.0}
-    new = {key: value for key, value in LLAMA.items() if key != "rope_theta"}
-    assert llama.ARCHITECTURE.keys(new | {"rope_parameters": both}) == llama.ARCHITECTURE.keys(old)
+    new = {"rope_theta": 500.0, "rope_type": "linear", "factor": 4.0}
+    found = llama.ARCHITECTURE.keys(without(LLAMA, "rope_theta") | {"rope_parameters": new})
+    assert found == llama.ARCHITECTURE.keys(old)
 
 
 def test_every_family_is_found():
-    names = ARCHITECTURES.names()
-    assert names == [
-        "exported",
-        "gemma",
-        "gemma2",
-        "gpt-neox",
-        "gpt2",
-        "llama",
-        "nanogpt",
-        "temporal-eigenstate",
-    ]
-    types = [kind for name in names for kind in ARCHITECTURES.get(name).classes]
+    names = "exported gemma gemma2 gpt-neox gpt2 llama nanogpt temporal-eigenstate"
+    assert " ".join(ARCHITECTURES.names()) == names
+    types = [kind for name in ARCHITECTURES.names() for kind in ARCHITECTURES.get(name).classes]
     assert len(types) == len({*types})

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 
 import pytest
 from foreign_models import LLAMA, write_model
@@ -14,6 +16,7 @@ from foreign_models import LLAMA, write_model
 from flatout.architectures.hub import model_folder, wanted_files
 from flatout.errors import CheckpointError, MissingPackage
 
+NOWHERE = "http://127.0.0.1:9"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 ERRORS = {
     "org/gated": (403, "GatedRepo"),
@@ -90,6 +93,8 @@ def hub(tmp_path):
 
 @pytest.mark.parametrize("name", ["hf:org/small", "hf:org/small@v1", f"hf:org/small@{COMMIT}"])
 def test_a_model_is_downloaded_without_its_code(hub, tmp_path, name):
+    planned = model_folder(name, whole=False, cache=tmp_path / "plan", endpoint=hub.address)
+    assert [path.name for path in planned.iterdir()] == ["config.json"]
     folder = model_folder(name, whole=True, cache=tmp_path / "cache", endpoint=hub.address)
     assert folder.name == COMMIT
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
@@ -98,26 +103,12 @@ def test_a_model_is_downloaded_without_its_code(hub, tmp_path, name):
     assert not [path for path in hub.asked if path.endswith((".py", ".bin"))]
 
 
-def test_planning_downloads_only_the_configuration(hub, tmp_path):
-    folder = model_folder("hf:org/small", whole=False, cache=tmp_path, endpoint=hub.address)
-    assert [path.name for path in folder.iterdir()] == ["config.json"]
-
-
 def test_an_earlier_download_is_used_without_the_hub(hub, tmp_path, monkeypatch):
     first = model_folder("hf:org/small", whole=True, cache=tmp_path, endpoint=hub.address)
     monkeypatch.setenv("HF_HUB_DOWNLOAD_TIMEOUT", "1")
     lines = []
-
-    class Messages:
-        say = staticmethod(lines.append)
-
-    again = model_folder(
-        f"hf:org/small@{COMMIT}",
-        whole=True,
-        cache=tmp_path,
-        endpoint="http://127.0.0.1:9",
-        progress=Messages,
-    )
+    options = {"cache": tmp_path, "progress": SimpleNamespace(say=lines.append)}
+    again = model_folder(f"hf:org/small@{COMMIT}", whole=True, endpoint=NOWHERE, **options)
     assert again == first
     assert "cannot be reached" in lines[0]
 
@@ -138,22 +129,18 @@ def test_wrong_names_are_refused(hub, tmp_path, name, message):
         model_folder(name, whole=True, cache=tmp_path, endpoint=hub.address)
 
 
-def test_a_repository_without_a_configuration_is_refused(hub, tmp_path):
+def test_a_download_that_fails_is_named(hub, tmp_path, monkeypatch):
+    def download(endpoint):
+        model_folder("hf:org/small", whole=True, cache=tmp_path, endpoint=endpoint)
+
     (hub.folder / "config.json").unlink()
     with pytest.raises(CheckpointError, match=r"has no config\.json"):
-        model_folder("hf:org/small", whole=True, cache=tmp_path, endpoint=hub.address)
-
-
-def test_an_unreachable_hub_is_named(tmp_path):
-    pytest.importorskip("huggingface_hub")
+        download(hub.address)
     with pytest.raises(CheckpointError, match=r"Cannot download org/small: .*Fix: Check the conn"):
-        model_folder("hf:org/small", whole=True, cache=tmp_path, endpoint="http://127.0.0.1:9")
-
-
-def test_a_missing_package_is_named(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "huggingface_hub", None)
+        download(NOWHERE)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(MissingPackage, match=r'pip install "flatout\[hub\]"'):
-        model_folder("hf:org/small", whole=True)
+        download(hub.address)
 
 
 def test_pickles_are_downloaded_only_without_safetensors():

@@ -11,15 +11,8 @@ from flatout.architectures import nanogpt
 from flatout.architectures.source import ForeignWeights, find_model
 from flatout.errors import ConfigError
 
-ARGUMENTS = {
-    "n_layer": 2,
-    "n_head": 4,
-    "n_embd": 32,
-    "block_size": 24,
-    "bias": True,
-    "vocab_size": 61,
-    "dropout": 0.1,
-}
+ARGUMENTS = {"n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": 24, "vocab_size": 61}
+ARGUMENTS |= {"bias": True, "dropout": 0.1}
 SIZES = {
     "attn.c_attn": (96, 32),
     "attn.c_proj": (32, 32),

@@ -25,16 +25,8 @@ HOPPER = Machine("a CPU", 2, 8.0, (Gpu("NVIDIA H200", 141.0, (9, 0), "1"),), "3.
 
 
 def gain(low: float | None, high: float | None, mean: float = 1.0) -> Gain:
-    return Gain(
-        gain=mean,
-        low=low,
-        high=high,
-        where="put into the full set",
-        recipe="gpt2-124m",
-        date="2026-11-22T08:00:00",
-        commit=None,
-        torch="2.13.0",
-    )
+    about = {"recipe": "gpt2-124m", "date": "2026-11-22T08:00:00", "torch": "2.13.0"}
+    return Gain(gain=mean, low=low, high=high, where="put into the full set", commit=None, **about)
 
 
 FASTER, SLOWER, UNCLEAR, UNSURE = gain(1.1, 1.2), gain(0.8, 0.9), gain(0.9, 1.1), gain(None, None)
@@ -51,13 +43,9 @@ def speedup(default: On | Off | None, promise: Promise = Promise.exact()) -> Spe
     return Speedup("new", "time", promise, auto={"cpu": default} if default else {})
 
 
-def test_ranks_order_the_ladder_and_are_unique():
+def test_ranks_are_unique_and_every_speedup_that_is_off_has_a_reason():
     ranks = [speedup.rank for speedup in all_speedups()]
-    assert ranks == sorted(ranks)
-    assert len(set(ranks)) == len(ranks)
-
-
-def test_every_speedup_that_is_off_has_a_reason():
+    assert ranks == sorted(set(ranks))
     for one in all_speedups():
         for default in one.auto.values():
             assert default.because or isinstance(default, On)
@@ -102,13 +90,13 @@ def test_a_gain_whose_interval_excludes_1_overrides_the_default(default, measure
 
 
 def test_the_reason_gives_the_date_and_the_recipe_of_the_measurement():
-    on, off = (
-        decide(speedup(Off("x")), "cpu", None, FASTER),
-        decide(speedup(On()), "cpu", 1, SLOWER),
-    )
     where = "put into the full set of gpt2-124m, 2026-11-22"
-    assert on.reason == f"measured here: x1.00 (1.10 to 1.20), {where}"
-    assert off.reason == f"measured here: x1.00 (0.80 to 0.90), {where}"
+    for default, minutes, measured, interval in (
+        (Off("x"), None, FASTER, "1.10 to 1.20"),
+        (On(), 1, SLOWER, "0.80 to 0.90"),
+    ):
+        reason = decide(speedup(default), "cpu", minutes, measured).reason
+        assert reason == f"measured here: x1.00 ({interval}), {where}"
 
 
 def test_a_measured_gain_does_not_turn_on_a_speedup_that_may_change_the_loss():
@@ -127,32 +115,18 @@ def test_a_measured_gain_still_needs_a_long_run_if_compiling_takes_minutes():
 
 def test_a_speedup_that_measured_faster_takes_its_slot_from_the_default():
     found = chosen({"compile-blocks": FASTER})
-    assert found["compile-blocks"].on
-    assert not found["compile"].on
-
-
-def test_of_two_that_measured_faster_the_larger_gain_takes_the_slot():
-    measured = {
-        "checkpointing": gain(1.01, 1.2, 1.1),
-        "selective-checkpointing": gain(1.1, 1.3, 1.2),
-    }
-    found = chosen(measured)
-    assert found["selective-checkpointing"].on
-    assert found["checkpointing"].reason == (
-        "selective-checkpointing, which measured faster here, takes its place"
-    )
-
-
-def test_a_named_speedup_keeps_its_slot():
+    assert (found["compile-blocks"].on, found["compile"].on) == (True, False)
     found = chosen({"compile-blocks": FASTER}, "speedups=auto,+compile")
-    assert found["compile"].on
-    assert not found["compile-blocks"].on
-
-
-def test_a_speedup_that_was_dropped_or_cannot_run_stays_off():
+    assert (found["compile-blocks"].on, found["compile"].on) == (False, True), "it is named"
     found = chosen({"compile-blocks": FASTER, "onednn": FASTER}, "speedups=auto,-compile-blocks")
     assert found["compile-blocks"].reason == "left out by speedups"
     assert "uses a GPU" in found["onednn"].reason
+    both = {"checkpointing": gain(1.01, 1.2, 1.1), "selective-checkpointing": gain(1.1, 1.3, 1.2)}
+    found = chosen(both)
+    assert found["selective-checkpointing"].on, "the larger gain"
+    assert found["checkpointing"].reason == (
+        "selective-checkpointing, which measured faster here, takes its place"
+    )
 
 
 def test_slots_and_needs_still_apply():

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from flatout.assembly import resolve as module
 from flatout.assembly.memory import estimate
-from flatout.assembly.resolve import CHECKPOINTING, resolve, workload_of
-from flatout.assembly.selection import recipe_of, speedup_named
+from flatout.assembly.resolve import resolve, workload_of
+from flatout.assembly.selection import Decision, memory_savers, recipe_of, speedup_named
 from flatout.config.schema import load_config
 from flatout.errors import HardwareError
 from flatout.hardware import machine_named
@@ -24,7 +26,9 @@ def on(monkeypatch):
         config = load_config("gpt2-124m", ["train.steps=10", *words])
         _, decisions = resolve(config, machine=MACHINE, dataset=None, world_size=1)
         return {
-            each.name: each.reason for each in decisions if each.on and each.name in CHECKPOINTING
+            each.name: each.reason
+            for each in decisions
+            if each.on and each.name in memory_savers("cuda")
         }
 
     return decided
@@ -39,6 +43,10 @@ def test_it_is_added_only_when_the_stated_rows_do_not_fit_and_the_selective_one_
     assert [*on(12, *ROWS)] == ["checkpointing"]
     assert on(4, *ROWS) == {}, "where neither is enough"
     assert on(24, *ROWS)["selective-checkpointing"].startswith("without it, 64 rows of 1,024 ")
+    decision = Decision("selective-checkpointing", True, "requested")
+    added = replace(decision, reason=on(24, *ROWS)["selective-checkpointing"])
+    (note,) = module.checkpointing_notes([decision, added])
+    assert note.startswith("`auto` turns on selective-checkpointing: without it, 64 rows")
 
 
 def test_it_is_added_when_not_even_one_row_fits(on):
@@ -70,6 +78,6 @@ def test_a_scan_planned_for_a_gpu_is_traced_as_its_kernel():
     assert found.operations < 1000
     with_both = [
         estimate(workload_of(config, recipe.with_speedup(speedup_named(name))), 2)
-        for name in CHECKPOINTING
+        for name in memory_savers("cuda")
     ]
     assert found.activations > with_both[0].activations > with_both[1].activations

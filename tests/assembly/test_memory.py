@@ -109,15 +109,14 @@ def test_activations_equal_what_autograd_keeps(shape, ops, autocast, document_ma
     """Within 1%: whole model, real tensors, every saved storage once."""
     work = workload(ops, autocast=autocast, document_mask=document_mask, **SHAPES[shape])
     model, tokens_BT, _ = real(work, 4)
-    doc_ids_BT = (
-        (torch.arange(work.seq_len, dtype=torch.int32) // 9).repeat(4, 1) if document_mask else None
-    )
-
-    def to_the_last_block():
-        return model._through_blocks(tokens_BT, doc_ids_BT)
-
+    doc_ids_BT = None
+    if document_mask:
+        doc_ids_BT = (torch.arange(work.seq_len, dtype=torch.int32) // 9).repeat(4, 1)
     with nullcontext() if autocast is None else torch.autocast("cpu", autocast):
-        kept, _ = kept_bytes(to_the_last_block, apart_from=[*model.parameters(), *model.buffers()])
+        kept, _ = kept_bytes(
+            lambda: model._through_blocks(tokens_BT, doc_ids_BT),
+            apart_from=[*model.parameters(), *model.buffers()],
+        )
     is_plain = ops == "plain" or "attention_softcap" in SHAPES[shape]
     if document_mask and is_plain:  # the mask lives as long as the blocks run; autograd needs none
         shared = model.shared_by_blocks(tokens_BT, doc_ids_BT)
@@ -146,11 +145,6 @@ def test_recomputed_activations_are_not_counted(name):
     assert all(torch.equal(one, other) for one, other in zip(*losses, strict=True))
 
 
-def test_the_largest_tensor_of_a_wide_vocabulary_is_the_logits():
-    work = workload("plain", seq_len=64, vocab_size=5000)
-    assert estimate(work, 4).largest == 4 * 64 * 5000 * 4
-
-
 def test_gathers_in_bf16_leave_no_copies_of_weights():
     """Autocast makes a copy of each fp32 matrix in a block, which backward keeps."""
     work = replace(workload(autocast=torch.bfloat16), num_shards=2)
@@ -170,7 +164,6 @@ def test_gathers_in_bf16_leave_no_copies_of_weights():
     [
         (16, "plain", True, 1),
         (16, "fused", False, 2),
-        (16, "plain", False, 2),
         (3000, "plain", False, 1),
         (3000, "fused", True, 1),
         (3000, "fused", True, 2),
@@ -184,28 +177,29 @@ def test_the_estimated_peak_is_that_of_a_real_step(ops, vocab_size, tied_head, a
         for _ in range(accumulate):
             loss_sum, _ = model(tokens_BT, targets_BT)
             loss_sum.backward()
+    before = torch.get_rng_state()
     found = estimate(work, 8, accumulate)
+    assert torch.equal(torch.get_rng_state(), before)
     inputs = tokens_BT.nbytes + targets_BT.nbytes
     assert found.total - found.fixed == pytest.approx(live.peak + inputs, rel=0.01)
+    if accumulate == 1:
+        in_optimizer = PER_PARAMETER * len(list(model.parameters()))
+        # the trace's own, 4 or 5 in each part
+        assert found.operations - in_optimizer == pytest.approx(live.operations, abs=25)
+    else:
+        three, four = (estimate(work, 8, count).operations for count in (3, 4))
+        assert four - three == three - found.operations > 100
 
 
-@pytest.mark.parametrize("ops", OPS)
-def test_the_operations_are_those_of_a_real_micro_batch(ops):
-    work = workload(ops)
-    model, tokens_BT, targets_BT = real(work, 2)
-    with Live() as live:
-        loss_sum, _ = model(tokens_BT, targets_BT)
-        loss_sum.backward()
-    in_optimizer = PER_PARAMETER * len(list(model.parameters()))
-    found = estimate(work, 2).operations - in_optimizer
-    assert found == pytest.approx(live.operations, abs=25)  # the trace's own, 4 or 5 in each part
-
-
-@pytest.mark.parametrize("kind", ["adamw", "muon"])
-def test_the_peak_of_the_optimizers_step_is_that_of_a_real_one(kind, build_run, tiny_config):
-    """With one short row, the step needs more than the loss."""
+@pytest.mark.parametrize(
+    ("kind", "speedups"), [("adamw", "none"), ("muon", "none"), ("adamw", "fused-adamw")]
+)
+def test_the_peak_of_the_optimizers_step_is_that_of_a_real_one(
+    kind, speedups, build_run, tiny_config
+):
+    """With one short row, the step needs more than the loss; the fused one needs nothing."""
     wide = {"model__d_model": 256, "model__num_layers": 3, "batch__rows_per_device": 1}
-    run = build_run(tiny_config(**wide, optim__kind=kind, speedups="none"))
+    run = build_run(tiny_config(**wide, optim__kind=kind, speedups=speedups))
     for parameter in run.core.parameters():
         parameter.grad = torch.zeros_like(parameter)
     for optimizer in run.optimizers:
@@ -214,8 +208,12 @@ def test_the_peak_of_the_optimizers_step_is_that_of_a_real_one(kind, build_run, 
         for optimizer in run.optimizers:
             optimizer.step()
     found = estimate(workload_of(run.config), 1)
-    assert found.peak.name == "the optimizer's step"
-    assert found.peak.transient == pytest.approx(live.peak, rel=0.02)
+    if speedups == "none":
+        assert found.peak.name == "the optimizer's step"
+        assert found.peak.transient == pytest.approx(live.peak, rel=0.02)
+    else:
+        assert found.peak.name != "the optimizer's step"
+        assert live.peak < 1000
 
 
 def test_the_document_mask_of_fused_attention_is_counted():
@@ -227,21 +225,17 @@ def test_the_document_mask_of_fused_attention_is_counted():
     assert masked.workspace >= crossing.workspace
 
 
-def test_attention_that_skips_masked_blocks_keeps_no_mask(monkeypatch):
+@pytest.mark.parametrize("limits", [{"document_mask": True}, {"window": 256}])
+def test_attention_that_skips_masked_blocks_keeps_no_mask(monkeypatch, limits):
     """The estimate counts what the kernel keeps on a GPU, not what its CPU stand-in keeps."""
-    monkeypatch.setitem(
-        OPS, "flex", Ops.plain(attention=attention.flex, cross_entropy=cross_entropy.fused)
-    )
-    crossing = estimate(workload(seq_len=2048, autocast=torch.bfloat16), 4)
-    for limits in (
-        {"document_mask": True},
-        {"window": 256},
-        {"document_mask": True, "window": 256},
-    ):
-        found = estimate(workload("flex", seq_len=2048, autocast=torch.bfloat16, **limits), 4)
-        doc_ids_bytes = 4 * 2048 * 4 if "document_mask" in limits else 0
-        assert found.total == crossing.total + doc_ids_bytes
-        assert found.workspace == crossing.workspace
+    flex = Ops.plain(attention=attention.flex, cross_entropy=cross_entropy.fused)
+    monkeypatch.setitem(OPS, "flex", flex)
+    facts = {"seq_len": 2048, "autocast": torch.bfloat16}
+    crossing = estimate(workload(**facts), 4)
+    found = estimate(workload("flex", **facts, **limits), 4)
+    doc_ids_bytes = 4 * 2048 * 4 if "document_mask" in limits else 0
+    assert found.total == crossing.total + doc_ids_bytes
+    assert found.workspace == crossing.workspace
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -251,27 +245,23 @@ def test_weights_gradients_and_optimizer_are_exact(shape):
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     model(tokens_BT, targets_BT)[0].backward()
     optimizer.step()
-    found = estimate(work, 2)
-    tables = {buffer.data_ptr(): buffer.nbytes for buffer in model.buffers()}
-    assert found.weights == sum(parameter.nbytes for parameter in model.parameters()) + sum(
-        tables.values()
-    )
-    assert found.gradients == sum(parameter.grad.nbytes for parameter in model.parameters())
-    states = [
-        value
-        for state in optimizer.state.values()
-        for name, value in state.items()
-        if name != "step"
-    ]
-    assert found.optimizer == sum(value.nbytes for value in states)
+    found, parameters = estimate(work, 2), dict(model.named_parameters())
+    assert found.weights == sum(each.nbytes for each in parameters.values()) + tables_of(model)
+    assert found.gradients == sum(each.grad.nbytes for each in parameters.values())
+    states = [state[name] for state in optimizer.state.values() for name in state.keys() - {"step"}]
+    assert found.optimizer == sum(each.nbytes for each in states)
+    muon = estimate(replace(work, optim=OptimConfig(kind="muon")), 2)
+    assert muon.optimizer == found.optimizer - hidden_bytes(model)
+
+
+def tables_of(model):
+    """Bytes of the buffers of a model, each once."""
+    return sum({buffer.data_ptr(): buffer.nbytes for buffer in model.buffers()}.values())
+
+
+def hidden_bytes(model):
     kinds = model.parameter_kinds()
-    hidden = sum(
-        parameter.nbytes for name, parameter in model.named_parameters() if kinds[name] == "hidden"
-    )
-    assert (
-        estimate(replace(work, optim=OptimConfig(kind="muon")), 2).optimizer
-        == found.optimizer - hidden
-    )
+    return sum(p.nbytes for name, p in model.named_parameters() if kinds[name] == "hidden")
 
 
 @pytest.mark.parametrize("targets", [("all-linear",), ("q", "v")])
@@ -287,11 +277,9 @@ def test_frozen_weights_have_no_gradients_and_no_optimizer_state(shape, targets)
     found = estimate(work, 2)
     assert found.gradients == sum(parameter.grad.nbytes for parameter in trained)
     assert found.optimizer == 2 * found.gradients
-    tables = {buffer.data_ptr(): buffer.nbytes for buffer in model.buffers()}
     weights = sum(parameter.nbytes for parameter in model.parameters())
-    assert found.weights == weights + sum(tables.values())
-    inputs = tokens_BT.nbytes + targets_BT.nbytes
-    peak = live.peak + inputs
+    assert found.weights == weights + tables_of(model)
+    peak = live.peak + tokens_BT.nbytes + targets_BT.nbytes
     assert peak <= 1.01 * (found.total - found.fixed)  # the first block needs a little less
     first = found.activations // len(model.blocks) if shape == "gpt_neox" else 0
     # Beside attention, the first block's MLP depends on no adapter and keeps nothing.
@@ -299,23 +287,18 @@ def test_frozen_weights_have_no_gradients_and_no_optimizer_state(shape, targets)
 
 
 def test_a_bf16_base_takes_half_of_the_memory_of_its_matrices():
-    def weights(base_dtype):
-        lora = LoraConfig(rank=4, base_dtype=base_dtype)
-        return estimate(replace(workload(autocast=torch.bfloat16), lora=lora), 2).weights
-
-    model = real(workload(), 1)[0]
-    kinds = model.parameter_kinds()
-    hidden = sum(p.nbytes for name, p in model.named_parameters() if kinds[name] == "hidden")
-    assert weights("fp32") - weights("bf16") == hidden / 2
+    work = workload(autocast=torch.bfloat16)
+    wide, narrow = (
+        estimate(replace(work, lora=LoraConfig(rank=4, base_dtype=dtype)), 2).weights
+        for dtype in ("fp32", "bf16")
+    )
+    assert wide - narrow == hidden_bytes(real(work, 1)[0]) / 2
 
 
 def test_shards_split_weights_gradients_and_optimizer():
     whole, half = estimate(workload(), 2), estimate(replace(workload(), num_shards=2), 2)
-    rows = [
-        (parameter.shape[0] + 1) // 2 * parameter[0].numel() * 4
-        for parameter in real(workload(), 1)[0].parameters()
-    ]
-    assert half.gradients == sum(rows)
+    parameters = real(workload(), 1)[0].parameters()
+    assert half.gradients == sum((p.shape[0] + 1) // 2 * p[0].numel() * 4 for p in parameters)
     assert half.optimizer == 2 * half.gradients
     assert half.weights < whole.weights
     assert half.activations == whole.activations
@@ -328,16 +311,13 @@ def test_shards_split_weights_gradients_and_optimizer():
 )
 def test_memory_grows_in_proportion_to_seq_len(kind, ops):
     """As docs/models.md states for both models."""
-    model = MODELS.get(kind)
+    model, shape = MODELS.get(kind), {"vocab_size": 101, "num_layers": 1, "d_model": 32}
 
     def bytes_a_token(seq_len):
-        config = model.check(
-            {"vocab_size": 101, "num_layers": 1, "d_model": 32, "num_heads": 2}, seq_len=seq_len
-        )
-        need = estimate(
-            Workload(model, config, seq_len, Ops.plain(**ops), None, document_mask=False, **PLAIN),
-            1,
-        )
+        config = model.check(shape | {"num_heads": 2}, seq_len=seq_len)
+        ways = Ops.plain(**ops)
+        work = Workload(model, config, seq_len, ways, None, document_mask=False, **PLAIN)
+        need = estimate(work, 1)
         return (need.activations + need.workspace + need.logits) / seq_len
 
     assert bytes_a_token(16_384) == pytest.approx(bytes_a_token(1024), rel=0.03)
@@ -354,34 +334,15 @@ def test_rows_of_a_model_that_needs_values_must_be_stated():
     assert refused.value.fix == "Set batch.rows_per_device to a number, such as 4."
 
 
-def test_larger_models_and_batches_need_more():
-    least = estimate(workload(), 2)
-    for larger in (
-        estimate(workload(), 3),
-        estimate(workload(seq_len=40), 2),
-        estimate(workload(num_layers=4), 2),
-    ):
-        assert larger.total > least.total
-    assert (
-        estimate(workload("plain", seq_len=64), 2).total > estimate(workload(seq_len=64), 2).total
-    )
-    assert estimate(workload(autocast=torch.bfloat16), 64).total < estimate(workload(), 64).total
-
-
 def test_a_model_too_large_for_this_machine_can_be_estimated():
     """GPT-2 124M, fp32, plain ops, T = 1024: on a GPU, 1 row took 3.4 GiB and 8 rows 16.7 GiB."""
-    own = {
-        "vocab_size": 50257,
-        "num_layers": 12,
-        "d_model": 768,
-        "num_heads": 12,
-        "positions": "learned",
-        "bias": True,
-    }
-    work = workload("plain", seq_len=1024, **own)
+    sizes = {"vocab_size": 50257, "num_layers": 12, "d_model": 768, "num_heads": 12}
+    gpt2 = sizes | {"positions": "learned", "bias": True}
+    work = workload("plain", seq_len=1024, **gpt2)
     assert estimate(work, 1).total / GIB == pytest.approx(3.4, rel=0.15)
     assert estimate(work, 8).total / GIB == pytest.approx(16.7, rel=0.15)
-    assert estimate(workload(seq_len=32_768, **own, autocast=torch.bfloat16), 64).total > 100 * GIB
+    assert estimate(work, 8).largest == 8 * 1024 * 50257 * 4, "the logits"
+    assert estimate(workload(seq_len=32_768, **gpt2, autocast=torch.bfloat16), 64).total > 100 * GIB
 
 
 def test_the_most_rows_are_found():
@@ -390,25 +351,9 @@ def test_the_most_rows_are_found():
         assert most_rows(work, estimate(work, rows, 2).total) == rows
         assert most_rows(work, estimate(work, rows + 1, 2).total - 1) == rows
     assert most_rows(work, estimate(work, 1, 2).total - 1) == 0
-
-
-def test_rows_are_not_chosen_when_not_even_one_fits():
-    plan = micro_batch_plan(workload(), 8, "cpu", 1000)
+    plan = micro_batch_plan(work, 8, "cpu", 1000)
     with pytest.raises(HardwareError, match=r"One sequence of 33 tokens needs about .*shard it"):
         largest_useful(plan)
-
-
-def test_an_estimate_leaves_the_random_generator_unchanged():
-    before = torch.get_rng_state()
-    estimate(workload(dropout=0.2), 5)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_the_operations_of_a_step_are_those_of_its_micro_batches_and_the_optimizer():
-    work = workload()
-    one, two, three, four = (estimate(work, 4, count).operations for count in (1, 2, 3, 4))
-    assert four - three == three - two > 100
-    assert one < estimate(workload(num_layers=6), 4).operations < 4 * one
 
 
 @pytest.fixture
@@ -420,41 +365,28 @@ def asked(build_run, tiny_config):
     return run.config, workload, predict_memory(this, estimate(workload, 8))
 
 
-def test_a_micro_batch_that_fits_is_not_mentioned(asked):
-    assert require_fitting(*asked, Capacity(GIB, GIB, "machine")) is None
-
-
 def test_a_micro_batch_that_cannot_fit_is_refused_with_rows_that_do(asked):
-    config, workload, memory = asked
+    _, workload, memory = asked
+    assert require_fitting(*asked, Capacity(GIB, GIB, "machine")) is None
+    free = int(0.95 * memory.total)
+    warning = require_fitting(*asked, Capacity(GIB, free, "machine"))
+    assert "much slower if the system swaps" in warning
     whole = int(0.8 * memory.estimate.total)
     with pytest.raises(HardwareError, match="this machine has") as caught:
-        require_fitting(config, workload, memory, Capacity(whole, whole, "machine"))
+        require_fitting(*asked, Capacity(whole, whole, "machine"))
     advised = re.match(r"Set batch.rows_per_device=(\d) batch.accumulate=(\d)", caught.value.fix)
     rows, accumulate = map(int, advised.groups())
     assert rows * accumulate == 8
     assert estimate(workload, rows, accumulate).total <= 0.8 * whole
-
-
-def test_one_that_may_just_fit_is_warned_of_and_not_refused(asked):
-    config, workload, memory = asked
-    free = int(0.95 * memory.total)
-    warning = require_fitting(config, workload, memory, Capacity(GIB, free, "machine"))
-    assert "much slower if the system swaps" in warning
-
-
-def test_if_no_row_fits_the_smallest_machine_is_named(asked):
-    config, workload, memory = asked
-    few = Capacity(1000, 1000, "GPU")
     with pytest.raises(HardwareError, match="Not even one sequence fits") as caught:
-        require_fitting(config, workload, memory, few)
+        require_fitting(*asked, Capacity(1000, 1000, "GPU"))
     assert smallest_machine(workload) in caught.value.fix
 
 
 def test_the_smallest_machine_does_not_depend_on_the_shards_of_the_recipe(asked):
     _, workload, _ = asked
-    large = replace(
-        workload, model_config=workload.model_config.model_copy(update={"vocab_size": 2**27})
-    )
+    wide = workload.model_config.model_copy(update={"vocab_size": 2**27})
+    large = replace(workload, model_config=wide)
     assert smallest_machine(large) == smallest_machine(replace(large, num_shards=64))
 
 
@@ -464,29 +396,22 @@ def test_the_smallest_machine_has_room_for_rows_that_accumulate(asked, monkeypat
     monkeypatch.setattr(module, "CUDA_CONTEXT", 0)
     needs = [estimate(workload, 1, accumulate).total for accumulate in (1, 2)]
     assert needs[0] < needs[1]
-    gigabytes = iter((sum(needs) / 2e9 * CUDA_RESERVED, 1000.0))
     row = machine_named("1x h100").row
-    rows = [
-        row.model_copy(
-            update={"name": name, "memory_gb": row.memory_gb.model_copy(update={"value": size})}
-        )
-        for name, size in zip(("tight", "roomy"), gigabytes, strict=True)
-    ]
+
+    def machine(name, size):
+        memory = row.memory_gb.model_copy(update={"value": size})
+        return row.model_copy(update={"name": name, "memory_gb": memory})
+
+    rows = [machine("tight", sum(needs) / 2e9 * CUDA_RESERVED), machine("roomy", 1000.0)]
     monkeypatch.setattr(module, "machine_rows", lambda: rows)
     assert smallest_machine(workload) == "1x roomy"
 
 
-def test_the_memory_of_a_machine_elsewhere_is_that_of_its_data_sheet():
+def test_the_memory_of_a_machine_elsewhere_is_that_of_its_data_sheet(monkeypatch):
     found = capacity_of(machine_named("2x RTX 4090"), "cuda", 2)
     assert found.whole == pytest.approx(24e9)
-
-
-def test_the_ranks_of_a_cpu_share_its_memory():
     one, two = (capacity_of(probe(), "cpu", count) for count in (1, 2))
-    assert two.whole == pytest.approx(one.whole / 2, rel=0.01)
+    assert two.whole == pytest.approx(one.whole / 2, rel=0.01), "the ranks of a CPU share it"
     assert one.free <= one.whole
-
-
-def test_a_machine_without_a_gpu_has_no_capacity_for_one(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert capacity_of(Machine("a CPU", 2, 8.0, (), "3.11"), "cuda", 1) is None

@@ -25,7 +25,7 @@ MESSAGES = {
 IMPORTS = {
     "torchao": "from flatout.speedups.fp8 import fp8_linear; fp8_linear(emulate=True); "
     "from flatout.assembly.recipe import load_package; "
-    "load_package('torchao.optim', 'adamw-8bit', 'adamw-8bit')",
+    "load_package('torchao.optim', 'adamw-8bit', 'adamw-8bit')"
 }
 
 

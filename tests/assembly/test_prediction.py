@@ -66,15 +66,9 @@ def memory(run):
 
 @pytest.fixture
 def time(run):
-    def predict(*runs, peak=PEAK, **more):
-        return predict_time(
-            past_run(run.config, run.decisions),
-            run.config,
-            flops_per_token=FLOPS,
-            peak=peak,
-            runs=runs,
-            **more,
-        )
+    def predict(*runs, peak=PEAK, decisions=run.decisions, **more):
+        this = past_run(run.config, decisions)
+        return predict_time(this, run.config, flops_per_token=FLOPS, peak=peak, runs=runs, **more)
 
     return predict
 
@@ -106,18 +100,15 @@ def test_an_earlier_run_of_the_shape_gives_the_overhead(memory, past):
     size, sized = part.total / GIB, {"estimate": part, "context_gib": 0.5}
     same = past(**sized, peak_gib=0.5 + size + 0.25)
     other = past(**sized, peak_gib=0.5 + size + 0.75, digest="another")
-    found = memory(other, same)
-    assert found.context == pytest.approx(1.25 * GIB)
-    assert found.source == "traced, corrected by 1 earlier run of this recipe's shape here"
-    found = memory(other)
-    assert found.context == pytest.approx(1.75 * GIB)
-    assert found.source == "traced, corrected by 1 earlier run of other shapes here"
-
-
-def test_the_error_is_the_spread_of_the_earlier_runs(memory, past):
-    sized = {"estimate": memory().estimate, "context_gib": 0.5}
+    for runs, overhead, whose in (
+        ((other, same), 1.25, "this recipe's shape"),
+        ((other,), 1.75, "other shapes"),
+    ):
+        found = memory(*runs)
+        assert found.context == pytest.approx(overhead * GIB)
+        assert found.source == f"traced, corrected by 1 earlier run of {whose} here"
     runs = [past(**sized, peak_gib=gib) for gib in (1.0, 1.0, 0.8)]
-    assert memory(*runs).error == pytest.approx(0.25)
+    assert memory(*runs).error == pytest.approx(0.25), "the spread of the earlier runs"
 
 
 def test_a_compiled_model_on_a_gpu_is_corrected_by_what_one_needed(memory, run, past):
@@ -127,16 +118,11 @@ def test_a_compiled_model_on_a_gpu_is_corrected_by_what_one_needed(memory, run, 
     assert before.error is None
     assert "usually needs less" in before.source
     part = before.estimate
-    fixed, variable = (part.fixed + part.gradients) / GIB, (part.total - part.fixed) / GIB
-    halved = past(
-        estimate=part,
-        peak_gib=fixed + variable / 2,
-        reserved_gib=1.2 * (fixed + variable / 2),
-        is_compiled=True,
-        digest="another",
-    )
-    found = memory(halved, config=config, decisions=compiled)
-    assert found.allocated / GIB == pytest.approx(fixed + variable / 2, rel=1e-3)
+    half = (part.fixed + part.gradients + (part.total - part.fixed) / 2) / GIB
+    measured = {"peak_gib": half, "reserved_gib": 1.2 * half}
+    earlier = past(estimate=part, is_compiled=True, digest="another", **measured)
+    found = memory(earlier, config=config, decisions=compiled)
+    assert found.allocated / GIB == pytest.approx(half, rel=1e-3)
     assert found.reserved / found.allocated == pytest.approx(1.2)
     assert found.peak_gib == found.allocated / GIB
 
@@ -145,10 +131,8 @@ def test_a_compiled_model_on_a_cpu_may_need_much_less_whatever_was_measured(memo
     """Its process is measured, not its tensors; a run that would fit must not be refused."""
     compiled = [*run.decisions, Decision("compile", True, "")]
     part = memory().estimate
-    measured = past(
-        estimate=part, context_gib=0.5, peak_gib=0.5 + part.total / GIB, is_compiled=True
-    )
-    for runs in ((), (measured,)):
+    sizes = {"context_gib": 0.5, "peak_gib": 0.5 + part.total / GIB}
+    for runs in ((), (past(estimate=part, is_compiled=True, **sizes),)):
         found = memory(*runs, decisions=compiled)
         assert found.least < found.estimate.fixed + 0.31 * found.estimate.peak.total
 
@@ -163,19 +147,20 @@ def test_the_rate_comes_from_the_best_source_that_there_is(time, past):
     assert time().tokens_per_s == pytest.approx(0.3 * 1e12 / FLOPS)
     sources = [time(*runs).source for runs in ((here,), (bench,), (other,), ())]
     assert len(set(sources)) == 4
+    without_peak = time(other, peak=None)
+    assert without_peak.tokens_per_s == pytest.approx(0.5 * 1e12 / FLOPS)
+    assert without_peak.mfu is None
     unknown = time(peak=None)
     assert (unknown.tokens_per_s, unknown.wall_s) == (None, None)
     assert unknown.source.startswith("unknown")
 
 
-@pytest.mark.parametrize("ratio", [1 / 8, 8])
-def test_a_much_smaller_or_larger_model_says_nothing_about_the_rate(time, past, ratio):
-    other = past(digest="another", tokens_per_s=0.5 * 1e12 / FLOPS, flops_per_token=ratio * FLOPS)
-    assert time(other).source == time().source
-
-
-def test_the_same_micro_batch_is_preferred(time, past):
-    assert time(past(tokens_per_s=1.0), past(tokens_per_s=9.0, rows_per_device=8)).tokens_per_s == 1
+@pytest.mark.parametrize(
+    "other", [{"flops_per_token": FLOPS / 8}, {"flops_per_token": 8 * FLOPS}, {"speedups": []}]
+)
+def test_a_run_that_differs_much_says_nothing_about_the_rate(time, past, other):
+    facts = {"digest": "another", "tokens_per_s": 0.5 * 1e12 / FLOPS, "flops_per_token": FLOPS}
+    assert time(past(**facts | other)).source == time().source
 
 
 def test_of_two_runs_the_one_that_was_not_disturbed_decides(time, past):
@@ -183,31 +168,19 @@ def test_of_two_runs_the_one_that_was_not_disturbed_decides(time, past):
     busy, alone = past(tokens_per_s=9.0, is_busy=True), past(tokens_per_s=1.0)
     assert time(busy, alone).tokens_per_s == 1.0
     assert time(busy).source.endswith("while other processes used the cores")
-
-
-def test_other_speedups_say_nothing_about_the_rate(time, past):
-    assert time(
-        past(tokens_per_s=1.0, digest="another", speedups=[], flops_per_token=FLOPS)
-    ).source.startswith("an assumed")
+    assert time(alone, past(tokens_per_s=9.0, rows_per_device=8)).tokens_per_s == 1.0
 
 
 def test_the_time_has_the_evaluations_and_what_an_earlier_run_needed_besides(time, run, past):
-    alone = time(past(tokens_per_s=100.0))
-    assert alone.wall_s == pytest.approx(100 * 128 / 100)
+    assert time(past(tokens_per_s=100.0)).wall_s == pytest.approx(100 * 128 / 100)
     beside = past(tokens_per_s=100.0, beside_s=6.0)
     scored = run.dataset.split("val").num_tokens / 300
-    whole = time(beside, dataset=run.dataset)
-    assert whole.wall_s == pytest.approx(128 + scored + 6)
-    resumed = time(beside, dataset=run.dataset, first_step=50)
-    assert resumed.wall_s == pytest.approx(64 + scored + 6)
-
-
-@pytest.mark.parametrize(("rows", "beside_s"), [(4, 2.0), (8, 6.0)])
-def test_what_torch_keeps_on_disk_is_not_compiled_again(time, past, rows, beside_s):
-    """Another micro-batch is other code."""
-    seconds = {"beside_s": 6.0, "cached_s": 4.0}
-    earlier = past(tokens_per_s=100.0, rows_per_device=rows, **seconds)
-    assert time(earlier).wall_s == pytest.approx(128 + beside_s)
+    for first_step, train_s in ((0, 128), (50, 64)):
+        found = time(beside, dataset=run.dataset, first_step=first_step)
+        assert found.wall_s == pytest.approx(train_s + scored + 6)
+    for rows, beside_s in ((4, 2.0), (8, 6.0)):  # another micro-batch is other code
+        earlier = past(tokens_per_s=100.0, rows_per_device=rows, beside_s=6.0, cached_s=4.0)
+        assert time(earlier).wall_s == pytest.approx(128 + beside_s)
 
 
 def test_every_evaluation_is_counted(run):
@@ -232,26 +205,18 @@ STEP_TOKENS = 128
 """Tokens of one step of the tiny model."""
 
 
-def test_a_cpu_starts_operations_before_it_computes_them(run):
-    slow, source = assumed_rate(run.config, STEP_TOKENS / 0.3, 1000)
-    assert slow == pytest.approx(STEP_TOKENS / (1 + 1000 * STARTING_S))
-    assert source == (
-        "an assumed 30% of the peak, and an assumed 15 us to start each of 1,000 operations "
-        "per step"
-    )
-    fast, _ = assumed_rate(run.config, 1e15, 1000)
-    assert fast == pytest.approx(STEP_TOKENS / (1000 * STARTING_S))
-
-
-def test_a_gpu_starts_operations_while_it_computes(run):
-    on_gpu = run.config.with_values({"train.device": "cuda"})
-    assert assumed_rate(on_gpu, STEP_TOKENS / 0.3, 1000) == (
-        pytest.approx(STEP_TOKENS),
-        "an assumed 30% of the peak",
-    )
-    bound, source = assumed_rate(on_gpu, 1e15, 1000)
-    assert bound == pytest.approx(STEP_TOKENS / (1000 * STARTING_S))
-    assert "of the peak" not in source
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_gpu_computes_while_it_starts_operations_and_a_cpu_does_not(run, device):
+    config = run.config.with_values({"train.device": device})
+    starting_s, of_peak = 1000 * STARTING_S, "an assumed 30% of the peak"
+    rate, source = assumed_rate(config, STEP_TOKENS / 0.3, 1000)
+    on_cpu = device == "cpu"
+    assert rate == pytest.approx(STEP_TOKENS / (1 + starting_s * on_cpu))
+    started = f"{of_peak}, and an assumed 15 us to start each of 1,000 operations per step"
+    assert source == (started if on_cpu else of_peak)
+    bound, source = assumed_rate(config, 1e15, 1000)
+    assert bound == pytest.approx(STEP_TOKENS / starting_s)
+    assert ("of the peak" in source) == on_cpu
 
 
 def test_only_an_eager_model_starts_its_operations_one_by_one(time, memory, run):
@@ -259,30 +224,13 @@ def test_only_an_eager_model_starts_its_operations_one_by_one(time, memory, run)
     assert "to start each of" in eager.source
     assert eager.tokens_per_s < time().tokens_per_s
     compiled = [*run.decisions, Decision("compile", True, "")]
-    found = predict_time(
-        past_run(run.config, compiled),
-        run.config,
-        flops_per_token=FLOPS,
-        peak=PEAK,
-        memory=memory(decisions=compiled),
-    )
+    found = time(memory=memory(decisions=compiled), decisions=compiled)
     assert found.source == "an assumed 30% of the peak"
 
 
-def test_without_a_peak_the_flops_of_other_shapes_still_give_a_rate(time, past):
-    other = past(digest="another", tokens_per_s=100.0, flops_per_token=2 * FLOPS)
-    found = time(other, peak=None)
-    assert (found.tokens_per_s, found.mfu) == (200.0, None)
-
-
 H200, CPU = "NVIDIA H200", "AMD EPYC 7B13, 2 cores"
-MACHINE = Machine(
-    "AMD EPYC 7B13",
-    2,
-    8.0,
-    tuple(Gpu(name, 141.0, (9, 0), "1") for name in (H200, "NVIDIA L4")),
-    "3.11",
-)
+GPUS = tuple(Gpu(name, 141.0, (9, 0), "1") for name in (H200, "NVIDIA L4"))
+MACHINE = Machine("AMD EPYC 7B13", 2, 8.0, GPUS, "3.11")
 GAIN = Gain(
     gain=1.125,
     low=1.05,
@@ -322,27 +270,15 @@ def test_only_the_latest_runs_are_kept(tmp_path, monkeypatch, past):
     assert [run.rows_per_device for run in kept] == [2, 3, 4]
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "[]",
-        "{}",
-        '{"hardware": 1}',
-        '{"hardware": "another"}',
-        f'{{"hardware": "{H200}", "format_version": {FORMAT_VERSION + 1}}}',
-    ],
-)
-def test_an_unreadable_file_counts_as_absent(tmp_path, text):
-    keep(H200, tmp_path, {"bf16": GAIN}).write_text(text)
-    assert read(H200, tmp_path).speedups is None
-    assert not runs_here(MACHINE, "cuda", tmp_path)
-    assert gains_here(MACHINE, "cuda", tmp_path) == {}
-
-
-def test_two_names_that_share_a_file_do_not_share_runs(tmp_path, past):
+def test_an_unreadable_file_counts_as_absent(tmp_path, past):
+    later = f'{{"hardware": "{H200}", "format_version": {FORMAT_VERSION + 1}}}'
+    for text in ("", "[]", "{}", '{"hardware": 1}', '{"hardware": "another"}', later):
+        keep(H200, tmp_path, {"bf16": GAIN}).write_text(text)
+        assert read(H200, tmp_path).speedups is None
+        assert not runs_here(MACHINE, "cuda", tmp_path)
+        assert gains_here(MACHINE, "cuda", tmp_path) == {}
     keep("A GPU", tmp_path, run=past())
-    assert not read("A-GPU", tmp_path).runs
+    assert not read("A-GPU", tmp_path).runs, "two names share a file"
 
 
 def test_the_digest_covers_what_decides_the_arithmetic(run):
@@ -350,15 +286,10 @@ def test_the_digest_covers_what_decides_the_arithmetic(run):
         config = run.config.with_values({k.replace("__", "."): v for k, v in values.items()})
         return past_run(config, decisions, world_size).digest
 
-    changed = [
-        digest(decisions=[d for d in run.decisions if d.name != "prefetch"]),
-        digest(world_size=2),
-        digest(lora__rank=4),
-        digest(lora__rank=8),
-        digest(optim__kind="muon"),
-        digest(data__seq_len=8),
-    ]
-    assert len({digest(), *changed}) == 7
+    fewer = [decision for decision in run.decisions if decision.name != "prefetch"]
+    values = [{"lora__rank": 4}, {"lora__rank": 8}, {"optim__kind": "muon"}, {"data__seq_len": 8}]
+    changed = [{"decisions": fewer}, {"world_size": 2}, *values]
+    assert len({digest(), *(digest(**each) for each in changed)}) == 7
     same = (digest(decisions=run.decisions[::-1]), digest(batch__rows_per_device=8))
     assert set(same) == {digest()}
 
@@ -366,22 +297,17 @@ def test_the_digest_covers_what_decides_the_arithmetic(run):
 def test_the_hint_is_given_once_per_gpu(tmp_path, past):
     keep(H200, tmp_path, run=past())  # a run alone has measured no speedup
     line = advice(H200, "gpt2-124m", tmp_path)
-    assert line.startswith(
-        f"No speedup has been measured on this GPU ({H200}); "
-        f"`flatout bench gpt2-124m --minutes {MINUTES}`"
-    )
+    assert line.startswith(f"No speedup has been measured on this GPU ({H200}); ")
+    assert f"`flatout bench gpt2-124m --minutes {MINUTES}`" in line
     assert "\n" not in line
     assert advice(H200, "gpt2-124m", tmp_path) is None
     assert advice("NVIDIA L4", "RECIPE", tmp_path) is not None
     keep("NVIDIA A10", tmp_path, {"bf16": GAIN})
     assert advice("NVIDIA A10", "gpt2-124m", tmp_path) is None
-
-
-def test_without_a_writable_cache_the_hint_is_repeated(tmp_path):
-    (tmp_path / "measured").write_text("a file")
-    assert advice(H200, "gpt2-124m", tmp_path) == advice(H200, "gpt2-124m", tmp_path)
-    with pytest.raises(OSError, match="measured"):
-        keep(H200, tmp_path, {})
+    (tmp_path / "file").write_text("")
+    assert advice(H200, "x", tmp_path / "file") == advice(H200, "x", tmp_path / "file")
+    with pytest.raises(OSError, match="file"):
+        keep(H200, tmp_path / "file", {})
 
 
 def test_only_gains_with_this_torch_and_hardware_count(tmp_path):
@@ -394,21 +320,15 @@ def test_only_gains_with_this_torch_and_hardware_count(tmp_path):
 
 
 def test_a_gain_is_described_in_one_line():
-    assert (
-        GAIN.describe()
-        == "x1.12 (1.05 to 1.20), in the full set of gpt2-124m, 2026-11-22, commit abc1234"
-    )
-    assert (
-        GAIN.model_copy(update={"low": None, "commit": None}).describe()
-        == "x1.12 (too few repeats to be sure), in the full set of gpt2-124m, 2026-11-22"
-    )
-
-
-def test_an_interval_without_1_is_faster_or_slower():
-    def judged(low, high):
+    where = "in the full set of gpt2-124m, 2026-11-22"
+    assert GAIN.describe() == f"x1.12 (1.05 to 1.20), {where}, commit abc1234"
+    unsure = GAIN.model_copy(update={"low": None, "commit": None})
+    assert unsure.describe() == f"x1.12 (too few repeats to be sure), {where}"
+    for low, high, is_faster, is_slower in (
+        (1.01, 1.2, True, False),
+        (0.8, 0.99, False, True),
+        (0.9, 1.1, False, False),
+        (None, None, False, False),
+    ):
         gain = GAIN.model_copy(update={"low": low, "high": high})
-        return gain.is_faster, gain.is_slower
-
-    assert judged(1.01, 1.2) == (True, False)
-    assert judged(0.8, 0.99) == (False, True)
-    assert judged(0.9, 1.1) == judged(None, None) == (False, False)
+        assert (gain.is_faster, gain.is_slower) == (is_faster, is_slower)

@@ -4,6 +4,7 @@ import pytest
 from flatout.assembly import preflight
 from flatout.assembly.preflight import check, check_mirror, open_dataset
 from flatout.config.schema import load_config
+from flatout.data.store.shards import Dataset
 from flatout.errors import ConfigError, DataError, HardwareError, MissingPackage
 from flatout.registry import MODELS
 
@@ -35,20 +36,13 @@ def test_references_are_checked_when_imported(tiny_config):
 
 def test_each_dataset_of_a_mix_must_contain_a_sequence(write_tiny, tmp_path):
     large, small = write_tiny(tmp_path / "large"), write_tiny(tmp_path / "small", num_documents=1)
-    tokens = (
-        open_dataset(load_config(None, [f"data.path={small}", "data.seq_len=8"]))
-        .split("train")
-        .num_tokens
-    )
+    tokens = Dataset.open(small).split("train").num_tokens
     mix = f"data.mix={{{large}: 3, {small}: 1}}"
     open_dataset(load_config(None, [mix, f"data.seq_len={tokens - 1}"]))
-    with pytest.raises(
-        DataError,
-        match=rf"small has {tokens} tokens for training; "
-        rf"one sequence of data\.seq_len={tokens} needs {tokens + 1}",
-    ) as raised:
+    needs = rf"one sequence of data\.seq_len={tokens} needs {tokens + 1}"
+    with pytest.raises(DataError, match=rf"small has {tokens} tokens for training; {needs}") as bad:
         open_dataset(load_config(None, [mix, f"data.seq_len={tokens}"]))
-    advised = int(raised.value.fix.partition("data.seq_len=")[2].partition(",")[0])
+    advised = int(bad.value.fix.partition("data.seq_len=")[2].partition(",")[0])
     assert 1 <= advised <= tokens // 8
 
 

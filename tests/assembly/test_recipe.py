@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
-from itertools import pairwise
-
 import pytest
 
-from flatout.assembly import recipe as recipe_module
 from flatout.assembly.recipe import (
     SLOTS,
     TRANSFORMS,
@@ -32,10 +27,7 @@ TURING = Machine("a CPU", 2, 8.0, (Gpu("a T4", 16.0, (7, 5), "1"),), "3.11")
 
 def speedup(name: str, *slots: str) -> Speedup:
     return Speedup(
-        name=name,
-        saves="nothing",
-        promise=Promise.exact(),
-        fills=dict.fromkeys(slots, name),
+        name=name, saves="nothing", promise=Promise.exact(), fills=dict.fromkeys(slots, name)
     )
 
 
@@ -62,24 +54,11 @@ def stored(recipe: Recipe) -> dict[str, object]:
     return {slot: vars(recipe)[slot.removeprefix("ops.")] for slot in SLOTS}
 
 
-def test_baseline_fills_no_slot_and_has_no_transforms():
+def test_every_lazy_part_of_the_baseline_exists():
     assert not Recipe().filled_by
     assert not Recipe().transforms()
-
-
-@pytest.mark.parametrize(
-    "slot", [slot for slot, value in stored(Recipe()).items() if isinstance(value, Lazy)]
-)
-def test_every_lazy_part_of_the_baseline_exists(slot):
-    assert callable(getattr(Recipe(), slot.removeprefix("ops.")))
-
-
-def test_every_slot_has_its_own_docstring():
-    tree = ast.parse(inspect.getsource(recipe_module))
-    body = next(node for node in tree.body if getattr(node, "name", "") == "Recipe").body
-    for field, after in pairwise(body):
-        if isinstance(field, ast.AnnAssign):
-            assert isinstance(after, ast.Expr), field.target.id
+    for slot, value in stored(Recipe()).items():
+        assert not isinstance(value, Lazy) or callable(getattr(Recipe(), slot.removeprefix("ops.")))
 
 
 def test_a_speedup_replaces_its_slots_and_no_other():
@@ -96,9 +75,6 @@ def test_a_speedup_replaces_its_slots_and_no_other():
 def test_two_speedups_that_fill_one_slot_are_refused_by_name():
     with pytest.raises(ConfigError, match="'a' and 'b' both fill the slot 'matmul'"):
         Recipe().with_speedup(speedup("a", "matmul")).with_speedup(speedup("b", "feed", "matmul"))
-
-
-def test_a_slot_that_does_not_exist_is_refused():
     with pytest.raises(ConfigError, match="'nowhere', which is not a slot"):
         speedup("a", "nowhere")
 
@@ -111,25 +87,24 @@ def test_transforms_have_one_order_however_they_were_added():
 
 
 def test_exact_and_rounding_promises_are_checked_step_by_step():
-    assert Promise.exact().holds([1.0, 2.0], [1.0, 2.0])
-    assert not Promise.exact().holds([1.0, 2.0000001], [1.0, 2.0])
-    assert Promise.rounding(rtol=0.1).holds([1.05], [1.0])
-    assert not Promise.rounding(rtol=0.1).holds([1.2], [1.0])
-    assert not Promise.rounding(rtol=0.1).holds([float("nan")], [1.0])
-    assert not Promise.rounding(rtol=0.1).holds([1.0], [1.0, 1.0])
+    tenth = Promise.rounding(rtol=0.1)
+    for promise, losses, expected, holds in (
+        (Promise.exact(), [1.0, 2.0], [1.0, 2.0], True),
+        (Promise.exact(), [1.0, 2.0000001], [1.0, 2.0], False),
+        (tenth, [1.05], [1.0], True),
+        (tenth, [1.2], [1.0], False),
+        (tenth, [float("nan")], [1.0], False),
+        (tenth, [1.0], [1.0, 1.0], False),
+    ):
+        assert promise.holds(losses, expected) is holds
 
 
 def test_the_device_of_a_run_is_known_without_torch():
     assert not uses_gpu(CPU, load_config())
     assert uses_gpu(TURING, load_config())
     assert not uses_gpu(TURING, load_config(None, ["train.device=cpu"]))
-
-
-def test_a_gpu_that_is_too_old_is_named_with_its_capability():
-    assert (
-        gpu_below(TURING, (8, 0), "bfloat16")
-        == "bfloat16 needs compute capability 8.0; the a T4 has 7.5."
-    )
+    too_old = "bfloat16 needs compute capability 8.0; the a T4 has 7.5."
+    assert gpu_below(TURING, (8, 0), "bfloat16") == too_old
     assert gpu_below(TURING, (7, 0), "float16") is None
 
 

@@ -9,11 +9,7 @@ import pytest
 
 from flatout.assembly.memory import estimate, memory_bytes
 from flatout.assembly.preflight import for_world_size
-from flatout.assembly.resolve import (
-    epoch_tokens,
-    resolve,
-    workload_of,
-)
+from flatout.assembly.resolve import epoch_tokens, resolve, workload_of
 from flatout.data.store.shards import Dataset
 from flatout.errors import ConfigError, HardwareError
 from flatout.hardware import Gpu, Machine
@@ -27,19 +23,14 @@ MACHINE = Machine("a CPU", 2, 8.0, (), "3.11")
 @pytest.fixture
 def resolved(tiny_config):
     """Return a function that resolves a tiny configuration with the given settings."""
+    blank = {"batch__tokens_per_step": None, "batch__accumulate": None}
 
-    def run(*, world_size=1, local_world_size=None, machine=MACHINE, **changes):
-        blank = {
-            "batch__tokens_per_step": None,
-            "batch__rows_per_device": "auto",
-            "batch__accumulate": None,
-        }
-        config = tiny_config(**blank | changes)
-        dataset = Dataset.open(config.data.path)
+    def run(*, world_size=1, machine=MACHINE, local_world_size=None, **changes):
+        config = tiny_config(**blank | {"batch__rows_per_device": "auto"} | changes)
         return resolve(
             config,
             machine=machine,
-            dataset=dataset,
+            dataset=Dataset.open(config.data.path),
             world_size=world_size,
             local_world_size=local_world_size,
         )[0]
@@ -47,128 +38,106 @@ def resolved(tiny_config):
     return run
 
 
+def sizes(config):
+    return config.batch.tokens_per_step, config.batch.rows_per_device, config.batch.accumulate
+
+
 @pytest.mark.parametrize(
     ("stated", "world_size", "expected"),
     [
-        ({"batch__tokens_per_step": 256, "batch__rows_per_device": 4}, 1, (256, 4, 4)),
-        ({"batch__tokens_per_step": 256, "batch__accumulate": 2}, 1, (256, 8, 2)),
-        ({"batch__rows_per_device": 4, "batch__accumulate": 3}, 1, (192, 4, 3)),
-        ({"batch__rows_per_device": 4, "batch__accumulate": 3}, 2, (384, 4, 3)),
-        ({"batch__rows_per_device": 4}, 1, (64, 4, 1)),
-        (
-            {"batch__tokens_per_step": 256, "batch__rows_per_device": 4, "batch__accumulate": 4},
-            1,
-            (256, 4, 4),
-        ),
-        ({"batch__tokens_per_step": 256, "speedups": "none"}, 1, (256, 8, 2)),
-        ({"batch__tokens_per_step": 256, "speedups": "none"}, 4, (256, 4, 1)),
-        ({"batch__tokens_per_step": 24 * 16, "speedups": "none"}, 1, (384, 12, 2)),
-        (
-            {"batch__tokens_per_step": 256, "batch__rows_per_device": 16, "speedups": "none"},
-            1,
-            (256, 16, 1),
-        ),
+        ((256, 4, None), 1, (256, 4, 4)),
+        ((256, "auto", 2), 1, (256, 8, 2)),
+        ((None, 4, 3), 1, (192, 4, 3)),
+        ((None, 4, 3), 2, (384, 4, 3)),
+        ((None, 4, None), 1, (64, 4, 1)),
+        ((256, 4, 4), 1, (256, 4, 4)),
+        ((256, "auto", None), 1, (256, 8, 2)),
+        ((256, "auto", None), 4, (256, 4, 1)),
+        ((384, "auto", None), 1, (384, 12, 2)),
+        ((256, 16, None), 1, (256, 16, 1)),
     ],
 )
 def test_two_of_the_batch_keys_give_the_third(resolved, stated, world_size, expected):
-    batch = resolved(world_size=world_size, **stated).batch
-    assert (batch.tokens_per_step, batch.rows_per_device, batch.accumulate) == expected
+    keys = ("batch__tokens_per_step", "batch__rows_per_device", "batch__accumulate")
+    batch = dict(zip(keys, stated, strict=True))
+    assert sizes(resolved(world_size=world_size, speedups="none", **batch)) == expected
 
 
 @pytest.mark.parametrize(
-    ("stated", "world_size", "message"),
+    ("stated", "message"),
     [
         (
             {"batch__tokens_per_step": 100},
-            1,
             r"tokens_per_step=100 does not fit data\.seq_len=16.*Set batch\.tokens_per_step=96",
         ),
         (
             {"batch__tokens_per_step": 256, "batch__rows_per_device": 3},
-            1,
             r"rows_per_device=3.*Set batch\.tokens_per_step=240",
         ),
         (
             {"batch__tokens_per_step": 256, "batch__rows_per_device": 4, "batch__accumulate": 3},
-            1,
             r"Set batch\.tokens_per_step=192",
         ),
-        ({"batch__tokens_per_step": 16}, 2, r"2 processes.*Set batch\.tokens_per_step=32"),
-        ({"model__vocab_size": 100}, 1, r"vocab_size=100 is smaller than the vocabulary.*257"),
-        ({"model__num_heads": 5}, 1, r"model\.d_model=32 is not divisible by model\.num_heads=5"),
-        ({"model__max_seq_len": 8}, 1, r"data\.seq_len=16 exceeds the model.s 8 positions"),
-        ({"model__num_layer": 2}, 1, r"no config key 'model\.num_layer'.*model\.num_layers"),
-        ({"model__kind": "transfomer"}, 1, r"no model named 'transfomer'.*transformer"),
-        ({"optim__kind": "adam"}, 1, r"no optimizer named 'adam'.*adamw"),
-        ({"schedule__kind": "cosin"}, 1, r"no schedule named 'cosin'.*cosine"),
+        (
+            {"batch__tokens_per_step": 16, "world_size": 2},
+            r"2 processes.*Set batch\.tokens_per_step=32",
+        ),
+        ({"model__vocab_size": 100}, r"vocab_size=100 is smaller than the vocabulary.*257"),
+        ({"model__num_heads": 5}, r"model\.d_model=32 is not divisible by model\.num_heads=5"),
+        ({"model__max_seq_len": 8}, r"data\.seq_len=16 exceeds the model.s 8 positions"),
+        ({"model__num_layer": 2}, r"no config key 'model\.num_layer'.*model\.num_layers"),
+        ({"model__kind": "transfomer"}, r"no model named 'transfomer'.*transformer"),
+        ({"optim__kind": "adam"}, r"no optimizer named 'adam'.*adamw"),
+        ({"schedule__kind": "cosin"}, r"no schedule named 'cosin'.*cosine"),
     ],
 )
-def test_invalid_sizes_and_names_are_refused_with_valid_ones(resolved, stated, world_size, message):
+def test_invalid_sizes_and_names_are_refused_with_valid_ones(resolved, stated, message):
     with pytest.raises(ConfigError, match=message):
-        resolved(world_size=world_size, **stated)
+        resolved(**stated)
 
 
 def test_the_model_gets_the_vocabulary_of_the_data_and_its_defaults(resolved):
     model = resolved().model
     assert model.vocab_size == 257
-    assert model.own()["max_seq_len"] == 16
-    assert model.own()["norm"] == "layernorm"
-
-
-def test_an_automatic_chunk_size_stays_open_and_a_stated_one_stays(resolved):
+    assert (model.own()["max_seq_len"], model.own()["norm"]) == (16, "layernorm")
     eigenstate = {"model__kind": "eigenstate", "model__num_layers": 1, "model__d_model": 8}
     assert resolved(**eigenstate).model.own()["chunk_size"] == "auto"
     assert resolved(**eigenstate, model__chunk_size=256).model.own()["chunk_size"] == 256
 
 
 def test_tokens_and_epochs_are_converted_to_whole_steps(resolved, tiny_config):
-    assert (
-        resolved(train__steps=None, train__tokens=300, batch__tokens_per_step=128).train.steps == 3
-    )
+    def steps(**length):
+        return resolved(train__steps=None, batch__tokens_per_step=128, **length).train.steps
+
+    assert steps(train__tokens=300) == 3
     per_epoch = epoch_tokens(Dataset.open(tiny_config().data.path), 16)
     for epochs in (None, 2.0):
-        steps = resolved(
-            train__steps=None, train__epochs=epochs, batch__tokens_per_step=128
-        ).train.steps
-        assert steps == -(-int((epochs or 1.0) * per_epoch) // 128)
+        assert steps(train__epochs=epochs) == -(-int((epochs or 1.0) * per_epoch) // 128)
 
 
 @pytest.mark.parametrize("share", [1.0, 2.5])
 def test_length_buckets_convert_epochs_and_tokens_to_the_steps_that_read_them(
     resolved, build_run, tiny_config, share
 ):
-    changes = {
-        "speedups": "auto,-compile,+length-buckets",
-        "data__seq_len": 64,
-        "batch__tokens_per_step": 512,
-    }
+    changes = {"speedups": "auto,-compile,+length-buckets", "data__seq_len": 64}
+    changes["batch__tokens_per_step"] = 512
     reader = build_run(tiny_config(**changes)).feed._steps
     assert reader.tokens_per_epoch < 512 * reader.num_steps, "some of it is padding"
     wanted = math.ceil(share * reader.num_steps)
-    assert resolved(**changes, train__steps=None, train__epochs=share).train.steps == wanted
     assert resolved(**changes, train__eval_every_epochs=share).train.eval_every == wanted
-    assert (
-        resolved(
-            **changes, train__steps=None, train__tokens=int(share * reader.tokens_per_epoch)
-        ).train.steps
-        == wanted
-    )
-
-
-def test_one_row_is_allowed_even_if_memory_seems_too_small(resolved):
-    nothing = Machine("a CPU", 2, 1e-4, (), "3.11")
-    assert resolved(machine=nothing, batch__tokens_per_step=16).batch.rows_per_device == 1
-    assert (
-        resolved(machine=nothing, batch__tokens_per_step=256, speedups="none").batch.rows_per_device
-        == 1
-    )
+    tokens = int(share * reader.tokens_per_epoch)
+    for length in ({"train__epochs": share}, {"train__tokens": tokens}):
+        assert resolved(**changes, train__steps=None, **length).train.steps == wanted
 
 
 def test_little_memory_gives_a_smaller_micro_batch(resolved):
-    roomy = resolved(batch__tokens_per_step=64 * 1024).batch
-    small = resolved(
-        batch__tokens_per_step=64 * 1024, machine=Machine("a CPU", 2, 0.008, (), "3.11")
-    ).batch
+    def batch(memory_gib, tokens, **more):
+        machine = Machine("a CPU", 2, memory_gib, (), "3.11")
+        return resolved(machine=machine, batch__tokens_per_step=tokens, **more).batch
+
+    assert batch(1e-4, 16).rows_per_device == 1, "even if memory seems too small"
+    assert batch(1e-4, 256, speedups="none").rows_per_device == 1
+    roomy, small = batch(8.0, 64 * 1024), batch(0.008, 64 * 1024)
     assert small.rows_per_device < roomy.rows_per_device
     assert small.rows_per_device * small.accumulate == roomy.rows_per_device * roomy.accumulate
 
@@ -185,14 +154,12 @@ def test_a_recurrence_is_estimated_in_chunks(resolved):
 
 def test_memory_is_divided_among_the_processes_of_one_machine(resolved):
     assert memory_bytes(MACHINE, "cpu", 4) == 2 * 2**30
-    machine = Machine("a CPU", 2, 0.032, (), "3.11")
+    facts = {"machine": Machine("a CPU", 2, 0.032, (), "3.11"), "world_size": 4}
     all_here, four_machines = (
-        resolved(
-            batch__tokens_per_step=64 * 1024, machine=machine, world_size=4, local_world_size=local
-        ).batch.rows_per_device
+        resolved(**facts, batch__tokens_per_step=64 * 1024, local_world_size=local).batch
         for local in (None, 1)
     )
-    assert all_here < four_machines
+    assert all_here.rows_per_device < four_machines.rows_per_device
 
 
 def test_a_resolved_configuration_resolves_to_itself(resolved):
@@ -204,37 +171,22 @@ def test_a_resolved_configuration_resolves_to_itself(resolved):
 def test_another_number_of_processes_divides_the_same_step(resolved):
     config = resolved(batch__tokens_per_step=256, batch__rows_per_device=4)
     two = for_world_size(config, 2)
-    assert (
-        two.batch.tokens_per_step,
-        two.batch.rows_per_device,
-        two.batch.accumulate,
-        two.parallel.replicate,
-    ) == (256, 4, 2, 2)
+    assert (sizes(two), two.parallel.replicate) == ((256, 4, 2), 2)
     with pytest.raises(ConfigError, match="cannot be divided among 3 processes"):
         for_world_size(config, 3)
-
-
-def test_too_many_processes_for_the_micro_batch_get_smaller_ones(resolved):
-    config = resolved(batch__tokens_per_step=128, batch__rows_per_device=8)
-    two = for_world_size(config, 2)
-    assert (two.batch.tokens_per_step, two.batch.rows_per_device, two.batch.accumulate) == (
-        128,
-        4,
-        1,
-    )
+    large = resolved(batch__tokens_per_step=128, batch__rows_per_device=8)
+    assert sizes(for_world_size(large, 2)) == (128, 4, 1), "a smaller micro-batch"
 
 
 def test_a_run_on_the_cpu_of_a_gpu_machine_uses_no_gpu_speedups(resolved):
-    config = resolved(
-        machine=Machine("a CPU", 2, 8.0, (Gpu("NVIDIA H200", 141.0, (9, 0), "1"),), "3.11")
-    )
+    gpu = Gpu("NVIDIA H200", 141.0, (9, 0), "1")
+    config = resolved(machine=replace(MACHINE, gpus=(gpu,)))
     assert config.train.precision == "fp32"
     assert not {"bf16", "tf32"} & set(config.speedups)
 
 
 def test_a_model_larger_than_memory_is_refused_before_it_is_built(build_run, tiny_config):
-    with pytest.raises(
-        HardwareError, match=r"weights alone take [\d,.]+ GiB, and only [\d,.]+ GiB are available"
-    ) as refused:
+    words = r"weights alone take [\d,.]+ GiB, and only [\d,.]+ GiB are available"
+    with pytest.raises(HardwareError, match=words) as refused:
         build_run(tiny_config(model__vocab_size=10**13))
     assert "model.vocab_size" in refused.value.fix

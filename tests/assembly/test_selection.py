@@ -7,7 +7,16 @@ import re
 import pytest
 
 from flatout.assembly.resolve import resolve
-from flatout.assembly.selection import all_speedups, assemble, select, stored_decisions
+from flatout.assembly.selection import (
+    Decision,
+    adding,
+    all_speedups,
+    assemble,
+    parse_request,
+    removing,
+    select,
+    stored_decisions,
+)
 from flatout.config.schema import load_config
 from flatout.data.store.shards import Dataset
 from flatout.errors import ConfigError, HardwareError
@@ -25,45 +34,41 @@ def on(request: str, machine: Machine = CPU, *more: str, **facts: object) -> set
     return {decision.name for decision in select(config, machine, **facts) if decision.on}
 
 
+def decided(machine: Machine, *words: str, **facts: object) -> dict[str, Decision]:
+    return {each.name: each for each in select(load_config(None, words), machine, **facts)}
+
+
 def test_every_entry_is_a_speedup_with_a_decision_and_a_reason():
     decisions = select(load_config(), CPU)
-    assert (
-        sorted(d.name for d in decisions)
-        == SPEEDUPS.names()
-        == sorted(s.name for s in all_speedups())
-    )
+    assert sorted(d.name for d in decisions) == SPEEDUPS.names()
+    assert sorted(each.name for each in all_speedups()) == SPEEDUPS.names()
     assert all(d.reason for d in decisions)
 
 
-def test_none_is_the_baseline():
+def test_the_request_is_followed():
+    auto = on("auto")
+    assert "fused-adamw" in auto
     assert on("none") == set()
-
-
-def test_a_list_is_exactly_that_list():
     assert on("prefetch,fused-adamw") == {"prefetch", "fused-adamw"}
+    assert on("auto,-fused-adamw,+bf16") == (auto - {"fused-adamw"}) | {"bf16"}
+    assert on("-fused-adamw") == auto - {"fused-adamw"}
+    assert "micro-batch" in auto
+    assert "micro-batch" not in on("auto", CPU, "batch.rows_per_device=4")
 
 
 @pytest.mark.parametrize("machine", [CPU, HOPPER], ids=["cpu", "gpu"])
 def test_attention_kernels_are_refused_where_scores_are_capped(machine):
     """No kernel limits the scores, so attention is the plain one."""
-    kernels = {"fused-attention", "flex-attention"}
-    assert kernels & on("auto", machine, "data.document_mask=true")
-    capped = load_config(None, ["data.document_mask=true", "model.attention_softcap=30"])
-    decisions = {decision.name: decision for decision in select(capped, machine)}
+    kernels, packed = {"fused-attention", "flex-attention"}, "data.document_mask=true"
+    assert kernels & on("auto", machine, packed)
+    found = decided(machine, packed, "model.attention_softcap=30")
     for name in kernels:
-        assert not decisions[name].on
-        assert "model.attention_softcap" in decisions[name].reason
-
-
-def test_edits_change_only_the_speedups_that_they_name():
-    auto = on("auto")
-    assert "fused-adamw" in auto
-    assert on("auto,-fused-adamw,+bf16") == (auto - {"fused-adamw"}) | {"bf16"}
-    assert on("-fused-adamw") == auto - {"fused-adamw"}
+        assert not found[name].on
+        assert "model.attention_softcap" in found[name].reason
 
 
 def test_a_speedup_that_cannot_run_is_off_under_auto_and_refused_when_named():
-    off = next(d for d in select(load_config(), CPU) if d.name == "tf32")
+    off = decided(CPU)["tf32"]
     assert not off.on
     assert "uses a CPU" in off.reason
     with pytest.raises(HardwareError, match=r"'tf32' cannot be used.*uses a CPU"):
@@ -71,15 +76,16 @@ def test_a_speedup_that_cannot_run_is_off_under_auto_and_refused_when_named():
 
 
 def test_flex_attention_is_on_with_a_document_mask_or_an_attention_window():
-    ways = {"flex-attention", "fused-attention"}
-    packed, windowed = "data.document_mask=true", "model.window=64"
-    assert on("auto", HOPPER, device="cuda") & ways == {"fused-attention"}
-    assert on("auto", HOPPER, packed, device="cuda") & ways == {"flex-attention"}
-    assert on("auto", HOPPER, windowed, device="cuda") & ways == {"flex-attention"}
-    assert on("auto", HOPPER, "model.window=256", "data.seq_len=256", device="cuda") & ways == {
-        "fused-attention"
-    }
-    assert on("auto", TURING, packed, device="cuda") & ways == {"fused-attention"}
+    packed = "data.document_mask=true"
+    for machine, words, way in (
+        (HOPPER, [], "fused"),
+        (HOPPER, [packed], "flex"),
+        (HOPPER, ["model.window=64"], "flex"),
+        (HOPPER, ["model.window=256", "data.seq_len=256"], "fused"),
+        (TURING, [packed], "fused"),
+    ):
+        found = on("auto", machine, *words, device="cuda")
+        assert found & {"flex-attention", "fused-attention"} == {f"{way}-attention"}
     assert "flex-attention" not in on("auto", CPU, packed)
     with pytest.raises(HardwareError, match=r"needs compute capability 8\.0"):
         on("flex-attention", TURING, packed, device="cuda")
@@ -87,57 +93,52 @@ def test_flex_attention_is_on_with_a_document_mask_or_an_attention_window():
 
 def test_long_runs_compile_and_short_ones_do_not():
     assert "compile" in on("auto", HOPPER, device="cuda", minutes=600.0)
-    assert "compile" not in on("auto", HOPPER, device="cuda", minutes=0.3)
-    reason = next(
-        d.reason
-        for d in select(load_config(), HOPPER, device="cuda", minutes=0.3)
-        if d.name == "compile"
-    )
-    assert "0.3 minutes" in reason
+    short = decided(HOPPER, device="cuda", minutes=0.3)["compile"]
+    assert not short.on
+    assert "0.3 minutes" in short.reason
     assert "compile" not in on("auto", CPU, minutes=600.0)
 
 
-def test_a_speedup_that_yields_comes_back_when_its_rival_is_off():
+@pytest.mark.parametrize(
+    ("request_", "expected"),
+    [
+        ("auto", {"bf16-products"}),
+        ("auto,-bf16-products", {"onednn"}),
+        ("auto,-bf16-products,-onednn", {"batched-muon"}),
+        ("auto,+bf16", {"bf16", "onednn"}),
+        ("auto,+batched-muon", {"batched-muon"}),
+    ],
+)
+def test_a_speedup_that_yields_comes_back_when_its_rival_is_off(request_, expected):
     ways = {"bf16", "bf16-products", "onednn", "batched-muon"}
-    assert on("auto", NARROW, "optim.kind=muon") & ways == {"bf16-products"}
-    assert on("auto,-bf16-products", NARROW, "optim.kind=muon") & ways == {"onednn"}
-    assert on("auto,-bf16-products,-onednn", NARROW, "optim.kind=muon") & ways == {"batched-muon"}
-    assert on("auto,+bf16", NARROW, "optim.kind=muon") & ways == {"bf16", "onednn"}
-    assert on("auto,+batched-muon", NARROW, "optim.kind=muon") & ways == {"batched-muon"}
+    assert on(request_, NARROW, "optim.kind=muon") & ways == expected
 
 
 def test_a_named_speedup_takes_its_slot_from_one_that_auto_chose():
-    decisions = {
-        d.name: d for d in select(load_config(None, ["speedups=auto,+fp16"]), HOPPER, device="cuda")
-    }
-    assert decisions["fp16"].on
-    assert not decisions["bf16"].on
-    assert "fp16" in decisions["bf16"].reason
+    found = decided(HOPPER, "speedups=auto,+fp16", device="cuda")
+    assert found["fp16"].on
+    assert not found["bf16"].on
+    assert "fp16" in found["bf16"].reason
 
 
 @pytest.mark.parametrize(
-    ("request_", "fix"),
+    ("request_", "fixes"),
     [
-        ("bf16,fp16", "speedups=fp16 or speedups=bf16."),
-        (
-            "auto,+bf16,-compile,+fp16",
-            "speedups=auto,-compile,+fp16 or speedups=auto,+bf16,-compile.",
-        ),
-        ("bf16,+fp16", "speedups=+fp16 or speedups=auto,bf16."),
-        ("+bf16,+fp16", "speedups=+fp16 or speedups=+bf16."),
+        ("bf16,fp16", {"fp16", "bf16"}),
+        ("auto,+bf16,-compile,+fp16", {"auto,-compile,+fp16", "auto,+bf16,-compile"}),
+        ("bf16,+fp16", {"+fp16", "auto,bf16"}),
+        ("+bf16,+fp16", {"+fp16", "+bf16"}),
     ],
 )
-def test_two_named_speedups_for_one_slot_are_refused_with_a_fix_for_each(request_, fix):
+def test_two_named_speedups_for_one_slot_are_refused_with_a_fix_for_each(request_, fixes):
     with pytest.raises(ConfigError, match="both fill the slot 'precision'") as refused:
         on(request_, HOPPER, device="cuda")
-    (first, _, second) = (
-        refused.value.fix.removeprefix("Leave out one of the two: ")
-        .removesuffix(".")
-        .partition(" or ")
-    )
-    assert {first, second} == set(fix.removesuffix(".").split(" or "))
-    for way in (first, second):
-        assert len(on(way.removeprefix("speedups="), HOPPER, device="cuda") & {"bf16", "fp16"}) == 1
+    fix = refused.value.fix.removeprefix("Leave out one of the two: ").removesuffix(".")
+    assert {way.removeprefix("speedups=") for way in fix.split(" or ")} == fixes
+    for way in fixes:
+        assert len(on(way, HOPPER, device="cuda") & {"bf16", "fp16"}) == 1
+    with pytest.raises(ConfigError, match="both fill the slot 'precision'"):
+        assemble(["bf16", "fp16"])
 
 
 @pytest.mark.parametrize(
@@ -155,89 +156,41 @@ def test_the_fix_leaves_out_the_speedup_that_cannot_run(request_, fix):
     assert refused.value.fix == f"Leave it out: {fix}."
 
 
+GATHERS, GRAPHS = "auto,+bf16-gathers", "auto,+cuda-graphs"
+
+
 @pytest.mark.parametrize(
-    ("machine", "request_", "precision", "why", "fix"),
+    ("machine", "request_", "precision", "why", "fix", "without"),
     [
-        (
-            HOPPER,
-            "auto,+bf16-gathers,+fp16",
-            "auto",
-            "fp16, which was named, takes",
-            "Replace fp16 with bf16: speedups=auto,+bf16-gathers,+bf16, "
-            "or leave bf16-gathers out: speedups=auto,+fp16.",
-        ),
-        (
-            HOPPER,
-            "auto,+bf16-gathers",
-            "fp16",
-            "train.precision=fp16",
-            "Set train.precision=bf16, or leave bf16-gathers out: speedups=auto.",
-        ),
-        (
-            HOPPER,
-            "auto,+cuda-graphs,-compile",
-            "auto",
-            "left out",
-            "Add compile: speedups=auto,+cuda-graphs,+compile, "
-            "or leave cuda-graphs out: speedups=auto,-compile.",
-        ),
-        (
-            HOPPER,
-            "auto,+cuda-graphs",
-            "auto",
-            "the run's duration is unknown",
-            "Add compile: speedups=auto,+cuda-graphs,+compile, "
-            "or leave cuda-graphs out: speedups=auto.",
-        ),
-        (
-            HOPPER,
-            "bf16-gathers",
-            "auto",
-            "not among speedups",
-            "Add bf16: speedups=bf16-gathers,bf16, or leave bf16-gathers out: speedups=none.",
-        ),
-        (
-            NARROW,
-            "auto,+bf16-gathers",
-            "auto",
-            "autocast also casts",
-            "Add bf16: speedups=auto,+bf16-gathers,+bf16, "
-            "or leave bf16-gathers out: speedups=auto.",
-        ),
-        (
-            NARROW,
-            "bf16-gathers,bf16-products",
-            "bf16",
-            "bf16-products, which was",
-            "Replace bf16-products with bf16: speedups=bf16-gathers,bf16, "
-            "or leave bf16-gathers out: speedups=bf16-products.",
-        ),
-        (
-            TURING,
-            "auto,+bf16-gathers",
-            "auto",
-            "bfloat16 needs compute",
-            "Leave bf16-gathers out: speedups=auto.",
-        ),
+        (HOPPER, f"{GATHERS},+fp16", "auto", "fp16, which was named, takes",
+         f"Replace fp16 with bf16: speedups={GATHERS},+bf16, or", "auto,+fp16"),
+        (HOPPER, GATHERS, "fp16", "train.precision=fp16", "Set train.precision=bf16, or", "auto"),
+        (HOPPER, f"{GRAPHS},-compile", "auto", "left out",
+         f"Add compile: speedups={GRAPHS},+compile, or", "auto,-compile"),
+        (HOPPER, GRAPHS, "auto", "the run's duration is unknown",
+         f"Add compile: speedups={GRAPHS},+compile, or", "auto"),
+        (HOPPER, "bf16-gathers", "auto", "not among speedups",
+         "Add bf16: speedups=bf16-gathers,bf16, or", "none"),
+        (NARROW, GATHERS, "auto", "autocast also casts",
+         f"Add bf16: speedups={GATHERS},+bf16, or", "auto"),
+        (NARROW, "bf16-gathers,bf16-products", "bf16", "bf16-products, which was",
+         "Replace bf16-products with bf16: speedups=bf16-gathers,bf16, or", "bf16-products"),
+        (TURING, GATHERS, "auto", "bfloat16 needs compute", "", "auto"),
     ],
-)
+)  # fmt: skip
 def test_a_needed_speedup_that_is_off_is_reported_with_a_working_fix(
-    machine, request_, precision, why, fix
+    machine, request_, precision, why, fix, without
 ):
+    name = "cuda-graphs" if "cuda-graphs" in request_ else "bf16-gathers"
     device = "cuda" if machine.gpus else "cpu"
-    shard = f"parallel.shard={2 if 'bf16-gathers' in request_ else 1}"
+    shard = f"parallel.shard={2 if name == 'bf16-gathers' else 1}"
     with pytest.raises(ConfigError, match=f"needs '[a-z0-9]+', which is off: .*{why}") as refused:
         on(request_, machine, shard, f"train.precision={precision}", device=device)
-    assert refused.value.fix == fix
-    for way in re.findall(r"speedups=([^ ]+?)(?:[,.:] |\.?$)", fix):
-        other = (
-            f"train.precision={precision}"
-            if "train.precision" not in fix
-            else "train.precision=auto"
-        )
-        config = load_config(None, [f"speedups={way}", shard, other])
-        decisions = select(config, machine, device=device)
-        assemble(d.name for d in decisions if d.on)
+    leave = f"eave {name} out: speedups={without}."
+    assert refused.value.fix == (f"{fix} l{leave}" if fix else f"L{leave}")
+    other = f"train.precision={'auto' if 'train.precision' in fix else precision}"
+    for way in re.findall(r"speedups=([^ ]+?)(?:[,.:] |\.?$)", refused.value.fix):
+        assemble(on(way, machine, shard, other, device=device))
 
 
 @pytest.mark.parametrize("recipe", [name for name in RECIPES.names() if name.startswith("demo")])
@@ -247,36 +200,17 @@ def test_a_demo_compiles_nothing(recipe):
         assert not [d.name for d in decisions if d.on and SPEEDUPS.get(d.name).compiles]
 
 
-def test_two_stored_speedups_for_one_slot_are_refused():
-    with pytest.raises(ConfigError, match="both fill the slot 'precision'"):
-        assemble(["bf16", "fp16"])
-
-
-def test_a_stated_micro_batch_is_not_chosen_by_auto():
-    assert "micro-batch" not in on("auto", CPU, "batch.rows_per_device=4")
-    assert "micro-batch" in on("auto", CPU)
-
-
 def test_stored_decisions_are_not_made_again():
-    config = load_config(None, ["speedups=[tf32,micro-batch]", "batch.rows_per_device=4"])
-    assert {d.name for d in stored_decisions(config, CPU) if d.on} == {"tf32", "micro-batch"}
-
-
-@pytest.mark.parametrize(
-    ("stated", "reason"),
-    [
-        ([], "the micro-batch was chosen when the run started (batch.rows_per_device=64)"),
-        (["batch.rows_per_device=64"], "batch.rows_per_device=64 is set."),
-    ],
-)
-def test_stored_decisions_distinguish_a_stated_micro_batch_from_a_chosen_one(stated, reason):
-    stored = load_config(
-        None, ["batch.rows_per_device=64", "batch.accumulate=1", "speedups=[tf32]"]
-    )
-    decisions = {
-        d.name: d for d in stored_decisions(stored, CPU, requested=load_config(None, stated))
-    }
-    assert decisions["micro-batch"].reason == reason
+    rows = "batch.rows_per_device=64"
+    stored = load_config(None, [rows, "batch.accumulate=1", "speedups=[tf32,micro-batch]"])
+    assert {d.name for d in stored_decisions(stored, CPU) if d.on} == {"tf32", "micro-batch"}
+    stored = stored.with_values({"speedups": ["tf32"]})
+    for stated, reason in (
+        ([], f"the micro-batch was chosen when the run started ({rows})"),
+        ([rows], f"{rows} is set."),
+    ):
+        found = stored_decisions(stored, CPU, requested=load_config(None, stated))
+        assert {d.name: d.reason for d in found}["micro-batch"] == reason
 
 
 @pytest.mark.parametrize("speedups", ["auto", "micro-batch", "auto,-micro-batch", "none"])
@@ -293,30 +227,117 @@ def test_a_users_speedup_is_named_by_its_reference(tmp_path, monkeypatch):
         "from flatout.assembly.recipe import Promise, Speedup\n"
         'FAST = Speedup(name="fast", saves="time", promise=Promise.exact(), '
         'fills={"matmul": "high"})\n'
+        "class Model: ...\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     assert on("my_own:FAST") == {"my_own:FAST"}
-    decisions = select(load_config(None, ["speedups=auto,+my_own:FAST"]), CPU)
-    assert assemble(d.name for d in decisions if d.on).matmul == "high"
-    assert {
-        d.name for d in stored_decisions(load_config(None, ["speedups=[my_own:FAST]"]), CPU) if d.on
-    } == {"my_own:FAST"}
+    assert assemble(on("auto,+my_own:FAST")).matmul == "high"
+    stored = stored_decisions(load_config(None, ["speedups=[my_own:FAST]"]), CPU)
+    assert {d.name for d in stored if d.on} == {"my_own:FAST"}
+    own_model = on("fused-attention,fast-scan", CPU, "model.kind=my_own:Model")
+    assert "fused-attention" in own_model, "it does not say which ops it calls"
 
 
 def test_a_speedup_for_ops_that_the_model_does_not_call_is_off():
-    reasons = {d.name: d for d in select(load_config(None, ["model.kind=eigenstate"]), CPU)}
-    assert "'eigenstate' makes no use of ops.attention" in reasons["fused-attention"].reason
-    assert reasons["fast-scan"].on
-    assert "'transformer' makes no use of ops.scan" in next(
-        d.reason for d in select(load_config(), CPU) if d.name == "fast-scan"
-    )
-    with pytest.raises(
-        HardwareError, match=r"'fused-heads' cannot be used: .*makes no use of ops\.heads"
-    ):
+    found = decided(CPU, "model.kind=eigenstate")
+    assert "'eigenstate' makes no use of ops.attention" in found["fused-attention"].reason
+    assert found["fast-scan"].on
+    assert "'transformer' makes no use of ops.scan" in decided(CPU)["fast-scan"].reason
+    words = r"'fused-heads' cannot be used: .*makes no use of ops\.heads"
+    with pytest.raises(HardwareError, match=words):
         on("auto,+fused-heads", CPU, "model.kind=eigenstate")
 
 
-def test_a_custom_model_without_uses_may_use_every_op(tmp_path, monkeypatch):
-    (tmp_path / "own_model.py").write_text("class Mine: ...\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    assert "fused-attention" in on("fused-attention,fast-scan", CPU, "model.kind=own_model:Mine")
+def test_a_gpu_without_bfloat16_uses_fp16():
+    assert on("auto", TURING, device="cuda") & {"bf16", "fp16"} == {"fp16"}
+    assert on("auto", HOPPER, device="cuda") & {"bf16", "fp16"} == {"bf16"}
+    with pytest.raises(HardwareError, match=r"bfloat16 needs compute capability 8\.0"):
+        on("bf16", TURING, device="cuda")
+
+
+def test_train_precision_names_its_speedup():
+    assert "bf16" in on("auto", CPU, "train.precision=bf16")
+    assert "bf16" in on("none", CPU, "train.precision=bf16")
+    assert "bf16" not in on("auto", HOPPER, "train.precision=fp32", device="cuda")
+    assert on("auto", HOPPER, "train.precision=fp16", device="cuda") & {"bf16", "fp16"} == {"fp16"}
+
+
+def test_a_cpu_with_bfloat16_uses_it_for_products_only():
+    ways = {"bf16", "bf16-products", "onednn"}
+    assert on("auto", NARROW) & ways == {"bf16-products"}
+    assert on("auto", NARROW, "train.precision=bf16") & ways == {"bf16-products"}
+    assert on("auto", NARROW, "train.precision=fp32") & ways == on("auto", CPU) & ways == {"onednn"}
+    assert on("auto,+onednn", NARROW) & ways == {"onednn"}
+    assert on("none", NARROW, "train.precision=bf16") == {"bf16-products"}
+    assert on("bf16", NARROW, "train.precision=bf16") == {"bf16"}
+    with pytest.raises(HardwareError, match="AVX512-BF16"):
+        on("bf16-products", CPU)
+    with pytest.raises(HardwareError, match="uses a GPU"):
+        on("bf16-products", HOPPER)
+
+
+def test_train_precision_and_speedups_must_agree():
+    with pytest.raises(ConfigError, match="contradict"):
+        on("auto,+bf16", CPU, "train.precision=fp32")
+
+
+def test_a_precision_is_never_provided_by_a_speedup_that_is_left_out():
+    found = on("auto,-bf16-products", NARROW, "train.precision=bf16")
+    assert found & {"bf16", "bf16-products"} == {"bf16"}
+    for request, machine in (("auto,-bf16", HOPPER), ("auto,-bf16,-bf16-products", NARROW)):
+        device = "cuda" if machine.gpus else "cpu"
+        with pytest.raises(ConfigError, match="speedups leaves out") as refused:
+            on(request, machine, "train.precision=bf16", device=device)
+        assert "Set train.precision=auto, or speedups=auto" in refused.value.fix
+    with pytest.raises(HardwareError, match=r"bfloat16 needs compute capability 8\.0"):
+        on("auto,-bf16-products", TURING, "train.precision=bf16", device="cuda")
+
+
+def test_a_stated_precision_conflicts_with_a_named_speedup_for_its_slot():
+    with pytest.raises(ConfigError, match=r"both fill the slot 'ops\.cross_entropy'") as refused:
+        on("auto,+chunked-ce", NARROW, "train.precision=bf16")
+    assert "speedups=auto" in refused.value.fix
+    assert "train.precision=auto" in refused.value.fix
+
+
+def test_a_precision_is_provided_by_the_one_that_a_named_speedup_needs():
+    found = on("auto,+bf16-gathers", NARROW, "train.precision=bf16", "parallel.shard=2")
+    assert found & {"bf16", "bf16-products", "bf16-gathers"} == {"bf16", "bf16-gathers"}
+
+
+def test_auto_and_edits_of_it_let_auto_decide_the_rest():
+    assert all(parse_request(each).auto for each in ("auto", "auto,-compile", "+compile", "-bf16"))
+    assert not parse_request("bf16,compile").auto
+    assert not parse_request("none").named
+
+
+def test_adding_names_drops_the_edits_that_left_them_out():
+    added = adding("auto,-fused_adamw,-bf16", ["fused-adamw", "compile"])
+    assert added == "auto,-bf16,+fused-adamw,+compile"
+    assert adding(("bf16",), ["compile"]) == "bf16,compile"
+    assert adding("-fused-adamw", ["fused-adamw"]) == "+fused-adamw"
+
+
+def test_removing_a_name_keeps_the_rest():
+    assert removing("bf16", "auto,+bf16,-compile") == "auto,-compile"
+    assert removing("bf16", "+bf16") == "auto"
+    assert removing("bf16", "bf16") == "none"
+
+
+def test_underscores_are_accepted_for_hyphens():
+    assert parse_request("fused_adamw").named == ("fused-adamw",)
+    assert parse_request("auto,-fused_adamw").dropped == ("fused-adamw",)
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        ("auto,-fusedadamw", "Did you mean 'fused-adamw'"),
+        ("none,bf16", "none and for others"),
+        ("compile,-compile", "'compile' and leaves it out"),
+        ("auto,-fused_adamw,+fused-adamw", "'fused-adamw' and leaves it out"),
+    ],
+)
+def test_an_invalid_request_is_refused(request_, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_request(request_)

@@ -94,6 +94,38 @@ class Case:
     """Prefixes of paths that the command may change."""
 
 
+def case(
+    wrong: str,
+    line: str,
+    names: str | tuple[str, ...],
+    fix: str | tuple[str, ...],
+    spoil: Callable[[World], None] = nothing,
+    **more: object,
+) -> Case:
+    """Return a case; a single text need not be a tuple."""
+    names, fix = ((texts,) if isinstance(texts, str) else texts for texts in (names, fix))
+    return Case(wrong, line, names, fix, spoil, **more)
+
+
+def written(name: str, text: str | bytes) -> Callable[[World], None]:
+    """Return a function that writes a file."""
+    return lambda world: world.write(name, text)
+
+
+def table(text: str) -> list[Case]:
+    """Return cases in which only the command line is wrong.
+
+    Each has a line with the mistake, and indented ones with the command line and the texts of
+    message and fix: `a | b -> c`.
+    """
+    cases = []
+    for block in re.split(r"\n(?! )", text.strip()):
+        wrong, line, *answer = map(str.strip, block.split("\n"))
+        names, fix = (tuple(each.split(" | ")) for each in " ".join(answer).split(" -> "))
+        cases.append(Case(wrong, line, names, fix))
+    return cases
+
+
 @dataclass(frozen=True)
 class Answer:
     """The result of a command line."""

@@ -184,10 +184,5 @@ CASES = [
         ("runs/first", "not trained on conversations"),
         ("--chat-template chatml",),
     ),
-    Case(
-        "a chat with a run that does not exist",
-        "chat frist",
-        ("frist",),
-        ("runs/first",),
-    ),
+    Case("a chat with a run that does not exist", "chat frist", ("frist",), ("runs/first",)),
 ]

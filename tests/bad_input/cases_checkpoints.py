@@ -2,34 +2,24 @@
 
 import shutil
 
-from case import Case
+from case import Case, table
 from cases_folders import replace_text, run_in_use
 
 CASES = [
-    Case(
-        "the checkpoints of a run that does not exist",
-        "checkpoints runs/firts",
-        ("no run directory runs/firts",),
-        ("Did you mean runs/first?",),
-    ),
-    Case(
-        "a file instead of a run, for `checkpoints`",
-        "checkpoints book.txt",
-        ("book.txt is a file, not a run directory",),
-        ("flatout runs",),
-    ),
-    Case(
-        "a checkpoint instead of its run",
-        "checkpoints runs/first/checkpoints/step-2",
-        ("is a checkpoint of the run runs/first",),
-        ("Name runs/first",),
-    ),
-    Case(
-        "a URL as the run of `checkpoints`",
-        "checkpoints s3://bucket/run",
-        ("s3://bucket/run is a URL",),
-        ("a local path",),
-    ),
+    *table("""
+the checkpoints of a run that does not exist
+    checkpoints runs/firts
+    no run directory runs/firts -> Did you mean runs/first?
+a file instead of a run, for `checkpoints`
+    checkpoints book.txt
+    book.txt is a file, not a run directory -> flatout runs
+a checkpoint instead of its run
+    checkpoints runs/first/checkpoints/step-2
+    is a checkpoint of the run runs/first -> Name runs/first
+a URL as the run of `checkpoints`
+    checkpoints s3://bucket/run
+    s3://bucket/run is a URL -> a local path
+"""),
     Case(
         "no run with a checkpoint",
         "checkpoints",
@@ -38,10 +28,7 @@ CASES = [
         lambda w: shutil.rmtree(w.path / "runs/first/checkpoints"),
     ),
     Case(
-        "deleting every checkpoint",
-        "checkpoints runs/first --keep 0",
-        ("--keep", "0"),
-        ("--help",),
+        "deleting every checkpoint", "checkpoints runs/first --keep 0", ("--keep", "0"), ("--help",)
     ),
     Case(
         "deleting checkpoints of a run that trains",

@@ -2,7 +2,7 @@
 
 import shutil
 
-from case import Case, World
+from case import Case, World, table
 
 
 def without_weights(world: World) -> None:
@@ -46,24 +46,17 @@ CASES = [
         spoil=without_weights,
         progress="cannot be used",
     ),
-    Case(
-        "an export of a step that was not saved",
-        "export first --out hf --checkpoint 77",
-        ("no checkpoint of step 77",),
-        ("Steps that have one: 2",),
-    ),
-    Case(
-        "an export into a directory with other files",
-        "export first --out data",
-        ("data has files that are not of an export",),
-        ("another --out DIR",),
-    ),
-    Case(
-        "an export in place of a file",
-        "export first --out book.txt",
-        ("book.txt is not a directory",),
-        ("--out DIR",),
-    ),
+    *table("""
+an export of a step that was not saved
+    export first --out hf --checkpoint 77
+    no checkpoint of step 77 -> Steps that have one: 2
+an export into a directory with other files
+    export first --out data
+    data has files that are not of an export -> another --out DIR
+an export in place of a file
+    export first --out book.txt
+    book.txt is not a directory -> --out DIR
+"""),
     Case(
         "an export in place of an earlier one",
         "export first --out hf",
@@ -71,24 +64,17 @@ CASES = [
         ("--overwrite",),
         spoil=exported,
     ),
-    Case(
-        "a URL as --out of `export`",
-        "export first --out s3://bucket/hf",
-        ("--out s3://bucket/hf is a URL",),
-        ("a local path",),
-    ),
-    Case(
-        "a format that does not exist",
-        "export first --to onnx",
-        ("'onnx' is not one of",),
-        ("--to",),
-    ),
-    Case(
-        "a push to a name that is not a repository",
-        "push first demo",
-        ("'demo' does not name a repository",),
-        ("ORG/NAME",),
-    ),
+    *table("""
+a URL as --out of `export`
+    export first --out s3://bucket/hf
+    --out s3://bucket/hf is a URL -> a local path
+a format that does not exist
+    export first --to onnx
+    'onnx' is not one of -> --to
+a push to a name that is not a repository
+    push first demo
+    'demo' does not name a repository -> ORG/NAME
+"""),
     Case(
         "an export in place of a run",
         "generate hf",

@@ -3,7 +3,7 @@
 import shutil
 from collections import namedtuple
 
-from case import Case, World
+from case import Case, World, table
 
 from flatout.training.run_dir.lock import hold_lock
 
@@ -52,121 +52,68 @@ CASES = [
         ("flatout prepare SOURCE --out memory://nowhere/set",),
         may_change=(".cache",),
     ),
-    Case(
-        "a URL in memory as --out",
-        "prepare book.txt --tokenizer byte --out memory://set",
-        ("memory://set", "lost with it", "s3://BUCKET/NAME"),
-        ("flatout prepare --help",),
-    ),
-    Case(
-        "a URL as --run-dir",
-        "train my.yaml --run-dir s3://bucket/run",
-        ("--run-dir s3://bucket/run is a URL",),
-        ("a local path",),
-    ),
-    Case(
-        "a URL as --resume",
-        "train my.yaml --resume gs://bucket/run",
-        ("--resume gs://bucket/run",),
-        ("a local path",),
-    ),
-    Case(
-        "a URL as checkpoint.dir",
-        "train my.yaml checkpoint.dir=gs://bucket/x",
-        ("checkpoint.dir=gs://bucket/x is a URL",),
-        ("a local path",),
-    ),
-    Case(
-        "a URL as train.init_from",
-        "train my.yaml train.init_from=s3://bucket/run",
-        ("train.init_from=s3://bucket/run",),
-        ("a local path",),
-    ),
-    Case(
-        "a URL as the run of `generate`",
-        "generate s3://bucket/run",
-        ("s3://bucket/run is a URL",),
-        ("a local path",),
-    ),
-    Case(
-        "a URL as --out of `bench`",
-        "bench my.yaml --out s3://bucket/bench",
-        ("--out s3://bucket/bench is a URL",),
-        ("a local path",),
-    ),
-    Case(
-        "a URL as --out of `profile`",
-        "profile my.yaml --out s3://bucket/profile",
-        ("--out s3://bucket/profile is a URL",),
-        ("a local path",),
-    ),
-    Case(
-        "a file as --out of `profile`",
-        "profile my.yaml --out book.txt",
-        ("Cannot write book.txt", "File exists"),
-        ("--out DIR",),
-    ),
-    Case(
-        "a URL as the file of `report`",
-        "report first --out s3://bucket/report.html",
-        ("--out s3://bucket/report.html is a URL",),
-        ("a local path",),
-    ),
-    Case(
-        "a report of a run that does not exist",
-        "report runs/firts",
-        ("no run directory runs/firts",),
-        ("Did you mean runs/first?",),
-    ),
-    Case(
-        "a report in place of another file",
-        "report first --out book.txt",
-        ("book.txt exists and is not a report",),
-        ("--out",),
-    ),
-    Case(
-        "a report in a directory that does not exist",
-        "report first --out pages/first.html",
-        ("There is no directory pages",),
-        ("Create it",),
-    ),
-    Case(
-        "a URL as the directory of `runs`",
-        "runs gs://bucket/runs",
-        ("gs://bucket/runs is a URL",),
-        ("a local path",),
-    ),
-    Case("no data", "train my.yaml data.path=", ("data.path",), ("flatout prepare",)),
-    Case(
-        "data that is not prepared",
-        "train my.yaml data.path=data/new",
-        ("data/new",),
-        ("flatout prepare SOURCE --out data/new",),
-    ),
-    Case(
-        "a misspelt dataset directory",
-        "train my.yaml data.path=data/bok",
-        ("data/bok",),
-        ("'data/book'", "flatout prepare"),
-    ),
-    Case(
-        "text instead of a dataset",
-        "train my.yaml data.path=book.txt",
-        ("book.txt",),
-        ("flatout prepare book.txt --out data/book",),
-    ),
-    Case(
-        "a directory that is not a dataset",
-        "train my.yaml data.path=runs",
-        ("runs", "manifest.json"),
-        ("flatout prepare",),
-    ),
-    Case(
-        "a directory without a manifest",
-        "inspect runs",
-        ("runs", "manifest.json"),
-        ("flatout prepare",),
-    ),
+    *table("""
+a URL in memory as --out
+    prepare book.txt --tokenizer byte --out memory://set
+    memory://set | lost with it | s3://BUCKET/NAME -> flatout prepare --help
+a URL as --run-dir
+    train my.yaml --run-dir s3://bucket/run
+    --run-dir s3://bucket/run is a URL -> a local path
+a URL as --resume
+    train my.yaml --resume gs://bucket/run
+    --resume gs://bucket/run -> a local path
+a URL as checkpoint.dir
+    train my.yaml checkpoint.dir=gs://bucket/x
+    checkpoint.dir=gs://bucket/x is a URL -> a local path
+a URL as train.init_from
+    train my.yaml train.init_from=s3://bucket/run
+    train.init_from=s3://bucket/run -> a local path
+a URL as the run of `generate`
+    generate s3://bucket/run
+    s3://bucket/run is a URL -> a local path
+a URL as --out of `bench`
+    bench my.yaml --out s3://bucket/bench
+    --out s3://bucket/bench is a URL -> a local path
+a URL as --out of `profile`
+    profile my.yaml --out s3://bucket/profile
+    --out s3://bucket/profile is a URL -> a local path
+a file as --out of `profile`
+    profile my.yaml --out book.txt
+    Cannot write book.txt | File exists -> --out DIR
+a URL as the file of `report`
+    report first --out s3://bucket/report.html
+    --out s3://bucket/report.html is a URL -> a local path
+a report of a run that does not exist
+    report runs/firts
+    no run directory runs/firts -> Did you mean runs/first?
+a report in place of another file
+    report first --out book.txt
+    book.txt exists and is not a report -> --out
+a report in a directory that does not exist
+    report first --out pages/first.html
+    There is no directory pages -> Create it
+a URL as the directory of `runs`
+    runs gs://bucket/runs
+    gs://bucket/runs is a URL -> a local path
+no data
+    train my.yaml data.path=
+    data.path -> flatout prepare
+data that is not prepared
+    train my.yaml data.path=data/new
+    data/new -> flatout prepare SOURCE --out data/new
+a misspelt dataset directory
+    train my.yaml data.path=data/bok
+    data/bok -> 'data/book' | flatout prepare
+text instead of a dataset
+    train my.yaml data.path=book.txt
+    book.txt -> flatout prepare book.txt --out data/book
+a directory that is not a dataset
+    train my.yaml data.path=runs
+    runs | manifest.json -> flatout prepare
+a directory without a manifest
+    inspect runs
+    runs | manifest.json -> flatout prepare
+"""),
     Case(
         "a manifest that is not JSON",
         "train my.yaml",
@@ -254,18 +201,15 @@ CASES = [
         ("runs/first", "2 -> 9 steps", "schedule.kind=cosine"),
         ("`--resume runs/first --run-dir runs/first-9`",),
     ),
-    Case(
-        "a shorter run in the same directory",
-        "train my.yaml train.steps=1 --run-dir runs/first",
-        ("runs/first", "2 steps"),
-        ("train.steps=2", "--run-dir DIR"),
-    ),
-    Case(
-        "a new run that is no longer than the checkpoint it starts from",
-        "train my.yaml --run-dir runs/new --resume runs/first",
-        ("runs/first/checkpoints/step-2 is at step 2", "2 steps"),
-        ("train.steps to more than 2", "train.init_from=runs/first/checkpoints/step-2"),
-    ),
+    *table("""
+a shorter run in the same directory
+    train my.yaml train.steps=1 --run-dir runs/first
+    runs/first | 2 steps -> train.steps=2 | --run-dir DIR
+a new run that is no longer than the checkpoint it starts from
+    train my.yaml --run-dir runs/new --resume runs/first
+    runs/first/checkpoints/step-2 is at step 2 | 2 steps
+    -> train.steps to more than 2 | train.init_from=runs/first/checkpoints/step-2
+"""),
     Case(
         "a run directory in use",
         "train my.yaml --run-dir runs/first",
@@ -273,18 +217,14 @@ CASES = [
         ("--run-dir DIR",),
         run_in_use,
     ),
-    Case(
-        "a run directory with other files in it",
-        "train my.yaml --run-dir data",
-        ("data", "book"),
-        ("--run-dir DIR",),
-    ),
-    Case(
-        "a file instead of the run directory",
-        "train my.yaml --run-dir book.txt",
-        ("book.txt",),
-        ("--run-dir DIR",),
-    ),
+    *table("""
+a run directory with other files in it
+    train my.yaml --run-dir data
+    data | book -> --run-dir DIR
+a file instead of the run directory
+    train my.yaml --run-dir book.txt
+    book.txt -> --run-dir DIR
+"""),
     Case(
         "a run directory without write permission",
         "train my.yaml --run-dir closed/new",
@@ -292,18 +232,14 @@ CASES = [
         ("--run-dir DIR",),
         lambda w: w.protect("closed"),
     ),
-    Case(
-        "--resume never with an existing run",
-        "train my.yaml --run-dir runs/first --resume never",
-        ("runs/first",),
-        ("--run-dir DIR",),
-    ),
-    Case(
-        "--resume with a missing checkpoint",
-        "train my.yaml --run-dir runs/new --resume runs/old",
-        ("runs/old",),
-        ("step-100",),
-    ),
+    *table("""
+--resume never with an existing run
+    train my.yaml --run-dir runs/first --resume never
+    runs/first -> --run-dir DIR
+--resume with a missing checkpoint
+    train my.yaml --run-dir runs/new --resume runs/old
+    runs/old -> step-100
+"""),
     Case(
         "a truncated checkpoint",
         "generate runs/first",
@@ -360,29 +296,21 @@ CASES = [
         ("checkpoint.keep",),
         lambda w: w.patch.setattr(shutil, "disk_usage", lambda _: FULL),
     ),
-    Case("a text file for `inspect`", "inspect book.txt", ("book.txt",), ("flatout prepare",)),
-    Case(
-        "a file as checkpoint.dir",
-        "train my.yaml checkpoint.dir=book.txt",
-        ("checkpoint.dir", "book.txt"),
-        ("Set checkpoint.dir",),
-    ),
-    Case(
-        "a directory of checkpoints instead of a checkpoint",
-        "train my.yaml --run-dir runs/new --resume runs/first/checkpoints",
-        ("runs/first/checkpoints",),
-        ("step-100",),
-    ),
-    Case(
-        "train.init_from that does not exist",
-        "train my.yaml train.init_from=runs/old",
-        ("train.init_from=runs/old",),
-        ("flatout runs",),
-    ),
-    Case(
-        "a mix with a dataset that is not prepared",
-        "train my.yaml 'data.mix={data/book: 3, data/code: 1}'",
-        ("data/code",),
-        ("flatout prepare SOURCE --out data/code",),
-    ),
+    *table("""
+a text file for `inspect`
+    inspect book.txt
+    book.txt -> flatout prepare
+a file as checkpoint.dir
+    train my.yaml checkpoint.dir=book.txt
+    checkpoint.dir | book.txt -> Set checkpoint.dir
+a directory of checkpoints instead of a checkpoint
+    train my.yaml --run-dir runs/new --resume runs/first/checkpoints
+    runs/first/checkpoints -> step-100
+train.init_from that does not exist
+    train my.yaml train.init_from=runs/old
+    train.init_from=runs/old -> flatout runs
+a mix with a dataset that is not prepared
+    train my.yaml 'data.mix={data/book: 3, data/code: 1}'
+    data/code -> flatout prepare SOURCE --out data/code
+"""),
 ]

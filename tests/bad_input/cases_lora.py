@@ -2,7 +2,7 @@
 
 import shutil
 
-from case import Case, World, run_command
+from case import Case, World, run_command, table
 
 
 def without_base(world: World) -> None:
@@ -13,48 +13,29 @@ def without_base(world: World) -> None:
 
 
 CASES = [
-    Case(
-        "a rank of 0",
-        "train my.yaml lora.rank=0 train.init_from=runs/first",
-        ("lora.rank=0", "at least 1"),
-        ("leave it out",),
-    ),
-    Case(
-        "a rank above that of a layer",
-        "train my.yaml lora.rank=17 train.init_from=runs/first",
-        ("lora.rank=17", "q", "16 x 16"),
-        ("Set lora.rank to 16 or less",),
-    ),
-    Case(
-        "no weights to adapt",
-        "train my.yaml lora.rank=4",
-        ("lora.rank=4", "train.init_from names none"),
-        ("Set train.init_from=RUN",),
-    ),
-    Case(
-        "a layer by another tool's name",
-        "train my.yaml lora.rank=4 lora.targets=[q_proj] train.init_from=runs/first",
-        ("lora.targets names 'q_proj'", "q, k, v, o, up, down"),
-        ("Did you mean 'q'?",),
-    ),
-    Case(
-        "other keys without a rank",
-        "train my.yaml lora.alpha=16 train.init_from=runs/first",
-        ("lora.alpha has no effect without lora.rank",),
-        ("Set lora.rank=8",),
-    ),
-    Case(
-        "Muon",
-        "train my.yaml lora.rank=4 optim.kind=muon train.init_from=runs/first",
-        ("optim.kind=muon",),
-        ("optim.kind=adamw",),
-    ),
-    Case(
-        "a base in bf16 without matmuls in bf16",
-        "train my.yaml lora.rank=4 lora.base_dtype=bf16 train.init_from=runs/first",
-        ("lora.base_dtype=bf16", "fp32 products"),
-        ("lora.base_dtype=fp32",),
-    ),
+    *table("""
+a rank of 0
+    train my.yaml lora.rank=0 train.init_from=runs/first
+    lora.rank=0 | at least 1 -> leave it out
+a rank above that of a layer
+    train my.yaml lora.rank=17 train.init_from=runs/first
+    lora.rank=17 | q | 16 x 16 -> Set lora.rank to 16 or less
+no weights to adapt
+    train my.yaml lora.rank=4
+    lora.rank=4 | train.init_from names none -> Set train.init_from=RUN
+a layer by another tool's name
+    train my.yaml lora.rank=4 lora.targets=[q_proj] train.init_from=runs/first
+    lora.targets names 'q_proj' | q, k, v, o, up, down -> Did you mean 'q'?
+other keys without a rank
+    train my.yaml lora.alpha=16 train.init_from=runs/first
+    lora.alpha has no effect without lora.rank -> Set lora.rank=8
+Muon
+    train my.yaml lora.rank=4 optim.kind=muon train.init_from=runs/first
+    optim.kind=muon -> optim.kind=adamw
+a base in bf16 without matmuls in bf16
+    train my.yaml lora.rank=4 lora.base_dtype=bf16 train.init_from=runs/first
+    lora.base_dtype=bf16 | fp32 products -> lora.base_dtype=fp32
+"""),
     Case(
         "adapters whose base was deleted",
         "generate runs/adapters",

@@ -1,6 +1,6 @@
 """Unknown commands, options, keys and names."""
 
-from case import Case
+from case import Case, table
 
 from flatout.assembly import preflight
 from flatout.inference import exported
@@ -8,8 +8,14 @@ from flatout.inference import exported
 BROKEN = "train:\n  steps: [1, 2\noptim: {}\n"
 
 CASES = [
-    Case("a misspelt command", "trian my.yaml", ("'trian'",), ("'train'",)),
-    Case("a misspelt option", "prepare book.txt --outt data/new", ("--outt",), ("'--out'",)),
+    *table("""
+a misspelt command
+    trian my.yaml
+    'trian' -> 'train'
+a misspelt option
+    prepare book.txt --outt data/new
+    --outt -> '--out'
+"""),
     Case("an unknown command", "deploy runs/first", ("'deploy'",), ("Known: ",)),
     Case(
         "an unknown option",
@@ -17,75 +23,50 @@ CASES = [
         ("--dry-run",),
         ("Known: --run-dir, ", "flatout train --help"),
     ),
-    Case(
-        "a command without its arguments",
-        "train",
-        ("flatout train", "'RECIPE'"),
-        ("flatout train shakespeare-char",),
-    ),
-    Case("an option without its value", "prepare book.txt --out", ("--out",), ("--out data/book",)),
-    Case(
-        "a misspelt recipe",
-        "train shakespeare-chr",
-        ("'shakespeare-chr'",),
-        ("'shakespeare-char'",),
-    ),
-    Case(
-        "a setting in place of the recipe",
-        "train data.path=data/book",
-        ("data.path=data/book is a setting, and there is no recipe before it",),
-        ("demo data.path=data/book",),
-    ),
-    Case(
-        "a misspelt recipe of `diagnose`",
-        "diagnose shakespeare-chr",
-        ("'shakespeare-chr'",),
-        ("'shakespeare-char'",),
-    ),
-    Case(
-        "a misspelt run of `diagnose`",
-        "diagnose frist",
-        ("no recipe or run named 'frist'",),
-        ("'first'", "shakespeare-char"),
-    ),
-    Case(
-        "a misspelt key of the model, and no data",
-        "train my.yaml model.num_layer=2 data.path=data/new",
-        ("'model.num_layer'",),
-        ("'model.num_layers'",),
-    ),
-    Case(
-        "an unknown run",
-        "generate nope",
-        ("no run directory nope or runs/nope",),
-        ("flatout runs", "the newest: first"),
-    ),
-    Case(
-        "a recipe of `diagnose --fix` that would not be YAML",
-        "diagnose my.yaml --fix --out fixed.txt",
-        ("--out fixed.txt is not a YAML file",),
-        ("--out recipe.yaml",),
-    ),
-    Case(
-        "a recipe of `tune` that would not be YAML",
-        "tune my.yaml --out fast.txt",
-        ("--out fast.txt is not a YAML file",),
-        ("--out recipe.yaml",),
-    ),
-    Case(
-        "a recipe of `diagnose --fix` that would replace another file",
-        "diagnose my.yaml --fix --out my.yaml",
-        ("my.yaml exists", "did not write it"),
-        ("--out FILE",),
-    ),
-    Case("a recipe file that does not exist", "train mine.yaml", ("mine.yaml",), ("'my.yaml'",)),
-    Case(
-        "a URL as a recipe",
-        "train https://host/my.yaml",
-        ("https://host/my.yaml is a URL",),
-        ("local path",),
-    ),
-    Case("a directory as a recipe", "train data", ("data", "directory"), ("YAML file",)),
+    *table("""
+a command without its arguments
+    train
+    flatout train | 'RECIPE' -> flatout train shakespeare-char
+an option without its value
+    prepare book.txt --out
+    --out -> --out data/book
+a misspelt recipe
+    train shakespeare-chr
+    'shakespeare-chr' -> 'shakespeare-char'
+a setting in place of the recipe
+    train data.path=data/book
+    data.path=data/book is a setting, and there is no recipe before it -> demo data.path=data/book
+a misspelt recipe of `diagnose`
+    diagnose shakespeare-chr
+    'shakespeare-chr' -> 'shakespeare-char'
+a misspelt run of `diagnose`
+    diagnose frist
+    no recipe or run named 'frist' -> 'first' | shakespeare-char
+a misspelt key of the model, and no data
+    train my.yaml model.num_layer=2 data.path=data/new
+    'model.num_layer' -> 'model.num_layers'
+an unknown run
+    generate nope
+    no run directory nope or runs/nope -> flatout runs | the newest: first
+a recipe of `diagnose --fix` that would not be YAML
+    diagnose my.yaml --fix --out fixed.txt
+    --out fixed.txt is not a YAML file -> --out recipe.yaml
+a recipe of `tune` that would not be YAML
+    tune my.yaml --out fast.txt
+    --out fast.txt is not a YAML file -> --out recipe.yaml
+a recipe of `diagnose --fix` that would replace another file
+    diagnose my.yaml --fix --out my.yaml
+    my.yaml exists | did not write it -> --out FILE
+a recipe file that does not exist
+    train mine.yaml
+    mine.yaml -> 'my.yaml'
+a URL as a recipe
+    train https://host/my.yaml
+    https://host/my.yaml is a URL -> local path
+a directory as a recipe
+    train data
+    data | directory -> YAML file
+"""),
     Case(
         "a directory with the name of a recipe",
         "train set.yaml",
@@ -122,19 +103,17 @@ CASES = [
         ("optim:",),
         lambda w: w.write("list.yaml", "- 1\n- 2\n"),
     ),
-    Case("a misspelt key", "train my.yaml optim.lrr=1e-3", ("'optim.lrr'",), ("'optim.lr'",)),
-    Case(
-        "a section joined to its key",
-        "train my.yaml train_steps=5",
-        ("'train_steps'",),
-        ("'train.steps'",),
-    ),
-    Case(
-        "a key of another tool",
-        "train my.yaml learning_rate=1e-3",
-        ("'learning_rate'",),
-        ("'optim.lr'",),
-    ),
+    *table("""
+a misspelt key
+    train my.yaml optim.lrr=1e-3
+    'optim.lrr' -> 'optim.lr'
+a section joined to its key
+    train my.yaml train_steps=5
+    'train_steps' -> 'train.steps'
+a key of another tool
+    train my.yaml learning_rate=1e-3
+    'learning_rate' -> 'optim.lr'
+"""),
     Case(
         "a misspelt section of a recipe",
         "train odd.yaml",
@@ -142,64 +121,56 @@ CASES = [
         ("'optim'",),
         lambda w: w.write("odd.yaml", "optimm: {lr: 1}\n"),
     ),
-    Case(
-        "a misspelt key of the model",
-        "train my.yaml model.num_layer=2",
-        ("'model.num_layer'",),
-        ("'model.num_layers'",),
-    ),
-    Case(
-        "a misspelt model",
-        "train my.yaml model.kind=transfomer",
-        ("'transfomer'",),
-        ("'transformer'",),
-    ),
-    Case(
-        "a user's model that does not exist",
-        "train my.yaml model.kind=nowhere:Model",
-        ("'nowhere'", "'nowhere:Model'"),
-        ("run from the directory",),
-    ),
-    Case("a misspelt optimizer", "train my.yaml optim.kind=adamv", ("'adamv'",), ("'adamw'",)),
-    Case("a misspelt schedule", "train my.yaml schedule.kind=cosin", ("'cosin'",), ("'cosine'",)),
-    Case(
-        "a misspelt speedup", "train my.yaml speedups=auto,-compil", ("'compil'",), ("'compile'",)
-    ),
-    Case("an override without `=`", "train my.yaml optim.lr", ("'optim.lr'",), ("optim.lr=3e-4",)),
-    Case(
-        "a key written as an option",
-        "train my.yaml --optim.lr=1e-3",
-        ("'--optim.lr'",),
-        ("optim.lr=VALUE",),
-    ),
-    Case("a misspelt kind of entry", "list modles", ("'modles'",), ("'models'",)),
-    Case(
-        "a misspelt dataset",
-        "prepare shakespere --out data/new",
-        ("'shakespere'",),
-        ("'shakespeare'",),
-    ),
-    Case("a misspelt run", "generate frist", ("frist",), ("runs/first",)),
-    Case("a directory that is not a run", "eval data", ("data",), ("flatout runs",)),
-    Case(
-        "a step without a checkpoint",
-        "generate runs/first --checkpoint 7",
-        ("runs/first", "step 7"),
-        ("2",),
-    ),
-    Case(
-        "--checkpoint that is not a step",
-        "generate runs/first --checkpoint newest",
-        ("'newest'",),
-        ("best, last",),
-    ),
-    Case(
-        "an empty text to stop at",
-        "generate runs/first --stop ''",
-        ("--stop must not be empty",),
-        ("leave it out",),
-    ),
-    Case("a directory of runs that does not exist", "runs rnus", ("rnus",), ("flatout runs",)),
+    *table("""
+a misspelt key of the model
+    train my.yaml model.num_layer=2
+    'model.num_layer' -> 'model.num_layers'
+a misspelt model
+    train my.yaml model.kind=transfomer
+    'transfomer' -> 'transformer'
+a user's model that does not exist
+    train my.yaml model.kind=nowhere:Model
+    'nowhere' | 'nowhere:Model' -> run from the directory
+a misspelt optimizer
+    train my.yaml optim.kind=adamv
+    'adamv' -> 'adamw'
+a misspelt schedule
+    train my.yaml schedule.kind=cosin
+    'cosin' -> 'cosine'
+a misspelt speedup
+    train my.yaml speedups=auto,-compil
+    'compil' -> 'compile'
+an override without `=`
+    train my.yaml optim.lr
+    'optim.lr' -> optim.lr=3e-4
+a key written as an option
+    train my.yaml --optim.lr=1e-3
+    '--optim.lr' -> optim.lr=VALUE
+a misspelt kind of entry
+    list modles
+    'modles' -> 'models'
+a misspelt dataset
+    prepare shakespere --out data/new
+    'shakespere' -> 'shakespeare'
+a misspelt run
+    generate frist
+    frist -> runs/first
+a directory that is not a run
+    eval data
+    data -> flatout runs
+a step without a checkpoint
+    generate runs/first --checkpoint 7
+    runs/first | step 7 -> 2
+--checkpoint that is not a step
+    generate runs/first --checkpoint newest
+    'newest' -> best, last
+an empty text to stop at
+    generate runs/first --stop ''
+    --stop must not be empty -> leave it out
+a directory of runs that does not exist
+    runs rnus
+    rnus -> flatout runs
+"""),
     Case(
         "tasks without the package that asks them",
         "eval runs/first --tasks hellaswag",
@@ -207,24 +178,17 @@ CASES = [
         ('pip install "flatout[tasks]"',),
         lambda w: w.patch.setattr(exported, "find_spec", lambda _: None),
     ),
-    Case(
-        "a limit of questions, and no tasks",
-        "eval runs/first --limit 5",
-        ("--limit", "--tasks"),
-        ("Leave --limit out, or add --tasks",),
-    ),
-    Case(
-        "tasks together with validation text",
-        "eval runs/first --tasks hellaswag --max-tokens 100",
-        ("--tasks and --max-tokens exclude each other",),
-        ("--limit",),
-    ),
-    Case(
-        "a misspelt logger",
-        "train my.yaml log.to=tensorboard,wanddb",
-        ("no logger named 'wanddb'",),
-        ("'wandb'", "mlflow"),
-    ),
+    *table("""
+a limit of questions, and no tasks
+    eval runs/first --limit 5
+    --limit | --tasks -> Leave --limit out, or add --tasks
+tasks together with validation text
+    eval runs/first --tasks hellaswag --max-tokens 100
+    --tasks and --max-tokens exclude each other -> --limit
+a misspelt logger
+    train my.yaml log.to=tensorboard,wanddb
+    no logger named 'wanddb' -> 'wandb' | mlflow
+"""),
     Case(
         "a logger whose package is not installed",
         "train my.yaml log.to=mlflow",
@@ -232,22 +196,15 @@ CASES = [
         ('pip install "flatout[mlflow]"',),
         lambda w: w.patch.setattr(preflight, "find_spec", lambda _: None),
     ),
-    Case(
-        "a logger among the observers",
-        "train my.yaml log.observers=wandb",
-        ("log.observers", "'wandb'"),
-        ("package.module:MyObserver", "log.to"),
-    ),
-    Case(
-        "a user's model that is not a model",
-        "train my.yaml model.kind=os:path",
-        ("os:path", "'check'"),
-        ("docs/extend.md",),
-    ),
-    Case(
-        "a user's source that is not a source",
-        "prepare os:sep --out data/new",
-        ("os:sep", "source"),
-        ("docs/extend.md",),
-    ),
+    *table("""
+a logger among the observers
+    train my.yaml log.observers=wandb
+    log.observers | 'wandb' -> package.module:MyObserver | log.to
+a user's model that is not a model
+    train my.yaml model.kind=os:path
+    os:path | 'check' -> docs/extend.md
+a user's source that is not a source
+    prepare os:sep --out data/new
+    os:sep | source -> docs/extend.md
+"""),
 ]

@@ -1,139 +1,80 @@
 """Values of the wrong type or size, and values that contradict each other."""
 
-from case import Case
+from case import Case, table
 
 ALIASES = "x0: &x0 [1]\n" + "\n".join(
     f"x{level}: &x{level} [{', '.join([f'*x{level - 1}'] * 9)}]" for level in range(1, 10)
 )
 """A text whose aliases stand for 9 ** 9 values."""
 CASES = [
-    Case(
-        "text instead of a number",
-        "train my.yaml optim.lr=fast",
-        ("optim.lr='fast'", "a number"),
-        ("0.001",),
-    ),
-    Case(
-        "a learning rate that is not a number",
-        "train my.yaml optim.lr=.nan",
-        ("optim.lr=nan", "finite"),
-        ("0.001",),
-    ),
-    Case("NaN written as in Python", "train my.yaml optim.lr=nan", ("optim.lr='nan'",), ("0.001",)),
-    Case(
-        "a negative number of steps",
-        "train my.yaml train.steps=-5",
-        ("train.steps=-5", "at least 1"),
-        ("leave it out",),
-    ),
-    Case(
-        "a fractional number of steps",
-        "train my.yaml train.steps=1.5",
-        ("train.steps=1.5", "a whole number"),
-        ("leave it out",),
-    ),
-    Case(
-        "a profile of steps beyond the end of the run",
-        "profile my.yaml --skip 50",
-        ("Steps 51 to 53 do not exist", "2 steps"),
-        ("Leave out --skip", "train.steps=53"),
-    ),
-    Case(
-        "an infinite time limit of `tune`",
-        "tune my.yaml --minutes inf",
-        ("'--minutes'", "not finite"),
-        ("Leave --minutes out for the default, 15",),
-    ),
-    Case(
-        "a time limit in which `tune` cannot measure anything",
-        "tune my.yaml --minutes 0.5",
-        ("'--minutes'", "x>=1"),
-        ("Leave --minutes out for the default, 15",),
-    ),
-    Case(
-        "a price per hour that is not a number",
-        "plan my.yaml --price-per-hour nan",
-        ("'--price-per-hour'", "not finite"),
-        ("Leave --price-per-hour out",),
-    ),
-    Case(
-        "a profile of thousands of steps",
-        "profile my.yaml --steps 2000",
-        ("--steps 2000", "may not fit in memory"),
-        ("Profile at most 100 steps",),
-    ),
-    Case(
-        "a profile of no steps",
-        "profile my.yaml --steps 0",
-        ("'--steps'", "x>=1"),
-        ("Leave --steps out for the default, 3",),
-    ),
-    Case(
-        "an unknown precision",
-        "train my.yaml train.precision=bf17",
-        ("train.precision='bf17'", "'bf16'"),
-        ("auto",),
-    ),
-    Case(
-        "a value instead of a section",
-        "train my.yaml optim=3",
-        ("optim=3", "a section"),
-        ("optim.lr,",),
-    ),
-    Case(
-        "no bad step allowed",
-        "train my.yaml train.max_bad_steps=0",
-        ("train.max_bad_steps=0", "at least 1"),
-        ("default, 10",),
-    ),
-    Case(
-        "a limit that ordinary steps exceed",
-        "train my.yaml train.skip_spikes=1",
-        ("train.skip_spikes=1", "at least 3"),
-        ("leave it out",),
-    ),
-    Case(
-        "an unknown answer to divergence",
-        "train my.yaml train.on_divergence=restart",
-        ("train.on_divergence='restart'", "'rewind'"),
-        ("stop",),
-    ),
-    Case(
-        "an unknown device",
-        "train my.yaml train.device=gpu",
-        ("train.device='gpu'",),
-        ("'cuda'", "auto, cpu, cuda"),
-    ),
-    Case(
-        "a step that is not a whole number of sequences",
-        "train my.yaml batch.tokens_per_step=100",
-        ("batch.tokens_per_step=100", "data.seq_len=32"),
-        ("batch.tokens_per_step=128",),
-    ),
-    Case(
-        "three batch sizes that contradict each other",
-        "train my.yaml batch.tokens_per_step=128 batch.rows_per_device=4 batch.accumulate=3",
-        ("batch.tokens_per_step=128", "batch.accumulate=3"),
-        ("batch.tokens_per_step=384",),
-    ),
-    Case(
-        "a watchdog that is off and stops the run",
-        "train my.yaml train.watchdog_minutes=0 train.watchdog_stop=true",
-        ("train.watchdog_stop has no effect", "train.watchdog_minutes=0"),
-        ("Set train.watchdog_minutes=5",),
-    ),
-    Case(
-        "a width that the heads do not divide",
-        "train my.yaml model.num_heads=3",
-        ("model.d_model=16", "model.num_heads=3"),
-        ("model.num_heads=",),
-    ),
-    Case(
-        "a vocabulary smaller than the data's",
-        "train my.yaml model.vocab_size=10",
-        ("model.vocab_size=10", "data/book", "257"),
-        ("Leave model.vocab_size out",),
-    ),
+    *table("""
+text instead of a number
+    train my.yaml optim.lr=fast
+    optim.lr='fast' | a number -> 0.001
+a learning rate that is not a number
+    train my.yaml optim.lr=.nan
+    optim.lr=nan | finite -> 0.001
+NaN written as in Python
+    train my.yaml optim.lr=nan
+    optim.lr='nan' -> 0.001
+a negative number of steps
+    train my.yaml train.steps=-5
+    train.steps=-5 | at least 1 -> leave it out
+a fractional number of steps
+    train my.yaml train.steps=1.5
+    train.steps=1.5 | a whole number -> leave it out
+a profile of steps beyond the end of the run
+    profile my.yaml --skip 50
+    Steps 51 to 53 do not exist | 2 steps -> Leave out --skip | train.steps=53
+an infinite time limit of `tune`
+    tune my.yaml --minutes inf
+    '--minutes' | not finite -> Leave --minutes out for the default, 15
+a time limit in which `tune` cannot measure anything
+    tune my.yaml --minutes 0.5
+    '--minutes' | x>=1 -> Leave --minutes out for the default, 15
+a price per hour that is not a number
+    plan my.yaml --price-per-hour nan
+    '--price-per-hour' | not finite -> Leave --price-per-hour out
+a profile of thousands of steps
+    profile my.yaml --steps 2000
+    --steps 2000 | may not fit in memory -> Profile at most 100 steps
+a profile of no steps
+    profile my.yaml --steps 0
+    '--steps' | x>=1 -> Leave --steps out for the default, 3
+an unknown precision
+    train my.yaml train.precision=bf17
+    train.precision='bf17' | 'bf16' -> auto
+a value instead of a section
+    train my.yaml optim=3
+    optim=3 | a section -> optim.lr,
+no bad step allowed
+    train my.yaml train.max_bad_steps=0
+    train.max_bad_steps=0 | at least 1 -> default, 10
+a limit that ordinary steps exceed
+    train my.yaml train.skip_spikes=1
+    train.skip_spikes=1 | at least 3 -> leave it out
+an unknown answer to divergence
+    train my.yaml train.on_divergence=restart
+    train.on_divergence='restart' | 'rewind' -> stop
+an unknown device
+    train my.yaml train.device=gpu
+    train.device='gpu' -> 'cuda' | auto, cpu, cuda
+a step that is not a whole number of sequences
+    train my.yaml batch.tokens_per_step=100
+    batch.tokens_per_step=100 | data.seq_len=32 -> batch.tokens_per_step=128
+three batch sizes that contradict each other
+    train my.yaml batch.tokens_per_step=128 batch.rows_per_device=4 batch.accumulate=3
+    batch.tokens_per_step=128 | batch.accumulate=3 -> batch.tokens_per_step=384
+a watchdog that is off and stops the run
+    train my.yaml train.watchdog_minutes=0 train.watchdog_stop=true
+    train.watchdog_stop has no effect | train.watchdog_minutes=0 -> Set train.watchdog_minutes=5
+a width that the heads do not divide
+    train my.yaml model.num_heads=3
+    model.d_model=16 | model.num_heads=3 -> model.num_heads=
+a vocabulary smaller than the data's
+    train my.yaml model.vocab_size=10
+    model.vocab_size=10 | data/book | 257 -> Leave model.vocab_size out
+"""),
     Case(
         "two lengths for one run",
         "train long.yaml",
@@ -141,171 +82,98 @@ CASES = [
         ("Keep one",),
         lambda w: w.write("long.yaml", "train: {steps: 5, epochs: 1}\n"),
     ),
-    Case(
-        "a cache at a URL",
-        "train my.yaml data.cache=s3://bucket/cache",
-        ("data.cache=s3://bucket/cache", "URL"),
-        ("local path",),
-    ),
-    Case(
-        "downloads to a URL",
-        "prepare rows.jsonl --out data/new --cache s3://bucket/cache",
-        ("--cache s3://bucket/cache", "URL"),
-        ("local path",),
-    ),
-    Case(
-        "a number of devices that is a word",
-        "train my.yaml train.devices=two",
-        ("train.devices", "'two'"),
-        ("all",),
-    ),
-    Case(
-        "two intervals between evaluations",
-        "train my.yaml train.eval_every=5 train.eval_every_epochs=1",
-        ("train.eval_every", "train.eval_every_epochs"),
-        ("Keep one",),
-    ),
-    Case(
-        "a final learning rate above the peak",
-        "train my.yaml schedule.min_lr=1",
-        ("schedule.min_lr=1", "optim.lr=0.001"),
-        ("schedule.min_lr=0.0001",),
-    ),
-    Case(
-        "a warm-up of 5.0",
-        "train my.yaml schedule.warmup=5.0",
-        ("schedule.warmup=5.0",),
-        ("schedule.warmup=5",),
-    ),
-    Case("only one beta", "train my.yaml optim.betas=[0.9]", ("optim.betas",), ("[0.9, 0.95]",)),
-    Case(
-        "`none` together with a speedup",
-        "train my.yaml speedups=none,tf32",
-        ("none,tf32",),
-        ("none alone",),
-    ),
-    Case(
-        "two speedups for one slot",
-        "train my.yaml speedups=bf16,fp16",
-        ("'bf16'", "'fp16'"),
-        ("Leave out one of the two: speedups=bf16 or speedups=fp16",),
-    ),
-    Case(
-        "a precision and a speedup that contradict each other",
-        "train my.yaml train.precision=fp32 speedups=auto,+bf16",
-        ("train.precision=fp32", "bf16"),
-        ("train.precision=bf16",),
-    ),
-    Case(
-        "a precision whose speedup is left out",
-        "train my.yaml train.precision=bf16 speedups=auto,-bf16",
-        ("train.precision=bf16", "'bf16'", "leaves out"),
-        ("train.precision=auto", "speedups=auto"),
-    ),
-    Case("a negative temperature", "generate runs/first --temperature -1", ("-1",), ("0",)),
-    Case(
-        "zero samples",
-        "generate runs/first --num-samples 0",
-        ("'--num-samples'", "x>=1"),
-        ("the default, 1",),
-    ),
-    Case(
-        "no tokens to generate",
-        "generate runs/first --max-tokens 0",
-        ("'--max-tokens'", "x>=1"),
-        ("the default, 256",),
-    ),
-    Case(
-        "speedups without a value",
-        "train my.yaml speedups=",
-        ("speedups is empty",),
-        ("speedups=none", "auto"),
-    ),
-    Case(
-        "an edit of `auto` without its comma",
-        "train my.yaml speedups=auto-compile",
-        ("'auto-compile'", "comma"),
-        ("speedups=auto,-compile",),
-    ),
-    Case(
-        "two run directories",
-        "train my.yaml --run-dir runs/a --run runs/b",
-        ("--run-dir and --run", "runs/a", "runs/b"),
-        ("--run-dir once",),
-    ),
-    Case(
-        "an empty run directory",
-        "train my.yaml --run-dir ''",
-        ("'--run-dir'", "empty"),
-        ("Leave --run-dir out",),
-    ),
-    Case(
-        "--resume that is neither a word nor a run",
-        "train my.yaml --resume no",
-        ("--resume no",),
-        ("'never'", "auto, never, or the path"),
-    ),
-    Case("zero minutes", "demo --minutes 0", ("'--minutes'", "x>=0.001"), ("the default, 2",)),
-    Case(
-        "a seed that is too large",
-        "train my.yaml train.seed=99999999999999999999",
-        ("train.seed=99999999999999999999", "less than"),
-        ("0",),
-    ),
-    Case(
-        "a value that is not YAML",
-        "train my.yaml optim.betas=[0.9",
-        ("'optim.betas=[0.9'",),
-        ("quote",),
-    ),
-    Case(
-        "a dataset given twice in a mix",
-        "train my.yaml 'data.mix={data/book: 3, data/book: 1}'",
-        ("line 1", "'data/book'", "twice"),
-        ("Delete",),
-    ),
-    Case(
-        "a share of a mix that is too small",
-        "train my.yaml 'data.mix={data/book: 1e6, data/code: 1}'",
-        ("data/code", "the smallest share is 1 sequence in 65,536"),
-        ("15.4 or more",),
-    ),
-    Case(
-        "an empty --stop",
-        "generate runs/first --stop ''",
-        ("--stop must",),
-        ("leave it out",),
-    ),
-    Case(
-        "a seed for `generate` that is too large",
-        "generate runs/first --seed 99999999999999999999",
-        ("seed 99999999999999999999",),
-        ("below",),
-    ),
-    Case(
-        "a URL as --out of `tune`",
-        "tune my.yaml --out s3://bucket/tuned.yaml",
-        ("--out s3://bucket/tuned.yaml is a URL",),
-        ("a local path",),
-    ),
-    Case(
-        "a file of another program as --out of `tune`",
-        "tune my.yaml --out my.yaml",
-        ("my.yaml exists", "did not write it"),
-        ("--out FILE",),
-    ),
-    Case(
-        "a misspelt word of `tune --only`",
-        "tune my.yaml --only bacth",
-        ("'bacth'",),
-        ("'batch'",),
-    ),
-    Case(
-        "nothing to tune",
-        "tune my.yaml --only speedups speedups=none",
-        ("nothing to tune here in speedups",),
-        ("speedups=auto",),
-    ),
+    *table("""
+a cache at a URL
+    train my.yaml data.cache=s3://bucket/cache
+    data.cache=s3://bucket/cache | URL -> local path
+downloads to a URL
+    prepare rows.jsonl --out data/new --cache s3://bucket/cache
+    --cache s3://bucket/cache | URL -> local path
+a number of devices that is a word
+    train my.yaml train.devices=two
+    train.devices | 'two' -> all
+two intervals between evaluations
+    train my.yaml train.eval_every=5 train.eval_every_epochs=1
+    train.eval_every | train.eval_every_epochs -> Keep one
+a final learning rate above the peak
+    train my.yaml schedule.min_lr=1
+    schedule.min_lr=1 | optim.lr=0.001 -> schedule.min_lr=0.0001
+a warm-up of 5.0
+    train my.yaml schedule.warmup=5.0
+    schedule.warmup=5.0 -> schedule.warmup=5
+only one beta
+    train my.yaml optim.betas=[0.9]
+    optim.betas -> [0.9, 0.95]
+`none` together with a speedup
+    train my.yaml speedups=none,tf32
+    none,tf32 -> none alone
+two speedups for one slot
+    train my.yaml speedups=bf16,fp16
+    'bf16' | 'fp16' -> Leave out one of the two: speedups=bf16 or speedups=fp16
+a precision and a speedup that contradict each other
+    train my.yaml train.precision=fp32 speedups=auto,+bf16
+    train.precision=fp32 | bf16 -> train.precision=bf16
+a precision whose speedup is left out
+    train my.yaml train.precision=bf16 speedups=auto,-bf16
+    train.precision=bf16 | 'bf16' | leaves out -> train.precision=auto | speedups=auto
+a negative temperature
+    generate runs/first --temperature -1
+    -1 -> 0
+zero samples
+    generate runs/first --num-samples 0
+    '--num-samples' | x>=1 -> the default, 1
+no tokens to generate
+    generate runs/first --max-tokens 0
+    '--max-tokens' | x>=1 -> the default, 256
+speedups without a value
+    train my.yaml speedups=
+    speedups is empty -> speedups=none | auto
+an edit of `auto` without its comma
+    train my.yaml speedups=auto-compile
+    'auto-compile' | comma -> speedups=auto,-compile
+two run directories
+    train my.yaml --run-dir runs/a --run runs/b
+    --run-dir and --run | runs/a | runs/b -> --run-dir once
+an empty run directory
+    train my.yaml --run-dir ''
+    '--run-dir' | empty -> Leave --run-dir out
+--resume that is neither a word nor a run
+    train my.yaml --resume no
+    --resume no -> 'never' | auto, never, or the path
+zero minutes
+    demo --minutes 0
+    '--minutes' | x>=0.001 -> the default, 2
+a seed that is too large
+    train my.yaml train.seed=99999999999999999999
+    train.seed=99999999999999999999 | less than -> 0
+a value that is not YAML
+    train my.yaml optim.betas=[0.9
+    'optim.betas=[0.9' -> quote
+a dataset given twice in a mix
+    train my.yaml 'data.mix={data/book: 3, data/book: 1}'
+    line 1 | 'data/book' | twice -> Delete
+a share of a mix that is too small
+    train my.yaml 'data.mix={data/book: 1e6, data/code: 1}'
+    data/code | the smallest share is 1 sequence in 65,536 -> 15.4 or more
+an empty --stop
+    generate runs/first --stop ''
+    --stop must -> leave it out
+a seed for `generate` that is too large
+    generate runs/first --seed 99999999999999999999
+    seed 99999999999999999999 -> below
+a URL as --out of `tune`
+    tune my.yaml --out s3://bucket/tuned.yaml
+    --out s3://bucket/tuned.yaml is a URL -> a local path
+a file of another program as --out of `tune`
+    tune my.yaml --out my.yaml
+    my.yaml exists | did not write it -> --out FILE
+a misspelt word of `tune --only`
+    tune my.yaml --only bacth
+    'bacth' -> 'batch'
+nothing to tune
+    tune my.yaml --only speedups speedups=none
+    nothing to tune here in speedups -> speedups=auto
+"""),
     Case(
         "aliases that stand for millions of values",
         "train aliases.yaml",

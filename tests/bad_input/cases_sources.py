@@ -5,7 +5,7 @@ import io
 import sys
 from pathlib import Path
 
-from case import Case, World
+from case import Case, World, table
 
 NEW = "--out data/new --tokenizer byte"
 
@@ -53,24 +53,17 @@ def standard_input(world: World, data: bytes) -> None:
 
 
 CASES = [
-    Case(
-        "a home directory that does not exist",
-        "prepare book.txt --out '~nobody-there/set'",
-        ("~nobody-there/set",),
-        ("starting with /",),
-    ),
-    Case(
-        "a tokenizer in a home directory that does not exist",
-        "prepare book.txt --out data/new --tokenizer '~nobody-there/tokenizer.json'",
-        ("~nobody-there/tokenizer.json",),
-        ("starting with /",),
-    ),
-    Case(
-        "a directory without a tokenizer",
-        "prepare book.txt --out data/new --tokenizer data",
-        ("data", "tokenizer.json"),
-        ("byte",),
-    ),
+    *table("""
+a home directory that does not exist
+    prepare book.txt --out '~nobody-there/set'
+    ~nobody-there/set -> starting with /
+a tokenizer in a home directory that does not exist
+    prepare book.txt --out data/new --tokenizer '~nobody-there/tokenizer.json'
+    ~nobody-there/tokenizer.json -> starting with /
+a directory without a tokenizer
+    prepare book.txt --out data/new --tokenizer data
+    data | tokenizer.json -> byte
+"""),
     Case(
         "an empty --pattern",
         "prepare book.txt --out data/new --tokenizer own.tiktoken --pattern ''",
@@ -225,18 +218,14 @@ CASES = [
         ('"flatout[s3]"',),
         lambda w: without("s3fs", w),
     ),
-    Case(
-        "a password in the URL of a dataset",
-        "prepare book.txt --out s3://me:pass@bucket/new",
-        ("s3://bucket/new", "password"),
-        ("profile",),
-    ),
-    Case(
-        "a compressed tokenizer",
-        "prepare book.txt --out data/new --tokenizer tok.json.gz",
-        ("tok.json.gz",),
-        ("gunzip",),
-    ),
+    *table("""
+a password in the URL of a dataset
+    prepare book.txt --out s3://me:pass@bucket/new
+    s3://bucket/new | password -> profile
+a compressed tokenizer
+    prepare book.txt --out data/new --tokenizer tok.json.gz
+    tok.json.gz -> gunzip
+"""),
     Case(
         "--from without a dataset card",
         f"prepare book.txt {NEW} --from book.txt",

@@ -4,7 +4,7 @@ import bz2
 import gzip
 import sys
 
-from case import Case, World
+from case import World, case, written
 
 NEW = "--out data/new --tokenizer byte"
 BAD_ROW = '{"text": "one"}\n{"text": "two"\n'
@@ -26,295 +26,271 @@ def directory_of_text(world: World) -> None:
 
 
 CASES = [
-    Case("no source", "prepare --out data/new", ("'SOURCES...'",), ("flatout prepare book.txt",)),
-    Case("a file that does not exist", f"prepare bok.txt {NEW}", ("bok.txt",), ("book.txt",)),
-    Case(
-        "a directory that does not exist",
-        f"prepare texts/a.txt {NEW}",
-        ("texts",),
-        ("Check the path",),
+    case("no source", "prepare --out data/new", "'SOURCES...'", "flatout prepare book.txt"),
+    case("a file that does not exist", f"prepare bok.txt {NEW}", "bok.txt", "book.txt"),
+    case(
+        "a directory that does not exist", f"prepare texts/a.txt {NEW}", "texts", "Check the path"
     ),
-    Case(
+    case(
         "a directory without text",
         f"prepare pictures {NEW}",
-        ("pictures",),
-        ("'pictures/**/*.png'",),
-        lambda w: w.write("pictures/a.png", b"\x89PNG"),
+        "pictures",
+        "'pictures/**/*.png'",
+        written("pictures/a.png", b"\x89PNG"),
     ),
-    Case(
+    case(
         "an empty directory",
         f"prepare none {NEW}",
-        ("none",),
-        (".txt",),
+        "none",
+        ".txt",
         lambda w: (w.path / "none").mkdir(),
     ),
-    Case(
-        "a pattern that matches nothing",
-        f"prepare 'texts/*.txt' {NEW}",
-        ("'texts/*.txt'",),
-        ("ls",),
-    ),
-    Case(
+    case("a pattern that matches nothing", f"prepare 'texts/*.txt' {NEW}", "'texts/*.txt'", "ls"),
+    case(
         "a URL with an unknown protocol",
         f"prepare s4://bucket/a.txt {NEW}",
-        ("s4://bucket/a.txt",),
-        ("s3",),
+        "s4://bucket/a.txt",
+        "s3",
     ),
-    Case(
+    case(
         "an empty corpus",
         f"prepare empty.txt {NEW}",
         ("empty.txt", "empty document"),
-        ("text in it",),
-        lambda w: w.write("empty.txt", ""),
+        "text in it",
+        written("empty.txt", ""),
     ),
-    Case(
+    case(
         "an empty corpus to train a tokenizer on",
         "prepare empty.txt --out data/new",
         ("empty.txt", "empty document"),
-        ("text in it",),
-        lambda w: w.write("empty.txt", ""),
+        "text in it",
+        written("empty.txt", ""),
     ),
-    Case(
+    case(
         "a corpus of one character",
         f"prepare one.txt {NEW}",
         ("one.txt", "1 character"),
-        ("Add text",),
-        lambda w: w.write("one.txt", "x"),
+        "Add text",
+        written("one.txt", "x"),
     ),
-    Case(
+    case(
         "bytes that are not UTF-8",
         f"prepare latin.txt {NEW}",
         ("latin.txt", "offset 3", "0xe9", "CP1252"),
-        ("--encoding CP1252",),
-        lambda w: w.write("latin.txt", b"caf\xe9 au lait"),
+        "--encoding CP1252",
+        written("latin.txt", b"caf\xe9 au lait"),
     ),
-    Case(
+    case(
         "UTF-16 text from Windows, with a byte order mark",
         f"prepare notes.txt {NEW}",
         ("notes.txt", "looks like UTF-16"),
-        ("--encoding UTF-16",),
-        lambda w: w.write("notes.txt", "some text".encode("utf-16")),
+        "--encoding UTF-16",
+        written("notes.txt", "some text".encode("utf-16")),
     ),
-    Case(
+    case(
         "an unknown encoding",
         f"prepare book.txt {NEW} --encoding cp1253x",
-        ("--encoding 'cp1253x'",),
-        ("cp1253",),
+        "--encoding 'cp1253x'",
+        "cp1253",
     ),
-    Case(
+    case(
         "text in another encoding than the one stated",
         f"prepare notes.txt {NEW} --encoding UTF-32",
         ("notes.txt", "is not utf-32", "offset 0"),
-        ("another --encoding",),
-        lambda w: w.write("notes.txt", "some text".encode("utf-16")),
+        "another --encoding",
+        written("notes.txt", "some text".encode("utf-16")),
     ),
-    Case(
+    case(
         "--include that matches no file",
         f"prepare texts {NEW} --include '*.py'",
-        ("'*.py'",),
-        ("Quote",),
+        "'*.py'",
+        "Quote",
         directory_of_text,
     ),
-    Case(
+    case(
         "a table without the text column",
         f"prepare odd.csv {NEW}",
         ("odd.csv, line 2", "'text'"),
-        ("--text-field body",),
-        lambda w: w.write("odd.csv", "id,body\n1,one\n"),
+        "--text-field body",
+        written("odd.csv", "id,body\n1,one\n"),
     ),
-    Case(
+    case(
         "a table with a truncated row",
         f"prepare odd.csv {NEW}",
         ("odd.csv, line 3", "1 columns", "2"),
-        ("--on-bad-row skip",),
-        lambda w: w.write("odd.csv", "id,text\n1,one\n2\n"),
+        "--on-bad-row skip",
+        written("odd.csv", "id,text\n1,one\n2\n"),
     ),
-    Case(
+    case(
         "JSON that is not a list of rows",
         f"prepare odd.json {NEW}",
         ("odd.json", "'text'"),
-        ("--text-field",),
-        lambda w: w.write("odd.json", '{"version": 1, "data": [{"text": "one"}]}'),
+        "--text-field",
+        written("odd.json", '{"version": 1, "data": [{"text": "one"}]}'),
     ),
-    Case(
+    case(
         "truncated JSON",
         f"prepare odd.json {NEW}",
         ("odd.json", "JSON"),
-        ("Repair",),
-        lambda w: w.write("odd.json", '[{"text": "on'),
+        "Repair",
+        written("odd.json", '[{"text": "on'),
     ),
-    Case(
+    case(
         "an HTML page without the package that reads it",
         f"prepare a.html {NEW}",
         ("a.html", "resiliparse"),
-        ('pip install "flatout[html]"',),
+        'pip install "flatout[html]"',
         without_resiliparse,
     ),
-    Case(
+    case(
         "a notebook",
         f"prepare a.ipynb {NEW}",
         ("a.ipynb", "Jupyter"),
-        ("nbconvert",),
-        lambda w: w.write("a.ipynb", '{"cells": []}'),
+        "nbconvert",
+        written("a.ipynb", '{"cells": []}'),
     ),
-    Case(
+    case(
         "a line that is not JSON",
         f"prepare bad.jsonl {NEW}",
-        ("bad.jsonl, line 2",),
-        ("--on-bad-row skip",),
-        lambda w: w.write("bad.jsonl", BAD_ROW),
+        "bad.jsonl, line 2",
+        "--on-bad-row skip",
+        written("bad.jsonl", BAD_ROW),
     ),
-    Case(
+    case(
         "a row without the text field",
         f"prepare odd.jsonl {NEW}",
         ("odd.jsonl, line 1", "'text'"),
-        ("--text-field body",),
-        lambda w: w.write("odd.jsonl", OTHER_FIELD),
+        "--text-field body",
+        written("odd.jsonl", OTHER_FIELD),
     ),
-    Case(
+    case(
         "a truncated .gz file",
         f"prepare a.txt.gz {NEW}",
-        ("a.txt.gz",),
-        ("complete",),
-        lambda w: w.write("a.txt.gz", gzip.compress(b"x" * 5000)[:-9]),
+        "a.txt.gz",
+        "complete",
+        written("a.txt.gz", gzip.compress(b"x" * 5000)[:-9]),
     ),
-    Case(
+    case(
         "a .gz file that is not gzip",
         f"prepare a.txt.gz {NEW}",
         ("a.txt.gz", "gzip"),
-        ("complete",),
-        lambda w: w.write("a.txt.gz", "plain"),
+        "complete",
+        written("a.txt.gz", "plain"),
     ),
-    Case(
+    case(
         "a truncated .bz2 file",
         f"prepare a.txt.bz2 {NEW}",
-        ("a.txt.bz2",),
-        ("complete",),
-        lambda w: w.write("a.txt.bz2", bz2.compress(b"x" * 5000)[:-9]),
+        "a.txt.bz2",
+        "complete",
+        written("a.txt.bz2", bz2.compress(b"x" * 5000)[:-9]),
     ),
-    Case(
+    case(
         "a .zst file without its package",
         f"prepare a.txt.zst {NEW}",
         ("a.txt.zst", "zstandard"),
-        ('pip install "flatout[zstd]"',),
+        'pip install "flatout[zstd]"',
         without_zstandard,
     ),
-    Case(
+    case(
         "a field that is not text",
         f"prepare odd.jsonl {NEW}",
         ("odd.jsonl, line 1", "'text'", "a number"),
-        ("--text-field",),
-        lambda w: w.write("odd.jsonl", '{"text": 7}\n'),
+        "--text-field",
+        written("odd.jsonl", '{"text": 7}\n'),
     ),
-    Case(
+    case(
         "--out that contains another dataset",
         "prepare rows.jsonl --out data/book --tokenizer byte",
         ("data/book", "book.txt", "rows.jsonl"),
-        ("another --out",),
+        "another --out",
     ),
-    Case(
+    case(
         "another tokenizer for an existing dataset",
         "prepare book.txt --out data/book --tokenizer char",
         ("data/book", "'byte'", "'char'"),
-        ("another --out",),
+        "another --out",
     ),
-    Case(
-        "--out that contains other files",
-        "prepare book.txt --out runs",
-        ("runs",),
-        ("another --out",),
-    ),
-    Case(
-        "a file as --out",
-        "prepare book.txt --out my.yaml",
-        ("my.yaml",),
-        ("another --out",),
-    ),
-    Case(
+    case("--out that contains other files", "prepare book.txt --out runs", "runs", "another --out"),
+    case("a file as --out", "prepare book.txt --out my.yaml", "my.yaml", "another --out"),
+    case(
         "--out without write permission",
         "prepare book.txt --out closed/new --tokenizer byte",
         ("closed/new", "Permission denied"),
-        ("--out",),
+        "--out",
         lambda w: w.protect("closed"),
     ),
-    Case(
+    case(
         "a split rule with a fraction above 1",
         f"prepare book.txt {NEW} --split 'tail 2'",
-        ("'tail 2'",),
-        ("'tail 0.1'",),
+        "'tail 2'",
+        "'tail 0.1'",
     ),
-    Case(
-        "an unknown tokenizer",
-        "prepare book.txt --out data/new --tokenizer chr",
-        ("'chr'",),
-        ("'char'",),
+    case(
+        "an unknown tokenizer", "prepare book.txt --out data/new --tokenizer chr", "'chr'", "'char'"
     ),
-    Case(
+    case(
         "a tokenizer file that does not exist",
         "prepare book.txt --out data/new --tokenizer tok/tokenizer.json",
-        ("tok/tokenizer.json",),
-        ("Check the path",),
+        "tok/tokenizer.json",
+        "Check the path",
     ),
-    Case(
+    case(
         "a file that is not a tokenizer",
         "prepare book.txt --out data/new --tokenizer my.yaml",
-        ("my.yaml",),
-        ("tokenizer.json",),
+        "my.yaml",
+        "tokenizer.json",
     ),
-    Case(
+    case(
         "a tokenizer whose characters share an id",
         "prepare book.txt --out data/new --tokenizer shared.json",
         ("shared.json", "'a' and 'b' the same id, 1"),
-        ("an id of its own",),
-        lambda w: w.write(
+        "an id of its own",
+        written(
             "shared.json",
             '{"version": "1.0", "added_tokens": [], "model": {"type": "BPE", "merges": [], '
             '"vocab": {"</s>": 0, "a": 1, "b": 1}}}',
         ),
     ),
-    Case(
+    case(
         "a vocabulary smaller than 256 bytes",
         "prepare book.txt --out data/new --tokenizer train:100",
-        ("'train:100'",),
-        ("train:4096",),
+        "'train:100'",
+        "train:4096",
     ),
-    Case(
+    case(
         "--max-documents 0",
         f"prepare book.txt {NEW} --max-documents 0",
         ("'--max-documents'", "x>=1"),
-        ("Leave --max-documents out",),
+        "Leave --max-documents out",
     ),
-    Case(
+    case(
         "a source with an unknown parameter",
         f"prepare synthetic:document=5 {NEW}",
         ("'synthetic'", "'document'"),
-        ("documents",),
+        "documents",
     ),
-    Case(
-        "a parameter without `=`",
-        f"prepare synthetic:5 {NEW}",
-        ("'5'",),
-        ("synthetic:documents=1000",),
+    case(
+        "a parameter without `=`", f"prepare synthetic:5 {NEW}", "'5'", "synthetic:documents=1000"
     ),
-    Case("a directory for `demo`", "demo data", ("data",), ("flatout prepare",)),
-    Case(
+    case("a directory for `demo`", "demo data", "data", "flatout prepare"),
+    case(
         "a URL for `demo`",
         "demo https://example.org/a.txt",
-        ("https://example.org/a.txt",),
-        ("curl -LO",),
+        "https://example.org/a.txt",
+        "curl -LO",
     ),
-    Case(
+    case(
         "a text for `demo` that is not UTF-8",
         "demo latin.txt",
         ("latin.txt", "offset 3"),
-        ("`iconv -f CP1252 -t UTF-8 latin.txt > latin.utf8.txt`",),
-        lambda w: w.write("latin.txt", b"caf\xe9 au lait"),
+        "`iconv -f CP1252 -t UTF-8 latin.txt > latin.utf8.txt`",
+        written("latin.txt", b"caf\xe9 au lait"),
     ),
-    Case(
+    case(
         "an empty file for `demo`",
         "demo empty.txt",
-        ("empty.txt",),
-        ("kilobytes",),
-        lambda w: w.write("empty.txt", ""),
+        "empty.txt",
+        "kilobytes",
+        written("empty.txt", ""),
     ),
 ]

@@ -2,7 +2,7 @@
 
 import json
 
-from case import Case, World, run_command
+from case import World, case, run_command, written
 
 NEW = "--out data/new --tokenizer byte"
 IMPORT = "import chunks --out data/new --tokenizer byte"
@@ -82,263 +82,258 @@ class Anything:
 
 
 CASES = [
-    Case(
+    case(
         "a URL as --out of `import`",
         "import chunks --out s3://bucket/set --tokenizer byte",
-        ("--out s3://bucket/set is a URL",),
-        ("a local path",),
+        "--out s3://bucket/set is a URL",
+        "a local path",
         lambda w: tensor(w, [1]),
     ),
-    Case("tokens that do not exist", IMPORT, ("no file or directory chunks",), ("train.bin",)),
-    Case(
+    case("tokens that do not exist", IMPORT, "no file or directory chunks", "train.bin"),
+    case(
         "a directory without tokens",
         "import data --out data/new --tokenizer byte",
         ("data", "no token files"),
-        ("Name the directory",),
+        "Name the directory",
     ),
-    Case(
+    case(
         "text instead of tokens",
         "import book.txt --out data/new --tokenizer byte",
         ("book.txt", "not a token file"),
-        ("`flatout prepare book.txt",),
+        "`flatout prepare book.txt",
     ),
-    Case(
+    case(
         "a token file with half a token",
         "import train.bin --out data/new --tokenizer byte",
         ("train.bin", "2,049 bytes", "uint16"),
         ("truncated", "--dtype"),
-        lambda w: w.write("train.bin", bytes(range(256)) * 8 + b"\0"),
+        written("train.bin", bytes(range(256)) * 8 + b"\0"),
     ),
-    Case(
+    case(
         "raw tokens of another tokenizer",
         "import train.bin --out data/new --tokenizer byte",
         ("train.bin, token 1", "outside the vocabulary"),
-        ("--tokenizer",),
+        "--tokenizer",
         raw_tokens,
         progress="train.bin is read as uint16",
     ),
-    Case(
+    case(
         "tokens without the name of their tokenizer",
         "import train.bin --out data/new",
         ("train.bin", "not known which tokenizer"),
         ("--tokenizer FILE", "ids:N"),
         raw_tokens,
     ),
-    Case(
+    case(
         "an unknown type of tokens",
         "import train.bin --out data/new --tokenizer byte --dtype float16",
-        ("'float16'",),
-        ("uint16",),
+        "'float16'",
+        "uint16",
         raw_tokens,
     ),
-    Case(
+    case(
         "an unknown format of tokens",
         "import train.bin --out data/new --tokenizer byte --format megatorn",
-        ("'megatorn'",),
-        ("'megatron'",),
+        "'megatorn'",
+        "'megatron'",
         raw_tokens,
     ),
-    Case(
+    case(
         "a number of ids that is not one",
         "import train.bin --out data/new --tokenizer ids:many",
-        ("ids:many",),
-        ("ids:50257",),
+        "ids:many",
+        "ids:50257",
         raw_tokens,
     ),
-    Case(
+    case(
         "a split of tokens that have one",
         "import . --out data/new --tokenizer byte --split 'tail 0.5'",
         ("val.bin", "'tail 0.5'"),
-        ("Leave --split out",),
+        "Leave --split out",
         lambda w: (w.write("train.bin", b"\1\0" * 9), w.write("val.bin", b"\1\0" * 9)),
     ),
-    Case(
+    case(
         "an array that needs a pickle",
         "import tokens.npy --out data/new --tokenizer byte",
         ("tokens.npy", "Python objects"),
-        ("never read",),
+        "never read",
         pickled_array,
     ),
-    Case(
+    case(
         "a Megatron index that is truncated",
         "import old --out data/new --tokenizer byte",
         ("old.idx", "truncated or damaged"),
-        ("Copy",),
+        "Copy",
         lambda w: mapped_index(w, sequences=9),
     ),
-    Case(
+    case(
         "a Megatron index of another program",
         "import old.bin --out data/new --tokenizer byte",
         ("old.idx", "not an index of Megatron"),
-        ("move the .idx file away",),
+        "move the .idx file away",
         lambda w: (mapped_index(w), w.write("old.idx", b"something else")),
     ),
-    Case(
+    case(
         "a Megatron index without its data",
         "import old.idx --out data/new --tokenizer byte",
         ("old.bin", "does not exist"),
-        ("Copy both files",),
+        "Copy both files",
         lambda w: (mapped_index(w), (w.path / "old.bin").unlink()),
     ),
-    Case(
+    case(
         "litdata instead of text",
         f"prepare lit {NEW}",
-        ("lit is a directory of litdata",),
-        ("numpy.save",),
+        "lit is a directory of litdata",
+        "numpy.save",
         litdata,
     ),
-    Case(
+    case(
         "weights of another program for `inspect`",
         "inspect best_model.pt",
-        ("best_model.pt is a PyTorch file",),
-        ("train.init_from=best_model.pt",),
+        "best_model.pt is a PyTorch file",
+        "train.init_from=best_model.pt",
         lambda w: weights(w, "best_model.pt"),
     ),
-    Case(
+    case(
         "chunks instead of text",
         f"prepare chunks {NEW}",
-        ("chunks is a directory of token chunks",),
-        ("`flatout import chunks --out data/chunks --tokenizer FILE`",),
+        "chunks is a directory of token chunks",
+        "`flatout import chunks --out data/chunks --tokenizer FILE`",
         lambda w: tensor(w, [1]),
     ),
-    Case(
+    case(
         "chunks instead of a dataset",
         "train my.yaml data.path=chunks",
-        ("chunks is a directory of token chunks",),
-        ("`flatout import chunks --out data/chunks --tokenizer FILE`",),
+        "chunks is a directory of token chunks",
+        "`flatout import chunks --out data/chunks --tokenizer FILE`",
         lambda w: tensor(w, [1]),
     ),
-    Case(
+    case(
         "raw tokens instead of text",
         f"prepare train.bin {NEW}",
-        ("train.bin is a binary file",),
-        ("`flatout import train.bin --out data/train --tokenizer FILE`",),
+        "train.bin is a binary file",
+        "`flatout import train.bin --out data/train --tokenizer FILE`",
         raw_tokens,
     ),
-    Case(
+    case(
         "a dataset instead of a run",
         "generate data/book",
-        ("data/book is a prepared dataset",),
-        ("`flatout train",),
+        "data/book is a prepared dataset",
+        "`flatout train",
     ),
-    Case(
+    case(
         "a run instead of a dataset",
         "inspect runs/first",
-        ("runs/first is a run directory",),
-        ("`flatout generate",),
+        "runs/first is a run directory",
+        "`flatout generate",
     ),
-    Case(
+    case(
         "a missing chunk",
         IMPORT,
-        ("no chunk 1",),
-        ("Copy the missing files",),
+        "no chunk 1",
+        "Copy the missing files",
         lambda w: (chunks(w, 0, 1, 2), (w.path / "chunks/chunk_000001.pt").unlink()),
     ),
-    Case(
+    case(
         "two chunks with one number",
         IMPORT,
-        ("more than one chunk number 0",),
-        ("Remove",),
+        "more than one chunk number 0",
+        "Remove",
         lambda w: (chunks(w, 0), w.write("chunks/chunk_0.pt", "x")),
     ),
-    Case(
+    case(
         "a chunk of floating-point numbers",
         IMPORT,
         ("chunk_000000.pt", "float32", "integers"),
-        ("torch.save",),
+        "torch.save",
         lambda w: tensor(w, [1.0], "float32"),
     ),
-    Case(
+    case(
         "a two-dimensional chunk",
         IMPORT,
         ("chunk_000000.pt", "(1, 2)"),
-        ("1-D",),
+        "1-D",
         lambda w: tensor(w, [[1, 2]]),
     ),
-    Case(
+    case(
         "a chunk that is not a tensor",
         IMPORT,
         ("chunk_000000.pt", "list"),
-        ("torch.save",),
+        "torch.save",
         lambda w: chunks(w, [1, 2]),
     ),
-    Case(
+    case(
         "a chunk that torch did not write",
         IMPORT,
-        ("chunk_000000.pt",),
-        ("torch.save",),
-        lambda w: w.write("chunks/chunk_000000.pt", "not a pickle"),
+        "chunk_000000.pt",
+        "torch.save",
+        written("chunks/chunk_000000.pt", "not a pickle"),
     ),
-    Case(
+    case(
         "a chunk that would run code",
         IMPORT,
         ("chunk_000000.pt", "code in a file is never run"),
-        ("one tensor",),
+        "one tensor",
         lambda w: chunks(w, Anything()),
     ),
-    Case(
+    case(
         "an expanded chunk",
         IMPORT,
         ("chunk_000000.pt", "9,000 elements in 8 bytes"),
-        ("tokens.clone()",),
+        "tokens.clone()",
         lambda w: expanded_chunk(w, 9_000),
     ),
-    Case(
+    case(
         "a chunk from another tokenizer",
         IMPORT,
         ("chunk_000000.pt, token 2", "999", "257"),
-        ("--tokenizer",),
+        "--tokenizer",
         lambda w: tensor(w, [1, 2, 999]),
     ),
-    Case(
+    case(
         "fewer chunks than metadata.json states",
         IMPORT,
         ("metadata.json", "num_chunks 2", "1"),
-        ("Copy the missing chunks",),
+        "Copy the missing chunks",
         lambda w: (
             tensor(w, [1, 2, 256]),
             w.write("chunks/metadata.json", json.dumps({"num_chunks": 2})),
         ),
     ),
-    Case(
+    case(
         "an import into a directory with another dataset",
         f"{IMPORT} --split 'tail 0.5'",
         ("data/new", "split is 'tail 0.1', and 'tail 0.5' is requested"),
-        ("another --out",),
+        "another --out",
         lambda w: (tensor(w, [1, 2, 256] * 10), chunks_imported(w)),
     ),
-    Case(
+    case(
         "chunks split by the hash of text",
         f"{IMPORT} --split 'hash 0.1'",
-        ("'hash 0.1'",),
-        ("'tail 0.1'",),
+        "'hash 0.1'",
+        "'tail 0.1'",
         lambda w: tensor(w, [1, 2, 256]),
     ),
-    Case(
+    case(
         "training a tokenizer on tokens",
         "import chunks --out data/new --tokenizer train:300",
-        ("tokens already",),
-        ("--tokenizer FILE",),
+        "tokens already",
+        "--tokenizer FILE",
         lambda w: tensor(w, [1]),
     ),
-    Case(
+    case(
         "too few tokens for two splits",
         f"{IMPORT} --split 'tail 0.1'",
         ("chunks", "1 token"),
-        ("'tail 0.5'",),
+        "'tail 0.5'",
         lambda w: tensor(w, [1]),
     ),
-    Case(
-        "`verify` without a dataset",
-        "verify runs",
-        ("runs", "manifest.json"),
-        ("flatout prepare",),
-    ),
-    Case(
+    case("`verify` without a dataset", "verify runs", ("runs", "manifest.json"), "flatout prepare"),
+    case(
         "length-buckets with a mix",
         "train my.yaml speedups=+length-buckets 'data.mix={data/book: 3, data/more: 1}'",
         ("'length-buckets'", "mix"),
-        ("Leave it out: speedups=auto",),
+        "Leave it out: speedups=auto",
         second_dataset,
     ),
 ]

@@ -2,7 +2,7 @@
 
 import shutil
 
-from case import Case, World, run_command
+from case import Case, World, run_command, table
 
 
 def without_checkpoints(world: World) -> None:
@@ -21,60 +21,35 @@ def other_text(world: World) -> None:
 
 
 CASES = [
-    Case(
-        "a key for `verify` without --resume",
-        "verify data/book optim.lr=1",
-        ("uses optim.lr=1 only with --resume",),
-        ("Leave optim.lr=1 out",),
-    ),
-    Case(
-        "--steps of `verify` that are not two numbers",
-        "verify --resume my.yaml --steps ten",
-        ("--steps 'ten' is not two numbers",),
-        ("--steps 5,5",),
-    ),
-    Case(
-        "--steps of `verify` beyond the end of the recipe",
-        "verify --resume my.yaml --steps 3,3",
-        ("needs 6 steps, and the recipe has 2",),
-        ("--steps 1,1", "train.steps=6"),
-    ),
-    Case(
-        "`verify --resume` of a recipe with one step",
-        "verify --resume my.yaml train.steps=1",
-        ("A recipe of 1 step",),
-        ("train.steps=2",),
-    ),
-    Case(
-        "`verify --resume` of a dataset",
-        "verify --resume data/book",
-        ("data/book",),
-        (),
-    ),
-    Case(
-        "`verify` of a step without a checkpoint",
-        "verify runs/first/checkpoints/step-999",
-        ("There is no checkpoint runs/first/checkpoints/step-999",),
-        ("Steps that have one: 2.",),
-    ),
-    Case(
-        "`verify` of a directory of checkpoints",
-        "verify runs/first/checkpoints",
-        ("runs/first/checkpoints is a directory of checkpoints",),
-        ("runs/first/checkpoints/step-2",),
-    ),
-    Case(
-        "`verify` of a recipe",
-        "verify my.yaml",
-        ("my.yaml is a recipe",),
-        ("`flatout verify --resume my.yaml`",),
-    ),
-    Case(
-        "--keep of `checkpoints` with --quick",
-        "checkpoints first --keep 1 --quick",
-        ("--quick does not find out which ones are valid",),
-        ("Leave --quick out",),
-    ),
+    *table("""
+a key for `verify` without --resume
+    verify data/book optim.lr=1
+    uses optim.lr=1 only with --resume -> Leave optim.lr=1 out
+--steps of `verify` that are not two numbers
+    verify --resume my.yaml --steps ten
+    --steps 'ten' is not two numbers -> --steps 5,5
+--steps of `verify` beyond the end of the recipe
+    verify --resume my.yaml --steps 3,3
+    needs 6 steps, and the recipe has 2 -> --steps 1,1 | train.steps=6
+`verify --resume` of a recipe with one step
+    verify --resume my.yaml train.steps=1
+    A recipe of 1 step -> train.steps=2
+"""),
+    Case("`verify --resume` of a dataset", "verify --resume data/book", ("data/book",), ()),
+    *table("""
+`verify` of a step without a checkpoint
+    verify runs/first/checkpoints/step-999
+    There is no checkpoint runs/first/checkpoints/step-999 -> Steps that have one: 2.
+`verify` of a directory of checkpoints
+    verify runs/first/checkpoints
+    runs/first/checkpoints is a directory of checkpoints -> runs/first/checkpoints/step-2
+`verify` of a recipe
+    verify my.yaml
+    my.yaml is a recipe -> `flatout verify --resume my.yaml`
+--keep of `checkpoints` with --quick
+    checkpoints first --keep 1 --quick
+    --quick does not find out which ones are valid -> Leave --quick out
+"""),
     Case(
         "`verify` of a run without checkpoints",
         "verify first",

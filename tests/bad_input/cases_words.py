@@ -1,110 +1,62 @@
 """Words and files of other tools."""
 
-from case import Case
+from case import Case, table
 
 CASES = [
-    Case(
-        "another tool's switch for a speedup",
-        "train my.yaml gradient_checkpointing=true",
-        ("'gradient_checkpointing'",),
-        ("'speedups'", "speedups=auto,+checkpointing"),
-    ),
-    Case(
-        "another tool's switch, turned off",
-        "train my.yaml bf16=false",
-        ("'bf16'",),
-        ("train.precision=fp32",),
-    ),
-    Case(
-        "another tool's key, misspelt",
-        "train my.yaml gradient_clp=1",
-        ("'gradient_clp'", "other tools have 'gradient_clip'"),
-        ("'optim.clip'",),
-    ),
-    Case(
-        "another tool's key that flatout does not need",
-        "train my.yaml pin_memory=true",
-        ("'pin_memory'",),
-        ("Leave it out", "pinned memory"),
-    ),
-    Case(
-        "another tool's key without a counterpart",
-        "train my.yaml model.shared_attention_norm=true",
-        ("'model.shared_attention_norm'",),
-        ("no counterpart", "norms of their own"),
-    ),
-    Case(
-        "an option of `prepare` as a key",
-        "train my.yaml subset_size=1000",
-        ("'subset_size'",),
-        ("flatout prepare", "--max-documents"),
-    ),
-    Case(
-        "another tool's value",
-        "train my.yaml train.precision=no",
-        ("train.precision='no'",),
-        ("Did you mean train.precision=fp32?",),
-    ),
-    Case(
-        "speedups turned off with false",
-        "train my.yaml speedups=false",
-        ("speedups=False",),
-        ("Did you mean speedups=none?",),
-    ),
-    Case(
-        "a preset of another tool",
-        "train small_32k",
-        ("'small_32k'",),
-        ("Did you mean 'eigenstate-small-32k'?",),
-    ),
-    Case(
-        "a dataset in place of a recipe",
-        "train finewebedu",
-        ("'finewebedu'", "the dataset fineweb-edu-10bt"),
-        ("flatout prepare fineweb-edu-10bt", "data.path=data/fineweb-edu-10bt"),
-    ),
-    Case(
-        "another tool's name of a dataset",
-        "prepare finewebedu --out data/web",
-        ("'finewebedu'",),
-        ("Did you mean 'fineweb-edu-10bt'?",),
-    ),
-    Case(
-        "another tool's name of a tokenizer",
-        "prepare book.txt --out data/new --tokenizer gpt2",
-        ("'gpt2'",),
-        ("Did you mean 'openai-community/gpt2'?",),
-    ),
-    Case(
-        "the recipe as an option",
-        "train --config my.yaml",
-        ("'--config'",),
-        ("flatout train RECIPE",),
-    ),
-    Case(
-        "`--resume` as a switch",
-        "train my.yaml --resume",
-        ("'--resume' requires an argument",),
-        ("Leave --resume out for the default, auto",),
-    ),
-    Case(
-        "another tool's option of preparation",
-        "prepare book.txt --out data/new --num_proc 8",
-        ("'--num_proc'",),
-        ("Did you mean '--workers'?",),
-    ),
-    Case(
-        "an option of preparation that nothing needs",
-        "prepare book.txt --out data/new --chunk_size 1024",
-        ("'--chunk_size'",),
-        ("Leave it out", "data.seq_len"),
-    ),
-    Case(
-        "a config to convert that does not exist",
-        "convert old.yaml --out new.yaml",
-        ("old.yaml",),
-        ("Check the path",),
-    ),
+    *table("""
+another tool's switch for a speedup
+    train my.yaml gradient_checkpointing=true
+    'gradient_checkpointing' -> 'speedups' | speedups=auto,+checkpointing
+another tool's switch, turned off
+    train my.yaml bf16=false
+    'bf16' -> train.precision=fp32
+another tool's key, misspelt
+    train my.yaml gradient_clp=1
+    'gradient_clp' | other tools have 'gradient_clip' -> 'optim.clip'
+another tool's key that flatout does not need
+    train my.yaml pin_memory=true
+    'pin_memory' -> Leave it out | pinned memory
+another tool's key without a counterpart
+    train my.yaml model.shared_attention_norm=true
+    'model.shared_attention_norm' -> no counterpart | norms of their own
+an option of `prepare` as a key
+    train my.yaml subset_size=1000
+    'subset_size' -> flatout prepare | --max-documents
+another tool's value
+    train my.yaml train.precision=no
+    train.precision='no' -> Did you mean train.precision=fp32?
+speedups turned off with false
+    train my.yaml speedups=false
+    speedups=False -> Did you mean speedups=none?
+a preset of another tool
+    train small_32k
+    'small_32k' -> Did you mean 'eigenstate-small-32k'?
+a dataset in place of a recipe
+    train finewebedu
+    'finewebedu' | the dataset fineweb-edu-10bt
+    -> flatout prepare fineweb-edu-10bt | data.path=data/fineweb-edu-10bt
+another tool's name of a dataset
+    prepare finewebedu --out data/web
+    'finewebedu' -> Did you mean 'fineweb-edu-10bt'?
+another tool's name of a tokenizer
+    prepare book.txt --out data/new --tokenizer gpt2
+    'gpt2' -> Did you mean 'openai-community/gpt2'?
+the recipe as an option
+    train --config my.yaml
+    '--config' -> flatout train RECIPE
+`--resume` as a switch
+    train my.yaml --resume
+    '--resume' requires an argument -> Leave --resume out for the default, auto
+another tool's option of preparation
+    prepare book.txt --out data/new --num_proc 8
+    '--num_proc' -> Did you mean '--workers'?
+an option of preparation that nothing needs
+    prepare book.txt --out data/new --chunk_size 1024
+    '--chunk_size' -> Leave it out | data.seq_len
+a config to convert that does not exist
+    convert old.yaml --out new.yaml
+    old.yaml -> Check the path
+"""),
     Case(
         "a config to convert that is a list",
         "convert old.json --out new.yaml",

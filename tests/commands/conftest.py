@@ -1,6 +1,12 @@
 """A tiny trained run for the tests of commands."""
 
+import sys
+from pathlib import Path
+
 import pytest
+
+sys.path.append(str(Path(__file__).parent))
+from tiny import TINY_SHAPE
 
 
 @pytest.fixture(scope="session")
@@ -15,16 +21,7 @@ def tiny_run(tmp_path_factory):
         "It was a dark and stormy night; the rain fell in torrents. " * 150
     )
     prepare([str(root / "book.txt")], root / "data", tokenizer="char", split="tail 0.1", workers=1)
-    shape = [
-        "model.num_layers=1",
-        "model.d_model=16",
-        "model.num_heads=1",
-        "data.seq_len=32",
-        "batch.rows_per_device=4",
-        "batch.tokens_per_step=128",
-    ]
-    config = load_config(
-        None, [*shape, f"data.path={root / 'data'}", "train.steps=2", "train.device=cpu"]
-    )
+    words = [*TINY_SHAPE, f"data.path={root / 'data'}", "train.steps=2"]
+    config = load_config(None, words)
     train(config, run=root / "runs" / "tiny")
     return root / "runs" / "tiny"

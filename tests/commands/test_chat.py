@@ -5,6 +5,7 @@ import json
 import math
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -63,15 +64,12 @@ def test_train_sample_prompt_is_a_question(run, tmp_path):
 
 @pytest.mark.parametrize("to", ["huggingface", "safetensors"])
 def test_an_export_answers_as_its_run_does(run, tmp_path, to):
-    made = export(run, to, tmp_path / "export")
-    said = [
-        chat(model, lines=["Hi\n", "Bye\n"], max_tokens=5, temperature=0).conversations
-        for model in (run, made.path)
-    ]
+    made, greedy = export(run, to, tmp_path / "export"), {"max_tokens": 5, "temperature": 0}
+    said, texts = [], []
+    for model in (run, made.path):
+        said.append(chat(model, lines=["Hi\n", "Bye\n"], **greedy).conversations)
+        texts.append(generate(model, "a", **greedy).samples)
     assert said[0] == said[1]
-    texts = [
-        generate(model, "a", temperature=0, max_tokens=5).samples for model in (run, made.path)
-    ]
     assert texts[0] == texts[1]
     with pytest.raises(ConfigError, match="single model"):
         generate(made.path, checkpoint="last")
@@ -88,10 +86,6 @@ def test_a_model_without_a_tokenizer_or_a_template_is_refused(run, tmp_path):
     (made / "tokenizer.json").unlink()
     with pytest.raises(DataError, match=r"has no tokenizer\.json"):
         generate(made)
-
-
-def test_a_run_keeps_the_template_of_its_data(run):
-    assert load_template(run / "chat_template.json").name == "plain"
 
 
 def test_lines_are_turns_and_the_result_is_chat_data(run):
@@ -151,9 +145,12 @@ def test_a_terminal_shows_a_prompt_and_survives_a_bad_turn(run, monkeypatch):
     assert [turn.role for turn in result.conversations[0]] == ["user", "assistant"]
 
 
-def test_a_bad_turn_from_a_pipe_is_an_error(run):
+def test_a_bad_turn_from_a_pipe_is_an_error(run, monkeypatch):
     with pytest.raises(DataError, match="surrogate"):
         chat(run, lines=["\ud800"])
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\n"), "utf-8"))
+    with pytest.raises(DataError, match="not UTF-8"):
+        chat(run)
 
 
 def test_an_unknown_command_is_answered_with_the_commands(run, monkeypatch):
@@ -186,12 +183,6 @@ def test_turns_left_out_are_reported_on_standard_error(run, capsys, monkeypatch)
     assert "oldest turns" not in out
 
 
-def test_input_that_is_not_utf8_is_an_error(run, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\n"), "utf-8"))
-    with pytest.raises(DataError, match="not UTF-8"):
-        chat(run)
-
-
 def test_a_run_without_conversations_needs_a_named_template(tiny_run):
     with pytest.raises(ConfigError, match="not trained on conversations") as found:
         chat(tiny_run, lines=["It was"])
@@ -214,9 +205,8 @@ def test_evaluation_counts_the_assistants_tokens(run):
     split = Dataset.open(run.parent.parent / "data").split("val")
     mask = split.read_mask_range(1, split.num_tokens)
     assert score.tokens == int(mask.sum()) < split.num_tokens / 2
-    assert score.bits_per_byte == pytest.approx(
-        score.val_loss * score.tokens / math.log(2) / split.text_bytes
-    )
+    bits = score.val_loss * score.tokens / math.log(2) / split.text_bytes
+    assert score.bits_per_byte == pytest.approx(bits)
 
 
 def test_inspect_names_the_template_and_marks_what_does_not_count(run):
@@ -227,29 +217,17 @@ def test_inspect_names_the_template_and_marks_what_does_not_count(run):
     assert found.value("beginning").startswith("«User:\n")
 
 
-class Said(type(SILENT)):
-    """A progress that keeps its messages."""
-
-    def __init__(self):
-        self.lines = []
-
-    def say(self, line):
-        self.lines.append(line)
-
-
-def test_evaluation_reports_another_template(run, tmp_path):
-    said = Said()
-    evaluate(run, progress=said)
-    assert said.lines == []
-    prepare("capitals:documents=20", tmp_path / "other", tokenizer="byte", chat="chatml", workers=1)
-    assert evaluate(run, data=[tmp_path / "other"], progress=said).tokens > 0
-    assert any("another chat template" in line for line in said.lines)
-
-
-def test_a_mix_of_templates_keeps_the_first_and_says_so(run, tmp_path):
-    prepare("capitals:documents=20", tmp_path / "other", tokenizer="byte", chat="chatml", workers=1)
-    said = Said()
-    mix = f"data.mix={{{tmp_path / 'other'}: 1, {run.parents[1] / 'data'}: 1}}"
-    train(load_config(None, [*SHAPE, mix]), run=tmp_path / "mixed", progress=said)
+def test_another_chat_template_is_reported(run, tmp_path):
+    """By an evaluation, and by a run on a mix, which keeps the first."""
+    said, other = [], tmp_path / "other"
+    progress = SimpleNamespace(say=said.append, task=SILENT.task)
+    evaluate(run, progress=progress)
+    assert said == []
+    assert load_template(run / "chat_template.json").name == "plain"
+    prepare("capitals:documents=20", other, tokenizer="byte", chat="chatml", workers=1)
+    assert evaluate(run, data=[other], progress=progress).tokens > 0
+    assert any("another chat template" in line for line in said)
+    mix = f"data.mix={{{other}: 1, {run.parents[1] / 'data'}: 1}}"
+    train(load_config(None, [*SHAPE, mix]), run=tmp_path / "mixed", progress=progress)
     assert load_template(tmp_path / "mixed" / "chat_template.json").name == "chatml"
-    assert any("different chat templates" in line for line in said.lines)
+    assert any("different chat templates" in line for line in said)

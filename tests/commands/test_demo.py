@@ -2,6 +2,7 @@
 
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,6 +11,7 @@ from flatout.commands.demo import demo, fit_text, subject_of, with_length
 from flatout.config.schema import load_config
 from flatout.errors import DataError, Stopped
 from flatout.json_io import read_lines
+from flatout.progress import SILENT
 from flatout.training.metrics.observers import Quiet
 from flatout.training.run_dir.layout import read_config, read_summary
 
@@ -24,19 +26,10 @@ def quick(monkeypatch, tmp_path):
     return tmp_path
 
 
-class RecordedLines:
+def recorded():
     """Progress that records its lines."""
-
-    def __init__(self):
-        self.lines = []
-
-    def say(self, line):
-        self.lines.append(line)
-
-    def __getattr__(self, name):
-        from flatout.progress import SILENT
-
-        return getattr(SILENT, name)
+    lines = []
+    return SimpleNamespace(lines=lines, say=lines.append, task=SILENT.task)
 
 
 @pytest.mark.parametrize(
@@ -51,16 +44,12 @@ def test_demo_runs_on_a_small_text_file(quick, text):
     assert result.val_loss is None or result.val_loss > 0
     assert result.tokens_per_s > 0
     summary = result.summary()
-    for part in (
-        "3 steps",
-        "tokens/s steady",
-        "MFU",
-        "loss over steps",
-        "Try next",
-        f"flatout eval '{result.run}'",
-    ):
+    shown = ("3 steps", "tokens/s steady", "MFU", "loss over steps", "Try next")
+    for part in (*shown, f"flatout eval '{result.run}'"):
         assert part in summary
-    progress = RecordedLines()
+    start = next(iter(read_lines(Path(result.run) / "events.jsonl")))
+    assert (start["event"], start["device_reason"] != "requested") == ("start", True)
+    progress = recorded()
     again = demo(quick / "my book.txt", minutes=0.001, progress=progress)
     assert (again.run, again.val_loss) == (result.run, result.val_loss)
     assert again.summary() == summary
@@ -72,13 +61,8 @@ def test_next_steps_can_be_copied_from_any_terminal(width):
     text = module._next_steps("runs/demo-book-0123", width)
     assert max(map(len, text.splitlines())) <= width
     commands = text.replace(" \\\n     ", "")
-    assert all(
-        command in commands
-        for command in (
-            "flatout generate runs/demo-book-0123 --num-samples 3",
-            "flatout report runs/demo-book-0123",
-        )
-    )
+    assert "flatout generate runs/demo-book-0123 --num-samples 3" in commands
+    assert "flatout report runs/demo-book-0123" in commands
 
 
 def test_a_changed_text_starts_another_run(quick):
@@ -91,13 +75,10 @@ def test_a_changed_text_starts_another_run(quick):
     assert first.data != second.data
 
 
-def test_the_recipe_of_the_default_demo_depends_on_the_device():
+def test_the_recipe_depends_on_the_device_and_the_length_of_the_text(quick, monkeypatch):
     assert subject_of(None, "cpu").recipe == "demo"
     assert subject_of(None, "cuda").recipe == "demo-gpu"
     assert subject_of(None, "cpu").source == "python_stdlib"
-
-
-def test_a_long_text_gets_a_trained_vocabulary(quick, monkeypatch):
     file = quick / "a.txt"
     file.write_text("a text " * 100)
     assert subject_of(file, "cpu").tokenizer == "char"
@@ -113,46 +94,33 @@ def test_recipes_have_whole_sequences_and_no_length(recipe):
     assert config.train.steps is None
 
 
-class FakeSplit:
-    def __init__(self, num_tokens):
-        self.num_tokens = num_tokens
-
-
-class FakeData:
-    path = "data/x"
-
-    def __init__(self, num_tokens):
-        self.tokens = num_tokens
-
-    def split(self, name):
-        return FakeSplit(self.tokens if name == "train" else 10_240)
+def data_of(num_tokens):
+    """A dataset of so many tokens for training."""
+    sizes = {"train": num_tokens, "val": 10_240}
+    splits = {name: SimpleNamespace(num_tokens=size) for name, size in sizes.items()}
+    return SimpleNamespace(path="data/x", split=splits.__getitem__)
 
 
 @pytest.mark.parametrize("tokens", [16, 100, 1000, 10_000, 10_000_000])
 def test_sequences_fit_the_text(tokens):
-    config = fit_text(load_config("demo-char"), FakeData(tokens))
+    config = fit_text(load_config("demo-char"), data_of(tokens))
     assert config.data.seq_len < tokens
     assert config.batch.tokens_per_step % config.data.seq_len == 0
     assert (config.data.seq_len == 128) == (tokens >= 1024)
-
-
-def test_too_little_text_is_refused():
     with pytest.raises(DataError, match="3 training tokens"):
-        fit_text(load_config("demo-char"), FakeData(3))
+        fit_text(load_config("demo-char"), data_of(3))
 
 
 def test_length_fits_the_time_and_the_text():
-    config = load_config("demo")
-    long = with_length(config, FakeData(10**9), step_s=0.5, minutes=2)
+    def fitted(tokens, **limits):
+        return with_length(load_config("demo"), data_of(tokens), **limits).train
+
+    long = fitted(10**9, step_s=0.5, minutes=2)
     evaluating_s = module.EVALUATIONS * module.FORWARD_SHARE * 0.5 * 10_240 / 2048
-    assert long.train.steps * 0.5 + evaluating_s == pytest.approx(0.95 * 120, abs=0.5)
-    assert module.EVALUATIONS - 1 <= long.train.steps / long.train.eval_every <= module.EVALUATIONS
-    short = with_length(config, FakeData(40_960), step_s=1e-6, minutes=2)
-    assert short.train.steps == module.MAX_EPOCHS * 20
-    assert (
-        with_length(config, FakeData(100), step_s=100.0, minutes=0.01).train.steps
-        == module.MIN_STEPS
-    )
+    assert long.steps * 0.5 + evaluating_s == pytest.approx(0.95 * 120, abs=0.5)
+    assert module.EVALUATIONS - 1 <= long.steps / long.eval_every <= module.EVALUATIONS
+    assert fitted(40_960, step_s=1e-6, minutes=2).steps == module.MAX_EPOCHS * 20
+    assert fitted(100, step_s=100.0, minutes=0.01).steps == module.MIN_STEPS
 
 
 class InterruptsAt(Quiet):
@@ -173,7 +141,7 @@ def test_a_stopped_demo_resumes_with_its_length(quick, monkeypatch):
     run = subject_of(quick / "a.txt", "cpu").run
     assert read_summary(run) is None
     monkeypatch.setattr(module, "seconds_per_step", lambda config: 1.0)  # still busy
-    progress = RecordedLines()
+    progress = recorded()
     demo(quick / "a.txt", minutes=0.001, progress=progress)
     assert f"Resuming {run}." in progress.lines
     assert read_config(run).train.steps == read_summary(run)["steps"] == 3
@@ -185,7 +153,7 @@ def test_a_demo_that_was_timed_on_a_busy_machine_is_timed_again(quick, monkeypat
     with pytest.raises(Stopped):
         demo(quick / "a.txt", minutes=0.001, observers=[InterruptsAt(2)])
     run = subject_of(quick / "a.txt", "cpu").run
-    progress, longer = RecordedLines(), run.with_name(f"{run.name}-longer")
+    progress, longer = recorded(), run.with_name(f"{run.name}-longer")
     monkeypatch.setattr(module, "seconds_per_step", lambda config: 0.01)
     demo(quick / "a.txt", minutes=0.002, progress=progress)
     assert any(f"{run} has only 3 steps" in line for line in progress.lines)
@@ -215,27 +183,14 @@ def test_unusable_files_are_refused(quick, content, message, fix):
 
 
 def test_paths_that_are_not_text_files_are_refused(quick):
-    with pytest.raises(DataError, match="is a directory; demo takes one text file"):
-        demo(quick)
-    with pytest.raises(DataError, match="/dev/null is not a regular file"):
-        demo(Path("/dev/null"))
-    with pytest.raises(DataError, match="is a URL; demo takes one text file"):
-        demo(Path("https://example.org/book.txt"))
-
-
-def test_fixes_with_options_of_prepare_refer_to_prepare(quick):
+    for path, message in (
+        (quick, "is a directory; demo takes one text file"),
+        ("/dev/null", "/dev/null is not a regular file"),
+        ("https://example.org/book.txt", "is a URL; demo takes one text file"),
+    ):
+        with pytest.raises(DataError, match=message):
+            demo(Path(path))
     (quick / "a.jsonl").write_text('{"body": "x"}\n')
     with pytest.raises(DataError, match="has no field 'text'") as raised:
         demo(quick / "a.jsonl")
     assert raised.value.fix.startswith("Use `flatout prepare`: ")
-
-
-def test_the_device_is_chosen_automatically(quick):
-    (quick / "a.txt").write_text("a text of some length. " * 100)
-    result = demo(quick / "a.txt", minutes=0.001)
-    (start,) = (
-        event
-        for event in read_lines(Path(result.run) / "events.jsonl")
-        if event["event"] == "start"
-    )
-    assert start["device_reason"] != "requested"

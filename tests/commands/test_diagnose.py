@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+from unittest.mock import Mock
 
 import pytest
 
@@ -13,6 +14,7 @@ from flatout import cli
 from flatout.commands import diagnose as command
 from flatout.config.schema import load_config
 from flatout.measure.diagnose import diagnosis
+from flatout.measure.diagnose.diagnose import diagnose_recipe
 from flatout.measure.diagnose.diagnosis import diagnosis_of
 from flatout.measure.steps.evidence import Evidence, Failure, Phases, Roof
 
@@ -48,8 +50,12 @@ def measured(monkeypatch, tiny_config):
 
 def run(*words):
     with pytest.raises(SystemExit) as stopped:
-        cli.main(["diagnose", *words])
+        cli.main(["diagnose", *map(str, words)])
     return stopped.value.code
+
+
+def result_of(capsys):
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
 def test_json_has_verdict_shares_roof_and_findings(measured, capsys, tiny_set):
@@ -79,14 +85,15 @@ def test_the_summary_fits_a_terminal(measured, capsys, tiny_set):
 
 def test_fix_writes_a_recipe_that_holds(measured, capsys, tiny_set, tmp_path):
     out = tmp_path / "better.yaml"
-    words = ("demo-char", f"data.path={tiny_set}", "speedups=none", "--fix", "--out", str(out))
+    words = ("demo-char", f"data.path={tiny_set}", "speedups=none", "--fix", "--out", out)
     assert run(*words, "--json") == 0
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    found = result_of(capsys)
     assert found["recipe"] == str(out)
     (tried,) = found["fixes_tried"]
     assert tried["kept"]
     assert tried["gain"] == pytest.approx(0.12 / 0.091)
     assert load_config(out).speedups == "prefetch"
+    assert run(*words) == 0, "it replaces its own recipe"
 
 
 @pytest.mark.parametrize("name", ["mine.yaml", "absent/new.yaml", "dir.yaml"])
@@ -100,12 +107,6 @@ def test_fix_measures_nothing_when_its_recipe_cannot_be_written(
     assert str((tmp_path / name).parent) in capsys.readouterr().err
     assert measured == []
     assert (tmp_path / "mine.yaml").read_text() == "train: {steps: 3}\n"
-
-
-def test_fix_replaces_its_own_recipe(measured, tiny_set, tmp_path):
-    out = str(tmp_path / "better.yaml")
-    words = ("demo-char", f"data.path={tiny_set}", "speedups=none", "--fix", "--out", out)
-    assert [run(*words), run(*words)] == [0, 0]
 
 
 def test_the_findings_of_a_watched_loop_are_read(capsys, tmp_path, monkeypatch):
@@ -138,39 +139,28 @@ def test_the_exit_code_is_that_of_training(measured, monkeypatch, tiny_set, sour
 
 
 def test_the_step_and_the_rate_beside_it_are_of_the_same_time():
-    found = Evidence(
-        source="recorded run",
-        step_s=0.2,
-        phases=Phases(compute_s=0.1, evaluation_s=0.06, checkpoint_s=0.04),
-        roof=Roof(tokens_per_s=1000.0),
-    )
+    phases = Phases(compute_s=0.1, evaluation_s=0.06, checkpoint_s=0.04)
+    roof = Roof(tokens_per_s=1000.0)
+    found = Evidence(source="recorded run", step_s=0.2, phases=phases, roof=roof)
     text = diagnosis_of(found).text()
     assert "  500 tokens/s, saves and evaluations included\n  1,000 tokens/s without them\n" in text
 
 
-def test_a_run_is_read_and_its_findings_written(tiny_run, capsys, tmp_path):
-    shutil.copytree(tiny_run, tmp_path / "run")
-    assert run(str(tmp_path / "run"), "--json") == 0
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert found["source"] == "recorded run"
-    assert found["path"] == str(tmp_path / "run" / "findings.json")
-    stored = json.loads((tmp_path / "run" / "findings.json").read_text())
-    assert stored["verdict"] == found["verdict"]
-
-
-def test_a_read_only_run_is_diagnosed(tiny_run, capsys, tmp_path, monkeypatch):
-    shutil.copytree(tiny_run, tmp_path / "run")
-    before = {path.name for path in (tmp_path / "run").iterdir()}
-
-    def refuse(path, text):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-
-    monkeypatch.setattr(diagnosis, "write_text", refuse)
-    assert run(str(tmp_path / "run"), "--json") == 0
+def test_a_run_is_read_and_its_findings_written(tiny_run, capsys, tmp_path, monkeypatch):
+    folder = shutil.copytree(tiny_run, tmp_path / "run")
+    before = {path.name for path in folder.iterdir()}
+    with monkeypatch.context() as patch:
+        refused = PermissionError(errno.EACCES, os.strerror(errno.EACCES), "findings.json")
+        patch.setattr(diagnosis, "write_text", Mock(side_effect=refused))
+        assert run(folder, "--json") == 0
     shown = capsys.readouterr()
     assert json.loads(shown.out.splitlines()[-1])["path"] is None
     assert "findings.json cannot be written (Permission denied)" in shown.err
-    assert {path.name for path in (tmp_path / "run").iterdir()} == before
+    assert {path.name for path in folder.iterdir()} == before
+    assert run(folder, "--json") == 0
+    found = result_of(capsys)
+    assert (found["source"], found["path"]) == ("recorded run", str(folder / "findings.json"))
+    assert json.loads((folder / "findings.json").read_text())["verdict"] == found["verdict"]
 
 
 def test_the_files_of_a_run_cannot_control_the_terminal(tiny_run, capsys, tmp_path):
@@ -184,16 +174,9 @@ def test_the_files_of_a_run_cannot_control_the_terminal(tiny_run, capsys, tmp_pa
     assert "\x1b" not in shown.out + shown.err
 
 
-def test_a_missing_dataset_is_a_finding_and_no_error(capsys, monkeypatch):
-    requested = []
-    monkeypatch.setattr(
-        command,
-        "diagnose_recipe",
-        lambda config, **options: requested.append(config) or pytest.skip("reached"),
-    )
-    with pytest.raises(pytest.skip.Exception):
-        cli.main(["diagnose", "demo-char", "data.path=nowhere"])
-    assert requested[0].data.path == "nowhere"
+def test_a_missing_dataset_is_a_finding_and_no_error(measured):
+    assert run("demo-char", "data.path=nowhere") == 0
+    assert measured[0][0].data.path == "nowhere"
 
 
 @pytest.mark.parametrize(
@@ -213,8 +196,6 @@ def test_mistakes_are_reported(words, message, capsys):
 
 @pytest.mark.slow
 def test_a_recipe_is_measured_in_a_process_of_its_own(tiny_config, tmp_path, monkeypatch):
-    from flatout.measure.diagnose.diagnose import diagnose_recipe
-
     monkeypatch.chdir(tmp_path)
     found = diagnose_recipe(tiny_config(), seconds=0.2)
     assert found.source == "measured run"

@@ -4,6 +4,7 @@ import math
 import shutil
 
 import pytest
+from tiny import TINY_SHAPE
 
 from flatout.commands.eval import evaluate
 from flatout.commands.prepare import prepare
@@ -20,59 +21,29 @@ def test_scores_equal_those_of_the_run(tiny_run):
     result = evaluate(str(tiny_run), "last")
     assert result.val_loss == pytest.approx(read_summary(tiny_run)["val_loss"], rel=1e-6)
     assert result.perplexity == pytest.approx(math.exp(result.val_loss))
-    split = Dataset.open(tiny_run.parent.parent / "data").split("val")
+    data = tiny_run.parent.parent / "data"
+    split = Dataset.open(data).split("val")
     assert result.tokens == split.num_tokens - 1
-    assert result.bits_per_byte == pytest.approx(
-        result.val_loss * result.tokens / math.log(2) / split.text_bytes
-    )
+    bits = result.val_loss * result.tokens / math.log(2) / split.text_bytes
+    assert result.bits_per_byte == pytest.approx(bits)
     for part in (f"{result.val_loss:.4f}", "step-2", f"{result.bits_per_byte:.4f}"):
         assert part in result.summary()
-
-
-def test_a_single_dataset_is_one_entry(tiny_run):
-    result = evaluate(str(tiny_run))
     (one,) = result.by_dataset
-    assert (one.name, one.path) == ("data", str(tiny_run.parent.parent / "data"))
-    assert (one.val_loss, one.bits_per_byte, one.tokens) == (
-        result.val_loss,
-        result.bits_per_byte,
-        result.tokens,
-    )
+    assert (one.name, one.path) == ("data", str(data))
+    figures = ("val_loss", "bits_per_byte", "tokens")
+    assert all(getattr(one, name) == getattr(result, name) for name in figures)
 
 
 @pytest.fixture(scope="module")
 def mixed_run(tiny_run, tmp_path_factory):
     """A run on a mix (3:1) of the tiny run's data and another dataset; and that dataset."""
-    root = tmp_path_factory.mktemp("mixed")
-    (root / "tale.txt").write_text(
-        "It fell; the night in torrents and a stormy dark rain was. " * 150
-    )
-    data = tiny_run.parent.parent / "data"
-    prepare(
-        [str(root / "tale.txt")],
-        root / "tale",
-        tokenizer=str(data / "tokenizer.json"),
-        split="tail 0.2",
-        workers=1,
-    )
-    shape = [
-        "model.num_layers=1",
-        "model.d_model=16",
-        "model.num_heads=1",
-        "data.seq_len=32",
-        "batch.rows_per_device=4",
-        "batch.tokens_per_step=128",
-    ]
-    config = load_config(
-        None,
-        [
-            *shape,
-            f"data.mix={{{data}: 3, {root / 'tale'}: 1}}",
-            "train.steps=2",
-            "train.device=cpu",
-        ],
-    )
-    return root / "run", train(config, run=root / "run"), root / "tale"
+    root, data = tmp_path_factory.mktemp("mixed"), tiny_run.parent.parent / "data"
+    text, tale = root / "tale.txt", root / "tale"
+    text.write_text("It fell; the night in torrents and a stormy dark rain was. " * 150)
+    tokenizer = str(data / "tokenizer.json")
+    prepare([str(text)], tale, tokenizer=tokenizer, split="tail 0.2", workers=1)
+    config = load_config(None, [*TINY_SHAPE, f"data.mix={{{data}: 3, {tale}: 1}}", "train.steps=2"])
+    return root / "run", train(config, run=root / "run"), tale
 
 
 @pytest.mark.slow
@@ -81,12 +52,9 @@ def test_a_mix_has_a_line_per_dataset_and_a_total(mixed_run):
     result = evaluate(str(folder), "last")
     assert [one.name for one in result.by_dataset] == ["data", "tale"]
     assert result.val_loss == pytest.approx(trained.val_loss, rel=1e-6)
-    assert result.val_loss == pytest.approx(
-        0.75 * result.by_dataset[0].val_loss + 0.25 * result.by_dataset[1].val_loss
-    )
-    assert [one.val_loss for one in trained.by_dataset] == pytest.approx(
-        [one.val_loss for one in result.by_dataset], rel=1e-6
-    )
+    losses = [one.val_loss for one in result.by_dataset]
+    assert result.val_loss == pytest.approx(0.75 * losses[0] + 0.25 * losses[1])
+    assert [one.val_loss for one in trained.by_dataset] == pytest.approx(losses, rel=1e-6)
     lines = result.summary().splitlines()
     assert [line.split()[0] for line in lines[1:]] == ["dataset", "data", "tale", "total"]
     for line, one in zip(lines[2:], [*result.by_dataset, result], strict=True):
@@ -96,22 +64,17 @@ def test_a_mix_has_a_line_per_dataset_and_a_total(mixed_run):
 
 
 def test_given_datasets_are_weighted_by_their_tokens(tiny_run, mixed_run):
-    tale = mixed_run[2]
-    own = tiny_run.parent.parent / "data"
+    tale, own = mixed_run[2], tiny_run.parent.parent / "data"
     alone = evaluate(str(tiny_run), data=[tale])
     assert [one.path for one in alone.by_dataset] == [str(tale)]
     both = evaluate(str(tiny_run), data=[own, tale])
-    assert both.by_dataset[1].val_loss == pytest.approx(alone.val_loss)
-    assert both.val_loss == pytest.approx(
-        sum(one.val_loss * one.tokens for one in both.by_dataset) / both.tokens
-    )
-    assert both.bits_per_byte == pytest.approx(
-        sum(
-            one.bits_per_byte * Dataset.open(one.path).split("val").text_bytes
-            for one in both.by_dataset
-        )
-        / sum(Dataset.open(one.path).split("val").text_bytes for one in both.by_dataset)
-    )
+    found = both.by_dataset
+    assert found[1].val_loss == pytest.approx(alone.val_loss)
+    loss = sum(one.val_loss * one.tokens for one in found) / both.tokens
+    assert both.val_loss == pytest.approx(loss)
+    sizes = [Dataset.open(one.path).split("val").text_bytes for one in found]
+    bits = sum(one.bits_per_byte * size for one, size in zip(found, sizes, strict=True))
+    assert both.bits_per_byte == pytest.approx(bits / sum(sizes))
 
 
 def test_data_with_another_tokenizer_and_missing_data_are_refused(tiny_run, tmp_path):
@@ -159,8 +122,5 @@ def test_max_tokens_scores_a_part(tiny_run):
     result = evaluate(str(tiny_run), max_tokens=64)
     assert result.bits_per_byte is None
     assert "unknown" in result.summary()
-
-
-def test_an_unknown_checkpoint_is_refused(tiny_run):
     with pytest.raises(CheckpointError):
         evaluate(str(tiny_run), "77")

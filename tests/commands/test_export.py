@@ -16,24 +16,16 @@ pytestmark = pytest.mark.slow
 
 
 def test_an_export_is_described(tiny_run, tmp_path):
-    found = export(tiny_run, out=tmp_path / "hf")
-    assert (found.path, found.format, found.run) == (
-        str(tmp_path / "hf"),
-        "huggingface",
-        str(tiny_run),
-    )
+    out = tmp_path / "hf"
+    found = export(tiny_run, out=out)
+    assert (found.path, found.format, found.run) == (str(out), "huggingface", str(tiny_run))
     assert found.checkpoint.endswith("step-2")
     assert found.model_class == "GPTNeoXForCausalLM"
-    assert found.files == len([*(tmp_path / "hf").iterdir()])
-    assert found.bytes == sum(path.stat().st_size for path in (tmp_path / "hf").iterdir())
+    sizes = [path.stat().st_size for path in out.iterdir()]
+    assert (found.files, found.bytes) == (len(sizes), sum(sizes))
     for part in (found.path, "GPTNeoXForCausalLM", "drops characters"):
         assert part in found.summary()
-
-
-def test_the_card_has_the_figures_of_the_run(tiny_run, tmp_path):
-    export(tiny_run, out=tmp_path / "hf")
-    text = (tmp_path / "hf" / "README.md").read_text()
-    summary = read_summary(tiny_run)
+    card, summary = (out / "README.md").read_text(), read_summary(tiny_run)
     for part in (
         "library_name: transformers",
         f"| validation loss | {summary['val_loss']:.4f} nats per token |",
@@ -41,14 +33,16 @@ def test_the_card_has_the_figures_of_the_run(tiny_run, tmp_path):
         "| dataset | data |",
         "AutoModelForCausalLM.from_pretrained(FOLDER)",
     ):
-        assert part in text
-    assert str(tiny_run.parent) not in text
+        assert part in card
+    assert str(tiny_run.parent) not in card
 
 
-def test_by_default_it_is_written_in_the_run_directory(tiny_run, tmp_path):
-    run = tmp_path / "tiny"
-    shutil.copytree(tiny_run, run)
-    assert export(run, to="safetensors").path == str(run / "export-safetensors")
+def test_by_default_it_is_written_in_the_run_directory(tiny_run, tmp_path, capsys):
+    run = shutil.copytree(tiny_run, tmp_path / "tiny")
+    assert cli.execute(["export", str(run), "--to", "safetensors", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert answer["path"] == str(run / "export-safetensors")
+    assert (answer["format"], answer["model_class"]) == ("safetensors", None)
 
 
 def test_a_step_and_a_type_are_chosen(tiny_run, tmp_path):
@@ -88,10 +82,3 @@ def test_custom_code_is_only_exported_as_safetensors(tiny_run, tmp_path, monkeyp
     with pytest.raises(ConfigError, match="its code is not a part of flatout") as refused:
         _wrapper(source)
     assert "--to safetensors" in refused.value.fix
-
-
-def test_the_command_line(tiny_run, tmp_path, capsys):
-    words = ["export", str(tiny_run), "--out", str(tmp_path / "x"), "--to", "safetensors", "--json"]
-    assert cli.execute(words) == 0
-    answer = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert (answer["format"], answer["model_class"]) == ("safetensors", None)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from tiny import TINY_SHAPE
 
 from flatout import cli
 from flatout.commands.generate import generate
@@ -24,6 +25,10 @@ def test_samples_start_with_the_prompt_and_differ(tiny_run):
     assert len(samples) == 2
     assert all(sample.startswith("It was") for sample in samples)
     assert samples[0] != samples[1]
+    first, second, third = (
+        generate(str(tiny_run), seed=seed, max_tokens=20).samples for seed in (3, 3, 4)
+    )
+    assert first == second != third
 
 
 def test_the_help_describes_long_texts_for_each_kind_of_model():
@@ -31,13 +36,6 @@ def test_the_help_describes_long_texts_for_each_kind_of_model():
     assert "A model with attention" in transformer
     assert "second half" in transformer
     assert "An eigenstate network has no such limit" in eigenstate
-
-
-def test_equal_seeds_write_equal_text(tiny_run):
-    first, second, third = (
-        generate(str(tiny_run), seed=seed, max_tokens=20).samples for seed in (3, 3, 4)
-    )
-    assert first == second != third
 
 
 def test_streamed_and_returned_text_are_equal(tiny_run):
@@ -62,16 +60,14 @@ def test_an_interrupt_leaves_the_cursor_at_the_start_of_a_line(tiny_run):
 
 
 def test_options_reach_the_sampler(tiny_run):
-    assert len(generate(str(tiny_run), temperature=0, max_tokens=5).samples[0]) <= 5
-    greedy = {
-        generate(str(tiny_run), top_k=1, max_tokens=10, seed=seed).samples[0] for seed in range(3)
-    }
-    assert len(greedy) == 1
-    text = generate(str(tiny_run), max_tokens=30, seed=1).samples[0]
-    assert (
-        generate(str(tiny_run), max_tokens=30, seed=1, stop=[text[10:12]]).samples[0]
-        == text[: text.index(text[10:12])]
-    )
+    def text(**options):
+        return generate(str(tiny_run), **options).samples[0]
+
+    assert len(text(temperature=0, max_tokens=5)) <= 5
+    assert len({text(top_k=1, max_tokens=10, seed=seed) for seed in range(3)}) == 1
+    whole = text(max_tokens=30, seed=1)
+    stop = whole[10:12]
+    assert text(max_tokens=30, seed=1, stop=[stop]) == whole[: whole.index(stop)]
 
 
 @pytest.mark.parametrize(
@@ -130,24 +126,15 @@ def test_command_line(tiny_run, typed):
 
 def test_the_newest_run_is_the_default(tiny_run, typed, monkeypatch):
     monkeypatch.chdir(tiny_run.parents[1])
-    assert text_of(typed("--prompt", "It", "--max-tokens", 9)) == text_of(
-        typed(tiny_run, "--prompt", "It", "--max-tokens", 9)
-    )
-
-
-def test_equal_seeds_repeat_a_text_and_others_change_it(tiny_run, typed):
-    def text(seed):
-        return text_of(typed(tiny_run, "--seed", seed, "--prompt", "It", "--max-tokens", 40))
-
-    assert text(5) == text(5) != text(6)
+    words = ("--prompt", "It", "--max-tokens", 9)
+    assert text_of(typed(*words)) == text_of(typed(tiny_run, *words))
 
 
 def test_top_k_of_one_is_temperature_zero(tiny_run, typed):
-    greedy = text_of(typed(tiny_run, "--temperature", 0, "--max-tokens", 50))
-    assert greedy == text_of(
-        typed(tiny_run, "--top-k", 1, "--max-tokens", 50, "--seed", 3, "--temperature", 1.5)
-    )
-    assert greedy == text_of(typed(tiny_run, "--top-p", 1e-9, "--max-tokens", 50, "--seed", 4))
+    words = (tiny_run, "--max-tokens", 50)
+    greedy = text_of(typed(*words, "--temperature", 0))
+    assert greedy == text_of(typed(*words, "--top-k", 1, "--seed", 3, "--temperature", 1.5))
+    assert greedy == text_of(typed(*words, "--top-p", 1e-9, "--seed", 4))
 
 
 def test_a_stop_may_span_tokens(tiny_run, typed):
@@ -159,22 +146,17 @@ def test_a_stop_may_span_tokens(tiny_run, typed):
 
 def test_short_and_long_texts_have_the_requested_length(tiny_run, typed):
     """One token, more than the model's 32 positions, and a prompt longer than that."""
-    assert (
-        len(text_of(typed(tiny_run, "--prompt", "It", "--max-tokens", 1, "--temperature", 0))) == 3
-    )
-    assert (
-        len(text_of(typed(tiny_run, "--prompt", "It", "--max-tokens", 100, "--temperature", 0)))
-        == 102
-    )
+
+    def text(prompt, tokens):
+        words = ("--prompt", prompt, "--max-tokens", tokens, "--temperature", 0)
+        return text_of(typed(tiny_run, *words))
+
+    assert len(text("It", 1)) == 3
+    assert len(text("It", 100)) == 102
     long = "It was a dark and stormy night; the rain fell in torrents. " * 2
-    text = text_of(typed(tiny_run, "--prompt", long, "--max-tokens", 20, "--temperature", 0))
-    assert len(text) == len(long) + 20
-    assert (
-        text[len(long) :]
-        == text_of(typed(tiny_run, "--prompt", long[-32:], "--max-tokens", 20, "--temperature", 0))[
-            32:
-        ]
-    )
+    found = text(long, 20)
+    assert len(found) == len(long) + 20
+    assert found[len(long) :] == text(long[-32:], 20)[32:]
 
 
 def test_a_prompt_of_unknown_characters_is_refused_before_anything_is_shown(tiny_run, typed):
@@ -191,9 +173,8 @@ def test_the_checkpoint_can_be_chosen(fox_run, typed):
     for name in ("1", "2", "3", "best", "last"):
         loaded = load_run(folder, name, device="cpu")
         texts[name] = text_of(typed(folder, "--checkpoint", name, "--max-tokens", 30))
-        assert texts[name] == "".join(
-            sample(loaded.model, loaded.tokenizer, max_tokens=30, max_context=32)
-        )
+        pieces = sample(loaded.model, loaded.tokenizer, max_tokens=30, max_context=32)
+        assert texts[name] == "".join(pieces)
     assert texts["last"] == texts["3"]
     assert len(set(texts.values())) > 1
     code, result, _ = typed(folder, "--checkpoint", 7)
@@ -202,49 +183,16 @@ def test_the_checkpoint_can_be_chosen(fox_run, typed):
 
 
 def test_a_run_with_a_document_mask_generates(tiny_run, tmp_path, typed):
-    shape = [
-        "model.num_layers=1",
-        "model.d_model=16",
-        "model.num_heads=1",
-        "data.seq_len=32",
-        "batch.rows_per_device=4",
-        "batch.tokens_per_step=128",
-    ]
-    words = [
-        *shape,
-        f"data.path={tiny_run.parents[1] / 'data'}",
-        "data.document_mask=true",
-        "train.steps=1",
-        "train.device=cpu",
-    ]
-    train(load_config(None, words), run=tmp_path / "run")
-    assert (
-        len(
-            text_of(
-                typed(tmp_path / "run", "--prompt", "It", "--max-tokens", 50, "--temperature", 0)
-            )
-        )
-        > 3
-    )
+    words = [*TINY_SHAPE, f"data.path={tiny_run.parents[1] / 'data'}", "data.document_mask=true"]
+    train(load_config(None, [*words, "train.steps=1"]), run=tmp_path / "run")
+    words = ("--prompt", "It", "--max-tokens", 50, "--temperature", 0)
+    assert len(text_of(typed(tmp_path / "run", *words))) > 3
 
 
 def test_ctrl_c_interrupts_a_streamed_text(tiny_run):
-    words = [
-        sys.executable,
-        "-m",
-        "flatout",
-        "generate",
-        str(tiny_run),
-        "--prompt",
-        "It",
-        "--temperature",
-        "0",
-        "--max-tokens",
-        "1000000000",
-    ]
-    with subprocess.Popen(
-        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as writing:
+    words = f"-m flatout generate {tiny_run} --prompt It --temperature 0 --max-tokens 1000000000"
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, *words.split()], **pipes) as writing:
         shown = writing.stdout.read(100)
         writing.send_signal(signal.SIGINT)
         rest, err = writing.communicate(timeout=60)

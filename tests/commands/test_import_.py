@@ -5,6 +5,7 @@ import sys
 import pytest
 import torch
 
+from flatout import cli
 from flatout.commands.import_ import COMMAND, import_chunks
 from flatout.registry import COMMANDS
 
@@ -31,30 +32,13 @@ def test_chunks_become_a_dataset(folder):
     assert "already exists" in import_chunks(folder, folder.parent / "set", "byte").summary()
 
 
-def test_the_command_is_named_import(folder):
+def test_the_command_is_named_import(folder, monkeypatch, capsys):
     assert COMMANDS.get("import") is COMMAND
-    out = folder.parent / "set"
-    words = [
-        sys.executable,
-        "-m",
-        "flatout",
-        "import",
-        str(folder),
-        "--out",
-        str(out),
-        "--tokenizer",
-        "byte",
-        "--json",
-    ]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1])["tokens"] == 300
-
-
-def test_a_home_directory_is_expanded(folder, monkeypatch):
-    monkeypatch.setenv("HOME", str(folder.parent))
-    made = import_chunks(f"~/{folder.name}", "~/set", tokenizer="byte")
-    assert made.path == str(folder.parent / "set")
+    monkeypatch.setenv("HOME", str(folder.parent))  # a home directory is expanded
+    words = ["import", f"~/{folder.name}", "--out", "~/set", "--tokenizer", "byte", "--json"]
+    assert cli.execute(words) == 0
+    answer = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (answer["tokens"], answer["path"]) == (300, str(folder.parent / "set"))
     assert (folder.parent / "set" / "manifest.json").exists()
 
 

@@ -13,6 +13,7 @@ from flatout.data.prepare.writer import DatasetWriter
 from flatout.data.store.manifest import SkippedRows
 from flatout.data.tokenizers import make_tokenizer
 from flatout.errors import DataError
+from flatout.json_io import append_line
 from flatout.progress import SILENT
 from flatout.streams import wrapped
 
@@ -24,12 +25,8 @@ def prepare(out, train, val=(), *, skipped=()):
             for text in texts:
                 tokens = [*tokenizer.encode(text), tokenizer.eot_id]
                 split.append(np.array(tokens), [len(tokens)], text_bytes=len(text.encode()))
-        writer.finish(
-            tokenizer=tokenizer,
-            source={"kind": "test", "seed": 3},
-            split_rule="tail 0.1",
-            skipped=skipped,
-        )
+        facts = {"source": {"kind": "test", "seed": 3}, "split_rule": "tail 0.1"}
+        writer.finish(tokenizer=tokenizer, **facts, skipped=skipped)
     return out
 
 
@@ -44,55 +41,52 @@ def folder(tmp_path):
 def test_the_result_contains_the_facts(folder):
     result = inspect(folder)
     assert result.path == str(folder)
-    assert result.value("tokens") == sum((12, 2, 1, 41, 6))
-    assert result.value("documents") == 5
-    assert result.value("text_bytes") == 11 + 1 + 0 + 40 + 5
-    assert result.value("vocab_size") == 257
-    assert result.value("dtype") == "uint16"
-    assert result.value("source") == {"kind": "test", "seed": 3}
-    assert result.value("split_rule") == "tail 0.1"
-    assert result.value("train") == {
-        "documents": 4,
-        "tokens": 56,
-        "text_bytes": 52,
-        "shards": 1,
-        "loss_mask": False,
-    }
-    assert result.value("val") == {
-        "documents": 1,
-        "tokens": 6,
-        "text_bytes": 5,
-        "shards": 1,
-        "loss_mask": False,
-    }
-    assert result.value("special_tokens") == {"<|endoftext|>": 256}
-    assert result.value("skipped") == {"not UTF-8": 1234}
-    assert result.value("skipped_first") == {"not UTF-8": ["a.txt:7"]}
+    one_shard = {"shards": 1, "loss_mask": False}
+    for name, value in {
+        "tokens": 12 + 2 + 1 + 41 + 6,
+        "documents": 5,
+        "text_bytes": 11 + 1 + 0 + 40 + 5,
+        "vocab_size": 257,
+        "dtype": "uint16",
+        "source": {"kind": "test", "seed": 3},
+        "split_rule": "tail 0.1",
+        "train": {"documents": 4, "tokens": 56, "text_bytes": 52, **one_shard},
+        "val": {"documents": 1, "tokens": 6, "text_bytes": 5, **one_shard},
+        "special_tokens": {"<|endoftext|>": 256},
+        "skipped": {"not UTF-8": 1234},
+        "skipped_first": {"not UTF-8": ["a.txt:7"]},
+        "shortest_document": 1,
+        "median_document": 6,
+        "longest_document": 41,
+        "size_bytes": sum(path.stat().st_size for path in folder.iterdir()),
+        "targets": None,
+        "no such fact": None,
+    }.items():
+        assert result.value(name) == value, name
+    lengths = [tuple(entry.values()) for entry in result.value("document_lengths")]
+    assert lengths == [(1, 1, 1), (2, 3, 1), (4, 7, 1), (8, 15, 1), (16, 31, 0), (32, 63, 1)]
     assert result.value("beginning").startswith("Hello\nworld")
-    assert result.value("size_bytes") == sum(path.stat().st_size for path in folder.iterdir())
-    assert result.value("no such fact") is None
+    assert "«" not in result.summary()
+    assert inspect(folder, tokens=5).value("beginning") == "Hello"
+    assert "first text" not in inspect(folder, tokens=0).summary()
+    document = json.loads(result.model_dump_json())
+    assert sorted(document) == ["items", "path"]
+    assert {"name": "documents", "value": 5} in document["items"]
 
 
 def test_masked_text_is_marked_and_not_counted_in_bytes_per_token(tmp_path):
-    from flatout.commands.prepare import prepare as prepare_text
-
-    rows = [{"prompt": f"Käfer {number}?", "text": f"answer {number}."} for number in range(10)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    prepare_text(
-        [tmp_path / "rows.jsonl"],
-        tmp_path / "set",
-        tokenizer="byte",
-        mask_field="prompt",
-        workers=1,
-    )
+    for number in range(10):
+        row = {"prompt": f"Käfer {number}?", "text": f"answer {number}."}
+        append_line(tmp_path / "rows.jsonl", row)
+    options = {"tokenizer": "byte", "mask_field": "prompt", "workers": 1}
+    prepare_dataset([tmp_path / "rows.jsonl"], tmp_path / "set", **options)
     result = inspect(tmp_path / "set")
     assert result.value("text_bytes") == 90
     assert result.value("targets") == 90 + 10
     assert result.value("tokens") == 90 + 10 + 90
     assert result.value("bytes_per_token") == 0.9
-    assert result.value("beginning").startswith(
-        "«Käfer 0?»answer 0.<|endoftext|>«Käfer 1?»answer 1."
-    )
+    start = "«Käfer 0?»answer 0.<|endoftext|>«Käfer 1?»answer 1."
+    assert result.value("beginning").startswith(start)
     assert "first text; text in «» is excluded from the loss" in result.summary()
     assert inspect(tmp_path / "set", tokens=0).value("beginning") == ""
 
@@ -127,12 +121,6 @@ def test_the_model_of_a_repositorys_tokenizer_is_that_repository():
     assert _model_of(SimpleNamespace(manifest=SimpleNamespace(source=source))) == "hf:org/name@main"
 
 
-def test_text_without_a_mask_has_no_marks(folder):
-    result = inspect(folder)
-    assert result.value("targets") is None
-    assert "«" not in result.summary()
-
-
 def test_the_special_tokens_of_a_tokenizer_json(tmp_path):
     from tokenizers import Tokenizer, models
 
@@ -147,18 +135,6 @@ def test_the_special_tokens_of_a_tokenizer_json(tmp_path):
     assert inspect(tmp_path / "set").value("special_tokens") == {"</s>": 3, "<s>": 2}
 
 
-def test_document_lengths_fall_into_powers_of_two(folder):
-    result = inspect(folder)
-    assert (
-        result.value("shortest_document"),
-        result.value("median_document"),
-        result.value("longest_document"),
-    ) == (1, 6, 41)
-    assert [tuple(entry.values()) for entry in result.value("document_lengths")] == [
-        (1, 1, 1), (2, 3, 1), (4, 7, 1), (8, 15, 1), (16, 31, 0), (32, 63, 1),
-    ]  # fmt: skip
-
-
 def test_the_summary_is_readable_text(folder):
     short, lines = (inspect(folder, all=every).summary().splitlines() for every in (False, True))
     for shown in (short, lines):
@@ -170,11 +146,8 @@ def test_the_summary_is_readable_text(folder):
     assert short[-1] == "--all shows more."
     assert any(line.strip().startswith("32 to 63") and line.endswith("█ 1") for line in lines)
     assert any(line.strip().startswith("16 to 31") and "█" not in line for line in lines)
-    assert {line.split()[0] for line in lines[2:] if line.startswith("  ")} >= {
-        fact.name
-        for fact in inspect(folder).items
-        if fact.name not in ("beginning", "document_lengths")
-    }
+    names = {fact.name for fact in inspect(folder).items} - {"beginning", "document_lengths"}
+    assert {line.split()[0] for line in lines[2:] if line.startswith("  ")} >= names
 
 
 def test_the_summary_fits_a_screen(tmp_path):
@@ -182,17 +155,6 @@ def test_the_summary_fits_a_screen(tmp_path):
     text = wrapped(inspect(made, tokens=500).summary(), 80)
     assert len(text.splitlines()) < 24
     assert "flatout train" in text or "too little text" in text
-
-
-def test_json_is_path_and_items(folder):
-    document = json.loads(inspect(folder).model_dump_json())
-    assert sorted(document) == ["items", "path"]
-    assert {"name": "documents", "value": 5} in document["items"]
-
-
-def test_tokens_sets_how_much_text_is_shown(folder):
-    assert inspect(folder, tokens=5).value("beginning") == "Hello"
-    assert "first text" not in inspect(folder, tokens=0).summary()
 
 
 def test_text_cannot_control_the_terminal(tmp_path):
@@ -208,9 +170,6 @@ def test_a_dataset_with_only_validation_text_and_an_empty_one(tmp_path):
     assert empty.value("tokens") == 0
     assert empty.value("document_lengths") is None
     assert empty.summary()
-
-
-def test_a_directory_without_a_dataset_is_refused(tmp_path):
     with pytest.raises(DataError, match="flatout prepare"):
         inspect(tmp_path)
 
@@ -223,6 +182,5 @@ def test_a_dataset_at_a_url_is_fetched_and_shown(folder, tmp_path, monkeypatch):
     result, local = inspect("memory://inspect/set/"), inspect(folder)
     assert result.path == "memory://inspect/set"
     assert result.value("copy").startswith(str(tmp_path / ".cache" / "flatout" / "stored" / "set-"))
-    assert [fact for fact in result.items if fact.name not in ("copy", "copied")] == [
-        fact for fact in local.items if fact.name != "prepared"
-    ]
+    shared = [fact for fact in result.items if fact.name not in ("copy", "copied")]
+    assert shared == [fact for fact in local.items if fact.name != "prepared"]

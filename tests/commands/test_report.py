@@ -4,28 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
 from flatout import cli
+from flatout.commands import report as module
 from flatout.commands.report import FILE_NAME, report
 from flatout.errors import CheckpointError, DataError, MissingPackage, OutputInUse
 from flatout.measure.report.page import MARK
-
-
-class Heard:
-    """A progress that keeps what it is told."""
-
-    def __init__(self):
-        self.lines = []
-
-    def say(self, line):
-        self.lines.append(line)
-
-    def task(self, what, **_):
-        from flatout.progress import SILENT
-
-        return SILENT.task(what)
+from flatout.progress import SILENT
 
 
 @pytest.fixture
@@ -57,22 +46,17 @@ def test_one_run_is_reported_in_its_directory(make_run):
 
 
 def test_several_runs_are_reported_here_each_once(make_run, tmp_path):
+    with pytest.raises(CheckpointError):
+        report()
     make_run("a")
-    make_run("b")
+    assert report().runs == ["runs/a"], "the newest by default"
+    assert report(["a"], out=tmp_path).path == str(tmp_path / FILE_NAME)
+    make_run("b", config=None)
+    assert report(["runs/b"]).records == 3, "of another training loop"
     found = report(["a", "runs/b", "runs/a"])
     assert found.path == FILE_NAME
     assert found.runs == ["runs/a", "runs/b"]
     assert 'id="differences"' in (tmp_path / FILE_NAME).read_text()
-
-
-def test_the_newest_run_by_default(make_run):
-    make_run("only")
-    assert report().runs == ["runs/only"]
-
-
-def test_a_directory_of_another_training_loop(make_run):
-    make_run("watched", config=None)
-    assert report(["runs/watched"]).records == 3
 
 
 def test_a_report_replaces_a_report_and_nothing_else(make_run, tmp_path):
@@ -83,11 +67,6 @@ def test_a_report_replaces_a_report_and_nothing_else(make_run, tmp_path):
     with pytest.raises(OutputInUse):
         report(["a"], out="page.html")
     assert (tmp_path / "page.html").read_text() == "mine"
-
-
-def test_out_may_be_a_directory(make_run, tmp_path):
-    make_run("a")
-    assert report(["a"], out=tmp_path).path == str(tmp_path / FILE_NAME)
 
 
 @pytest.mark.parametrize(
@@ -104,28 +83,13 @@ def test_mistakes_are_errors_with_a_fix(make_run, options, error, words):
     assert words in str(caught.value)
 
 
-def test_no_run_at_all(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(CheckpointError):
-        report()
-
-
-def test_a_directory_that_cannot_be_written(make_run, monkeypatch):
-    from flatout.commands import report as module
-
+def test_a_directory_that_cannot_be_written_or_a_missing_package_is_named(make_run, monkeypatch):
     make_run("a")
-
-    def refused(*_):
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(module, "write_whole", refused)
+    refused = PermissionError(13, "Permission denied")
+    monkeypatch.setattr(module, "write_whole", Mock(side_effect=refused))
     with pytest.raises(DataError) as caught:
         report(["a"])
     assert "--out" in caught.value.fix
-
-
-def test_without_bokeh_the_error_names_the_install_line(make_run, monkeypatch):
-    make_run("a")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(MissingPackage) as caught:
         report(["a"])
@@ -136,9 +100,9 @@ def test_what_is_damaged_is_said(make_run):
     folder = make_run("a")
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step"')
-    heard = Heard()
-    found = report(["a"], progress=heard)
-    assert heard.lines == found.notes
+    said = []
+    found = report(["a"], progress=SimpleNamespace(say=said.append, task=SILENT.task))
+    assert said == found.notes
     assert "a: The last line of metrics.jsonl (line 4) is incomplete" in found.notes[0]
 
 

@@ -16,6 +16,7 @@ from flatout.measure.experiments.report import Tuning
 def sample_tuning():
     rate = Figure(median=12_345.0, low=12_000.0, high=12_700.0)
     gain = Figure(median=1.12, low=1.1, high=1.14)
+    figures = {"tokens_per_s": rate, "gain": gain, "verdict": "x1.12", "peak_gib": 0.5}
     choice = Choice(
         name="batch.rows_per_device=8",
         kind="put-in",
@@ -25,16 +26,14 @@ def sample_tuning():
         against="auto",
         status="ok",
         taken=True,
-        verdict="x1.12",
-        gain=gain,
         repeats=5,
-        tokens_per_s=rate,
-        peak_gib=0.5,
         promise="rounding",
         promise_kept=True,
         promise_reason="20 losses, within 1e-04 promised",
+        **figures,
     )
     slower = {"name": "+ checkpointing", "taken": False, "verdict": "slower, x0.70"}
+    slower["gain"] = Figure(median=0.7, low=None, high=None)
     best = Best(
         name="rows 8",
         kind="best",
@@ -43,27 +42,18 @@ def sample_tuning():
         prefetch=4,
         precision="fp32",
         speedups=["prefetch"],
-        tokens_per_s=rate,
-        gain=gain,
-        verdict="x1.12",
-        peak_gib=0.5,
         rehearsed=["evaluation", "save"],
+        **figures,
     )
+    about = {"path": "tuned.yaml", "recipe": "mine", "machine": "a CPU", "start": "auto"}
+    about |= {"began": "2026-11-22T10:00:00+00:00", "environment": {"torch": "2.13.0"}}
     return Tuning(
-        path="tuned.yaml",
+        **about,
         wall_s=90.0,
-        recipe="mine",
-        began="2026-11-22T10:00:00+00:00",
-        machine="a CPU",
-        environment={"torch": "2.13.0"},
         commit=None,
         tokens_per_step=4096,
-        start="auto",
         best=best,
-        choices=[
-            choice,
-            choice.model_copy(update=slower | {"gain": Figure(median=0.7, low=None, high=None)}),
-        ],
+        choices=[choice, choice.model_copy(update=slower)],
         not_tried=[Left(name="fp8", reason="not tried: it is a CPU.")],
         trials=[],
     )

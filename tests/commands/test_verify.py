@@ -1,12 +1,11 @@
 import json
 import shutil
-import subprocess
-import sys
 
 import fsspec
 import numpy as np
 import pytest
 
+from flatout import cli
 from flatout.commands.verify import verify
 from flatout.data.prepare.writer import DatasetWriter
 from flatout.data.tokenizers import make_tokenizer
@@ -24,50 +23,34 @@ def folder(tmp_path):
     return tmp_path / "set"
 
 
-def test_an_intact_dataset_is_ok(folder):
+def test_an_intact_dataset_is_ok(folder, tmp_path):
     result = verify(folder)
-    assert result.ok
-    assert result.exit_code == 0
+    assert (result.ok, result.exit_code) == (True, 0)
     assert result.summary().startswith(f"{folder} is intact: 4 blocks of 5 files read")
-
-
-@pytest.mark.slow
-def test_a_damaged_dataset_gives_exit_code_1_and_lists_the_problems(folder):
-    shard = folder / "train-00000.bin"
-    shard.write_bytes(b"x" + shard.read_bytes()[1:])
-    done = subprocess.run(
-        [sys.executable, "-m", "flatout", "verify", str(folder), "--json"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 1
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["ok"] is False
-    assert found["problems"] == [
-        f"{shard}, byte 0: the {shard.stat().st_size}-byte block at this offset fails its checksum."
-    ]
-    assert "is damaged: 1 problem" in done.stderr
-    assert "Fix:" in done.stderr
-
-
-def test_a_dataset_at_a_url_is_verified(folder):
-    result = verify(in_memory(folder))
-    assert result.summary().startswith("memory://verify/set is intact: 4 blocks of 5 files read")
-    with pytest.raises(DataError, match="must not contain a user, a password"):
-        verify("s3://key:hidden@bucket/set")
-
-
-def in_memory(folder):
     store = fsspec.filesystem("memory")
     for path in folder.iterdir():
         store.put_file(str(path), f"memory://verify/set/{path.name}")
-    return "memory://verify/set"
-
-
-def test_a_directory_without_a_dataset_is_refused(tmp_path):
+    summary = verify("memory://verify/set").summary()
+    assert summary.startswith("memory://verify/set is intact: 4 blocks of 5 files read")
+    with pytest.raises(DataError, match="must not contain a user, a password"):
+        verify("s3://key:hidden@bucket/set")
     with pytest.raises(DataError, match="flatout prepare"):
         verify(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_damaged_dataset_gives_exit_code_1_and_lists_the_problems(folder, capsys):
+    shard = folder / "train-00000.bin"
+    shard.write_bytes(b"x" + shard.read_bytes()[1:])
+    assert cli.execute(["verify", str(folder), "--json"]) == 1
+    shown = capsys.readouterr()
+    found = json.loads(shown.out.splitlines()[-1])
+    assert found["ok"] is False
+    size = shard.stat().st_size
+    problem = f"{shard}, byte 0: the {size}-byte block at this offset fails its checksum."
+    assert found["problems"] == [problem]
+    assert "is damaged: 1 problem" in shown.err
+    assert "Fix:" in shown.err
 
 
 @pytest.fixture
@@ -80,14 +63,15 @@ def run(fox_run, tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_an_intact_run_is_ok_and_its_newest_checkpoint_named(run):
     result = verify(run)
-    assert result.kind == "run"
-    assert result.ok
-    assert result.exit_code == 0
+    assert (result.kind, result.ok, result.exit_code) == ("run", True, 0)
     assert [item.step for item in result.checkpoints] == [1, 2, 3]
     assert result.newest_valid == str(run / "checkpoints/step-3")
     assert result.files == sum(item.files for item in result.checkpoints) == 15
     assert result.summary().startswith(f"{run} is valid; 15 files read")
     assert verify("fox").path == lookup.RUNS.joinpath("fox").as_posix()
+    shutil.rmtree(run / "checkpoints")
+    with pytest.raises(CheckpointError, match="has no checkpoint yet"):
+        verify(run)
 
 
 @pytest.mark.slow
@@ -118,13 +102,6 @@ def test_a_changed_configuration_or_tokenizer_is_a_problem_of_the_run(run):
     assert "optim.lr: 0.1 -> 0.2" in result.problems[0]
     assert "tokenizer.json is damaged or was replaced" in result.problems[1]
     assert result.newest_valid == str(run / "checkpoints/step-3")
-
-
-@pytest.mark.slow
-def test_a_run_without_checkpoints_is_refused(run):
-    shutil.rmtree(run / "checkpoints")
-    with pytest.raises(CheckpointError, match="has no checkpoint yet"):
-        verify(run)
 
 
 @pytest.mark.parametrize(

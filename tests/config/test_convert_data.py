@@ -7,6 +7,8 @@ import pytest
 from flatout.config.convert import convert
 
 CHAT = {"datasets": [{"path": "ORG/Talks", "type": "chat_template"}]}
+TALKS = {"SOURCE": "hub:ORG/Talks"}
+TWO = {"datasets": [{"path": "a"}, {"path": "b"}]}
 
 
 def found_of(document):
@@ -23,12 +25,9 @@ def item_of(found, key):
     [
         ({"val_set_size": 0.1}, {"--split": "hash 0.1"}),
         ({"test_size": "0.05"}, {"--split": "hash 0.05"}),
-        (CHAT, {"SOURCE": "hub:ORG/Talks", "--chat": "auto"}),
-        (CHAT | {"chat_template": "chatml"}, {"SOURCE": "hub:ORG/Talks", "--chat": "chatml"}),
-        (
-            CHAT | {"chat_template": "tokenizer_default"},
-            {"SOURCE": "hub:ORG/Talks", "--chat": "auto"},
-        ),
+        (CHAT, TALKS | {"--chat": "auto"}),
+        (CHAT | {"chat_template": "chatml"}, TALKS | {"--chat": "chatml"}),
+        (CHAT | {"chat_template": "tokenizer_default"}, TALKS | {"--chat": "auto"}),
         (
             {"datasets": [{"path": "ORG/T", "type": "completion", "field": "body"}]},
             {"SOURCE": "hub:ORG/T", "--text-field": "body"},
@@ -37,33 +36,23 @@ def item_of(found, key):
             {"datasets": [{"path": "in/talks.jsonl", "type": "sharegpt"}]},
             {"SOURCE": "in/talks.jsonl", "--chat": "auto"},
         ),
-        ({"datasets": [{"path": "a"}, {"path": "b"}], "test_size": 0.1}, {"--split": "hash 0.1"}),
+        (TWO | {"test_size": 0.1}, {"--split": "hash 0.1"}),
         ({"subset_size": 100, "num_proc": 4}, {"--max-documents": 100, "--workers": 4}),
-        ({"tokenizer": "gpt2", "dedup": True}, {
-            "--tokenizer": "openai-community/gpt2",
-            "--duplicates": "drop",
-        }),
-        ({"json_keys": ["text"], "prompt_column": "ask"}, {
-            "--text-field": "text",
-            "--mask-field": "ask",
-        }),
+        ({"tokenizer": "gpt2"}, {"--tokenizer": "openai-community/gpt2"}),
+        ({"dedup": True}, {"--duplicates": "drop"}),
+        ({"json_keys": ["text"]}, {"--text-field": "text"}),
+        ({"prompt_column": "ask"}, {"--mask-field": "ask"}),
         ({"data_dir": "data/web"}, {}),
         ({"tokenizer_dir": "checkpoints/ORG/Small"}, {"--tokenizer": "ORG/Small"}),
-        (
-            {"datasets": [{"path": "a", "type": "chat"}, {"path": "b", "type": "chat"}]},
-            {"--chat": "auto"},
-        ),
+        ({"datasets": [each | {"type": "chat"} for each in TWO["datasets"]]}, {"--chat": "auto"}),
         ({"datasets": [{"path": "a", "type": "chat"}, {"path": "b"}]}, {}),
         ({"dataset_name": "ORG/T"}, {"SOURCE": "hub:ORG/T"}),
-        (
-            {"dataset_name": "ORG/wikitext", "dataset_config_name": "wikitext-2-raw-v1"},
-            {"SOURCE": "hub:ORG/wikitext:config=wikitext-2-raw-v1"},
-        ),
+        ({"dataset_name": "ORG/T", "dataset_config_name": "x"}, {"SOURCE": "hub:ORG/T:config=x"}),
         ({"dataset_name": "wikitext", "dataset_config_name": "wikitext-2-raw-v1"}, {}),
         ({"dataset": "fineweb"}, {}),
         ({"dataset": "finewebedu"}, {"SOURCE": "fineweb-edu-10bt"}),
     ],
-)  # fmt: skip
+)
 def test_keys_about_the_data_become_options(document, options):
     found = found_of(document)
     assert found.options == options

@@ -7,6 +7,9 @@ import pytest
 from flatout.config.convert import convert
 from flatout.config.schema import nested, validate
 
+STEPS = {"eval_strategy": "steps"}
+NANOGPT = {"max_iters": 20, "block_size": 8}
+
 
 def values_of(document):
     found = convert(document, [])
@@ -15,58 +18,54 @@ def values_of(document):
 
 
 @pytest.mark.parametrize(
-    ("devices", "values"),
-    [(4, {"train.devices": 4}), (-1, {"train.devices": "all"}), (1, {}), ("auto", {})],
-)
-def test_several_devices_are_kept(devices, values):
-    assert values_of({"devices": devices}) == values
-
-
-@pytest.mark.parametrize(
     ("document", "values"),
     [
+        ({"devices": 4}, {"train.devices": 4}),
+        ({"devices": -1}, {"train.devices": "all"}),
+        ({"devices": 1}, {}),
+        ({"devices": "auto"}, {}),
         ({"eval_strategy": "epoch"}, {"train.eval_every_epochs": 1}),
         ({"eval_strategy": "epoch", "eval_steps": 500}, {"train.eval_every_epochs": 1}),
         ({"eval_steps": 500, "eval_strategy": "epoch"}, {"train.eval_every_epochs": 1}),
         ({"eval_strategy": "steps", "eval_steps": 500}, {"train.eval_every": 500}),
         ({"eval_strategy": "no"}, {"train.eval_every": 0}),
-        (
-            {"eval_strategy": "steps", "log_interval": 50},
-            {"train.eval_every": 50, "log.every": 50},
-        ),
-        (
-            {"eval_strategy": "steps", "log_interval": 50, "eval_steps": 20},
-            {"train.eval_every": 20, "log.every": 50},
-        ),
-        (
-            {"eval_steps": 0.1, "num_epochs": 2},
-            {"train.eval_every_epochs": 0.2, "train.epochs": 2},
-        ),
+        (STEPS | {"log_interval": 50}, {"train.eval_every": 50, "log.every": 50}),
+        (STEPS | {"log_interval": 5, "eval_steps": 20}, {"train.eval_every": 20, "log.every": 5}),
+        ({"eval_steps": 0.1, "num_epochs": 2}, {"train.eval_every_epochs": 0.2, "train.epochs": 2}),
         ({"save_steps": 0.5, "epochs": 1}, {"checkpoint.every_epochs": 0.5, "train.epochs": 1}),
         ({"eval_steps": 0.1, "max_steps": 50}, {"train.eval_every": 5, "train.steps": 50}),
         ({"eval_steps": 0.1, "epochs": 2, "max_tokens": 9}, {"train.tokens": 9}),
         ({"eval_steps": 0.1, "eval_strategy": "epoch"}, {"train.eval_every_epochs": 1}),
         ({"evals_per_epoch": 4}, {"train.eval_every_epochs": 0.25}),
         ({"evals_per_epoch": 0, "lr": 1e-3}, {"optim.lr": 1e-3}),
-    ],
-    ids=[
-        "epoch",
-        "epoch first",
-        "epoch second",
-        "steps",
-        "off",
-        "steps of the log",
-        "steps of their own",
-        "share of epochs",
-        "saves",
-        "share of steps",
-        "share of tokens",
-        "share beside epochs",
-        "per epoch",
-        "not per epoch",
+        ({"learning_rate": "2e-4"}, {"optim.lr": 2e-4}),
+        (
+            {"cosine_min_lr_ratio": "0.1", "learning_rate": "2e-4"},
+            {"optim.lr": 2e-4, "schedule.min_lr": pytest.approx(2e-5)},
+        ),
+        ({"max_steps": "10", "n_layer": "2"}, {"train.steps": 10, "model.num_layers": 2}),
+        ({"run_name": "10", "dtype": "16"}, {"log.run_name": "10", "train.precision": "fp16"}),
+        ({"learning_rate": "2 rates", "max_steps": 1}, {"train.steps": 1}),
+        ({"report_to": "none"}, {"log.to": []}),
+        ({"report_to": ["tensorboard", "clearml"]}, {"log.to": ["tensorboard"]}),
+        ({"report_to": "all"}, {}),
+        ({"wandb_log": True}, {"log.to": ["tensorboard", "wandb"]}),
+        ({"use_mlflow": True}, {"log.to": ["tensorboard", "mlflow"]}),
+        ({"tensorboard": False}, {"log.to": []}),
+        ({"tensorboard": False, "logger_name": "csv"}, {"log.to": ["csv"]}),
+        (
+            {"wandb": {"project": "mine", "name": "first", "enabled": False}},
+            {"log.project": "mine", "log.run_name": "first"},
+        ),
+        (
+            {"wandb_project": "mine", "wandb_tags": ["a"]},
+            {"log.project": "mine", "log.tags": ["a"]},
+        ),
+        ({"wandb_mode": "dryrun"}, {"log.wandb_mode": "offline"}),
+        ({"wandb_mode": "disabled"}, {}),
     ],
 )
-def test_evaluations_are_counted_in_what_the_tool_counts(document, values):
+def test_values_are_counted_in_what_the_tool_counts(document, values):
     assert values_of(document) == values
 
 
@@ -79,7 +78,6 @@ def test_evaluations_are_counted_in_what_the_tool_counts(document, values):
         ({"lr_scheduler_type": "linear", "warmdown_ratio": 0.4}, "wsd"),
         ({"num_train_epochs": 2, "per_device_train_batch_size": 4}, "linear"),
     ],
-    ids=["linear", "decay from the start", "decay first", "decay second", "Trainer's default"],
 )
 def test_a_line_that_starts_late_is_wsd(document, kind):
     assert values_of(document)["schedule.kind"] == kind
@@ -99,55 +97,27 @@ def test_a_share_of_decay_needs_a_schedule_that_has_one(kind, ratio, values, why
     assert why in found.items[0].why
 
 
-def test_torchtitan_decays_on_a_line_by_default():
-    document = {"training": {"seq_len": 8, "local_batch_size": 1}, "optimizer": {"lr": 1e-3}}
-    values = values_of(document)
-    assert values["schedule.kind"] == "linear"
-    assert (values["schedule.warmup"], values["train.steps"]) == (200, 10000)
-
-
-@pytest.mark.parametrize(
-    ("document", "values"),
-    [
-        ({"learning_rate": "2e-4"}, {"optim.lr": 2e-4}),
-        (
-            {"cosine_min_lr_ratio": "0.1", "learning_rate": "2e-4"},
-            {"optim.lr": 2e-4, "schedule.min_lr": pytest.approx(2e-5)},
-        ),
-        ({"max_steps": "10", "n_layer": "2"}, {"train.steps": 10, "model.num_layers": 2}),
-        ({"run_name": "10", "dtype": "16"}, {"log.run_name": "10", "train.precision": "fp16"}),
-        ({"learning_rate": "2 rates", "max_steps": 1}, {"train.steps": 1}),
-    ],
-    ids=["rate", "share of a rate", "whole numbers", "text stays text", "no number"],
-)
-def test_quoted_numbers_are_numbers(document, values):
-    assert values_of(document) == values
-
-
 @pytest.mark.parametrize(
     ("document", "outcome", "why"),
     [
-        ({"max_iters": 20, "lr_decay_iters": 20}, "unnecessary", "The decay ends with the run."),
-        ({"max_iters": 20, "lr_decay_iters": 10}, "missing", "at step 20, not at step 10"),
-        ({"max_iters": 20, "lr_decay_iters": 30}, "missing", "at step 20, not at step 30"),
-        ({"max_iters": 20}, "missing", "not at step 600000. It is the tool's default."),
-        ({"max_iters": 20, "lr_decay_iters": 10, "decay_lr": False}, "unnecessary", "is constant"),
+        (NANOGPT | {"lr_decay_iters": 20}, "unnecessary", "The decay ends with the run."),
+        (NANOGPT | {"lr_decay_iters": 10}, "missing", "at step 20, not at step 10"),
+        (NANOGPT | {"lr_decay_iters": 30}, "missing", "at step 20, not at step 30"),
+        (NANOGPT, "missing", "not at step 600000. It is the tool's default."),
+        (NANOGPT | {"lr_decay_iters": 10, "decay_lr": False}, "unnecessary", "is constant"),
         ({"epochs": 2, "lr_decay_steps": 10}, "missing", "is not stated"),
     ],
-    ids=["at the end", "before it", "after it", "by default", "constant", "in epochs"],
 )
 def test_a_decay_that_does_not_end_with_the_run_is_reported(document, outcome, why):
-    tool = {} if "epochs" in document else {"block_size": 8}
-    items = convert(document | tool, []).items
+    items = convert(document, []).items
     (item,) = [item for item in items if item.key.startswith("lr_decay")]
     assert item.outcome == outcome
     assert why in item.why
 
 
 def test_a_constant_rate_of_nanogpt_has_no_warm_up():
-    values = values_of({"warmup_iters": 100, "decay_lr": False, "max_iters": 500, "block_size": 8})
-    assert values["schedule.kind"] == "constant"
-    assert values["schedule.warmup"] == 0
+    values = values_of(NANOGPT | {"warmup_iters": 100, "decay_lr": False})
+    assert (values["schedule.kind"], values["schedule.warmup"]) == ("constant", 0)
     assert "schedule.min_lr" not in values
 
 
@@ -170,32 +140,6 @@ def test_what_needs_nothing_has_a_reason_for_its_value(document, why):
     item = convert(document, []).items[0]
     assert item.outcome == "unnecessary"
     assert item.why.startswith(why)
-
-
-@pytest.mark.parametrize(
-    ("document", "values"),
-    [
-        ({"report_to": "none"}, {"log.to": []}),
-        ({"report_to": ["tensorboard", "clearml"]}, {"log.to": ["tensorboard"]}),
-        ({"report_to": "all"}, {}),
-        ({"wandb_log": True}, {"log.to": ["tensorboard", "wandb"]}),
-        ({"use_mlflow": True}, {"log.to": ["tensorboard", "mlflow"]}),
-        ({"tensorboard": False}, {"log.to": []}),
-        ({"tensorboard": False, "logger_name": "csv"}, {"log.to": ["csv"]}),
-        (
-            {"wandb": {"project": "mine", "name": "first", "enabled": False}},
-            {"log.project": "mine", "log.run_name": "first"},
-        ),
-        (
-            {"wandb_project": "mine", "wandb_tags": ["a"]},
-            {"log.project": "mine", "log.tags": ["a"]},
-        ),
-        ({"wandb_mode": "dryrun"}, {"log.wandb_mode": "offline"}),
-        ({"wandb_mode": "disabled"}, {}),
-    ],
-)
-def test_loggers_of_other_tools(document, values):
-    assert values_of(document) == values
 
 
 def test_a_logger_that_does_not_exist_here_is_missing():

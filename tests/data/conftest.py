@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import sys
 from pathlib import Path
 
@@ -17,6 +16,8 @@ from flatout.data.store.shards import Dataset
 from flatout.progress import SILENT
 
 sys.path.append(str(Path(__file__).parent))
+
+from prepared import write_rows
 
 CONTENT = b'{"stub": true}'
 
@@ -112,7 +113,5 @@ def book(tmp_path):
 @pytest.fixture
 def rows(tmp_path):
     """A JSONL file of 300 different documents of several lengths."""
-    path = tmp_path / "rows.jsonl"
     texts = (f"row {number} " * (number % 5 + 1) for number in range(300))
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return path
+    return write_rows(tmp_path / "rows.jsonl", texts)

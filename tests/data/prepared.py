@@ -3,7 +3,10 @@
 import json
 from contextlib import contextmanager
 
+from flatout.data.prepare.pipeline import Options, prepare_dataset
 from flatout.data.store.shards import Dataset
+
+HOW = {"workers", "engine", "progress", "cache", "from_file"}
 
 
 class Listener:
@@ -32,10 +35,10 @@ class Listener:
         yield Task()
 
 
-def write_rows(path, values):
-    path.write_text(
-        "".join(json.dumps({"text": value}) + "\n" for value in values), encoding="utf-8"
-    )
+def write_rows(path, rows):
+    """Write texts, or rows with further fields, as JSONL."""
+    rows = ({"text": row} if isinstance(row, str) else row for row in rows)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
@@ -54,3 +57,10 @@ def documents(folder, name):
         dataset.tokenizer.decode(tokens[start : end - 1])
         for start, end in zip(starts, split.document_ends, strict=True)
     ]
+
+
+def prepared(*sources, out, **given):
+    """Prepare a dataset, with the tokenizer byte; `given` are options, or say how to work."""
+    how = {key: given.pop(key) for key in HOW & given.keys()}
+    options = Options(**{"tokenizer": "byte"} | given)
+    return prepare_dataset([str(source) for source in sources], out, options, **how)

@@ -8,8 +8,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from flatout.data.prepare import pipeline
-from flatout.data.prepare.join import shards
+from flatout.data.prepare import join, pipeline
 from flatout.data.prepare.plan import make
 from flatout.errors import FlatoutError
 from flatout.sources import files
@@ -17,7 +16,7 @@ from flatout.sources import files
 files.PART_BYTES = 4_000
 make.RANGE_BYTES = 8_000
 make.check_space = lambda *_: None  # another process fills the disk after the start
-pipeline.join = partial(shards.join, shard_bytes=32_768)
+pipeline.join = partial(join.join, shard_bytes=32_768)
 
 
 def main(source: str, out: str, workers: str, largest: str = "") -> str:

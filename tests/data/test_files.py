@@ -1,5 +1,4 @@
 import errno
-import json
 import os
 import re
 from pathlib import Path
@@ -140,13 +139,6 @@ def test_a_line_after_an_unfinished_one_is_separate(tmp_path):
 def test_floats_read_back_bit_for_bit(tmp_path, value):
     json_io.write_json(tmp_path / "f", {"x": value})
     assert json_io.read_json(tmp_path / "f")["x"].hex() == value.hex()
-
-
-def test_a_write_leaves_no_temporary_file(tmp_path):
-    json_io.write_json(tmp_path / "f", [1])
-    json_io.write_json(tmp_path / "f", [2])
-    assert [path.name for path in tmp_path.iterdir()] == ["f"]
-    assert json.loads((tmp_path / "f").read_text()) == [2]
 
 
 def test_a_missing_file_is_named(tmp_path):

@@ -4,7 +4,7 @@ import os
 import sys
 
 import pytest
-from prepared import Listener, content
+from prepared import Listener, content, prepared
 
 from flatout.data.prepare import pipeline as stage
 from flatout.data.prepare.pipeline import Options, join_parts, prepare_dataset, prepare_part
@@ -92,53 +92,17 @@ def test_a_killed_prepare_resumes_and_repeats_no_work(tmp_path, monkeypatch):
     assert not (tmp_path / ".out.part").exists()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("changed", "said"),
-    [
-        (
-            {"sources": ["stopping_source:stopping:more=x"]},
-            "its text is stopping_source:stopping, and",
-        ),
-        ({"tokenizer": "char"}, "tokenizer is 'byte', and 'char' is requested"),
-        ({"split": "hash 0.4"}, "split is 'hash 0.3', and 'hash 0.4' is requested"),
-    ],
-)
-def test_an_unfinished_different_dataset_is_refused_with_the_difference(
-    tmp_path, monkeypatch, changed, said
-):
-    stopping_source(tmp_path, monkeypatch)
-    (tmp_path / "stop").touch()
-    asked = {"tokenizer": "byte", "split": "hash 0.3"}
-    with pytest.raises(RunFailed):
-        prepare_dataset(["stopping_source:stopping"], tmp_path / "out", Options(**asked), workers=2)
-    before = sorted((tmp_path / ".out.part").rglob("*"))
-    with pytest.raises(DataError, match=said) as caught:
-        prepare_dataset(
-            changed.pop("sources", ["stopping_source:stopping"]),
-            tmp_path / "out",
-            Options(**(asked | changed)),
-            workers=2,
-        )
-    assert str(tmp_path / ".out.part") in caught.value.fix
-    assert sorted((tmp_path / ".out.part").rglob("*")) == before
-
-
 def test_a_resumed_prepare_keeps_its_trained_tokenizer(rows, tmp_path, monkeypatch):
     monkeypatch.setattr(files, "PART_BYTES", 700)
     monkeypatch.setattr(make, "RANGE_BYTES", 1400)
-    whole = prepare_dataset(
-        [str(rows)], tmp_path / "whole", Options(tokenizer="train:300"), workers=1
-    )
+    whole = prepared(rows, out=tmp_path / "whole", tokenizer="train:300", workers=1)
     joining = stage.join
     monkeypatch.setattr(stage, "join", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
-        prepare_dataset([str(rows)], tmp_path / "out", Options(tokenizer="train:300"), workers=1)
+        prepared(rows, out=tmp_path / "out", tokenizer="train:300", workers=1)
     monkeypatch.setattr(stage, "join", joining)
     listener = Listener()
-    prepare_dataset(
-        [str(rows)], tmp_path / "out", Options(tokenizer="train:300"), workers=1, progress=listener
-    )
+    prepared(rows, out=tmp_path / "out", tokenizer="train:300", workers=1, progress=listener)
     assert [task.split()[0] for task in listener.tasks] == ["Tokenising", "Writing"], (
         "neither counted nor trained again"
     )
@@ -146,10 +110,10 @@ def test_a_resumed_prepare_keeps_its_trained_tokenizer(rows, tmp_path, monkeypat
 
 
 def test_leftovers_of_a_finished_dataset_are_removed(rows, tmp_path):
-    prepare_dataset([str(rows)], tmp_path / "out", Options(tokenizer="byte"))
+    prepared(rows, out=tmp_path / "out")
     (tmp_path / ".out.part" / "ranges").mkdir(parents=True)
     (tmp_path / ".out.part" / "ranges" / "000000.json").write_text("{}")
-    assert prepare_dataset([str(rows)], tmp_path / "out", Options(tokenizer="byte")).existed
+    assert prepared(rows, out=tmp_path / "out").existed
     assert not (tmp_path / ".out.part").exists()
 
 
@@ -191,7 +155,7 @@ def test_a_failed_start_leaves_no_directory(rows, tmp_path):
     before = sorted(tmp_path.rglob("*"))
     out = tmp_path / "far" / "away" / "out"
     for call in (
-        lambda: prepare_dataset([str(rows)], out, Options(tokenizer="nosuch")),
+        lambda: prepared(rows, out=out, tokenizer="nosuch"),
         lambda: prepare_part([str(rows)], out, Options(tokenizer="nosuch"), WorkPart(1, 2)),
     ):
         with pytest.raises(DataError, match="nosuch"):
@@ -205,16 +169,14 @@ def test_a_mount_point_is_refused_before_anything_is_read(rows, tmp_path, monkey
     monkeypatch.setattr(os.path, "ismount", lambda path: str(path) == str(out))
     listener = Listener()
     with pytest.raises(DataError, match=r"volume is a mount point.*--out .*volume/NAME"):
-        prepare_dataset([str(rows)], out, Options(tokenizer="byte"), progress=listener)
+        prepared(rows, out=out, progress=listener)
     assert listener.tasks == []
     with pytest.raises(DataError, match="is a mount point"):
         DatasetWriter(out, vocab_size=300)
-    made = prepare_dataset([str(rows)], out / "NAME", Options(tokenizer="byte"))
+    made = prepared(rows, out=out / "NAME")
     for file in made.path.iterdir():
         file.rename(out / file.name)
-    assert prepare_dataset([str(rows)], out, Options(tokenizer="byte")).existed, (
-        "a dataset mounted there is complete"
-    )
+    assert prepared(rows, out=out).existed, "a dataset mounted there is complete"
 
 
 def test_rewritten_text_is_detected_by_its_mtime(rows, tmp_path, monkeypatch):

@@ -1,10 +1,10 @@
 """Text that changes while it is being prepared: a dataset never mixes two versions of it."""
 
-import json
 import os
 from contextlib import contextmanager
 
 import pytest
+from prepared import write_rows
 
 from flatout.data.prepare.import_tokens import ImportOptions, import_tokens
 from flatout.data.prepare.pipeline import Options, join_parts, prepare_dataset, prepare_part
@@ -21,8 +21,8 @@ OPTIONS = Options(tokenizer="byte")
 def rows(tmp_path):
     (tmp_path / "text").mkdir()
     for name in ("a", "b"):
-        lines = (json.dumps({"text": f"{name} row {number}"}) + "\n" for number in range(50))
-        (tmp_path / "text" / f"{name}.jsonl").write_text("".join(lines))
+        texts = (f"{name} row {number}" for number in range(50))
+        write_rows(tmp_path / "text" / f"{name}.jsonl", texts)
     return tmp_path / "text" / "b.jsonl"
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from prepared import content
+from prepared import content, write_rows
 
 from flatout.data.store.shards import Dataset
 
@@ -34,13 +34,7 @@ def many_rows(tmp_path):
 
 def write(path, count):
     draw = random.Random(0)
-    path.write_text(
-        "".join(
-            json.dumps({"text": f"row {number} " * draw.randint(1, 40)}) + "\n"
-            for number in range(count)
-        )
-    )
-    return path
+    return write_rows(path, (f"row {number} " * draw.randint(1, 40) for number in range(count)))
 
 
 def start(rows, out, workers=2, *more):
@@ -160,30 +154,3 @@ def test_prepare_resumes_after_a_full_disk(many_rows, tmp_path, size_kib, surviv
         survived("small", 1, [])
     finally:
         subprocess.run(["umount", str(disk)], check=True)
-
-
-def test_two_prepares_into_one_directory(rows, tmp_path):
-    first = start(rows, tmp_path / "out")
-    while not records(tmp_path / "out"):
-        time.sleep(0.005)
-    first.send_signal(signal.SIGSTOP)
-    try:
-        code, said = finish(start(rows, tmp_path / "out"))
-        assert code == 1
-        assert "Another process is writing" in said
-    finally:
-        first.send_signal(signal.SIGCONT)
-    assert finish(first) == (0, "")
-
-
-def test_resuming_with_changed_text_is_refused(rows, tmp_path):
-    process = start(rows, tmp_path / "out")
-    while not records(tmp_path / "out"):
-        time.sleep(0.002)
-    process.kill()
-    finish(process)
-    rows.write_text(rows.read_text().replace("row 7 ", "row X "))
-    code, said = finish(start(rows, tmp_path / "out"))
-    assert code == 1
-    assert "contains an unfinished, different dataset: the text has changed" in said
-    assert str(tmp_path / ".out.part") in said

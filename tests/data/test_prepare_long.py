@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from prepared import content
+from prepared import content, prepared, write_rows
+from texts import byte_level_json
 
 from flatout import files as disk
 from flatout.data.prepare.pack import tokenize
@@ -18,7 +19,7 @@ from flatout.data.prepare.pack.range_files import RangeRecord
 from flatout.data.prepare.pack.work_items import ByHash, WorkItem
 from flatout.data.prepare.pipeline import Options, prepare_dataset
 from flatout.data.prepare.plan import make
-from flatout.data.tokenizers import base, cut_points
+from flatout.data.tokenizers import base
 from flatout.errors import DataError
 from flatout.files import Unfinished
 from flatout.sources import file_reading, files, long
@@ -26,33 +27,11 @@ from flatout.sources import file_reading, files, long
 pytestmark = pytest.mark.slow
 
 WORDS = [
-    "the",
-    "cat",
-    "isn't",
-    "éclair",
-    "日本",
-    "🙂",
-    "12345",
-    "x_1",
-    "don't\n",
-    "end.\n\n",
-    "  two",
-    "\tTab",
-    "\ufeffmark",
-    "<|endoftext|>",
+    *("the", "cat", "isn't", "éclair", "日本", "🙂", "12345", "x_1", "<|endoftext|>"),
+    *("don't\n", "end.\n\n", "  two", "\tTab", "\ufeffmark"),
 ]
-PIECES = [
-    *(bytes([value]) for value in range(256)),
-    b"th",
-    b"the",
-    b" t",
-    b" the",
-    b"at",
-    b"cat",
-    b" cat",
-    b"12",
-    b"is",
-]
+PIECES = [bytes([value]) for value in range(256)]
+PIECES += [b"th", b"the", b" t", b" the", b"at", b"cat", b" cat", b"12", b"is"]
 
 
 def text_of(seed, count):
@@ -76,9 +55,7 @@ def corpus(tmp_path):
         (folder / f"{name}.txt").write_bytes(
             b"\xef\xbb\xbf" * (name in "ad") + text_of(seed, count).encode()
         )
-    (folder / "c.jsonl").write_text(
-        "".join(json.dumps({"text": text_of(seed, 30)}) + "\n" for seed in range(5, 15))
-    )
+    write_rows(folder / "c.jsonl", (text_of(seed, 30) for seed in range(5, 15)))
     return folder
 
 
@@ -93,7 +70,7 @@ def in_chunks(monkeypatch):
         monkeypatch.setattr(tokenize, "HELD_TOKENS", 64)
         monkeypatch.setattr(tokenize, "PIECES_PER_REPORT", 2)
         monkeypatch.setattr(base, "PIECE_CHARACTERS", 40)
-        monkeypatch.setattr(cut_points, "LOOKAHEAD_CHARACTERS", 20)
+        monkeypatch.setattr(base, "LOOKAHEAD_CHARACTERS", 20)
 
     return begin
 
@@ -106,19 +83,7 @@ def tokenizer_named(name, tmp_path):
         )
         return {"tokenizer": str(path), "pattern": r"\s?\S+|\s+"}
     if name == "tokenizer.json":
-        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-        made = Tokenizer(models.BPE())
-        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        made.decoder = decoders.ByteLevel()
-        trainer = trainers.BpeTrainer(
-            vocab_size=300,
-            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-            special_tokens=["<|endoftext|>"],
-            show_progress=False,
-        )
-        made.train_from_iterator([text_of(0, 500)], trainer)
-        made.save(str(tmp_path / "tokenizer.json"))
+        (tmp_path / "tokenizer.json").write_text(byte_level_json([text_of(0, 500)], 299))
         return {"tokenizer": str(tmp_path / "tokenizer.json")}
     return {"tokenizer": name}
 
@@ -189,15 +154,10 @@ def test_an_unusable_long_text_is_one_bad_row_and_leaves_no_tokens(
     for out, begin in (("whole", lambda: None), ("chunks", in_chunks)):
         begin()
         with pytest.raises(DataError, match=said) as raised:
-            prepare_dataset(
-                [str(corpus)], tmp_path / "none", Options(tokenizer=tokenizer, **options), workers=1
-            )
+            prepared(corpus, out=tmp_path / "none", tokenizer=tokenizer, **options, workers=1)
         errors.append(str(raised.value))
-        made = prepare_dataset(
-            [str(corpus)],
-            tmp_path / out,
-            Options(tokenizer=tokenizer, on_bad_row="skip", **options),
-            workers=1,
+        made = prepared(
+            corpus, out=tmp_path / out, tokenizer=tokenizer, on_bad_row="skip", **options, workers=1
         )
         (bad,) = (entry for entry in made.manifest.skipped if entry.reason != "duplicate document")
         assert (bad.count, bad.first) == (1, (str(corpus / "e.txt"),))
@@ -210,7 +170,7 @@ def test_an_unknown_character_is_found_before_anything_is_written(corpus, tmp_pa
     lacking = Options(
         tokenizer=str(tmp_path / "char" / "tokenizer.json"), on_bad_row="skip", split="tail 0.2"
     )
-    prepare_dataset([str(corpus)], tmp_path / "char", Options(tokenizer="char"), workers=1)
+    prepared(corpus, out=tmp_path / "char", tokenizer="char", workers=1)
     (corpus / "d.txt").write_text(text_of(2, 600) + "ß")
     prepare_dataset([str(corpus)], tmp_path / "whole", lacking, workers=1)
     in_chunks()
@@ -226,10 +186,11 @@ def test_a_word_of_3_mib_is_refused(tmp_path):
         match=r"a\.txt cannot be tokenised: .* cannot cut the text anywhere in the "
         r"1,048,576 characters from 0 on",
     ):
-        prepare_dataset(
-            [str(tmp_path / "a.txt")],
-            tmp_path / "out",
-            Options(tokenizer="train:300", split="tail 0.1"),
+        prepared(
+            tmp_path / "a.txt",
+            out=tmp_path / "out",
+            tokenizer="train:300",
+            split="tail 0.1",
             workers=1,
         )
     assert not (tmp_path / "out").exists()
@@ -348,9 +309,7 @@ def test_a_text_of_1_gb_needs_less_than_300_mb(tmp_path, tokenizer, options):
     corpus.mkdir()
     try:
         write_words(corpus / "a.txt", 1_000_000_000)
-        (corpus / "b.jsonl").write_text(
-            "".join(json.dumps({"text": f"short {number}"}) + "\n" for number in range(20))
-        )
+        write_rows(corpus / "b.jsonl", (f"short {number}" for number in range(20)))
         parent, worker = peaks_mib(corpus, tmp_path / "out", tokenizer=tokenizer, **options)
     finally:
         shutil.rmtree(tmp_path)

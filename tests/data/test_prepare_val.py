@@ -6,7 +6,7 @@ from functools import partial
 import numpy as np
 import pytest
 from manifests import seal
-from prepared import content, documents
+from prepared import content, documents, prepared, write_rows
 
 from flatout.data.prepare.pack.range_files import RangeWriter
 from flatout.data.prepare.pipeline import Options, join_parts, prepare_dataset, prepare_part
@@ -23,8 +23,7 @@ VAL = [f"held {number} é" for number in range(90)]
 
 
 def write(path, texts):
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
-    return str(path)
+    return str(write_rows(path, texts))
 
 
 @pytest.fixture
@@ -44,11 +43,8 @@ def test_each_split_is_the_text_named_for_it_for_any_number_of_workers(
     train, val, tmp_path, tokenizer
 ):
     for count in (1, 2, 3):
-        made = prepare_dataset(
-            [train],
-            tmp_path / f"out{count}",
-            Options(tokenizer=tokenizer, val=(val,)),
-            workers=count,
+        made = prepared(
+            train, out=tmp_path / f"out{count}", tokenizer=tokenizer, val=(val,), workers=count
         )
     assert content(tmp_path / "out1") == content(tmp_path / "out2") == content(tmp_path / "out3")
     assert documents(made.path, "train") == TRAIN
@@ -61,14 +57,10 @@ def test_each_split_is_the_text_named_for_it_for_any_number_of_workers(
 
 
 def test_train_n_learns_from_training_text_alone_and_char_from_both_splits(train, val, tmp_path):
-    own = prepare_dataset(
-        [train], tmp_path / "own", Options(tokenizer="train:300", val=(val,)), workers=1
-    )
-    alone = prepare_dataset([train], tmp_path / "alone", Options(tokenizer="train:300"), workers=1)
+    own = prepared(train, out=tmp_path / "own", tokenizer="train:300", val=(val,), workers=1)
+    alone = prepared(train, out=tmp_path / "alone", tokenizer="train:300", workers=1)
     assert own.manifest.tokenizer.digest == alone.manifest.tokenizer.digest
-    characters = prepare_dataset(
-        [train], tmp_path / "char", Options(tokenizer="char", val=(val,)), workers=1
-    )
+    characters = prepared(train, out=tmp_path / "char", tokenizer="char", val=(val,), workers=1)
     assert characters.manifest.vocab_size == len(set("".join(TRAIN + VAL))) + 1
 
 
@@ -81,10 +73,12 @@ def test_train_n_learns_from_training_text_alone_and_char_from_both_splits(train
 )
 def test_limits_apply_to_training_text(train, val, tmp_path, limits, taken):
     for count in (1, 2):
-        made = prepare_dataset(
-            [train],
-            tmp_path / f"out{count}",
-            Options(tokenizer="byte", val=(val,), **limits),
+        made = prepared(
+            train,
+            out=tmp_path / f"out{count}",
+            tokenizer="byte",
+            val=(val,),
+            **limits,
             workers=count,
         )
         assert documents(made.path, "train") == taken
@@ -94,7 +88,7 @@ def test_limits_apply_to_training_text(train, val, tmp_path, limits, taken):
 def test_validation_text_may_have_several_sources_and_is_masked_too(tmp_path):
     rows = [{"text": f"answer {number}", "ask": "what?"} for number in range(6)]
     for name, part in (("train", rows[:3]), ("a", rows[3:5]), ("b", rows[5:])):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+        write_rows(tmp_path / f"{name}.jsonl", part)
     options = Options(
         tokenizer="byte",
         mask_field="ask",
@@ -115,51 +109,36 @@ def test_an_existing_dataset_is_kept_and_other_validation_text_refused(train, va
     (tmp_path / "valid.jsonl").write_text((tmp_path / "moved.jsonl").read_text())
     assert prepare_dataset([train], tmp_path / "out", options).existed
     other = write(tmp_path / "other.jsonl", ["other"])
-    for asked, said in (
-        (
-            Options(tokenizer="byte", val=(other,)),
-            f"a different dataset: its validation text is {val}, and {other} is requested",
-        ),
-        (
-            Options(tokenizer="byte", val=(val, moved)),
-            f"its validation text is {val}, and {val} {moved} is requested",
-        ),
-        (
-            Options(tokenizer="byte"),
-            f"split is 'named', and None is requested; its validation text is {val}, and "
-            f"nothing is requested",
-        ),
+    named = f"its validation text is {val}, and"
+    for texts, said in (
+        ((other,), f"a different dataset: {named} {other} is requested"),
+        ((val, moved), f"{named} {val} {moved} is requested"),
+        ((), f"split is 'named', and None is requested; {named} nothing is requested"),
     ):
         with pytest.raises(DataError, match=said):
-            prepare_dataset([train], tmp_path / "out", asked)
+            prepared(train, out=tmp_path / "out", val=texts)
     write(tmp_path / "valid.jsonl", [*VAL, "one more"])
     with pytest.raises(DataError, match="a different dataset: the validation text has changed"):
         prepare_dataset([train], tmp_path / "out", options)
-    prepare_dataset([train], tmp_path / "plain", Options(tokenizer="byte"))
+    prepared(train, out=tmp_path / "plain")
     with pytest.raises(DataError, match=f"its validation text is nothing, and {val} is requested"):
         prepare_dataset([train], tmp_path / "plain", options)
 
 
 def test_a_dataset_older_than_separate_validation_text_is_recognised(train, tmp_path):
-    made = prepare_dataset([train], tmp_path / "out", Options(tokenizer="byte", split="hash 0.2"))
+    made = prepared(train, out=tmp_path / "out", split="hash 0.2")
     manifest = json.loads((made.path / "manifest.json").read_text())
     del manifest["source"]["val"], manifest["source"]["val_fingerprint"]
     (made.path / "manifest.json").write_text(json.dumps(manifest))
     seal(made.path / "manifest.json")
-    assert prepare_dataset(
-        [train], tmp_path / "out", Options(tokenizer="byte", split="hash 0.2")
-    ).existed
+    assert prepared(train, out=tmp_path / "out", split="hash 0.2").existed
 
 
 def test_a_split_rule_and_validation_text_exclude_each_other(train, val, tmp_path):
     with pytest.raises(
         DataError, match=r"--val names the validation text, and --split 'tail 0.1' takes it"
     ):
-        prepare_dataset(
-            ["missing.txt"],
-            tmp_path / "out",
-            Options(tokenizer="byte", split="tail 0.1", val=(val,)),
-        )
+        prepared("missing.txt", out=tmp_path / "out", split="tail 0.1", val=(val,))
 
 
 @pytest.mark.parametrize("tokenizer", ["byte", "train:300"])
@@ -167,9 +146,9 @@ def test_an_empty_split_is_named_and_leaves_nothing(train, val, tmp_path, tokeni
     empty = write(tmp_path / "empty.jsonl", [""])
     before = sorted(tmp_path.iterdir())
     with pytest.raises(DataError, match=r"empty.jsonl contains no documents\."):
-        prepare_dataset([train], tmp_path / "out", Options(tokenizer=tokenizer, val=(empty,)))
+        prepared(train, out=tmp_path / "out", tokenizer=tokenizer, val=(empty,))
     with pytest.raises(DataError, match=r"empty.jsonl contains no documents \(1 empty document\)"):
-        prepare_dataset([empty], tmp_path / "out", Options(tokenizer=tokenizer, val=(val,)))
+        prepared(empty, out=tmp_path / "out", tokenizer=tokenizer, val=(val,))
     assert sorted(tmp_path.iterdir()) == before
 
 
@@ -179,10 +158,8 @@ def test_bad_rows_of_both_splits_raise_by_name_or_are_counted(tmp_path):
     train, val = str(tmp_path / "train.jsonl"), str(tmp_path / "valid.jsonl")
     (tmp_path / "valid.jsonl").write_text('{"text": "held"}\n{"text": 2}\n')
     with pytest.raises(DataError, match=r"valid.jsonl, line 2"):
-        prepare_dataset([train], tmp_path / "out", Options(tokenizer="byte", val=(val,)))
-    made = prepare_dataset(
-        [train], tmp_path / "out", Options(tokenizer="byte", val=(val,), on_bad_row="skip")
-    )
+        prepared(train, out=tmp_path / "out", val=(val,))
+    made = prepared(train, out=tmp_path / "out", val=(val,), on_bad_row="skip")
     (entry,) = made.manifest.skipped
     assert (entry.count, entry.first) == (2, (f"{val}, line 2", f"{train}, line 2"))
 
@@ -227,9 +204,7 @@ def test_an_interrupted_prepare_resumes_and_repeats_no_work(
         prepare_dataset([train], tmp_path / "out", options, workers=1)
     written = []
     monkeypatch.setattr(
-        RangeWriter,
-        "finish",
-        lambda writer: written.append(writer) or finishing(writer),
+        RangeWriter, "finish", lambda writer: written.append(writer) or finishing(writer)
     )
     monkeypatch.setattr(make, "make_plan", partial(pytest.fail, "planned again"))
     with WorkDir(tmp_path / "out") as work:

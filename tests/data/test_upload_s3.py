@@ -9,10 +9,11 @@ import urllib.request
 from functools import partial
 
 import pytest
+from prepared import write_rows
 
 from flatout.cli import main
 from flatout.data.prepare import pipeline
-from flatout.data.prepare.join.shards import join
+from flatout.data.prepare.join import join
 from flatout.data.prepare.pipeline import Options, prepare_dataset
 from flatout.data.prepare.upload import prepare_upload
 from flatout.data.store.remote import open_dataset
@@ -26,11 +27,7 @@ OPTIONS = Options(tokenizer="byte", split="hash 0.1")
 
 @pytest.fixture
 def text(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_text(
-        "".join(json.dumps({"text": f"row {number} " * 9}) + "\n" for number in range(300))
-    )
-    return path
+    return write_rows(tmp_path / "rows.jsonl", (f"row {number} " * 9 for number in range(300)))
 
 
 @pytest.fixture
@@ -72,40 +69,6 @@ def test_a_file_that_goes_in_parts_is_known_by_the_checksum_of_its_parts(between
         f'-{-(-entry.size_bytes // PART_BYTES)}"'
     )
     assert not [line for line in between.asked if line.startswith("GET") and entry.name in line]
-
-
-def test_a_server_that_fails_for_a_while_is_asked_again(send, between, tmp_path):
-    between.failing, between.times = r"PUT .*train-00001\.bin", 2
-    made = send()
-    assert between.times == 0
-    between.failing, between.times = r"GET .*train-00001\.bin", 2
-    assert open_dataset(URL, cache=tmp_path / "other").manifest == made.manifest
-    assert between.times == 0
-
-
-def test_a_server_that_fails_for_good_is_named_and_the_rest_is_sent_later(send, between, bucket):
-    between.failing, between.times = r"PUT .*train-00002\.bin", 10_000
-    with pytest.raises(
-        DataError,
-        match=(
-            r"Cannot write s3://corpus/sets/rows/train-00002\.bin: .*(500|InternalError|sorry).* "
-            r"\(5 attempts\)"
-        ),
-    ):
-        send()
-    assert not bucket.exists(f"{URL}/manifest.json")
-    between.failing = ""
-    there = {path.rpartition("/")[2] for path in bucket.find("corpus")}
-    between.asked.clear()
-    assert not send().existed
-    sent = {
-        line.partition("?")[0].rpartition("/")[2]
-        for line in between.asked
-        if line.startswith("PUT")
-    }
-    assert sent.isdisjoint(there - {"upload.json"})
-    assert "train-00002.bin" in sent
-    assert verify_remote(URL).problems == ()
 
 
 def test_a_bucket_that_is_not_there_and_rights_that_are_missing_are_said_first(

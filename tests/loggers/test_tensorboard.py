@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
+from types import SimpleNamespace
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from flatout.loggers import tensorboard
-from flatout.loggers.tensorboard import EventFile
+from flatout.loggers.tensorboard import TensorBoard
 from flatout.training.run import run_training
 from flatout.training.run_dir.layout import read_events
 
@@ -26,14 +27,15 @@ def curves(folder):
 
 
 def test_tensorboard_reads_the_figures_and_drops_steps_repeated_after_a_resume(tmp_path):
-    first = EventFile(tmp_path / "board", 0)
+    first, second = TensorBoard(), TensorBoard()
+    first.on_start(SimpleNamespace(folder=tmp_path, step=0))
     for step in (1, 2, 3):
-        first.write(step, {"train/loss": step / 2, "perf/mfu": 0.25})
-    first.close()
-    second = EventFile(tmp_path / "board", 2)
-    second.write(3, {"train/loss": 8.0})
-    second.close()
-    assert curves(tmp_path / "board") == {
+        first.on_record({"step": step, "tokens": 9, "train/loss": step / 2, "perf/mfu": 0.25})
+    first.close("stopped")
+    second.on_start(SimpleNamespace(folder=tmp_path, step=2))
+    second.on_record({"step": 3, "train/loss": 8.0})
+    second.close("finished")
+    assert curves(tmp_path / "tensorboard") == {
         "train/loss": [(1, 0.5), (2, 1.0), (3, 8.0)],
         "perf/mfu": [(1, 0.25), (2, 0.25)],
     }

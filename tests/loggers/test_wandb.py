@@ -216,16 +216,3 @@ def test_the_package_without_network_keeps_the_run_in_files(tiny_config, tmp_pat
     texts = [event["text"] for event in read_events(tmp_path / "run") if event["event"] == "logger"]
     assert any("cannot be reached" in text for text in texts)
     assert list((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("default")
-@pytest.mark.usefixtures("package")
-def test_the_package_without_login_keeps_the_run_in_files(tiny_config, tmp_path, monkeypatch):
-    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL"):
-        monkeypatch.delenv(name, raising=False)
-    config = tiny_config(train__steps=2, log__to="wandb")
-    assert run_training(config, tmp_path / "run")["steps"] == 2
-    texts = [event["text"] for event in read_events(tmp_path / "run") if event["event"] == "logger"]
-    assert any("not logged in" in text for text in texts)
-    assert list((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))

@@ -15,28 +15,13 @@ sys.path.append(str(Path(__file__).parent))
 
 def row(name, kind, rate, gain=None, **more):
     figures = {"tokens_per_s": Figure(median=rate, low=0.97 * rate, high=1.04 * rate)}
-    split = {
-        "step_ms": 300.0,
-        "data_ms": 12.34,
-        "host_ms": 0.456,
-        "device_ms": 287.0,
-        "peak_gib": 0.36,
-        "rows_per_device": 1,
-        "accumulate": 64,
-    }
-    losses = (
-        {}
-        if gain is None
-        else {
-            "promise": "exact",
-            "promise_kept": True,
-            "loss_difference": 0.0,
-            "compared_losses": 20,
-            "promise_reason": "20 losses, bit-equal promised",
-        }
-    )
-    told = {"gain": gain, "verdict": gain.verdict() if gain else ""}
-    return Row(name=name, kind=kind, **({"repeats": 5} | figures | split | losses | told | more))
+    figures |= {"step_ms": 300.0, "data_ms": 12.34, "host_ms": 0.456, "device_ms": 287.0}
+    figures |= {"peak_gib": 0.36, "rows_per_device": 1, "accumulate": 64, "repeats": 5}
+    if gain is not None:
+        figures |= {"gain": gain, "verdict": gain.verdict(), "compared_losses": 20}
+        figures |= {"promise": "exact", "promise_kept": True, "loss_difference": 0.0}
+        figures |= {"promise_reason": "20 losses, bit-equal promised"}
+    return Row(name=name, kind=kind, **(figures | more))
 
 
 LATE = "not measured: the time was up before its turn."
@@ -48,53 +33,30 @@ def unmeasured(name, kind, status, reason, **more):
 
 def sample_rows():
     gain, none, slower = (Figure(median=m, low=m - 0.03, high=m + 0.03) for m in (2.1, 1.01, 0.87))
+    unsure = Figure(median=1.02, low=None, high=None)
+    unchecked = {"promise_kept": None, "promise_reason": "not checked: two repeats"}
+    late = "timed-out in one repeat: It had not ended after 60 s."
+    absent = "cannot run here, because: it is a CPU."
+    broken = {"promise_kept": False, "loss_difference": 0.2, "repeats": 1}
     return [
         row("baseline", "baseline", 13_415.0),
         row("+ pretokenised", "added", 28_171.0, gain, speedup="pretokenised"),
         row("+ prefetch", "added", 28_400.0, none, promise="rounding", loss_difference=3.2e-7),
-        row(
-            "+ wrong",
-            "added",
-            29_000.0,
-            Figure(median=1.02, low=None, high=None),
-            promise_kept=False,
-            loss_difference=0.2,
-            repeats=1,
-        ),
+        row("+ wrong", "added", 29_000.0, unsure, **broken),
         unmeasured("+ huge", "added", "out-of-memory", "Out of memory at step 0: it needs 91 GiB."),
-        row(
-            "all but prefetch",
-            "left-out",
-            28_300.0,
-            none,
-            promise="statistical",
-            promise_kept=None,
-            promise_reason="not checked: two repeats",
-        ),
+        row("all but prefetch", "left-out", 28_300.0, none, promise="statistical", **unchecked),
         unmeasured("all but wrong", "left-out", "not-measured", LATE),
-        row(
-            "all, with bf16 for fp16",
-            "put-in",
-            24_000.0,
-            slower,
-            replaced=["fp16"],
-            reason="timed-out in one repeat: It had not ended after 60 s.",
-        ),
+        row("all, with bf16 for fp16", "put-in", 24_000.0, slower, replaced=["fp16"], reason=late),
         unmeasured("all and liger", "put-in", "not-measured", LATE),
         unmeasured("all and compile", "put-in", "timed-out", "It had not ended after 90 s."),
-        unmeasured(
-            "tf32",
-            "absent",
-            "not-measured",
-            "cannot run here, because: it is a CPU.",
-            speedup="tf32",
-        ),
+        unmeasured("tf32", "absent", "not-measured", absent, speedup="tf32"),
     ]
 
 
 @pytest.fixture(scope="session")
 def sample_report():
     """A ladder with every kind of row."""
+    result = TrialResult(status="ok", tokens_per_s=13_415.0, losses=[3.1, 2.9])
     return Bench(
         path="bench/mine",
         kind="ladder",
@@ -114,12 +76,5 @@ def sample_report():
         total_speedup=2.16,
         total_speedup_low=2.1,
         total_speedup_high=2.2,
-        trials=[
-            Trial(
-                point="baseline",
-                round=0,
-                seed=0,
-                result=TrialResult(status="ok", tokens_per_s=13_415.0, losses=[3.1, 2.9]),
-            )
-        ],
+        trials=[Trial(point="baseline", round=0, seed=0, result=result)],
     )

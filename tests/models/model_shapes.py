@@ -12,22 +12,14 @@ FAST = Ops.plain(attention=attention.fused, cross_entropy=cross_entropy.fused, s
 VOCAB = 61
 SEQ_LEN = 17
 
+LLAMA = {"norm": "rmsnorm", "activation": "swiglu", "num_kv_heads": 2, "tied_head": False}
+NEOX = {"parallel_residual": True, "rotary_dims": 2, "activation": "gelu_exact"}
+SCALED = {"embedding_scale": 5.0, "logit_scale": 0.5, "rotary_scaling": "llama3"}
+GEMMA_2 = {"post_norm": True, "attention_softcap": 2.0, "logit_softcap": 20.0}
 TRANSFORMERS = {
     "default": {},
-    "gpt2": {
-        "norm": "layernorm",
-        "positions": "learned",
-        "activation": "gelu",
-        "bias": True,
-        "dropout": 0.1,
-    },
-    "llama": {
-        "norm": "rmsnorm",
-        "positions": "rotary",
-        "activation": "swiglu",
-        "num_kv_heads": 2,
-        "tied_head": False,
-    },
+    "gpt2": {"positions": "learned", "activation": "gelu", "bias": True, "dropout": 0.1},
+    "llama": LLAMA,
     "relu2, qk norm, window": {
         "activation": "relu2",
         "qk_norm": True,
@@ -36,32 +28,21 @@ TRANSFORMERS = {
         "bias": True,
     },
     "own head size": {"head_dim": 6, "num_kv_heads": 1, "d_ff": 40, "norm": "rmsnorm"},
-    "gpt_neox": {
-        "parallel_residual": True,
-        "rotary_dims": 2,
-        "activation": "gelu_exact",
-        "bias": True,
-        "tied_head": False,
-        "dropout": 0.1,
-    },
+    "gpt_neox": {**NEOX, "bias": True, "tied_head": False, "dropout": 0.1},
     "gemma, scaled": {
         "norm": "rmsnorm",
         "activation": "geglu",
         "qkv_bias": True,
-        "embedding_scale": 5.0,
-        "logit_scale": 0.5,
-        "rotary_scaling": "llama3",
+        **SCALED,
         "rotary_factor": 8.0,
         "rotary_original_len": 16,
     },
     "gemma 2": {
         "norm": "rmsnorm",
         "activation": "geglu",
-        "post_norm": True,
         "window": 5,
         "full_attention_every": 2,
-        "attention_softcap": 2.0,
-        "logit_softcap": 20.0,
+        **GEMMA_2,
     },
 }
 EIGENSTATES = {

@@ -35,12 +35,9 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "extend.md"
 @pytest.fixture
 def my_gpt(tmp_path, monkeypatch):
     """The guide's module, importable as my_gpt."""
+    page = DOCUMENT.read_text(encoding="utf-8")
     for name in ("my_gpt.py", "my_gpt.yaml"):
-        block = re.search(
-            rf"^```\w+\n(# {name}\n.*?)^```",
-            DOCUMENT.read_text(encoding="utf-8"),
-            re.MULTILINE | re.DOTALL,
-        )
+        block = re.search(rf"^```\w+\n(# {name}\n.*?)^```", page, re.MULTILINE | re.DOTALL)
         (tmp_path / name).write_text(block[1], encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path / "cache"))
@@ -69,9 +66,8 @@ def test_it_trains_resumes_evaluates_and_samples(make_config, tmp_path):
     assert resumed["weights_sha256"] == whole["weights_sha256"]
     assert evaluate(tmp_path / "run").val_loss == pytest.approx(whole["val_loss"], rel=1e-6)
     loaded = load_run(tmp_path / "run")
-    assert (
-        len("".join(sample(loaded.model, loaded.tokenizer, "", max_tokens=70, temperature=1.0))) > 0
-    )  # beyond block_size
+    pieces = sample(loaded.model, loaded.tokenizer, "", max_tokens=70, temperature=1.0)
+    assert "".join(pieces), "also beyond block_size"
 
 
 def test_sequences_beyond_the_limit_are_rejected(make_config, my_gpt, tmp_path):
@@ -95,30 +91,24 @@ def test_loss_logits_kinds_and_flops_match_the_module(my_gpt):
     torch.testing.assert_close(loss_sum / num_valid, mean)
     torch.testing.assert_close(model.next_logits(tokens), logits[:, -1])
     kinds = model.parameter_kinds()
-    assert {
-        kinds["module.tokens.weight"],
-        kinds["module.output.weight"],
-        kinds["module.block.norm1.weight"],
-    } == {"embedding", "head", "vector"}
-    assert (
-        kinds["module.block.linear1.weight"]
-        == kinds["module.block.self_attn.in_proj_weight"]
-        == "hidden"
-    )
-    matrices = sum(
-        p.numel() for name, p in model.named_parameters() if kinds[name] in ("hidden", "head")
-    )
+    for name, kind in (
+        ("tokens.weight", "embedding"),
+        ("output.weight", "head"),
+        ("block.norm1.weight", "vector"),
+        ("block.linear1.weight", "hidden"),
+        ("block.self_attn.in_proj_weight", "hidden"),
+    ):
+        assert kinds[f"module.{name}"] == kind
+    parameters = model.named_parameters()
+    matrices = sum(p.numel() for name, p in parameters if kinds[name] in ("hidden", "head"))
     attention = 2 * 2 * 5 * 8  # scores and values of every key
     assert model.flops_per_token(5).causal_exact == Fraction(3 * (2 * matrices + attention))
 
 
 def test_speedups_of_unused_ops_are_off(make_config):
-    decisions = {
-        decision.name: decision for decision in select(make_config(speedups="auto"), probe())
-    }
-    assert not any(
-        decisions[name].on for name in ("fused-attention", "bf16-products", "onednn", "chunked-ce")
-    )
+    decisions = {each.name: each for each in select(make_config(speedups="auto"), probe())}
+    for name in ("fused-attention", "bf16-products", "onednn", "chunked-ce"):
+        assert not decisions[name].on
     assert "calls none of the functions" in decisions["fused-attention"].reason
 
 
@@ -134,10 +124,7 @@ class StopAt(Quiet):
 class Returns(nn.Module):
     def __init__(self, returned):
         super().__init__()
-        self.returned = returned
-
-    def forward(self, idx):
-        return self.returned
+        self.forward = lambda idx: returned
 
 
 @pytest.mark.parametrize(
@@ -154,13 +141,10 @@ def test_a_module_that_does_not_return_logits_is_named(returned, actual):
         return Returns(returned)
 
     kind = adapt(build)
-    with pytest.raises(
-        ShapeError,
-        match=rf"forward\(\) of Returns returned {actual} instead of logits of shape \(1, 4, 7\)",
-    ):
-        kind(kind.check({"vocab_size": 7}, seq_len=4), Ops.plain()).embed(
-            torch.zeros(1, 4, dtype=torch.int64)
-        )
+    model = kind(kind.check({"vocab_size": 7}, seq_len=4), Ops.plain())
+    words = rf"forward\(\) of Returns returned {actual} instead of logits of shape \(1, 4, 7\)"
+    with pytest.raises(ShapeError, match=words):
+        model.embed(torch.zeros(1, 4, dtype=torch.int64))
 
 
 @pytest.mark.parametrize(

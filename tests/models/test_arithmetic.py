@@ -14,17 +14,14 @@ pytestmark = pytest.mark.slow
 @every_model
 @pytest.mark.parametrize("product", variants(linear))
 def test_any_product_gives_the_same_loss_and_gradients(shape, product):
-    actual = make_model(
-        shape,
-        Ops.plain(
-            attention=attention.fused,
-            cross_entropy=cross_entropy.fused,
-            linear=variants(linear)[product],
-        ),
-        dropout=0.0,
-    )
-    expected = make_model(shape, PLAIN, dropout=0.0)
-    losses = [model(*random_tokens())[0] for model in (actual, expected)]
+    fused = {"attention": attention.fused, "cross_entropy": cross_entropy.fused}
+    ops = Ops.plain(**fused, linear=variants(linear)[product])
+    require_equal(product, *(make_model(shape, each, dropout=0.0) for each in (ops, PLAIN)))
+
+
+def require_equal(product, actual, expected, call=None):
+    """Compare loss and gradients of two models, the first one called by `call`."""
+    losses = [model(*random_tokens())[0] for model in (actual if call is None else call, expected)]
     for loss_sum in losses:
         loss_sum.backward()
     assert_close(product, *losses)
@@ -60,13 +57,9 @@ def test_autocast_keeps_loss_norms_and_hidden_states_fp32(shape):
     seen = []
     for module in model.modules():
         if "Norm" in type(module).__name__:
-            module.register_forward_hook(
-                lambda module, inputs, output: seen.append(inputs[0].dtype == output.dtype)
-            )
+            module.register_forward_hook(lambda _, x, y: seen.append(x[0].dtype == y.dtype))
     for block in model.blocks:
-        block.register_forward_hook(
-            lambda module, inputs, output: seen.append(output.dtype == torch.float32)
-        )
+        block.register_forward_hook(lambda _, x, y: seen.append(y.dtype == torch.float32))
     with torch.autocast("cpu", torch.bfloat16):
         loss_sum, _ = model(tokens, targets)
     loss_sum.backward()
@@ -75,19 +68,13 @@ def test_autocast_keeps_loss_norms_and_hidden_states_fp32(shape):
     assert loss_sum.dtype == torch.float32
     assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.float32}
     torch.testing.assert_close(loss_sum, wide, rtol=0.02, atol=0.0)
-
-
-@every_model
-def test_bf16_weights_work(shape):
-    model = make_model(shape).to(torch.bfloat16)
-    loss_sum, _ = model(*random_tokens())
+    loss_sum, _ = make_model(shape).to(torch.bfloat16)(tokens, targets)
     loss_sum.backward()
-    assert loss_sum.dtype == torch.float32
+    assert loss_sum.dtype == torch.float32, "with bf16 weights too"
 
 
-@pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning"
-)  # torch's own compiler still calls torch.jit
+# torch's own compiler still calls torch.jit
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("product", variants(linear))
 @pytest.mark.parametrize("kind", MODELS.names())
 def test_it_compiles_without_a_graph_break(kind, product):
@@ -103,21 +90,8 @@ def test_it_compiles_without_a_graph_break(kind, product):
         heads=heads.fused,
         scan=scan.chunked,
     )
-    shape = (
-        kind,
-        tuple(
-            {
-                key: value
-                for key, value in (SMALL | {"num_layers": 1}).items()
-                if key in MODELS.get(kind).Config.model_fields
-            }.items()
-        ),
-    )
-    plain, compiled = make_model(shape), make_model(shape, ops)
+    known, small = MODELS.get(kind).Config.model_fields, SMALL | {"num_layers": 1}
+    shape = kind, tuple((key, value) for key, value in small.items() if key in known)
+    compiled = make_model(shape, ops)
     call = torch.compile(compiled, fullgraph=True, dynamic=False, backend="aot_eager")
-    expected, actual = plain(*random_tokens())[0], call(*random_tokens())[0]
-    expected.backward()
-    actual.backward()
-    assert_close(product, actual, expected)
-    for one, other in zip(compiled.parameters(), plain.parameters(), strict=True):
-        assert_close(product, one.grad, other.grad)
+    require_equal(product, compiled, make_model(shape), call)

@@ -15,25 +15,15 @@ from flatout.registry import MODELS
 PLAIN = Ops.plain()
 FAST = Ops.plain(attention=attention.fused, cross_entropy=cross_entropy.fused)
 SMALL = {"num_layers": 2, "d_model": 32, "num_heads": 4}
+LLAMA = {"norm": "rmsnorm", "activation": "swiglu", "num_kv_heads": 2, "tied_head": False}
 TRANSFORMERS = {
     "default": {},
-    "rmsnorm": {"norm": "rmsnorm"},
     "learned positions, biases": {"positions": "learned", "bias": True},
-    "untied": {"tied_head": False},
-    "grouped": {"num_kv_heads": 2},
     "one key head": {"num_kv_heads": 1, "head_dim": 6},
-    "qk norm": {"qk_norm": True},
     "window": {"window": 5},
     "window of one": {"window": 1},
     "window over all": {"window": 1000},
-    "llama": {
-        "norm": "rmsnorm",
-        "activation": "swiglu",
-        "num_kv_heads": 2,
-        "tied_head": False,
-        "window": 7,
-        "qk_norm": True,
-    },
+    "llama": {**LLAMA, "window": 7, "qk_norm": True},
     "gpt2": {"positions": "learned", "bias": True, "window": 3, "num_kv_heads": 2, "dropout": 0.5},
     "gpt_neox": {"parallel_residual": True, "rotary_dims": 2, "bias": True},
     "scaled": {
@@ -76,9 +66,8 @@ def make_model(shape, ops=FAST, seq_len=SEQ_LEN) -> LanguageModel:
     model = model_class(model_class.check(dict(own) | {"vocab_size": VOCAB}, seq_len=seq_len), ops)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.mul_(4) if parameter.dim() > 1 else parameter.add_(
-                0.1 * torch.randn_like(parameter)
-            )
+            noise = 0.1 * torch.randn_like(parameter)
+            parameter.mul_(4) if parameter.dim() > 1 else parameter.add_(noise)
     return model.eval()
 
 
@@ -90,14 +79,7 @@ def assert_close_to(actual, expected):
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
-CUTS = [
-    [1] * SEQ_LEN,
-    [SEQ_LEN],
-    [9] + [1] * 15,
-    [2, 11, 1, 1, 5, 4],
-    [1, 1, 1, 20, 1],
-    [7, 1, 8, 8],
-]
+CUTS = [[1] * SEQ_LEN, [SEQ_LEN], [9] + [1] * 15, [2, 11, 1, 1, 5, 4], [1, 1, 1, 20, 1]]
 
 
 @pytest.fixture
@@ -113,12 +95,8 @@ def poisoned_memory():
 @pytest.mark.parametrize("ops", [PLAIN, FAST], ids=["reference", "fused"])
 @pytest.mark.parametrize("cut", CUTS, ids=str)
 def test_the_logits_after_each_piece_match_a_full_pass(shape, ops, cut, poisoned_memory):
-    model, tokens, decoder = (
-        make_model(shape, ops),
-        random_tokens(),
-        make_model(shape, ops).decoder(),
-    )
-    expected = model.logits(tokens).detach()
+    model, tokens = make_model(shape, ops), random_tokens()
+    expected, decoder = model.logits(tokens).detach(), model.decoder()
     assert expected.std() > 0.1
     for piece in tokens.split(cut, dim=1):
         actual = decoder.read(piece)
@@ -145,7 +123,10 @@ def test_half_precision_is_close(shape):
 
 @every_model
 def test_a_full_decoder_rejects_more_tokens(shape):
-    decoder = make_model(shape).decoder(max_tokens=6)
+    model = make_model(shape)
+    for asked in (10**9, None):
+        assert model.decoder(asked).max_tokens in {model.max_seq_len, None}
+    decoder = model.decoder(max_tokens=6)
     if decoder.max_tokens is None:
         pytest.skip("this model reads any number of tokens")
     decoder.read(random_tokens(seq_len=5))
@@ -159,49 +140,28 @@ def test_a_full_decoder_rejects_more_tokens(shape):
 
 
 @every_model
-def test_a_decoder_is_limited_to_the_positions_of_the_model(shape):
-    model = make_model(shape)
-    assert model.decoder(10**9).max_tokens in {model.max_seq_len, None}
-    assert model.decoder().max_tokens in {model.max_seq_len, None}
-
-
-@every_model
 def test_a_model_without_its_own_decoder_recomputes_everything(shape):
     """Such a model inherits the decoder of LanguageModel."""
     model, tokens = make_model(shape), random_tokens()
-    decoder = LanguageModel.decoder(model, 20)
+    decoder, expected = LanguageModel.decoder(model, 20), model.logits(tokens).detach()
     assert isinstance(decoder, RecomputingDecoder)
     assert decoder.max_tokens == 20
     for piece in tokens[:, :20].split([6, 1, 13], dim=1):
-        assert_close_to(
-            decoder.read(piece), model.logits(tokens).detach()[:, decoder.num_tokens - 1]
-        )
+        assert_close_to(decoder.read(piece), expected[:, decoder.num_tokens - 1])
 
 
 @pytest.mark.parametrize(("window", "slots"), [(None, SEQ_LEN), (5, 5), (1000, SEQ_LEN)])
 def test_a_transformer_caches_the_keys_of_its_window(window, slots):
-    model = make_model(
-        ("transformer", tuple((SMALL | {"num_kv_heads": 2, "window": window}).items()))
-    )
+    """No layer gets earlier tokens again."""
+    shape = SMALL | {"num_kv_heads": 2, "window": window}
+    model, seen = make_model(("transformer", tuple(shape.items()))), []
+    model.blocks[1].mlp.register_forward_hook(lambda _, inputs, __: seen.append(inputs[0].shape[1]))
     decoder = model.decoder()
     assert isinstance(decoder, CachingDecoder)
-    for piece in random_tokens().split(1, dim=1):
-        decoder.read(piece)
-        assert [tuple(cache._kept_2BGSC.shape) for cache in decoder._caches] == [
-            (2, 3, 2, slots, 8)
-        ] * 2
-
-
-def test_a_transformer_computes_only_new_tokens():
-    """No layer gets earlier tokens again."""
-    model = make_model(("transformer", tuple(SMALL.items())))
-    seen = []
-    model.blocks[1].mlp.register_forward_hook(
-        lambda module, inputs, output: seen.append(inputs[0].shape[1])
-    )
-    decoder = model.decoder()
     for piece in random_tokens().split([10, *[1] * 14], dim=1):
         decoder.read(piece)
+        for cache in decoder._caches:
+            assert tuple(cache._kept_2BGSC.shape) == (2, 3, 2, slots, 8)
     assert seen == [10, *[1] * 14]
 
 

@@ -75,24 +75,17 @@ def through_two_documents(model, tokens, ids, poison=None):
 
     def poisoned(tokens_BT):
         hidden_BTD = embed(model, tokens_BT).detach()
-        actual.append(
-            (
-                hidden_BTD
-                if poison is None
-                else hidden_BTD.masked_fill(ids[..., None] == 0, poison)
-            ).requires_grad_()
-        )
+        if poison is not None:
+            hidden_BTD = hidden_BTD.masked_fill(ids[..., None] == 0, poison)
+        actual.append(hidden_BTD.requires_grad_())
         return actual[-1]
 
     model.embed = poisoned
     model.zero_grad()
     logits = model.logits(tokens, ids)[:, 8:]
     logits.square().sum().backward()
-    gradients = {
-        name: parameter.grad
-        for name, parameter in model.named_parameters()
-        if parameter.grad is not None
-    }
+    named = ((name, parameter.grad) for name, parameter in model.named_parameters())
+    gradients = {name: gradient for name, gradient in named if gradient is not None}
     return logits.detach(), actual[-1].grad[:, 8:], gradients
 
 
@@ -118,14 +111,10 @@ def test_packed_documents_do_not_leak(shape, mixer):
     assert torch.equal(logits, logits_after)
     assert torch.equal(inputs, inputs_after)
     assert gradients.keys() == gradients_after.keys()
-    assert [
-        name
-        for name, gradient in gradients.items()
-        if not torch.equal(gradient, gradients_after[name])
-    ] == []
-    if (
-        op == "scan"
-    ):  # masked values get the weight 0, and 0 x NaN is NaN, in the kernels and in the reference
+    for name, gradient in gradients.items():
+        assert torch.equal(gradient, gradients_after[name]), name
+    # In the kernels of attention masked values get the weight 0, and 0 x NaN is NaN.
+    if op == "scan":
         logits_after, inputs_after, _ = through_two_documents(model, tokens, ids, poison=math.nan)
         assert torch.equal(logits, logits_after)
         assert torch.equal(inputs, inputs_after)
@@ -152,12 +141,8 @@ def only_visible(q_BHTC, k_BGSC, v_BGSC, *, doc_ids_BT=None, window=None, softca
     rows = []
     for t in range(q_BHTC.shape[2]):
         seen = slice(max(0, t + 1 - (window or t + 1)), t + 1)
-        scores = (
-            q_BHTC[:, :, t : t + 1]
-            @ k_BHSC[:, :, seen].transpose(-2, -1)
-            / math.sqrt(q_BHTC.shape[-1])
-        )
-        rows.append(scores.softmax(-1) @ v_BHSC[:, :, seen])
+        scores = q_BHTC[:, :, t : t + 1] @ k_BHSC[:, :, seen].transpose(-2, -1)
+        rows.append((scores / math.sqrt(q_BHTC.shape[-1])).softmax(-1) @ v_BHSC[:, :, seen])
     return torch.cat(rows, dim=2)
 
 
@@ -179,46 +164,28 @@ def test_flops_match_torchs_count(shape, seq_len):
 
 
 @every_model
-def test_every_parameter_has_a_kind(shape):
+def test_every_parameter_has_a_kind_and_learns_and_checkpoints_have_no_others(shape):
     model = make_model(shape)
-    kinds = model.parameter_kinds()
-    assert list(kinds) == [name for name, _ in model.named_parameters()]
+    kinds, parameters = model.parameter_kinds(), dict(model.named_parameters())
+    assert list(kinds) == list(parameters) == list(model.state_dict())
     assert set(kinds.values()) <= {"hidden", "embedding", "head", "vector"}
-    for name, parameter in model.named_parameters():
+    model(*random_tokens())[0].backward()
+    for name, parameter in parameters.items():
         assert (kinds[name] == "vector") == (parameter.dim() == 1)
+        assert parameter.grad is not None, name
+        assert parameter.grad.any(), name
     for name, rows in model.stacked_rows().items():
         assert kinds[name] == "hidden"
-        assert sum(rows) == model.get_parameter(name).shape[0]
-
-
-@every_model
-def test_every_parameter_learns(shape):
-    model = make_model(shape)
-    model(*random_tokens())[0].backward()
-    assert [
-        name
-        for name, parameter in model.named_parameters()
-        if parameter.grad is None or not parameter.grad.any()
-    ] == []
-
-
-@every_model
-def test_parameters_are_counted_on_the_meta_device(shape):
-    model = make_model(shape)
-    assert MODELS.get(shape[0]).num_parameters(model.config) == sum(
-        parameter.numel() for parameter in model.parameters()
-    )
-    assert {
-        parameter.device.type for parameter in type(model).on_meta(model.config, FAST).parameters()
-    } == {"meta"}
+        assert sum(rows) == parameters[name].shape[0]
 
 
 @every_model
 def test_a_model_from_the_meta_device_equals_the_model(shape):
-    model, empty = (
-        make_model(shape),
-        type(make_model(shape)).on_meta(make_model(shape).config, FAST),
-    )
+    model = make_model(shape)
+    empty = type(model).on_meta(model.config, FAST)
+    assert {parameter.device.type for parameter in empty.parameters()} == {"meta"}
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    assert MODELS.get(shape[0]).num_parameters(model.config) == numel
     empty.to_empty(device="cpu")
     torch.manual_seed(0)
     empty.init_weights()
@@ -258,25 +225,11 @@ def test_ignored_targets_do_not_count(shape):
     half = targets.clone()
     half[:, ::2] = -1
     loss_sum, num_valid = model(tokens, half)
-    losses = nn.functional.cross_entropy(
-        model.logits(tokens).flatten(0, 1), targets.flatten(), reduction="none"
-    ).view_as(targets)
+    logits = model.logits(tokens)
+    losses = nn.functional.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
     assert int(num_valid) == int((half >= 0).sum())
     torch.testing.assert_close(loss_sum, losses[half >= 0].sum())
-
-
-@every_model
-def test_next_logits_are_the_last_logits(shape):
-    model = make_model(shape).eval()
-    tokens, _ = random_tokens(seq_len=9)
-    torch.testing.assert_close(model.next_logits(tokens), model.logits(tokens)[:, -1])
-
-
-@every_model
-def test_checkpoints_contain_parameters_only(shape):
-    """They have no tables and no duplicate names."""
-    model = make_model(shape)
-    assert list(model.state_dict()) == [name for name, _ in model.named_parameters()]
+    torch.testing.assert_close(model.next_logits(tokens), logits[:, -1])
 
 
 @pytest.mark.parametrize("kind", MODELS.names())
@@ -290,11 +243,9 @@ def test_unknown_and_wrong_keys_are_named(kind):
 
 def test_a_key_of_another_kind_names_that_kind():
     """It happens when model.kind=eigenstate overrides a recipe for a transformer."""
-    eigenstate = MODELS.get("eigenstate")
-    with pytest.raises(
-        ConfigError,
-        match=r"has no model.activation and model.qk_norm; .*'transformer' does.*start from",
-    ):
-        eigenstate.check({"vocab_size": 10, "activation": "relu2", "qk_norm": True}, seq_len=8)
+    check = MODELS.get("eigenstate").check
+    words = r"has no model.activation and model.qk_norm; .*'transformer' does.*start from"
+    with pytest.raises(ConfigError, match=words):
+        check({"vocab_size": 10, "activation": "relu2", "qk_norm": True}, seq_len=8)
     with pytest.raises(ConfigError, match=r"Did you mean 'model.d_model'"):
-        eigenstate.check({"vocab_size": 10, "d_modle": 4}, seq_len=8)
+        check({"vocab_size": 10, "d_modle": 4}, seq_len=8)

@@ -11,11 +11,11 @@ from flatout.ops.heads import reference
 FAST = Ops.plain(attention=attention.fused, cross_entropy=cross_entropy.fused)
 
 
+SMALL = {"vocab_size": 50, "num_layers": 2, "d_model": 32, "num_heads": 4}
+
+
 def make_config(seq_len=16, **changes):
-    return Transformer.check(
-        {"vocab_size": 50, "num_layers": 2, "d_model": 32, "num_heads": 4} | changes,
-        seq_len=seq_len,
-    )
+    return Transformer.check(SMALL | changes, seq_len=seq_len)
 
 
 @pytest.mark.parametrize(
@@ -43,64 +43,46 @@ def test_the_number_of_parameters_follows_the_formula(changes, formula):
 
 
 @pytest.mark.slow
-def test_published_models_have_their_published_sizes():
-    gpt2 = {
-        "vocab_size": 50257,
-        "num_layers": 12,
-        "d_model": 768,
-        "num_heads": 12,
-        "positions": "learned",
-        "bias": True,
-    }
-    assert Transformer.num_parameters(Transformer.check(gpt2, seq_len=1024)) == 124_439_808
-    llama = {
-        "vocab_size": 32000,
-        "num_layers": 32,
-        "d_model": 4096,
-        "num_heads": 32,
-        "d_ff": 11008,
-        "norm": "rmsnorm",
-        "activation": "swiglu",
-    }
-    assert (
-        Transformer.num_parameters(Transformer.check(llama | {"tied_head": False}, seq_len=2048))
-        == 6_738_415_616
-    )
+@pytest.mark.parametrize(
+    ("seq_len", "sizes", "own", "published"),
+    [
+        (1024, (50257, 12, 768, 12), {"positions": "learned", "bias": True}, 124_439_808),
+        (
+            2048,
+            (32000, 32, 4096, 32),
+            {"d_ff": 11008, "norm": "rmsnorm", "activation": "swiglu", "tied_head": False},
+            6_738_415_616,
+        ),
+    ],
+    ids=["gpt2", "llama"],
+)
+def test_published_models_have_their_published_sizes(seq_len, sizes, own, published):
+    config = make_config(seq_len, **dict(zip(SMALL, sizes, strict=True)), **own)
+    assert Transformer.num_parameters(config) == published
 
 
 def test_parameter_names_are_stable():
     """Checkpoints contain these names."""
-    model = Transformer(
-        make_config(num_layers=1, bias=True, qk_norm=True, tied_head=False, positions="learned"),
-        FAST,
-    )
-    both = [
-        f"{part}.{kind}"
-        for part in ("attention_norm", "attention.qkv", "attention.output")
-        for kind in ("weight", "bias")
-    ]
-    both += ["attention.query_norm.weight", "attention.key_norm.weight"]
-    both += [
-        f"{part}.{kind}"
-        for part in ("mlp_norm", "mlp.up", "mlp.down")
-        for kind in ("weight", "bias")
-    ]
-    expected = [
+    options = {"bias": True, "qk_norm": True, "tied_head": False, "positions": "learned"}
+    model = Transformer(make_config(num_layers=1, **options), FAST)
+
+    def both(*parts):
+        return [f"blocks.0.{part}.{kind}" for part in parts for kind in ("weight", "bias")]
+
+    assert [name for name, _ in model.named_parameters()] == [
         "token_embedding.weight",
         "position_embedding.weight",
-        *(f"blocks.0.{name}" for name in both),
-    ]
-    assert [name for name, _ in model.named_parameters()] == [
-        *expected,
+        *both("attention_norm", "attention.qkv", "attention.output"),
+        "blocks.0.attention.query_norm.weight",
+        "blocks.0.attention.key_norm.weight",
+        *both("mlp_norm", "mlp.up", "mlp.down"),
         "final_norm.weight",
         "final_norm.bias",
         "unembedding.weight",
     ]
     gated = Transformer(make_config(num_layers=1, activation="swiglu", norm="rmsnorm"), FAST)
-    assert [name for name, _ in gated.named_parameters() if "mlp." in name] == [
-        "blocks.0.mlp.gate_up.weight",
-        "blocks.0.mlp.down.weight",
-    ]
+    names = [name for name, _ in gated.named_parameters() if "mlp." in name]
+    assert names == ["blocks.0.mlp.gate_up.weight", "blocks.0.mlp.down.weight"]
 
 
 @pytest.mark.parametrize(
@@ -109,14 +91,12 @@ def test_parameter_names_are_stable():
 def test_every_rms_norm_uses_the_configured_eps(norms):
     """With hidden states of magnitude 1, each norm divides by sqrt(1 + eps)."""
     given = []
-    model = Transformer(
-        make_config(**norms, rms_norm_eps=0.5),
-        Ops.plain(
-            heads=lambda *tensors, **named: (
-                given.append(named["eps"]) or reference(*tensors, **named)
-            )
-        ),
-    )
+
+    def noted(*tensors, **named):
+        given.append(named["eps"])
+        return reference(*tensors, **named)
+
+    model = Transformer(make_config(**norms, rms_norm_eps=0.5), Ops.plain(heads=noted))
     model.logits(torch.zeros(1, 4, dtype=torch.int64))
     assert given == [0.5, 0.5]
     norms_of_rows = [module for module in model.modules() if isinstance(module, layers.RMSNorm)]
@@ -137,6 +117,7 @@ def test_every_layer_norm_uses_the_configured_eps():
 
 def same_weights(**changes):
     """Return two models with equal weights, without and with changes."""
+    torch.manual_seed(0)
     plain, changed = (Transformer(make_config(**keys), FAST) for keys in ({}, changes))
     changed.load_state_dict(plain.state_dict())
     return plain, changed
@@ -147,15 +128,14 @@ TOKENS = torch.randint(50, (2, 16), generator=torch.Generator().manual_seed(3))
 
 def test_the_logit_scale_multiplies_logits_and_precedes_the_softcap():
     plain, scaled = same_weights(logit_scale=0.25)
-    torch.testing.assert_close(scaled.logits(TOKENS), plain.logits(TOKENS) * 0.25)
-    loss = torch.nn.functional.cross_entropy(
-        plain.logits(TOKENS).flatten(0, 1) * 0.25, TOKENS.flatten(), reduction="sum"
-    )
+    logits = plain.logits(TOKENS)
+    torch.testing.assert_close(scaled.logits(TOKENS), logits * 0.25)
+    classes = logits.flatten(0, 1) * 0.25
+    loss = torch.nn.functional.cross_entropy(classes, TOKENS.flatten(), reduction="sum")
     torch.testing.assert_close(scaled(TOKENS, TOKENS)[0], loss)
-    plain, capped = same_weights(logit_scale=8.0, logit_softcap=2.0)
-    torch.testing.assert_close(
-        capped.logits(TOKENS), (plain.logits(TOKENS) * 8 / 2).tanh() * 2, rtol=1e-5, atol=1e-5
-    )
+    _, capped = same_weights(logit_scale=8.0, logit_softcap=2.0)
+    expected = (logits * 8 / 2).tanh() * 2
+    torch.testing.assert_close(capped.logits(TOKENS), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_the_embedding_scale_multiplies_token_embeddings_only():
@@ -170,11 +150,8 @@ def test_the_embedding_scale_multiplies_token_embeddings_only():
 def test_a_parallel_mlp_reads_the_input_of_attention():
     _, parallel = same_weights(parallel_residual=True)
     block, hidden = parallel.blocks[0], torch.randn(2, 16, 32)
-    expected = (
-        hidden
-        + block.attention(block.attention_norm(hidden), None)
-        + block.mlp(block.mlp_norm(hidden))
-    )
+    expected = hidden + block.mlp(block.mlp_norm(hidden))
+    expected += block.attention(block.attention_norm(hidden), None)
     torch.testing.assert_close(block(hidden), expected)
 
 
@@ -183,10 +160,7 @@ def test_a_parallel_mlp_reads_the_input_of_attention():
     [
         ({"bias": True}, ["attention.qkv", "attention.output", "mlp.up", "mlp.down"]),
         ({"qkv_bias": True}, ["attention.qkv"]),
-        (
-            {"bias": True, "qkv_bias": False},
-            ["attention.output", "mlp.up", "mlp.down"],
-        ),
+        ({"bias": True, "qkv_bias": False}, ["attention.output", "mlp.up", "mlp.down"]),
         ({}, []),
     ],
     ids=str,
@@ -199,15 +173,14 @@ def test_biases_of_queries_keys_and_values_may_differ_from_the_others(keys, with
 
 def test_initial_weights_have_the_documented_deviation():
     model = Transformer(make_config(num_layers=8, d_model=128, bias=True, tied_head=False), FAST)
+    into_residual = ("attention.output.weight", "mlp.down.weight")
     for name, parameter in model.state_dict().items():
         if name.endswith("bias"):
             assert not parameter.any()
         elif parameter.dim() == 1:
             assert (parameter == 1).all()
         else:
-            expected = (
-                0.02 / 4 if name.endswith(("attention.output.weight", "mlp.down.weight")) else 0.02
-            )
+            expected = 0.02 / 4 if name.endswith(into_residual) else 0.02
             assert float(parameter.std()) == pytest.approx(expected, rel=0.05)
             assert float(parameter.mean()) == pytest.approx(0, abs=expected / 20)
 
@@ -216,17 +189,11 @@ def test_rotary_scores_depend_on_distance_only():
     cos, sin = Transformer(make_config(seq_len=64), FAST).blocks[0].attention.rotary(0, 64)
     query, key = torch.randn(2, 8, dtype=torch.float64)
     product = torch.cat((query, key, key)).expand(1, 64, -1)
-    turned_q, turned_k, _ = (
-        heads[0, 0] for heads in reference(product, None, cos, sin, counts=(1, 1))
-    )
-    scores = turned_q @ turned_k.T
+    turned_q, turned_k, _ = (x[0, 0] for x in reference(product, None, cos, sin, counts=(1, 1)))
+    scores, close = turned_q @ turned_k.T, {"rtol": 1e-5, "atol": 1e-5}
     for distance in range(64):
-        torch.testing.assert_close(
-            scores.diagonal(distance),
-            scores[0, distance].expand(64 - distance),
-            rtol=1e-5,
-            atol=1e-5,
-        )
+        expected = scores[0, distance].expand(64 - distance)
+        torch.testing.assert_close(scores.diagonal(distance), expected, **close)
     assert not torch.allclose(scores[0, 1], scores[0, 2])
     torch.testing.assert_close(turned_q.norm(dim=-1), query.norm().expand(64), rtol=1e-6, atol=1e-6)
 
@@ -246,9 +213,6 @@ def test_a_window_limits_the_visible_tokens():
     other[0, 4] = 49
     moved = (model.logits(tokens) != model.logits(other)).any(dim=-1)[0]
     assert moved.nonzero().flatten().tolist() == [4, 5, 6]
-
-
-def test_some_layers_see_all_tokens():
     config = make_config(num_layers=5, window=3, full_attention_every=2)
     blocks = Transformer(config, FAST).blocks
     assert [block.attention.window for block in blocks] == [3, None, 3, None, 3]
@@ -261,30 +225,27 @@ def test_norms_follow_attention_and_mlp():
     block, hidden = model.blocks[0], torch.randn(2, 16, 32)
     torch.nn.init.constant_(block.attention.post_norm.weight, 3.0)
     for part in (block.attention(hidden, None) / 3, block.mlp(hidden)):
-        torch.testing.assert_close(
-            part.square().mean(-1).sqrt(), torch.ones(2, 16), rtol=1e-3, atol=0
-        )
+        sizes = part.square().mean(-1).sqrt()
+        torch.testing.assert_close(sizes, torch.ones(2, 16), rtol=1e-3, atol=0)
 
 
 def test_the_softcap_of_attention_limits_the_scores():
     """With a tiny cap, all visible keys have nearly the same weight."""
-    torch.manual_seed(0)
     _, capped = same_weights(attention_softcap=1e-4)
-    attention_ = capped.blocks[0].attention
-    hidden = torch.randn(1, 16, 32)
-    values = (
-        attention_.qkv(hidden).chunk(3, dim=-1)[2].unflatten(2, (attention_.head_counts[1], -1))
-    )
-    values = values.transpose(1, 2)
-    mean = values.cumsum(2) / torch.arange(1, 17)[:, None]
-    expected = attention_.output(mean.transpose(1, 2).flatten(2))
-    torch.testing.assert_close(attention_(hidden, None), expected, rtol=1e-3, atol=1e-5)
+    layer, hidden = capped.blocks[0].attention, torch.randn(1, 16, 32)
+    values = layer.qkv(hidden).chunk(3, dim=-1)[2]
+    mean = values.cumsum(1) / torch.arange(1, 17)[:, None]
+    torch.testing.assert_close(layer(hidden, None), layer.output(mean), rtol=1e-3, atol=1e-5)
 
 
-def test_the_default_positions_are_the_sequence_length():
+def test_more_tokens_than_positions_are_rejected_with_a_fix():
     assert make_config(seq_len=48).max_seq_len == 48
     assert make_config(seq_len=48, max_seq_len=64).max_seq_len == 64
-    assert Transformer(make_config(seq_len=48), FAST).max_seq_len == 48
+    for positions in ("learned", "rotary"):
+        model = Transformer(make_config(seq_len=8, positions=positions), FAST)
+        assert model.max_seq_len == 8
+        with pytest.raises(ShapeError, match=r"Fix: .*model\.max_seq_len=9"):
+            model.logits(torch.zeros(1, 9, dtype=torch.int64))
 
 
 @pytest.mark.parametrize(
@@ -308,22 +269,8 @@ def test_inconsistent_shapes_name_the_key_to_set(changes, fix):
         make_config(**changes)
 
 
-def test_more_tokens_than_positions_are_rejected_with_a_fix():
-    for positions in ("learned", "rotary"):
-        model = Transformer(make_config(seq_len=8, positions=positions), FAST)
-        with pytest.raises(ShapeError, match=r"Fix: .*model\.max_seq_len=9"):
-            model.logits(torch.zeros(1, 9, dtype=torch.int64))
-
-
-FREEST = {
-    "num_heads": 4,
-    "num_kv_heads": 2,
-    "head_dim": 128,
-    "activation": "relu2",
-    "qk_norm": True,
-    "norm": "rmsnorm",
-    "tied_head": False,
-}
+FREEST = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 128, "activation": "relu2"}
+FREEST |= {"qk_norm": True, "norm": "rmsnorm", "tied_head": False, "vocab_size": 61}
 LIMITS = {
     "all before it": (None, False),
     "window": (40, False),
@@ -341,29 +288,20 @@ LIMITS = {
 def test_every_attention_gives_the_loss_and_gradients_of_the_reference(name, limits, device):
     """The model has grouped heads of 128, query and key norms, squared ReLU and a window."""
     window, has_documents = LIMITS[limits]
-    tokens, targets = torch.randint(61, (2, 2, 300), generator=torch.Generator().manual_seed(2))
-    ids = (
-        torch.tensor([[0] * 90 + [1] * 210, [0] * 140 + [1] * 10 + [2] * 150], dtype=torch.int32)
-        if has_documents
-        else None
-    )
+    config = make_config(300, **FREEST, window=window)
+    inputs = [*torch.randint(61, (2, 2, 300), generator=torch.Generator().manual_seed(2))]
+    if has_documents:
+        ids = [[0] * 90 + [1] * 210, [0] * 140 + [1] * 10 + [2] * 150]
+        inputs.append(torch.tensor(ids, dtype=torch.int32))
     results = []
     for function, where in ((variants(attention)[name], device), (attention.reference, "cpu")):
         torch.manual_seed(0)
-        config = Transformer.check(
-            FREEST | {"vocab_size": 61, "num_layers": 2, "d_model": 32, "window": window},
-            seq_len=300,
-        )
         model = Transformer(config, Ops.plain(attention=function)).to(where)
-        loss_sum, _ = model(
-            tokens.to(where), targets.to(where), None if ids is None else ids.to(where)
-        )
+        loss_sum, _ = model(*(each.to(where) for each in inputs))
         loss_sum.backward()
-        results.append(
-            [loss_sum.detach().cpu(), *(parameter.grad.cpu() for parameter in model.parameters())]
-        )
+        gradients = (parameter.grad.cpu() for parameter in model.parameters())
+        results.append([loss_sum.detach().cpu(), *gradients])
     limit = {"bf16": 3e-2}.get(name, 1e-4 if device == "cpu" else 1e-3)
     for actual, expected in zip(*results, strict=True):
-        torch.testing.assert_close(
-            actual, expected, rtol=limit, atol=limit * float(expected.abs().max())
-        )
+        atol = limit * float(expected.abs().max())
+        torch.testing.assert_close(actual, expected, rtol=limit, atol=atol)

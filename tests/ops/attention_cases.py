@@ -2,108 +2,38 @@
 
 import torch
 
-CASES = {
-    "square": {"heads": 4, "groups": 4, "queries": 16, "keys": 16},
-    "odd length": {"heads": 2, "groups": 2, "queries": 37, "keys": 37},
-    "one token": {"heads": 2, "groups": 1, "queries": 1, "keys": 1},
-    "grouped": {"heads": 6, "groups": 2, "queries": 21, "keys": 21},
-    "one key head": {"heads": 4, "groups": 1, "queries": 19, "keys": 19},
-    "window": {"heads": 2, "groups": 2, "queries": 33, "keys": 33, "window": 5},
-    "window of one": {"heads": 2, "groups": 2, "queries": 9, "keys": 9, "window": 1},
-    "window over all": {"heads": 2, "groups": 1, "queries": 9, "keys": 9, "window": 100},
-    "documents": {"heads": 2, "groups": 2, "queries": 29, "keys": 29, "documents": 4},
-    "documents, window, grouped": {
-        "heads": 4,
-        "groups": 2,
-        "queries": 41,
-        "keys": 41,
-        "documents": 3,
-        "window": 7,
-    },
-    "heads of 128": {
-        "heads": 2,
-        "groups": 1,
-        "queries": 25,
-        "keys": 25,
-        "window": 6,
-        "documents": 2,
-        "head_dim": 128,
-    },
-    "heads of 20": {
-        "heads": 3,
-        "groups": 3,
-        "queries": 25,
-        "keys": 25,
-        "documents": 2,
-        "head_dim": 20,
-    },
-    "last queries": {"heads": 4, "groups": 2, "queries": 3, "keys": 17},
-    "last query": {"heads": 4, "groups": 2, "queries": 1, "keys": 17},
-    "last query, window": {"heads": 2, "groups": 2, "queries": 1, "keys": 17, "window": 4},
-    "softcap": {"heads": 4, "groups": 2, "queries": 19, "keys": 19, "softcap": 0.7},
-    "softcap, documents, window": {
-        "heads": 2,
-        "groups": 2,
-        "queries": 29,
-        "keys": 29,
-        "documents": 4,
-        "window": 6,
-        "softcap": 0.7,
-    },
-}
 
+def case(heads, groups, queries, keys=None, **more):
+    return {"heads": heads, "groups": groups, "queries": queries, "keys": keys or queries, **more}
+
+
+CASES = {
+    "square": case(4, 4, 16),
+    "odd length": case(2, 2, 37),
+    "one token": case(2, 1, 1),
+    "grouped": case(6, 2, 21),
+    "one key head": case(4, 1, 19),
+    "window": case(2, 2, 33, window=5),
+    "window of one": case(2, 2, 9, window=1),
+    "window over all": case(2, 1, 9, window=100),
+    "documents": case(2, 2, 29, documents=4),
+    "documents, window, grouped": case(4, 2, 41, documents=3, window=7),
+    "heads of 128": case(2, 1, 25, window=6, documents=2, head_dim=128),
+    "heads of 20": case(3, 3, 25, documents=2, head_dim=20),
+    "last queries": case(4, 2, 3, 17),
+    "last query": case(4, 2, 1, 17),
+    "last query, window": case(2, 2, 1, 17, window=4),
+    "softcap": case(4, 2, 19, softcap=0.7),
+    "softcap, documents, window": case(2, 2, 29, documents=4, window=6, softcap=0.7),
+}
 LONG = {
-    "documents": {
-        "heads": 2,
-        "groups": 2,
-        "queries": 300,
-        "keys": 300,
-        "documents": 5,
-        "head_dim": 16,
-    },
-    "window": {"heads": 2, "groups": 1, "queries": 300, "keys": 300, "window": 50, "head_dim": 16},
-    "window over a block": {
-        "heads": 2,
-        "groups": 2,
-        "queries": 513,
-        "keys": 513,
-        "window": 300,
-        "head_dim": 16,
-    },
-    "whole blocks": {
-        "heads": 2,
-        "groups": 2,
-        "queries": 512,
-        "keys": 512,
-        "documents": 2,
-        "head_dim": 16,
-    },
-    "one over a block": {
-        "heads": 3,
-        "groups": 1,
-        "queries": 129,
-        "keys": 129,
-        "documents": 3,
-        "window": 7,
-        "head_dim": 16,
-    },
-    "two tokens a document": {
-        "heads": 1,
-        "groups": 1,
-        "queries": 200,
-        "keys": 200,
-        "documents": 100,
-        "head_dim": 16,
-    },
-    "heads of 128": {
-        "heads": 2,
-        "groups": 1,
-        "queries": 200,
-        "keys": 200,
-        "documents": 3,
-        "window": 70,
-        "head_dim": 128,
-    },
+    "documents": case(2, 2, 300, documents=5, head_dim=16),
+    "window": case(2, 1, 300, window=50, head_dim=16),
+    "window over a block": case(2, 2, 513, window=300, head_dim=16),
+    "whole blocks": case(2, 2, 512, documents=2, head_dim=16),
+    "one over a block": case(3, 1, 129, documents=3, window=7, head_dim=16),
+    "two tokens a document": case(1, 1, 200, documents=100, head_dim=16),
+    "heads of 128": case(2, 1, 200, documents=3, window=70, head_dim=128),
 }
 """Longer than a block of tokens, so that there is something to skip."""
 
@@ -122,17 +52,14 @@ def random_inputs(
     dtype=torch.float32,
 ):
     generator = torch.Generator().manual_seed(heads * 1000 + queries)
-    q, k, v = (
-        torch.randn(rows, count, length, head_dim, generator=generator, dtype=torch.float64).to(
-            dtype
+    sizes = ((heads, queries), (groups, keys), (groups, keys))
+    wide = {"generator": generator, "dtype": torch.float64}
+    q, k, v = (torch.randn(rows, *size, head_dim, **wide).to(dtype) for size in sizes)
+    ids = None
+    if documents is not None:
+        ids = (
+            torch.randint(documents, (rows, queries), generator=generator).sort(dim=1).values.int()
         )
-        for count, length in ((heads, queries), (groups, keys), (groups, keys))
-    )
-    ids = (
-        None
-        if documents is None
-        else torch.randint(documents, (rows, queries), generator=generator).sort(dim=1).values.int()
-    )
     options = {"doc_ids_BT": ids, "window": window}
     return (q, k, v), options if softcap is None else options | {"softcap": softcap}
 
@@ -140,7 +67,13 @@ def random_inputs(
 def with_gradients(function, tensors, options):
     leaves = [tensor.clone().requires_grad_() for tensor in tensors]
     out = function(*leaves, **options)
-    out.backward(
-        torch.cos(torch.arange(out.numel(), dtype=torch.float64)).view(out.shape).to(out.dtype)
-    )
+    out.backward(torch.cos(torch.arange(out.numel(), dtype=torch.float64)).view(out.shape).to(out))
     return [out.detach(), *(leaf.grad for leaf in leaves)]
+
+
+def assert_close_to_largest(actual, expected, rtol, atol=None):
+    """Check each tensor against fp64, with `atol` (`rtol`) relative to its largest value."""
+    for got, want in zip(actual, expected, strict=True):
+        want = want.double()
+        largest = max(float(want.abs().max()), 1) if want.numel() else 1
+        torch.testing.assert_close(got.double(), want, rtol=rtol, atol=(atol or rtol) * largest)

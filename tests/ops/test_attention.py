@@ -1,8 +1,15 @@
+import itertools
 import math
 
 import pytest
 import torch
-from attention_cases import CASES, LONG, random_inputs, with_gradients
+from attention_cases import (
+    CASES,
+    LONG,
+    assert_close_to_largest,
+    random_inputs,
+    with_gradients,
+)
 from op_variants import variants
 
 from flatout.errors import ShapeError
@@ -18,26 +25,21 @@ CLOSE = {"bf16": 2e-2}
 def by_loops(tensors, options):
     """Compute each query separately in fp64, as the docstring defines it."""
     q, k, v = (tensor.double() for tensor in tensors)
-    out = torch.zeros_like(q)
+    out, ids, window = torch.zeros_like(q), options["doc_ids_BT"], options["window"]
     (rows, heads, queries, head_dim), (_, groups, keys, _) = q.shape, k.shape
-    for row in range(rows):
-        for head in range(heads):
-            for query in range(queries):
-                at = keys - queries + query
-                seen = [
-                    key
-                    for key in range(at + 1)
-                    if (options["window"] is None or key > at - options["window"])
-                    and (
-                        options["doc_ids_BT"] is None
-                        or options["doc_ids_BT"][row, key] == options["doc_ids_BT"][row, at]
-                    )
-                ]
-                group = head // (heads // groups)
-                scores = k[row, group, seen] @ q[row, head, query] / math.sqrt(head_dim)
-                if cap := options.get("softcap"):
-                    scores = cap * (scores / cap).tanh()
-                out[row, head, query] = scores.softmax(0) @ v[row, group, seen]
+    for row, head, query in itertools.product(range(rows), range(heads), range(queries)):
+        at = keys - queries + query
+        seen = [
+            key
+            for key in range(at + 1)
+            if (window is None or key > at - window)
+            and (ids is None or ids[row, key] == ids[row, at])
+        ]
+        group = head // (heads // groups)
+        scores = k[row, group, seen] @ q[row, head, query] / math.sqrt(head_dim)
+        if cap := options.get("softcap"):
+            scores = cap * (scores / cap).tanh()
+        out[row, head, query] = scores.softmax(0) @ v[row, group, seen]
     return out
 
 
@@ -56,14 +58,8 @@ def test_values_and_gradients_match_the_reference_in_fp64(name, case, poisoned_m
     tensors, options = random_inputs(**CASES[case])
     expected = with_gradients(attention.reference, [tensor.double() for tensor in tensors], options)
     actual = with_gradients(VARIANTS[name], tensors, options)
-    for got, want in zip(actual, expected, strict=True):
-        assert got.dtype == torch.float32
-        torch.testing.assert_close(
-            got.double(),
-            want,
-            rtol=CLOSE.get(name, 1e-5),
-            atol=CLOSE.get(name, 2e-6) * max(float(want.abs().max()), 1),
-        )
+    assert {each.dtype for each in actual} == {torch.float32}
+    assert_close_to_largest(actual, expected, CLOSE.get(name, 1e-5), CLOSE.get(name, 2e-6))
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -85,30 +81,20 @@ def test_low_precision_is_close_to_fp64(name, poisoned_memory):
 )
 def test_masked_keys_affect_neither_outputs_nor_gradients(name, options):
     """Replacing masked keys and values with huge numbers changes no bit."""
-    (q, k, v), _ = random_inputs(heads=2, groups=2, queries=21, keys=21)
+    tensors, _ = random_inputs(heads=2, groups=2, queries=21, keys=21)
     masked, seeing = (slice(12, 21), slice(0, 12)) if not options else (slice(0, 6), slice(10, 21))
+    others = [*range(masked.start), *range(masked.stop, 21)]
     results = []
     for poison in (1.0, 1e4):
-        q_seeing, k_all, v_all = q.clone().requires_grad_(), k.clone(), v.clone()
-        k_all[:, :, masked] *= poison
-        v_all[:, :, masked] *= poison
-        k_all.requires_grad_()
-        v_all.requires_grad_()
-        out = VARIANTS[name](q_seeing, k_all, v_all, **options)[:, :, seeing]
+        q, k, v = (tensor.clone() for tensor in tensors)
+        for tensor in (k, v):
+            tensor[:, :, masked] *= poison
+        leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
+        out = VARIANTS[name](*leaves, **options)[:, :, seeing]
         out.square().sum().backward()
-        kept = [
-            position for position in range(21) if position not in range(masked.start, masked.stop)
-        ]
-        results.append(
-            [
-                out.detach(),
-                q_seeing.grad[:, :, seeing],
-                k_all.grad[:, :, kept],
-                v_all.grad[:, :, kept],
-            ]
-        )
-        assert not k_all.grad[:, :, masked].any()
-        assert not v_all.grad[:, :, masked].any()
+        kept = [tensor.grad[:, :, others] for tensor in (k, v)]
+        results.append([out.detach(), q.grad[:, :, seeing], *kept])
+        assert not any(tensor.grad[:, :, masked].any() for tensor in (k, v))
     for plain, poisoned in zip(*results, strict=True):
         assert torch.equal(plain, poisoned)
 
@@ -122,11 +108,9 @@ def test_every_variant_compiles_without_a_graph_break(name, case):
     """The cases include sequences longer than a block of tokens."""
     torch._dynamo.reset()
     tensors, options = random_inputs(**LONG[case])
-    expected = with_gradients(VARIANTS[name], tensors, options)
-    actual = with_gradients(
-        torch.compile(VARIANTS[name], fullgraph=True, backend="aot_eager"), tensors, options
-    )
-    for got, want in zip(actual, expected, strict=True):
+    compiled = torch.compile(VARIANTS[name], fullgraph=True, backend="aot_eager")
+    results = [with_gradients(each, tensors, options) for each in (compiled, VARIANTS[name])]
+    for got, want in zip(*results, strict=True):
         torch.testing.assert_close(got, want)
 
 

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from attention_cases import assert_close_to_largest
 from op_variants import variants
 
 from flatout.errors import MissingPackage, ShapeError
-from flatout.ops import Ops, at_least_fp32, attention, cross_entropy
+from flatout.ops import at_least_fp32, cross_entropy
 
 VARIANTS = variants(cross_entropy)
 CLOSE = {"bf16": 2e-2}
@@ -43,13 +44,8 @@ def random_inputs(*, rows, tokens, width, vocab, ignored):
     hidden = torch.randn(rows, tokens, width, generator=generator)
     weight = torch.randn(vocab, width, generator=generator)
     targets = torch.randint(vocab, (rows, tokens), generator=generator)
-    return (
-        hidden,
-        weight,
-        targets.masked_fill(
-            torch.rand(rows, tokens, generator=generator) < ignored, cross_entropy.IGNORED
-        ),
-    )
+    is_ignored = torch.rand(rows, tokens, generator=generator) < ignored
+    return hidden, weight, targets.masked_fill(is_ignored, cross_entropy.IGNORED)
 
 
 def with_gradients(function, hidden, weight, targets, **extras):
@@ -104,17 +100,9 @@ def test_values_and_gradients_match_the_reference_in_fp64(
         cross_entropy.reference, hidden.double(), weight.double(), targets, **EXTRAS[extras]
     )
     actual = with_gradients(VARIANTS[name], hidden, weight, targets, **EXTRAS[extras])
-    assert actual[0].dtype == torch.float32
-    assert actual[0].dim() == 0
+    assert (actual[0].dtype, actual[0].dim()) == (torch.float32, 0)
     assert torch.equal(actual[1], expected[1])
-    limit = CLOSE.get(name, 1e-5)
-    for got, want in zip(actual, expected, strict=True):
-        torch.testing.assert_close(
-            got.double(),
-            want.double(),
-            rtol=limit,
-            atol=limit * max(float(want.double().abs().max()), 1),
-        )
+    assert_close_to_largest(actual, expected, CLOSE.get(name, 1e-5))
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, 1e30])
@@ -123,11 +111,9 @@ def test_ignored_targets_affect_neither_loss_nor_gradients(name, poison):
     hidden, weight, targets = random_inputs(**CASES["some ignored"])
     ignored = targets == cross_entropy.IGNORED
     plain = with_gradients(VARIANTS[name], hidden, weight, targets)
-    poisoned = with_gradients(
-        VARIANTS[name], hidden.masked_fill(ignored[..., None], poison), weight, targets
-    )
-    for got, want in zip(poisoned, plain, strict=True):
-        assert torch.equal(got, want)
+    hidden = hidden.masked_fill(ignored[..., None], poison)
+    poisoned = with_gradients(VARIANTS[name], hidden, weight, targets)
+    assert all(map(torch.equal, poisoned, plain))
     assert not poisoned[2][ignored].any()
 
 
@@ -137,20 +123,19 @@ def test_low_precision_hidden_states_give_an_fp32_loss(name):
     loss_sum, _ = VARIANTS[name](hidden.bfloat16(), weight.bfloat16(), targets)
     assert loss_sum.dtype == torch.float32
     with torch.autocast("cpu", torch.bfloat16):
-        loss_sum, _ = VARIANTS[name](hidden, weight, targets)
-    assert loss_sum.dtype == torch.float32
+        assert VARIANTS[name](hidden, weight, targets)[0].dtype == torch.float32
 
 
-def test_mismatched_shapes_are_rejected_with_a_fix():
+@pytest.mark.parametrize("name", VARIANTS)
+def test_mismatched_shapes_are_rejected_with_a_fix(name):
     hidden, weight, targets = random_inputs(**CASES["plain"])
-    for function in VARIANTS.values():
-        for wrong in [
-            (hidden, weight, targets[:, :3]),
-            (hidden, weight[:, :3], targets),
-            (hidden[..., :3], weight, targets),
-        ]:
-            with pytest.raises(ShapeError, match="Fix:"):
-                function(*wrong)
+    for wrong in (
+        (hidden, weight, targets[:, :3]),
+        (hidden, weight[:, :3], targets),
+        (hidden[..., :3], weight, targets),
+    ):
+        with pytest.raises(ShapeError, match="Fix:"):
+            VARIANTS[name](*wrong)
 
 
 @pytest.mark.skipif(
@@ -158,13 +143,11 @@ def test_mismatched_shapes_are_rejected_with_a_fix():
     reason="needs liger-kernel, which brings Triton",
 )
 def test_ligers_kernels_match_the_reference():
-    """Covers softcap, z-loss and ignored targets, in Triton's interpreter, which needs its own
-    process.
-    """
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    """Softcap, z-loss and ignored targets in Triton's interpreter, which needs its own process."""
+    paths = {"PYTHONPATH": os.pathsep.join(sys.path)}  # those of the tests too
     done = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("interpreted_liger.py"))],
-        env=environment,
+        env={**os.environ, **paths, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
         timeout=250,
@@ -180,22 +163,9 @@ def test_missing_liger_names_the_install_command(monkeypatch):
 
 
 def test_at_least_fp32_never_narrows():
-    assert [
-        at_least_fp32(torch.ones(1, dtype=kind)).dtype
-        for kind in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-    ] == [
-        torch.float32,
-        torch.float32,
-        torch.float32,
-        torch.float64,
-    ]
-
-
-def test_variants_have_the_signature_of_the_reference():
-    assert {"reference", "fused"} <= set(VARIANTS)
-    assert "variants" not in variants(attention)
-    assert "at_least_fp32" not in variants(attention)
-    assert Ops.plain(attention=attention.fused).attention is variants(attention)["fused"]
+    for narrow in (torch.float16, torch.bfloat16, torch.float32):
+        assert at_least_fp32(torch.ones(1, dtype=narrow)).dtype == torch.float32
+    assert at_least_fp32(torch.ones(1, dtype=torch.float64)).dtype == torch.float64
 
 
 # torch's compiler uses deprecated features of its own.
@@ -203,20 +173,10 @@ def test_variants_have_the_signature_of_the_reference():
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_compiled_chunked_loss_has_gradients():
     """torch 2.11 silently traces some autograd functions into ones whose gradients are all zero."""
-    actual = []
-    for function in (
-        cross_entropy.chunked,
-        torch.compile(cross_entropy.chunked, backend="aot_eager"),
-    ):
-        generator = torch.Generator().manual_seed(3)
-        hidden_BTD, weight_VD = (
-            torch.randn(size, generator=generator, requires_grad=True)
-            for size in ((2, 8, 16), (32, 16))
-        )
-        targets_BT = torch.randint(32, (2, 8), generator=generator)
-        function(hidden_BTD, weight_VD, targets_BT)[0].backward()
-        actual.append((hidden_BTD.grad, weight_VD.grad))
-    for one, other in zip(*actual, strict=True):
+    inputs = random_inputs(**CASES["plain"])
+    compiled = torch.compile(cross_entropy.chunked, backend="aot_eager")
+    results = [with_gradients(each, *inputs) for each in (cross_entropy.chunked, compiled)]
+    for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other)
 
 
@@ -245,38 +205,32 @@ def sure_of_their_targets(vocab=11, width=6, targets=24):
 @pytest.mark.parametrize("name", sorted(VARIANTS))
 def test_float16_keeps_small_gradients_that_the_loss_scale_preserves(name, chunks):
     """6e-9 is below the range of float16; a loss scale of 2^15 raises it to 2e-4."""
-    hidden, weight, targets = sure_of_their_targets()
-    expected = scaled_gradients(
-        cross_entropy.reference, hidden, weight, targets, scale=2.0**15, dtype=torch.float32
+    inputs = sure_of_their_targets()
+    (hidden, weight), (expected_hidden, expected_weight) = (
+        scaled_gradients(function, *inputs, scale=2.0**15, dtype=dtype)
+        for function, dtype in (
+            (VARIANTS[name], torch.float16),
+            (cross_entropy.reference, torch.float32),
+        )
     )
-    actual = scaled_gradients(
-        VARIANTS[name], hidden, weight, targets, scale=2.0**15, dtype=torch.float16
-    )
-    torch.testing.assert_close(actual[1][1:, 0], expected[1][1:, 0], rtol=1e-2, atol=0)
-    torch.testing.assert_close(
-        actual[0][..., 1:],
-        expected[0][..., 1:],
-        rtol=1e-2,
-        atol=1e-2 * float(expected[0][..., 1:].abs().max()),
-    )
+    torch.testing.assert_close(weight[1:, 0], expected_weight[1:, 0], rtol=1e-2, atol=0)
+    expected = expected_hidden[..., 1:]
+    atol = 1e-2 * float(expected.abs().max())
+    torch.testing.assert_close(hidden[..., 1:], expected, rtol=1e-2, atol=atol)
 
 
 def test_float16_sums_gradients_beyond_its_range(chunks):
     """The gradients of 4,096 targets of one token are nearly 1 each, times the scale in SCALES."""
-    hidden, weight, targets = (
-        torch.full((1, 4096, 4), 8.0),
-        torch.zeros(11, 4),
-        torch.zeros(1, 4096, dtype=torch.int64),
+    targets = torch.zeros(1, 4096, dtype=torch.int64)
+    inputs = torch.full((1, 4096, 4), 8.0), torch.zeros(11, 4), targets
+    actual, expected = (
+        scaled_gradients(function, *inputs, scale=1 / 4096, dtype=dtype)
+        for function, dtype in (
+            (cross_entropy.chunked, torch.float16),
+            (cross_entropy.reference, torch.float32),
+        )
     )
-    for got, want in zip(
-        scaled_gradients(
-            cross_entropy.chunked, hidden, weight, targets, scale=1 / 4096, dtype=torch.float16
-        ),
-        scaled_gradients(
-            cross_entropy.reference, hidden, weight, targets, scale=1 / 4096, dtype=torch.float32
-        ),
-        strict=True,
-    ):
+    for got, want in zip(actual, expected, strict=True):
         torch.testing.assert_close(got, want, rtol=2e-3, atol=1e-6)
 
 
@@ -284,29 +238,24 @@ def test_float16_sums_gradients_beyond_its_range(chunks):
 def test_float16_overflows_as_the_plain_loss(scale, chunks):
     """A hidden state's gradient of 2^14 x 8 exceeds 65,504, so the loss scale is halved."""
     hidden, weight, targets = random_inputs(**CASES["plain"])
-    weight = 8 * weight.sign()
-    plain = scaled_gradients(
-        cross_entropy.fused, hidden, weight, targets, scale=scale, dtype=torch.float16
+    inputs = hidden, 8 * weight.sign(), targets
+    plain, actual = (
+        torch.isfinite(scaled_gradients(each, *inputs, scale=scale, dtype=torch.float16)[0])
+        for each in (cross_entropy.fused, cross_entropy.chunked)
     )
-    actual = scaled_gradients(
-        cross_entropy.chunked, hidden, weight, targets, scale=scale, dtype=torch.float16
-    )
-    assert not torch.isfinite(plain[0]).all()
-    assert not torch.isfinite(actual[0]).all()
+    assert not plain.all()
+    assert not actual.all()
     if scale == 2.0**14:  # with 2^24 the gradients of the logits overflow too, and so do all others
-        assert torch.equal(torch.isfinite(actual[0]), torch.isfinite(plain[0]))
+        assert torch.equal(actual, plain)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_the_gradient_of_the_loss_is_not_rounded_to_the_dtype_of_the_products(dtype):
     """1/3 in bfloat16 is 0.2% too large, and would make all hidden gradients too large as well."""
-    hidden, weight, targets = random_inputs(rows=4, tokens=64, width=32, vocab=65, ignored=0.1)
-    expected, actual = (
-        scaled_gradients(cross_entropy.chunked, hidden, weight, targets, scale=scale, dtype=dtype)[
-            0
-        ].double()
+    inputs = random_inputs(rows=4, tokens=64, width=32, vocab=65, ignored=0.1)
+    whole, third = (
+        scaled_gradients(cross_entropy.chunked, *inputs, scale=scale, dtype=dtype)[0].double()
         for scale in (1.0, 1 / 3)
     )
-    assert float((actual * expected).sum() / expected.square().sum()) == pytest.approx(
-        1 / 3, rel=1e-4
-    )
+    share = float((third * whole).sum() / whole.square().sum())
+    assert share == pytest.approx(1 / 3, rel=1e-4)

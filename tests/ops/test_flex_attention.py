@@ -5,7 +5,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from attention_cases import CASES, LONG, random_inputs, with_gradients
+from attention_cases import (
+    CASES,
+    LONG,
+    assert_close_to_largest,
+    case,
+    random_inputs,
+    with_gradients,
+)
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.nn.attention import flex_attention as torch_flex
@@ -36,28 +43,21 @@ def test_values_and_gradients_match_the_reference(case, as_on_gpu, monkeypatch):
     tensors, options = random_inputs(**LONG[case])
     monkeypatch.setattr(attention, "fused", None)  # the kernel takes all of these
     expected = with_gradients(attention.reference, [tensor.double() for tensor in tensors], options)
-    for got, want in zip(with_gradients(attention.flex, tensors, options), expected, strict=True):
-        torch.testing.assert_close(
-            got.double(), want, rtol=1e-5, atol=5e-6 * max(float(want.abs().max()), 1)
-        )
+    actual = with_gradients(attention.flex, tensors, options)
+    assert_close_to_largest(actual, expected, 1e-5, 5e-6)
 
 
 # torch's compiler uses deprecated features of its own.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_another_first_document_changes_no_bit_of_the_others(as_on_gpu):
-    (q, k, v), options = random_inputs(**LONG["documents"] | {"rows": 1})
+    tensors, options = random_inputs(**LONG["documents"] | {"rows": 1})
     first = (options["doc_ids_BT"][0] == 0)[:, None]
-    plain = with_gradients(attention.flex, (q, k, v), options)
-    other = with_gradients(
-        attention.flex, [torch.where(first, 1e3 * tensor, tensor) for tensor in (q, k, v)], options
-    )
+    plain = with_gradients(attention.flex, tensors, options)
+    changed = [torch.where(first, 1e3 * tensor, tensor) for tensor in tensors]
+    other = with_gradients(attention.flex, changed, options)
     for one, two in zip(plain, other, strict=True):
         assert torch.equal(one[:, :, ~first[:, 0]], two[:, :, ~first[:, 0]])
         assert not torch.equal(one, two)
-
-
-def mask_of(options, tokens):
-    return mask(options["doc_ids_BT"], options["window"], tokens)
 
 
 def mask(doc_ids_BT, window, tokens):
@@ -69,7 +69,7 @@ def test_the_blocks_match_those_of_the_full_mask(case):
     """torch derives them from a T x T mask; flatout from bounds."""
     tensors, options = random_inputs(**LONG[case])
     rows, _, tokens, _ = tensors[0].shape
-    actual = mask_of(options, tokens)
+    actual = mask(options["doc_ids_BT"], options["window"], tokens)
     rows = 1 if options["doc_ids_BT"] is None else rows
     expected = torch_flex.create_block_mask(
         actual.mask_mod, rows, None, tokens, tokens, device="cpu"
@@ -183,21 +183,13 @@ def test_unsupported_or_unmasked_inputs_use_fused(monkeypatch):
     called = []
     monkeypatch.setattr(attention, "runs_triton", lambda tensor: True)
     monkeypatch.setattr(attention, "_compiled", lambda: lambda *given, **_: called.append(given))
-    for case in CASES.values():
-        tensors, options = random_inputs(**case)
-        torch.testing.assert_close(
-            attention.flex(*tensors, **options), attention.fused(*tensors, **options)
-        )
-    long = {"heads": 2, "groups": 2, "queries": 256, "keys": 256, "head_dim": 16}
-    for case in [
-        long,
-        long | {"window": 256},
-        long | {"window": 9, "head_dim": 8},
-        long | {"window": 9, "head_dim": 320},
-        long | {"window": 9, "dtype": torch.float64},
-    ]:
-        tensors, options = random_inputs(**case)
-        attention.flex(*tensors, **options)
+    long = case(2, 2, 256, head_dim=16)
+    unsupported = ({}, {"window": 256}, {"window": 9, "head_dim": 8})
+    unsupported += ({"window": 9, "head_dim": 320}, {"window": 9, "dtype": torch.float64})
+    for each in (*CASES.values(), *(long | more for more in unsupported)):
+        tensors, options = random_inputs(**each)
+        actual = attention.flex(*tensors, **options)
+        torch.testing.assert_close(actual, attention.fused(*tensors, **options))
     assert called == []
     tensors, options = random_inputs(**long | {"window": 9})
     attention.flex(*tensors, **options)

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention_cases import CASES, LONG, random_inputs, with_gradients
+from attention_cases import (
+    CASES,
+    LONG,
+    assert_close_to_largest,
+    case,
+    random_inputs,
+    with_gradients,
+)
 from op_variants import variants
 from torch.nn.attention import SDPBackend
 
@@ -68,49 +75,28 @@ def with_gradients_on_gpu(function, tensors, options):
 def test_values_and_gradients_match_the_reference_in_fp64(name, case, dtype, limit):
     tensors, options = random_inputs(**EVERY[case] | {"dtype": dtype})
     expected = with_gradients(attention.reference, [tensor.double() for tensor in tensors], options)
-    for got, want in zip(
-        with_gradients_on_gpu(ATTENTION[name], tensors, options), expected, strict=True
-    ):
-        assert got.dtype == dtype
-        torch.testing.assert_close(
-            got.double(), want, rtol=limit, atol=limit * max(float(want.abs().max()), 1)
-        )
+    actual = with_gradients_on_gpu(ATTENTION[name], tensors, options)
+    assert {each.dtype for each in actual} == {dtype}
+    assert_close_to_largest(actual, expected, limit)
 
 
 @pytest.mark.gpu_essential
 def test_compiled_results_match_eager_ones_in_the_shape_of_gpt2():
     tensors, options = random_inputs(**GPT2 | {"dtype": torch.bfloat16})
     expected = with_gradients_on_gpu(attention.fused, tensors, options)
-    eager = with_gradients_on_gpu(attention.flex, tensors, options)
-    compiled = with_gradients_on_gpu(
-        torch.compile(attention.flex, fullgraph=True, dynamic=False), tensors, options
-    )
-    for actual in (eager, compiled):
-        for got, want in zip(actual, expected, strict=True):
-            torch.testing.assert_close(
-                got, want, rtol=1e-2, atol=1e-2 * max(float(want.abs().max()), 1)
-            )
+    compiled = torch.compile(attention.flex, fullgraph=True, dynamic=False)
+    for function in (attention.flex, compiled):
+        assert_close_to_largest(with_gradients_on_gpu(function, tensors, options), expected, 1e-2)
 
 
 def test_many_alternating_shapes_run_in_eager_mode():
     """Evaluation, short sequences and buckets alternate with training steps."""
+    facts = {"documents": 3, "head_dim": 64, "dtype": torch.bfloat16}
     for tokens in (256, 300, 512, 300, 1000, 129, 777, 640, 2048, 333, 256):
-        tensors, options = random_inputs(
-            heads=2,
-            groups=2,
-            queries=tokens,
-            keys=tokens,
-            documents=3,
-            head_dim=64,
-            dtype=torch.bfloat16,
-        )
+        tensors, options = random_inputs(**case(2, 2, tokens, **facts))
         actual = with_gradients_on_gpu(attention.flex, tensors, options)[0]
-        torch.testing.assert_close(
-            actual.double(),
-            attention.reference(*(t.double() for t in tensors), **options),
-            rtol=1e-2,
-            atol=1e-2,
-        )
+        expected = attention.reference(*(t.double() for t in tensors), **options)
+        torch.testing.assert_close(actual.double(), expected, rtol=1e-2, atol=1e-2)
 
 
 def test_a_replayed_cuda_graph_masks_the_new_documents():
@@ -149,16 +135,8 @@ def test_another_first_document_does_not_change_the_second(name):
 
 def test_skipped_blocks_need_no_mask():
     """A mask of 32,768 x 32,768 alone would take 1 GiB."""
-    tensors, options = random_inputs(
-        heads=1,
-        groups=1,
-        queries=32_768,
-        keys=32_768,
-        head_dim=64,
-        documents=9,
-        rows=1,
-        dtype=torch.bfloat16,
-    )
+    facts = {"head_dim": 64, "documents": 9, "rows": 1, "dtype": torch.bfloat16}
+    tensors, options = random_inputs(**case(1, 1, 32_768, **facts))
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -170,11 +148,7 @@ def test_skipped_blocks_need_no_mask():
 @pytest.mark.parametrize(
     "extras", [{}, {"softcap": 30.0}, {"z_loss": 1e-2}, {"softcap": 30.0, "z_loss": 1e-2}], ids=str
 )
-@pytest.mark.parametrize(
-    ("dtype", "limit"),
-    [(torch.float32, 1e-4), (torch.bfloat16, 1e-2), (torch.float16, 1e-2)],
-    ids=str,
-)
+@pytest.mark.parametrize(("dtype", "limit"), DTYPES, ids=str)
 @pytest.mark.parametrize("name", ["chunked", "liger"])
 def test_losses_without_all_logits_match_the_reference(name, dtype, limit, extras):
     if name == "liger":
@@ -185,24 +159,15 @@ def test_losses_without_all_logits_match_the_reference(name, dtype, limit, extra
     )
     targets = torch.randint(3001, (2, 500), generator=generator)
     targets[:, ::3] = cross_entropy.IGNORED
-    results = []
-    for function, device, wide in (
-        (variants(cross_entropy)[name], "cuda", dtype),
-        (cross_entropy.reference, "cpu", torch.float64),
-    ):
-        leaves = [tensor.to(device, wide).requires_grad_() for tensor in (hidden, weight)]
+
+    def results(function, device, dtype):
+        leaves = [tensor.to(device, dtype).requires_grad_() for tensor in (hidden, weight)]
         loss_sum, num_valid = function(*leaves, targets.to(device), **extras)
         loss_sum.backward()
-        results.append(
-            [loss_sum.detach().cpu(), num_valid.cpu(), *(leaf.grad.cpu() for leaf in leaves)]
-        )
-    for got, want in zip(*results, strict=True):
-        torch.testing.assert_close(
-            got.double(),
-            want.double(),
-            rtol=limit,
-            atol=limit * max(float(want.double().abs().max()), 1),
-        )
+        return [loss_sum.detach().cpu(), num_valid.cpu(), *(leaf.grad.cpu() for leaf in leaves)]
+
+    actual = results(variants(cross_entropy)[name], "cuda", dtype)
+    assert_close_to_largest(actual, results(cross_entropy.reference, "cpu", torch.float64), limit)
 
 
 @pytest.mark.gpu_essential
@@ -211,15 +176,8 @@ def test_torch_chooses_cudnn_on_hopper(groups):
     """This makes a separate speedup unnecessary; the test fails if torch changes the order."""
     if torch.cuda.get_device_capability()[0] not in (9, 10):
         pytest.skip("torch takes flash first on other GPUs")
-    for head_dim, expected in (
-        (64, SDPBackend.CUDNN_ATTENTION),
-        (128, SDPBackend.CUDNN_ATTENTION),
-        (60, None),
-    ):
-        (q, k, v), _ = random_inputs(
-            **GPT2 | {"groups": groups, "head_dim": head_dim, "dtype": torch.bfloat16}
-        )
-        chosen = torch._fused_sdp_choice(
-            q.cuda(), k.cuda(), v.cuda(), is_causal=True, enable_gqa=groups != 12
-        )
-        assert (chosen == SDPBackend.CUDNN_ATTENTION.value) == (expected is not None)
+    for head_dim, is_cudnn in ((64, True), (128, True), (60, False)):
+        shape = {"groups": groups, "head_dim": head_dim, "dtype": torch.bfloat16}
+        tensors = [tensor.cuda() for tensor in random_inputs(**GPT2 | shape)[0]]
+        chosen = torch._fused_sdp_choice(*tensors, is_causal=True, enable_gqa=groups != 12)
+        assert (chosen == SDPBackend.CUDNN_ATTENTION.value) == is_cudnn

@@ -41,8 +41,12 @@ def test_every_variant_matches_the_reference_in_fp64(iterate, shape):
     assert torch.equal(matrices_NRC, kept_NRC)
 
 
-def test_zero_matrices_stay_zero(iterate):
+@pytest.mark.parametrize("scale", [1e-8, 1e-3, 1e6])
+def test_the_scale_of_the_gradient_does_not_matter(iterate, scale):
+    matrix = random_inputs((1, 5, 8), 3, torch.float32)
+    torch.testing.assert_close(iterate(matrix * scale), iterate(matrix), rtol=1e-4, atol=1e-5)
     assert torch.equal(iterate(torch.zeros(2, 3, 4)), torch.zeros(2, 3, 4))
+    assert iterate(torch.randn(1, 3, 3).bfloat16()).dtype == torch.float32, "on a CPU"
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(16, 16), (16, 48), (8, 64)])
@@ -60,16 +64,6 @@ def test_singular_values_approach_one_and_vectors_are_kept(iterate, rows, column
     torch.testing.assert_close(
         aligned, aligned.T, rtol=1e-3, atol=1e-3
     )  # U diag V' with the same U and V
-
-
-@pytest.mark.parametrize("scale", [1e-8, 1e-3, 1e6])
-def test_the_scale_of_the_gradient_does_not_matter(iterate, scale):
-    matrix = random_inputs((1, 5, 8), 3, torch.float32)
-    torch.testing.assert_close(iterate(matrix * scale), iterate(matrix), rtol=1e-4, atol=1e-5)
-
-
-def test_half_precision_is_orthogonalised_in_float32_on_the_cpu(iterate):
-    assert iterate(torch.randn(1, 3, 3).bfloat16()).dtype == torch.float32
 
 
 def test_bfloat16_on_a_cpu_is_close_to_float32():

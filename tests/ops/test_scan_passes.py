@@ -35,58 +35,50 @@ def gradients(call, leaves, doc_ids):
 
 def test_eigenstates_that_do_not_fill_blocks(interpreted):
     leaves = random_inputs(1, 7, scan_passes.BLOCK + 5)
-    for actual, expected in zip(
-        gradients(scan.triton, leaves, None), gradients(scan.reference, leaves, None), strict=True
-    ):
-        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+    actual, expected = (gradients(each, leaves, None) for each in (scan.triton, scan.reference))
+    for got, want in zip(actual, expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_it_is_chunked_where_triton_does_not_run():
+    leaves = random_inputs(1, 20, 2)
+    results = [gradients(each, leaves, None) for each in (scan.triton, scan.chunked)]
+    assert all(map(torch.equal, *results))
 
 
 # torch's compiler uses deprecated features of its own.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("drive_dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_it_compiles_as_one_op_without_a_graph_break(interpreted, drive_dtype):
-    leaves, doc_ids = (
-        random_inputs(2, 11, 3, drive_dtype=drive_dtype),
-        (torch.arange(22) // 5).view(2, 11),
-    )
+    leaves = random_inputs(2, 11, 3, drive_dtype=drive_dtype)
+    doc_ids = (torch.arange(22) // 5).view(2, 11)
 
     def model(log_decay, angle, drive, **others):
         return scan.triton(-log_decay.exp(), angle, drive * 2, **others) * 3
 
-    for actual, expected in zip(
-        gradients(torch.compile(model, fullgraph=True), leaves, doc_ids),
-        gradients(model, leaves, doc_ids),
-        strict=True,
-    ):
-        assert actual.dtype == expected.dtype
-        torch.testing.assert_close(actual, expected)
+    compiled = torch.compile(model, fullgraph=True)
+    actual, expected = (gradients(each, leaves, doc_ids) for each in (compiled, model))
+    for got, want in zip(actual, expected, strict=True):
+        torch.testing.assert_close(got, want)  # dtypes too
 
 
 def test_a_narrow_drive_is_not_copied(interpreted, monkeypatch):
     leaves, read = random_inputs(1, 9, 2, drive_dtype=torch.bfloat16), []
     launch = scan_passes._Steps.launch
-    monkeypatch.setattr(
-        scan_passes._Steps,
-        "launch",
-        lambda steps, *others, **constants: (
-            read.append(steps.drive),
-            launch(steps, *others, **constants),
-        ),
-    )
+
+    def noted(steps, *others, **constants):
+        read.append(steps.drive.data_ptr() == leaves[2].data_ptr())
+        launch(steps, *others, **constants)
+
+    monkeypatch.setattr(scan_passes._Steps, "launch", noted)
     scan.triton(*leaves, chunk_size=4)
-    assert [tensor.data_ptr() == leaves[2].data_ptr() for tensor in read] == [
-        True,
-        False,
-        True,
-    ]  # the states of chunks are new tensors
+    assert read == [True, False, True]  # the states of chunks are new tensors
 
 
 @pytest.mark.parametrize(("rows", "chunk"), [(1, scan_passes.SHORT), (4, scan_passes.LONG)])
 def test_chunks_are_short_when_a_gpu_would_not_be_full(rows, chunk):
-    eigenvalues, drive = (
-        torch.empty(rows, 32_768, 128, device="meta"),
-        torch.empty(rows, 32_768, 256, device="meta"),
-    )
+    eigenvalues = torch.empty(rows, 32_768, 128, device="meta")
+    drive = torch.empty(rows, 32_768, 256, device="meta")
     steps = scan_passes._steps(eigenvalues, eigenvalues, drive, None, 128, backward=False)
     assert steps.chunk == chunk
     assert rows * steps.chunks * 128 // scan_passes.BLOCK >= scan_passes.FULL
@@ -95,35 +87,21 @@ def test_chunks_are_short_when_a_gpu_would_not_be_full(rows, chunk):
 def compiled(name, form, *, narrow="*bf16", **others):
     """Compile a kernel with documents and 128 eigenstates for an H100 or H200."""
     kernel = getattr(scan_kernels, name)
-    constants = {
-        "COUNT": 128,
-        "ENTERED": True,
-        "FORM": form,
-        "CUT": True,
-        "CHUNK": scan_passes.LONG,
-        "AT_ONCE": scan_passes.AT_ONCE,
-    }
-    constants |= {"BLOCK": scan_passes.BLOCK} | others
-    sized = {
-        "drive": narrow,
-        "drive_grad": narrow,
-        "states": narrow,
-        "resets": "*u8",
-        "cuts": "*u8",
-        "steps": "i32",
-        "chunks": "i32",
-    }
+    constants = {"COUNT": 128, "ENTERED": True, "FORM": form, "CUT": True, **others}
+    constants |= {key: getattr(scan_passes, key) for key in ("AT_ONCE", "BLOCK")}
+    constants["CHUNK"] = scan_passes.LONG
+    types = dict.fromkeys(kernel.arg_names, "*fp32")
+    types |= dict.fromkeys(("drive", "drive_grad", "states"), narrow)
+    types |= {"resets": "*u8", "cuts": "*u8", "steps": "i32", "chunks": "i32"}
     if others.get("KEEPS") == "ends":
-        sized |= {"logs": "*fp64", "angles": "*fp64"}
+        types |= {"logs": "*fp64", "angles": "*fp64"}
     elif name == "walk":
-        sized |= dict.fromkeys(("kept", "logs", "angles", "cuts"), narrow)
-    types = dict.fromkeys(kernel.arg_names, "*fp32") | sized | dict.fromkeys(constants, "constexpr")
-    source = triton.compiler.ASTSource(
-        kernel, {key: types[key] for key in kernel.arg_names}, constants
-    )
-    return triton.compile(
-        source, target=triton.backends.compiler.GPUTarget("cuda", 90, 32), options={"num_warps": 1}
-    )
+        types |= dict.fromkeys(("kept", "logs", "angles", "cuts"), narrow)
+    types |= dict.fromkeys(constants, "constexpr")
+    signature = {key: types[key] for key in kernel.arg_names}
+    source = triton.compiler.ASTSource(kernel, signature, constants)
+    target = triton.backends.compiler.GPUTarget("cuda", 90, 32)
+    return triton.compile(source, target=target, options={"num_warps": 1})
 
 
 KERNELS = {
@@ -145,34 +123,21 @@ def test_kernels_compile_for_a_gpu_and_fit_its_registers(kernel, form, narrow, t
     binary = tmp_path / "kernel.cubin"
     binary.write_bytes(compiled(name, form, narrow=narrow, **constants).asm["cubin"])
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    output = subprocess.run(
-        [tool, "--dump-resource-usage", binary], capture_output=True, text=True, check=True
-    ).stdout
-    used = {
-        key: int(value) for key, value in re.findall(r"\b(REG|STACK|SHARED|LOCAL):(\d+)", output)
-    }
-    assert used["REG"] <= REGISTERS
-    assert used["STACK"] <= (32 if form == "polar" else 0)
-    assert used["SHARED"] == used["LOCAL"] == 0
+    output = subprocess.check_output([tool, "--dump-resource-usage", binary], text=True)
+    used = dict(re.findall(r"\b(REG|STACK|SHARED|LOCAL):(\d+)", output))
+    assert int(used["REG"]) <= REGISTERS
+    assert int(used["STACK"]) <= (32 if form == "polar" else 0)
+    assert used["SHARED"] == used["LOCAL"] == "0"
 
 
 @pytest.mark.parametrize("kernel", ["states", "gradients"])
 def test_kernels_round_to_nearest(kernel):
     """The error of truncation is biased and would accumulate over tokens."""
     name, constants = KERNELS[kernel]
-    conversions = re.findall(
-        r"\bcvt\.\S*bf16\S*\.f32\b", compiled(name, "fixed", **constants).asm["ptx"]
-    )
+    assembly = compiled(name, "fixed", **constants).asm["ptx"]
+    conversions = re.findall(r"\bcvt\.\S*bf16\S*\.f32\b", assembly)
     assert conversions
     assert all(each.startswith("cvt.rn.") for each in conversions)
-
-
-def test_it_is_chunked_where_triton_does_not_run():
-    leaves = random_inputs(1, 20, 2)
-    for actual, expected in zip(
-        gradients(scan.triton, leaves, None), gradients(scan.chunked, leaves, None), strict=True
-    ):
-        assert torch.equal(actual, expected)
 
 
 def test_missing_triton_names_the_install_command(without_triton):

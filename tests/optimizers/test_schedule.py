@@ -90,13 +90,6 @@ def test_linear_equals_a_loop_that_adds_and_subtracts(total):
     assert [PEAK * factor for factor in found] == pytest.approx(rates)
 
 
-def test_linear_is_wsd_that_decays_from_the_start():
-    keys = {"warmup": 10, "min_lr": PEAK / 10}
-    assert factors(101, kind="linear", **keys) == pytest.approx(
-        factors(101, kind="wsd", decay=1.0, **keys)
-    )
-
-
 def test_wsd_is_constant_then_linear():
     values = factors(101, kind="wsd", warmup=0, decay=0.2)
     assert values[:81] == [1.0] * 81

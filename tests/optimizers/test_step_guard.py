@@ -244,6 +244,17 @@ def test_on_a_cpu_the_host_reads_the_flag(fused):
     assert bits(weights, optimizer) == before
 
 
+def test_a_flag_on_a_device_is_not_read_by_the_host():
+    """One without a value stands for it; one on the host is read, and no step is taken."""
+    seen = []
+    optimizer = SimpleNamespace(_step_supports_amp_scaling=True)
+    optimizer.step = lambda: seen.append(optimizer.found_inf)
+    flag = torch.zeros((), device="meta")
+    assert step_unless(flag, [optimizer]) == step_unless(torch.tensor(1.0), [optimizer]) == 0.0
+    assert len(seen) == 1
+    assert seen[0] is flag
+
+
 @pytest.mark.gpu
 @pytest.mark.gpu_essential
 @pytest.mark.parametrize("name", CASES)

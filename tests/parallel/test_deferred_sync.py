@@ -28,19 +28,9 @@ def test_it_needs_several_processes_and_micro_batches(tiny_config):
 
 
 def test_sharded_weights_keep_sharded_gradients_unless_it_is_named(tiny_config):
-    assert "unsharded gradients" in reason(
-        tiny_config, parallel__replicate=1, parallel__shard=2, batch__accumulate=4
-    )
-    assert (
-        reason(
-            tiny_config,
-            parallel__replicate=1,
-            parallel__shard=2,
-            batch__accumulate=4,
-            speedups="auto,+deferred-sync",
-        )
-        is None
-    )
+    sharded = {"parallel__replicate": 1, "parallel__shard": 2, "batch__accumulate": 4}
+    assert "unsharded gradients" in reason(tiny_config, **sharded)
+    assert reason(tiny_config, **sharded, speedups="auto,+deferred-sync") is None
 
 
 def test_one_process_reduces_nothing():

@@ -14,49 +14,35 @@ def test_one_process_communicates_with_itself():
     assert mesh.sum(tensor) == (tensor,)
     assert mesh.broadcast_object("word") == "word"
     mesh.barrier()
-    assert (mesh.rank, mesh.world_size, mesh.replicate, mesh.shard, mesh.device_mesh) == (
-        0,
-        1,
-        1,
-        1,
-        None,
-    )
+    assert (mesh.rank, mesh.world_size) == (0, 1)
+    assert (mesh.replicate, mesh.shard, mesh.device_mesh) == (1, 1, None)
     assert mesh.device == torch.device("cpu")
 
 
-def test_a_process_uses_the_gpu_of_its_local_rank():
-    assert make_mesh(ParallelConfig(), "cuda", Ranks(5, 8, 1)).device == torch.device("cuda", 1)
-    assert make_mesh(ParallelConfig(), "cuda:3").device == torch.device("cuda", 3)
-
-
-def test_the_mesh_counts_the_processes_of_this_machine():
-    assert make_mesh(ParallelConfig(), "cpu", Ranks(5, 8, 1, 4)).local_world_size == 4
-    assert make_mesh(ParallelConfig(), "cpu").local_world_size == 1
-
-
-def test_auto_replicates_over_the_remaining_processes():
-    assert make_mesh(ParallelConfig(), "cpu", Ranks(2, 6, 2)).replicate == 6
+def test_the_mesh_follows_from_the_ranks_and_the_settings():
+    plain = ParallelConfig()
+    assert make_mesh(plain, "cuda", Ranks(5, 8, 1)).device == torch.device("cuda", 1)
+    assert make_mesh(plain, "cuda:3").device == torch.device("cuda", 3)
+    assert make_mesh(plain, "cpu", Ranks(5, 8, 1, 4)).local_world_size == 4
+    assert make_mesh(plain, "cpu").local_world_size == 1
+    assert make_mesh(plain, "cpu", Ranks(2, 6, 2)).replicate == 6
     assert make_mesh(ParallelConfig(replicate=6), "cpu", Ranks(2, 6, 2)).replicate == 6
 
 
 @pytest.mark.parametrize(
-    ("config", "world_size", "message"),
+    ("settings", "world_size", "message"),
     [
+        ({"shard": 2}, 1, "parallel.shard=2 does not fit 1 process. .*--nproc-per-node 2"),
+        ({"shard": 2}, 3, "parallel.shard=2 does not fit 3 processes"),
+        ({"replicate": 2}, 1, "--nproc-per-node 2"),
         (
-            ParallelConfig(shard=2),
-            1,
-            "parallel.shard=2 does not fit 1 process. .*--nproc-per-node 2",
-        ),
-        (ParallelConfig(shard=2), 3, "parallel.shard=2 does not fit 3 processes"),
-        (ParallelConfig(replicate=2), 1, "--nproc-per-node 2"),
-        (
-            ParallelConfig(replicate=2, shard=2),
+            {"replicate": 2, "shard": 2},
             8,
-            "parallel.replicate=2 x parallel.shard=2 does not fit 8 processes",
+            "replicate=2 x parallel.shard=2 does not fit 8",
         ),
-        (ParallelConfig(replicate=2), 4, "parallel.replicate=2 x parallel.shard=1"),
+        ({"replicate": 2}, 4, "parallel.replicate=2 x parallel.shard=1"),
     ],
 )
-def test_a_product_other_than_the_number_of_processes_is_rejected(config, world_size, message):
+def test_a_product_other_than_the_number_of_processes_is_rejected(settings, world_size, message):
     with pytest.raises(ConfigError, match=message):
-        make_mesh(config, "cpu", Ranks(0, world_size, 0))
+        make_mesh(ParallelConfig(**settings), "cpu", Ranks(0, world_size, 0))

@@ -75,9 +75,6 @@ def test_one_process_under_torchrun_needs_no_group(environment):
 def test_ranks_are_read(environment):
     environment(**COMPLETE)
     assert stated_ranks() == Ranks(1, 2, 1, 2)
-
-
-def test_the_local_world_size_is_read(environment):
     environment(**COMPLETE | {"RANK": 5, "WORLD_SIZE": 8, "LOCAL_WORLD_SIZE": 4})
     assert stated_ranks() == Ranks(5, 8, 1, 4)
 
@@ -92,12 +89,8 @@ def test_an_incomplete_environment_is_rejected(environment, missing):
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"RANK": "two"},
-        {"RANK": "-1"},
-        {"RANK": 2},
-        {"LOCAL_WORLD_SIZE": "all"},
-        {"LOCAL_WORLD_SIZE": 1},
-        {"LOCAL_WORLD_SIZE": 3},
+        *({"RANK": number} for number in ("two", "-1", 2)),
+        *({"LOCAL_WORLD_SIZE": number} for number in ("all", 1, 3)),
     ],
 )
 def test_impossible_ranks_are_rejected(environment, wrong):
@@ -118,15 +111,8 @@ def test_two_processes_cannot_share_a_gpu(environment, monkeypatch):
 def test_torchrun_connects_them(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(UNDER_TORCHRUN)
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        str(script),
-    ]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [sys.executable, *torchrun, str(script)]
     environment = {name: value for name, value in os.environ.items() if name not in VARIABLES} | {
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",

@@ -159,13 +159,6 @@ def test_a_byte_far_into_a_file_is_examined_there(tmp_path):
     assert encoding_of(str(tmp_path / "long.txt"), 120_001) == "CP1252"
 
 
-def test_binary_files_are_not_converted(tmp_path):
-    (tmp_path / "a.txt").write_bytes(bytes(range(256)) * 20)
-    row = bad_row(tmp_path / "a.txt")
-    assert "it looks like a binary file" in row.what
-    assert "--encoding" not in row.fix
-
-
 def test_token_files_among_texts_are_named(tmp_path):
     (tmp_path / "a.log").write_text("text")
     (tmp_path / "train.bin").write_bytes(bytes(range(256)) * 20)

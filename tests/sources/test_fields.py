@@ -50,7 +50,7 @@ def test_a_row_without_the_text_is_a_bad_row(row, field, reason, said):
     assert isinstance(bad, BadRow)
     assert bad.reason == reason
     assert said in str(bad.error)
-    assert bad.name == "a.jsonl, line 1"
+    assert bad.location == "a.jsonl, line 1"
 
 
 def rendered(row, fields):

@@ -42,15 +42,8 @@ def test_a_byte_order_mark_is_not_text(tmp_path):
 
 
 def test_a_folder_is_read_recursively_in_sorted_order(tmp_path):
-    for name in (
-        "b.txt",
-        "a/z.md",
-        "a/b/c.rst",
-        "rows.jsonl",
-        ".hidden/x.txt",
-        ".secret.txt",
-        "picture.png",
-    ):
+    names = "b.txt a/z.md a/b/c.rst rows.jsonl .hidden/x.txt .secret.txt picture.png"
+    for name in names.split():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text('{"text": "row"}' if name.endswith("jsonl") else name)
     left_out, *documents = rows(tmp_path)
@@ -58,9 +51,7 @@ def test_a_folder_is_read_recursively_in_sorted_order(tmp_path):
     assert left_out == LeftOut(".png file", str(tmp_path / "picture.png"))
 
 
-def test_skipped_files_of_a_folder_are_counted_by_suffix_and_change_nothing_else(
-    tmp_path,
-):
+def test_skipped_files_of_a_folder_are_counted_by_suffix_and_change_nothing_else(tmp_path):
     (tmp_path / "a.txt").write_text("a")
     (before,) = files.files(str(tmp_path))
     for number in range(25):
@@ -68,26 +59,19 @@ def test_skipped_files_of_a_folder_are_counted_by_suffix_and_change_nothing_else
     for name in ("x.py", "y.py.gz", "z.tar.GZ", "Makefile"):
         (tmp_path / name).write_text(name)
     (part,) = files.files(str(tmp_path))
-    assert (part.fingerprint, part.num_bytes, files.files_of(part)) == (
+    assert (part.fingerprint, part.num_bytes, part.paths) == (
         before.fingerprint,
         before.num_bytes,
-        files.files_of(before),
+        before.paths,
     )
     left_out = [row for row in part.rows() if isinstance(row, LeftOut)]
-    assert list(left_out) == list(files.skipped_files_in([part]))
-    assert [row.reason for row in left_out] == [".html file"] * 10 + [
-        "file without an ending",
-        ".py file",
-        ".py.gz file",
-        ".tar.gz file",
-    ]
+    assert list(left_out) == list(part.skipped)
+    others = ["file without an ending", ".py file", ".py.gz file", ".tar.gz file"]
+    assert [row.reason for row in left_out] == [".html file"] * 10 + others
     assert sum(row.count for row in left_out) == 29
     (tmp_path / "y.py.gz").write_bytes(gzip.compress(b"y"))
-    assert [row.text for row in rows(tmp_path, include=["*.py"]) if isinstance(row, Document)] == [
-        "a",
-        "x.py",
-        "y",
-    ]
+    found = rows(tmp_path, include=["*.py"])
+    assert [row.text for row in found if isinstance(row, Document)] == ["a", "x.py", "y"]
 
 
 @pytest.mark.parametrize("name", ["a.ipynb", "a.rtf", "a.RTF", "a.pdf", "a.docx"])
@@ -108,21 +92,6 @@ def test_a_glob_takes_any_file_it_matches(tmp_path):
     assert texts(tmp_path / "**" / "*.py") == ["a", "b"]
     with pytest.raises(DataError, match="No file matches"):
         texts(tmp_path / "*.c")
-
-
-def test_gzipped_files_are_decompressed(tmp_path):
-    with gzip.open(tmp_path / "a.txt.gz", "wt", encoding="utf-8") as file:
-        file.write("packed")
-    with gzip.open(tmp_path / "b.jsonl.gz", "wt", encoding="utf-8") as file:
-        file.write('{"text": "one"}\n{"text": "two"}\n')
-    assert texts(tmp_path) == ["packed", "one", "two"]
-
-
-def test_a_broken_gzip_file_is_named(tmp_path):
-    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"x" * 5000)[:-9])
-    (bad,) = rows(tmp_path / "a.txt.gz")
-    assert re.search(r"a\.txt\.gz cannot be read", str(bad.error))
-    assert bad.reason == "cannot be read"
 
 
 def test_rows_before_a_fault_are_kept_and_the_next_file_is_read(tmp_path):
@@ -155,15 +124,7 @@ def test_rows_split_into_tasks_are_each_read_once(tmp_path, monkeypatch, step):
     assert len(parts) == -(-path.stat().st_size // step)
     found = [row for part in parts for row in part.rows() if isinstance(row, Document)]
     assert [row.text for row in found] == values[1:]
-    assert [str(row.location) for row in found] == [
-        f"{path}, line {number}" for number in (2, 3, 4, 5, 6)
-    ]
-
-
-def test_the_last_row_needs_no_newline_and_blank_lines_are_skipped(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_text('\n{"text": "a"}\n   \n{"text": "b"}')
-    assert texts(path) == ["a", "b"]
+    assert [str(row.location) for row in found] == [f"{path}, line {n}" for n in range(2, 7)]
 
 
 def test_small_files_share_a_task_and_text_is_never_split(tmp_path, monkeypatch):
@@ -174,16 +135,6 @@ def test_small_files_share_a_task_and_text_is_never_split(tmp_path, monkeypatch)
     parts = files.files(str(tmp_path))
     assert [part.num_bytes for part in parts] == [30, 30, 100]
     assert "".join(row.text for row in parts[2].rows()) == "g" * 100
-
-
-def test_text_that_is_not_utf8_names_file_and_byte(tmp_path):
-    path = tmp_path / "latin.txt"
-    path.write_bytes(b"caf\xe9 au lait")
-    (row,) = rows(path)
-    assert isinstance(row, BadRow)
-    assert "offset 3" in str(row.error)
-    assert "0xe9" in str(row.error)
-    assert str(path) in str(row.error)
 
 
 def test_a_row_that_is_not_utf8_names_line_and_byte(tmp_path):
@@ -200,12 +151,8 @@ def test_a_row_that_is_not_utf8_names_line_and_byte(tmp_path):
     [
         ('{"text": "a"', "not JSON", "is not JSON"),
         ("[" * 100_000, "not JSON", "nested too deeply"),
-        ('["a"]', "not an object", "not a JSON object"),
         ('{"text": 7}', "'text' is not text", "but it is a number"),
-        ('{"text": null}', "'text' is not text", "but it is null"),
         ('{"txt": "a"}', "no field 'text'", "--text-field txt"),
-        ('{"id": "1", "content": "long text"}', "no field 'text'", "--text-field content"),
-        ("{}", "no field 'text'", "--text-field"),
     ],
 )
 def test_a_bad_row_names_its_line_and_the_next_is_still_read(tmp_path, line, reason, said):
@@ -245,12 +192,6 @@ def test_a_file_that_the_system_refuses_is_not_a_bad_row(tmp_path, name):
         list(part.rows())
 
 
-def test_the_text_field_can_be_named(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"text": "no", "body": "yes"}\n')
-    assert texts(path, text_field="body") == ["yes"]
-
-
 def test_a_missing_file_is_reported_with_the_nearest_name(tmp_path):
     (tmp_path / "shakespeare.txt").write_text("x")
     with pytest.raises(
@@ -259,18 +200,6 @@ def test_a_missing_file_is_reported_with_the_nearest_name(tmp_path):
         rows(tmp_path / "shakspeare.txt")
     with pytest.raises(DataError, match="There is no directory"):
         rows(tmp_path / "nowhere" / "a.txt")
-
-
-def test_a_special_file_is_refused():
-    with pytest.raises(DataError, match="/dev/null is not a regular file"):
-        files.files("/dev/null")
-
-
-def test_empty_rows_are_named_by_their_lines(tmp_path):
-    path = write_rows(tmp_path / "a.jsonl", ["x", "", *[""] * 20, "y"])
-    left_out = [str(row.location) for row in rows(path) if isinstance(row, LeftOut)]
-    assert left_out[:10] == [f"{path}, line {line}" for line in range(2, 12)]
-    assert len(left_out) == 21
 
 
 def test_a_folder_without_text_names_what_it_contains(tmp_path):
@@ -309,16 +238,12 @@ def test_a_large_file_is_fingerprinted_by_blocks_from_end_to_end(tmp_path):
 
 def test_a_copy_is_found_by_its_content_among_files_of_its_size(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "COMPARED_BYTES", 16_000)
-    texts = {
-        "a": "x" * 50_000,
-        "b": "x" * 49_999 + "y",
-        "c": "x" * 50_001,
-        "copy": "x" * 49_999 + "y",
-    }
+    x = "x" * 49_999
+    texts = {"a": x + "x", "b": x + "y", "c": x + "xx", "copy": x + "y"}
     for name, text in texts.items():
         (tmp_path / f"{name}.txt").write_text(text)
     parts = {name: files.files(str(tmp_path / f"{name}.txt")) for name in texts}
-    assert files.files_of(parts["a"][0]) == [str(tmp_path / "a.txt")]
+    assert parts["a"][0].paths == (str(tmp_path / "a.txt"),)
     assert files.shared_file(parts["a"], parts["b"] + parts["c"]) is None
     assert files.shared_file(parts["a"] + parts["b"], parts["c"] + parts["copy"]) == str(
         tmp_path / "copy.txt"

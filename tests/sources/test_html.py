@@ -5,7 +5,7 @@ import pytest
 
 from flatout.errors import MissingPackage
 from flatout.sources import BadRow, Document, LeftOut
-from flatout.sources import html as module
+from flatout.sources import file_reading as module
 from flatout.sources.files import files
 
 PAGE = """<!doctype html>

@@ -43,7 +43,11 @@ def test_a_text_read_in_chunks_equals_the_text_read_whole(tmp_path, monkeypatch,
     monkeypatch.setattr(file_reading, "LONG_BYTES", 4)
     row = read(path)
     assert isinstance(row.text, LongText)
-    assert (row.name, len(row.text), whole(row.text)) == (held.name, len(held.text), held.text)
+    assert (row.location, len(row.text), whole(row.text)) == (
+        held.location,
+        len(held.text),
+        held.text,
+    )
     assert (row.text.num_bytes, row.text.sha256) == (
         len(held.text.encode()),
         hashlib.sha256(held.text.encode()).digest(),
@@ -72,7 +76,11 @@ def test_long_and_short_text_that_is_not_utf8_give_the_same_error(
     monkeypatch.setattr(file_reading, "LONG_BYTES", 2)
     row = read(path)
     assert isinstance(row, BadRow)
-    assert (str(row.error), row.reason, row.name) == (str(held.error), held.reason, held.name)
+    assert (str(row.error), row.reason, row.location) == (
+        str(held.error),
+        held.reason,
+        held.location,
+    )
 
 
 def test_the_decompressed_size_decides_what_is_long(tmp_path, monkeypatch):

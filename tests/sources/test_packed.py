@@ -62,16 +62,6 @@ def test_a_truncated_file_is_named(tmp_path, ending, kept):
     )
 
 
-@pytest.mark.parametrize("ending", PACKERS)
-def test_a_file_with_the_wrong_suffix_is_named(tmp_path, ending):
-    if ending == ".zst":
-        pytest.importorskip("zstandard")
-    path = tmp_path / f"a.jsonl{ending}"
-    path.write_text(ROWS)
-    (bad,) = rows(path)
-    assert re.search(rf"a\.jsonl{ending} cannot be read", str(bad.error))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("ending", PACKERS)
 def test_a_file_that_cannot_be_opened_leaves_no_reader_behind(tmp_path, ending):

@@ -95,7 +95,7 @@ def test_null_empty_and_other_values_are_named_by_their_rows(tmp_path):
     first, null, empty, last = rows(path)
     assert (first.text, last.text) == ("a", "d")
     assert empty == LeftOut("empty document", f"{path}, row 3")
-    assert (null.name, null.reason) == (f"{path}, row 2", "'text' is not text")
+    assert (null.location, null.reason) == (f"{path}, row 2", "'text' is not text")
     assert "but it is null" in str(null.error)
     assert [row.reason for row in rows(path, text_field="n")] == ["'n' is not text"] * 4
     assert "but it is a list" in str(rows(path, text_field="l")[0].error)
@@ -106,7 +106,7 @@ def test_bytes_that_are_not_utf8_are_one_bad_row(tmp_path):
     path = write(tmp_path / "a.parquet", {"text": data})
     good, bad, more = rows(path)
     assert (good.text, more.text) == ("good", "more")
-    assert (bad.reason, bad.name) == ("not UTF-8", f"{path}, row 2")
+    assert (bad.reason, bad.location) == ("not UTF-8", f"{path}, row 2")
 
 
 def test_a_missing_column_is_reported_once_per_file(numbers):
@@ -146,7 +146,9 @@ def test_damage_inside_is_named_by_row_and_other_row_groups_are_read(tmp_path):
     found = rows(path)
     bad = [row for row in found if not isinstance(row, Document)]
     assert [row.text for row in found if isinstance(row, Document)] == texts[:20] + texts[30:]
-    assert [(row.reason, row.name) for row in bad] == [("cannot be read", f"{path} after row 20")]
+    assert [(row.reason, row.location) for row in bad] == [
+        ("cannot be read", f"{path} after row 20")
+    ]
     assert "crc" in str(bad[0].error).lower()
 
 
@@ -183,9 +185,9 @@ def test_few_long_cells_are_held_at_once(tmp_path, monkeypatch):
         use_dictionary=False,
     )
     held = []
-    dictionaries = parquet._dictionaries
+    rows_of = parquet._rows_of
     monkeypatch.setattr(
-        parquet, "_dictionaries", lambda batch: held.append(batch.num_rows) or dictionaries(batch)
+        parquet, "_rows_of", lambda batch: held.append(batch.num_rows) or rows_of(batch)
     )
     assert [row.text.split()[0] for row in rows(path)] == [str(number) for number in range(40)]
     assert max(held) <= 5

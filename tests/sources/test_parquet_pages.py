@@ -55,18 +55,10 @@ def test_a_page_that_decompresses_to_too_much_is_a_bad_row_and_other_files_are_r
     tmp_path, monkeypatch
 ):
     monkeypatch.setattr(parquet_pages, "PAGE_BYTES", 100_000)
-    tables.write_table(
-        pyarrow.table({"text": ["a" * 200_000]}),
-        tmp_path / "bomb.parquet",
-        compression="zstd",
-        use_dictionary=False,
-    )
-    tables.write_table(
-        pyarrow.table({"text": ["a" * 200_000]}),
-        tmp_path / "plain.parquet",
-        compression="none",
-        use_dictionary=False,
-    )
+    table = pyarrow.table({"text": ["a" * 200_000]})
+    for name, packed in (("bomb", "zstd"), ("plain", "none")):
+        path = tmp_path / f"{name}.parquet"
+        tables.write_table(table, path, compression=packed, use_dictionary=False)
     bad, document = rows(tmp_path)
     assert isinstance(bad, BadRow)
     assert "bomb.parquet has a page of 0.00 MB that decompresses to 0 MB" in str(bad.error)
@@ -74,39 +66,36 @@ def test_a_page_that_decompresses_to_too_much_is_a_bad_row_and_other_files_are_r
     assert len(document.text) == 200_000
 
 
-def test_rows_that_share_a_long_dictionary_value_are_read_in_small_batches(tmp_path, monkeypatch):
+@pytest.fixture
+def taken(monkeypatch):
+    """The number of rows in each batch."""
+    counts = []
+    rows_of = parquet._rows_of
+    monkeypatch.setattr(
+        parquet, "_rows_of", lambda batch: counts.append(batch.num_rows) or rows_of(batch)
+    )
+    return counts
+
+
+def test_rows_that_share_a_long_value_are_read_in_small_batches(tmp_path, monkeypatch, taken):
     monkeypatch.setattr(parquet_pages, "PAGE_BYTES", 400_000)
     tables.write_table(
         pyarrow.table({"text": ["a" * 100_000] * 50}), tmp_path / "a.parquet", compression="zstd"
-    )
-    taken = []
-    dictionaries = parquet._dictionaries
-    monkeypatch.setattr(
-        parquet, "_dictionaries", lambda batch: taken.append(batch.num_rows) or dictionaries(batch)
     )
     assert [len(row.text) for row in rows(tmp_path / "a.parquet")] == [100_000] * 50
     assert max(taken) == 3
 
 
-def test_rows_of_ordinary_files_are_read_in_large_batches(tmp_path, monkeypatch):
+def test_rows_of_ordinary_files_are_read_in_large_batches(tmp_path, taken):
     texts = [f"row {number}" for number in range(1_000)]
     tables.write_table(pyarrow.table({"text": texts}), tmp_path / "a.parquet")
-    taken = []
-    dictionaries = parquet._dictionaries
-    monkeypatch.setattr(
-        parquet, "_dictionaries", lambda batch: taken.append(batch.num_rows) or dictionaries(batch)
-    )
     rows(tmp_path / "a.parquet")
     assert taken == [256, 256, 256, 232]
 
 
 class Column:
-    data_page_offset, has_dictionary_page, dictionary_page_offset, total_compressed_size = (
-        0,
-        False,
-        None,
-        60,
-    )
+    data_page_offset, total_compressed_size = 0, 60
+    has_dictionary_page, dictionary_page_offset = False, None
 
 
 @pytest.mark.parametrize(

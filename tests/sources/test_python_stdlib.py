@@ -7,7 +7,7 @@ from flatout.sources import Document, LeftOut, python_stdlib
 
 
 def names_of(rows):
-    return [row.name for row in rows]
+    return [row.location for row in rows]
 
 
 def make(root: Path, **texts: str | bytes) -> Path:
@@ -25,8 +25,8 @@ def test_this_python_gives_the_same_text_in_sorted_order_twice():
     documents = [row for row in rows if isinstance(row, Document)]
     assert sum(len(row.text) for row in documents) > 5_000_000
     assert names_of(rows) == sorted(names_of(rows))
-    assert not any("site-packages" in row.name for row in rows)
-    assert [row.text for row in documents if row.name == "this.py"] == [
+    assert not any("site-packages" in row.location for row in rows)
+    assert [row.text for row in documents if row.location == "this.py"] == [
         Path(parts[0].arguments[0], "this.py").read_text()
     ]
     assert [part.fingerprint for part in python_stdlib.python_stdlib()] == [

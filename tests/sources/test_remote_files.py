@@ -79,29 +79,18 @@ def test_a_bad_row_of_a_remote_file_is_located_by_its_byte(memory):
 
 
 def test_remote_folders_and_patterns_are_read_in_sorted_order(memory):
-    for name in (
-        "b.txt",
-        "a/z.md",
-        "a/b/c.txt.gz",
-        ".hidden/x.txt",
-        "a/.secret.txt",
-        "picture.png",
-    ):
+    hidden = [".hidden/x.txt", "a/.secret.txt"]
+    for name in ["b.txt", "a/z.md", "a/b/c.txt.gz", "picture.png", *hidden]:
         memory.pipe(
             f"/data/{name}", gzip.compress(name.encode()) if name.endswith("gz") else name.encode()
         )
     assert texts("memory://data") == ["a/b/c.txt.gz", "a/z.md", "b.txt"]
-    assert texts("memory://data/**/*.txt*") == [
-        ".hidden/x.txt",
-        "a/.secret.txt",
-        "a/b/c.txt.gz",
-        "b.txt",
-    ]
+    assert texts("memory://data/**/*.txt*") == [*hidden, "a/b/c.txt.gz", "b.txt"]
     assert texts("memory://data/*.png") == ["picture.png"]
     assert texts("memory://data", include=["*.png"])[-1] == "picture.png"
-    assert [
-        (one.reason, one.name) for one in files.skipped_files_in(files.files("memory://data"))
-    ] == [(".png file", "memory://data/picture.png")]
+    assert [(one.reason, one.location) for one in files.files("memory://data")[0].skipped] == [
+        (".png file", "memory://data/picture.png")
+    ]
     with pytest.raises(DataError, match=r"No file matches memory://data/\*\.c"):
         texts("memory://data/*.c")
     with pytest.raises(DataError, match="There is nothing at memory://nowhere"):
@@ -136,14 +125,11 @@ def test_a_missing_package_is_named_with_its_install_line(monkeypatch):
 def test_secrets_in_a_url_are_not_stored(web, tmp_path):
     web.files["/rows.jsonl"] = ROWS + b"{broken\n"
     address = f"{web.address.replace('//', '//me:hidden@')}/rows.jsonl?signature=hidden"
-    made = prepare_dataset(
-        [address], tmp_path / "out", Options(tokenizer="byte", on_bad_row="skip"), workers=1
-    )
+    options = Options(tokenizer="byte", on_bad_row="skip")
+    made = prepare_dataset([address], tmp_path / "out", options, workers=1)
     manifest = (tmp_path / "out" / "manifest.json").read_text()
     assert made.manifest.source["names"] == [f"{web.address}/rows.jsonl"]
     assert "hidden" not in manifest
     with pytest.raises(DataError) as refused:
-        prepare_dataset(
-            [address.replace("rows", "none")], tmp_path / "new", Options(tokenizer="byte")
-        )
+        prepare_dataset([address.replace("rows", "none")], tmp_path / "new", options)
     assert "hidden" not in str(refused.value)

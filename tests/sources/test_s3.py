@@ -36,14 +36,9 @@ def test_objects_prefixes_and_patterns_are_read(bucket, monkeypatch):
     assert len(files.files("s3://corpus/a/rows.jsonl")) == 4
     assert texts("s3://corpus/a/rows.jsonl") == TEXTS
     assert texts("s3://corpus/a") == TEXTS + TEXTS
-    skipped = files.skipped_files_in(files.files("s3://corpus/a"))
-    assert [(row.name, row.count) for row in skipped] == [("s3://corpus/a/picture.png", 1)]
+    skipped = files.files("s3://corpus/a")[0].skipped
+    assert [(row.location, row.count) for row in skipped] == [("s3://corpus/a/picture.png", 1)]
     assert texts("s3://corpus/**/*.gz") == TEXTS
-
-
-def test_parquet_is_read(bucket, parquet):
-    bucket.pipe("corpus/a.parquet", parquet({"text": TEXTS}, row_group_size=1000))
-    assert texts("s3://corpus/a.parquet") == TEXTS
 
 
 def test_the_same_dataset_results_and_a_change_is_noticed(bucket, tmp_path):

@@ -4,7 +4,7 @@ import pytest
 
 from flatout.errors import DataError
 from flatout.registry import SOURCES
-from flatout.sources import Document, LeftOut, ReadTask, read_tasks_of, row_location
+from flatout.sources import Document, LeftOut, ReadTask, RowLocation, read_tasks_of
 
 
 def plain(count: int = 2):
@@ -64,5 +64,5 @@ def test_a_row_is_named_by_its_line_in_large_files(tmp_path):
     path = tmp_path / "rows.jsonl"
     line = b'{"text": "' + b"x" * 1000 + b'"}\n'
     path.write_bytes(line * 3000)
-    assert row_location(str(path), 0) == f"{path}, line 1"
-    assert row_location(str(path), len(line) * 2999) == f"{path}, line 3000"
+    assert str(RowLocation(str(path), 0)) == f"{path}, line 1"
+    assert str(RowLocation(str(path), len(line) * 2999)) == f"{path}, line 3000"

@@ -34,7 +34,7 @@ def test_a_row_is_a_document_and_the_first_names_the_columns(tmp_path, name, tex
 def test_columns_may_be_named_as_fields(tmp_path):
     text = "question,answer\nwhy,because\n"
     (row,) = rows(tmp_path / "a.csv", text, text_field="answer", mask_field="question")
-    assert (row.text, row.prompt, row.name) == ("because", "why", f"{tmp_path}/a.csv, line 2")
+    assert (row.text, row.prompt, row.location) == ("because", "why", f"{tmp_path}/a.csv, line 2")
     (row,) = rows(tmp_path / "a.csv", text)
     assert row.what == "has no field 'text': the first row names the columns"
     assert row.fix == "Did you mean --text-field answer?"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 import sys
 
@@ -15,10 +14,11 @@ from flatout.assembly.recipe import Recipe
 from flatout.assembly.resolve import workload_of
 from flatout.assembly.selection import speedup_named
 from flatout.errors import CheckpointError, MissingPackage
+from flatout.hardware import probe
 from flatout.optimizers.adamw_8bit import AdamW8bit
 from flatout.registry import SPEEDUPS
 from flatout.speedups.adamw_8bit import adamw_8bit
-from flatout.training.checkpoint import optimizer_state, read_write, savers
+from flatout.training.checkpoint import read_write, savers, state
 from flatout.training.step import train_step
 
 NAME = "adamw-8bit"
@@ -40,11 +40,10 @@ def weights():
 
 def trained(make, matrix, vector, *, steps=6):
     members = [torch.nn.Parameter(matrix), torch.nn.Parameter(vector)]
-    groups = [
-        {"params": members[:1], "weight_decay": 0.1},
-        {"params": members[1:], "weight_decay": 0.0},
-    ]
-    optimizer = make([group | {"lr": 1e-2, "peak_lr": 1e-2} for group in groups], KEYWORDS)
+    rates = {"lr": 1e-2, "peak_lr": 1e-2}
+    decays = zip(members, (0.1, 0.0), strict=True)
+    groups = [{"params": [one], "weight_decay": decay, **rates} for one, decay in decays]
+    optimizer = make(groups, KEYWORDS)
     generator = torch.Generator().manual_seed(2)
     for step in range(steps):
         for member in members:
@@ -56,10 +55,11 @@ def trained(make, matrix, vector, *, steps=6):
 
 
 def test_updates_are_close_to_fp32_and_equal_for_small_tensors():
+    def plain(groups, keywords):
+        return torch.optim.AdamW(groups, **keywords, fused=True)
+
     (matrix, vector), optimizer = trained(adamw_8bit, *weights())
-    (plain_matrix, plain_vector), _ = trained(
-        lambda groups, keywords: torch.optim.AdamW(groups, **keywords, fused=True), *weights()
-    )
+    (plain_matrix, plain_vector), _ = trained(plain, *weights())
     moved = (plain_matrix - weights()[0]).abs().mean()
     assert 0 < (matrix - plain_matrix).abs().mean() < 0.1 * moved
     torch.testing.assert_close(vector, plain_vector)
@@ -90,7 +90,7 @@ def test_the_step_is_restored_on_the_device_of_the_weights(saved_on_cpu):
     matrix = torch.nn.Parameter(torch.empty(128, 32, device="meta"))
     made = AdamW8bit([{"params": [matrix]}], KEYWORDS, codec=None)
     (group,) = made.param_groups
-    found = optimizer_state.device_of("step", group, matrix, saved_on_cpu=saved_on_cpu)
+    found = state.device_of("step", group, matrix, saved_on_cpu=saved_on_cpu)
     assert found == matrix.device
 
 
@@ -133,12 +133,12 @@ KINDS = {"baseline": "none", "fused": "fused-adamw", "torchao": NAME}
 @pytest.mark.parametrize("kept", KINDS)
 @pytest.mark.parametrize("stored", KINDS)
 def test_a_checkpoint_with_other_moments_is_refused(stored, kept, build_run, tiny_config, tmp_path):
-    before = build_run(
-        tiny_config(model__vocab_size=264, speedups=KINDS[stored]), tmp_path / "before"
+    before, run = (
+        build_run(tiny_config(model__vocab_size=264, speedups=KINDS[kind]), tmp_path / name)
+        for name, kind in (("before", stored), ("after", kept))
     )
     losses = steps(before, 2)
     path = savers.save(before)
-    run = build_run(tiny_config(model__vocab_size=264, speedups=KINDS[kept]), tmp_path / "after")
     if stored == kept or {stored, kept} == {"baseline", "fused"}:
         read_write.load(run, path)
         assert steps(run, 1)[0] < losses[0]
@@ -146,14 +146,12 @@ def test_a_checkpoint_with_other_moments_is_refused(stored, kept, build_run, tin
     with pytest.raises(CheckpointError) as refused:
         read_write.load(run, path)
     assert refused.value.exit_code == 2
-    in_message, in_fix = (
-        re.findall(r"adamw-8bit|fp32", text) for text in (refused.value.what, refused.value.fix)
-    )
+    what, fix = refused.value.what, refused.value.fix
     names = [NAME if kind == "torchao" else "fp32" for kind in (stored, kept)]
-    assert in_message == names
-    assert in_fix[0] == (names[1] if names[0] == "fp32" else names[0])
-    assert ("without" in refused.value.fix) is (names[0] == "fp32")
-    assert "train.init_from" in refused.value.fix
+    assert re.findall(r"adamw-8bit|fp32", what) == names
+    assert re.findall(r"adamw-8bit|fp32", fix)[0] == NAME
+    assert ("without" in fix) is (names[0] == "fp32")
+    assert "train.init_from" in fix
 
 
 def test_a_model_of_small_tensors_resumes_with_fp32_moments(build_run, tiny_config, tmp_path):
@@ -169,33 +167,25 @@ def test_a_model_of_small_tensors_resumes_with_fp32_moments(build_run, tiny_conf
 def test_the_memory_estimate_equals_the_optimizer_state(build_run, tiny_config):
     run = build_run(tiny_config(speedups=NAME, model__vocab_size=264))
     steps(run, 1)
-    kept = [
-        value.nbytes
-        for state in run.optimizers[0].state.values()
-        for name, value in state.items()
-        if name != "step"
-    ]
+    states = run.optimizers[0].state.values()
+    kept = sum(state[name].nbytes for state in states for name in state.keys() - {"step"})
     recipe = Recipe().with_speedup(speedup_named(NAME))
-    assert estimate(workload_of(run.config, recipe), 1).optimizer == sum(kept)
-    assert sum(kept) < 0.5 * sum(8 * p.numel() for p in run.core.parameters())
+    assert estimate(workload_of(run.config, recipe), 1).optimizer == kept
+    assert kept < 0.5 * sum(8 * p.numel() for p in run.core.parameters())
 
 
 def test_a_missing_package_is_reported_with_its_install_line(monkeypatch, tiny_config):
-    for name in [name for name in sys.modules if name.partition(".")[0] == "torchao"]:
+    for name in ["torchao.optim", *(name for name in sys.modules if name.startswith("torchao"))]:
         monkeypatch.setitem(sys.modules, name, None)
-    monkeypatch.setitem(sys.modules, "torchao.optim", None)
-    with pytest.raises(
-        MissingPackage, match="needs the package torchao, which is not installed"
-    ) as raised:
+    words = "needs the package torchao, which is not installed"
+    with pytest.raises(MissingPackage, match=words) as raised:
         adamw_8bit([], KEYWORDS)
-    assert 'pip install "flatout[adamw-8bit]"' in str(raised.value)
-    speedup = SPEEDUPS.get(NAME)
+    install = 'pip install "flatout[adamw-8bit]"'
+    assert install in str(raised.value)
     monkeypatch.setattr(recipe, "find_spec", lambda _: None)
-    assert 'pip install "flatout[adamw-8bit]"' in speedup.why_not(None, tiny_config())
+    assert install in SPEEDUPS.get(NAME).why_not(None, tiny_config())
 
 
-def test_sharded_weights_are_refused(monkeypatch, tiny_config):
-    refused = SPEEDUPS.get(NAME).why_not(
-        importlib.import_module("flatout.hardware").probe(), tiny_config(parallel__shard=2)
-    )
+def test_sharded_weights_are_refused(tiny_config):
+    refused = SPEEDUPS.get(NAME).why_not(probe(), tiny_config(parallel__shard=2))
     assert "parallel.shard=1" in refused

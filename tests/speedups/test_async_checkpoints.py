@@ -14,8 +14,8 @@ import pytest
 from flatout.errors import DiskFull, Stopped
 from flatout.training import loop
 from flatout.training.checkpoint import catalog, savers
+from flatout.training.checkpoint.catalog import INFO
 from flatout.training.checkpoint.host_copy import HostCopy
-from flatout.training.checkpoint.info import INFO
 from flatout.training.metrics.observers import Quiet
 from flatout.training.run import run_training
 from flatout.training.run_dir.layout import read_events, read_exit_code
@@ -72,17 +72,14 @@ def digests(folder):
     for step in catalog.steps(folder):
         path = catalog.checkpoint_path(folder, step)
         assert catalog.verify(path) == []
-        found |= {
-            (step, p.name): hashlib.sha256(p.read_bytes()).hexdigest()
-            for p in path.iterdir()
-            if p.name not in (catalog.STATE, catalog.MANIFEST, INFO)
-        }
+        for file in path.iterdir():
+            if file.name not in (catalog.STATE, catalog.MANIFEST, INFO):
+                found[step, file.name] = hashlib.sha256(file.read_bytes()).hexdigest()
         state = json.loads((path / catalog.STATE).read_text())
         del state["values"]["elapsed_s"]
-        found[step, catalog.STATE] = state
         info = json.loads((path / INFO).read_text())
         varies = {"elapsed_s", "saved_at", "tokens_per_s", "config_digest", "records_crc32"}
-        found[step, INFO] = {key: value for key, value in info.items() if key not in varies}
+        found[step] = state, {key: value for key, value in info.items() if key not in varies}
     return found
 
 
@@ -90,33 +87,20 @@ def digests(folder):
 def test_a_run_leaves_the_files_of_one_that_saves_in_the_loop(
     tiny_config, tmp_path, slow_disk, besides
 ):
-    settings = {"train__precision": "auto"} | {
-        "train__steps": 9,
-        "train__eval_every": 4,
-        "checkpoint__every_steps": 3,
-        "checkpoint__keep": 9,
-        "model__dropout": 0.1,
-    }
-    loop = run_training(
-        tiny_config(**settings, speedups=f"auto,-compile{besides}"), tmp_path / "loop"
-    )
-    beside = run_training(tiny_config(**settings, speedups=BESIDE + besides), tmp_path / "beside")
+    settings = {"train__precision": "auto", "train__steps": 9, "train__eval_every": 4}
+    settings |= {"checkpoint__every_steps": 3, "checkpoint__keep": 9, "model__dropout": 0.1}
+    results, reported = {}, {}
+    for name, speedups in (("loop", "auto,-compile"), ("beside", BESIDE)):
+        folder = tmp_path / name
+        results[name] = run_training(tiny_config(**settings, speedups=speedups + besides), folder)
+        reported[name] = [(e["step"], e["path"].removeprefix(str(folder))) for e in saves(folder)]
     for name in ("weights_sha256", "val_loss", "best_step", "best_val_loss", "steps", "tokens"):
-        assert beside[name] == loop[name]
+        assert results["beside"][name] == results["loop"][name]
     assert losses(tmp_path / "beside") == losses(tmp_path / "loop")
     assert digests(tmp_path / "beside") == digests(tmp_path / "loop")
-    reported = {
-        name: [
-            (event["step"], event["path"].removeprefix(str(tmp_path / name)))
-            for event in saves(tmp_path / name)
-        ]
-        for name in ("loop", "beside")
-    }
     assert reported["beside"] == reported["loop"]
-    assert all(
-        0 < event["blocked_ms"] <= 1e3 * event["seconds"] + 1
-        for event in saves(tmp_path / "beside")
-    )
+    for event in saves(tmp_path / "beside"):
+        assert 0 < event["blocked_ms"] <= 1e3 * event["seconds"] + 1
 
 
 def test_memory_for_the_first_save_is_reserved_before_the_first_step(
@@ -136,51 +120,37 @@ def test_memory_for_the_first_save_is_reserved_before_the_first_step(
 
     monkeypatch.setattr(HostCopy, "make_room_beside", recorded_beside)
     monkeypatch.setattr(HostCopy, "make_room", recorded)
-    run_training(
-        tiny_config(train__steps=6, checkpoint__every_steps=3, speedups=BESIDE), tmp_path / "run"
-    )
+    config = tiny_config(train__steps=6, checkpoint__every_steps=3, speedups=BESIDE)
+    run_training(config, tmp_path / "run")
     assert len(reserved) == 1
     assert set(made) == {(reserved[0], True)}
     assert len(made) > 1
-    events = read_events(tmp_path / "run")
-    kinds = [event["event"] for event in events]
+    kinds = [event["event"] for event in read_events(tmp_path / "run")]
     assert kinds.index("reserve") < kinds.index("save")
-    assert all("blocked_ms" in event for event in events if event["event"] == "save")
+    assert all("blocked_ms" in event for event in saves(tmp_path / "run"))
 
 
 def test_a_checkpoint_is_reported_when_complete_and_old_ones_are_deleted_then(
     tiny_config, tmp_path, slow_disk
 ):
     """Saves at 2, 4 and 6 of 7 steps: each is complete once the next one has waited for it."""
+    seen = []
 
     class Watch(Quiet):
-        def __init__(self):
-            self.seen = []
-
         def on_tick(self, step, last_step):
-            self.seen.append((step, catalog.steps(tmp_path / "run")))
+            seen.append((step, catalog.steps(tmp_path / "run")))
 
         def on_event(self, event):
             if event["event"] == "save":
-                self.seen.append(("save", event["step"]))
+                seen.append(("save", event["step"]))
 
-    watch = Watch()
-    config = tiny_config(
-        train__steps=7, checkpoint__every_steps=2, checkpoint__keep=1, speedups=BESIDE
-    )
-    run_training(config, tmp_path / "run", observers=[watch])
-    assert watch.seen[:9] == [
-        (1, []),
-        (2, []),
-        (3, []),
-        (4, []),
-        ("save", 2),
-        (5, [2]),
-        (6, [2]),
-        ("save", 4),
-        (7, [4]),
-    ]
-    assert ("save", 7) in watch.seen
+    every = {"checkpoint__every_steps": 2, "checkpoint__keep": 1}
+    config = tiny_config(train__steps=7, **every, speedups=BESIDE)
+    run_training(config, tmp_path / "run", observers=[Watch()])
+    first = [(step, []) for step in (1, 2, 3, 4)]
+    second = [("save", 2), (5, [2]), (6, [2]), ("save", 4), (7, [4])]
+    assert seen[:9] == first + second
+    assert ("save", 7) in seen
     assert catalog.steps(tmp_path / "run") == [7]
 
 
@@ -188,22 +158,16 @@ def test_a_checkpoint_is_reported_when_complete_and_old_ones_are_deleted_then(
 def test_a_stop_waits_for_the_checkpoint_and_resumes_bit_for_bit(
     tiny_config, tmp_path, slow_disk, stop
 ):
-    settings = {
-        "train__steps": 8,
-        "checkpoint__every_steps": 4,
-        "checkpoint__keep": 1,
-        "speedups": BESIDE,
-        "model__dropout": 0.1,
-    }
-    whole = run_training(tiny_config(**settings), tmp_path / "whole")
+    every = {"checkpoint__every_steps": 4, "checkpoint__keep": 1}
+    config = tiny_config(train__steps=8, **every, speedups=BESIDE, model__dropout=0.1)
+    whole = run_training(config, tmp_path / "whole")
     with pytest.raises(Stopped):
-        run_training(tiny_config(**settings), tmp_path / "run", observers=[StopAt(stop)])
+        run_training(config, tmp_path / "run", observers=[StopAt(stop)])
     assert read_exit_code(tmp_path / "run") == 75
     assert catalog.steps(tmp_path / "run") == [stop]
-    assert [event["step"] for event in saves(tmp_path / "run")] == sorted(
-        {4, stop} if stop >= 4 else {stop}
-    ), "no step is written twice"
-    resumed = run_training(tiny_config(**settings), tmp_path / "run")
+    steps = [event["step"] for event in saves(tmp_path / "run")]
+    assert steps == sorted({4, stop} if stop >= 4 else {stop}), "no step is written twice"
+    resumed = run_training(config, tmp_path / "run")
     assert resumed["resumed_from"].endswith(f"step-{stop}")
     assert resumed["weights_sha256"] == whole["weights_sha256"]
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
@@ -215,33 +179,37 @@ def test_a_failing_run_completes_and_reports_the_checkpoint(tiny_config, tmp_pat
             if step == 3:
                 raise ZeroDivisionError
 
+    config = tiny_config(checkpoint__every_steps=2, speedups=BESIDE)
     with pytest.raises(ZeroDivisionError):
-        run_training(
-            tiny_config(checkpoint__every_steps=2, speedups=BESIDE),
-            tmp_path / "run",
-            observers=[Broken()],
-        )
+        run_training(config, tmp_path / "run", observers=[Broken()])
     assert catalog.latest(tmp_path / "run") == catalog.checkpoint_path(tmp_path / "run", 2)
     assert [event["step"] for event in saves(tmp_path / "run")] == [2]
 
 
-def test_a_disk_that_is_full_for_a_while_costs_only_the_checkpoints_of_that_time(
-    tiny_config, tmp_path, monkeypatch
-):
-    config = tiny_config(
-        train__steps=12, checkpoint__every_steps=4, checkpoint__keep=1, speedups=BESIDE
-    )
-    whole = run_training(config, tmp_path / "whole")
+@pytest.fixture
+def full_disk(monkeypatch):
+    """Fill the disk for the saves of some steps."""
     write = savers.write_share
 
-    def full(snapshot, temporary):
-        if snapshot.step == 8:
-            raise OSError(28, "No space left on device")
-        write(snapshot, temporary)
+    def full(is_full):
+        def refused(snapshot, temporary):
+            if is_full(snapshot.state["step"]):
+                raise OSError(28, "No space left on device")
+            write(snapshot, temporary)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(savers, "write_share", full)
-        result = run_training(config, tmp_path / "run")
+        monkeypatch.setattr(savers, "write_share", refused)
+
+    return full
+
+
+def test_a_disk_that_is_full_for_a_while_costs_only_the_checkpoints_of_that_time(
+    tiny_config, tmp_path, full_disk
+):
+    every = {"checkpoint__every_steps": 4, "checkpoint__keep": 1}
+    config = tiny_config(train__steps=12, **every, speedups=BESIDE)
+    whole = run_training(config, tmp_path / "whole")
+    full_disk(lambda step: step == 8)
+    result = run_training(config, tmp_path / "run")
     assert {event["step"] for event in saves(tmp_path / "run")} == {4, 12}
     (failed,) = (e for e in read_events(tmp_path / "run") if e["event"] == "save_failed")
     assert "No space left on device" in failed["text"]
@@ -250,23 +218,16 @@ def test_a_disk_that_is_full_for_a_while_costs_only_the_checkpoints_of_that_time
 
 
 def test_a_full_disk_at_the_end_fails_with_a_fix_and_the_next_start_completes_the_run(
-    tiny_config, tmp_path, monkeypatch
+    tiny_config, tmp_path, full_disk
 ):
     config = tiny_config(train__steps=6, checkpoint__every_steps=4, speedups=BESIDE)
-    write = savers.write_share
-
-    def full(snapshot, temporary):
-        if snapshot.step > 4:
-            raise OSError(28, "No space left on device")
-        write(snapshot, temporary)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(savers, "write_share", full)
-        with pytest.raises(DiskFull, match=r"No space left.* It needs about .* are free") as failed:
-            run_training(config, tmp_path / "run")
+    full_disk(lambda step: step > 4)
+    with pytest.raises(DiskFull, match=r"No space left.* It needs about .* are free") as failed:
+        run_training(config, tmp_path / "run")
     assert failed.value.fix == "Free space on that disk, then run the same command again."
     assert read_exit_code(tmp_path / "run") == 1
     assert catalog.steps(tmp_path / "run") == [4]
+    full_disk(lambda step: False)
     assert run_training(config, tmp_path / "run")["resumed_from"].endswith("step-4")
 
 

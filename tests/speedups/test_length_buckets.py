@@ -15,17 +15,9 @@ RNG = np.random.default_rng(0)
 
 
 def plan(**changes):
-    values = {
-        "seq_len": T,
-        "rows_per_device": 2,
-        "accumulate": 2,
-        "rank": 0,
-        "world_size": 1,
-        "seed": 7,
-    }
-    return BatchPlan(
-        **{**values, "document_mask": False, "prefetch": 2, "device": "cpu", **changes}
-    )
+    values = {"seq_len": T, "rows_per_device": 2, "accumulate": 2, "rank": 0, "world_size": 1}
+    values |= {"seed": 7, "document_mask": False, "prefetch": 2, "device": "cpu"}
+    return BatchPlan(**values | changes)
 
 
 class StubTokenizer:
@@ -52,9 +44,7 @@ def train_split(tmp_path):
         with DatasetWriter(out, vocab_size=vocab_size, shard_bytes=shard_bytes) as writer:
             writer.train.append(tokens, ends, text_bytes=4 * len(tokens), mask=mask)
             writer.finish(
-                tokenizer=StubTokenizer(vocab_size),
-                source={"kind": "test"},
-                split_rule="named",
+                tokenizer=StubTokenizer(vocab_size), source={"kind": "test"}, split_rule="named"
             )
         return Dataset.open(out).split("train")
 
@@ -88,13 +78,19 @@ def targets_of(reader, epoch):
     return np.concatenate([windows[:, 1:][mask] for windows, mask in steps])
 
 
+def masks_of(reader):
+    return [reading(reader, position)[1] for position in range(reader.num_steps)]
+
+
+def wanted_of(lengths):
+    """Return the targets of documents of some lengths."""
+    ends = np.cumsum(lengths)
+    starts = [end - length + 1 for length, end in zip(lengths, ends, strict=True)]
+    return np.concatenate([np.arange(*each) for each in zip(starts, ends, strict=True)])
+
+
 LENGTHS = RNG.integers(1, 200, 300)
-WANTED = np.concatenate(
-    [
-        np.arange(end - length + 1, end)
-        for length, end in zip(LENGTHS, np.cumsum(LENGTHS), strict=True)
-    ]
-)
+WANTED = wanted_of(LENGTHS)
 
 
 @pytest.mark.slow
@@ -115,13 +111,7 @@ def test_every_target_is_read_once_per_epoch_in_a_new_order(documents, shard_byt
 @pytest.mark.parametrize("seq_len", [64, 20, 9])
 def test_every_target_is_read_once_for_any_lengths(documents, lengths, seq_len):
     reader = BucketedSteps(documents(lengths), plan(seq_len=seq_len), None)
-    wanted = np.concatenate(
-        [
-            np.arange(end - length + 1, end)
-            for length, end in zip(lengths, np.cumsum(lengths), strict=True)
-        ]
-    )
-    assert np.array_equal(np.sort(targets_of(reader, 1)), wanted)
+    assert np.array_equal(np.sort(targets_of(reader, 1)), wanted_of(lengths))
 
 
 def test_a_row_is_one_document_padded_with_zeros(documents):
@@ -148,34 +138,27 @@ def test_there_are_few_shapes_with_equal_numbers_of_positions(documents):
 
 
 def test_only_the_last_step_of_the_longest_rows_is_not_full(documents):
-    reader = BucketedSteps(documents(LENGTHS), plan(), None)
-    empty = [
-        int((~mask.any(axis=1)).sum())
-        for _, mask in (reading(reader, position) for position in range(reader.num_steps))
-    ]
-    assert sum(count > 0 for count in empty) <= 1
+    masks = masks_of(BucketedSteps(documents(LENGTHS), plan(), None))
+    assert sum(not mask.any(axis=1).all() for mask in masks) <= 1
 
 
 def test_short_documents_take_short_rows(documents):
     reader = BucketedSteps(documents(RNG.integers(2, 128, 900)), plan(seq_len=128), None)
-    filled = [
-        mask.mean()
-        for _, mask in (reading(reader, position) for position in range(reader.num_steps))
-    ]
-    assert np.mean(filled) > 0.72, "padded to the longest it would be half"
+    filled = np.mean([mask.mean() for mask in masks_of(reader)])
+    assert filled > 0.72, "padded to the longest it would be half"
+
+
+def of_ranks(split, world_size):
+    """Return the readers of several ranks, of four micro-batches in all."""
+    share = {"accumulate": 4 // world_size, "world_size": world_size}
+    return [BucketedSteps(split, plan(**share, rank=rank), None) for rank in range(world_size)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_any_number_of_ranks_reads_the_same_rows_per_step(documents, world_size):
     split = documents(LENGTHS)
-    alone = BucketedSteps(split, plan(accumulate=4), None)
-    ranks = [
-        BucketedSteps(
-            split, plan(accumulate=4 // world_size, world_size=world_size, rank=rank), None
-        )
-        for rank in range(world_size)
-    ]
+    (alone,), ranks = of_ranks(split, 1), of_ranks(split, world_size)
     for position in range(2 * alone.num_steps):
         whole, _ = reading(alone, position)
         shared = np.concatenate([reading(reader, position)[0] for reader in ranks])
@@ -185,58 +168,42 @@ def test_any_number_of_ranks_reads_the_same_rows_per_step(documents, world_size)
 @pytest.mark.slow
 def test_every_rank_reports_what_all_ranks_read(documents):
     split = documents(LENGTHS, mask=RNG.integers(0, 2, LENGTHS.sum()))
-    alone, *ranks = (
-        BucketedSteps(
-            split, plan(accumulate=4 // world_size, world_size=world_size, rank=rank), None
-        )
-        for world_size, rank in ((1, 0), (2, 0), (2, 1))
-    )
+    (alone,), ranks = of_ranks(split, 1), of_ranks(split, 2)
 
-    def read(reader, position):
-        rows, seq_len = reader.shape_at(position)
-        windows = np.empty((rows * reader.plan.accumulate, seq_len + 1), reader.dtype)
-        return reader.read(position, windows, np.empty((len(windows), seq_len), np.bool_), None)
+    def read(reader):
+        for position in range(alone.num_steps):
+            rows, seq_len = reader.shape_at(position)
+            windows = np.empty((rows * reader.plan.accumulate, seq_len + 1), reader.dtype)
+            yield reader.read(position, windows, np.empty((len(windows), seq_len), np.bool_), None)
 
-    whole = [read(alone, position) for position in range(alone.num_steps)]
-    assert [
-        [read(reader, position) for position in range(alone.num_steps)] for reader in ranks
-    ] == [whole, whole]
+    whole = [*read(alone)]
+    assert [[*read(reader)] for reader in ranks] == [whole, whole]
     assert sum(step.tokens for step in whole) == len(WANTED) == alone.tokens_per_epoch
     assert alone.steps_per_epoch == len(whole)
 
 
 def test_the_plan_never_changes_silently(documents):
-    reader = BucketedSteps(
-        documents([5, 40, 70, 12, 30, 64, 90, 3, 20, 33]), plan(rows_per_device=1), None
-    )
+    split = documents([5, 40, 70, 12, 30, 64, 90, 3, 20, 33])
+    reader = BucketedSteps(split, plan(rows_per_device=1), None)
     found = [reading(reader, position)[0][:, 0].tolist() for position in range(reader.num_steps)]
-    assert found == FROZEN
+    assert found == [[285, 127, 0, 115], [221, 45], [5, 157], [314, 109, 311, 334]]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("feed_class", [DirectFeed, PrefetchFeed])
 def test_the_feed_reads_any_shape_and_can_seek(documents, feed_class):
     mask = RNG.integers(0, 2, LENGTHS.sum())
-    split = documents(LENGTHS, mask=mask)
-    reader = BucketedSteps(split, plan(), None)
+    reader = BucketedSteps(documents(LENGTHS, mask=mask), plan(), None)
     with feed_class(reader) as feed:
         whole = [next(feed) for _ in range(reader.num_steps + 3)]
         feed.seek(5)
         again = next(feed)
     assert again.sequences_ABW.tolist() == whole[5].sequences_ABW.tolist()
     assert [batch.position for batch in whole] == list(range(1, reader.num_steps + 4))
-    assert {tuple(batch.sequences_ABW.shape) for batch in whole} == {
-        (2, 2, 65),
-        (2, 4, 33),
-        (2, 8, 17),
-    }
-    targets = np.concatenate(
-        [
-            micro.targets_BT[micro.targets_BT >= 0].numpy()
-            for batch in whole[: reader.num_steps]
-            for micro in batch.micro_batches()
-        ]
-    )
+    shapes = {tuple(batch.sequences_ABW.shape) for batch in whole}
+    assert shapes == {(2, 2, 65), (2, 4, 33), (2, 8, 17)}
+    parts = [micro for batch in whole[: reader.num_steps] for micro in batch.micro_batches()]
+    targets = np.concatenate([part.targets_BT[part.targets_BT >= 0].numpy() for part in parts])
     assert np.array_equal(np.sort(targets), WANTED[mask[WANTED] != 0])
     assert all(micro.doc_ids_BT is None for micro in again.micro_batches())
 
@@ -244,18 +211,10 @@ def test_the_feed_reads_any_shape_and_can_seek(documents, feed_class):
 def test_rows_of_documents_start_at_documents_and_are_cut_at_seq_len():
     starts, sizes = rows_of(np.array([1, 3, 10, 19]), 4)
     assert (starts.tolist(), sizes.tolist()) == ([1, 3, 7, 10, 14], [1, 4, 2, 4, 4])
-
-
-def test_row_lengths_are_whole_halves_of_seq_len():
-    assert row_lengths(1024) == [128, 256, 512, 1024]
-    assert row_lengths(64) == [16, 32, 64]
-    assert row_lengths(30) == [30]
-    assert row_lengths(33) == [33]
+    lengths = {1024: [128, 256, 512, 1024], 64: [16, 32, 64], 30: [30], 33: [33]}
+    assert {seq_len: row_lengths(seq_len) for seq_len in lengths} == lengths
 
 
 def test_a_split_without_documents_of_two_tokens_is_refused(train_split):
     with pytest.raises(DataError, match="no document of two or more tokens"):
         BucketedSteps(train_split([1, 2], ends=[1, 2]), plan(), None)
-
-
-FROZEN = [[285, 127, 0, 115], [221, 45], [5, 157], [314, 109, 311, 334]]

@@ -41,10 +41,6 @@ SPEEDUP = Speedup(
 '''
 
 
-def source_of(name: str) -> Path:
-    return SPEEDUPS._files[name]
-
-
 @pytest.fixture
 def copied(tmp_path, monkeypatch):
     """A copy of flatout/speedups in a package directory of its own, which the registry reads."""
@@ -101,34 +97,39 @@ def test_a_file_or_a_folder_is_all_that_adding_takes(path, copied):
     assert not next(d for d in dropped if d.name == "brand-new").on
 
 
+@pytest.fixture
+def without(monkeypatch):
+    """Remove speedups from the registry."""
+    whole = dict(SPEEDUPS._files)
+
+    def remove(*names):
+        files = {name: path for name, path in whole.items() if name not in names}
+        monkeypatch.setitem(vars(SPEEDUPS), "_files", files)
+        return {*files}
+
+    return remove
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SPEEDUPS.names())
-def test_deleting_a_speedup_leaves_the_rest_working(name, monkeypatch):
-    files = {other: path for other, path in SPEEDUPS._files.items() if other != name}
-    monkeypatch.setitem(vars(SPEEDUPS), "_files", files)
-    require_everything_works({*files})
-    with pytest.raises(ConfigError, match="There is no speedup named"):
-        parse_request(name)
-    for speedup in all_speedups():
-        if name in speedup.needs:
-            reason = speedup.reason_against(MACHINES["cuda"], load_config())
-            assert reason == f"It needs {name}, which is not among the speedups."
-    for recipe in RECIPES.names():
-        config = load_config(recipe)
-        if name not in str(config.speedups):  # a recipe that names it depends on it
-            select(config, MACHINES["cuda"], device="cuda", minutes=60.0)
+def test_deleting_a_speedup_leaves_the_rest_working(without):
+    recipes = {name: load_config(name) for name in RECIPES.names()}
+    for name in SPEEDUPS.names():
+        require_everything_works(without(name))
+        with pytest.raises(ConfigError, match="There is no speedup named"):
+            parse_request(name)
+        for speedup in all_speedups():
+            if name in speedup.needs:
+                reason = speedup.reason_against(MACHINES["cuda"], load_config())
+                assert reason == f"It needs {name}, which is not among the speedups."
+        for config in recipes.values():
+            if name not in str(config.speedups):  # a recipe that names it depends on it
+                select(config, MACHINES["cuda"], device="cuda", minutes=60.0)
 
 
-def test_without_a_provider_a_precision_is_refused(monkeypatch):
-    files = {name: path for name, path in SPEEDUPS._files.items() if name != "fp16"}
-    monkeypatch.setitem(vars(SPEEDUPS), "_files", files)
+def test_without_a_provider_there_is_no_precision_and_no_prefetch(without):
+    without("fp16", "prefetch")
     with pytest.raises(ConfigError, match=r"No speedup provides train\.precision=fp16"):
         select(load_config(None, ["train.precision=fp16"]), MACHINES["cuda"], device="cuda")
-
-
-def test_without_a_feed_there_is_no_prefetch_to_sweep(monkeypatch):
-    files = {name: path for name, path in SPEEDUPS._files.items() if name != "prefetch"}
-    monkeypatch.setitem(vars(SPEEDUPS), "_files", files)
     points = SWEEPS["prefetch"](load_config(), SimpleNamespace(speedups=()))
     assert list(points) == ["no prefetch"]
     assert not isinstance(points["no prefetch"], str)  # which would be a reason to leave it out
@@ -136,30 +137,25 @@ def test_without_a_feed_there_is_no_prefetch_to_sweep(monkeypatch):
 
 @cache
 def imported_modules(path: Path) -> set[str]:
-    nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-    return {
-        module
-        for node in nodes
-        for module in (
-            [node.module or ""]
-            if isinstance(node, ast.ImportFrom)
-            else [alias.name for alias in node.names]
-            if isinstance(node, ast.Import)
-            else []
-        )
-    }
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom):
+            found.add(node.module or "")
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return found
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SPEEDUPS.names())
-def test_nothing_but_its_own_folder_imports_a_speedup(name):
-    source = source_of(name)
-    module = f"flatout.speedups.{registry._module(source)}"
-    own = source.parent if source.name == "__init__.py" else source
-    for path in PACKAGE_DIR.rglob("*.py"):
-        if path != own and own not in path.parents:
-            users = {m for m in imported_modules(path) if m == module or m.startswith(module + ".")}
-            assert not users, f"{path} imports {users}"
+def test_nothing_but_its_own_folder_imports_a_speedup():
+    for source in SPEEDUPS._files.values():
+        module = f"flatout.speedups.{registry._module(source)}"
+        own = source.parent if source.name == "__init__.py" else source
+        for path in PACKAGE_DIR.rglob("*.py"):
+            if path != own and own not in path.parents:
+                names = imported_modules(path)
+                users = {m for m in names if m == module or m.startswith(f"{module}.")}
+                assert not users, f"{path} imports {users}"
 
 
 @pytest.mark.slow
@@ -169,13 +165,9 @@ def test_no_name_of_a_speedup_is_wired_into_another_folder():
     words |= {"micro-batch", "onednn", "prefetch", "tf32"}
     known = {"optimizers/moments.py"}  # recognises what a checkpoint stores, also without them
     names = {*SPEEDUPS.names()} - words
-    wired = [
-        f"{path}:{node.lineno} {node.value}"
-        for path in PACKAGE_DIR.rglob("*.py")
-        if path.parent.name != "speedups"
-        and path.parent.parent.name != "speedups"
-        and path.relative_to(PACKAGE_DIR).as_posix() not in known
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Constant) and node.value in names
-    ]
-    assert not wired
+    for path in PACKAGE_DIR.rglob("*.py"):
+        place = path.relative_to(PACKAGE_DIR)
+        if place.parts[0] != "speedups" and place.as_posix() not in known:
+            nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+            wired = {node.value for node in nodes if isinstance(node, ast.Constant)} & names
+            assert not wired, place

@@ -18,16 +18,9 @@ def gpu(capability):
 
 
 def decided(machine, *overrides, device="cuda"):
-    chosen = select(
-        load_config(None, ["model.kind=eigenstate", f"train.device={device}", *overrides]),
-        machine,
-        device=device,
-    )
-    return {
-        decision.name: (decision.on, decision.reason)
-        for decision in chosen
-        if decision.name in ("triton-scan", "fast-scan")
-    }
+    words = ["model.kind=eigenstate", f"train.device={device}", *overrides]
+    chosen = select(load_config(None, words), machine, device=device)
+    return {each.name: (each.on, each.reason) for each in chosen}
 
 
 @pytest.fixture(autouse=True)
@@ -41,18 +34,24 @@ def test_auto_prefers_it_to_fast_scan_on_a_gpu():
     assert found["fast-scan"] == (False, "triton-scan is on and replaces it")
 
 
-def test_on_a_cpu_fast_scan_stays():
-    found = decided(CPU, device="cpu")
-    assert found["fast-scan"][0]
-    assert found["triton-scan"][0] is False
-    assert "needs an NVIDIA GPU of compute capability 7.0" in found["triton-scan"][1]
-
-
-def test_a_gpu_too_old_for_triton_is_named():
-    assert decided(gpu((6, 1)))["triton-scan"] == (
-        False,
-        "Triton needs compute capability 7.0; the a GPU has 6.1. Use fast-scan instead.",
-    )
+@pytest.mark.parametrize(
+    ("machine", "overrides", "reason"),
+    [
+        (CPU, ["train.device=cpu"], "needs an NVIDIA GPU of compute capability 7.0"),
+        (
+            gpu((6, 1)),
+            [],
+            "needs compute capability 7.0; the a GPU has 6.1. Use fast-scan instead.",
+        ),
+        (gpu((9, 0)), ["model.kind=transformer"], "makes no use of ops.scan"),
+    ],
+)
+def test_where_it_cannot_run_a_reason_is_given(machine, overrides, reason):
+    found = decided(machine, *overrides, device="cuda" if machine.gpus else "cpu")
+    on, why = found["triton-scan"]
+    assert not on
+    assert reason in why
+    assert found["fast-scan"][0] or "model.kind=transformer" in overrides
 
 
 def test_without_triton_it_names_the_install_line_and_fast_scan_stays(monkeypatch):
@@ -62,10 +61,3 @@ def test_without_triton_it_names_the_install_line_and_fast_scan_stays(monkeypatc
     assert found["fast-scan"][0]
     with pytest.raises(HardwareError, match="pip install triton"):
         decided(gpu((9, 0)), "speedups=triton-scan")
-
-
-def test_a_transformer_does_not_use_it():
-    assert (
-        "makes no use of ops.scan"
-        in decided(gpu((9, 0)), "model.kind=transformer")["triton-scan"][1]
-    )

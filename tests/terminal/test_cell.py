@@ -42,46 +42,44 @@ def cell():
     return Terminal(Console(file=io.StringIO(), width=100, force_jupyter=True))
 
 
+def report_of(last_step):
+    report = RunReport(cell())
+    facts = {"steps_per_epoch": 4.0, "tokens_per_step": 64}
+    report.on_start(SimpleNamespace(step=0, last_step=last_step, **facts))
+    return report
+
+
+def wait_for(text, notebook):
+    """Wait until the last block contains a text; the test's time limit ends the wait."""
+    while text not in "".join(notebook.blocks[-1:]):
+        time.sleep(0.01)
+
+
 def test_lines_and_the_bar_are_one_block(notebook):
     terminal = cell()
     terminal.say("Training 1.2 M parameters")
     with terminal.task("Training", total=10) as task:
         task.advance(4)
-        deadline = time.monotonic() + 5
-        while "40%" not in notebook.blocks[-1] and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_for("40%", notebook)
         terminal.say("Saved step-4")
         (shown,) = notebook.blocks
     lines = shown.splitlines()
-    assert lines[:2] == ["Training 1.2 M parameters", "Saved step-4"]
+    said = ["Training 1.2 M parameters", "Saved step-4"]
+    assert lines[:2] == said
     assert "Training" in lines[2]
     assert "━" in lines[2]
-    assert notebook.blocks == ["Training 1.2 M parameters\nSaved step-4"], "the bar is gone"
-
-
-def test_another_cell_starts_another_block(notebook):
-    terminal = cell()
-    terminal.say("first")
+    assert notebook.blocks == ["\n".join(said)], "the bar is gone"
     notebook.execution_count += 1
-    terminal.say("second")
-    assert notebook.blocks == ["first", "second"]
+    terminal.say("another cell")
+    assert notebook.blocks[1:] == ["another cell"]
 
 
 def test_a_run_in_a_cell_ends_with_its_result(notebook):
-    report = RunReport(cell())
-    report.on_start(SimpleNamespace(step=0, last_step=2, steps_per_epoch=4.0, tokens_per_step=64))
+    report = report_of(2)
     for step in (1, 2):
         report.on_tick(step, 2)
-    report.on_end(
-        {
-            "run": "runs/a",
-            "steps": 2,
-            "tokens": 128,
-            "wall_s": 3.0,
-            "train_loss": 2.5,
-            "val_loss": 2.0,
-        }
-    )
+    figures = {"wall_s": 3.0, "train_loss": 2.5, "val_loss": 2.0}
+    report.on_end({"run": "runs/a", "steps": 2, "tokens": 128, **figures})
     assert notebook.blocks == [
         "Trained: 2 steps, 128 tokens in 3.0 s\n"
         "Loss: training 2.5000, validation 2.0000 (perplexity 7.4)"
@@ -89,18 +87,12 @@ def test_a_run_in_a_cell_ends_with_its_result(notebook):
 
 
 def test_a_run_in_a_cell_has_its_panel_until_it_ends(notebook):
-    report = RunReport(cell())
-    report.on_start(SimpleNamespace(step=0, last_step=4, steps_per_epoch=4.0, tokens_per_step=64))
+    report = report_of(4)
     report.on_tick(2, 4)
     report.on_record({"step": 2, "train/loss": 3.25, "mem/peak_gib": 1.5})
-    deadline = time.monotonic() + 5
-    while "saved" not in "".join(notebook.blocks) and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_for("saved", notebook)
     (shown,) = notebook.blocks
-    assert shown.splitlines()[1:] == [
-        "  loss    3.250",
-        "  memory  1.50 GiB peak",
-        "  saved   nothing yet",
-    ]
+    panel = ["  loss    3.250", "  memory  1.50 GiB peak", "  saved   nothing yet"]
+    assert shown.splitlines()[1:] == panel
     report.on_event({"event": "stop"})
     assert notebook.blocks == [""]

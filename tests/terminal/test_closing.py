@@ -5,6 +5,7 @@ import tracemalloc
 
 import pytest
 
+from flatout.json_io import append_line
 from flatout.measure.runlog import RunLog
 from flatout.terminal import closing
 from flatout.terminal.closing import _points
@@ -28,16 +29,22 @@ SUMMARY = {
 }
 
 
-def test_closing_shows_the_figures(tmp_path):
-    records = [{"step": s, "train/loss": 8 - s / 100} for s in range(0, 500, 10)] + [
-        {"step": 500, "val/loss": 3.25}
-    ]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
-    events = [{"event": "sample", "step": s, "text": f"text {s}"} for s in (250, 500)]
-    (tmp_path / "events.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events))
-    text = closing(SUMMARY | {"run": str(tmp_path)}, encoding="ascii", width=120)
+@pytest.fixture
+def folder(tmp_path):
+    """A run directory with a curve of its loss."""
+    for step in range(0, 500, 10):
+        append_line(tmp_path / "metrics.jsonl", {"step": step, "train/loss": 8 - step / 100})
+    append_line(tmp_path / "metrics.jsonl", {"step": 500, "val/loss": 3.25})
+    return tmp_path
+
+
+def test_closing_shows_the_figures(folder):
+    for step in (250, 500):
+        event = {"event": "sample", "step": step, "text": f"text {step}"}
+        append_line(folder / "events.jsonl", event)
+    text = closing(SUMMARY | {"run": str(folder)}, encoding="ascii", width=120)
     for part in (
-        str(tmp_path),
+        str(folder),
         "500 steps, 2.0 M tokens",
         "training 3.1000, validation 3.2500 (perplexity 25.8), best in the run 3.2000 at step 400",
         "21.2 K tokens/s steady, 17.0 K tokens/s with evaluation and saving",
@@ -51,69 +58,58 @@ def test_closing_shows_the_figures(tmp_path):
     assert "in all" not in text
 
 
-def test_closing_of_a_resumed_run_shows_the_total_time(tmp_path):
-    text = closing(
-        SUMMARY
-        | {"run": str(tmp_path), "resumed_from": "step-250", "mfu": 0.4, "mfu_of": "data sheet"}
-    )
-    assert "1 min 58 s (3 min 20 s in total)" in text
-    assert "40.0% of the peak (data sheet)" in text
+def lines_of(folder, width=120, **summary):
+    run = SUMMARY | {"run": str(folder)} | summary
+    return closing(run, encoding="utf-8", width=width).splitlines()
 
 
-def lines_of(summary, tmp_path, width=120):
-    return closing(
-        SUMMARY | {"run": str(tmp_path)} | summary, encoding="utf-8", width=width
-    ).splitlines()
-
-
-@pytest.mark.parametrize("best_step", [None, 500])
-def test_the_best_loss_is_shown_only_for_another_step(tmp_path, best_step):
-    assert not any("best " in line for line in lines_of({"best_step": best_step}, tmp_path))
-    assert not any("best " in line for line in lines_of({"best_val_loss": None}, tmp_path))
+PREDICTED = {"wall_s": 130.24, "tokens_per_s": 19_110.6, "peak_gib": 0.9}
 
 
 @pytest.mark.parametrize(
-    ("number", "said"), [(0, None), (1, "the updates of 1 bad step:"), (3, "of 3 bad steps:")]
+    ("summary", "line"),
+    [
+        ({"resumed_from": "step-250"}, "1 min 58 s (3 min 20 s in total)"),
+        ({"mfu": 0.4, "mfu_of": "data sheet"}, "40.0% of the peak (data sheet)"),
+        ({"skipped_steps": 1}, "the updates of 1 bad step:"),
+        ({"skipped_steps": 3}, "of 3 bad steps:"),
+        ({"steps": 1, "peak_gib": 0.004}, "  1 step, 2.0 M tokens in 1 min 58 s, 4.1 MiB peak"),
+        ({"mfu_of": "unknown: no data sheet"}, "MFU        unknown: no data sheet"),
+        ({"mfu_of": None}, "MFU        unknown: no peak rate is known for this device"),
+        ({"compile_s": 31.0}, "17.0 K tokens/s with evaluation, saving and compiling"),
+        (
+            {"predicted": PREDICTED},
+            "Predicted  2 min 10 s (10% too high), 19.1 K tokens/s (10% too low), 0.90 GiB (0%",
+        ),
+        ({"predicted": PREDICTED, "wall_s": 3.0}, "Predicted  0.90 GiB (0% too low)"),
+    ],
 )
-def test_skipped_steps_are_shown_if_there_are_any(tmp_path, number, said):
-    lines = [line for line in lines_of({"skipped_steps": number}, tmp_path) if "Skipped" in line]
-    assert len(lines) == (said is not None)
-    assert all(said in line for line in lines)
+def test_each_figure_is_worded_as_it_is(tmp_path, summary, line):
+    assert any(line in each for each in lines_of(tmp_path, **summary))
 
 
-def test_one_step_and_little_memory_are_worded_as_such(tmp_path):
-    lines = lines_of({"steps": 1, "best_step": 1, "peak_gib": 0.004}, tmp_path)
-    assert "Trained    1 step, 2.0 M tokens in 1 min 58 s, 4.1 MiB peak" in lines
-
-
-def test_unknown_appears_once_in_a_reason(tmp_path):
-    assert "MFU        unknown: no data sheet" in lines_of(
-        {"mfu_of": "unknown: no data sheet"}, tmp_path
-    )
-    assert "MFU        unknown: no peak rate is known for this device" in lines_of(
-        {"mfu_of": None}, tmp_path
-    )
-
-
-def test_the_total_rate_of_a_compiled_run_mentions_compiling(tmp_path):
-    assert any(
-        line.endswith("17.0 K tokens/s with evaluation, saving and compiling")
-        for line in lines_of({"compile_s": 31.0}, tmp_path)
-    )
+@pytest.mark.parametrize(
+    ("summary", "word"),
+    [
+        ({"best_step": None}, "best "),
+        ({"best_step": 500}, "best "),
+        ({"best_val_loss": None}, "best "),
+        ({"skipped_steps": 0}, "Skipped"),
+        ({}, "Predicted"),
+    ],
+)
+def test_what_says_nothing_is_left_out(tmp_path, summary, word):
+    assert not any(word in each for each in lines_of(tmp_path, **summary))
 
 
 @pytest.mark.parametrize("width", [40, 60, 80])
-def test_closing_fits_the_terminal_and_cuts_no_word(tmp_path, width):
-    records = [{"step": s, "train/loss": 8 - s / 100} for s in range(0, 500, 10)] + [
-        {"step": 500, "val/loss": 3.25}
-    ]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
-    lines = lines_of({}, tmp_path, width)
-    assert all(len(line) <= width for line in lines if str(tmp_path) not in line)
+def test_closing_fits_the_terminal_and_cuts_no_word(folder, width):
+    lines = lines_of(folder, width)
+    assert all(len(line) <= width for line in lines if str(folder) not in line)
     words = " ".join(lines).split()
-    assert set(" ".join(lines_of({}, tmp_path)[-5:]).split()) <= set(words)
+    assert set(" ".join(lines_of(folder)[-5:]).split()) <= set(words)
     (loss,) = (number for number, line in enumerate(lines) if line.startswith("Loss "))
-    assert lines[loss + 1].startswith(" " * 11) or width > 100
+    assert lines[loss + 1].startswith(" " * 11)
 
 
 NEXT_STEPS = "Try next:\n" + "\n".join(
@@ -133,23 +129,12 @@ LONG = {
     ids=["short", "lines", "wide"],
 )
 def test_closing_fits_a_screen_of_24_lines_and_ends_with_the_figures(
-    tmp_path, monkeypatch, text, summary
+    folder, monkeypatch, text, summary
 ):
-    monkeypatch.chdir(tmp_path)
-    records = [{"step": s, "train/loss": 8 - s / 100} for s in range(0, 500, 10)] + [
-        {"step": 500, "val/loss": 3.25}
-    ]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
-    (tmp_path / "events.jsonl").write_text(
-        json.dumps({"event": "sample", "step": 500, "text": text}) + "\n"
-    )
-    closed = closing(
-        SUMMARY | summary | {"run": "."},
-        next_steps=NEXT_STEPS,
-        encoding="utf-8",
-        width=80,
-        height=24,
-    )
+    monkeypatch.chdir(folder)
+    append_line(folder / "events.jsonl", {"event": "sample", "step": 500, "text": text})
+    options = {"encoding": "utf-8", "width": 80, "height": 24}
+    closed = closing(SUMMARY | summary | {"run": "."}, next_steps=NEXT_STEPS, **options)
     lines = closed.splitlines()
     assert len(lines) <= 23, "the prompt needs one"
     assert all(len(line) <= 80 for line in lines)
@@ -164,10 +149,8 @@ def test_closing_fits_a_screen_of_24_lines_and_ends_with_the_figures(
 
 
 def test_a_log_contains_the_whole_sample(tmp_path):
-    (tmp_path / "events.jsonl").write_text(
-        json.dumps({"event": "sample", "step": 500, "text": "a\n" * 60}) + "\n"
-    )
-    assert lines_of({}, tmp_path).count("  | a") == 60
+    append_line(tmp_path / "events.jsonl", {"event": "sample", "step": 500, "text": "a\n" * 60})
+    assert lines_of(tmp_path).count("  | a") == 60
 
 
 def test_a_summary_is_shown_even_if_the_figures_cannot_be_read(tmp_path):
@@ -175,23 +158,6 @@ def test_a_summary_is_shown_even_if_the_figures_cannot_be_read(tmp_path):
         (tmp_path / name).mkdir()  # cannot be read as a file
     text = closing(SUMMARY | {"run": str(tmp_path)}, encoding="ascii", width=120)
     assert text.startswith("Run ")
-
-
-@pytest.mark.parametrize(
-    ("seconds", "shown"),
-    [
-        (118.4, "2 min 10 s (10% too high), 19.1 K tokens/s (10% too low), 0.90 GiB (0% too low)"),
-        (3.0, "0.90 GiB (0% too low)"),
-    ],
-)
-def test_a_run_of_seconds_compares_only_its_memory_with_the_prediction(tmp_path, seconds, shown):
-    predicted = {"wall_s": 130.24, "tokens_per_s": 19_110.6, "peak_gib": 0.9}
-    lines = lines_of({"predicted": predicted, "wall_s": seconds}, tmp_path)
-    assert [line for line in lines if line.startswith("Predicted")] == [f"Predicted  {shown}"]
-
-
-def test_a_run_without_a_prediction_compares_nothing(tmp_path):
-    assert not any(line.startswith("Predicted") for line in lines_of({}, tmp_path))
 
 
 def test_the_curve_of_a_long_run_does_not_keep_its_records(tmp_path):

@@ -29,9 +29,16 @@ def test_requested_epochs_state_their_time_and_samples_per_second():
     ]
 
 
-def test_a_run_of_steps_states_neither():
+def test_a_run_of_steps_states_neither_and_half_an_epoch_has_no_line():
     epochs = Epochs(0.0, total=None, last_step=60)
     assert next(lines_of(epochs, 60)) == "Epoch 1 done at step 20: mean training loss 3.0000"
+    assert list(lines_of(Epochs(0.0, total=0.5, last_step=10), 10)) == []
+
+
+def test_a_resumed_run_counts_from_its_epoch():
+    epochs = Epochs(1.5, total=3, last_step=60)
+    line = epochs.line({"step": 40, "wall_s": 9.0, "train/loss": 2.0, "train/epoch": 2.0})
+    assert line == "Epoch 2 of 3 done at step 40: mean training loss 2.0000, 9.0 s"
 
 
 def test_quick_epochs_share_a_line_and_the_last_one_always_has_one():
@@ -43,14 +50,3 @@ def test_quick_epochs_share_a_line_and_the_last_one_always_has_one():
         "Epochs 16 to 29 of 30",
         "Epoch 30 of 30",
     ]
-
-
-def test_a_resumed_run_counts_from_its_epoch():
-    epochs = Epochs(1.5, total=3, last_step=60)
-    line = epochs.line({"step": 40, "wall_s": 9.0, "train/loss": 2.0, "train/epoch": 2.0})
-    assert line == "Epoch 2 of 3 done at step 40: mean training loss 2.0000, 9.0 s"
-
-
-def test_half_an_epoch_has_no_line():
-    epochs = Epochs(0.0, total=0.5, last_step=10)
-    assert list(lines_of(epochs, 10)) == []

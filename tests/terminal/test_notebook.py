@@ -33,11 +33,8 @@ def test_a_call_in_a_cell_reports_to_it(notebook):
     assert shown_in_cell(called).__doc__ == called.__doc__
 
 
-def test_explicit_arguments_are_kept(notebook):
+def test_explicit_arguments_and_functions_without_progress_are_unchanged(notebook):
     assert shown_in_cell(called)("a", observers=(), progress=SILENT) == ("a", (), SILENT)
-
-
-def test_functions_without_progress_are_unchanged(notebook):
     assert shown_in_cell(len) is len
     assert shown_in_cell(flatout.FlatoutError) is flatout.FlatoutError
 

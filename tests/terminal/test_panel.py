@@ -4,18 +4,11 @@ import io
 import itertools
 
 import pytest
+from clock import Clock
 from rich.console import Console
 
 from flatout.terminal import RunReport, Terminal
 from flatout.terminal import run as module
-
-
-class Clock:
-    def __init__(self):
-        self.now = 0.0
-
-    def __call__(self):
-        return self.now
 
 
 class Paper(io.StringIO):
@@ -74,15 +67,14 @@ def test_all_that_is_known_is_shown(panel):
     ]
 
 
-def test_figures_that_a_run_lacks_are_left_out():
-    panel = report()
-    panel.on_record(record(1, 2.0))
-    assert texts(panel) == ["  loss    2.000", "  saved   nothing yet"]
-
-
-def test_there_is_no_panel_before_the_first_loss_or_on_a_sliver(panel):
-    assert texts(report()) == []
-    assert texts(panel, 39) == []
+def test_figures_that_a_run_lacks_are_left_out(panel):
+    assert texts(report()) == texts(panel, 39) == [], "no loss yet, or a sliver"
+    short = report("ascii")
+    short.on_record(record(1, 2.0))
+    assert texts(short) == ["  loss    2.000", "  saved   nothing yet"]
+    for step in range(2, 20):
+        short.on_record(record(step, 2.0))
+    assert texts(short)[0] == "  loss    2.000 · +0.000 since step 10", "without bars"
 
 
 @pytest.mark.parametrize("width", range(40, 121, 5))
@@ -126,10 +118,3 @@ def test_a_long_run_keeps_few_losses_and_its_last_one():
     assert " · +1.8" in texts(panel)[0]
     steps = [step for step, _ in panel._losses]
     assert {b - a for a, b in itertools.pairwise(steps)} == {16}
-
-
-def test_a_terminal_without_bars_shows_the_figures_alone():
-    panel = report("ascii")
-    for step in range(1, 20):
-        panel.on_record(record(step, 2.0))
-    assert texts(panel)[0] == "  loss    2.000 · +0.000 since step 10"

@@ -29,29 +29,26 @@ def test_ascii_uses_ascii_only():
     assert curve(falling(), encoding="no-such-encoding").isascii()
 
 
+def rows_of(points, **options):
+    picture = curve(points, encoding="ascii", **options)
+    return [line[10:] for line in picture.split("\n")[: options["height"]]]
+
+
 def test_a_falling_loss_falls():
-    rows = [
-        line[10:] for line in curve(falling(), width=40, height=6, encoding="ascii").split("\n")[:6]
-    ]
-    height_of = {
+    rows = rows_of(falling(), width=40, height=6)
+    drawn = {
         column: row for row, text in enumerate(rows) for column, c in enumerate(text) if c == "*"
     }
-    lowest = [height_of[column] for column in sorted(height_of)]
+    lowest = [drawn[column] for column in sorted(drawn)]
     assert len(lowest) == 40
     assert lowest == sorted(lowest)
     assert lowest[-1] == 5
 
 
 def test_marks_are_drawn_at_their_value():
-    points = [(0, 4.0), (100, 0.0)]
-    rows = [
-        line[10:]
-        for line in curve(
-            points, marks=[(0, 0.0), (100, 4.0)], width=21, height=5, encoding="ascii"
-        ).split("\n")[:5]
-    ]
-    assert rows[0][20] == "o"
-    assert rows[4][0] == "o"
+    marks = [(0, 0.0), (100, 4.0)]
+    rows = rows_of([(0, 4.0), (100, 0.0)], marks=marks, width=21, height=5)
+    assert (rows[0][20], rows[4][0]) == ("o", "o")
 
 
 @pytest.mark.parametrize("points", [[], [(1, 2.0)], [(1, math.nan), (2, math.inf), (3, 1.0)]])
@@ -74,11 +71,6 @@ def test_a_narrow_picture_has_a_short_title(width):
 
 def test_a_sparkline_shows_the_means_of_its_shares():
     assert sparkline([0, 0, 7, 7], 2) == "▁█"
-    assert sparkline(range(8), 8) == "▁▂▃▄▅▆▇█"
-    assert sparkline(range(8), 80) == "▁▂▃▄▅▆▇█"
+    assert sparkline(range(8), 8) == sparkline(range(8), 80) == "▁▂▃▄▅▆▇█"
     assert sparkline([2.0, 2.0], 5) == "▁▁"
-
-
-def test_a_sparkline_needs_two_values_and_an_encoding():
-    assert sparkline([1.0], 5) == ""
-    assert sparkline(range(8), 8, encoding="ascii") == ""
+    assert sparkline([1.0], 5) == sparkline(range(8), 8, encoding="ascii") == ""

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from flatout.errors import DataError
-from flatout.token_formats import megatron
 from flatout.token_formats.megatron import MAPPED
 
 RNG = np.random.default_rng(0)
@@ -76,17 +75,6 @@ def test_empty_sequences_and_documents_end_nothing(tmp_path, imported):
     made = imported(prefix)
     assert made.train + made.val == WHOLE
     assert made.train_ends == [5, 8, 48, 49, 99]
-
-
-def test_many_groups_of_sequences_equal_one(tmp_path, imported, monkeypatch):
-    sequences = [RNG.integers(0, 257, length) for length in RNG.integers(0, 9, 500)]
-    documents = sorted({0, 500, *RNG.integers(0, 500, 200).tolist()})
-    prefix = write_mapped(tmp_path / "a", sequences, documents)
-    whole = imported(prefix, out="whole")
-    monkeypatch.setattr(megatron, "GROUP", 7)
-    assert imported(prefix, out="groups").train_ends == whole.train_ends
-    ends = np.unique(np.cumsum([0, *map(len, sequences)])[documents])
-    assert whole.train_ends[:-1] == [end for end in ends if 0 < end < len(whole.train)]
 
 
 @pytest.mark.parametrize("suffix", ["", ".bin", ".idx"])

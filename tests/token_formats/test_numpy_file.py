@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from flatout.errors import DataError
-from flatout.token_formats import numpy_file
 
 RNG = np.random.default_rng(0)
 
@@ -23,13 +22,11 @@ def test_arrays_of_any_integers_are_imported(tmp_path, imported, kind, dtype):
     assert made.train + made.val == tokens.tolist()
 
 
-def test_a_compressed_array_is_read_in_blocks(tmp_path, imported, monkeypatch):
-    monkeypatch.setattr(numpy_file, "READ_TOKENS", 7)
+def test_an_array_of_an_archive_may_be_one_document(tmp_path, imported):
     tokens = RNG.integers(0, 257, 1000)
     np.savez_compressed(tmp_path / "tokens.npz", ids=tokens)
-    made = imported(tmp_path / "tokens.npz")
-    assert made.train + made.val == tokens.tolist()
-    by_file = imported(tmp_path / "tokens.npz", documents="chunk", out="files")
+    by_file = imported(tmp_path / "tokens.npz", documents="chunk")
+    assert by_file.train + by_file.val == tokens.tolist()
     assert (by_file.train_ends, by_file.val_ends) == ([900], [100])
 
 

@@ -80,6 +80,12 @@ def records():
 
 
 @pytest.fixture
+def losses(records):
+    """Return a function that reads the figures of one name from a run, its losses by default."""
+    return lambda run, name="train/loss": [line[name] for line in records(run) if name in line]
+
+
+@pytest.fixture
 def events():
     """Return a function that reads the events of one kind of a run."""
 

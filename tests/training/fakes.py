@@ -19,12 +19,13 @@ class Recorder:
         return SILENT.task(*args, **kwargs)
 
 
-def fake_checkpoint(run, step, state=b"x", *, inside="checkpoints", **more):
+def fake_checkpoint(run, step, state=b"x", *, info=None, inside="checkpoints", **more):
     """Create a checkpoint whose files match its manifest; `more` maps stems of files to content."""
     path = run / inside / f"step-{step}"
     path.mkdir(parents=True)
     content = {f"{stem}.safetensors": data for stem, data in more.items()}
     content |= {"state.json": state, "index.json": b'{"tensors": {}, "aliases": {}}'}
+    content |= {} if info is None else {"info.json": json.dumps(info).encode()}
     facts = {}
     for name, data in content.items():
         (path / name).write_bytes(data)

@@ -36,7 +36,8 @@ def edited(tmp_path):
     """Return a config.yaml that was edited after the run started."""
     path = tmp_path / AWKWARD_NAME / "config.yaml"
     path.parent.mkdir(parents=True)
-    write_sealed(path, json.dumps(config().to_dict()) + "\n")
+    text = json.dumps(config().to_dict()) + "\n"
+    write_sealed(text, path.with_name("config.copy.yaml"), path)
     path.write_text("edited")
     return path
 
@@ -60,13 +61,13 @@ def test_edited_settings_are_quoted(edited):
 
 def test_commands_after_an_edited_config_quote_the_path(edited):
     edited.with_name("config.copy.yaml").unlink()
-    write_sealed(edited, "{}\n")
+    write_sealed("{}\n", edited)
     edited.write_text(edited.read_text().replace("{}", "{ }"))
     edited.with_name("config.copy.yaml").write_text("damaged")
     with pytest.raises(ConfigError, match="To train with it") as refused:
         require_unedited(edited, config(), free=())
     assert words(refused.value.fix, "--resume")[1] == str(edited.parent)
-    with pytest.raises(ConfigError, match=r"the last line of config\.yaml, which is a digest"):
+    with pytest.raises(ConfigError, match=r"the first line of config\.yaml, which is a digest"):
         require_as_trained(edited, config())
 
 
@@ -81,19 +82,11 @@ def test_a_rate_that_depends_on_the_length_needs_another_run(kind, advice):
 
 def test_commands_for_finished_and_longer_runs_quote_the_path():
     more = how_to_train_on(Path(AWKWARD_NAME), config(), STEP, {})
-    assert words(more.partition(", with")[0], "--resume") == [
-        "--resume",
-        AWKWARD_NAME,
-        "--run-dir",
-        "DIR",
-    ]
+    found = words(more.partition(", with")[0], "--resume")
+    assert found == ["--resume", AWKWARD_NAME, "--run-dir", "DIR"]
     bound = resume._bound_to_its_length(Path(AWKWARD_NAME), config(), config("train.steps=9"), 1, 2)
-    assert words(bound.fix.partition(" to the same")[0], "--resume") == [
-        "--resume",
-        AWKWARD_NAME,
-        "--run-dir",
-        f"{AWKWARD_NAME}-9",
-    ]
+    found = words(bound.fix.partition(" to the same")[0], "--resume")
+    assert found == ["--resume", AWKWARD_NAME, "--run-dir", f"{AWKWARD_NAME}-9"]
 
 
 def test_the_command_after_a_contradiction_quotes_the_path(tmp_path, monkeypatch):
@@ -101,36 +94,22 @@ def test_the_command_after_a_contradiction_quotes_the_path(tmp_path, monkeypatch
     monkeypatch.setattr(layout.catalog, "has_saved", lambda _: True)
     with pytest.raises(ConfigError) as refused:
         config_to_resume(tmp_path / AWKWARD_NAME, config("optim.lr=0.01"))
-    assert words(refused.value.fix.partition(" starts")[0], "--resume") == [
-        "--resume",
-        str(tmp_path / AWKWARD_NAME),
-        "--run-dir",
-        "DIR",
-    ]
+    found = words(refused.value.fix.partition(" starts")[0], "--resume")
+    assert found == ["--resume", str(tmp_path / AWKWARD_NAME), "--run-dir", "DIR"]
 
 
 def test_commands_for_a_missing_dataset_quote_the_path(tmp_path):
     absent = tmp_path / AWKWARD_NAME
     with pytest.raises(DataError, match="There is no dataset directory") as refused:
         read_manifest(absent)
-    assert words(refused.value.fix.rstrip("."), "flatout") == [
-        "flatout",
-        "prepare",
-        "SOURCE",
-        "--out",
-        str(absent),
-    ]
+    found = words(refused.value.fix.rstrip("."), "flatout")
+    assert found == ["flatout", "prepare", "SOURCE", "--out", str(absent)]
     absent.parent.mkdir()
     absent.write_text("some text")
     with pytest.raises(DataError, match="is a file") as refused:
         read_manifest(absent)
-    assert words(refused.value.fix.partition("`, then")[0], "flatout") == [
-        "flatout",
-        "prepare",
-        str(absent),
-        "--out",
-        f"data/{absent.stem}",
-    ]
+    found = words(refused.value.fix.partition("`, then")[0], "flatout")
+    assert found == ["flatout", "prepare", str(absent), "--out", f"data/{absent.stem}"]
 
 
 @pytest.mark.parametrize(

@@ -36,16 +36,6 @@ def test_a_disk_error_becomes_an_error_with_a_fix(error):
     assert failed.value.__cause__ is error
 
 
-def test_other_errors_pass_unchanged():
-    with pytest.raises(CheckpointError, match="torn"):
-        together(PAIR, lambda: fail(CheckpointError("torn", fix="Take another.")), READING)
-
-
-def test_a_failure_on_another_rank_fails_this_one():
-    with pytest.raises(RunFailed, match="Another process"):
-        together(PAIR, lambda: None, WRITING)
-
-
 class Failing(Mesh):
     """One of two ranks; the other one fails, and not because its disk is full."""
 

@@ -156,16 +156,6 @@ def test_a_sample_is_interrupted_and_the_run_saves(tiny_config, tmp_path, events
     assert stop["saved_after_s"] >= 0
 
 
-def test_the_request_is_announced(tiny_config, tmp_path, signal_in, messages):
-    signal_in(3, signal.SIGINT)
-    with pytest.raises(Stopped):
-        run_training(tiny_config(batch__rows_per_device=1), tmp_path / "run", progress=messages)
-    assert [line for line in messages.lines if "SIGINT" in line] == [
-        "SIGINT received: the run waits for the micro-batch or save in progress, "
-        "then saves and stops. Press Ctrl+C again to quit immediately, without saving."
-    ]
-
-
 @pytest.mark.parametrize(
     "speedups",
     ["auto,-compile", pytest.param("auto,-compile,-deferred-sync", marks=pytest.mark.faults)],

@@ -54,11 +54,6 @@ def test_scoring_leaves_mode_generators_and_feed_unchanged(build_run, tiny_confi
     assert run.feed.position == position
 
 
-def test_perplexity_is_the_exponential_of_the_loss(build_run, tiny_config):
-    found = score(build_run(tiny_config()))
-    assert found.perplexity == pytest.approx(torch.tensor(found.loss).exp().item(), rel=1e-6)
-
-
 @pytest.fixture
 def mixed_run(build_run, tiny_config, tiny_set, ragged_set):
     """Return a run whose mix takes 3/4 of `tiny` and 1/4 of `ragged`, which has a loss mask."""

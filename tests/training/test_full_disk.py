@@ -109,7 +109,7 @@ def test_a_full_disk_in_a_save_leaves_training_and_earlier_checkpoints(
     write = savers.write_share
 
     def full(snapshot, temporary):
-        if snapshot.step == 4:
+        if snapshot.state["step"] == 4:
             refusing(errno.ENOSPC)()
         write(snapshot, temporary)
 
@@ -145,22 +145,9 @@ def test_a_full_disk_while_locking_is_named_and_leaves_nothing(tiny_config, tmp_
 HERE = Path(__file__).parent
 ATTACKS = {errno.ENOSPC: "full", errno.EIO: "broken"}
 SMALL = [
-    *(
-        "model.num_layers=1",
-        "model.d_model=16",
-        "model.num_heads=1",
-        "data.seq_len=32",
-        "batch.rows_per_device=4",
-        "batch.tokens_per_step=128",
-    ),
-    *(
-        "train.steps=2",
-        "train.device=cpu",
-        "train.eval_every=1",
-        "train.eval_tokens=128",
-        "log.every=1",
-        "speedups=none",
-    ),
+    *("model.num_layers=1", "model.d_model=16", "model.num_heads=1", "data.seq_len=32"),
+    *("batch.rows_per_device=4", "batch.tokens_per_step=128", "train.steps=2", "train.device=cpu"),
+    *("train.eval_every=1", "train.eval_tokens=128", "log.every=1", "speedups=none"),
     *("checkpoint.every_steps=1", "checkpoint.keep=1"),
 ]
 
@@ -171,19 +158,8 @@ def refusing_disk(tmp_path_factory):
     if sys.platform != "linux" or shutil.which("cc") is None:
         pytest.skip("needs Linux and a C compiler")
     library = tmp_path_factory.mktemp("disk") / "refusing_disk.so"
-    subprocess.run(
-        [
-            "cc",
-            "-O1",
-            "-shared",
-            "-fPIC",
-            "-o",
-            str(library),
-            str(HERE / "refusing_disk.c"),
-            "-ldl",
-        ],
-        check=True,
-    )
+    options = ["-O1", "-shared", "-fPIC", "-o", str(library)]
+    subprocess.run(["cc", *options, str(HERE / "refusing_disk.c"), "-ldl"], check=True)
     return library
 
 
@@ -194,15 +170,8 @@ def run_with_each_operation_refused(survived, library, disk, error, start, strid
         "PYTHONPATH": str(HERE.parent.parent),
         "OMP_NUM_THREADS": "1",
     }
-    command = [
-        sys.executable,
-        str(HERE / "refused_files.py"),
-        str(disk),
-        str(error),
-        str(start),
-        str(stride),
-        *map(str, words),
-    ]
+    arguments = [HERE / "refused_files.py", disk, error, start, stride, *words]
+    command = [sys.executable, *map(str, arguments)]
     done = subprocess.run(
         command, capture_output=True, text=True, env=environment, timeout=1700, check=False
     )
@@ -220,15 +189,8 @@ def test_a_run_ends_cleanly_whichever_file_operation_is_refused(
     error, share, refusing_disk, tiny_set, tmp_path, survived
 ):
     disk = tmp_path / "disk"
-    words = [
-        "train",
-        "shakespeare-char",
-        f"data.path={tiny_set}",
-        "--run-dir",
-        disk / "run",
-        "--json",
-        *SMALL,
-    ]
+    words = ["train", "shakespeare-char", f"data.path={tiny_set}", "--run-dir", disk / "run"]
+    words += ["--json", *SMALL]
     run_with_each_operation_refused(survived, refusing_disk, disk, error, share, 4, *words)
 
 
@@ -239,17 +201,8 @@ def test_a_prepare_ends_cleanly_whichever_file_operation_is_refused(
 ):
     (tmp_path / "book.txt").write_text("The quick brown fox jumps over the lazy dog. " * 100)
     disk = tmp_path / "disk"
-    words = [
-        "prepare",
-        tmp_path / "book.txt",
-        "--out",
-        disk / "data",
-        "--tokenizer",
-        "byte",
-        "--workers",
-        "1",
-        "--json",
-    ]
+    words = ["prepare", tmp_path / "book.txt", "--out", disk / "data", "--tokenizer", "byte"]
+    words += ["--workers", "1", "--json"]
     run_with_each_operation_refused(survived, refusing_disk, disk, error, 0, 1, *words)
 
 

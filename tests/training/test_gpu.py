@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 
@@ -20,12 +18,6 @@ DEVICES = [f"cuda:{number}" for number in range(min(torch.cuda.device_count(), 2
 ESSENTIAL = pytest.mark.gpu_essential
 LONG = {"data__seq_len": 256, "batch__tokens_per_step": 1024, "batch__rows_per_device": 2}
 """Sequences long enough that kernels sum gradients over several blocks; two micro-batches."""
-
-
-def losses(folder):
-    """Return the logged training loss of every step."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [line["train/loss"] for line in lines if "train/loss" in line]
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=ESSENTIAL), *DEVICES])
@@ -86,7 +78,7 @@ SETTINGS = {
     "name",
     [pytest.param(name, marks=[ESSENTIAL] * (name in {"eager", "compiled"})) for name in SETTINGS],
 )
-def test_a_deterministic_run_resumes_bit_for_bit(tiny_config, tmp_path, name, stop_at):
+def test_a_deterministic_run_resumes_bit_for_bit(tiny_config, tmp_path, name, stop_at, losses):
     """Without train.deterministic, even two equal runs differ in their last bits."""
     config = tiny_config(
         train__device="cuda",
@@ -112,7 +104,9 @@ def test_a_deterministic_run_resumes_bit_for_bit(tiny_config, tmp_path, name, st
     [speedup for speedup in all_speedups() if speedup.promise.kind == "exact"],
     ids=lambda s: s.name,
 )
-def test_an_exact_promise_holds_bit_for_bit_in_deterministic_runs(tiny_config, tmp_path, speedup):
+def test_an_exact_promise_holds_bit_for_bit_in_deterministic_runs(
+    tiny_config, tmp_path, speedup, losses
+):
     config = tiny_config(
         train__device="cuda",
         train__precision="auto",

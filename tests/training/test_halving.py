@@ -47,14 +47,10 @@ def device(monkeypatch):
     return Device(monkeypatch)
 
 
-def losses(records, run):
-    return [record["train/loss"] for record in records(run) if "train/loss" in record]
-
-
 @pytest.mark.parametrize("since", [0, 3], ids=["at the start", "in the middle"])
 @pytest.mark.parametrize("speedups", ["auto,-compile", "micro-batch"], ids=["prefetch", "direct"])
 def test_the_step_is_repeated_with_rows_that_fit(
-    since, speedups, tiny_config, tmp_path, device, records, events
+    since, speedups, tiny_config, tmp_path, device, records, events, losses
 ):
     config = tiny_config(**AUTO, speedups=speedups)
     whole = run_training(config, tmp_path / "whole")
@@ -62,7 +58,7 @@ def test_the_step_is_repeated_with_rows_that_fit(
     run = tmp_path / "run"
     result = run_training(config, run)
     assert (result["steps"], result["tokens"]) == (whole["steps"], whole["tokens"])
-    assert losses(records, run) == pytest.approx(losses(records, tmp_path / "whole"), rel=1e-4)
+    assert losses(run) == pytest.approx(losses(tmp_path / "whole"), rel=1e-4)
     found = [
         (e["step"], e["rows_before"], e["rows_per_device"]) for e in events(run, "smaller_batch")
     ]

@@ -167,7 +167,7 @@ def test_keys_that_do_not_affect_the_weights_may_differ_and_are_reported(
         tiny_config(train__init_from=str(source), **changes), tmp_path / "run", progress=messages
     )
     assert any(
-        "model.dropout is 0.0 in the run that the weights come from, and 0.1 here" in line
+        "model.dropout is 0.0 where the weights come from, and 0.1 here" in line
         for line in messages.lines
     )
 

@@ -14,9 +14,9 @@ import pytest
 from flatout.errors import ConfigError, Stopped
 from flatout.training import run as training
 from flatout.training.checkpoint import catalog
-from flatout.training.checkpoint.info import INFO
+from flatout.training.checkpoint.catalog import INFO
 from flatout.training.run import run_training
-from flatout.training.run_dir import layout
+from flatout.training.run_dir import layout, resume
 from flatout.training.run_dir.lock import run_state
 
 pytestmark = pytest.mark.slow
@@ -176,7 +176,7 @@ class Killed(BaseException):
 @pytest.mark.parametrize(
     "killed_in",
     [
-        (layout, "write_sealed_at_top"),
+        (resume, "write_requested"),
         pytest.param((layout, "write_config"), marks=pytest.mark.faults),
         pytest.param((training, "claimed"), marks=pytest.mark.faults),
     ],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -260,12 +259,6 @@ def test_a_killed_run_repeats_the_steps_since_the_last_save(tiny_config, tmp_pat
     resumed = run_training(config, folder)
     assert resumed["resumed_from"].endswith("step-3")
     assert losses(folder) == losses(tmp_path / "whole")
-
-
-def test_sigterm_saves_too(tiny_config, tmp_path, stop_at):
-    with pytest.raises(Stopped):
-        run_training(tiny_config(), tmp_path / "run", observers=[stop_at(2, signal.SIGTERM)])
-    assert (tmp_path / "run" / "checkpoints" / "step-2").is_dir()
 
 
 def test_observers_are_called_in_order(tiny_config, tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from functools import partial
 from importlib.metadata import version
@@ -22,31 +21,11 @@ from flatout.hardware import probe
 from flatout.inference.load import load_run
 from flatout.parallel.rendezvous import Ranks
 from flatout.training.checkpoint.read_write import read_weights
-from flatout.training.checkpoint.snapshot import facts
 from flatout.training.run import run_training
 from flatout.training.run_dir.layout import read_config
 from flatout.training.run_plan import require_same_settings
 
 pytestmark = pytest.mark.slow
-
-
-def test_a_finished_run_returns_its_summary_and_does_nothing(tiny_config, tmp_path):
-    first = run_training(tiny_config(), tmp_path / "run")
-    before = (tmp_path / "run" / "events.jsonl").read_text()
-    assert run_training(tiny_config(), tmp_path / "run") == first
-    assert (tmp_path / "run" / "events.jsonl").read_text() == before
-
-
-def test_other_settings_for_a_stored_run_are_refused_with_the_difference(tiny_config, tmp_path):
-    run_training(tiny_config(), tmp_path / "run")
-    with pytest.raises(ConfigError, match=r"optim\.lr: 0\.01 -> 0\.02"):
-        run_training(tiny_config(optim__lr=0.02), tmp_path / "run")
-
-
-def test_resume_never_refuses_a_directory_with_a_run(tiny_config, tmp_path):
-    run_training(tiny_config(), tmp_path / "run")
-    with pytest.raises(CheckpointError, match="never would overwrite"):
-        run_training(tiny_config(), tmp_path / "run", resume="never")
 
 
 @pytest.mark.parametrize("steps", [2, 3])
@@ -135,25 +114,6 @@ def test_other_data_for_a_finished_run_is_refused(tiny_config, tmp_path, write_t
     other = write_tiny(tmp_path / "other", num_documents=32)
     with pytest.raises(CheckpointError, match=rf"have changed since .*{other} \(before: "):
         run_training(tiny_config(data__path=str(other)), tmp_path / "run")
-
-
-def test_changed_data_of_an_earlier_versions_run_is_refused(stopped, tmp_path, write_tiny):
-    config, folder = stopped
-    checkpoint = folder / "checkpoints/step-3"
-    state = json.loads((checkpoint / "state.json").read_text())
-    del state["environment"]["datasets"]
-    (checkpoint / "state.json").write_text(json.dumps(state))
-    manifest = json.loads((checkpoint / "manifest.json").read_text())
-    manifest["files"]["state.json"] = facts(checkpoint / "state.json")
-    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
-    data = config.data.path
-    shutil.move(data, tmp_path / "kept")
-    write_tiny(tmp_path / "data", num_documents=48)
-    with pytest.raises(CheckpointError, match=r"their digest was .* and is "):
-        run_training(config, folder)
-    shutil.rmtree(data)
-    shutil.move(tmp_path / "kept", data)
-    assert run_training(config, folder)["steps"] == 6
 
 
 def test_other_validation_tokens_are_no_other_training(stopped, events):

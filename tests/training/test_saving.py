@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from flatout.training.checkpoint import catalog
-from flatout.training.checkpoint.info import INFO, read_info
+from flatout.training.checkpoint.catalog import INFO, read_info
 from flatout.training.run import run_training
 from flatout.training.run_dir import layout
 

@@ -69,13 +69,8 @@ def several(recipe, folder, *overrides, launch=launch):
     return json.loads(lines[0])
 
 
-def losses(folder, name="train/loss"):
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [r[name] for r in records if name in r]
-
-
 @pytest.mark.parametrize("overrides", [(), ("parallel.shard=2",)], ids=["ddp", "fully-shard"])
-def test_two_processes_have_the_losses_of_one(recipe, tmp_path, overrides):
+def test_two_processes_have_the_losses_of_one(recipe, tmp_path, overrides, losses):
     one = run_training(load_config(recipe), tmp_path / "one")
     two = several(recipe, tmp_path / "two", *overrides)
     assert two["steps"] == one["steps"] == 8
@@ -89,7 +84,7 @@ def test_two_processes_have_the_losses_of_one(recipe, tmp_path, overrides):
 
 
 def test_two_processes_agree_on_a_mix_init_from_and_early_stop(
-    recipe, tiny_set, ragged_set, tmp_path
+    recipe, tiny_set, ragged_set, tmp_path, losses
 ):
     """Covers everything that ranks must agree on, with sharded weights."""
     run_training(load_config(recipe, ["train.steps=2"]), tmp_path / "source")
@@ -116,7 +111,7 @@ def test_two_processes_agree_on_a_mix_init_from_and_early_stop(
         ), name
 
 
-def test_a_run_of_two_processes_resumes_on_one(recipe, tmp_path, events):
+def test_a_run_of_two_processes_resumes_on_one(recipe, tmp_path, events, losses):
     run_training(load_config(recipe), tmp_path / "whole")
     several(
         recipe,
@@ -126,11 +121,8 @@ def test_a_run_of_two_processes_resumes_on_one(recipe, tmp_path, events):
         "checkpoint.keep=9",
         "speedups=auto,-compile,+async-checkpoints",
     )
-    written = [
-        tensor
-        for path in (tmp_path / "run").glob("checkpoints/step-4/*-00000.safetensors")
-        for tensor in load_file(path).values()
-    ]
+    paths = (tmp_path / "run").glob("checkpoints/step-4/*-00000.safetensors")
+    written = {path.name: load_file(path) for path in paths}
     (reserved,) = events(tmp_path / "run", "reserve")
     assert reserved["bytes"] == bytes_of(written), "each process reserves memory for its slices"
     resumed = run_training(
@@ -142,7 +134,7 @@ def test_a_run_of_two_processes_resumes_on_one(recipe, tmp_path, events):
     assert losses(tmp_path / "one") == pytest.approx(losses(tmp_path / "whole")[4:], rel=1e-5)
 
 
-def test_a_run_of_two_with_deferred_sync_resumes_on_one(recipe, tmp_path):
+def test_a_run_of_two_with_deferred_sync_resumes_on_one(recipe, tmp_path, losses):
     """One process then has all micro-batches and no gradients to synchronise."""
     run_training(load_config(recipe), tmp_path / "whole")
     named = "speedups=auto,-compile,+deferred-sync"
@@ -192,7 +184,7 @@ def endless(recipe, tmp_path):
         launcher.communicate()
 
 
-def test_train_devices_starts_the_processes(recipe, tmp_path, events):
+def test_train_devices_starts_the_processes(recipe, tmp_path, events, losses):
     launcher = own_launch(recipe, tmp_path / "own")
     out, err = launcher.communicate(timeout=240)
     assert launcher.returncode == 0, err

@@ -13,7 +13,6 @@ import torch
 
 from flatout.assembly.selection import Decision
 from flatout.progress import SILENT
-from flatout.training import evaluation
 from flatout.training.evaluation import batch_shapes, score
 from flatout.training.signals import StopRequests, WorkInterrupted
 from flatout.training.step import train_step
@@ -203,14 +202,6 @@ def test_evaluation_is_compiled_only_if_something_is_evaluated(
         assert grad_enabled == [True]
     score(run, max_tokens=32)
     assert grad_enabled == [True, False]
-
-
-def test_without_validation_text_there_are_no_evaluation_shapes(
-    build_run, tiny_config, monkeypatch
-):
-    run = build_run(tiny_config())
-    monkeypatch.setattr(evaluation, "members_of", lambda dataset: [])
-    assert batch_shapes(run) == []
 
 
 def test_a_run_that_compiles_nothing_is_not_warmed_up(build_run, tiny_config):

@@ -24,7 +24,7 @@ from flatout.training import watchdog
 from flatout.training.checkpoint import savers
 from flatout.training.run import run_training
 from flatout.training.run_dir.layout import read_exit_code
-from flatout.training.watchdog import Sign, Watchdog, doing, read_signs, waiting_for
+from flatout.training.watchdog import Sign, Watchdog, doing, waiting_for
 
 LONG_S = 60.0
 """More than anything here takes; a test fails after it."""
@@ -81,8 +81,7 @@ def test_another_rank_reports_the_stall_when_the_main_one_does_not_run(idle_run,
     run.mesh = dataclasses.replace(ALONE, rank=1, world_size=2)
     folder = run.folder / "watchdog"
     folder.mkdir()
-    stopped = dataclasses.asdict(sign(0, 0, age_s=600))
-    (folder / "rank-0.json").write_text(json.dumps(stopped))
+    sign(folder, 0, 0, age_s=600)
     with Watchdog(run, say=[].append, end=codes.append):
         wait_until(lambda: codes)
     assert read_exit_code(run.folder) == 75
@@ -115,32 +114,32 @@ def test_a_full_disk_does_not_silence_it(idle_run):
     assert said[1].startswith("The stacks of all threads cannot be written: ")
 
 
-def sign(rank, beats, *, age_s=0.0, activity="training"):
-    return Sign(rank, f"host{rank}", 400, beats, activity, time.time() - age_s)
+def sign(folder, rank, beats, *, age_s=0.0, activity="training"):
+    found = Sign(rank, f"host{rank}", 400, beats, activity, time.time() - age_s)
+    (folder / f"rank-{rank}.json").write_text(json.dumps(dataclasses.asdict(found)))
 
 
-def test_the_rank_with_the_least_work_done_is_the_one_that_others_wait_for():
-    signs = [sign(0, 12), sign(1, 11, activity="sampling"), sign(2, 12)]
-    assert waiting_for(signs, 3, late_s=9) == (
+def test_the_rank_with_the_least_work_done_is_the_one_that_others_wait_for(tmp_path):
+    for rank, beats, activity in ((0, 12, "training"), (1, 11, "sampling"), (2, 12, "training")):
+        sign(tmp_path, rank, beats, activity=activity)
+    assert waiting_for(tmp_path, 3, late_s=9) == (
         "The others wait for rank 1 on host1 (after step 400, while sampling)."
     )
-    assert waiting_for([sign(0, 12), sign(1, 12)], 2, late_s=9) == (
-        "All 2 ranks have done the same work."
-    )
+    sign(tmp_path, 1, 12)
+    assert waiting_for(tmp_path, 2, late_s=9) == "All 2 ranks have done the same work."
 
 
-def test_ranks_without_a_sign_of_life_are_named_first():
-    found = waiting_for([sign(0, 12), sign(1, 11), sign(2, 12, age_s=600)], 4, late_s=9)
-    assert found == (
+@pytest.mark.parametrize("damaged", ['{"rank": 0', "[1]", None])
+def test_ranks_without_a_sign_of_life_are_named_first(tmp_path, damaged):
+    sign(tmp_path, 0, 12)
+    sign(tmp_path, 1, 11)
+    sign(tmp_path, 2, 12, age_s=600)
+    if damaged:
+        (tmp_path / "rank-3.json").write_text(damaged)
+    assert waiting_for(tmp_path, 4, late_s=9) == (
         "Stopped, killed or unreachable: rank 2 on host2, without a sign of life for 10.0 min; "
         "rank 3, which never gave a sign of life."
     )
-
-
-def test_damaged_signs_are_ignored(tmp_path):
-    (tmp_path / "rank-0.json").write_text('{"rank": 0')
-    (tmp_path / "rank-1.json").write_text("[1]")
-    assert list(read_signs(tmp_path, 3)) == []
 
 
 def test_the_threads_of_the_feed_and_of_a_checkpoint_are_described():

@@ -51,7 +51,8 @@ class Gift:
         document = yaml.safe_load((self.folder / "config.yaml").read_text())
         for key, value in layer.items():
             document[key] = document[key] | value if isinstance(value, dict) else value
-        write_sealed(self.folder / "config.yaml", yaml.safe_dump(document))
+        paths = (self.folder / "config.copy.yaml", self.folder / "config.yaml")
+        write_sealed(yaml.safe_dump(document), *paths)
         return self
 
     @property

@@ -6,7 +6,8 @@ a rank's step.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -66,6 +67,8 @@ class BatchPlan:
     document_mask: bool
     prefetch: int
     device: str
+    left_out: Mapping[int, int] = field(default_factory=dict)
+    """The position of each step to leave out, and that of the step after it."""
 
     @property
     def sequences_per_step(self) -> int:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -61,7 +62,7 @@ def import_tokens(
 
     Tokens are stored unchanged. A directory that already contains this dataset is left unchanged.
 
-    Memory: one piece: a few million tokens, one chunk, or one compressed shard.
+    Memory: one chunk or one array of an .npz; other files are mapped.
     Raises: DataError naming the file that is missing or unusable, or the token that is outside the
             vocabulary.
     """
@@ -160,8 +161,8 @@ def _tokenizer(path: Path, options: ImportOptions, progress: Progress) -> Tokeni
     characters = characters_in(meta) if spec in (None, CharTokenizer.kind) else None
     if characters is not None:
         progress.say(
-            f"The tokenizer is char, with the {len(characters)} characters in {meta}; the file is "
-            "not unpickled."
+            f"The tokenizer is char, with the {len(characters)} characters in {meta}; no code in "
+            "that file is run."
         )
         return CharTokenizer(characters)
     if spec is None:
@@ -211,13 +212,13 @@ class _Written:
         unit = train[0].unit
         with progress.task(f"Importing {unit}", total=total, unit=unit) as task:
             done = 0
-            for piece in _pieces(train):
+            for piece in chain.from_iterable(tokens.pieces() for tokens in train):
                 share = min(max((cut - done) / piece.weight, 0), 1)
                 size = int(share * len(piece.tokens))
                 self._append("train", piece, 0, size, task)
                 self._append("val", piece, size, len(piece.tokens), task)
                 done += piece.weight
-            for piece in _pieces(val):
+            for piece in chain.from_iterable(tokens.pieces() for tokens in val):
                 self._append("val", piece, 0, len(piece.tokens), task)
 
     def _append(self, split: str, piece: Piece, start: int, stop: int, task: Task) -> None:
@@ -239,8 +240,7 @@ class _Written:
         if self._documents == "stored" and piece.ends is not None:
             low, high = np.searchsorted(piece.ends, (first, last), side="right")
             return piece.ends[low:high] - first
-        ends_file = piece.is_last and last == len(piece.tokens)
-        return np.array([len(tokens)] if ends_file else [], np.int64)
+        return np.array([len(tokens)] if last == len(piece.tokens) else [], np.int64)
 
     def _num_bytes(self, tokens: Array) -> int:
         """Return the UTF-8 bytes that tokens decode to; 0 if they are unknown.
@@ -268,20 +268,6 @@ class _Written:
             )
 
 
-def _pieces(opened: Sequence[Tokens]) -> Iterator[Piece]:
-    """Yield the pieces of some inputs, and check what the inputs say about their number of tokens.
-
-    Raises: DataError.
-    """
-    for tokens in opened:
-        total = 0
-        for piece in tokens.pieces():
-            yield piece
-            total += len(piece.tokens)
-        if tokens.check_total is not None:
-            tokens.check_total(total)
-
-
 def _require_known(tokens: Array, piece: Piece, first: int, tokenizer: Tokenizer) -> None:
     """Check that every token is in the vocabulary.
 
@@ -292,7 +278,7 @@ def _require_known(tokens: Array, piece: Piece, first: int, tokenizer: Tokenizer
         return
     index = int(np.flatnonzero((tokens < 0) | (tokens >= tokenizer.vocab_size))[0])
     raise DataError(
-        f"{piece.name}, token {piece.first + first + index}: the id {int(tokens[index])} is "
+        f"{piece.name}, token {first + index}: the id {int(tokens[index])} is "
         f"outside the vocabulary of {tokenizer.name}, whose ids are below {tokenizer.vocab_size}.",
         fix="Name the tokenizer that made the tokens with --tokenizer.",
     )

@@ -9,8 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Unpack
 
-from flatout.data.prepare.join.duplicates import find_duplicates, first_dropped, without_dropped
-from flatout.data.prepare.join.shards import check_files, join
+from flatout.data.prepare.join import (
+    check_files,
+    find_duplicates,
+    first_dropped,
+    join,
+    without_dropped,
+)
 from flatout.data.prepare.pack.range_files import (
     RangeRecord,
     count_skipped,

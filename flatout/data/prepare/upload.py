@@ -25,7 +25,7 @@ from flatout.data.prepare.pipeline import (
     prepare_request,
 )
 from flatout.data.prepare.request.request import CHOOSE_ANOTHER, Access, open_request, require_same
-from flatout.data.store.manifest import MANIFEST, Manifest, parse_manifest
+from flatout.data.store.manifest import MANIFEST, parse_manifest
 from flatout.data.store.remote import (
     cache_dir_of,
     copy_dir_of,
@@ -36,7 +36,7 @@ from flatout.data.store.remote import (
 from flatout.data.store.shards import Dataset
 from flatout.errors import DataError, OutputInUse
 from flatout.files import entry_of
-from flatout.progress import SILENT, Progress
+from flatout.progress import SILENT
 from flatout.remote.folder import CLAIM, Claim, RemoteFolder, push
 from flatout.remote.parallel import transfer_all
 from flatout.remote.reading import read_if_there, read_remote
@@ -97,7 +97,14 @@ def prepare_upload(
                 progress.say(f"{folder} was already prepared.")
             else:
                 manifest, _ = prepare_request(request, folder, workers, engine)
-            _send(remote, folder, manifest, claim, progress)
+            content = (folder / MANIFEST).read_bytes()
+            digest = hashlib.sha256(content).hexdigest()
+            entries = [*manifest.files, entry_of(folder / manifest.tokenizer.file)]
+            num_bytes = sum(entry.size_bytes for entry in entries)
+            own = Claim(manifest=digest, source=manifest.source)
+            with push(remote, content, own, claim) as sent:  # what an earlier call has sent
+                jobs = [partial(remote.send, folder / e.name, e, sent.get(e.name)) for e in entries]
+                transfer_all(f"Sending {remote.url}", jobs, num_bytes, progress)
         _keep(folder, cache_dir, uploaded)
     return Prepared(remote.url, manifest, time.perf_counter() - started, uploaded is not None)
 
@@ -140,17 +147,3 @@ def _state_of(remote: RemoteFolder) -> tuple[bytes | None, Claim | None]:
     if set(names) - {PROBE}:
         raise OutputInUse(f"{remote.url} is not empty and is not a dataset.", fix=CHOOSE_ANOTHER)
     return None, None
-
-
-def _send(
-    remote: RemoteFolder, folder: Path, manifest: Manifest, found: Claim | None, progress: Progress
-) -> None:
-    """Send the files that an earlier call did not, several at once, then the manifest."""
-    content = (folder / MANIFEST).read_bytes()
-    digest = hashlib.sha256(content).hexdigest()
-    entries = [*manifest.files, entry_of(folder / manifest.tokenizer.file)]
-    num_bytes = sum(entry.size_bytes for entry in entries)
-    claim = Claim(manifest=digest, source=manifest.source)
-    with push(remote, content, claim, found) as sent:
-        jobs = [partial(remote.send, folder / e.name, e, sent.get(e.name)) for e in entries]
-        transfer_all(f"Sending {remote.url}", jobs, num_bytes, progress)

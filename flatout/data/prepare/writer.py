@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
-from flatout.data.prepare.join.shards import join
+from flatout.data.prepare.join import join
 from flatout.data.prepare.pack.range_files import RangeWriter
 from flatout.data.prepare.plan.make import SHARD_BYTES
 from flatout.data.prepare.plan.work_dir import WorkDir

@@ -70,10 +70,10 @@ def storable(name: str) -> str:
     )
 
 
-def _to_json(location: RowLocation | str) -> tuple[str, int | None] | str:
+def _to_json(location: RowLocation | str) -> tuple[str, int] | str:
     """Return a location as JSON values, even if the file name is not UTF-8."""
     if isinstance(location, str):
-        return location
+        return storable(location)
     name = quote(without_secrets(location.name), safe="/:, ", errors="surrogateescape")
     return name, location.offset
 

@@ -82,13 +82,12 @@ class ShardedArray:
         assert out.itemsize == self._stored.itemsize, "bytes are copied without conversion"
         rows, size = out.data.cast("B"), width * out.itemsize
         begins = (starts - self._first[file_of]) * out.itemsize
-        for row, (file, last, begin) in enumerate(
-            zip(file_of.tolist(), last_file.tolist(), begins.tolist(), strict=True)
-        ):
-            if file == last:
-                rows[row * size : (row + 1) * size] = self._files[file][begin : begin + size]
-            else:
-                self._read_across_files(int(starts[row]), out[row])
+        for row, (file, begin) in enumerate(zip(file_of.tolist(), begins.tolist(), strict=True)):
+            at, end = row * size, (row + 1) * size
+            while at < end:  # once, unless the row goes on in the next file
+                piece = self._files[file][begin : begin + end - at]
+                rows[at : at + len(piece)] = piece
+                at, file, begin = at + len(piece), file + 1, 0
 
     def read_spans(self, starts: Array, lengths: Array, out: Array) -> None:
         """Copy lengths[n] items from starts[n] to the start of out[n], and pad the rest with 0."""
@@ -100,16 +99,6 @@ class ShardedArray:
         for row in np.flatnonzero(~whole):
             self.read(starts[row : row + 1], out[row : row + 1, : lengths[row]])
         out[np.arange(width) >= lengths[:, np.newaxis]] = 0
-
-    def _read_across_files(self, start: int, out_row: Array) -> None:
-        done = 0
-        while done < len(out_row):
-            file = int(np.searchsorted(self._first, start + done, side="right")) - 1
-            offset = start + done - int(self._first[file])
-            stored = np.frombuffer(self._files[file], self._stored)
-            piece = stored[offset : offset + len(out_row) - done]
-            out_row[done : done + len(piece)] = piece
-            done += len(piece)
 
     def _check_sizes(self) -> None:
         """Refuse a file resized while mapped: reading past its end would kill the process."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
+import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -22,11 +22,10 @@ from flatout.data.store.integrity import (
     local_blocks,
     manifest_problems,
     token_check,
-    tokenizer_problem,
 )
 from flatout.data.store.manifest import FileEntry, Manifest, SplitName, read_manifest
 from flatout.data.store.remote import remote_manifest
-from flatout.data.tokenizers import load_tokenizer
+from flatout.data.tokenizers import parse_tokenizer
 from flatout.errors import DataError, FlatoutError
 from flatout.files import expanded
 from flatout.progress import SILENT, Progress
@@ -63,7 +62,7 @@ def verify_dataset(folder: Path, *, progress: Progress = SILENT) -> Verified:
     problems = list(file_problems(folder, manifest))
     path = folder / manifest.tokenizer.file
     if all(problem.name != path.name for problem in problems):
-        problems += _tokenizer_problems(path, manifest)
+        problems += _tokenizer_problems(path.read_bytes(), str(path), manifest)
     return _verify(
         str(folder),
         manifest,
@@ -149,23 +148,22 @@ def _remote_tokenizer_problems(url: str, manifest: Manifest) -> list[Problem]:
         raise
     except DataError as error:
         return [Problem(name, error.what)]
-    with tempfile.TemporaryDirectory(prefix="flatout-verify-") as folder:
-        path = Path(folder) / name
-        path.write_bytes(content)
-        what = tokenizer_problem(path, manifest.tokenizer.digest)
-        found = [Problem(name, what)] if what else _tokenizer_problems(path, manifest)
-        return [problem._replace(what=problem.what.replace(folder, url)) for problem in found]
+    where = f"{url}/{name}"
+    if hashlib.sha256(content).hexdigest() != manifest.tokenizer.digest:
+        return [Problem(name, f"{where} is not the tokenizer that made these tokens.")]
+    return list(_tokenizer_problems(content, where, manifest))
 
 
-def _tokenizer_problems(path: Path, manifest: Manifest) -> Iterator[Problem]:
+def _tokenizer_problems(content: bytes, where: str, manifest: Manifest) -> Iterator[Problem]:
+    name = manifest.tokenizer.file
     try:
-        tokenizer = load_tokenizer(path)
+        tokenizer = parse_tokenizer(content, where)
     except FlatoutError as error:
-        yield Problem(path.name, error.what)
+        yield Problem(name, error.what)
         return
     if tokenizer.vocab_size != manifest.vocab_size:
         yield Problem(
-            path.name,
-            f"{path} has {tokenizer.vocab_size:,} tokens; "
+            name,
+            f"{where} has {tokenizer.vocab_size:,} tokens; "
             f"the manifest says {manifest.vocab_size:,}.",
         )

@@ -23,12 +23,18 @@ from flatout.data.tokenizers.base import (
     TokenizerFile,
 )
 from flatout.data.tokenizers.base import Tokenizer as Tokenizer
-from flatout.data.tokenizers.check import require_usable, try_out_within_limits
+from flatout.data.tokenizers.check import (
+    MEMORY_BYTES,
+    REFUSED,
+    encode_texts,
+    require_usable,
+)
 from flatout.data.tokenizers.engine_choice import WORTHWHILE_CHARACTERS, choose_engine
 from flatout.data.tokenizers.hub import is_repository, repository_file, tokenizer_file
 from flatout.documents import parser_says
 from flatout.errors import DataError
 from flatout.files import expanded
+from flatout.process_limits import bound_memory, cpu_bounded
 from flatout.progress import SILENT, Progress
 from flatout.recognised import recognise
 from flatout.registry import TOKENIZERS, nearest
@@ -256,21 +262,26 @@ def _kind_of(document: Document) -> tuple[type[Tokenizer] | None, Document]:
 
 
 def try_out(name: str, cpu_s: float) -> int:
-    """Load the tokenizer on standard input and encode texts within limits; return the exit code.
+    """Load the tokenizer on standard input and encode texts; print any error, return the exit code.
 
     `require_usable` runs this in another process.
     """
     document = json.load(sys.stdin.buffer)
     kind, description = _kind_of(document)
-
-    def load() -> Tokenizer:
-        if document.get("format") == FORMAT:
-            return _restored(document, name)
-        file = TokenizerFile(name, document=document)
-        return TOKENIZERS.get(_JSON_KIND).to_try_out(file)  # type: ignore[no-any-return]
-
-    strings = kind.strings_in(description) if kind is not None else ()
-    return try_out_within_limits(load, name, strings, cpu_s)
+    bound_memory(MEMORY_BYTES)
+    with cpu_bounded(cpu_s):
+        try:
+            if document.get("format") == FORMAT:
+                tokenizer = _restored(document, name)
+            else:
+                tokenizer = TOKENIZERS.get(_JSON_KIND).to_try_out(
+                    TokenizerFile(name, document=document)
+                )
+            encode_texts(tokenizer, kind.strings_in(description) if kind else (), name)
+        except DataError as error:
+            print(json.dumps({"what": error.what, "fix": error.fix}))
+            return REFUSED
+    return 0
 
 
 def _restored(document: Document, name: str) -> Tokenizer:

@@ -1,23 +1,27 @@
-"""The base class of all tokenizers: the JSON format, encoding in pieces, and common errors."""
+"""The base class of all tokenizers: the JSON format, encoding in pieces, cuts, common errors."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import ClassVar, Self, final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from flatout.conversation.rendering import Piece
 from flatout.errors import DataError
 from flatout.json_io import JsonObject
 from flatout.progress import Progress
+from flatout.sources.long import chunks_of
 
 FORMAT = "flatout-tokenizer"
 FORMAT_VERSION = 1
@@ -34,6 +38,21 @@ MAX_VOCAB_SIZE = 1 << 24
 UNKNOWN = "\ufffd".encode()
 """The bytes that an unknown id decodes to."""
 SKIP_DOCUMENTS = "skip such documents with --on-bad-row skip."
+
+CUT = re.compile(r"(?<=\S)(?= )|(?<=[A-Za-z0-9])(?=[\r\n])|(?<=\S\n)(?=[^\s/])")
+r"""Positions where a text can be cut without changing its ids, for the known patterns.
+
+Those (GPT-2's, cl100k's and its relatives in Llama 3 and Qwen 2, o200k's) look ahead and never
+behind. When a split falls on a cut, the right side therefore splits as before; the left side does
+too if its last piece ends in the same way without what follows. By the patterns, both hold
+- before a space that follows a non-space, since no alternative matches across the two;
+- before a line end that follows an ASCII letter or digit, for the same reason;
+- after a single line end and before a character that is neither white space nor a slash, since only
+  o200k continues after a line end, and only with a slash.
+Python's \s includes all white space of Unicode.
+"""
+MAX_TRIES = 64
+"""Positions tried before a text is considered impossible to cut."""
 
 Ids = NDArray[np.uint32]
 Encode = Callable[[str], Ids]
@@ -230,6 +249,23 @@ class Tokenizer(ABC):
         return [index for ids in self.encode_stream([text]) for index in ids.tolist()]
 
     @final
+    def encode_pieces(self, pieces: Iterable[Piece]) -> list[tuple[Ids, bool]]:
+        """Return the ids of each piece of a conversation, and whether the loss counts them.
+
+        Raises: NotEncodable when the vocabulary cannot express a piece.
+        """
+        special = self.special_tokens()
+        return [
+            (
+                np.array([special[piece.text]], np.uint32)
+                if piece.is_special
+                else np.concatenate(list(self.encode_stream(chunks_of(piece.text)))),
+                piece.is_target,
+            )
+            for piece in pieces
+        ]
+
+    @final
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of `ids`; bytes that are not UTF-8 become U+FFFD."""
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
@@ -333,3 +369,28 @@ def not_text(error: UnicodeEncodeError, offset: int = 0) -> NotEncodable:
         "which is not text.",
         fix=f"Repair the document, or {SKIP_DOCUMENTS}",
     )
+
+
+def known_cut(text: str, start: int, end: int) -> int | None:
+    """Return the first position in `start`..`end` that no known pattern matches across."""
+    match = CUT.search(text, start, end)
+    return match.start() if match else None
+
+
+def confirmed_cut(encode: Encode, text: str, start: int, end: int) -> int | None:
+    """Return the first position where both sides encode separately to the ids of the whole.
+
+    Positions near the end of the text are not tried, so that text after it cannot matter.
+    """
+    last = min(end, len(text) - LOOKAHEAD_CHARACTERS)
+    for match in islice(CUT.finditer(text, start, last), MAX_TRIES):
+        cut = match.start()
+        right = text[cut : cut + LOOKAHEAD_CHARACTERS]
+        right_ids = encode(right)
+        lefts = (text[max(cut - LOOKAHEAD_CHARACTERS // part, 0) : cut] for part in (1, 2))
+        if all(
+            np.array_equal(np.concatenate([encode(left), right_ids]), encode(left + right))
+            for left in lefts
+        ):
+            return cut
+    return None

@@ -5,8 +5,10 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import CancelledError, Future, wait
 from functools import cached_property
+from threading import Event, Thread
 from typing import ClassVar, NamedTuple, Self
 
 from flatout.data.tokenizers.base import (
@@ -21,16 +23,20 @@ from flatout.data.tokenizers.base import (
     Sample,
     Tokenizer,
     TokenizerFile,
+    confirmed_cut,
     engine_failures,
     is_panic,
     join_pieces,
+    known_cut,
     require_ids,
 )
-from flatout.data.tokenizers.byte_level import byte_level_alphabet
-from flatout.data.tokenizers.cut_points import confirmed_cut, known_cut
-from flatout.data.tokenizers.engines import gigatoken_of_ranks, tiktoken_of
-from flatout.data.tokenizers.interruptible import interruptibly
-from flatout.data.tokenizers.tokenizer_json import GPT2_SPLIT, byte_level_document, split_by
+from flatout.data.tokenizers.byte_level import (
+    GPT2_SPLIT,
+    byte_level_alphabet,
+    byte_level_document,
+    split_by,
+)
+from flatout.data.tokenizers.engines import gigatoken_of_ranks, grouped, tiktoken_of
 from flatout.errors import DataError
 from flatout.progress import SILENT, Progress
 
@@ -65,6 +71,11 @@ TRAINING_PIECE_CHARACTERS = 1 << 15
 MAX_TRAINING_PIECE_CHARACTERS = 1 << 16
 VOCABULARY_SIZES = range(258, 1_000_001)
 _WHOLE_FILE = "Use a complete .tiktoken file."
+STOP_S = 1.0
+"""How long an interrupted caller waits for the thread to notice.
+
+A thread of native code that calls Python while the interpreter shuts down can abort the process.
+"""
 
 
 class KnownFile(NamedTuple):
@@ -202,7 +213,8 @@ class RankTokenizer(Tokenizer):
             return gigatoken_of_ranks(self.pieces, SCHEMES[self.pattern])
         ranks = {piece: index for index, piece in enumerate(self.pieces) if piece is not None}
         try:
-            return tiktoken_of(self.name, ranks, self.pattern)
+            pattern = grouped(self.pattern) if self.proven else self.pattern
+            return tiktoken_of(self.name, ranks, pattern)
         except BaseException as error:
             if not isinstance(error, ValueError) and not is_panic(error):
                 raise
@@ -306,6 +318,40 @@ def train_bpe(
         for piece in sorted(ids, key=ids.__getitem__)
     ]
     return RankTokenizer(f"bpe-{len(pieces) + 1}", pieces, GPT2_PATTERN, len(pieces))
+
+
+def interruptibly(work: Callable[[Iterator[str]], object], texts: Iterable[str]) -> None:
+    """Call `work(texts)` in a thread and wait for it.
+
+    Python handles signals between the instructions of the main thread, so native code in that
+    thread delays them until it returns. After an interruption the texts end with an error, and the
+    thread computes on until it needs one or the process ends.
+
+    Raises: the error of `work`.
+    """
+    done: Future[None] = Future()
+    stopped = Event()
+
+    def until_stopped() -> Iterator[str]:
+        for text in texts:
+            if stopped.is_set():
+                raise CancelledError
+            yield text
+
+    def run() -> None:
+        try:
+            work(until_stopped())
+            done.set_result(None)
+        except BaseException as error:  # raised in the caller
+            done.set_exception(error)
+
+    try:
+        Thread(target=run, name="flatout-native", daemon=True).start()
+        done.result()
+    except BaseException:
+        stopped.set()
+        wait([done], timeout=STOP_S)
+        raise
 
 
 def _pieces(text: str) -> Iterator[str]:

@@ -17,7 +17,7 @@ from flatout.data.tokenizers.base import (
     join_pieces,
     not_text,
 )
-from flatout.data.tokenizers.tokenizer_json import UNSPLIT, byte_level_document
+from flatout.data.tokenizers.byte_level import UNSPLIT, byte_level_document
 from flatout.progress import Progress
 
 SPEC = "byte"

@@ -18,7 +18,7 @@ from flatout.data.tokenizers.base import (
     join_pieces,
     not_text,
 )
-from flatout.data.tokenizers.tokenizer_json import bpe_document
+from flatout.data.tokenizers.byte_level import bpe_document
 from flatout.errors import DataError
 from flatout.progress import Progress, Task
 

@@ -11,7 +11,7 @@ import hashlib
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -49,7 +49,7 @@ CORNERS = (
     "Ǆ ǅ ǆ ß ẞ İ ı ﬁ ﬀ Σσς",
 )
 """Strings of unusual characters, spaces, line ends and combinations."""
-_REFUSED = 3
+REFUSED = 3
 """The exit code of a process that reports an error."""
 _PROGRAM = """import sys; sys.path[:] = {path!r}
 from flatout.data.tokenizers import try_out; sys.exit(try_out({name!r}, {cpu_s}))"""
@@ -79,7 +79,7 @@ def require_usable(text: bytes, name: str, *, cache: Path | None) -> None:
         )
     except subprocess.TimeoutExpired as error:
         raise _refused(name, f"it takes more than {WALL_S} s") from error
-    if tried.returncode == _REFUSED:
+    if tried.returncode == REFUSED:
         answer = json.loads(tried.stdout)
         raise DataError(answer["what"], fix=answer["fix"])
     if tried.returncode:
@@ -107,24 +107,11 @@ def bound_pieces(tokenizer: object) -> None:
         tokenizer.limits = partial(cpu_bounded, PIECE_CPU_S)
 
 
-def try_out_within_limits(
-    load: Callable[[], Tokenizer], name: str, strings: Iterable[str], cpu_s: float
-) -> int:
-    """Load a tokenizer and encode texts within limits; print any error, and return the exit code.
+def encode_texts(tokenizer: Tokenizer, strings: Iterable[str], name: str) -> None:
+    """Encode a few texts, some of them built from `strings`, which come from the file itself.
 
-    Some of the texts are built from `strings`, which come from the file itself.
+    Raises: DataError when the engine fails, or the pattern leaves out text.
     """
-    bound_memory(MEMORY_BYTES)
-    with cpu_bounded(cpu_s):
-        try:
-            _try_out(load(), name, strings)
-        except DataError as error:
-            print(json.dumps({"what": error.what, "fix": error.fix}))
-            return _REFUSED
-    return 0
-
-
-def _try_out(tokenizer: Tokenizer, name: str, strings: Iterable[str]) -> None:
     fix = _PATTERN_FIX if tokenizer.splits_all_text else _FIX
     for text in _texts(strings):
         try:

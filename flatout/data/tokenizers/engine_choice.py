@@ -80,21 +80,20 @@ def _spread(sample: Iterable[str]) -> list[str]:
 
 def difference(candidate: Tokenizer, reference: Tokenizer, texts: Iterable[str]) -> str:
     """Return a description of the first difference in the ids of two engines; empty if none."""
-    differs = f"{candidate.engine} differs from {reference.engine} at "
     for text in texts:
-        expected, actual = _ids_or_error(reference, text), _ids_or_error(candidate, text)
-        if isinstance(expected, str) or isinstance(actual, str):
-            if type(expected) is not type(actual):
-                reason = actual
-                if not isinstance(actual, str):
-                    reason = f"it does not fail, and {reference.engine} does: {expected}"
-                return f"{differs}{text[:SHOWN_CHARACTERS]!a} ({reason})"
+        expected, actual = (_ids_or_error(each, text) for each in (reference, candidate))
+        if isinstance(expected, str) and isinstance(actual, str):
+            continue
+        if isinstance(actual, str):
+            why = f" ({actual})"
+        elif isinstance(expected, str):
+            why = f" (it does not fail, and {reference.engine} does: {expected})"
         elif not np.array_equal(expected, actual):
-            size = min(len(expected), len(actual))
-            same = int(np.argmin(np.append(expected[:size] == actual[:size], False)))
-            near = len(reference.decode(expected[:same].tolist()))
-            shown = text[max(near - SHOWN_CHARACTERS // 2, 0) : near + SHOWN_CHARACTERS // 2]
-            return f"{differs}{shown!a}"
+            why = ""
+        else:
+            continue
+        shown = text[:SHOWN_CHARACTERS]
+        return f"{candidate.engine} differs from {reference.engine} at {shown!a}{why}"
     return ""
 
 

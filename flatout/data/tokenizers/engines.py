@@ -10,9 +10,9 @@ import base64
 import json
 import re
 import tempfile
+import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import metadata
-from itertools import groupby
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -29,23 +29,8 @@ GROWTH_CHECK_BYTES = 1_000_000
 MAX_GROWTH_BYTES = 32 << 20
 """gigatoken caches every word it meets; it is reloaded when the process has grown by this much."""
 
-NEVER_CHANGED_BY_NFC = (
-    "\x00-\u02ff\u0400-\u0482\u048a-\u052f\u0531-\u0556\u05d0-\u05ea\u0620-\u064a"
-    "\u2010-\u2027\u2030-\u205e\u2190-\u2328\u3001-\u3029\u3041-\u3096\u309b-\u30fe\u4e00-\u9fa5"
-    "\uac00-\ud7a3\uff01-\uff5e"
-)
-"""Regular-expression ranges of characters that NFC neither changes nor joins to the previous one.
-"""
-
-_PARTS = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|[()|]", re.DOTALL)
-"""An escape, a character class, a parenthesis, or a bar."""
-_FLAGS = re.compile(r"\(\?[a-zA-Z-]+\)")
-"""A flag for the rest of the pattern; the end of a group would end its effect."""
-_POSSESSIVE = r"(?<!\\)(?:[+*?]|\{[\d,]+\})\+"
-_HARD = re.compile(rf"\(\?(?:[=!>]|<[=!])|{_POSSESSIVE}|\\[1-9k]")
-"""Lookaround, possessive quantifiers, and back references."""
-_ENDS_POSSESSIVE = re.compile(rf"{_POSSESSIVE}$")
-_MAY_CHANGE = re.compile(f"[^{NEVER_CHANGED_BY_NFC}]+")
+_LAST_ALTERNATIVES = re.compile(r"\|\\s\+(\+\$|\(\?!)")
+r"""Where the known patterns go on with `|\s++$` or `|\s+(?!`, for white space."""
 _NO_IDS = np.zeros(0, np.uint32)
 
 
@@ -162,7 +147,7 @@ def tiktoken_of(name: str, ranks: Mapping[bytes, int], pattern: str) -> Encode:
     unused = {"<|unused|>": max(ranks.values(), default=0) + 1}
     encoding = tiktoken.Encoding(
         name,
-        pat_str=grouped_alternatives(pattern),
+        pat_str=pattern,
         mergeable_ranks=dict(ranks),
         special_tokens=unused,
     )
@@ -174,41 +159,18 @@ def tiktoken_of(name: str, ranks: Mapping[bytes, int], pattern: str) -> Encode:
     return encode
 
 
-def grouped_alternatives(pattern: str) -> str:
-    """Return the pattern with simple neighbouring alternatives joined to one group.
+def grouped(pattern: str) -> str:
+    """Return a known pattern with all alternatives but those of white space in one group.
 
-    Simple alternatives have no lookaround, possessive quantifier or back reference. The pattern
-    matches the same, since alternatives are tried in the same order, but tiktoken's engine passes
-    such a group as a whole to a faster engine instead of trying alternatives one by one, and
-    encodes about 1.5 times as much text per second. To allow this, a possessive `+` at the end of
-    an alternative is dropped: nothing follows that could need backtracking.
+    The pattern matches the same, but tiktoken's engine passes a group without lookaround and
+    possessive quantifiers to a faster engine as a whole, and encodes about 1.5 times as much text
+    per second. A possessive `++` at the end of an alternative becomes `+`: nothing follows that
+    could need backtracking.
     """
-    if _FLAGS.search(pattern):
-        return pattern
-    groups: list[str] = []
-    for hard, run in groupby(
-        map(_without_last_possessive, _alternatives(pattern)),
-        key=lambda alternative: _HARD.search(alternative) is not None,
-    ):
-        neighbours = list(run)
-        groups += neighbours if hard or len(neighbours) < 2 else [f"(?:{'|'.join(neighbours)})"]
-    return "|".join(groups)
-
-
-def _alternatives(pattern: str) -> Iterator[str]:
-    """Split a regular expression at the bars outside of groups, classes and escapes."""
-    depth, start = 0, 0
-    for found in _PARTS.finditer(pattern):
-        depth += {"(": 1, ")": -1}.get(found[0], 0)
-        if found[0] == "|" and not depth:
-            yield pattern[start : found.start()]
-            start = found.end()
-    yield pattern[start:]
-
-
-def _without_last_possessive(alternative: str) -> str:
-    droppable = _ENDS_POSSESSIVE.search(alternative) and "$" not in alternative
-    return alternative[:-1] if droppable else alternative
+    found = _LAST_ALTERNATIVES.search(pattern)
+    assert found is not None, "a known pattern"
+    simple = f"{pattern[: found.start()]})".replace("++|", "+|").replace("++)", "+)")
+    return f"(?:{simple}{pattern[found.start() :]}"
 
 
 def with_fallback(encode: Encode, reference: Encode) -> Encode:
@@ -260,27 +222,17 @@ def around_added_tokens(encode: Encode, tokens: Mapping[str, int | None]) -> Enc
 def after_nfc(encode: Encode) -> Encode:
     """Return an encoder that first applies NFC.
 
-    The package `tokenizers` does it, since other packages follow newer versions of Unicode. It only
-    receives the runs of characters that may change, each with the character before it, with which
-    the run may combine.
+    The package `tokenizers` does it where Python finds that the text is not normalised: Python
+    follows a newer version of Unicode, in which normalised text is normalised in older ones too.
     """
     from tokenizers import normalizers
 
     normalise = normalizers.NFC().normalize_str
 
-    def pieces(text: str) -> Iterator[str]:
-        done = 0
-        for match in _MAY_CHANGE.finditer(text):
-            start = max(match.start() - 1, 0)
-            yield text[done:start]
-            yield normalise(text[start : match.end()])
-            done = match.end()
-        yield text[done:]
-
     def encode_normalised(text: str) -> Ids:
-        if _MAY_CHANGE.search(text) is None:
+        if unicodedata.is_normalized("NFC", text):
             return encode(text)
         text.encode()  # tokenizers would raise a TypeError
-        return encode("".join(pieces(text)))
+        return encode(normalise(text))
 
     return encode_normalised

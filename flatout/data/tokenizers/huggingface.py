@@ -20,13 +20,14 @@ from flatout.data.tokenizers.base import (
     NotEncodable,
     Tokenizer,
     TokenizerFile,
+    confirmed_cut,
     engine_failures,
     is_panic,
     join_pieces,
+    known_cut,
     require_ids,
 )
 from flatout.data.tokenizers.byte_level import Layout, byte_level_alphabet, layout_of
-from flatout.data.tokenizers.cut_points import confirmed_cut, known_cut
 from flatout.data.tokenizers.engines import with_fallback
 from flatout.errors import DataError
 from flatout.registry import nearest

@@ -7,8 +7,14 @@ from typing import TYPE_CHECKING
 
 from flatout.data.tokenizers.base import Document
 from flatout.data.tokenizers.bpe import SCHEMES
-from flatout.data.tokenizers.byte_level import LLAMA_CPP_PATTERNS, byte_level_alphabet, layout_of
-from flatout.data.tokenizers.tokenizer_json import GPT2_SPLIT, UNSPLIT, split_by
+from flatout.data.tokenizers.byte_level import (
+    GPT2_SPLIT,
+    LLAMA_CPP_PATTERNS,
+    UNSPLIT,
+    byte_level_alphabet,
+    layout_of,
+    split_by,
+)
 from flatout.errors import DataError
 
 if TYPE_CHECKING:

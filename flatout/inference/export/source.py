@@ -16,7 +16,7 @@ from flatout.errors import CheckpointError
 from flatout.models.language_model import LanguageModel, LanguageModelConfig, model_of
 from flatout.ops import Ops
 from flatout.progress import SILENT, Progress
-from flatout.training.checkpoint.catalog import check_file, check_size, tokenizer_of
+from flatout.training.checkpoint.catalog import tokenizer_of
 from flatout.training.checkpoint.merged import MergedWeights, shapes_of
 from flatout.training.run_dir.layout import trusted_config
 from flatout.training.run_dir.lookup import find_checkpoint, find_run
@@ -100,7 +100,7 @@ def open_source(
     assert config is not None, "find_run found its config.yaml"
     path = find_checkpoint(folder, checkpoint, progress=progress)
     model_class, model_config = model_of(config)
-    weights = MergedWeights(path, check_size, check_base=check_file)
+    weights = MergedWeights(path)
     wanted = shapes_of(model_class.on_meta(model_config, Ops.plain()))
     stored = weights.shapes
     for name in sorted(wanted.keys() | stored.keys()):

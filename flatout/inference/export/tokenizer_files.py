@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 from flatout.data.tokenizers import Tokenizer
 from flatout.data.tokenizers.base import Document, NotEncodable
-from flatout.data.tokenizers.byte_level import QWEN2
-from flatout.data.tokenizers.tokenizer_json import UNSPLIT
+from flatout.data.tokenizers.byte_level import QWEN2, UNSPLIT
 from flatout.errors import DataError
 from flatout.json_io import JsonObject
 

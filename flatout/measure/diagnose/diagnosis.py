@@ -317,8 +317,8 @@ def diagnosis_of(evidence: Evidence) -> Diagnosis:
 PASSED: dict[str, tuple[tuple[str, ...], Callable[[Evidence], object]]] = {
     "environment": (("environment",), lambda facts: facts.host.environment),
     "idle cores": ((BUSY,), lambda facts: facts.host.other_busy_cores),
-    "threads": (("cpu-threads",), lambda facts: facts.host.threads),
-    "disk space": (("disk-space",), lambda facts: facts.host.disk_free_gib),
+    "threads": (("cpu-threads",), lambda facts: facts.counterfactual_s.get("all-threads")),
+    "disk space": (("disk-space",), lambda facts: facts.host.disk_needed_gib),
     "GPU clocks and sharing": (("throttling", "gpu-shared"), lambda facts: facts.gpu),
     "data": (("no-data", "vocabulary", "length"), lambda facts: facts.data.train_tokens),
     "memory": (("out-of-memory", "full-memory"), lambda facts: facts.memory.estimated_gib),
@@ -331,7 +331,7 @@ PASSED: dict[str, tuple[tuple[str, ...], Callable[[Evidence], object]]] = {
     "saves": (("slow-save",), lambda facts: facts.phases.checkpoint_s),
     "evaluations": (("frequent-evaluation",), lambda facts: facts.phases.evaluation_s),
     "losses": (("unstable-training",), lambda facts: facts.losses),
-}  # fmt: skip
+}
 """What passes if its rules are silent and the fact that they look at is known, by name."""
 RATINGS = {0.9: "excellent", 0.7: "good", 0.4: "fair", 0.0: "poor"}
 """The words for a share of the throughput that a device should give."""

@@ -29,7 +29,7 @@ from flatout.measure.steps.lines import site_of
 from flatout.measure.steps.machine import gpu_facts, host_facts
 from flatout.models.language_model import model_of
 from flatout.optimizers.schedule import warmup_steps
-from flatout.training.checkpoint.retention import DISK_BYTES_PER_PARAMETER, most_at_once
+from flatout.training.checkpoint.catalog import DISK_BYTES_PER_PARAMETER, most_at_once
 
 PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "workspace")
 """Parts of an estimate; not all of them exist at once."""

@@ -32,7 +32,7 @@ from flatout.measure.steps.gathering import gathered
 from flatout.measure.steps.lines import LineSampler, read_stacks, site_at, user_line
 from flatout.measure.steps.machine import gpu_facts
 from flatout.measure.steps.windows import Windows
-from flatout.training.checkpoint.retention import steps_between_saves
+from flatout.training.checkpoint.catalog import steps_between_saves
 from flatout.training.evaluation import score
 from flatout.training.loop import fit
 from flatout.training.metrics.log import Log

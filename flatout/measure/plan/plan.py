@@ -28,6 +28,7 @@ from flatout.assembly.memory import (
 from flatout.assembly.prediction import (
     GIB,
     MemoryPrediction,
+    PastRun,
     TimePrediction,
     gains_here,
     past_run,
@@ -37,7 +38,7 @@ from flatout.assembly.prediction import (
 )
 from flatout.assembly.preflight import open_dataset, require_machine
 from flatout.assembly.resolve import (
-    CHECKPOINTING,
+    checkpointing_notes,
     known_peak,
     may_checkpoint,
     resolve,
@@ -48,6 +49,7 @@ from flatout.assembly.selection import (
     adding,
     all_speedups,
     assemble,
+    memory_savers,
     recipe_of,
     speedup_named,
 )
@@ -62,6 +64,7 @@ from flatout.models.lora import INSIDE, require_weights, with_adapters
 from flatout.ops import Ops, cross_entropy
 from flatout.progress import SILENT, Progress
 from flatout.remote.urls import is_url
+from flatout.roof import Peak
 
 LEAST_SAVING = 0.02
 """Changes that save less of the memory are left out."""
@@ -108,54 +111,26 @@ def make_plan(
     model_class, model_config = model_of(config)
     model = with_adapters(model_class.on_meta(model_config, Ops.plain()), config.lora)
     parameters, flops = parameters_by_part(model), model.flops_per_token(config.data.seq_len)
-    workload = workload_of(config)
-    notes = [note] if note else []
-    notes += [
-        f"`auto` turns on {each.name}: {each.reason}"
-        for each in decisions
-        if each.on and each.name in CHECKPOINTING and each.reason != "requested"
-    ]
-    context = psutil.Process().memory_info().rss
-
-    def predicted(config: RunConfig) -> tuple[MemoryPrediction | None, str | None, TimePrediction]:
-        this = past_run(config, decisions, target.world_size)
-        memory, problem = trace_memory(
-            this, config, workload_of(config), runs=runs, context=context
-        )
-        time = predict_time(
-            this,
-            config,
-            flops_per_token=float(flops.causal_exact),
-            peak=peak,
-            runs=runs,
-            dataset=dataset,
-            memory=memory,
-        )
-        return memory, problem, time
-
+    notes = [*([note] if note else []), *checkpointing_notes(decisions)]
+    predict = partial(
+        predicted,
+        decisions=decisions,
+        target=target,
+        flops_per_token=float(flops.causal_exact),
+        peak=peak,
+        runs=runs,
+        context=psutil.Process().memory_info().rss,
+    )
     with progress.task("Tracing the memory of a step"):
-        memory, problem, time = predicted(config)
+        memory, problem, time = predict(config)
     if problem:
         notes.append(f"The memory cannot be predicted: {problem}")
-    capacity, batches = capacity_of(target.machine, target.device, target.world_size), []
-    for each in rows:
-        per_step = each * (config.batch.accumulate or 1) * config.data.seq_len * target.world_size
-        batch = {"batch.rows_per_device": each, "batch.tokens_per_step": per_step}
-        with progress.task(f"Planning {each:,} rows"):
-            need, _, rate = predicted(config.with_values(batch))
-        if need is not None:
-            fits = need.total <= capacity.free if capacity else None
-            known = None if fits is False else rate.tokens_per_s
-            batches.append(
-                MicroBatch(
-                    rows_per_device=each, need_gib=need.total / GIB, fits=fits, tokens_per_s=known
-                )
-            )
+    batches = micro_batches(rows, config, target, predict, progress)
     steps = config.train.steps
     if steps is None:
         notes.append("The length is not known: set train.steps or train.tokens, or name a dataset.")
     with progress.task("Trying what fits"):
-        run = PlannedRun(target, requested, config, workload)
+        run = PlannedRun(target, requested, config, workload_of(config))
         room = memory_fields(memory, run, speedups_on(decisions))
     if room["fits"] is False and not target.is_missing:  # a run without room has no rate
         time = TimePrediction(None, None, None, DOES_NOT_FIT, None)
@@ -190,6 +165,58 @@ def make_plan(
         kwh_from=f"{power.value:g} W per GPU ({power.source})" if power else None,
         cost=None if price_per_hour is None or hours is None else price_per_hour * hours,
     )
+
+
+Predicted = tuple[MemoryPrediction | None, str | None, TimePrediction]
+"""The memory of a run, or why it cannot be predicted, and its time."""
+
+
+def predicted(
+    config: RunConfig,
+    *,
+    decisions: list[Decision],
+    target: Target,
+    flops_per_token: float,
+    peak: Peak | None,
+    runs: Sequence[PastRun],
+    context: int,
+) -> Predicted:
+    """Return the predicted memory and time of a resolved configuration on its target."""
+    this, workload = past_run(config, decisions, target.world_size), workload_of(config)
+    memory, problem = trace_memory(this, config, workload, runs=runs, context=context)
+    time = predict_time(
+        this,
+        config,
+        flops_per_token=flops_per_token,
+        peak=peak,
+        runs=runs,
+        dataset=target.dataset,
+        memory=memory,
+    )
+    return memory, problem, time
+
+
+def micro_batches(
+    rows: Sequence[int],
+    config: RunConfig,
+    target: Target,
+    predict: Callable[[RunConfig], Predicted],
+    progress: Progress,
+) -> list[MicroBatch]:
+    """Return what each of these micro-batches needs, and its rate if it fits."""
+    capacity, found = capacity_of(target.machine, target.device, target.world_size), []
+    for each in rows:
+        per_step = each * (config.batch.accumulate or 1) * config.data.seq_len * target.world_size
+        batch = {"batch.rows_per_device": each, "batch.tokens_per_step": per_step}
+        with progress.task(f"Planning {each:,} rows"):
+            need, _, time = predict(config.with_values(batch))
+        if need is None:
+            continue
+        fits = need.total <= capacity.free if capacity else None
+        rate = None if fits is False else time.tokens_per_s
+        facts = {"rows_per_device": each, "need_gib": need.total / GIB, "fits": fits}
+        found.append(MicroBatch(**facts, tokens_per_s=rate))
+    return found
 
 
 def target_machine(config: RunConfig, machine: str | None) -> tuple[Machine, str, int]:
@@ -258,14 +285,17 @@ def memory_fields(
         ratio = memory.reserved / max(memory.allocated, 1)
         available = max(int((capacity.free - memory.context) / ratio), 0)
         largest = most_rows(workload, available)
-        changes = [] if fits else replace(run, available=available).changes(speedups)
+        tried = replace(run, available=available, ratio=ratio, context=memory.context)
+        changes = [] if fits else tried.changes(speedups)
     fits = False if target.is_missing else fits
     smallest = None
     if memory and fits is False and not largest:
         requested = run.requested.with_values({"train.device": target.device})
         is_leaner = may_checkpoint(requested, speedups)
         if is_leaner:  # as on a machine where nothing fits without it
-            workload = workload_of(run.config, assemble([*speedups, CHECKPOINTING[-1]]))
+            workload = workload_of(
+                run.config, assemble([*speedups, memory_savers(target.device)[-1]])
+            )
         smallest = smallest_machine(workload)
         smallest = smallest and smallest + (", with activation checkpointing" if is_leaner else "")
     return {
@@ -363,6 +393,10 @@ class PlannedRun:
     workload: Workload
     available: int = 0
     """Bytes that tensors may take."""
+    ratio: float = 1.0
+    """What the allocator reserves, as a multiple of what tensors take."""
+    context: int = 0
+    """Bytes of the process besides."""
 
     def changes(self, on: Sequence[str]) -> list[Change]:
         """Return the changes that save memory, the largest saving first; then a set that fits.
@@ -405,7 +439,10 @@ class PlannedRun:
 
     @property
     def _need_gib(self) -> float:
-        return estimate(self.workload, *self._batch).total / GIB
+        return self._in_all_gib(estimate(self.workload, *self._batch).total)
+
+    def _in_all_gib(self, tensors: int) -> float:
+        return (tensors * self.ratio + self.context) / GIB
 
     def _try(
         self, values: Mapping[str, Any], names: Sequence[str] = (), *, fewer_rows: bool = False
@@ -446,8 +483,8 @@ class PlannedRun:
         need = estimate(workload, *batch).total
         return Change(
             overrides=[f"{key}={value}" for key, value in values.items()],
-            saves_gib=self._need_gib - need / GIB,
-            need_gib=need / GIB,
+            saves_gib=self._need_gib - self._in_all_gib(need),
+            need_gib=self._in_all_gib(need),
             fits=need <= self.available,
             speed=speed,
             promise=f"{weak}: other losses, equal in the mean" if weak else None,

@@ -53,7 +53,8 @@ class MicroBatch(Stored):
         spills = "does not fit: it fails, or on Windows and WSL spills to the host, much slower"
         answer = {True: "fits", False: spills, None: ""}[self.fits]
         rate = f"{amount(self.tokens_per_s)} tokens/s, " if self.tokens_per_s else ""
-        return f"{self.rows_per_device:>6,} rows  {self.need_gib:7.2f} GiB  {rate}{answer}"
+        name = f"{counted(self.rows_per_device, 'row'):>11}"
+        return f"{name}  {self.need_gib:7.2f} GiB  {rate}{answer}"
 
 
 class Plan(Result):

@@ -8,27 +8,25 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-from numpy.typing import NDArray
+from safetensors import safe_open
 
 from flatout.config.schema import RunConfig, flat
 from flatout.json_io import JsonObject, parsing
 from flatout.training.checkpoint import catalog
 from flatout.training.checkpoint.catalog import Entry, read_index
-from flatout.training.checkpoint.contents import TensorFile, read_state
+from flatout.training.checkpoint.contents import read_state
 from flatout.training.run_dir.layout import read_records
 
 TIMES = ("values.elapsed_s",)
 """Values of a state that differ between any two runs."""
 RECORDED = ("train/", "val/", "tokens")
 """Prefixes of the figures in metrics.jsonl that do not depend on speed."""
-FLOATS = {"float16": np.float16, "float32": np.float32, "float64": np.float64}
 KERNELS = (
     "kernels of the GPU that sum in no fixed order. Set train.deterministic=true, which is slower, "
     "and verify again."
@@ -135,7 +133,9 @@ def _compare_tensors(
     names: list[str], states: list[Path], entries: list[dict[str, Entry]]
 ) -> Iterator[tuple[str, int, str]]:
     """Yield the name of each tensor of two states, the bytes compared, and what differs."""
-    opened = cache(TensorFile)
+    import torch
+
+    opened: Callable[[Path], Any] = cache(partial(safe_open, framework="pt"))
     for name in names:
         known = [each[name] for each in entries if name in each]
         if len(known) < 2:
@@ -148,34 +148,20 @@ def _compare_tensors(
             continue
         num_bytes, elements, largest = 0, 0, 0.0
         for piece in known[0].slices:
-            data = []
+            pair = []
             for state in states:
                 with parsing(state / piece.file):
-                    data.append(opened(state / piece.file).read(name))
-            num_bytes += data[0].size
-            if np.array_equal(data[0], data[1]):
+                    pair.append(opened(state / piece.file).get_tensor(name).reshape(-1))
+            num_bytes += pair[0].nbytes
+            if torch.equal(*(each.view(torch.uint8) for each in pair)):
                 continue
-            first, second = (_numbers(each, known[0].dtype) for each in data)
-            elements += int(np.count_nonzero(first != second)) or 1
-            gaps = np.abs(first.astype(np.float64) - second.astype(np.float64))
-            gaps = np.nan_to_num(gaps, nan=math.inf, posinf=math.inf)
-            largest = max(largest, float(np.max(gaps)))
+            first, second = (each.double() for each in pair)
+            elements += int((first != second).sum()) or 1
+            gaps = (first - second).abs().nan_to_num(nan=math.inf, posinf=math.inf)
+            largest = max(largest, float(gaps.max()))
         whole = math.prod(known[0].shape)
         text = f"differs in {elements:,} of {whole:,} elements, by up to {largest:.3g}"
         yield name, num_bytes, text if elements else ""
-
-
-def _numbers(data: NDArray[np.uint8], dtype: str) -> NDArray[np.generic]:
-    """Return bytes as numbers of a dtype; those of 8-bit formats and unknown ones as integers.
-
-    Shapes: data of one dimension; the result of one, shorter by the size of an element.
-    """
-    if dtype == "bfloat16":  # the upper half of a float32
-        return (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-    if dtype in FLOATS:
-        return data.view(FLOATS[dtype])
-    integers = {"int16": np.int16, "int32": np.int32, "int64": np.int64}
-    return data.view(integers.get(dtype, np.uint8))
 
 
 def _values(checkpoint: Path) -> JsonObject:

@@ -93,7 +93,10 @@ def full_memory(evidence: Evidence) -> Finding | None:
         verdict = f"Micro-batches of {rows} rows reach {now:,.0f} tokens/s; {best} rows reached "
         verdict += f"{fewer[best]:,.0f} here: the larger ones probably exceed the device's memory."
     fixes = [fix(f"Use a smaller batch: at most {CLOSE / max(used, CLOSE):.0%} of this one.")]
-    if config is not None and isinstance(rows, int):
+    if config is not None and isinstance(rows, int) and rows == 1:
+        text = "Add the speedup checkpointing, or use a smaller model or shorter sequences."
+        fixes = [fix(text)]
+    elif config is not None and isinstance(rows, int):
         most = best or max(int(rows * CLOSE / used) - 1, 1)
         per_rank = (config.batch.tokens_per_step or 0) // config.data.seq_len // evidence.world_size
         fit = next(each for each in range(most, 0, -1) if per_rank % each == 0)

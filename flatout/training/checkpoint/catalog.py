@@ -1,9 +1,8 @@
-"""The checkpoints of a run: which exist, and which are complete. No torch, so that listing is fast.
+"""The checkpoints of a run: which exist, are complete, and stay. No torch: listing is fast.
 
 A checkpoint is a directory `step-N`. Directories being written or deleted have `.tmp-` in their
 names, those from an abandoned branch of the run have `.aside-`; neither counts as a checkpoint.
 The functions take the run directory, and find its checkpoints in `location.checkpoints_folder`.
-Which ones are deleted is in retention.py.
 """
 
 from __future__ import annotations
@@ -13,19 +12,24 @@ import secrets
 import shutil
 from collections.abc import Callable, Collection
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import BaseModel, Field
 
+from flatout.config.sections import CheckpointConfig
 from flatout.errors import CheckpointError
-from flatout.files import sha256, sync
+from flatout.files import Stored, sha256, sync
 from flatout.json_io import RESTORE, JsonObject, parsing, read_json, read_model
 from flatout.progress import SILENT, Progress
 from flatout.training.checkpoint.location import checkpoints_folder
 
 FORMAT_VERSION = 1
 MANIFEST, INDEX, STATE = "manifest.json", "index.json", "state.json"
+INFO = "info.json"
+DISK_BYTES_PER_PARAMETER = 12
+"""fp32 weights and AdamW's two moments."""
 Size = Annotated[int, Field(ge=0, strict=True)]
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 
@@ -94,6 +98,41 @@ class Index(BaseModel, frozen=True):
     """The other names of shared weights, with the name under which they are stored."""
     base: Base | None = None
     """Of a LoRA checkpoint, which contains the adapters and their optimizer state only."""
+
+
+class CheckpointInfo(Stored, extra="ignore"):
+    """The content of info.json, which lists of checkpoints show; what was not measured is None."""
+
+    step: int
+    """Optimizer steps so far."""
+    tokens: int
+    """Tokens trained on so far."""
+    train_loss: float | None = None
+    """Training loss of this step, in nats per token."""
+    val_loss: float | None = None
+    """Validation loss at this step, in nats per token."""
+    tokens_per_s: float | None = None
+    """Throughput of the last record before it."""
+    elapsed_s: float
+    """Seconds of training, over all resumes."""
+    saved_at: float
+    """When the save began, in seconds since 1970."""
+    config_digest: str
+    """Digest of the run's resolved configuration."""
+    host: str
+    """The machine that wrote it; with several, that of the main rank."""
+    world_size: int
+    """Number of processes."""
+    flatout: str
+    """Version of flatout."""
+    torch: str
+    """Version of torch."""
+    python: str
+    """Version of Python."""
+    records: int | None = None
+    """Lines of metrics.jsonl up to this step."""
+    records_crc32: int | None = None
+    """Their CRC-32, by which a resume finds out whether metrics.jsonl is whole."""
 
 
 class NewerVersion(CheckpointError):
@@ -194,6 +233,14 @@ def read_index(checkpoint: Path) -> Index:
     return index
 
 
+def read_info(checkpoint: Path) -> CheckpointInfo | None:
+    """Return what is known about a checkpoint; None when its info.json is missing or damaged."""
+    try:
+        return read_model(checkpoint / INFO, CheckpointInfo)
+    except CheckpointError:
+        return None
+
+
 def recorded_environment(checkpoint: Path) -> JsonObject:
     """Return the environment in which a checkpoint was written.
 
@@ -204,13 +251,12 @@ def recorded_environment(checkpoint: Path) -> JsonObject:
 
 
 def tokenizer_of(checkpoint: Path) -> str | None:
-    """Return the digest of the tokenizer with which a checkpoint's model was trained.
+    """Return the digest of the tokenizer of a checkpoint's model; None when it states none.
 
-    None when an earlier version wrote the checkpoint.
     Raises: CheckpointError when the state cannot be read.
     """
-    digest = recorded_environment(checkpoint).get("tokenizer")
-    return digest if digest is None else str(digest)
+    digest: str | None = recorded_environment(checkpoint).get("tokenizer")
+    return digest
 
 
 def check_size(path: Path, facts: FileFacts) -> str | None:
@@ -262,24 +308,13 @@ def verify(
     if problems:
         return problems
     try:
-        missing = _required_files(checkpoint) - set(files)
+        entries = read_index(checkpoint).tensors.values() if INDEX in files else ()
     except CheckpointError as error:
         return [error.what]
-    return [not_listed(checkpoint / name) for name in sorted(missing)]
-
-
-def not_listed(path: Path) -> str:
-    """Return the problem of a file that the manifest lacks."""
-    return f"{path} is not in the manifest."
-
-
-def _required_files(checkpoint: Path) -> set[str]:
-    """Return the files needed to read a checkpoint, including those that its index names."""
-    required = {INDEX, STATE}
-    if (checkpoint / INDEX).is_file():
-        for entry in read_index(checkpoint).tensors.values():
-            required.update(piece.file for piece in entry.slices)
-    return required
+    required = {INDEX, STATE, *(piece.file for entry in entries for piece in entry.slices)}
+    return [
+        f"{checkpoint / name} is not in the manifest." for name in sorted(required - files.keys())
+    ]
 
 
 def is_checkpoint(folder: Path) -> bool:
@@ -299,14 +334,10 @@ def require_complete(
     """
     problems = verify(checkpoint, check=check, progress=progress)
     if problems:
-        raise unusable(checkpoint, problems[0])
-
-
-def unusable(checkpoint: Path, problem: str) -> CheckpointError:
-    """Return the error for a checkpoint with a missing or damaged file."""
-    return CheckpointError(
-        problem, fix=f"Use another checkpoint than {checkpoint}, or restore that file from a copy."
-    )
+        raise CheckpointError(
+            problems[0],
+            fix=f"Use another checkpoint than {checkpoint}, or restore that file from a copy.",
+        )
 
 
 def latest(
@@ -332,26 +363,18 @@ def latest(
         problems[path] = found[0]
     if problems:
         newest, problem = next(iter(problems.items()))
-        _refuse_newer_version(newest)
+        try:
+            read_manifest(newest)
+        except NewerVersion:  # restoring a file would not help
+            raise
+        except CheckpointError:
+            pass  # it is `problem`, which is reported below
         raise NoneComplete(
             f"No checkpoint of {run_folder} is complete. {problem}",
             fix="Restore that file from a copy, or delete the checkpoints in "
             f"{checkpoints_folder(run_folder)} to start over.",
         )
     return None
-
-
-def _refuse_newer_version(checkpoint: Path) -> None:
-    """Check that a checkpoint was not written by a newer version: restoring it would not help.
-
-    Raises: NewerVersion.
-    """
-    try:
-        read_manifest(checkpoint)
-    except NewerVersion:
-        raise
-    except CheckpointError:
-        pass  # it is damaged, which the caller reports
 
 
 def best(newest: Path, *, check: Check = check_file, progress: Progress = SILENT) -> Path | None:
@@ -392,19 +415,11 @@ def remove_leftovers(run_folder: Path) -> list[str]:
         if ".tmp-old-" in path.name and not original.exists() and (path / MANIFEST).exists():
             path.rename(original)
             continue
-        _delete(path)
+        while path.exists():
+            with suppress(FileNotFoundError):  # an upload of an earlier run may delete it too
+                shutil.rmtree(path)
         removed.append(path.name)
     return removed
-
-
-def _delete(folder: Path) -> None:
-    """Delete a directory, which an upload that an earlier run of this process left may delete too.
-
-    A file that is gone is no longer found at the next attempt, so these come to an end.
-    """
-    while folder.exists():
-        with suppress(FileNotFoundError):
-            shutil.rmtree(folder)
 
 
 def set_aside(run_folder: Path, *, after: int) -> list[Path]:
@@ -432,3 +447,84 @@ def publish(temporary: Path, final: Path) -> None:
 def renamed(path: Path, kind: str) -> Path:
     """Return a new name for a checkpoint, under which it is none: `step-N.KIND-RANDOM`."""
     return path.with_name(f"{path.name}.{kind}-{secrets.token_hex(4)}")
+
+
+def newest_to_keep(config: CheckpointConfig) -> int | None:
+    """Return the number of newest checkpoints that a configuration keeps; None means all."""
+    return None if config.keep == "all" else config.keep
+
+
+def prune(
+    run_folder: Path,
+    keep: int | None,
+    best_step: int | None = None,
+    keep_every: int | None = None,
+    *,
+    is_complete: Callable[[Path], bool] = lambda path: not verify(path, check=check_size),
+) -> list[int]:
+    """Delete the checkpoints that are not to be kept, and return their steps.
+
+    The newest `keep` complete ones stay, and all that are newer than these; so do the best one and
+    the multiples of `keep_every`. With `keep=None`, or fewer complete ones than `keep`, all stay:
+    incomplete ones do not count, so the last complete one is never deleted.
+    Each one is renamed before it is deleted, so that a kill never leaves a partial checkpoint.
+    """
+    if keep is None:
+        return []
+    known = steps(run_folder)
+    paths = {step: checkpoint_path(run_folder, step) for step in known}
+    newest = list(islice((step for step in reversed(known) if is_complete(paths[step])), keep))
+    if len(newest) < keep:
+        return []
+    deleted = [
+        step
+        for step in known
+        if step < newest[-1] and step != best_step and not is_kept_for_good(step, keep_every)
+    ]
+    for step in deleted:
+        shutil.rmtree(paths[step].rename(renamed(paths[step], "tmp-delete")))
+    return deleted
+
+
+def is_kept_for_good(step: int, keep_every: int | None) -> bool:
+    """Return whether `checkpoint.keep_every` keeps the checkpoint of a step."""
+    return bool(keep_every) and step > 0 and step % (keep_every or 1) == 0
+
+
+def aside_paths(run_folder: Path) -> list[Path]:
+    """Return the checkpoints that were set aside, by step."""
+    found = checkpoints_folder(run_folder).glob("step-*.aside-*")
+    own = [
+        (int(match[1]), path)
+        for path in found
+        if (match := _STEP.fullmatch(path.name.partition(".")[0]))
+        and path.is_dir()
+        and not path.is_symlink()
+    ]
+    return [path for _, path in sorted(own)]
+
+
+def delete_aside(path: Path) -> None:
+    """Delete a checkpoint that was set aside; after a kill, the run's next start does the rest."""
+    original = path.with_name(path.name.partition(".")[0])
+    shutil.rmtree(path.rename(renamed(original, "tmp-delete")))
+
+
+def steps_between_saves(config: CheckpointConfig, steps_per_epoch: float) -> int | None:
+    """Return how many steps lie between two saves, or None when minutes do."""
+    if config.every_epochs is not None:
+        return max(round(config.every_epochs * steps_per_epoch), 1)
+    return config.every_steps
+
+
+def most_at_once(config: CheckpointConfig, steps: int, steps_per_epoch: float) -> int:
+    """Return how many checkpoints of a run of `steps` are on the disk at once, at the most.
+
+    The newest, the best, the one being written, those kept for good, and the one being sent to a
+    mirror. With `keep=all`, saves at evaluations and by minutes are not foreseen.
+    """
+    newest = newest_to_keep(config)
+    if newest is None:
+        newest = steps // (steps_between_saves(config, steps_per_epoch) or steps or 1)
+    for_good = steps // config.keep_every if config.keep_every else 0
+    return newest + for_good + 2 + (config.mirror is not None)

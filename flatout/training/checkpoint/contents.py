@@ -6,26 +6,26 @@ was written is a whole state: every tensor of the index is in the files, with it
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
-from pydantic import BaseModel
+from safetensors import SafetensorError, safe_open
 
 from flatout.errors import CheckpointError
+from flatout.files import sha256
 from flatout.json_io import RESTORE, JsonObject, parsing, read_json
 from flatout.progress import SILENT, Progress
 from flatout.training.checkpoint import catalog
-from flatout.training.checkpoint.base import find_base
-from flatout.training.checkpoint.catalog import Entry, Index, Size, Slice, read_index
+from flatout.training.checkpoint.catalog import Base, Index, read_index
+from flatout.training.checkpoint.location import moved_with
 
-LENGTH_BYTES = 8
-"""A safetensors file starts with the length of its header, a little-endian integer."""
-MOST_HEADER_BYTES = 100_000_000
-"""The limit of the format; a damaged length is not read into memory."""
+WEIGHTS = "model/"
+"""Prefix of the weights' names in an index."""
+IMPORTED = ("config.json", ".safetensors", ".bin", ".pt", ".pth", ".ckpt")
+"""Endings of files of another program's model."""
 STORED_DTYPES = {
     "bool": "BOOL",
     "uint8": "U8",
@@ -43,53 +43,21 @@ STORED_DTYPES = {
 """Names of dtypes in an index, which are torch's, and in a safetensors file."""
 
 
-class StoredTensor(BaseModel):
-    """The entry of a tensor in the header of a safetensors file."""
+def stored_tensors(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Return the dtype, as the format names it, and the shape of each tensor of a file.
 
-    dtype: str
-    """As the format names it."""
-    shape: tuple[Size, ...]
-    """Its shape."""
-    data_offsets: tuple[Size, Size]
-    """Where its bytes start and end, counted from the end of the header."""
-
-
-class TensorFile:
-    """A safetensors file: its header, and the bytes of each tensor, mapped into memory."""
-
-    def __init__(self, path: Path) -> None:
-        """Read the header.
-
-        Raises: CheckpointError when the file is missing or is not a safetensors file.
-        """
-        self.path = path
-        try:
-            with path.open("rb") as file:
-                length = int.from_bytes(file.read(LENGTH_BYTES), "little")
-                header = json.loads(file.read(min(length, MOST_HEADER_BYTES)))
-            header.pop("__metadata__", None)
-            self.tensors = {
-                name: StoredTensor.model_validate(entry) for name, entry in header.items()
-            }
-        except OSError as error:
-            raise CheckpointError(f"Cannot read {path}: {error.strerror}.", fix=RESTORE) from error
-        except (ValueError, TypeError, AttributeError, RecursionError) as error:
-            raise CheckpointError(
-                f"{path} is damaged: it is not a safetensors file.", fix=RESTORE
-            ) from error
-        self._start = LENGTH_BYTES + length
-
-    def read(self, name: str) -> NDArray[np.uint8]:
-        """Return the bytes of a tensor, which are read from the file when they are used.
-
-        Shapes: one dimension, of as many bytes as the tensor has.
-        """
-        first, end = self.tensors[name].data_offsets
-        if first == end:
-            return np.zeros(0, dtype=np.uint8)
-        return np.memmap(
-            self.path, dtype=np.uint8, mode="r", offset=self._start + first, shape=(end - first,)
-        )
+    Raises: CheckpointError when the file is missing or is not a safetensors file.
+    """
+    try:
+        with safe_open(path, framework="np") as file:
+            parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            return {name: (one.get_dtype(), tuple(one.get_shape())) for name, one in parts.items()}
+    except OSError as error:
+        raise CheckpointError(f"Cannot read {path}: {error}.", fix=RESTORE) from error
+    except SafetensorError as error:
+        raise CheckpointError(
+            f"{path} is damaged: it is not a safetensors file.", fix=RESTORE
+        ) from error
 
 
 def content_problems(checkpoint: Path) -> list[str]:
@@ -114,36 +82,31 @@ def problems_of(checkpoint: Path, *, progress: Progress = SILENT) -> list[str]:
 
 
 def _tensor_problems(checkpoint: Path, index: Index) -> Iterator[str]:
-    files: dict[str, TensorFile] = {}
+    files: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {}
     for name, entry in index.tensors.items():
         covered = 0
         for piece in entry.slices:
             if piece.file not in files:
-                files[piece.file] = TensorFile(checkpoint / piece.file)
-            stored = files[piece.file].tensors.get(name)
+                files[piece.file] = stored_tensors(checkpoint / piece.file)
+            stored = files[piece.file].get(name)
             if stored is None:
                 yield f"{checkpoint / piece.file} has no tensor {name}."
                 break
-            wanted = STORED_DTYPES.get(entry.dtype, stored.dtype), piece.shape
-            if (stored.dtype, stored.shape) != wanted:
+            wanted = STORED_DTYPES.get(entry.dtype, stored[0]), piece.shape
+            if stored != wanted:
                 yield (
-                    f"{checkpoint / piece.file}: {name} is {stored.dtype} {list(stored.shape)}; "
+                    f"{checkpoint / piece.file}: {name} is {stored[0]} {list(stored[1])}; "
                     f"the index says {wanted[0]} {list(wanted[1])}."
                 )
             covered += math.prod(piece.shape)
         else:
-            if covered != math.prod(entry.shape) or not all(
-                _lies_within(entry, piece) for piece in entry.slices
-            ):
+            within = (
+                offset + size <= whole
+                for piece in entry.slices
+                for offset, size, whole in zip(piece.offset, piece.shape, entry.shape, strict=True)
+            )
+            if covered != math.prod(entry.shape) or not all(within):
                 yield f"{checkpoint / catalog.INDEX}: the slices of {name} do not cover it."
-
-
-def _lies_within(entry: Entry, piece: Slice) -> bool:
-    """Return whether a slice lies within its tensor."""
-    return len(piece.offset) == len(piece.shape) == len(entry.shape) and all(
-        offset + size <= whole
-        for offset, size, whole in zip(piece.offset, piece.shape, entry.shape, strict=True)
-    )
 
 
 def _state_problems(checkpoint: Path) -> Iterator[str]:
@@ -170,3 +133,48 @@ def read_state(checkpoint: Path) -> JsonObject:
             f"{checkpoint / catalog.STATE} is damaged: it is not an object.", fix=RESTORE
         )
     return state
+
+
+def digest_of(checkpoint: Path) -> str:
+    """Return a digest of the weights of a checkpoint, from the digests of their files.
+
+    The files of another program's model, which has no manifest of them, are read.
+
+    Raises: CheckpointError when the manifest of a checkpoint is damaged.
+    """
+    if (checkpoint / catalog.MANIFEST).is_file():
+        manifest = catalog.read_manifest(checkpoint).files
+        prefix = WEIGHTS.replace("/", "-")
+        files = {name: facts.sha256 for name, facts in manifest.items() if name.startswith(prefix)}
+    else:
+        found = checkpoint.iterdir() if checkpoint.is_dir() else [checkpoint]
+        files = {path.name: sha256(path) for path in found if path.name.endswith(IMPORTED)}
+    return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
+
+
+def find_base(checkpoint: Path, base: Base) -> Path:
+    """Return the path of a checkpoint's base, which may have moved together with the checkpoint.
+
+    The base of a LoRA checkpoint are the weights that its adapters belong to.
+    Raises: CheckpointError when it is missing or damaged, or has other weights now.
+    """
+    path = Path(base.path)
+    if path.exists():
+        if digest_of(path) != base.digest:
+            raise CheckpointError(
+                f"The weights in {path} have changed since the LoRA adapters in {checkpoint} were "
+                "trained on them.",
+                fix="Restore them from a copy: the adapters belong to the earlier ones.",
+            )
+    else:
+        tried = (found for found in moved_with(base.path, checkpoint) if found.exists())
+        path = next((found for found in tried if digest_of(found) == base.digest), path)
+    if not path.exists():
+        raise CheckpointError(
+            f"{checkpoint} contains LoRA adapters, and the weights that they belong to, {path}, do "
+            "not exist.",
+            fix="Restore them there, or move both runs together.",
+        )
+    if (path / catalog.MANIFEST).exists():
+        catalog.require_complete(path, check=catalog.check_unless("optimizer"))
+    return path

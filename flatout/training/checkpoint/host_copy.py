@@ -7,9 +7,8 @@ with it, and the next optimizer step waits for it on the GPU. On a CPU it is mad
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Collection, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from threading import Thread
 from typing import TYPE_CHECKING
 
@@ -19,7 +18,6 @@ import torch
 from torch import Tensor
 
 from flatout.hardware import Machine
-from flatout.training.checkpoint.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from flatout.assembly.run import Run
@@ -31,6 +29,8 @@ PAGE = 4096
 PORTABLE = 1
 """cudaHostRegisterPortable: pinned for every device."""
 GIB = 2**30
+Files = Mapping[str, Mapping[str, Tensor]]
+"""Tensors by file and name."""
 
 
 class HostCopy:
@@ -44,37 +44,38 @@ class HostCopy:
         self._copied: torch.cuda.Event | None = None
         self._sources: list[tuple[Tensor, Tensor]] = []
 
-    def of(self, snapshot: Snapshot, device: torch.device) -> Snapshot:
-        """Return the snapshot with copies of its tensors, which overwrite the previous copies.
+    def of(
+        self, files: Files, buffers: Collection[str], device: torch.device
+    ) -> dict[str, dict[str, Tensor]]:
+        """Return copies of tensors, by file and name, which overwrite the previous copies.
 
         On a GPU they are valid after `wait`, and the weights must not change before
-        `before_update`.
+        `before_update`; but the tensors that `buffers` names may.
         """
-        self.make_room(bytes_of(snapshot.all_tensors), device)
-        copies: dict[str, dict[str, Tensor]] = {file: {} for file in snapshot.tensors}
-        buffers: list[tuple[Tensor, Tensor]] = []
+        self.make_room(bytes_of(files), device)
+        copies: dict[str, dict[str, Tensor]] = {file: {} for file in files}
+        first: list[tuple[Tensor, Tensor]] = []
         others: list[tuple[Tensor, Tensor]] = []
         begin = 0
-        for file, tensors in snapshot.tensors.items():
+        for file, tensors in files.items():
             for name, tensor in tensors.items():
                 block = self._block[begin : begin + tensor.nbytes]
                 copies[file][name] = block.view(tensor.dtype).view(tensor.shape)
-                pairs = buffers if name in snapshot.buffers else others
-                pairs.append((copies[file][name], tensor))
-                begin += bytes_of((tensor,))
+                (first if name in buffers else others).append((copies[file][name], tensor))
+                begin += _aligned(tensor)
         if device.type == "cuda":
             now = torch.cuda.current_stream(device)
             self._stream = self._stream or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             self._stream.wait_stream(now)
             with torch.cuda.stream(self._stream):
-                _copy(buffers)  # small, and the next forward pass may change them
+                _copy(first)  # small, and the next forward pass may change them
                 now.wait_event(self._stream.record_event())
                 _copy(others)
                 self._copied = self._stream.record_event()
-            self._sources = buffers + others  # their memory is not reused before it is copied
+            self._sources = first + others  # their memory is not reused before it is copied
         else:
-            _copy(buffers + others)
-        return replace(snapshot, tensors=copies)
+            _copy(first + others)
+        return copies
 
     def has_room(self, needed: int, run: Run) -> bool:
         """Return whether the host has memory for `needed` bytes in each of its processes."""
@@ -143,12 +144,13 @@ def _mapped(num_bytes: int) -> Tensor:
     return block
 
 
-def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes that a copy of these tensors takes.
+def bytes_of(files: Files) -> int:
+    """Return the bytes that a copy of these tensors takes."""
+    return sum(_aligned(tensor) for tensors in files.values() for tensor in tensors.values())
 
-    Shapes: tensors of any shape.
-    """
-    return sum(-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors)
+
+def _aligned(tensor: Tensor) -> int:
+    return -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def free_bytes(machine: Machine) -> int:

@@ -8,6 +8,7 @@ owner.json records which run owns it.
 from __future__ import annotations
 
 import secrets
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -85,6 +86,16 @@ def claim(run_folder: Path, folder: Path) -> None:
             f"checkpoint.dir: {folder} cannot be written: {error.strerror}.",
             fix="Set checkpoint.dir to a writable directory.",
         ) from error
+
+
+def moved_with(path: str, anchor: Path) -> Iterator[Path]:
+    """Yield where `path` may be after a directory above both it and `anchor` was renamed.
+
+    Each directory above the anchor is tried with each tail of the old path.
+    """
+    parts = Path(path).parts
+    tails = [Path(*parts[start:]) for start in range(1, len(parts))]
+    return (above / tail for above in anchor.resolve().parents for tail in tails)
 
 
 def make_folder(path: Path) -> None:

@@ -11,20 +11,17 @@ from torch import Tensor, nn
 from flatout.architectures.source import ForeignWeights, find_model, is_foreign
 from flatout.errors import CheckpointError
 from flatout.json_io import RESTORE, parsing
+from flatout.models.language_model import LanguageModel
 from flatout.models.lora import INSIDE, Delta, merge
 from flatout.models.meta import offset_of
 from flatout.ops import Ops
+from flatout.progress import SILENT, Progress
 from flatout.registry import MODELS
 from flatout.training.checkpoint import catalog, tensors
-from flatout.training.checkpoint.base import WEIGHTS, find_base
-from flatout.training.checkpoint.catalog import Base, Check
-from flatout.training.checkpoint.read_write import (
-    check_files,
-    checked_index,
-    read_weights,
-    weights_in,
-)
-from flatout.training.checkpoint.weights import weights_and_aliases
+from flatout.training.checkpoint.catalog import Base, read_index
+from flatout.training.checkpoint.contents import WEIGHTS, find_base
+from flatout.training.checkpoint.read_write import read_weights
+from flatout.training.checkpoint.weights import initial_weights, weights_and_aliases
 
 
 class _ImportedWeights:
@@ -44,25 +41,19 @@ class MergedWeights:
     """Reads the weights of a checkpoint by their names in the model's state_dict.
 
     The weights of a LoRA checkpoint are those of its base plus its adapters. `read` needs memory
-    for one tensor, and the adapters are kept, so that a model of any size can be copied.
-    Raises: CheckpointError when a file is missing or damaged, or the base is missing or has
-            changed. `check=catalog.check_size` trusts the content of files of the right size;
-            `check_base` is that of a base, `check` by default.
+    for one tensor, and the adapters are kept, so that a model of any size can be copied. The caller
+    has verified the files of the checkpoint, and `find_base` verifies those of a base.
+    Raises: CheckpointError when the base is missing or has changed.
     """
 
-    def __init__(
-        self,
-        checkpoint: Path,
-        check: Check = catalog.check_file,
-        *,
-        check_base: Check | None = None,
-    ) -> None:
+    def __init__(self, checkpoint: Path) -> None:
         self.checkpoint = checkpoint
-        index, manifest = checked_index(checkpoint, check)
-        stored = weights_in(index)
-        files = {piece.file for entry in stored.values() for piece in entry.slices}
-        check_files(checkpoint, manifest, files, check)
-        self._index = {name.removeprefix(WEIGHTS): entry for name, entry in stored.items()}
+        index = read_index(checkpoint)
+        self._index = {
+            name.removeprefix(WEIGHTS): entry
+            for name, entry in index.tensors.items()
+            if name.startswith(WEIGHTS)
+        }
         self._aliases = {
             alias.removeprefix(WEIGHTS): name.removeprefix(WEIGHTS)
             for alias, name in index.aliases.items()
@@ -71,13 +62,9 @@ class MergedWeights:
         self._deltas: Mapping[str, list[Delta]] = {}
         if base := index.base:
             path = find_base(checkpoint, base)
-            self._base = (
-                _ImportedWeights(path)
-                if is_foreign(str(path))
-                else MergedWeights(path, check_base or check)
-            )
+            self._base = _ImportedWeights(path) if is_foreign(str(path)) else MergedWeights(path)
             with parsing(checkpoint / catalog.INDEX):
-                self._deltas = _deltas(base, read_weights(checkpoint, check))
+                self._deltas = _deltas(base, read_weights(checkpoint))
             self._check_rows(base)
 
     def _check_rows(self, base: Base) -> None:
@@ -136,30 +123,45 @@ def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
 def read_merged(checkpoint: Path) -> dict[str, Tensor]:
     """Return every weight, unsharded, by its name in the model's state_dict.
 
-    The content of the checkpoint was checked when it was found, that of its base was not.
-
     Shapes: as in the model.
     Raises: CheckpointError as `MergedWeights`.
     """
-    weights = MergedWeights(checkpoint, catalog.check_size, check_base=catalog.check_file)
+    weights = MergedWeights(checkpoint)
     found = {name: weights.read(name) for name in weights.shapes}
     return found | {alias: found[name] for alias, name in weights.aliases.items()}
 
 
-def fill_merged(targets: Mapping[str, Tensor], checkpoint: Path) -> None:
-    """Copy the weights of a checkpoint into this rank's parts of `targets`, in place.
+def load_initial_weights(core: LanguageModel, source: Path, progress: Progress = SILENT) -> None:
+    """Copy the weights of a checkpoint, or of another program's model, into a newly built model.
 
-    Shapes: targets of any shape, equal to the stored ones; their dtype may differ.
-    Raises: CheckpointError as `MergedWeights`.
+    Every rank calls it and keeps its part. Memory: one tensor at a time, besides the model.
+
+    Raises: CheckpointError when a tensor cannot be read or has another shape.
     """
-    weights = MergedWeights(checkpoint)
-    with torch.no_grad():
-        for name, target in targets.items():
+    weights = (
+        ForeignWeights(find_model(str(source)), core.config)
+        if is_foreign(str(source))
+        else MergedWeights(source)
+    )
+    targets = initial_weights(core)
+    size = sum(target.numel() for target in targets.values())
+    title = f"Loading the weights of {source.name}"
+    with progress.task(title, total=size) as task, torch.no_grad():
+        for key, target in targets.items():
+            name = key.removeprefix(WEIGHTS)
+            values = weights.read(name)
+            if values.shape != target.shape:
+                raise CheckpointError(
+                    f"{name} of {source} has the shape {list(values.shape)} and the model's "
+                    f"{list(target.shape)}.",
+                    fix="Get all files again from where the model was published.",
+                )
             part, start = tensors.local_part(target), offset_of(target)
             box = tuple(
-                slice(first, first + size) for first, size in zip(start, part.shape, strict=True)
+                slice(low, low + count) for low, count in zip(start, part.shape, strict=True)
             )
-            part.copy_(weights.read(name.removeprefix(WEIGHTS))[box])
+            part.copy_(values[box])
+            task.advance(target.numel())
 
 
 def _deltas(base: Base, adapters: Mapping[str, Tensor]) -> dict[str, list[Delta]]:

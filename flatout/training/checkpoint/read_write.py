@@ -5,7 +5,7 @@ checkpoints/step-N/
 ├── optimizer-RRRRR.safetensors   rank R's slices of the optimizers' tensors
 ├── index.json                    dtype, shape and slices of every tensor
 ├── state.json                    the other items of state.STATE, some per rank; the environment
-├── info.json                     what is known about it, for lists: see info.py
+├── info.json                     what is known about it, for lists: catalog.CheckpointInfo
 └── manifest.json                 size and SHA-256 of every file, written last; then the directory
                                   is renamed to its final name
 
@@ -16,7 +16,6 @@ unpickled. Functions that do not need torch are in catalog.py.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,13 +24,12 @@ from torch import Tensor
 
 from flatout.errors import CheckpointError
 from flatout.json_io import JsonObject, parsing, read_json
-from flatout.progress import SILENT, Progress, Task
+from flatout.progress import SILENT, Progress
 from flatout.training.agreement import READING, together
 from flatout.training.checkpoint import catalog, tensors
-from flatout.training.checkpoint.base import WEIGHTS
-from flatout.training.checkpoint.catalog import Check, Entry, FileFacts, Index
-from flatout.training.checkpoint.state import STATE, VERSION, StateItem
-from flatout.training.checkpoint.weights import weights_of
+from flatout.training.checkpoint.catalog import Entry, read_index
+from flatout.training.checkpoint.contents import WEIGHTS
+from flatout.training.checkpoint.state import STATE, StateItem
 
 if TYPE_CHECKING:
     from flatout.assembly.run import Run
@@ -42,67 +40,41 @@ def load(
     checkpoint: Path,
     *,
     environment: JsonObject | None = None,
-    check: Check = catalog.check_file,
     progress: Progress = SILENT,
 ) -> list[str]:
     """Restore a checkpoint into a newly built run, and return the differences as sentences.
 
     Every rank calls it. Any number of ranks, however sharded, reads what any other number wrote;
-    each reads and checks only the files it needs. `check=catalog.check_size` avoids reading a
-    checkpoint twice after `resume_from`, which has just verified it.
-    Raises: CheckpointError, before the weights change, when a file is missing or damaged, or does
-            not fit this run.
+    each reads only the slices it needs. The caller has verified the files, as `resume_from` does.
+    Raises: CheckpointError, before the weights change, when it does not fit this run; RunFailed, on
+            all ranks, when one of them cannot read a file.
     """
     with progress.task(f"Loading {checkpoint.name}") as task:
         index, state, items, targets = together(
-            run.mesh, lambda: _open(run, checkpoint, check, task), READING
+            run.mesh, lambda: _prepare(run, checkpoint), READING
         )
-        tensors.fill(targets, index, checkpoint, task)
+        together(run.mesh, lambda: tensors.fill(targets, index, checkpoint, task), READING)
         for item in items:
             with parsing(checkpoint / catalog.STATE):
                 _restore(run, item, state)
     return _differences(run, state, environment) + _forget_best(run, state, environment or {})
 
 
-def read_weights(checkpoint: Path, check: Check = catalog.check_file) -> dict[str, Tensor]:
+def read_weights(checkpoint: Path) -> dict[str, Tensor]:
     """Return every stored weight, unsharded, by its name in the model's state_dict.
 
     Any number of ranks may have written them. A LoRA checkpoint stores adapters alone; `merged.py`
-    adds them to their base. `check` is as in `load`.
+    adds them to their base. The caller has verified the files.
 
     Shapes: as in the model.
-    Raises: CheckpointError when a file is missing or damaged.
+    Raises: CheckpointError when a file cannot be read.
     """
-    index, manifest = checked_index(checkpoint, check)
-    entries = weights_in(index)
+    index = read_index(checkpoint)
+    entries = {name: entry for name, entry in index.tensors.items() if name.startswith(WEIGHTS)}
     targets = {name: tensors.empty(entry) for name, entry in entries.items()}
-    check_files(checkpoint, manifest, tensors.files_needed(targets, entries), check)
     tensors.fill(targets, entries, checkpoint)
     weights = targets | {alias: targets[name] for alias, name in index.aliases.items()}
     return {name.removeprefix(WEIGHTS): tensor for name, tensor in weights.items()}
-
-
-def load_weights(
-    run: Run, checkpoint: Path, *, check: Check = catalog.check_file, progress: Progress = SILENT
-) -> None:
-    """Load only the weights of a checkpoint into a newly built run. Every rank calls it.
-
-    `check` is as in `load`.
-    Raises: CheckpointError, before the weights change, when a file is missing or damaged, or does
-            not fit this run.
-    """
-    targets = weights_of(run)
-
-    def open_files(task: Task) -> dict[str, Entry]:
-        found, manifest = checked_index(checkpoint, check)
-        index = found.tensors
-        tensors.check_fits(targets, index, prefix=WEIGHTS, source=checkpoint)
-        check_files(checkpoint, manifest, tensors.files_needed(targets, index), check, task)
-        return index
-
-    with progress.task(f"Loading the weights of {checkpoint.name}") as task:
-        index = together(run.mesh, lambda: open_files(task), READING)
-        tensors.fill(targets, index, checkpoint, task)
 
 
 def weights_sha256(checkpoint: Path) -> str:
@@ -114,77 +86,31 @@ def weights_sha256(checkpoint: Path) -> str:
     return digest.hexdigest()
 
 
-def weights_in(index: Index) -> dict[str, Entry]:
-    """Return the entry of every weight in an index, by its name there."""
-    return {name: entry for name, entry in index.tensors.items() if name.startswith(WEIGHTS)}
-
-
-def checked_index(checkpoint: Path, check: Check) -> tuple[Index, dict[str, FileFacts]]:
-    """Return a checkpoint's index, whose file was checked, and the manifest's files.
-
-    Raises: CheckpointError when a file is missing or damaged.
-    """
-    manifest = catalog.read_manifest(checkpoint).files
-    check_files(checkpoint, manifest, {catalog.INDEX}, check)
-    return catalog.read_index(checkpoint), manifest
-
-
-def check_files(
-    checkpoint: Path,
-    manifest: Mapping[str, FileFacts],
-    names: set[str],
-    check: Check,
-    task: Task | None = None,
-) -> None:
-    """Check files of a checkpoint against its manifest.
-
-    Raises: CheckpointError naming the first one that is missing or damaged.
-    """
-    for name in sorted(names):
-        path = checkpoint / name
-        problem = check(path, manifest[name]) if name in manifest else catalog.not_listed(path)
-        if problem:
-            raise catalog.unusable(checkpoint, problem)
-        if task:
-            task.note(f"{name} is complete")
-
-
-def _open(
-    run: Run, checkpoint: Path, check: Check, task: Task
+def _prepare(
+    run: Run, checkpoint: Path
 ) -> tuple[dict[str, Entry], JsonObject, list[StateItem], dict[str, Tensor]]:
-    """Check every file that this rank will read, and allocate the tensors to fill.
-
-    Returns: the index, the state, the items to restore, the tensors to fill.
-    """
-    found, manifest = checked_index(checkpoint, check)
-    index = found.tensors
-    check_files(checkpoint, manifest, {catalog.STATE}, check, task)
+    """Return the index, the state, the items to restore, and the tensors to fill, allocated."""
+    index = read_index(checkpoint).tensors
     state = read_json(checkpoint / catalog.STATE)
-    with parsing(checkpoint / catalog.STATE):
-        version = int(state["version"])
-        stored = _stored_items(state)
-    if version > VERSION:
-        raise CheckpointError(
-            f"The state in {checkpoint} has version {version}; this flatout reads up to {VERSION}.",
-            fix="Install a newer flatout.",
-        )
-    used = [item for item in STATE if item.used(run)]
-    for item in used:
-        # a run on a GPU resumes from a checkpoint written on a CPU
-        if item.name not in stored and item.name != "rng_cuda" and not item.later:
+    items: list[StateItem] = []
+    targets: dict[str, Tensor] = {}
+    for item in STATE:
+        if not item.used(run):
+            continue
+        with parsing(checkpoint / catalog.STATE):
+            is_stored = item.name in _stored_items(state)
+        if is_stored:
+            items.append(item)
+        elif item.name != "rng_cuda":  # a run on a GPU resumes from a checkpoint written on a CPU
             raise CheckpointError(
                 f"{checkpoint} has no {item.name}.",
                 fix="Use another checkpoint, or the version of flatout that wrote this one.",
             )
-    items = [item for item in used if item.name in stored]
-    targets: dict[str, Tensor] = {}
-    for item in items:
-        if item.targets:
+        if item.targets and is_stored:
             with parsing(checkpoint / catalog.STATE):
                 wanted = item.targets(run, index, state["values"][item.name])
             tensors.check_fits(wanted, index, prefix=item.prefix, source=checkpoint)
             targets |= wanted
-    check_files(checkpoint, manifest, tensors.files_needed(targets, index), check, task)
     return index, state, items, targets
 
 
@@ -215,7 +141,7 @@ def _differences(run: Run, state: JsonObject, environment: JsonObject | None) ->
             "bits of sums will differ."
         )
     stored, used = _stored_items(state), {item.name for item in STATE if item.used(run)}
-    missing = used - stored - {item.name for item in STATE if item.later}
+    missing = used - stored
     lines += [f"The checkpoint has no {name}: it starts afresh." for name in sorted(missing)]
     lines += [
         f"The checkpoint has {name}, which this run does not use: it is ignored."
@@ -230,20 +156,17 @@ def _differences(run: Run, state: JsonObject, environment: JsonObject | None) ->
             f"{key} has changed from {old.get(key)} to {environment.get(key)}: the last bits of "
             "results may differ."
             for key in changed
-            if key not in {"data", "datasets", "validation", "tokenizer"}
+            if key not in {"datasets", "validation", "tokenizer"}
         ]
-        if "data" in changed and _training_tokens(old) != _training_tokens(environment):
+        tokens = [
+            [one["digest"] for one in each.get("datasets", [])] for each in (old, environment)
+        ]
+        if tokens[0] != tokens[1]:
             lines.append(
                 "The tokens of the dataset are not those that the checkpoint was trained on: the "
                 "run continues on different text."
             )
     return lines
-
-
-def _training_tokens(environment: JsonObject) -> object:
-    """Return what identifies the training tokens; earlier versions stored it for all splits."""
-    datasets = environment.get("datasets")
-    return environment.get("data") if datasets is None else [one["digest"] for one in datasets]
 
 
 def _forget_best(run: Run, state: JsonObject, environment: JsonObject) -> list[str]:

@@ -6,33 +6,33 @@ ranks agree between stages, in the loop. A kill at any moment leaves earlier che
 
 from __future__ import annotations
 
+import json
 import secrets
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING
 
+from torch import Tensor, nn
+
 from flatout.assembly.run import Saved
-from flatout.json_io import JsonObject
+from flatout.files import sha256, sync
+from flatout.json_io import JsonObject, read_json
 from flatout.parallel.mesh import Mesh
 from flatout.progress import SILENT, Progress
 from flatout.training.agreement import WRITING, Vote, together
 from flatout.training.checkpoint import catalog
-from flatout.training.checkpoint.host_copy import HostCopy, bytes_of
+from flatout.training.checkpoint import tensors as slices
+from flatout.training.checkpoint.catalog import INFO, Entry, prune
+from flatout.training.checkpoint.host_copy import Files, HostCopy, bytes_of
 from flatout.training.checkpoint.location import checkpoints_folder, claim, make_folder
-from flatout.training.checkpoint.retention import prune
-from flatout.training.checkpoint.snapshot import (
-    Snapshot,
-    complete,
-    take,
-    tensors_to_save,
-    write_share,
-)
+from flatout.training.checkpoint.state import STATE
+from flatout.training.checkpoint.weights import weights_and_aliases
 
 if TYPE_CHECKING:
     from flatout.assembly.run import Run
@@ -133,7 +133,7 @@ class Saver:
         Returns: its bytes; 0 when the size is not known before the first step or the host has no
                  room: the first save then decides.
         """
-        num_bytes = bytes_of(tensors_to_save(run) or ()) if self._copy else 0
+        num_bytes = bytes_of(tensors_to_save(run) or {}) if self._copy else 0
         if self._copy is None or not num_bytes or not self._copy.has_room(num_bytes, run):
             return 0
         if run.mesh.device.type == "cpu":
@@ -179,9 +179,10 @@ class Saver:
             snapshot = take(run, environment, info)
             if copy is None:
                 return snapshot
-            if copy.has_room(bytes_of(snapshot.all_tensors), run):
+            if copy.has_room(bytes_of(snapshot.tensors), run):
                 pending.is_copied = True
-                return copy.of(snapshot, mesh.device)
+                copies = copy.of(snapshot.tensors, snapshot.buffers, mesh.device)
+                return replace(snapshot, tensors=copies)
             progress.say(
                 "The host has no memory for a copy of the state: "
                 "the loop waits until it is written."
@@ -197,7 +198,7 @@ class Saver:
             if pending.is_abandoned:
                 pending.remove()
             elif mesh.is_main:
-                pending.aside += complete(snapshot, pending.temporary)
+                pending.aside += complete(snapshot, pending.temporary, path, run.folder)
                 prune(run.folder, keep, best_step, keep_every)
 
         def write_and_merge() -> None:
@@ -303,3 +304,171 @@ class Saver:
         self._saved.append(Saved(pending.step, pending.path, seconds, pending.blocked_s))
         for path in pending.aside:
             progress.say(f"Set {path.name} aside: its step is later than this run has reached.")
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """One rank's share of a run's state at one step; writing it does not read the run."""
+
+    rank: int
+    world_size: int
+    tensors: Files
+    """For each file, this rank's parts of the tensors that it writes."""
+    buffers: frozenset[str]
+    """Names of the tensors that are not parameters: a forward pass may change them."""
+    entries: Mapping[str, Entry]
+    """Index entries of the tensors."""
+    values: JsonObject
+    """The JSON values: all of them on the main rank, only the per-rank ones on the others."""
+    index: JsonObject
+    """What index.json has besides the tensors."""
+    state: JsonObject
+    """What state.json has besides the values."""
+    info: JsonObject | None = None
+    """The content of info.json; None when there is none."""
+
+
+def take(run: Run, environment: JsonObject, info: JsonObject | None = None) -> Snapshot:
+    """Return this rank's share of the current state; its tensors share the run's memory.
+
+    Raises: CheckpointError when the state contains something that a checkpoint cannot store.
+    """
+    rank, world_size = run.mesh.rank, run.mesh.world_size
+    tensors: dict[str, dict[str, Tensor]] = {}
+    entries: dict[str, Entry] = {}
+    buffers: set[str] = set()
+    for item in STATE:
+        mine = slices.owned(item.tensors(run), rank=rank, world_size=world_size)
+        if mine:
+            file = f"{item.prefix.rstrip('/')}-{rank:05d}.safetensors"
+            tensors[file] = {name: slices.local_part(tensor) for name, tensor in mine.items()}
+            entries |= slices.entries(file, mine)
+            buffers |= {
+                name
+                for name, tensor in mine.items()
+                if item.name == "weights" and not isinstance(tensor, nn.Parameter)
+            }
+    return Snapshot(
+        rank=rank,
+        world_size=world_size,
+        tensors=tensors,
+        buffers=frozenset(buffers),
+        entries=entries,
+        values={
+            item.name: item.read(run)
+            for item in STATE
+            if item.used(run) and (item.reseed or run.mesh.is_main)
+        },
+        index={
+            "aliases": weights_and_aliases(run.core)[1],
+            **({"base": run.base} if run.base else {}),
+        },
+        state={"step": run.step, "world_size": world_size, "environment": dict(environment)},
+        info=info,
+    )
+
+
+def tensors_to_save(run: Run) -> Files | None:
+    """Return this rank's parts of the tensors that a save after the next step will write.
+
+    Tensors that do not exist yet are replaced by stand-ins of the same sizes. None when the sizes
+    are unknown before the first step.
+
+    Shapes: as in the run.
+    """
+    found: dict[str, dict[str, Tensor]] = {}
+    for item in STATE:
+        missing = item.missing(run)
+        if missing is None:
+            return None
+        mine = slices.owned(
+            item.tensors(run) | missing, rank=run.mesh.rank, world_size=run.mesh.world_size
+        )
+        found[item.prefix] = {name: slices.local_part(tensor) for name, tensor in mine.items()}
+    return found
+
+
+def write_share(snapshot: Snapshot, temporary: Path) -> None:
+    """Write this rank's slices and values, and a description of them for the main rank."""
+    files: JsonObject = {}
+    for name, tensors in snapshot.tensors.items():
+        path = temporary / name
+        slices.write(path, tensors)
+        sync(path)
+        files[name] = facts(path)
+    entries = {name: entry.model_dump() for name, entry in snapshot.entries.items()}
+    share = {"tensors": entries, "files": files, "values": snapshot.values}
+    _write(_share(temporary, snapshot.rank), share)
+
+
+def complete(snapshot: Snapshot, temporary: Path, final: Path, run_folder: Path) -> list[Path]:
+    """Merge the shares of all ranks into the checkpoint `final`; the main rank only.
+
+    Call it after every rank has written its share.
+    Returns: the new paths of the checkpoints of later steps, which are set aside.
+    """
+    paths = [_share(temporary, rank) for rank in range(snapshot.world_size)]
+    shares = [read_json(path) for path in paths]
+    tensors = slices.merge(
+        {name: Entry.model_validate(entry) for name, entry in share["tensors"].items()}
+        for share in shares
+    )
+    per_rank = {item.name for item in STATE if item.reseed}
+    values = shares[0]["values"].items()
+    documents: JsonObject = {
+        catalog.INDEX: {
+            "tensors": {name: entry.model_dump() for name, entry in tensors.items()},
+            **snapshot.index,
+        },
+        catalog.STATE: {
+            **snapshot.state,
+            "values": {name: value for name, value in values if name not in per_rank},
+            "ranks": [
+                {name: value for name, value in share["values"].items() if name in per_rank}
+                for share in shares
+            ],
+        },
+        **({INFO: snapshot.info} if snapshot.info is not None else {}),
+    }
+    for path in paths:
+        path.unlink()
+    files = {name: of_file for share in shares for name, of_file in share["files"].items()}
+    for name, document in documents.items():
+        _write(temporary / name, document)
+        files[name] = facts(temporary / name)
+    step = snapshot.state["step"]
+    manifest = {"format_version": catalog.FORMAT_VERSION, "step": step, "files": files}
+    _write(temporary / catalog.MANIFEST, manifest)
+    sync(temporary)
+    sync_logs(run_folder)
+    aside = catalog.set_aside(run_folder, after=step)
+    catalog.publish(temporary, final)
+    return aside
+
+
+def sync_logs(run_folder: Path) -> None:
+    """Sync the lines that a run has logged, which nothing else does while it trains.
+
+    So no power loss leaves a checkpoint without the records up to its step. A disk that refuses is
+    ignored: logs never stop a run.
+    """
+    with suppress(OSError):
+        for path in run_folder.glob("*.jsonl"):
+            if path.is_file():
+                sync(path)
+        sync(run_folder)
+
+
+def _write(path: Path, document: JsonObject) -> None:
+    """Write JSON and sync it; not atomic, as the directory is renamed only when it is complete."""
+    path.write_text(json.dumps(document), encoding="utf-8")
+    sync(path)
+
+
+def facts(path: Path) -> JsonObject:
+    """Return the entry of a file in the manifest."""
+    return {"bytes": path.stat().st_size, "sha256": sha256(path)}
+
+
+def _share(temporary: Path, rank: int) -> Path:
+    return temporary / f"part-{rank:05d}.json"

@@ -7,31 +7,34 @@ the learning rate is a pure function of the step, the data order one of the seed
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
+from flatout.errors import CheckpointError
 from flatout.json_io import JsonObject
+from flatout.optimizers.moments import how_to_resume, kept_by, stored_as
 from flatout.training.checkpoint.catalog import Entry
-from flatout.training.checkpoint.optimizer_state import (
-    PREFIX,
-    missing_optimizer_tensors,
-    optimizer_targets,
-    optimizer_tensors,
-    optimizer_value,
-    restore_groups,
-)
-from flatout.training.checkpoint.weights import weights_of
+from flatout.training.checkpoint.tensors import dtype_of, empty
+from flatout.training.checkpoint.weights import parameter_names, weights_of
 
 if TYPE_CHECKING:
     from flatout.assembly.run import Run
 
-VERSION = 1
-"""Incremented when an item changes its format, or an earlier version cannot do without it."""
+
+PREFIX = "optimizer/"
+"""Tensors are called `optimizer/NUMBER/PARAMETER/FIELD`."""
+STATED = ("peak_lr", "weight_decay", "betas", "eps", "momentum")
+"""Numbers of a group that the configuration sets: the values of the resuming run apply."""
+WEIGHTS_ALONE = "or start from its weights only: train.init_from=RUN instead of --resume RUN"
+
+Target = tuple[int, Tensor, str]
+"""Optimizer number, parameter and field."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +60,6 @@ class StateItem:
     """Whether this run has it at all."""
     reseed: Callable[[Run, int], object] | None = None
     """Set for per-rank items: seeds the item on a rank for which none is stored."""
-    later: bool = False
-    """Whether earlier versions did not store it: a run then resumes with a new one."""
 
 
 def _best(run: Run) -> JsonObject:
@@ -111,15 +112,218 @@ def _from_hex(text: str) -> Tensor:
     return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
 
 
-def _reseed_cuda(run: Run, seed: int) -> None:
-    torch.cuda.default_generators[run.mesh.device.index or 0].manual_seed(seed)
-
-
 def _attribute(name: str) -> StateItem:
     """Return the item of a plain attribute of the run."""
     return StateItem(
         name, lambda run: getattr(run, name), lambda run, value: setattr(run, name, value)
     )
+
+
+def _fields(run: Run) -> Iterator[tuple[int, Tensor, str, str, Any]]:
+    """Yield optimizer number, parameter, its name, field and value of all per-parameter state."""
+    names = parameter_names(run)
+    for number, optimizer in enumerate(run.optimizers):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter not in names:
+                    raise CheckpointError(
+                        "An optimizer updates a tensor that is not a parameter of the model.",
+                        fix="Give it model.parameters().",
+                    )
+                for field, value in optimizer.state.get(parameter, {}).items():
+                    yield number, parameter, names[parameter], field, value
+
+
+def optimizer_tensors(run: Run) -> dict[str, Tensor]:
+    """Return the tensors of the optimizers' state.
+
+    Shapes: as the optimizers keep them.
+    """
+    return {
+        f"{PREFIX}{number}/{name}/{field}": value
+        for number, _, name, field, value in _fields(run)
+        if isinstance(value, Tensor)
+    }
+
+
+def missing_optimizer_tensors(run: Run) -> dict[str, Tensor] | None:
+    """Return stand-ins for the tensors that the first step will add, or None if unknown.
+
+    A parameter stands in for an fp32 tensor of its shape.
+
+    Shapes: as the optimizers will keep them.
+    """
+    names, one_number = parameter_names(run), torch.zeros(())
+    found: dict[str, Tensor] = {}
+    for number, optimizer in enumerate(run.optimizers):
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        for parameter in (p for p in parameters if not optimizer.state.get(p)):
+            kept = kept_by(optimizer, parameter)
+            if (
+                kept is None
+                or kept.like_the_parameter is None
+                or parameter.element_size() != torch.float32.itemsize
+            ):
+                return None
+            key = f"{PREFIX}{number}/{names[parameter]}"
+            found |= {f"{key}/{field}": parameter for field in kept.like_the_parameter}
+            found |= {f"{key}/{field}": one_number for field in kept.numbers}
+    return found
+
+
+def optimizer_value(run: Run) -> JsonObject:
+    """Return the optimizers' state other than tensors: scalars per parameter, numbers per group."""
+    names = parameter_names(run)
+    scalars: JsonObject = {}
+    on_cpu: list[str] = []
+    for number, parameter, name, field, value in _fields(run):
+        key = f"{PREFIX}{number}/{name}/{field}"
+        if isinstance(value, Tensor):
+            if value.device.type == "cpu" != parameter.device.type:
+                on_cpu.append(key)
+        elif value is None or isinstance(value, (bool, int, float, str)):
+            scalars[key] = value
+        else:
+            raise CheckpointError(
+                f"The optimizer keeps {field} of {name} as {type(value).__name__}, which a "
+                "checkpoint cannot store.",
+                fix="Keep tensors, numbers or text in optimizer.state.",
+            )
+    groups = [
+        [
+            {"parameters": [names[p] for p in group["params"]], "numbers": _numbers(group)}
+            for group in optimizer.param_groups
+        ]
+        for optimizer in run.optimizers
+    ]
+    return {"scalars": scalars, "on_cpu": on_cpu, "groups": groups}
+
+
+def _numbers(group: JsonObject) -> JsonObject:
+    """Return a group's numbers, without switches such as `fused`, which are not state."""
+    found = {}
+    for key, value in group.items():
+        plain = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+        items = plain if isinstance(plain, (list, tuple)) else [plain]
+        if key != "params" and all(
+            isinstance(item, (int, float)) and not isinstance(item, bool) for item in items
+        ):
+            found[key] = plain
+    return found
+
+
+def optimizer_targets(run: Run, index: Mapping[str, Entry], value: JsonObject) -> dict[str, Tensor]:
+    """Replace the optimizers' state with the stored one, and return its tensors, still unfilled.
+
+    Shapes: as stored.
+    Raises: CheckpointError, before anything changes, when this run's optimizers cannot use it.
+    """
+    groups = [
+        {p: group for group in optimizer.param_groups for p in group["params"]}
+        for optimizer in run.optimizers
+    ]
+    names = parameter_names(run)
+    parameters = [{names[p]: p for p in members if p in names} for members in groups]
+    keys = [*value["scalars"], *(name for name in index if name.startswith(PREFIX))]
+    stored = {key: _target_of(key, parameters) for key in keys}
+    _require_same_moments(run, list(stored.values()))
+    for optimizer in run.optimizers:
+        optimizer.state.clear()
+    on_cpu, targets = set(value["on_cpu"]), {}
+    for key, (number, parameter, field) in stored.items():
+        if key in value["scalars"]:
+            kept: Any = value["scalars"][key]
+        else:
+            group = groups[number][parameter]
+            device = device_of(field, group, parameter, saved_on_cpu=key in on_cpu)
+            kept = targets[key] = _empty_for(parameter, index[key], device)
+        run.optimizers[number].state[parameter][field] = kept
+    return targets
+
+
+def _target_of(key: str, parameters: list[dict[str, Tensor]]) -> Target:
+    """Return the target that `optimizer/NUMBER/PARAMETER/FIELD` names."""
+    _, number, rest = key.split("/", 2)
+    name, _, field = rest.rpartition("/")
+    if int(number) >= len(parameters) or name not in parameters[int(number)]:
+        raise CheckpointError(
+            f"The checkpoint has {field} of {name} in optimizer {number}; this run's optimizer "
+            f"{number} does not update {name}.",
+            fix=f"Resume with the model and the optimizer that wrote it, {WEIGHTS_ALONE}.",
+        )
+    return int(number), parameters[int(number)][name], field
+
+
+def _require_same_moments(run: Run, targets: list[Target]) -> None:
+    """Check that this run's optimizers keep the same kinds of moments as the checkpoint.
+
+    Raises: CheckpointError.
+    """
+    fields: dict[tuple[int, Tensor], set[str]] = {}
+    for number, parameter, field in targets:
+        fields.setdefault((number, parameter), set()).add(field)
+    largest_first = sorted(fields.items(), key=lambda item: -item[0][1].numel())
+    for (number, parameter), found in largest_first:  # small ones may be fp32 in every kind
+        stored, kept = stored_as(found), kept_by(run.optimizers[number], parameter)
+        if kept is not None and kept != stored:
+            raise CheckpointError(
+                f"For {parameter_names(run)[parameter]} the checkpoint has {stored.what}; this run "
+                f"keeps {kept.what}.",
+                fix=f"Resume {how_to_resume(stored, kept)}, {WEIGHTS_ALONE}.",
+            )
+
+
+def device_of(
+    field: str, group: JsonObject, parameter: Tensor, *, saved_on_cpu: bool
+) -> torch.device:
+    """Return the device of a restored tensor: the one it was saved from, except for `step`.
+
+    torch's fused and capturable kernels read the step on the GPU, the others on the CPU.
+
+    Shapes: parameter of any shape.
+    """
+    on_cpu = (
+        not (group["fused"] or group.get("capturable"))
+        if field == "step" and group.get("fused") is not None
+        else saved_on_cpu
+    )
+    return torch.device("cpu") if on_cpu else parameter.device
+
+
+def _empty_for(parameter: Tensor, entry: Entry, device: torch.device) -> Tensor:
+    """Return an unfilled tensor: sharded like the parameter if it has its shape, whole otherwise.
+
+    Shapes: the entry's.
+    """
+    if entry.shape == tuple(parameter.shape) and (
+        device == parameter.device or isinstance(parameter, DTensor)
+    ):
+        return torch.empty_like(parameter, dtype=dtype_of(entry), requires_grad=False)
+    return empty(entry, device)
+
+
+def restore_groups(run: Run, value: JsonObject) -> None:
+    """Restore the numbers of the parameter groups, except those that the configuration sets."""
+    names = parameter_names(run)
+    for number, optimizer in enumerate(run.optimizers):
+        stored = {
+            frozenset(group["parameters"]): group["numbers"] for group in value["groups"][number]
+        }
+        for group in optimizer.param_groups:
+            members = frozenset(names[p] for p in group["params"])
+            if members not in stored:
+                raise CheckpointError(
+                    f"Optimizer {number} does not group {', '.join(sorted(members)[:3])}, ... as "
+                    "the checkpoint does.",
+                    fix="Resume with the optimizer that wrote it.",
+                )
+            for key, saved in stored[members].items():
+                if key in STATED:
+                    continue
+                if isinstance(group.get(key), Tensor):
+                    group[key].fill_(saved)
+                else:
+                    group[key] = tuple(saved) if isinstance(saved, list) else saved
 
 
 STATE: tuple[StateItem, ...] = (
@@ -150,7 +354,6 @@ STATE: tuple[StateItem, ...] = (
         "guard",
         lambda run: run.guard.state_dict(),
         lambda run, value: run.guard.load_state_dict(value),
-        later=True,
     ),
     StateItem(
         "feed",
@@ -172,7 +375,9 @@ STATE: tuple[StateItem, ...] = (
         lambda run: _to_hex(torch.cuda.get_rng_state(run.mesh.device)),
         lambda run, value: torch.cuda.set_rng_state(_from_hex(value), run.mesh.device),
         used=lambda run: bool(run.mesh.device.type == "cuda"),
-        reseed=_reseed_cuda,
+        reseed=lambda run, seed: torch.cuda.default_generators[
+            run.mesh.device.index or 0
+        ].manual_seed(seed),
     ),
 )
 """In restore order: random generators last, so that no other item can draw from them."""

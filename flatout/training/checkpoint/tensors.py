@@ -98,20 +98,6 @@ def merge(parts: Iterable[Mapping[str, Entry]]) -> dict[str, Entry]:
     return merged
 
 
-def files_needed(targets: Mapping[str, Tensor], index: Mapping[str, Entry]) -> set[str]:
-    """Return the files from which `fill` will read on this rank.
-
-    Shapes: targets of any shape.
-    """
-    files: set[str] = set()
-    for name, target in targets.items():
-        start, shape = offset_of(target), local_part(target).shape
-        files.update(
-            piece.file for piece in index[name].slices if _overlap(start, shape, piece) is not None
-        )
-    return files
-
-
 def check_fits(
     targets: Mapping[str, Tensor], index: Mapping[str, Entry], *, prefix: str, source: Path
 ) -> None:

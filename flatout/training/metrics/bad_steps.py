@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
-from flatout.json_io import Json, JsonObject
+from flatout.json_io import JsonObject
 from flatout.training.metrics.readback import DelayedReadback
 
 if TYPE_CHECKING:
@@ -52,12 +52,9 @@ class BadStep(NamedTuple):
     def to_dict(self) -> JsonObject:
         """Return it as values for JSON, which has no infinity."""
         numbers = {"loss": self.loss, "grad_norm": self.grad_norm, "limit": self.limit}
-        return self.event() | {name: in_json(value) for name, value in numbers.items()}
-
-
-def in_json(value: float) -> Json:
-    """Return a number that JSON can represent; one that is not finite becomes text."""
-    return value if math.isfinite(value) else str(value)
+        return self.event() | {
+            name: value if math.isfinite(value) else str(value) for name, value in numbers.items()
+        }
 
 
 class BadSteps:

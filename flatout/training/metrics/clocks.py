@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import operator
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field
 
 import torch
@@ -59,84 +58,60 @@ class TimeBreakdown:
         return {f"perf/{name}_ms": 1e3 * total_s / self.steps for name, total_s in seconds.items()}
 
 
-class StepClock(ABC):
-    """Times device work and the host's waits for it; wraps `train_step` as a context."""
+class StepClock:
+    """Times device work and the host's waits for it; wraps `train_step` as a context.
 
-    def __init__(self) -> None:
+    On a CPU the whole step is device work; that costs under 2 us per step. On a GPU there is one
+    event on the stream before each step and one after, without waiting. A GPU that idles because
+    the host queues too slowly therefore counts as busy; `perf/host_ms` is then close to
+    `perf/step_ms`. The same happens when the launch queue is full, so `perf/host_ms` is an upper
+    bound on the time that the host needed.
+    """
+
+    def __init__(self, device: torch.device) -> None:
         self.timer = PhaseTimer()
         """Times the phases of the loop on the host: data_wait, compute, logging and others."""
-        self._blocked_s = 0.0
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        self._blocked_s = self._began_s = 0.0
         self._spans: list[Span] = []
 
     def __enter__(self) -> None:
         """Start timing a step."""
         self.timer.enter("compute")
+        if self._stream is None:
+            self._began_s = time.perf_counter()
+        else:
+            self._begin = self._event(self._stream)
 
     def __exit__(self, *_: object) -> None:
         """Stop timing the step."""
         self.timer.leave_if_open("compute")
+        if self._stream is None:
+            elapsed_s = time.perf_counter() - self._began_s
+            self._blocked_s += elapsed_s
+            self._spans.append(lambda: elapsed_s)
+        else:
+            begin, end = self._begin, self._event(self._stream)
+            self._spans.append(lambda: 1e-3 * float(begin.elapsed_time(end)))
 
-    @abstractmethod
-    def reading(self) -> AbstractContextManager[None]:
-        """Return a context whose time counts as waiting for the device."""
+    def _event(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(stream)
+        return event
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Count the time inside as waiting for a GPU; a CPU's figures are here already."""
+        began_s = time.perf_counter()
+        yield
+        if self._stream is not None:
+            self._blocked_s += time.perf_counter() - began_s
 
     def take(self) -> tuple[float, list[Span]]:
         """Return the host's blocked seconds and the steps' spans since the previous call."""
         taken = self._blocked_s, self._spans
         self._blocked_s, self._spans = 0.0, []
         return taken
-
-
-class CpuClock(StepClock):
-    """The clock of a CPU, where the whole step is device work. Costs under 2 us per step."""
-
-    def __enter__(self) -> None:
-        super().__enter__()
-        self._began_s = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        super().__exit__()
-        elapsed_s = time.perf_counter() - self._began_s
-        self._blocked_s += elapsed_s
-        self._spans.append(lambda: elapsed_s)
-
-    def reading(self) -> AbstractContextManager[None]:
-        """Return a context that does nothing: figures are already in host memory."""
-        return nullcontext()
-
-
-class CudaClock(StepClock):
-    """The clock of a GPU: one event on the stream before each step and one after, without waiting.
-
-    A GPU that idles because the host queues too slowly therefore counts as busy; `perf/host_ms` is
-    then close to `perf/step_ms`. The same happens when the launch queue is full, so `perf/host_ms`
-    is an upper bound on the time that the host needed.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self._stream = torch.cuda.current_stream(device)
-
-    def __enter__(self) -> None:
-        super().__enter__()
-        self._begin = self._record()
-
-    def __exit__(self, *_: object) -> None:
-        super().__exit__()
-        begin, end = self._begin, self._record()
-        self._spans.append(lambda: 1e-3 * float(begin.elapsed_time(end)))
-
-    @contextmanager
-    def reading(self) -> Iterator[None]:
-        """Count the time spent inside as waiting for the device."""
-        began_s = time.perf_counter()
-        yield
-        self._blocked_s += time.perf_counter() - began_s
-
-    def _record(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(self._stream)
-        return event
 
 
 def device_seconds(spans: Iterable[Span]) -> float:
@@ -170,8 +145,3 @@ class Interval:
         return TimeBreakdown(
             self.steps, self.train_s(now_s), self.wait_ms * 1e-3, self.blocked_s, tokens=self.tokens
         )
-
-
-def step_clock(device: torch.device) -> StepClock:
-    """Return the clock of a device."""
-    return CudaClock(device) if device.type == "cuda" else CpuClock()

@@ -39,7 +39,6 @@ class CompilationWatch:
 
     def __init__(self) -> None:
         self._counts = counts()
-        self._skipped = _skipped()
         self._last_event = next(reversed(_events()), None)
 
     def changed(self) -> bool:
@@ -48,27 +47,26 @@ class CompilationWatch:
 
     def poll(self) -> Compilations:
         """Return the compilations since the last poll."""
-        now, skipped = counts(), _skipped()
-        new = now - self._counts
-        last = self._last_event
+        now, last = counts(), self._last_event
+        new, self._counts = now - self._counts, now
         events = list(itertools.takewhile(lambda e: e is not last, reversed(_events())))[::-1]
         recompiled = [event for event in events if event.recompile_reason or event.fail_reason]
-        found = Compilations(
+        self._last_event = events[-1] if events else last
+        return Compilations(
             graphs=new["graphs"],
             graph_breaks=new["breaks"],
             first_break=_first_break(new["breaks"]),
             reasons=tuple(dict.fromkeys(map(_reason, recompiled))),
             compile_s=sum(float(event.duration_us or 0) * 1e-6 for event in events),
             cached_s=sum(float(event.inductor_compile_time_s or 0) for event in events),
-            cuda_graphs_skipped=max(skipped - self._skipped, 0),
+            cuda_graphs_skipped=new["skipped"],
         )
-        self._counts, self._skipped = now, skipped
-        self._last_event = events[-1] if events else self._last_event
-        return found
 
 
 def counts() -> Counter[str]:
-    """Return the numbers of graphs, of graph breaks, and of calls that could not be compiled."""
+    """Return the numbers of graphs, of graph breaks, of calls that could not be compiled, and of
+    graphs that could not become CUDA graphs.
+    """
     compiler = _compiler()
     if compiler is None:
         return Counter()
@@ -77,17 +75,13 @@ def counts() -> Counter[str]:
         graphs=kept["stats"]["unique_graphs"],
         breaks=sum(kept["graph_break"].values()),
         refused=sum(kept["unimplemented"].values()),
+        skipped=kept["inductor"]["cudagraph_skips"],
     )
 
 
 def _compiler() -> ModuleType | None:
     """Return the compiler's module, or None if it was never imported."""
     return sys.modules.get("torch._dynamo.utils")
-
-
-def _skipped() -> int:
-    compiler = _compiler()
-    return int(compiler.counters["inductor"]["cudagraph_skips"]) if compiler else 0
 
 
 def _events() -> list[Any]:

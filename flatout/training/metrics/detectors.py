@@ -7,6 +7,7 @@ measures how often they are wrong and how late they are right.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ BLOCK_VALUES = (4, 32, 256)
 """Values per block: a creep is sought over 64, 512 and 4,096 values."""
 WARM_UP = 32
 """First values of a run in which memory is expected to grow."""
+MIN_GROWTH_GIB, MIN_GROWTH_SHARE = 1 / 32, 0.02
+"""Smallest growth of memory in the time over which a creep is sought."""
 MIN_CONCORDANCE = 0.9
 """Minimum of Kendall's tau of a creep: 4.9 standard deviations for 16 independent values."""
 MIN_QUARTER = 0.25
@@ -60,13 +63,6 @@ class _Point(NamedTuple):
     value: float
 
 
-class _Usual(NamedTuple):
-    """The usual level of a figure, and how far it may be from it."""
-
-    level: float
-    reach: float
-
-
 def deviation(values: Iterable[float], center: float) -> float:
     """Return a robust standard deviation about `center`."""
     return DEVIATIONS_PER_MAD * median_low(abs(value - center) for value in values)
@@ -80,32 +76,34 @@ class Shift:
     """
 
     def __init__(self, direction: Literal[-1, 1], margin: float) -> None:
-        self._direction = direction
-        self._margin = margin
+        self._direction, self._margin = direction, margin
         self._recent: deque[_Point] = deque(maxlen=RECENT)
-        self._earlier: deque[float] = deque(maxlen=USUAL)
-        self._earlier_together: deque[float] = deque(maxlen=USUAL)
+        self._earlier: deque[tuple[float, float]] = deque(maxlen=USUAL)
+        """Earlier values, each with what the recent ones of its time reached together."""
+        self._num_earlier = 0
+        self._level, self._reach = 0.0, math.inf
+        """The usual level, and how far single values may be from it."""
         self._first_level: float | None = None
-        self._usual: _Usual | None = None
-        self._num_usual = 0
-        self.active: Change | None = None
-        """The change that has begun and is not over."""
+        self._since: int | None = None
+        """When the change that is not over began."""
 
     def see(self, step: int, value: float) -> Change | None:
         """Take the next value; return a change that begins or is over with it."""
-        point = _Point(step, value * self._direction)
-        if len(self._recent) == RECENT and self.active is None:
+        if len(self._recent) == RECENT and self._since is None:
             self._learn(self._recent[0].value, self._together())
-        self._recent.append(point)
-        if self._usual is None or len(self._recent) < RECENT:
+        self._recent.append(_Point(step, value * self._direction))
+        if len(self._recent) < RECENT:
             return None
-        if self.active is not None:
-            return self._end()
-        if self._together() <= self._usual.level + self._usual.reach:
+        if self._since is not None:
+            near = self._level + self._reach / 2
+            if sum(point.value <= near for point in self._recent) < RECENT - EXCEPTIONS:
+                return None
+            since, self._since = self._since, None
+            return self._change(since, list(self._recent), is_over=True)
+        if not self._is_outside(self._together()):
             return None
-        since = next(p.step for p in self._recent if self._is_outside(p.value))
-        self.active = Change(since, *self._levels(since))
-        return self.active
+        self._since = next(p.step for p in self._recent if self._is_outside(p.value))
+        return self._change(self._since, [p for p in self._recent if p.step >= self._since])
 
     @property
     def is_suspicious(self) -> bool:
@@ -113,62 +111,51 @@ class Shift:
         return bool(self._recent) and self._is_outside(self._recent[-1].value)
 
     def _is_outside(self, value: float) -> bool:
-        return self._usual is not None and value > self._usual.level + self._usual.reach
+        return value > self._level + self._reach
 
     def _together(self) -> float:
         """Return the value that all recent ones but EXCEPTIONS reach."""
         return sorted(point.value for point in self._recent)[EXCEPTIONS]
 
-    def _levels(self, since: int) -> tuple[float, float]:
-        assert self._usual is not None, "there is a change only from a usual level"
-        now = median(point.value for point in self._recent if point.step >= since)
-        return self._usual.level * self._direction, now * self._direction
+    def _change(self, since: int, points: list[_Point], is_over: bool = False) -> Change:
+        now = median(point.value for point in points)
+        return Change(since, self._level * self._direction, now * self._direction, is_over)
 
     def _learn(self, value: float, together: float) -> None:
         if self._is_outside(value):
             return
-        self._earlier.append(value)
-        self._earlier_together.append(together)
-        self._num_usual += 1
-        if len(self._earlier) < MIN_USUAL or (self._usual and self._num_usual % REFRESH):
+        self._earlier.append((value, together))
+        self._num_earlier += 1
+        if self._num_earlier < MIN_USUAL or self._num_earlier % REFRESH:
             return
-        level, together_level = median_low(self._earlier), median_low(self._earlier_together)
-        is_settled = len(self._earlier) >= SETTLED
-        reach = max(
+        values, togethers = zip(*self._earlier, strict=True)
+        self._level = median_low(values)
+        is_settled = len(values) >= SETTLED
+        self._reach = max(
             self._margin,
-            (3.0 if is_settled else 4.5) * deviation(self._earlier, level),
-            6.0 * deviation(self._earlier_together, together_level),
+            (3.0 if is_settled else 4.5) * deviation(values, self._level),
+            6.0 * deviation(togethers, median_low(togethers)),
         )
         if self._first_level is None and is_settled:
-            self._first_level = level  # so that a slow drift is a shift too
+            self._first_level = self._level  # so that a slow drift is a shift too
         if self._first_level is not None:
-            level = min(level, self._first_level)
-        self._usual = _Usual(level, reach)
-
-    def _end(self) -> Change | None:
-        assert self._usual is not None
-        assert self.active is not None
-        inside = sum(
-            point.value <= self._usual.level + self._usual.reach / 2 for point in self._recent
-        )
-        if inside < RECENT - EXCEPTIONS:
-            return None
-        since, self.active = self.active.since_step, None
-        return Change(since, *self._levels(self._recent[0].step), is_over=True)
+            self._level = min(self._level, self._first_level)
 
 
 class Creep:
-    """Detects that memory grows and grows, by `min_growth` GiB and `min_share` of it at least.
+    """Detects that memory, in GiB, grows and grows.
 
     It compares the minima of blocks of values, because peaks come and go. The growth must not level
     off, as that of an allocator's cache does.
     """
 
-    def __init__(self, *, min_growth: float, min_share: float) -> None:
-        self._min_growth, self._min_share = min_growth, min_share
+    def __init__(self) -> None:
         self._left_to_skip = WARM_UP
-        self._scales = tuple(_Scale(values) for values in BLOCK_VALUES)
-        self._active_scale: _Scale | None = None
+        self._blocks: dict[int, list[_Point]] = {size: [] for size in BLOCK_VALUES}
+        """The last values, by the number of values of a block."""
+        self._minima = {size: deque[_Point](maxlen=BLOCKS) for size in BLOCK_VALUES}
+        self._growing: int | None = None
+        """The size of the blocks in which a creep that is not over was found."""
 
     def see(self, step: int, value: float) -> Change | None:
         """Take the next value; return a creep that begins or is over with it."""
@@ -176,56 +163,33 @@ class Creep:
             self._left_to_skip -= 1
             return None
         found = None
-        for scale in self._scales:
-            if scale.add(step, value):
-                found = found or self._look(scale)
+        for size, block in self._blocks.items():
+            block.append(_Point(step, value))
+            if len(block) == size:
+                self._minima[size].append(min(block, key=lambda point: point.value))
+                block.clear()
+                found = found or self._look(size)
         return found
 
-    def _look(self, scale: _Scale) -> Change | None:
-        growth = scale.growth()
-        if growth is None:
+    def _look(self, size: int) -> Change | None:
+        minima = self._minima[size]
+        if len(minima) < BLOCKS:
             return None
-        first, last = scale.minima[0], scale.minima[-1]
-        if self._active_scale is None:
-            is_large = growth > max(self._min_growth, self._min_share * first.value)
-            if not is_large or not is_steady_growth([point.value for point in scale.minima]):
+        values, first, last = [point.value for point in minima], minima[0], minima[-1]
+        quarters = _quarters(values)
+        growth = quarters[-1] - quarters[0]
+        if self._growing is None:
+            is_large = growth > max(MIN_GROWTH_GIB, MIN_GROWTH_SHARE * first.value)
+            if not is_large or not is_steady_growth(values):
                 return None
-            self._active_scale = scale
+            self._growing = size
             return Change(first.step, first.value, last.value)
-        if scale is not self._active_scale or growth > self._min_growth / 2:
+        if size != self._growing or growth > MIN_GROWTH_GIB / 2:
             return None
-        self._active_scale = None
-        for each in self._scales:  # what has ended must not be found again on a longer scale
-            each.minima.clear()
+        self._growing = None
+        for each in self._minima.values():  # what has ended must not be found on a longer scale
+            each.clear()
         return Change(first.step, first.value, last.value, is_over=True)
-
-
-class _Scale:
-    """The minima of the last BLOCKS blocks of `num_values` values each."""
-
-    def __init__(self, num_values: int) -> None:
-        self._num_values = num_values
-        self._seen = 0
-        self._lowest: _Point | None = None
-        self.minima: deque[_Point] = deque(maxlen=BLOCKS)
-
-    def add(self, step: int, value: float) -> bool:
-        """Take a value; return whether it completed a block."""
-        if self._lowest is None or value < self._lowest.value:
-            self._lowest = _Point(step, value)
-        self._seen += 1
-        if self._seen < self._num_values:
-            return False
-        self.minima.append(self._lowest)
-        self._seen, self._lowest = 0, None
-        return True
-
-    def growth(self) -> float | None:
-        """Return the growth over all blocks, None before there are enough."""
-        if len(self.minima) < BLOCKS:
-            return None
-        quarters = _quarters([point.value for point in self.minima])
-        return quarters[-1] - quarters[0]
 
 
 def _quarters(values: Sequence[float]) -> list[float]:
@@ -258,30 +222,45 @@ class Spike:
         """Whether each of the last losses was far above the trend, but part of no spike."""
         self._calm = 0
         self._trend = self._spread = 0.0
-        self.active: Change | None = None
-        """The spike that has begun and is not over."""
+        self._since: int | None = None
+        """When the spike that is not over began."""
 
     def see(self, step: int, loss: float, grad_norm: float | None) -> Change | None:
         """Take the next loss; return a spike that begins or is over with it."""
-        if self.active is not None:
-            return self._end(loss)
-        newest = list(self._losses)[-MIN_SPIKE_WINDOW:]
-        if len(newest) == MIN_SPIKE_WINDOW and loss > max(newest):
-            self._measure()
-            height = max(SPIKE_DEVIATIONS * self._spread, MIN_SPIKE * abs(self._trend))
-            if loss > self._trend + height:
-                self._suspects.append(_Point(step, loss))
-                needed = 2 + min(sum(self._odd), 2)
-                if len(self._suspects) >= needed or self.is_steep(grad_norm):
-                    return self._begin()
+        if self._since is not None:
+            height = max(SPIKE_OVER * self._spread, MIN_SPIKE / 2 * abs(self._trend))
+            self._calm = self._calm + 1 if loss <= self._trend + height else 0
+            if self._calm < 2:
                 return None
-        self._odd.extend(True for _ in self._suspects)
-        self._odd.append(False)
+            since, self._since = self._since, None
+            return Change(since, self._trend, loss, is_over=True)
+        if self._is_far_above(loss):
+            self._suspects.append(_Point(step, loss))
+            needed = 2 + min(sum(self._odd), 2)
+            if len(self._suspects) < needed and not self.is_steep(grad_norm):
+                return None
+            self._since, self._calm = self._suspects[0].step, 0
+            highest = max(point.value for point in self._suspects)
+            self._suspects.clear()
+            return Change(self._since, self._trend, highest)
+        self._odd.extend([True] * len(self._suspects) + [False])
         self._suspects.clear()
         self._losses.append(loss)
         if grad_norm is not None:
             self._norms.append(grad_norm)
         return None
+
+    def _is_far_above(self, loss: float) -> bool:
+        """Return whether a loss is above its trend; a steep trend counts as noise."""
+        losses = list(self._losses)
+        newest = losses[-MIN_SPIKE_WINDOW:]
+        if len(newest) < MIN_SPIKE_WINDOW or loss <= max(newest):
+            return False
+        self._trend = median_low(losses[len(losses) // 2 :])
+        steps = [b - a for a, b in pairwise(losses)]
+        self._spread = max(deviation(losses, self._trend), deviation(steps, 0.0) / 2**0.5)
+        height = max(SPIKE_DEVIATIONS * self._spread, MIN_SPIKE * abs(self._trend))
+        return loss > self._trend + height
 
     def usual_norm(self) -> float | None:
         """Return the recent gradient norm, None while it is unknown."""
@@ -294,26 +273,3 @@ class Spike:
             return False
         reach = SPIKE_DEVIATIONS * deviation(self._norms, usual)
         return grad_norm > max(usual + reach, 2 * usual)
-
-    def _measure(self) -> None:
-        """Measure the trend and its noise; a steep trend counts as noise."""
-        losses = list(self._losses)
-        self._trend = median_low(losses[len(losses) // 2 :])
-        steps = [b - a for a, b in pairwise(losses)]
-        self._spread = max(deviation(losses, self._trend), deviation(steps, 0.0) / 2**0.5)
-
-    def _begin(self) -> Change:
-        first, self._calm = self._suspects[0], 0
-        highest = max(point.value for point in self._suspects)
-        self._suspects = []
-        self.active = Change(first.step, self._trend, highest)
-        return self.active
-
-    def _end(self, loss: float) -> Change | None:
-        assert self.active is not None
-        height = max(SPIKE_OVER * self._spread, MIN_SPIKE / 2 * abs(self._trend))
-        self._calm = self._calm + 1 if loss <= self._trend + height else 0
-        if self._calm < 2:
-            return None
-        since, self.active = self.active.since_step, None
-        return Change(since, self._trend, loss, is_over=True)

@@ -22,17 +22,17 @@ import torch
 from flatout.errors import RunFailed
 from flatout.json_io import Json, JsonObject
 from flatout.progress import SILENT, Progress
-from flatout.training.checkpoint.info import CheckpointInfo, read_info
+from flatout.training.checkpoint.catalog import read_info
 from flatout.training.metrics.alarms import Alarms
-from flatout.training.metrics.bad_steps import BadStep, BadSteps
+from flatout.training.metrics.bad_steps import BadSteps
 from flatout.training.metrics.clocks import (
     Interval,
     Span,
+    StepClock,
     TimeBreakdown,
     device_seconds,
-    step_clock,
 )
-from flatout.training.metrics.compile_events import CompilationWatch
+from flatout.training.metrics.compile_events import Compilations, CompilationWatch
 from flatout.training.metrics.device import GpuDriver, OtherProcesses, gpu_figures, memory_gib
 from flatout.training.metrics.loggers import guarded, reason_of
 from flatout.training.metrics.observers import Observer
@@ -104,7 +104,7 @@ class Log:
         self._others = OtherProcesses()
         self._pending: dict[int, PendingRecord] = {}
         self._recorded = TimeBreakdown()
-        self.clock = step_clock(run.mesh.device)
+        self.clock = StepClock(run.mesh.device)
         """Entered around `train_step`."""
         self._flops_per_token = functools.cache(run.core.flops_per_token)
         """Cached by row length."""
@@ -126,7 +126,9 @@ class Log:
         self.bad_steps = BadSteps()
         """The last steps in a row whose updates were skipped, as far as they are known."""
         self._alarms = _alarms(run) if run.mesh.is_main else None
-        self.records = Records(run.folder, run.step, _saved(run)) if run.mesh.is_main else None
+        path = Path(run.resumed_from) if run.resumed_from else None
+        saved = read_info(path) if path and is_own(path, run.folder) else None
+        self.records = Records(run.folder, run.step, saved) if run.mesh.is_main else None
         """Writes metrics.jsonl; None on other ranks."""
         self._events = Lines(run.folder / EVENTS)
         self._refused: set[Path] = set()
@@ -182,10 +184,15 @@ class Log:
 
     def compiled(self, seconds: float) -> None:
         """Log the warm-up's compilations, which took `seconds`; later ones are recompilations."""
+        self._compilations("compiled", round(seconds, 3))
+
+    def _compilations(self, kind: str, seconds: float | None = None) -> Compilations:
         found = self._compilation.poll()
-        self.compile_s = (self.compile_s or 0.0) + seconds
+        found = found if seconds is None else replace(found, compile_s=seconds)
+        self.compile_s = (self.compile_s or 0.0) + found.compile_s
         self.cached_s += found.cached_s
-        self.event("compiled", **asdict(found) | {"compile_s": round(seconds, 3)})
+        self.event(kind, **asdict(found))
+        return found
 
     def event(self, kind: str, /, **fields: Json) -> None:
         """Append a line to events.jsonl and tell the observers."""
@@ -298,13 +305,8 @@ class Log:
 
     def _log_recompilations(self) -> None:
         """Log recompilations at the step that caused them."""
-        if not self._compilation.changed():
-            return
-        found = self._compilation.poll()
-        self.compile_s = (self.compile_s or 0.0) + found.compile_s
-        self.cached_s += found.cached_s
-        self.recompiles += found.graphs
-        self.event("recompiled", **asdict(found))
+        if self._compilation.changed():
+            self.recompiles += self._compilations("recompiled").graphs
 
     def _position(self) -> dict[str, float]:
         wall_s = self.wall_s
@@ -355,7 +357,9 @@ class Log:
             bad_steps = self.bad_steps.ready(flush=flush)
             ready = self._run.readback.ready(flush=flush)
         for bad in bad_steps:
-            self._report(bad)
+            self.event("bad_step", **bad.event())
+            if bad.in_a_row == 1 and self._run.mesh.is_main:  # of several, the user is told one
+                self.progress.say(f"Step {bad.step}: {bad.reason}. Its update is skipped.")
         for step, figures in ready:
             if not figures[SKIPPED]:
                 del figures[SKIPPED]
@@ -366,12 +370,6 @@ class Log:
                 self.train_loss = figures["train/loss"]
             self._write(pending.figures | times.step_figures() | figures)
 
-    def _report(self, bad: BadStep) -> None:
-        """Log a step whose update was skipped; of several in a row, the user is told the first."""
-        self.event("bad_step", **bad.event())
-        if bad.in_a_row == 1 and self._run.mesh.is_main:
-            self.progress.say(f"Step {bad.step}: {bad.reason}. Its update is skipped.")
-
     def _write(self, record: Mapping[str, float]) -> None:
         if self.records:
             record, is_new = self.records.write(record)
@@ -380,12 +378,6 @@ class Log:
                 observer.on_record(record)
             for alarm in self._alarms.see(record) if self._alarms else ():
                 self.event(alarm.pop("event"), **alarm)
-
-
-def _saved(run: Run) -> CheckpointInfo | None:
-    """Return what the run's own checkpoint says about its records; None when it starts anew."""
-    path = Path(run.resumed_from) if run.resumed_from else None
-    return read_info(path) if path and is_own(path, run.folder) else None
 
 
 def _alarms(run: Run) -> Alarms:

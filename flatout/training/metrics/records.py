@@ -14,7 +14,7 @@ from pathlib import Path
 from flatout.files import open_own, write_text
 from flatout.json_io import JsonObject, finite_numbers, object_or_none
 from flatout.progress import counted
-from flatout.training.checkpoint.info import CheckpointInfo, read_info
+from flatout.training.checkpoint.catalog import CheckpointInfo, read_info
 from flatout.training.run_dir.layout import EVENTS, METRICS
 
 REPEATED = ("early_stop", "evaluation", "sample", "end")

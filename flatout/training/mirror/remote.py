@@ -12,7 +12,6 @@ URL/NAME/              NAME is the name of the run directory
 
 from __future__ import annotations
 
-import hashlib
 import re
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -24,7 +23,7 @@ from flatout.conversation.templates import CHAT_TEMPLATE
 from flatout.data.store.manifest import TOKENIZER
 from flatout.errors import CheckpointError, ConfigError
 from flatout.json_io import read_model, write_json
-from flatout.remote.folder import CLAIM, Claim, RemoteFolder
+from flatout.remote.folder import RemoteFolder
 from flatout.remote.reading import read_if_there
 from flatout.remote.urls import is_local
 from flatout.training.checkpoint import catalog
@@ -34,7 +33,6 @@ from flatout.training.run_dir.layout import (
     CONFIG,
     EVENTS,
     LEFT_OUT,
-    LOGGER_STATES,
     METRICS,
     MIRROR,
     ORIGIN,
@@ -100,11 +98,7 @@ class Mirrored(NamedTuple):
     folder: str
     """The name of its directory."""
     manifest: bytes
-
-    @property
-    def digest(self) -> str:
-        """The digest of its manifest, which identifies it."""
-        return digest_of(self.manifest)
+    """Its manifest, which identifies it."""
 
 
 def mirror_url(mirror: str | None, run_folder: Path) -> str | None:
@@ -161,12 +155,14 @@ class MirrorStore:
         self.url = url
         self.top = RemoteFolder(url)
         """The files of the run directory."""
-        self.loggers = RemoteFolder(f"{url}/{LOGGER_STATES}")
-        """The ids at remote loggers."""
 
     def folder(self, name: str) -> RemoteFolder:
-        """Return the directory of a checkpoint, whether it exists or not."""
+        """Return a directory there, such as that of a checkpoint, whether it exists or not."""
         return RemoteFolder(f"{self.url}/{name}")
+
+    def read(self, name: str) -> bytes | None:
+        """Return the content of a small file, or None when there is none."""
+        return read_if_there(f"{self.url}/{name}")
 
     def folders(self) -> dict[str, int]:
         """Return the step of each directory of a checkpoint, complete or not, by its name.
@@ -179,31 +175,11 @@ class MirrorStore:
 
     def complete(self) -> dict[int, Mirrored]:
         """Return the complete checkpoints by step, in ascending order, as they were sent last."""
-        found = {}
-        for name, step in self.folders().items():
-            if manifest := self._read(f"{name}/{catalog.MANIFEST}"):
-                found[step] = Mirrored(name, manifest)
-        return found
-
-    def folder_for(
-        self, step: int, claim: Claim, earlier: Mirrored | None
-    ) -> tuple[str, Claim | None]:
-        """Return the directory to which a checkpoint is sent, and the claim that is there already.
-
-        Other interrupted uploads of the step are deleted. `earlier` is the complete checkpoint of
-        the same step but other content, which stays until this one is complete.
-        """
-        kept = earlier and earlier.folder
-        number = 0
-        for name in [name for name, its in self.folders().items() if its == step]:
-            if name == kept:
-                match = _FOLDER.fullmatch(name)
-                number = int((match and match[2]) or 0) + 1
-            elif self._read(f"{name}/{CLAIM}") == claim.text().encode():
-                return name, claim
-            else:
-                self.delete(name)
-        return f"step-{step}.{number}" if number else f"step-{step}", None
+        return {
+            step: Mirrored(name, manifest)
+            for name, step in self.folders().items()
+            if (manifest := self.read(f"{name}/{catalog.MANIFEST}"))
+        }
 
     def delete(self, name: str) -> None:
         """Delete a checkpoint, its manifest first, so that no half of it counts."""
@@ -216,11 +192,9 @@ class MirrorStore:
 
         Raises: CheckpointError when its file is damaged.
         """
-        content = self._read(MIRROR)
-        if content is None:
-            return None
+        content = self.read(MIRROR)
         try:
-            return Sender.model_validate_json(content)
+            return None if content is None else Sender.model_validate_json(content)
         except ValidationError as error:
             raise CheckpointError(
                 f"{self.url}/{MIRROR} was not written by this version of flatout.",
@@ -231,22 +205,8 @@ class MirrorStore:
         """Store the run directory that sends here from now on."""
         self.top.put_text(MIRROR, sender.model_dump_json() + "\n")
 
-    def _read(self, name: str) -> bytes | None:
-        return read_if_there(f"{self.url}/{name}")
 
-
-def digest_of(manifest: bytes) -> str:
-    """Return the digest of a manifest, which identifies a checkpoint."""
-    return hashlib.sha256(manifest).hexdigest()
-
-
-def local_digests(run_folder: Path) -> dict[int, str]:
-    """Return the digests of the manifests of a run directory's checkpoints by step."""
-    found = {}
-    for step in catalog.steps(run_folder):
-        try:
-            manifest = (catalog.checkpoint_path(run_folder, step) / catalog.MANIFEST).read_bytes()
-        except FileNotFoundError:  # deleted meanwhile
-            continue
-        found[step] = digest_of(manifest)
-    return found
+def next_folder(step: int, folder: str | None = None) -> str:
+    """Return the name of a step's directory that comes after `folder`, the last one so far."""
+    match = _FOLDER.fullmatch(folder) if folder else None
+    return f"step-{step}.{int(match[2] or 0) + 1}" if match else f"step-{step}"

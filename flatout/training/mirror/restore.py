@@ -12,7 +12,6 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import IO
@@ -23,7 +22,6 @@ from flatout.data.store.manifest import TOKENIZER
 from flatout.data.store.mix import AnyDataset
 from flatout.errors import CheckpointError, FlatoutError
 from flatout.files import copy_whole, write_text
-from flatout.json_io import finite_numbers
 from flatout.progress import SILENT, Progress
 from flatout.remote.folder import Altered, RemoteFolder, Wanted, pull, receive
 from flatout.remote.reading import open_remote
@@ -125,10 +123,13 @@ def restore_lost(
     if best is not None and best in there and best != newest:
         _restore_checkpoint(store, best, there[best], folder, progress)
     layout.append_event(folder, "restore", step=newest, url=url)
-    saved = f"step {newest}{_saved_at(folder, newest)}{_sent_by(sender)}"
-    progress.say(f"Restored {folder} from {url}: {saved}.")
+    checkpoint = catalog.checkpoint_path(folder, newest)
+    info, saved = catalog.read_info(checkpoint), ""
+    if info is not None:
+        saved = time.strftime(", saved %Y-%m-%d %H:%M:%S UTC", time.gmtime(info.saved_at))
+    progress.say(f"Restored {folder} from {url}: step {newest}{saved}{_sent_by(sender)}.")
     if (folder / layout.SUMMARY).exists():  # else the resume that follows says it
-        damage = damage_of(folder, catalog.checkpoint_path(folder, newest))
+        damage = damage_of(folder, checkpoint)
         if damage is not None:
             progress.say(damage)
     return True
@@ -229,16 +230,14 @@ def _restore_config(copy: Path, folder: Path, requested: RunConfig, trust_code: 
 
 def _restore_files(store: MirrorStore, folder: Path) -> None:
     """Fetch the files of the run directory that are missing here."""
-    there = store.top.files()
-    for name in RUN_FILES:
-        if name in there and not (folder / name).exists():
-            _fetch(f"{store.url}/{name}", folder / name)
+    there = {*store.top.files()}
     if layout.LOGGER_STATES in there:
-        for name in filter(LOGGER_FILE.fullmatch, store.loggers.files()):
-            path = folder / layout.LOGGER_STATES / name
-            path.parent.mkdir(exist_ok=True)
-            if not path.exists():
-                _fetch(f"{store.loggers.url}/{name}", path)
+        ids = filter(LOGGER_FILE.fullmatch, store.folder(layout.LOGGER_STATES).files())
+        there |= {f"{layout.LOGGER_STATES}/{name}" for name in ids}
+    for name in (*RUN_FILES, *(name for name in there if "/" in name)):
+        if name in there and not (folder / name).exists():
+            (folder / name).parent.mkdir(exist_ok=True)
+            _fetch(f"{store.url}/{name}", folder / name)
     claim(folder, checkpoints_folder(folder))
 
 
@@ -311,13 +310,3 @@ def _pull(
 def _fetch(url: str, target: Path) -> None:
     with open_remote(url) as source:
         receive(source, target, url, fix=START_WITHOUT)
-
-
-def _saved_at(folder: Path, step: int) -> str:
-    """Return when a step was saved, as part of a sentence; empty when that is unknown."""
-    saves = [event for event in layout.read_events(folder) if event["event"] == "save"]
-    saves = [finite_numbers(event) for event in saves]
-    times = [event["time"] for event in saves if event.get("step") == step and "time" in event]
-    with suppress(IndexError, ValueError, OverflowError, OSError):  # no time, or none of this era
-        return time.strftime(", saved %Y-%m-%d %H:%M:%S UTC", time.gmtime(times[-1]))
-    return ""

@@ -8,6 +8,7 @@ ranks write to one file system.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import secrets
@@ -15,8 +16,8 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -24,7 +25,7 @@ from threading import Event, Thread
 
 from flatout.config.sections import CheckpointConfig
 from flatout.errors import CheckpointError, FlatoutError, in_shell, on_one_line, without_secrets
-from flatout.files import entry_of, sha256
+from flatout.files import FileEntry, entry_of
 from flatout.json_io import JsonObject
 from flatout.progress import SILENT, Progress
 from flatout.remote.connection import Unreachable
@@ -41,9 +42,8 @@ from flatout.training.mirror.remote import (
     MirrorStore,
     Record,
     Sender,
-    digest_of,
-    local_digests,
     mirror_url,
+    next_folder,
     read_record,
     write_record,
 )
@@ -81,13 +81,13 @@ class Uploader(Quiet):
         self._run_folder = run_folder
         self._store = MirrorStore(url)
         self._compress = compress
-        self._record: Record
-        self._is_claimed = False
+        self._record = Record(id="", url=url)
+        """Its id is empty until the mirror is claimed."""
         self._there: dict[int, Mirrored] = {}
         """The complete checkpoints in the mirror by step."""
         self._is_there_known = False
-        self._sent_files: dict[str, str] = {}
-        """Digests of the files of the run directory that this process has sent."""
+        self._sent_files: dict[str, FileEntry] = {}
+        """The files of the run directory that this process has sent, by name."""
         self._saved: SimpleQueue[int] = SimpleQueue()
         self._waiting: set[int] = set()
         """Steps that this process has saved, and not sent."""
@@ -129,7 +129,7 @@ class Uploader(Quiet):
         if sender is None or sender.id != record.id:
             own = str(self._run_folder.absolute())
             self._store.write_sender(Sender(id=record.id, run=own, host=socket.gethostname()))
-        self._record, self._is_claimed = record, True
+        self._record = record
 
     def start(self, report: Report) -> None:
         """Start the thread; `report` is called in this one."""
@@ -173,8 +173,7 @@ class Uploader(Quiet):
                     break
             self._given_up.set()
         self.on_tick(0, 0)
-        sent = self._record.sent if self._is_claimed else []
-        unsent = [step for step in local_digests(self._run_folder) if step not in sent]
+        unsent = [step for step in self._local() if step not in self._record.sent]
         if unsent and not self._is_over:
             reason = self._reason or "there was too little time"
             self._report("upload_pending", steps=unsent, url=self.url, reason=reason)
@@ -215,16 +214,15 @@ class Uploader(Quiet):
         self._reason = reason
 
     def _send_all(self, *, with_run_files: bool) -> None:
-        if not self._is_claimed:
+        if not self._record.id:
             self.claim()
         if not self._is_there_known:
             self._there, self._is_there_known = self._store.complete(), True
             for last in self._there.keys() & set(self._record.sending):  # after a kill
                 self._store.folder(self._there[last].folder).remove(CLAIM)
             self._remove_leftovers()
-            local = local_digests(self._run_folder)
-            newest = max(local, default=0)
-            if newest in local and newest not in _lacking(local, self._there):
+            newest = max(self._local(), default=None)
+            if newest is not None and newest not in self._lacking():
                 self._prune(newest)  # a kill may have come between upload and this
         while (step := self._next_step()) is not None:
             with _pinned(catalog.checkpoint_path(self._run_folder, step)) as (source, work):
@@ -238,8 +236,7 @@ class Uploader(Quiet):
     def _remove_leftovers(self) -> None:
         """Delete interrupted uploads that nothing continues, and what another has replaced."""
         self._require_own()
-        kept = {stored.folder for stored in self._there.values()}
-        unsent = _lacking(local_digests(self._run_folder), self._there)
+        kept, unsent = {stored.folder for stored in self._there.values()}, self._lacking()
         for name, step in self._store.folders().items():
             if step not in unsent and name not in kept:
                 self._store.delete(name)
@@ -249,10 +246,10 @@ class Uploader(Quiet):
         self._require_time()
         while not self._saved.empty():
             self._waiting.add(self._saved.get())
-        local = local_digests(self._run_folder)
+        local = self._local()
         for step in sorted(self._waiting - local.keys()):
             self._news.put(("upload_dropped", {"step": step, "url": self.url}))
-        lacking = _lacking(local, self._there)
+        lacking = self._lacking()
         self._waiting &= lacking
         self._remember(local.keys() - lacking, lacking=lacking)
         return max(lacking, default=None)
@@ -263,8 +260,15 @@ class Uploader(Quiet):
         self._require_own()  # before anything there is replaced
         manifest = (source / catalog.MANIFEST).read_bytes()
         names = sorted(path.name for path in source.iterdir() if path.name != catalog.MANIFEST)
-        claim = Claim(manifest=digest_of(manifest))
-        folder, found = self._store.folder_for(step, claim, self._there.get(step))
+        claim, found = Claim(manifest=hashlib.sha256(manifest).hexdigest()), None
+        # A complete one with other content stays until this one is complete.
+        earlier = self._there[step].folder if step in self._there else None
+        folder = next_folder(step, earlier)
+        for name in [name for name, its in self._store.folders().items() if its == step]:
+            if self._store.read(f"{name}/{CLAIM}") == claim.text().encode():
+                folder, found = name, claim
+            elif name != earlier:  # another interrupted upload
+                self._store.delete(name)
         remote = self._store.folder(folder)
         sizes: list[int] = []
         with push(remote, manifest, claim, found) as sent:
@@ -296,7 +300,14 @@ class Uploader(Quiet):
             self._require_time()
             advance(num_bytes)
 
-        packed = _compressed(path, work) if self._compress else path
+        packed = path
+        if self._compress:
+            import zstandard
+
+            packed = work / f"{path.name}{COMPRESSED}"
+            with path.open("rb") as source, packed.open("wb") as target:
+                size = path.stat().st_size
+                zstandard.ZstdCompressor().copy_stream(source, target, size=size)
         entry = entry_of(packed)
         remote.send(packed, entry, sent.get(packed.name), moved)
         sizes.append(entry.size_bytes)
@@ -312,20 +323,16 @@ class Uploader(Quiet):
         self._require_own()
         loggers = self._run_folder / LOGGER_STATES
         states = sorted(loggers.iterdir()) if loggers.is_dir() else []
-        files = [(self._store.top, self._run_folder / name) for name in names]
-        files += [
-            (self._store.loggers, path) for path in states if LOGGER_FILE.fullmatch(path.name)
-        ]
+        ids = [path.name for path in states if LOGGER_FILE.fullmatch(path.name)]
         with tempfile.TemporaryDirectory(prefix="flatout-") as work:
-            for remote, path in files:
-                if not path.is_file():
-                    continue
-                copy = Path(shutil.copyfile(path, Path(work) / path.name))
-                digest = sha256(copy)
-                if self._sent_files.get(str(path)) != digest:
-                    remote.send(copy, entry_of(copy))
-                    self._sent_files[str(path)] = digest
-                    self._moved_s = time.monotonic()
+            for name in (*names, *(f"{LOGGER_STATES}/{own}" for own in ids)):
+                if (self._run_folder / name).is_file():
+                    copy = Path(shutil.copyfile(self._run_folder / name, Path(work) / "copy"))
+                    entry = entry_of(copy).model_copy(update={"name": name})
+                    if self._sent_files.get(name) != entry:
+                        self._store.top.send(copy, entry)
+                        self._sent_files[name] = entry
+                        self._moved_s = time.monotonic()
 
     def _require_time(self) -> None:
         """Check that the run still waits: after its end, nothing may be sent or written."""
@@ -350,13 +357,27 @@ class Uploader(Quiet):
 
     def _prune(self, newest: int) -> None:
         """Delete the checkpoints in the mirror that were sent from here and deleted here."""
-        local = local_digests(self._run_folder)
+        local = self._local()
         if not local:
             return
         self._require_own()
         for step in sorted(self._there.keys() & set(self._record.sent) - local.keys() - {newest}):
             self._store.delete(self._there.pop(step).folder)
         self._remember([])
+
+    def _local(self) -> dict[int, bytes]:
+        """Return the manifests of the run directory's checkpoints by step."""
+        found = {}
+        for step in catalog.steps(self._run_folder):
+            with suppress(FileNotFoundError):  # deleted meanwhile
+                path = catalog.checkpoint_path(self._run_folder, step) / catalog.MANIFEST
+                found[step] = path.read_bytes()
+        return found
+
+    def _lacking(self) -> set[int]:
+        """Return the steps here that the mirror lacks, or has with other content."""
+        there = {step: stored.manifest for step, stored in self._there.items()}
+        return {step for step, manifest in self._local().items() if there.get(step) != manifest}
 
     def _remember(self, steps: Iterable[int], *, lacking: Iterable[int] = ()) -> None:
         """Store that the mirror has `steps`, and not `lacking`."""
@@ -369,11 +390,6 @@ class Uploader(Quiet):
         """Store the record with other values of some fields."""
         self._record = self._record.model_copy(update=fields)
         write_record(self._run_folder, self._record)
-
-
-def _lacking(local: Mapping[int, str], there: Mapping[int, Mirrored]) -> set[int]:
-    """Return the steps of checkpoints here that the mirror lacks, or has with other content."""
-    return {step for step in local if step not in there or there[step].digest != local[step]}
 
 
 @contextmanager
@@ -398,16 +414,6 @@ def _pinned(checkpoint: Path) -> Iterator[tuple[Path | None, Path]]:
         yield source, work
     finally:
         shutil.rmtree(work, ignore_errors=True)
-
-
-def _compressed(path: Path, work: Path) -> Path:
-    """Return a compressed copy of a file, in the directory `work`."""
-    import zstandard
-
-    copy = work / f"{path.name}{COMPRESSED}"
-    with path.open("rb") as source, copy.open("wb") as target:
-        zstandard.ZstdCompressor().copy_stream(source, target, size=path.stat().st_size)
-    return copy
 
 
 def claimed(

@@ -1,8 +1,8 @@
-"""Detects edits of config.yaml: its last line is a digest, and a copy shows what was changed.
+"""Detects edits of config.yaml: its first line is a digest, and a copy shows what was changed.
 
-The digest is in the file itself, so that a kill cannot separate the two. The copy has the same
-text, digest included. asked.yaml has no copy; its digest is its first line, so that a file that was
-cut short has it too. No torch.
+The digest is in the file itself, so that a kill cannot separate the two, and at its beginning, so
+that a file that was cut short has it too. The copy has the same text, digest included; asked.yaml
+has a digest and no copy. No torch.
 """
 
 from __future__ import annotations
@@ -31,33 +31,23 @@ OF_THE_MODEL = (
 """Prefixes of the keys that decide what a trained model computes."""
 _LOST_COPY = f"and {COPY}, which shows the original settings, is missing or damaged."
 _SEAL = re.compile(
-    r"\A(?P<text>.*\n)# sha256 of the lines above: (?P<digest>[0-9a-f]{64})\n\Z", re.DOTALL
-)
-_SEAL_AT_TOP = re.compile(
     r"\A# sha256 of the lines below: (?P<digest>[0-9a-f]{64})\n(?P<text>.*)\Z", re.DOTALL
 )
 
 
-def write_sealed(path: Path, text: str) -> None:
-    """Write `text`, which must end in a newline, with its digest: first the copy, then the file."""
-    sealed = f"{text}# sha256 of the lines above: {_digest(text)}\n"
-    write_text(path.with_name(COPY), sealed)
-    write_text(path, sealed)
-
-
-def write_sealed_at_top(path: Path, text: str) -> None:
-    """Write `text` with its digest in the line before it."""
-    write_text(path, f"# sha256 of the lines below: {_digest(text)}\n{text}")
+def write_sealed(text: str, *paths: Path) -> None:
+    """Write `text` to files, with its digest in the line before it; a copy comes first."""
+    for path in paths:
+        write_text(path, f"# sha256 of the lines below: {_digest(text)}\n{text}")
 
 
 def require_whole(path: Path) -> None:
-    """Check that a file has the text that `write_sealed_at_top` wrote.
+    """Check that a file has the text that `write_sealed` wrote, or no digest.
 
-    A file without a digest was written by an earlier version and is accepted.
     Raises: ConfigError.
     """
     sealed = _read(path)
-    if sealed.startswith("#") and not _is_whole(sealed, _SEAL_AT_TOP):
+    if sealed.startswith("#") and not _is_whole(sealed):
         raise ConfigError(
             f"{path} was changed after the run had started, or is damaged: it does not match the "
             "SHA-256 in its first line.",
@@ -69,8 +59,8 @@ def require_whole(path: Path) -> None:
 def require_unedited(path: Path, config: RunConfig, *, free: Iterable[str]) -> None:
     """Check that `config`, read from `path`, has the settings that `write_sealed` wrote.
 
-    Keys that start with an entry of `free` may differ. A file with neither digest nor copy was
-    written by an earlier version and is accepted.
+    Keys that start with an entry of `free` may differ. A file with neither digest nor copy is
+    accepted: its user wants it as it is.
     Raises: ConfigError naming the changed settings, and how to train with them on purpose.
     """
     edits = _edits(path, config)
@@ -84,9 +74,7 @@ def require_unedited(path: Path, config: RunConfig, *, free: Iterable[str]) -> N
     changed = {key: line for key, line in edits.items() if not key.startswith(tuple(free))}
     if changed:
         settings = " ".join(
-            in_shell(f"{key}={_word(_value(config, key))}")
-            for key in changed
-            if _value(config, key) is not None
+            override(key, _value(config, key)) for key in changed if _value(config, key) is not None
         )
         raise ConfigError(
             f"{refused}: {'; '.join(changed.values())}.",
@@ -100,13 +88,13 @@ def require_as_trained(path: Path, config: RunConfig) -> None:
     """Check that `config`, read from `path`, describes the model that was trained.
 
     With other settings its weights produce other text and losses. Settings that only matter in
-    training may differ, and a file of an earlier version is accepted as in `require_unedited`.
+    training may differ; a file with neither digest nor copy is accepted.
     Raises: ConfigError naming the changed settings, and how to use the model with them on purpose.
     """
     edits = _edits(path, config)
     on_purpose = (
         f"To use the model with the file as it is, delete {COPY} beside it "
-        f"and the last line of {path.name}, which is a digest."
+        f"and the first line of {path.name}, which is a digest."
     )
     if edits is None:
         raise ConfigError(
@@ -155,8 +143,8 @@ def _value(config: RunConfig, key: str) -> object:
     )
 
 
-def _is_whole(sealed: str, seal: re.Pattern[str] = _SEAL) -> bool:
-    found = seal.match(sealed)
+def _is_whole(sealed: str) -> bool:
+    found = _SEAL.match(sealed)
     return found is not None and _digest(found["text"]) == found["digest"]
 
 
@@ -174,6 +162,6 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _word(value: object) -> str:
-    """Return a value as it is written on the command line."""
-    return value if isinstance(value, str) else json.dumps(value)
+def override(key: str, value: object) -> str:
+    """Return the override that sets a key, as it is written on the command line."""
+    return in_shell(f"{key}={value if isinstance(value, str) else json.dumps(value)}")

@@ -21,6 +21,7 @@ from flatout.json_io import JsonObject, parsing
 from flatout.progress import SILENT, Progress
 from flatout.remote.urls import is_url
 from flatout.training.checkpoint import catalog
+from flatout.training.checkpoint.location import moved_with
 
 COMPARED = (
     "The quick brown fox jumps over the lazy dog.",
@@ -79,11 +80,15 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
 def relocated(data: DataConfig, run_folder: Path, checkpoint: Path) -> DataConfig | None:
     """Return the data config with the new paths of data that was moved together with its run.
 
-    This finds the data after a project's directory was renamed. Each directory above the run
-    directory is tried with each tail of the old path. None when the data that the checkpoint was
-    trained on is not found.
+    This finds the data after a project's directory was renamed. None when the data that the
+    checkpoint was trained on is not found.
     """
-    found = {path: path if _exists(path) else _moved_with(path, run_folder) for path in paths(data)}
+    found = {
+        path: path
+        if _exists(path)
+        else next((str(one) for one in moved_with(path, run_folder) if _exists(str(one))), None)
+        for path in paths(data)
+    }
     if None in found.values():
         return None
     moved = data.model_copy(
@@ -91,21 +96,14 @@ def relocated(data: DataConfig, run_folder: Path, checkpoint: Path) -> DataConfi
         if data.mix
         else {"path": found[data.path or ""]}
     )
-    trained_on = catalog.recorded_environment(checkpoint).get("data")
-    return moved if data_digest(open_data(moved)) == trained_on else None
+    trained_on = catalog.recorded_environment(checkpoint).get("datasets")
+    found_digests = [one["digest"] for one in data_facts(open_data(moved))]
+    return moved if [one["digest"] for one in trained_on or []] == found_digests else None
 
 
 def exists(data: DataConfig) -> bool:
     """Return whether every dataset on this machine exists at its configured path."""
     return all(map(_exists, paths(data)))
-
-
-def data_digest(dataset: AnyDataset) -> str:
-    """Return a short digest of the tokens of datasets, which does not depend on their paths."""
-    return digest(
-        part.dataset.manifest.model_dump_json(include={"vocab_size", "dtype", "splits"})
-        for part in members_of(dataset)
-    )
 
 
 def data_facts(dataset: AnyDataset) -> list[JsonObject]:
@@ -140,12 +138,6 @@ def paths(data: DataConfig) -> list[str]:
 
 def _exists(path: str) -> bool:
     return is_url(path) or (Path(path) / MANIFEST).exists()
-
-
-def _moved_with(path: str, run_folder: Path) -> str | None:
-    tails = [Path(path).parts[start:] for start in range(1, len(Path(path).parts))]
-    tried = (above.joinpath(*tail) for above in run_folder.resolve().parents for tail in tails)
-    return next((str(found) for found in tried if (found / MANIFEST).is_file()), None)
 
 
 def keep_text_format(dataset: AnyDataset, run_folder: Path, *, progress: Progress = SILENT) -> None:
@@ -218,16 +210,10 @@ def require_same_data(run_folder: Path, dataset: AnyDataset, checkpoint: Path) -
     Paths may differ, and validation tokens may: `load` reports those.
     Raises: CheckpointError naming the datasets that have changed, and how.
     """
-    environment = catalog.recorded_environment(checkpoint)
-    before, now = environment.get("data"), data_digest(dataset)
-    if before in (None, now):
-        return
-    if (known := environment.get("datasets")) is None:
-        changed = [f"their digest was {before} and is {now}"]
-    else:
-        with parsing(checkpoint / catalog.STATE):
-            pairs = zip(known, data_facts(dataset), strict=True)
-            changed = [_change(old, new) for old, new in pairs if old["digest"] != new["digest"]]
+    with parsing(checkpoint / catalog.STATE):
+        known = catalog.recorded_environment(checkpoint)["datasets"]
+        pairs = zip(known, data_facts(dataset), strict=True)
+        changed = [_change(old, new) for old, new in pairs if old["digest"] != new["digest"]]
     if changed:
         raise CheckpointError(
             f"The training tokens of {run_folder} have changed since {checkpoint.name} was "

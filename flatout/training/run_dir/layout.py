@@ -61,7 +61,6 @@ from flatout.training.run_dir.config_seal import (
     require_as_trained,
     require_whole,
     write_sealed,
-    write_sealed_at_top,
 )
 
 CONFIG, REQUESTED, EVENTS, SUMMARY, EXIT_CODE, LOCK, ORIGIN = (
@@ -116,14 +115,14 @@ def write_config(folder: Path, config: RunConfig, *, requested: RunConfig | None
     claim(folder, folder_in(config.checkpoint.dir, folder))
     if requested is not None:
         write_requested(folder, requested)
-    write_sealed(folder / CONFIG, _yaml(config))
+    write_sealed(_yaml(config), folder / COPY, folder / CONFIG)
     if requested is not None:
         trust.remember(folder, requested.references())
 
 
 def write_requested(folder: Path, requested: RunConfig) -> None:
     """Store the configuration as requested, with its digest."""
-    write_sealed_at_top(folder / REQUESTED, _yaml(requested))
+    write_sealed(_yaml(requested), folder / REQUESTED)
 
 
 def trusted_config(folder: Path, *, trust_code: bool = False) -> RunConfig | None:

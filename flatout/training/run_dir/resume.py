@@ -17,14 +17,13 @@ from flatout.assembly.selection import recipe_of
 from flatout.config.schema import RunConfig, difference, flat
 from flatout.data.store.mix import AnyDataset
 from flatout.errors import CheckpointError, ConfigError, in_shell
-from flatout.files import sha256
 from flatout.json_io import read_model, write_json
 from flatout.optimizers.schedule import factor, warmup_steps
 from flatout.progress import SILENT, Progress, counted
 from flatout.recognised import recognise
 from flatout.training.checkpoint import catalog
 from flatout.training.checkpoint.location import OWNER, checkpoints_folder, require_own_folder
-from flatout.training.run_dir.config_seal import require_unedited
+from flatout.training.run_dir.config_seal import COPY, require_unedited
 from flatout.training.run_dir.data_location import data_values, moved_data
 from flatout.training.run_dir.layout import (
     CONFIG,
@@ -125,6 +124,15 @@ def config_to_resume(
             edited config.yaml, and for keys that contradict it, such as another mix.
     """
     stored = read_config(folder)
+    if stored is None and catalog.has_saved(folder):
+        copy = folder / COPY
+        raise ConfigError(
+            f"{folder} has checkpoints and no {CONFIG}, which has the settings of its run.",
+            fix=f"Restore it: `cp {in_shell(copy)} {in_shell(folder / CONFIG)}`."
+            if copy.is_file()
+            else "Restore it from a copy, or start another run from this one: "
+            f"--resume {in_shell(folder)} --run-dir DIR.",
+        )
     if stored is None:
         return None
     first = read_requested(folder)
@@ -211,10 +219,6 @@ class Origin(BaseModel):
     """The argument of --resume, as an absolute path."""
     checkpoint: str
     """The checkpoint that it resolved to."""
-    before: dict[str, str | None] = {}
-    """The steps that had checkpoints in the run directory at that time, with the digests of their
-    manifests.
-    """
 
 
 def read_origin(folder: Path) -> Origin | None:
@@ -232,9 +236,9 @@ def resume_from(folder: Path, resume: str = "auto", *, progress: Progress = SILE
 
     `auto` resumes from the newest complete checkpoint of this run, or starts when it has none;
     `never` starts, and refuses a directory that is not empty; anything else is a checkpoint or a
-    run directory to resume from. A checkpoint of another run is stored as this run's origin: the
-    same call, or `auto`, then resumes from the newest checkpoint saved since, or else from the
-    origin. The leftovers of killed saves are deleted.
+    run directory to resume from. A checkpoint of another run is stored as this run's origin, and
+    checkpoints that are here are set aside: the same call, or `auto`, then resumes from the newest
+    checkpoint saved since, or else from the origin. The leftovers of killed saves are deleted.
     Raises: CheckpointError.
     """
     if resume == "never":
@@ -247,9 +251,8 @@ def resume_from(folder: Path, resume: str = "auto", *, progress: Progress = SILE
     path = str(Path(resume).resolve())
     of_this_run = resume == "auto" or path == str(folder.resolve())
     if of_this_run or (origin and path in (origin.asked, origin.checkpoint)):
-        earlier = _steps_before(folder, origin)
         with _importing("torch._dynamo"):
-            newest = catalog.latest(folder, exclude=earlier, progress=progress)
+            newest = catalog.latest(folder, progress=progress)
         if newest is not None and not of_this_run and origin:
             progress.say(
                 f"Resuming from {newest.name} of {folder}, which continues {origin.checkpoint}."
@@ -261,8 +264,9 @@ def resume_from(folder: Path, resume: str = "auto", *, progress: Progress = SILE
     checkpoint = _checkpoint_at(Path(resume), progress)
     if not is_own(checkpoint, folder):
         folder.mkdir(parents=True, exist_ok=True)
-        before = {str(step): _manifest_digest(folder, step) for step in catalog.steps(folder)}
-        origin = Origin(asked=path, checkpoint=str(checkpoint.resolve()), before=before)
+        for earlier in catalog.set_aside(folder, after=-1):
+            progress.say(f"Set {earlier.name} aside: it is not of the run that starts here.")
+        origin = Origin(asked=path, checkpoint=str(checkpoint.resolve()))
         write_json(folder / ORIGIN, origin.model_dump())
     return checkpoint
 
@@ -343,22 +347,6 @@ def _origin_checkpoint(folder: Path, origin: Origin, progress: Progress) -> Path
     )
     catalog.require_complete(path, progress=progress)
     return path
-
-
-def _steps_before(folder: Path, origin: Origin | None) -> list[int]:
-    """Return the steps whose checkpoints predate the origin: they belong to abandoned branches."""
-    before = origin.before if origin else {}
-    return [
-        step
-        for step in catalog.steps(folder)
-        if str(step) in before and before[str(step)] == _manifest_digest(folder, step)
-    ]
-
-
-def _manifest_digest(folder: Path, step: int) -> str | None:
-    """Return the digest of a manifest, which distinguishes checkpoints of the same step."""
-    manifest = catalog.checkpoint_path(folder, step) / catalog.MANIFEST
-    return sha256(manifest) if manifest.exists() else None
 
 
 @dataclass(frozen=True)
@@ -471,8 +459,7 @@ def _with_equal_rates(
         return checkpoint
     if Path(resume).resolve() != checkpoint.resolve():
         later = [step for step in catalog.steps(folder) if step > equal]
-        skipped = [*later, *_steps_before(folder, origin)]
-        found = catalog.latest(folder, exclude=skipped, progress=progress)
+        found = catalog.latest(folder, exclude=later, progress=progress)
         if found is not None and catalog.step_of(found) <= equal:
             return found
     raise _bound_to_its_length(folder, stored, longer, equal, done)

@@ -10,9 +10,7 @@ from plans import batch_plan
 
 from flatout.data.load.batches import SequenceSteps, ShardReader
 from flatout.data.load.feed import DirectFeed, PrefetchFeed
-from flatout.data.store.manifest import BLOCK_BYTES
 from flatout.data.store.order import shuffled
-from flatout.data.store.shards import Dataset
 from flatout.errors import DataError
 
 RNG = np.random.default_rng(0)
@@ -112,16 +110,6 @@ def test_any_number_of_ranks_reads_the_same_sequences_per_step(train_split, feed
 
 
 @pytest.mark.parametrize("feed_class", FEEDS)
-def test_seeking_continues_exactly(train_split, feed_class):
-    split = train_split(RNG.integers(0, 300, 801))
-    whole = read_steps(feed_class, split, 12)
-    rest = read_steps(feed_class, split, 7, start=whole[4].position)
-    for one, other in zip(whole[5:], rest, strict=True):
-        assert torch.equal(one.sequences_ABW, other.sequences_ABW)
-        assert one.position == other.position
-
-
-@pytest.mark.parametrize("feed_class", FEEDS)
 def test_seeking_while_reading_ahead(train_split, feed_class):
     split = train_split(RNG.integers(0, 300, 801))
     whole = read_steps(feed_class, split, 6)
@@ -187,22 +175,6 @@ def test_a_corpus_smaller_than_a_step_trains_over_epochs(train_split, feed_class
     assert [sorted(first[at : at + 4]) for at in (0, 4, 8)] == [[0, 8, 16, 24]] * 3
 
 
-@pytest.mark.parametrize("feed_class", FEEDS)
-def test_a_corpus_shorter_than_one_sequence_is_refused(train_split, feed_class):
-    with pytest.raises(
-        DataError,
-        match=r"train split has 8 tokens; one sequence of data.seq_len=8 needs 9.*data.seq_len=7",
-    ):
-        feed_class(SequenceSteps(train_split(np.arange(8)), plan(), ShardReader()))
-    feed_class(SequenceSteps(train_split(np.arange(9), name="enough"), plan(), ShardReader()))
-
-
-@pytest.mark.parametrize("feed_class", FEEDS)
-def test_an_empty_split_is_refused(train_split, feed_class):
-    with pytest.raises(DataError, match="the train split is empty"):
-        feed_class(SequenceSteps(train_split([], ends=[]), plan(), ShardReader()))
-
-
 class Failing(ShardReader):
     def __init__(self, good):
         self.good = good
@@ -226,32 +198,6 @@ def test_an_error_in_the_thread_is_raised_at_its_step(train_split):
             assert feed.position == 18
         reader.good = 100
         assert next(feed).position == 24
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("feed_class", FEEDS)
-def test_a_block_damaged_during_a_run_is_named_at_its_step(write_set, feed_class):
-    per_block = BLOCK_BYTES // 2
-    folder = write_set(np.zeros(6 * per_block, int), shard_bytes=3 * BLOCK_BYTES)
-    split = Dataset.open(folder).split("train")
-    starts = shuffled(np.arange(200), split.num_sequences(8191), seed=7) * 8191
-    blocks = np.stack([starts // per_block, (starts + 8191) // per_block])
-    bad = int(next(block for block in range(6) if block not in blocks[:, :4]))
-    with (folder / f"train-0000{bad // 3}.bin").open("r+b") as shard:
-        shard.seek(bad % 3 * BLOCK_BYTES + 9)
-        shard.write(b"\1")
-    good = int(np.flatnonzero((blocks == bad).any(axis=0))[0])
-    long_rows = plan(seq_len=8191, rows_per_device=1, accumulate=1)
-    with feed_class(SequenceSteps(split, long_rows, ShardReader())) as feed:
-        for _ in range(good):
-            next(feed)
-        with pytest.raises(
-            DataError,
-            match=rf"train-0000{bad // 3}\.bin, byte {bad % 3 * BLOCK_BYTES}: "
-            "the .*-byte block at this offset fails its checksum",
-        ):
-            next(feed)
-        assert feed.position == good >= 4
 
 
 class Gate(ShardReader):

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 from conversations import conversation, write_conversations, write_tokenizer
+from prepared import write_rows
 
 from flatout.conversation.templates import stored_template
 from flatout.data.prepare.pipeline import Options, prepare_dataset
@@ -87,20 +88,10 @@ def test_a_tokenizer_is_trained_on_the_rendered_text(rows, tmp_path, tokenizer):
 
 def test_no_token_spans_the_start_of_an_answer(tmp_path):
     texts = [f"{letter}n answer" for letter in "aeiou" * 30]
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text(
-        "".join(
-            json.dumps(
-                {
-                    "messages": [
-                        {"role": "user", "content": "say\n\n"},
-                        {"role": "assistant", "content": f"\n\n{text}"},
-                    ]
-                }
-            )
-            + "\n"
-            for text in texts
-        )
+    asked = {"role": "user", "content": "say\n\n"}
+    answers = ({"role": "assistant", "content": f"\n\n{text}"} for text in texts)
+    rows = write_rows(
+        tmp_path / "rows.jsonl", ({"messages": [asked, answer]} for answer in answers)
     )
     made = prepared(rows, tmp_path, tokenizer="train:300")
     assert shown(made.path) == "User:\nsay\n\n\n\nAssistant:\n«\n\nan answer[<|endoftext|>]»"
@@ -156,35 +147,6 @@ def test_other_files_of_rows_give_the_same_tokens(rows, tmp_path, name):
         )
 
 
-def test_sharegpt_and_a_named_field_are_read(tmp_path):
-    rows = tmp_path / "rows.jsonl"
-    turns = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
-    for field in ("conversations", "data.turns"):
-        row = {"conversations": turns} if field == "conversations" else {"data": {"turns": turns}}
-        rows.write_text((json.dumps(row) + "\n") * 5)
-        named = {} if field == "conversations" else {"text_field": field}
-        made = prepared(rows, tmp_path, field, **named)
-        assert shown(made.path) == "User:\nHi\n\nAssistant:\n«Hello[<|endoftext|>]»"
-
-
-def test_bad_rows_are_named_by_line_or_skipped_and_counted(rows, tmp_path):
-    bad = [
-        {"messages": [{"role": "user", "content": "Hi"}]},
-        {"messages": [{"role": "bot", "content": "Hi"}]},
-        {"text": "no turns"},
-    ]
-    rows.write_text("".join(json.dumps(row) + "\n" for row in bad) + rows.read_text())
-    with pytest.raises(DataError, match=r"chat\.jsonl, line 1 has no assistant turn"):
-        prepared(rows, tmp_path)
-    made = prepared(rows, tmp_path, on_bad_row="skip")
-    assert {entry.reason: entry.count for entry in made.manifest.skipped} == {
-        "no assistant turn": 1,
-        "unknown role": 1,
-        "no field 'messages'": 1,
-    }
-    assert made.manifest.documents == 20
-
-
 def test_a_template_that_fails_for_a_row_is_a_bad_row(rows, tmp_path):
     template = tmp_path / "mine.jinja"
     template.write_text(
@@ -212,9 +174,8 @@ def test_another_template_is_another_dataset(rows, tmp_path):
 
 
 def test_duplicates_are_dropped_by_their_whole_text(tmp_path):
-    rows = tmp_path / "rows.jsonl"
-    lines = [json.dumps(conversation(number, 1)) for number in (1, 2, 1, 3, 4)]
-    rows.write_text("\n".join(lines))
+    found = (conversation(number, 1) for number in (1, 2, 1, 3, 4))
+    rows = write_rows(tmp_path / "rows.jsonl", found)
     made = prepared(rows, tmp_path, duplicates="drop")
     assert made.manifest.documents == 4
     assert made.manifest.text_bytes == 4 * len("It is 0.")
@@ -226,12 +187,6 @@ def test_options_that_contradict_conversations_are_refused(rows, tmp_path):
     with pytest.raises(DataError, match="--max-bytes and --chat"):
         prepared(rows, tmp_path, max_bytes=100)
     assert prepared(rows, tmp_path, max_documents=6).manifest.documents == 6
-
-
-def test_conversations_that_are_read_as_text_are_recognised(rows, tmp_path):
-    with pytest.raises(DataError, match="a list called 'messages'") as found:
-        prepared(rows, tmp_path, chat=None)
-    assert "--chat auto" in found.value.fix
 
 
 def test_text_without_rows_has_no_conversations(tmp_path):

@@ -4,6 +4,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from texts import byte_level_json
 
 from flatout.data.prepare.import_tokens import ImportOptions, import_tokens
 from flatout.data.store.shards import Dataset
@@ -11,7 +12,7 @@ from flatout.data.store.verify import verify_dataset
 from flatout.data.tokenizers import load_tokenizer
 from flatout.data.tokenizers.bpe import train_bpe
 from flatout.errors import DataError
-from flatout.token_formats.chunks.find import find_chunks
+from flatout.token_formats.chunks import files
 
 EOT = 256  # of the byte tokenizer
 RNG = np.random.default_rng(0)
@@ -77,12 +78,6 @@ def test_each_chunk_can_be_a_document(chunks):
     assert of_split(folder, "val") == ([EOT, 5, 6, 7], [2, 4])
 
 
-def test_a_single_chunk_is_split(chunks):
-    folder = chunks({0: np.arange(200)})
-    bring_in(folder)
-    assert of_split(folder, "train") == (list(range(180)), [180])
-
-
 def test_importing_again_does_nothing_and_a_different_dataset_is_refused(chunks):
     folder = chunks({0: np.arange(200)})
     bring_in(folder)
@@ -106,21 +101,9 @@ TEXTS = ["The cat sat on the mat. ", "It's 12345 cats, isn't it?\n"] * 20
 
 def hub_file(folder):
     """Write a small tokenizer like GPT-2's, end-of-text last, in the layout of a hub snapshot."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer, made.decoder = (
-        pre_tokenizers.ByteLevel(add_prefix_space=False),
-        decoders.ByteLevel(),
-    )
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made.train_from_iterator(
-        TEXTS, trainers.BpeTrainer(vocab_size=280, initial_alphabet=alphabet, show_progress=False)
-    )
-    made.add_special_tokens([AddedToken("<|endoftext|>", special=True, normalized=False)])
     snapshot = folder / "snapshots" / "0123"
     snapshot.mkdir(parents=True)
-    (folder / "blob").write_text(made.to_str())
+    (folder / "blob").write_text(byte_level_json(TEXTS, 280))
     (snapshot / "tokenizer.json").symlink_to(folder / "blob")
     (snapshot / "config.json").write_text(json.dumps({"vocab_size": 50_304}))
     return snapshot / "tokenizer.json"
@@ -169,15 +152,6 @@ def test_chunks_of_every_kind_of_tokenizer_are_imported(chunks, tmp_path, kind):
     )
 
 
-def test_an_unknown_tiktoken_file_is_imported_with_its_pattern(chunks, tmp_path):
-    path = tiktoken_file(tmp_path)
-    folder = chunks({0: np.arange(200)})
-    with pytest.raises(DataError) as caught:
-        bring_in(folder, tokenizer=str(path))
-    assert "--pattern" in caught.value.fix
-    assert bring_in(folder, tokenizer=str(path), pattern=GPT2_PATTERN).manifest.tokens == 200
-
-
 def test_numbers_that_json_lacks_are_kept_as_text(chunks):
     folder = chunks({0: np.arange(200)})
     (folder / "metadata.json").write_text('{"loss": NaN, "most": -Infinity, "large": [1e999, 1.5]}')
@@ -198,11 +172,11 @@ def test_numbers_that_json_lacks_are_kept_as_text(chunks):
 def test_missing_numbers_are_named(chunks):
     folder = chunks({number: [1] for number in (0, 1, 3, 4, 8)})
     with pytest.raises(DataError, match=r"has no chunk 2, 5 to 7\."):
-        find_chunks(folder)
+        files(folder)
     with pytest.raises(DataError, match=r"has no chunk 1 to 4\."):
-        find_chunks(chunks({5: [1]}, name="late"))
+        files(chunks({5: [1]}, name="late"))
     with pytest.raises(DataError, match="17, 19 and 40 more gaps"):
-        find_chunks(chunks({number: [1] for number in range(0, 101, 2)}, name="even"))
+        files(chunks({number: [1] for number in range(0, 101, 2)}, name="even"))
     with pytest.raises(DataError, match="num_chunks 7; there are 2"):
         bring_in(chunks({0: [1], 1: [1]}, {"num_chunks": 7}, name="fewer"))
 
@@ -211,7 +185,7 @@ def test_duplicate_numbers_are_refused(chunks):
     folder = chunks({0: [1], 1: [2]})
     torch.save(torch.tensor([1]), folder / "chunk_1.pt")
     with pytest.raises(DataError, match="more than one chunk number 1"):
-        find_chunks(folder)
+        files(folder)
 
 
 class Evil:
@@ -288,32 +262,6 @@ def test_metadata_must_be_json(chunks):
     (folder / "metadata.json").write_text("{")
     with pytest.raises(DataError, match=r"metadata.json cannot be read"):
         bring_in(folder)
-
-
-@pytest.mark.parametrize(
-    ("options", "wanted"),
-    [
-        ({"tokenizer": "train:300"}, "tokens already"),
-        ({"tokenizer": "char"}, "tokens already"),
-        ({"split": "hash 0.1"}, "cannot be split by 'hash 0.1'"),
-        ({"split": "half"}, "is not a split rule"),
-    ],
-)
-def test_options_that_need_text_are_refused(chunks, options, wanted):
-    with pytest.raises(DataError, match=wanted):
-        bring_in(chunks({0: [1, 2]}), **options)
-
-
-def test_too_few_tokens_for_two_splits_are_refused(chunks):
-    with pytest.raises(DataError, match="contains 1 token, and none is for training"):
-        bring_in(chunks({0: [1]}))
-
-
-def test_a_missing_folder_is_refused(tmp_path):
-    with pytest.raises(DataError, match="has no token files"):
-        bring_in(tmp_path)
-    with pytest.raises(DataError, match="There is no file or directory"):
-        bring_in(tmp_path / "absent")
 
 
 DTYPES = ["uint8", "int8", "uint16", "int16", "int32", "uint32", "int64"]

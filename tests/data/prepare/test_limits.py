@@ -5,8 +5,8 @@ import shutil
 from collections import namedtuple
 
 import pytest
+from prepared import prepared
 
-from flatout import sources
 from flatout.data.prepare.pack.range_files import RangeRecord, RangeSplit
 from flatout.data.prepare.pipeline import BAD_ROWS, BadRowLimit, Options, prepare_dataset
 from flatout.data.prepare.plan.make import check_space
@@ -14,7 +14,6 @@ from flatout.data.store.manifest import SkippedRows
 from flatout.data.tokenizers import make_tokenizer
 from flatout.errors import DataError
 from flatout.files import Unfinished
-from flatout.sources import RowLocation, files
 
 USAGE = namedtuple("usage", "total used free")
 
@@ -46,7 +45,7 @@ def test_too_little_disk_space_leaves_no_files(tmp_path, free):
     (tmp_path / "book.txt").write_text("It was a dark night. " * 100)
     free(8_000)
     with pytest.raises(DataError, match="Free space there"):
-        prepare_dataset([str(tmp_path / "book.txt")], tmp_path / "out", Options(tokenizer="byte"))
+        prepared(tmp_path / "book.txt", out=tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["book.txt"]
 
 
@@ -63,7 +62,7 @@ def record(documents, bad, left_out=0, first="row"):
         splits=splits,
         skipped=skipped,
         bad_rows=bad,
-        first_bad=(RowLocation(first), "is bad"),
+        first_bad=(first, "is bad"),
     )
 
 
@@ -89,22 +88,20 @@ def test_one_row_in_a_hundred_may_be_bad():
 
 def test_a_higher_limit_resumes_the_work(tmp_path):
     rows = tmp_path / "rows.jsonl"
-    rows.write_text(
-        "".join(json.dumps({"text": f"row {number}"}) + "\n{\n" for number in range(30))
-    )
+    rows.write_text("".join(f'{{"text": "row {number}"}}\n{{\n' for number in range(30)))
     options = {"tokenizer": "byte", "split": "tail 0.5", "on_bad_row": "skip"}
     with pytest.raises(
         Unfinished,
         match=r"30 of the first 60 rows .* 5 may be skipped. The first: .*rows\.jsonl, line 2 "
         r"is not JSON",
     ):
-        prepare_dataset([str(rows)], tmp_path / "out", Options(**options, max_bad_rows=5))
+        prepared(rows, out=tmp_path / "out", **options, max_bad_rows=5)
     assert (tmp_path / ".out.part" / "ranges" / "000000.json").is_file()
-    made = prepare_dataset([str(rows)], tmp_path / "out", Options(**options, max_bad_rows=30))
+    made = prepared(rows, out=tmp_path / "out", **options, max_bad_rows=30)
     assert [(entry.reason, entry.count, len(entry.first)) for entry in made.manifest.skipped] == [
         ("not JSON", 30, 10)
     ]
-    assert prepare_dataset([str(rows)], tmp_path / "out", Options(**options)).existed, (
+    assert prepared(rows, out=tmp_path / "out", **options).existed, (
         "the limit is not part of the description"
     )
 
@@ -133,11 +130,7 @@ def test_a_damaged_file_stops_prepare_for_any_limit_of_bad_rows(tmp_path, most):
         match=r"100\.0% of the text is in damaged files, .* and at most 1% may be: "
         r".*rows\.jsonl\.gz\. Fix: Download",
     ):
-        prepare_dataset(
-            [str(tmp_path / "rows.jsonl.gz")],
-            tmp_path / "out",
-            Options(**SKIPPING, max_bad_rows=most),
-        )
+        prepared(tmp_path / "rows.jsonl.gz", out=tmp_path / "out", **SKIPPING, max_bad_rows=most)
     assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl.gz"], (
         "a repaired file is different text"
     )
@@ -146,36 +139,11 @@ def test_a_damaged_file_stops_prepare_for_any_limit_of_bad_rows(tmp_path, most):
 def test_little_damage_is_skipped_and_counts_as_one_row(tmp_path):
     cut_archive(tmp_path / "rows.jsonl.gz")
     (tmp_path / "book.txt").write_text("word " * 200_000)
-    made = prepare_dataset([str(tmp_path)], tmp_path / "out", Options(**SKIPPING))
+    made = prepared(tmp_path, out=tmp_path / "out", **SKIPPING)
     assert [(entry.reason, entry.count) for entry in made.manifest.skipped] == [
         ("cannot be read", 1)
     ]
     with pytest.raises(
         Unfinished, match=r"1 of the first \d+ rows are unusable, and 0 may be skipped"
     ):
-        prepare_dataset([str(tmp_path)], tmp_path / "other", Options(**SKIPPING, max_bad_rows=0))
-
-
-def test_only_named_rows_are_looked_up_by_line(tmp_path, monkeypatch):
-    counts = []
-    count = sources.line_number
-    monkeypatch.setattr(
-        sources, "line_number", lambda *place: counts.append(place) or count(*place)
-    )
-    monkeypatch.setattr(files, "PART_BYTES", 200)
-    path = tmp_path / "rows.jsonl"
-    texts = ["", "\ud800", "good"]
-    path.write_text("".join(json.dumps({"text": text}) + "\n{\n" for text in texts * 40))
-    made = prepare_dataset(
-        [str(path)], tmp_path / "out", Options(**SKIPPING, max_bad_rows=1000), workers=1
-    )
-    skipped = {entry.reason: entry for entry in made.manifest.skipped}
-    assert {reason: entry.count for reason, entry in skipped.items()} == {
-        "empty document": 40,
-        "not JSON": 120,
-        "cannot be tokenised": 40,
-    }
-    assert skipped["cannot be tokenised"].first == tuple(
-        f"{path}, line {3 + 6 * number}" for number in range(10)
-    )
-    assert len(counts) == 30
+        prepared(tmp_path, out=tmp_path / "other", **SKIPPING, max_bad_rows=0)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from flatout import files
-from flatout.data.prepare.join import shards as joining
+from flatout.data.prepare import join as joining
 from flatout.data.prepare.writer import DatasetWriter
 from flatout.data.store.manifest import BLOCK_BYTES, SkippedRows
 from flatout.data.store.shards import Dataset

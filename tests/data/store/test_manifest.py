@@ -49,6 +49,7 @@ def test_a_missing_manifest_names_the_prepare_command(tmp_path):
         (lambda m: {k: v for k, v in m.items() if k != "vocab_size"}, "vocab_size"),
         (lambda m: m | {"unheard_of": 1}, "unheard_of"),
         (lambda m: [m], "not a manifest"),
+        (lambda m: json.loads(json.dumps(m).replace("train-0", "../train-0")), "not a manifest"),
     ],
 )
 def test_an_unusable_manifest_is_refused(write_set, edit, message):
@@ -71,13 +72,6 @@ def test_a_manifest_that_is_not_text_is_refused(write_set):
     with pytest.raises(
         DataError, match=r"Cannot read .*manifest\.json: .*prepare the dataset again"
     ):
-        Dataset.open(path.parent)
-
-
-def test_a_manifest_cannot_name_a_file_outside_its_folder(write_set):
-    path = write_set(np.arange(10)) / "manifest.json"
-    path.write_text(path.read_text().replace("train-00000.bin", "../train-00000.bin"))
-    with pytest.raises(DataError, match="not a manifest"):
         Dataset.open(path.parent)
 
 
@@ -123,9 +117,3 @@ def test_a_manifest_of_format_1_opens_without_a_digest(write_set):
     del document["sha256"]
     path.write_text(json.dumps(document | {"format_version": 1}))
     assert Dataset.open(path.parent).manifest.sha256 is None
-
-
-def test_the_layout_of_the_json_does_not_matter(write_set):
-    path = write_set(np.arange(10)) / "manifest.json"
-    path.write_text(json.dumps(json.loads(path.read_text()), sort_keys=True))
-    Dataset.open(path.parent)

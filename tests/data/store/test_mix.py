@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from plans import batch_plan
 
 from flatout.config.sections import DataConfig
-from flatout.data.load.baseline import TokenisingReader
 from flatout.data.load.batches import SequenceSteps, ShardReader
 from flatout.data.load.feed import DirectFeed, PrefetchFeed
 from flatout.data.store.mix import (
@@ -22,7 +21,6 @@ from flatout.data.store.mix import (
     open_data,
     whole_turns,
 )
-from flatout.data.store.shards import Dataset
 from flatout.errors import ConfigError, DataError
 
 T = 8
@@ -143,14 +141,6 @@ def test_a_position_does_not_depend_on_the_others_in_the_call(three):
     assert split.sequences_at(far, T, seed=9).max() < split.num_sequences(T) == 45
 
 
-def test_a_mix_of_one_dataset_is_that_dataset(three):
-    path = next(iter(three))
-    mixed, alone = MixedDataset.open({path: 0.3}).split("train"), Dataset.open(path).split("train")
-    at = np.arange(90)
-    assert np.array_equal(mixed.sequences_at(at, T, seed=1), alone.sequences_at(at, T, seed=1))
-    assert np.array_equal(read(mixed, np.arange(30)), read(alone, np.arange(30)))
-
-
 @pytest.mark.parametrize("feed_class", [DirectFeed, PrefetchFeed])
 def test_masks_and_documents_follow_their_sequences(three, feed_class):
     with feed_class(
@@ -167,53 +157,6 @@ def test_masks_and_documents_follow_their_sequences(three, feed_class):
     assert np.array_equal(
         doc_ids, np.where((inputs >= 1020) & (inputs < 2000) & (inputs[:, :1] < 1020), 1, 0)
     )
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_any_number_of_ranks_reads_the_same_sequences_per_step(three, world_size):
-    split = MixedDataset.open(three).split("train")
-    feeds = [
-        DirectFeed(
-            SequenceSteps(
-                split,
-                plan(world_size=world_size, rank=rank, accumulate=4 // world_size),
-                ShardReader(),
-            )
-        )
-        for rank in range(world_size)
-    ]
-    for step in range(9):
-        seen = torch.cat(
-            [next(feed).sequences_ABW.flatten(0, 1)[:, 0].int() for feed in feeds]
-        ).tolist()
-        expected = read(split, split.sequences_at(np.arange(step * 8, step * 8 + 8), T, seed=3))[
-            :, 0
-        ]
-        assert sorted(seen) == sorted(expected.tolist())
-
-
-def test_the_feed_can_seek(three):
-    split = MixedDataset.open(three).split("train")
-    with (
-        PrefetchFeed(SequenceSteps(split, plan(), ShardReader())) as whole,
-        PrefetchFeed(SequenceSteps(split, plan(), ShardReader())) as rest,
-    ):
-        steps = [next(whole).sequences_ABW for _ in range(10)]
-        rest.seek(5 * 4)
-        assert all(torch.equal(next(rest).sequences_ABW, step) for step in steps[5:])
-
-
-def test_text_tokenised_in_the_step_gives_the_same_sequences(three, stub_tokenizer):
-    split = MixedDataset.open(three).split("train")
-    windows = TokenisingReader(stub_tokenizer)
-    with (
-        DirectFeed(SequenceSteps(split, plan(), windows)) as slow,
-        DirectFeed(SequenceSteps(split, plan(), ShardReader())) as fast,
-    ):
-        slow.prime(5)
-        for _ in range(5):
-            assert torch.equal(next(slow).sequences_ABW, next(fast).sequences_ABW)
-    assert windows.tokens_encoded == 5 * 4 * (T + 1)
 
 
 def test_a_dataset_shorter_than_one_sequence_is_named(three):

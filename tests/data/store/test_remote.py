@@ -84,12 +84,6 @@ def test_a_config_and_the_environment_choose_the_directory_of_copies(
     assert store.asked == ["get /bucket/set/manifest.json"]
 
 
-def test_a_directory_of_copies_that_is_a_file_is_refused(uploaded, tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match=r"Cannot write .*file"):
-        open_data(DataConfig(path=URL, cache=str(tmp_path / "file")))
-
-
 def test_a_local_folder_is_opened_in_place(uploaded, store):
     assert open_dataset(uploaded).path == uploaded
     assert open_dataset(str(uploaded)).origin == str(uploaded)
@@ -165,11 +159,6 @@ def test_an_interrupted_fetch_resumes_by_file(uploaded, store, tmp_path, monkeyp
     store.asked.clear()
     assert contents(fetch_dataset(URL, cache=tmp_path / "cache")) == contents(uploaded)
     assert not [name for name in store.asked if "train-00000" in name or "train-00001" in name]
-
-
-def test_failed_requests_are_retried(uploaded, store, tmp_path):
-    store.faults[:] = [None, TimeoutError("slow"), OSError("500"), None, ConnectionError("gone")]
-    assert contents(fetch_dataset(URL, cache=tmp_path / "cache")) == contents(uploaded)
 
 
 def test_a_damaged_or_short_remote_file_is_named(uploaded, store, tmp_path):

@@ -112,33 +112,6 @@ def test_document_ends_ascend_to_the_end_of_the_tokens(folder, ends, wanted):
     assert wanted in problem
 
 
-def test_counts_that_contradict_each_other(folder):
-    edit(folder, lambda document: document["splits"]["val"].update(documents=3))
-    (problem,) = problems(folder)
-    assert "contain 16 bytes of documents, not 24" in problem
-
-
-def test_a_block_that_cannot_be_read_is_named(folder, monkeypatch):
-    from pathlib import Path
-
-    opened = Path.open
-
-    def refuse(path, *arguments, **options):
-        if path.name == "train-00001.bin":
-            raise OSError(5, "Input/output error")
-        return opened(path, *arguments, **options)
-
-    monkeypatch.setattr(Path, "open", refuse)
-    (problem,) = problems(folder)
-    assert "train-00001.bin, byte 0: the " in problem
-    assert "Input/output error" in problem
-
-
-def test_a_folder_without_a_dataset_is_refused(tmp_path):
-    with pytest.raises(DataError, match="no manifest"):
-        verify_dataset(tmp_path)
-
-
 @pytest.fixture
 def url(folder, store):
     """A URL with the same files as the folder."""

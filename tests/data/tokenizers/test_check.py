@@ -198,7 +198,7 @@ def test_error_names_an_id_that_is_too_large(tmp_path, monkeypatch):
 
 
 def try_pattern(pattern, name="x"):
-    check._try_out(RankTokenizer("x", BYTES, pattern, 256), name, [])
+    check.encode_texts(RankTokenizer("x", BYTES, pattern, 256), [], name)
 
 
 @pytest.mark.parametrize(

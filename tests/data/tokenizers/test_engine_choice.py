@@ -12,6 +12,8 @@ from importlib import metadata
 import numpy as np
 import pytest
 from engine_probes import probes
+from prepared import write_rows
+from texts import byte_level_json
 
 from flatout.data.prepare.pipeline import Options, prepare_dataset
 from flatout.data.tokenizers import (
@@ -21,12 +23,7 @@ from flatout.data.tokenizers import (
     make_tokenizer,
     parse_tokenizer,
 )
-from flatout.data.tokenizers.bpe import (
-    GPT2_PATTERN,
-    KNOWN_FILES,
-    RankTokenizer,
-    train_bpe,
-)
+from flatout.data.tokenizers.bpe import GPT2_PATTERN, KNOWN_FILES, RankTokenizer, train_bpe
 from flatout.data.tokenizers.byte import ByteTokenizer
 from flatout.data.tokenizers.byte_level import byte_level_alphabet
 from flatout.data.tokenizers.engine_choice import choose_engine, difference
@@ -73,17 +70,7 @@ def trained():
 @pytest.fixture(scope="module")
 def from_json(trained):
     """Return a tokenizer.json with the same vocabulary."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer.train_from_iterator(
-        TEXTS, trainers.BpeTrainer(vocab_size=330, initial_alphabet=alphabet, show_progress=False)
-    )
-    tokenizer.add_special_tokens([AddedToken("<|endoftext|>", special=True, normalized=False)])
-    return parse_tokenizer(tokenizer.to_str(), "tokenizer.json")
+    return parse_tokenizer(byte_level_json(TEXTS, 330), "tokenizer.json")
 
 
 def wrong(monkeypatch, *, only_if: str = ""):
@@ -194,12 +181,6 @@ def test_invalid_text_is_left_to_packing(trained, listener):
     assert choose_engine(trained, [*TEXTS, "a\ud800b"], listener).engine == "gigatoken"
 
 
-def test_difference_shows_the_text_around_it(trained, monkeypatch):
-    wrong(monkeypatch, only_if="here")
-    actual = difference(trained.with_engine("gigatoken"), trained, ["fine", "x" * 100 + " here"])
-    assert actual == f"gigatoken differs from tiktoken at {('x' * 5 + ' here')!a}"
-
-
 def test_make_tokenizer_chooses_the_engine(tmp_path, trained, from_json, listener):
     path = tmp_path / "small.tiktoken"
     path.write_bytes(
@@ -285,11 +266,8 @@ def test_unreadable_definition_is_refused():
 
 
 def test_dataset_does_not_depend_on_the_engine(tmp_path, from_json, listener, monkeypatch):
-    text = tmp_path / "text.jsonl"
-    rows = [
-        {"text": f"{number} {TEXTS[number % len(TEXTS)]}<|endoftext|>"} for number in range(300)
-    ]
-    text.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    texts = (f"{number} {TEXTS[number % len(TEXTS)]}<|endoftext|>" for number in range(300))
+    text = write_rows(tmp_path / "text.jsonl", texts)
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps(from_json.definition), encoding="utf-8")
     options = Options(tokenizer=str(path))

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import pickle
 import random
-import re
-import unicodedata
 from functools import cache
 
 import numpy as np
@@ -25,9 +23,9 @@ from tokenizers import (
     trainers,
 )
 
-from flatout.data.tokenizers import base, cut_points, load_tokenizer, parse_tokenizer
+from flatout.data.tokenizers import base, load_tokenizer, parse_tokenizer
 from flatout.data.tokenizers.byte_level import layout_of
-from flatout.data.tokenizers.engines import NEVER_CHANGED_BY_NFC, after_nfc, around_added_tokens
+from flatout.data.tokenizers.engines import after_nfc, around_added_tokens
 from flatout.data.tokenizers.huggingface import HuggingFaceTokenizer
 from flatout.errors import DataError
 
@@ -48,14 +46,8 @@ TEXT = [
     "Ein Käfer fliegt über das Land. 日本語のテキスト。\n中文测试 🙂🙂 привет мир 안녕\n",
 ] * 20
 LITERALS = [
-    "<|endoftext|>",
-    "<|end_of_text|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<tool_call>",
-    "</tool_call>",
-    "|>",
-    "<|eot_id|>",
+    *("<|endoftext|>", "<|end_of_text|>", "<|im_start|>", "<|im_end|>", "<|eot_id|>"),
+    *("<tool_call>", "</tool_call>", "|>"),
 ]
 ENGINES = ["gigatoken", "tiktoken"]
 
@@ -283,7 +275,7 @@ def test_unknown_pre_tokeniser_is_cut_where_a_trial_shows_no_difference(monkeypa
     tokenizer = parse_tokenizer(model.to_str(), "tokenizer.json")
     assert tokenizer.engines == ("tokenizers",)
     monkeypatch.setattr(base, "PIECE_CHARACTERS", 20)
-    monkeypatch.setattr(cut_points, "LOOKAHEAD_CHARACTERS", 30)
+    monkeypatch.setattr(base, "LOOKAHEAD_CHARACTERS", 30)
     pieces = [ids.tolist() for ids in tokenizer.encode_stream([text])]
     assert len(pieces) > 5
     for size in (1, 7, 21, 50, 100):
@@ -338,20 +330,6 @@ def test_tiktoken_needs_ids_that_increase_along_the_merges():
     tokenizer = parse_tokenizer(json.dumps(shuffled), "tokenizer.json").with_engine("tiktoken")
     with pytest.raises(DataError, match="do not increase along its merges"):
         tokenizer.encode("x")
-
-
-def test_nfc_never_changes_the_listed_characters():
-    kept = [
-        character
-        for code in range(0x30000)
-        if re.fullmatch(f"[{NEVER_CHANGED_BY_NFC}]", character := chr(code))
-    ]
-    assert len(kept) > 30_000
-    normalise = normalizers.NFC().normalize_str
-    text = "".join(kept)
-    assert normalise(text) == text
-    assert normalise(text[::-1]) == text[::-1]
-    assert not any(unicodedata.combining(character) for character in kept)
 
 
 def test_normalisation_equals_that_of_tokenizers():

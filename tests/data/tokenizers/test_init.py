@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from texts import CORPUS, STRANGE
+from texts import CORPUS, STRANGE, byte_level_json
 
 from flatout.data.prepare.request.request import tokenizer_mark
 from flatout.data.tokenizers import base, load_tokenizer, make_tokenizer, parse_tokenizer
@@ -30,19 +30,7 @@ def tiktoken_file(path: Path, merges=("th", "he", "the", "in", " t", " the")) ->
 
 def huggingface_file(path: Path, end_of_text="<|endoftext|>", special=True) -> Path:
     """Write a byte-level BPE in the layout of GPT-2's tokenizer.json."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=320,
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(CORPUS, trainer)
-    tokenizer.add_tokens([AddedToken(end_of_text, special=special, normalized=False)])
-    path.write_text(tokenizer.to_str(), encoding="utf-8")
+    path.write_text(byte_level_json(CORPUS, 320, end_of_text, special=special))
     return path
 
 
@@ -99,21 +87,12 @@ def test_saves_to_one_file_that_loads_as_an_equal_tokenizer(tokenizer, tmp_path)
     assert travelled.digest() == tokenizer.digest()
 
 
-def test_digest_is_the_digest_of_the_saved_file(tokenizer, tmp_path):
-    import hashlib
-
-    tokenizer.save(tmp_path / "x.json")
-    assert hashlib.sha256((tmp_path / "x.json").read_bytes()).hexdigest() == tokenizer.digest()
-
-
 def test_half_a_surrogate_pair_is_refused(tokenizer):
     with pytest.raises(DataError, match=r"U\+D800"):
         tokenizer.encode("ok \ud800")
 
 
-def test_invalid_bytes_and_ids_decode_to_the_replacement_character(
-    tokenizer,
-):
+def test_invalid_bytes_and_ids_decode_to_the_replacement_character(tokenizer):
     assert tokenizer.decode([tokenizer.vocab_size + 5]) in ("\ufffd", "")
     ids = tokenizer.encode("🙂")
     if len(ids) > 1:
@@ -229,14 +208,6 @@ def test_published_tiktoken_file_needs_no_pattern(tmp_path, monkeypatch):
     assert tokenizer.decode([299]) == "\ufffd"
 
 
-@pytest.mark.parametrize("line", [b"notbase64! 5", b"YQ==", b"YQ== x", b"YQ== 1 2"])
-def test_error_names_the_damaged_line_of_a_tiktoken_file(tmp_path, line):
-    path = tiktoken_file(tmp_path / "a.tiktoken")
-    path.write_bytes(path.read_bytes() + line + b"\n")
-    with pytest.raises(DataError, match="line 263"):
-        load_tokenizer(path, pattern=GPT2_PATTERN)
-
-
 @pytest.mark.parametrize("content", [b"", b"YQ== 0\n"])
 def test_tiktoken_file_without_all_bytes_is_refused(tmp_path, content):
     (tmp_path / "a.tiktoken").write_bytes(content)
@@ -298,11 +269,6 @@ def test_post_processing_truncation_and_padding_are_ignored(tmp_path):
     path.write_text(tokenizer.to_str())
     assert load_tokenizer(path).encode("The cat said 12") == plain
     assert len(plain) > 2
-
-
-def test_error_names_an_unreadable_tokenizer(tmp_path):
-    with pytest.raises(DataError, match=r"Cannot read the tokenizer .*: Is a directory"):
-        load_tokenizer(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from flatout.data.tokenizers.interruptible import interruptibly
+from flatout.data.tokenizers.bpe import interruptibly
 
 
 def test_the_work_reads_every_text():

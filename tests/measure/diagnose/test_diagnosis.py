@@ -46,13 +46,16 @@ def test_the_worst_finding_gives_the_verdict(with_rules):
     assert [one.name for one in found.findings] == ["d", "b", "a", "c"]
     assert found.verdict == "d is the cause."
     assert not found.is_healthy
+    with_rules(rule("slow-data", share=0.9), rule("busy-machine", share=0.2), rule("x", "spoils"))
+    names = [one.name for one in diagnosis_of(STEPS).findings]
+    assert names == ["x", "busy-machine", "slow-data"], "other processes come before what is slow"
 
 
 def test_a_specific_cause_silences_the_general_one(with_rules):
-    with_rules(rule("idle", share=0.9, unless=("sync",)), rule("sync", share=0.5))
-    assert [one.name for one in diagnosis_of(STEPS).findings] == ["sync"]
-    with_rules(rule("idle", share=0.9, unless=("sync",)))
-    assert [one.name for one in diagnosis_of(STEPS).findings] == ["idle"]
+    idle, sync = rule("idle", share=0.9, unless=("sync",)), rule("sync", share=0.5)
+    for given, name in (([idle, sync], "sync"), ([idle], "idle")):
+        with_rules(*given)
+        assert [one.name for one in diagnosis_of(STEPS).findings] == [name]
 
 
 def test_a_healthy_run_has_a_verdict_and_no_findings(with_rules):
@@ -84,12 +87,6 @@ def test_what_was_not_measured_is_not_said_to_be_absent(with_rules, update, unkn
     assert verdict.endswith(f"Other use of the {unknown} was not measured.")
 
 
-def test_other_processes_come_before_what_else_is_slow(with_rules):
-    with_rules(rule("slow-data", share=0.9), rule("busy-machine", share=0.2), rule("x", "spoils"))
-    names = [one.name for one in diagnosis_of(STEPS).findings]
-    assert names == ["x", "busy-machine", "slow-data"]
-
-
 def record_run(folder, others):
     folder.mkdir()
     layout.append_event(folder, "start", environment={"threads": 2})
@@ -100,10 +97,8 @@ def record_run(folder, others):
 
 
 def test_recorded_windows_say_how_busy_the_machine_was(tmp_path):
-    record_run(tmp_path / "busy", [0.1, 3.0, None, 3.6, 0.2])
-    busy = recorded_evidence(
-        tmp_path / "busy"
-    ).host  # 2 s, 2 s, 4 s that end with the fourth record, 2 s
+    record_run(tmp_path / "busy", [0.1, 3.0, None, 3.6, 0.2])  # the fourth is of 4 s, others of 2 s
+    busy = recorded_evidence(tmp_path / "busy").host
     assert (busy.cores, busy.threads, busy.busy_share) == (4, 2, 0.6)
     assert busy.other_busy_cores == pytest.approx((3.0 * 2 + 3.6 * 4) / 6)
     found = diagnosis_of(STEPS.model_copy(update={"device": "cpu", "host": busy}))
@@ -116,36 +111,25 @@ def test_recorded_windows_say_how_busy_the_machine_was(tmp_path):
 
 
 def test_fixes_are_ranked_by_what_they_save_in_the_time_left(with_rules):
-    def ranked(fixes, remaining_s):
-        found = Finding(verdict="Slow.", fixes=fixes)
-        with_rules(Rule(lambda _: found, "slow"))
-        (finding,) = diagnosis_of(STEPS.model_copy(update={"remaining_s": remaining_s})).findings
-        return finding.fixes
-
     quick = Fix(text="Quick.", gain=0.1)
     compiled = Fix(text="Compile.", gain=0.3, cost_s=60)
     unknown = Fix(text="Unknown.")
-    assert [fix.text for fix in ranked((unknown, quick, compiled), 3600)] == [
-        "Compile.",
-        "Quick.",
-        "Unknown.",
-    ]
-    # 60 s of compiling do not pay off in a run of a minute
-    assert [fix.text for fix in ranked((compiled, unknown, quick), 60)] == [
-        "Quick.",
-        "Unknown.",
-        "Compile.",
-    ]
-    assert [fix.text for fix in ranked((quick, compiled), None)] == ["Compile.", "Quick."]
+    for fixes, remaining_s, order in (
+        ((unknown, quick, compiled), 3600, (compiled, quick, unknown)),
+        # 60 s of compiling do not pay off in a run of a minute
+        ((compiled, unknown, quick), 60, (quick, unknown, compiled)),
+        ((quick, compiled), None, (compiled, quick)),
+    ):
+        found = Finding(verdict="Slow.", fixes=fixes)
+        with_rules(Rule(lambda _, found=found: found, "slow"))
+        (ranked,) = diagnosis_of(STEPS.model_copy(update={"remaining_s": remaining_s})).findings
+        assert [fix.text for fix in ranked.fixes] == [fix.text for fix in order]
 
 
 def test_fixes_of_failures_come_before_gains(with_rules):
     def found(harm, gain, text):
         fixes = (Fix(text=text, gain=gain),)
-        return Rule(
-            name=text,
-            look=lambda _: Finding(verdict=text, harm=harm, fixes=fixes),
-        )
+        return Rule(name=text, look=lambda _: Finding(verdict=text, harm=harm, fixes=fixes))
 
     with_rules(found("slows", 0.5, "faster"), found("fails", None, "works"))
     assert [fix.text for _, fix in diagnosis_of(STEPS).fixes(100)] == ["works", "faster"]

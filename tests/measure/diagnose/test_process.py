@@ -42,13 +42,12 @@ def test_the_end_of_the_process_is_evidence(monkeypatch, program, kind, message)
     assert message in failure.message
 
 
-def test_a_process_that_dies_at_once_has_measured_nothing():
+def test_a_process_that_measured_nothing_is_an_error():
+    def dies(program):
+        measure_apart(SPEC, command=[sys.executable, "-c", program])
+
     with pytest.raises(RunFailed, match="Nothing could be measured"):
-        measure_apart(SPEC, command=[sys.executable, "-c", ""])
-
-
-def test_a_refusal_by_an_error_of_another_file_is_raised_as_its_kind():
-    error = Unfinished("It is not finished.", fix="Finish it.")
-    line = Told.of(error).model_dump_json()
+        dies("")
+    line = Told.of(Unfinished("It is not finished.", fix="Finish it.")).model_dump_json()
     with pytest.raises(DataError, match="not finished"):
-        measure_apart(SPEC, command=[sys.executable, "-c", f"print({line!r})"])
+        dies(f"print({line!r})")

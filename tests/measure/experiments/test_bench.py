@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -37,18 +38,15 @@ def bench(config, made_up, tmp_path, **limits):
 def test_repeats_are_interleaved_and_a_round_shares_its_seed(auto_config, tmp_path):
     made_up = MadeUp()
     report, _ = bench(auto_config, made_up, tmp_path, repeats=3)
-    rounds = {}
-    for trial in report.trials:
-        rounds.setdefault(trial.round, []).append(trial)
-    assert list(rounds) == [0, 1, 2]
-    points = [trial.point for trial in rounds[0]]
-    assert len(set(points)) == len(points)
-    assert all(
-        sorted(trial.point for trial in trials) == sorted(points) for trials in rounds.values()
-    )
-    assert len({tuple(trial.point for trial in trials) for trials in rounds.values()}) == 3
-    assert [{trial.seed for trial in trials} for trials in rounds.values()] == [{0}, {1}, {2}]
-    assert {spec.config["train"]["seed"] for spec in made_up.specs} == {0, 1, 2}
+    rounds = [[each for each in report.trials if each.round == n] for n in range(3)]
+    orders = [tuple(trial.point for trial in trials) for trials in rounds]
+    assert len(set(orders)) == 3
+    assert len({tuple(sorted(order)) for order in orders}) == 1
+    assert len(set(orders[0])) == len(orders[0])
+    assert [{trial.seed for trial in trials} for trials in rounds] == [{0}, {1}, {2}]
+    assert [spec.config["train"]["seed"] for spec in made_up.specs] == [
+        trial.seed for trial in report.trials
+    ]
     assert len({spec.folder for spec in made_up.specs}) == len(made_up.specs)
 
 
@@ -61,8 +59,8 @@ def test_equal_sets_are_measured_once(auto_config, tmp_path):
     assert len(sets) == len(report.trials)
 
 
-def test_gains_are_found(auto_config, tmp_path):
-    report, _ = bench(auto_config, MadeUp(), tmp_path)
+def test_gains_are_found_and_written(auto_config, tmp_path):
+    report, place = bench(auto_config, MadeUp(), tmp_path)
     rows = {row.name: row for row in report.rungs}
     for name, gain in SLOW.items():
         assert rows[f"+ {name}"].gain.median == pytest.approx(gain, rel=0.05)
@@ -72,6 +70,11 @@ def test_gains_are_found(auto_config, tmp_path):
     assert any(note.startswith("In 1 of ") for note in report.notes)
     assert report.total_speedup == pytest.approx(1.3 * 2.0 * 1.2, rel=0.05)
     assert report.repeats == 5
+    files = {path.name for path in place.iterdir()}
+    assert files == {"bench.json", "bench.svg", "table.md", "trials.jsonl"}
+    assert read(place) == report
+    assert report.config["speedups"] == "auto"
+    ElementTree.fromstring((place / "bench.svg").read_text())
 
 
 def test_the_time_limit_is_kept_and_unreached_points_are_listed(auto_config, tmp_path):
@@ -84,9 +87,8 @@ def test_the_time_limit_is_kept_and_unreached_points_are_listed(auto_config, tmp
     report, _ = bench(auto_config, made_up, tmp_path, minutes=6)
     assert made_up.now <= 360
     assert min(row.repeats for row in report.rungs if row.kind not in {"absent", "put-in"}) >= 2
-    report, _ = bench(
-        auto_config, MadeUp(overhead_s=20.0), tmp_path / "sweep", minutes=1, sweep="prefetch"
-    )
+    limits = {"minutes": 1, "sweep": "prefetch"}
+    report, _ = bench(auto_config, MadeUp(overhead_s=20.0), tmp_path / "sweep", **limits)
     assert any("--minutes" in note for note in report.notes)
     assert not any("speedups=" in note for note in report.notes)
 
@@ -96,18 +98,15 @@ def test_only_statistical_promises_record_losses_after_the_first_round(auto_conf
     report, _ = bench(auto_config, made_up, tmp_path, repeats=2)
     half = len(made_up.specs) // 2
     assert {spec.loss_steps for spec in made_up.specs[:half]} == {20}
-    later = {
-        trial.point: spec.loss_steps
-        for trial, spec in zip(report.trials[half:], made_up.specs[half:], strict=True)
-    }
     full = [row.name for row in report.rungs if row.kind == "added"][-1]
-    put_in = [row for row in report.rungs if row.kind == "put-in"]
     over_seeds = {
-        row.name for row in put_in if SPEEDUPS.get(row.speedup).promise.kind == "statistical"
+        row.name
+        for row in report.rungs
+        if row.kind == "put-in" and SPEEDUPS.get(row.speedup).promise.kind == "statistical"
     }
     assert "all and length-buckets" in over_seeds
-    assert {point for point, steps in later.items() if steps == 20} == {full, *over_seeds}
-    assert {steps for point, steps in later.items() if point not in {full, *over_seeds}} == {0}
+    for trial, spec in zip(report.trials[half:], made_up.specs[half:], strict=True):
+        assert spec.loss_steps == (20 if trial.point in {full, *over_seeds} else 0), trial.point
 
 
 @pytest.fixture
@@ -123,10 +122,9 @@ def test_deterministic_runs_decide_exact_promises_where_runs_do_not_repeat(
     report, place = bench(auto_config, made_up, tmp_path, repeats=2)
     exact = [row for row in report.rungs if row.promise == "exact"]
     assert len(exact) > 6
-    assert all(
-        (row.promise_kept, row.deterministic, row.compared_losses) == (True, True, 10)
-        for row in exact
-    )
+    assert {(row.promise_kept, row.deterministic, row.compared_losses) for row in exact} == {
+        (True, True, 10)
+    }
     apart = [
         (trial, spec)
         for trial, spec in zip(report.trials, made_up.specs, strict=True)
@@ -134,79 +132,56 @@ def test_deterministic_runs_decide_exact_promises_where_runs_do_not_repeat(
     ]
     points = [trial.point for trial, _ in apart]
     assert len(set(points)) == len(points), "each point once"
-    assert {
-        (spec.config["train"]["deterministic"], spec.loss_steps, spec.seconds, spec.warmup_s)
-        for _, spec in apart
-    } == {(True, 10, 0.0, 0.0)}
-    assert {trial.seed for trial, _ in apart} == {auto_config.train.seed}
+    for trial, spec in apart:
+        assert trial.seed == auto_config.train.seed
+        assert spec.config["train"]["deterministic"]
+        assert (spec.loss_steps, spec.seconds, spec.warmup_s) == (10, 0.0, 0.0)
     assert {row.repeats for row in report.rungs if row.repeats} == {2}
     assert "equal over 10 with train.deterministic, exact kept" in (place / "table.md").read_text()
     assert any("train.deterministic=true" in note for note in report.notes)
     assert not any(row.deterministic for row in report.rungs if row.promise != "exact")
+
+    stated = auto_config.with_values({"train.deterministic": True})
+    report, _ = bench(stated, MadeUp(is_gpu=True), tmp_path / "stated", repeats=1)
+    assert not any(trial.deterministic for trial in report.trials)
+    assert all(row.promise_kept for row in report.rungs if row.promise == "exact")
 
 
 def test_a_short_bench_prefers_repeats_to_exact_promises(auto_config, tmp_path, on_a_gpu):
     made_up = MadeUp(overhead_s=20.0, is_gpu=True)
     report, _ = bench(auto_config, made_up, tmp_path, minutes=12)
     assert made_up.now <= 12 * 60
-    first = next(
-        (number for number, trial in enumerate(report.trials) if trial.deterministic),
-        len(report.trials),
-    )
-    assert {trial.round for trial in report.trials[:first]} >= {0, 1}
+    timed = itertools.takewhile(lambda trial: not trial.deterministic, report.trials)
+    assert {trial.round for trial in timed} >= {0, 1}
     judged = [row for row in report.rungs if row.promise == "exact"]
     assert all(row.promise_kept is not False for row in judged)
     assert all("no time" in row.promise_reason for row in judged if row.promise_kept is None)
 
 
-def test_a_deterministic_recipe_needs_no_extra_runs(auto_config, tmp_path, on_a_gpu):
-    report, _ = bench(
-        auto_config.with_values({"train.deterministic": True}),
-        MadeUp(is_gpu=True),
-        tmp_path,
-        repeats=1,
-    )
-    assert not any(trial.deterministic for trial in report.trials)
-    assert all(row.promise_kept for row in report.rungs if row.promise == "exact")
-
-
-def test_extras_and_the_full_set_record_losses_in_the_same_round(auto_config, tmp_path):
-    report, _ = bench(auto_config, MadeUp(overhead_s=4.0), tmp_path, minutes=30)
-    extras = [row for row in report.rungs if row.kind == "put-in"]
-    assert extras
-    assert min(trial.round for trial in report.trials if trial.point == extras[0].name) == 2
-    assert all(row.promise_kept is not None for row in extras)
-
-
-def test_an_extra_that_fails_in_its_first_round_is_not_tried_again(auto_config, tmp_path):
+def test_extras_come_in_the_third_round_and_only_there_if_they_fail(auto_config, tmp_path):
     gone = TrialResult(status="timed-out", reason="It took too long.")
-    report, _ = bench(
-        auto_config, MadeUp(overhead_s=4.0, fails={"compile": gone}), tmp_path, minutes=30
-    )
+    made_up = MadeUp(overhead_s=4.0, fails={"compile": gone})
+    report, _ = bench(auto_config, made_up, tmp_path, minutes=30)
+    extras = [row for row in report.rungs if row.kind == "put-in" and row.status == "ok"]
+    assert min(trial.round for trial in report.trials if trial.point == extras[0].name) == 2
+    assert all(row.promise_kept is not None for row in extras), "their losses and the full set's"
     assert report.repeats > 3
     assert [trial.round for trial in report.trials if trial.point == "all and compile"] == [2]
 
 
 def test_a_failure_is_a_row_and_the_ladder_continues(auto_config, tmp_path):
     gone = TrialResult(status="out-of-memory", reason="Out of memory at step 0: it needs more.")
-    made_up = MadeUp(fails={"onednn": gone})
-    report, _ = bench(auto_config, made_up, tmp_path, repeats=3)
+    report, _ = bench(auto_config, MadeUp(fails={"onednn": gone}), tmp_path, repeats=3)
     rows = {row.name: row for row in report.rungs}
     assert rows["+ onednn"].status == "out-of-memory"
     assert rows["all but onednn"].status == "ok"
     assert rows["+ micro-batch"].repeats == 3
     assert report.total_speedup is None
-    failures = [trial for trial in report.trials if trial.point == "+ onednn"]
-    assert len(failures) == 1
+    assert sum(trial.point == "+ onednn" for trial in report.trials) == 1
 
 
 @pytest.mark.parametrize(
-    "error",
-    [
-        KeyboardInterrupt,
-        Terminated(15),
-        Interrupted("Terminated.", fix="Run it again.", signal_number=15),
-    ],
+    "error", [KeyboardInterrupt, Terminated(15), Interrupted("x.", fix="y.", signal_number=15)]
 )
 def test_an_interruption_keeps_the_trials(auto_config, tmp_path, error):
     report, place = bench(auto_config, MadeUp(stops_after=4, error=error), tmp_path)
@@ -218,14 +193,11 @@ def test_an_interruption_keeps_the_trials(auto_config, tmp_path, error):
     assert next(row.name for row in report.rungs if row.status == "ok") == "baseline"
 
 
-def test_interrupted_before_anything_was_measured(auto_config, tmp_path):
+def test_an_interrupted_bench_does_not_replace_a_better_one(auto_config, tmp_path):
     with pytest.raises(Interrupted, match="before any trial had given figures") as stopped:
         bench(auto_config, MadeUp(stops_after=0), tmp_path)
     assert stopped.value.exit_code == 130
     assert not (tmp_path / "bench").exists()
-
-
-def test_an_interrupted_bench_does_not_replace_a_better_one(auto_config, tmp_path):
     report, place = bench(auto_config, MadeUp(), tmp_path, repeats=1)
     later, _ = bench(auto_config, MadeUp(stops_after=2), tmp_path)
     assert (len(later.trials), later.complete) == (2, False)
@@ -243,10 +215,10 @@ def test_an_unwritable_directory_is_reported_before_measuring(auto_config, tmp_p
 
 def test_a_trial_is_on_disk_as_soon_as_it_ends(auto_config, tmp_path):
     """Look at the files from inside a trial, since a killed process cannot."""
-    made_up, seen = MadeUp(), []
+    made_up, seen, file = MadeUp(), [], tmp_path / "bench" / "trials.jsonl"
 
     def watched(spec, timeout_s):
-        seen.append(len(list(read_lines(tmp_path / "bench" / "trials.jsonl"))))
+        seen.append(len(list(read_lines(file))))
         if len(seen) > 3:
             raise SystemError("as good as killed")
         return made_up(spec, timeout_s)
@@ -254,12 +226,12 @@ def test_a_trial_is_on_disk_as_soon_as_it_ends(auto_config, tmp_path):
     with pytest.raises(SystemError):
         run_bench(auto_config, out=tmp_path / "bench", trial=watched, clock=made_up.clock)
     assert seen == [0, 1, 2, 3]
-    lines = list(read_lines(tmp_path / "bench" / "trials.jsonl"))
+    lines = list(read_lines(file))
     assert lines[0]["point"] == "baseline"
     assert lines[0]["result"]["tokens_per_s"] > 0
     assert lines[0]["bench"] == ["tiny", "ladder", auto_config.digest()]
-    report, place = bench(auto_config, MadeUp(), tmp_path, repeats=1)
-    kept = list(read_lines(place / "trials.jsonl"))
+    report, _ = bench(auto_config, MadeUp(), tmp_path, repeats=1)
+    kept = list(read_lines(file))
     assert kept[:3] == lines, "a second bench appends to them"
     assert [line["point"] for line in kept[3:]] == [trial.point for trial in report.trials]
     with pytest.raises(ConfigError, match="contains the bench of"):
@@ -275,43 +247,22 @@ def test_failures_are_written_when_every_trial_fails(auto_config, tmp_path):
     assert [path.name for path in (tmp_path / "bench").iterdir()] == ["trials.jsonl"]
 
 
-def test_the_shortest_bench_finds_the_total(auto_config, tmp_path):
+def test_the_shortest_bench_finds_the_total_if_there_is_one(auto_config, tmp_path):
     report, place = bench(auto_config, MadeUp(overhead_s=20.0), tmp_path, minutes=0.8)
     full = [row for row in report.rungs if row.kind == "added"][-1].name
     assert [trial.point for trial in report.trials] == ["baseline", full]
     assert "is unsure: too few repeats." in (place / "table.md").read_text()
-
-
-def test_a_bench_without_speedups_has_no_total(tiny_config, tmp_path):
-    report, _ = bench(tiny_config(speedups="none"), MadeUp(), tmp_path, repeats=2)
-    assert report.total_speedup is None
-
-
-def test_everything_is_written_and_read_back(auto_config, tmp_path):
-    report, place = bench(auto_config, MadeUp(), tmp_path, repeats=2)
-    assert sorted(path.name for path in place.iterdir()) == [
-        "bench.json",
-        "bench.svg",
-        "table.md",
-        "trials.jsonl",
-    ]
-    assert read(place) == report
-    assert "NaN" not in (place / "bench.json").read_text()
-    assert report.config["speedups"] == "auto"
-    assert report.machine
-    ElementTree.fromstring((place / "bench.svg").read_text())
+    plain = auto_config.with_values({"speedups": "none"})
+    assert bench(plain, MadeUp(), tmp_path / "plain", repeats=2)[0].total_speedup is None
 
 
 def test_a_sweep_is_measured_like_a_ladder(auto_config, tmp_path):
     report, place = bench(auto_config, MadeUp(), tmp_path, sweep="prefetch", repeats=2)
-    assert report.kind == "prefetch"
-    assert report.total_speedup is None
+    assert (report.kind, report.total_speedup) == ("prefetch", None)
     assert [row.name for row in report.rungs] == [
         "no prefetch",
         "1 step ahead",
-        "2 steps ahead",
-        "4 steps ahead",
-        "8 steps ahead",
+        *(f"{steps} steps ahead" for steps in (2, 4, 8)),
     ]
     assert "gain" not in (place / "table.md").read_text()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+
 import pytest
 
 from flatout.measure.experiments.schedule import (
@@ -22,23 +24,28 @@ class Clock:
         return self.now
 
 
-def rounds_of(budget, clock, names, *, cost):
-    """Run a bench; return the trials of each round, and when it ended."""
+def rounds_of(names, *, cost, num_points=None, **limits):
+    """Run a bench; return the trials of each round, the seconds that it took, and its budget."""
+    clock = Clock()
+    budget = Budget(num_points or len(names), repeats=None, clock=clock, **limits)
     rounds = []
     for number in range(budget.repeats):
         budget.plan(number)
         done = []
         for name in budget.fits(names) if number else names:
-            if not budget.allows(name):
-                continue
-            took = cost(name, budget.seconds)
-            clock.now += took
-            budget.record(name, took)
-            done.append(name)
+            if budget.allows(name):
+                took = cost(name, budget)
+                clock.now += took
+                budget.record(name, took)
+                done.append(name)
         if not done:
             break
         rounds.append(done)
-    return rounds
+    return rounds, clock.now, budget
+
+
+def points(count):
+    return [f"point {n}" for n in range(count)]
 
 
 def test_without_minutes_there_are_five_rounds_of_five_seconds():
@@ -59,71 +66,55 @@ def test_without_minutes_there_are_five_rounds_of_five_seconds():
     ("minutes", "overhead_s"), [(6, 4.0), (6, 8.0), (2, 3.0), (20, 4.0), (60, 4.0), (1, 9.0)]
 )
 def test_it_stays_within_its_minutes(minutes, overhead_s):
-    clock, names = Clock(), [f"point {n}" for n in range(17)]
-    rounds = rounds_of(
-        Budget(17, minutes=minutes, repeats=None, clock=clock),
-        clock,
-        names,
-        cost=lambda name, seconds: overhead_s + seconds,
+    rounds, seconds, _ = rounds_of(
+        points(17), minutes=minutes, cost=lambda name, budget: overhead_s + budget.seconds
     )
-    assert clock.now <= 60 * minutes
+    assert seconds <= 60 * minutes
     assert len(rounds) <= REPEATS
 
 
 def test_six_minutes_are_enough_for_a_ladder_with_the_longest_warm_ups():
-    clock, names = Clock(), [f"point {n}" for n in range(18)]
-    budget = Budget(23, minutes=6, repeats=None, clock=clock)
-    rounds = rounds_of(
-        budget, clock, names, cost=lambda name, seconds: 4.0 + budget.warmup_s + seconds
+    rounds, seconds, _ = rounds_of(
+        points(18),
+        num_points=23,
+        minutes=6,
+        cost=lambda name, budget: 4.0 + budget.warmup_s + budget.seconds,
     )
-    assert clock.now <= 360
+    assert seconds <= 360
     assert len(rounds[0]) == 18
     assert len(rounds[1]) >= 9
-
-
-def test_the_warm_up_limit_follows_the_measured_time():
-    assert Budget(10, minutes=None, repeats=None, clock=Clock()).warmup_s == 15
-    assert Budget(40, minutes=6, repeats=None, clock=Clock()).warmup_s == 6
-    assert Budget(2, minutes=60, repeats=None, clock=Clock()).warmup_s == 20
-
-
-def test_six_minutes_allow_two_rounds_of_seventeen_points():
-    clock, names = Clock(), [f"point {n}" for n in range(17)]
-    rounds = rounds_of(
-        Budget(17, minutes=6, repeats=None, clock=clock),
-        clock,
-        names,
-        cost=lambda name, seconds: 6.0 + seconds,
-    )
+    rounds, _, _ = rounds_of(points(17), minutes=6, cost=lambda name, budget: 6.0 + budget.seconds)
     assert [len(done) for done in rounds[:2]] == [17, 17]
 
 
+def test_the_warm_up_limit_follows_the_measured_time():
+    for count, minutes, limit_s in ((10, None, 15), (40, 6, 6), (2, 60, 20)):
+        assert Budget(count, minutes=minutes, repeats=None, clock=Clock()).warmup_s == limit_s
+
+
 def test_with_time_to_spare_there_are_five_rounds_and_longer_trials():
-    clock, names = Clock(), list("abc")
-    budget = Budget(3, minutes=10, repeats=None, clock=clock)
-    rounds = rounds_of(budget, clock, names, cost=lambda name, seconds: 4.0 + seconds)
+    rounds, _, budget = rounds_of(
+        points(3), minutes=10, cost=lambda name, budget: 4.0 + budget.seconds
+    )
     assert [len(done) for done in rounds] == [3] * 5
     assert budget.seconds == MAX_SECONDS
 
 
 def test_a_slow_point_gets_fewer_repeats_and_the_others_keep_theirs():
-    clock, names = Clock(), [*"abcdefgh", "slow"]
-    rounds = rounds_of(
-        Budget(9, minutes=5, repeats=None, clock=clock),
-        clock,
-        names,
-        cost=lambda name, seconds: (110.0 if name == "slow" else 4.0) + seconds,
+    rounds, seconds, _ = rounds_of(
+        [*"abcdefgh", "slow"],
+        minutes=5,
+        cost=lambda name, budget: (110.0 if name == "slow" else 4.0) + budget.seconds,
     )
-    counts = {name: sum(name in done for done in rounds) for name in names}
-    assert counts["slow"] == 1
-    assert all(counts[name] >= 2 for name in "abcdefgh")
-    assert clock.now <= 300
+    counts = collections.Counter(name for done in rounds for name in done)
+    assert counts.pop("slow") == 1
+    assert min(counts.values()) >= 2
+    assert seconds <= 300
 
 
 def test_too_little_time_for_one_round_measures_the_first_points():
-    clock, names = Clock(), [f"point {n}" for n in range(20)]
-    budget = Budget(20, minutes=1, repeats=None, clock=clock)
-    rounds = rounds_of(budget, clock, names, cost=lambda name, seconds: 7.0 + seconds)
+    names = points(20)
+    rounds, _, budget = rounds_of(names, minutes=1, cost=lambda name, budget: 7.0 + budget.seconds)
     assert budget.seconds == MIN_SECONDS
     assert rounds[0] == names[: len(rounds[0])]
     assert 3 < len(rounds[0]) < 8
@@ -143,13 +134,8 @@ def test_no_trial_may_outlast_the_minutes():
 
 
 def test_extras_wait_for_two_rounds_only_when_there_is_little_time():
-    assert [Budget(9, minutes=5, repeats=n, clock=Clock()).late_from for n in (1, 2, 3, None)] == [
-        0,
-        1,
-        2,
-        2,
-    ]
-    assert Budget(9, minutes=None, repeats=None, clock=Clock()).late_from == 0
+    for minutes, repeats, first in ((5, 1, 0), (5, 2, 1), (5, 3, 2), (5, None, 2), (None, None, 0)):
+        assert Budget(9, minutes=minutes, repeats=repeats, clock=Clock()).late_from == first
 
 
 def test_the_limit_of_a_trial_is_its_fair_share():
@@ -161,7 +147,6 @@ def test_the_limit_of_a_trial_is_its_fair_share():
 
 def test_when_every_point_has_failed_there_is_nothing_to_plan():
     budget = Budget(2, minutes=6, repeats=None, clock=Clock())
-    budget.plan(0)
     seconds = budget.seconds
     budget.drop("a")
     budget.drop("b")

@@ -30,33 +30,20 @@ LOSSES = [3.0, 2.5, 2.2]
 
 
 def ok(point, number, rate, losses=LOSSES, **more):
-    facts = {
-        "step_ms": 10.0,
-        "data_ms": 1.0,
-        "host_ms": 2.0,
-        "device_ms": 7.0,
-        "rows_per_device": 4,
-        "accumulate": 2,
-        "warmup_steps": 9,
-    }
-    return Trial(
-        point=point,
-        round=number,
-        seed=number,
-        result=TrialResult(status="ok", tokens_per_s=rate, losses=losses, **(facts | more)),
-    )
+    facts = {"step_ms": 10.0, "data_ms": 1.0, "host_ms": 2.0, "device_ms": 7.0}
+    facts |= {"rows_per_device": 4, "accumulate": 2, "warmup_steps": 9, **more}
+    result = TrialResult(status="ok", tokens_per_s=rate, losses=losses, **facts)
+    return Trial(point=point, round=number, seed=number, result=result)
 
 
 def bad(point, number=0, status="out-of-memory", reason="Out of memory at step 0."):
-    return Trial(
-        point=point, round=number, seed=number, result=TrialResult(status=status, reason=reason)
-    )
+    result = TrialResult(status=status, reason=reason)
+    return Trial(point=point, round=number, seed=number, result=result)
 
 
 def every_round(rates, losses=None):
-    losses = losses or {}
     return [
-        ok(point, n, rate * noise, losses.get(point, LOSSES))
+        ok(point, n, rate * noise, (losses or {}).get(point, LOSSES))
         for n, noise in enumerate(NOISE)
         for point, rate in rates.items()
     ]
@@ -76,29 +63,22 @@ def rows_of(trials, *, dropout=0.0, loss_steps=3, repeats_to_the_bit=True):
     return {row.name: row for row in ladder_rows(LADDER, POINTS, found)}
 
 
-def jittered(rates):
-    """Rates in which each point has its own noise."""
-    return [
-        ok(point, n, rate * NOISE[(n + shift) % 5])
-        for n in range(5)
-        for shift, (point, rate) in enumerate(rates.items())
-    ]
-
-
 def test_gains_have_a_verdict():
-    rows = rows_of(jittered(RATES))
+    trials = [
+        ok(point, n, rate * NOISE[(n + shift) % 5])  # each point has its own noise
+        for n in range(5)
+        for shift, (point, rate) in enumerate(RATES.items())
+    ]
+    rows = rows_of(trials)
     assert rows["baseline"].gain is None
     assert rows["+ prefetch"].verdict == "no measurable gain"
     assert rows["+ fused-adamw"].verdict in {"x1.49", "x1.50", "x1.51"}
     assert rows["+ fused-adamw"].gain.low > 1.4
     assert rows["all and bf16"].verdict.startswith("slower, x0.8")
     assert rows["all but prefetch"].verdict == "worth nothing measurable"
-
-
-def test_leaving_one_out_gives_its_worth_in_the_full_set():
-    row = rows_of(jittered(RATES))["all but fused-adamw"]
-    assert row.gain.median == pytest.approx(1.5, rel=0.02)
-    assert row.tokens_per_s.median == pytest.approx(100.0, rel=0.02)
+    worth = rows["all but fused-adamw"]
+    assert worth.gain.median == pytest.approx(1.5, rel=0.02)
+    assert worth.tokens_per_s.median == pytest.approx(100.0, rel=0.02)
 
 
 def test_repeats_are_paired_so_that_a_drift_of_the_machine_cancels():
@@ -111,47 +91,40 @@ def test_repeats_are_paired_so_that_a_drift_of_the_machine_cancels():
 
 
 def test_a_rung_that_fails_is_a_row_and_the_next_is_compared_with_the_one_below():
-    trials = [trial for trial in every_round(RATES) if trial.point != "+ prefetch"] + [
-        bad("+ prefetch")
-    ]
-    rows = rows_of(trials)
-    assert (rows["+ prefetch"].status, rows["+ prefetch"].reason) == (
-        "out-of-memory",
-        "Out of memory at step 0.",
-    )
+    trials = [trial for trial in every_round(RATES) if trial.point != "+ prefetch"]
+    rows = rows_of([*trials, bad("+ prefetch")])
+    failed, worth = rows["+ prefetch"], rows["all but fused-adamw"]
+    assert (failed.status, failed.reason) == ("out-of-memory", "Out of memory at step 0.")
     assert rows["+ fused-adamw"].against == "baseline"
     assert rows["+ fused-adamw"].gain.median == pytest.approx(1.5)
-    assert rows["all but fused-adamw"].status == "out-of-memory"
-    assert rows["all but fused-adamw"].gain is None
+    assert (worth.status, worth.gain) == ("out-of-memory", None)
 
 
 def test_missing_trials_and_failed_repeats_have_a_reason():
-    rows = rows_of(
-        [
-            ok("baseline", 0, 100.0),
-            ok("+ prefetch", 0, 110.0),
-            bad("+ prefetch", 1, "failed", "It fell over."),
-        ]
-    )
+    failed = bad("+ prefetch", 1, "failed", "It fell over.")
+    rows = rows_of([ok("baseline", 0, 100.0), ok("+ prefetch", 0, 130.0), failed])
     assert rows["+ fused-adamw"].status == "not-measured"
     assert "time was up" in rows["+ fused-adamw"].reason
     assert rows["+ prefetch"].status == "ok"
     assert "It fell over." in rows["+ prefetch"].reason
-    assert rows["tf32"].kind == "absent"
-    assert rows["tf32"].reason.startswith("cannot run here")
-
-
-def test_a_single_repeat_is_too_few():
-    rows = rows_of([ok("baseline", 0, 100.0), ok("+ prefetch", 0, 130.0)])
     assert rows["+ prefetch"].verdict == "unsure: too few repeats"
     assert rows["+ prefetch"].tokens_per_s.low is None
+    assert rows["tf32"].kind == "absent"
+    assert rows["tf32"].reason.startswith("cannot run here")
+    row = Trials(stopped_by=INTERRUPTED).measured(LADDER[0], "baseline")
+    assert row.reason == "not measured: it was interrupted before its turn."
 
 
 def test_a_broken_promise_is_caught():
-    rows = rows_of(every_round(RATES, {"+ prefetch": [3.0, 2.5, 2.2000001]}))
+    timed = every_round(RATES, NOISY)
+    rows = rows_of(timed)
     assert rows["+ prefetch"].promise_kept is False
     assert rows["+ prefetch"].loss_difference == pytest.approx(4.5e-8, rel=0.1)
     assert rows["+ fused-adamw"].promise_kept is True
+    alike = [deterministic(name, LOSSES) for name in ("baseline", "+ prefetch")]
+    assert rows_of([*timed, *alike])["+ prefetch"].promise_kept is False, "runs repeat here"
+    row = rows_of(every_round(RATES), repeats_to_the_bit=False)["+ prefetch"]
+    assert (row.promise_kept, row.deterministic) == (True, False)
 
 
 NOISY = {"+ prefetch": [3.0, 2.5, 2.2000001]}
@@ -164,96 +137,47 @@ def deterministic(point, losses, **more):
 
 def test_deterministic_runs_decide_an_exact_promise_where_runs_are_not_bit_equal():
     ten = [3.0 - 0.1 * step for step in range(10)]
-    timed = every_round(RATES, NOISY)
-    rows = rows_of(
-        [*timed, deterministic("baseline", ten), deterministic("+ prefetch", ten)],
-        repeats_to_the_bit=False,
-    )
-    assert rows["+ prefetch"].promise_kept is True
-    assert (
-        rows["+ prefetch"].deterministic,
-        rows["+ prefetch"].loss_difference,
-        rows["+ prefetch"].compared_losses,
-    ) == (True, 0.0, 10)
-    assert (rows["baseline"].repeats, rows["baseline"].tokens_per_s.median) == (
-        5,
-        pytest.approx(100.0),
-    ), "their figures are in no row"
-    broken = [
-        *timed,
-        deterministic("baseline", ten),
-        deterministic("+ prefetch", [*ten[:-1], 2.1000001]),
-    ]
-    row = rows_of(broken, repeats_to_the_bit=False)["+ prefetch"]
-    assert (row.promise_kept, row.deterministic) == (False, True)
-    assert row.loss_difference == pytest.approx(5e-8, rel=0.1)
+    for losses, kept, apart in ((ten, True, 0.0), ([*ten[:-1], 2.1000001], False, 5e-8)):
+        trials = [deterministic("baseline", ten), deterministic("+ prefetch", losses)]
+        rows = rows_of([*every_round(RATES, NOISY), *trials], repeats_to_the_bit=False)
+        row = rows["+ prefetch"]
+        assert (row.promise_kept, row.deterministic, row.compared_losses) == (kept, True, 10)
+        assert row.loss_difference == pytest.approx(apart, rel=0.1)
+        assert rows["baseline"].repeats == 5, "their figures are in no row"
+        assert rows["baseline"].tokens_per_s.median == pytest.approx(100.0)
 
 
 def test_exact_promises_are_undecided_without_deterministic_runs():
-    timed = every_round(RATES, NOISY)
-    alone, failed = (
-        deterministic("baseline", LOSSES),
-        bad("+ prefetch", reason="It fell over.").model_copy(update={"deterministic": True}),
-    )
+    timed, alone = every_round(RATES, NOISY), deterministic("baseline", LOSSES)
+    failed = bad("+ prefetch", reason="It fell over.").model_copy(update={"deterministic": True})
     for trials, reason in (
-        (timed, "no time for runs with"),
-        ([*timed, alone], "no time for runs with"),
-        ([*timed, alone, failed], "It fell over."),
+        ([], "no time for runs with"),
+        ([alone], "no time for runs with"),
+        ([alone, failed], "It fell over."),
     ):
-        row = rows_of(trials, repeats_to_the_bit=False)["+ prefetch"]
-        assert (row.promise_kept, row.deterministic) == (None, False)
+        row = rows_of([*timed, *trials], repeats_to_the_bit=False)["+ prefetch"]
+        assert (row.promise_kept, row.deterministic, row.status) == (None, False, "ok")
         assert row.loss_difference == pytest.approx(4.5e-8, rel=0.1)
         assert reason in row.promise_reason
-        assert row.status == "ok"
-    few = rows_of([*timed, alone, deterministic("+ prefetch", LOSSES)], repeats_to_the_bit=False)[
-        "+ prefetch"
-    ]
+    trials = [*timed, alone, deterministic("+ prefetch", LOSSES)]
+    few = rows_of(trials, repeats_to_the_bit=False)["+ prefetch"]
     assert (few.promise_kept, few.promise_reason) == (None, "3 of 10 losses: not checked")
 
 
-def test_equal_losses_need_no_deterministic_run():
-    row = rows_of(every_round(RATES), repeats_to_the_bit=False)["+ prefetch"]
-    assert (row.promise_kept, row.deterministic) == (True, False)
-
-
-def test_a_deterministic_run_is_ignored_where_runs_are_bit_equal():
-    trials = [
-        *every_round(RATES, NOISY),
-        deterministic("baseline", LOSSES),
-        deterministic("+ prefetch", LOSSES),
-    ]
-    assert rows_of(trials)["+ prefetch"].promise_kept is False
-
-
-def test_lengths_of_losses_may_differ_between_rounds_and_points():
-    trials = [
-        ok("baseline", 0, 100.0, LOSSES),
-        ok("+ prefetch", 0, 100.0, LOSSES[:2]),
-        ok("+ fused-adamw", 0, 100.0, []),
-    ]
-    rows = rows_of(trials)
-    assert (rows["+ prefetch"].promise_kept, rows["+ prefetch"].promise_reason) == (
-        None,
-        "2 of 3 losses: not checked",
-    )
-    assert rows["+ fused-adamw"].promise_kept is None
-
-
 def test_a_promise_is_kept_only_over_all_losses_and_broken_by_any():
-    assert keeps(Promise.exact(), [(LOSSES, LOSSES)], loss_steps=20) == (
-        None,
-        "3 of 20 losses: not checked",
-    )
-    assert keeps(Promise.exact(), [([3.0, 2.5, 2.21], LOSSES)], loss_steps=20)[0] is False
-    assert keeps(Promise.statistical(), [(LOSSES, LOSSES)] * 3, loss_steps=20) == (
-        None,
-        "3 of 20 losses: not checked",
-    )
-
-
-def test_after_an_interruption_no_reason_mentions_time():
-    row = Trials(stopped_by=INTERRUPTED).measured(LADDER[0], "baseline")
-    assert row.reason == "not measured: it was interrupted before its turn."
+    exact, equal, off = Promise.exact(), (LOSSES, LOSSES), ([3.0, 2.5, 2.21], LOSSES)
+    few = (None, "3 of 20 losses: not checked")
+    assert keeps(exact, [equal], loss_steps=20) == few
+    assert keeps(Promise.statistical(), [equal] * 3, loss_steps=20) == few
+    assert keeps(exact, [off], loss_steps=20)[0] is False
+    assert keeps(exact, [equal], loss_steps=3)[0]
+    assert not keeps(exact, [equal, off], loss_steps=3)[0]
+    assert keeps(Promise.rounding(rtol=1e-2), [equal, off], loss_steps=3)[0]
+    assert not keeps(Promise.rounding(rtol=1e-3), [equal, off], loss_steps=3)[0]
+    shorter = {"+ prefetch": LOSSES[:2], "+ fused-adamw": []}
+    rows = rows_of([ok(name, 0, 100.0, shorter.get(name, LOSSES)) for name in RATES])
+    assert rows["+ prefetch"].promise_reason == "2 of 3 losses: not checked"
+    assert rows["+ prefetch"].promise_kept is rows["+ fused-adamw"].promise_kept is None
 
 
 def test_rounding_is_undecided_with_dropout():
@@ -263,30 +187,18 @@ def test_rounding_is_undecided_with_dropout():
     assert rows["+ prefetch"].promise_kept is True
 
 
-def test_exact_and_rounding_must_hold_in_every_repeat():
-    equal, off = (LOSSES, LOSSES), ([3.0, 2.5, 2.21], LOSSES)
-    assert keeps(Promise.exact(), [equal], loss_steps=3)[0]
-    assert not keeps(Promise.exact(), [equal, off], loss_steps=3)[0]
-    assert keeps(Promise.rounding(rtol=1e-2), [equal, off], loss_steps=3)[0]
-    assert not keeps(Promise.rounding(rtol=1e-3), [equal, off], loss_steps=3)[0]
-
-
 def test_a_statistical_promise_is_decided_over_seeds():
-    better = [([2.0 + seed], [2.1 + seed]) for seed in (0.1, 0.2, 0.3)]
-    same = [([2.0 + off], [2.0]) for off in (0.01, -0.02, 0.005, -0.001)]
+    def keeps_over(pairs):
+        return keeps(Promise.statistical(), pairs, loss_steps=1)
+
     worse = [([2.2 + off], [2.0]) for off in (0.01, 0.02, 0.0)]
-    assert keeps(Promise.statistical(), better, loss_steps=1)[0]
-    assert keeps(Promise.statistical(), same, loss_steps=1)[0]
-    assert not keeps(Promise.statistical(), worse, loss_steps=1)[0]
-    assert keeps(Promise.statistical(), worse[:2], loss_steps=1) == (
-        None,
-        "too few seeds to check: 2 of 3",
-    )
-    unsure = [([2.0 + off], [2.0]) for off in (0.01, 0.02, 0.06)]
-    assert keeps(Promise.statistical(), unsure, loss_steps=1)[0], (
-        "three that lie on one side may do so by chance"
-    )
-    assert "3 seeds" in keeps(Promise.statistical(), worse, loss_steps=1)[1]
+    assert keeps_over([([2.0 + seed], [2.1 + seed]) for seed in (0.1, 0.2, 0.3)])[0]
+    assert keeps_over([([2.0 + off], [2.0]) for off in (0.01, -0.02, 0.005, -0.001)])[0]
+    assert not keeps_over(worse)[0]
+    assert "3 seeds" in keeps_over(worse)[1]
+    assert keeps_over(worse[:2]) == (None, "too few seeds to check: 2 of 3")
+    by_chance = [([2.0 + off], [2.0]) for off in (0.01, 0.02, 0.06)]
+    assert keeps_over(by_chance)[0], "three that lie on one side may do so by chance"
 
 
 def test_differences_are_relative():
@@ -305,13 +217,8 @@ def test_a_row_contains_the_median_of_its_repeats():
 
 def test_leaving_one_out_is_compared_with_the_full_set_only():
     """Compared with another set, even one with the same trials, the ratio is not its worth."""
-    rows = rows_of(
-        [
-            *every_round({name: rate for name, rate in RATES.items() if name != "+ fused-adamw"}),
-            bad("+ fused-adamw"),
-        ]
-    )
+    rates = {name: rate for name, rate in RATES.items() if name != "+ fused-adamw"}
+    rows = rows_of([*every_round(rates), bad("+ fused-adamw")])
     for name in ("all but prefetch", "all but fused-adamw", "all and bf16"):
         assert rows[name].tokens_per_s is not None
-        assert rows[name].gain is None
-        assert rows[name].verdict == "the full set gave no figures"
+        assert (rows[name].gain, rows[name].verdict) == (None, "the full set gave no figures")

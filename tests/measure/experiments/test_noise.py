@@ -37,11 +37,6 @@ def test_a_gain_in_words(low, high, median, verdict):
     assert Figure(median=median, low=low, high=high).verdict() == verdict
 
 
-def test_the_interval_of_five_repeats_is_their_range():
-    found = median_of([90.0, 100.0, 110.0, 95.0, 105.0], shared=UNKNOWN)
-    assert (found.low, found.median, found.high) == pytest.approx((90.0, 100.0, 110.0))
-
-
 @pytest.mark.parametrize(("repeats", "outside"), [(5, 0), (6, 0), (8, 0), (9, 1), (12, 2), (20, 5)])
 def test_the_interval_of_more_repeats_is_that_of_the_sign_test(repeats, outside):
     """From tables: of 9 values the second, of 12 the third, of 20 the sixth."""
@@ -50,12 +45,14 @@ def test_the_interval_of_more_repeats_is_that_of_the_sign_test(repeats, outside)
     assert missed <= 1 - CONFIDENCE < missed + 2 * math.comb(repeats, outside + 1) / 2**repeats
 
 
-def test_few_repeats_alone_have_no_interval():
-    found = median_of([1.2, 1.2], shared=UNKNOWN)
-    assert (found.median, found.low, found.high) == (pytest.approx(1.2), None, None)
+def test_the_interval_of_five_repeats_is_their_range():
+    found = median_of([90.0, 100.0, 110.0, 95.0, 105.0], shared=UNKNOWN)
+    assert (found.low, found.median, found.high) == pytest.approx((90.0, 100.0, 110.0))
 
 
 def test_few_repeats_use_the_shared_spread():
+    found = median_of([1.2, 1.2], shared=UNKNOWN)
+    assert (found.median, found.low, found.high) == (pytest.approx(1.2), None, None)
     shared = spread([[1 - d, 1 + d] for d in (0.02, 0.05, 0.1, 0.2)])
     assert shared.freedom == 4
     found = median_of([1.05, 1.05], shared=shared)
@@ -79,17 +76,11 @@ def test_intervals_have_their_stated_coverage(repeats, rungs):
 
 
 def test_the_mean_of_differences_has_students_interval():
-    low, mean, high = mean_of([1.0, 2.0, 3.0])
-    assert (low, mean, high) == pytest.approx(
-        (2 - 4.303 / math.sqrt(3), 2.0, 2 + 4.303 / math.sqrt(3))
-    )
+    half = 4.303 / math.sqrt(3)
+    assert mean_of([1.0, 2.0, 3.0]) == pytest.approx((2 - half, 2.0, 2 + half))
     draw = np.random.default_rng(0)
     for seeds in (3, 5):
         ends = [mean_of(draw.normal(0, 1, seeds).tolist()) for _ in range(2000)]
-        assert np.mean([low <= 0 <= high for low, _, high in ends]) == pytest.approx(
-            0.95, abs=0.016
-        )
-
-
-def test_many_degrees_of_freedom_use_the_last_value_of_the_table():
+        inside = np.mean([low <= 0 <= high for low, _, high in ends])
+        assert inside == pytest.approx(0.95, abs=0.016)
     assert [student(freedom) for freedom in (1, 4, 18, 500)] == [12.706, 2.776, 2.101, 2.101]

@@ -18,36 +18,24 @@ def warmup_steps_of(series):
     return next((count for count in range(1, len(series) + 1) if is_steady(series[:count])), None)
 
 
-def test_a_constant_series_is_steady_after_two_windows():
-    assert warmup_steps_of([0.25] * 40) == 1 + 2 * WINDOW_STEPS, "slow steps: eight each"
-    assert warmup_steps_of([0.125] * 40) == 1 + 2 * WINDOW_STEPS
+def test_a_steady_series_ends_the_warm_up():
+    two = 2 * WINDOW_STEPS
+    assert warmup_steps_of([0.25] * 40) == 1 + two, "slow steps: eight each"
+    assert warmup_steps_of([0.125] * 40) == 1 + two
     assert warmup_steps_of([2**-6] * 400) == 1 + 2 * 64, "quick steps: a second each"
+    assert warmup_steps_of([30.0] + [0.25] * 40) == 1 + two
+    assert warmup_steps_of([0.5, 30.0] + [0.25] * 40) <= 2 + two, "one does not move a median"
+    assert warmup_steps_of([0.25 * 1.02**step for step in range(60)]) is None, "it gets slower"
+    # Ten steps at 31, ten at 38.7, then 41: only the last level is measured.
+    assert warmup_steps_of([1 / 3.1] * 10 + [1 / 3.87] * 10 + [1 / 4.1] * 40) > 20
+    falling = [0.01 * (1 + 0.997**step) for step in range(3000)]
+    assert falling[warmup_steps_of(falling)] / 0.01 < 1.1
 
 
-def test_slow_first_steps_are_part_of_the_warm_up():
-    assert warmup_steps_of([30.0] + [0.25] * 40) == 1 + 2 * WINDOW_STEPS
-    assert warmup_steps_of([0.5, 30.0] + [0.25] * 40) <= 2 + 2 * WINDOW_STEPS, (
-        "one slow step does not move a median"
-    )
-
-
-def test_warm_up_continues_while_the_process_gets_faster():
-    """Ten steps at 31, ten at 38.7, then 41: only the last level is measured."""
-    series = [1 / 3.1] * 10 + [1 / 3.87] * 10 + [1 / 4.1] * 40
-    assert warmup_steps_of(series) > 20
-    series = [0.01 * (1 + 0.997**step) for step in range(3000)]
-    count = warmup_steps_of(series)
-    assert series[count] / 0.01 < 1.1
-
-
-def test_steps_that_get_slower_are_not_steady():
-    assert warmup_steps_of([0.25 * 1.02**step for step in range(60)]) is None
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_noise_alone_does_not_prolong_the_warm_up_much(seed):
-    draw = random.Random(seed)
-    assert warmup_steps_of([0.1 * draw.lognormvariate(0, 0.05) for _ in range(200)]) < 100
+def test_noise_alone_does_not_prolong_the_warm_up_much():
+    for seed in range(5):
+        draw = random.Random(seed)
+        assert warmup_steps_of([0.1 * draw.lognormvariate(0, 0.05) for _ in range(200)]) < 100
 
 
 class MadeUp:
@@ -78,27 +66,17 @@ class MadeUp:
 
 
 def test_a_trial_warms_up_and_measures_for_its_seconds():
-    pace = MadeUp([5.0] + [0.25] * 100).train()
+    made_up = MadeUp([5.0] + [0.25] * 100)
+    pace = made_up.train()
     assert (pace.warmup_steps, pace.warmup_s, pace.is_steady) == (17, 9.0, True)
-    assert pace.measured.steps == 8
-    assert pace.measured.train_s == 2.0
-
-
-def test_quick_steps_warm_up_for_two_seconds_at_least():
-    pace = MadeUp([2**-8] * 2000).train()
-    assert pace.warmup_s >= 2.0
-    assert pace.is_steady
-
-
-def test_slow_steps_are_measured_three_times_at_least():
-    assert MadeUp([10.0] * 50).train(seconds=1.0).measured.steps == 3
-
-
-def test_a_trial_continues_until_it_has_its_losses():
-    made_up = MadeUp([0.25] * 500)
-    pace = made_up.train(seconds=0.1, loss_steps=40)
-    assert made_up.run.step == 40
-    assert pace.measured.steps == 40 - 17
+    assert (pace.measured.steps, pace.measured.train_s) == (8, 2.0)
+    assert made_up.primed == [15], "text for the measured steps is read in advance"
+    quick = MadeUp([2**-8] * 2000).train()
+    assert quick.warmup_s >= 2.0
+    assert quick.is_steady
+    assert MadeUp([10.0] * 50).train(seconds=1.0).measured.steps == 3, "three at least"
+    pace = MadeUp([0.25] * 500).train(seconds=0.1, loss_steps=40)
+    assert pace.measured.steps == 40 - 17, "until it has its losses"
 
 
 def test_warm_up_ends_at_its_limit_and_is_recorded_as_unsteady():
@@ -114,16 +92,10 @@ def test_a_short_run_reserves_half_of_its_steps_for_measuring():
     assert made_up.train(seconds=0.1).warmup_steps == 50
 
 
-def test_a_late_trial_measures_fewer_steps():
-    pace = MadeUp([1.0] * 50).train(limit_s=8.0, loss_steps=20)
-    assert (pace.warmup_steps, pace.measured.steps) == (4, 4)
-    pace = MadeUp([3.0] * 50).train(limit_s=8.0, loss_steps=20)
-    assert (pace.warmup_steps, pace.measured.steps) == (2, 3)
-    pace = MadeUp([10.0] * 50).train(limit_s=5.0, loss_steps=20)
-    assert (pace.warmup_steps, pace.measured.steps) == (1, 1)
-
-
-def test_text_for_the_measured_steps_is_read_in_advance():
-    made_up = MadeUp([0.25] * 100)
-    made_up.train(seconds=2.0)
-    assert made_up.primed == [15]
+@pytest.mark.parametrize(
+    ("step_s", "limit_s", "warmup_steps", "steps"),
+    [(1.0, 8.0, 4, 4), (3.0, 8.0, 2, 3), (10.0, 5.0, 1, 1)],
+)
+def test_a_late_trial_measures_fewer_steps(step_s, limit_s, warmup_steps, steps):
+    pace = MadeUp([step_s] * 50).train(limit_s=limit_s, loss_steps=20)
+    assert (pace.warmup_steps, pace.measured.steps) == (warmup_steps, steps)

@@ -7,30 +7,23 @@ import pytest
 from flatout.measure.experiments.bench import gains_of
 from flatout.measure.experiments.records import Best, Choice, Figure, Left
 from flatout.measure.experiments.report import NO_TIME, Tuning, choice_text
-from flatout.measure.experiments.resolving import resolve_here
-from flatout.measure.experiments.space import Setting
-from flatout.measure.experiments.tune import tuned_config
+
+GAIN = Figure(median=1.25, low=1.2, high=1.3)
 
 
 def choice(name="+ compile", **changes):
+    is_left_out = name.startswith("-")
     facts = {
-        "kind": "left-out" if name.startswith("-") else "put-in",
-        "part": "speedups",
+        "kind": "left-out" if is_left_out else "put-in",
         "speedup": name.split()[1],
-        "leaves_out": name.startswith("-"),
-        "against": "auto",
-        "status": "ok",
-        "taken": False,
+        "leaves_out": is_left_out,
         "verdict": "x1.25",
-        "gain": Figure(median=1.25, low=1.2, high=1.3),
-        "repeats": 3,
-        "tokens_per_s": None,
-        "peak_gib": None,
-        "promise": "rounding",
+        "gain": GAIN,
         "promise_kept": True,
-        "promise_reason": "20 losses",
+        "taken": False,
+        "status": "ok",
     }
-    return Choice(name=name, **facts | changes)
+    return Choice(name=name, part="speedups", against="auto", repeats=3, **facts | changes)
 
 
 def tuning(*choices, **changes):
@@ -43,25 +36,20 @@ def tuning(*choices, **changes):
         precision="fp32",
         speedups=["compile"],
         tokens_per_s=Figure(median=1250.0, low=1200.0, high=1300.0),
-        gain=Figure(median=1.25, low=1.2, high=1.3),
+        gain=GAIN,
         verdict="x1.25",
         peak_gib=0.5,
         rehearsed=["evaluation", "save"],
     )
     facts = {
-        "path": "tuned.yaml",
         "wall_s": 90.0,
-        "recipe": "mine",
         "began": "2026-11-22T10:00:00+00:00",
-        "machine": "a CPU",
         "environment": {"torch": "2.13.0+cpu"},
         "commit": "abc1234",
-        "tokens_per_step": 128,
-        "start": "auto",
         "best": best,
-        "choices": list(choices),
-        "trials": [],
     }
+    about = {"path": "tuned.yaml", "recipe": "mine", "machine": "a CPU", "start": "auto"}
+    facts |= {**about, "tokens_per_step": 128, "choices": list(choices), "trials": []}
     return Tuning(**facts | changes)
 
 
@@ -69,9 +57,7 @@ def test_the_header_states_what_was_taken_and_what_was_not():
     failed = choice("+ fp8", gain=None, status="failed", verdict="failed: It broke.")
     slower = Figure(median=0.8, low=0.78, high=0.82)
     lines = tuning(
-        choice(taken=True),
-        failed,
-        choice("- prefetch", gain=slower, verdict="slower, x0.80"),
+        choice(taken=True), failed, choice("- prefetch", gain=slower, verdict="slower, x0.80")
     ).lines()
     text = "\n".join(lines)
     assert "1,250 tokens/s; gain over auto: x1.25 (1.20 to 1.30); peak 0.50 GiB." in text
@@ -90,13 +76,10 @@ def test_the_header_counts_what_there_was_no_time_for():
     assert "nothing that was measured is faster" in tuning(choice(), best=best).lines()[1]
 
 
-def test_long_lines_are_cut():
+def test_a_change_is_listed_once_in_a_line_of_at_most_90_characters():
     text = choice_text(choice(gain=None, verdict="failed: " + "very " * 40))
     assert len(text) == 90
     assert text.endswith("...")
-
-
-def test_a_change_is_listed_once():
     first, second = choice(verdict="first", gain=None), choice(verdict="second", gain=None)
     assert tuning(first, second).lines()[-1] == "  + compile  second"
     assert "Measured and not taken:" not in tuning(first, choice(taken=True)).lines()
@@ -119,14 +102,3 @@ def test_only_sure_gains_of_single_speedups_are_kept():
     assert (found["prefetch"].gain, found["prefetch"].high) == (1.25, 2.0)
     assert found["prefetch"].low == pytest.approx(1 / 0.9)
     assert found["compile"].torch == "2.13.0+cpu"
-
-
-def test_the_recipe_is_explicit_but_fits_any_number_of_processes(tiny_config):
-    requested = tiny_config(batch__accumulate=None)
-    best = Setting(2, 8, frozenset({"prefetch", "fused-adamw"}))
-    config = tuned_config(requested, resolve_here(requested), best)
-    assert (config.batch.tokens_per_step, config.batch.rows_per_device) == (128, 2)
-    assert config.batch.accumulate is None
-    assert config.parallel.replicate == "auto"
-    assert config.train.precision == "fp32"
-    assert config.model.vocab_size

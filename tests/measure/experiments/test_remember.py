@@ -20,14 +20,6 @@ def resolved(device):
     return SimpleNamespace(config=config, decisions=decisions, machine=MACHINE)
 
 
-class RecordedLines:
-    def __init__(self):
-        self.lines = []
-
-    def say(self, line):
-        self.lines.append(line)
-
-
 def changed(report, name, **changes):
     """Return the report with changes to one line."""
     rows = [row.model_copy(update=changes) if row.name == name else row for row in report.rungs]
@@ -38,60 +30,45 @@ def test_the_gain_in_the_full_set_counts_most(sample_report):
     report = changed(sample_report, "+ prefetch", speedup="prefetch")
     below = gains_of(report)
     assert set(below) == {"pretokenised", "prefetch"}
-    assert below["pretokenised"].gain == 2.1
-    assert (
-        below["pretokenised"].recipe,
-        below["pretokenised"].commit,
-        below["pretokenised"].torch,
-    ) == ("shakespeare-char", "abc1234", "2.13.0")
+    gain = below["pretokenised"]
+    assert (gain.gain, gain.recipe, gain.commit, gain.torch) == (
+        2.1,
+        "shakespeare-char",
+        "abc1234",
+        "2.13.0",
+    )
     assert below["prefetch"].where == "on the way up"
     within = gains_of(changed(report, "all but prefetch", speedup="prefetch"))
     assert within["prefetch"].where == "in the full set"
+    broken = changed(report, "+ prefetch", promise_kept=False)
+    assert set(gains_of(broken)) == {"pretokenised"}
 
 
 def test_it_is_stored_for_the_hardware_that_measured(sample_report, tmp_path):
     remember(sample_report, resolved("cuda:1"), tmp_path)
     assert not list(tmp_path.iterdir()), "there is one GPU"
+    without_gains = sample_report.model_copy(update={"rungs": sample_report.rungs[:1]})
+    remember(without_gains, resolved("cuda"), tmp_path)
+    assert not list(tmp_path.iterdir())
     for device, hardware in (("cuda", "NVIDIA H200"), ("cpu", "a CPU, 2 cores")):
         remember(sample_report, resolved(device), tmp_path)
         assert set(read(hardware, tmp_path).speedups) == {"pretokenised"}
-
-
-def test_a_gain_with_a_broken_promise_is_not_stored(sample_report):
-    report = changed(sample_report, "+ prefetch", speedup="prefetch", promise_kept=False)
-    assert set(gains_of(report)) == {"pretokenised"}
-
-
-def test_a_ladder_without_gains_stores_nothing(sample_report, tmp_path):
-    report = sample_report.model_copy(update={"rungs": sample_report.rungs[:1]})
-    remember(report, resolved("cuda"), tmp_path)
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_cache_that_cannot_be_written_is_reported(sample_report, tmp_path):
-    progress, cache = RecordedLines(), tmp_path / "file"
+    said, cache = [], tmp_path / "file"
     cache.write_text("")
-    remember(sample_report, resolved("cuda"), cache, progress)
-    (line,) = progress.lines
+    remember(sample_report, resolved("cuda"), cache, SimpleNamespace(say=said.append))
+    (line,) = said
     assert line.startswith(f"Cannot write {cache}: ")
 
 
 def test_the_rate_of_the_full_set_predicts_the_next_run(sample_report, tmp_path, tiny_config):
     full = max(sample_report.rungs, key=lambda row: len(row.speedups))
-    resolved = SimpleNamespace(
-        config=tiny_config(train__device="cpu"),
-        decisions=[Decision(name, True, "") for name in full.speedups],
-        machine=MACHINE,
-    )
-    remember(sample_report, resolved, tmp_path)
+    decisions = [Decision(name, True, "") for name in full.speedups]
+    config = tiny_config(train__device="cpu")
+    recipe = SimpleNamespace(config=config, decisions=decisions, machine=MACHINE)
+    remember(sample_report, recipe, tmp_path)
     (run,) = runs_here(MACHINE, "cpu", tmp_path)
     assert (run.by, run.tokens_per_s) == ("bench", full.tokens_per_s.median)
-    found = predict_time(
-        past_run(resolved.config, resolved.decisions),
-        resolved.config,
-        flops_per_token=1e6,
-        peak=None,
-        runs=[run],
-    )
+    past = past_run(config, decisions)
+    found = predict_time(past, config, flops_per_token=1e6, peak=None, runs=[run])
     assert found.tokens_per_s == full.tokens_per_s.median
     assert found.source == "1 measurement of bench for this shape here"

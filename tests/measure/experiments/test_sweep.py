@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 
 from flatout import hardware
 from flatout.assembly.resolve import resolve
+from flatout.commands.bench import Sweep
 from flatout.data.store.shards import Dataset
 from flatout.errors import ConfigError
 from flatout.hardware import Gpu, Machine
 from flatout.measure.experiments.losses import Trials
-from flatout.measure.experiments.points import (
-    SWEEPS,
-    precisions,
-    sweep_experiment,
-)
+from flatout.measure.experiments.points import SWEEPS, precisions, sweep_experiment
 from flatout.measure.experiments.resolving import resolve_here
 
 
@@ -45,50 +43,40 @@ def swept(tiny_config):
 @pytest.mark.slow
 def test_batch_doubles_the_rows_of_the_same_step(swept):
     _, configs = swept("batch")
-    assert [(c.batch.rows_per_device, c.batch.accumulate) for c in configs.values()] == [
-        (1, 8),
-        (2, 4),
-        (4, 2),
-        (8, 1),
-    ]
+    batches = [(c.batch.rows_per_device, c.batch.accumulate) for c in configs.values()]
+    assert batches == [(1, 8), (2, 4), (4, 2), (8, 1)]
+    assert next(iter(configs)) == "1 row"
     assert {c.batch.tokens_per_step for c in configs.values()} == {128}
     _, configs = swept("batch", batch__tokens_per_step=16 * 12)
     assert [c.batch.rows_per_device for c in configs.values()] == [1, 2, 4, 12]
 
 
 def test_seq_len_does_not_change_the_tokens_per_step_or_micro_batch(swept):
-    experiment, configs = swept("seq_len", batch__rows_per_device=4)
+    _, configs = swept("seq_len", batch__rows_per_device=4)
     assert [c.data.seq_len for c in configs.values()] == [4, 8, 16, 32, 64]
     assert {c.batch.tokens_per_step for c in configs.values()} == {128}
     assert {c.batch.rows_per_device * c.data.seq_len for c in configs.values()} == {64}
     experiment, configs = swept("seq_len", batch__tokens_per_step=16 * 3, batch__rows_per_device=1)
     assert "48 tokens" not in configs
-    reasons = {row.name: row.reason for row in experiment.rows(Trials()) if row.kind == "absent"}
-    assert "not a multiple" in reasons["32 tokens"]
+    assert "not a multiple" in reasons_of(experiment)["32 tokens"]
+
+
+def reasons_of(experiment):
+    return {row.name: row.reason for row in experiment.rows(Trials()) if row.kind == "absent"}
 
 
 def test_a_length_that_one_dataset_of_a_mix_is_too_short_for_is_a_row(
     swept, tiny_set, write_tiny, tmp_path
 ):
     short = write_tiny(tmp_path / "short", num_documents=1)
-    length = third_of(short)
-    mix = {
-        "data__path": None,
-        "data__mix": {str(tiny_set): 1, str(short): 1},
-        "data__seq_len": length,
-        "batch__tokens_per_step": 4 * length,
-    }
-    experiment, configs = swept("seq_len", **mix, batch__rows_per_device=1)
+    length = Dataset.open(short).split("train").num_tokens // 3
+    mix = {"data__path": None, "data__mix": {str(tiny_set): 1, str(short): 1}}
+    batch = {"batch__tokens_per_step": 4 * length, "batch__rows_per_device": 1}
+    experiment, configs = swept("seq_len", **mix, **batch, data__seq_len=length)
     assert f"{length} tokens" in configs
-    assert f"{4 * length} tokens" not in configs
-    reasons = {row.name: row.reason for row in experiment.rows(Trials()) if row.kind == "absent"}
-    assert reasons[f"{4 * length} tokens"].startswith("cannot run here, because: ")
-    assert "short has" in reasons[f"{4 * length} tokens"]
-
-
-def third_of(folder):
-    """A length of which the dataset has one sequence, and four times that length."""
-    return Dataset.open(folder).split("train").num_tokens // 3
+    reason = reasons_of(experiment)[f"{4 * length} tokens"]
+    assert reason.startswith("cannot run here, because: ")
+    assert "short has" in reason
 
 
 def test_precision_uses_the_resolved_device(tiny_config, monkeypatch):
@@ -117,6 +105,7 @@ def test_precision_changes_nothing_else(swept, monkeypatch):
 
 def test_accumulation_grows_the_step(swept):
     _, configs = swept("accumulation", batch__rows_per_device=2)
+    assert list(configs)[:2] == ["1 micro-batch", "2 micro-batches"]
     assert [c.batch.accumulate for c in configs.values()] == [1, 2, 4, 8]
     assert [c.batch.tokens_per_step for c in configs.values()] == [32, 64, 128, 256]
 
@@ -134,17 +123,5 @@ def test_a_sweep_with_nothing_to_measure_is_refused(tiny_config, monkeypatch):
         sweep_experiment("batch", requested, resolve_here(requested))
 
 
-def test_a_count_of_one_is_singular(swept):
-    assert next(iter(swept("batch")[1])) == "1 row"
-    assert list(swept("accumulation", batch__rows_per_device=2)[1])[:2] == [
-        "1 micro-batch",
-        "2 micro-batches",
-    ]
-
-
 def test_the_help_names_every_sweep():
-    from typing import get_args
-
-    from flatout.commands.bench import Sweep
-
     assert get_args(Sweep) == tuple(SWEEPS)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from flatout.errors import RunFailed
+from flatout.json_io import read_lines
 from flatout.measure.experiments import trial as workload
 from flatout.measure.experiments.records import TrialSpec
 from flatout.measure.experiments.trial import measure
@@ -24,36 +25,29 @@ def trial(config, tmp_path, **limits):
 
 
 def test_its_losses_are_those_of_training(tiny_config, tmp_path, monkeypatch):
-    monkeypatch.setattr(workload, "MIN_RUN_STEPS", 20)
-    config = tiny_config(train__steps=20, log__every=1)
-    found = trial(config, tmp_path / "trial")
-    (tmp_path / "run").mkdir()
-    losses = []
-
-    class Watch:
-        def on_record(self, record):
-            if "train/loss" in record and len(losses) < 8:
-                losses.append(record["train/loss"])
-
-        def on_start(self, run): ...
-
-        on_tick = on_event = on_end = lambda self, *_: None
-
-    run_training(config, tmp_path / "run", observers=[Watch()])
-    assert found.losses == losses
+    config = tiny_config(train__steps=40, log__every=1)
+    monkeypatch.setattr(workload, "MIN_RUN_STEPS", 40)
+    short = trial(config, tmp_path / "short")
+    longer = trial(config, tmp_path / "longer", loss_steps=30)
+    run_training(config, tmp_path / "run")
+    records = read_lines(tmp_path / "run" / "metrics.jsonl")
+    losses = [record["train/loss"] for record in records if "train/loss" in record]
+    assert short.losses == losses[:8]
+    assert longer.losses == losses[:30], "whatever the length of the trial"
 
 
-def test_the_schedule_does_not_depend_on_the_length_of_the_trial(tiny_config, tmp_path):
-    short = trial(tiny_config(), tmp_path / "a")
-    longer = trial(tiny_config(), tmp_path / "b", loss_steps=30)
-    assert longer.losses[:8] == short.losses
-    assert len(longer.losses) == 30
-
-
-def test_a_trial_neither_saves_nor_evaluates(tiny_config, tmp_path):
-    trial(tiny_config(train__eval_every=2, checkpoint__every_steps=2), tmp_path)
-    assert not (tmp_path / "checkpoints").exists()
-    assert "val/loss" not in (tmp_path / "metrics.jsonl").read_text()
+def test_a_trial_saves_and_evaluates_only_to_rehearse(tiny_config, tmp_path):
+    config, wanted = (
+        tiny_config(train__eval_every=2, checkpoint__every_steps=2),
+        ["evaluation", "save"],
+    )
+    plain = trial(config, tmp_path / "plain")
+    assert not (tmp_path / "plain" / "checkpoints").exists()
+    assert "val/loss" not in (tmp_path / "plain" / "metrics.jsonl").read_text()
+    found = trial(config, tmp_path / "rehearsed", rehearse=wanted)
+    assert found.rehearsed == wanted
+    assert len(list((tmp_path / "rehearsed" / "checkpoints").glob("step-*"))) == 1
+    assert found.losses == plain.losses, "it follows the measured steps"
 
 
 @pytest.mark.filterwarnings(
@@ -101,13 +95,6 @@ def test_a_speedup_that_fell_back_fails_its_trial(tiny_config, tmp_path, monkeyp
     assert found.status == "failed"
     assert "no compiler" in found.reason
     assert found.speedups == []
-
-
-def test_a_rehearsal_evaluates_a_batch_and_saves_after_the_measured_steps(tiny_config, tmp_path):
-    found = trial(tiny_config(), tmp_path / "run", rehearse=["evaluation", "save"])
-    assert found.rehearsed == ["evaluation", "save"]
-    assert len(list((tmp_path / "run" / "checkpoints").glob("step-*"))) == 1
-    assert found.losses == trial(tiny_config(), tmp_path / "plain").losses
 
 
 def test_a_rehearsal_without_disk_or_validation_text_does_what_it_can(

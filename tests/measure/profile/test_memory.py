@@ -59,13 +59,9 @@ def test_gradients_are_known_by_their_addresses_and_inputs_by_their_phase():
 def test_an_address_that_is_used_again_is_another_block():
     changes = [(2, 6, 50), (4.5, 6, -50), (5, 6, 300), (8.5, 6, -300)]
     parts, _ = at_peak(changes, gradients=[{6: 300}])
-    assert parts["gradients"] == 300
-    assert parts["activations"] == 0
-
-
-def test_optimizer_states_that_appear_have_their_name_at_the_end():
+    assert (parts["gradients"], parts["activations"]) == (300, 0)
     parts, _ = at_peak([(8.5, 9, 77)], after={"optimizer": {9: 77}})
-    assert parts["optimizer"] == 77
+    assert parts["optimizer"] == 77, "a state that appears has its name at the end"
 
 
 def test_memory_from_before_without_a_name_is_other():

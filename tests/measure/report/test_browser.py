@@ -104,12 +104,7 @@ def test_no_text_of_a_run_is_executed_as_a_script(make_run, read, show):
     tab.page.keyboard.press("ArrowRight")
     tab.page.evaluate("moveCursor(1)")
     assert attack in tab.page.inner_text(".said")
-    assert tab.page.evaluate("window.attacked") is None
     assert (tab.wrong, len(tab.requests)) == ([], 1)
-
-
-def test_an_injected_script_is_refused_by_the_policy(make_run, read, show):
-    tab = show(read(make_run()))
     tab.page.evaluate(
         "document.body.append(Object.assign(document.createElement('script'),"
         " {textContent: 'window.attacked = 1'}))"
@@ -144,24 +139,6 @@ def test_the_keyboard_moves_the_cursor_and_zooms(make_run, read, show):
     assert tab.range() == whole
     tab.page.keyboard.press("Escape")
     assert tab.page.inner_text('[data-chart="loss"] output') == ""
-
-
-def test_tab_reaches_each_control_once(make_run, read, show):
-    tab = show(read(make_run()))
-    tab.page.evaluate("document.activeElement.blur()")
-    seen = []
-    for _ in range(60):
-        tab.page.keyboard.press("Tab")
-        seen.append(
-            tab.page.evaluate(
-                "(() => { const e = document.activeElement;"
-                " return e.id || e.dataset.line || e.closest('[data-chart]')?.dataset.chart"
-                " || e.className || e.tagName; })()"
-            )
-        )
-    first = seen[: seen.index("BODY")] if "BODY" in seen else seen
-    charts = [name for name in first if name in {"loss", "throughput", "norm", "lr"}]
-    assert charts == ["loss", "throughput", "norm", "lr"]
 
 
 def test_the_mouse_zooms_and_a_double_click_shows_the_whole_run(make_run, read, show):

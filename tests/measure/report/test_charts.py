@@ -12,34 +12,32 @@ def by_key(charts):
     return {chart.key: chart for chart in charts}
 
 
-def test_a_run_on_a_cpu_has_no_charts_of_a_gpu(make_run, read):
+def test_a_run_has_the_charts_of_its_figures(make_run, read):
     charts = by_key(drawn_charts(read(make_run())))
     assert [*charts] == ["loss", "throughput", "step", "wait", "memory", "norm", "lr"]
-    assert [line.label for line in charts["step"].lines] == [
-        "step",
-        "device",
-        "host",
-        "waiting for data",
-    ]
+    labels = [line.label for line in charts["step"].lines]
+    assert labels == ["step", "device", "host", "waiting for data"]
     assert charts["wait"].lines[0].curve.value == pytest.approx(10.0)
-
-
-def test_gpu_figures_have_charts(make_run, read):
     records = [{"step": 1, "gpu/util_pct": 97.0, "gpu/power_w": 640.0, "perf/mfu": 0.5}]
-    charts = by_key(drawn_charts(read(make_run(records=records))))
+    charts = by_key(drawn_charts(read(make_run("gpu", records=records))))
     assert [*charts] == ["mfu", "gpu", "power"]
     assert charts["mfu"].lines[0].curve.value == pytest.approx(50.0)
+    assert drawn_charts(read(make_run("none", records=[{"step": 1, "train/loss": None}]))) == []
 
 
 def test_one_run_is_coloured_by_figure_and_several_by_run(make_run, read):
     one, two = make_run("one"), make_run("two")
-    (step,) = [drawn for drawn in drawn_charts(read(one)) if drawn.key == "step"]
-    assert [line.color for line in step.lines] == [0, 1, 2, 3]
+    lines = by_key(drawn_charts(read(one)))["step"].lines
+    assert [line.color for line in lines] == [0, 1, 2, 3]
     charts = by_key(drawn_charts(read(one, two)))
-    assert [line.color for line in charts["step"].lines] == [0] * 4 + [1] * 4
-    assert len({line.dash for line in charts["step"].lines[:4]}) == 4
+    lines = charts["step"].lines
+    assert [line.color for line in lines] == [0] * 4 + [1] * 4
+    assert len({line.dash for line in lines[:4]}) == 4
     assert [line.label for line in charts["lr"].lines] == ["one", "two"]
     assert charts["loss"].lines[0].label == "one · training"
+    keys = [line.key for drawn in charts.values() for line in drawn.lines]
+    assert len(set(keys)) == len(keys)
+    assert len({chart.key for chart in CHARTS}) == len(CHARTS)
 
 
 def test_other_figures_have_charts_of_their_own_up_to_a_number(make_run, read):
@@ -47,17 +45,6 @@ def test_other_figures_have_charts_of_their_own_up_to_a_number(make_run, read):
     charts = drawn_charts(read(make_run(records=records)))
     assert len(charts) == MAX_OTHER_CHARTS
     assert "train/epoch" not in [chart.title for chart in charts]
-
-
-def test_a_figure_without_a_finite_value_has_no_line(make_run, read):
-    assert drawn_charts(read(make_run(records=[{"step": 1, "train/loss": None}]))) == []
-
-
-def test_keys_of_lines_are_different(make_run, read):
-    charts = drawn_charts(read(make_run("one"), make_run("two")))
-    keys = [line.key for drawn in charts for line in drawn.lines]
-    assert len(set(keys)) == len(keys)
-    assert len({chart.key for chart in CHARTS}) == len(CHARTS)
 
 
 def test_a_short_curve_has_markers_and_a_long_one_a_trend(make_run, read):

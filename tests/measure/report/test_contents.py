@@ -18,29 +18,31 @@ def results(runs):
     return {label: cells for label, *cells in page.results(runs)}
 
 
-def test_a_long_text_is_cut():
-    assert len(cut("x" * 10**6)) < LONGEST_TEXT + 50
-
-
-@pytest.mark.parametrize("value", [None, "3", True, math.nan, math.inf, 10**400, [1]])
-def test_what_is_not_a_finite_number_is_unknown(value):
-    assert number(value) == number(value, "time") == "–"
-
-
 def test_numbers_and_values():
+    for value in (None, "3", True, math.nan, math.inf, 10**400, [1]):
+        assert number(value) == number(value, "time") == "–"
     assert (number(12_345), number(0.123456), number(0.5, ".1%")) == ("12,345", "0.1235", "50.0%")
     assert (number(3.21, "time"), number(7500, "time")) == ("3.2 s", "2 h 05 min")
     values = [None, "a", True, 1e-3, [1, "b"]]
     assert list(map(plain, values)) == ["–", "a", "true", "0.001", '[1, "b"]']
+    assert len(cut("x" * 10**6)) < LONGEST_TEXT + 50
 
 
-def test_the_summary_of_a_finished_run(make_run, read):
+def test_the_results_are_those_of_the_summary_or_the_last_record(make_run, read):
     summary = {"train_loss": 1.2345, "mfu": 0.3, "mfu_of": "data sheet", "peak_gib": 2.0}
-    shown = results(read(make_run(summary=summary)))
+    shown = results(read(make_run("finished", summary=summary)))
     assert shown["state"] == ["finished"]
     assert shown["training loss"] == ["1.2345"]
     assert shown["model FLOPs utilisation"] == ["30.0% of data sheet"]
     assert shown["peak memory, GiB"] == ["2.00"]
+    shown = results(read(make_run("unfinished", events=[{"event": "resume", "step": 3}])))
+    assert shown["steps"] == ["20 of 40"]
+    assert shown["training loss"] == ["0.2000"]
+    assert shown["tokens/s"] == ["1,010"]
+    assert shown["resumed"] == ["1"]
+    shown = results(read(make_run("empty", records=[]), make_run("other", records=[])))
+    assert shown["state"] == ["killed", "killed"]
+    assert not any("loss" in label for label in shown)
 
 
 def test_the_time_in_total_is_the_summarys_wherever_it_is_shown(make_run, read):
@@ -51,20 +53,9 @@ def test_the_time_in_total_is_the_summarys_wherever_it_is_shown(make_run, read):
     resumed = read(make_run("b", summary=summary | {"elapsed_s": 99.0, "resumed_from": "x"}))
     assert results(resumed)["time in total"] == ["1 min 39 s"]
     assert [row[0] for row in page.plan(resumed)] == ["time since it was resumed"]
-
-
-def test_an_unfinished_run_shows_its_last_records(make_run, read):
-    shown = results(read(make_run(events=[{"event": "resume", "step": 3}])))
-    assert shown["steps"] == ["20 of 40"]
-    assert shown["training loss"] == ["0.2000"]
-    assert shown["tokens/s"] == ["1,010"]
-    assert shown["resumed"] == ["1"]
-
-
-def test_what_no_run_has_is_left_out(make_run, read):
-    shown = results(read(make_run("empty", records=[]), make_run("other", records=[])))
-    assert shown["state"] == ["killed", "killed"]
-    assert not any("loss" in label for label in shown)
+    stopped = summary | {"stopped_early": True}
+    (row,) = page.plan(read(make_run("c", summary=stopped)))
+    assert row[1:] == ("10 s", "–", "–"), "not compared"
 
 
 def test_the_parts_of_a_step(make_run, read):
@@ -81,15 +72,10 @@ def test_differences_between_runs(make_run, read):
     vocabularies, datasets = page.comparability(runs)
     assert "vocabularies of different sizes (257, 65)" in vocabularies
     assert "different datasets (data/book, data/x)" in datasets
-
-
-def test_equal_runs_have_no_differences(make_run, read):
-    found = page.contents(read(make_run("a"), make_run("b")))
+    equal = read(make_run("c"), make_run("d"))
+    found = page.contents(equal)
     assert (found["differences"], found["comparability"]) == ([], [])
-
-
-def test_all_settings(make_run, read):
-    assert ("train.steps", "40") in page.settings(read(make_run()))
+    assert ("train.steps", "40", "40") in page.settings(equal)
     assert page.settings(read(make_run("w", config=None))) == []
 
 
@@ -101,15 +87,6 @@ def test_predictions_stand_beside_what_was_measured(make_run, read):
         ("time in total", "10 s", "20 s", "0.50"),
         ("parts_gib.weights", "0.5", "–", "–"),
     ]
-
-
-def test_the_time_of_a_run_that_stopped_early_is_not_compared(make_run, read):
-    summary = {"predicted": {"wall_s": 10.0}, "wall_s": 5.0, "stopped_early": True}
-    (row,) = page.plan(read(make_run(summary=summary)))
-    assert row[1:] == ("10 s", "–", "–")
-
-
-def test_no_predictions_no_section(make_run, read):
     assert not list(page.plan(read(make_run("a"))))
     assert not list(page.plan(read(make_run("b", summary={"predicted": "no"}))))
 
@@ -122,48 +99,41 @@ def text_of(runs):
 
 @pytest.mark.slow
 def test_a_diagnosis_is_shown_as_it_was_written(make_run, read):
-    fix = Fix(text="Raise data.prefetch.", overrides={"data.prefetch": 8})
-    site = CallSite(file="mine.py", line=7, text="time.sleep(1)")
     finding = Finding(
         name="slow-data",
         verdict="Reading is slow.",
         harm="slows",
         figures={"wait_ms": 9.5, "other": None},
         share=0.25,
-        site=site,
-        fixes=(fix,),
+        site=CallSite(file="mine.py", line=7, text="time.sleep(1)"),
+        fixes=(Fix(text="Raise data.prefetch.", overrides={"data.prefetch": 8}),),
     )
-    folder = make_run(events=[])
-    diagnosis_of(Evidence(source="recorded run")).model_copy(
-        update={"verdict": "The device waits for data.", "findings": (finding,)}
-    ).write(folder)
+    folder, found = make_run(), diagnosis_of(Evidence(source="recorded run"))
+    changes = {"verdict": "The device waits for data.", "findings": (finding,)}
+    found.model_copy(update=changes).write(folder)
     assert (
         "Findings The device waits for data. Reading is slow. evidence wait_ms 9.5 share of the "
         "step 25% where mine.py:7 time.sleep(1) what to do Raise data.prefetch. Settings"
     ) in text_of(read(folder))
 
 
-@pytest.mark.parametrize("content", ["x", [], {}, {"verdict": None}, {"findings": 3}])
-def test_findings_of_another_shape_are_a_note(make_run, read, content):
-    (run,) = read(make_run(findings=content))
-    assert run.diagnosis is None
-    assert run.notes == ["findings.json is damaged, or was not written by this version of flatout."]
+def test_findings_of_another_shape_are_a_note(make_run, read):
+    for name, content in enumerate(["x", [], {}, {"verdict": None}, {"findings": 3}]):
+        (run,) = read(make_run(str(name), findings=content))
+        assert run.diagnosis is None
+        (note,) = run.notes
+        assert note.startswith("findings.json is damaged, or was not written by this version")
 
 
 @pytest.mark.slow
 def test_samples_are_whole_and_the_last_one_open(make_run, read):
-    events = [
-        {"event": "sample", "step": 1, "text": "one"},
-        {"event": "sample", "step": 2, "text": "two " * 1000},
-    ]
+    texts = ("one", "two " * 1000)
+    events = [{"event": "sample", "step": n, "text": text} for n, text in enumerate(texts, 1)]
     shown = page.render(read(make_run(events=events)))
     assert "<details><summary>Step 1</summary><pre>one</pre></details>" in shown
-    assert f"<details open><summary>Step 2</summary><pre>{'two ' * 1000}</pre>" in shown
-
-
-def test_the_first_and_the_last_of_many_samples(make_run, read):
+    assert f"<details open><summary>Step 2</summary><pre>{texts[1]}</pre>" in shown
     events = [{"event": "sample", "step": step, "text": ""} for step in range(1000)]
-    steps = [event["step"] for event in page.samples(*read(make_run(events=events)))]
+    steps = [event["step"] for event in page.samples(*read(make_run("many", events=events)))]
     assert len(steps) == page.MAX_SAMPLES
     assert (steps[0], steps[-1]) == (0, 999)
 

@@ -22,31 +22,23 @@ def test_records_become_curves(make_run, read):
     assert loss.value[2] == pytest.approx(4 / 3)
     assert (run.num_records, run.notes, run.state) == (20, [], "killed")
     assert run.settings["train.steps"] == 40
-
-
-def test_a_curve_has_only_the_records_with_its_figure(make_run, read):
     records = [{"step": 1, "train/loss": 3.0}, {"step": 2, "val/loss": 2.5}]
-    (run,) = read(make_run(records=records))
+    (run,) = read(make_run("other", records=records))
     assert list(run.curves["val/loss"].step) == [2]
     assert math.isnan(run.curves["val/loss"].tokens[0])
 
 
-def test_half_a_last_line_is_left_out_and_said(make_run, read):
-    folder = make_run()
-    append(folder / "metrics.jsonl", '{"step": 21, "train/lo')
-    (run,) = read(folder)
-    assert run.num_records == 20
-    (note,) = run.notes
-    assert "line 21" in note
-    assert "incomplete" in note
-
-
-def test_a_damaged_line_in_the_middle_is_left_out_and_said(make_run, read):
-    folder = make_run()
-    append(folder / "metrics.jsonl", 'not json\n[1]\n{"step": 22, "train/loss": 1.0}\n')
-    (run,) = read(folder)
-    assert run.num_records == 21
-    assert run.notes == ["metrics.jsonl has 2 damaged lines (the first is line 21), left out."]
+def test_damaged_lines_are_left_out_and_said(make_run, read):
+    lines = 'not json\n[1]\n{"step": 22, "train/loss": 1.0}\n'
+    for name, text, records, note in (
+        ("cut", '{"step": 21, "train/lo', 20, "The last line of metrics.jsonl (line 21) is inc"),
+        ("damaged", lines, 21, "metrics.jsonl has 2 damaged lines (the first is line 21), left"),
+    ):
+        folder = make_run(name)
+        append(folder / "metrics.jsonl", text)
+        (run,) = read(folder)
+        assert run.num_records == records
+        assert [note in found for found in run.notes] == [True]
 
 
 def test_figures_that_are_not_finite_are_gaps_and_counted(make_run, read):
@@ -60,13 +52,10 @@ def test_figures_that_are_not_finite_are_gaps_and_counted(make_run, read):
 
 
 def test_records_without_a_step_are_left_out(make_run, read):
-    (run,) = read(make_run(records=[{"train/loss": 1.0}, {"step": math.nan, "train/loss": 1.0}]))
+    folder = make_run(records=[{"train/loss": 1.0}, {"step": math.nan, "train/loss": 1.0}])
+    (run,) = read(folder)
     assert run.curves == {}
     assert run.notes[0] == "2 records of metrics.jsonl without a step, left out."
-
-
-def test_no_metrics_at_all(make_run, read):
-    folder = make_run(records=[])
     (folder / "metrics.jsonl").unlink()
     (run,) = read(folder)
     assert run.num_records == 0
@@ -74,13 +63,12 @@ def test_no_metrics_at_all(make_run, read):
 
 
 def test_damaged_documents_become_notes(make_run, read):
-    folder = make_run()
-    for name in ("config.yaml", "summary.json", "findings.json"):
+    folder, names = make_run(), ("config.yaml", "summary.json", "findings.json")
+    for name in names:
         (folder / name).write_text("{[")
     (run,) = read(folder)
     assert (run.settings, run.summary, run.diagnosis) == ({}, {}, None)
-    for name in ("config.yaml", "summary.json", "findings.json"):
-        assert any(name in note for note in run.notes), name
+    assert all(any(name in note for note in run.notes) for name in names)
 
 
 def test_the_records_of_another_training_loop(make_run, read):
@@ -104,6 +92,7 @@ def curve(values):
 def test_a_short_curve_is_drawn_whole():
     short = curve(range(2 * INTERVALS))
     assert outline(short) is short
+    assert trend(curve(range(MIN_FOR_TREND - 1))) is None
 
 
 def test_a_long_curve_keeps_its_ends_and_its_peaks():
@@ -124,15 +113,8 @@ def test_a_stretch_without_values_stays_a_gap():
     drawn = outline(curve(values))
     assert np.isnan(drawn.value).any()
     assert np.nanmax(drawn.value) == 1
-
-
-def test_a_trend_is_the_mean_of_intervals():
     values = np.tile([1.0, 3.0], 5000)
     values[:100] = np.nan
     found = trend(curve(values))
-    assert np.nanmax(np.abs(found.value - 2.0)) < 0.1
+    assert np.nanmax(np.abs(found.value - 2.0)) < 0.1, "the mean of intervals"
     assert np.isnan(found.value[0])
-
-
-def test_a_short_curve_has_no_trend():
-    assert trend(curve(range(MIN_FOR_TREND - 1))) is None

@@ -41,31 +41,27 @@ class Elements(HTMLParser):
             self.scripts[-1] += data
 
 
-def page_of(runs):
-    return render(runs)
-
-
 def data_of(page):
     return json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1])
 
 
 def test_nothing_is_loaded_from_elsewhere(make_run, read):
-    page = page_of(read(make_run()))
-    for tag, attributes in Elements(page).found:
+    folder = make_run()
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"st')
+    page = render(read(folder))
+    assert page.startswith(MARK)
+    assert "line 21) is incomplete" in page
+    assert 'id="differences"' not in page, "there is one run"
+    assert 'id="findings"' not in page
+    elements = Elements(page)
+    for tag, attributes in elements.found:
         assert tag not in {"link", "iframe", "object", "base", "img"}
         assert not {"src", "href", "action"} & attributes.keys()
-    assert page.startswith(MARK)
-
-
-def test_the_policy_allows_the_scripts_of_the_page_and_no_others(make_run, read):
-    elements = Elements(page_of(read(make_run())))
     policy = next(a["content"] for t, a in elements.found if "http-equiv" in a)
-    allowed = set(re.findall(r"'sha256-([^']+)'", policy))
-    own = [
-        base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-        for text in elements.scripts[1:]
-    ]
-    assert set(own) == allowed
+    digests = [hashlib.sha256(text.encode()).digest() for text in elements.scripts[1:]]
+    own = {base64.b64encode(digest).decode() for digest in digests}
+    assert own == set(re.findall(r"'sha256-([^']+)'", policy))
     assert len(own) == 2
     assert "default-src 'none'" in policy
     assert "connect-src 'none'" in policy
@@ -80,43 +76,28 @@ def attacked(make_run):
         {"event": "skip", "step": 1, "reason": ATTACK},
         {"event": ATTACK, "step": 1, ATTACK: ATTACK},
     ]
-    summary = {"mfu_of": ATTACK, "predicted": {ATTACK: 1.0}, ATTACK: 2.0}
-    finding = Finding(
-        verdict=ATTACK,
-        harm="slows",
-        figures={ATTACK: ATTACK},
-        site=CallSite(file=ATTACK, line=1, text=ATTACK),
-        fixes=(Fix(text=ATTACK), Fix(text=ATTACK)),
-    )
+    site, fixes = CallSite(file=ATTACK, line=1, text=ATTACK), (Fix(text=ATTACK), Fix(text=ATTACK))
+    figures = {ATTACK: ATTACK}
+    finding = Finding(verdict=ATTACK, harm="slows", figures=figures, site=site, fixes=fixes)
     diagnosis = diagnosis_of(Evidence(source="recorded run"))
     found = diagnosis.model_copy(update={"verdict": ATTACK, "findings": (finding,)})
-    findings = found.model_dump(mode="json")
-    config = json.dumps({"name": ATTACK, "data": {"path": ATTACK, ATTACK: ATTACK}})
-    options = {"events": events, "summary": summary, "findings": findings, "config": config}
-    return make_run("<script>alert(3)<", records=records, **options)
+    return make_run(
+        "<script>alert(3)<",
+        records=records,
+        events=events,
+        summary={"mfu_of": ATTACK, "predicted": {ATTACK: 1.0}, ATTACK: 2.0},
+        findings=found.model_dump(mode="json"),
+        config=json.dumps({"name": ATTACK, "data": {"path": ATTACK, ATTACK: ATTACK}}),
+    )
 
 
 def test_no_text_of_a_run_becomes_markup_or_script(make_run, read):
-    clean = Elements(page_of(read(make_run("clean"), make_run("clean2"))))
-    page = page_of(read(attacked(make_run), make_run("other")))
+    clean = Elements(render(read(make_run("clean"), make_run("clean2"))))
+    page = render(read(attacked(make_run), make_run("other")))
     elements = Elements(page)
-    assert {tag for tag, _ in elements.found} <= {tag for tag, _ in clean.found} | {
-        *(
-            "article",
-            "h3",
-            "h4",
-            "strong",
-            "pre",
-            "dt",
-            "dd",
-            "dl",
-            "ul",
-            "li",
-            "details",
-            "code",
-            "br",
-        )
-    }
+    of_findings = {"article", "h3", "h4", "strong", "pre", "dt", "dd", "dl", "ul", "li", "details"}
+    known = {tag for tag, _ in clean.found} | of_findings | {"code", "br"}
+    assert {tag for tag, _ in elements.found} <= known
     assert len(elements.scripts) == 3
     assert 'class="finding"' in page
     assert not any(name.startswith("on") for _, attrs in elements.found for name in attrs)
@@ -125,28 +106,14 @@ def test_no_text_of_a_run_becomes_markup_or_script(make_run, read):
     assert ATTACK in json.dumps(data_of(page), ensure_ascii=False).replace('\\"', '"')
 
 
-def test_a_page_of_one_run(make_run, read):
-    page = page_of(read(make_run()))
-    assert 'id="differences"' not in page
-    assert 'id="findings"' not in page
-    assert "lowest and the highest" in page
-
-
-def test_notes_are_in_the_page(make_run, read):
-    folder = make_run()
-    with (folder / "metrics.jsonl").open("a") as file:
-        file.write('{"st')
-    assert "line 21) is incomplete" in page_of(read(folder))
-
-
 def test_a_run_without_records_still_has_a_page(make_run, read):
-    page = page_of(read(make_run(records=[])))
+    page = render(read(make_run(records=[])))
     assert "no records yet" in page
     assert data_of(page)["charts"] == []
 
 
 def test_every_line_has_its_source(make_run, read):
-    page = page_of(read(make_run("a"), make_run("b", events=[{"event": "save", "step": 2}])))
+    page = render(read(make_run("a"), make_run("b", events=[{"event": "save", "step": 2}])))
     data = data_of(page)
     names = set(re.findall(r'"name": ?"([^"]*\|curve)"', json.dumps(data["document"])))
     lines = {f"{key}|curve" for key in re.findall('data-line="([^"]*)"', page)}
@@ -155,8 +122,6 @@ def test_every_line_has_its_source(make_run, read):
     assert data["marks"] == {"events|1|save": ["b: step 2: save"]}
 
 
-@pytest.mark.slow
 def test_a_hundred_thousand_records_make_a_page_of_less_than_two_megabytes(make_run, read):
     records = [{"step": s, "tokens": s, "elapsed_s": s, "train/loss": s % 7} for s in range(10**5)]
-    page = page_of(read(make_run(records=records)))
-    assert len(page) < 2e6
+    assert len(render(read(make_run(records=records)))) < 2e6

@@ -90,14 +90,8 @@ def test_steps_that_cannot_be_stopped_between_are_refused(tiny_config, text, tot
 
 @pytest.mark.slow
 def test_a_recipe_that_resumes_exactly_is_proved(in_this_process, tiny_config):
-    config = tiny_config(
-        train__steps=40,
-        train__eval_every=2,
-        model__dropout=0.1,
-        optim__kind="muon",
-        log__every=7,
-        checkpoint__every_steps=1,
-    )
+    often = {"train__eval_every": 2, "log__every": 7, "checkpoint__every_steps": 1}
+    config = tiny_config(train__steps=40, model__dropout=0.1, optim__kind="muon", **often)
     proof = prove_resume(config, (3, 4))
     assert proof.is_equal, proof.text()
     assert (proof.first_step, proof.differences, proof.causes) == (None, [], [])
@@ -130,17 +124,12 @@ def test_state_outside_the_state_dict_is_found_and_explained(
 
 
 @pytest.mark.slow
-def test_a_recipe_that_turns_out_to_be_shorter_is_refused(in_this_process, tiny_config):
+def test_an_error_of_the_run_is_raised_as_it_was(in_this_process, tiny_config, tmp_path):
+    with pytest.raises(DataError, match="nowhere"):
+        prove_resume(tiny_config(data__path=str(tmp_path / "nowhere")), (2, 2))
     config = tiny_config(train__steps=None, train__tokens=300)
     with pytest.raises(ConfigError, match=r"needs 10 steps, and the recipe has 3.*--steps 1,2"):
         prove_resume(config, steps_of(None, config))
-
-
-@pytest.mark.slow
-def test_an_error_of_the_run_is_raised_as_it_was(in_this_process, tiny_config, tmp_path):
-    config = tiny_config(data__path=str(tmp_path / "nowhere"))
-    with pytest.raises(DataError, match="nowhere"):
-        prove_resume(config, (2, 2))
 
 
 def test_a_process_that_dies_is_a_failed_run(monkeypatch, tiny_config):
@@ -168,8 +157,8 @@ def compared(*names):
 
 def test_few_differences_of_each_kind_are_sentences(tiny_config):
     found = compared(*(f"values.{number}" for number in range(7)))
-    found.different.insert(0, Difference(6, "figure", "train/loss", "differs: 1.0 -> 2.0"))
-    found.different.insert(1, Difference(10, "tensor", "model/a", "differs"))
+    loss = Difference(6, "figure", "train/loss", "differs: 1.0 -> 2.0")
+    found.different[:0] = [loss, Difference(10, "tensor", "model/a", "differs")]
     proof = proof_of(found, tiny_config(train__device="cpu"))
     assert proof.differences[:2] == [
         "Step 6: train/loss differs: 1.0 -> 2.0.",
@@ -180,20 +169,19 @@ def test_few_differences_of_each_kind_are_sentences(tiny_config):
     assert (proof.first_step, proof.first_tensor) == (6, "model/a")
 
 
-def test_a_difference_on_a_gpu_names_kernels_that_sum_in_no_fixed_order(tiny_config):
-    proof = proof_of(compared("values.best.val_loss"), tiny_config(train__device="cuda"))
-    assert not proof.is_equal
-    assert "train.deterministic=true" in proof.causes[0]
-    fixed = tiny_config(train__device="cuda", train__deterministic=True)
-    assert "kernels" not in proof_of(compared("values.best.val_loss"), fixed).text()
+def test_kernels_of_a_gpu_that_sum_in_no_fixed_order_are_named(tiny_config):
+    def proof(*names, deterministic):
+        config = tiny_config(train__device="cuda", train__deterministic=deterministic)
+        return proof_of(compared(*names), config)
 
-
-def test_a_gpu_that_sums_in_order_this_time_is_said_to_have_done_so(tiny_config):
-    proof = proof_of(compared(), tiny_config(train__device="cuda"))
-    assert proof.is_equal
-    assert "another time" in proof.text()
-    fixed = tiny_config(train__device="cuda", train__deterministic=True)
-    assert "another time" not in proof_of(compared(), fixed).text()
+    different = proof("values.best.val_loss", deterministic=False)
+    assert not different.is_equal
+    assert "train.deterministic=true" in different.causes[0]
+    assert "kernels" not in proof("values.best.val_loss", deterministic=True).text()
+    equal = proof(deterministic=False)
+    assert equal.is_equal
+    assert "another time" in equal.text()
+    assert "another time" not in proof(deterministic=True).text()
 
 
 @pytest.mark.faults

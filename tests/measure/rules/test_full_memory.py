@@ -39,6 +39,10 @@ def test_a_batch_that_spills_names_the_batch_that_was_faster():
     assert slow.fixes[0].overrides["batch.rows_per_device"] == 128
 
 
+def test_a_single_row_is_not_told_to_be_one_row():
+    assert "checkpointing" in found(1, 15.0).fixes[0].text
+
+
 def test_more_than_the_memory_is_in_the_memory_of_the_host():
     assert found(256, 19.0).harm == "slows"
 

@@ -10,6 +10,7 @@ import pytest
 import flatout
 from flatout.hardware import Gpu, Machine
 from flatout.measure.diagnose.diagnosis import diagnosis_of, rules
+from flatout.measure.diagnose.fix import applied
 from flatout.measure.steps.evidence import (
     CallSite,
     Counts,
@@ -100,18 +101,16 @@ ON_A_CPU = {
     "grad_norms": tuple((step, 1.0) for step, _ in LOSSES),
     "remaining_s": 3600.0,
 }
-ON_A_GPU = ON_A_CPU | {
-    "machine": GPU_MACHINE,
-    "gpu": GpuFacts(
-        name="NVIDIA H200",
-        other_processes=0,
-        other_memory_gib=0.0,
-        slowed_by=(),
-        clock_share=1.0,
-        power_limit_share=1.0,
-        supports_bf16=True,
-    ),
-}
+GPU = GpuFacts(
+    name="NVIDIA H200",
+    other_processes=0,
+    other_memory_gib=0.0,
+    slowed_by=(),
+    clock_share=1.0,
+    power_limit_share=1.0,
+    supports_bf16=True,
+)
+ON_A_GPU = ON_A_CPU | {"machine": GPU_MACHINE, "gpu": GPU}
 
 
 def replaced(fact, **changes):
@@ -141,106 +140,88 @@ def failed(kind, **more):
     return Failure(kind=kind, message="It fails.", step=3, **more)
 
 
-PLANTED = {
-    "busy-machine": ("cpu", {"host__other_busy_cores": 3.0}),
-    "communication": ("cuda", {"phases__communication_s": 0.03, "world_size": 4}),
-    "compile-failure": ("cpu", {"compile_fallback": "no compiler"}),
-    "cpu-by-mistake": ("cpu", {"machine": GPU_MACHINE}),
-    "cpu-threads": (
-        "cpu",
-        {
-            "host__threads": 1,
-            "counterfactual_s": {"all-threads": 0.05},
-            "host__environment": {"OMP_NUM_THREADS": "1"},
-        },
-    ),
-    "deterministic": ("cuda", {"config": {"train.deterministic": True}}),
-    "disk-space": ("cpu", {"host__disk_needed_gib": 200.0}),
-    "empty-cache": ("cuda", {"counts__empty_cache": 1.0, "counts__empty_cache_s": 0.01}),
-    "environment": ("cuda", {"host__environment": {"CUDA_LAUNCH_BLOCKING": "1"}}),
-    "failure": ("cpu", {"failure": failed("error", fix="Correct it.")}),
-    "full-memory": ("cuda", {"memory__reserved_gib": 61.0, "memory__peak_gib": 60.0}),
-    "fragmentation": ("cuda", {"memory__reserved_gib": 60.0, "memory__peak_gib": 40.0}),
-    "frequent-evaluation": ("cpu", {"phases__evaluation_s": 0.05}),
-    "garbage-collection": ("cpu", {"phases__gc_s": 0.02, "sites": {"gc": (SITE,)}}),
-    "gpu-shared": ("cuda", {"gpu__other_processes": 1, "gpu__other_memory_gib": 20.0}),
-    "hang": ("cpu", {"failure": failed("hang", site=SITE)}),
-    "host-sync": (
-        "cuda",
-        {
-            "counts__syncs": 30.0,
-            "counts__sync_s": 0.03,
-            "phases__host_s": 0.02,
-            "sites": {"sync": (SITE,)},
-        },
-    ),
-    "idle-gpu": ("cuda", {"phases__host_s": 0.05}),
-    "length": ("cpu", {"epochs": 400.0}),
-    "memory-bound": (
-        "cuda",
-        {
-            "phases__memory_bound_s": 0.05,
-            "speedups": ("prefetch",),
-            "kernels": (ROW,),
-        },
-    ),
-    "missing-package": ("cpu", {"failure": failed("missing-package", fix="Install it.")}),
-    "no-data": ("cpu", {"data__missing": "There is no dataset."}),
-    "out-of-memory": ("cpu", {"failure": failed("out-of-memory")}),
-    "pageable-copies": (
-        "cuda",
-        {
-            "counts__pageable_copies": 2.0,
-            "counts__pageable_copy_s": 0.01,
-            "counts__pageable_copy_bytes": 1e8,
-            "sites": {"copy": (SITE,)},
-        },
-    ),
-    "precision": ("cuda", {"config": {"train.precision": "fp16"}}),
-    "recompiles": (
-        "cpu",
-        {
-            "phases__compile_s": 0.05,
-            "counts__recompiles": 0.5,
-            "recompile_reasons": ("size mismatch at index 0",),
-        },
-    ),
-    "slow-data": (
-        "cpu",
-        {
-            "phases__data_wait_s": 0.03,
-            "counterfactual_s": {"synthetic-data": 0.07},
-            "sites": {"data": (SITE,)},
-        },
-    ),
-    "slow-disk": (
-        "cpu",
-        {
-            "phases__data_wait_s": 0.03,
-            "data__disk_stalled_s": 0.025,
-            "data__read_bytes_per_step": 1e6,
-        },
-    ),
-    "slow-logging": ("cpu", {"phases__logging_s": 0.02, "sites": {"logging": (SITE,)}}),
-    "slow-save": ("cpu", {"phases__checkpoint_s": 0.03}),
-    "small-batch": ("cuda", {"roof__mfu": 0.1}),
-    "throttling": ("cuda", {"gpu__slowed_by": ("heat (driver)",), "gpu__clock_share": 0.6}),
-    "tiny-kernels": (
-        "cpu",
-        {"counts__tiny_ops": 3000.0, "counts__tiny_op_s": 0.06, "sites": {"op": (SITE,)}},
-    ),
-    "unstable-training": ("cpu", {"failure": failed("diverged")}),
-    "vocabulary": ("cpu", {"config": {"model.vocab_size": 50_304}}),
+CPU_CASES = {
+    "busy-machine": {"host__other_busy_cores": 3.0},
+    "compile-failure": {"compile_fallback": "no compiler"},
+    "cpu-by-mistake": {"machine": GPU_MACHINE},
+    "cpu-threads": {
+        "host__threads": 1,
+        "counterfactual_s": {"all-threads": 0.05},
+        "host__environment": {"OMP_NUM_THREADS": "1"},
+    },
+    "disk-space": {"host__disk_needed_gib": 200.0},
+    "failure": {"failure": failed("error", fix="Correct it.")},
+    "frequent-evaluation": {"phases__evaluation_s": 0.05},
+    "garbage-collection": {"phases__gc_s": 0.02, "sites": {"gc": (SITE,)}},
+    "hang": {"failure": failed("hang", site=SITE)},
+    "length": {"epochs": 400.0},
+    "missing-package": {"failure": failed("missing-package", fix="Install it.")},
+    "no-data": {"data__missing": "There is no dataset."},
+    "out-of-memory": {"failure": failed("out-of-memory")},
+    "recompiles": {
+        "phases__compile_s": 0.05,
+        "counts__recompiles": 0.5,
+        "recompile_reasons": ("size mismatch at index 0",),
+    },
+    "slow-data": {
+        "phases__data_wait_s": 0.03,
+        "counterfactual_s": {"synthetic-data": 0.07},
+        "sites": {"data": (SITE,)},
+    },
+    "slow-disk": {
+        "phases__data_wait_s": 0.03,
+        "data__disk_stalled_s": 0.025,
+        "data__read_bytes_per_step": 1e6,
+    },
+    "slow-logging": {"phases__logging_s": 0.02, "sites": {"logging": (SITE,)}},
+    "slow-save": {"phases__checkpoint_s": 0.03},
+    "tiny-kernels": {
+        "counts__tiny_ops": 3000.0,
+        "counts__tiny_op_s": 0.06,
+        "sites": {"op": (SITE,)},
+    },
+    "unstable-training": {"failure": failed("diverged")},
+    "vocabulary": {"config": {"model.vocab_size": 50_304}},
 }
-"""For each rule, the device and the facts to plant."""
+GPU_CASES = {
+    "communication": {"phases__communication_s": 0.03, "world_size": 4},
+    "deterministic": {"config": {"train.deterministic": True}},
+    "empty-cache": {"counts__empty_cache": 1.0, "counts__empty_cache_s": 0.01},
+    "environment": {"host__environment": {"CUDA_LAUNCH_BLOCKING": "1"}},
+    "full-memory": {"memory__reserved_gib": 61.0, "memory__peak_gib": 60.0},
+    "fragmentation": {"memory__reserved_gib": 60.0, "memory__peak_gib": 40.0},
+    "gpu-shared": {"gpu__other_processes": 1, "gpu__other_memory_gib": 20.0},
+    "host-sync": {
+        "counts__syncs": 30.0,
+        "counts__sync_s": 0.03,
+        "phases__host_s": 0.02,
+        "sites": {"sync": (SITE,)},
+    },
+    "idle-gpu": {"phases__host_s": 0.05},
+    "memory-bound": {
+        "phases__memory_bound_s": 0.05,
+        "speedups": ("prefetch",),
+        "kernels": (ROW,),
+    },
+    "pageable-copies": {
+        "counts__pageable_copies": 2.0,
+        "counts__pageable_copy_s": 0.01,
+        "counts__pageable_copy_bytes": 1e8,
+        "sites": {"copy": (SITE,)},
+    },
+    "precision": {"config": {"train.precision": "fp16"}},
+    "small-batch": {"roof__mfu": 0.1},
+    "throttling": {"gpu__slowed_by": ("heat (driver)",), "gpu__clock_share": 0.6},
+}
+PLANTED = {name: ("cpu", facts) for name, facts in CPU_CASES.items()}
+PLANTED |= {name: ("cuda", facts) for name, facts in GPU_CASES.items()}
 
 
 def planted(healthy, name):
     device, changes = PLANTED[name]
-    changes = dict(changes)
-    settings = changes.pop("config", None)
-    if settings is not None:
-        changes["config"] = healthy(device).config.with_values(settings)
+    if "config" in changes:
+        config = healthy(device).config.with_values(changes["config"])
+        changes = changes | {"config": config}
     return healthy(device, **changes)
 
 
@@ -264,36 +245,22 @@ def test_a_planted_cause_is_the_only_finding(healthy, name):
     assert finding.verdict.endswith(".")
     assert "\n" not in finding.verdict
     assert found.verdict == finding.verdict
-    assert all(fix.text.endswith(".") for fix in finding.fixes)
     assert finding.fixes
     if "sites" in PLANTED[name][1]:
         assert finding.site == SITE
     for fix in finding.fixes:
-        if fix.gain is not None:
-            assert 0 <= fix.gain <= 1
-            assert fix.gain_from
-
-
-@pytest.mark.parametrize("name", sorted(PLANTED))
-def test_overrides_of_a_fix_are_settings_that_exist(healthy, name):
-    from flatout.measure.diagnose.fix import applied
-
-    evidence = planted(healthy, name)
-    for finding in diagnosis_of(evidence).findings:
-        for fix in finding.fixes:
-            changed = applied(evidence.config, fix.overrides)
-            assert not fix.overrides or changed != evidence.config, fix.text
+        assert fix.text.endswith(".")
+        assert fix.gain is None or (0 <= fix.gain <= 1 and fix.gain_from)
+        changed = applied(evidence.config, fix.overrides)
+        assert not fix.overrides or changed != evidence.config, fix.text
 
 
 @pytest.mark.parametrize("name", sorted(PLANTED))
 def test_a_finding_about_another_tools_loop_needs_no_recipe(healthy, name):
-    evidence = planted(healthy, name).model_copy(
-        update={"config": None, "speedups": None, "source": "watched loop"}
-    )
-    for rule in rules():
-        finding = rule.look(evidence)
-        if finding is not None:
-            assert not any(fix.overrides for fix in finding.fixes), rule.name
+    changes = {"config": None, "speedups": None, "source": "watched loop"}
+    evidence = planted(healthy, name).model_copy(update=changes)
+    for finding in filter(None, (rule.look(evidence) for rule in rules())):
+        assert not any(fix.overrides for fix in finding.fixes)
 
 
 def test_more_troubles_that_are_out_of_memory(healthy):
@@ -337,21 +304,15 @@ def test_more_troubles_that_are_unstable(healthy):
 @pytest.mark.parametrize(
     ("facts", "words"),
     [
-        ({"host__no_gpu_because": "requested", "host__sees_gpu": True}, "Remove train.device=cpu."),
-        ({"host__torch_cuda": None}, "Install a torch for CUDA"),
-        (
-            {"host__torch_cuda": "13.0", "host__environment": {"CUDA_VISIBLE_DEVICES": ""}},
-            "Unset CUDA_VISIBLE_DEVICES",
-        ),
-        ({"host__torch_cuda": "13.0"}, "nvidia-smi"),
+        ({"no_gpu_because": "requested", "sees_gpu": True}, "Remove train.device=cpu."),
+        ({"torch_cuda": None}, "Install a torch for CUDA"),
+        ({"torch_cuda": "13.0", "environment": {"CUDA_VISIBLE_DEVICES": ""}}, "Unset CUDA_VISIBLE"),
+        ({"torch_cuda": "13.0"}, "nvidia-smi"),
     ],
 )
 def test_the_cpu_by_mistake_has_a_fix_for_each_reason(healthy, facts, words):
-    changed = healthy(machine=GPU_MACHINE, host=HostFacts(torch_version="2.13.0"))
-    for key, value in facts.items():
-        name = key.removeprefix("host__")
-        changed = changed.model_copy(update={"host": changed.host.model_copy(update={name: value})})
-    (finding,) = diagnosis_of(changed).findings
+    host = HostFacts(torch_version="2.13.0", **facts)
+    (finding,) = diagnosis_of(healthy(machine=GPU_MACHINE, host=host)).findings
     assert finding.name == "cpu-by-mistake"
     assert words in finding.fixes[0].text
 
@@ -380,19 +341,52 @@ def test_fewer_threads_are_no_finding_where_others_use_the_cores_or_they_do_not_
 def test_environment_variables_that_are_off_are_no_finding(healthy):
     off = {"CUDA_LAUNCH_BLOCKING": "0", "TORCH_DISTRIBUTED_DEBUG": "OFF"}
     assert diagnosis_of(healthy("cuda", host__environment=off)).is_healthy
-    blocking = {"CUDA_LAUNCH_BLOCKING": "1"}
-    assert diagnosis_of(healthy("cpu", host__environment=blocking)).is_healthy
+    assert diagnosis_of(healthy(host__environment={"CUDA_LAUNCH_BLOCKING": "1"})).is_healthy
     old = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     (finding,) = diagnosis_of(healthy("cuda", host__environment=old)).findings
     assert finding.fixes[0].text == "Write PYTORCH_ALLOC_CONF."
 
 
 def test_compiling_does_not_pay_off_in_the_last_minute(healthy):
-    idle = healthy("cuda", phases__host_s=0.05, speedups=("prefetch",))
-    first = diagnosis_of(idle).findings[0].fixes[0]
-    assert first.overrides == {"speedups": "+compile"}
-    last = diagnosis_of(idle.model_copy(update={"remaining_s": 30.0})).findings[0].fixes[0]
-    assert last.overrides != {"speedups": "+compile"}
+    idle = {"phases__host_s": 0.05, "speedups": ("prefetch",)}
+    for remaining_s, is_first in ((3600.0, True), (30.0, False)):
+        (finding,) = diagnosis_of(healthy("cuda", **idle, remaining_s=remaining_s)).findings
+        assert (finding.fixes[0].overrides == {"speedups": "+compile"}) == is_first
+
+
+def test_a_full_power_budget_is_no_throttling(healthy):
+    def found(**facts):
+        evidence = healthy("cuda", gpu=GpuFacts(**facts))
+        return next((f for f in diagnosis_of(evidence).findings if f.name == "throttling"), None)
+
+    assert found() is found(slowed_by=("its power cap",), clock_share=0.93) is None
+    assert found(slowed_by=("its power cap",), clock_share=0.7).harm == "slows"
+    assert found(power_limit_share=0.6).harm == "warns"
+    assert found(slowed_by=("heat (driver)",), clock_share=0.95).share is not None
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_thread_that_saves_in_the_background_is_advised_on_a_gpu_only(healthy, device):
+    for is_ours in (True, False):
+        evidence = healthy(device, phases__checkpoint_s=0.03)
+        if not is_ours:
+            evidence = evidence.model_copy(update={"config": None, "source": "watched loop"})
+        found = next(f for f in diagnosis_of(evidence).findings if f.name == "slow-save")
+        assert found.share == pytest.approx(0.3)
+        assert any("background" in fix.text for fix in found.fixes) == (device == "cuda")
+
+
+def test_evaluations_are_not_put_beyond_the_end_of_the_run(healthy):
+    def rarer(every):
+        evidence = healthy(phases__evaluation_s=0.09, planned_steps=60)
+        config = evidence.config.with_values({"train.eval_every": every, "train.steps": 60})
+        (finding,) = diagnosis_of(evidence.model_copy(update={"config": config})).findings
+        return [fix for fix in finding.fixes if "train.eval_every" in fix.overrides]
+
+    (fix,) = rarer(10)
+    assert fix.overrides == {"train.eval_every": 60}
+    assert fix.gain == pytest.approx(0.9 * 5 / 6)
+    assert rarer(60) == []
 
 
 def test_the_documentation_lists_every_finding():

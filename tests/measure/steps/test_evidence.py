@@ -20,21 +20,19 @@ MACHINE = Machine("a CPU", 2, 24.0, (GPU,), "3.12")
 
 def test_nothing_is_known_until_it_is_filled_in():
     found = Evidence(source="preflight")
-    assert found.phases.known() == {}
-    assert found.phase_shares() == {}
-    assert found.share(1.0) is None
-    assert found.site("sync") is None
-    assert found.setting("optim.lr") is None
+    assert found.phases.known() == found.phase_shares() == {}
+    assert found.share(1.0) is found.site("sync") is found.setting("optim.lr") is None
     assert not found.on_gpu
-
-
-def test_shares_are_parts_of_the_step():
-    found = Evidence(
-        source="measured run", step_s=0.2, phases=Phases(data_wait_s=0.05, compute_s=0.1)
-    )
+    phases = Phases(data_wait_s=0.05, compute_s=0.1)
+    found = Evidence(source="measured run", step_s=0.2, phases=phases)
     assert found.phase_shares() == pytest.approx({"data_wait": 0.25, "compute": 0.5})
-    assert found.share(None) is None
-    assert found.share(0.3) == 1.0
+    assert (found.share(None), found.share(0.3)) == (None, 1.0)
+    assert CallSite(file="a.py", line=3, text="x.item()").describe() == "a.py:3: x.item()"
+    assert CallSite(file="a.py", line=3, text="").describe() == "a.py:3"
+    with pytest.raises(ValidationError):
+        Evidence(source="preflight", speed=3)
+    with pytest.raises(ValidationError):
+        found.step_s = 1.0
 
 
 def test_evidence_passes_between_processes_unchanged(tiny_config):
@@ -56,18 +54,6 @@ def test_evidence_passes_between_processes_unchanged(tiny_config):
     assert again.site("sync") == site
     lost = found.model_copy(update={"losses": ((3, math.nan),)})
     assert math.isnan(Evidence.model_validate_json(lost.model_dump_json()).losses[0][1])
-
-
-def test_a_call_site_reads_like_a_traceback():
-    assert CallSite(file="a.py", line=3, text="x.item()").describe() == "a.py:3: x.item()"
-    assert CallSite(file="a.py", line=3, text="").describe() == "a.py:3"
-
-
-def test_evidence_is_frozen_and_refuses_unknown_fields():
-    with pytest.raises(ValidationError):
-        Evidence(source="preflight", speed=3)
-    with pytest.raises(ValidationError):
-        Evidence(source="preflight").step_s = 1.0
 
 
 @pytest.mark.slow

@@ -61,9 +61,6 @@ def test_the_driver_reports_a_gpu(driver):
 def test_what_the_driver_does_not_report_is_unknown(driver):
     found = gpu_facts(MACHINE, "cuda").model_dump(exclude_none=True)
     assert found == {"name": "a GPU", "supports_bf16": True}
-
-
-def test_without_a_driver_the_name_is_known(driver):
     driver.nvmlInit = refuse
     assert gpu_facts(MACHINE, "cuda").name == "a GPU"
     assert gpu_facts(MACHINE, "cpu") is None

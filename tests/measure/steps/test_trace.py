@@ -35,6 +35,10 @@ def test_operations_have_classes_and_times(trace):
     assert "communication" not in rows
     assert trace.busy_s() is None
     assert trace.kernels == ()
+    counts = trace.counted(work_s=1.0)  # not those that others call
+    assert 5 < counts["ops"] < len([op for op in trace.ops if op.name.startswith("aten::")]) / 2
+    assert 0 < counts["tiny_op_s"] <= 1.0
+    assert counts["tiny_ops"] <= counts["ops"]
 
 
 def test_operations_have_the_innermost_phase(trace):
@@ -46,13 +50,6 @@ def test_operations_have_the_innermost_phase(trace):
     assert "aten::gelu_backward" in names["compute"]
     assert "aten::mm" not in names["optimizer"]
     assert {op.kind for op in trace.ops if op.within == "optimizer"} <= {"optimizer", "copy"}
-
-
-def test_operations_that_others_call_do_not_count(trace):
-    counts = trace.counted(work_s=1.0)
-    assert 5 < counts["ops"] < len([op for op in trace.ops if op.name.startswith("aten::")]) / 2
-    assert 0 < counts["tiny_op_s"] <= 1.0
-    assert counts["tiny_ops"] <= counts["ops"]
 
 
 @pytest.fixture
@@ -96,12 +93,9 @@ def test_operations_nest_and_wrappers_cost_nothing(gpu):
     assert linear.self_s == pytest.approx(4 * US)
     assert product.parent == "aten::linear"
     assert linear.flops == linear.bytes == 0
-
-
-def test_memory_of_host_and_device_are_told_apart(gpu):
     assert len(gpu.allocations) == 4
     assert gpu.allocations[0].allocated == 10512
-    assert read_trace(document(), steps=2).allocations == ()
+    assert read_trace(document(), steps=2).allocations == (), "those of the device"
 
 
 def test_a_file_without_marks_is_read():
@@ -117,19 +111,12 @@ def test_rows_add_up_and_the_longest_is_first(gpu):
     assert [row.kind for row in table] == ["matmul", "elementwise", "optimizer", "copy"]
     assert sum(row.share for row in table) == pytest.approx(1.0)
     assert sum(row.seconds for row in table) == pytest.approx(37 * US)
-    assert table[0].calls == 2
-    assert table[0].slowest == "nvjet_tst_128x256"
-
-
-def test_rates_are_shares_of_the_roof_and_unknown_ones_stay_unknown(gpu):
+    assert (table[0].calls, table[0].slowest) == (2, "nvjet_tst_128x256")
     product, elementwise, *_ = gpu.table(1.0, 100.0)
     tflops = 2 * 8 * 64 * 32 / (24 * US) / 1e12
-    assert product.tflops == pytest.approx(tflops)
-    assert product.of_peak == pytest.approx(tflops)
+    assert product.tflops == product.of_peak == table[0].tflops == pytest.approx(tflops)
     assert product.of_bandwidth == pytest.approx(product.gb_per_s / 100)
-    assert elementwise.tflops is elementwise.of_peak is None
-    assert gpu.table()[0].tflops == product.tflops
-    assert gpu.table()[0].of_peak is None
+    assert elementwise.tflops is elementwise.of_peak is table[0].of_peak is None
 
 
 def test_kernels_that_overlap_are_busy_once_and_short_ones_are_tiny():

@@ -11,7 +11,7 @@ from stand_in import build, train
 
 from flatout.training.checkpoint import host_copy
 from flatout.training.checkpoint.host_copy import HostCopy, bytes_of, free_bytes
-from flatout.training.checkpoint.snapshot import take
+from flatout.training.checkpoint.savers import take
 
 CUDA = torch.device("cuda", 0)
 
@@ -66,7 +66,7 @@ def test_the_next_forward_pass_waits_for_buffers_only(tmp_path, calls):
     snapshot = take(run, {})
     assert snapshot.buffers == {"model/calls"}
     num_tensors = sum(len(tensors) for tensors in snapshot.tensors.values())
-    HostCopy().of(snapshot, CUDA)
+    HostCopy().of(snapshot.tensors, snapshot.buffers, CUDA)
     assert calls == [
         "beside waits for training",
         "on beside",
@@ -82,7 +82,7 @@ def test_the_update_and_the_thread_wait_for_the_last_copy(tmp_path, calls):
     copy = HostCopy()
     copy.before_update()
     copy.wait()
-    copy.of(take(build(tmp_path / "run"), {}), CUDA)
+    copy.of(take(build(tmp_path / "run"), {}).tensors, (), CUDA)
     assert copy._copied == "beside 2"
     copy._copied = SimpleNamespace(
         wait=lambda: calls.append("the stream waits"),
@@ -97,28 +97,16 @@ def test_a_copy_keeps_its_values_and_takes_no_more_than_the_state(tmp_path):
     run = build(tmp_path / "run")
     train(run, 2)
     snapshot = take(run, {})
-    before = {
-        name: tensor.clone()
-        for tensors in snapshot.tensors.values()
-        for name, tensor in tensors.items()
-    }
-    copied = HostCopy().of(snapshot, run.mesh.device)
+    file = "model-00000.safetensors"
+    before = {name: tensor.clone() for name, tensor in snapshot.tensors[file].items()}
+    copied = HostCopy().of(snapshot.tensors, snapshot.buffers, run.mesh.device)[file]
     train(run, 1)
-    copies = {
-        name: tensor for tensors in copied.tensors.values() for name, tensor in tensors.items()
-    }
-    assert all(torch.equal(copies[name], tensor) for name, tensor in before.items())
-    assert not all(
-        torch.equal(tensor, before[name])
-        for tensors in snapshot.tensors.values()
-        for name, tensor in tensors.items()
-    )
-    state_bytes = sum(tensor.numel() * tensor.element_size() for tensor in before.values())
-    assert (
-        state_bytes
-        <= bytes_of(snapshot.all_tensors)
-        <= state_bytes + host_copy.ALIGNMENT * len(before)
-    )
+    assert all(torch.equal(copied[name], tensor) for name, tensor in before.items())
+    now = snapshot.tensors[file]
+    assert not all(torch.equal(now[name], tensor) for name, tensor in before.items())
+    state_bytes = sum(tensor.nbytes for tensor in before.values())
+    most_bytes = state_bytes + host_copy.ALIGNMENT * len(before)
+    assert state_bytes <= bytes_of({file: before}) <= most_bytes
 
 
 def test_room_is_what_the_system_and_the_container_leave(tmp_path, monkeypatch):
@@ -133,11 +121,11 @@ def test_room_is_what_the_system_and_the_container_leave(tmp_path, monkeypatch):
     monkeypatch.setattr(
         host_copy.psutil,
         "virtual_memory",
-        lambda: SimpleNamespace(available=2 * bytes_of(snapshot.all_tensors)),
+        lambda: SimpleNamespace(available=2 * bytes_of(snapshot.tensors)),
     )
-    assert HostCopy().has_room(bytes_of(snapshot.all_tensors), run)
+    assert HostCopy().has_room(bytes_of(snapshot.tensors), run)
     run.mesh.local_world_size = 3
-    assert not HostCopy().has_room(bytes_of(snapshot.all_tensors), run)
+    assert not HostCopy().has_room(bytes_of(snapshot.tensors), run)
 
 
 @pytest.mark.gpu
@@ -151,28 +139,16 @@ def test_on_a_gpu_the_copy_is_of_the_values_before_the_update(pinned, monkeypatc
     copy = HostCopy()
     for _ in range(3):
         wanted = weight.cpu(), buffer.cpu()
-        snapshot = host_copy.Snapshot(
-            None,
-            0,
-            0,
-            1,
-            {"f": {"weight": weight, "buffer": buffer}},
-            frozenset({"buffer"}),
-            {},
-            {},
-            {},
-            {},
-        )
-        copied = copy.of(snapshot, device)
+        copied = copy.of({"f": {"weight": weight, "buffer": buffer}}, {"buffer"}, device)["f"]
         buffer += 1
         for _ in range(3):
             weight @ weight
         copy.before_update()
         weight += 1
         copy.wait()
-        assert torch.equal(copied.tensors["f"]["weight"], wanted[0])
-        assert torch.equal(copied.tensors["f"]["buffer"], wanted[1])
-        assert copied.tensors["f"]["weight"].is_pinned() == pinned
+        assert torch.equal(copied["weight"], wanted[0])
+        assert torch.equal(copied["buffer"], wanted[1])
+        assert copied["weight"].is_pinned() == pinned
     del copied
     copy.make_room(2 * copy._block.numel(), device)
     assert copy._block.is_pinned() == pinned

@@ -2,18 +2,14 @@
 
 import json
 import random
-import shutil
 
 import numpy as np
 import pytest
 import torch
 from stand_in import Core, build, outcome, train
 
-from flatout import json_io
 from flatout.errors import CheckpointError, RunFailed
-from flatout.training.checkpoint import catalog, read_write, savers, snapshot
-from flatout.training.checkpoint.catalog import checkpoint_path
-from flatout.training.checkpoint.retention import prune
+from flatout.training.checkpoint import catalog, read_write, savers
 
 
 def saved(tmp_path, *, steps=5, name="run", **kwargs):
@@ -30,29 +26,12 @@ def test_a_loaded_run_continues_bit_for_bit(tmp_path):
     assert outcome(again, 5) == unbroken
 
 
-def test_saving_does_not_change_the_run(tmp_path):
-    plain = build(tmp_path / "plain")
-    train(plain, 5)
-    unbroken = outcome(plain, 3)
-    run, _ = saved(tmp_path)
-    assert outcome(run, 3) == unbroken
-
-
 def test_a_run_before_its_first_step_can_be_saved(tmp_path):
     run, path = saved(tmp_path, steps=0)
     unbroken = outcome(run, 3)
     again = build(tmp_path / "run", seed=99)
     read_write.load(again, path)
     assert outcome(again, 3) == unbroken
-
-
-def test_loading_replaces_the_state_of_a_run_that_trained(tmp_path):
-    run, path = saved(tmp_path)
-    unbroken = outcome(run, 5)
-    again = build(tmp_path / "run", seed=7)
-    train(again, 3)
-    read_write.load(again, path)
-    assert outcome(again, 5) == unbroken
 
 
 def test_no_file_is_a_pickle_and_every_file_is_in_the_manifest(tmp_path):
@@ -68,15 +47,6 @@ def test_no_file_is_a_pickle_and_every_file_is_in_the_manifest(tmp_path):
     assert set(json.loads((path / "manifest.json").read_text())["files"]) == names - {
         "manifest.json"
     }
-
-
-def test_tensors_have_the_names_of_the_model(tmp_path):
-    _, path = saved(tmp_path)
-    tensors = json.loads((path / "index.json").read_text())["tensors"]
-    assert "model/blocks.0.matrix.weight" in tensors
-    assert "optimizer/0/blocks.1.norm.bias/exp_avg_sq" in tensors
-    assert "optimizer/1/embedding.weight/momentum_buffer" in tensors
-    assert "model/cache" not in tensors
 
 
 def test_optimizer_state_is_matched_by_name_not_by_order(tmp_path):
@@ -115,12 +85,6 @@ def test_read_weights_returns_tied_weights_under_all_names(tmp_path):
     assert weights["head.weight"] is weights["embedding.weight"]
 
 
-def test_read_weights_does_not_need_the_optimizer_files(tmp_path):
-    _, path = saved(tmp_path)
-    (path / "optimizer-00000.safetensors").unlink()
-    assert "calls" in read_write.read_weights(path)
-
-
 def test_weights_sha256_depends_only_on_the_weights(tmp_path):
     run, path = saved(tmp_path)
     digest = read_write.weights_sha256(path)
@@ -131,58 +95,27 @@ def test_weights_sha256_depends_only_on_the_weights(tmp_path):
     assert read_write.weights_sha256(savers.save(run)) != digest
 
 
-@pytest.mark.parametrize(
-    "name", ["model-00000.safetensors", "optimizer-00000.safetensors", "index.json", "state.json"]
-)
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
-def test_load_refuses_a_damaged_file_before_anything_changes(tmp_path, name, damage):
+def test_a_damaged_file_is_found_by_name(tmp_path, damage):
     _, path = saved(tmp_path)
-    file = path / name
-    content = bytearray(file.read_bytes())
-    if damage == "flip":
+    for name in catalog.read_manifest(path).files:
+        file = path / name
+        content = bytearray(file.read_bytes())
         content[len(content) // 2] ^= 1
-        file.write_bytes(content)
-    elif damage == "cut":
-        file.write_bytes(content[:-1])
-    else:
-        file.unlink()
-    again = build(tmp_path / "run", seed=5)
-    before = {n: t.clone() for n, t in again.core.state_dict().items()}
-    with pytest.raises(CheckpointError, match=name):
-        read_write.load(again, path)
-    assert all(torch.equal(t, before[n]) for n, t in again.core.state_dict().items())
-    assert any(name in problem for problem in catalog.verify(path))
-
-
-def test_check_size_reads_no_content_but_checks_sizes(tmp_path, monkeypatch):
-    run, path = saved(tmp_path)
-    unbroken = outcome(run, 2)
-    again = build(tmp_path / "run", seed=5)
-    with monkeypatch.context() as patch:
-        patch.setattr(catalog, "sha256", lambda path: pytest.fail(f"{path} is read again"))
-        read_write.load(again, path, check=catalog.check_size)
-    assert outcome(again, 2) == unbroken
-    file = path / "optimizer-00000.safetensors"
-    file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(CheckpointError, match="optimizer-00000"):
-        read_write.load(again, path, check=catalog.check_size)
+        changed = {"flip": content, "cut": content[:-1], "remove": None}[damage]
+        file.rename(tmp_path / "kept")
+        if changed is not None:
+            file.write_bytes(changed)
+        assert any(name in problem for problem in catalog.verify(path))
+        (tmp_path / "kept").replace(file)
+    assert catalog.verify(path) == []
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"files": 3}', "[1]"])
-def test_load_refuses_a_damaged_manifest(tmp_path, text):
+def test_a_damaged_manifest_is_found(tmp_path, text):
     _, path = saved(tmp_path)
     (path / "manifest.json").write_text(text)
     assert any("manifest.json" in problem for problem in catalog.verify(path))
-    with pytest.raises(CheckpointError, match=r"manifest\.json"):
-        read_write.load(build(tmp_path / "run"), path)
-
-
-def test_load_refuses_a_newer_format(tmp_path):
-    _, path = saved(tmp_path)
-    manifest = json.loads((path / "manifest.json").read_text())
-    (path / "manifest.json").write_text(json.dumps(manifest | {"format_version": 99}))
-    with pytest.raises(CheckpointError, match="newer flatout"):
-        read_write.load(build(tmp_path / "run"), path)
 
 
 def test_load_refuses_another_model_and_names_the_tensor(tmp_path):
@@ -279,27 +212,6 @@ def test_save_refuses_state_that_a_checkpoint_cannot_hold(tmp_path):
     assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.bfloat16, torch.float16, torch.float64, torch.int16, torch.bool, torch.uint8]
-)
-def test_every_dtype_is_restored(tmp_path, dtype):
-    run = build(tmp_path / "run")
-    values = torch.arange(-6, 6).reshape(3, 4).to(dtype)
-    run.core.register_buffer("odd", values.clone())
-    path = savers.save(run)
-    assert torch.equal(read_write.read_weights(path)["odd"], values)
-
-
-def test_empty_and_strided_tensors_are_restored(tmp_path):
-    run = build(tmp_path / "run")
-    run.core.register_buffer("none", torch.zeros(0, 3))
-    run.core.register_buffer("turned", torch.arange(12.0).reshape(3, 4).T)
-    path = savers.save(run)
-    weights = read_write.read_weights(path)
-    assert weights["none"].shape == (0, 3)
-    assert torch.equal(weights["turned"], torch.arange(12.0).reshape(3, 4).T)
-
-
 def test_saving_a_step_again_replaces_its_checkpoint(tmp_path):
     run, path = saved(tmp_path)
     run.best_val_loss = -1.0
@@ -308,18 +220,6 @@ def test_saving_a_step_again_replaces_its_checkpoint(tmp_path):
     read_write.load(again, path)
     assert again.best_val_loss == -1.0
     assert [p.name for p in path.parent.iterdir()] == ["step-5"]
-
-
-def test_later_steps_of_an_abandoned_branch_are_set_aside(tmp_path):
-    run, path = saved(tmp_path)
-    train(run, 5)
-    savers.save(run)
-    again = build(tmp_path / "run")
-    read_write.load(again, path)
-    train(again, 1)
-    savers.save(again)
-    assert catalog.steps(tmp_path / "run") == [5, 6]
-    assert len(list(path.parent.glob("step-10.aside-*"))) == 1
 
 
 @pytest.mark.parametrize("kind", ["tensors", "json"])
@@ -332,30 +232,11 @@ def test_a_full_disk_leaves_earlier_checkpoints_untouched(tmp_path, monkeypatch,
 
     monkeypatch.setattr(
         read_write.tensors, "write", full
-    ) if kind == "tensors" else monkeypatch.setattr(snapshot, "_write", full)
+    ) if kind == "tensors" else monkeypatch.setattr(savers, "_write", full)
     with pytest.raises(RunFailed, match="No space left"):
         savers.save(run)
     assert [p.name for p in path.parent.iterdir()] == ["step-5"]
     assert catalog.latest(tmp_path / "run") == path
-
-
-def test_a_moved_checkpoint_is_complete(tmp_path):
-    run, path = saved(tmp_path)
-    unbroken = outcome(run, 2)
-    moved = tmp_path / "elsewhere" / "step-5"
-    shutil.copytree(path, moved)
-    again = build(tmp_path / "new")
-    read_write.load(again, moved)
-    assert outcome(again, 2) == unbroken
-
-
-def test_float_values_are_restored_bit_for_bit(tmp_path):
-    run = build(tmp_path / "run")
-    run.elapsed_s, run.best_val_loss = 0.1 + 0.2, float(np.float32(1.1))
-    path = savers.save(run)
-    again = build(tmp_path / "run")
-    read_write.load(again, path)
-    assert (again.elapsed_s, again.best_val_loss) == (0.1 + 0.2, float(np.float32(1.1)))
 
 
 def test_the_cached_gaussians_of_generators_are_restored(tmp_path):
@@ -366,24 +247,3 @@ def test_the_cached_gaussians_of_generators_are_restored(tmp_path):
     wanted = random.gauss(0, 1), np.random.randn()
     read_write.load(build(tmp_path / "run", seed=8), path)
     assert (random.gauss(0, 1), np.random.randn()) == wanted
-
-
-def test_load_refuses_an_index_that_does_not_cover_a_tensor(tmp_path):
-    _, path = saved(tmp_path)
-    index = json.loads((path / "index.json").read_text())
-    index["tensors"]["model/blocks.0.matrix.weight"]["slices"] = []
-    json_io.write_json(path / "index.json", index)
-    manifest = json.loads((path / "manifest.json").read_text())
-    manifest["files"]["index.json"] = snapshot.facts(path / "index.json")
-    json_io.write_json(path / "manifest.json", manifest)
-    with pytest.raises(CheckpointError, match="do not cover"):
-        read_write.load(build(tmp_path / "run"), path)
-
-
-def test_prune_keeps_the_newest_and_the_best(tmp_path):
-    run = build(tmp_path / "run")
-    for run.step in (1, 2, 3, 4, 5):
-        savers.save(run)
-    assert prune(tmp_path / "run", keep=2, best_step=2) == [1, 3]
-    assert catalog.steps(tmp_path / "run") == [2, 4, 5]
-    assert not checkpoint_path(tmp_path / "run", 1).exists()

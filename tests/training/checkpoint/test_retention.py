@@ -3,7 +3,7 @@ from fakes import fake_checkpoint
 
 from flatout.config.sections import CheckpointConfig
 from flatout.training.checkpoint import catalog
-from flatout.training.checkpoint.retention import (
+from flatout.training.checkpoint.catalog import (
     aside_paths,
     delete_aside,
     most_at_once,

@@ -39,12 +39,8 @@ def machine():
 
 def watched(machine, change=lambda i, record: None, *, count=300):
     """The events of a run with a step of 100 ms and 2% noise; `change` edits its records."""
-    rng, alarms, found, wall_s = (
-        random.Random(7),
-        Alarms(machine.surroundings(), last_step=5000),
-        [],
-        0.0,
-    )
+    rng, alarms = random.Random(7), Alarms(machine.surroundings(), last_step=5000)
+    found, wall_s = [], 0.0
     for i in range(1, count + 1):
         record = {"step": i * EVERY, "train/lr": 1e-3, "train/grad_norm": 1 + 0.1 * rng.random()}
         record |= {"train/loss": 3 + 0.02 * rng.gauss(0, 1), "mem/process_gib": 1.0}

@@ -9,7 +9,6 @@ from functools import partial
 import pytest
 import torch
 
-from flatout.errors import ConfigError
 from flatout.ops import cross_entropy
 from flatout.training.evaluation import batch_shapes
 from flatout.training.loop import log_evaluation
@@ -195,13 +194,6 @@ def test_a_graph_break_is_counted_with_its_reason_and_line(compiled_run, tmp_pat
     (compiled,) = events(tmp_path / "run", "compiled")
     assert compiled["graph_breaks"] > 0
     assert "eigenstate.py:" in compiled["first_break"]
-
-
-def test_compiling_the_model_and_its_blocks_at_once_is_refused(build_run, tiny_config):
-    with pytest.raises(
-        ConfigError, match="'compile' and 'compile-blocks' both fill the slot 'compilation'"
-    ):
-        build_run(tiny_config(speedups=["compile", "compile-blocks"]))
 
 
 def test_reaching_the_recompile_limit_is_reported():

@@ -96,7 +96,7 @@ def test_a_fall_in_the_first_values_cannot_be_told_from_noise():
 
 
 def creep():
-    return Creep(min_growth=1 / 32, min_share=0.02)
+    return Creep()
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -20,7 +20,6 @@ from flatout.training.metrics.loggers import (
     Logger,
     RemoteRun,
     configured_observers,
-    guarded,
     reason_of,
     require_loggers,
 )
@@ -204,9 +203,6 @@ import flatout
 from flatout.training.metrics.loggers import Logger
 
 
-class Mine(Logger):
-    pass
-
 
 class Watcher(flatout.Quiet):
     pass
@@ -248,15 +244,6 @@ def own(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     yield
     sys.modules.pop("own_loggers", None)
-
-
-@pytest.mark.usefixtures("own")
-def test_a_logger_of_the_user_is_named_by_a_reference():
-    config = LogConfig(to=["own_loggers:Mine"])
-    require_loggers(config)
-    (guard,) = guarded(config.to, lambda *_, **__: None)
-    guard.on_start(SimpleNamespace(step=0))
-    guard.close()
 
 
 @pytest.mark.usefixtures("own")
@@ -302,13 +289,6 @@ def test_a_mistake_of_an_observer_ends_the_run_and_one_of_a_logger_does_not(tiny
 def test_other_objects_are_refused(config, message):
     with pytest.raises(ConfigError, match=message):
         require_loggers(LogConfig(**config))
-
-
-@pytest.mark.usefixtures("own")
-def test_a_function_must_return_an_observer():
-    config = LogConfig(observers="own_loggers:make_nothing")
-    with pytest.raises(ConfigError, match="is not an observer"):
-        configured_observers(config)
 
 
 @pytest.mark.slow

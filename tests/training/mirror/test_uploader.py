@@ -245,19 +245,6 @@ def test_a_run_that_was_restored_elsewhere_sends_nothing_more(run, mirrored):
         run.started()
 
 
-def test_a_run_that_is_restored_elsewhere_while_it_sends_stops_sending(run, stalled, mirrored):
-    release, asked = stalled
-    run.checkpoint(5)
-    uploader = run.started()
-    assert asked.wait(60)
-    other = Sender(id="other", run="/data/run", host="nodeB")
-    MirrorStore(uploader.url).write_sender(other)
-    release.set()
-    uploader.close(SILENT)
-    assert "nodeB" in run.of_kind("upload_failed", "reason")[0]
-    assert "manifest.json" not in mirrored(5)
-
-
 def test_compressed_files_have_another_name_and_the_same_manifest(run, store, mirrored):
     path = run.checkpoint(5, model=b"a" * 100_000)
     run.send(compress=True)

@@ -35,18 +35,7 @@ def edit(folder, key, value):
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [
-        ("optim.lr", 0.02),
-        ("optim.clip", 0.5),
-        ("optim.weight_decay", 0.3),
-        ("train.seed", 1),
-        ("train.steps", 8),
-        ("train.init_from", "elsewhere"),
-        ("schedule.min_lr", 0.001),
-        ("batch.tokens_per_step", 256),
-        ("batch.rows_per_device", 8),
-        ("data.seq_len", 32),
-    ],
+    [("optim.lr", 0.02), ("train.steps", 8), ("data.seq_len", 32)],
 )
 def test_resume_refuses_an_edited_setting_and_says_how_to_change_it(
     tiny_config, stopped, key, value
@@ -92,7 +81,8 @@ def test_comments_order_and_free_settings_may_change(tiny_config, stopped):
 def test_a_damaged_digest_with_an_intact_copy_is_accepted(tiny_config, stopped):
     path = stopped / "config.yaml"
     text = path.read_text()
-    path.write_text(text[:-2] + ("0" if text[-2] != "0" else "1") + "\n")
+    first, _, rest = text.partition("\n")
+    path.write_text(f"{first[:-1]}{'0' if first[-1] != '0' else '1'}\n{rest}")
     assert run_training(tiny_config(), stopped)["steps"] == 6
 
 
@@ -106,7 +96,7 @@ def test_without_the_copy_an_edit_is_still_refused(tiny_config, stopped):
         run_training(tiny_config(), stopped)
 
 
-def test_a_run_of_an_earlier_version_opens(tiny_config, stopped):
+def test_a_file_without_its_digest_and_copy_is_accepted_as_it_is(tiny_config, stopped):
     path = stopped / "config.yaml"
     path.write_text(
         "".join(
@@ -134,7 +124,7 @@ def test_a_changed_request_is_refused_by_name(tiny_config, stopped, damage):
         run_training(tiny_config(), stopped)
 
 
-def test_a_request_of_an_earlier_version_has_no_digest(tiny_config, stopped):
+def test_a_request_without_its_digest_is_accepted_as_it_is(tiny_config, stopped):
     path = stopped / "asked.yaml"
     path.write_text(path.read_text().partition("\n")[2])
     assert run_training(tiny_config(), stopped)["steps"] == 6

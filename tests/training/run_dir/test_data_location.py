@@ -8,7 +8,6 @@ from pathlib import Path
 
 import fsspec
 import pytest
-import yaml
 
 from flatout.config.schema import RunConfig
 from flatout.data.store.mix import open_data
@@ -19,7 +18,6 @@ from flatout.inference.load import load_run
 from flatout.training.run import run_training
 from flatout.training.run_dir.data_location import require_tokenizer, with_absolute_paths
 from flatout.training.run_dir.layout import read_config, read_events
-from flatout.training.run_dir.resume import config_to_resume
 
 pytestmark = pytest.mark.slow
 
@@ -145,10 +143,6 @@ def test_bad_mixes_are_refused_before_anything_is_written(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_folder_without_a_run_has_no_stored_configuration(tmp_path):
-    assert config_to_resume(tmp_path, RunConfig()) is None
-
-
 def test_resume_refuses_another_tokenizer_and_accepts_a_missing_copy(mixed_config, tmp_path):
     dataset = open_data(mixed_config().data)
     require_tokenizer(tmp_path, dataset)
@@ -172,13 +166,6 @@ def test_the_difference_between_two_tokenizers_is_named(mixed_config, tmp_path, 
     (tmp_path / "tokenizer.json").write_text(text)
     with pytest.raises(CheckpointError, match=difference):
         require_tokenizer(tmp_path, open_data(mixed_config().data))
-
-
-def test_the_order_of_a_mix_survives_its_file(mixed_config, tmp_path):
-    run_training(mixed_config(), tmp_path / "run")
-    assert list(
-        yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["data"]["mix"]
-    ) == list(mixed_config().data.mix)
 
 
 def test_data_may_be_at_a_url_and_move_there(tiny_config, tiny_set, tmp_path, stop_at, monkeypatch):

@@ -103,12 +103,3 @@ def test_metrics_of_a_run(tmp_path):
     assert table == {"step": [2], "train/loss": [4.5]}
     with pytest.raises(CheckpointError, match="There is no run directory"):
         flatout.metrics(tmp_path / "rum")
-
-
-def test_pandas_reads_the_table():
-    pandas = pytest.importorskip("pandas")
-    frame = pandas.DataFrame(
-        columns([{"step": 1, "train/loss": 3.0}, {"step": 1, "val/loss": 2.5}])
-    )
-    assert frame["val/loss"].dropna().tolist() == [2.5]
-    assert frame.groupby("step").first().loc[1].to_dict() == {"train/loss": 3.0, "val/loss": 2.5}

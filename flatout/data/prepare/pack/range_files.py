@@ -193,15 +193,7 @@ class SplitWriter:
                 f"states a vocabulary of {self._vocab_size}.",
                 fix="Correct the tokenizer's vocab_size.",
             )
-        assert not self._tokens or ("mask" in self._files) == (mask is not None), (
-            "either every call for a split has a mask, or none does"
-        )
-        assert mask is None or len(mask) == len(tokens)
         ends = np.asarray(ends, np.int64) + self._tokens
-        steps = np.diff(ends, prepend=self._last_end)
-        assert not len(steps) or (steps.min() > 0 and ends[-1] <= self._tokens + len(tokens)), (
-            "document ends must ascend within the tokens"
-        )
         with writing(self._folder.parent):
             self._write("bin", tokens.astype(self._dtype))
             self._write("ends", ends.astype("<i8"))

@@ -21,7 +21,6 @@ from flatout.data.prepare.pack.work_items import WorkItem, num_bytes_of
 from flatout.data.prepare.request.options import Options
 from flatout.data.store.manifest import SplitName
 from flatout.data.tokenizers.base import PIECE_CHARACTERS, NotEncodable, Tokenizer
-from flatout.data.tokenizers.conversation import encode_pieces
 from flatout.files import Array
 from flatout.sources import BadRow, Document, LeftOut
 from flatout.sources.long import Text, chunks_of
@@ -70,12 +69,38 @@ def pack(
     Raises: DataError for the first unusable row, unless such rows are skipped.
     """
     packers = {name: _Packer(packing, sink) for name, sink in sinks.items()}
+    on_bad_row = packing.options.on_bad_row
+    index = item.first - 1
     documents = tokens = 0
-    for num_bytes in _pack_rows(item, packing, packers, record):
+
+    def tell(num_bytes: int) -> None:
+        nonlocal documents, tokens
         before = documents, tokens
         documents = sum(packer.documents for packer in packers.values()) - record.cut_documents
         tokens = sum(packer.tokens for packer in packers.values())
         report(Tally(num_bytes, documents - before[0], tokens - before[1]))
+
+    for task in item.read_tasks:
+        left = task.num_bytes
+        for row in task.rows():
+            if isinstance(row, LeftOut):
+                count_skipped(record.skipped, row.reason, [row.location], row.count)
+                continue
+            if isinstance(row, BadRow):
+                record.skip_bad(row, on_bad_row)
+                continue
+            index += 1
+            sides = list(item.assignment.assign(row.text, index))
+            try:
+                for _ in _pack_document(row, sides, packing, packers, record):
+                    read = min(PIECES_PER_REPORT * PIECE_CHARACTERS, left)
+                    left -= read
+                    tell(read)
+            except NotEncodable as error:
+                reason = "cannot be tokenised"
+                what = f"{reason}: {error.what.removesuffix('.')}"
+                record.skip_bad(BadRow(what, error.fix, reason, row.location), on_bad_row)
+        tell(left)
     for packer in packers.values():
         packer.flush()
 
@@ -100,36 +125,6 @@ def pack_range(
     return writer.finish
 
 
-def _pack_rows(
-    item: WorkItem, packing: Packing, packers: Mapping[SplitName, _Packer], record: RangeRecord
-) -> Iterator[int]:
-    """Pack an item; yield the approximate bytes read within a long text, and after each task."""
-    on_bad_row = packing.options.on_bad_row
-    index = item.first - 1
-    for task in item.read_tasks:
-        left = task.num_bytes
-        for row in task.rows():
-            if isinstance(row, LeftOut):
-                count_skipped(record.skipped, row.reason, [row.location], row.count)
-                continue
-            if isinstance(row, BadRow):
-                record.skip_bad(row, on_bad_row)
-                continue
-            index += 1
-            sides = list(item.assignment.assign(row.text, index))
-            try:
-                for _ in _pack_document(row, sides, packing, packers, record):
-                    read = min(PIECES_PER_REPORT * PIECE_CHARACTERS, left)
-                    left -= read
-                    yield read
-            except NotEncodable as error:
-                reason = "cannot be tokenised"
-                what = f"{reason}: {error.what.removesuffix('.')}"
-                bad = BadRow(what, error.fix, reason, row.name, row.offset)
-                record.skip_bad(bad, on_bad_row)
-        yield left
-
-
 def _pack_document(
     row: Document,
     sides: Sequence[tuple[SplitName, Text]],
@@ -140,7 +135,7 @@ def _pack_document(
     """Pack the sides of a document by split; yield after every `PIECES_PER_REPORT` pieces."""
     if row.examples:
         ((name, _),) = sides
-        encoded = [encode_pieces(packing.tokenizer, pieces) for pieces in row.examples]
+        encoded = list(map(packing.tokenizer.encode_pieces, row.examples))
         for example, parts in zip(row.examples, encoded, strict=True):
             packers[name].add_example(example, parts)
         return

@@ -128,7 +128,7 @@ class WorkPlan(Stored):
         tasks = list(read_tasks[: sum(item.num_tasks for item in self.items)])
         if self.take is not None:
             arguments = (tasks[-1], self.take, self.last_bytes)
-            tasks[-1] = replace(tasks[-1], read=first_documents, arguments=arguments)
+            tasks[-1] = replace(tasks[-1], read=first_documents, arguments=arguments, skipped=())
         left = iter(tasks)
         items = (
             item.model_copy(update={"read_tasks": tuple(islice(left, item.num_tasks))})

@@ -16,9 +16,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError
 
 from flatout.cache import default_cache
 from flatout.config.sections import Section
@@ -33,7 +33,7 @@ from flatout.registry import DATASETS, SOURCES, nearest
 from flatout.remote.download import check_file, download
 from flatout.remote.urls import is_url
 from flatout.sources import ReadTask, read_tasks_of
-from flatout.sources.files import files_of, has_rows, shared_file, skipped_files_in
+from flatout.sources.files import has_rows, shared_file
 from flatout.sources.local import matches
 from flatout.words import name_for
 
@@ -70,25 +70,6 @@ class Card(Section):
     """Field of a row that contains the text."""
     split: str | None = None
     """Its split rule, when it has no validation files; None leaves it to prepare."""
-
-    @model_validator(mode="after")
-    def _has_one_origin(self) -> Self:
-        of_file = [given is not None for given in (self.url, self.sha256, self.num_bytes)]
-        of_repository = [given is not None for given in (self.repository, self.files)]
-        is_file = all(of_file) and not any(of_repository) and self.validation is None
-        is_repository = all(of_repository) and not any(of_file)
-        if not is_file and not is_repository:
-            raise ConfigError(
-                "A card names one file or a repository.",
-                fix="Set url, sha256 and num_bytes, or repository, files and perhaps "
-                "validation, but not both.",
-            )
-        if self.validation is not None and self.split is not None:
-            raise ConfigError(
-                "A card has a split rule or validation files, not both.",
-                fix="Leave split or validation out.",
-            )
-        return self
 
     @property
     def fields(self) -> dict[str, str]:
@@ -189,7 +170,7 @@ def open_corpus(
             "end in .jsonl.",
         )
     for pattern in options.include:
-        if not any(matches(path, pattern) for task in tasks for path in files_of(task)):
+        if not any(matches(path, pattern) for task in tasks for path in task.paths):
             raise DataError(
                 f"--include {pattern!r} matches no file.",
                 fix=f"Quote the pattern, and check it with `find FOLDER -name {in_shell(pattern)}`"
@@ -252,7 +233,7 @@ def _check_names(
 def _report_passed_over(name: str, tasks: Sequence[ReadTask], progress: Progress) -> None:
     """Report the files of a directory that are not read, before the work starts."""
     counts: Counter[str] = Counter()
-    for left_out in skipped_files_in(tasks):
+    for left_out in chain.from_iterable(task.skipped for task in tasks):
         counts[left_out.reason.removesuffix(" file")] += left_out.count
     if counts:
         kinds = ", ".join(f"{count:,} {kind}" for kind, count in counts.items())
@@ -388,6 +369,6 @@ def in_both_splits(corpus: Corpus) -> str | None:
     if corpus.validation is None:
         return None
     validation = corpus.validation.read_tasks
-    known = {task.fingerprint for task in corpus.read_tasks if not files_of(task)} - {""}
+    known = {task.fingerprint for task in corpus.read_tasks if not task.paths} - {""}
     again = (task.fingerprint for task in validation if task.fingerprint in known)
     return shared_file(corpus.read_tasks, validation) or next(again, None)

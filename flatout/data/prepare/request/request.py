@@ -42,6 +42,8 @@ from flatout.registry import DATASETS
 from flatout.sources.encodings import codec_of
 
 CHOOSE_ANOTHER = "Choose another --out, or remove what is there."
+_TEXTS = {"fingerprint": ("names", "text"), "val_fingerprint": ("val", "validation text")}
+"""The digests of texts in a description, with the key of their names, and what they are."""
 CHATML_TOKENS = {"<|im_start|>", "<|im_end|>"}
 
 
@@ -236,37 +238,26 @@ def require_same(what: str, existing: JsonObject, requested: JsonObject) -> None
 
 def difference(existing: JsonObject, requested: JsonObject) -> str:
     """Return how two descriptions differ, in words; empty when they are of the same dataset."""
-    different = {
-        key: (there, wanted)
-        for key in {**requested, "chat_template": None}
-        if key not in ("names", "val")
-        and (there := existing.get(key)) != (wanted := requested.get(key))
-    }
-    words = [
-        f"{key} is {there!r}, and {wanted!r} is requested"
-        for key, (there, wanted) in different.items()
-        if not key.endswith("fingerprint") and key not in ("metadata", "chat_template")
-    ]
-    for key, names_key, text in (
-        ("fingerprint", "names", "text"),
-        ("val_fingerprint", "val", "validation text"),
-    ):
-        if key in different:
+    words = []
+    for key in {**requested, "chat_template": None}:
+        there, wanted = existing.get(key), requested.get(key)
+        if there == wanted or key in ("names", "val"):
+            continue
+        shown = f"{key} is {there!r}, and {wanted!r} is requested"
+        if key in _TEXTS:
+            names, text = _TEXTS[key]
             there, wanted = (
-                " ".join(one.get(names_key) or ["nothing"]) for one in (existing, requested)
+                " ".join(one.get(names) or ["nothing"]) for one in (existing, requested)
             )
-            words.append(
-                f"the {text} has changed"
-                if there == wanted
-                else f"its {text} is {there}, and {wanted} is requested"
-            )
-    if "chat_template" in different:
-        names = [one and one["name"] for one in different["chat_template"]]
-        words.append(
-            f"chat_template is {names[0]!r}, and {names[1]!r} is requested"
-            if names[0] != names[1]
-            else "the chat template has changed"
-        )
-    if "metadata" in different:
-        words.append("metadata.json has changed")
+            shown = f"its {text} is {there}, and {wanted} is requested"
+            if there == wanted:
+                shown = f"the {text} has changed"
+        elif key == "metadata":
+            shown = "metadata.json has changed"
+        elif key == "chat_template":
+            there, wanted = (one and one["name"] for one in (there, wanted))
+            shown = f"{key} is {there!r}, and {wanted!r} is requested"
+            if there == wanted:
+                shown = "the chat template has changed"
+        words.append(shown)
     return "; ".join(words)

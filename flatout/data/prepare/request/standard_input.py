@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import hashlib
+import os
 import re
 import sys
 import tempfile
@@ -13,11 +14,12 @@ from pathlib import Path
 from typing import IO
 
 from flatout.errors import DataError
-from flatout.files import unless_broken
+from flatout.files import lock, unless_broken
 from flatout.progress import SILENT, Progress
 from flatout.sources.encodings import open_utf8
 from flatout.sources.packed import Unread
 
+_PREFIX = ".stdin-"
 _BLOCK = 1 << 20
 _PACKED = {
     b"\x1f\x8b": ".gz",
@@ -45,7 +47,7 @@ def spool_standard_input(
     """Save standard input to a file until the process ends, and return it with its SHA-256.
 
     The first bytes decide the file's suffix: Parquet, JSONL, JSON or HTML, compressed or not, else
-    one text. `encoding` is for text that is not UTF-8.
+    one text. `encoding` is for text that is not UTF-8. Files of killed processes are removed.
 
     Raises: DataError when the disk is full.
     """
@@ -53,9 +55,15 @@ def spool_standard_input(
     digest, size = hashlib.sha256(), 0
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        descriptor, name = tempfile.mkstemp(prefix=".stdin-", dir=directory)
+        for left in directory.glob(f"{_PREFIX}*"):
+            with contextlib.suppress(OSError), left.open("rb") as file:
+                lock(file.fileno())  # its process holds the lock
+                left.unlink()
+        descriptor, name = tempfile.mkstemp(prefix=_PREFIX, dir=directory)
         path = Path(name)
         try:
+            with contextlib.suppress(OSError):  # this disk has no locks
+                lock(os.dup(descriptor))
             with (
                 open(descriptor, "wb") as file,
                 progress.task("Reading standard input", unit="MB") as task,

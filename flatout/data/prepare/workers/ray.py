@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import io
 import os
 import pickle
-import re
 import signal
 import socket
 import sys
@@ -24,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Self, TextIO
+from typing import Any, Self
 
 import psutil
 
@@ -52,8 +50,6 @@ NODE_PATIENCE_S = 300.0
 """Seconds to wait for a node with a CPU: one that is started on demand takes minutes."""
 HEAD_PATIENCE_S = 30.0
 """Seconds to wait for the head node; after 60 seconds Ray ends this process without our message."""
-_BY_RAY = re.compile(r"(?:\x1b\[\d+m)?\(raylet[^)]*\)(?:\x1b\[\d+m)? *")
-_SENTENCE_END = re.compile(r"\.(?:\s|$)|\n")
 
 
 def ray_package() -> ModuleType:
@@ -89,8 +85,8 @@ class RayWorkers:
     def __enter__(self) -> Self:
         if not self._ray.is_initialized():
             with contextlib.ExitStack() as context:
-                output = _WithoutDumps(sys.stdout, self._progress)
-                context.enter_context(contextlib.redirect_stdout(output))
+                # Ray prints about dead processes; our standard output may be read by a program
+                context.enter_context(contextlib.redirect_stdout(sys.stderr))
                 context.callback(self._ray.shutdown)
                 before = _raylets()
                 with self._progress.task("Connecting to Ray"), _own_sigterm():
@@ -239,29 +235,6 @@ class RayWorkers:
                 self._ray.cancel(reference, force=True)
             self._ray.wait(list(self._running), num_returns=len(self._running), timeout=10)
         self._running.clear()
-
-
-class _WithoutDumps(io.TextIOBase):
-    """Standard output with Ray's long messages about dead processes cut to one sentence each."""
-
-    def __init__(self, stdout: TextIO, progress: Progress) -> None:
-        self._stdout = stdout
-        self._progress = progress
-        self._dropped = False
-
-    def write(self, text: str) -> int:
-        """Write the text, or report the first sentence of a message by Ray."""
-        if by_ray := _BY_RAY.match(text):
-            sentence = _SENTENCE_END.split(text[by_ray.end() :])[0]
-            self._progress.say(f"Ray: {sentence}.")
-        elif not (self._dropped and text == "\n"):
-            self._stdout.write(text)
-        self._dropped = bool(by_ray)
-        return len(text)
-
-    def flush(self) -> None:
-        """Flush what was written."""
-        self._stdout.flush()
 
 
 def _raylets() -> set[int]:

@@ -10,7 +10,7 @@ from flatout.sources import RowLocation
 
 def test_row_locations_survive_json_for_any_file_name(tmp_path):
     odd = os.fsdecode(b"/text/caf\xe9 100%41, a.jsonl")
-    places = (RowLocation(odd, 7), RowLocation("é.parquet, row 3"))
+    places = (RowLocation(odd, 7), "é.parquet, row 3")
     record = RangeRecord(
         number=0,
         num_bytes=9,

@@ -8,7 +8,6 @@ from flatout.data.prepare.pack.tokenize import Packing, Tally
 from flatout.data.prepare.pack.work_items import (
     ByHash,
     ByPosition,
-    Whole,
     WorkItem,
     cut_to_bytes,
     first_documents,
@@ -18,7 +17,7 @@ from flatout.data.prepare.request.options import Options
 from flatout.data.store.manifest import SPLITS
 from flatout.data.tokenizers import make_tokenizer
 from flatout.errors import DataError
-from flatout.sources import FIRST_NAMED, BadRow, Document, LeftOut, ReadTask, RowLocation
+from flatout.sources import FIRST_NAMED, BadRow, Document, LeftOut, ReadTask
 
 BAD = BadRow("is bad", "Mend it.", "bad", "row 7")
 
@@ -98,12 +97,6 @@ def test_document_indices_continue_from_the_previous_item(tokenizer):
     assert (byte_tokens(packed, "train"), byte_tokens(packed, "val")) == ("ab|", "c|")
 
 
-def test_separate_text_goes_to_one_split(tokenizer):
-    packed = pack(task("ab", "c"), tokenizer, Whole("val"))
-    assert (byte_tokens(packed, "train"), byte_tokens(packed, "val")) == ("", "ab|c|")
-    assert byte_tokens(pack(task("ab", "c"), tokenizer, Whole("train")), "train") == "ab|c|"
-
-
 def test_tail_cuts_a_document_by_characters(tokenizer):
     packed = pack(task("abcdé"), tokenizer, ByPosition(0, 3))
     assert byte_tokens(packed, "train") == "abc|"
@@ -124,11 +117,6 @@ def test_the_hash_of_a_text_is_fixed():
     assert hash_fraction("flatout") == pytest.approx(0.7773977660767666, rel=1e-12)
 
 
-def test_an_empty_task_packs_nothing(tokenizer):
-    packed = pack(task(), tokenizer, ByHash(0.5))
-    assert packed.calls == 0
-
-
 def test_a_bad_row_raises_or_is_counted(tokenizer):
     with pytest.raises(DataError, match="row 7 is bad"):
         pack(task("a", BAD, "b"), tokenizer, ByPosition(9, 0))
@@ -137,10 +125,7 @@ def test_a_bad_row_raises_or_is_counted(tokenizer):
     )
     assert byte_tokens(packed, "train") == "a|b|"
     assert counts(packed) == {"bad": 1, "too dull": 1}
-    assert [rows.first for rows in packed.record.skipped] == [
-        (RowLocation("row 7"),),
-        (RowLocation("row 8"),),
-    ]
+    assert [rows.first for rows in packed.record.skipped] == [("row 7",), ("row 8",)]
     assert packed.record.bad_rows == 1, "rows left out by a source are not bad"
 
 
@@ -165,8 +150,8 @@ def test_a_task_stops_reading_at_its_limit(tokenizer):
 
 
 def test_a_cut_document_keeps_its_prompt():
-    (cut,) = first_documents(task(Document("text", "x", 7, prompt="ask")), 1, 2)
-    assert cut == Document("te", "x", 7, prompt="ask")
+    (cut,) = first_documents(task(Document("text", "x", prompt="ask")), 1, 2)
+    assert cut == Document("te", "x", prompt="ask")
 
 
 @pytest.mark.parametrize(
@@ -180,7 +165,7 @@ def test_text_is_cut_between_characters(text, limit, kept):
 def test_the_first_skipped_rows_are_named_in_order():
     skipped = []
     for part in range(3):
-        count_skipped(skipped, "bad", [RowLocation(f"{part}.{row}") for row in range(7)], 7)
+        count_skipped(skipped, "bad", [f"{part}.{row}" for row in range(7)], 7)
     (entry,) = [rows.named() for rows in skipped]
     assert (entry.reason, entry.count) == ("bad", 21)
     assert entry.first == tuple(f"{row // 7}.{row % 7}" for row in range(FIRST_NAMED))

@@ -1,5 +1,4 @@
 import fcntl
-import os
 
 import pytest
 
@@ -76,21 +75,6 @@ def test_unfinished_files_are_removed_and_records_stay(tmp_path, parts, stub_tok
     assert sorted(path.name for path in (tmp_path / ".out.part" / "ranges").iterdir()) == [
         "000000.json"
     ]
-
-
-def test_a_work_directory_of_another_process_is_refused(tmp_path):
-    (tmp_path / ".out.part").mkdir()
-    other = os.open(tmp_path / ".out.part", os.O_RDONLY)
-    fcntl.flock(other, fcntl.LOCK_EX)
-    try:
-        with (
-            pytest.raises(DataError, match=r"Another process is writing .*out"),
-            WorkDir(tmp_path / "out"),
-        ):
-            pass
-    finally:
-        os.close(other)
-    assert (tmp_path / ".out.part").exists()
 
 
 def test_a_work_directory_that_its_owner_removes_is_made_again(tmp_path, monkeypatch):

@@ -1,19 +1,17 @@
 import os
 
 import pytest
-from prepared import Listener, content
+from prepared import Listener, content, prepared
 
 from flatout.data.prepare.pipeline import Options, prepare_dataset
 from flatout.errors import DataError
 
 
 def test_preparing_again_reports_that_nothing_is_to_do(book, tmp_path):
-    first = prepare_dataset([str(book)], tmp_path / "out", Options(tokenizer="byte"))
+    first = prepared(book, out=tmp_path / "out")
     before = {path: path.stat().st_mtime_ns for path in first.path.iterdir()}
     listener = Listener()
-    again = prepare_dataset(
-        [str(book)], tmp_path / "out", Options(tokenizer="byte"), progress=listener
-    )
+    again = prepared(book, out=tmp_path / "out", progress=listener)
     assert again.existed
     assert again.manifest == first.manifest
     assert {path: path.stat().st_mtime_ns for path in first.path.iterdir()} == before
@@ -22,11 +20,11 @@ def test_preparing_again_reports_that_nothing_is_to_do(book, tmp_path):
 
 
 def test_moved_text_is_the_same_dataset(book, tmp_path):
-    prepare_dataset([str(book)], tmp_path / "out", Options(tokenizer="byte"))
+    prepared(book, out=tmp_path / "out")
     (tmp_path / "moved").mkdir()
     moved = book.rename(tmp_path / "moved" / "book.txt")
     os.utime(moved, (0, 0))
-    assert prepare_dataset([str(moved)], tmp_path / "out", Options(tokenizer="byte")).existed
+    assert prepared(moved, out=tmp_path / "out").existed
 
 
 @pytest.mark.parametrize(
@@ -41,36 +39,32 @@ def test_moved_text_is_the_same_dataset(book, tmp_path):
 def test_a_different_dataset_is_refused_and_kept(tmp_path, changed, message):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"text": "one two three", "body": "two"}\n' * 20)
-    prepare_dataset([str(rows)], tmp_path / "out", Options(tokenizer="byte"))
+    prepared(rows, out=tmp_path / "out")
     before = content(tmp_path / "out")
     with pytest.raises(DataError, match=message):
-        prepare_dataset([str(rows)], tmp_path / "out", Options(**{"tokenizer": "byte", **changed}))
+        prepared(rows, out=tmp_path / "out", **{"tokenizer": "byte", **changed})
     assert content(tmp_path / "out") == before
 
 
 def test_changed_text_is_a_different_dataset(book, tmp_path):
-    prepare_dataset([str(book)], tmp_path / "out", Options(tokenizer="byte"))
+    prepared(book, out=tmp_path / "out")
     book.write_text(book.read_text().replace("Sentence 7 ", "Sentence X "))
     with pytest.raises(DataError, match="the text has changed"):
-        prepare_dataset([str(book)], tmp_path / "out", Options(tokenizer="byte"))
+        prepared(book, out=tmp_path / "out")
     with pytest.raises(DataError, match=r"its text is .*book\.txt, and synthetic is requested"):
-        prepare_dataset(["synthetic"], tmp_path / "out", Options(tokenizer="byte"))
+        prepared("synthetic", out=tmp_path / "out")
 
 
 def test_a_tokenizer_file_is_identified_by_its_content(book, tmp_path):
-    first = prepare_dataset([str(book)], tmp_path / "first", Options(tokenizer="train:300"))
+    first = prepared(book, out=tmp_path / "first", tokenizer="train:300")
     options = Options(tokenizer=str(first.path / "tokenizer.json"))
     second = prepare_dataset([str(book)], tmp_path / "second", options)
     assert content(first.path)["train-00000.bin"] == content(second.path)["train-00000.bin"]
     assert content(first.path)["tokenizer.json"] == content(second.path)["tokenizer.json"]
-    assert prepare_dataset(
-        [str(book)], tmp_path / "second", Options(tokenizer=str(first.path))
-    ).existed
-    other = prepare_dataset(
-        ["synthetic:documents=20"], tmp_path / "other", Options(tokenizer="train:300")
-    )
+    assert prepared(book, out=tmp_path / "second", tokenizer=str(first.path)).existed
+    other = prepared("synthetic:documents=20", out=tmp_path / "other", tokenizer="train:300")
     with pytest.raises(DataError, match="tokenizer is 'sha256:"):
-        prepare_dataset([str(book)], tmp_path / "second", Options(tokenizer=str(other.path)))
+        prepared(book, out=tmp_path / "second", tokenizer=str(other.path))
 
 
 def test_an_occupied_directory_is_refused_before_any_work(book, tmp_path):
@@ -84,17 +78,12 @@ def test_an_occupied_directory_is_refused_before_any_work(book, tmp_path):
     with pytest.raises(DataError, match="is not an empty"):
         prepare_dataset([str(book)], book, Options())
     (tmp_path / "empty").mkdir()
-    assert (
-        prepare_dataset(
-            [str(book)], tmp_path / "empty", Options(tokenizer="byte")
-        ).manifest.documents
-        == 1
-    )
+    assert prepared(book, out=tmp_path / "empty").manifest.documents == 1
 
 
 def test_a_damaged_dataset_is_named(book, tmp_path):
-    made = prepare_dataset([str(book)], tmp_path / "out", Options(tokenizer="byte"))
+    made = prepared(book, out=tmp_path / "out")
     with (made.path / "train-00000.bin").open("ab") as file:
         file.write(b"x")
     with pytest.raises(DataError, match=r"train-00000\.bin"):
-        prepare_dataset([str(book)], tmp_path / "out", Options(tokenizer="byte"))
+        prepared(book, out=tmp_path / "out")

@@ -116,8 +116,7 @@ def test_a_text_field_needs_rows(tmp_path):
     for suffix in (".txt", ".json", ".jsonl"):
         (tmp_path / f"rows{suffix}").write_text('{"body": "a"}\n')
     with pytest.raises(
-        DataError,
-        match=r"rows\.txt has no rows, so it has no field 'body'\. Fix: .*end in \.jsonl",
+        DataError, match=r"rows\.txt has no rows, so it has no field 'body'\. Fix: .*end in \.jsonl"
     ):
         open_corpus([str(tmp_path / "rows.txt")], text_field="body")
     both = [str(tmp_path / "rows.json"), str(tmp_path / "rows.jsonl")]
@@ -144,7 +143,7 @@ def test_a_pattern_to_include_must_match_a_file(tmp_path):
         (tmp_path / name).write_text("text")
     folders = [str(tmp_path / "one"), str(tmp_path / "two")]
     corpus = open_corpus(folders, include=["*.py"])
-    assert [row.name for task in corpus.read_tasks for row in task.rows()] == [
+    assert [row.location for task in corpus.read_tasks for row in task.rows()] == [
         f"{folders[0]}/a.txt",
         f"{folders[1]}/b.py",
         f"{folders[1]}/b.txt",

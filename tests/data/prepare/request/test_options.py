@@ -1,44 +1,36 @@
 from pathlib import Path
 
 import pytest
+from prepared import prepared
 
-from flatout.data.prepare.pipeline import Options, prepare_dataset
 from flatout.data.store.shards import Dataset
 from flatout.data.store.verify import verify_dataset
 from flatout.errors import DataError
 
 
 def test_equivalent_options_mean_the_same_dataset(rows, tmp_path):
-    made = prepare_dataset(
-        [str(rows)], tmp_path / "out", Options(tokenizer="byte", split="tail 0.20")
-    )
+    made = prepared(rows, out=tmp_path / "out", split="tail 0.20")
     for text_field in (None, "text"):
         for split in ("tail 0.2", "tail:2e-1", "tail 0.20"):
-            assert prepare_dataset(
-                [str(rows)],
-                made.path,
-                Options(tokenizer="byte", split=split, text_field=text_field),
-            ).existed
+            assert prepared(rows, out=made.path, split=split, text_field=text_field).existed
     with pytest.raises(
         DataError, match=r"split is 'tail 0\.2', and 'tail 0\.2000001' is requested"
     ):
-        prepare_dataset([str(rows)], made.path, Options(tokenizer="byte", split="tail 0.2000001"))
+        prepared(rows, out=made.path, split="tail 0.2000001")
 
 
 def test_a_home_directory_is_expanded(book, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
-    made = prepare_dataset([str(book)], "~/sets/one", Options(tokenizer="byte"))
+    made = prepared(book, out="~/sets/one")
     assert made.path == tmp_path / "home" / "sets" / "one"
     assert made.manifest == Dataset.open("~/sets/one").manifest
-    assert prepare_dataset([str(book)], "~/sets/one", Options(tokenizer="byte")).existed
+    assert prepared(book, out="~/sets/one").existed
     assert verify_dataset(Path("~/sets/one")).problems == ()
     assert not (tmp_path / "~").exists()
     for call in (
-        lambda: prepare_dataset([str(book)], "~nosuch/x", Options(tokenizer="byte")),
-        lambda: prepare_dataset(
-            [str(book)], tmp_path / "out", Options(tokenizer="~nosuch/tok.json")
-        ),
+        lambda: prepared(book, out="~nosuch/x"),
+        lambda: prepared(book, out=tmp_path / "out", tokenizer="~nosuch/tok.json"),
         lambda: Dataset.open("~nosuch/x"),
     ):
         with pytest.raises(DataError, match="no home directory is known for '~nosuch'"):

@@ -83,13 +83,11 @@ def test_the_file_is_removed_when_the_process_ends(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_equal_texts_get_separate_files(tmp_path):
-    (one, mark), (two, same) = (
-        spool_standard_input(tmp_path, stream=io.BytesIO(ROWS)) for _ in range(2)
-    )
-    assert one != two
-    assert mark == same
-    assert one.read_bytes() == two.read_bytes() == ROWS
+def test_files_of_killed_processes_are_removed_and_others_stay(tmp_path):
+    (tmp_path / ".stdin-killed.jsonl").write_bytes(ROWS)
+    used, _ = spool_standard_input(tmp_path, stream=io.BytesIO(ROWS))
+    path, _ = spool_standard_input(tmp_path, stream=io.BytesIO(b"plain"))
+    assert sorted(tmp_path.iterdir()) == sorted([used, path])
 
 
 def test_a_full_disk_is_reported_and_nothing_stays(tmp_path):

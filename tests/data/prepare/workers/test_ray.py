@@ -4,7 +4,6 @@
 """
 
 import itertools
-import json
 import signal
 import socket
 import sys
@@ -13,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 from corpora import work_items
+from prepared import write_rows
 
 from flatout.data.prepare.pack.tokenize import Packing
 from flatout.data.prepare.pipeline import Options, engine_named, prepare_dataset
@@ -235,25 +235,6 @@ def test_another_version_on_a_node_is_reported(ray, packing, monkeypatch):
         pack(work_items((numbered, 0)), packing)
 
 
-def test_a_node_without_flatout_is_reported(ray, packing, monkeypatch):
-    remote = ray.remote
-
-    def forgetful(**options):
-        def bound(function):
-            def run(*arguments):
-                with monkeypatch.context() as patch:
-                    patch.setitem(sys.modules, "flatout", None)
-                    return function(*arguments)
-
-            return remote(**options)(run)
-
-        return bound
-
-    monkeypatch.setattr(ray, "remote", forgetful)
-    with pytest.raises(RunFailed, match=r"The node .* has no flatout"):
-        pack(work_items((numbered, 0)), packing)
-
-
 def test_a_node_that_does_not_see_the_work_directory_is_reported(ray, packing, monkeypatch):
     monkeypatch.setattr(Path, "touch", lambda path: None)
     with pytest.raises(
@@ -289,8 +270,7 @@ def test_a_lost_cluster_is_given_up_after_a_while(ray, packing, monkeypatch):
 
 
 def test_a_faulty_node_keeps_the_work_of_others(ray, tmp_path, monkeypatch):
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps({"text": f"row {number}"}) + "\n" for number in range(50)))
+    rows = write_rows(tmp_path / "rows.jsonl", (f"row {number}" for number in range(50)))
     (tmp_path / "valid.txt").write_text("held out")
     options = Options(tokenizer="byte", val=(str(tmp_path / "valid.txt"),))
     with monkeypatch.context() as patch:
@@ -306,16 +286,6 @@ def test_a_faulty_node_keeps_the_work_of_others(ray, tmp_path, monkeypatch):
     assert (tmp_path / "out/manifest.json").read_bytes() == (
         tmp_path / "local/manifest.json"
     ).read_bytes()
-
-
-def test_messages_by_ray_are_cut_to_a_sentence(capsys):
-    lines = []
-    output = ray_workers._WithoutDumps(sys.stdout, SimpleNamespace(say=lines.append))
-    print("\x1b[33m(raylet)\x1b[0m A worker died. See the log.\n    [state-dump] much", file=output)
-    print("(raylet, ip=10.0.0.2) The node with node id: 11f4 is dead.", file=output)
-    print("A source prints this.", file=output, flush=True)
-    assert lines == ["Ray: A worker died.", "Ray: The node with node id: 11f4 is dead."]
-    assert capsys.readouterr().out == "A source prints this.\n"
 
 
 def test_a_missing_ray_is_reported_with_its_install_line(monkeypatch):

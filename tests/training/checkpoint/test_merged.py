@@ -8,13 +8,13 @@ import pytest
 import torch
 from foreign_models import DOCUMENTS, LLAMA, foreign_weights, joined, write_model
 
-from flatout.architectures.source import ForeignWeights, find_model
+from flatout.architectures.source import ForeignWeights
 from flatout.config.schema import load_config
 from flatout.data.tokenizers import make_tokenizer
 from flatout.errors import CheckpointError
 from flatout.inference.load import load_run
 from flatout.training.checkpoint import catalog
-from flatout.training.checkpoint.foreign import load_foreign
+from flatout.training.checkpoint.merged import load_initial_weights
 from flatout.training.checkpoint.read_write import read_weights
 from flatout.training.run import run_training
 from flatout.training.run_dir.layout import read_config
@@ -67,7 +67,10 @@ def test_the_run_needs_the_imported_model_only_once(tmp_path, theirs, fine_tunin
 
 def test_free_keys_that_differ_are_reported(tmp_path, theirs, fine_tuning, messages):
     run_training(fine_tuning(theirs, model__rotary_base=500.0), tmp_path / "run", progress=messages)
-    assert "model.rotary_base is 10000.0 in the imported model, and 500.0 here." in messages.lines
+    assert (
+        "model.rotary_base is 10000.0 where the weights come from, and 500.0 here."
+        in messages.lines
+    )
     assert f"Starting with the weights of {theirs}." in messages.lines
 
 
@@ -92,13 +95,14 @@ def test_another_tokenizer_is_refused(tmp_path, theirs, fine_tuning, messages):
         run_training(fine_tuning(theirs), tmp_path / "other")
 
 
-def test_a_tensor_of_another_shape_is_refused_while_loading(theirs, fine_tuning, build_run):
+def test_a_tensor_of_another_shape_is_refused_while_loading(
+    theirs, fine_tuning, build_run, monkeypatch
+):
     run = build_run(fine_tuning(theirs))
-    weights = ForeignWeights(find_model(str(theirs)), run.core.config)
-    read = weights.read
-    weights.read = lambda name: read(name)[:3]
+    read = ForeignWeights.read
+    monkeypatch.setattr(ForeignWeights, "read", lambda self, name: read(self, name)[:3])
     with pytest.raises(CheckpointError, match="has the shape"):
-        load_foreign(run, weights)
+        load_initial_weights(run.core, theirs)
 
 
 def test_sharded_files_give_the_same_run(tmp_path, theirs, fine_tuning):

@@ -3,8 +3,8 @@ import contextlib
 import numpy as np
 import pytest
 
-from flatout.data.prepare.join import shards as joining
-from flatout.data.prepare.join.shards import check_files, join
+from flatout.data.prepare import join as joining
+from flatout.data.prepare.join import check_files, join
 from flatout.data.prepare.pack.range_files import RangeWriter
 from flatout.data.prepare.plan.work_dir import WorkDir
 from flatout.data.store.shards import Dataset
@@ -110,13 +110,13 @@ def test_an_interrupted_join_resumes_with_the_same_result(
 def test_ranges_are_removed_once_their_tokens_are_in_shards(work, stub_tokenizer, monkeypatch):
     records = write_ranges(work, [100, 351, 999, 1000])
     left = []
-    copied = joining._SplitJoiner._write_shard
+    copied = joining._write_shard
 
-    def looked(joining, *arguments):
+    def looked(*arguments):
         left.append(len(list(work.ranges.glob("*.train.bin"))))
-        return copied(joining, *arguments)
+        return copied(*arguments)
 
-    monkeypatch.setattr(joining._SplitJoiner, "_write_shard", looked)
+    monkeypatch.setattr(joining, "_write_shard", looked)
     joined(work, records, stub_tokenizer)
     assert left[:8] == [4, 3, 3, 2, 2, 2, 2, 2]
 

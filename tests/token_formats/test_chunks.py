@@ -9,8 +9,8 @@ import torch
 
 from flatout.data.prepare.import_tokens import ImportOptions, import_tokens
 from flatout.errors import DataError
-from flatout.token_formats.chunks.find import METADATA, find_chunks
-from flatout.token_formats.chunks.torch_file import load_tensor
+from flatout.token_formats import Reading
+from flatout.token_formats.chunks import METADATA, files, read_chunk
 
 TOKENS = torch.arange(40)
 
@@ -20,16 +20,15 @@ def saved(path, what=TOKENS, **options):
     return path
 
 
+def read(path):
+    return read_chunk(path, Reading(vocab_size=300))
+
+
 @pytest.mark.parametrize("zipped", [True, False])
-@pytest.mark.parametrize(
-    "tensor",
-    [TOKENS, TOKENS[3:20], TOKENS[::2], TOKENS.float(), torch.nn.Parameter(TOKENS.double())],
-    ids=str,
-)
+@pytest.mark.parametrize("tensor", [TOKENS, TOKENS[3:20], TOKENS[::2], TOKENS.int()], ids=str)
 def test_a_tensor_is_read_back(tmp_path, zipped, tensor):
-    assert load_tensor(
-        saved(tmp_path / "a.pt", tensor, _use_new_zipfile_serialization=zipped)
-    ).equal(tensor)
+    path = saved(tmp_path / "a.pt", tensor, _use_new_zipfile_serialization=zipped)
+    assert read(path).tolist() == tensor.tolist()
 
 
 @pytest.mark.parametrize("zipped", [True, False])
@@ -43,7 +42,7 @@ def test_any_changed_byte_gives_a_tensor_or_a_named_error(tmp_path, zipped):
                 whole[:offset] + bytes([whole[offset] ^ bits]) + whole[offset + 1 :]
             )
             try:
-                load_tensor(tmp_path / "a.pt")
+                read(tmp_path / "a.pt")
             except DataError as error:
                 messages.append(error.what)
     assert len(messages) > 100
@@ -71,21 +70,7 @@ def test_functions_that_allocate_by_a_number_in_the_file_are_never_called(tmp_pa
         match=rf"contains more than a tensor: it names \w+\.{call[0].__name__}, and code in a "
         rf"file is never run",
     ):
-        load_tensor(path)
-
-
-@pytest.mark.parametrize("zipped", [True, False])
-def test_an_expanded_tensor_is_refused(tmp_path, zipped):
-    path = saved(
-        tmp_path / "a.pt",
-        torch.zeros(1, dtype=torch.int64).expand(1 << 44),
-        _use_new_zipfile_serialization=zipped,
-    )
-    with pytest.raises(
-        DataError,
-        match=r"expanded tensor: 17,592,186,044,416 elements in 8 bytes.*tokens\.clone\(\)",
-    ):
-        load_tensor(path)
+        read(path)
 
 
 def rewritten(path, change):
@@ -103,7 +88,7 @@ def test_a_compressed_archive_is_refused(tmp_path):
     rewritten(path, lambda _, content: (content, zipfile.ZIP_DEFLATED))
     assert path.stat().st_size < 20_000
     with pytest.raises(DataError, match="is compressed, or its entries overlap"):
-        load_tensor(path)
+        read(path)
 
 
 def test_a_pickle_too_large_for_a_tensor_is_refused(tmp_path):
@@ -116,7 +101,7 @@ def test_a_pickle_too_large_for_a_tensor_is_refused(tmp_path):
         ),
     )
     with pytest.raises(DataError, match="contains a pickle of 1,2"):
-        load_tensor(path)
+        read(path)
 
 
 @pytest.mark.parametrize("kind", ["fifo", "device"])
@@ -124,10 +109,10 @@ def test_special_files_are_refused_without_waiting(tmp_path, kind):
     path = tmp_path / "chunk_000000.pt"
     os.mkfifo(path) if kind == "fifo" else path.symlink_to("/dev/zero")
     with pytest.raises(DataError, match=r"chunk_000000\.pt is not a regular file"):
-        load_tensor(path)
+        read(path)
     with pytest.raises(DataError, match=r"chunk_000000\.pt is not a regular file"):
         import_tokens(tmp_path, tmp_path / "out", ImportOptions("byte"))
-    assert find_chunks(tmp_path) == [path]
+    assert files(tmp_path) == [path]
 
 
 def test_special_files_as_metadata_are_refused_without_waiting(tmp_path):

@@ -1,19 +1,15 @@
-import errno
-import json
-import os
 import random
 
 import numpy as np
 import pytest
-from prepared import documents
+from prepared import documents, prepared, write_rows
 
-from flatout.data.prepare.join import duplicates as dedup
-from flatout.data.prepare.join.shards import runs
+from flatout.data.prepare import join as dedup
+from flatout.data.prepare.join import runs
 from flatout.data.prepare.pipeline import Options, prepare_dataset
 from flatout.data.prepare.plan import make
 from flatout.data.store.shards import Dataset
 from flatout.errors import DataError
-from flatout.files import Unfinished
 from flatout.sources import files
 
 pytestmark = pytest.mark.slow
@@ -24,8 +20,7 @@ def write(path, texts, prompts=None):
         {"text": text} | ({"ask": prompts[number]} if prompts else {})
         for number, text in enumerate(texts)
     ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
+    return str(write_rows(path, rows))
 
 
 @pytest.fixture
@@ -34,7 +29,7 @@ def small(monkeypatch):
     monkeypatch.setattr(make, "RANGE_BYTES", 1_400)
 
 
-@pytest.mark.parametrize("at_once", [7, 1 << 20], ids=["many files", "one file"])
+@pytest.mark.parametrize("at_once", [7, 1 << 20], ids=["many passes", "one pass"])
 @pytest.mark.parametrize("split", ["hash 0.3", "tail 0.4"])
 def test_the_first_of_equal_documents_stays(tmp_path, small, monkeypatch, at_once, split):
     monkeypatch.setattr(dedup, "SORTED_AT_ONCE", at_once)
@@ -67,12 +62,7 @@ def test_the_first_dropped_documents_are_named_by_file_and_line(tmp_path, small,
     for number in (13, *range(200, 214)):
         texts[number] = "text 3"
     path = write(tmp_path / "rows.jsonl", texts)
-    made = prepare_dataset(
-        [path],
-        tmp_path / "out",
-        Options(tokenizer="byte", split=split, duplicates="drop"),
-        workers=workers,
-    )
+    made = prepared(path, out=tmp_path / "out", split=split, duplicates="drop", workers=workers)
     (entry,) = made.manifest.skipped
     assert (entry.reason, entry.count) == ("duplicate document", 15)
     assert entry.first == tuple(f"{path}, line {number + 1}" for number in (13, *range(200, 209)))
@@ -88,23 +78,19 @@ def test_a_range_with_untokenisable_documents_names_none(tmp_path, small):
     assert made.manifest.documents == len(texts) - 3
 
 
-def test_prompts_distinguish_documents(tmp_path):
-    path = write(
-        tmp_path / "rows.jsonl", ["yes"] * 4 + ["not"] * 4, ["a", "b", "a", "c", "a", "b", "b", "d"]
+def test_prompts_and_their_ends_distinguish_documents(tmp_path):
+    path = write(tmp_path / "ends.jsonl", ["b", "\0b", "c" * 40], ["a\0", "a", ""])
+    made = prepared(
+        path, out=tmp_path / "ends", split="tail 0.9", duplicates="drop", mask_field="ask"
     )
-    made = prepare_dataset(
-        [path],
-        tmp_path / "out",
-        Options(tokenizer="byte", split="tail 0.5", duplicates="drop", mask_field="ask"),
+    assert sum(entry.count for entry in made.manifest.skipped) == 0
+    texts = ["yes"] * 4 + ["not"] * 4
+    path = write(tmp_path / "rows.jsonl", texts, ["a", "b", "a", "c", "a", "b", "b", "d"])
+    made = prepared(
+        path, out=tmp_path / "out", split="tail 0.5", duplicates="drop", mask_field="ask"
     )
-    assert documents(made.path, "train") + documents(made.path, "val") == [
-        "ayes",
-        "byes",
-        "cyes",
-        "anot",
-        "bnot",
-        "dnot",
-    ]
+    found = documents(made.path, "train") + documents(made.path, "val")
+    assert found == ["ayes", "byes", "cyes", "anot", "bnot", "dnot"]
     mask = (
         Dataset.open(made.path)
         .split("train")
@@ -113,52 +99,10 @@ def test_prompts_distinguish_documents(tmp_path):
     assert mask.tolist() == [False, True, True, True, True] * 3
 
 
-def test_the_end_of_a_prompt_distinguishes_documents(tmp_path):
-    path = write(tmp_path / "rows.jsonl", ["b", "\0b", "c" * 40], ["a\0", "a", ""])
-    made = prepare_dataset(
-        [path],
-        tmp_path / "out",
-        Options(tokenizer="byte", split="tail 0.9", duplicates="drop", mask_field="ask"),
-    )
-    assert sum(entry.count for entry in made.manifest.skipped) == 0
-
-
-def test_flags_are_allocated_without_posix_fallocate(tmp_path, monkeypatch):
-    """macOS has no posix_fallocate."""
-    monkeypatch.delattr(os, "posix_fallocate")
-    path = write(tmp_path / "rows.jsonl", [f"text {number % 80}" for number in range(100)])
-    assert (
-        prepare_dataset(
-            [path], tmp_path / "out", Options(tokenizer="byte", duplicates="drop")
-        ).manifest.documents
-        == 80
-    )
-
-
-def test_a_full_disk_during_deduplication_keeps_finished_ranges(tmp_path, monkeypatch):
-    path = write(tmp_path / "rows.jsonl", [f"text {number % 80}" for number in range(100)])
-    options = Options(tokenizer="byte", split="tail 0.4", duplicates="drop")
-    allocate = os.posix_fallocate
-
-    def full(_file, _offset, size):
-        assert size == 100, "a byte for each document"
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(Unfinished, match=r"Cannot write .*out: No space left on device") as raised:
-        prepare_dataset([path], tmp_path / "out", options)
-    assert raised.value.__notes__ == [f"The finished parts are kept in {tmp_path}/.out.part."]
-    monkeypatch.setattr(os, "posix_fallocate", allocate)
-    assert list((tmp_path / ".out.part" / "ranges").glob("*.json"))
-    assert prepare_dataset([path], tmp_path / "out", options).manifest.documents == 80
-
-
 def test_validation_text_of_duplicates_alone_is_refused(tmp_path):
     path = write(tmp_path / "rows.jsonl", ["same text"] * 20)
     with pytest.raises(DataError, match="for validation"):
-        prepare_dataset(
-            [path], tmp_path / "out", Options(tokenizer="byte", split="tail 0.5", duplicates="drop")
-        )
+        prepared(path, out=tmp_path / "out", split="tail 0.5", duplicates="drop")
     assert [entry.name for entry in tmp_path.iterdir()] == ["rows.jsonl"]
 
 
@@ -185,23 +129,12 @@ def test_separate_validation_text_stays_and_training_drops_shared_documents(
 def test_the_same_text_in_both_splits_leaves_nothing_to_train_on(tmp_path):
     path = write(tmp_path / "rows.jsonl", ["same", "text"])
     with pytest.raises(DataError, match=r"rows.jsonl is both training and validation text"):
-        prepare_dataset([path], tmp_path / "out", Options(tokenizer="byte", val=(path,)))
+        prepared(path, out=tmp_path / "out", val=(path,))
     with pytest.raises(
         DataError, match=r"rows.jsonl contains no documents \(2 duplicate document\)"
     ):
-        prepare_dataset(
-            [path], tmp_path / "out", Options(tokenizer="byte", val=(path,), duplicates="drop")
-        )
+        prepared(path, out=tmp_path / "out", val=(path,), duplicates="drop")
     assert [entry.name for entry in tmp_path.iterdir()] == ["rows.jsonl"]
-
-
-def test_dropping_duplicates_makes_a_different_dataset(tmp_path):
-    path = write(tmp_path / "rows.jsonl", [f"text {number % 15}" for number in range(20)])
-    prepare_dataset([path], tmp_path / "out", Options(tokenizer="byte", split="tail 0.5"))
-    with pytest.raises(DataError, match="duplicates is None, and 'drop' is requested"):
-        prepare_dataset(
-            [path], tmp_path / "out", Options(tokenizer="byte", split="tail 0.5", duplicates="drop")
-        )
 
 
 @pytest.mark.parametrize(
