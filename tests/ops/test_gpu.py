@@ -154,9 +154,9 @@ def test_losses_without_all_logits_match_the_reference(name, dtype, limit, extra
     if name == "liger":
         pytest.importorskip("liger_kernel")
     generator = torch.Generator().manual_seed(0)
-    hidden, weight = (
-        torch.randn(*shape, generator=generator).to(dtype) for shape in ((2, 500, 64), (3001, 64))
-    )
+    hidden = torch.randn(2, 500, 64, generator=generator).to(dtype)
+    # Logits of standard deviation 1: at 8, rounding them to bfloat16 alone costs the reference 2%.
+    weight = (torch.randn(3001, 64, generator=generator) / 8).to(dtype)
     targets = torch.randint(3001, (2, 500), generator=generator)
     targets[:, ::3] = cross_entropy.IGNORED
 
