@@ -22,6 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from flatout.files import write_text
 from flatout.measure.scripts.request import Answer, Request
+from flatout.measure.scripts.sites import Sites
 from flatout.measure.watch.loop import LoopTimer, Settings
 
 MIN_MEASURED = 5
@@ -39,6 +40,8 @@ class Attachment:
         self._model: nn.Module | None = None
         self._thread: int | None = None
         self._has_answered = self._has_loss = False
+        self._sites = Sites()
+        self._sites.install()
         self._calls = register_module_forward_pre_hook(self._on_any_call)
         register_optimizer_step_post_hook(self._on_optimizer_step)
         torch.Tensor.backward = self._noting_losses(torch.Tensor.backward)  # type: ignore[method-assign]
@@ -54,7 +57,8 @@ class Attachment:
         except Exception as error:
             problem = str(error)
         self._loop.close()
-        found = Answer(evidence=evidence, problem=problem, steps=self._loop.steps)
+        sites = self._sites.found(self._model)
+        found = Answer(evidence=evidence, problem=problem, steps=self._loop.steps, sites=sites)
         write_text(Path(self._request.answer), found.model_dump_json())
 
     def _on_any_call(self, module: nn.Module, _: Any) -> None:
