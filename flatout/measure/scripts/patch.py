@@ -7,7 +7,6 @@ import difflib
 import io
 import re
 import tokenize
-from codecs import BOM_UTF8
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, takewhile
@@ -21,6 +20,8 @@ from flatout.measure.scripts.request import Site
 
 NAMES = ("model", "optimizer", "torch")
 """What inserted lines can name."""
+UNITS = ast.Name | ast.Attribute | ast.Call | ast.Subscript
+"""Mappings of a call that `|` can follow."""
 IMPORT = re.compile(rb"^import torch(?: as (\w+))?\s*(?:#|$)", re.MULTILINE)
 
 
@@ -113,7 +114,7 @@ def _sites_of(edit: Edit, sites: Sequence[Site]) -> list[Site]:
     found = [s for s in sites if s.kind in kinds and (not edit.only or s.name in edit.only)]
     if text and "{optimizer}" not in text:
         return sorted(
-            found, key=lambda s: ("model" not in s.names, s.kind == "caller", not s.is_direct)
+            found, key=lambda s: ("model" not in s.names, not s.is_direct, s.kind == "caller")
         )[:1]
     return [site for site in found if site.is_direct] or found
 
@@ -125,7 +126,8 @@ def _words(edit: Edit, why: str, call: str = "the call") -> str:
     if edit.keywords:
         values = ", ".join(f"{name}={value}" for name, value in edit.keywords.items())
         return f"Set {values} in {call}: {why}."
-    return "\n".join([f"Write these lines: {why}.", *edit.lines])
+    lines = re.sub(rf"{{({'|'.join(NAMES)})}}", r"\1", "\n".join(edit.lines))
+    return f"Write these lines: {why}.\n{lines}"
 
 
 def _read(path: Path, root: Path) -> _Source | str:
@@ -136,11 +138,11 @@ def _read(path: Path, root: Path) -> _Source | str:
     try:
         data = path.read_bytes()
         encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
-        if data.isascii() or encoding.startswith("utf-8"):
+        if data.isascii() or encoding == "utf-8":
             return _Source(path, data)
     except (OSError, SyntaxError, ValueError) as error:
         return f"the file cannot be read ({error})"
-    return f"the file is in {encoding}, which a patch cannot be"
+    return f"the file is in {encoding}, and a patch in UTF-8"
 
 
 class _Source:
@@ -155,11 +157,10 @@ class _Source:
 
     def text(self) -> bytes:
         """Return the file with its edits."""
-        parts, last = [], 0
-        for (start, end, _), new in sorted(self.edits.items(), key=lambda each: each[0][:2]):
-            parts += [self.data[last:start], new]
-            last = end
-        return b"".join([*parts, self.data[last:]])
+        data = self.data
+        for start, end, what in sorted(self.edits, key=lambda span: span[:2])[::-1]:
+            data = data[:start] + self.edits[start, end, what] + data[end:]
+        return data
 
     def edit(self, change: str, edit: Edit, site: Site) -> str | None:
         """Edit at a site, or return why that is not possible."""
@@ -189,15 +190,16 @@ class _Source:
             return self._insert(change, edit.lines, names, imports[-1], after=True)
         # a call of a method on several lines starts at the method's name for Python
         start, end = self._at(site.line, site.column), self._at(site.end_line, site.end_column)
-        nodes = [
-            (node, self._span(node)) for node in ast.walk(self._tree) if hasattr(node, "lineno")
-        ]
-        around = [node for node, (first, last) in nodes if first <= start and end <= last]
-        calls = [one for one in around if isinstance(one, ast.Call) and self._span(one)[1] == end]
-        statements = [one for one in around if isinstance(one, ast.stmt)]
-        if not (calls and statements):
+        call = statement = None
+        for node in ast.walk(self._tree):  # from the outside in
+            if isinstance(node, ast.Call | ast.stmt):
+                first, last = self._span(node)
+                if isinstance(node, ast.stmt) and first <= start and end <= last:
+                    statement = node
+                elif isinstance(node, ast.Call) and first <= start and end == last:
+                    call = node
+        if call is None or statement is None:
             return "the call is not there any more, or its position is not known"
-        call, statement = calls[0], statements[-1]
         if edit.lines:
             names = dict(site.names)
             if isinstance(statement, ast.Assign) and statement.value is call and site.is_direct:
@@ -206,14 +208,13 @@ class _Source:
             return self._insert(change, edit.lines, names, statement, after=after)
         if not site.is_direct:
             return "a library makes it, which this line calls"
-        return (
-            self._remove(call, statement) if edit.remove else self._set(edit.keywords, call, site)
-        )
+        if edit.remove:
+            return self._remove(call, statement)
+        return self._set(edit.keywords, call, site)
 
     def _at(self, line: int, column: int) -> int:
-        """Return the offset of a position; ast does not count a byte order mark."""
-        mark = len(BOM_UTF8) if line == 1 and self.data.startswith(BOM_UTF8) else 0
-        return self._starts[min(line, len(self._starts)) - 1] + column + mark
+        """Return the offset of a position, also of one that the file no longer has."""
+        return self._starts[min(line, len(self._starts)) - 1] + column
 
     def _span(self, node: Any) -> tuple[int, int]:
         """Return the offsets of the start and the end of a node."""
@@ -229,26 +230,32 @@ class _Source:
 
     def _set(self, keywords: Mapping[str, str], call: ast.Call, site: Site) -> str | None:
         """Set arguments of a call."""
+        given = {keyword.arg: keyword.value for keyword in call.keywords}
+        mappings = [keyword for keyword in call.keywords if keyword.arg is None]
+        has_star = any(isinstance(one, ast.Starred) for one in call.args)
+        if not has_star:
+            given |= dict(zip(site.parameters, call.args, strict=False))
         arguments = [*call.args, *call.keywords]
-        given = dict(zip(site.parameters, call.args, strict=False))
-        given |= {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
-        has_stars = any(
-            isinstance(one, ast.Starred) or not getattr(one, "arg", 1) for one in arguments
-        )
         for name, value in keywords.items():
-            is_literal = any(keyword.arg == name for keyword in call.keywords)
-            if has_stars and not is_literal:
-                return f"an argument with a star may contain {name}"
             if name in given:
                 self.edits[(*self._span(given[name]), "")] = value.encode()
                 continue
             if name not in site.parameters:
                 return f"{site.name} takes no {name}"
+            if (
+                has_star
+                or len(mappings) > 1
+                or not all(isinstance(one.value, UNITS) for one in mappings)
+            ):
+                return f"an argument with a star may contain {name}"
+            text = f"{', ' if arguments else ''}{name}={value}"
             closing = self._span(call)[1] - 1
             at = max([self._span(one)[1] for one in arguments], default=closing)
             if at > closing:  # f(x for x in y)
                 return "its only argument must be put in parentheses first"
-            self.edits[at, at, name] = f"{', ' if arguments else ''}{name}={value}".encode()
+            if mappings:
+                at, text = self._span(mappings[0])[1], f' | {{"{name}": {value}}}'
+            self.edits[at, at, name] = text.encode()
         return None
 
     def _insert(
@@ -269,14 +276,14 @@ class _Source:
                 return f"the {key} has no name there"
             text = text.replace(f"{{{key}}}", names.get(key, ""))
         whole = self._lines(statement)
-        if whole is None or (after and hasattr(statement, "body")):
+        if whole is None or (after and hasattr(statement, "body")):  # or in the head of a block
             return "there is no place for a line of its own"
         indent = self.data[self._at(statement.lineno, 0) : self._span(statement)[0]]
         newline = b"\r\n" if b"\r\n" in self.data else b"\n"
         first, *rest = text.encode().split(b"\n")
         new = [first + f"  # flatout: {change}".encode(), *rest]
         at = whole[after]
-        lead = b"" if self.data[:at].endswith((b"\n", b"\r", BOM_UTF8)) or not at else newline
+        lead = newline if after and not self.data[:at].endswith(b"\n") else b""
         self.edits[at, at, text] = lead + b"".join(indent + line + newline for line in new)
         return None
 

@@ -120,7 +120,6 @@ KEYWORDS = [
         "# -*- coding: utf-8 -*-\nö = AdamW(p)\n",
         "# -*- coding: utf-8 -*-\nö = AdamW(p, fused=True)\n",
     ),
-    ("\ufeffo = AdamW(p)\n", "\ufeffo = AdamW(p, fused=True)\n"),
     ("if x:\r\n\to = AdamW(p)\r\n", "if x:\r\n\to = AdamW(p, fused=True)\r\n"),
     ("a = '\x0c'\no = AdamW(p)  # \u2028\n", "a = '\x0c'\no = AdamW(p, fused=True)  # \u2028\n"),
     (
@@ -129,6 +128,8 @@ KEYWORDS = [
     ),
     ("a, b = AdamW(p), AdamW(q)\n", "a, b = AdamW(p, fused=True), AdamW(q, fused=True)\n"),
     ("o = AdamW(p, fused=False, **more)\n", "o = AdamW(p, fused=True, **more)\n"),
+    ("o = AdamW(p, ** more, lr=1)\n", 'o = AdamW(p, ** more | {"fused": True}, lr=1)\n'),
+    ("o = AdamW(**(f(x)),)\n", 'o = AdamW(**(f(x)) | {"fused": True},)\n'),
 ]
 
 
@@ -181,7 +182,6 @@ LINES = [
         "if x:\n    trainer.train()\nelse:\n    y()\n",
         "if x:\n    model.compile()  # flatout: c0\n    trainer.train()\nelse:\n    y()\n",
     ),
-    ("\ufefftrainer.train()\n", "\ufeffmodel.compile()  # flatout: c0\ntrainer.train()\n"),
     (
         "with trainer.train():\n    x()\n",
         "model.compile()  # flatout: c0\nwith trainer.train():\n    x()\n",
@@ -259,7 +259,8 @@ def test_statements_are_removed(patched, source, expected):
 
 
 BY_HAND = [
-    ("o = AdamW(p, **more)\n", FUSED, "may contain fused"),
+    ("o = AdamW(p, **a, **b)\n", FUSED, "may contain fused"),
+    ("o = AdamW(p, **a if x else b)\n", FUSED, "may contain fused"),
     ("o = AdamW(*more)\n", FUSED, "may contain fused"),
     ("o = AdamW(q for q in p)\n", FUSED, "parentheses"),
     ("o = AdamW((p))\n", FUSED, "valid Python"),
@@ -275,6 +276,7 @@ BY_HAND = [
     ("def f():\n    return AdamW(p)\n", HOOK, "the optimizer has no name"),
     ("x()\n", FAST, "does not start with imports"),
     ("# coding: latin-1\no = AdamW('ä')\n".encode("latin-1"), FUSED, "iso-8859-1"),
+    ("\ufeffo = AdamW(p)\n", FUSED, "utf-8-sig"),
 ]
 
 
@@ -293,13 +295,13 @@ def test_without_the_name_of_the_model_lines_are_left_to_the_user(patched):
     assert left.line == 1
     assert left.words.splitlines() == [
         "Write these lines: the model has no name there.",
-        "{model}.compile()",
+        "model.compile()",
     ]
 
 
 def test_one_edit_that_is_not_possible_leaves_the_others(patched):
-    result, patch = patched("a = AdamW(p, **m)\nb = AdamW(q)\n", FUSED)
-    assert result == "a = AdamW(p, **m)\nb = AdamW(q, fused=True)\n"
+    result, patch = patched("a = AdamW(*m)\nb = AdamW(q)\n", FUSED)
+    assert result == "a = AdamW(*m)\nb = AdamW(q, fused=True)\n"
     assert [one.line for one in patch.by_hand] == [1]
 
 
