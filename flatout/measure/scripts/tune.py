@@ -42,6 +42,8 @@ from flatout.progress import SILENT, Progress, Task
 
 LOOK_S, TRIAL_S = 3.0, 3.0
 """Seconds of steps with evidence, and of a trial."""
+MOST_NOISE = 0.05
+"""With a larger difference between unchanged runs, losses are not compared one by one."""
 LOSS_STEPS = 20
 """Losses that are compared one by one."""
 MIN_STEPS, MAX_STEPS = 12, 400
@@ -166,7 +168,7 @@ def ratio(one: Answer, other: Answer) -> float:
     """Return how many times faster one trial was, over the steps that neither compiled in."""
     steps = min(len(one.step_s), len(other.step_s))
     skipped = {*range(WARM_STEPS), *one.compiled, *other.compiled}
-    kept = [index for index in range(steps) if index not in skipped]
+    kept = [index for index in range(steps) if index not in skipped] or range(steps)
     return sum(other.step_s[i] for i in kept) / sum(one.step_s[i] for i in kept)
 
 
@@ -286,7 +288,7 @@ class Search:
                 self._note(name, reason=f"failed with the others: {self.trials.done[-1][2]}")
                 continue
             gain = self.trials.figure(ratios)
-            is_taken = (gain.low or gain.median) >= LEAST_GAIN
+            is_taken = interval_of(ratios, self.trials.spread(self.trials.noise))[0] >= LEAST_GAIN
             reason = None if is_taken else "no clear gain" + " on top" * bool(self.taken)
             self._note(name, gain=gain, taken=is_taken, reason=reason, against=list(self.taken))
             if is_taken:
@@ -306,10 +308,10 @@ class Search:
             )
         plain, changed = trials.losses(Point()), trials.losses(point)[0]
         apart = difference(changed, plain[0])
-        noise = max((difference(one, plain[0]) for one in plain[1:]), default=0.0)
+        noise = noise_of(plain) or 0.0
         found = LossCheck(
             promise="rounding" if rtol else "exact",
-            promise_kept=apart <= rtol + 2 * noise,
+            promise_kept=apart <= rtol + 2 * noise and noise <= MOST_NOISE,
             loss_difference=apart,
             compared_losses=min(len(changed), len(plain[0]), LOSS_STEPS),
             promise_reason=f"{rtol:.0e} promised, {noise:.0e} between unchanged runs",
@@ -321,7 +323,8 @@ class Search:
             if not trials.losses(seed):
                 trials.task.note("the losses with other seeds")
                 trials.run(seed)
-        means = [end_of(losses[0]) for seed in (Point(), *seeds) if (losses := trials.losses(seed))]
+        unchanged = [losses for seed in (Point(), *seeds) for losses in trials.losses(seed)]
+        means = [end_of(losses) for losses in unchanged]
         low, high = min(means), max(means)
         within = low - (high - low) <= end_of(changed) <= high + (high - low)
         reason = (
@@ -331,7 +334,7 @@ class Search:
             update={
                 "promise": "statistical",
                 "promise_kept": within,
-                "promise_reason": f"{reason} over {len(means)} seeds",
+                "promise_reason": f"{reason} over {SEEDS} seeds",
             }
         )
 
