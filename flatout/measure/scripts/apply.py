@@ -126,15 +126,15 @@ def change_loaders(settings: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -
     replace(DataLoader, "__init__", changed)
 
 
-def data_workers(*_: Any) -> None:
+def data_workers(*_: Any, **more: Any) -> None:
     """Read data in worker processes."""
-    change_loaders(lambda given: {"num_workers": num_workers(), "persistent_workers": True})
+    workers = {"num_workers": num_workers(), "persistent_workers": True, **more}
+    change_loaders(lambda given: workers)
 
 
 def prefetch(*_: Any) -> None:
     """Let workers read further ahead."""
-    more = {"prefetch_factor": 8, "persistent_workers": True}
-    change_loaders(lambda given: more if given.get("num_workers") else {})
+    data_workers(prefetch_factor=8)
 
 
 def pinned_memory(*_: Any) -> None:

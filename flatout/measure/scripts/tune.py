@@ -100,7 +100,7 @@ class Trials:
     def run(self, point: Point) -> Answer | None:
         """Run a trial; None if it failed, or took no step."""
         began_s = time.monotonic()
-        self.scratch.reset()
+        self.scratch.reset(self.patch.files if self.patch else ())
         if point.is_patched and self.patch is not None:
             apply(self.patch, self.scratch.path)
         environment: dict[str, str] = {}
@@ -410,7 +410,7 @@ def tune_script(
         ]
         found = finished(search, sites, evidence.device)
         reasons |= {name: NO_TIME for name in tried if name not in search.rows}
-        scratch.reset()
+        scratch.reset(trials.patch.files if trials.patch else ())
         outside = {path: None for _, answer, _ in trials.done for path in answer.writes}
         result = ScriptTuning(
             command=list(command),

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -185,6 +186,12 @@ def test_every_change_has_a_function_or_an_environment():
     for name, change in CHANGES.items():
         assert hasattr(apply, name.replace("-", "_")) is not bool(change.environment), name
         assert change.edits or change.by_hand, name
+
+
+def test_the_page_lists_every_change():
+    page = (Path(__file__).parents[3] / "docs" / "scripts.md").read_text(encoding="utf-8")
+    for name, change in CHANGES.items():
+        assert f"| `{name}` | {change.does} |" in page
 
 
 def test_reasons_name_what_the_script_lacks():
