@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from flatout.measure.scripts.patch import Edit, patch_of
 from flatout.measure.scripts.sites import Sites
+from flatout.measure.steps.calls import MarkedCalls
 
 WATCHED = (
     (torch.optim.Optimizer, "__init__"),
@@ -260,12 +261,14 @@ def main(net):
     [
         ("Job(network)", {"optimizer": "model", "caller": "network"}),
         ("network.configure_optimizers()", {"optimizer": "self", "caller": "network"}),
+        ("network.configure_optimizers(); network = network.model", {"optimizer": "self.model"}),
         ("network.job = Job(network.model)", {"optimizer": "network", "caller": "network"}),
     ],
 )
 def test_the_shortest_name_of_the_model_is_known(run, call, expected):
     sites, _ = run(f"{NAMES}\nnetwork = Net()\n{call}\n", "network")
-    assert {site.kind: site.names["model"] for site in sites} == expected
+    named = {site.kind: site.names["model"] for site in sites if "model" in site.names}
+    assert named.items() >= expected.items()
     assert {site.names["torch"] for site in sites} == {"torch"}
 
 
@@ -348,15 +351,20 @@ size = with_locals(3)
     assert space["size"] == 3
 
 
+def test_calls_that_are_marked_meanwhile_are_found(run):
+    with MarkedCalls().recording_rare():
+        sites, _ = run("import gc\ngc.collect(0)\n")
+    assert [(site.kind, site.is_direct) for site in sites] == [("gc-collect", True)]
+
+
 def test_a_compiled_function_still_compiles(run):
     source = """\
-import gc
 import torch
-optimizer = torch.optim.SGD([torch.zeros(2, requires_grad=True)])
+model = torch.nn.Linear(2, 2)
 def step(x):
-    optimizer.zero_grad(set_to_none=False)
-    return x + 1
-out = torch.compile(step, backend="eager")(torch.zeros(2))
+    model.zero_grad(set_to_none=False)
+    return model(x).sum()
+out = torch.compile(step, backend="eager", fullgraph=True)(torch.zeros(2))
 """
     _, space = run(source)
-    assert space["out"].tolist() == [1, 1]
+    assert space["out"].shape == ()
