@@ -23,9 +23,7 @@ from flatout.hardware import probe
 from flatout.measure.diagnose.diagnosis import Diagnosis, diagnosis_of
 from flatout.measure.experiments.noise import (
     EXPECTED,
-    Spread,
     interval_of,
-    median_of,
     pooled,
     spread,
 )
@@ -130,12 +128,15 @@ class Trials:
         self.seconds[point] = time.monotonic() - began_s
         return None if reason else answer
 
-    def pairs(self, one: Point, other: Point, rounds: int) -> list[float] | None:
+    def pairs(
+        self, one: Point, other: Point, rounds: int, known: Sequence[float] = ()
+    ) -> list[float] | None:
         """Measure two points in turns, until their ratio is decided; return one ratio per round.
 
-        None: a trial failed. Ratios are how many times faster `one` is.
+        They start with the `known` ones. None: a trial failed. Ratios are how many times faster
+        `one` is.
         """
-        ratios: list[float] = []
+        ratios = [*known]
         for number in range(rounds):
             if number and not self.allows(one, other):
                 break
@@ -145,19 +146,23 @@ class Trials:
             if first is None or second is None:
                 return None
             ratios.append(ratio(first, second))
-            low, _, high = interval_of(ratios, self.spread([*self.noise, ratios]))
+            low, _, high = self.interval(ratios, [*self.noise, ratios])
             if len(ratios) > 1 and (low > LEAST_GAIN or high < LEAST_GAIN):
                 break
         self.noise.append(ratios)
         return ratios
 
-    def spread(self, groups: Sequence[Sequence[float]]) -> Spread:
-        """Return the noise of ratios, from all that were repeated."""
-        return pooled([EXPECTED, spread(groups)])
+    def interval(
+        self, ratios: Sequence[float], groups: Sequence[Sequence[float]] | None = None
+    ) -> tuple[float, float, float]:
+        """Return low, median and high of ratios, with the noise of all that were repeated."""
+        noise = pooled([EXPECTED, spread(self.noise if groups is None else groups)])
+        return interval_of(ratios, noise)
 
     def figure(self, ratios: Sequence[float]) -> Figure:
         """Return the median of ratios with its interval."""
-        return median_of(ratios, shared=self.spread(self.noise))
+        low, median, high = self.interval(ratios)
+        return Figure(median=median, low=low, high=high)
 
     def losses(self, point: Point) -> list[list[float]]:
         """Return the losses of a point's trials."""
@@ -283,12 +288,13 @@ class Search:
             if check.promise_kept is False:
                 self._note(name, reason="its losses differ by more than promised")
                 continue
-            ratios = self.trials.pairs(point, before, ROUNDS)
+            known = () if self.taken else (self.rows[name].first_gain or 1.0,)
+            ratios = self.trials.pairs(point, before, ROUNDS, known)
             if ratios is None:
                 self._note(name, reason=f"failed with the others: {self.trials.done[-1][2]}")
                 continue
             gain = self.trials.figure(ratios)
-            is_taken = interval_of(ratios, self.trials.spread(self.trials.noise))[0] >= LEAST_GAIN
+            is_taken = (gain.low or 0.0) >= LEAST_GAIN
             reason = None if is_taken else "no clear gain" + " on top" * bool(self.taken)
             self._note(name, gain=gain, taken=is_taken, reason=reason, against=list(self.taken))
             if is_taken:
