@@ -5,6 +5,11 @@ from __future__ import annotations
 from flatout.files import Stored
 from flatout.measure.steps.evidence import Evidence
 
+SEEN = ".seen"
+"""Added to the name of the answer's file: a file that says how far the script has come: `torch` or
+`step`.
+"""
+
 
 class Request(Stored):
     """What to measure of a script."""
