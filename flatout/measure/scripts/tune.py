@@ -32,8 +32,8 @@ from flatout.measure.experiments.report import NO_TIME
 from flatout.measure.scripts.changes import CHANGES, num_workers
 from flatout.measure.scripts.patch import ByHand, Edit, Patch, apply, patch_of
 from flatout.measure.scripts.request import Answer, Request, Site, Timing
+from flatout.measure.scripts.run import no_steps, run_script
 from flatout.measure.scripts.scratch import Scratch
-from flatout.measure.scripts.start import start
 from flatout.measure.scripts.tuning import CHANGES as SUMMARY
 from flatout.measure.scripts.tuning import FILE, ChangeRow, ScriptTuning
 from flatout.progress import SILENT, Progress, Task
@@ -104,7 +104,7 @@ class Trials:
         environment: dict[str, str] = {}
         for name in point.changes:
             environment |= CHANGES[name].environment
-        answer, code, output = start(
+        answer, code, output = run_script(
             [self.scratch.inside(word) for word in point.words or self.command],
             Request(
                 changes=point.changes,
@@ -386,7 +386,7 @@ def tune_script(
         )
     with Scratch(Path.cwd()) as scratch, progress.task("Tuning the script") as task:
         task.note("measuring the unchanged script")
-        look, code, output = start(
+        look, code, output = run_script(
             [scratch.inside(word) for word in command],
             Request(seconds=LOOK_S),
             folder=scratch.path,
@@ -395,11 +395,7 @@ def tune_script(
         evidence, facts = look.evidence, look.facts
         if evidence is None or facts is None or not evidence.step_s:
             print(output, file=sys.stderr)
-            raise RunFailed(
-                f"No step of the script was measured: {look.problem or 'it was too short'}."
-                + (f" It ended with exit code {code}; its output is above." if code else ""),
-                fix="Run it alone first. It gets no standard input here.",
-            )
+            raise no_steps(" ".join(command), look, code)
         diagnosis = diagnosis_of(evidence)
         steps = WARM_STEPS + max(MIN_STEPS, min(round(TRIAL_S / evidence.step_s), MAX_STEPS))
         reasons = {name: change.why_not(facts, evidence) for name, change in CHANGES.items()}

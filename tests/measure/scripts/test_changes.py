@@ -13,7 +13,7 @@ import pytest
 from flatout.measure.scripts import apply
 from flatout.measure.scripts.changes import CHANGES, num_workers
 from flatout.measure.scripts.request import Facts, Request, Timing
-from flatout.measure.scripts.start import start
+from flatout.measure.scripts.run import run_script
 from flatout.measure.steps.evidence import Evidence, Phases
 
 SCRIPT = """
@@ -86,7 +86,7 @@ def effects(tmp_path_factory):
     (folder / "train.py").write_text(SCRIPT)
 
     def run(changes, *, steps=14, seed_offset=0):
-        answer, code, printed = start(
+        answer, code, printed = run_script(
             [sys.executable, "train.py"],
             Request(changes=changes, timing=Timing(steps=steps, seed_offset=seed_offset)),
             folder=folder,
@@ -169,7 +169,7 @@ def test_a_trial_overwrites_no_file_that_a_link_leads_to(tmp_path):
         "except PermissionError as error:\n"
         "    print(error)\n"
     )
-    answer, code, printed = start(
+    answer, code, printed = run_script(
         [sys.executable, "train.py"],
         Request(timing=Timing(steps=20), guarded=str(own)),
         folder=copied,

@@ -17,7 +17,8 @@ from torch.autograd.anomaly_mode import detect_anomaly, set_detect_anomaly
 from torch.utils.data import DataLoader
 
 from flatout.measure.scripts.patch import Edit, apply, patch_of
-from flatout.measure.scripts.run import measure_script
+from flatout.measure.scripts.request import Request
+from flatout.measure.scripts.run import run_script
 from flatout.measure.scripts.sites import Sites
 from flatout.measure.steps.calls import MarkedCalls
 
@@ -390,7 +391,8 @@ if __name__ == "__main__":
 """
     script = tmp_path / "train.py"
     script.write_text(source)
-    answer, _ = measure_script([sys.executable, str(script)], seconds=1.0, steps=12)
+    request = Request(seconds=1.0, steps=12)
+    answer, *_ = run_script([sys.executable, str(script)], request)
     assert [(site.kind, site.line) for site in answer.sites] == [
         ("optimizer", 6),
         ("caller", 14),
