@@ -404,7 +404,7 @@ def tune_script(
         trials = Trials(command, scratch, steps, began_s + 60 * minutes, longest_s, task)
         search = Search(trials, tried)
         search.screen()
-        search.add(reserve=2)
+        search.add(reserve=1)
         if flags[0] is not None:
             search.grow_batch(flags[0], flags[1])
         sites = [
