@@ -355,7 +355,8 @@ def table(rows: Mapping[str, dict[str, Any]], *, tiny: bool) -> str:
         )
     machine = figures_of(rows, "environment").get("machine", "An unknown machine")
     commits = ", ".join(sorted({str(row.get("commit")) for row in rows.values()}))
-    about = f"{machine}; torch {version('torch')}; commit {commits}{'; toy shapes' if tiny else ''}"
+    torch = ", ".join(sorted({str(row.get("torch")) for row in rows.values()}))
+    about = f"{machine}; torch {torch}; commit {commits}{'; toy shapes' if tiny else ''}"
     return f"{about}.\n\n" + markdown(
         "step | tokens/s | GiB | times | off by | targets | status", lines
     )
