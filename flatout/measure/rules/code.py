@@ -173,7 +173,8 @@ def few_rows(evidence: Evidence) -> Finding | None:
     loop, rows = evidence.loop, evidence.loop.rows
     if rows is None or rows > FEW_ROWS:
         return None
-    idle = evidence.lost(evidence.phases.host_s, SLOW_CODE) if evidence.on_gpu else None
+    lost_s = evidence.phases.host_s if evidence.on_gpu else evidence.counts.tiny_op_s
+    idle = evidence.lost(lost_s, SLOW_CODE)
     text = "Raise the batch size: each operation and each update then serves more rows."
     number = loop.micro_batches or 1.0
     if number >= 2:

@@ -123,7 +123,7 @@ def small_batch(evidence: Evidence) -> Finding | None:
     )
 
 
-@rule()
+@rule(unless=("slow-code", "slow-optimizer", "few-rows"))
 def tiny_kernels(evidence: Evidence) -> Finding | None:
     """A step consists of many tiny operations, which take longer to start than to run."""
     found, idle_s = evidence.counts, evidence.phases.host_s

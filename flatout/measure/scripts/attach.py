@@ -59,6 +59,7 @@ MENTIONS = {"anomaly": r"detect_anomaly\(", "threads": r"set_num_threads\("}
 class ScriptWindows(LoopWindows):
     """The windows of a script's loop: those of a watched one, its calls, and counterfactuals."""
 
+    sampled_every_s = 0.02
     recorder: CallRecorder | None = None
 
     def _special(self) -> Iterator[None]:

@@ -52,19 +52,20 @@ class CallRecorder(TorchFunctionMode):
     ) -> Any:
         start_s = time.perf_counter()
         result = func(*args, **(kwargs or {}))
-        seconds = time.perf_counter() - start_s
-        if self._phase() not in ("forward", "other", "compute") or not isinstance(result, Tensor):
+        seconds, phase, name = time.perf_counter() - start_s, self._phase(), func.__name__
+        if phase not in ("forward", "other", "compute") or not isinstance(result, Tensor):
+            return result
+        if name == "__get__":  # an attribute, such as .grad
             return result
         line = user_frame(sys._getframe(1))
         if line is None:
             return result
         self.found.add("op", line, 0.0)
-        if any(isinstance(one, Parameter) for one in args) and self._phase() == "forward":
+        if phase == "forward" and any(isinstance(one, Parameter) for one in args):
             self.trains.add(line)
         if result.grad_fn is None:
             return result
         self.trains.add(line)
-        name = getattr(func, "__name__", "")
         if name == "softmax" and result.dim() > 2 and result.shape[-2] == result.shape[-1]:
             if result.shape[-1] >= MIN_ATTENTION:
                 self.found.add("softmax", line, seconds)

@@ -39,6 +39,8 @@ ELSEWHERE = frozenset({"data", "save"})
 """Kinds for which the work may be in another thread, while this one waits for it."""
 OF_OPTIMIZER = ("torch/nn/utils/clip_grad.py", "torch/optim/optimizer.py", "amp/grad_scaler.py")
 """Files whose work belongs to the optimizer's step."""
+OWN = str(PACKAGE_DIR / "measure")
+"""Start of the files that measure."""
 LOOP = str(PACKAGE_DIR / "training" / "loop.py")
 """The file of flatout's training loop."""
 KINDS = {
@@ -238,10 +240,15 @@ class LineSampler:
             last_s = now_s
 
     def _look(self, seconds: float) -> None:
+        phase = self._phase()
         stacks = read_stacks()
-        kind = KINDS.get(self._phase(), "python")
+        if self._phase() != phase:  # it changed meanwhile: the line may be of either
+            return
+        kind = KINDS.get(phase, "python")
         stack = stacks.get(self._watched, ())
         found = user_line(stack)
+        if kind == "python" and stack and stack[0][0].startswith(OWN):
+            return  # the cost of measuring
         if kind == "python" and any(file.endswith(OF_OPTIMIZER) for file, _ in stack):
             kind = "optimizer"
         if found is None and kind in ELSEWHERE:

@@ -90,6 +90,8 @@ class LoopWindows(Windows):
     slower and do not count for the averages.
     """
 
+    sampled_every_s = SAMPLED_EVERY_S
+
     def __init__(
         self,
         timer: PhaseTimer,
@@ -104,7 +106,7 @@ class LoopWindows(Windows):
 
     def _windows(self) -> Generator[None, None, None]:
         yield from self._until_compiled()
-        with self._sampling(SAMPLED_EVERY_S):
+        with self._sampling(self.sampled_every_s):
             yield from self._ordinary(
                 lambda steps, seconds: (
                     steps < MIN_ORDINARY_STEPS or (seconds < ORDINARY_S and steps < MAX_WARM_STEPS)
@@ -115,7 +117,7 @@ class LoopWindows(Windows):
         else:
             self.gpu = gpu_facts(probe(), self.device)  # while it works
             yield from self._special()
-        with self._sampling(SAMPLED_EVERY_S):
+        with self._sampling(self.sampled_every_s):
             yield from self._ordinary(lambda steps, seconds: True)
 
     def _special(self) -> Iterator[None]:

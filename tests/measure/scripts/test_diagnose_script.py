@@ -18,6 +18,7 @@ from flatout.measure.scripts.run import diagnose_script, end_all, run_script
 pytestmark = pytest.mark.slow
 
 TEXT = """
+import importlib.util; importlib.util.find_spec("torch")  # as many packages do
 import copy, os, sys, time
 import torch
 from torch import nn
@@ -50,6 +51,7 @@ FAULTS = {
     "evaluation": {"after": "with torch.no_grad(): score = [model(inputs) for _ in range(20)]"},
     "kept": {"inside": "kept.append(loss)"},
     "anomaly": {"before": "torch.autograd.set_detect_anomaly(True)"},
+    "renewed": {"after": "optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)"},
     "python": {"inside": "total = sum(number & 3 for number in range(200_000))"},
 }
 NAMED = {
@@ -58,6 +60,7 @@ NAMED = {
     "evaluation": ("frequent-evaluation", "model(inputs) for _"),
     "kept": ("growing-memory", "kept.append(loss)"),
     "anomaly": ("anomaly-detection", "set_detect_anomaly(True)"),
+    "renewed": ("new-optimizer", "optimizer.step()"),
     "python": ("slow-code", "range(200_000)"),
 }
 
@@ -82,11 +85,26 @@ def test_a_fault_is_named_with_its_line(fault, write):
     assert line in finding.site.text
 
 
-def test_a_healthy_script_has_no_finding_and_its_reads_cost_nothing(write):
-    inside = "number = loss.item(), loss.item(), loss.item()"
-    found = diagnose_script(write(script(inside=inside)), seconds=0.8)
+HEALTHY = {
+    "reads": {"inside": "number = loss.item(), loss.item(), loss.item()"},
+    "evaluations": {
+        "before": "inputs = inputs.repeat(20, 1); torch.save(model, os.devnull)",
+        "after": "if step % 100 == 0: model.eval(); score = model(inputs).sum(); model.train()",
+    },
+    "adversary": {
+        "before": "critic = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 1))\n"
+        "other = torch.optim.SGD(critic.parameters(), lr=1e-3)",
+        "inside": "loss = loss - critic(model(inputs)).mean()",
+        "after": "critic(model(inputs).detach()).mean().backward(), other.step()",
+    },
+}
+
+
+@pytest.mark.parametrize("kind", HEALTHY)
+def test_a_healthy_script_has_no_finding(kind, write):
+    found = diagnose_script(write(script(**HEALTHY[kind])), seconds=0.8)
     of_the_machine = {"busy-machine", "cpu-threads"}
-    assert {one.name for one in found.findings} <= of_the_machine
+    assert {one.name for one in found.findings} <= of_the_machine, found.text()
     assert sum(found.shares.values()) == pytest.approx(1.0, abs=0.02)
 
 
