@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from pydantic import Field
 
 from flatout.errors import in_shell
@@ -112,8 +114,12 @@ class ScriptTuning(Result):
 
     def total(self) -> str:
         """Return the total gain as a sentence."""
-        if self.gain is None:
+        if not self.taken:
             return "Nothing that was measured makes the script faster."
+        if self.gain is None:
+            gains = [row.gain.median for row in self.changes if row.taken and row.gain]
+            together = f"about {math.prod(gains):.2f} times as fast, the product of the gains"
+            return f"Together: {together}; it was not measured, as the time was up: add --minutes."
         kept = self.gain_losses and loss_words(self.gain_losses)
         return f"Together: {figure_text(self.gain)}{f'; losses {kept}' if kept else ''}."
 
