@@ -23,6 +23,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import psutil
 import torch
@@ -59,7 +60,7 @@ MENTIONS = {"anomaly": r"detect_anomaly\(", "threads": r"set_num_threads\("}
 class ScriptWindows(LoopWindows):
     """The windows of a script's loop: those of a watched one, its calls, and counterfactuals."""
 
-    sampled_every_s = 0.02
+    sampled_every_s = 0.03
     recorder: CallRecorder | None = None
 
     def _special(self) -> Iterator[None]:
@@ -109,6 +110,7 @@ class Attachment:
         self._optimizer: Any = None
         """The one whose steps end the script's."""
         self._steps_of_others = 0
+        self._keys: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
         self._trained: dict[int, bool] = {}
         """What was called with gradients, and whether in training mode; see `_key`."""
         self._is_inside = self._is_changing_mode = self._is_done = self._has_loss = False
@@ -255,7 +257,7 @@ class Attachment:
 
         A model that is only called in evaluation mode is trained in it.
         """
-        key = _key(module)
+        key = self._key(module)
         if not torch.is_grad_enabled():
             return key not in self._trained
         if self._trained.get(key) and not module.training:
@@ -267,6 +269,12 @@ class Attachment:
         self._trained[key] = self._trained.get(key, False) or module.training
         return True
 
+    def _key(self, module: nn.Module) -> int:
+        """Return what a model, a wrapper of it and a compiled one have in common."""
+        if module not in self._keys:
+            self._keys[module] = id(next(module.parameters(), module))
+        return self._keys[module]
+
     def _noting_modes(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         """Start an evaluation when the model's mode changes, before its data is read."""
 
@@ -277,7 +285,7 @@ class Attachment:
                 return plain(module, mode)
             self._is_changing_mode = True
             try:
-                if self._trained.get(_key(module)):
+                if self._trained.get(self._key(module)):
                     self._set_evaluating(loop, not mode)
                 return plain(module, mode)
             finally:
@@ -439,11 +447,6 @@ def _mentioned() -> dict[str, tuple[CallSite, ...]]:
                     text = line_of(file, number)
                     found[kind] = (CallSite(file=file, line=number, text=text),)
     return found
-
-
-def _key(module: nn.Module) -> int:
-    """Return what a model, a wrapper of it and a compiled one have in common."""
-    return id(next(module.parameters(), module))
 
 
 def _replace(owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
