@@ -178,6 +178,11 @@ def no_steps(name: str, answer: Answer, code: int | None) -> Exception:
         what, _, advice = str(answer.problem).partition(" Fix: ")
         return ConfigError(what, fix=advice or "Run flatout in the environment of the script.")
     ended = f"ended with exit code {code}" if code is not None else "was ended"
+    if (code or 0) < 0:
+        return RunFailed(
+            f"`{name}` was killed by signal {-(code or 0)}, and nothing could be measured.",
+            fix="Signal 9 is what the system sends when memory runs out: use a smaller batch.",
+        )
     if code:
         what = f"`{name}` {ended} before its first step was over; its own error is above."
         return RunFailed(what, fix="Run it alone first, and repair that.")

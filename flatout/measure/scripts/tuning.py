@@ -13,6 +13,8 @@ from flatout.measure.experiments.records import Figure, Left, LossCheck
 from flatout.measure.scripts.patch import ByHand
 from flatout.progress import counted
 
+APART = 1.25
+"""Ratio from which the product of the gains and the whole gain contradict each other."""
 FILE, CHANGES = "tuning.json", "changes.txt"
 """Names of the result, and of its summary beside the records with the changes."""
 
@@ -116,12 +118,16 @@ class ScriptTuning(Result):
         """Return the total gain as a sentence."""
         if not self.taken:
             return "Nothing that was measured makes the script faster."
+        product = math.prod(row.gain.median for row in self.changes if row.taken and row.gain)
         if self.gain is None:
-            gains = [row.gain.median for row in self.changes if row.taken and row.gain]
-            together = f"about {math.prod(gains):.2f} times as fast, the product of the gains"
-            return f"Together: {together}; it was not measured, as the time was up: add --minutes."
+            return f"Together: about {product:.2f} times as fast, the product of the gains."
         kept = self.gain_losses and loss_words(self.gain_losses)
-        return f"Together: {figure_text(self.gain)}{f'; losses {kept}' if kept else ''}."
+        text = f"Together: {figure_text(self.gain)}{f'; losses {kept}' if kept else ''}."
+        if not 1 / APART < product / self.gain.median < APART:
+            text += (
+                f" The single gains multiply to {product:.2f}: what else runs here changes them."
+            )
+        return text
 
 
 def figure_text(figure: Figure) -> str:
