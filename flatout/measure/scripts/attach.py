@@ -36,7 +36,7 @@ from flatout.measure.scripts.apply import Models, apply
 from flatout.measure.scripts.recorder import CallRecorder, Graphs, own_lines
 from flatout.measure.scripts.request import SEEN, Answer, Request
 from flatout.measure.scripts.sites import Sites
-from flatout.measure.scripts.trial import Trial, facts_of
+from flatout.measure.scripts.trial import Guard, Trial, facts_of
 from flatout.measure.steps.evidence import MIN_SAVES, CallSite, Evidence, Failure, LoopFacts
 from flatout.measure.steps.lines import LineTotals, line_of, site_of, user_frame
 from flatout.measure.steps.windows import threads
@@ -99,8 +99,9 @@ def _without_anomaly_detection() -> Iterator[None]:
 class Attachment:
     """Follows the script of this process by the calls that it makes in torch."""
 
-    def __init__(self, request: Request, models: Models) -> None:
+    def __init__(self, request: Request, models: Models, guard: Guard | None) -> None:
         self._request, self._models, self._process = request, models, os.getpid()
+        self._guard = guard
         self._sites = Sites()
         self._sites.install()
         self._loop: LoopTimer | None = None
@@ -152,7 +153,14 @@ class Attachment:
             evidence = evidence.model_copy(update={"failure": failed})
         sites = self._sites.found(self._model)
         facts = facts_of(self._models, tuple({site.kind for site in sites}))
-        found = Answer(evidence=evidence, problem=problem, steps=steps, sites=sites, facts=facts)
+        found = Answer(
+            evidence=evidence,
+            problem=problem,
+            steps=steps,
+            sites=sites,
+            facts=facts,
+            writes=list(self._guard.others) if self._guard else [],
+        )
         with suppress(OSError):  # the command has ended, and has removed its directory
             write_text(Path(self._request.answer), found.model_dump_json())
 
@@ -456,12 +464,12 @@ def _replace(owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
 def attach(path: str) -> None:
     """Change and follow this process as the request in a file says."""
     request = Request.model_validate_json(Path(path).read_text(encoding="utf-8"))
-    models = Models()
+    models, guard = Models(), Guard(request.guarded) if request.guarded else None
     failed = apply(request.changes, models)
     if request.timing is not None:
-        Trial(request, failed)
+        Trial(request, failed, guard)
     elif request.measures:
-        Attachment(request, models)
+        Attachment(request, models, guard)
     else:
         atexit.register(_tell, Path(request.answer), failed)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from flatout.files import Stored
 from flatout.measure.steps.evidence import Evidence
@@ -110,6 +110,8 @@ class Facts(Stored):
 
 class Answer(Stored):
     """What was found in a script."""
+
+    model_config = ConfigDict(ser_json_inf_nan="constants")  # a loss may be either
 
     evidence: Evidence | None = None
     """None: nothing was measured."""

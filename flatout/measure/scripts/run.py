@@ -21,7 +21,7 @@ from flatout.errors import ConfigError, RunFailed, in_shell
 from flatout.launch import own_environment
 from flatout.measure.diagnose.diagnosis import Diagnosis, diagnosis_of
 from flatout.measure.scripts.request import SEEN, Answer, Request
-from flatout.measure.steps.evidence import Failure
+from flatout.measure.steps.evidence import Evidence, Failure
 from flatout.progress import SILENT, Progress, counted
 
 POLL_S = 0.1
@@ -155,7 +155,15 @@ def diagnose_script(
     """
     request = Request(seconds=seconds, steps=steps, to_the_end=to_the_end)
     answer, code, _ = run_script(command, request, as_json=as_json, progress=progress)
-    evidence, name = answer.evidence, " ".join(command)
+    return diagnosis_of(evidence_in(" ".join(command), answer, code))
+
+
+def evidence_in(name: str, answer: Answer, code: int | None) -> Evidence:
+    """Return what was measured of a script, with its failure.
+
+    Raises: ConfigError when its environment has no flatout; RunFailed when nothing was measured.
+    """
+    evidence = answer.evidence
     if evidence is None:
         raise no_steps(name, answer, code)
     if evidence.step_s is None and evidence.failure is None and not (code or 0) > 0:
@@ -163,13 +171,12 @@ def diagnose_script(
             f"`{name}` ended after {counted(answer.steps, 'step')}, which are too few to measure.",
             fix="Let it train for at least 30 steps.",
         )
-    if (
-        code or 0
-    ) > 0 and evidence.failure is None:  # it did not raise: sys.exit, os._exit, or another rank
+    # it did not raise: sys.exit, os._exit, or another rank
+    if (code or 0) > 0 and evidence.failure is None:
         message = f"{name} ended with exit code {code}"
         failed = Failure(kind="error", message=message, step=answer.steps)
         evidence = evidence.model_copy(update={"failure": failed})
-    return diagnosis_of(evidence)
+    return evidence
 
 
 def no_steps(name: str, answer: Answer, code: int | None) -> Exception:

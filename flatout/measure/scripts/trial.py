@@ -8,6 +8,7 @@ import os
 import random
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,42 +29,20 @@ from flatout.parallel.rendezvous import stated_ranks
 from flatout.training.metrics.compile_events import CompilationWatch
 from flatout.training.metrics.device import process_peak_bytes
 
-MOST_WRITES = 20
-"""Files outside of the working directory that are named."""
-QUIET = ("/dev/", "/proc/", "/tmp/", "/var/tmp/")
-"""Where writes are not worth a word."""
 
+class Guard:
+    """Keeps a script in a copy of the user's directory from changing the directory itself."""
 
-class Trial:
-    """Times the steps of the script of this process, from one step of its optimizer to the next."""
-
-    def __init__(self, request: Request, failed: dict[str, str]) -> None:
-        assert request.timing is not None
-        self._request, self._timing, self._failed = request, request.timing, failed
-        self._optimizer: int | None = None
-        self._marks: list[Any] = []
-        self._compiled: list[int] = []
-        self._compile_s = 0.0
-        self._losses: list[list[Tensor]] = [[]]
-        self._writes: dict[str, None] = {}
-        self._process = os.getpid()
-        self._watch = CompilationWatch()
-        self._seed()
+    def __init__(self, folder: str) -> None:
+        self.others: dict[str, None] = {}
+        """Files elsewhere that were opened for writing."""
+        self._folder, self._process = folder, os.getpid()
+        temporary, home = os.path.realpath(tempfile.gettempdir()), str(Path.home())
+        quiet = ["/dev/", "/proc/", f"{home}/.cache/", os.getcwd()]
+        self._quiet = (*quiet, *([] if folder.startswith(temporary) else [temporary]))
         sys.addaudithook(self._on_event)
-        register_optimizer_step_post_hook(self._on_optimizer_step)
-        replace(Tensor, "backward", self._noting)
         replace(torch, "save", self._saving)
-        atexit.register(self.answer)
-
-    def _seed(self) -> None:
-        """Fix all seeds, those that the script does not set included."""
-        offset = self._timing.seed_offset
-        for owner, name in ((torch, "manual_seed"), (random, "seed"), (np.random, "seed")):
-            getattr(owner, name)(offset)
-            if offset:
-                replace(
-                    owner, name, lambda plain: lambda seed=0, *rest: plain(seed + offset, *rest)
-                )
+        register_optimizer_step_post_hook(self._on_optimizer_step)
 
     def _on_event(self, event: str, args: tuple[Any, ...]) -> None:
         """Note files that are opened for writing, and keep those of the user."""
@@ -80,12 +59,12 @@ class Trial:
         if not isinstance(name, str | os.PathLike):
             return
         path = os.path.realpath(name)
-        if self._request.guarded and path.startswith(self._request.guarded + os.sep):
+        if path.startswith(self._folder + os.sep):
             if not is_new or not os.path.islink(name):
                 raise PermissionError(f"a trial must not change {path}, which is not copied")
             os.unlink(name)
-        elif not path.startswith((os.getcwd(), str(Path.home() / ".cache"), *QUIET)):
-            self._writes[path] = None
+        elif not path.startswith(self._quiet) and "/torchinductor_" not in path:
+            self.others[path] = None
 
     def _saving(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that writes to its second argument, outside of Python's own files."""
@@ -95,6 +74,40 @@ class Trial:
             return plain(content, path, *args, **kwargs)
 
         return save
+
+    def _on_optimizer_step(self, *_: object) -> None:
+        safetensors = sys.modules.get("safetensors.torch")
+        if safetensors is not None and not hasattr(safetensors.serialize_file, "__wrapped__"):
+            replace(safetensors, "serialize_file", self._saving)
+
+
+class Trial:
+    """Times the steps of the script of this process, from one step of its optimizer to the next."""
+
+    def __init__(self, request: Request, failed: dict[str, str], guard: Guard | None) -> None:
+        assert request.timing is not None
+        self._request, self._timing, self._failed = request, request.timing, failed
+        self._optimizer: int | None = None
+        self._marks: list[Any] = []
+        self._compiled: list[int] = []
+        self._compile_s = 0.0
+        self._losses: list[list[Tensor]] = [[]]
+        self._guard, self._process = guard, os.getpid()
+        self._watch = CompilationWatch()
+        self._seed()
+        register_optimizer_step_post_hook(self._on_optimizer_step)
+        replace(Tensor, "backward", self._noting)
+        atexit.register(self.answer)
+
+    def _seed(self) -> None:
+        """Fix all seeds, those that the script does not set included."""
+        offset = self._timing.seed_offset
+        for owner, name in ((torch, "manual_seed"), (random, "seed"), (np.random, "seed")):
+            getattr(owner, name)(offset)
+            if offset:
+                replace(
+                    owner, name, lambda plain: lambda seed=0, *rest: plain(seed + offset, *rest)
+                )
 
     def _noting(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         def backward(loss: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -107,8 +120,6 @@ class Trial:
     def _on_optimizer_step(self, optimizer: Any, *_: Any) -> None:
         if self._optimizer is None:
             self._optimizer = id(optimizer)
-            if (safetensors := sys.modules.get("safetensors.torch")) is not None:
-                replace(safetensors, "serialize_file", self._saving)
         if id(optimizer) != self._optimizer or torch.compiler.is_compiling():
             return
         if self._watch.changed():
@@ -150,7 +161,7 @@ class Trial:
             ],
             peak_gib=peak / GIB,
             failed=self._failed,
-            writes=list(self._writes)[:MOST_WRITES],
+            writes=list(self._guard.others) if self._guard else [],
         )
         write_text(Path(self._request.answer), found.model_dump_json())
         self._marks = []

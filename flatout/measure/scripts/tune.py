@@ -32,7 +32,7 @@ from flatout.measure.experiments.report import NO_TIME
 from flatout.measure.scripts.changes import CHANGES, num_workers
 from flatout.measure.scripts.patch import ByHand, Edit, Patch, apply, patch_of
 from flatout.measure.scripts.request import Answer, Request, Site, Timing
-from flatout.measure.scripts.run import no_steps, run_script
+from flatout.measure.scripts.run import evidence_in, run_script
 from flatout.measure.scripts.scratch import Scratch
 from flatout.measure.scripts.tuning import CHANGES as SUMMARY
 from flatout.measure.scripts.tuning import FILE, ChangeRow, ScriptTuning
@@ -118,12 +118,12 @@ class Trials:
         reason = ""
         if answer.failed:
             reason = next(iter(answer.failed.values()))
+        elif len(answer.step_s) < self.steps and code:
+            reason = output.rpartition("\n")[2] or f"exit code {code}"
         elif len(answer.step_s) <= WARM_STEPS:
             reason = answer.problem or "it took too few steps"
             if code is None:
                 reason = f"it took longer than {self.longest_s:.0f} s"
-            elif code:
-                reason = output.rpartition("\n")[2] or f"exit code {code}"
         self.done.append((point, answer, reason))
         self.seconds[point] = time.monotonic() - began_s
         return None if reason else answer
@@ -212,7 +212,7 @@ class Search:
 
     def _screened(self, name: str, answer: Answer, before: Answer, after: Answer) -> None:
         """Note the gain of a change's first trial."""
-        self._note(
+        self.note(
             name,
             first_gain=statistics.fmean(ratio(answer, base) for base in (before, after)),
             peak_gib=answer.peak_gib,
@@ -257,18 +257,19 @@ class Search:
             ratios = trials.pairs(point, before, ROUNDS)
             self.rows[name] = ChangeRow(name=name, does="larger batches", against=list(self.taken))
             if ratios is None:
-                self._note(name, reason=f"failed: {trials.done[-1][2]}")
+                self.note(name, reason=f"failed: {trials.done[-1][2]}")
                 break
             samples = factor if accumulate is None else 1
             gain = trials.figure([samples * each for each in ratios])
             other = "an argument: not in the patch"
             if accumulate is None:
                 other = "by samples per second; steps of other batches learn differently"
-            self._note(name, gain=gain, reason=other)
+            self.note(name, gain=gain, reason=other)
             if gain.median < factor**0.1:
                 break
 
-    def _note(self, name: str, **facts: Any) -> None:
+    def note(self, name: str, **facts: Any) -> None:
+        """Add facts to the row of a change."""
         self.rows[name] = self.rows[name].model_copy(update=facts)
 
     def add(self, reserve: int) -> None:
@@ -277,26 +278,26 @@ class Search:
         for name in [row.name for row in sorted(promising, key=lambda row: -(row.first_gain or 0))]:
             before, point = Point(self.taken), Point((*self.taken, name))
             if EXCLUSIVE.get(name) in self.taken:
-                self._note(name, reason=f"{EXCLUSIVE[name]} is taken")
+                self.note(name, reason=f"{EXCLUSIVE[name]} is taken")
                 continue
             if not self.trials.allows(*[point, before] * (1 + reserve)):
-                self._note(name, reason="the time was up before it was repeated")
+                self.note(name, reason="the time was up before it was repeated")
                 continue
             self.trials.task.note(f"{name} on top of {', '.join(self.taken) or 'nothing'}")
             check = self.check(Point((name,)), CHANGES[name].rtol)
-            self._note(name, **check.model_dump())
+            self.note(name, **check.model_dump())
             if check.promise_kept is False:
-                self._note(name, reason="its losses differ by more than promised")
+                self.note(name, reason="its losses differ by more than promised")
                 continue
             known = () if self.taken else (self.rows[name].first_gain or 1.0,)
             ratios = self.trials.pairs(point, before, ROUNDS, known)
             if ratios is None:
-                self._note(name, reason=f"failed with the others: {self.trials.done[-1][2]}")
+                self.note(name, reason=f"failed with the others: {self.trials.done[-1][2]}")
                 continue
             gain = self.trials.figure(ratios)
             is_taken = (gain.low or 0.0) >= LEAST_GAIN
             reason = None if is_taken else "no clear gain" + " on top" * bool(self.taken)
-            self._note(name, gain=gain, taken=is_taken, reason=reason, against=list(self.taken))
+            self.note(name, gain=gain, taken=is_taken, reason=reason, against=list(self.taken))
             if is_taken:
                 self.taken = point.changes
 
@@ -318,7 +319,7 @@ class Search:
         found = LossCheck(
             promise="rounding" if rtol else "exact",
             promise_kept=apart <= rtol + 2 * noise and noise <= MOST_NOISE,
-            loss_difference=apart,
+            loss_difference=apart if math.isfinite(apart) else None,
             compared_losses=min(len(changed), len(plain[0]), LOSS_STEPS),
             promise_reason=f"{rtol:.0e} promised, {noise:.0e} between unchanged runs",
         )
@@ -388,14 +389,17 @@ def tune_script(
         task.note("measuring the unchanged script")
         look, code, output = run_script(
             [scratch.inside(word) for word in command],
-            Request(seconds=LOOK_S),
+            Request(seconds=LOOK_S, guarded=str(scratch.source)),
             folder=scratch.path,
             limit_s=max(30 * minutes, 120.0),
         )
-        evidence, facts = look.evidence, look.facts
-        if evidence is None or facts is None or not evidence.step_s:
+        name, facts = " ".join(command), look.facts
+        if look.evidence is None or look.evidence.failure is not None or (code or 0) > 0:
             print(output, file=sys.stderr)
-            raise no_steps(" ".join(command), look, code)
+        evidence = evidence_in(name, look, code)
+        if evidence.failure is not None or facts is None or not evidence.step_s:
+            why = evidence.failure.message if evidence.failure else "it cannot be measured"
+            raise RunFailed(f"`{name}` fails: {why}.", fix="Repair that first.")
         diagnosis = diagnosis_of(evidence)
         steps = WARM_STEPS + max(MIN_STEPS, min(round(TRIAL_S / evidence.step_s), MAX_STEPS))
         reasons = {name: change.why_not(facts, evidence) for name, change in CHANGES.items()}
@@ -413,7 +417,8 @@ def tune_script(
         found = finished(search, sites, evidence.device)
         reasons |= {name: NO_TIME for name in tried if name not in search.rows}
         scratch.reset(trials.patch.files if trials.patch else ())
-        outside = {path: None for _, answer, _ in trials.done for path in answer.writes}
+        answers = [look, *(answer for _, answer, _ in trials.done)]
+        outside = {path: None for answer in answers for path in answer.writes}
         result = ScriptTuning(
             command=list(command),
             machine=probe().describe(),
@@ -522,6 +527,10 @@ def finished(search: Search, sites: Sequence[Site], device: str | None) -> dict[
             found |= {"gain": found["verified"], "gain_losses": check}
     if reason:
         found |= {"patch": "", "withheld": f"The patch is not given: {reason}."}
+        if not by_hand:
+            search.taken = ()
+            for name in taken:
+                search.note(name, taken=False, reason=f"in the end, {reason}")
     return found
 
 

@@ -149,4 +149,6 @@ def row_text(row: ChangeRow) -> str:
 def loss_words(check: LossCheck) -> str:
     """Return how far losses are apart, and whether that is as promised."""
     apart = f"{check.loss_difference:.0e} apart" if check.loss_difference else "equal"
+    if check.loss_difference is None:
+        apart = "not comparable"
     return f"{apart}{'' if check.promise_kept else f' ({check.promise_reason})'}"

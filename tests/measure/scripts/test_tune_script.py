@@ -81,6 +81,48 @@ def test_a_script_that_cannot_be_tuned_says_why(tmp_path, source, message):
 
 
 @pytest.mark.faults
+def test_no_run_changes_a_file_of_the_user(tmp_path):
+    """The first one, which only measures, writes large files as little as the trials."""
+    project = tmp_path / "project"
+    project.mkdir()
+    with (project / "big.pt").open("wb") as file:
+        file.truncate(300 << 20)
+    (project / "train.py").write_text(SCRIPT.replace('"model.pt"', '"big.pt"'))
+    before = (project / "big.pt").stat()
+    flatout(
+        project, "tune", "--only", "threads", "--minutes", "1", "--", sys.executable, "train.py"
+    )
+    after = (project / "big.pt").stat()
+    assert (after.st_size, after.st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("if step == 40: raise ValueError('mine')", "ValueError: mine"),
+        ("if step == 4: break", "too few"),
+    ],
+)
+def test_a_script_that_fails_or_ends_is_told(tmp_path, line, message):
+    (tmp_path / "train.py").write_text(f"{SCRIPT}    {line}\n")
+    done = flatout(tmp_path, "tune", "--", sys.executable, "train.py", code=1)
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr or "mine" in done.stderr
+
+
+@pytest.mark.faults
+def test_losses_that_are_no_numbers_are_compared_with_nothing(tmp_path):
+    text = SCRIPT.replace(".mean()", ".mean() * float('nan')").replace(
+        "torch.autograd.set_detect_anomaly(True)", "torch.set_num_threads(1)"
+    )
+    (tmp_path / "train.py").write_text(text)
+    words = ("--only", "zero-grad-none", "--minutes", "1.5", "--json")
+    done = flatout(tmp_path, "tune", *words, "--", sys.executable, "train.py")
+    assert json.loads(done.stdout.splitlines()[-1])["taken"] == []
+
+
+@pytest.mark.faults
 def test_run_applies_changes_and_returns_the_exit_code_of_the_script(tmp_path):
     (tmp_path / "train.py").write_text(
         "import sys, torch\n"
