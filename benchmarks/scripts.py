@@ -9,7 +9,8 @@ they are, and with three planted faults each. `loops` are the twenty loops with 
 healthy ones in benchmarks/script_faults.yaml. `tune` takes a slow fault of each script, and the
 script as it is; the patch that it writes is measured again here, in turns with the script.
 
-A fault is named when a finding names one of the expected lines or is itself an expected one.
+A fault is named when a finding names one of the expected lines or is itself an expected one; a
+warning that a line may cost something elsewhere is not enough.
 `busy-machine` is not counted: it speaks of other processes. Writes benchmarks/results/scripts.json
 and .md. Every trial is written to scripts-trials.jsonl as soon as it ends; after an interruption,
 the same command continues from there. Takes about two hours on 2 cores.
@@ -42,6 +43,8 @@ PARTS = ("diagnose", "loops", "tune")
 LIMIT_S = 300.0
 """Seconds after which a command is ended."""
 NOT_COUNTED = "busy-machine"
+BY_NAME_ONLY = ("tiny-kernels", "memory-bound", "unstable-training")
+"""Findings whose line is not a cause by itself."""
 NAMED_TARGET, GAIN_TARGET = 0.9, 1.5
 Row = dict[str, Any]
 
@@ -61,7 +64,6 @@ def main() -> None:
             if part in options.parts and options.only in " ".join(key.values()):
                 result = remembered({"part": part, **key}, trials, measure)
                 found[part].append({**key, **result})
-                print(part, *key.values(), str(result)[:300], file=sys.stderr, flush=True)
     asked = {"seconds": options.seconds, "minutes": options.minutes, "rounds": options.rounds}
     figures = {**facts(), **asked, **found}
     publish(options.out, "scripts", figures, table(figures))
@@ -240,8 +242,8 @@ def flatout_json(words: list[str], cwd: Path, variables: Mapping[str, str]) -> t
     """Run a command of flatout; return its JSON, {} if it failed, and the end of its errors."""
     output, errors, code = run([sys.executable, "-m", "flatout", *words], cwd, variables)
     try:
-        return json.loads(output[output.index("{") :]), "" if code == 0 else errors[-1500:]
-    except ValueError:
+        return json.loads(output.splitlines()[-1]), "" if code == 0 else errors[-1500:]
+    except (ValueError, IndexError):
         return {}, f"exit code {code}: {errors[-1500:]}"
 
 
@@ -258,6 +260,7 @@ def diagnose(
     findings = [
         {
             "name": one["name"],
+            "harm": one["harm"],
             "verdict": one["verdict"],
             "line": one["site"] and f"{one['site']['text']} ({one['site']['file'][-40:]})",
             "share": one["share"],
@@ -275,9 +278,11 @@ def diagnose(
 
 
 def names(finding: Row, fault: Row) -> bool:
-    """Return whether a finding names a fault."""
+    """Return whether a finding names a fault; one that only warns of later harm does not."""
     text = f"{finding['line']} {finding['verdict']}"
-    return finding["name"] in fault.get("names", ()) or any(part in text for part in fault["at"])
+    can_be = finding["harm"] != "warns" and finding["name"] not in BY_NAME_ONLY
+    is_there = can_be and any(part in text for part in fault["at"])
+    return is_there or finding["name"] in fault.get("names", ())
 
 
 def tune(
