@@ -30,7 +30,7 @@ import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,7 @@ Row = dict[str, Any]
 
 def main() -> None:
     made = parser(__doc__, seconds=5.0, minutes=4.0, steps=40, rounds=3)
-    made.add_argument("--python", default=sys.executable, help="that of the scripts")
+    made.add_argument("--python", default=sys.executable)
     made.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     made.add_argument("--only", default="", help="part of the names of scripts and faults")
     made.add_argument("--mirrors", type=Path, help="directory of git directories")
@@ -64,15 +64,13 @@ def main() -> None:
             if part in options.parts and options.only in " ".join(key.values()):
                 result = remembered({"part": part, **key}, trials, measure)
                 found[part].append({**key, **result})
-    asked = {"seconds": options.seconds, "minutes": options.minutes, "rounds": options.rounds}
-    figures = {**facts(), **asked, **found}
+    figures = {**facts(), "seconds": options.seconds, "minutes": options.minutes, **found}
     publish(options.out, "scripts", figures, table(figures))
 
 
-Task = tuple[str, dict[str, str], Callable[[], Row]]
-
-
-def tasks(options: argparse.Namespace, folder: Path) -> Iterator[Task]:
+def tasks(
+    options: argparse.Namespace, folder: Path
+) -> Iterator[tuple[str, Row, Callable[[], Row]]]:
     """Yield the part, the names and the measurement of each trial."""
     for script in yaml.safe_load((HERE / "scripts.yaml").read_text()):
         for fault in (None, *script["faults"]):
@@ -116,7 +114,9 @@ def prepared(
         subprocess.run(
             [options.python, *words], cwd=cwd, env=variables, check=True, capture_output=True
         )
-    for name, edits in edits_of(fault).items():
+    fault = fault or {"edits": {}}
+    once = {"edits": {fault["file"]: {fault["old"]: fault["new"]}}} if "file" in fault else fault
+    for name, edits in once["edits"].items():
         text = (root / name).read_text()
         for old, new in edits.items():
             if text.count(old) != 1:
@@ -125,13 +125,6 @@ def prepared(
         (root / name).write_text(text)
     code = ["-c", script["call"]] if "call" in script else []
     return [*code, *shlex.split(script["run"])], cwd, variables
-
-
-def edits_of(fault: Row | None) -> Mapping[str, Mapping[str, str]]:
-    """Return what a fault replaces, by file."""
-    if fault is None:
-        return {}
-    return fault["edits"] if "edits" in fault else {fault["file"]: {fault["old"]: fault["new"]}}
 
 
 def fetch(script: Row, root: Path, mirrors: Path | None) -> None:
@@ -163,43 +156,22 @@ def environment(root: Path) -> dict[str, str]:
     }
 
 
-def write_text(path: Path) -> None:
-    """Write some 1.4 million characters of made-up words."""
-    path.write_text("\n".join(sentences(12_000)) + "\nO God, O God!\n")
-
-
 def sentences(number: int) -> list[str]:
     """Return sentences of 4 to 30 of 2,000 words, of which some are much more frequent."""
-    chance = random.Random(number)
-    words = ["".join(chance.choices("abcdefghijklmnoprstuvw", k=chance.randint(2, 9)))
-             for _ in range(2000)]  # fmt: skip
+    chance, letters = random.Random(number), "abcdefghijklmnoprstuvw"
+    words = ["".join(chance.choices(letters, k=chance.randint(2, 9))) for _ in range(2000)]
     weights = [1 / (place + 3) for place in range(len(words))]
-    return [
-        " ".join(chance.choices(words, weights, k=chance.randint(4, 30))) + " ."
-        for _ in range(number)
-    ]
-
-
-def write_pairs(path: Path) -> None:
-    path.write_text("".join(f"{one}\t{two}\n" for one, two in pairs(3000)))
-
-
-def write_instructions(path: Path) -> None:
-    rows = [{"instruction": one, "output": two} for one, two in pairs(1000)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-def write_sentence_pairs(path: Path) -> None:
-    rows = [
-        {"sentence1": one, "sentence2": two, "label": number % 2, "idx": number}
-        for number, (one, two) in enumerate(pairs(2000))
-    ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    lengths = [chance.randint(4, 30) for _ in range(number)]
+    return [" ".join(chance.choices(words, weights, k=length)) + " ." for length in lengths]
 
 
 def pairs(number: int) -> list[tuple[str, str]]:
     every = sentences(2 * number)
     return [*zip(every[::2], every[1::2], strict=True)]
+
+
+def write_rows(path: Path, rows: Iterable[Row]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def write_mnist(folder: Path) -> None:
@@ -215,21 +187,28 @@ def write_mnist(folder: Path) -> None:
         (folder / f"{name}-labels-idx1-ubyte").write_bytes(head + labels)
 
 
-MAKERS: dict[str, Callable[[Path], None]] = {
-    "text": write_text,
-    "pairs": write_pairs,
-    "instructions": write_instructions,
-    "sentences": write_sentence_pairs,
+MAKERS: dict[str, Callable[[Path], object]] = {
+    "text": lambda path: path.write_text("\n".join([*sentences(12_000), "O God, O God!\n"])),
+    "pairs": lambda path: path.write_text("\n".join("\t".join(pair) for pair in pairs(3000))),
+    "instructions": lambda path: write_rows(
+        path, ({"instruction": one, "output": two} for one, two in pairs(1000))
+    ),
+    "sentences": lambda path: write_rows(
+        path,
+        (
+            {"sentence1": one, "sentence2": two, "label": number % 2, "idx": number}
+            for number, (one, two) in enumerate(pairs(2000))
+        ),
+    ),
     "mnist": write_mnist,
 }
 
 
 def run(words: list[str], cwd: Path, variables: Mapping[str, str]) -> tuple[str, str, int | None]:
     """Run a command and all that it starts for at most LIMIT_S; return its output and exit code."""
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
-    process = subprocess.Popen(
-        words, cwd=cwd, env=variables, text=True, start_new_session=True, **pipes
-    )
+    pipe, none = subprocess.PIPE, subprocess.DEVNULL
+    given = {"cwd": cwd, "env": variables, "start_new_session": True, "text": True}
+    process = subprocess.Popen(words, stdin=none, stdout=pipe, stderr=pipe, **given)
     try:
         output, errors = process.communicate(timeout=LIMIT_S)
     except subprocess.TimeoutExpired:
@@ -343,8 +322,7 @@ def steps_of(
 
 def apart(losses: list[float], others: list[float]) -> float:
     """Return the largest relative distance of two series of losses."""
-    both = zip(losses, others, strict=False)
-    return max(abs(one - other) / max(abs(one), 1e-12) for one, other in both)
+    return max(abs(a - b) / max(abs(a), 1e-12) for a, b in zip(losses, others, strict=False))
 
 
 def table(found: Row) -> str:
@@ -354,47 +332,37 @@ def table(found: Row) -> str:
     loops = [row for row in found["loops"] if "fault" in row]
     healthy = [row for row in found["loops"] if "healthy" in row]
     text = [f"{found['machine']}; commit {found['commit']}; `python benchmarks/scripts.py`.\n"]
-    text.append(markdown(
-        "script as it is | step | verdict",
-        [(row["script"], ms(row["step_s"]), short(row["verdict"] or row["problem"]))
-         for row in plain],
-    ))  # fmt: skip
+    for title, rows in {"script as it is": plain, "healthy loop": healthy}.items():
+        cells = [(row.get("script") or row["healthy"], ms(row), first_of(row)) for row in rows]
+        text.append(markdown(f"{title} | step | first finding", cells))
     for title, rows in {"planted in scripts": planted, "loops with a fault": loops}.items():
-        text.append(markdown(
-            f"{title} | named | first finding",
-            [(f"{row.get('script', '')} {row['fault']}".strip(), place(row), first_of(row))
-             for row in rows],
-            counted(rows),
-        ))  # fmt: skip
-    text.append(markdown(
-        "healthy loop | step | findings",
-        [(row["healthy"], ms(row["step_s"]), first_of(row)) for row in healthy],
-    ))  # fmt: skip
-    tuned = found["tune"]
-    rows = [
-        (row["script"], row["fault"], (row["gain"] or {}).get("median", ""),
-         spread(row["gains"], 2) if "gains" in row else short(row["problem"] or "no patch"),
-         *(f"{row[name]:.1e}" if name in row else "" for name in ("losses_apart", "noise")))
-        for row in tuned
-    ]  # fmt: skip
-    slow = [
-        statistics.median(row.get("gains", [1.0])) for row in tuned if row["fault"] != "as it is"
+        cells = [
+            (f"{row.get('script', '')} {row['fault']}".strip(), place(row), first_of(row))
+            for row in rows
+        ]
+        text.append(markdown(f"{title} | named | first finding", cells, counted(rows)))
+    cells = [
+        (
+            *(row["script"], row["fault"], (row["gain"] or {}).get("median", "")),
+            spread(row["gains"], 2) if "gains" in row else short(row["problem"] or "no patch"),
+            *(f"{row[name]:.1e}" if name in row else "" for name in ("losses_apart", "noise")),
+        )
+        for row in found["tune"]
     ]
-    note = f"Target: a median gain of {GAIN_TARGET} on slow scripts: "
-    note += verdict(statistics.median(slow) >= GAIN_TARGET) + "." if slow else "not measured."
+    slow = [row.get("gains", [1.0]) for row in found["tune"] if row["fault"] != "as it is"]
+    middle = statistics.median(map(statistics.median, slow)) if slow else None
+    kept = "not measured" if middle is None else verdict(middle >= GAIN_TARGET)
+    note = f"Target: a median gain of {GAIN_TARGET} on slow scripts: {kept}."
     columns = "script | fault | gain, by tune | gain of the patch | losses apart | noise"
-    text.append(markdown(columns, rows, note))
-    return "\n".join(text)
+    return "\n".join([*text, markdown(columns, cells, note)])
 
 
 def counted(rows: list[Row]) -> str:
-    """Return how many faults were named first, later and not at all."""
     first = sum(row["place"] == 1 for row in rows)
     later = sum(row["place"] is not None and row["place"] > 1 for row in rows)
     kept = verdict(first >= NAMED_TARGET * len(rows)) if rows else "not measured"
-    return (
-        f"Named first: {first} of {len(rows)}, later: {later}. Target {NAMED_TARGET:.0%}: {kept}."
-    )
+    target = f"Target {NAMED_TARGET:.0%}: {kept}."
+    return f"Named first: {first} of {len(rows)}, later: {later}. {target}"
 
 
 def place(row: Row) -> str:
@@ -402,7 +370,6 @@ def place(row: Row) -> str:
 
 
 def first_of(row: Row) -> str:
-    """Return the first finding, or why there is none."""
     if not row["findings"]:
         return short(row["problem"] or "none")
     one = row["findings"][0]
@@ -414,8 +381,8 @@ def short(text: str) -> str:
     return " ".join(text.split())[:160].replace("|", "/")
 
 
-def ms(seconds: float | None) -> str:
-    return "" if seconds is None else f"{1e3 * seconds:.0f} ms"
+def ms(row: Row) -> str:
+    return "" if row["step_s"] is None else f"{1e3 * row['step_s']:.0f} ms"
 
 
 if __name__ == "__main__":
