@@ -283,6 +283,7 @@ def filled(
         "{tiny}": shape if tiny else (),
         "{no bias}": () if is_eigenstate else ("model.bias=false",),
         "{same}": SAME,
+        "{toy}": ("toy",) if tiny else (),
     }
     words: list[str] = []
     for word in step.words:

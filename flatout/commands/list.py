@@ -18,6 +18,7 @@ from flatout.config.schema import RunConfig, load_config
 from flatout.figures import duration
 from flatout.hardware import ASSUMED_MFU, Machine, machine_rows, probe
 from flatout.json_io import JsonObject, Result
+from flatout.measure.scripts.changes import CHANGES
 from flatout.progress import SILENT, Progress
 from flatout.registry import (
     ARCHITECTURES,
@@ -48,6 +49,7 @@ FOLDERS: dict[str, Folder | YamlFolder] = {
 }
 
 
+OTHERS = ("changes", "machines", "speedups", "tokenizers")
 LABELS = {True: "measured", False: "not measured", None: ""}
 """Whether the choice of `auto` for a speedup rests on a measurement.
 
@@ -120,8 +122,8 @@ def list_entries(
     kind: Annotated[
         str,
         Argument(
-            "architectures, datasets, loggers, machines, models, optimizers, recipes, sources, "
-            "speedups, token-formats or tokenizers."
+            "architectures, changes (of scripts), datasets, loggers, machines, models, "
+            "optimizers, recipes, sources, speedups, token-formats or tokenizers."
         ),
     ],
     recipe: Annotated[
@@ -146,6 +148,8 @@ def list_entries(
             stated(name, "LISTED_AS") or stated(name, "SPEC") or name: TOKENIZERS.describe(name)
             for name in TOKENIZERS.names()
         }
+    elif kind == "changes":
+        items = {name: change.does for name, change in CHANGES.items()}
     elif kind == "machines":
         machine = probe()
         items = {"(this machine)": machine.describe()}
@@ -155,7 +159,7 @@ def list_entries(
     elif kind in FOLDERS:
         items = {name: FOLDERS[kind].describe(name) for name in FOLDERS[kind].names()}
     else:
-        raise unknown_name("kind of entry", kind, [*FOLDERS, "machines", "speedups", "tokenizers"])
+        raise unknown_name("kind of entry", kind, [*FOLDERS, *OTHERS])
     listed = [{"name": name, "description": text} for name, text in items.items()]
     return ListResult(kind=kind, items=listed)
 

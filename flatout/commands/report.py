@@ -10,6 +10,7 @@ from flatout.commands import Command
 from flatout.errors import CheckpointError, DataError, OutputInUse
 from flatout.files import write_whole, writing
 from flatout.json_io import Result
+from flatout.measure.scripts.tuning import FILE as TUNING
 from flatout.progress import SILENT, Progress
 from flatout.recognised import require_local
 from flatout.signature import Argument, Option, checked
@@ -58,7 +59,8 @@ def report(
 
     The page has the curves (against steps, tokens or time), the events, the results, where the time
     of a step went, samples and settings, and for several runs their differences. It is one file
-    that opens offline. A directory with a metrics.jsonl of another training loop works too.
+    that opens offline. A directory with a metrics.jsonl of another training loop works too, and the
+    one that `flatout tune -- python train.py` wrote, with its table and its patch.
 
     Raises: CheckpointError when a run does not exist; MissingPackage without bokeh.
     """
@@ -73,7 +75,7 @@ def report(
             fix="Name a run directory, or train a run: `flatout demo` takes a few minutes.",
         )
     given = [runs] if isinstance(runs, str | Path) else runs or ()
-    folders = [_folder(run) for run in given] or known[-1:]
+    folders = [folder for run in given for folder in _folders(run)] or known[-1:]
     folders = list({folder.resolve(): folder for folder in folders}.values())
     require_local(out or "", "--out ")
     path = Path(out or (folders[0] / FILE_NAME if len(folders) == 1 else FILE_NAME))
@@ -99,15 +101,16 @@ def report(
     )
 
 
-def _folder(run: str | Path) -> Path:
+def _folders(run: str | Path) -> list[Path]:
     """Return the run directory; also one with the records of another training loop.
 
+    What `flatout tune` found about a script has two: before and after its changes.
     Raises: CheckpointError.
     """
     path = Path(run)
-    if str(run) and (path / layout.METRICS).is_file():
-        return path
-    return find_run(run)
+    if str(run) and (path / TUNING).is_file():
+        return [path / "before", path / "after"]
+    return [path if str(run) and (path / layout.METRICS).is_file() else find_run(run)]
 
 
 def _require_ours(path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +12,7 @@ from flatout.commands.train import load_checked
 from flatout.errors import ConfigError
 from flatout.measure.experiments.records import LEAST_MINUTES, PARTS
 from flatout.measure.experiments.report import Tuning
+from flatout.measure.scripts.tuning import ScriptTuning
 from flatout.progress import SILENT, Progress
 from flatout.recognised import require_recipe_path
 from flatout.registry import SPEEDUPS, unknown_name
@@ -19,7 +21,7 @@ from flatout.signature import Option, checked
 
 @checked
 def tune(
-    recipe: RecipeName,
+    recipe: RecipeName | None = None,
     overrides: Overrides = None,
     minutes: Annotated[
         float,
@@ -35,10 +37,23 @@ def tune(
     statistical: Annotated[
         bool, Option("Also try speedups with a statistical promise, over several seeds.")
     ] = False,
-    out: Annotated[Path | str, Option("The recipe to write.")] = "tuned.yaml",
+    out: Annotated[
+        Path | str | None,
+        Option("The recipe to write, tuned.yaml by default; of a script, the directory."),
+    ] = None,
+    patch: Annotated[
+        Path | str | None, Option("Of a script: file for the changes as a unified diff.")
+    ] = None,
+    batch_flag: Annotated[
+        str | None, Option("Of a script: its argument for the batch size, such as --batch-size.")
+    ] = None,
+    accumulate_flag: Annotated[
+        str | None, Option("Of a script: its argument for the steps of gradient accumulation.")
+    ] = None,
     *,
+    script: Sequence[str] = (),
     progress: Progress = SILENT,
-) -> Tuning:
+) -> Tuning | ScriptTuning:
     """Find the fastest settings of a recipe on this machine, and write them as a recipe.
 
     It starts from what `train` would choose, and varies the micro-batch, activation checkpointing,
@@ -49,9 +64,43 @@ def tune(
     Speedups that the recipe names or leaves out stay as they are. Ctrl+C writes the best setting so
     far. The measured gains are kept for `auto`.
 
+    After `--` comes the command of any PyTorch training script, to make that faster without an
+    edit: `flatout tune --patch faster.patch -- python train.py`. Its changes are applied from
+    outside, in trials that run in a copy of the current directory; `flatout list changes` shows
+    them, and `--only` selects some. In Python, `script` are the words of that command.
+
     Raises: UsageError before anything is measured; RunFailed when no setting gives figures;
             Interrupted when a signal arrives before that.
     """
+    if script:
+        if recipe is not None or overrides or statistical:
+            raise ConfigError(
+                "A script after -- cannot be combined with a recipe.",
+                fix="Write `flatout tune -- python train.py`.",
+            )
+        from flatout.measure.scripts.tune import tune_script
+
+        return tune_script(
+            script,
+            out=out,
+            minutes=minutes,
+            only=changes_in(only),
+            patch=patch,
+            flags=(batch_flag, accumulate_flag),
+            progress=progress,
+        )
+    for given, name in ((patch, "patch"), (batch_flag, "batch-flag")):
+        if given is not None:
+            raise ConfigError(
+                f"--{name} is for a script.",
+                fix=f"Write `flatout tune --{name} {given} -- python train.py`.",
+            )
+    if recipe is None:
+        raise ConfigError(
+            "There is nothing to tune.",
+            fix="Name a recipe, or write `flatout tune -- python train.py`.",
+        )
+    out = out or "tuned.yaml"
     require_recipe_path(out, "--out ")
     parts = parse_only(only)
     config = load_checked(recipe, overrides, progress=progress)
@@ -84,6 +133,20 @@ def parse_only(text: str | None) -> tuple[str, ...]:
         if word not in known:
             raise unknown_name("part to tune", word, known)
     return words or PARTS
+
+
+def changes_in(text: str | None) -> tuple[str, ...]:
+    """Return the names of changes of a script, which commas separate.
+
+    Raises: ConfigError for an unknown one, with the nearest name.
+    """
+    from flatout.measure.scripts.changes import CHANGES
+
+    names = tuple(word.strip() for word in (text or "").split(",") if word.strip())
+    for name in names:
+        if name not in CHANGES:
+            raise unknown_name("change", name, CHANGES)
+    return names
 
 
 COMMAND = Command(

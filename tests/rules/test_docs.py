@@ -69,7 +69,7 @@ def problem_of(line: str, targets: set[str]) -> str | None:
         return next((f"no make target {word!r}" for word in words if word not in targets), None)
     if not PROGRAM.match(line):
         return "not a command of flatout"
-    words = shlex.split(PROGRAM.sub("", line))
+    words = shlex.split(PROGRAM.sub("", line).partition(" -- ")[0])  # the rest is a script
     if words[0].startswith("--") or words[0] == "COMMAND":
         return None if words[0] in {"--help", "--version", "COMMAND"} else f"no option {words[0]}"
     if words[0] not in COMMANDS.names():

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from flatout.json_io import is_finite
 from flatout.measure.diagnose.diagnosis import FILE, read_diagnosis
 from flatout.measure.runlog import RunLog
+from flatout.measure.scripts.tuning import CHANGES
 from flatout.progress import counted
 
 Array = NDArray[np.float64]
@@ -96,6 +97,12 @@ class RunData(RunLog):
         """What `flatout diagnose` found."""
         if self.diagnosis is None and (path / FILE).exists():
             self.notes.append(f"{FILE} is damaged, or was not written by this version of flatout.")
+
+    @property
+    def changes(self) -> str:
+        """What `flatout tune` changed in a script, and the patch."""
+        path = self.path / CHANGES
+        return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
 
     @property
     def longest(self) -> Curve | None:

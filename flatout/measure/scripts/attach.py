@@ -21,7 +21,10 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from flatout.files import write_text
+from flatout.measure.scripts.apply import Models, apply
 from flatout.measure.scripts.request import Answer, Request
+from flatout.measure.scripts.sites import Sites
+from flatout.measure.scripts.trial import Trial, facts_of
 from flatout.measure.watch.loop import LoopTimer, Settings
 
 MIN_MEASURED = 5
@@ -31,14 +34,16 @@ MIN_MEASURED = 5
 class Attachment:
     """Follows the script of this process by the calls that it makes in torch."""
 
-    def __init__(self, request: Request) -> None:
-        self._request = request
+    def __init__(self, request: Request, models: Models) -> None:
+        self._request, self._models = request, models
         self._loop = LoopTimer(Settings(), at_exit=self.answer)
         self._optimizer: int | None = None
         """Identity of the optimizer whose steps end the script's."""
         self._model: nn.Module | None = None
         self._thread: int | None = None
         self._has_answered = self._has_loss = False
+        self._sites = Sites()
+        self._sites.install()
         self._calls = register_module_forward_pre_hook(self._on_any_call)
         register_optimizer_step_post_hook(self._on_optimizer_step)
         torch.Tensor.backward = self._noting_losses(torch.Tensor.backward)  # type: ignore[method-assign]
@@ -54,7 +59,14 @@ class Attachment:
         except Exception as error:
             problem = str(error)
         self._loop.close()
-        found = Answer(evidence=evidence, problem=problem, steps=self._loop.steps)
+        sites = self._sites.found(self._model)
+        found = Answer(
+            evidence=evidence,
+            problem=problem,
+            steps=self._loop.steps,
+            sites=sites,
+            facts=facts_of(self._models, tuple({site.kind for site in sites})),
+        )
         write_text(Path(self._request.answer), found.model_dump_json())
 
     def _on_any_call(self, module: nn.Module, _: Any) -> None:
@@ -140,5 +152,11 @@ def _is_part(part: nn.Module, whole: nn.Module) -> bool:
 
 
 def attach(path: str) -> None:
-    """Follow this process as the request in a file says."""
-    Attachment(Request.model_validate_json(Path(path).read_text(encoding="utf-8")))
+    """Change and follow this process as the request in a file says."""
+    request = Request.model_validate_json(Path(path).read_text(encoding="utf-8"))
+    models = Models()
+    failed = apply(request.changes, models)
+    if request.timing is not None:
+        Trial(request, failed)
+    elif request.measures:
+        Attachment(request, models)

@@ -1,22 +1,106 @@
-"""What is asked of a script that flatout measures, and what it answers. No torch."""
+"""What is asked of a script that flatout measures or changes, and what it answers. No torch."""
 
 from __future__ import annotations
+
+from pydantic import Field
 
 from flatout.files import Stored
 from flatout.measure.steps.evidence import Evidence
 
 
-class Request(Stored):
-    """What to measure of a script."""
+class Timing(Stored):
+    """Steps to time in a trial."""
 
-    answer: str
+    steps: int
+    """Steps after which the trial ends."""
+    seed_offset: int = 0
+    """Added to every seed that the script sets; a script without seeds gets this one."""
+
+
+class Request(Stored):
+    """What to measure of a script, and what to change in its process."""
+
+    answer: str = ""
     """File for the answer."""
-    seconds: float
+    seconds: float = 0.0
     """Seconds of ordinary steps."""
     steps: int | None = None
     """Steps, the warm-up included, after which the measurement ends; None: by the seconds."""
     to_the_end: bool = False
     """Whether the script runs on after that."""
+    changes: tuple[str, ...] = ()
+    """Names of the changes to apply."""
+    timing: Timing | None = None
+    """The steps to time; None: see `measures`."""
+    measures: bool = True
+    """Whether to collect evidence, if no steps are timed."""
+    guarded: str | None = None
+    """The user's directory, into which links of the copy lead; its files are not written."""
+
+
+class Site(Stored):
+    """A place in a file at which the script makes a call that a patch may edit."""
+
+    kind: str
+    """optimizer, loader, gc-collect, empty-cache, anomaly, threads or zero-grad; or start: the
+    imports of the script's main file, which have no position."""
+    name: str
+    """Class or function that is called."""
+    file: str
+    """Absolute path."""
+    line: int = 0
+    """First line of the call."""
+    end_line: int = 0
+    """Its last line."""
+    column: int = 0
+    """Where it starts in the first line, in bytes of UTF-8."""
+    end_column: int = 0
+    """Where it ends in the last one; 0: not known."""
+    is_direct: bool = True
+    """Whether this line makes the call itself; otherwise a library does that it calls."""
+    parameters: tuple[str, ...] = ()
+    """Parameters of the call, in order; () when they are not known."""
+    names: dict[str, str] = Field(default_factory=dict)
+    """Expressions of that line for the root "model" and for "torch", as far as there are any."""
+    count: int = 0
+    """Calls."""
+
+
+class Facts(Stored):
+    """What a script is made of, as far as changes depend on it."""
+
+    device: str = "cpu"
+    """Type of device of the model."""
+    dtype: str = "float32"
+    """Type of most weights."""
+    parameters: int = 0
+    """Weights of the models."""
+    threads: int = 1
+    """Threads that torch uses for one operation."""
+    unfused: bool = False
+    """Whether an optimizer that has a fused form runs without it."""
+    workers: int | None = None
+    """Most workers of a DataLoader over a map-style dataset; None: there is none."""
+    persistent: bool = True
+    """Whether all loaders with workers keep them between epochs."""
+    pinned: bool = True
+    """Whether all loaders pin their batches."""
+    convolutions: bool = False
+    """Whether there are two-dimensional convolutions, with contiguous weights."""
+    compiled: bool = False
+    """Whether a model is compiled."""
+    autocast: bool = False
+    """Whether the forward pass runs in autocast."""
+    tf32: bool = False
+    """Whether fp32 matmuls may use TF32."""
+    anomaly: bool = False
+    """Whether autograd looks for anomalies."""
+    calls: tuple[str, ...] = ()
+    """Kinds of `Site` that the steps call."""
+    blocks: bool = False
+    """Whether a model repeats a block."""
+    eager_attention: bool = False
+    """Whether a model of transformers computes attention without SDPA."""
 
 
 class Answer(Stored):
@@ -28,3 +112,21 @@ class Answer(Stored):
     """Why not."""
     steps: int = 0
     """Steps that were seen."""
+    facts: Facts | None = None
+    """None unless evidence was collected."""
+    step_s: list[float] = Field([])
+    """Seconds of each step of a trial after the first."""
+    compiled: list[int] = Field([])
+    """Indices in `step_s` of steps that compiled."""
+    compile_s: float | None = None
+    """Seconds that compiling took; None: nothing was compiled."""
+    losses: list[float] = Field([])
+    """The loss of each step: the mean of what `backward` was called on."""
+    peak_gib: float | None = None
+    """Peak memory of the device, or on a CPU of the process."""
+    failed: dict[str, str] = Field({})
+    """Changes that could not be applied, and why."""
+    sites: tuple[Site, ...] = ()
+    """Calls that a patch may edit."""
+    writes: list[str] = Field([])
+    """Files outside of the working directory that were opened for writing."""

@@ -1,0 +1,64 @@
+"""Run a training script with changes that make it faster, without an edit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated
+
+from flatout.commands import Command
+from flatout.commands.tune import changes_in
+from flatout.errors import ConfigError
+from flatout.json_io import Result
+from flatout.signature import Option, checked
+
+
+class ScriptRun(Result):
+    """How the script ended."""
+
+    changes: list[str]
+    """Changes that were applied."""
+    failed: dict[str, str]
+    """Those that could not be applied, and why."""
+    code: int
+    """Exit code of the script."""
+
+    @property
+    def exit_code(self) -> int:
+        """The script's own."""
+        return self.code
+
+    def summary(self) -> str:
+        """Return the changes that could not be applied."""
+        return "\n".join(f"{name} was not applied: {why}" for name, why in self.failed.items())
+
+
+@checked
+def run(
+    changes: Annotated[
+        str | None,
+        Option("Changes, separated by commas: `flatout list changes` shows them.", "--with"),
+    ] = None,
+    *,
+    script: Sequence[str] = (),
+) -> ScriptRun:
+    """Run a training script with changes that make it faster, without an edit.
+
+    The command of the script comes after `--`. `flatout tune -- python train.py` finds the changes
+    that are worth it. Input, output, files and exit code are the script's own.
+
+    Raises: ConfigError for an unknown change, or without a script.
+    """
+    from flatout.measure.scripts.request import Request
+    from flatout.measure.scripts.start import start
+
+    names = changes_in(changes)
+    if not script or not names:
+        raise ConfigError(
+            "There is no script to run, or no change to run it with.",
+            fix="Write `flatout run --with bf16,compile -- python train.py`.",
+        )
+    answer, code, _ = start(script, Request(changes=names, measures=False))
+    return ScriptRun(changes=list(names), failed=answer.failed, code=1 if code is None else code)
+
+
+COMMAND = Command(run, example="flatout run --with bf16,compile -- python train.py")

@@ -1,0 +1,123 @@
+"""A copy of the user's working directory in which trials run, so that they overwrite nothing."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Self
+
+from flatout.errors import ConfigError
+
+LARGE_BYTES = 256 << 20
+"""A larger file is a link to the original, which trials do not open for writing."""
+MOST_BYTES, MOST_FILES = 4 << 30, 50_000
+LINKED = frozenset({".git", ".hg", ".venv", "venv", "node_modules", "wandb", "mlruns"})
+"""Directories that are links: trials only read them, if at all."""
+State = dict[str, tuple[int, int]]
+"""Modification time and size of each file, by its path."""
+
+
+class Scratch:
+    """A copy of a directory at the same path below another root.
+
+    What lies beside its parent directories is linked there, so that `../data` exists. A context
+    manager: at the end the copy is deleted.
+    """
+
+    def __init__(self, source: Path) -> None:
+        self.source = source.resolve()
+        self._links: dict[str, Path] = {}
+        """What leads where, relative to the copy."""
+        self.written: dict[str, None] = {}
+        """Files that trials created or changed, relative to the directory."""
+        self._root = Path(tempfile.mkdtemp(prefix="flatout-scratch-"))
+        self.path = self._root / self.source.relative_to("/")
+        """The copy."""
+
+    def __enter__(self) -> Self:
+        try:
+            at = Path("/")
+            for part in self.source.parts[1:]:
+                own = self._root / at.relative_to("/")
+                own.mkdir(exist_ok=True)
+                for beside in os.scandir(at):
+                    if beside.name != part:
+                        (own / beside.name).symlink_to(beside.path)
+                at /= part
+            self._copy()
+            self._state = self._look()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        shutil.rmtree(self._root, ignore_errors=True)
+
+    def _copy(self) -> None:
+        """Copy the directory.
+
+        Raises: ConfigError when it has too much for copies.
+        """
+        num_bytes = num_files = 0
+        for folder, folders, files in os.walk(self.source):
+            own = self.path / Path(folder).relative_to(self.source)
+            own.mkdir(parents=True, exist_ok=True)
+            links = [name for name in folders if name in LINKED]
+            links += [name for name in folders if (Path(folder) / name).is_symlink()]
+            folders[:] = [name for name in folders if name not in links]
+            for name in (*dict.fromkeys(links), *files):
+                path = Path(folder) / name
+                size = path.lstat().st_size
+                if size > LARGE_BYTES or name in links or path.is_symlink():
+                    (own / name).symlink_to(path.resolve())
+                    self._links[os.path.relpath(own / name, self.path)] = path.resolve()
+                elif path.is_file():  # no socket or pipe
+                    shutil.copy2(path, own / name)
+                    num_bytes, num_files = num_bytes + size, num_files + 1
+            if num_bytes > MOST_BYTES or num_files > MOST_FILES:
+                raise ConfigError(
+                    f"{self.source} has too many files to copy it for trials.",
+                    fix="Start from a directory that has the script and its data alone.",
+                )
+
+    def _look(self) -> State:
+        found = {}
+        for folder, folders, files in os.walk(self.path):
+            names = (*files, *(name for name in folders if os.path.islink(f"{folder}/{name}")))
+            for name in names:
+                entry = os.lstat(path := os.path.join(folder, name))
+                found[os.path.relpath(path, self.path)] = entry.st_mtime_ns, entry.st_size
+        return found
+
+    def reset(self) -> None:
+        """Undo what a trial did to the copy."""
+        now = self._look()
+        changed = [
+            name
+            for name in now.keys() | self._state.keys()
+            if now.get(name) != self._state.get(name)
+        ]
+        for name in sorted(changed):
+            if "__pycache__" not in name:
+                self.written[name] = None
+            own, original = self.path / name, self.source / name
+            own.unlink(missing_ok=True)
+            if name in self._state:
+                own.parent.mkdir(parents=True, exist_ok=True)
+                if name in self._links:
+                    own.symlink_to(self._links[name])
+                else:
+                    shutil.copy2(original, own)
+        self._state = self._look() if changed else self._state
+
+    def inside(self, word: str) -> str:
+        """Return an argument with an absolute path into the directory as one into the copy."""
+        source = str(self.source)
+        return word.replace(source, str(self.path)) if f"{source}/" in word else word
+
+    def original(self, path: str) -> str:
+        """Return the path of the user's file for one in the copy."""
+        return path.replace(str(self.path), str(self.source), 1)

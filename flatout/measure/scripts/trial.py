@@ -1,0 +1,199 @@
+"""Times the steps of a script inside its process, and says what the script is made of."""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.data import DataLoader, IterableDataset
+
+from flatout.files import write_text
+from flatout.hardware import GIB
+from flatout.measure.scripts.apply import Models, replace
+from flatout.measure.scripts.changes import FUSED
+from flatout.measure.scripts.request import Answer, Facts, Request
+from flatout.parallel.rendezvous import stated_ranks
+from flatout.training.metrics.compile_events import CompilationWatch
+from flatout.training.metrics.device import process_peak_bytes
+
+MOST_WRITES = 20
+"""Files outside of the working directory that are named."""
+QUIET = ("/dev/", "/proc/", "/tmp/", "/var/tmp/")
+"""Where writes are not worth a word."""
+
+
+class Trial:
+    """Times the steps of the script of this process, from one step of its optimizer to the next."""
+
+    def __init__(self, request: Request, failed: dict[str, str]) -> None:
+        assert request.timing is not None
+        self._request, self._timing, self._failed = request, request.timing, failed
+        self._optimizer: int | None = None
+        self._marks: list[Any] = []
+        self._compiled: list[int] = []
+        self._compile_s = 0.0
+        self._losses: list[list[Tensor]] = [[]]
+        self._writes: dict[str, None] = {}
+        self._process = os.getpid()
+        self._watch = CompilationWatch()
+        self._seed()
+        sys.addaudithook(self._on_event)
+        register_optimizer_step_post_hook(self._on_optimizer_step)
+        replace(Tensor, "backward", self._noting)
+        replace(torch, "save", self._saving)
+        atexit.register(self.answer)
+
+    def _seed(self) -> None:
+        """Fix all seeds, those that the script does not set included."""
+        offset = self._timing.seed_offset
+        for owner, name in ((torch, "manual_seed"), (random, "seed"), (np.random, "seed")):
+            getattr(owner, name)(offset)
+            if offset:
+                replace(
+                    owner, name, lambda plain: lambda seed=0, *rest: plain(seed + offset, *rest)
+                )
+
+    def _on_event(self, event: str, args: tuple[Any, ...]) -> None:
+        """Note files that are opened for writing, and keep those of the user."""
+        if event != "open" or not isinstance(args[0], str) or os.getpid() != self._process:
+            return
+        if (args[2] or 0) & (os.O_WRONLY | os.O_RDWR):
+            self._before_writing(args[0], is_new=bool(args[2] & os.O_TRUNC))
+
+    def _before_writing(self, name: Any, *, is_new: bool = True) -> None:
+        """Replace a link to a file of the user by the new file that is written.
+
+        Raises: PermissionError when the file is changed instead.
+        """
+        if not isinstance(name, str | os.PathLike):
+            return
+        path = os.path.realpath(name)
+        if self._request.guarded and path.startswith(self._request.guarded + os.sep):
+            if not is_new or not os.path.islink(name):
+                raise PermissionError(f"a trial must not change {path}, which is not copied")
+            os.unlink(name)
+        elif not path.startswith((os.getcwd(), str(Path.home() / ".cache"), *QUIET)):
+            self._writes[path] = None
+
+    def _saving(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that writes to its second argument, outside of Python's own files."""
+
+        def save(content: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
+            self._before_writing(path)
+            return plain(content, path, *args, **kwargs)
+
+        return save
+
+    def _noting(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def backward(loss: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if loss.numel() == 1:
+                self._losses[-1].append(loss.detach())
+            return plain(loss, *args, **kwargs)
+
+        return backward
+
+    def _on_optimizer_step(self, optimizer: Any, *_: Any) -> None:
+        if self._optimizer is None:
+            self._optimizer = id(optimizer)
+            if (safetensors := sys.modules.get("safetensors.torch")) is not None:
+                replace(safetensors, "serialize_file", self._saving)
+        if id(optimizer) != self._optimizer or torch.compiler.is_compiling():
+            return
+        if self._watch.changed():
+            self._compile_s += self._watch.poll().compile_s
+            self._compiled.append(len(self._marks) - 1)
+        if self._on_gpu():
+            self._marks.append(torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
+            self._marks[-1].record()
+        else:
+            self._marks.append(time.perf_counter())
+        self._losses.append([])
+        if len(self._marks) > self._timing.steps:
+            self.answer()
+            raise SystemExit(0)
+
+    def _on_gpu(self) -> bool:
+        return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+    def answer(self) -> None:
+        """Write what was measured, once."""
+        if not self._marks or os.getpid() != self._process or stated_ranks().rank:
+            return
+        on_gpu, peak = self._on_gpu(), process_peak_bytes()
+        if on_gpu:
+            torch.cuda.synchronize()
+            peak = torch.cuda.max_memory_allocated()
+        found = Answer(
+            steps=len(self._marks),
+            step_s=[
+                1e-3 * one.elapsed_time(other) if on_gpu else other - one
+                for one, other in zip(self._marks, self._marks[1:], strict=False)
+            ],
+            compiled=[index for index in self._compiled if index >= 0],
+            compile_s=self._compile_s or None,
+            losses=[
+                statistics.fmean(float(loss) for loss in losses)
+                for losses in self._losses
+                if losses
+            ],
+            peak_gib=peak / GIB,
+            failed=self._failed,
+            writes=list(self._writes)[:MOST_WRITES],
+        )
+        write_text(Path(self._request.answer), found.model_dump_json())
+        self._marks = []
+
+
+def facts_of(models: Models, calls: tuple[str, ...]) -> Facts:
+    """Return what the script of this process is made of."""
+    modules = [module for model in models.found for module in model.modules()]
+    weights = {id(p): p for model in models.found for p in model.parameters()}.values()
+    largest = max(weights, key=Tensor.numel, default=torch.empty(0))
+    loaders = [each for each in living(DataLoader) if not isinstance(each.dataset, IterableDataset)]
+    fusable = [one for one in living(torch.optim.Optimizer) if type(one).__name__ in FUSED]
+    lists = (module for module in modules if isinstance(module, nn.ModuleList))
+    return Facts(
+        device=largest.device.type,
+        dtype=str(largest.dtype).removeprefix("torch."),
+        parameters=sum(p.numel() for p in weights),
+        threads=torch.get_num_threads(),
+        unfused=any(not one.defaults.get("fused") for one in fusable),
+        workers=min((each.num_workers for each in loaders), default=None),
+        persistent=all(each.persistent_workers for each in loaders if each.num_workers),
+        pinned=all(each.pin_memory for each in loaders),
+        convolutions=any(
+            isinstance(module, nn.Conv2d)
+            and not module.weight.is_contiguous(memory_format=torch.channels_last)
+            for module in modules
+        ),
+        compiled=any(
+            module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
+            for module in modules
+        ),
+        autocast=models.in_autocast,
+        tf32=torch.get_float32_matmul_precision() != "highest",
+        anomaly=torch.is_anomaly_enabled(),
+        calls=calls,
+        blocks=any(len(each) >= 4 and len({type(m) for m in each}) == 1 for each in lists),
+        eager_attention=any(
+            getattr(getattr(model, "config", None), "_attn_implementation", "") == "eager"
+            for model in models.found
+        ),
+    )
+
+
+def living(kind: type) -> Iterator[Any]:
+    """Yield the objects of a class that exist."""
+    return (each for each in gc.get_objects() if issubclass(type(each), kind))

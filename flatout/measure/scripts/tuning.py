@@ -1,0 +1,140 @@
+"""What `flatout tune` found about a script: the table, the patch, and how to use both. No torch."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from flatout.errors import in_shell
+from flatout.figures import duration
+from flatout.json_io import Result
+from flatout.measure.experiments.records import Figure, Left, LossCheck
+from flatout.measure.scripts.patch import ByHand
+from flatout.progress import counted
+
+FILE, CHANGES = "tuning.json", "changes.txt"
+"""Names of the result, and of its summary beside the records with the changes."""
+
+
+class ChangeRow(LossCheck):
+    """A change that was measured."""
+
+    name: str
+    does: str
+    """What it does, in a few words."""
+    against: list[str] = Field([])
+    """Changes that were applied on both sides."""
+    gain: Figure | None = None
+    """How many times faster with it; None: it failed, or its first trial was no faster."""
+    first_gain: float | None = None
+    """The ratio of its first trial to the unchanged script beside it."""
+    taken: bool = False
+    """Whether it is one of the winners."""
+    reason: str | None = None
+    """Why not."""
+    compile_s: float | None = None
+    """Seconds that compiling takes, once per start."""
+    peak_gib: float | None = None
+    """Peak memory with it."""
+
+
+class ScriptTuning(Result):
+    """What makes a script faster, and the patch that does it."""
+
+    format_version: int = 1
+    command: list[str]
+    """The script's command."""
+    machine: str
+    verdict: str
+    """What `diagnose` says of the unchanged script."""
+    step_ms: float | None
+    """Time of an unchanged step."""
+    steps: int
+    """Steps of a trial."""
+    num_trials: int
+    changes: list[ChangeRow]
+    """The measured changes, in order."""
+    not_tried: list[Left]
+    """Changes that were not measured, and why."""
+    taken: list[str]
+    """The winners, in the order in which they were added."""
+    gain: Figure | None
+    """How many times faster all winners make it; None without any."""
+    gain_losses: LossCheck | None
+    """The losses with all winners."""
+    loss_noise: float | None
+    """Largest relative difference of a loss between two runs of the unchanged script."""
+    patch: str
+    """The winners as a unified diff; "": none."""
+    by_hand: list[ByHand]
+    """What to write where no exact edit is possible."""
+    verified: Figure | None
+    """How many times faster the patched script is; None: it was not run."""
+    verified_losses: LossCheck | None
+    """Its losses."""
+    withheld: str | None = None
+    """Why no patch is given, although there are winners."""
+    written: list[str]
+    """Files that the script wrote in its directory; the trials wrote them in a copy."""
+    written_outside: list[str]
+    """Files elsewhere that it opened for writing, which are not protected."""
+    path: str
+    """Directory of tuning.json, changes.patch, and the losses before and after."""
+    wall_s: float
+
+    def summary(self) -> str:
+        """Return the table, the patch, and how to use both."""
+        lines = [self.verdict, ""]
+        width = max((len(row.name) for row in self.changes), default=0)
+        lines += [
+            f"{'+' if row.taken else ' '} {row.name:<{width}}  {row_text(row)}"
+            for row in sorted(self.changes, key=lambda row: not row.taken)
+        ]
+        lines += ["", self.total()]
+        if self.loss_noise:
+            noise = f"Two runs of the unchanged script differ by up to {self.loss_noise:.0e} in"
+            lines.append(f"{noise} their losses.")
+        if self.withheld:
+            lines.append(self.withheld)
+        if self.patch:
+            proof = figure_text(self.verified) if self.verified else "not run: the time was up"
+            lines += ["", self.patch.rstrip(), "", f"The patched script: {proof}."]
+            lines.append(f"Apply it: git apply {in_shell(self.path)}/changes.patch")
+        for one in self.by_hand:
+            where = f"{one.file}:{one.line}: " if one.file else ""
+            lines.append(f"By hand, {one.change}: {where}{one.words}")
+        if self.taken:
+            command = " ".join(map(in_shell, self.command))
+            lines.append(f"Without editing: flatout run --with {','.join(self.taken)} -- {command}")
+        if self.written_outside:
+            lines.append(f"The script also wrote {', '.join(self.written_outside)}.")
+        trials = counted(self.num_trials, "trial")
+        return "\n".join([*lines, f"{trials} in {duration(self.wall_s)}; {self.path}/"])
+
+    def total(self) -> str:
+        """Return the total gain as a sentence."""
+        if self.gain is None:
+            return "Nothing that was measured makes the script faster."
+        kept = self.gain_losses and loss_words(self.gain_losses)
+        return f"Together: {figure_text(self.gain)}{f'; losses {kept}' if kept else ''}."
+
+
+def figure_text(figure: Figure) -> str:
+    """Return a gain with its interval."""
+    return f"{figure.median:.2f} times as fast{figure.between('.2f')}"
+
+
+def row_text(row: ChangeRow) -> str:
+    """Return what a change gained, its losses and what it costs."""
+    parts = [figure_text(row.gain)] if row.gain else []
+    if row.gain is None and row.first_gain:
+        parts.append(f"{row.first_gain:.2f} times as fast in one trial")
+    parts += [row.reason] if row.reason else []
+    parts += [f"losses {loss_words(row)}"] if row.promise_kept is not None else []
+    parts += [f"compiles for {row.compile_s:.0f} s"] if row.compile_s else []
+    return "; ".join(parts)
+
+
+def loss_words(check: LossCheck) -> str:
+    """Return how far losses are apart, and whether that is as promised."""
+    apart = f"{check.loss_difference:.0e} apart" if check.loss_difference else "equal"
+    return f"{apart}{'' if check.promise_kept else f' ({check.promise_reason})'}"

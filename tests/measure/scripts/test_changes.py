@@ -1,0 +1,211 @@
+"""Changes that are applied in the process of a script do what they say, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from flatout.measure.scripts import apply
+from flatout.measure.scripts.changes import CHANGES, num_workers
+from flatout.measure.scripts.request import Facts, Request, Timing
+from flatout.measure.scripts.start import start
+from flatout.measure.steps.evidence import Evidence, Phases
+
+SCRIPT = """
+import copy, gc, json, pickle, random, sys, torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.set_num_threads(1)
+torch.autograd.set_detect_anomaly(True)
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.blocks = nn.ModuleList([nn.Linear(4, 4) for _ in range(4)])
+
+    def forward(self, x):
+        x = self.conv(x).mean((2, 3))
+        self.saw = x.dtype
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+def main():
+    torch.manual_seed(3)
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    loader = DataLoader(TensorDataset(torch.randn(64, 3, 8, 8)), 8, True)
+    collected, losses = [], []
+    gc.callbacks.append(lambda phase, info: collected.append(info["generation"]))
+    for epoch in range(4):
+        for (batch,) in loader:
+            optimizer.zero_grad(set_to_none=False)
+            out = net(batch)
+            loss = out.square().mean()
+            loss.backward()
+            optimizer.step()
+            collected.clear()
+            gc.collect()
+            losses.append(loss.item())
+            if len(losses) == 12:
+                optimizer.zero_grad(set_to_none=False)
+                copied = pickle.loads(pickle.dumps(copy.deepcopy(net)))
+                print(json.dumps({
+                    "workers": loader.num_workers, "persistent": loader.persistent_workers,
+                    "threads": torch.get_num_threads(), "anomaly": torch.is_anomaly_enabled(),
+                    "collected": collected, "thresholds": gc.get_threshold(),
+                    "grad": net.conv.weight.grad is None, "fused": optimizer.defaults["fused"],
+                    "last": net.conv.weight.is_contiguous(memory_format=torch.channels_last),
+                    "inside": str(net.saw), "out": str(out.dtype), "losses": losses,
+                    "same": torch.equal(copied.conv.weight, net.conv.weight),
+                    "compiled": [m._compiled_call_impl is not None for m in net.blocks],
+                    "random": random.random(),
+                }), flush=True)
+    open("done", "w").write("x")
+
+if __name__ == "__main__":
+    main()
+"""
+ON_A_CPU = (
+    *("data-workers", "no-anomaly", "no-gc-collect", "gc-thresholds", "threads"),
+    *("zero-grad-none", "channels-last", "fused-optimizer"),
+)
+
+
+@pytest.fixture(scope="module")
+def effects(tmp_path_factory):
+    """Return a function that runs the script with changes; what it printed, and the answer."""
+    folder = tmp_path_factory.mktemp("script")
+    (folder / "train.py").write_text(SCRIPT)
+
+    def run(changes, *, steps=14, seed_offset=0):
+        answer, code, printed = start(
+            [sys.executable, "train.py"],
+            Request(changes=changes, timing=Timing(steps=steps, seed_offset=seed_offset)),
+            folder=folder,
+            limit_s=240,
+        )
+        assert code == 0, printed
+        assert answer.failed == {}
+        return json.loads(printed.splitlines()[0]), answer
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def plain(effects):
+    return effects(())
+
+
+def test_a_trial_keeps_steps_and_losses_and_ends_the_script(plain):
+    found, answer = plain
+    assert len(answer.step_s) == 14
+    assert answer.losses[:12] == pytest.approx(found["losses"], rel=1e-6)
+    assert found["workers"] == 0
+    assert found["anomaly"]
+    assert found["threads"] == 1
+    assert found["collected"]
+    assert not found["grad"]
+    assert found["inside"] == "torch.float32"
+    assert answer.peak_gib > 0
+    assert answer.writes == []
+
+
+def test_changes_are_applied_and_keep_the_losses(effects, plain):
+    found, answer = effects(ON_A_CPU)
+    assert (found["workers"], found["persistent"]) == (num_workers(), True)
+    assert not found["anomaly"]
+    assert found["collected"] == []
+    assert found["thresholds"] == [100_000, 50, 100]
+    assert found["grad"]
+    assert found["fused"]
+    assert found["last"]
+    assert found["same"]
+    assert found["random"] == plain[0]["random"]
+    epoch = slice(0, 8)  # the next one is shuffled by other random numbers with workers
+    assert answer.losses[epoch] == pytest.approx(plain[1].losses[epoch], rel=1e-4)
+
+
+def test_bf16_is_confined_to_the_forward_pass_and_blocks_are_compiled(effects, plain):
+    found, answer = effects(("bf16", "compile-blocks"), seed_offset=0)
+    assert (found["inside"], found["out"]) == ("torch.bfloat16", "torch.float32")
+    assert found["compiled"] == [True] * 4
+    assert found["same"]
+    assert answer.losses != plain[1].losses
+    assert answer.losses == pytest.approx(plain[1].losses, rel=5e-2)
+    assert answer.compile_s > 0
+
+
+def test_another_seed_gives_other_losses(effects, plain):
+    _, answer = effects((), steps=12, seed_offset=1000)
+    assert answer.losses[0] != plain[1].losses[0]
+
+
+def test_a_trial_overwrites_no_file_that_a_link_leads_to(tmp_path):
+    own, copied = tmp_path / "own", tmp_path / "copied"
+    own.mkdir()
+    copied.mkdir()
+    for name in ("ckpt.pt", "log.txt", "tokens.bin"):
+        (own / name).write_text("the user's")
+        (copied / name).symlink_to(own / name)
+    (copied / "train.py").write_text(
+        "import torch\n"
+        "model = torch.nn.Linear(1, 1)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
+        "torch.save(model.state_dict(), 'ckpt.pt')\n"
+        "open('log.txt', 'w').write('new')\n"
+        "for _ in range(9):\n"
+        "    model(torch.ones(1)).sum().backward()\n"
+        "    optimizer.step()\n"
+        "try:\n"
+        "    open('tokens.bin', 'r+b')\n"
+        "except PermissionError as error:\n"
+        "    print(error)\n"
+    )
+    answer, code, printed = start(
+        [sys.executable, "train.py"],
+        Request(timing=Timing(steps=20), guarded=str(own)),
+        folder=copied,
+        limit_s=120,
+    )
+    assert code == 0, printed
+    assert "must not change" in printed
+    assert len(answer.step_s) == 8
+    assert {path.read_text() for path in own.iterdir()} == {"the user's"}
+    assert (copied / "log.txt").read_text() == "new"
+
+
+def test_every_change_has_a_function_or_an_environment():
+    for name, change in CHANGES.items():
+        assert hasattr(apply, name.replace("-", "_")) is not bool(change.environment), name
+        assert change.edits or change.by_hand, name
+
+
+def test_reasons_name_what_the_script_lacks():
+    waiting = Evidence(source="watched loop", step_s=1.0, phases=Phases(data_wait_s=0.5))
+    idle = Evidence(source="watched loop", step_s=1.0, phases=Phases(data_wait_s=0.0))
+    with_loader = Facts(workers=0)
+    tried = {name for name, change in CHANGES.items() if not change.why_not(with_loader, waiting)}
+    assert "data-workers" in tried
+    assert not tried & {"tf32", "pinned-memory", "channels-last", "no-anomaly", "prefetch", "sdpa"}
+    assert CHANGES["data-workers"].why_not(with_loader, idle) == "The steps do not wait for data."
+    on_gpu = Facts(device="cuda", pinned=False, convolutions=True, unfused=True)
+    tried = {name for name, change in CHANGES.items() if not change.why_not(on_gpu, idle)}
+    wanted = {"tf32", "bf16", "pinned-memory", "cudnn-benchmark", "fused-optimizer", "compile"}
+    assert wanted <= tried
+
+
+@pytest.mark.parametrize("words", [["run"], ["run", "--with", "bf17", "--", "python"]])
+def test_run_names_a_mistake(words):
+    done = subprocess.run(
+        [sys.executable, "-m", "flatout", *words], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert "Fix:" in done.stderr
+    assert os.sep not in done.stdout

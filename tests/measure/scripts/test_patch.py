@@ -1,0 +1,368 @@
+"""Changes become a patch of the user's own files in which every other byte is as it was."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flatout.measure.scripts.patch import Edit, Patch, apply, patch_of
+from flatout.measure.scripts.request import Site
+
+FUSED = Edit(at="optimizer", keywords={"fused": "True"}, only=("AdamW",))
+WORKERS = Edit(at="loader", keywords={"num_workers": "4"})
+PINNED = Edit(at="loader", keywords={"pin_memory": "True"})
+COMPILE = Edit(at="optimizer", lines=("{model}.compile()",))
+HOOK = Edit(at="optimizer", lines=("{optimizer}.register_step_post_hook(print)",))
+NO_GC = Edit(at="gc-collect", remove=True)
+NO_CACHE = Edit(at="empty-cache", remove=True)
+FAST = Edit(at="start", lines=('{torch}.set_float32_matmul_precision("high")',))
+
+KINDS = {
+    "AdamW": "optimizer",
+    "SGD": "optimizer",
+    "DataLoader": "loader",
+    "collect": "gc-collect",
+    "empty_cache": "empty-cache",
+    "zero_grad": "zero-grad",
+    "set_detect_anomaly": "anomaly",
+    "train": "optimizer",
+}
+PARAMETERS = {
+    "AdamW": ("params", "lr", "betas", "fused"),
+    "DataLoader": (
+        "dataset",
+        "batch_size",
+        "shuffle",
+        "sampler",
+        "batch_sampler",
+        "num_workers",
+        "collate_fn",
+        "pin_memory",
+    ),
+    "zero_grad": ("set_to_none",),
+    "set_detect_anomaly": ("mode", "check_nan"),
+}
+
+
+def sites_in(path, names=None) -> list[Site]:
+    """Return the sites of a file; `trainer.train()` is a library's."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        if not isinstance(node, ast.Call):
+            continue
+        name = getattr(node.func, "id", None) or node.func.attr
+        if name not in KINDS:
+            continue
+        line, column = node.lineno, node.col_offset
+        found.append(
+            Site(
+                kind=KINDS[name],
+                name="AdamW" if name == "train" else name,
+                file=str(path),
+                line=line,
+                column=column,
+                end_line=node.end_lineno,
+                end_column=node.end_col_offset,
+                is_direct=name != "train",
+                parameters=PARAMETERS.get(name, ()),
+                names={"model": "model", "torch": "torch"} if names is None else names,
+            )
+        )
+    return [*found, Site(kind="start", name="__main__", file=str(path))]
+
+
+@pytest.fixture
+def patched(tmp_path):
+    """Return a function that patches a source, and checks that the diff says the same."""
+    path = tmp_path / "train.py"
+
+    def patched(source: str | bytes, *edits: Edit, names=None) -> tuple[str, Patch]:
+        data = source if isinstance(source, bytes) else source.encode()
+        path.write_bytes(data)
+        changes = {f"c{number}": [edit] for number, edit in enumerate(edits)}
+        patch = patch_of(changes, sites_in(path, names), tmp_path)
+        if patch.diff:
+            for tool in (["git", "apply", "-"], ["patch", "-p1", "-s"]):
+                path.write_bytes(data)
+                done = subprocess.run(
+                    tool, input=patch.diff.encode(), cwd=tmp_path, capture_output=True, check=False
+                )
+                assert done.returncode == 0, done.stderr
+                assert path.read_bytes() == patch.files["train.py"].encode()
+            path.write_bytes(data)
+            apply(patch, tmp_path)
+        return path.read_bytes().decode(errors="replace"), patch
+
+    return patched
+
+
+KEYWORDS = [
+    ("o = AdamW(p, lr=1)\n", "o = AdamW(p, lr=1, fused=True)\n"),
+    ("o = AdamW(p)", "o = AdamW(p, fused=True)"),
+    ("o = AdamW(p, fused=False)\n", "o = AdamW(p, fused=True)\n"),
+    ("o = AdamW(p, fused = (x or\n y), lr=1)\n", "o = AdamW(p, fused = (True), lr=1)\n"),
+    ("o = AdamW(p, 1, b, None)\n", "o = AdamW(p, 1, b, True)\n"),
+    ("o = AdamW(p, lr=(1))\n", "o = AdamW(p, lr=(1), fused=True)\n"),
+    (
+        "o = AdamW(\n    p,\n    lr=1,  # 1e-3 (too low)\n)\n",
+        "o = AdamW(\n    p,\n    lr=1, fused=True,  # 1e-3 (too low)\n)\n",
+    ),
+    (
+        "o = AdamW(\n    p,\n    lr=1  # no comma\n)\n",
+        "o = AdamW(\n    p,\n    lr=1, fused=True  # no comma\n)\n",
+    ),
+    ("é = 'ü'; o = AdamW('ß', lr='→')\n", "é = 'ü'; o = AdamW('ß', lr='→', fused=True)\n"),
+    (
+        "# -*- coding: utf-8 -*-\nö = AdamW(p)\n",
+        "# -*- coding: utf-8 -*-\nö = AdamW(p, fused=True)\n",
+    ),
+    ("if x:\r\n\to = AdamW(p)\r\n", "if x:\r\n\to = AdamW(p, fused=True)\r\n"),
+    ("a = '\x0c'\no = AdamW(p)  # \u2028\n", "a = '\x0c'\no = AdamW(p, fused=True)  # \u2028\n"),
+    (
+        "o = torch.optim.AdamW([q for q in p])\n",
+        "o = torch.optim.AdamW([q for q in p], fused=True)\n",
+    ),
+    ("a, b = AdamW(p), AdamW(q)\n", "a, b = AdamW(p, fused=True), AdamW(q, fused=True)\n"),
+    ("o = AdamW(p, fused=False, **more)\n", "o = AdamW(p, fused=True, **more)\n"),
+    ("o = AdamW(p, ** more, lr=1)\n", 'o = AdamW(p, ** more | {"fused": True}, lr=1)\n'),
+    ("o = AdamW(**(f(x)),)\n", 'o = AdamW(**(f(x)) | {"fused": True},)\n'),
+]
+
+
+@pytest.mark.parametrize(("source", "expected"), KEYWORDS)
+def test_keywords_are_set_in_the_call(patched, source, expected):
+    result, patch = patched(source, FUSED)
+    assert result == expected
+    assert patch.by_hand == []
+
+
+def test_edits_of_one_call_merge(patched):
+    source = "a = DataLoader(d, batch_size=2, num_workers=0)\no = AdamW(p)\n"
+    result, patch = patched(source, PINNED, WORKERS, FUSED, WORKERS, COMPILE, HOOK)
+    assert result == (
+        "a = DataLoader(d, batch_size=2, num_workers=4, pin_memory=True)\n"
+        "o = AdamW(p, fused=True)\n"
+        "model.compile()  # flatout: c4\n"
+        "o.register_step_post_hook(print)  # flatout: c5\n"
+    )
+    assert patch.by_hand == []
+    both, _ = patched(
+        "d = DataLoader(x)\n",
+        Edit(at="loader", keywords={"num_workers": "4", "pin_memory": "True"}),
+    )
+    assert both == "d = DataLoader(x, num_workers=4, pin_memory=True)\n"
+
+
+def test_an_argument_by_position_is_replaced(patched):
+    result, _ = patched("d = DataLoader(x, 32, True, None, None, 0)\n", WORKERS)
+    assert result == "d = DataLoader(x, 32, True, None, None, 4)\n"
+    mode = Edit(at="anomaly", keywords={"mode": "False"})
+    result, _ = patched("with set_detect_anomaly(True):\n    x()\n", mode)
+    assert result == "with set_detect_anomaly(False):\n    x()\n"
+    result, _ = patched("o.zero_grad()\n", Edit(at="zero-grad", keywords={"set_to_none": "True"}))
+    assert result == "o.zero_grad(set_to_none=True)\n"
+
+
+LINES = [
+    ("o = AdamW(p)\nx()\n", "o = AdamW(p)\nmodel.compile()  # flatout: c0\nx()\n"),
+    ("o = AdamW(p)", "o = AdamW(p)\nmodel.compile()  # flatout: c0\n"),
+    (
+        "o = AdamW(\n    p,\n)  # slow\n",
+        "o = AdamW(\n    p,\n)  # slow\nmodel.compile()  # flatout: c0\n",
+    ),
+    (
+        "def f():\r\n\treturn AdamW(p)\r\n",
+        "def f():\r\n\tmodel.compile()  # flatout: c0\r\n\treturn AdamW(p)\r\n",
+    ),
+    (
+        "if x:\n    trainer.train()\nelse:\n    y()\n",
+        "if x:\n    model.compile()  # flatout: c0\n    trainer.train()\nelse:\n    y()\n",
+    ),
+    (
+        "with trainer.train():\n    x()\n",
+        "model.compile()  # flatout: c0\nwith trainer.train():\n    x()\n",
+    ),
+    # a library's optimizer only counts where the user makes none, and a model compiles once
+    ("a = SGD(p)\nb = AdamW(q)\n", "a = SGD(p)\nmodel.compile()  # flatout: c0\nb = AdamW(q)\n"),
+    (
+        "trainer.train()\nb = AdamW(q)\n",
+        "trainer.train()\nb = AdamW(q)\nmodel.compile()  # flatout: c0\n",
+    ),
+]
+
+
+@pytest.mark.parametrize(("source", "expected"), LINES)
+def test_lines_are_inserted_at_the_optimizer(patched, source, expected):
+    result, patch = patched(source, COMPILE)
+    assert result == expected
+    assert patch.by_hand == []
+
+
+def test_lines_keep_their_own_indentation_and_names(patched):
+    edit = Edit(
+        at="optimizer",
+        lines=("for group in {optimizer}.param_groups:", "    {torch}.check(group, {{}})"),
+    )
+    source = "class A:\n    def f(self):\n        self.o = AdamW(p)\n        self.q = SGD(p)\n"
+    result, patch = patched(source, edit, names={"model": "self.model", "torch": "th"})
+    assert result.splitlines()[2:] == [
+        "        self.o = AdamW(p)",
+        "        for group in self.o.param_groups:  # flatout: c0",
+        "            th.check(group, {{}})",
+        "        self.q = SGD(p)",
+        "        for group in self.q.param_groups:  # flatout: c0",
+        "            th.check(group, {{}})",
+    ]
+    assert patch.by_hand == []
+    result, _ = patched("o = AdamW(p)\n", edit, names={})
+    assert result.splitlines()[1] == "import torch  # flatout: c0"
+
+
+STARTS = [
+    ("import os\nimport torch as th\n\nx()\n", "import os\nimport torch as th\nth."),
+    ('"""Doc."""\nimport torch  # 2\nos.x = 1\nfrom a import (\n    b,\n)\n', "    b,\n)\ntorch."),
+    ("import torch.nn as nn\nx()\nimport a\ndef f():\n    import b\n", "import a\nimport torch"),
+    ("import a\nif x:\n    import torch\n", "import a\nimport torch"),
+]
+
+
+@pytest.mark.parametrize(("source", "expected"), STARTS)
+def test_lines_at_the_start_follow_the_imports(patched, source, expected):
+    result, patch = patched(source, FAST)
+    assert expected in result
+    assert result.count('set_float32_matmul_precision("high")') == 1
+    assert patch.by_hand == []
+
+
+REMOVED = [
+    ("x()\ngc.collect()  # free\ny()\n", "x()\ny()\n"),
+    ("x()\n    \ngc.collect()", "x()\n    \n"),
+    ("if x:\n    gc.collect()\ny()\n", "if x:\n    pass\ny()\n"),
+    ("if x: gc.collect()\n", "if x: pass\n"),
+    ("x(); gc.collect(); y()\n", "x(); pass; y()\n"),
+    (
+        "for x in y:\n    gc.collect()\n    torch.cuda.empty_cache()\n",
+        "for x in y:\n    pass\n",
+    ),
+]
+
+
+@pytest.mark.parametrize(("source", "expected"), REMOVED)
+def test_statements_are_removed(patched, source, expected):
+    result, patch = patched(source, NO_GC, NO_CACHE)
+    assert result == expected
+    assert [one.change for one in patch.by_hand] == ([] if "empty_cache" in source else ["c1"])
+
+
+BY_HAND = [
+    ("o = AdamW(p, **a, **b)\n", FUSED, "may contain fused"),
+    ("o = AdamW(p, **a if x else b)\n", FUSED, "may contain fused"),
+    ("o = AdamW(*more)\n", FUSED, "may contain fused"),
+    ("o = AdamW(q for q in p)\n", FUSED, "parentheses"),
+    ("o = AdamW((p))\n", FUSED, "valid Python"),
+    ("trainer.train()\n", FUSED, "a library makes it"),
+    ("o = SGD(p)\n", Edit(at="optimizer", keywords={"fused": "True"}), "SGD takes no fused"),
+    ("x()\n", WORKERS, "no call of this kind (loader) was seen"),
+    ("n = gc.collect()\n", NO_GC, "part of a longer statement"),
+    ("o = AdamW(p); x()\n", COMPILE, "no place for a line"),
+    ("if x: o = AdamW(p)\n", COMPILE, "no place for a line"),
+    ("for x in AdamW(p):\n    y()\n", COMPILE, "no place for a line"),
+    ("if x:\n    y()\nelif trainer.train():\n    y()\n", COMPILE, "valid Python"),
+    ("o = wrapped(AdamW(p))\n", HOOK, "the optimizer has no name"),
+    ("def f():\n    return AdamW(p)\n", HOOK, "the optimizer has no name"),
+    ("x()\n", FAST, "does not start with imports"),
+    ("# coding: latin-1\no = AdamW('ä')\n".encode("latin-1"), FUSED, "iso-8859-1"),
+    ("\ufeffo = AdamW(p)\n", FUSED, "utf-8-sig"),
+]
+
+
+@pytest.mark.parametrize(("source", "edit", "why"), BY_HAND)
+def test_what_has_no_exact_edit_is_left_to_the_user(patched, source, edit, why):
+    result, patch = patched(source, edit)
+    assert result == (source if isinstance(source, str) else source.decode(errors="replace"))
+    assert patch.diff == ""
+    assert [one.change for one in patch.by_hand] == ["c0"]
+    assert why in patch.by_hand[0].words
+
+
+def test_without_the_name_of_the_model_lines_are_left_to_the_user(patched):
+    _, patch = patched("o = AdamW(p)\n", COMPILE, names={})
+    (left,) = patch.by_hand
+    assert left.line == 1
+    assert left.words.splitlines() == [
+        "Write these lines: the model has no name there.",
+        "model.compile()",
+    ]
+
+
+def test_one_edit_that_is_not_possible_leaves_the_others(patched):
+    result, patch = patched("a = AdamW(*m)\nb = AdamW(q)\n", FUSED)
+    assert result == "a = AdamW(*m)\nb = AdamW(q, fused=True)\n"
+    assert [one.line for one in patch.by_hand] == [1]
+
+
+def test_files_that_are_elsewhere_changed_or_gone_are_left_alone(tmp_path):
+    root = tmp_path / "root"
+    root.mkdir()
+    outside, changed, gone = tmp_path / "lib.py", root / "changed.py", root / "gone.py"
+    for path in (outside, changed, gone):
+        path.write_text("x = 1\no = AdamW(p)\n")
+    sites = [site for path in (outside, changed, gone) for site in sites_in(path)]
+    changed.write_text("x = 1\ny = 2\no = AdamW(p)\n")
+    gone.unlink()
+    patch = patch_of({"fused": [FUSED]}, sites, root)
+    assert patch.diff == ""
+    assert [one.file for one in patch.by_hand] == [str(outside), str(changed), str(gone)]
+    for left, why in zip(patch.by_hand, ("is not in", "any more", "cannot be read"), strict=True):
+        assert why in left.words
+
+
+def test_a_patch_spans_files_and_names_with_spaces(tmp_path):
+    (tmp_path / "my code").mkdir()
+    names = ("my code/opt.py", "train.py")
+    for name in names:
+        (tmp_path / name).write_text("o = AdamW(p)\n")
+    sites = [site for name in names for site in sites_in(tmp_path / name)]
+    patch = patch_of({"fused": [FUSED]}, sites, tmp_path)
+    for tool in (["git", "apply", "--check", "-"], ["patch", "-p1", "-s"]):
+        subprocess.run(tool, input=patch.diff.encode(), cwd=tmp_path, check=True)
+    for name in names:
+        assert (tmp_path / name).read_text() == "o = AdamW(p, fused=True)\n"
+    assert Patch.model_validate_json(patch.model_dump_json()).diff == patch.diff
+
+
+WORDS = st.sampled_from(
+    ["p", "é", "'ü→'", "(a, b)", "f(x)[0]", "{'k': 1}", "lambda: (1)", "1 if x else 2"]
+)
+GAPS = st.sampled_from(["", " ", "\n    ", "\r\n  ", "\t", "  # ä (note),\n", "\\\n"])
+
+
+@given(st.data())
+def test_keywords_are_set_wherever_there_are_blanks_and_comments(tmp_path_factory, data):
+    """The syntax tree with the keyword is that of the source with one keyword more."""
+
+    def gap() -> str:
+        return data.draw(GAPS)
+
+    count = data.draw(st.integers(0, 3))
+    arguments = [data.draw(WORDS)]
+    arguments += [f"k{i}{gap()}={gap()}{data.draw(WORDS)}" for i in range(count)]
+    given_call = f"{gap()},{gap()}".join(arguments) + data.draw(st.sampled_from(["", ",", " ,"]))
+    prefix = data.draw(st.sampled_from(["", "'äö'; ", "if x:\n\t"]))
+    source = f"{prefix}o = [AdamW({gap()}{given_call}{gap()}), 'ß']\n"
+    path = tmp_path_factory.mktemp("root") / "train.py"
+    path.write_bytes(source.encode())
+    patch = patch_of({"fused": [FUSED]}, sites_in(path), path.parent)
+    assert patch.by_hand == []
+    expected = ast.parse(source)
+    call = next(
+        n for n in ast.walk(expected) if getattr(getattr(n, "func", 0), "id", "") == "AdamW"
+    )
+    call.keywords.append(ast.keyword("fused", ast.Constant(True)))
+    assert ast.dump(ast.parse(patch.files["train.py"])) == ast.dump(expected)
+    kept = patch.files["train.py"].replace(", fused=True", "", 1)
+    assert kept == source

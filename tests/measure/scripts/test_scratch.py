@@ -1,0 +1,82 @@
+"""Trials run in a copy of the user's directory, and nothing of the original changes."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from flatout.errors import ConfigError
+from flatout.measure.scripts import scratch
+from flatout.measure.scripts.scratch import Scratch
+
+
+@pytest.fixture
+def project(tmp_path):
+    folder = tmp_path / "home" / "project"
+    (folder / "sub").mkdir(parents=True)
+    (folder / ".git").mkdir()
+    (tmp_path / "home" / "data").mkdir()
+    for name in ("train.py", "sub/model.py", ".git/HEAD", "../data/text.txt"):
+        (folder / name).write_text(name)
+    (folder / "link").symlink_to("sub/model.py")
+    return folder
+
+
+def contents(folder):
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def test_a_copy_reads_like_the_original(project):
+    with Scratch(project) as copy:
+        git = {".git/HEAD": b".git/HEAD"}
+        assert contents(copy.path) | git == contents(project)
+        assert (copy.path / ".git" / "HEAD").exists()
+        assert (copy.path / ".." / "data" / "text.txt").read_text() == "../data/text.txt"
+        root = copy.path
+    assert not root.exists()
+
+
+def test_what_a_trial_writes_is_undone_and_named(project):
+    before = contents(project)
+    with Scratch(project) as copy:
+        (copy.path / "train.py").write_text("changed")
+        (copy.path / "sub" / "model.py").unlink()
+        (copy.path / "out").mkdir()
+        (copy.path / "out" / "ckpt.pt").write_text("weights")
+        os.replace(copy.path / "out" / "ckpt.pt", copy.path / "link")
+        copy.reset()
+        assert contents(copy.path) | {".git/HEAD": b".git/HEAD"} == before
+        assert {*copy.written} == {"train.py", "sub/model.py", "link"}
+        copy.reset()
+    assert contents(project) == before
+
+
+def test_a_large_file_is_a_link_which_survives_a_trial(project, monkeypatch):
+    monkeypatch.setattr(scratch, "LARGE_BYTES", 100)
+    (project / "tokens.bin").write_bytes(b"x" * 101)
+    with Scratch(project) as copy:
+        assert (copy.path / "tokens.bin").is_symlink()
+        os.remove(copy.path / "tokens.bin")
+        copy.reset()
+        assert (copy.path / "tokens.bin").read_bytes() == b"x" * 101
+        assert (copy.path / "tokens.bin").is_symlink()
+    assert (project / "tokens.bin").exists()
+
+
+def test_too_many_files_are_refused(project, monkeypatch):
+    monkeypatch.setattr(scratch, "MOST_FILES", 1)
+    with pytest.raises(ConfigError, match="too many files"), Scratch(project):
+        pass
+
+
+def test_absolute_arguments_lead_into_the_copy(project):
+    with Scratch(project) as copy:
+        assert copy.inside(f"--config={project}/c.yaml") == f"--config={copy.path}/c.yaml"
+        assert copy.inside(f"{project}2/c.yaml") == f"{project}2/c.yaml"
+        assert copy.inside("--lr=3") == "--lr=3"
+        assert copy.original(f"{copy.path}/train.py") == f"{project}/train.py"

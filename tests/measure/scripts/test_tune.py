@@ -1,0 +1,234 @@
+"""The search for changes of a script, over made-up trials."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import pytest
+
+from flatout.errors import ConfigError, RunFailed
+from flatout.measure.experiments.noise import EXPECTED
+from flatout.measure.scripts import tune
+from flatout.measure.scripts.patch import Patch
+from flatout.measure.scripts.request import Answer
+from flatout.measure.scripts.tune import (
+    Point,
+    Search,
+    Trials,
+    difference,
+    finished,
+    name_of,
+    ratio,
+    value_at,
+    with_value,
+)
+from flatout.progress import SILENT
+
+
+@dataclass
+class Script:
+    """A made-up script: what changes do to its step and its losses."""
+
+    speed: dict[str, float] = field(default_factory=dict)
+    """How many times faster a change makes it."""
+    broken: frozenset[str] = frozenset()
+    """Changes that fail."""
+    wrong: dict[str, float] = field(default_factory=dict)
+    """Relative error of the losses with a change."""
+    noise: float = 0.0
+    """Relative difference of the losses from run to run."""
+    seed_spread: float = 0.0
+    patched: tuple[str, ...] = ()
+    """Changes that the patched files really make."""
+    runs: list[Point] = field(default_factory=list)
+    now_s: float = 0.0
+
+    def run(self, trials, point):
+        self.runs.append(point)
+        number = len(self.runs)
+        self.now_s += 10
+        changes = self.patched if point.is_patched else point.changes
+        reason = "OutOfMemoryError: 3 GiB" if self.broken & {*changes} else ""
+        speed = math.prod(self.speed.get(name, 1.0) for name in changes)
+        if point.words:
+            speed /= 1.0 + 0.3 * math.log2(int(point.words[-1]) / 8)
+        error = sum(self.wrong.get(name, 0.0) for name in changes)
+        error += self.noise * (number % 3) + self.seed_spread * (point.seed_offset / 1000 % 3)
+        answer = Answer(
+            step_s=[(1 + 0.004 * (number % 2)) / speed] * 16,
+            losses=[5.0 * (1 + error)] * 16,
+            compiled=[0] if "compile" in changes else [],
+        )
+        trials.done.append((point, answer, reason))
+        trials.seconds[point] = 10.0
+        return None if reason else answer
+
+
+@pytest.fixture
+def search(monkeypatch):
+    """Return a function that searches among the changes of a made-up script."""
+
+    def searched(script, *, minutes=1e6):
+        monkeypatch.setattr(Trials, "run", lambda trials, point: script.run(trials, point))
+        monkeypatch.setattr(tune.time, "monotonic", lambda: script.now_s)
+        with SILENT.task("") as task:
+            trials = Trials(["train.py"], None, 16, 60 * minutes, 60.0, task)
+            found = Search(trials, list({**script.speed, **script.wrong}))
+            found.screen()
+            found.add(reserve=2)
+            return found
+
+    return searched
+
+
+def test_winners_are_added_by_gain_and_the_rest_has_a_reason(search):
+    script = Script(
+        speed={"tf32": 1.2, "compile": 1.9, "bf16": 1.0, "allocator": 0.9, "threads": 1.5},
+        broken=frozenset({"threads"}),
+    )
+    found = search(script)
+    assert found.taken == ("compile", "tf32")
+    rows = found.rows
+    assert rows["compile"].gain.median == pytest.approx(1.9, rel=0.01)
+    assert rows["tf32"].against == ["compile"]
+    assert "OutOfMemoryError" in rows["threads"].reason
+    assert not rows["bf16"].taken
+    assert rows["allocator"].first_gain == pytest.approx(0.9, rel=0.01)
+
+
+def test_a_change_that_alters_the_losses_is_not_taken(search):
+    script = Script(speed={"fused-optimizer": 1.5, "bf16": 1.5}, wrong={"fused-optimizer": 0.01})
+    found = search(script)
+    assert found.taken == ("bf16",)
+    row = found.rows["fused-optimizer"]
+    assert row.promise_kept is False
+    assert row.loss_difference == pytest.approx(0.01)
+    assert "losses differ" in row.reason
+
+
+@pytest.mark.parametrize(
+    ("script", "is_taken"),
+    [
+        (Script(speed={"compile": 2.0}, wrong={"compile": 0.01}, noise=0.005), True),
+        (Script(speed={"compile": 2.0}, wrong={"compile": 0.01}, seed_spread=0.02), True),
+        (Script(speed={"compile": 2.0}, wrong={"compile": 0.3}, seed_spread=0.02), False),
+        (Script(speed={"compile": 2.0}, wrong={"compile": math.nan}), False),
+    ],
+    ids=["noise of one seed", "spread over seeds", "beyond both", "nan"],
+)
+def test_losses_are_judged_by_the_noise_of_the_unchanged_script(search, script, is_taken):
+    assert ("compile" in search(script).taken) is is_taken
+
+
+def test_blocks_are_compiled_only_where_the_model_cannot_be(search):
+    assert "compile-blocks" not in search(Script(speed={"compile": 1.5, "compile-blocks": 2})).rows
+    script = Script(speed={"compile": 1.5, "compile-blocks": 2}, broken=frozenset({"compile"}))
+    assert search(script).taken == ("compile-blocks",)
+
+
+def test_the_time_limit_leaves_out_what_does_not_fit(search):
+    script = Script(speed={"tf32": 1.5, "compile": 1.5, "bf16": 1.5})
+    found = search(script, minutes=0.75)
+    assert script.now_s <= 45
+    assert [*found.rows] == ["tf32"]
+    assert found.taken == ()
+
+
+def test_a_script_that_fails_unchanged_is_an_error(search):
+    script = Script(speed={"tf32": 1.5})
+    script.run = lambda trials, point: trials.done.append((point, Answer(), "boom"))
+    with pytest.raises(RunFailed, match="boom"):
+        search(script)
+
+
+@pytest.mark.parametrize(
+    ("patched", "withheld"),
+    [
+        (("no-anomaly",), None),
+        (("allocator",), "not faster"),
+        (("no-anomaly", "tf32"), "losses differ"),
+        (("threads",), "OutOfMemoryError"),
+    ],
+)
+def test_a_patch_is_given_only_if_the_patched_script_keeps_the_gain(
+    search, monkeypatch, patched, withheld
+):
+    script = Script(
+        speed={"no-anomaly": 1.5, "allocator": 0.8, "threads": 1.0},
+        wrong={"tf32": 0.5},
+        broken=frozenset({"threads"}),
+        patched=patched,
+    )
+    found = search(script)
+    assert found.taken == ("no-anomaly",)
+    monkeypatch.setattr(tune, "patch_of", lambda *_: Patch(diff="--- a", by_hand=[]))
+    found.trials.scratch = SimpleNamespace(source=None)
+    result = finished(found, [], "cpu")
+    assert (withheld or "None") in str(result["withheld"])
+    assert bool(result["patch"]) is (withheld is None)
+    assert result["gain"] == result["verified"]
+
+
+def test_larger_batches_are_measured_by_samples_or_with_less_accumulation(search):
+    found = search(Script(speed={"tf32": 1.0}))
+    found.trials.command = ["train.py", "--batch", "8"]
+    found.grow_batch("--batch", None)
+    gains = [row.gain.median for name, row in found.rows.items() if name.startswith("--batch")]
+    assert gains[0] == pytest.approx(2 / 1.3, rel=0.02)
+    assert all("samples per second" in row.reason for row in found.rows.values() if row.gain)
+    with pytest.raises(ConfigError, match="no --accumulate"):
+        found.grow_batch("--batch", "--accumulate")
+
+
+def test_arguments_are_found_and_replaced_in_both_forms():
+    words = ["train.py", "--batch", "8", "--batch-size=16", "--lr=8"]
+    assert value_at(words, "--batch") == 8
+    assert value_at(words, "--batch-size") == 16
+    assert with_value(words, "--batch", 9) == ["train.py", "--batch", "9", *words[3:]]
+    assert with_value(words, "--batch-size", 9)[3] == "--batch-size=9"
+    for flag in ("--b", "--lr2", "train.py"):
+        with pytest.raises(ConfigError, match="with a number"):
+            value_at(words, flag)
+
+
+def test_a_ratio_leaves_out_the_start_and_what_compiles():
+    slow = Answer(step_s=[9.0] * 4 + [2.0] * 6)
+    fast = Answer(step_s=[1.0] * 4 + [1.0, 1.0, 50.0, 1.0, 1.0, 1.0], compiled=[6])
+    assert ratio(fast, slow) == pytest.approx(2.0)
+    assert ratio(slow, fast) == pytest.approx(0.5)
+
+
+def test_losses_that_are_missing_or_no_numbers_are_infinitely_apart():
+    assert difference([1.0, 2.0], [1.0, 2.0]) == 0
+    assert difference([1.0, 2.2], [1.0, 2.0]) == pytest.approx(0.1)
+    assert difference([], [1.0]) == math.inf
+    assert difference([math.nan], [1.0]) == math.inf
+
+
+def test_repeats_stop_once_they_decide(search, monkeypatch):
+    found = search(Script(speed={"tf32": 3.0}))
+    assert sum(len(group) for group in found.trials.noise[1:]) == 2
+    assert found.trials.spread([]) == EXPECTED
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        ("python train.py --lr 1", "train"),
+        ("torchrun --nproc-per-node 2 src/run.py", "run"),
+        ("python -m package", "package"),
+    ],
+)
+def test_results_are_named_after_the_script(command, name):
+    assert name_of(command.split()) == name
+
+
+def test_order_alternates_within_pairs(search):
+    script = Script(speed={"tf32": 1.02})
+    search(script)
+    added = script.runs[-6:]
+    assert [point.changes for point in added[:4]] == [(), ("tf32",), ("tf32",), ()]
+    assert len({*itertools.chain(added)}) == 2
