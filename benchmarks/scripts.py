@@ -241,7 +241,7 @@ def diagnose(
             "name": one["name"],
             "harm": one["harm"],
             "verdict": one["verdict"],
-            "line": one["site"] and f"{one['site']['text']} ({one['site']['file'][-40:]})",
+            "line": one["site"] and one["site"]["text"],
             "share": one["share"],
         }
         for one in found.get("findings", ())
