@@ -354,7 +354,10 @@ def table(rows: Mapping[str, dict[str, Any]], *, tiny: bool) -> str:
             )
         )
     machine = figures_of(rows, "environment").get("machine", "An unknown machine")
-    return f"{machine}; torch {version('torch')}{'; toy shapes' if tiny else ''}.\n\n" + markdown(
+    commits = ", ".join(sorted({str(row.get("commit")) for row in rows.values()}))
+    torch = ", ".join(sorted({str(row.get("torch")) for row in rows.values()}))
+    about = f"{machine}; torch {torch}; commit {commits}{'; toy shapes' if tiny else ''}"
+    return f"{about}.\n\n" + markdown(
         "step | tokens/s | GiB | times | off by | targets | status", lines
     )
 

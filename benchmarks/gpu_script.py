@@ -75,7 +75,8 @@ class Gpt(nn.Module):
 def main():
     """Train."""
     torch.manual_seed(0)
-    model = Gpt().to(DEVICE)
+    with torch.device(DEVICE):
+        model = Gpt()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.1, foreach=False)
     loader = DataLoader(RandomTokens(), batch_size=ROWS, shuffle=True)
     for step, (tokens, targets) in enumerate(loader):

@@ -119,7 +119,8 @@ def tests(which: str) -> dict[str, Any]:
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
     sys.stderr.write(done.stdout)
     lines = [line for line in done.stdout.splitlines() if "::" in line]
-    counts = Counter(found[1] for line in lines if (found := OUTCOME.search(line)))
+    ended = (line for line in lines if not line.startswith(("FAILED", "ERROR")))  # the summary
+    counts = Counter(found[1] for line in ended if (found := OUTCOME.search(line)))
     made: dict[str, Any] = {kind: counts[kind.upper()] for kind in ("passed", "failed", "skipped")}
     made["failed"] += counts["ERROR"]
     failed = [line.split(" - ")[0] for line in lines if line.startswith(("FAILED", "ERROR"))]

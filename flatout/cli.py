@@ -352,6 +352,7 @@ def _python_parameters(
 
     values = {
         "progress": terminal if is_main else SILENT,
+        "as_json": as_json,
         "observers": (RunReport(terminal, verbose=verbose),) if is_main else (),
         "write": write if is_main else None,
     }

@@ -50,6 +50,11 @@ QUIT_AFTER_S = 3.0
 """Seconds after a second SIGINT until the processes are killed."""
 
 
+def own_environment() -> dict[str, str]:
+    """Return a copy of this process's environment variables, for processes that it starts."""
+    return dict(os.environ)
+
+
 def num_processes(devices: int | str | None, device: str, machine: Machine) -> int:
     """Return how many processes `train.devices` asks for on this machine.
 

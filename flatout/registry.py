@@ -37,7 +37,7 @@ def is_user_code(file: str) -> bool:
     if file.startswith("<"):
         return file.startswith(("<ipython-input", "<stdin"))
     path = Path(file)
-    if {"site-packages", "dist-packages"} & {*path.parts}:
+    if {"site-packages", "dist-packages"} & {*path.parts} or "/torchinductor_" in file:
         return False
     library = sysconfig.get_path("stdlib")
     return not any(path.is_relative_to(folder) for folder in (PACKAGE_DIR, library))

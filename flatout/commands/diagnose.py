@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from flatout.assembly import preflight
 from flatout.cache import default_cache
@@ -53,7 +53,7 @@ class DiagnoseResult(Diagnosis, Result):
         fails = any(finding.harm == "fails" for finding in self.findings)
         if not fails or self.recipe is not None:
             return 0
-        return {"preflight": 2, "measured run": 1}.get(self.source, 0)
+        return {"preflight": 2, "measured run": 1, "script": 1}.get(self.source, 0)
 
     def summary(self) -> str:
         """Return the verdict, the breakdown, the findings, and what --fix did."""
@@ -89,6 +89,7 @@ def diagnose(
     *,
     script: Sequence[str] = (),
     callbacks: Sequence[Observer] = (),
+    as_json: bool = False,
     progress: Progress = SILENT,
 ) -> DiagnoseResult:
     """Say what holds a run back, with evidence, and how to fix it.
@@ -109,18 +110,16 @@ def diagnose(
     `flatout diagnose -- python train.py --epochs 3`. It ends once enough steps are measured.
 
     In Python, `script` are the words of that command, and `callbacks` observe the measured run,
-    which then has no process of its own, and the line of a slow one is named.
+    which then has no process of its own, and the line of a slow one is named. With `as_json`, what
+    the script prints goes to standard error.
     """
     if script:
-        if recipe is not None or overrides or fix or out is not None:
-            raise ConfigError(
-                "A script after -- cannot be combined with a recipe, --fix and --out.",
-                fix="Write `flatout diagnose -- python train.py`.",
-            )
+        require_only_script(recipe is not None or overrides or fix or out is not None)
         from flatout.measure.scripts.run import diagnose_script
 
-        found = diagnose_script(script, seconds=seconds, steps=steps, to_the_end=to_the_end)
-        return DiagnoseResult(**dict(found))
+        how: dict[str, Any] = {"steps": steps, "to_the_end": to_the_end, "as_json": as_json}
+        measured = diagnose_script(script, seconds=seconds, progress=progress, **how)
+        return DiagnoseResult(**dict(measured))
     if recipe is None:
         if fix or out is not None:
             raise ConfigError("--fix and --out need a recipe.", fix="Name one, or leave them out.")
@@ -166,6 +165,18 @@ def diagnose(
         recipe=None if kept is None else str(written),
         path=None if folder is None or overrides else _write(found, folder, progress),
     )
+
+
+def require_only_script(has_more: object) -> None:
+    """Check that nothing is given besides a script.
+
+    Raises: ConfigError when something is.
+    """
+    if has_more:
+        raise ConfigError(
+            "A script after -- cannot be combined with a recipe, --fix and --out.",
+            fix="Write `flatout diagnose -- python train.py`.",
+        )
 
 
 def _write(diagnosis: Diagnosis, folder: Path, progress: Progress) -> str | None:

@@ -48,8 +48,9 @@ def run(
 
     Raises: ConfigError for an unknown change, or without a script.
     """
+    from flatout.measure.scripts.changes import CHANGES
     from flatout.measure.scripts.request import Request
-    from flatout.measure.scripts.start import start
+    from flatout.measure.scripts.run import run_script
 
     names = changes_in(changes)
     if not script or not names:
@@ -57,8 +58,13 @@ def run(
             "There is no script to run, or no change to run it with.",
             fix="Write `flatout run --with bf16,compile -- python train.py`.",
         )
-    answer, code, _ = start(script, Request(changes=names, measures=False))
-    return ScriptRun(changes=list(names), failed=answer.failed, code=1 if code is None else code)
+    request = Request(changes=names, measures=False, to_the_end=True)
+    environment: dict[str, str] = {}
+    for name in names:
+        environment |= CHANGES[name].environment
+    answer, code, _ = run_script(script, request, environment=environment)
+    code = 1 if code is None else code if code >= 0 else 128 - code
+    return ScriptRun(changes=list(names), failed=answer.failed, code=code)
 
 
 COMMAND = Command(run, example="flatout run --with bf16,compile -- python train.py")

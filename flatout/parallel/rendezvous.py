@@ -99,11 +99,6 @@ def stated_ranks() -> Ranks:
     return Ranks(rank, world_size, local_rank, local_world_size)
 
 
-def own_environment() -> dict[str, str]:
-    """Return a copy of this process's environment variables, for processes that it starts."""
-    return dict(os.environ)
-
-
 def connect(device: str) -> Ranks:
     """Join the other processes over NCCL or, on CPUs, Gloo; a single process does nothing.
 

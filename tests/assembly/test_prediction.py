@@ -10,7 +10,9 @@ import pytest
 from flatout.assembly import prediction
 from flatout.assembly.memory import estimate
 from flatout.assembly.prediction import (
+    COMPILED_MFU,
     CPU_OVERHEAD,
+    EAGER_MFU,
     FORMAT_VERSION,
     GIB,
     MINUTES,
@@ -30,7 +32,7 @@ from flatout.assembly.prediction import (
 )
 from flatout.assembly.resolve import workload_of
 from flatout.assembly.selection import Decision, Gain
-from flatout.hardware import Gpu, Machine
+from flatout.hardware import ASSUMED_MFU, Gpu, Machine
 from flatout.roof import Peak
 
 FLOPS, PEAK = 1e6, Peak(1.0, "a data sheet")
@@ -208,15 +210,18 @@ STEP_TOKENS = 128
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_gpu_computes_while_it_starts_operations_and_a_cpu_does_not(run, device):
     config = run.config.with_values({"train.device": device})
-    starting_s, of_peak = 1000 * STARTING_S, "an assumed 30% of the peak"
-    rate, source = assumed_rate(config, STEP_TOKENS / 0.3, 1000)
     on_cpu = device == "cpu"
+    share = ASSUMED_MFU if on_cpu else EAGER_MFU
+    starting_s, of_peak = 1000 * STARTING_S, f"an assumed {share:.0%} of the peak"
+    rate, source = assumed_rate(config, STEP_TOKENS / share, 1000)
     assert rate == pytest.approx(STEP_TOKENS / (1 + starting_s * on_cpu))
     started = f"{of_peak}, and an assumed 15 us to start each of 1,000 operations per step"
     assert source == (started if on_cpu else of_peak)
     bound, source = assumed_rate(config, 1e15, 1000)
     assert bound == pytest.approx(STEP_TOKENS / starting_s)
     assert ("of the peak" in source) == on_cpu
+    if not on_cpu:
+        assert assumed_rate(config, 1.0, 0)[0] == COMPILED_MFU
 
 
 def test_only_an_eager_model_starts_its_operations_one_by_one(time, memory, run):

@@ -14,11 +14,11 @@ import flatout
 FILE_LINES, FUNCTION_LINES = 700, 80
 FRAMES = 9
 ROOMS = {
-    "measure": 76_800,
+    "measure": 100_500,
     "training": 61_100,
     "data": 49_400,
-    "top": 23_500,
-    "commands": 20_400,
+    "top": 23_600,
+    "commands": 21_200,
     "assembly": 16_600,
     "sources": 15_500,
     "ops": 13_900,
@@ -33,7 +33,7 @@ ROOMS = {
     "remote": 5_300,
     "optimizers": 5_300,
     "loggers": 2_300,
-    "parallel": 2_200,
+    "parallel": 2_100,
 }
 """The most code tokens of each folder of flatout, and of the files beside them, `top`.
 

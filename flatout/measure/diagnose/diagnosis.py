@@ -32,6 +32,8 @@ FILE = "findings.json"
 """Its name in a run directory."""
 BUSY = "busy-machine"
 """The rule that looks for other processes on the cores of a run."""
+CLEAR = 0.1
+"""Share of a script's step from which a line is at fault, however busy the machine is."""
 Harm = Literal["fails", "spoils", "slows", "warns"]
 """What a finding does to the run: it cannot run, its result will be wrong or worse, it loses time,
 or it may do one of these later."""
@@ -297,10 +299,15 @@ def diagnosis_of(evidence: Evidence) -> Diagnosis:
         for rule, finding in every
         if finding is not None and not names & {*rule.unless}
     ]
-    findings = sorted(  # on a busy machine, what is slow besides is slow because of that
-        specific,
-        key=lambda one: (ORDER.index(one.harm), one.name != BUSY, -(one.share or 0.0)),
-    )
+
+    def place(one: Finding) -> tuple[int, int, float]:
+        """What is slow on a busy machine is slow because of that, except a script's line."""
+        share, group = one.share or 0.0, 1 if one.name == BUSY else 2
+        if evidence.source == "script" and one.site is not None and share >= CLEAR:
+            group = 0
+        return ORDER.index(one.harm), group, -share
+
+    findings = sorted(specific, key=place)
     return Diagnosis(
         verdict=findings[0].verdict if findings else _healthy(evidence),
         source=evidence.source,

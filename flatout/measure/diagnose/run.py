@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import statistics
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -31,7 +30,7 @@ from flatout.measure.steps.evidence import Evidence, Failure
 from flatout.measure.steps.gathering import gathered
 from flatout.measure.steps.lines import LineSampler, read_stacks, site_at, user_line
 from flatout.measure.steps.machine import gpu_facts
-from flatout.measure.steps.windows import Windows
+from flatout.measure.steps.windows import Windows, threads
 from flatout.training.checkpoint.catalog import steps_between_saves
 from flatout.training.evaluation import score
 from flatout.training.loop import fit
@@ -50,8 +49,6 @@ MIN_STEPS = 5
 """Fewest ordinary steps."""
 FEW_STEPS = 2
 """Steps of the windows that mark calls and record operations."""
-TURNS = 3
-"""Comparisons of steps with and without a replaced part."""
 SCORED_ROWS = 8
 """Micro-batches of the trial evaluation."""
 
@@ -135,8 +132,6 @@ class RunWindows(Windows):
         super().__init__(log.clock.timer, str(run.mesh.device))
         self.last_own_step: int | None = None
         """The last step before those with a part replaced, which change the losses too."""
-        self.counterfactual_s: dict[str, float] = {}
-        """Seconds of an average step with one thing replaced."""
         self.has_compiled = any(d.on and d.name.startswith("compile") for d in run.decisions)
         self._run, self._spec = run, spec
         self._late_s = time.monotonic() + spec.limit_s / 2
@@ -161,10 +156,11 @@ class RunWindows(Windows):
             self.sites |= found.lines.sites(1, timed=False)
         yield from self._recorded(FEW_STEPS)
         self.last_own_step = self._run.step
-        yield from self._counterfactual("synthetic-data", self._fixed_data)
+        seconds = self._spec.seconds / 2
+        yield from self._counterfactual("synthetic-data", self._fixed_data, seconds=seconds)
         cores = usable_cores()
         if not self.on_gpu and torch.get_num_threads() < cores:
-            yield from self._counterfactual("all-threads", partial(_threads, cores))
+            yield from self._counterfactual("all-threads", partial(threads, cores), seconds=seconds)
 
     def _lacks(self, at_least: int, seconds: float, steps: int, spent_s: float) -> bool:
         return steps < (min(at_least, 2) if self._is_late() else at_least) or spent_s < seconds
@@ -172,36 +168,6 @@ class RunWindows(Windows):
     def _is_late(self) -> bool:
         """Return whether the steps are so slow that what is not measured yet must be left out."""
         return time.monotonic() > self._late_s
-
-    def _counterfactual(
-        self, name: str, replaced: Callable[[], AbstractContextManager[None]]
-    ) -> Iterator[None]:
-        """Measure steps with a part replaced, in turns with ordinary steps.
-
-        The median of their ratios counts, so that a machine that becomes slower does not.
-        """
-        self.name = name
-        ratios: list[float] = []
-        for _ in range(TURNS):
-            if self._is_late():
-                break
-            with replaced():
-                yield
-                other_s = yield from self._timed()
-            ratios.append(other_s / (yield from self._timed()))
-        if ratios:
-            self.counterfactual_s[name] = statistics.median(ratios) * self.step_s
-
-    def _timed(self) -> Generator[None, None, float]:
-        """Take some steps and return the seconds of one."""
-        self._wait()
-        start_s, steps = time.perf_counter(), 0
-        seconds = self._spec.seconds / (4 * TURNS)
-        while self._lacks(2, seconds, steps, time.perf_counter() - start_s):
-            yield
-            steps += 1
-        self._wait()
-        return (time.perf_counter() - start_s) / steps
 
     @contextmanager
     def _fixed_data(self) -> Iterator[None]:
@@ -225,16 +191,6 @@ class FixedFeed:
 
     def seek(self, position: int) -> None:
         """Do nothing: every position has the same batch."""
-
-
-@contextmanager
-def _threads(number: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def evidence_of(

@@ -28,7 +28,7 @@ from flatout.errors import (
 from flatout.files import Stored
 from flatout.hardware import probe, usable_cores
 from flatout.json_io import JsonObject, read_model, write_json
-from flatout.launch import launch, num_processes
+from flatout.launch import launch, num_processes, own_environment
 from flatout.measure.child import Told, end_group, python, start_child
 from flatout.measure.experiments.schedule import require_one_process
 from flatout.measure.resume.compare import (
@@ -38,7 +38,7 @@ from flatout.measure.resume.compare import (
     is_deterministic,
 )
 from flatout.measure.resume.proof import ResumeProof
-from flatout.parallel.rendezvous import own_environment, stated_ranks
+from flatout.parallel.rendezvous import stated_ranks
 from flatout.progress import SILENT, Progress
 from flatout.training.checkpoint import catalog
 from flatout.training.metrics.observers import Quiet

@@ -34,7 +34,11 @@ def slow_data(evidence: Evidence) -> Finding | None:
         return None
     why = (share, WITHOUT_WAIT)
     fixes: list[Fix] = []
-    if site is not None:
+    if evidence.loop.workers:
+        fixes.append(
+            fix("Make __getitem__ and collate_fn cheaper, or prepare the data once.", *why)
+        )
+    elif site is not None:
         where = f"Move the work of {site.describe()} out of the step"
         fixes.append(fix(f"{where}: do it once, before training.", *why))
     if evidence.config is not None:
@@ -45,7 +49,8 @@ def slow_data(evidence: Evidence) -> Finding | None:
             fixes.append(fix("Copy the dataset to a local disk.", *why))
     else:
         rest = max(1 - share, 0.05)
-        workers = max(min(math.ceil(share / rest), (evidence.host.cores or 8) - 1), 1)
+        now = evidence.loop.workers or 0
+        workers = max(min(math.ceil(share / rest), (evidence.host.cores or 8) - 1), 1) + now
         pinned = ", pin_memory=True" if evidence.on_gpu else ""
         text = f"Read ahead in processes: DataLoader(num_workers={workers}{pinned}, "
         text += "persistent_workers=True, prefetch_factor=4)."

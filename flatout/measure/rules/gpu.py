@@ -123,7 +123,7 @@ def small_batch(evidence: Evidence) -> Finding | None:
     )
 
 
-@rule()
+@rule(unless=("slow-code", "slow-optimizer", "few-rows"))
 def tiny_kernels(evidence: Evidence) -> Finding | None:
     """A step consists of many tiny operations, which take longer to start than to run."""
     found, idle_s = evidence.counts, evidence.phases.host_s
@@ -198,7 +198,7 @@ def host_sync(evidence: Evidence) -> Finding | None:
             f"{share:.0%} of each step is lost to {reads:.0f} reads of tensors{where}: the host "
             "waits for the GPU, and then the GPU for the host."
         )
-    elif reads < MANY_SYNCS:
+    elif reads < MANY_SYNCS or evidence.source == "script":
         return None
     else:
         verdict = (

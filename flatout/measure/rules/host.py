@@ -113,6 +113,7 @@ def cpu_threads(evidence: Evidence) -> Finding | None:
             **variables,
         },
         share=share,
+        site=evidence.site("threads"),
         fixes=[fix(text, share, "the same steps with a thread per core")],
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Sequence
@@ -15,6 +16,8 @@ JUMP_DEVIATIONS, JUMP_SHARE = 10.0, 0.25
 """A jump exceeds this many deviations of the loss, and this share of its level."""
 RISEN_SHARE = 0.3
 """Share of its fall that the loss must have lost again."""
+MIN_RISE = 2.0
+"""Times the usual difference of two losses that it must exceed, which is noise."""
 MOST_SKIPPED = 0.05
 """Share of updates that float16 may skip."""
 
@@ -91,7 +94,9 @@ def _has_risen(values: Sequence[float]) -> bool:
         statistics.median(values[i : i + part]) for i in range(0, len(values) - part + 1, part)
     ]
     lowest, fall = min(levels), levels[0] - min(levels)
-    return levels[-1] - lowest > RISEN_SHARE * fall and levels[-1] > 1.05 * lowest
+    noise = statistics.median(abs(b - a) for a, b in itertools.pairwise(values))
+    rise = levels[-1] - lowest
+    return rise > max(RISEN_SHARE * fall, 0.05 * abs(lowest), MIN_RISE * noise)
 
 
 def _calmer(evidence: Evidence) -> list[Fix]:

@@ -14,10 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import (
-    register_module_forward_hook,
-    register_module_forward_pre_hook,
-)
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -35,33 +31,48 @@ class Models:
         self.found: list[nn.Module] = []
         self.in_autocast = False
         """Whether one of them was called in autocast."""
-        self._depth = 0
         self._receivers: list[Callable[[nn.Module], object]] = []
-        self._hooks = [
-            register_module_forward_pre_hook(self._enter),
-            register_module_forward_hook(self._leave, always_call=True),
-        ]
+        self._has_ended = False
+        self._plain: Any = nn.Module.__call__
+        nn.Module.__call__ = self._call = self._noting()  # type: ignore[method-assign]
         register_optimizer_step_post_hook(self._end)
 
     def each(self, receive: Callable[[nn.Module], object]) -> None:
         """Call `receive` with every model before its first call."""
         self._receivers.append(receive)
 
-    def _enter(self, module: nn.Module, _: object) -> None:
-        self._depth += 1
-        is_new = self._depth == 1 and all(module is not each for each in self.found)
+    def _noting(self) -> Any:
+        """Return a `__call__` that notes a model, and is not there for the modules in it.
+
+        torch.compile warns of global hooks, and compiles again when a function has changed.
+        """
+        plain = self._plain
+
+        @functools.wraps(plain)
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if self._has_ended or torch.compiler.is_compiling():
+                return plain(module, *args, **kwargs)
+            current, nn.Module.__call__ = nn.Module.__call__, plain  # type: ignore[method-assign]
+            try:
+                self._note(module)
+                return plain(module, *args, **kwargs)
+            finally:
+                nn.Module.__call__ = current  # type: ignore[method-assign]
+
+        return call
+
+    def _note(self, module: nn.Module) -> None:
+        is_new = all(module is not each for each in self.found)
         if is_new and torch.is_grad_enabled() and module.training:
             self.found.append(module)
             self.in_autocast |= torch.is_autocast_enabled() or torch.is_autocast_enabled("cpu")
             for receive in self._receivers:
                 receive(module)
 
-    def _leave(self, *_: object) -> None:
-        self._depth -= 1
-
     def _end(self, *_: object) -> None:
-        while self._hooks:
-            self._hooks.pop().remove()
+        self._has_ended = True
+        if nn.Module.__call__ is self._call:
+            nn.Module.__call__ = self._plain  # type: ignore[method-assign]
 
 
 def apply(names: Sequence[str], models: Models) -> dict[str, str]:
@@ -126,15 +137,15 @@ def change_loaders(settings: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -
     replace(DataLoader, "__init__", changed)
 
 
-def data_workers(*_: Any) -> None:
+def data_workers(*_: Any, **more: Any) -> None:
     """Read data in worker processes."""
-    change_loaders(lambda given: {"num_workers": num_workers(), "persistent_workers": True})
+    workers = {"num_workers": num_workers(), "persistent_workers": True, **more}
+    change_loaders(lambda given: workers)
 
 
 def prefetch(*_: Any) -> None:
     """Let workers read further ahead."""
-    more = {"prefetch_factor": 8, "persistent_workers": True}
-    change_loaders(lambda given: more if given.get("num_workers") else {})
+    data_workers(prefetch_factor=8)
 
 
 def pinned_memory(*_: Any) -> None:

@@ -1,154 +1,456 @@
 """Attaches to a training script inside its own process, through torch's global hooks.
 
-A step lasts from one step of the script's first optimizer to the next, so that accumulation and
+A step lasts from one step of the script's main optimizer to the next, so that accumulation and
 further optimizers are part of it. Everything that a step does is measured by `flatout.watch`'s own
 timer; what is found goes to a file, after which the script ends, or runs on unmeasured.
+
+Nothing is stored in the script's models, which it may copy, compile or save.
 """
 
 from __future__ import annotations
 
+import atexit
 import functools
+import os
+import re
+import statistics
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
+import psutil
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from flatout.files import write_text
+from flatout.hardware import usable_cores
 from flatout.measure.scripts.apply import Models, apply
-from flatout.measure.scripts.request import Answer, Request
+from flatout.measure.scripts.recorder import CallRecorder, Graphs, own_lines
+from flatout.measure.scripts.request import SEEN, Answer, Request
 from flatout.measure.scripts.sites import Sites
 from flatout.measure.scripts.trial import Trial, facts_of
-from flatout.measure.watch.loop import LoopTimer, Settings
+from flatout.measure.steps.evidence import MIN_SAVES, CallSite, Evidence, Failure, LoopFacts
+from flatout.measure.steps.lines import LineTotals, line_of, site_of, user_frame
+from flatout.measure.steps.windows import threads
+from flatout.measure.watch.loop import CALLED_STEPS, LoopTimer, LoopWindows, Settings
+from flatout.registry import is_user_code
 
 MIN_MEASURED = 5
 """Fewest ordinary steps of a measurement."""
+COUNTERFACTUAL_S = 1.5
+"""Seconds of steps with one thing replaced, and of those that they are compared with."""
+OTHERS_STEPS = 25
+"""Steps of other optimizers after which the main one is taken to have ended its work."""
+MEMORY_EVERY_S, MIN_GROWTH_BYTES = 0.05, 24 * 2**20
+"""Time between two looks at the memory, and the growth below which it is noise."""
+WAIT_S = 60.0
+"""How long rank 0 waits to be ended after its answer."""
+MENTIONS = {"anomaly": r"detect_anomaly\(", "threads": r"set_num_threads\("}
+"""Calls whose line is looked for in the script's files, by kind of site."""
+
+
+class ScriptWindows(LoopWindows):
+    """The windows of a script's loop: those of a watched one, its calls, and counterfactuals."""
+
+    sampled_every_s = 0.03
+    recorder: CallRecorder | None = None
+
+    def _special(self) -> Iterator[None]:
+        compiler = sys.modules.get("torch._dynamo.utils")
+        self.has_compiled |= compiler is not None and bool(compiler.get_compilation_metrics())
+        # a mode would make compiled code compile again; a script's own must not be taken off first
+        if not self.has_compiled and not torch._C._len_torch_function_stack():
+            recorder = CallRecorder(lambda: self.timer.current)
+            with recorder:
+                yield from self._marked_calls(CALLED_STEPS)
+            self.recorder = recorder
+        else:
+            yield from self._marked_calls(CALLED_STEPS)
+        # the profiler prints an error when another thread than the first one starts it
+        if self._recorded_steps and threading.current_thread() is threading.main_thread():
+            yield from self._recorded(self._recorded_steps)
+        cores = usable_cores()
+        if not self.on_gpu and torch.get_num_threads() < cores:
+            more = partial(threads, cores)
+            yield from self._counterfactual("all-threads", more, seconds=COUNTERFACTUAL_S)
+        if torch.is_anomaly_enabled():
+            off = _without_anomaly_detection
+            yield from self._counterfactual("no-anomaly", off, seconds=COUNTERFACTUAL_S)
+
+
+@contextmanager
+def _without_anomaly_detection() -> Iterator[None]:
+    checks = torch.is_anomaly_check_nan_enabled()
+    torch.autograd.set_detect_anomaly(False)
+    try:
+        yield
+    finally:
+        torch.autograd.set_detect_anomaly(True, checks)
 
 
 class Attachment:
     """Follows the script of this process by the calls that it makes in torch."""
 
     def __init__(self, request: Request, models: Models) -> None:
-        self._request, self._models = request, models
-        self._loop = LoopTimer(Settings(), at_exit=self.answer)
-        self._optimizer: int | None = None
-        """Identity of the optimizer whose steps end the script's."""
-        self._model: nn.Module | None = None
-        self._thread: int | None = None
-        self._has_answered = self._has_loss = False
+        self._request, self._models, self._process = request, models, os.getpid()
         self._sites = Sites()
         self._sites.install()
-        self._calls = register_module_forward_pre_hook(self._on_any_call)
+        self._loop: LoopTimer | None = None
+        """None until the first backward pass: it knows the ranks, the thread and the model."""
+        self._model: nn.Module | None = None
+        """The largest one that is called with gradients, but not by another one."""
+        self._optimizer: Any = None
+        """The one whose steps end the script's."""
+        self._steps_of_others = 0
+        self._keys: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+        self._trained: dict[int, bool] = {}
+        """What was called with gradients, and whether in training mode; see `_key`."""
+        self._is_inside = self._is_changing_mode = self._is_done = self._has_loss = False
+        self._parameters = self._backwards = self._renewals = 0
+        self._rows: int | None = None
+        self._graphs, self._evaluations = Graphs(), LineTotals()
+        self._memory: deque[tuple[int, int]] = deque(maxlen=4000)
+        """Steps, and the memory in use after them, in bytes."""
+        self._looked_s = 0.0
+        self._is_true_loss = self._has_anomaly_detection = self._has_others = False
+        _replace(nn.Module, "__call__", self._noting_calls)
+        _replace(nn.Module, "train", self._noting_modes)
+        for name in ("backward", "grad"):
+            _replace(torch.autograd, name, self._noting_backward)
+        _replace(os, "_exit", self._answering_first)
+        atexit.register(self.answer)
+        self._say("torch")
         register_optimizer_step_post_hook(self._on_optimizer_step)
-        torch.Tensor.backward = self._noting_losses(torch.Tensor.backward)  # type: ignore[method-assign]
 
     def answer(self) -> None:
         """Write what was measured, once; only the process that takes the steps writes."""
-        if self._has_answered or self._loop.rank:
+        loop = self._loop
+        if self._is_done or loop is None or loop.rank or os.getpid() != self._process:
             return
-        self._has_answered = True
-        evidence, problem = None, None
+        self._is_done = True
+        error = getattr(sys, "last_value", None)  # set when a script ends by its own error
+        evidence = problem = None
+        steps = loop.steps
+        if loop.windows is None or not steps:
+            return
         try:
-            evidence = self._loop.evidence()
-        except Exception as error:
-            problem = str(error)
-        self._loop.close()
+            evidence = self._evidence(loop, loop.windows)
+            loop.windows.close()
+        except Exception as unexpected:
+            problem = f"{type(unexpected).__name__}: {unexpected}"
+        if error is not None and evidence is not None:
+            words = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+            failed = Failure(kind="error", message=words, step=steps, site=site_of(error))
+            evidence = evidence.model_copy(update={"failure": failed})
         sites = self._sites.found(self._model)
-        found = Answer(
-            evidence=evidence,
-            problem=problem,
-            steps=self._loop.steps,
-            sites=sites,
-            facts=facts_of(self._models, tuple({site.kind for site in sites})),
-        )
-        write_text(Path(self._request.answer), found.model_dump_json())
+        facts = facts_of(self._models, tuple({site.kind for site in sites}))
+        found = Answer(evidence=evidence, problem=problem, steps=steps, sites=sites, facts=facts)
+        with suppress(OSError):  # the command has ended, and has removed its directory
+            write_text(Path(self._request.answer), found.model_dump_json())
 
-    def _on_any_call(self, module: nn.Module, _: Any) -> None:
-        """Keep the largest module that is called with gradients before the first step ends."""
-        if torch.is_grad_enabled() and (self._model is None or _is_part(self._model, module)):
-            self._model = module
+    def _say(self, seen: str) -> None:
+        with suppress(OSError):  # the command has ended
+            Path(self._request.answer + SEEN).write_text(seen, encoding="utf-8")
+
+    def _answering_first(self, plain: Callable[[int], Any]) -> Callable[[int], Any]:
+        def leave(code: int) -> Any:
+            self.answer()
+            return plain(code)
+
+        return leave
 
     def _on_optimizer_step(self, optimizer: Any, *_: Any) -> None:
         """End a step and start the next, or end the measurement."""
-        if self._has_answered or torch.compiler.is_compiling():
+        loop = self._loop
+        if torch.compiler.is_compiling() or loop is None or loop.rank:
+            return
+        if self._is_done:
+            self._end()
             return
         if self._optimizer is None:
-            self._optimizer, self._thread = id(optimizer), threading.get_ident()
-            self._calls.remove()
-            self._loop.learn(model=self._model, planned_steps=None)
-            if self._model is not None:
-                self._model.register_forward_pre_hook(self._on_model_call)
-                nn.Module.train = self._noting_modes(nn.Module.train)  # type: ignore[method-assign]
-            self._loop.begin_step()
-            return
-        if id(optimizer) != self._optimizer:
-            return
-        self._has_loss = False
-        self._loop.leave("evaluation")
-        self._loop.end_step()
-        if not self._is_enough():
-            self._loop.begin_step()
-            return
-        self.answer()
+            self._optimizer = optimizer
+            self._say("step")
+        elif _weights(optimizer) is not _weights(self._optimizer):
+            self._steps_of_others += 1
+            self._has_others = True
+            if self._steps_of_others < OTHERS_STEPS:
+                return
+            self._optimizer = optimizer
+        elif optimizer is not self._optimizer:
+            self._optimizer = optimizer
+            self._renewals += 1
+        self._steps_of_others, self._has_loss = 0, False
+        loop.leave("evaluation")
+        loop.end_step()
+        self._look_at_memory(loop)
+        if self._is_enough(loop):
+            self.answer()
+            if loop.world_size > 1 and not self._request.to_the_end:
+                time.sleep(WAIT_S)  # the others would fail without this one: all are ended at once
+            self._end()
+        loop.begin_step()
+
+    def _end(self) -> None:
         if not self._request.to_the_end:
             with suppress(Exception):
                 sys.stdout.flush()
             raise SystemExit(0)
 
-    def _is_enough(self) -> bool:
-        windows = self._loop.windows
+    def _is_enough(self, loop: LoopTimer) -> bool:
+        windows = loop.windows
         if self._request.steps is not None:
-            return self._loop.steps >= self._request.steps
+            return loop.steps >= self._request.steps
         if windows is None or windows.name != "ordinary" or windows.sampled_steps == 0:
             return False
         done = windows.ordinary
-        has_special = windows.special.steps > 0 or windows.has_compiled
+        has_special = windows.special.steps > 0 or bool(windows.compilations)
         return has_special and done.steps >= MIN_MEASURED and done.seconds >= self._request.seconds
 
-    def _on_model_call(self, _: nn.Module, __: Any) -> None:
-        """Divide training from evaluation, which has no gradients."""
-        if threading.get_ident() == self._thread:
-            self._set_evaluating(not torch.is_grad_enabled())
+    def _start(self) -> None:
+        """Make the instruments, at the first backward pass."""
+        settings = Settings(model=self._model, base="other", source="script")
+        self._loop = LoopTimer(settings, at_exit=self.answer, windows=ScriptWindows)
+        self._loop.learn(model=self._model, planned_steps=None)
+
+    def _noting_calls(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """Divide forward passes from evaluation: calls that no other module makes."""
+
+        @functools.wraps(plain)
+        def call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling() or self._is_inside or self._is_done:
+                return plain(module, *args, **kwargs)
+            loop = self._loop
+            if loop is not None and not loop.is_timed_thread:
+                return plain(module, *args, **kwargs)
+            self._is_inside = True
+            try:
+                is_training = self._is_training(module)
+                if is_training and module is self._model:
+                    tensors = (one for one in (*args, *kwargs.values()) if isinstance(one, Tensor))
+                    self._rows = next((one.shape[0] for one in tensors if one.dim()), None)
+                if loop is None:
+                    return plain(module, *args, **kwargs)
+                if not is_training:
+                    self._set_evaluating(loop, True)
+                    return plain(module, *args, **kwargs)
+                self._set_evaluating(loop, False)
+                loop.enter("forward")
+                try:
+                    return plain(module, *args, **kwargs)
+                finally:
+                    loop.leave("forward")
+            finally:
+                self._is_inside = False
+
+        return call
+
+    def _is_training(self, module: nn.Module) -> bool:
+        """Return whether a call is part of training: what is never trained may be a teacher.
+
+        A model that is only called in evaluation mode is trained in it.
+        """
+        key = self._key(module)
+        if not torch.is_grad_enabled():
+            return key not in self._trained
+        if self._trained.get(key) and not module.training:
+            return False
+        if key not in self._trained and self._loop is None:
+            size = sum(weights.numel() for weights in module.parameters())
+            if self._model is None or size >= self._parameters:
+                self._model, self._parameters = module, size
+        self._trained[key] = self._trained.get(key, False) or module.training
+        return True
+
+    def _key(self, module: nn.Module) -> int:
+        """Return what a model, a wrapper of it and a compiled one have in common."""
+        if module not in self._keys:
+            self._keys[module] = id(next(module.parameters(), module))
+        return self._keys[module]
 
     def _noting_modes(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """Start an evaluation when the model's mode changes, before its data is read."""
+
         @functools.wraps(plain)
         def train(module: nn.Module, mode: bool = True) -> Any:
-            if module is self._model and threading.get_ident() == self._thread:
-                self._set_evaluating(not mode)
-            return plain(module, mode)
+            loop = self._loop
+            if self._is_changing_mode or self._is_done or loop is None or not loop.is_timed_thread:
+                return plain(module, mode)
+            self._is_changing_mode = True
+            try:
+                if self._trained.get(self._key(module)):
+                    self._set_evaluating(loop, not mode)
+                return plain(module, mode)
+            finally:
+                self._is_changing_mode = False
 
         return train
 
-    def _set_evaluating(self, is_evaluating: bool) -> None:
-        windows = self._loop.windows
-        if self._has_answered or windows is None:
-            return
-        is_inside = windows.timer.current == "evaluation"
-        if is_evaluating and not is_inside:
-            self._loop.enter("evaluation")
-        elif is_inside and not is_evaluating:
-            self._loop.leave("evaluation")
+    def _set_evaluating(self, loop: LoopTimer, is_evaluating: bool) -> None:
+        if not is_evaluating:
+            loop.leave("evaluation")
+        elif loop.is_in("other"):
+            loop.enter("evaluation")
+            line = user_frame(sys._getframe(2))
+            if line is not None:
+                self._evaluations.add("evaluation", line, 0.0)
 
-    def _noting_losses(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+    def _noting_backward(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(plain)
-        def backward(loss: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if not (self._has_answered or self._has_loss) and loss.numel() == 1:
-                self._has_loss = True
-                self._loop.log({"loss": loss}, step=self._loop.steps + 1)
-            return plain(loss, *args, **kwargs)
+        def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._is_done or torch.compiler.is_compiling():
+                return plain(tensors, *args, **kwargs)
+            if self._loop is None:
+                self._start()
+            loop = self._loop
+            if loop is None or not loop.is_timed_thread or loop.is_in("backward"):
+                return plain(tensors, *args, **kwargs)
+            self._note_loss(loop, tensors)
+            loop.leave("evaluation")
+            loop.enter("backward")
+            try:
+                return plain(tensors, *args, **kwargs)
+            finally:
+                loop.leave("backward")
 
         return backward
 
+    def _note_loss(self, loop: LoopTimer, loss: Any) -> None:
+        self._backwards += 1
+        if self._has_loss or not isinstance(loss, Tensor) or loss.numel() != 1:
+            return
+        self._has_loss = True
+        self._has_anomaly_detection |= torch.is_anomaly_enabled()
+        with suppress(AttributeError):  # a graph of another kind
+            self._graphs.mark(loss)
+        recorder = getattr(loop.windows, "recorder", None)
+        self._is_true_loss |= recorder is not None and recorder.loss() is loss
+        loop.log({"loss": loss}, step=loop.steps + 1)
 
-def _is_part(part: nn.Module, whole: nn.Module) -> bool:
-    """Return whether a module is inside another one."""
-    return part is not whole and any(part is each for each in whole.modules())
+    def _look_at_memory(self, loop: LoopTimer) -> None:
+        now_s = time.perf_counter()
+        windows = loop.windows
+        if now_s - self._looked_s < MEMORY_EVERY_S or windows is None or windows.name != "ordinary":
+            return
+        self._looked_s = now_s
+        used = (
+            torch.cuda.memory_allocated() if windows.on_gpu else psutil.Process().memory_info().rss
+        )
+        self._memory.append((loop.steps, used))
+
+    def _evidence(self, loop: LoopTimer, windows: LoopWindows) -> Evidence:
+        """Return what the timer measured, with what only calls in torch show."""
+        found = loop.evidence()
+        recorder, sampler = getattr(windows, "recorder", None), windows.sampler
+        sites: dict[str, tuple[CallSite, ...]] = {}
+        notes = [*found.notes]
+        phases, steps = found.phases, max(windows.sampled_steps, 1)
+        if sampler is not None and found.step_s:
+            own, training_s = own_lines(sampler.lines, steps, recorder)
+            sites |= own.sites(steps=1, counted=False)
+            training_s = min(training_s, phases.other_s or 0.0)
+            if phases.compute_s is not None and phases.other_s is not None and not windows.on_gpu:
+                moved = {"compute_s": phases.compute_s + training_s}
+                phases = phases.model_copy(update=moved | {"other_s": phases.other_s - training_s})
+        few_s = phases.evaluation_s or 0.0
+        if 0 < self._evaluations.total("evaluation") < MIN_SAVES and few_s:
+            phases = phases.model_copy(update={"evaluation_s": None})
+            note = "Too few evaluations were seen to say what share they take of a longer run."
+            notes.append(note)
+        else:
+            few_s = 0.0
+        if recorder is not None:
+            sites |= recorder.found.sites(CALLED_STEPS)
+        facts = LoopFacts(
+            micro_batches=self._backwards / max(loop.steps, 1),
+            rows=self._rows,
+            workers=loop.workers,
+            renewals=self._renewals / max(loop.steps, 1),
+            anomaly_detection=self._has_anomaly_detection,
+            float64_s=recorder and sum(recorder.found.seconds["float64"].values()) / CALLED_STEPS,
+            classes=recorder.classes if recorder is not None and self._is_true_loss else None,
+            kept_graphs=self._graphs.kept(),
+            growth_bytes=_growth([*self._memory]),
+            **_optimizer_facts(self._optimizer),
+        )
+        if facts.kept_graphs:
+            keeper = self._graphs.keeper(sys._getframe(1))
+            if keeper is not None:
+                facts = facts.model_copy(update={"kept_by": keeper[0]})
+                file, number = keeper[1]
+                text = line_of(file, number)
+                sites["kept"] = (CallSite(file=file, line=number, text=text),)
+        sites |= _mentioned() | self._evaluations.sites(max(loop.steps, 1), timed=False)
+        return found.model_copy(
+            update={
+                "phases": phases,
+                "step_s": found.step_s and found.step_s - few_s,
+                "notes": tuple(notes),
+                "loop": facts,
+                "losses": None if self._has_others else found.losses,  # it may be an adversary's
+                "sites": {**found.sites, **sites},
+                "counterfactual_s": windows.counterfactual_s,
+            }
+        )
+
+
+def _optimizer_facts(optimizer: Any) -> dict[str, Any]:
+    """Return class, implementation and number of tensors of an optimizer."""
+    if optimizer is None:
+        return {}
+    groups, way = optimizer.param_groups, None
+    if not type(optimizer).__module__.startswith("torch."):
+        way = "own"
+    elif "foreach" in groups[0]:
+        is_on_gpu = any(weights.is_cuda for weights in groups[0]["params"])
+        uses_foreach = groups[0].get("foreach")
+        way = "foreach" if (is_on_gpu if uses_foreach is None else uses_foreach) else "for-loop"
+        way = "fused" if groups[0].get("fused") else way
+    tensors = sum(len(group["params"]) for group in groups)
+    return {"optimizer": type(optimizer).__name__, "optimizer_way": way, "tensors": tensors}
+
+
+def _weights(optimizer: Any) -> Any:
+    """Return the first tensor that an optimizer updates."""
+    return optimizer.param_groups[0]["params"][0]
+
+
+def _growth(memory: list[tuple[int, int]]) -> float | None:
+    """Return the bytes that each step adds; 0 unless they grow from part to part, None: unknown."""
+    third = len(memory) // 3
+    if third < 3:
+        return None
+    parts = [memory[at * third : (at + 1) * third] for at in range(3)]
+    first, middle, last = (statistics.median(used for _, used in part) for part in parts)
+    if last - first < MIN_GROWTH_BYTES or min(middle - first, last - middle) < (last - first) / 4:
+        return 0.0
+    return (last - first) / max(parts[2][third // 2][0] - parts[0][third // 2][0], 1)
+
+
+def _mentioned() -> dict[str, tuple[CallSite, ...]]:
+    """Return the lines of the script's files that call what `MENTIONS` has."""
+    found: dict[str, tuple[CallSite, ...]] = {}
+    files = [getattr(module, "__file__", None) for module in [*sys.modules.values()]]
+    for file in dict.fromkeys(name for name in files if name and is_user_code(name)):
+        for kind, pattern in MENTIONS.items():
+            with suppress(OSError, UnicodeDecodeError):
+                lines = Path(file).read_text(encoding="utf-8").splitlines()
+                number = next((n for n, one in enumerate(lines, 1) if re.search(pattern, one)), 0)
+                if number and kind not in found:
+                    text = line_of(file, number)
+                    found[kind] = (CallSite(file=file, line=number, text=text),)
+    return found
+
+
+def _replace(owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
+    setattr(owner, name, wrap(getattr(owner, name)))
 
 
 def attach(path: str) -> None:
@@ -160,3 +462,11 @@ def attach(path: str) -> None:
         Trial(request, failed)
     elif request.measures:
         Attachment(request, models)
+    else:
+        atexit.register(_tell, Path(request.answer), failed)
+
+
+def _tell(path: Path, failed: dict[str, str]) -> None:
+    """Say at the end which changes could not be applied."""
+    with suppress(OSError):
+        write_text(path, Answer(failed=failed).model_dump_json())

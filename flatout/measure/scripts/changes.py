@@ -20,6 +20,7 @@ LEAST_WAIT, LEAST_GC = 0.02, 0.01
 """Shares of a step from which waiting for data and collecting garbage are worth a trial."""
 MOST_WORKERS = 8
 """Most workers of a DataLoader that are tried."""
+WORKERS = {"num_workers": "{workers}", "persistent_workers": "True"}
 GC_THRESHOLDS = (100_000, 50, 100)
 SEGMENTS = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 HEAP = {"MALLOC_MMAP_THRESHOLD_": "4294967296", "MALLOC_TRIM_THRESHOLD_": "4294967296"}
@@ -76,19 +77,14 @@ CHANGES = {
             ((facts.workers or 0) >= num_workers(), "There are as many already."),
             (not waits(evidence), NO_WAIT),
         ),
-        edits=(
-            Edit(
-                at="loader",
-                keywords={"num_workers": "{workers}", "persistent_workers": "True"},
-            ),
-        ),
+        edits=(Edit(at="loader", keywords=WORKERS),),
     ),
     "prefetch": Change(
         "workers read further ahead, and stay between epochs",
         lambda facts, evidence: first(
             (not facts.workers, "There are no workers."), (not waits(evidence), NO_WAIT)
         ),
-        edits=(Edit(at="loader", keywords={"prefetch_factor": "8", "persistent_workers": "True"}),),
+        edits=(Edit(at="loader", keywords={**WORKERS, "prefetch_factor": "8"}),),
     ),
     "pinned-memory": Change(
         "batches are in pinned memory, from which a GPU copies faster",
@@ -121,7 +117,7 @@ CHANGES = {
         edits=(
             Edit(
                 at="optimizer",
-                lines=("import gc", "gc.freeze()", f"gc.set_threshold{GC_THRESHOLDS}"),
+                lines=("import gc as _gc", "_gc.freeze()", f"_gc.set_threshold{GC_THRESHOLDS}"),
             ),
         ),
     ),
@@ -165,8 +161,8 @@ CHANGES = {
             Edit(
                 at="optimizer",
                 lines=(
-                    "import functools",
-                    "@functools.wraps(type({model}).forward)",
+                    "import functools as _functools",
+                    "@_functools.wraps(type({model}).forward)",
                     "def forward_in_bf16(self, *args, plain=type({model}).forward, **kwargs):",
                     '    with {torch}.autocast("{device}", {torch}.bfloat16):',
                     "        out = plain(self, *args, **kwargs)",

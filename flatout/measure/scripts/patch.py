@@ -77,16 +77,15 @@ def patch_of(edits: Mapping[str, Sequence[Edit]], sites: Sequence[Site], root: P
     for change, edit in ((change, edit) for change, every in edits.items() for edit in every):
         found = _sites_of(edit, sites)
         if not found:
-            why = f"no call of this kind ({edit.at}) was seen in the script's own lines"
-            by_hand.append(ByHand(change=change, file=None, line=None, words=_words(edit, why)))
+            call = " or ".join(edit.only) or edit.at
+            words = _words(edit, "no line of the script that calls it is known", call)
+            by_hand.append(ByHand(change=change, file=None, line=None, words=words))
         for site in found:
             source = sources.setdefault(site.file, _read(Path(site.file), root))
             reason = source if isinstance(source, str) else source.edit(change, edit, site)
             if reason is not None:
-                words = _words(edit, reason, site.name)
-                by_hand.append(
-                    ByHand(change=change, file=site.file, line=site.line or None, words=words)
-                )
+                words, number = _words(edit, reason, site.name), site.line or None
+                by_hand.append(ByHand(change=change, file=site.file, line=number, words=words))
     files, diff = {}, ""
     for source in sources.values():
         if isinstance(source, _Source) and source.edits:
@@ -119,7 +118,7 @@ def _sites_of(edit: Edit, sites: Sequence[Site]) -> list[Site]:
     return [site for site in found if site.is_direct] or found
 
 
-def _words(edit: Edit, why: str, call: str = "the call") -> str:
+def _words(edit: Edit, why: str, call: str) -> str:
     """Return what to write by hand."""
     if edit.remove:
         return f"Remove {call}: {why}."

@@ -7,6 +7,11 @@ from pydantic import Field
 from flatout.files import Stored
 from flatout.measure.steps.evidence import Evidence
 
+SEEN = ".seen"
+"""Added to the name of the answer's file: a file that says how far the script has come: `torch` or
+`step`.
+"""
+
 
 class Timing(Stored):
     """Steps to time in a trial."""

@@ -2,87 +2,141 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 from pydantic import ValidationError
 
-from flatout.errors import ConfigError, RunFailed
+from flatout.errors import ConfigError, RunFailed, in_shell
+from flatout.launch import own_environment
 from flatout.measure.diagnose.diagnosis import Diagnosis, diagnosis_of
-from flatout.measure.scripts.request import Answer, Request
-from flatout.parallel.rendezvous import own_environment
+from flatout.measure.scripts.request import SEEN, Answer, Request
+from flatout.measure.steps.evidence import Failure
+from flatout.progress import SILENT, Progress, counted
 
 POLL_S = 0.1
-GRACE_S = 20.0
-"""How long a script may take to end after it was measured, and at most after Ctrl+C."""
+GRACE_S, TRIAL_GRACE_S = 20.0, 10.0
+"""How long a script may take to end after it was measured, and after a trial."""
+SLOW_START_S = 60.0
+"""Time without a step after which the command says so."""
+REQUEST = "FLATOUT_ATTACH"
+"""The environment variable by which a process finds what is asked of it."""
+NOT_IMPORTED = "torch was not imported"
 HOOK = Path(__file__).with_name("sitecustomize.py")
 
 
-def measure_script(
-    command: Sequence[str],
-    *,
-    seconds: float,
-    steps: int | None = None,
-    to_the_end: bool = False,
-    as_json: bool = False,
-) -> tuple[Answer, int | None]:
-    """Run a script until its steps are measured; return the answer and its exit code.
+class Ran(NamedTuple):
+    """How a script ended."""
 
-    Its code, its directory and its environment are not changed. Standard input and output are its
-    own; with `as_json` its output goes to standard error. The exit code is None if the script had
-    to be ended, since it did not end by itself after the measurement.
-    Raises: ConfigError when the program does not exist; RunFailed when nothing was measured.
+    answer: Answer
+    code: int | None
+    """Exit code; negative: the signal that ended it; None: it was ended from here."""
+    output: str
+    """What it printed, if that was captured."""
+
+
+def run_script(
+    command: Sequence[str],
+    request: Request,
+    *,
+    folder: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+    as_json: bool = False,
+    limit_s: float = math.inf,
+    progress: Progress = SILENT,
+) -> Ran:
+    """Run a script until it answers a request, and return the answer.
+
+    Its code and its directory are not changed, and of its environment only what `environment` adds.
+    Standard input and output are its own; with `as_json` its output goes to standard error. In
+    another `folder` there is no input, and the output is captured. After `limit_s` it is ended.
+    Nothing that it started runs on, however the call ends.
+    Raises: ConfigError when the program does not exist.
     """
     words = [*command]
     if words[0].endswith(".py"):
         words.insert(0, sys.executable)
     if shutil.which(words[0]) is None:
-        shell = (
-            " For a pipeline or variables, use a shell: -- sh -c '...'." if " " in words[0] else ""
-        )
         raise ConfigError(
             f"There is no program {words[0]!r}.",
-            fix=f"Write the command as in a terminal: flatout diagnose -- python train.py.{shell}",
+            fix="Write the command as in a terminal: flatout diagnose -- python train.py. A "
+            f"pipeline needs a shell: -- sh -c {in_shell(' '.join(words))}.",
         )
-    with tempfile.TemporaryDirectory(prefix="flatout-") as name:
-        folder = Path(name)
-        shutil.copyfile(HOOK, folder / "sitecustomize.py")
-        request = Request(
-            answer=str(folder / "answer.json"), seconds=seconds, steps=steps, to_the_end=to_the_end
+    with tempfile.TemporaryDirectory(prefix="flatout-") as name, tempfile.TemporaryFile() as kept:
+        own = Path(name)
+        shutil.copyfile(HOOK, own / "sitecustomize.py")
+        path, place = own / "answer.json", str(own / "request.json")
+        request = request.model_copy(update={"answer": str(path)})
+        Path(place).write_text(request.model_dump_json(), encoding="utf-8")
+        before = {**own_environment(), **(environment or {})}
+        search = os.pathsep.join([name, *filter(None, [before.get("PYTHONPATH")])])
+        process = subprocess.Popen(
+            words,
+            cwd=folder,
+            env={**before, "PYTHONPATH": search, REQUEST: place},
+            stdin=subprocess.DEVNULL if folder else None,
+            stdout=kept if folder else sys.stderr if as_json else None,
+            stderr=subprocess.STDOUT if folder else None,
         )
-        (folder / "request.json").write_text(request.model_dump_json(), encoding="utf-8")
-        own = own_environment()
-        paths = [name, *filter(None, [own.get("PYTHONPATH")])]
-        environment = {
-            **own,
-            "PYTHONPATH": os.pathsep.join(paths),
-            "FLATOUT_ATTACH": str(folder / "request.json"),
-        }
-        output = sys.stderr if as_json else None
-        process = subprocess.Popen(words, env=environment, stdout=output)
-        answered_s = None
         try:
-            while process.poll() is None:
-                time.sleep(POLL_S)
-                if answered_s is None and Path(request.answer).exists():
-                    answered_s = time.monotonic()
-                if answered_s and not to_the_end and time.monotonic() - answered_s > GRACE_S:
-                    break
+            _wait(process, request, place, limit_s, progress)
+            code = process.poll()
         finally:
-            end_tree(process)
+            end_all(process, place)
         try:
-            answer = Answer.model_validate_json(Path(request.answer).read_bytes())
+            answer = Answer.model_validate_json(path.read_bytes())
         except (OSError, ValidationError):
-            answer = Answer(problem="no optimizer of torch took a step in it")
-        return answer, process.returncode
+            answer = Answer(problem=NOT_IMPORTED if _seen(request) is None else None)
+        kept.seek(0)
+        return Ran(answer, code, kept.read().decode(errors="replace").strip())
+
+
+def _wait(
+    process: subprocess.Popen[bytes],
+    request: Request,
+    place: str,
+    limit_s: float,
+    progress: Progress,
+) -> None:
+    """Wait until the script has ended, or for a while after its answer."""
+    path, began_s = Path(request.answer), time.monotonic()
+    late_s, end_s = began_s + SLOW_START_S, began_s + limit_s
+    is_answered = request.to_the_end
+    while process.poll() is None and time.monotonic() < end_s:
+        time.sleep(POLL_S)
+        now_s = time.monotonic()
+        if not is_answered and path.exists():
+            is_answered, answer = True, Answer.model_validate_json(path.read_bytes())
+            found = answer.evidence
+            if found is not None and found.world_size > 1:  # rank 0 waits, and so do the others
+                end_all(process, place, (psutil.Process.kill,))
+            grace_s = GRACE_S if found is not None else TRIAL_GRACE_S
+            end_s = now_s + (grace_s if answer.steps else 0.0)  # without steps it cannot attach
+        if now_s > late_s:
+            late_s = math.inf
+            if request.timing is None and _seen(request) != "step":
+                progress.say(
+                    f"No optimizer step was seen in {SLOW_START_S:.0f} s; waiting for one. "
+                    "Ctrl+C ends the script."
+                )
+
+
+def _seen(request: Request) -> str | None:
+    """Return how far the script has come, as in `SEEN`; None: it did not import torch."""
+    try:
+        return Path(request.answer + SEEN).read_text(encoding="utf-8")
+    except OSError:
+        return None
 
 
 def diagnose_script(
@@ -91,33 +145,88 @@ def diagnose_script(
     seconds: float,
     steps: int | None = None,
     to_the_end: bool = False,
+    as_json: bool = False,
+    progress: Progress = SILENT,
 ) -> Diagnosis:
     """Measure a training script without an edit, and return the findings.
 
-    Raises: ConfigError when the program does not exist; RunFailed when nothing was measured.
+    Raises: ConfigError when the program does not exist, or its environment has no flatout;
+            RunFailed when nothing was measured.
     """
-    answer, code = measure_script(command, seconds=seconds, steps=steps, to_the_end=to_the_end)
-    if answer.evidence is None:
-        ended = "" if code in (0, None) else f" It ended with exit code {code}; its error is above."
+    request = Request(seconds=seconds, steps=steps, to_the_end=to_the_end)
+    answer, code, _ = run_script(command, request, as_json=as_json, progress=progress)
+    evidence, name = answer.evidence, " ".join(command)
+    if evidence is None:
+        raise no_steps(name, answer, code)
+    if evidence.step_s is None and evidence.failure is None and not (code or 0) > 0:
         raise RunFailed(
-            f"No step of `{' '.join(command)}` was measured: "
-            f"{(answer.problem or 'unknown').rstrip('.')}.{ended}",
-            fix="Run it alone first. A step is one of an optimizer of torch.optim, in the process "
-            "that is started or one of its children.",
+            f"`{name}` ended after {counted(answer.steps, 'step')}, which are too few to measure.",
+            fix="Let it train for at least 30 steps.",
         )
-    return diagnosis_of(answer.evidence)
+    if (
+        code or 0
+    ) > 0 and evidence.failure is None:  # it did not raise: sys.exit, os._exit, or another rank
+        message = f"{name} ended with exit code {code}"
+        failed = Failure(kind="error", message=message, step=answer.steps)
+        evidence = evidence.model_copy(update={"failure": failed})
+    return diagnosis_of(evidence)
 
 
-def end_tree(process: subprocess.Popen[bytes]) -> None:
-    """End a process and all that it has started, and wait for them."""
-    with suppress(psutil.NoSuchProcess):
-        tree = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
-        for one in tree:
-            with suppress(psutil.NoSuchProcess):
-                one.terminate()
-        _, alive = psutil.wait_procs(tree, timeout=5)
+def no_steps(name: str, answer: Answer, code: int | None) -> Exception:
+    """Return the error for a script in which no step was measured."""
+    if answer.problem not in (None, NOT_IMPORTED) and not answer.steps:
+        what, _, advice = str(answer.problem).partition(" Fix: ")
+        return ConfigError(what, fix=advice or "Run flatout in the environment of the script.")
+    ended = f"ended with exit code {code}" if code is not None else "was ended"
+    if (code or 0) < 0:
+        return RunFailed(
+            f"`{name}` was killed by signal {-(code or 0)}, and nothing could be measured.",
+            fix="Signal 9 is what the system sends when memory runs out: use a smaller batch.",
+        )
+    if code:
+        what = f"`{name}` {ended} before its first step was over; its own error is above."
+        return RunFailed(what, fix="Run it alone first, and repair that.")
+    if answer.steps:
+        return RunFailed(
+            f"`{name}` took {answer.steps} steps, and they cannot be evaluated: {answer.problem}",
+            fix="Please report this, with the script.",
+        )
+    if answer.problem == NOT_IMPORTED:
+        return RunFailed(
+            f"`{name}` {ended} and did not import torch.",
+            fix="Name the command that trains. It must not start Python with -I, -E or -S.",
+        )
+    return RunFailed(
+        f"`{name}` {ended}, and no optimizer of torch took two steps in it.",
+        fix="Let it train for more steps. A step is one of an optimizer of torch.optim after a "
+        "backward pass, in the process that is started or one of its children.",
+    )
+
+
+def end_all(
+    process: subprocess.Popen[bytes],
+    request: str,
+    hows: Sequence[Callable[[psutil.Process], None]] = (
+        psutil.Process.terminate,
+        psutil.Process.kill,
+    ),
+) -> None:
+    """End a process, what it has started and what else knows the request; wait for all of them."""
+    for how in hows:
+        alive = [one for one in psutil.process_iter() if _knows(one, request)]
         for one in alive:
-            with suppress(psutil.NoSuchProcess):
-                one.kill()
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(5)
+            with suppress(psutil.Error):
+                how(one)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(5)  # before psutil does, which would keep its exit code
+        _, alive = psutil.wait_procs([one for one in alive if one.pid != process.pid], timeout=5)
+        if not alive and process.poll() is not None:
+            break
+
+
+def _knows(process: psutil.Process, request: str) -> bool:
+    """Return whether a process has the request in its environment, as all have that we started."""
+    try:
+        return process.environ().get(REQUEST) == request and process.pid != os.getpid()
+    except (psutil.Error, OSError):
+        return False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from collections.abc import Collection
 from pathlib import Path
 from typing import Self
 
@@ -92,8 +93,8 @@ class Scratch:
                 found[os.path.relpath(path, self.path)] = entry.st_mtime_ns, entry.st_size
         return found
 
-    def reset(self) -> None:
-        """Undo what a trial did to the copy."""
+    def reset(self, ours: Collection[str] = ()) -> None:
+        """Undo what a trial did to the copy; `ours` are files that the trial did not write."""
         now = self._look()
         changed = [
             name
@@ -101,7 +102,7 @@ class Scratch:
             if now.get(name) != self._state.get(name)
         ]
         for name in sorted(changed):
-            if "__pycache__" not in name:
+            if "__pycache__" not in name and name not in ours:
                 self.written[name] = None
             own, original = self.path / name, self.source / name
             own.unlink(missing_ok=True)

@@ -23,22 +23,23 @@ class _Finder(MetaPathFinder):
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name != "torch":
             return None
-        sys.meta_path.remove(self)
         spec = PathFinder.find_spec(name, path)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader)
+            spec.loader = _Loader(spec.loader, self)
         return spec
 
 
 class _Loader(Loader):
-    def __init__(self, plain: Any) -> None:
-        self._plain = plain
+    def __init__(self, plain: Any, finder: _Finder) -> None:
+        self._plain, self._finder = plain, finder
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         found: ModuleType | None = self._plain.create_module(spec)
         return found
 
     def exec_module(self, module: ModuleType) -> None:
+        if self._finder in sys.meta_path:  # not before: a spec may only be asked for
+            sys.meta_path.remove(self._finder)
         module.__loader__ = self._plain
         if module.__spec__ is not None:
             module.__spec__.loader = self._plain
@@ -48,10 +49,20 @@ class _Loader(Loader):
 
             attach(REQUEST)
         except Exception as error:
-            _answer(
-                f"flatout cannot be used in the script's environment, {sys.executable} "
-                f"(Python {sys.version.split()[0]}): {type(error).__name__}: {error}."
-            )
+            _answer(_problem(error))
+
+
+def _problem(error: Exception) -> str:
+    """Return why flatout cannot attach here, and what to do."""
+    where = f"the environment of the script, {sys.executable} (Python {sys.version.split()[0]})"
+    if sys.version_info < (3, 11):  # noqa: UP036
+        fix = "Run the script with Python 3.11 or newer."
+        return f"flatout needs a newer Python than {where}. Fix: {fix}"
+    missing = getattr(error, "name", None)
+    if isinstance(error, ImportError) and missing:
+        fix = f"Install flatout there: {sys.executable} -m pip install flatout"
+        return f"The package {missing.partition('.')[0]} is missing in {where}. Fix: {fix}"
+    return f"flatout cannot be used in {where}: {type(error).__name__}: {error}"
 
 
 def _answer(problem: str) -> None:

@@ -23,9 +23,7 @@ from flatout.hardware import probe
 from flatout.measure.diagnose.diagnosis import Diagnosis, diagnosis_of
 from flatout.measure.experiments.noise import (
     EXPECTED,
-    Spread,
     interval_of,
-    median_of,
     pooled,
     spread,
 )
@@ -34,8 +32,8 @@ from flatout.measure.experiments.report import NO_TIME
 from flatout.measure.scripts.changes import CHANGES, num_workers
 from flatout.measure.scripts.patch import ByHand, Edit, Patch, apply, patch_of
 from flatout.measure.scripts.request import Answer, Request, Site, Timing
+from flatout.measure.scripts.run import no_steps, run_script
 from flatout.measure.scripts.scratch import Scratch
-from flatout.measure.scripts.start import start
 from flatout.measure.scripts.tuning import CHANGES as SUMMARY
 from flatout.measure.scripts.tuning import FILE, ChangeRow, ScriptTuning
 from flatout.progress import SILENT, Progress, Task
@@ -100,13 +98,13 @@ class Trials:
     def run(self, point: Point) -> Answer | None:
         """Run a trial; None if it failed, or took no step."""
         began_s = time.monotonic()
-        self.scratch.reset()
+        self.scratch.reset(self.patch.files if self.patch else ())
         if point.is_patched and self.patch is not None:
             apply(self.patch, self.scratch.path)
         environment: dict[str, str] = {}
         for name in point.changes:
             environment |= CHANGES[name].environment
-        answer, code, output = start(
+        answer, code, output = run_script(
             [self.scratch.inside(word) for word in point.words or self.command],
             Request(
                 changes=point.changes,
@@ -130,12 +128,15 @@ class Trials:
         self.seconds[point] = time.monotonic() - began_s
         return None if reason else answer
 
-    def pairs(self, one: Point, other: Point, rounds: int) -> list[float] | None:
+    def pairs(
+        self, one: Point, other: Point, rounds: int, known: Sequence[float] = ()
+    ) -> list[float] | None:
         """Measure two points in turns, until their ratio is decided; return one ratio per round.
 
-        None: a trial failed. Ratios are how many times faster `one` is.
+        They start with the `known` ones. None: a trial failed. Ratios are how many times faster
+        `one` is.
         """
-        ratios: list[float] = []
+        ratios = [*known]
         for number in range(rounds):
             if number and not self.allows(one, other):
                 break
@@ -145,19 +146,23 @@ class Trials:
             if first is None or second is None:
                 return None
             ratios.append(ratio(first, second))
-            low, _, high = interval_of(ratios, self.spread([*self.noise, ratios]))
+            low, _, high = self.interval(ratios, [*self.noise, ratios])
             if len(ratios) > 1 and (low > LEAST_GAIN or high < LEAST_GAIN):
                 break
         self.noise.append(ratios)
         return ratios
 
-    def spread(self, groups: Sequence[Sequence[float]]) -> Spread:
-        """Return the noise of ratios, from all that were repeated."""
-        return pooled([EXPECTED, spread(groups)])
+    def interval(
+        self, ratios: Sequence[float], groups: Sequence[Sequence[float]] | None = None
+    ) -> tuple[float, float, float]:
+        """Return low, median and high of ratios, with the noise of all that were repeated."""
+        noise = pooled([EXPECTED, spread(self.noise if groups is None else groups)])
+        return interval_of(ratios, noise)
 
     def figure(self, ratios: Sequence[float]) -> Figure:
         """Return the median of ratios with its interval."""
-        return median_of(ratios, shared=self.spread(self.noise))
+        low, median, high = self.interval(ratios)
+        return Figure(median=median, low=low, high=high)
 
     def losses(self, point: Point) -> list[list[float]]:
         """Return the losses of a point's trials."""
@@ -283,12 +288,13 @@ class Search:
             if check.promise_kept is False:
                 self._note(name, reason="its losses differ by more than promised")
                 continue
-            ratios = self.trials.pairs(point, before, ROUNDS)
+            known = () if self.taken else (self.rows[name].first_gain or 1.0,)
+            ratios = self.trials.pairs(point, before, ROUNDS, known)
             if ratios is None:
                 self._note(name, reason=f"failed with the others: {self.trials.done[-1][2]}")
                 continue
             gain = self.trials.figure(ratios)
-            is_taken = interval_of(ratios, self.trials.spread(self.trials.noise))[0] >= LEAST_GAIN
+            is_taken = (gain.low or 0.0) >= LEAST_GAIN
             reason = None if is_taken else "no clear gain" + " on top" * bool(self.taken)
             self._note(name, gain=gain, taken=is_taken, reason=reason, against=list(self.taken))
             if is_taken:
@@ -380,7 +386,7 @@ def tune_script(
         )
     with Scratch(Path.cwd()) as scratch, progress.task("Tuning the script") as task:
         task.note("measuring the unchanged script")
-        look, code, output = start(
+        look, code, output = run_script(
             [scratch.inside(word) for word in command],
             Request(seconds=LOOK_S),
             folder=scratch.path,
@@ -389,11 +395,7 @@ def tune_script(
         evidence, facts = look.evidence, look.facts
         if evidence is None or facts is None or not evidence.step_s:
             print(output, file=sys.stderr)
-            raise RunFailed(
-                f"No step of the script was measured: {look.problem or 'it was too short'}."
-                + (f" It ended with exit code {code}; its output is above." if code else ""),
-                fix="Run it alone first. It gets no standard input here.",
-            )
+            raise no_steps(" ".join(command), look, code)
         diagnosis = diagnosis_of(evidence)
         steps = WARM_STEPS + max(MIN_STEPS, min(round(TRIAL_S / evidence.step_s), MAX_STEPS))
         reasons = {name: change.why_not(facts, evidence) for name, change in CHANGES.items()}
@@ -402,7 +404,7 @@ def tune_script(
         trials = Trials(command, scratch, steps, began_s + 60 * minutes, longest_s, task)
         search = Search(trials, tried)
         search.screen()
-        search.add(reserve=2)
+        search.add(reserve=1)
         if flags[0] is not None:
             search.grow_batch(flags[0], flags[1])
         sites = [
@@ -410,7 +412,7 @@ def tune_script(
         ]
         found = finished(search, sites, evidence.device)
         reasons |= {name: NO_TIME for name in tried if name not in search.rows}
-        scratch.reset()
+        scratch.reset(trials.patch.files if trials.patch else ())
         outside = {path: None for _, answer, _ in trials.done for path in answer.writes}
         result = ScriptTuning(
             command=list(command),
@@ -506,9 +508,7 @@ def finished(search: Search, sites: Sequence[Site], device: str | None) -> dict[
     reason = None
     for key, point in points.items():
         trials.task.note("all winners together" if key == "gain" else "the patched script")
-        if not trials.allows(point, base):
-            continue
-        ratios = trials.pairs(point, base, LAST_ROUNDS)
+        ratios = trials.pairs(point, base, LAST_ROUNDS)  # at least one, whatever the time is
         if ratios is None:
             reason = trials.done[-1][2]
             continue

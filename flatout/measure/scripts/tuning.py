@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from pydantic import Field
 
 from flatout.errors import in_shell
@@ -11,6 +13,8 @@ from flatout.measure.experiments.records import Figure, Left, LossCheck
 from flatout.measure.scripts.patch import ByHand
 from flatout.progress import counted
 
+APART = 1.25
+"""Ratio from which the product of the gains and the whole gain contradict each other."""
 FILE, CHANGES = "tuning.json", "changes.txt"
 """Names of the result, and of its summary beside the records with the changes."""
 
@@ -112,10 +116,18 @@ class ScriptTuning(Result):
 
     def total(self) -> str:
         """Return the total gain as a sentence."""
-        if self.gain is None:
+        if not self.taken:
             return "Nothing that was measured makes the script faster."
+        product = math.prod(row.gain.median for row in self.changes if row.taken and row.gain)
+        if self.gain is None:
+            return f"Together: about {product:.2f} times as fast, the product of the gains."
         kept = self.gain_losses and loss_words(self.gain_losses)
-        return f"Together: {figure_text(self.gain)}{f'; losses {kept}' if kept else ''}."
+        text = f"Together: {figure_text(self.gain)}{f'; losses {kept}' if kept else ''}."
+        if not 1 / APART < product / self.gain.median < APART:
+            text += (
+                f" The single gains multiply to {product:.2f}: what else runs here changes them."
+            )
+        return text
 
 
 def figure_text(figure: Figure) -> str:

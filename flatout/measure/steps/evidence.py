@@ -72,6 +72,8 @@ class Phases(Stored):
     """Python's garbage collector."""
     compile_s: float | None = None
     """Compiling again, after the warm-up."""
+    other_s: float | None = None
+    """What none of the other phases covers."""
 
     def known(self) -> dict[str, float]:
         """Return the measured phases, by name without the unit."""
@@ -237,6 +239,37 @@ class DataFacts(Stored):
     """What to do about it."""
 
 
+class LoopFacts(Stored):
+    """What a loop that is not flatout's does, as its calls in torch show; None: not seen."""
+
+    micro_batches: float | None = None
+    """Backward passes of an average step."""
+    rows: int | None = None
+    """First dimension of what the model is called with."""
+    workers: int | None = None
+    """Processes of the DataLoader."""
+    anomaly_detection: bool | None = None
+    """Whether `torch.autograd.set_detect_anomaly(True)` is in effect."""
+    optimizer: str | None = None
+    """Class of the optimizer."""
+    optimizer_way: Literal["for-loop", "foreach", "fused", "own"] | None = None
+    """How it updates its tensors; `own`: it is not one of torch.optim."""
+    renewals: float | None = None
+    """Optimizers of the same tensors that are made in an average step."""
+    tensors: int | None = None
+    """Tensors that it updates."""
+    float64_s: float | None = None
+    """Seconds of an average forward pass in operations of float64."""
+    classes: int | None = None
+    """Classes of the cross entropy that is the loss."""
+    kept_graphs: float | None = None
+    """Share of the last steps' graphs that are still in memory."""
+    kept_by: str | None = None
+    """The variable that keeps them."""
+    growth_bytes: float | None = None
+    """Memory that each step adds, where it grows steadily; 0: it does not."""
+
+
 class Roof(Stored):
     """The distance to what this device can do at most."""
 
@@ -309,7 +342,7 @@ class Evidence(Stored):
     # NaN and infinity pass between processes; a loss may be either
     model_config = ConfigDict(ser_json_inf_nan="constants")
 
-    source: Literal["preflight", "measured run", "recorded run", "watched loop"]
+    source: Literal["preflight", "measured run", "recorded run", "watched loop", "script"]
     """Who filled it."""
     config: RunConfig | None = None
     """The configuration, with the choices of `auto` filled in if they are known; None for loops
@@ -340,7 +373,8 @@ class Evidence(Stored):
     sites: Mapping[str, tuple[CallSite, ...]] = {}
     """Lines of the user's code, the costliest first, under: data, sync, copy, empty-cache, gc,
     python, save, logging, optimizer, recompile, compute, op (the lines that call the most
-    operations)."""
+    operations), own (lines outside of torch's training work), softmax (an attention without SDPA),
+    float64, anomaly, threads, kept (the line that keeps graphs)."""
     rates_by_rows: Mapping[int, float] = {}
     """Tokens per second of earlier runs of this shape here, by the rows of their micro-batches."""
     memory: MemoryFacts = MemoryFacts()
@@ -357,6 +391,7 @@ class Evidence(Stored):
     epochs: float | None = None
     """Passes over the training tokens in the whole run."""
     roof: Roof = Roof()
+    loop: LoopFacts = LoopFacts()
     losses: tuple[tuple[int, float], ...] | None = None
     """(step, training loss); NaN and infinity included."""
     grad_norms: tuple[tuple[int, float], ...] | None = None

@@ -17,6 +17,8 @@ COMPUTE = ("compute", "forward", "backward")
 """Phases of the host that are one in `Phases`."""
 WAITS = ("data_wait", "gc", "logging")
 """Phases of the host at which a GPU may idle."""
+NOT_COMPUTE = frozenset({"optimizer", "other", "evaluation", "checkpoint", "data"})
+"""Phases of a trace whose operations are not those of forward and backward."""
 
 
 def gathered(known: Evidence, windows: Windows, periodic_s: Mapping[str, float | None]) -> Evidence:
@@ -65,7 +67,8 @@ def phases(windows: Windows, periodic_s: Mapping[str, float | None]) -> Phases:
     found |= {f"{name}_s": host[name] for name in ("copy", "logging") if name in host}
     if trace is not None and not windows.has_compiled:
         found |= compute_on_cpu(trace, compute_s)
-    return Phases(**found)
+    step_s = windows.step_s + sum(filter(None, periodic_s.values()))
+    return Phases(**found, other_s=max(step_s - sum(filter(None, found.values())), 0.0))
 
 
 def compute_on_cpu(trace: Trace, compute_s: float) -> dict[str, float]:
@@ -73,7 +76,7 @@ def compute_on_cpu(trace: Trace, compute_s: float) -> dict[str, float]:
 
     Compiled code is one operation to the profiler, so that a compiled step cannot be divided.
     """
-    inside = [op for op in trace.work if op.within != "optimizer"]
+    inside = [op for op in trace.work if op.within not in NOT_COMPUTE]
     ops_s = sum(op.self_s for op in inside) / trace.steps
     memory_s = sum(op.self_s for op in inside if op.kind in MEMORY_BOUND) / trace.steps
     scale = min(compute_s / ops_s, 1.0) if ops_s else 0.0

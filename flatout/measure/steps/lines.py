@@ -10,6 +10,7 @@ import faulthandler
 import linecache
 import os
 import re
+import sys
 import tempfile
 import threading
 import time
@@ -24,6 +25,10 @@ from flatout.registry import PACKAGE_DIR, is_user_code
 
 INTERVAL_S = 0.004
 """Time between two samples."""
+SWITCH_S = 0.0002
+"""How long the sampler waits for Python's lock: with the usual 5 ms, the time of short Python code
+would count for the next operation that releases the lock.
+"""
 LONGEST_INTERVAL_S, ENOUGH_SAMPLES = 0.25, 300
 """A sample takes about 0.3 ms, so after ENOUGH_SAMPLES they become rarer."""
 MIN_SAMPLES = 3
@@ -32,6 +37,10 @@ MOST_SITES = 5
 """Lines reported per kind."""
 ELSEWHERE = frozenset({"data", "save"})
 """Kinds for which the work may be in another thread, while this one waits for it."""
+OF_OPTIMIZER = ("torch/nn/utils/clip_grad.py", "torch/optim/optimizer.py", "amp/grad_scaler.py")
+"""Files whose work belongs to the optimizer's step."""
+OWN = str(PACKAGE_DIR / "measure")
+"""Start of the files that measure."""
 LOOP = str(PACKAGE_DIR / "training" / "loop.py")
 """The file of flatout's training loop."""
 KINDS = {
@@ -39,12 +48,13 @@ KINDS = {
     "copy": "copy",
     "compute": "compute",
     "forward": "compute",
-    "backward": "compute",
+    "backward": "backward",
     "optimizer": "optimizer",
     "logging": "logging",
     "checkpoint": "save",
     "evaluation": "evaluation",
     "gc": "gc",
+    "other": "python",
     None: "python",
 }
 """Kind of the lines in `Evidence.sites`, by the phase in which they run."""
@@ -75,6 +85,10 @@ class LineTotals:
         """Count something at a line."""
         self.counts[kind][line] += 1
         self.seconds[kind][line] += seconds
+
+    def total(self, kind: str) -> int:
+        """Return how often a kind was counted."""
+        return sum(self.counts[kind].values())
 
     def sites(
         self, steps: int, *, at_least: int = 1, timed: bool = True, counted: bool = True
@@ -194,7 +208,7 @@ class LineSampler:
     ) -> None:
         self._phase, self._interval_s = phase, interval_s
         self._watched = threading.get_ident() if thread is None else thread
-        self._lines = LineTotals()
+        self.lines = LineTotals()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="flatout-sampler", daemon=True)
 
@@ -204,16 +218,19 @@ class LineSampler:
         return not self._stop.is_set()
 
     def __enter__(self) -> Self:
+        self._switch_s = sys.getswitchinterval()
+        sys.setswitchinterval(min(self._switch_s, SWITCH_S))
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join()
+        sys.setswitchinterval(self._switch_s)
 
     def sites(self, steps: int) -> dict[str, tuple[CallSite, ...]]:
         """Return the lines by kind, as in `Evidence.sites`, averaged over a number of steps."""
-        return self._lines.sites(steps, at_least=MIN_SAMPLES, counted=False)
+        return self.lines.sites(steps, at_least=MIN_SAMPLES, counted=False)
 
     def _run(self) -> None:
         began_s = last_s = time.perf_counter()
@@ -223,12 +240,20 @@ class LineSampler:
             last_s = now_s
 
     def _look(self, seconds: float) -> None:
+        phase = self._phase()
         stacks = read_stacks()
-        kind = KINDS.get(self._phase(), "python")
-        found = user_line(stacks.get(self._watched, ()))
+        if self._phase() != phase:  # it changed meanwhile: the line may be of either
+            return
+        kind = KINDS.get(phase, "python")
+        stack = stacks.get(self._watched, ())
+        found = user_line(stack)
+        if kind == "python" and stack and stack[0][0].startswith(OWN):
+            return  # the cost of measuring
+        if kind == "python" and any(file.endswith(OF_OPTIMIZER) for file, _ in stack):
+            kind = "optimizer"
         if found is None and kind in ELSEWHERE:
             ignored = {self._watched, threading.get_ident()}
             others = (user_line(stack) for one, stack in stacks.items() if one not in ignored)
             found = next(filter(None, others), None)
         if found is not None:
-            self._lines.add(kind, found, seconds)
+            self.lines.add(kind, found, seconds)

@@ -8,12 +8,13 @@ a run of its own, `profile` for one with a trace, `watch` for the loop of somebo
 from __future__ import annotations
 
 import functools
+import statistics
 import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -37,6 +38,8 @@ MIN_WARM_STEPS = 3
 """Fewest steps of a warm-up."""
 MAX_TRACED_S = 5.0
 """Longer steps are not recorded: their operations would fill the memory."""
+TURNS = 3
+"""Times that steps with a part replaced and ordinary ones take turns."""
 MOST_COMPILATIONS = 20
 """Compilations in ordinary steps that are kept: the last ones."""
 PERIODIC = ("checkpoint", "evaluation")
@@ -104,6 +107,8 @@ class Windows(ABC):
         """Reads and unpinned copies in an average step, as in `Counts`; {}: not measured."""
         self.sites: dict[str, tuple[CallSite, ...]] = {}
         """The lines that made them, and those that called the operations of a step."""
+        self.counterfactual_s: dict[str, float] = {}
+        """Seconds of an average step with one thing replaced."""
         self.notes: list[str] = []
         self.name = "warm-up"
         """The current window."""
@@ -244,6 +249,8 @@ class Windows(ABC):
         """Find the lines on which the loop's thread spends its time, and mark rare calls."""
         timer = self.timer
         found = LineSampler(lambda: timer.current, thread=timer.thread, interval_s=interval_s)
+        if self.sampler is not None:
+            found.lines = self.sampler.lines
         with found, self.rare.recording_rare():
             self.sampler = found
             yield
@@ -285,6 +292,39 @@ class Windows(ABC):
             self._wait()
         self.profiler, self.recorded_steps = profiler, steps
 
+    def _is_late(self) -> bool:
+        """Return whether the steps are so slow that what is not measured yet must be left out."""
+        return False
+
+    def _counterfactual(
+        self, name: str, replaced: Callable[[], AbstractContextManager[None]], *, seconds: float
+    ) -> Iterator[None]:
+        """Measure steps with a part replaced, in turns with ordinary steps, for some seconds.
+
+        The median of their ratios counts, so that a machine that becomes slower does not.
+        """
+        self.name = name
+        ratios: list[float] = []
+        for _ in range(TURNS):
+            if self._is_late():
+                break
+            with replaced():
+                yield
+                other_s = yield from self._timed(seconds / (2 * TURNS))
+            ratios.append(other_s / (yield from self._timed(seconds / (2 * TURNS))))
+        if ratios:
+            self.counterfactual_s[name] = statistics.median(ratios) * self.step_s
+
+    def _timed(self, seconds: float) -> Generator[None, None, float]:
+        """Take at least two steps, for some seconds, and return the seconds of one."""
+        self._wait()
+        start_s, steps = time.perf_counter(), 0
+        while steps < 2 or time.perf_counter() - start_s < seconds:
+            yield
+            steps += 1
+        self._wait()
+        return (time.perf_counter() - start_s) / steps
+
     def _wait(self) -> None:
         if self.on_gpu:
             torch.cuda.synchronize(self.device)
@@ -296,6 +336,17 @@ def unprofiled(why: str) -> str:
         f"The profiler could not be used: {why.splitlines()[0] if why else 'unknown reason'}. Step "
         "times and phases were measured without it; operations by class were not."
     )
+
+
+@contextmanager
+def threads(number: int) -> Iterator[None]:
+    """Use another number of threads for an operation inside the block."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @contextmanager

@@ -34,17 +34,22 @@ SAVES = (
     ("lightning_fabric.plugins.io.torch_io", "_atomic_save"),
 )
 """Functions that write checkpoints, by the module that calls them; only of imported modules."""
-OWN_WORK = frozenset({None, "compute"})
+OWN_WORK = frozenset({None, "compute", "other"})
 """Phases that a wait for data interrupts. In others, such as evaluation, it is part of them."""
 
 
 class Hooks:
-    """Enters and leaves the phases of a timer when the loop calls what they are about."""
+    """Enters and leaves the phases of a timer when the loop calls what they are about.
 
-    def __init__(self, timer: PhaseTimer) -> None:
+    `base` is the phase of a step's time that belongs to no other.
+    """
+
+    def __init__(self, timer: PhaseTimer, base: str = "compute") -> None:
         self.saves = LineTotals()
         """The lines of user code that save."""
-        self._timer = timer
+        self.workers: int | None = None
+        """Processes of the last DataLoader that the loop waited for; None: there was none."""
+        self._timer, self._base = timer, base
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -62,9 +67,11 @@ class Hooks:
     @contextmanager
     def loaders_installed(self) -> Iterator[None]:
         """Time the batches of every torch DataLoader inside the block, for loops of frameworks."""
-        from torch.utils.data.dataloader import _BaseDataLoaderIter
+        from torch.utils.data.dataloader import DataLoader, _BaseDataLoaderIter
 
-        with replaced(_BaseDataLoaderIter, "__next__", partial(self._timed, "data_wait")):
+        with ExitStack() as stack:
+            for owner, name in ((_BaseDataLoaderIter, "__next__"), (DataLoader, "__iter__")):
+                stack.enter_context(replaced(owner, name, partial(self._timed, "data_wait")))
             yield
 
     def starts(self, phase: str) -> bool:
@@ -86,9 +93,9 @@ class Hooks:
             return None
         self._timer.enter("optimizer")
         if kwargs.get("closure") is not None:
-            return args, kwargs | {"closure": self._timed("compute", kwargs["closure"])}
+            return args, kwargs | {"closure": self._timed(self._base, kwargs["closure"])}
         if len(args) > 1 and callable(args[1]):
-            return (args[0], self._timed("compute", args[1]), *args[2:]), kwargs
+            return (args[0], self._timed(self._base, args[1]), *args[2:]), kwargs
         return None
 
     def _after_optimizer(self, *_: object) -> None:
@@ -103,6 +110,8 @@ class Hooks:
             if not self.starts(phase):
                 return plain(*args, **kwargs)
             before_s = self._timer.seconds[phase]
+            if phase == "data_wait":
+                self.workers = getattr(args[0], "_num_workers", self.workers)
             try:
                 with self._timer.phase(phase):
                     return plain(*args, **kwargs)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 
@@ -78,6 +78,9 @@ class Settings:
     tokens_per_step: int | None = None
     log_every: int = 10
     recorded_steps: int = 2
+    base: str = "compute"
+    """Phase of a step's time that belongs to no other."""
+    source: Literal["watched loop", "script"] = "watched loop"
 
 
 class LoopWindows(Windows):
@@ -86,6 +89,8 @@ class LoopWindows(Windows):
     All steps after the warm-up are ordinary, except for a few near the start of the loop, which are
     slower and do not count for the averages.
     """
+
+    sampled_every_s = SAMPLED_EVERY_S
 
     def __init__(
         self,
@@ -101,20 +106,25 @@ class LoopWindows(Windows):
 
     def _windows(self) -> Generator[None, None, None]:
         yield from self._until_compiled()
-        self._stack.enter_context(self._sampling(SAMPLED_EVERY_S))
-        yield from self._ordinary(
-            lambda steps, seconds: (
-                steps < MIN_ORDINARY_STEPS or (seconds < ORDINARY_S and steps < MAX_WARM_STEPS)
+        with self._sampling(self.sampled_every_s):
+            yield from self._ordinary(
+                lambda steps, seconds: (
+                    steps < MIN_ORDINARY_STEPS or (seconds < ORDINARY_S and steps < MAX_WARM_STEPS)
+                )
             )
-        )
         if self.compilations:
             self.notes.append("Steps compile code: their calls and operations were not recorded.")
         else:
             self.gpu = gpu_facts(probe(), self.device)  # while it works
-            yield from self._marked_calls(CALLED_STEPS)
-            if self._recorded_steps:
-                yield from self._recorded(self._recorded_steps)
-        yield from self._ordinary(lambda steps, seconds: True)
+            yield from self._special()
+        with self._sampling(self.sampled_every_s):
+            yield from self._ordinary(lambda steps, seconds: True)
+
+    def _special(self) -> Iterator[None]:
+        """Take the steps that are slower, and do not count for the averages."""
+        yield from self._marked_calls(CALLED_STEPS)
+        if self._recorded_steps:
+            yield from self._recorded(self._recorded_steps)
 
     def _until_compiled(self) -> Iterator[None]:
         """Warm up until nothing is compiled any more."""
@@ -137,7 +147,13 @@ class LoopTimer:
     threads than the one that takes the steps are ignored.
     """
 
-    def __init__(self, settings: Settings, *, at_exit: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        at_exit: Callable[[], None],
+        windows: type[LoopWindows] = LoopWindows,
+    ) -> None:
         self.rank, self.world_size = ranks()
         self.steps = 0
         """Steps that have ended."""
@@ -148,7 +164,7 @@ class LoopTimer:
         )
         self.windows: LoopWindows | None = None
         """None until the loop's first call, which makes the instruments."""
-        self._settings, self._at_exit = settings, at_exit
+        self._settings, self._at_exit, self._windows = settings, at_exit, windows
         self._is_off = self.rank != 0
         self._installed = ExitStack()
         self._steps_are_stated, self._depth = False, 0
@@ -177,7 +193,7 @@ class LoopTimer:
             )
         model = settings.model
         known = Evidence(
-            source="watched loop",
+            source=settings.source,
             machine=machine,
             device=device,
             world_size=self.world_size,
@@ -211,15 +227,29 @@ class LoopTimer:
         self._is_off = True
         return was_on
 
+    @property
+    def is_timed_thread(self) -> bool:
+        """Whether the calling thread is the one that takes the steps, and is measured."""
+        return not self._is_off and self._timer.thread == threading.get_ident()
+
+    def is_in(self, phase: str) -> bool:
+        """Return whether a phase is the current one."""
+        return self.windows is not None and self._timer.current == phase
+
+    @property
+    def workers(self) -> int | None:
+        """Processes of the torch DataLoader; None: none was seen."""
+        return self._hooks.workers if self.windows is not None else None
+
     def _started(self) -> LoopWindows | None:
         """Return the windows, which the first call makes; None in other threads than the loop's."""
         if self.windows is None:
             self._timer = PhaseTimer()
-            self._hooks = Hooks(self._timer)
+            self._hooks = Hooks(self._timer, self._settings.base)
             self._installed.enter_context(self._hooks.installed())
             atexit.register(self._at_exit)
             self._installed.callback(atexit.unregister, self._at_exit)
-            self.windows = LoopWindows(
+            self.windows = self._windows(
                 self._timer,
                 device_of(self._settings.model),
                 self._count,
@@ -257,10 +287,10 @@ class LoopTimer:
             if not self._steps_are_stated:  # the first wait has started one
                 windows.drop_step()
             self._steps_are_stated = True
-            self._timer.leave_if_open("compute")
+            self._timer.leave_if_open(self._settings.base)
             windows.start_step()
         self._depth += 1
-        self._timer.enter("compute")
+        self._timer.enter(self._settings.base)
 
     @safe
     def end_step(self, error: BaseException | None = None) -> None:
@@ -268,7 +298,7 @@ class LoopTimer:
         if not self._started() or not self._depth:
             return
         self._depth -= 1
-        self._timer.leave_if_open("compute")
+        self._timer.leave_if_open(self._settings.base)
         if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
             first = (str(error).splitlines() or [""])[0]
             self._failure = Failure(

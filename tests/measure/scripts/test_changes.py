@@ -6,13 +6,14 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from flatout.measure.scripts import apply
 from flatout.measure.scripts.changes import CHANGES, num_workers
 from flatout.measure.scripts.request import Facts, Request, Timing
-from flatout.measure.scripts.start import start
+from flatout.measure.scripts.run import run_script
 from flatout.measure.steps.evidence import Evidence, Phases
 
 SCRIPT = """
@@ -23,11 +24,19 @@ from torch.utils.data import DataLoader, TensorDataset
 torch.set_num_threads(1)
 torch.autograd.set_detect_anomaly(True)
 
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.linear(x)
+
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.conv = nn.Conv2d(3, 4, 3)
-        self.blocks = nn.ModuleList([nn.Linear(4, 4) for _ in range(4)])
+        self.blocks = nn.ModuleList([Block() for _ in range(4)])
 
     def forward(self, x):
         x = self.conv(x).mean((2, 3))
@@ -85,7 +94,7 @@ def effects(tmp_path_factory):
     (folder / "train.py").write_text(SCRIPT)
 
     def run(changes, *, steps=14, seed_offset=0):
-        answer, code, printed = start(
+        answer, code, printed = run_script(
             [sys.executable, "train.py"],
             Request(changes=changes, timing=Timing(steps=steps, seed_offset=seed_offset)),
             folder=folder,
@@ -168,7 +177,7 @@ def test_a_trial_overwrites_no_file_that_a_link_leads_to(tmp_path):
         "except PermissionError as error:\n"
         "    print(error)\n"
     )
-    answer, code, printed = start(
+    answer, code, printed = run_script(
         [sys.executable, "train.py"],
         Request(timing=Timing(steps=20), guarded=str(own)),
         folder=copied,
@@ -185,6 +194,12 @@ def test_every_change_has_a_function_or_an_environment():
     for name, change in CHANGES.items():
         assert hasattr(apply, name.replace("-", "_")) is not bool(change.environment), name
         assert change.edits or change.by_hand, name
+
+
+def test_the_page_lists_every_change():
+    page = (Path(__file__).parents[3] / "docs" / "scripts.md").read_text(encoding="utf-8")
+    for name, change in CHANGES.items():
+        assert f"| `{name}` | {change.does} |" in page
 
 
 def test_reasons_name_what_the_script_lacks():

@@ -262,11 +262,13 @@ BY_HAND = [
     ("o = AdamW(p, **a, **b)\n", FUSED, "may contain fused"),
     ("o = AdamW(p, **a if x else b)\n", FUSED, "may contain fused"),
     ("o = AdamW(*more)\n", FUSED, "may contain fused"),
+    ("o = AdamW(p, *more, 1, x)\n", FUSED, "may contain fused"),
     ("o = AdamW(q for q in p)\n", FUSED, "parentheses"),
     ("o = AdamW((p))\n", FUSED, "valid Python"),
     ("trainer.train()\n", FUSED, "a library makes it"),
     ("o = SGD(p)\n", Edit(at="optimizer", keywords={"fused": "True"}), "SGD takes no fused"),
-    ("x()\n", WORKERS, "no call of this kind (loader) was seen"),
+    ("x()\n", WORKERS, "in loader: no line"),
+    ("o = SGD(p)\n", FUSED, "in AdamW: no line"),
     ("n = gc.collect()\n", NO_GC, "part of a longer statement"),
     ("o = AdamW(p); x()\n", COMPILE, "no place for a line"),
     ("if x: o = AdamW(p)\n", COMPILE, "no place for a line"),
@@ -308,16 +310,21 @@ def test_one_edit_that_is_not_possible_leaves_the_others(patched):
 def test_files_that_are_elsewhere_changed_or_gone_are_left_alone(tmp_path):
     root = tmp_path / "root"
     root.mkdir()
-    outside, changed, gone = tmp_path / "lib.py", root / "changed.py", root / "gone.py"
-    for path in (outside, changed, gone):
+    names = ("moved.py", "shorter.py", "longer_call.py", "gone.py")
+    paths = [tmp_path / "outside.py", *(root / name for name in names)]
+    for path in paths:
         path.write_text("x = 1\no = AdamW(p)\n")
-    sites = [site for path in (outside, changed, gone) for site in sites_in(path)]
-    changed.write_text("x = 1\ny = 2\no = AdamW(p)\n")
-    gone.unlink()
+    sites = [site for path in paths for site in sites_in(path)]
+    for path, text in zip(
+        paths[1:], ("x = 1\n\no = AdamW(p)\n", "", "x = 1\no = AdamW(p, q)\n"), strict=False
+    ):
+        path.write_text(text)
+    paths[-1].unlink()
     patch = patch_of({"fused": [FUSED]}, sites, root)
     assert patch.diff == ""
-    assert [one.file for one in patch.by_hand] == [str(outside), str(changed), str(gone)]
-    for left, why in zip(patch.by_hand, ("is not in", "any more", "cannot be read"), strict=True):
+    assert [one.file for one in patch.by_hand] == [str(path) for path in paths]
+    reasons = ("is not in", "any more", "any more", "any more", "cannot be read")
+    for left, why in zip(patch.by_hand, reasons, strict=True):
         assert why in left.words
 
 

@@ -1,0 +1,238 @@
+"""The code of a loop: what it does besides training, and what it does in a slow way."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from flatout.measure.diagnose.diagnosis import Finding, Harm, fix, ms, rule
+from flatout.measure.steps.evidence import Evidence
+
+SLOW_CODE = 0.1
+"""Share of the step from which lines outside of torch's training work are a finding."""
+SLOW_OPTIMIZER = 0.15
+"""Share of the step from which an optimizer that updates its tensors one by one is a finding."""
+FUSED = 0.5
+"""Share of the optimizer's time that one pass over the memory is assumed to save."""
+SLOW_ATTENTION = 0.03
+"""Share of the step from which a softmax over all pairs of tokens is a finding."""
+DOUBLE, OF_DOUBLE = 0.1, 0.5
+"""Share of the step from which float64 is a finding, and what half the bytes save of it."""
+SLOW_CHECKS = 0.02
+"""Share of the step from which the time of anomaly detection is stated."""
+MOST_KEPT = 0.5
+"""Share of the last steps' graphs that may be in memory."""
+OFTEN_RENEWED = 0.1
+"""New optimizers per step from which they are a finding."""
+FEW_ROWS = 1
+HIGH_LOSS = 1.5
+"""Losses are far above a uniform guess from this multiple of its loss."""
+ADVICE = (
+    (r"deepcopy\(", "Copy only the weights that must be kept, and only when they are the best."),
+    (r"\bsleep\(", "Remove the sleep."),
+    (r"next\(iter\(", "Make the iterator once, before the loop."),
+    (r"\bprint\(|logg(er|ing)\.|\.write\(|json\.dump", "Write less, or every few hundred steps."),
+    (r"\bre\.|json\.loads|Image\.|imread|tokeniz", "Prepare the data once, before training, or in "
+     "the workers of a DataLoader."),
+    (r"\.cpu\(\)|\.numpy\(\)|\.tolist\(\)|\.item\(\)", "Compute it with operations on whole "
+     "tensors, every few steps."),
+    (r"DataLoader\(", "Make the DataLoader once, before the loop."),
+    (r"\bgc\.collect", "Remove the call, or make it every few hundred steps."),
+    (r"(mul_|lerp_?|add_)\(.*(alpha|decay|beta|ema|0\.9)", "Update all tensors at once: "
+     "torch._foreach_lerp_(averages, weights, 1 - decay)."),
+    (r"norm\(", "Use torch.nn.utils.get_total_norm, or the norm that clip_grad_norm_ returns."),
+)  # fmt: skip
+"""What to do about a line, by a pattern of its text."""
+
+
+@rule(unless=("anomaly-detection",))
+def slow_code(evidence: Evidence) -> Finding | None:
+    """Lines of the loop's own code take time that does not train."""
+    lines = evidence.sites.get("own", ())
+    lost_s = sum(one.seconds_per_step or 0.0 for one in lines)
+    if evidence.on_gpu:  # they only cost time where the device idles meanwhile
+        lost_s = min(lost_s, evidence.phases.host_s or 0.0)
+    share = evidence.lost(lost_s, SLOW_CODE)
+    if share is None:
+        return None
+    site = lines[0]
+    first = share if evidence.on_gpu else evidence.share(site.seconds_per_step) or 0.0
+    advice = next((text for pattern, text in ADVICE if re.search(pattern, site.text)), None)
+    text = advice or "Take it out of the step, do it every few steps, or compute it for whole "
+    text += "" if advice else "tensors at once."
+    return Finding(
+        verdict=f"{first:.0%} of each step goes into {site.describe()}, which is no work of "
+        "forward, backward or optimizer.",
+        figures={
+            "ms": ms(site.seconds_per_step),
+            "step_ms": ms(evidence.step_s),
+            **{f"ms_at_line_{one.line}": ms(one.seconds_per_step) for one in lines[1:3]},
+        },
+        share=share,
+        site=site,
+        fixes=[fix(text, share, "the step without these lines")],
+    )
+
+
+@rule()
+def anomaly_detection(evidence: Evidence) -> Finding | None:
+    """torch.autograd.set_detect_anomaly is on, which records and checks every operation."""
+    off_s, step_s = evidence.counterfactual_s.get("no-anomaly"), evidence.step_s
+    if not evidence.loop.anomaly_detection:
+        return None
+    share = 1 - off_s / step_s if off_s is not None and step_s else None
+    share = share if share is not None and share >= SLOW_CHECKS else None
+    costs = "" if share is None else f": without it, a step takes {share:.0%} less"
+    return Finding(
+        verdict=f"Anomaly detection of autograd is on{costs}.",
+        figures={"step_without_it_ms": ms(off_s), "step_ms": ms(step_s)},
+        share=share,
+        site=evidence.site("anomaly"),
+        fixes=[fix("Remove it; it is for finding a NaN.", share, "the same steps without it")],
+    )
+
+
+@rule()
+def new_optimizer(evidence: Evidence) -> Finding | None:
+    """The optimizer is made anew in the loop, which loses its state."""
+    loop = evidence.loop
+    if loop.renewals is None or loop.renewals < OFTEN_RENEWED:
+        return None
+    text = "Make it once, before the loop, and change its param_groups: group['lr'] = ..."
+    return Finding(
+        verdict=f"A new {loop.optimizer} is made every {1 / loop.renewals:.2g} steps: its averages "
+        "of the gradients are lost.",
+        harm="spoils",
+        figures={"new_per_step": loop.renewals},
+        site=evidence.site("optimizer"),
+        fixes=[fix(text, same_result=False)],
+    )
+
+
+@rule()
+def slow_optimizer(evidence: Evidence) -> Finding | None:
+    """The optimizer updates its tensors one by one."""
+    loop, share = evidence.loop, evidence.lost(evidence.phases.optimizer_s, SLOW_OPTIMIZER)
+    if share is None or loop.optimizer_way not in ("for-loop", "own"):
+        return None
+    text = "Pass fused=True to the optimizer."
+    if loop.optimizer_way == "own":
+        text = "Update all tensors at once, with torch._foreach_ functions."
+    elif loop.optimizer not in ("Adam", "AdamW", "SGD", "Adagrad"):
+        text = "Pass foreach=True to the optimizer."
+    return Finding(
+        verdict=f"{loop.optimizer} takes {share:.0%} of each step: it updates {loop.tensors} "
+        "tensors one by one.",
+        figures={"optimizer_ms": ms(evidence.phases.optimizer_s), "tensors": loop.tensors},
+        share=share * FUSED,
+        site=evidence.site("optimizer"),
+        fixes=[fix(text, share * FUSED, "half of its time; one pass over the memory")],
+    )
+
+
+@rule()
+def unfused_attention(evidence: Evidence) -> Finding | None:
+    """Attention computes the scores of all pairs of tokens in memory."""
+    site = evidence.site("softmax")
+    spent_s = sum(row.seconds for row in evidence.kernels or () if row.kind == "attention")
+    share = evidence.lost(spent_s, SLOW_ATTENTION)
+    if site is None or share is None:
+        return None
+    text = "Use torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=...)."
+    return Finding(
+        verdict=f"Attention keeps the scores of all pairs of tokens in memory; their softmax alone "
+        f"takes {share:.0%} of each step.",
+        figures={"softmax_ms": ms(spent_s), "calls_per_step": site.count_per_step},
+        share=share,
+        site=site,
+        fixes=[fix(text, share, "the softmax; masks and copies of the scores come on top")],
+    )
+
+
+@rule()
+def double_precision(evidence: Evidence) -> Finding | None:
+    """The model computes in float64."""
+    site, share = evidence.site("float64"), evidence.lost(evidence.loop.float64_s, DOUBLE)
+    if site is None or share is None:
+        return None
+    work = (evidence.phases.compute_s or 0.0) + (evidence.phases.memory_bound_s or 0.0)
+    lost = (evidence.share(work) or share) * OF_DOUBLE
+    text = "Compute in float32: convert inputs with .float(), and leave out .double()."
+    return Finding(
+        verdict="The model computes in float64, which takes twice the memory and time of float32.",
+        figures={"forward_in_float64_ms": ms(evidence.loop.float64_s)},
+        share=lost,
+        site=site,
+        fixes=[fix(text, lost, "half of the work", same_result=False)],
+    )
+
+
+@rule()
+def few_rows(evidence: Evidence) -> Finding | None:
+    """Each forward pass has a single row."""
+    loop, rows = evidence.loop, evidence.loop.rows
+    if rows is None or rows > FEW_ROWS:
+        return None
+    lost_s = evidence.phases.host_s if evidence.on_gpu else evidence.counts.tiny_op_s
+    idle = evidence.lost(lost_s, SLOW_CODE)
+    text = "Raise the batch size: each operation and each update then serves more rows."
+    number = loop.micro_batches or 1.0
+    if number >= 2:
+        text = f"Use micro-batches of more rows and fewer of them than {number:.0f} per step."
+    return Finding(
+        verdict="Each forward pass has 1 row: the cost of starting operations, of reading the "
+        "weights and of the update is not shared.",
+        figures={"rows": rows, "micro_batches_per_step": loop.micro_batches},
+        share=idle,
+        fixes=[fix(text, same_result=number >= 2)],
+    )
+
+
+@rule()
+def growing_memory(evidence: Evidence) -> Finding | None:
+    """Each step keeps memory: its graph, or something else."""
+    loop, memory, site = evidence.loop, evidence.memory, evidence.site("kept")
+    growth = loop.growth_bytes or 0.0
+    keeps_graphs = loop.kept_graphs is not None and loop.kept_graphs > MOST_KEPT
+    if not keeps_graphs and growth <= 0:
+        return None
+    harm: Harm = "spoils" if keeps_graphs else "warns"
+    verdict = f"Each step takes {growth / 2**20:.2g} MiB of memory that it does not return."
+    text = "Look for a list, a cache or an attribute that grows in the loop."
+    if keeps_graphs:
+        by = f" by {loop.kept_by}" if loop.kept_by else ""
+        verdict = f"The graph of each step is kept{by}, so memory and time grow with the steps."
+        text = "Keep numbers, not tensors with gradients: add loss.item() or loss.detach()."
+    left = (memory.total_gib or 0.0) - (memory.peak_gib or 0.0)
+    return Finding(
+        verdict=verdict,
+        harm=harm,
+        figures={
+            "mib_per_step": growth / 2**20,
+            "kept_graphs": loop.kept_graphs,
+            "steps_until_full": left * 2**30 / growth if growth and left > 0 else None,
+        },
+        site=site,
+        fixes=[fix(text)],
+    )
+
+
+@rule()
+def high_loss(evidence: Evidence) -> Finding | None:
+    """The loss is far above that of a uniform guess."""
+    classes, losses = evidence.loop.classes, [loss for _, loss in evidence.losses or ()][-20:]
+    if not classes or classes < 2 or len(losses) < 5 or not all(map(math.isfinite, losses)):
+        return None
+    guess, lowest = math.log(classes), min(losses)
+    if lowest < HIGH_LOSS * guess:
+        return None
+    return Finding(
+        verdict=f"The loss is {lowest:.3g} and more, and a uniform guess among {classes} classes "
+        f"has {guess:.3g}.",
+        harm="spoils",
+        figures={"loss": lowest, "loss_of_a_guess": guess},
+        fixes=[
+            fix("Lower the learning rate, or the scale of the initial weights.", same_result=False),
+            fix("Check that the targets belong to the inputs.", same_result=False),
+        ],
+    )

@@ -1,0 +1,179 @@
+"""Records what a script calls in torch: which lines train, attention, float64, kept graphs."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import sys
+import time
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.overrides import TorchFunctionMode
+
+from flatout.measure.steps.lines import MIN_SAMPLES, Line, LineTotals, line_of, user_frame
+from flatout.registry import is_user_code
+
+KEY = "flatout"
+"""Key of a step's mark in the metadata of its graph."""
+KEPT_STEPS = 50
+"""Last steps whose graphs are looked for."""
+MIN_ATTENTION = 32
+"""Fewest tokens from which a softmax over all pairs of them counts."""
+MOST_NODES = 500
+"""Nodes of a graph that are looked at."""
+
+
+class CallRecorder(TorchFunctionMode):
+    """Notes the calls of a loop's thread in torch by the line of user code that makes them.
+
+    Inside, each call takes some microseconds longer. Calls made by other calls are part of them.
+    """
+
+    def __init__(self, phase: Callable[[], str | None]) -> None:
+        super().__init__()
+        self.trains: set[Line] = set()
+        """Lines whose calls compute something with a gradient, or use weights."""
+        self.found = LineTotals()
+        """Lines of `op`, `softmax` and `float64`, as in `Evidence.sites`."""
+        self.classes: int | None = None
+        self.loss: Callable[[], Tensor | None] = lambda: None
+        """The last cross entropy, as a weak reference."""
+        self._phase = phase
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        start_s = time.perf_counter()
+        result = func(*args, **(kwargs or {}))
+        seconds, phase, name = time.perf_counter() - start_s, self._phase(), func.__name__
+        if phase not in ("forward", "other", "compute") or not isinstance(result, Tensor):
+            return result
+        if name == "__get__":  # an attribute, such as .grad
+            return result
+        line = user_frame(sys._getframe(1))
+        if line is None:
+            return result
+        self.found.add("op", line, 0.0)
+        if phase == "forward" and any(isinstance(one, Parameter) for one in args):
+            self.trains.add(line)
+        if result.grad_fn is None:
+            return result
+        self.trains.add(line)
+        if name == "softmax" and result.dim() > 2 and result.shape[-2] == result.shape[-1]:
+            if result.shape[-1] >= MIN_ATTENTION:
+                self.found.add("softmax", line, seconds)
+        elif name == "cross_entropy" and result.dim() == 0:
+            self.classes, self.loss = args[0].shape[min(1, args[0].dim() - 1)], weakref.ref(result)
+        if result.dtype == torch.float64:
+            self.found.add("float64", line, seconds)
+        return result
+
+
+def own_lines(
+    sampled: LineTotals, steps: int, recorder: CallRecorder | None
+) -> tuple[LineTotals, float]:
+    """Return the lines that do no training work, and the seconds of other lines outside of phases.
+
+    Without a recorder, it is not known which lines of the forward pass are the model's, and outside
+    of it those that name a loss count as training. The seconds are those of an average step.
+    """
+    found, training_s = LineTotals(), 0.0
+    for kind in ("python", "compute") if recorder is not None else ("python",):
+        for line, total_s in sampled.seconds[kind].items():
+            trains = line in recorder.trains if recorder is not None else "loss" in line_of(*line)
+            if trains:
+                training_s += total_s / steps * (kind == "python")
+            elif sampled.counts[kind][line] >= MIN_SAMPLES:
+                found.add("own", line, total_s / steps)
+    return found, training_s
+
+
+class _Mark:
+    """Lives as long as the graph in whose metadata it is."""
+
+
+class Graphs:
+    """Notices graphs that stay in memory after their step."""
+
+    def __init__(self) -> None:
+        self._marks: deque[weakref.ref[_Mark]] = deque(maxlen=KEPT_STEPS)
+
+    def mark(self, loss: Tensor) -> None:
+        """Mark the graph of a step by its loss."""
+        if loss.grad_fn is not None:
+            mark = _Mark()
+            _metadata(loss.grad_fn)[KEY] = mark
+            self._marks.append(weakref.ref(mark))
+
+    def kept(self) -> float | None:
+        """Return the share of the last steps, without two, whose graphs are in memory."""
+        earlier = [*self._marks][:-2]
+        return sum(mark() is not None for mark in earlier) / len(earlier) if earlier else None
+
+    def keeper(self, frame: FrameType | None) -> tuple[str, Line] | None:
+        """Return the variable of the calling user code that keeps graphs, and the line that adds.
+
+        Variables of this thread's frames and attributes of their objects are looked at.
+        """
+        while frame is not None:
+            if is_user_code(frame.f_code.co_filename):
+                for name, value in _variables(frame):
+                    if len({*itertools.islice(_marks_in(value), 3)}) == 3:
+                        return name, _adding(frame, name)
+            frame = frame.f_back
+        return None
+
+
+def _metadata(node: Any) -> dict[str, Any]:
+    """Return what torch keeps with a node of a graph for as long as the node."""
+    found: dict[str, Any] = node.metadata
+    return found
+
+
+def _variables(frame: FrameType) -> Iterator[tuple[str, Any]]:
+    for name, value in [*frame.f_locals.items()]:
+        yield name, value
+        if is_user_code(getattr(sys.modules.get(type(value).__module__), "__file__", "") or "<"):
+            yield from ((f"{name}.{key}", one) for key, one in [*vars_of(value).items()])
+
+
+def vars_of(value: Any) -> dict[str, Any]:
+    """Return the attributes of an object; {} if it has no dictionary of them."""
+    return getattr(value, "__dict__", None) or {}
+
+
+def _marks_in(value: Any) -> Iterator[int]:
+    """Yield the marks that are reachable through the graphs of a tensor or a list of them."""
+    tensors: Iterable[Any] = [value] if isinstance(value, Tensor) else ()
+    if isinstance(value, (list, tuple, deque)):
+        tensors = [*value][-MIN_ATTENTION:]
+    nodes = [one.grad_fn for one in tensors if isinstance(one, Tensor) and one.grad_fn is not None]
+    for _ in range(MOST_NODES):
+        if not nodes:
+            return
+        node = nodes.pop(0)
+        mark = _metadata(node).get(KEY)
+        if mark is not None:  # what is before a loss has no other marks
+            yield id(mark)
+            continue
+        nodes += [each for each, _ in node.next_functions if each is not None]
+
+
+def _adding(frame: FrameType, name: str) -> Line:
+    """Return the line of a function that adds to a variable; its first line if none is found."""
+    file, first = frame.f_code.co_filename, frame.f_code.co_firstlineno
+    adds = re.compile(rf"{re.escape(name)}\b\s*(\+=|=|\.(append|extend|update)\()")
+    numbers = sorted({number for _, _, number in frame.f_code.co_lines() if number})
+    found: Counter[int] = Counter()
+    for number in numbers:
+        text = adds.search(line_of(file, number))
+        if text is not None:
+            found[number] = 2 - (text[1] == "=")
+    return file, found.most_common(1)[0][0] if found else first

@@ -1,0 +1,192 @@
+"""`flatout diagnose -- python train.py` measures a script without an edit, and leaves it alone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from flatout.errors import ConfigError, RunFailed
+from flatout.measure.scripts.request import Request
+from flatout.measure.scripts.run import diagnose_script, end_all, run_script
+
+pytestmark = pytest.mark.slow
+
+TEXT = """
+import importlib.util; importlib.util.find_spec("torch")  # as many packages do
+import copy, os, sys, time
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+torch.set_num_threads(1)
+model = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 64))
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+inputs = torch.randn(64, 64)
+kept = []
+{before}
+for step in range({steps}):
+    loss = (model(inputs) - inputs).square().mean()
+    {inside}
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    {after}
+"""
+
+
+def script(*, before: str = "", inside: str = "", after: str = "", steps: int = 100_000) -> str:
+    """Return a loop with something planted before it, in its forward pass, or after its steps."""
+    return TEXT.format(before=before, inside=inside, after=after, steps=steps)
+
+
+FAULTS = {
+    "sleep": {"after": "time.sleep(0.01)"},
+    "copy": {"after": "best = copy.deepcopy(nn.Sequential(*[model] * 20))"},
+    "evaluation": {"after": "with torch.no_grad(): score = [model(inputs) for _ in range(20)]"},
+    "kept": {"inside": "kept.append(loss)"},
+    "anomaly": {"before": "torch.autograd.set_detect_anomaly(True)"},
+    "renewed": {"after": "optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)"},
+    "python": {"inside": "total = sum(number & 3 for number in range(200_000))"},
+}
+NAMED = {
+    "sleep": ("slow-code", "time.sleep(0.01)"),
+    "copy": ("slow-code", "copy.deepcopy"),
+    "evaluation": ("frequent-evaluation", "model(inputs) for _"),
+    "kept": ("growing-memory", "kept.append(loss)"),
+    "anomaly": ("anomaly-detection", "set_detect_anomaly(True)"),
+    "renewed": ("new-optimizer", "optimizer.step()"),
+    "python": ("slow-code", "range(200_000)"),
+}
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Return a function that writes a script and returns the command that runs it."""
+
+    def make(text: str) -> list[str]:
+        path = tmp_path / "train.py"
+        path.write_text(text)
+        return [sys.executable, str(path)]
+
+    return make
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_named_with_its_line(fault, write):
+    found = diagnose_script(write(script(**FAULTS[fault])), seconds=0.8)
+    name, line = NAMED[fault]
+    (finding,) = (one for one in found.findings if one.name == name)
+    assert line in finding.site.text
+
+
+HEALTHY = {
+    "reads": {"inside": "number = loss.item(), loss.item(), loss.item()"},
+    "evaluations": {
+        "before": "inputs = inputs.repeat(20, 1); torch.save(model, os.devnull)",
+        "after": "if step % 100 == 0: model.eval(); score = model(inputs).sum(); model.train()",
+    },
+    "adversary": {
+        "before": "critic = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 1))\n"
+        "other = torch.optim.SGD(critic.parameters(), lr=1e-3)",
+        "inside": "loss = loss - critic(model(inputs)).mean()",
+        "after": "critic(model(inputs).detach()).mean().backward(), other.step()",
+    },
+}
+
+
+@pytest.mark.parametrize("kind", HEALTHY)
+def test_a_healthy_script_has_no_finding(kind, write):
+    found = diagnose_script(write(script(**HEALTHY[kind])), seconds=0.8)
+    of_the_machine = {"busy-machine", "cpu-threads"}
+    assert {one.name for one in found.findings} <= of_the_machine, found.text()
+    assert sum(found.shares.values()) == pytest.approx(1.0, abs=0.02)
+
+
+def test_the_hooks_end_the_script_and_its_last_words_are_said(write, capfd):
+    text = script(before="import atexit; atexit.register(print, 'at exit')")
+    answer, code, _ = run_script(write(text), Request(seconds=60.0, steps=12))
+    assert (answer.steps, code) == (12, 0)
+    assert capfd.readouterr().out == "at exit\n"
+
+
+def test_with_json_its_output_goes_to_standard_error(write, capfd):
+    text = script(before="print('mine')", steps=3)
+    answer, code, _ = run_script(write(text), Request(seconds=60.0), as_json=True)
+    assert (answer.steps, code) == (2, 0)
+    assert capfd.readouterr() == ("", "mine\n")
+
+
+@pytest.mark.parametrize(
+    "after", ["if step == 30: raise ValueError('mine')", "if step == 30: os._exit(3)"]
+)
+def test_a_script_that_fails_is_answered_with_what_was_measured(after, write, capfd):
+    found = diagnose_script(write(script(after=after)), seconds=60.0)
+    assert found.findings[0].name == "failure"
+    assert found.step_s is not None
+    assert ("ValueError: mine" in capfd.readouterr().err) == ("raise" in after)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("print('no torch')", "did not import torch"),
+        ("import torch; raise SystemExit(7)", "exit code 7"),
+        (script(steps=1), "no optimizer of torch took two steps"),
+        (script(steps=4), "3 steps, which are too few"),
+    ],
+)
+def test_a_script_without_enough_steps_is_told(text, said, write):
+    with pytest.raises(RunFailed, match=said):
+        diagnose_script(write(text), seconds=60.0)
+
+
+def test_a_pipeline_needs_a_shell():
+    with pytest.raises(ConfigError) as caught:
+        run_script(["python a.py | tee x"], Request(seconds=1.0))
+    assert "sh -c 'python a.py | tee x'" in caught.value.fix
+
+
+def test_an_environment_without_flatout_is_told_what_to_install(write, tmp_path):
+    missing = "raise ModuleNotFoundError('no flatout', name='flatout')"
+    for package, text in {"torch": "", "flatout": missing}.items():
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").write_text(text)
+    with pytest.raises(ConfigError, match="package flatout is missing") as caught:
+        diagnose_script(write("import torch, time; time.sleep(600)"), seconds=1.0)
+    assert "-m pip install flatout" in caught.value.fix
+
+
+def test_interrupting_leaves_nothing_running(tmp_path):
+    """Ctrl+C reaches the command; a child that ignores it and has lost its parent ends too."""
+    mark = tmp_path / "pid"
+    child = f"import os, time; open({str(mark)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    command = f"setsid {sys.executable} -c {child!r} & exec sleep 600"
+    words = ["-m", "flatout", "diagnose", "--", "sh", "-c", command]
+    # fmt: off
+    process = subprocess.Popen(
+        [sys.executable, *words], stderr=subprocess.DEVNULL,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    # fmt: on
+    while not (mark.exists() and mark.read_text()):
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGINT)
+    assert process.wait(30) == 130
+    assert not psutil.pid_exists(int(mark.read_text()))
+
+
+def test_processes_of_others_are_not_ended():
+    other = subprocess.Popen(["sleep", "60"])
+    ours = subprocess.Popen(["sleep", "60"], env={"FLATOUT_ATTACH": "/a/request"})
+    try:
+        end_all(ours, "/a/request")
+        assert (other.poll(), ours.poll()) == (None, -signal.SIGTERM)
+    finally:
+        other.kill()
+        other.wait()

@@ -1,0 +1,102 @@
+"""`flatout tune -- python train.py` on a real script, from the command to the patch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """import torch
+from torch import nn
+
+torch.autograd.set_detect_anomaly(True)
+model = nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(30)])
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for step in range(100_000):
+    loss = model(torch.randn(8, 32)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    torch.save(model.state_dict(), "model.pt")
+"""
+
+
+def flatout(folder, *words, code=0):
+    done = subprocess.run(
+        [sys.executable, "-m", "flatout", *words],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done
+
+
+@pytest.mark.faults
+def test_a_slow_script_gets_a_patch_that_is_proved(tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "model.pt").write_text("the user's own")
+    words = ("--only", "no-anomaly,threads", "--minutes", "5", "--patch", "x.patch", "--json")
+    done = flatout(tmp_path, "tune", *words, "--", sys.executable, "train.py")
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert "no-anomaly" in found["taken"]
+    assert found["verified"]["low"] > 1
+    assert found["verified_losses"]["loss_difference"] == 0
+    assert found["written"] == ["model.pt"]
+    assert (tmp_path / "model.pt").read_text() == "the user's own"
+    assert (tmp_path / "train.py").read_text() == SCRIPT
+    assert {path.name for path in tmp_path.iterdir()} == {
+        *("train.py", "model.pt", "x.patch", "tuned-train"),
+    }
+    subprocess.run(["git", "apply", "x.patch"], cwd=tmp_path, check=True)
+    assert (tmp_path / "train.py").read_text() == SCRIPT.replace(
+        "torch.autograd.set_detect_anomaly(True)\n", ""
+    )
+    page = flatout(tmp_path, "report", "tuned-train", "--out", "page.html")
+    assert "page.html" in page.stdout
+    html = (tmp_path / "page.html").read_text()
+    assert "-torch.autograd.set_detect_anomaly(True)" in html
+    assert "flatout run --with no-anomaly" in html
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("raise ValueError('mine')", "mine"),
+        ("print('no torch here')", "no optimizer"),
+        ("input()", "standard input"),
+    ],
+)
+def test_a_script_that_cannot_be_tuned_says_why(tmp_path, source, message):
+    (tmp_path / "train.py").write_text(source)
+    done = flatout(tmp_path, "tune", "--", sys.executable, "train.py", code=1)
+    assert message in done.stderr
+    assert "Fix:" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+
+
+@pytest.mark.faults
+def test_run_applies_changes_and_returns_the_exit_code_of_the_script(tmp_path):
+    (tmp_path / "train.py").write_text(
+        "import sys, torch\n"
+        "torch.autograd.set_detect_anomaly(True)\n"
+        "print(torch.is_anomaly_enabled(), sys.argv[1:], input())\n"
+        "raise SystemExit(7)\n"
+    )
+    words = ["run", "--with", "no-anomaly", "--", sys.executable, "train.py", "a b", "--json"]
+    done = subprocess.run(
+        [sys.executable, "-m", "flatout", *words],
+        cwd=tmp_path,
+        input="hello\n",
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 7, done.stderr
+    assert done.stdout.strip() == "False ['a b', '--json'] hello"
