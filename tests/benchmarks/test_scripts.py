@@ -1,0 +1,62 @@
+"""The benchmark on foreign scripts: its tables are sound, and it counts what was named."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+import yaml
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+LOOPS = yaml.safe_load((FOLDER / "script_faults.yaml").read_text())
+SCRIPTS = yaml.safe_load((FOLDER / "scripts.yaml").read_text())
+FAULT = {"at": ["gc.collect()"], "names": ["garbage-collection"]}
+
+
+def finding(name="slow-host", line="gc.collect() (train.py)", harm="slows"):
+    return {"name": name, "line": line, "harm": harm, "verdict": "It takes 30% of each step."}
+
+
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.get("fault", loop.get("healthy")))
+def test_a_loop_parses_and_contains_the_lines_that_it_expects(loop):
+    ast.parse(loop["source"])
+    assert ("fault" in loop) == ("at" in loop) != ("healthy" in loop)
+    assert not [part for part in loop.get("at", ()) if part not in loop["source"]]
+
+
+def test_each_script_has_three_faults_and_one_to_tune():
+    assert len(SCRIPTS) == 10
+    for script in SCRIPTS:
+        assert len(script["commit"]) == 40
+        assert len(script["faults"]) == 3
+        assert sum(fault.get("tune", False) for fault in script["faults"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("found", "is_named"),
+    [
+        (finding(), True),
+        (finding(line="loss.backward() (train.py)"), False),
+        (finding("garbage-collection", line=None), True),
+        (finding(harm="warns"), False),
+        (finding("tiny-kernels"), False),
+    ],
+)
+def test_a_fault_is_named_by_its_line_or_by_the_name(benchmark, found, is_named):
+    assert benchmark.names(found, FAULT) == is_named
+
+
+def test_the_table_counts_faults_named_first_and_later(benchmark):
+    rows = [
+        {"fault": f"fault {number}", "place": at, "findings": [finding()], "step_s": 0.1}
+        for number, at in enumerate([1, 1, 2, None])
+    ]
+    found = {"machine": "a CPU", "commit": "abc1234", "diagnose": [], "loops": rows, "tune": []}
+    shown = benchmark.table(found)
+    assert "Named first: 2 of 4, later: 1. Target 90%: **missed**." in shown
+    assert "| fault 2 | as number 2 | slow-host `gc.collect() (train.py)` |" in shown
+
+
+def test_losses_are_compared_relative_to_their_size(benchmark):
+    assert benchmark.apart([2.0, 1.0], [2.0, 1.01]) == pytest.approx(0.01)
