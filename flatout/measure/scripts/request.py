@@ -39,8 +39,8 @@ class Request(Stored):
     """The steps to time; None: see `measures`."""
     measures: bool = True
     """Whether to collect evidence, if no steps are timed."""
-    guarded: str | None = None
-    """The user's directory, into which links of the copy lead; its files are not written."""
+    guarded: tuple[str, ...] = ()
+    """What belongs to the user, into which links of the copy lead; it is not changed."""
 
 
 class Site(Stored):

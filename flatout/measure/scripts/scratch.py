@@ -14,7 +14,7 @@ from flatout.errors import ConfigError
 LARGE_BYTES = 256 << 20
 """A larger file is a link to the original, which trials do not open for writing."""
 MOST_BYTES, MOST_FILES = 4 << 30, 50_000
-LINKED = frozenset({".git", ".hg", ".venv", "venv", "node_modules", "wandb", "mlruns"})
+LINKED = frozenset({".git", ".hg", ".venv", "venv", "node_modules"})
 """Directories that are links: trials only read them, if at all."""
 State = dict[str, tuple[int, int]]
 """Modification time and size of each file, by its path."""
@@ -113,6 +113,11 @@ class Scratch:
                 else:
                     shutil.copy2(original, own)
         self._state = self._look() if changed else self._state
+
+    @property
+    def guarded(self) -> tuple[str, ...]:
+        """The directory, and where links in it lead: what trials must leave alone."""
+        return str(self.source), *map(str, {*self._links.values()})
 
     def inside(self, word: str) -> str:
         """Return an argument with an absolute path into the directory as one into the copy."""

@@ -10,7 +10,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,27 +29,52 @@ from flatout.parallel.rendezvous import stated_ranks
 from flatout.training.metrics.compile_events import CompilationWatch
 from flatout.training.metrics.device import process_peak_bytes
 
+CHANGING = {
+    "os.remove": 1,
+    "os.rename": 2,
+    "os.rmdir": 1,
+    "os.truncate": 1,
+    "os.mkdir": 1,
+    "shutil.rmtree": 1,
+}
+"""Events of Python before a change of the file system, and how many of their arguments are paths."""
+
 
 class Guard:
     """Keeps a script in a copy of the user's directory from changing the directory itself."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, guarded: Sequence[str]) -> None:
         self.others: dict[str, None] = {}
         """Files elsewhere that were opened for writing."""
-        self._folder, self._process = folder, os.getpid()
+        self._guarded, self._process = guarded, os.getpid()
         temporary, home = os.path.realpath(tempfile.gettempdir()), str(Path.home())
         quiet = ["/dev/", "/proc/", f"{home}/.cache/", os.getcwd()]
-        self._quiet = (*quiet, *([] if folder.startswith(temporary) else [temporary]))
+        self._quiet = (*quiet, *([] if guarded[0].startswith(temporary) else [temporary]))
         sys.addaudithook(self._on_event)
         replace(torch, "save", self._saving)
         register_optimizer_step_post_hook(self._on_optimizer_step)
 
     def _on_event(self, event: str, args: tuple[Any, ...]) -> None:
-        """Note files that are opened for writing, and keep those of the user."""
-        if event != "open" or not isinstance(args[0], str) or os.getpid() != self._process:
-            return
-        if (args[2] or 0) & (os.O_WRONLY | os.O_RDWR):
+        """Note files that are opened for writing, and keep those of the user.
+
+        Raises: PermissionError.
+        """
+        for name in args[: CHANGING.get(event, 0)]:
+            if isinstance(name, str | os.PathLike):
+                folder, own = os.path.split(os.fspath(name))  # a link itself may go
+                self._refuse(os.path.join(os.path.realpath(folder or "."), own))
+        is_open = event == "open" and isinstance(args[0], str) and os.getpid() == self._process
+        if is_open and (args[2] or 0) & (os.O_WRONLY | os.O_RDWR):
             self._before_writing(args[0], is_new=bool(args[2] & os.O_TRUNC))
+
+    def _is_guarded(self, path: str) -> bool:
+        return any(path == one or path.startswith(one + os.sep) for one in self._guarded)
+
+    def _refuse(self, path: str) -> None:
+        if self._is_guarded(path):
+            raise PermissionError(
+                f"trials must not change {path}, which is not copied; give the script another path"
+            )
 
     def _before_writing(self, name: Any, *, is_new: bool = True) -> None:
         """Replace a link to a file of the user by the new file that is written.
@@ -59,11 +84,11 @@ class Guard:
         if not isinstance(name, str | os.PathLike):
             return
         path = os.path.realpath(name)
-        if path.startswith(self._folder + os.sep):
-            if not is_new or not os.path.islink(name):
-                raise PermissionError(f"a trial must not change {path}, which is not copied")
+        if is_new and os.path.islink(name) and self._is_guarded(path):
             os.unlink(name)
-        elif not path.startswith(self._quiet) and "/torchinductor_" not in path:
+            return
+        self._refuse(path)
+        if not path.startswith(self._quiet) and "/torchinductor_" not in path:
             self.others[path] = None
 
     def _saving(self, plain: Callable[..., Any]) -> Callable[..., Any]:

@@ -109,7 +109,7 @@ class Trials:
             Request(
                 changes=point.changes,
                 timing=Timing(steps=self.steps, seed_offset=point.seed_offset),
-                guarded=str(self.scratch.source),
+                guarded=self.scratch.guarded,
             ),
             folder=self.scratch.path,
             environment={**environment, "PYTHONHASHSEED": "0"},
@@ -389,7 +389,7 @@ def tune_script(
         task.note("measuring the unchanged script")
         look, code, output = run_script(
             [scratch.inside(word) for word in command],
-            Request(seconds=LOOK_S, guarded=str(scratch.source)),
+            Request(seconds=LOOK_S, guarded=scratch.guarded),
             folder=scratch.path,
             limit_s=max(30 * minutes, 120.0),
         )

@@ -176,16 +176,26 @@ def test_a_trial_overwrites_no_file_that_a_link_leads_to(tmp_path):
         "    open('tokens.bin', 'r+b')\n"
         "except PermissionError as error:\n"
         "    print(error)\n"
+        f"import os, shutil; own = {str(own)!r}\n"
+        "calls = [lambda: os.remove(own + '/ckpt.pt'), lambda: shutil.rmtree(own),\n"
+        "         lambda: os.replace('train.py', own + '/ckpt.pt'),\n"
+        "         lambda: os.truncate(own + '/ckpt.pt', 0), lambda: os.mkdir(own + '/new')]\n"
+        "for call in calls:\n"
+        "    try: call()\n"
+        "    except PermissionError: continue\n"
+        "    raise SystemExit('changed')\n"
     )
     answer, code, printed = run_script(
         [sys.executable, "train.py"],
-        Request(timing=Timing(steps=20), guarded=str(own)),
+        Request(timing=Timing(steps=20), guarded=(str(own),)),
         folder=copied,
         limit_s=120,
     )
     assert code == 0, printed
     assert "must not change" in printed
+    assert "changed" not in printed
     assert len(answer.step_s) == 8
+    assert {path.name for path in own.iterdir()} == {"ckpt.pt", "log.txt", "tokens.bin"}
     assert {path.read_text() for path in own.iterdir()} == {"the user's"}
     assert (copied / "log.txt").read_text() == "new"
 
