@@ -49,8 +49,10 @@ COUNTERFACTUAL_S = 1.5
 """Seconds of steps with one thing replaced, and of those that they are compared with."""
 OTHERS_STEPS = 25
 """Steps of other optimizers after which the main one is taken to have ended its work."""
-MEMORY_EVERY_S, MIN_GROWTH_BYTES = 0.05, 24 * 2**20
-"""Time between two looks at the memory, and the growth below which it is noise."""
+MEMORY_EVERY_S = 0.05
+"""Time between two looks at the memory."""
+MIN_GROWTH_BYTES, MIN_GROWTH = 24 * 2**20, 0.1
+"""Growth below which it is noise: in bytes, and as a share of what is in use."""
 WAIT_S = 60.0
 """How long rank 0 waits to be ended after its answer."""
 MENTIONS = {"anomaly": r"detect_anomaly\(", "threads": r"set_num_threads\("}
@@ -437,7 +439,8 @@ def _growth(memory: list[tuple[int, int]]) -> float | None:
         return None
     parts = [memory[at * third : (at + 1) * third] for at in range(3)]
     first, middle, last = (statistics.median(used for _, used in part) for part in parts)
-    if last - first < MIN_GROWTH_BYTES or min(middle - first, last - middle) < (last - first) / 4:
+    least = max(MIN_GROWTH_BYTES, MIN_GROWTH * first)
+    if last - first < least or min(middle - first, last - middle) < (last - first) / 4:
         return 0.0
     return (last - first) / max(parts[2][third // 2][0] - parts[0][third // 2][0], 1)
 

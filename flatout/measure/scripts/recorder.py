@@ -51,20 +51,22 @@ class CallRecorder(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         start_s = time.perf_counter()
-        result = func(*args, **(kwargs or {}))
+        returned = func(*args, **(kwargs or {}))
+        every = returned if isinstance(returned, tuple) else (returned,)
+        result = next((one for one in every if isinstance(one, Tensor)), None)
         seconds, phase, name = time.perf_counter() - start_s, self._phase(), func.__name__
-        if phase not in ("forward", "other", "compute") or not isinstance(result, Tensor):
-            return result
+        if phase not in ("forward", "other", "compute") or result is None:
+            return returned
         if name == "__get__":  # an attribute, such as .grad
-            return result
+            return returned
         line = user_frame(sys._getframe(1))
         if line is None:
-            return result
+            return returned
         self.found.add("op", line, 0.0)
         if phase == "forward" and any(isinstance(one, Parameter) for one in args):
             self.trains.add(line)
         if result.grad_fn is None:
-            return result
+            return returned
         self.trains.add(line)
         if name == "softmax" and result.dim() > 2 and result.shape[-2] == result.shape[-1]:
             if result.shape[-1] >= MIN_ATTENTION:
@@ -73,7 +75,7 @@ class CallRecorder(TorchFunctionMode):
             self.classes, self.loss = args[0].shape[min(1, args[0].dim() - 1)], weakref.ref(result)
         if result.dtype == torch.float64:
             self.found.add("float64", line, seconds)
-        return result
+        return returned
 
 
 def own_lines(

@@ -37,7 +37,7 @@ CHANGING = {
     "os.mkdir": 1,
     "shutil.rmtree": 1,
 }
-"""Events of Python before a change of the file system, and how many of their arguments are paths."""
+"""Events of Python before the file system changes, and how many of their arguments are paths."""
 
 
 class Guard:

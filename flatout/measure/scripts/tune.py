@@ -381,6 +381,11 @@ def tune_script(
     for flag in filter(None, flags):
         value_at(command, flag)
     out = Path(out or f"tuned-{name_of(command)}")
+    for path in (out, Path(patch or out)):
+        if not path.absolute().parent.is_dir():
+            raise ConfigError(
+                f"There is no directory {path.parent}.", fix="Create it, or name another path."
+            )
     if out.exists() and not (out / FILE).is_file() and (out.is_file() or any(out.iterdir())):
         raise OutputInUse(
             f"{out} exists and is not of an earlier tune.", fix="Choose another --out."
@@ -441,8 +446,8 @@ def tune_script(
             **found,
         )
     write_results(out, result, trials, diagnosis)
-    if patch is not None and result.patch:
-        write_whole(Path(patch), result.patch)
+    if patch is not None:
+        write_whole(Path(patch), result.patch)  # empty in place of one of an earlier tune
     return result
 
 
