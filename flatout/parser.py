@@ -130,6 +130,10 @@ def parse(name: str, words: Sequence[str]) -> dict[str, Any] | None:
     if "--" in words and "script" in inspect.signature(COMMANDS.get(name).call).parameters:
         at = list(words).index("--")
         words, script = words[:at], list(words[at + 1 :])
+        if not script:
+            raise ConfigError(
+                "There is no command after --.", fix=f"Write `flatout {name} -- python train.py`."
+            )
     try:
         values = parser.make_context(f"flatout {name}", list(words)).params
     except click.exceptions.Exit:

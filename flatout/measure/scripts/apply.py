@@ -200,23 +200,23 @@ def tf32(*_: Any) -> None:
 
 
 def bf16(models: Models, failed: Failed) -> None:
-    """Run the forward pass of every model's class in autocast."""
-    changed: set[type] = set()
+    """Run the forward pass of every model in autocast; its class has other instances, too."""
 
     def change(model: Any) -> None:
         device = next(model.parameters()).device.type
 
         def in_bf16(plain: Callable[..., Any]) -> Callable[..., Any]:
             def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+                if self is not model:
+                    return plain(self, *args, **kwargs)
                 with torch.autocast(device, torch.bfloat16):
                     out = plain(self, *args, **kwargs)
-                return out.float() if torch.is_tensor(out) else out
+                is_bf16 = torch.is_tensor(out) and out.dtype == torch.bfloat16
+                return out.float() if is_bf16 else out
 
             return forward
 
-        if type(model) not in changed:
-            changed.add(type(model))
-            replace(type(model), "forward", in_bf16)
+        replace(type(model), "forward", in_bf16)
 
     on_each(models, failed, change)
 

@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from multiprocessing import parent_process
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -203,8 +204,8 @@ class Attachment:
         self._look_at_memory(loop)
         if self._is_enough(loop):
             self.answer()
-            if loop.world_size > 1 and not self._request.to_the_end:
-                time.sleep(WAIT_S)  # the others would fail without this one: all are ended at once
+            if not self._request.to_the_end and (loop.world_size > 1 or parent_process()):
+                time.sleep(WAIT_S)  # others wait for this one, or go on without: all are ended
             self._end()
         loop.begin_step()
 

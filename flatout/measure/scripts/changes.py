@@ -163,10 +163,14 @@ CHANGES = {
                 lines=(
                     "import functools as _functools",
                     "@_functools.wraps(type({model}).forward)",
-                    "def forward_in_bf16(self, *args, plain=type({model}).forward, **kwargs):",
+                    "def forward_in_bf16(self, *args, _plain=type({model}).forward, "
+                    "_model={model}, **kwargs):",
+                    "    if self is not _model:",
+                    "        return _plain(self, *args, **kwargs)",
                     '    with {torch}.autocast("{device}", {torch}.bfloat16):',
-                    "        out = plain(self, *args, **kwargs)",
-                    "    return out.float() if {torch}.is_tensor(out) else out",
+                    "        out = _plain(self, *args, **kwargs)",
+                    "    is_bf16 = {torch}.is_tensor(out) and out.dtype == {torch}.bfloat16",
+                    "    return out.float() if is_bf16 else out",
                     "type({model}).forward = forward_in_bf16",
                 ),
             ),

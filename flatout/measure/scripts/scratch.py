@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -27,8 +27,10 @@ class Scratch:
     manager: at the end the copy is deleted.
     """
 
-    def __init__(self, source: Path) -> None:
+    def __init__(self, source: Path, command: Sequence[str] = ()) -> None:
         self.source = source.resolve()
+        scripts = [Path(word).resolve() for word in command if word.endswith(".py")]
+        self._scripts = {path.parent for path in scripts if not path.is_relative_to(self.source)}
         self._links: dict[str, Path] = {}
         """What leads where, relative to the copy."""
         self.written: dict[str, None] = {}
@@ -116,8 +118,9 @@ class Scratch:
 
     @property
     def guarded(self) -> tuple[str, ...]:
-        """The directory, and where links in it lead: what trials must leave alone."""
-        return str(self.source), *map(str, {*self._links.values()})
+        """The directory, the script's if that is elsewhere, and where links in them lead: what
+        trials must leave alone."""
+        return str(self.source), *map(str, self._scripts | {*self._links.values()})
 
     def inside(self, word: str) -> str:
         """Return an argument with an absolute path into the directory as one into the copy."""

@@ -390,7 +390,7 @@ def tune_script(
         raise OutputInUse(
             f"{out} exists and is not of an earlier tune.", fix="Choose another --out."
         )
-    with Scratch(Path.cwd()) as scratch, progress.task("Tuning the script") as task:
+    with Scratch(Path.cwd(), command) as scratch, progress.task("Tuning the script") as task:
         task.note("measuring the unchanged script")
         look, code, output = run_script(
             [scratch.inside(word) for word in command],
