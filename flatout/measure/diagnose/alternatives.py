@@ -57,7 +57,7 @@ def with_alternatives(evidence: Evidence, spec: MeasureSpec, progress: Progress)
     if not names:
         return evidence
     if 2 * step_s > spec.seconds:
-        note = f"To measure {', '.join(names)}, use --seconds {2 * step_s:.0f}."
+        note = f"To measure {', '.join(names)}, use --seconds {3 * step_s:.0f}."
         return evidence.model_copy(update={"notes": (*evidence.notes, note)})
     from flatout.measure.experiments.trial import run_trial
 

@@ -84,13 +84,13 @@ def cpu_threads(evidence: Evidence) -> Finding | None:
     share = None
     if threads > cores:
         verdict = f"torch uses {threads} threads on {cores} cores."
-    elif more_s is not None and evidence.step_s:
-        share = 1 - more_s / evidence.step_s
+    elif more_s is not None:
+        share = evidence.saved("all-threads", CLEAR_GAIN)
+        if share is None:
+            return None
         verdict = f"torch uses {threads} of {cores} cores: with all of them, a step takes "
         verdict += f"{share:.0%} less."
-        if share < CLEAR_GAIN:
-            return None
-    elif more_s is None and (host.other_busy_cores or 0.0) > cores - threads - 0.5:
+    elif (host.other_busy_cores or 0.0) > cores - threads - 0.5:
         return None  # the other cores are busy
     else:
         verdict = f"torch uses {threads} of {cores} cores."

@@ -131,7 +131,7 @@ def test_a_gain_within_the_noise_or_a_failed_trial_is_no_finding(tried, rates):
 def test_slow_steps_are_not_repeated_and_a_note_says_how_to(tried):
     found, trials = tried(rows=1, step_s=3.0)
     assert trials == []
-    assert found.notes == (f"To measure {MANY}, use --seconds 6.",)
+    assert found.notes == (f"To measure {MANY}, use --seconds 9.",)
 
 
 @pytest.mark.slow
