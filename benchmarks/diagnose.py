@@ -38,9 +38,17 @@ RECIPE_FAULTS = {
     "recipe: slow save": "slow-save",
     "recipe: needless evaluation": "frequent-evaluation",
     "recipe: CPU thread cap": "cpu-threads",
+    "recipe: few rows": "slow-settings",
+    "recipe: needless checkpointing": "slow-settings",
+    "recipe: no speedups": "slow-settings",
 }
 """Finding that should name each fault."""
-RECIPE_CPU_ONLY = ("recipe: CPU thread cap",)
+RECIPE_CPU_ONLY = (
+    "recipe: CPU thread cap",
+    "recipe: few rows",
+    "recipe: needless checkpointing",
+    "recipe: no speedups",
+)
 RECIPE_HEALTHY = "recipe: healthy"
 TOKENS_PER_STEP = 4096
 RECIPE = """\
@@ -200,6 +208,12 @@ def planted(
         return ["train.eval_every=1", f"train.eval_tokens={tokens}"], {}
     if fault == "recipe: CPU thread cap":
         return [f"batch.tokens_per_step={TOKENS_PER_STEP * strength}"], {"OMP_NUM_THREADS": "1"}
+    if fault == "recipe: few rows":
+        return [f"batch.rows_per_device={(4, 2, 1)[number]}"], {}
+    if fault == "recipe: needless checkpointing":
+        return ["speedups=auto,-compile,+checkpointing", f"model.num_layers={4 * strength}"], {}
+    if fault == "recipe: no speedups":
+        return ["speedups=none", f"batch.tokens_per_step={TOKENS_PER_STEP * strength}"], {}
     return [], {}
 
 

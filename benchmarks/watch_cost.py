@@ -85,7 +85,7 @@ def watched(loop: Loop, steps: int, watch: Watch) -> float:
 
 def unwatched(loop: Loop, steps: int, watch: Watch | None = None) -> float:
     """Return the seconds of a block of steps outside of `watch`, whose sampler pauses."""
-    sampler = watch._loop._parts[1].sampler if watch is not None else None
+    sampler = watch._loop.windows.sampler if watch is not None else None
     if sampler is not None:
         sampler._look = lambda seconds: None
     start_s = time.perf_counter()
@@ -107,7 +107,7 @@ def alone(watch: Watch) -> dict[str, float]:
     hooks_s = (time.thread_time() - start_s) / EMPTY_STEPS
     start_s = time.thread_time()
     for _ in range(SAMPLES):
-        watch._loop._parts[1].sampler._look(0.0)
+        watch._loop.windows.sampler._look(0.0)
     return {"hooks_s": hooks_s, "sample_s": (time.thread_time() - start_s) / SAMPLES}
 
 

@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from flatout.config.schema import RunConfig
 from flatout.errors import RunFailed
 from flatout.measure.child import ask
+from flatout.measure.diagnose.alternatives import with_alternatives
 from flatout.measure.diagnose.diagnosis import diagnosis_of
 from flatout.measure.diagnose.spec import DEFAULT_SECONDS, LIMIT_S, MeasureSpec
 from flatout.measure.steps.evidence import Evidence, Failure
@@ -40,7 +41,8 @@ def diagnose_recipe(
     """Check a configuration on this machine, run it for some seconds, and return the evidence.
 
     No step is taken when something already known keeps the run from starting. The run has a process
-    of its own, unless there are callbacks, which only exist in this one.
+    of its own, unless there are callbacks, which only exist in this one. What may be faster on a
+    CPU is tried after it, for at most four times `seconds` and the starts of its processes.
     Raises: UsageError when the configuration cannot be resolved; RunFailed.
     """
 
@@ -50,19 +52,19 @@ def diagnose_recipe(
             progress.say("Nothing keeps the run from starting; measuring its steps.")
         return not stops
 
-    with (
-        measurement_of(config, seconds, cache=cache and str(cache)) as spec,
-        progress.task("Measuring (about half a minute)"),
-    ):
-        if not callbacks:
-            return measure_apart(spec, on_preflight)
-        from flatout.measure.diagnose.preflight import prepare
-        from flatout.measure.diagnose.run import measured
+    with measurement_of(config, seconds, cache=cache and str(cache)) as spec:
+        with progress.task("Measuring (about half a minute)"):
+            if not callbacks:
+                found = measure_apart(spec, on_preflight)
+            else:
+                from flatout.measure.diagnose.preflight import prepare
+                from flatout.measure.diagnose.run import measured
 
-        prepared = prepare(spec)
-        if on_preflight(prepared.evidence) and prepared.resolved is not None:
-            return measured(spec, prepared, callbacks)
-        return prepared.evidence
+                prepared = prepare(spec)
+                found = prepared.evidence
+                if on_preflight(found) and prepared.resolved is not None:
+                    found = measured(spec, prepared, callbacks)
+        return with_alternatives(found, spec, progress)
 
 
 def measure_briefly(config: RunConfig, *, seconds: float = DEFAULT_SECONDS) -> Evidence:

@@ -133,7 +133,7 @@ class RunWindows(Windows):
         self.last_own_step: int | None = None
         """The last step before those with a part replaced, which change the losses too."""
         self.has_compiled = any(d.on and d.name.startswith("compile") for d in run.decisions)
-        self._run, self._spec = run, spec
+        self._run, self._log, self._spec = run, log, spec
         self._late_s = time.monotonic() + spec.limit_s / 2
 
     def requested(self, run: Run) -> bool:
@@ -161,6 +161,8 @@ class RunWindows(Windows):
         cores = usable_cores()
         if not self.on_gpu and torch.get_num_threads() < cores:
             yield from self._counterfactual("all-threads", partial(threads, cores), seconds=seconds)
+        if not self.on_gpu and self._log._watchers:
+            yield from self._counterfactual("no-observers", self._unobserved, seconds=seconds)
 
     def _lacks(self, at_least: int, seconds: float, steps: int, spent_s: float) -> bool:
         return steps < (min(at_least, 2) if self._is_late() else at_least) or spent_s < seconds
@@ -177,6 +179,15 @@ class RunWindows(Windows):
             yield
         finally:
             self._run.feed = feed
+
+    @contextmanager
+    def _unobserved(self) -> Iterator[None]:
+        log, before = self._log, self._log._observers
+        log._observers = log._guards
+        try:
+            yield
+        finally:
+            log._observers = before
 
 
 class FixedFeed:

@@ -80,8 +80,7 @@ def anomaly_detection(evidence: Evidence) -> Finding | None:
     off_s, step_s = evidence.counterfactual_s.get("no-anomaly"), evidence.step_s
     if not evidence.loop.anomaly_detection:
         return None
-    share = 1 - off_s / step_s if off_s is not None and step_s else None
-    share = share if share is not None and share >= SLOW_CHECKS else None
+    share = evidence.saved("no-anomaly", SLOW_CHECKS)
     costs = "" if share is None else f": without it, a step takes {share:.0%} less"
     return Finding(
         verdict=f"Anomaly detection of autograd is on{costs}.",

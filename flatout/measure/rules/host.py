@@ -1,9 +1,10 @@
-"""The host: its cores, its environment, and what the loop does besides steps."""
+"""The host: cores, environment, what the loop does besides steps, settings slow on a CPU."""
 
 from __future__ import annotations
 
 import math
 
+from flatout.config.schema import RunConfig, parse_overrides
 from flatout.measure.diagnose.diagnosis import Finding, Fix, fix, ms, rule, speedup_fixes
 from flatout.measure.steps.evidence import Evidence
 from flatout.progress import counted
@@ -12,8 +13,8 @@ MIN_BUSY_CORES = 0.5
 """Cores that other processes must keep busy."""
 MIN_BUSY_SHARE = 0.1
 """Share of a recorded run in which they must."""
-GAIN_OF_THREADS = 0.1
-"""Share of the step that more threads must save."""
+CLEAR_GAIN = 0.1
+"""Share of the step that more threads, other settings or no callbacks must save."""
 SLOW_GC = 0.03
 """Share of the step from which collecting garbage is a finding."""
 SLOW_LOGGING = 0.05
@@ -83,13 +84,13 @@ def cpu_threads(evidence: Evidence) -> Finding | None:
     share = None
     if threads > cores:
         verdict = f"torch uses {threads} threads on {cores} cores."
-    elif more_s is not None and evidence.step_s:
-        share = 1 - more_s / evidence.step_s
+    elif more_s is not None:
+        share = evidence.saved("all-threads", CLEAR_GAIN)
+        if share is None:
+            return None
         verdict = f"torch uses {threads} of {cores} cores: with all of them, a step takes "
         verdict += f"{share:.0%} less."
-        if share < GAIN_OF_THREADS:
-            return None
-    elif more_s is None and (host.other_busy_cores or 0.0) > cores - threads - 0.5:
+    elif (host.other_busy_cores or 0.0) > cores - threads - 0.5:
         return None  # the other cores are busy
     else:
         verdict = f"torch uses {threads} of {cores} cores."
@@ -180,8 +181,10 @@ def garbage_collection(evidence: Evidence) -> Finding | None:
 @rule()
 def slow_logging(evidence: Evidence) -> Finding | None:
     """Logging and callbacks take a noticeable share of each step."""
-    share, site = evidence.lost(evidence.phases.logging_s, SLOW_LOGGING), evidence.site("logging")
-    if share is None:
+    logging, site = evidence.lost(evidence.phases.logging_s, SLOW_LOGGING), evidence.site("logging")
+    without = evidence.saved("no-observers", CLEAR_GAIN)  # counts their threads too
+    share = max(logging or 0.0, without or 0.0)
+    if not share:
         return None
     fixes, why = [], (share, "the time of logging")
     if site is not None:
@@ -193,10 +196,38 @@ def slow_logging(evidence: Evidence) -> Finding | None:
         fixes.append(fix(text, gain, "fewer records", overrides={"log.every": 10}))
     return Finding(
         verdict=f"Logging and callbacks take {share:.0%} of each step.",
-        figures={"logging_ms": ms(evidence.phases.logging_s)},
+        figures={
+            "logging_ms": ms(evidence.phases.logging_s),
+            "step_without_callbacks_ms": ms(evidence.counterfactual_s.get("no-observers")),
+        },
         share=share,
         site=site,
         fixes=fixes or [fix("Log less often.", *why)],
+    )
+
+
+@rule()
+def slow_settings(evidence: Evidence) -> Finding | None:
+    """Other settings of the recipe make its steps shorter on this CPU."""
+    found = evidence.counterfactual_s
+    saved = {name: evidence.saved(name, CLEAR_GAIN) or 0.0 for name in found if "=" in name}
+    best = max(saved, key=saved.__getitem__, default="")
+    if evidence.config is None or not saved.get(best):
+        return None
+    return Finding(
+        verdict=f"With {best}, a step takes {saved[best]:.0%} less.",
+        figures={"step_ms": ms(evidence.step_s), "step_with_it_ms": ms(found[best])},
+        share=saved[best],
+        fixes=[
+            fix(
+                f"Set {name}.",
+                gain,
+                "both in turns",
+                overrides=parse_overrides(name.split(), RunConfig),
+            )
+            for name, gain in saved.items()
+            if gain
+        ],
     )
 
 

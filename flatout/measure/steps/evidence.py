@@ -369,7 +369,8 @@ class Evidence(Stored):
     """Time of the operations by class, from a profiler."""
     counterfactual_s: Mapping[str, float] = {}
     """Seconds of an average step with one thing replaced. `synthetic-data`: batches that are in
-    memory already."""
+    memory already. `all-threads`, `no-observers`, `no-anomaly`: what they say. Of a recipe on a CPU
+    also settings, such as `speedups=auto`."""
     sites: Mapping[str, tuple[CallSite, ...]] = {}
     """Lines of the user's code, the costliest first, under: data, sync, copy, empty-cache, gc,
     python, save, logging, optimizer, recompile, compute, op (the lines that call the most
@@ -417,6 +418,11 @@ class Evidence(Stored):
         """Return seconds of a step as a share of the step; None when it is below `at_least`."""
         share = self.share(seconds)
         return None if share is None or share < at_least else share
+
+    def saved(self, name: str, at_least: float) -> float | None:
+        """Return the share of the step that a counterfactual saves; None below `at_least`."""
+        seconds = self.counterfactual_s.get(name)
+        return None if seconds is None else self.lost((self.step_s or 0.0) - seconds, at_least)
 
     def lacks(self, speedup: str) -> bool:
         """Return whether the recipe, if there is one, could turn a speedup on."""

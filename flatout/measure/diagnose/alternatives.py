@@ -1,0 +1,81 @@
+"""Measures a recipe on a CPU with other settings, where those may be faster.
+
+The recipe and its alternatives take turns, each in a process of its own. No torch, except where
+they are measured.
+"""
+
+from __future__ import annotations
+
+from flatout.assembly.recipe import divisors
+from flatout.assembly.selection import parse_request, select, speedup_named
+from flatout.config.schema import RunConfig, parse_overrides
+from flatout.hardware import GIB
+from flatout.measure.diagnose.fix import applied
+from flatout.measure.diagnose.spec import LIMIT_S, MeasureSpec
+from flatout.measure.experiments.records import TrialSpec
+from flatout.measure.steps.evidence import Evidence
+from flatout.progress import Progress
+from flatout.speedups.micro_batch import ENOUGH_TOKENS
+
+ROOM = 0.8
+"""Share of the free memory that an estimate may reach: it is not exact."""
+MOST = 4.0
+"""Multiple of the measured seconds that the steps of all trials take at most."""
+
+
+def with_alternatives(evidence: Evidence, spec: MeasureSpec, progress: Progress) -> Evidence:
+    """Return the evidence of a measured recipe with the step times of alternatives that apply.
+
+    They apply on a CPU, where the recipe does not leave them to `auto`. Of two pairs, the slowest
+    trial of an alternative counts against the fastest of the recipe, so that its gain is rather
+    too small.
+    """
+    config, step_s, on = evidence.config, evidence.step_s, evidence.speedups or ()
+    if evidence.device != "cpu" or not step_s or config is None or evidence.machine is None:
+        return evidence
+    rows, number = int(config.batch.rows_per_device), config.batch.accumulate or 1
+    rates: dict[str, list[float]] = {"": []}
+    enough = min(ENOUGH_TOKENS["cpu"] // config.data.seq_len, evidence.memory.rows_that_fit or 0)
+    more = next(divisors(rows * number, enough), rows)
+    if more >= 2 * rows:
+        rates[f"batch.rows_per_device={more} batch.accumulate={rows * number // more}"] = []
+    for name in on:
+        if "activations" in speedup_named(name).fills:
+            from flatout.assembly.memory import estimate
+            from flatout.assembly.resolve import workload_of
+
+            workload = workload_of(applied(config, {"speedups": f"-{name}"}))
+            need = estimate(workload, rows, number).total / GIB
+            if need < ROOM * (evidence.memory.free_gib or 0.0):
+                rates[f"speedups=-{name}"] = []
+    asked = parse_request(spec.config["speedups"])
+    if asked.dropped or not asked.auto:
+        auto = select(config.with_values({"speedups": "auto"}), evidence.machine)
+        if any(one.on and one.name not in on for one in auto):
+            rates["speedups=auto"] = []
+    names = [*rates][1:]
+    if not names:
+        return evidence
+    if 2 * step_s > spec.seconds:
+        note = f"To measure {', '.join(names)}, use --seconds {3 * step_s:.0f}."
+        return evidence.model_copy(update={"notes": (*evidence.notes, note)})
+    from flatout.measure.experiments.trial import run_trial
+
+    part_s = MOST * spec.seconds / (4 * len(rates))  # two trials each, half of it to warm up
+    with progress.task(f"Measuring {', '.join(names)}"):
+        for name in ("", *names, *names[::-1], ""):
+            trial = TrialSpec(
+                config=applied(config, parse_overrides(name.split(), RunConfig)).to_dict(),
+                folder=f"{spec.folder}-{len(rates[name])}{name}",
+                seconds=part_s,
+                loss_steps=0,
+                limit_s=part_s,
+            )
+            rates[name].append(run_trial(trial, LIMIT_S).tokens_per_s or 0.0)
+    aside_s = (evidence.phases.checkpoint_s or 0.0) + (evidence.phases.evaluation_s or 0.0)
+    found = {
+        name: (step_s - aside_s) * max(rates[""]) / min(rates[name]) + aside_s
+        for name in names
+        if min(rates[name]) and min(rates[""])
+    }
+    return evidence.model_copy(update={"counterfactual_s": {**evidence.counterfactual_s, **found}})

@@ -1,0 +1,146 @@
+"""Settings that may be faster on a CPU are tried where they apply, in turns with the recipe."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flatout.assembly.selection import select
+from flatout.config.schema import validate
+from flatout.hardware import GIB, Machine
+from flatout.measure.diagnose import diagnose as diagnosing
+from flatout.measure.diagnose.alternatives import with_alternatives
+from flatout.measure.diagnose.diagnosis import diagnosis_of
+from flatout.measure.diagnose.spec import MeasureSpec
+from flatout.measure.experiments import trial
+from flatout.measure.experiments.records import TrialResult
+from flatout.measure.steps.evidence import Evidence, Failure, MemoryFacts, Phases
+from flatout.progress import SILENT
+
+MANY = "batch.rows_per_device=8 batch.accumulate=1"
+LESS = "speedups=-checkpointing"
+PLAIN = "the recipe"
+FULL = MemoryFacts(free_gib=1024 / GIB, rows_that_fit=64)
+MACHINE = Machine("a CPU", 2, 24.0, (), "3.12")
+
+
+@pytest.fixture
+def tried(tiny_config, monkeypatch):
+    """Return the evidence after the trials, and the trials as (setting, rate), of a made-up CPU."""
+
+    def measure(requested="auto", *, rows=8, on=None, extra=(), rates=None, **facts):
+        """By default, `auto` is on, with `extra`."""
+        trials = []
+        asked = tiny_config(speedups=requested, model__vocab_size=257)
+        batch = {"batch.rows_per_device": rows, "batch.accumulate": 8 // rows}
+        size = {"batch.tokens_per_step": 8 * asked.data.seq_len}
+        auto = select(asked.with_values(batch | size | {"speedups": "auto"}), MACHINE)
+        speedups = (*([one.name for one in auto if one.on] if on is None else on), *extra)
+
+        def run(spec, timeout_s):
+            config = validate(spec.config)
+            assert timeout_s > 0
+            assert not Path(spec.folder).exists()
+            name = PLAIN
+            if config.batch.rows_per_device != rows:
+                name = MANY
+            elif config.speedups == "auto":
+                name = "speedups=auto"
+            elif "checkpointing" in speedups and "checkpointing" not in config.speedups:
+                name = LESS
+            assert config.batch.rows_per_device * config.batch.accumulate == 8
+            of_name = (rates or {}).get(name, [1000.0, 1000.0])
+            rate = of_name[sum(one == name for one, _ in trials)]
+            trials.append((name, spec.seconds + spec.limit_s))
+            if rate is None:
+                return TrialResult(status="failed", reason="It fails.")
+            return TrialResult(status="ok", tokens_per_s=rate)
+
+        monkeypatch.setattr(trial, "run_trial", run)
+        names = ",".join(speedups) or "none"
+        known = {
+            "source": "measured run",
+            "config": asked.with_values({**batch, **size, "speedups": names}),
+            "machine": MACHINE,
+            "device": "cpu",
+            "speedups": speedups,
+            "step_s": 0.1,
+            "memory": MemoryFacts(free_gib=20.0, rows_that_fit=64),
+            "counterfactual_s": {"synthetic-data": 0.099},
+        }
+        spec = MeasureSpec(config=asked.to_dict(), folder="absent/run", seconds=4.0)
+        return with_alternatives(Evidence(**known | facts), spec, SILENT), trials
+
+    return measure
+
+
+@pytest.mark.parametrize(
+    ("changes", "wanted"),
+    [
+        ({}, []),
+        ({"requested": "auto,-compile"}, []),
+        ({"rows": 1}, [MANY]),
+        ({"rows": 4}, [MANY]),
+        ({"rows": 1, "memory": MemoryFacts(free_gib=20.0, rows_that_fit=1)}, []),
+        ({"requested": "auto,+checkpointing", "extra": ["checkpointing"]}, [LESS]),
+        ({"extra": ["checkpointing"], "memory": FULL}, []),
+        ({"requested": "none", "on": ()}, ["speedups=auto"]),
+        ({"requested": "auto,-prefetch", "on": ["pretokenised"]}, ["speedups=auto"]),
+        ({"on": ["pretokenised"]}, []),  # a measurement here may have turned others off
+        ({"rows": 1, "device": "cuda"}, []),
+        ({"rows": 1, "step_s": None, "failure": Failure(kind="error", message="Oh.")}, []),
+    ],
+)
+def test_only_what_the_recipe_does_not_leave_to_auto_is_tried(tried, changes, wanted):
+    found, trials = tried(**changes)
+    assert [name for name, _ in trials] == [PLAIN, *wanted, *wanted, PLAIN] * bool(wanted)
+    assert found.counterfactual_s.keys() == {"synthetic-data", *wanted}
+    assert diagnosis_of(found).findings == () or changes.get("failure")
+
+
+def test_several_alternatives_share_the_time(tried):
+    _, trials = tried("checkpointing", rows=1, on=["checkpointing"])
+    names = [name for name, _ in trials]
+    assert names[:4] == [PLAIN, MANY, LESS, "speedups=auto"]
+    assert names == [*names[:4], *names[3::-1]]
+    assert sum(seconds for _, seconds in trials) == pytest.approx(4 * 4.0)
+
+
+def test_a_gain_is_that_of_the_slowest_trial_against_the_fastest_of_the_recipe(tried):
+    rates = {MANY: [3000.0, 2000.0], PLAIN: [900.0, 1000.0]}
+    found, _ = tried(rows=2, rates=rates, phases=Phases(checkpoint_s=0.02, evaluation_s=0.02))
+    assert found.counterfactual_s[MANY] == pytest.approx(0.03 + 0.04), "saves take as long"
+    (finding,) = (one for one in diagnosis_of(found).findings if one.name == "slow-settings")
+    assert finding.verdict == f"With {MANY}, a step takes 30% less."
+    (fix,) = finding.fixes
+    assert fix.gain == finding.share == pytest.approx(0.3)
+    assert fix.overrides == {"batch.rows_per_device": 8, "batch.accumulate": 1}
+    assert (
+        found.config.with_values(fix.overrides).batch.tokens_per_step
+        == 8 * found.config.data.seq_len
+    )
+
+
+@pytest.mark.parametrize("rates", [[1200.0, 1050.0], [1200.0, None], [900.0, 800.0]])
+def test_a_gain_within_the_noise_or_a_failed_trial_is_no_finding(tried, rates):
+    found, _ = tried(rows=1, rates={MANY: rates})
+    assert diagnosis_of(found).findings == ()
+
+
+def test_slow_steps_are_not_repeated_and_a_note_says_how_to(tried):
+    found, trials = tried(rows=1, step_s=3.0)
+    assert trials == []
+    assert found.notes == (f"To measure {MANY}, use --seconds 9.",)
+
+
+@pytest.mark.slow
+def test_small_micro_batches_are_found_by_trials_of_a_real_recipe(tiny_config, tmp_path):
+    small = {"batch.rows_per_device": 1, "batch.tokens_per_step": 16 * 16}
+    config = tiny_config(checkpoint__dir=str(tmp_path)).with_values(small)
+    evidence = diagnosing.diagnose_recipe(config, seconds=1.0)
+    (name,) = (one for one in evidence.counterfactual_s if "=" in one)
+    assert name == "batch.rows_per_device=16 batch.accumulate=1"
+    findings = {one.name: one for one in diagnosis_of(evidence).findings}
+    assert findings["slow-settings"].fixes[0].overrides["batch.rows_per_device"] == 16
+    assert list(tmp_path.iterdir()) == []
