@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Annotated
 
 from flatout.cache import default_cache
-from flatout.commands import Command, Overrides, RecipeName
+from flatout.commands import Command, Overrides
 from flatout.commands.train import load_checked
+from flatout.config.schema import RunConfig
 from flatout.errors import ConfigError
 from flatout.measure.experiments.records import LEAST_MINUTES, PARTS
 from flatout.measure.experiments.report import Tuning
@@ -16,12 +17,14 @@ from flatout.measure.scripts.tuning import ScriptTuning
 from flatout.progress import SILENT, Progress
 from flatout.recognised import require_recipe_path
 from flatout.registry import SPEEDUPS, unknown_name
-from flatout.signature import Option, checked
+from flatout.signature import Argument, Option, checked
 
 
 @checked
 def tune(
-    recipe: RecipeName | None = None,
+    recipe: Annotated[
+        str | Path | RunConfig | None, Argument("A recipe's name, or a YAML file.")
+    ] = None,
     overrides: Overrides = None,
     minutes: Annotated[
         float,

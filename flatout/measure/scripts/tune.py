@@ -380,16 +380,7 @@ def tune_script(
     began_s = time.monotonic()
     for flag in filter(None, flags):
         value_at(command, flag)
-    out = Path(out or f"tuned-{name_of(command)}")
-    for path in (out, Path(patch or out)):
-        if not path.absolute().parent.is_dir():
-            raise ConfigError(
-                f"There is no directory {path.parent}.", fix="Create it, or name another path."
-            )
-    if out.exists() and not (out / FILE).is_file() and (out.is_file() or any(out.iterdir())):
-        raise OutputInUse(
-            f"{out} exists and is not of an earlier tune.", fix="Choose another --out."
-        )
+    out = writable(Path(out or f"tuned-{name_of(command)}"), patch)
     with Scratch(Path.cwd(), command) as scratch, progress.task("Tuning the script") as task:
         task.note("measuring the unchanged script")
         look, code, output = run_script(
@@ -449,6 +440,23 @@ def tune_script(
     if patch is not None:
         write_whole(Path(patch), result.patch)  # empty in place of one of an earlier tune
     return result
+
+
+def writable(out: Path, patch: Path | str | None) -> Path:
+    """Return the directory of the results, if it and the patch can be written.
+
+    Raises: ConfigError when their directory is missing; OutputInUse when `out` is something else.
+    """
+    for path in (out, Path(patch or out)):
+        if not path.absolute().parent.is_dir():
+            raise ConfigError(
+                f"There is no directory {path.parent}.", fix="Create it, or name another path."
+            )
+    if out.exists() and not (out / FILE).is_file() and (out.is_file() or any(out.iterdir())):
+        raise OutputInUse(
+            f"{out} exists and is not of an earlier tune.", fix="Choose another --out."
+        )
+    return out
 
 
 def value_at(words: Sequence[str], flag: str) -> int:
