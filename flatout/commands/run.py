@@ -41,9 +41,9 @@ def run(
     *,
     script: Sequence[str] = (),
 ) -> ScriptRun:
-    """Run a training script with changes that make it faster, without an edit.
+    """Run your training script with changes that make it faster.
 
-    The command of the script comes after `--`. `flatout tune -- python train.py` finds the changes
+    The script is not edited. The command of the script comes after `--`. `flatout tune -- python train.py` finds the changes
     that are worth it. Input, output, files and exit code are the script's own.
 
     Raises: ConfigError for an unknown change, or without a script.

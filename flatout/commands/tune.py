@@ -67,13 +67,13 @@ def tune(
     Speedups that the recipe names or leaves out stay as they are. Ctrl+C writes the best setting so
     far. The measured gains are kept for `auto`.
 
+    Raises: UsageError before anything is measured; RunFailed when no setting gives figures;
+            Interrupted when a signal arrives before that.
+
     After `--` comes the command of any PyTorch training script, to make that faster without an
     edit: `flatout tune --patch faster.patch -- python train.py`. Its changes are applied from
     outside, in trials that run in a copy of the current directory; `flatout list changes` shows
     them, and `--only` selects some. In Python, `script` are the words of that command.
-
-    Raises: UsageError before anything is measured; RunFailed when no setting gives figures;
-            Interrupted when a signal arrives before that.
     """
     if script:
         if recipe is not None or overrides or statistical:
