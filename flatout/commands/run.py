@@ -1,4 +1,4 @@
-"""Run a training script with changes that make it faster, without an edit."""
+"""Run your training script with changes that make it faster."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def run(
 ) -> ScriptRun:
     """Run your training script with changes that make it faster.
 
-    The script is not edited. The command of the script comes after `--`. `flatout tune -- python train.py` finds the changes
-    that are worth it. Input, output, files and exit code are the script's own.
+    The script is not edited, and its command comes after `--`. `flatout tune -- python train.py`
+    finds the changes that are worth it. Input, output, files and exit code are the script's own.
 
     Raises: ConfigError for an unknown change, or without a script.
     """

@@ -15,8 +15,9 @@ from flatout.measure.diagnose.spec import LIMIT_S, MeasureSpec
 from flatout.measure.experiments.records import TrialSpec
 from flatout.measure.steps.evidence import Evidence
 from flatout.progress import Progress
-from flatout.speedups.micro_batch import ENOUGH_TOKENS
 
+ENOUGH_TOKENS = 4_096
+"""Tokens of a micro-batch from which a CPU gains nothing by more, as `auto` takes it."""
 ROOM = 0.8
 """Share of the free memory that an estimate may reach: it is not exact."""
 MOST = 4.0
@@ -35,7 +36,7 @@ def with_alternatives(evidence: Evidence, spec: MeasureSpec, progress: Progress)
         return evidence
     rows, number = int(config.batch.rows_per_device), config.batch.accumulate or 1
     rates: dict[str, list[float]] = {"": []}
-    enough = min(ENOUGH_TOKENS["cpu"] // config.data.seq_len, evidence.memory.rows_that_fit or 0)
+    enough = min(ENOUGH_TOKENS // config.data.seq_len, evidence.memory.rows_that_fit or 0)
     more = next(divisors(rows * number, enough), rows)
     if more >= 2 * rows:
         rates[f"batch.rows_per_device={more} batch.accumulate={rows * number // more}"] = []
