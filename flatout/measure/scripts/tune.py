@@ -53,6 +53,8 @@ PROMISING = 1.005
 """Lower gains of a first trial are not repeated."""
 ROUNDS, LAST_ROUNDS = 3, 5
 """Most pairs of a change on top of those before it, and of the patched script."""
+SCREEN_SHARE = 0.6
+"""Share of the time after which no further change is measured first."""
 SEEDS = 3
 START_S = 15.0
 """Seconds of a trial beside its steps, until one has run."""
@@ -79,6 +81,8 @@ class Trials:
     steps: int
     end_s: float
     """When the time is up, on the monotonic clock."""
+    screened_s: float
+    """When no further change is measured for the first time: the winners need time as well."""
     longest_s: float
     """A trial is ended after this."""
     task: Task
@@ -195,7 +199,8 @@ class Search:
         before, *_ = bases = [self._base(), self._base()]
         for name in (*self._names, ""):
             is_due = name and (name != "compile-blocks" or not self._works("compile"))
-            if is_due and self.trials.allows(Point((name,)), base):
+            has_time = time.monotonic() < self.trials.screened_s
+            if is_due and has_time and self.trials.allows(Point((name,)), base):
                 self.trials.task.note(f"{name}: {CHANGES[name].does}")
                 answer = self.trials.run(Point((name,)))
                 reason = f"failed: {self.trials.done[-1][2]}" if answer is None else None
@@ -280,7 +285,8 @@ class Search:
             if EXCLUSIVE.get(name) in self.taken:
                 self.note(name, reason=f"{EXCLUSIVE[name]} is taken")
                 continue
-            if not self.trials.allows(*[point, before] * (1 + reserve)):
+            is_first = not any(row.promise for row in self.rows.values())  # in any case
+            if not is_first and not self.trials.allows(*[point, before] * (1 + reserve)):
                 self.note(name, reason="the time was up before it was repeated")
                 continue
             self.trials.task.note(f"{name} on top of {', '.join(self.taken) or 'nothing'}")
@@ -401,7 +407,9 @@ def tune_script(
         reasons = {name: change.why_not(facts, evidence) for name, change in CHANGES.items()}
         tried = [name for name, why in reasons.items() if (name in only if only else why is None)]
         longest_s = 4 * (time.monotonic() - began_s) + 180
-        trials = Trials(command, scratch, steps, began_s + 60 * minutes, longest_s, task)
+        total_s = 60 * minutes
+        ends_s = began_s + total_s, began_s + SCREEN_SHARE * total_s
+        trials = Trials(command, scratch, steps, *ends_s, longest_s, task)
         search = Search(trials, tried)
         search.screen()
         search.add(reserve=1)
