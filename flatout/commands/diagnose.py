@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from flatout.assembly import preflight
 from flatout.cache import default_cache
@@ -24,6 +24,8 @@ from flatout.measure.diagnose.fix import (
 )
 from flatout.measure.diagnose.recorded import recorded_evidence
 from flatout.measure.diagnose.spec import DEFAULT_SECONDS
+from flatout.measure.scripts.request import Request
+from flatout.measure.scripts.run import diagnose_script
 from flatout.progress import SILENT, Progress
 from flatout.recognised import require_recipe_path
 from flatout.registry import RECIPES, unknown_name
@@ -99,27 +101,23 @@ def diagnose(
     of its own, and divides each step into waiting for data, host, computation, optimizer, logging,
     saving, garbage collection and compiling. For a run, it reads what the run has recorded; for a
     loop watched with `flatout.watch`, what the watch has found.
-    Nothing is trained. A run directory gets findings.json, which `flatout report` shows, unless it
-    is read-only; nothing else is changed. What was not measured is null. A recipe that cannot start
-    ends with exit code 2, and one whose measured steps fail with 1, as with `train`.
+    Nothing is trained, and only findings.json is written, into a run directory. What was not
+    measured is null. Exit codes: 2 if a recipe cannot start, 1 if its measured steps fail.
 
     Raises: UsageError when there is no such recipe or run, or it cannot be resolved, or `out` is
             another file; RunFailed.
 
-    After `--` comes the command of any PyTorch training script, which is measured without an edit:
-    `flatout diagnose -- python train.py --epochs 3`. It ends once enough steps are measured.
-
-    In Python, `script` are the words of that command, and `callbacks` observe the measured run,
-    which then has no process of its own, and the line of a slow one is named. With `as_json`, what
-    the script prints goes to standard error.
+    After `--` comes the command of any PyTorch training script, which is measured without an edit
+    and ends once enough steps are measured: `flatout diagnose -- python train.py --epochs 3`.
+    In Python, `script` are its words (`as_json`: it prints to standard error), and `callbacks`
+    observe the measured run, which then has no process of its own, and the slow lines are named.
     """
     if script:
         require_only_script(recipe is not None or overrides or fix or out is not None)
-        from flatout.measure.scripts.run import diagnose_script
-
-        how: dict[str, Any] = {"steps": steps, "to_the_end": to_the_end, "as_json": as_json}
-        measured = diagnose_script(script, seconds=seconds, progress=progress, **how)
-        return DiagnoseResult(**dict(measured))
+        request = Request(seconds=seconds, steps=steps, to_the_end=to_the_end)
+        found = diagnose_script(script, request, as_json=as_json, progress=progress)
+        return DiagnoseResult(**dict(found))
+    require_script("--steps and --to-the-end", steps is not None or to_the_end)
     if recipe is None:
         if fix or out is not None:
             raise ConfigError("--fix and --out need a recipe.", fix="Name one, or leave them out.")
@@ -174,8 +172,20 @@ def require_only_script(has_more: object) -> None:
     """
     if has_more:
         raise ConfigError(
-            "A script after -- cannot be combined with a recipe, --fix and --out.",
-            fix="Write `flatout diagnose -- python train.py`.",
+            "A script after -- cannot be combined with a recipe and its options.",
+            fix="Write `-- python train.py` alone.",
+        )
+
+
+def require_script(names: str, given: object) -> None:
+    """Check that options of scripts are not given without one.
+
+    Raises: ConfigError when they are.
+    """
+    if given:
+        raise ConfigError(
+            f"{names} are for a script.",
+            fix="Write `flatout diagnose --steps 50 -- python train.py`, or leave them out.",
         )
 
 

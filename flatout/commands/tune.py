@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
 from flatout.cache import default_cache
 from flatout.commands import Command, Overrides
+from flatout.commands.diagnose import require_only_script
 from flatout.commands.train import load_checked
 from flatout.config.schema import RunConfig
 from flatout.errors import ConfigError
@@ -75,12 +76,10 @@ def tune(
     outside, in trials that run in a copy of the current directory; `flatout list changes` shows
     them, and `--only` selects some. In Python, `script` are the words of that command.
     """
+    flags = {"patch": patch, "batch-flag": batch_flag, "accumulate-flag": accumulate_flag}
     if script:
-        if recipe is not None or overrides or statistical:
-            raise ConfigError(
-                "A script after -- cannot be combined with a recipe.",
-                fix="Write `flatout tune -- python train.py`.",
-            )
+        require_only_script(recipe is not None or overrides or statistical)
+        require_flags(flags)
         from flatout.measure.scripts.tune import tune_script
 
         return tune_script(
@@ -92,7 +91,7 @@ def tune(
             flags=(batch_flag, accumulate_flag),
             progress=progress,
         )
-    for given, name in ((patch, "patch"), (batch_flag, "batch-flag")):
+    for name, given in flags.items():
         if given is not None:
             raise ConfigError(
                 f"--{name} is for a script.",
@@ -136,6 +135,18 @@ def parse_only(text: str | None) -> tuple[str, ...]:
         if word not in known:
             raise unknown_name("part to tune", word, known)
     return words or PARTS
+
+
+def require_flags(flags: Mapping[str, object]) -> None:
+    """Check that a script's argument for accumulation comes with the one for its batch.
+
+    Raises: ConfigError.
+    """
+    if flags["accumulate-flag"] is not None and flags["batch-flag"] is None:
+        raise ConfigError(
+            "--accumulate-flag needs --batch-flag.",
+            fix="Name both, such as --batch-flag --batch-size.",
+        )
 
 
 def changes_in(text: str | None) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ ROOMS = {
     "training": 61_100,
     "data": 49_400,
     "top": 23_700,
-    "commands": 21_200,
+    "commands": 21_300,
     "assembly": 16_600,
     "sources": 15_500,
     "ops": 13_900,

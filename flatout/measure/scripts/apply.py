@@ -258,7 +258,7 @@ def compile(models: Models, failed: Failed) -> None:
     on_each(models, failed, lambda model: model.compile())
 
 
-def compile_blocks(models: Models, failed: Failed) -> None:
+def compile_each_block(models: Models, failed: Failed) -> None:
     """Compile the modules in every ModuleList."""
 
     def change(model: nn.Module) -> None:

@@ -10,7 +10,6 @@ Nothing is stored in the script's models, which it may copy, compile or save.
 from __future__ import annotations
 
 import atexit
-import functools
 import os
 import re
 import statistics
@@ -21,7 +20,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from multiprocessing import parent_process
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -33,11 +31,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from flatout.files import write_text
 from flatout.hardware import usable_cores
-from flatout.measure.scripts.apply import Models, apply
+from flatout.measure.scripts.apply import Models, apply, replace
 from flatout.measure.scripts.recorder import CallRecorder, Graphs, own_lines
 from flatout.measure.scripts.request import SEEN, Answer, Request
 from flatout.measure.scripts.sites import Sites
-from flatout.measure.scripts.trial import Guard, Trial, facts_of
+from flatout.measure.scripts.trial import Guard, Trial, end_script, facts_of
 from flatout.measure.steps.evidence import MIN_SAVES, CallSite, Evidence, Failure, LoopFacts
 from flatout.measure.steps.lines import LineTotals, line_of, site_of, user_frame
 from flatout.measure.steps.windows import threads
@@ -54,8 +52,6 @@ MEMORY_EVERY_S = 0.05
 """Time between two looks at the memory."""
 MIN_GROWTH_BYTES, MIN_GROWTH = 24 * 2**20, 0.1
 """Growth below which it is noise: in bytes, and as a share of what is in use."""
-WAIT_S = 60.0
-"""How long rank 0 waits to be ended after its answer."""
 MENTIONS = {"anomaly": r"detect_anomaly\(", "threads": r"set_num_threads\("}
 """Calls whose line is looked for in the script's files, by kind of site."""
 
@@ -125,11 +121,11 @@ class Attachment:
         """Steps, and the memory in use after them, in bytes."""
         self._looked_s = 0.0
         self._is_true_loss = self._has_anomaly_detection = self._has_others = False
-        _replace(nn.Module, "__call__", self._noting_calls)
-        _replace(nn.Module, "train", self._noting_modes)
+        replace(nn.Module, "__call__", self._noting_calls)
+        replace(nn.Module, "train", self._noting_modes)
         for name in ("backward", "grad"):
-            _replace(torch.autograd, name, self._noting_backward)
-        _replace(os, "_exit", self._answering_first)
+            replace(torch.autograd, name, self._noting_backward)
+        replace(os, "_exit", self._answering_first)
         atexit.register(self.answer)
         self._say("torch")
         register_optimizer_step_post_hook(self._on_optimizer_step)
@@ -204,16 +200,12 @@ class Attachment:
         self._look_at_memory(loop)
         if self._is_enough(loop):
             self.answer()
-            if not self._request.to_the_end and (loop.world_size > 1 or parent_process()):
-                time.sleep(WAIT_S)  # others wait for this one, or go on without: all are ended
             self._end()
         loop.begin_step()
 
     def _end(self) -> None:
         if not self._request.to_the_end:
-            with suppress(Exception):
-                sys.stdout.flush()
-            raise SystemExit(0)
+            end_script(is_one_of_several=self._loop is not None and self._loop.world_size > 1)
 
     def _is_enough(self, loop: LoopTimer) -> bool:
         windows = loop.windows
@@ -234,7 +226,6 @@ class Attachment:
     def _noting_calls(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         """Divide forward passes from evaluation: calls that no other module makes."""
 
-        @functools.wraps(plain)
         def call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling() or self._is_inside or self._is_done:
                 return plain(module, *args, **kwargs)
@@ -289,7 +280,6 @@ class Attachment:
     def _noting_modes(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         """Start an evaluation when the model's mode changes, before its data is read."""
 
-        @functools.wraps(plain)
         def train(module: nn.Module, mode: bool = True) -> Any:
             loop = self._loop
             if self._is_changing_mode or self._is_done or loop is None or not loop.is_timed_thread:
@@ -314,7 +304,6 @@ class Attachment:
                 self._evaluations.add("evaluation", line, 0.0)
 
     def _noting_backward(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(plain)
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
             if self._is_done or torch.compiler.is_compiling():
                 return plain(tensors, *args, **kwargs)
@@ -459,10 +448,6 @@ def _mentioned() -> dict[str, tuple[CallSite, ...]]:
                     text = line_of(file, number)
                     found[kind] = (CallSite(file=file, line=number, text=text),)
     return found
-
-
-def _replace(owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
-    setattr(owner, name, wrap(getattr(owner, name)))
 
 
 def attach(path: str) -> None:

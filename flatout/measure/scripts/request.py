@@ -78,16 +78,12 @@ class Facts(Stored):
     """Type of device of the model."""
     dtype: str = "float32"
     """Type of most weights."""
-    parameters: int = 0
-    """Weights of the models."""
     threads: int = 1
     """Threads that torch uses for one operation."""
     unfused: bool = False
     """Whether an optimizer that has a fused form runs without it."""
     workers: int | None = None
     """Most workers of a DataLoader over a map-style dataset; None: there is none."""
-    persistent: bool = True
-    """Whether all loaders with workers keep them between epochs."""
     pinned: bool = True
     """Whether all loaders pin their batches."""
     convolutions: bool = False

@@ -141,10 +141,8 @@ def _seen(request: Request) -> str | None:
 
 def diagnose_script(
     command: Sequence[str],
+    request: Request,
     *,
-    seconds: float,
-    steps: int | None = None,
-    to_the_end: bool = False,
     as_json: bool = False,
     progress: Progress = SILENT,
 ) -> Diagnosis:
@@ -153,7 +151,6 @@ def diagnose_script(
     Raises: ConfigError when the program does not exist, or its environment has no flatout;
             RunFailed when nothing was measured.
     """
-    request = Request(seconds=seconds, steps=steps, to_the_end=to_the_end)
     answer, code, _ = run_script(command, request, as_json=as_json, progress=progress)
     return diagnosis_of(evidence_in(" ".join(command), answer, code))
 

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from multiprocessing import parent_process
 from pathlib import Path
 from typing import Any
@@ -161,9 +162,7 @@ class Trial:
         self._losses.append([])
         if len(self._marks) > self._timing.steps:
             self.answer()
-            if parent_process() is not None:  # which would go on
-                time.sleep(WAIT_S)
-            raise SystemExit(0)
+            end_script(is_one_of_several=stated_ranks().world_size > 1)
 
     def _on_gpu(self) -> bool:
         return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
@@ -197,6 +196,18 @@ class Trial:
         self._marks = []
 
 
+def end_script(*, is_one_of_several: bool) -> None:
+    """End the script of this process after its answer.
+
+    Others would fail without it, and a parent process would go on: those end all of them.
+    """
+    if is_one_of_several or parent_process() is not None:
+        time.sleep(WAIT_S)
+    with suppress(Exception):
+        sys.stdout.flush()
+    raise SystemExit(0)
+
+
 def facts_of(models: Models, calls: tuple[str, ...]) -> Facts:
     """Return what the script of this process is made of."""
     modules = [module for model in models.found for module in model.modules()]
@@ -208,11 +219,9 @@ def facts_of(models: Models, calls: tuple[str, ...]) -> Facts:
     return Facts(
         device=largest.device.type,
         dtype=str(largest.dtype).removeprefix("torch."),
-        parameters=sum(p.numel() for p in weights),
         threads=torch.get_num_threads(),
         unfused=any(not one.defaults.get("fused") for one in fusable),
         workers=min((each.num_workers for each in loaders), default=None),
-        persistent=all(each.persistent_workers for each in loaders if each.num_workers),
         pinned=all(each.pin_memory for each in loaders),
         convolutions=any(
             isinstance(module, nn.Conv2d)

@@ -196,9 +196,9 @@ class Search:
         Raises: RunFailed when the unchanged script fails.
         """
         base, pending = Point(), dict[str, Answer]()
-        before, *_ = bases = [self._base(), self._base()]
+        bases = [self._base(), self._base()]
         for name in (*self._names, ""):
-            is_due = name and (name != "compile-blocks" or not self._works("compile"))
+            is_due = name and (name != "compile-each-block" or not self._works("compile"))
             has_time = time.monotonic() < self.trials.screened_s
             if is_due and has_time and self.trials.allows(Point((name,)), base):
                 self.trials.task.note(f"{name}: {CHANGES[name].does}")
@@ -277,16 +277,17 @@ class Search:
         """Add facts to the row of a change."""
         self.rows[name] = self.rows[name].model_copy(update=facts)
 
-    def add(self, reserve: int) -> None:
+    def add(self) -> None:
         """Add the winners one after the other, the largest gain first."""
         promising = [row for row in self.rows.values() if (row.first_gain or 0.0) >= PROMISING]
-        for name in [row.name for row in sorted(promising, key=lambda row: -(row.first_gain or 0))]:
+        promising.sort(key=lambda row: -(row.first_gain or 0.0))
+        for number, name in enumerate([row.name for row in promising]):
             before, point = Point(self.taken), Point((*self.taken, name))
             if EXCLUSIVE.get(name) in self.taken:
                 self.note(name, reason=f"{EXCLUSIVE[name]} is taken")
                 continue
-            is_first = not any(row.promise for row in self.rows.values())  # in any case
-            if not is_first and not self.trials.allows(*[point, before] * (1 + reserve)):
+            # the best in any case; otherwise with as much time for the patch
+            if number and not self.trials.allows(point, before, point, before):
                 self.note(name, reason="the time was up before it was repeated")
                 continue
             self.trials.task.note(f"{name} on top of {', '.join(self.taken) or 'nothing'}")
@@ -352,7 +353,7 @@ class Search:
         )
 
 
-EXCLUSIVE = {"prefetch": "data-workers", "compile-blocks": "compile"}
+EXCLUSIVE = {"prefetch": "data-workers", "compile-each-block": "compile"}
 """Changes that are not added to another one."""
 
 
@@ -412,7 +413,7 @@ def tune_script(
         trials = Trials(command, scratch, steps, *ends_s, longest_s, task)
         search = Search(trials, tried)
         search.screen()
-        search.add(reserve=1)
+        search.add()
         if flags[0] is not None:
             search.grow_batch(flags[0], flags[1])
         sites = [

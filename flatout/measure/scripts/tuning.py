@@ -13,6 +13,8 @@ from flatout.measure.experiments.records import Figure, Left, LossCheck
 from flatout.measure.scripts.patch import ByHand
 from flatout.progress import counted
 
+MOST_NAMED = 5
+"""Written files that are named."""
 APART = 1.25
 """Ratio from which the product of the gains and the whole gain contradict each other."""
 FILE, CHANGES = "tuning.json", "changes.txt"
@@ -109,6 +111,9 @@ class ScriptTuning(Result):
         if self.taken:
             command = " ".join(map(in_shell, self.command))
             lines.append(f"Without editing: flatout run --with {','.join(self.taken)} -- {command}")
+        if self.written:
+            names = ", ".join(self.written[:MOST_NAMED])
+            lines.append(f"The script wrote {names} in the copy of this directory alone.")
         if self.written_outside:
             lines.append(f"The script also wrote {', '.join(self.written_outside)}.")
         trials = counted(self.num_trials, "trial")
@@ -143,6 +148,7 @@ def row_text(row: ChangeRow) -> str:
     parts += [row.reason] if row.reason else []
     parts += [f"losses {loss_words(row)}"] if row.promise_kept is not None else []
     parts += [f"compiles for {row.compile_s:.0f} s"] if row.compile_s else []
+    parts += [f"peak {row.peak_gib:.2f} GiB"] if row.peak_gib else []
     return "; ".join(parts)
 
 

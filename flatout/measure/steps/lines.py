@@ -162,8 +162,13 @@ def read_stacks() -> dict[int, list[Line]]:
     """
     with _memory_file() as file:
         faulthandler.dump_traceback(file, all_threads=True)
-        file.seek(0)
-        lines = file.read().decode("ascii", "replace").splitlines()
+        return _stacks_in(file)
+
+
+def _stacks_in(file: IO[bytes]) -> dict[int, list[Line]]:
+    """Return what the fault handler wrote to a file."""
+    file.seek(0)
+    lines = file.read().decode("ascii", "replace").splitlines()
     found: dict[int, list[Line]] = {}
     stack: list[Line] = []
     for line in lines:
@@ -209,7 +214,7 @@ class LineSampler:
         self._phase, self._interval_s = phase, interval_s
         self._watched = threading.get_ident() if thread is None else thread
         self.lines = LineTotals()
-        self._stop = threading.Event()
+        self._stop, self._file = threading.Event(), _memory_file()
         self._thread = threading.Thread(target=self._run, name="flatout-sampler", daemon=True)
 
     @property
@@ -226,6 +231,7 @@ class LineSampler:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join()
+        self._file.close()
         sys.setswitchinterval(self._switch_s)
 
     def sites(self, steps: int) -> dict[str, tuple[CallSite, ...]]:
@@ -240,9 +246,13 @@ class LineSampler:
             last_s = now_s
 
     def _look(self, seconds: float) -> None:
-        phase = self._phase()
-        stacks = read_stacks()
-        if self._phase() != phase:  # it changed meanwhile: the line may be of either
+        phase = self._phase()  # nothing from here to the stacks lets other threads run
+        faulthandler.dump_traceback(self._file, all_threads=True)
+        is_of_phase = self._phase() == phase
+        stacks = _stacks_in(self._file)
+        self._file.truncate(0)
+        self._file.seek(0)
+        if not is_of_phase:
             return
         kind = KINDS.get(phase, "python")
         stack = stacks.get(self._watched, ())

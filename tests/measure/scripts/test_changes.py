@@ -142,7 +142,7 @@ def test_changes_are_applied_and_keep_the_losses(effects, plain):
 
 
 def test_bf16_is_confined_to_the_forward_pass_and_blocks_are_compiled(effects, plain):
-    found, answer = effects(("bf16", "compile-blocks"), seed_offset=0)
+    found, answer = effects(("bf16", "compile-each-block"), seed_offset=0)
     assert (found["inside"], found["out"]) == ("torch.bfloat16", "torch.float32")
     assert found["compiled"] == [True] * 4
     assert found["same"]

@@ -47,7 +47,7 @@ def script(*, before: str = "", inside: str = "", after: str = "", steps: int = 
 
 FAULTS = {
     "sleep": {"after": "time.sleep(0.01)"},
-    "copy": {"after": "best = copy.deepcopy(nn.Sequential(*[model] * 20))"},
+    "copy": {"after": "best = [copy.deepcopy(model) for _ in range(20)]"},
     "evaluation": {"after": "with torch.no_grad(): score = [model(inputs) for _ in range(20)]"},
     "kept": {"inside": "kept.append(loss)"},
     "anomaly": {"before": "torch.autograd.set_detect_anomaly(True)"},
@@ -79,7 +79,7 @@ def write(tmp_path):
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_named_with_its_line(fault, write):
-    found = diagnose_script(write(script(**FAULTS[fault])), seconds=0.8)
+    found = diagnose_script(write(script(**FAULTS[fault])), Request(seconds=0.8))
     name, line = NAMED[fault]
     (finding,) = (one for one in found.findings if one.name == name)
     assert line in finding.site.text
@@ -102,7 +102,7 @@ HEALTHY = {
 
 @pytest.mark.parametrize("kind", HEALTHY)
 def test_a_healthy_script_has_no_finding(kind, write):
-    found = diagnose_script(write(script(**HEALTHY[kind])), seconds=0.8)
+    found = diagnose_script(write(script(**HEALTHY[kind])), Request(seconds=0.8))
     of_the_machine = {"busy-machine", "cpu-threads"}
     assert {one.name for one in found.findings} <= of_the_machine, found.text()
     assert sum(found.shares.values()) == pytest.approx(1.0, abs=0.02)
@@ -126,7 +126,7 @@ def test_with_json_its_output_goes_to_standard_error(write, capfd):
     "after", ["if step == 30: raise ValueError('mine')", "if step == 30: os._exit(3)"]
 )
 def test_a_script_that_fails_is_answered_with_what_was_measured(after, write, capfd):
-    found = diagnose_script(write(script(after=after)), seconds=60.0)
+    found = diagnose_script(write(script(after=after)), Request(seconds=60.0))
     assert found.findings[0].name == "failure"
     assert found.step_s is not None
     assert ("ValueError: mine" in capfd.readouterr().err) == ("raise" in after)
@@ -143,7 +143,7 @@ def test_a_script_that_fails_is_answered_with_what_was_measured(after, write, ca
 )
 def test_a_script_without_enough_steps_is_told(text, said, write):
     with pytest.raises(RunFailed, match=said):
-        diagnose_script(write(text), seconds=60.0)
+        diagnose_script(write(text), Request(seconds=60.0))
 
 
 def test_a_pipeline_needs_a_shell():
@@ -158,7 +158,7 @@ def test_an_environment_without_flatout_is_told_what_to_install(write, tmp_path)
         (tmp_path / package).mkdir()
         (tmp_path / package / "__init__.py").write_text(text)
     with pytest.raises(ConfigError, match="package flatout is missing") as caught:
-        diagnose_script(write("import torch, time; time.sleep(600)"), seconds=1.0)
+        diagnose_script(write("import torch, time; time.sleep(600)"), Request(seconds=1.0))
     assert "-m pip install flatout" in caught.value.fix
 
 

@@ -77,7 +77,7 @@ def search(monkeypatch):
             trials = Trials(["train.py"], None, 16, *times, 60.0, task)
             found = Search(trials, list({**script.speed, **script.wrong}))
             found.screen()
-            found.add(reserve=2)
+            found.add()
             return found
 
     return searched
@@ -85,7 +85,7 @@ def search(monkeypatch):
 
 def test_winners_are_added_by_gain_and_the_rest_has_a_reason(search):
     script = Script(
-        speed={"tf32": 1.2, "compile": 1.9, "bf16": 1.0, "allocator": 0.9, "threads": 1.5},
+        speed={"tf32": 1.2, "compile": 1.9, "bf16": 1.0, "malloc": 0.9, "threads": 1.5},
         broken=frozenset({"threads"}),
     )
     found = search(script)
@@ -95,7 +95,7 @@ def test_winners_are_added_by_gain_and_the_rest_has_a_reason(search):
     assert rows["tf32"].against == ["compile"]
     assert "OutOfMemoryError" in rows["threads"].reason
     assert not rows["bf16"].taken
-    assert rows["allocator"].first_gain == pytest.approx(0.9, rel=0.01)
+    assert rows["malloc"].first_gain == pytest.approx(0.9, rel=0.01)
 
 
 def test_a_change_that_alters_the_losses_is_not_taken(search):
@@ -123,9 +123,10 @@ def test_losses_are_judged_by_the_noise_of_the_unchanged_script(search, script, 
 
 
 def test_blocks_are_compiled_only_where_the_model_cannot_be(search):
-    assert "compile-blocks" not in search(Script(speed={"compile": 1.5, "compile-blocks": 2})).rows
-    script = Script(speed={"compile": 1.5, "compile-blocks": 2}, broken=frozenset({"compile"}))
-    assert search(script).taken == ("compile-blocks",)
+    both = {"compile": 1.5, "compile-each-block": 2}
+    assert "compile-each-block" not in search(Script(speed=both)).rows
+    script = Script(speed=both, broken=frozenset({"compile"}))
+    assert search(script).taken == ("compile-each-block",)
 
 
 def test_the_time_limit_leaves_out_what_does_not_fit_but_the_best_is_repeated(search):
@@ -148,7 +149,7 @@ def test_a_script_that_fails_unchanged_is_an_error(search):
     ("patched", "withheld"),
     [
         (("no-anomaly",), None),
-        (("allocator",), "not faster"),
+        (("malloc",), "not faster"),
         (("no-anomaly", "tf32"), "losses differ"),
         (("threads",), "OutOfMemoryError"),
     ],
@@ -157,7 +158,7 @@ def test_a_patch_is_given_only_if_the_patched_script_keeps_the_gain(
     search, monkeypatch, patched, withheld
 ):
     script = Script(
-        speed={"no-anomaly": 1.5, "allocator": 0.8, "threads": 1.0},
+        speed={"no-anomaly": 1.5, "malloc": 0.8, "threads": 1.0},
         wrong={"tf32": 0.5},
         broken=frozenset({"threads"}),
         patched=patched,
