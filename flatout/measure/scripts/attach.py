@@ -453,7 +453,7 @@ def _mentioned() -> dict[str, tuple[CallSite, ...]]:
 def attach(path: str) -> None:
     """Change and follow this process as the request in a file says."""
     request = Request.model_validate_json(Path(path).read_text(encoding="utf-8"))
-    models, guard = Models(), Guard(request.guarded) if request.guarded else None
+    models, guard = Models(), Guard(request) if request.guarded else None
     failed = apply(request.changes, models)
     if request.timing is not None:
         Trial(request, failed, guard)

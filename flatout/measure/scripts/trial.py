@@ -10,7 +10,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from multiprocessing import parent_process
 from pathlib import Path
@@ -47,12 +47,13 @@ WAIT_S = 60.0
 class Guard:
     """Keeps a script in a copy of the user's directory from changing the directory itself."""
 
-    def __init__(self, guarded: Sequence[str]) -> None:
+    def __init__(self, request: Request) -> None:
         self.others: dict[str, None] = {}
         """Files elsewhere that were opened for writing."""
+        guarded, own = request.guarded, os.path.dirname(request.answer)
         self._guarded, self._process = guarded, os.getpid()
         temporary, home = os.path.realpath(tempfile.gettempdir()), str(Path.home())
-        quiet = ["/dev/", "/proc/", f"{home}/.cache/", os.getcwd()]
+        quiet = ["/dev/", "/proc/", f"{home}/.cache/", os.getcwd(), own]
         self._quiet = (*quiet, *([] if guarded[0].startswith(temporary) else [temporary]))
         sys.addaudithook(self._on_event)
         replace(torch, "save", self._saving)

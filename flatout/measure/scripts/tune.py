@@ -399,6 +399,9 @@ def tune_script(
         name, facts = " ".join(command), look.facts
         if look.evidence is None or look.evidence.failure is not None or (code or 0) > 0:
             print(output, file=sys.stderr)
+        if "EOFError" in output.rpartition("\n")[2]:
+            fix = "Give its answers as arguments: trials have no standard input."
+            raise RunFailed(f"`{name}` reads from standard input.", fix=fix)
         evidence = evidence_in(name, look, code)
         if evidence.failure is not None or facts is None or not evidence.step_s:
             why = evidence.failure.message if evidence.failure else "it cannot be measured"
