@@ -60,9 +60,10 @@ def slow_code(evidence: Evidence) -> Finding | None:
     advice = next((text for pattern, text in ADVICE if re.search(pattern, site.text)), None)
     text = advice or "Take it out of the step, do it every few steps, or compute it for whole "
     text += "" if advice else "tensors at once."
+    called = f" (called at {site.caller.describe()})" if site.caller else ""
     return Finding(
-        verdict=f"{first:.0%} of each step goes into {site.describe()}, which is no work of "
-        "forward, backward or optimizer.",
+        verdict=f"{first:.0%} of each step goes into {site.describe()}{called}, which is no work "
+        "of forward, backward or optimizer.",
         figures={
             "ms": ms(site.seconds_per_step),
             "step_ms": ms(evidence.step_s),

@@ -37,7 +37,15 @@ from flatout.measure.scripts.request import SEEN, Answer, Request
 from flatout.measure.scripts.sites import Sites
 from flatout.measure.scripts.trial import Guard, Trial, end_script, facts_of
 from flatout.measure.steps.evidence import MIN_SAVES, CallSite, Evidence, Failure, LoopFacts
-from flatout.measure.steps.lines import LineTotals, line_of, site_of, user_frame
+from flatout.measure.steps.lines import (
+    Line,
+    LineTotals,
+    line_of,
+    site_of,
+    stack_of,
+    user_frame,
+    user_lines,
+)
 from flatout.measure.steps.windows import threads
 from flatout.measure.watch.loop import CALLED_STEPS, LoopTimer, LoopWindows, Settings
 from flatout.registry import is_user_code
@@ -60,17 +68,20 @@ class ScriptWindows(LoopWindows):
     """The windows of a script's loop: those of a watched one, its calls, and counterfactuals."""
 
     sampled_every_s = 0.03
+    recording: CallRecorder | None = None
+    """What records the calls of the current step."""
     recorder: CallRecorder | None = None
+    """What has recorded those of some steps."""
 
     def _special(self) -> Iterator[None]:
         compiler = sys.modules.get("torch._dynamo.utils")
         self.has_compiled |= compiler is not None and bool(compiler.get_compilation_metrics())
         # a mode would make compiled code compile again; a script's own must not be taken off first
         if not self.has_compiled and not torch._C._len_torch_function_stack():
-            recorder = CallRecorder(lambda: self.timer.current)
-            with recorder:
+            self.recording = CallRecorder(lambda: self.timer.current)
+            with self.recording:
                 yield from self._marked_calls(CALLED_STEPS)
-            self.recorder = recorder
+            self.recorder, self.recording = self.recording, None
         else:
             yield from self._marked_calls(CALLED_STEPS)
         # the profiler prints an error when another thread than the first one starts it
@@ -116,6 +127,8 @@ class Attachment:
         self._is_inside = self._is_changing_mode = self._is_done = self._has_loss = False
         self._parameters = self._backwards = self._renewals = 0
         self._rows: int | None = None
+        self._above: list[Line] = []
+        """The line that takes the step, and those that call the loop."""
         self._graphs, self._evaluations = Graphs(), LineTotals()
         self._memory: deque[tuple[int, int]] = deque(maxlen=4000)
         """Steps, and the memory in use after them, in bytes."""
@@ -184,6 +197,7 @@ class Attachment:
             return
         if self._optimizer is None:
             self._optimizer = optimizer
+            self._above = [*user_lines(stack_of(sys._getframe(1)))]
             self._say("step")
         elif _weights(optimizer) is not _weights(self._optimizer):
             self._steps_of_others += 1
@@ -324,14 +338,16 @@ class Attachment:
 
     def _note_loss(self, loop: LoopTimer, loss: Any) -> None:
         self._backwards += 1
+        recording = getattr(loop.windows, "recording", None)
+        if recording is not None:
+            recording.note_backward(loss)
         if self._has_loss or not isinstance(loss, Tensor) or loss.numel() != 1:
             return
         self._has_loss = True
         self._has_anomaly_detection |= torch.is_anomaly_enabled()
         with suppress(AttributeError):  # a graph of another kind
             self._graphs.mark(loss)
-        recorder = getattr(loop.windows, "recorder", None)
-        self._is_true_loss |= recorder is not None and recorder.loss() is loss
+        self._is_true_loss |= recording is not None and recording.loss() is loss
         loop.log({"loss": loss}, step=loop.steps + 1)
 
     def _look_at_memory(self, loop: LoopTimer) -> None:
@@ -353,7 +369,7 @@ class Attachment:
         notes = [*found.notes]
         phases, steps = found.phases, max(windows.sampled_steps, 1)
         if sampler is not None and found.step_s:
-            own, training_s = own_lines(sampler.lines, steps, recorder)
+            own, training_s = own_lines(sampler.lines, steps, recorder, self._above)
             sites |= own.sites(steps=1, counted=False)
             training_s = min(training_s, phases.other_s or 0.0)
             if phases.compute_s is not None and phases.other_s is not None and not windows.on_gpu:

@@ -8,7 +8,7 @@ import sys
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
@@ -22,12 +22,16 @@ from flatout.registry import is_user_code
 
 KEY = "flatout"
 """Key of a step's mark in the metadata of its graph."""
+ACCUMULATE = "torch::autograd::AccumulateGrad"
+"""Name of the nodes of weights."""
 KEPT_STEPS = 50
 """Last steps whose graphs are looked for."""
 MIN_ATTENTION = 32
 """Fewest tokens from which a softmax over all pairs of them counts."""
 MOST_NODES = 500
 """Nodes of a graph that are looked at."""
+MARK_DEPTH = 16
+"""Nodes below the loss at which its graph is marked once more: outputs may be kept without it."""
 
 
 class CallRecorder(TorchFunctionMode):
@@ -39,13 +43,32 @@ class CallRecorder(TorchFunctionMode):
     def __init__(self, phase: Callable[[], str | None]) -> None:
         super().__init__()
         self.trains: set[Line] = set()
-        """Lines whose calls compute something with a gradient, or use weights."""
+        """Lines whose calls use weights, or compute something that a backward pass goes through."""
         self.found = LineTotals()
         """Lines of `op`, `softmax` and `float64`, as in `Evidence.sites`."""
         self.classes: int | None = None
         self.loss: Callable[[], Tensor | None] = lambda: None
         """The last cross entropy, as a weak reference."""
         self._phase = phase
+        self._open: list[tuple[Any, Line]] = []
+        """Nodes that no backward pass has gone through, and the lines that made them."""
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._open.clear()
+
+    def note_backward(self, tensors: Any) -> None:
+        """Note which lines a backward pass from some tensors goes through."""
+        roots = tensors if isinstance(tensors, (list, tuple)) else [tensors]
+        nodes = [one.grad_fn for one in roots if isinstance(one, Tensor)]
+        reached = set()
+        while nodes:
+            node = nodes.pop()
+            if node is not None and node not in reached:
+                reached.add(node)
+                nodes += [each for each, _ in node.next_functions]
+        self.trains |= {line for node, line in self._open if node in reached}
+        self._open = [each for each in self._open if each[0] not in reached]
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -67,7 +90,7 @@ class CallRecorder(TorchFunctionMode):
             self.trains.add(line)
         if result.grad_fn is None:
             return returned
-        self.trains.add(line)
+        self._open.append((result.grad_fn, line))
         if name == "softmax" and result.dim() > 2 and result.shape[-2] == result.shape[-1]:
             if result.shape[-1] >= MIN_ATTENTION:
                 self.found.add("softmax", line, seconds)
@@ -79,14 +102,16 @@ class CallRecorder(TorchFunctionMode):
 
 
 def own_lines(
-    sampled: LineTotals, steps: int, recorder: CallRecorder | None
+    sampled: LineTotals, steps: int, recorder: CallRecorder | None, loop: Sequence[Line]
 ) -> tuple[LineTotals, float]:
     """Return the lines that do no training work, and the seconds of other lines outside of phases.
 
     Without a recorder, it is not known which lines of the forward pass are the model's, and outside
     of it those that name a loss count as training. The seconds are those of an average step.
+    `loop` has the lines that lead to the loop, and call no function in each step.
     """
     found, training_s = LineTotals(), 0.0
+    found.callers = {line: at for line, at in sampled.callers.items() if at not in loop}
     for kind in ("python", "compute") if recorder is not None else ("python",):
         for line, total_s in sampled.seconds[kind].items():
             trains = line in recorder.trains if recorder is not None else "loss" in line_of(*line)
@@ -108,10 +133,11 @@ class Graphs:
         self._marks: deque[weakref.ref[_Mark]] = deque(maxlen=KEPT_STEPS)
 
     def mark(self, loss: Tensor) -> None:
-        """Mark the graph of a step by its loss."""
+        """Mark the graph of a step by its loss, and a node below it."""
         if loss.grad_fn is not None:
             mark = _Mark()
-            _metadata(loss.grad_fn)[KEY] = mark
+            *_, deep = itertools.islice(_chain(loss.grad_fn), MARK_DEPTH)
+            _metadata(loss.grad_fn)[KEY] = _metadata(deep)[KEY] = mark
             self._marks.append(weakref.ref(mark))
 
     def kept(self) -> float | None:
@@ -139,6 +165,14 @@ def _metadata(node: Any) -> dict[str, Any]:
     return found
 
 
+def _chain(node: Any) -> Iterator[Any]:
+    """Yield a node and those below it that are first in its way to a weight."""
+    while node is not None:
+        yield node
+        below = (each for each, _ in node.next_functions)
+        node = next((one for one in below if one and one.name() != ACCUMULATE), None)
+
+
 def _variables(frame: FrameType) -> Iterator[tuple[str, Any]]:
     for name, value in [*frame.f_locals.items()]:
         yield name, value
@@ -157,6 +191,8 @@ def _marks_in(value: Any) -> Iterator[int]:
     if isinstance(value, (list, tuple, deque)):
         tensors = [*value][-MIN_ATTENTION:]
     nodes = [one.grad_fn for one in tensors if isinstance(one, Tensor) and one.grad_fn is not None]
+    chains = [[*itertools.islice(_chain(node), 2 * MARK_DEPTH)] for node in nodes]
+    nodes += itertools.chain.from_iterable(chains)
     for _ in range(MOST_NODES):
         if not nodes:
             return

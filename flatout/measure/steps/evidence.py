@@ -34,6 +34,8 @@ class CallSite(Stored):
     """How often it runs in an average step."""
     seconds_per_step: float | None = None
     """Seconds of an average step that are spent there."""
+    caller: CallSite | None = None
+    """The line that calls its function in each step; None where it was not looked for."""
 
     def describe(self) -> str:
         """Return `file:line: text`."""

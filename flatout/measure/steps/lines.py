@@ -7,6 +7,7 @@ nothing that runs outside Python's lock, and works with any loop.
 from __future__ import annotations
 
 import faulthandler
+import itertools
 import linecache
 import os
 import re
@@ -16,7 +17,7 @@ import threading
 import time
 import traceback
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import IO, Self
 
@@ -25,9 +26,9 @@ from flatout.registry import PACKAGE_DIR, is_user_code
 
 INTERVAL_S = 0.004
 """Time between two samples."""
-SWITCH_S = 0.0002
-"""How long the sampler waits for Python's lock: with the usual 5 ms, the time of short Python code
-would count for the next operation that releases the lock.
+SWITCH_S = 1e-6
+"""How long the sampler waits for Python's lock before it asks for it; timers make it about 0.05 ms.
+Python code that is shorter counts for the next operation that releases the lock.
 """
 LONGEST_INTERVAL_S, ENOUGH_SAMPLES = 0.25, 300
 """A sample takes about 0.3 ms, so after ENOUGH_SAMPLES they become rarer."""
@@ -80,6 +81,8 @@ class LineTotals:
         self.seconds: defaultdict[str, defaultdict[Line, float]] = defaultdict(
             lambda: defaultdict(float)
         )
+        self.callers: dict[Line, Line] = {}
+        """The lines of user code that call the functions of sampled lines."""
 
     def add(self, kind: str, line: Line, seconds: float) -> None:
         """Count something at a line."""
@@ -109,6 +112,7 @@ class LineTotals:
                     text=line_of(*line),
                     count_per_step=counts[line] / max(steps, 1) if counted else None,
                     seconds_per_step=seconds[line] / max(steps, 1) if timed else None,
+                    caller=None if (at := self.callers.get(line)) is None else site_at(at),
                 )
                 for line in known[:MOST_SITES]
             )
@@ -134,24 +138,26 @@ def user_frame(frame: FrameType | None) -> Line | None:
 
     `frame` belongs to this thread: Python 3.11 may crash when it walks the frames of another one.
     """
-    stack = []
+    return next(user_lines(stack_of(frame)), None)
+
+
+def stack_of(frame: FrameType | None) -> Iterator[Line]:
+    """Yield file and line of a frame of this thread and of its callers, innermost first."""
     while frame is not None:
-        stack.append((frame.f_code.co_filename, frame.f_lineno))
+        yield frame.f_code.co_filename, frame.f_lineno
         frame = frame.f_back
-    return user_line(stack)
 
 
-def user_line(stack: Iterable[Line]) -> Line | None:
-    """Return the first line of user code in a stack, innermost first; None when there is none.
+def user_lines(stack: Iterable[Line]) -> Iterator[Line]:
+    """Yield the lines of user code in a stack, innermost first.
 
     Callers of flatout's own training loop do not count.
     """
     for file, number in stack:
         if file == LOOP:
-            return None
+            return
         if is_user_code(file):
-            return file, number
-    return None
+            yield file, number
 
 
 def read_stacks() -> dict[int, list[Line]]:
@@ -255,15 +261,20 @@ class LineSampler:
         if not is_of_phase:
             return
         kind = KINDS.get(phase, "python")
-        stack = stacks.get(self._watched, ())
-        found = user_line(stack)
+        stack = stacks.get(self._watched, [])
+        found, caller, *_ = *user_lines(stack), None, None
+        inner = itertools.takewhile(lambda line: line != found, stack)
         if kind == "python" and stack and stack[0][0].startswith(OWN):
             return  # the cost of measuring
-        if kind == "python" and any(file.endswith(OF_OPTIMIZER) for file, _ in stack):
+        if kind == "python" and any(file.endswith(OF_OPTIMIZER) for file, _ in inner):
             kind = "optimizer"
         if found is None and kind in ELSEWHERE:
             ignored = {self._watched, threading.get_ident()}
-            others = (user_line(stack) for one, stack in stacks.items() if one not in ignored)
+            others = (
+                next(user_lines(stack), None) for one, stack in stacks.items() if one not in ignored
+            )
             found = next(filter(None, others), None)
         if found is not None:
             self.lines.add(kind, found, seconds)
+            if caller is not None:
+                self.lines.callers[found] = caller

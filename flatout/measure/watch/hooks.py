@@ -32,6 +32,8 @@ SAVES = (
     ("safetensors.torch", "serialize_file"),
     ("lightning.fabric.plugins.io.torch_io", "_atomic_save"),
     ("lightning_fabric.plugins.io.torch_io", "_atomic_save"),
+    ("transformers.trainer", "Trainer._save_checkpoint"),
+    ("accelerate.accelerator", "Accelerator.save_state"),
 )
 """Functions that write checkpoints, by the module that calls them; only of imported modules."""
 OWN_WORK = frozenset({None, "compute", "other"})
@@ -59,9 +61,12 @@ class Hooks:
             stack.callback(register_optimizer_step_pre_hook(self._before_optimizer).remove)
             stack.callback(register_optimizer_step_post_hook(self._after_optimizer).remove)
             for module, name in SAVES:
-                owner = sys.modules.get(module)
+                kind, _, function = name.rpartition(".")
+                owner: Any = sys.modules.get(module)
+                owner = getattr(owner, kind, None) if kind else owner
                 if owner is not None:
-                    stack.enter_context(replaced(owner, name, partial(self._timed, "checkpoint")))
+                    saved = partial(self._timed, "checkpoint")
+                    stack.enter_context(replaced(owner, function, saved))
             yield
 
     @contextmanager

@@ -22,15 +22,19 @@ def test_lines_that_train_are_told_from_others(weights):
     with recorder:
         loss = (weights @ weights).sum()
         copy = weights.detach().clone()
-    lines = [(file, here + 2), (file, here + 3)]
-    assert [line in recorder.trains for line in lines] == [True, False]
+        shown = str(weights.abs().max())
+        recorder.note_backward(loss)
+    lines = [(file, here + 2), (file, here + 3), (file, here + 4)]
+    assert [line in recorder.trains for line in lines] == [True, False, False]
     sampled = LineTotals()
     for line in lines * 3:
         sampled.add("python", line, 0.1)
-    found, training_s = own_lines(sampled, 1, recorder)
+    sampled.callers = {lines[1]: (file, here), lines[2]: (file, 1)}
+    found, training_s = own_lines(sampled, 1, recorder, [(file, 1)])
     assert [*found.seconds["own"]] == lines[1:]
+    assert [*found.callers] == [lines[1]]
     assert training_s == pytest.approx(0.3)
-    del loss, copy
+    del copy, shown
 
 
 def test_attention_float64_and_the_loss_are_seen(weights):
@@ -41,6 +45,19 @@ def test_attention_float64_and_the_loss_are_seen(weights):
         weights.double().sum()
     assert {"softmax", "float64"} <= recorder.found.counts.keys()
     assert (recorder.classes, recorder.loss()) == (64, loss)
+
+
+def test_kept_outputs_keep_their_graph_without_the_loss(weights):
+    graphs, outputs = Graphs(), []
+    for _ in range(10):
+        output = (weights @ weights).relu()
+        loss = output.square().mean()
+        graphs.mark(loss)
+        loss.backward()
+        outputs.append(output)
+    assert graphs.kept() == 1.0
+    name, line = graphs.keeper(sys._getframe())
+    assert (name, line_of(*line)) == ("outputs", "outputs.append(output)")
 
 
 @pytest.mark.parametrize("keeps", [True, False])

@@ -83,6 +83,27 @@ def test_the_thread_that_prepares_data_counts_while_the_loop_waits(monkeypatch):
     assert [(site.file, site.line) for site in sampler.sites(1)["data"]] == [("feed.py", 2)]
 
 
+def test_a_closure_of_an_optimizer_is_not_its_work(monkeypatch):
+    monkeypatch.setattr(sampling, "is_user_code", lambda file: file in ("loop.py", "closure.py"))
+    closure, step = (
+        compile(source, file, "exec")
+        for source, file in (
+            ("\nwhile not seen(): pass", "closure.py"),
+            ("\n\nexec(closure)", "/site-packages/torch/optim/optimizer.py"),
+        )
+    )
+    with LineSampler(lambda: "other") as sampler:
+
+        def seen():
+            return sampler.sites(1).get("python")
+
+        loop = compile("\n\n\nexec(step)", "loop.py", "exec")
+        exec(loop, {"step": step, "closure": closure, "seen": seen})
+    (site,) = sampler.sites(1)["python"]
+    assert (site.file, site.line) == ("closure.py", 2)
+    assert (site.caller.file, site.caller.line) == ("loop.py", 4)
+
+
 def test_lines_are_averaged_and_those_seen_by_chance_left_out():
     totals = LineTotals()
     for line, seconds in ((7, 0.5), (7, 0.5), (9, 3.0), (7, 1.0), (8, 0.1), (8, 0.1), (8, 0.1)):

@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import sys
 import threading
 import time
 from functools import partial
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -57,6 +59,20 @@ def test_waiting_for_data_is_named_with_its_line(watch):
 
 
 @pytest.mark.slow
+def test_a_trainers_whole_save_counts_with_the_line_that_trains(watch, monkeypatch):
+    class Trainer:
+        def _save_checkpoint(self):
+            time.sleep(0.1)
+
+    monkeypatch.setitem(sys.modules, "transformers.trainer", SimpleNamespace(Trainer=Trainer))
+    plain = Trainer._save_checkpoint
+    train(watch, after=lambda *_: Trainer()._save_checkpoint())
+    (finding,) = (one for one in watch.diagnosis().findings if one.name == "slow-save")
+    assert "_save_checkpoint()" in finding.site.text
+    watch._loop.close()
+    assert Trainer._save_checkpoint is plain
+
+
 def test_saves_are_named_with_their_line(watch, tmp_path, monkeypatch):
     plain = torch.serialization._save
     monkeypatch.setattr(torch.serialization, "_save", lambda *args: (time.sleep(0.1), plain(*args)))
