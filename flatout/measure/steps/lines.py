@@ -37,6 +37,8 @@ MOST_SITES = 5
 """Lines reported per kind."""
 ELSEWHERE = frozenset({"data", "save"})
 """Kinds for which the work may be in another thread, while this one waits for it."""
+WAITS = ("threading.py", "selectors.py", "socket.py")
+"""Files in which a thread waits."""
 OF_OPTIMIZER = ("torch/nn/utils/clip_grad.py", "torch/optim/optimizer.py", "amp/grad_scaler.py")
 """Files whose work belongs to the optimizer's step."""
 OWN = str(PACKAGE_DIR / "measure")
@@ -252,6 +254,10 @@ class LineSampler:
         stacks = _stacks_in(self._file)
         self._file.truncate(0)
         self._file.seek(0)
+        for one, frames in stacks.items():
+            line = user_line(frames)
+            if line and one != self._watched and not frames[0][0].endswith(WAITS):
+                self.lines.add("thread", line, seconds)
         if not is_of_phase:
             return
         kind = KINDS.get(phase, "python")
