@@ -97,8 +97,8 @@ class ScriptWindows(LoopWindows):
         if torch.is_anomaly_enabled():
             off = _without_anomaly_detection
             yield from self._counterfactual("no-anomaly", off, seconds=COUNTERFACTUAL_S)
-        lines = self.sampler.lines if self.sampler else LineTotals()
-        if sum(lines.seconds["thread"].values()) > MIN_BUSY * self.ordinary.seconds:
+        others = self.sampler.lines.seconds["thread"] if self.sampler else {}
+        if sum(others.values()) > MIN_BUSY * self.ordinary.seconds:
             yield from self._counterfactual("short-turns", _short_turns, seconds=COUNTERFACTUAL_S)
 
 

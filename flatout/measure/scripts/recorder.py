@@ -9,6 +9,7 @@ import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
@@ -59,14 +60,18 @@ class CallRecorder(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        decomposes = _decomposes(func.__name__, args, kwargs or {})
+        name, kwargs = func.__name__, kwargs or {}
+        decomposes = DECOMPOSITION.match(name) is not None
+        if name in NORMS:
+            order = kwargs.get("ord", kwargs.get("p", *args[1:2]))
+            decomposes = str(order) in NORMS[name]
         if decomposes and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.synchronize()  # it waits for what is queued, which is not its own time
         start_s = time.perf_counter()
-        returned = func(*args, **(kwargs or {}))
+        returned = func(*args, **kwargs)
         every = returned if isinstance(returned, tuple) else (returned,)
         result = next((one for one in every if isinstance(one, Tensor)), None)
-        seconds, phase, name = time.perf_counter() - start_s, self._phase(), func.__name__
+        seconds, phase = time.perf_counter() - start_s, self._phase()
         if phase not in ("forward", "other", "compute") or result is None:
             return returned
         if name == "__get__":  # an attribute, such as .grad
@@ -90,13 +95,6 @@ class CallRecorder(TorchFunctionMode):
         if result.dtype == torch.float64:
             self.found.add("float64", line, seconds)
         return returned
-
-
-def _decomposes(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether a function of torch decomposes a matrix, its first argument."""
-    if name in NORMS:
-        return str(kwargs.get("ord", kwargs.get("p", *args[1:2]))) in NORMS[name]
-    return DECOMPOSITION.match(name) is not None
 
 
 def own_lines(
@@ -126,6 +124,8 @@ def padding_of(inputs: Any) -> list[float]:
     Masks without tokens say nothing. Reading values waits for the device.
     Shapes: each integer input (B, T), anywhere in a tree of containers.
     """
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
+        return []
     every = [
         one
         for one in tree_leaves(inputs)
@@ -133,11 +133,14 @@ def padding_of(inputs: Any) -> list[float]:
         if type(one) is Tensor and one.dim() == 2 and one.numel() and one.dtype in WHOLE
     ]
     width, padded = max((one.shape[1] for one in every), default=0), 0
-    for end in (0, -1):
-        same = [(one == one[0, end]).all(0).tolist() for one in every if one.shape[1] == width]
-        padded += len([*itertools.takewhile(all, [*zip(*same, strict=True)][:: end or 1])])
-    has_tokens = width >= MIN_ATTENTION and any(int(one.max()) > 1 for one in every)
-    return [padded / width] if has_tokens and padded < width else []
+    widest = [one for one in every if one.shape[1] == width]
+    with suppress(RuntimeError):  # inside of vmap, and on the device meta, there are no values
+        for end in (0, -1):
+            same = [(one == one[0, end]).all(0).tolist() for one in widest]
+            padded += len([*itertools.takewhile(all, [*zip(*same, strict=True)][:: end or 1])])
+        if any(int(one.max()) > 1 for one in widest) and padded < width >= MIN_ATTENTION:
+            return [padded / width]
+    return []
 
 
 class _Mark:

@@ -255,8 +255,8 @@ class LineSampler:
         self._file.truncate(0)
         self._file.seek(0)
         for one, frames in stacks.items():
-            line = user_line(frames)
-            if line and one != self._watched and not frames[0][0].endswith(WAITS):
+            line = user_line(frames) if one != self._watched else None
+            if line is not None and not frames[0][0].endswith(WAITS):
                 self.lines.add("thread", line, seconds)
         if not is_of_phase:
             return

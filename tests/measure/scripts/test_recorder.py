@@ -122,3 +122,10 @@ def test_inputs_that_are_no_tokens_say_nothing_about_padding():
     assert padding_of([ones, narrow, *others]) == padding_of([narrow]) == padding_of(others) == []
     mask = padded([60, 62]) != 0
     assert padding_of([mask]) == padding_of([mask.long()]) == padding_of([5 * ones]) == []
+
+
+def test_padding_is_not_looked_for_where_tensors_have_no_values():
+    tokens, seen = padded([5, 16, 9]), []
+    torch.vmap(lambda rows: seen.append(padding_of(rows)) or rows)(tokens[None])
+    assert seen == [[]]
+    assert padding_of(tokens.to("meta")) == []
