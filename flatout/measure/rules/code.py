@@ -164,8 +164,10 @@ def padding(evidence: Evidence) -> Finding | None:
     share = evidence.lost(lost_s, SLOW_PADDING)
     if share is None:
         return None
-    text = "Pad each batch to its longest row, in collate_fn or with padding='longest'; batches of "
-    text += "rows of similar length, or packed rows, need less still."
+    text = (
+        "Pad each batch to its longest row, in collate_fn or with padding='longest'; batches of "
+        "rows of similar length, or packed rows, need less still."
+    )
     return Finding(
         verdict=f"{share:.0%} of each step goes into columns of the batch that are padding in "
         "every row.",
@@ -183,8 +185,10 @@ def decomposition(evidence: Evidence) -> Finding | None:
     share = evidence.lost(site.seconds_per_step if site else None, SLOW_DECOMPOSITION)
     if site is None or share is None:
         return None
-    text = "If the largest singular value is enough, use power iteration, as torch.nn.utils."
-    text += "parametrizations.spectral_norm does; otherwise compute it every few steps."
+    text = (
+        "If the largest singular value is enough, use power iteration, as torch.nn.utils."
+        "parametrizations.spectral_norm does; otherwise compute it every few steps."
+    )
     return Finding(
         verdict=f"{share:.0%} of each step decomposes matrices, at {site.describe()}.",
         figures={"ms": ms(site.seconds_per_step), "step_ms": ms(evidence.step_s)},
@@ -203,12 +207,14 @@ def busy_threads(evidence: Evidence) -> Finding | None:
     site, share = evidence.site("thread"), evidence.saved("short-turns", SLOW_LOCK)
     if site is None or share is None:
         return None
-    text = "If it polls, let it wait instead: queue.Queue(maxsize=2), threading.Event().wait(). If "
-    text += "it prepares data, do that in processes: DataLoader(num_workers=...)."
+    text = (
+        "If it polls, let it wait instead: queue.Queue(maxsize=2), threading.Event().wait(). If it "
+        "prepares data, do that in processes: DataLoader(num_workers=...)."
+    )
     return Finding(
-        verdict=f"The loop waits for Python's lock, which another thread holds at "
-        f"{site.describe()}: with shorter turns, a step takes {share:.0%} less.",
-        figures={"thread_ms": ms(site.seconds_per_step), "step_ms": ms(evidence.step_s)},
+        verdict=f"A step takes {share:.0%} less with shorter turns of Python's lock, which another "
+        f"thread holds at {site.describe()}.",
+        figures={"step_ms": ms(evidence.step_s)},
         share=share,
         site=site,
         fixes=[fix(text, share, "the same steps with shorter turns of the threads")],
