@@ -58,7 +58,10 @@ OTHERS_S, MIN_BUSY = 0.3, 0.25
 """Seconds for which other threads are sampled, and the share of the time from which they are busy.
 """
 SHORT_TURN_S = 1e-4
-"""Python's own turns are 5 ms: a loop waits as long after each operation that gives up the lock."""
+"""Python's own turns are 5 ms: a loop waits as long after each operation that gives up the lock.
+
+Beside a thread that polls, a step took 177 ms, with these turns 73 ms, and without the thread 50.
+"""
 MENTIONS = {
     "anomaly": r"detect_anomaly\(",
     "threads": r"set_num_threads\(",
