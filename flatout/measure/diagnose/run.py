@@ -28,7 +28,7 @@ from flatout.measure.runlog import RunLog
 from flatout.measure.steps.calls import OperationLines
 from flatout.measure.steps.evidence import Evidence, Failure
 from flatout.measure.steps.gathering import gathered
-from flatout.measure.steps.lines import LineSampler, read_stacks, site_at, user_lines
+from flatout.measure.steps.lines import LineSampler, read_stacks, site_at, user_line
 from flatout.measure.steps.machine import gpu_facts
 from flatout.measure.steps.windows import Windows, threads
 from flatout.training.checkpoint.catalog import steps_between_saves
@@ -70,7 +70,7 @@ def collect(request: str, answer: Answer) -> None:
         if done.wait(spec.limit_s):
             return
         message = f"The run had not ended after {spec.limit_s:.0f} s."
-        site = site_at(next(user_lines(read_stacks().get(thread, ())), None))
+        site = site_at(user_line(read_stacks().get(thread, ())))
         failure = Failure(kind="hang", message=message, site=site)
         known = {"source": "measured run", "failure": failure}
         answer(prepared.evidence.model_copy(update=known))

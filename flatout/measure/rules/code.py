@@ -25,6 +25,14 @@ MOST_KEPT = 0.5
 OFTEN_RENEWED = 0.1
 """New optimizers per step from which they are a finding."""
 FEW_ROWS = 1
+SLOW_PADDING = 0.25
+"""Share of the step from which padding that no row needs is a finding: lengths that are rounded up
+to a multiple of 8, which can pay off, stay below it from 16 tokens.
+"""
+SLOW_DECOMPOSITION = 0.1
+"""Share of the step from which decompositions of matrices are a finding."""
+SLOW_LOCK = 0.1
+"""Share of the step that threads must take from it by Python's lock."""
 HIGH_LOSS = 1.5
 """Losses are far above a uniform guess from this multiple of its loss."""
 ADVICE = (
@@ -150,13 +158,82 @@ def unfused_attention(evidence: Evidence) -> Finding | None:
 
 
 @rule()
+def padding(evidence: Evidence) -> Finding | None:
+    """Batches are padded beyond their longest row."""
+    # attention costs more than in proportion to the columns
+    lost_s = (evidence.loop.padding or 0.0) * _work_s(evidence)
+    share = evidence.lost(lost_s, SLOW_PADDING)
+    if share is None:
+        return None
+    text = (
+        "Pad each batch to its longest row, in collate_fn or with padding='longest'; batches of "
+        "rows of similar length, or packed rows, need less still."
+    )
+    return Finding(
+        verdict=f"{share:.0%} of each step goes into columns of the batch that are padding in "
+        "every row.",
+        figures={"padding": evidence.loop.padding, "padding_ms": ms(lost_s)},
+        share=share,
+        site=evidence.site("padding"),
+        fixes=[fix(text, share, "forward and backward in proportion to the columns")],
+    )
+
+
+@rule()
+def decomposition(evidence: Evidence) -> Finding | None:
+    """Matrices are decomposed, as for singular values, which takes a large part of each step."""
+    site = evidence.site("decomposition")
+    share = evidence.lost(site.seconds_per_step if site else None, SLOW_DECOMPOSITION)
+    if site is None or share is None:
+        return None
+    text = (
+        "If the largest singular value is enough, use power iteration, as torch.nn.utils."
+        "parametrizations.spectral_norm does; otherwise compute it every few steps."
+    )
+    return Finding(
+        verdict=f"{share:.0%} of each step decomposes matrices, at {site.describe()}.",
+        figures={"ms": ms(site.seconds_per_step), "step_ms": ms(evidence.step_s)},
+        share=share,
+        site=site,
+        fixes=[fix(text, share, "the step without it; its backward pass comes on top")],
+    )
+
+
+@rule()
+def busy_threads(evidence: Evidence) -> Finding | None:
+    """A thread of the script holds Python's lock, and the loop waits for it.
+
+    One that computes outside of the lock takes nothing from the loop, and is no finding.
+    """
+    site, share = evidence.site("thread"), evidence.saved("short-turns", SLOW_LOCK)
+    if site is None or share is None:
+        return None
+    text = (
+        "If it polls, let it wait instead: queue.Queue(maxsize=2), threading.Event().wait(). If it "
+        "prepares data, do that in processes: DataLoader(num_workers=...)."
+    )
+    return Finding(
+        verdict=f"A step takes {share:.0%} less with shorter turns of Python's lock, which another "
+        f"thread holds at {site.describe()}.",
+        figures={"step_ms": ms(evidence.step_s)},
+        share=share,
+        site=site,
+        fixes=[fix(text, share, "the same steps with shorter turns of the threads")],
+    )
+
+
+def _work_s(evidence: Evidence) -> float:
+    """Return the seconds of forward and backward."""
+    return (evidence.phases.compute_s or 0.0) + (evidence.phases.memory_bound_s or 0.0)
+
+
+@rule()
 def double_precision(evidence: Evidence) -> Finding | None:
     """The model computes in float64."""
     site, share = evidence.site("float64"), evidence.lost(evidence.loop.float64_s, DOUBLE)
     if site is None or share is None:
         return None
-    work = (evidence.phases.compute_s or 0.0) + (evidence.phases.memory_bound_s or 0.0)
-    lost = (evidence.share(work) or share) * OF_DOUBLE
+    lost = (evidence.share(_work_s(evidence)) or share) * OF_DOUBLE
     text = "Compute in float32: convert inputs with .float(), and leave out .double()."
     return Finding(
         verdict="The model computes in float64, which takes twice the memory and time of float32.",

@@ -14,6 +14,10 @@ MIN_RECORDS = 24
 """With fewer losses, only those that are not finite count."""
 JUMP_DEVIATIONS, JUMP_SHARE = 10.0, 0.25
 """A jump exceeds this many deviations of the loss, and this share of its level."""
+MIN_LASTING = 8
+"""Losses, or an eighth of the run, of which most must stay above a jump's limit for it to last. An
+outlier of the data passes with its batch, and what it does to the weights within a few steps.
+"""
 RISEN_SHARE = 0.3
 """Share of its fall that the loss must have lost again."""
 MIN_RISE = 2.0
@@ -24,21 +28,24 @@ MOST_SKIPPED = 0.05
 
 @rule()
 def unstable_training(evidence: Evidence) -> Finding | None:
-    """The loss diverges, jumps or rises again, or float16 keeps overflowing."""
+    """The loss diverges, jumps or rises again, or float16 keeps overflowing.
+
+    A jump after which the loss returns to its level is a warning: where batches have few rows, or
+    rows that differ much, single losses are far above the others in stable training too. A level
+    that stays up is lost progress.
+    """
     diverged, losses = evidence.failed("diverged"), evidence.losses or ()
     lost = next((step for step, loss in losses if not math.isfinite(loss)), None)
     values = [loss for _, loss in losses]
     skipped, steps = evidence.skipped_steps, evidence.steps
     harm: Harm = "fails" if diverged is not None or lost is not None else "spoils"
-    figures = {}
+    jump = _worst_jump(values) if lost is None else None
     if diverged is not None:
         verdict = diverged.message
     elif lost is not None:
         verdict = f"The loss is not a number from step {lost}."
-    elif (jump := _worst_jump(values)) is not None:
-        number, size = jump
-        verdict = f"The loss jumps by {size:.3g} at step {losses[number][0]}."
-        figures = {"jump": size}
+    elif jump is not None and jump[0]:
+        verdict = f"The loss jumps by {jump[1]:.3g} at step {losses[jump[2]][0]}, and stays up."
     elif _has_risen(values):
         best = min(range(len(values)), key=values.__getitem__)
         verdict = (
@@ -47,6 +54,8 @@ def unstable_training(evidence: Evidence) -> Finding | None:
         )
     elif skipped and steps and skipped / steps > MOST_SKIPPED:
         verdict = f"float16 overflowed, and {skipped} of {steps} updates were skipped."
+    elif jump is not None:
+        verdict, harm = f"The loss jumps by {jump[1]:.3g} at step {losses[jump[2]][0]}.", "warns"
     else:
         return None
     norms = [norm for _, norm in evidence.grad_norms or () if math.isfinite(norm)]
@@ -54,7 +63,7 @@ def unstable_training(evidence: Evidence) -> Finding | None:
         verdict=verdict,
         harm=harm,
         figures={
-            **figures,
+            "jump": jump and jump[1],
             "optim.lr": evidence.setting("optim.lr"),
             "schedule.warmup": evidence.setting("schedule.warmup"),
             "optim.clip": evidence.setting("optim.clip"),
@@ -65,24 +74,25 @@ def unstable_training(evidence: Evidence) -> Finding | None:
     )
 
 
-def _worst_jump(values: Sequence[float]) -> tuple[int, float] | None:
-    """Return index and size of the largest jump above the losses before it, or None.
+def _worst_jump(values: Sequence[float]) -> tuple[bool, float, int] | None:
+    """Return whether the largest jump above the losses before it lasts, its size and index.
 
-    The first eighth of the run does not count: the loss falls fast there.
+    Those that last come first. None without a jump. The first eighth of the run does not count: the
+    loss falls fast there.
     """
     if len(values) < MIN_RECORDS:
         return None
-    worst: tuple[int, float] | None = None
+    found = []
     for index in range(max(len(values) // 8, 8), len(values)):
         before = values[max(index - 16, 0) : index]
         level = statistics.median(before)
         deviation = 1.4826 * statistics.median(abs(value - level) for value in before)
-        size = values[index] - level
-        if size > max(JUMP_DEVIATIONS * deviation, JUMP_SHARE * abs(level)) and (
-            worst is None or size > worst[1]
-        ):
-            worst = (index, size)
-    return worst
+        limit = level + max(JUMP_DEVIATIONS * deviation, JUMP_SHARE * abs(level))
+        if values[index] > limit:
+            after = values[index : index + max(len(values) // 8, MIN_LASTING)]
+            lasts = len(after) > 2 and statistics.median(after) > limit
+            found.append((lasts, values[index] - level, index))
+    return max(found, default=None)
 
 
 def _has_risen(values: Sequence[float]) -> bool:

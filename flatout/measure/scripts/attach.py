@@ -32,7 +32,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from flatout.files import write_text
 from flatout.hardware import usable_cores
 from flatout.measure.scripts.apply import Models, apply, replace
-from flatout.measure.scripts.recorder import CallRecorder, Graphs, own_lines
+from flatout.measure.scripts.recorder import CallRecorder, Graphs, own_lines, padding_of
 from flatout.measure.scripts.request import SEEN, Answer, Request
 from flatout.measure.scripts.sites import Sites
 from flatout.measure.scripts.trial import Guard, Trial, end_script, facts_of
@@ -60,7 +60,21 @@ MEMORY_EVERY_S = 0.05
 """Time between two looks at the memory."""
 MIN_GROWTH_BYTES, MIN_GROWTH = 24 * 2**20, 0.1
 """Growth below which it is noise: in bytes, and as a share of what is in use."""
-MENTIONS = {"anomaly": r"detect_anomaly\(", "threads": r"set_num_threads\("}
+PADDED_STEPS = 8
+"""First steps in which the inputs are looked at for padding, which waits for the device."""
+OTHERS_S, MIN_BUSY = 0.3, 0.25
+"""Seconds for which other threads are sampled, and the share of the time from which they are busy.
+"""
+SHORT_TURN_S = 1e-4
+"""Python's own turns are 5 ms: a loop waits as long after each operation that gives up the lock.
+
+Beside a thread that polls, a step took 177 ms, with these turns 73 ms, and without the thread 50.
+"""
+MENTIONS = {
+    "anomaly": r"detect_anomaly\(",
+    "threads": r"set_num_threads\(",
+    "padding": r"padding\s*=\s*.max_length",
+}
 """Calls whose line is looked for in the script's files, by kind of site."""
 
 
@@ -74,6 +88,9 @@ class ScriptWindows(LoopWindows):
     """What has recorded those of some steps."""
 
     def _special(self) -> Iterator[None]:
+        if threading.active_count() > 1:  # a few short steps show too little of the others
+            with self._sampling(self.sampled_every_s):
+                yield from self._ordinary(lambda steps, seconds: seconds < OTHERS_S)
         compiler = sys.modules.get("torch._dynamo.utils")
         self.has_compiled |= compiler is not None and bool(compiler.get_compilation_metrics())
         # a mode would make compiled code compile again; a script's own must not be taken off first
@@ -94,6 +111,9 @@ class ScriptWindows(LoopWindows):
         if torch.is_anomaly_enabled():
             off = _without_anomaly_detection
             yield from self._counterfactual("no-anomaly", off, seconds=COUNTERFACTUAL_S)
+        others = self.sampler.lines.seconds["thread"] if self.sampler else {}
+        if sum(others.values()) > MIN_BUSY * self.ordinary.seconds:
+            yield from self._counterfactual("short-turns", _short_turns, seconds=COUNTERFACTUAL_S)
 
 
 @contextmanager
@@ -104,6 +124,17 @@ def _without_anomaly_detection() -> Iterator[None]:
         yield
     finally:
         torch.autograd.set_detect_anomaly(True, checks)
+
+
+@contextmanager
+def _short_turns() -> Iterator[None]:
+    """Let threads wait for Python's lock for a short time only before they ask for it."""
+    before_s = sys.getswitchinterval()
+    sys.setswitchinterval(SHORT_TURN_S)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before_s)
 
 
 class Attachment:
@@ -129,7 +160,8 @@ class Attachment:
         self._rows: int | None = None
         self._above: list[Line] = []
         """The line that takes the step, and those that call the loop."""
-        self._graphs, self._evaluations = Graphs(), LineTotals()
+        self._padding: list[float] = []
+        self._graphs, self._lines = Graphs(), LineTotals()
         self._memory: deque[tuple[int, int]] = deque(maxlen=4000)
         """Steps, and the memory in use after them, in bytes."""
         self._looked_s = 0.0
@@ -252,6 +284,9 @@ class Attachment:
                 if is_training and module is self._model:
                     tensors = (one for one in (*args, *kwargs.values()) if isinstance(one, Tensor))
                     self._rows = next((one.shape[0] for one in tensors if one.dim()), None)
+                    if loop is None or loop.steps < PADDED_STEPS:
+                        self._padding += padding_of((args, kwargs))
+                        self._note_line("padding")
                 if loop is None:
                     return plain(module, *args, **kwargs)
                 if not is_training:
@@ -313,9 +348,12 @@ class Attachment:
             loop.leave("evaluation")
         elif loop.is_in("other"):
             loop.enter("evaluation")
-            line = user_frame(sys._getframe(2))
-            if line is not None:
-                self._evaluations.add("evaluation", line, 0.0)
+            self._note_line("evaluation")
+
+    def _note_line(self, kind: str) -> None:
+        line = user_frame(sys._getframe(1))
+        if line is not None:
+            self._lines.add(kind, line, 0.0)
 
     def _noting_backward(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
@@ -376,7 +414,7 @@ class Attachment:
                 moved = {"compute_s": phases.compute_s + training_s}
                 phases = phases.model_copy(update=moved | {"other_s": phases.other_s - training_s})
         few_s = phases.evaluation_s or 0.0
-        if 0 < self._evaluations.total("evaluation") < MIN_SAVES and few_s:
+        if 0 < self._lines.total("evaluation") < MIN_SAVES and few_s:
             phases = phases.model_copy(update={"evaluation_s": None})
             note = "Too few evaluations were seen to say what share they take of a longer run."
             notes.append(note)
@@ -394,6 +432,7 @@ class Attachment:
             classes=recorder.classes if recorder is not None and self._is_true_loss else None,
             kept_graphs=self._graphs.kept(),
             growth_bytes=_growth([*self._memory]),
+            padding=statistics.fmean(self._padding) if self._padding else None,
             **_optimizer_facts(self._optimizer),
         )
         if facts.kept_graphs:
@@ -403,7 +442,7 @@ class Attachment:
                 file, number = keeper[1]
                 text = line_of(file, number)
                 sites["kept"] = (CallSite(file=file, line=number, text=text),)
-        sites |= _mentioned() | self._evaluations.sites(max(loop.steps, 1), timed=False)
+        sites |= self._lines.sites(max(loop.steps, 1), timed=False) | _mentioned()
         return found.model_copy(
             update={
                 "phases": phases,

@@ -9,6 +9,7 @@ import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from flatout.measure.steps.lines import MIN_SAMPLES, Line, LineTotals, line_of, user_frame
 from flatout.registry import is_user_code
@@ -27,7 +29,15 @@ ACCUMULATE = "torch::autograd::AccumulateGrad"
 KEPT_STEPS = 50
 """Last steps whose graphs are looked for."""
 MIN_ATTENTION = 32
-"""Fewest tokens from which a softmax over all pairs of them counts."""
+"""Fewest tokens from which a softmax over all pairs of them, or padding, counts."""
+DECOMPOSITION = re.compile(r"(linalg_)?(svd|eig|p?inv|qr|matrix_exp)")
+"""Start of the names of functions that decompose a matrix, in many passes over it. Those that are
+the cheapest way to what they compute, such as Cholesky's, are left out.
+"""
+NORMS = {"norm": ("nuc",), "linalg_norm": ("nuc",), "linalg_matrix_norm": ("nuc", "2", "-2")}
+"""Norms of matrices, by the orders that are computed from singular values."""
+WHOLE = (torch.int64, torch.int32, torch.bool)
+"""Types of tokens and masks."""
 MOST_NODES = 500
 """Nodes of a graph that are looked at."""
 MARK_DEPTH = 16
@@ -45,7 +55,7 @@ class CallRecorder(TorchFunctionMode):
         self.trains: set[Line] = set()
         """Lines whose calls use weights, or compute something that a backward pass goes through."""
         self.found = LineTotals()
-        """Lines of `op`, `softmax` and `float64`, as in `Evidence.sites`."""
+        """Lines of `op`, `softmax`, `float64`, `decomposition`, as in `Evidence.sites`."""
         self.classes: int | None = None
         self.loss: Callable[[], Tensor | None] = lambda: None
         """The last cross entropy, as a weak reference."""
@@ -73,11 +83,18 @@ class CallRecorder(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        name, kwargs = func.__name__, kwargs or {}
+        decomposes = DECOMPOSITION.match(name) is not None
+        if name in NORMS:
+            order = kwargs.get("ord", kwargs.get("p", *args[1:2]))
+            decomposes = str(order) in NORMS[name]
+        if decomposes and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.synchronize()  # it waits for what is queued, which is not its own time
         start_s = time.perf_counter()
-        returned = func(*args, **(kwargs or {}))
+        returned = func(*args, **kwargs)
         every = returned if isinstance(returned, tuple) else (returned,)
         result = next((one for one in every if isinstance(one, Tensor)), None)
-        seconds, phase, name = time.perf_counter() - start_s, self._phase(), func.__name__
+        seconds, phase = time.perf_counter() - start_s, self._phase()
         if phase not in ("forward", "other", "compute") or result is None:
             return returned
         if name == "__get__":  # an attribute, such as .grad
@@ -91,6 +108,8 @@ class CallRecorder(TorchFunctionMode):
         if result.grad_fn is None:
             return returned
         self._open.append((result.grad_fn, line))
+        if decomposes:
+            self.found.add("decomposition", line, seconds)
         if name == "softmax" and result.dim() > 2 and result.shape[-2] == result.shape[-1]:
             if result.shape[-1] >= MIN_ATTENTION:
                 self.found.add("softmax", line, seconds)
@@ -120,6 +139,33 @@ def own_lines(
             elif sampled.counts[kind][line] >= MIN_SAMPLES:
                 found.add("own", line, total_s / steps)
     return found, training_s
+
+
+def padding_of(inputs: Any) -> list[float]:
+    """Return the share of padding columns in the widest integer inputs; []: there are none.
+
+    In a column of padding, and in all from there to an end of the rows, every row of each of these
+    inputs has that input's one value, so masks and labels only confirm the padding of the tokens.
+    Masks without tokens say nothing. Reading values waits for the device.
+    Shapes: each integer input (B, T), anywhere in a tree of containers.
+    """
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
+        return []
+    every = [
+        one
+        for one in tree_leaves(inputs)
+        # operations on other classes of tensors may need all ranks
+        if type(one) is Tensor and one.dim() == 2 and one.numel() and one.dtype in WHOLE
+    ]
+    width, padded = max((one.shape[1] for one in every), default=0), 0
+    widest = [one for one in every if one.shape[1] == width]
+    with suppress(RuntimeError):  # inside of vmap, and on the device meta, there are no values
+        for end in (0, -1):
+            same = [(one == one[0, end]).all(0).tolist() for one in widest]
+            padded += len([*itertools.takewhile(all, [*zip(*same, strict=True)][:: end or 1])])
+        if any(int(one.max()) > 1 for one in widest) and padded < width >= MIN_ATTENTION:
+            return [padded / width]
+    return []
 
 
 class _Mark:

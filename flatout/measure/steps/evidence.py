@@ -268,6 +268,8 @@ class LoopFacts(Stored):
     """Share of the last steps' graphs that are still in memory."""
     kept_by: str | None = None
     """The variable that keeps them."""
+    padding: float | None = None
+    """Share of the columns of the model's inputs in which every row has the same padding."""
     growth_bytes: float | None = None
     """Memory that each step adds, where it grows steadily; 0: it does not."""
 
@@ -371,13 +373,15 @@ class Evidence(Stored):
     """Time of the operations by class, from a profiler."""
     counterfactual_s: Mapping[str, float] = {}
     """Seconds of an average step with one thing replaced. `synthetic-data`: batches that are in
-    memory already. `all-threads`, `no-observers`, `no-anomaly`: what they say. Of a recipe on a CPU
-    also settings, such as `speedups=auto`."""
+    memory already. `all-threads`, `no-observers`, `no-anomaly`: what they say. `short-turns`:
+    threads give Python's lock to each other at once. Of a recipe on a CPU also settings, such as
+    `speedups=auto`."""
     sites: Mapping[str, tuple[CallSite, ...]] = {}
     """Lines of the user's code, the costliest first, under: data, sync, copy, empty-cache, gc,
     python, save, logging, optimizer, recompile, compute, op (the lines that call the most
     operations), own (lines outside of torch's training work), softmax (an attention without SDPA),
-    float64, anomaly, threads, kept (the line that keeps graphs)."""
+    float64, decomposition (of a matrix), anomaly, threads, kept (the line that keeps graphs),
+    thread (where the user's other threads do not wait), padding."""
     rates_by_rows: Mapping[int, float] = {}
     """Tokens per second of earlier runs of this shape here, by the rows of their micro-batches."""
     memory: MemoryFacts = MemoryFacts()

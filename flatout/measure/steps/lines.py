@@ -38,6 +38,8 @@ MOST_SITES = 5
 """Lines reported per kind."""
 ELSEWHERE = frozenset({"data", "save"})
 """Kinds for which the work may be in another thread, while this one waits for it."""
+WAITS = ("threading.py", "selectors.py", "socket.py")
+"""Files in which a thread waits."""
 OF_OPTIMIZER = ("torch/nn/utils/clip_grad.py", "torch/optim/optimizer.py", "amp/grad_scaler.py")
 """Files whose work belongs to the optimizer's step."""
 OWN = str(PACKAGE_DIR / "measure")
@@ -138,7 +140,7 @@ def user_frame(frame: FrameType | None) -> Line | None:
 
     `frame` belongs to this thread: Python 3.11 may crash when it walks the frames of another one.
     """
-    return next(user_lines(stack_of(frame)), None)
+    return user_line(stack_of(frame))
 
 
 def stack_of(frame: FrameType | None) -> Iterator[Line]:
@@ -158,6 +160,11 @@ def user_lines(stack: Iterable[Line]) -> Iterator[Line]:
             return
         if is_user_code(file):
             yield file, number
+
+
+def user_line(stack: Iterable[Line]) -> Line | None:
+    """Return the first line of user code in a stack, innermost first; None when there is none."""
+    return next(user_lines(stack), None)
 
 
 def read_stacks() -> dict[int, list[Line]]:
@@ -258,6 +265,10 @@ class LineSampler:
         stacks = _stacks_in(self._file)
         self._file.truncate(0)
         self._file.seek(0)
+        for one, frames in stacks.items():
+            line = user_line(frames) if one != self._watched else None
+            if line is not None and not frames[0][0].endswith(WAITS):
+                self.lines.add("thread", line, seconds)
         if not is_of_phase:
             return
         kind = KINDS.get(phase, "python")
@@ -270,9 +281,7 @@ class LineSampler:
             kind = "optimizer"
         if found is None and kind in ELSEWHERE:
             ignored = {self._watched, threading.get_ident()}
-            others = (
-                next(user_lines(stack), None) for one, stack in stacks.items() if one not in ignored
-            )
+            others = (user_line(stack) for one, stack in stacks.items() if one not in ignored)
             found = next(filter(None, others), None)
         if found is not None:
             self.lines.add(kind, found, seconds)

@@ -146,6 +146,11 @@ def failed(kind, **more):
 
 CPU_CASES = {
     "anomaly-detection": {"loop__anomaly_detection": True},
+    "busy-threads": {
+        "counterfactual_s": {"short-turns": 0.05},
+        "sites": {"thread": (TIMED_SITE,)},
+    },
+    "decomposition": {"sites": {"decomposition": (TIMED_SITE,)}},
     "double-precision": {"loop__float64_s": 0.03, "sites": {"float64": (SITE,)}},
     "few-rows": {"loop__rows": 1},
     "growing-memory": {"loop__kept_graphs": 1.0, "sites": {"kept": (SITE,)}},
@@ -176,6 +181,7 @@ CPU_CASES = {
     "missing-package": {"failure": failed("missing-package", fix="Install it.")},
     "no-data": {"data__missing": "There is no dataset."},
     "out-of-memory": {"failure": failed("out-of-memory")},
+    "padding": {"loop__padding": 0.6, "sites": {"padding": (SITE,)}},
     "recompiles": {
         "phases__compile_s": 0.05,
         "counts__recompiles": 0.5,
@@ -318,6 +324,36 @@ def test_more_troubles_that_are_unstable(healthy):
     assert {"optim.clip": 1.0} in [fix.overrides for fix in fixes]
     assert {"schedule.warmup": 0.02} in [fix.overrides for fix in fixes]
     assert not any(fix.same_result for fix in fixes)
+
+
+def jumping(*after):
+    """Return losses that are noisy and then jump."""
+    values = [2.0 + 0.05 * math.sin(7 * n) for n in range(60)]
+    values[40 : 40 + len(after)] = after
+    return tuple(enumerate(values, 1))
+
+
+@pytest.mark.parametrize("after", [[5.0], [5.0, 4.0, 3.5], [6.0, 2.0, 2.0, 2.0, 6.0, 2.0]])
+def test_a_loss_that_jumps_and_returns_is_a_warning_after_what_slows(healthy, after):
+    slow = {"sites": {"own": (TIMED_SITE,)}}
+    found = diagnosis_of(healthy(losses=jumping(*after), **slow)).findings
+    assert [(one.name, one.harm) for one in found] == [
+        ("slow-code", "slows"),
+        ("unstable-training", "warns"),
+    ]
+    assert "at step 41." in found[1].verdict
+
+
+@pytest.mark.parametrize("after", [[4.0] * 20, [4.0, 8.0] * 10, [3.0 + 0.2 * n for n in range(20)]])
+def test_a_loss_that_stays_up_spoils_the_run(healthy, after):
+    (found,) = diagnosis_of(healthy(losses=jumping(*after))).findings
+    assert found.harm == "spoils"
+    assert found.verdict.endswith("and stays up.")
+
+
+def test_a_spike_does_not_hide_what_is_worse(healthy):
+    (found,) = diagnosis_of(healthy(losses=jumping(5.0), skipped_steps=50)).findings
+    assert (found.harm, found.verdict.split()[0]) == ("spoils", "float16")
 
 
 @pytest.mark.parametrize(

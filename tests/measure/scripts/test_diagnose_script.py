@@ -52,6 +52,17 @@ FAULTS = {
     "kept": {"inside": "kept.append(loss)"},
     "anomaly": {"before": "torch.autograd.set_detect_anomaly(True)"},
     "renewed": {"after": "optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)"},
+    "padding": {
+        "before": "model = nn.Embedding(8, 64); inputs = torch.randint(8, (64, 64))\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=1e-3); inputs[:, 16:] = 0",
+    },
+    "decomposition": {"inside": "loss = loss + torch.linalg.svdvals(model[0].weight)[0]"},
+    "thread": {
+        "before": "import threading\n"
+        "def poll():\n"
+        "    while len(kept) < 9: pass\n"
+        "threading.Thread(target=poll, daemon=True).start()",
+    },
     "python": {"inside": "total = sum(number & 3 for number in range(200_000))"},
 }
 NAMED = {
@@ -61,6 +72,9 @@ NAMED = {
     "kept": ("growing-memory", "kept.append(loss)"),
     "anomaly": ("anomaly-detection", "set_detect_anomaly(True)"),
     "renewed": ("new-optimizer", "optimizer.step()"),
+    "padding": ("padding", "model(inputs)"),
+    "decomposition": ("decomposition", "svdvals(model[0].weight)"),
+    "thread": ("busy-threads", "while len(kept) < 9"),
     "python": ("slow-code", "range(200_000)"),
 }
 
@@ -90,6 +104,14 @@ HEALTHY = {
     "evaluations": {
         "before": "inputs = inputs.repeat(20, 1); torch.save(model, os.devnull)",
         "after": "if step % 100 == 0: model.eval(); score = model(inputs).sum(); model.train()",
+    },
+    "threads": {
+        "before": "import queue, threading\n"
+        "inputs, ready = inputs.repeat(50, 1), queue.Queue(2)\n"
+        "def load(batch):\n"
+        "    while True: ready.put(batch.clone())\n"
+        "threading.Thread(target=load, args=[inputs], daemon=True).start()",
+        "inside": "inputs = ready.get()",
     },
     "adversary": {
         "before": "critic = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 1))\n"

@@ -104,6 +104,26 @@ def test_a_closure_of_an_optimizer_is_not_its_work(monkeypatch):
     assert (site.caller.file, site.caller.line) == ("loop.py", 4)
 
 
+def test_other_threads_that_do_not_wait_are_seen():
+    leave = threading.Event()
+
+    def work():
+        while not leave.is_set():
+            sum(range(1000))
+
+    with LineSampler(lambda: "forward") as sampler:
+        others = [threading.Thread(target=target) for target in (work, lambda: leave.wait())]
+        for other in others:
+            other.start()
+        while not sampler.sites(1).get("thread"):
+            time.sleep(0.01)
+        leave.set()
+        for other in others:
+            other.join()
+    texts = {site.text for site in sampler.sites(1)["thread"]}
+    assert texts <= {"while not leave.is_set():", "sum(range(1000))"}
+
+
 def test_lines_are_averaged_and_those_seen_by_chance_left_out():
     totals = LineTotals()
     for line, seconds in ((7, 0.5), (7, 0.5), (9, 3.0), (7, 1.0), (8, 0.1), (8, 0.1), (8, 0.1)):
