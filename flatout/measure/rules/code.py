@@ -250,17 +250,18 @@ def few_rows(evidence: Evidence) -> Finding | None:
     loop, rows = evidence.loop, evidence.loop.rows
     if rows is None or rows > FEW_ROWS:
         return None
-    lost_s = evidence.phases.host_s if evidence.on_gpu else evidence.counts.tiny_op_s
-    idle = evidence.lost(lost_s, SLOW_CODE)
     text = "Raise the batch size: each operation and each update then serves more rows."
     number = loop.micro_batches or 1.0
-    if number >= 2:
+    lost_s = evidence.phases.host_s if evidence.on_gpu else evidence.counts.tiny_op_s
+    if number < 2:  # an update for every row
+        lost_s = max(lost_s or 0.0, evidence.phases.optimizer_s or 0.0)
+    else:
         text = f"Use micro-batches of more rows and fewer of them than {number:.0f} per step."
     return Finding(
         verdict="Each forward pass has 1 row: the cost of starting operations, of reading the "
         "weights and of the update is not shared.",
         figures={"rows": rows, "micro_batches_per_step": loop.micro_batches},
-        share=idle,
+        share=evidence.lost(lost_s, SLOW_CODE),
         fixes=[fix(text, same_result=number >= 2)],
     )
 
