@@ -1,13 +1,12 @@
 """What flatout can change in a script that it did not write, one entry per change. No torch.
 
-A change is applied in the script's process by the function of its name in apply.py; `edits` say the
-same as edits of the user's files.
+Its edits are made on the user's files by patch.py, and in the script's process by apply.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from flatout.hardware import probe
 from flatout.measure.scripts.patch import Edit
@@ -21,7 +20,6 @@ LEAST_WAIT, LEAST_GC = 0.02, 0.01
 MOST_WORKERS = 8
 """Most workers of a DataLoader that are tried."""
 WORKERS = {"num_workers": "{workers}", "persistent_workers": "True"}
-GC_THRESHOLDS = (100_000, 50, 100)
 SEGMENTS = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 HEAP = {
     "MALLOC_MMAP_MAX_": "0",
@@ -48,7 +46,7 @@ class Change:
     rtol: float = 0.0
     """Largest relative difference of a loss; 0: none."""
     edits: tuple[Edit, ...] = ()
-    """The same as edits; `{workers}` and `{device}` are filled in."""
+    """What it changes in the user's files; see `edits_of`."""
     by_hand: str = ""
     """What to do where there is no edit."""
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -58,6 +56,22 @@ class Change:
 def num_workers() -> int:
     """Return the number of workers of a DataLoader that is tried."""
     return min(probe().cores, MOST_WORKERS)
+
+
+def edits_of(name: str, device: str = "{device}") -> list[Edit]:
+    """Return the edits of a change for this machine, and for a model on this type of device."""
+
+    def filled(text: str) -> str:
+        return text.replace("{workers}", str(num_workers())).replace("{device}", device)
+
+    return [
+        replace(
+            edit,
+            keywords={key: filled(value) for key, value in edit.keywords.items()},
+            lines=tuple(map(filled, edit.lines)),
+        )
+        for edit in CHANGES[name].edits
+    ]
 
 
 def first(*reasons: tuple[object, str]) -> str | None:
@@ -123,7 +137,7 @@ CHANGES = {
         edits=(
             Edit(
                 at="optimizer",
-                lines=("import gc as _gc", "_gc.freeze()", f"_gc.set_threshold{GC_THRESHOLDS}"),
+                lines=("import gc as _gc", "_gc.freeze()", "_gc.set_threshold(100_000, 50, 100)"),
             ),
         ),
     ),

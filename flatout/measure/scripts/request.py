@@ -67,8 +67,6 @@ class Site(Stored):
     """Parameters of the call, in order; () when they are not known."""
     names: dict[str, str] = Field(default_factory=dict)
     """Expressions of that line for the root "model" and for "torch", as far as there are any."""
-    count: int = 0
-    """Calls."""
 
 
 class Facts(Stored):

@@ -12,8 +12,8 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,8 @@ from flatout.measure.experiments.noise import (
 )
 from flatout.measure.experiments.records import Figure, Left, LossCheck
 from flatout.measure.experiments.report import NO_TIME
-from flatout.measure.scripts.changes import CHANGES, num_workers
-from flatout.measure.scripts.patch import ByHand, Edit, Patch, apply, patch_of
+from flatout.measure.scripts.changes import CHANGES, edits_of
+from flatout.measure.scripts.patch import ByHand, Patch, apply, patch_of
 from flatout.measure.scripts.request import Answer, Request, Site, Timing
 from flatout.measure.scripts.run import evidence_in, run_script
 from flatout.measure.scripts.scratch import Scratch
@@ -515,8 +515,7 @@ def finished(search: Search, sites: Sequence[Site], device: str | None) -> dict[
     found |= {"patch": "", "by_hand": []}
     if not taken:
         return found
-    values = {"{workers}": str(num_workers()), "{device}": (device or "cpu").partition(":")[0]}
-    edits = {name: [filled(edit, values) for edit in CHANGES[name].edits] for name in taken}
+    edits = {name: edits_of(name, (device or "cpu").partition(":")[0]) for name in taken}
     made = patch_of(edits, sites, trials.scratch.source)
     known = {one.change for one in made.by_hand}
     by_hand = [*made.by_hand]
@@ -557,18 +556,6 @@ def finished(search: Search, sites: Sequence[Site], device: str | None) -> dict[
             for name in taken:
                 search.note(name, taken=False, reason=f"in the end, {reason}")
     return found
-
-
-def filled(edit: Edit, values: Mapping[str, str]) -> Edit:
-    """Return an edit with what depends on this machine."""
-
-    def text(plain: str) -> str:
-        for key, value in values.items():
-            plain = plain.replace(key, value)
-        return plain
-
-    keywords = {name: text(value) for name, value in edit.keywords.items()}
-    return replace(edit, keywords=keywords, lines=tuple(map(text, edit.lines)))
 
 
 def write_results(out: Path, result: ScriptTuning, trials: Trials, diagnosis: Diagnosis) -> None:
