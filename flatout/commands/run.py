@@ -48,7 +48,6 @@ def run(
 
     Raises: ConfigError for an unknown change, or without a script.
     """
-    from flatout.measure.scripts.changes import CHANGES
     from flatout.measure.scripts.request import Request
     from flatout.measure.scripts.run import run_script
 
@@ -59,10 +58,7 @@ def run(
             fix="Write `flatout run --with bf16,compile -- python train.py`.",
         )
     request = Request(changes=names, measures=False, to_the_end=True)
-    environment: dict[str, str] = {}
-    for name in names:
-        environment |= CHANGES[name].environment
-    answer, code, _ = run_script(script, request, environment=environment)
+    answer, code, _ = run_script(script, request)
     code = 1 if code is None else code if code >= 0 else 128 - code
     return ScriptRun(changes=list(names), failed=answer.failed, code=code)
 

@@ -105,7 +105,7 @@ def make(edit: Edit, models: Models, failed: Failed) -> None:
     else:
         owners = [(getattr(torch.optim, name), "__init__") for name in edit.only]
         how = ignoring if edit.remove else partial(setting, edit, failed)
-        for owner, name in owners or CALLS[edit.at]:
+        for owner, name in owners or CALLS.get(edit.at, ()):
             replace(owner, name, how)
 
 
@@ -117,8 +117,9 @@ def run_lines(edit: Edit, names: dict[str, Any], failed: Failed) -> None:
     try:
         exec(compile(text, __file__, "exec"), {**names, "torch": torch})  # as flatout's own code
     except Exception as error:
-        line = edit.lines[traceback.extract_tb(error.__traceback__)[1].lineno - 1]
-        failed(f"{type(error).__name__}: {str(error) or f'in `{line.strip()}`'}")
+        number = traceback.extract_tb(error.__traceback__)[1].lineno or 1
+        where = f"in `{edit.lines[number - 1].strip()}`"
+        failed(f"{type(error).__name__}: {str(error) or where}")
 
 
 def replace(

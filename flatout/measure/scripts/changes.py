@@ -31,7 +31,6 @@ makes for flatout's own runs, as variables, since they come before a script's fi
 FP32, BF16 = 1e-3, 2e-2
 """How far losses may differ because sums of these types are rounded in another order."""
 NO_GPU, NO_CONVOLUTIONS = "The model is not on a GPU.", "There are no convolutions."
-START = "Start the script with these environment variables:"
 NO_WAIT = "The steps do not wait for data."
 
 
@@ -47,8 +46,6 @@ class Change:
     """Largest relative difference of a loss; 0: none."""
     edits: tuple[Edit, ...] = ()
     """What it changes in the user's files; see `edits_of`."""
-    by_hand: str = ""
-    """What to do where there is no edit."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables of the process."""
 
@@ -77,6 +74,12 @@ def edits_of(name: str, device: str = "{device}") -> list[Edit]:
 def first(*reasons: tuple[object, str]) -> str | None:
     """Return the reason of the first condition that holds."""
     return next((reason for holds, reason in reasons if holds), None)
+
+
+def started_with(environment: Mapping[str, str]) -> Edit:
+    """Return the words for variables of the process, which no edit can set early enough."""
+    variables = " ".join(f"{name}={value}" for name, value in environment.items())
+    return Edit(by_hand=f"Start the script with these environment variables: {variables}")
 
 
 def waits(evidence: Evidence) -> bool:
@@ -149,8 +152,14 @@ CHANGES = {
             (evidence.world_size > 1, "Several processes share the cores."),
         ),
         FP32,
-        edits=(Edit(at="threads", remove=True),),
-        by_hand="Unset OMP_NUM_THREADS, or call torch.set_num_threads() with the number of cores.",
+        edits=(
+            Edit(
+                at="threads",
+                remove=True,
+                by_hand="Unset OMP_NUM_THREADS, or call torch.set_num_threads() with the number "
+                "of cores.",
+            ),
+        ),
     ),
     "zero-grad-none": Change(
         "zero_grad frees the gradients instead of filling them with zeros",
@@ -254,19 +263,23 @@ CHANGES = {
             (facts.device != "cuda", NO_GPU),
             (not evidence.counts.syncs, "The steps read no tensor."),
         ),
-        by_hand="Read values only in every tenth step, or one step late: "
-        'keep `loss.detach().to("cpu", non_blocking=True)` and read it after the next step.',
+        edits=(
+            Edit(
+                by_hand="Read values only in every tenth step, or one step late: keep "
+                '`loss.detach().to("cpu", non_blocking=True)` and read it after the next step.'
+            ),
+        ),
     ),
     "malloc": Change(
         "freed memory stays with the process instead of going back to the system",
         lambda facts, _: "The model is on a GPU." if facts.device != "cpu" else None,
-        by_hand=START,
+        edits=(started_with(HEAP),),
         environment=HEAP,
     ),
     "expandable-segments": Change(
         "the GPU's allocator grows its segments instead of asking for more of them",
         lambda facts, _: NO_GPU if facts.device != "cuda" else None,
-        by_hand=START,
+        edits=(started_with(SEGMENTS),),
         environment=SEGMENTS,
     ),
 }

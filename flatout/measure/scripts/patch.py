@@ -29,8 +29,8 @@ IMPORT = re.compile(rb"^import torch(?: as (\w+))?\s*(?:#|$)", re.MULTILINE)
 class Edit:
     """An edit of the user's files at the call sites of a kind."""
 
-    at: str
-    """Kind of `Site`; start: after the imports of the script's main file."""
+    at: str = ""
+    """Kind of `Site`; start: after the imports of the script's main file; "": nowhere."""
     keywords: Mapping[str, str] = field(default_factory=dict)
     """Arguments to set in the call, as source text."""
     lines: tuple[str, ...] = ()
@@ -40,6 +40,8 @@ class Edit:
     """Whether the statement goes."""
     only: tuple[str, ...] = ()
     """Names of classes to which it applies; (): all."""
+    by_hand: str = ""
+    """What the user can do where there is no such site."""
 
 
 class ByHand(Stored):
@@ -78,7 +80,9 @@ def patch_of(edits: Mapping[str, Sequence[Edit]], sites: Sequence[Site], root: P
         found = _sites_of(edit, sites)
         if not found:
             call = " or ".join(edit.only) or edit.at
-            words = _words(edit, "no line of the script that calls it is known", call)
+            words = edit.by_hand or _words(
+                edit, "no line of the script that calls it is known", call
+            )
             by_hand.append(ByHand(change=change, file=None, line=None, words=words))
         for site in found:
             source = sources.setdefault(site.file, _read(Path(site.file), root))

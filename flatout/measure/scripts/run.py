@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -20,6 +20,7 @@ from pydantic import ValidationError
 from flatout.errors import ConfigError, RunFailed, in_shell
 from flatout.launch import own_environment
 from flatout.measure.diagnose.diagnosis import Diagnosis, diagnosis_of
+from flatout.measure.scripts.changes import CHANGES
 from flatout.measure.scripts.request import SEEN, Answer, Request
 from flatout.measure.steps.evidence import Evidence, Failure
 from flatout.progress import SILENT, Progress, counted
@@ -50,14 +51,13 @@ def run_script(
     request: Request,
     *,
     folder: Path | None = None,
-    environment: Mapping[str, str] | None = None,
     as_json: bool = False,
     limit_s: float = math.inf,
     progress: Progress = SILENT,
 ) -> Ran:
     """Run a script until it answers a request, and return the answer.
 
-    Its code and its directory are not changed, and of its environment only what `environment` adds.
+    Its code and its directory are not changed, and of its environment only what its changes set.
     Standard input and output are its own; with `as_json` its output goes to standard error. In
     another `folder` there is no input, and the output is captured. After `limit_s` it is ended.
     Nothing that it started runs on, however the call ends.
@@ -78,7 +78,9 @@ def run_script(
         path, place = own / "answer.json", str(own / "request.json")
         request = request.model_copy(update={"answer": str(path)})
         Path(place).write_text(request.model_dump_json(), encoding="utf-8")
-        before = {**own_environment(), **(environment or {})}
+        before = own_environment() | ({"PYTHONHASHSEED": "0"} if request.timing else {})
+        for change in request.changes:
+            before |= CHANGES[change].environment
         search = os.pathsep.join([name, *filter(None, [before.get("PYTHONPATH")])])
         process = subprocess.Popen(
             words,

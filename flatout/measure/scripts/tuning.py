@@ -63,19 +63,19 @@ class ScriptTuning(Result):
     """Changes that were not measured, and why."""
     taken: list[str]
     """The winners, in the order in which they were added."""
-    gain: Figure | None
+    gain: Figure | None = None
     """How many times faster all winners make it; None without any."""
-    gain_losses: LossCheck | None
+    gain_losses: LossCheck | None = None
     """The losses with all winners."""
     loss_noise: float | None
     """Largest relative difference of a loss between two runs of the unchanged script."""
-    patch: str
+    patch: str = ""
     """The winners as a unified diff; "": none."""
-    by_hand: list[ByHand]
+    by_hand: list[ByHand] = Field([])
     """What to write where no exact edit is possible."""
-    verified: Figure | None
+    verified: Figure | None = None
     """How many times faster the patched script is; None: it was not run."""
-    verified_losses: LossCheck | None
+    verified_losses: LossCheck | None = None
     """Its losses."""
     withheld: str | None = None
     """Why no patch is given, although there are winners."""
