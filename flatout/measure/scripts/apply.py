@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import IterableDataset
 
 from flatout.hardware import probe
-from flatout.measure.scripts.changes import edits_of
+from flatout.measure.scripts.changes import edit_of
 from flatout.measure.scripts.patch import Edit
 from flatout.measure.scripts.sites import CALLS
 from flatout.registry import is_user_code
@@ -89,8 +89,7 @@ def apply(names: Sequence[str], models: Models) -> dict[str, str]:
             torch.set_num_threads(probe().cores)
         elif name == "deferred-item":
             replace(torch.Tensor, "item", deferred)
-        for edit in edits_of(name):
-            make(edit, models, partial(failed.__setitem__, name))
+        make(edit_of(name), models, partial(failed.__setitem__, name))
     return failed
 
 

@@ -40,6 +40,8 @@ class Edit:
     """Whether the statement goes."""
     only: tuple[str, ...] = ()
     """Names of classes to which it applies; (): all."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables of the process, which no edit can set early enough."""
     by_hand: str = ""
     """What the user can do where there is no such site."""
 
@@ -68,15 +70,15 @@ class Patch(Stored):
     """The whole new files, by their paths in the root; not stored."""
 
 
-def patch_of(edits: Mapping[str, Sequence[Edit]], sites: Sequence[Site], root: Path) -> Patch:
-    """Return the patch that makes the edits of each change in the files below `root`.
+def patch_of(edits: Mapping[str, Edit], sites: Sequence[Site], root: Path) -> Patch:
+    """Return the patch that makes the edit of each change in the files below `root`.
 
     Every byte that is not part of an edit stays as it is.
     """
     root = root.resolve()
     sources: dict[str, _Source | str] = {}
     by_hand: list[ByHand] = []
-    for change, edit in ((change, edit) for change, every in edits.items() for edit in every):
+    for change, edit in edits.items():
         found = _sites_of(edit, sites)
         if not found:
             call = " or ".join(edit.only) or edit.at
@@ -124,6 +126,9 @@ def _sites_of(edit: Edit, sites: Sequence[Site]) -> list[Site]:
 
 def _words(edit: Edit, why: str, call: str) -> str:
     """Return what to write by hand."""
+    if edit.environment:
+        variables = " ".join(f"{name}={value}" for name, value in edit.environment.items())
+        return f"Start the script with these environment variables: {variables}"
     if edit.remove:
         return f"Remove {call}: {why}."
     if edit.keywords:

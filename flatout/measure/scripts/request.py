@@ -72,14 +72,8 @@ class Site(Stored):
 class Facts(Stored):
     """What a script is made of, as far as changes depend on it."""
 
-    device: str = "cpu"
-    """Type of device of the model."""
     dtype: str = "float32"
     """Type of most weights."""
-    threads: int = 1
-    """Threads that torch uses for one operation."""
-    unfused: bool = False
-    """Whether an optimizer that has a fused form runs without it."""
     workers: int | None = None
     """Most workers of a DataLoader over a map-style dataset; None: there is none."""
     pinned: bool = True
@@ -92,8 +86,6 @@ class Facts(Stored):
     """Whether the forward pass runs in autocast."""
     tf32: bool = False
     """Whether fp32 matmuls may use TF32."""
-    anomaly: bool = False
-    """Whether autograd looks for anomalies."""
     calls: tuple[str, ...] = ()
     """Kinds of `Site` that the steps call."""
     blocks: bool = False

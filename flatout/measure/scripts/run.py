@@ -80,7 +80,7 @@ def run_script(
         Path(place).write_text(request.model_dump_json(), encoding="utf-8")
         before = own_environment() | ({"PYTHONHASHSEED": "0"} if request.timing else {})
         for change in request.changes:
-            before |= CHANGES[change].environment
+            before |= CHANGES[change].edit.environment
         search = os.pathsep.join([name, *filter(None, [before.get("PYTHONPATH")])])
         process = subprocess.Popen(
             words,

@@ -30,7 +30,7 @@ from flatout.measure.experiments.noise import (
 )
 from flatout.measure.experiments.records import Figure, Left, LossCheck
 from flatout.measure.experiments.report import NO_TIME
-from flatout.measure.scripts.changes import CHANGES, edits_of
+from flatout.measure.scripts.changes import CHANGES, edit_of
 from flatout.measure.scripts.patch import Patch, apply, patch_of
 from flatout.measure.scripts.request import Answer, Request, Site, Timing
 from flatout.measure.scripts.run import evidence_in, run_script
@@ -334,7 +334,7 @@ class Search:
         taken = self.taken
         if not taken:
             return {}
-        edits = {name: edits_of(name, device) for name in taken}
+        edits = {name: edit_of(name, device) for name in taken}
         self.patch = made = patch_of(edits, sites, self.scratch.source)
         found: dict[str, Any] = {"patch": made.diff, "by_hand": made.by_hand}
         points = {}
@@ -453,7 +453,7 @@ def tune_script(
         sites = [
             site.model_copy(update={"file": scratch.original(site.file)}) for site in look.sites
         ]
-        found = search.finish(sites, facts.device)
+        found = search.finish(sites, str(evidence.device).partition(":")[0])
         scratch.reset(search.patch.files if search.patch else ())
         reasons |= dict.fromkeys(tried, NO_TIME)
         answers = [look, *(answer for _, answer in search.done)]

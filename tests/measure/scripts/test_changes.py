@@ -15,7 +15,7 @@ from flatout.measure.scripts.changes import CHANGES, num_workers
 from flatout.measure.scripts.patch import Edit
 from flatout.measure.scripts.request import Facts, Request, Timing
 from flatout.measure.scripts.run import run_script
-from flatout.measure.steps.evidence import Evidence, Phases
+from flatout.measure.steps.evidence import Evidence, LoopFacts, Phases
 
 SCRIPT = """
 import copy, gc, json, pickle, random, sys, torch
@@ -203,8 +203,8 @@ def test_a_trial_overwrites_no_file_that_a_link_leads_to(tmp_path):
 
 def test_every_change_can_be_applied_and_written():
     for name, change in CHANGES.items():
-        assert change.edits or change.environment or name == "deferred-item"
-        assert change.edits or change.by_hand, name
+        assert change.edit.at or change.edit.environment or name == "deferred-item"
+        assert change.edit.at or change.edit.environment or change.edit.by_hand, name
 
 
 @pytest.mark.parametrize(
@@ -235,8 +235,11 @@ def test_reasons_name_what_the_script_lacks():
     assert "data-workers" in tried
     assert not tried & {"tf32", "pinned-memory", "channels-last", "no-anomaly", "prefetch", "sdpa"}
     assert CHANGES["data-workers"].why_not(with_loader, idle) == "The steps do not wait for data."
-    on_gpu = Facts(device="cuda", pinned=False, convolutions=True, unfused=True)
-    tried = {name for name, change in CHANGES.items() if not change.why_not(on_gpu, idle)}
+    on_gpu = idle.model_copy(
+        update={"device": "cuda:0", "loop": LoopFacts(optimizer="AdamW", optimizer_way="foreach")}
+    )
+    facts = Facts(pinned=False, convolutions=True)
+    tried = {name for name, change in CHANGES.items() if not change.why_not(facts, on_gpu)}
     wanted = {"tf32", "bf16", "pinned-memory", "cudnn-benchmark", "fused-optimizer", "compile"}
     assert wanted <= tried
 

@@ -83,7 +83,7 @@ def patched(tmp_path):
     def patched(source: str | bytes, *edits: Edit, names=None) -> tuple[str, Patch]:
         data = source if isinstance(source, bytes) else source.encode()
         path.write_bytes(data)
-        changes = {f"c{number}": [edit] for number, edit in enumerate(edits)}
+        changes = {f"c{number}": edit for number, edit in enumerate(edits)}
         patch = patch_of(changes, sites_in(path, names), tmp_path)
         if patch.diff:
             for tool in (["git", "apply", "-"], ["patch", "-p1", "-s"]):
@@ -320,7 +320,7 @@ def test_files_that_are_elsewhere_changed_or_gone_are_left_alone(tmp_path):
     ):
         path.write_text(text)
     paths[-1].unlink()
-    patch = patch_of({"fused": [FUSED]}, sites, root)
+    patch = patch_of({"fused": FUSED}, sites, root)
     assert patch.diff == ""
     assert [one.file for one in patch.by_hand] == [str(path) for path in paths]
     reasons = ("is not in", "any more", "any more", "any more", "cannot be read")
@@ -334,7 +334,7 @@ def test_a_patch_spans_files_and_names_with_spaces(tmp_path):
     for name in names:
         (tmp_path / name).write_text("o = AdamW(p)\n")
     sites = [site for name in names for site in sites_in(tmp_path / name)]
-    patch = patch_of({"fused": [FUSED]}, sites, tmp_path)
+    patch = patch_of({"fused": FUSED}, sites, tmp_path)
     for tool in (["git", "apply", "--check", "-"], ["patch", "-p1", "-s"]):
         subprocess.run(tool, input=patch.diff.encode(), cwd=tmp_path, check=True)
     for name in names:
@@ -363,7 +363,7 @@ def test_keywords_are_set_wherever_there_are_blanks_and_comments(tmp_path_factor
     source = f"{prefix}o = [AdamW({gap()}{given_call}{gap()}), 'ß']\n"
     path = tmp_path_factory.mktemp("root") / "train.py"
     path.write_bytes(source.encode())
-    patch = patch_of({"fused": [FUSED]}, sites_in(path), path.parent)
+    patch = patch_of({"fused": FUSED}, sites_in(path), path.parent)
     assert patch.by_hand == []
     expected = ast.parse(source)
     call = next(

@@ -115,10 +115,11 @@ def test_calls_are_found_once_with_their_positions(run):
 def test_the_sites_of_a_script_can_be_patched(run, tmp_path):
     sites, _ = run(SCRIPT, "model")
     edits = {
-        "fused": [Edit(at="optimizer", keywords={"fused": "True"})],
-        "none": [Edit(at="zero-grad", keywords={"set_to_none": "True"})],
-        "gc": [Edit(at="gc-collect", remove=True), Edit(at="empty-cache", remove=True)],
-        "data": [Edit(at="loader", keywords={"num_workers": "2"})],
+        "fused": Edit(at="optimizer", keywords={"fused": "True"}),
+        "none": Edit(at="zero-grad", keywords={"set_to_none": "True"}),
+        "gc": Edit(at="gc-collect", remove=True),
+        "cache": Edit(at="empty-cache", remove=True),
+        "data": Edit(at="loader", keywords={"num_workers": "2"}),
     }
     patch = patch_of(edits, sites, tmp_path)
     assert patch.by_hand == []
@@ -294,7 +295,7 @@ def test_the_model_is_named_where_a_function_that_sees_it_asks_for_an_optimizer(
         ("caller", None),
     ]
     patch = patch_of(
-        {"compile": [Edit(at="optimizer", lines=("{model}.compile()",))]}, sites, tmp_path
+        {"compile": Edit(at="optimizer", lines=("{model}.compile()",))}, sites, tmp_path
     )
     assert patch.by_hand == []
     assert "+    net.compile()  # flatout: compile\n     optimizer = make_optimizer" in patch.diff
@@ -399,9 +400,9 @@ if __name__ == "__main__":
         ("start", 0),
     ]
     edits = {
-        "first": [Edit(at="start", lines=("{torch}.manual_seed(1)",))],
-        "frozen": [Edit(at="optimizer", lines=("{model}.bias.requires_grad_(False)",))],
-        "fast": [Edit(at="optimizer", keywords={"foreach": "True"})],
+        "first": Edit(at="start", lines=("{torch}.manual_seed(1)",)),
+        "frozen": Edit(at="optimizer", lines=("{model}.bias.requires_grad_(False)",)),
+        "fast": Edit(at="optimizer", keywords={"foreach": "True"}),
     }
     patch = patch_of(edits, answer.sites, tmp_path)
     assert patch.by_hand == []
