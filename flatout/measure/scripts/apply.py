@@ -95,10 +95,8 @@ def apply(names: Sequence[str], models: Models) -> dict[str, str]:
 
 def make(edit: Edit, models: Models, failed: Failed) -> None:
     """Make an edit at every call of its kind that follows."""
-    if edit.at == "start":
-        run_lines(edit, {}, failed)
-    elif edit.lines:
-        models.receivers.append(lambda model: run_lines(edit, {"model": model}, failed))
+    if edit.lines:
+        models.receivers.append(partial(run_lines, edit, failed))
     elif edit.at == "anomaly":
         replace(torch, "set_anomaly_enabled", lambda plain: lambda *_: plain(False))
     else:
@@ -108,13 +106,12 @@ def make(edit: Edit, models: Models, failed: Failed) -> None:
             replace(owner, name, how)
 
 
-def run_lines(edit: Edit, names: dict[str, Any], failed: Failed) -> None:
-    """Run the lines of an edit where the script knows these names."""
+def run_lines(edit: Edit, failed: Failed, model: nn.Module) -> None:
+    """Run the lines of an edit for a model."""
     text = "\n".join(edit.lines).replace("{model}", "model").replace("{torch}", "torch")
-    if "model" in names:
-        text = text.replace("{device}", next(names["model"].parameters()).device.type)
+    text = text.replace("{device}", next(model.parameters()).device.type)
     try:
-        exec(compile(text, __file__, "exec"), {**names, "torch": torch})  # as flatout's own code
+        exec(compile(text, __file__, "exec"), {"model": model, "torch": torch})  # flatout's code
     except Exception as error:
         number = traceback.extract_tb(error.__traceback__)[1].lineno or 1
         where = f"in `{edit.lines[number - 1].strip()}`"

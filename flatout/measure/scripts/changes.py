@@ -125,7 +125,6 @@ CHANGES = {
     "gc-thresholds": Change(
         "the garbage collector runs rarely, and skips what is there at the start",
         Edit(
-            at="optimizer",
             lines=("import gc as _gc", "_gc.freeze()", "_gc.set_threshold(100_000, 50, 100)"),
         ),
         lambda _, evidence: {
@@ -155,7 +154,7 @@ CHANGES = {
     ),
     "tf32": Change(
         "fp32 matmuls use TF32",
-        Edit(at="start", lines=('{torch}.set_float32_matmul_precision("high")',)),
+        Edit(lines=('{torch}.set_float32_matmul_precision("high")',)),
         lambda facts, evidence: {
             **no_gpu(evidence),
             "They do already.": facts.tf32,
@@ -166,7 +165,6 @@ CHANGES = {
     "bf16": Change(
         "the forward pass runs in bf16 autocast",
         Edit(
-            at="optimizer",
             lines=(
                 "import functools as _functools",
                 "@_functools.wraps(type({model}).forward)",
@@ -190,19 +188,19 @@ CHANGES = {
     ),
     "sdpa": Change(
         "attention through scaled_dot_product_attention",
-        Edit(at="optimizer", lines=('{model}.set_attn_implementation("sdpa")',)),
+        Edit(lines=('{model}.set_attn_implementation("sdpa")',)),
         lambda facts, _: {"No model with another choice is known.": not facts.eager_attention},
         FP32,
     ),
     "channels-last": Change(
         "convolutions with the channels last",
-        Edit(at="optimizer", lines=("{model}.to(memory_format={torch}.channels_last)",)),
+        Edit(lines=("{model}.to(memory_format={torch}.channels_last)",)),
         lambda facts, _: {NO_CONVOLUTIONS: not facts.convolutions},
         FP32,
     ),
     "cudnn-benchmark": Change(
         "cuDNN measures its algorithms for each shape",
-        Edit(at="start", lines=("{torch}.backends.cudnn.benchmark = True",)),
+        Edit(lines=("{torch}.backends.cudnn.benchmark = True",)),
         lambda facts, evidence: {**no_gpu(evidence), NO_CONVOLUTIONS: not facts.convolutions},
         FP32,
     ),
@@ -217,14 +215,13 @@ CHANGES = {
     ),
     "compile": Change(
         "the model is compiled",
-        Edit(at="optimizer", lines=("{model}.compile()",)),
+        Edit(lines=("{model}.compile()",)),
         lambda facts, _: {"It is.": facts.compiled},
         FP32,
     ),
     "compile-each-block": Change(
         "the repeated blocks of the model are compiled, which takes less time",
         Edit(
-            at="optimizer",
             lines=(
                 "for module in {model}.modules():",
                 "    if isinstance(module, {torch}.nn.ModuleList):",
@@ -234,7 +231,6 @@ CHANGES = {
         ),
         lambda facts, _: {
             "It is compiled.": facts.compiled,
-            "No block is repeated.": not facts.blocks,
         },
         FP32,
     ),

@@ -47,8 +47,8 @@ class Site(Stored):
     """A place in a file at which the script makes a call that a patch may edit."""
 
     kind: str
-    """optimizer, loader, gc-collect, empty-cache, anomaly, threads or zero-grad; or start: the
-    imports of the script's main file, which have no position."""
+    """optimizer, loader, gc-collect, empty-cache, anomaly, threads or zero-grad; or caller: of a
+    function that constructs an optimizer."""
     name: str
     """Class or function that is called."""
     file: str
@@ -88,8 +88,6 @@ class Facts(Stored):
     """Whether fp32 matmuls may use TF32."""
     calls: tuple[str, ...] = ()
     """Kinds of `Site` that the steps call."""
-    blocks: bool = False
-    """Whether a model repeats a block."""
     eager_attention: bool = False
     """Whether a model of transformers computes attention without SDPA."""
 

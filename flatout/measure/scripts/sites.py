@@ -64,7 +64,7 @@ class Sites:
                 self._watch(owner, name, kind)
 
     def found(self, model: nn.Module | None) -> tuple[Site, ...]:
-        """Return the places in the order of their first calls, and the main file at the end.
+        """Return the places in the order of their first calls.
 
         `model` is the root module, or None when it is not known.
         """
@@ -73,9 +73,6 @@ class Sites:
             name = _name_of(model, calls)
             names = calls.site.names | ({"model": name} if name else {})
             sites.append(calls.site.model_copy(update={"names": names}))
-        main = getattr(sys.modules["__main__"], "__file__", None)
-        if main is not None:
-            sites.append(Site(kind="start", name="__main__", file=os.path.abspath(main)))
         return tuple(sites)
 
     def _watch(self, owner: Any, name: str, kind: str) -> None:

@@ -208,7 +208,6 @@ def facts_of(models: Models, calls: tuple[str, ...]) -> Facts:
     largest = max(weights, key=Tensor.numel, default=torch.empty(0))
     living = (each for each in gc.get_objects() if issubclass(type(each), DataLoader))
     loaders = [each for each in living if not isinstance(each.dataset, IterableDataset)]
-    lists = (module for module in modules if isinstance(module, nn.ModuleList))
     return Facts(
         dtype=str(largest.dtype).removeprefix("torch."),
         workers=min((each.num_workers for each in loaders), default=None),
@@ -225,7 +224,6 @@ def facts_of(models: Models, calls: tuple[str, ...]) -> Facts:
         autocast=models.in_autocast,
         tf32=torch.get_float32_matmul_precision() != "highest",
         calls=calls,
-        blocks=any(len(each) >= 4 and len({type(m) for m in each}) == 1 for each in lists),
         eager_attention=any(
             getattr(getattr(model, "config", None), "_attn_implementation", "") == "eager"
             for model in models.found

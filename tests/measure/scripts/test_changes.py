@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from flatout.measure.scripts import apply
 from flatout.measure.scripts.changes import CHANGES, num_workers
@@ -203,8 +204,9 @@ def test_a_trial_overwrites_no_file_that_a_link_leads_to(tmp_path):
 
 def test_every_change_can_be_applied_and_written():
     for name, change in CHANGES.items():
-        assert change.edit.at or change.edit.environment or name == "deferred-item"
-        assert change.edit.at or change.edit.environment or change.edit.by_hand, name
+        edit = change.edit
+        assert edit.at or edit.lines or edit.environment or name == "deferred-item"
+        assert edit.at or edit.lines or edit.environment or edit.by_hand, name
 
 
 @pytest.mark.parametrize(
@@ -216,8 +218,8 @@ def test_every_change_can_be_applied_and_written():
 )
 def test_a_change_that_fails_says_where_if_its_error_says_nothing(line, reason):
     reasons = []
-    lines = ("x = 1", f"    {line}".strip())
-    apply.run_lines(Edit(at="optimizer", lines=lines), {}, reasons.append)
+    edit = Edit(lines=("if True:", f"    {line}"))
+    apply.run_lines(edit, reasons.append, torch.nn.Linear(1, 1))
     assert reasons == [reason]
 
 

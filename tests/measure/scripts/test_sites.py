@@ -294,9 +294,7 @@ def test_the_model_is_named_where_a_function_that_sees_it_asks_for_an_optimizer(
         ("caller", "net"),
         ("caller", None),
     ]
-    patch = patch_of(
-        {"compile": Edit(at="optimizer", lines=("{model}.compile()",))}, sites, tmp_path
-    )
+    patch = patch_of({"compile": Edit(lines=("{model}.compile()",))}, sites, tmp_path)
     assert patch.by_hand == []
     assert "+    net.compile()  # flatout: compile\n     optimizer = make_optimizer" in patch.diff
 
@@ -397,11 +395,10 @@ if __name__ == "__main__":
     assert [(site.kind, site.line) for site in answer.sites] == [
         ("optimizer", 6),
         ("caller", 14),
-        ("start", 0),
     ]
     edits = {
-        "first": Edit(at="start", lines=("{torch}.manual_seed(1)",)),
-        "frozen": Edit(at="optimizer", lines=("{model}.bias.requires_grad_(False)",)),
+        "first": Edit(lines=("{torch}.manual_seed(1)",)),
+        "frozen": Edit(lines=("{model}.bias.requires_grad_(False)",)),
         "fast": Edit(at="optimizer", keywords={"foreach": "True"}),
     }
     patch = patch_of(edits, answer.sites, tmp_path)
