@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Annotated
 
 from flatout.commands import Command
-from flatout.commands.tune import changes_in
+from flatout.commands.tune import names_in
 from flatout.errors import ConfigError
 from flatout.json_io import Result
 from flatout.signature import Option, checked
@@ -48,10 +48,11 @@ def run(
 
     Raises: ConfigError for an unknown change, or without a script.
     """
+    from flatout.measure.scripts.changes import CHANGES
     from flatout.measure.scripts.request import Request
     from flatout.measure.scripts.run import run_script
 
-    names = changes_in(changes)
+    names = names_in(changes, CHANGES, "change")
     if not script or not names:
         raise ConfigError(
             "There is no script to run, or no change to run it with.",

@@ -22,6 +22,7 @@ from flatout.errors import ConfigError, OutputInUse, RunFailed
 from flatout.files import write_text, write_whole
 from flatout.hardware import probe
 from flatout.measure.diagnose.diagnosis import Diagnosis, diagnosis_of
+from flatout.measure.experiments.losses import LOSS_STEPS, largest_difference, paired
 from flatout.measure.experiments.noise import (
     EXPECTED,
     interval_of,
@@ -44,8 +45,6 @@ LOOK_S, TRIAL_S = 3.0, 3.0
 """Seconds of steps with evidence, and of a trial."""
 MOST_NOISE = 0.05
 """With a larger difference between unchanged runs, losses are not compared one by one."""
-LOSS_STEPS = 20
-"""Losses that are compared one by one."""
 MIN_STEPS, MAX_STEPS = 12, 400
 WARM_STEPS = 4
 """First steps of a trial, which are not timed."""
@@ -59,12 +58,10 @@ SCREEN_SHARE = 0.6
 """Share of the time after which no further change is measured first."""
 SEEDS = 3
 DIFFERENT = "its losses differ by more than promised"
-EXCLUSIVE = {"prefetch": "data-workers", "compile-each-block": "compile"}
-"""Changes that are not added to another one."""
+INSTEAD = {"prefetch": "data-workers", "compile-each-block": "compile"}
+"""Changes that are only tried where another one fails or is not tried."""
 FRAME = re.compile(r'^ +File "(.+)", line (\d+).*\n +(.+)', re.MULTILINE)
 """File, line and text of a frame in a traceback."""
-START_S = 15.0
-"""Seconds of a trial beside its steps, until one has run."""
 
 
 @dataclass(frozen=True)
@@ -86,10 +83,9 @@ class Search:
     command: Sequence[str]
     scratch: Scratch
     steps: int
-    end_s: float
-    """When the time is up, on the monotonic clock."""
-    screened_s: float
-    """When no further change is measured for the first time: the winners need time as well."""
+    began_s: float
+    """On the monotonic clock."""
+    total_s: float
     longest_s: float
     """A trial is ended after this."""
     task: Task
@@ -97,22 +93,22 @@ class Search:
     """The patch of points that are patched."""
     done: list[tuple[Point, Answer]] = field(default_factory=list)
     """With the `problem` of those that failed."""
-    seconds: dict[Point, float] = field(default_factory=dict)
     noise: list[list[float]] = field(default_factory=list)
     """Ratios that differ by noise alone, in groups."""
     rows: dict[str, ChangeRow] = field(default_factory=dict)
+    left: dict[str, str] = field(default_factory=dict)
+    """Why changes were not measured."""
     taken: tuple[str, ...] = ()
 
-    def allows(self, *points: Point) -> bool:
-        """Return whether there is time for trials of these points."""
-        usual_s = statistics.median(self.seconds.values()) if self.seconds else START_S
-        expected_s = sum(self.seconds.get(point, usual_s) for point in points)
-        return time.monotonic() + expected_s <= self.end_s
+    def allows(self, trials: int, share: float = 1.0) -> bool:
+        """Return whether this many trials of the usual length fit into a share of the time."""
+        past_s = time.monotonic() - self.began_s
+        usual_s = past_s / (len(self.done) + 1)  # the first run is that of the diagnosis
+        return past_s + trials * usual_s <= share * self.total_s
 
     def run(self, point: Point) -> Answer:
         """Run a trial; the answer has a `problem` if it failed, or took no step."""
-        began_s = time.monotonic()
-        self.scratch.reset(self.patch.files if self.patch else ())
+        self.scratch.reset()
         if point.is_patched and self.patch is not None:
             apply(self.patch, self.scratch.path)
         answer, code, output = run_script(
@@ -136,7 +132,6 @@ class Search:
                 problem = f"it took longer than {self.longest_s:.0f} s"
         answer = answer.model_copy(update={"problem": problem})
         self.done.append((point, answer))
-        self.seconds[point] = time.monotonic() - began_s
         return answer
 
     def base(self) -> Answer:
@@ -170,7 +165,7 @@ class Search:
         ratios = [*known]
         self.noise.append(ratios)
         for number in range(rounds):
-            if number and not self.allows(one, other):
+            if number and not self.allows(2):
                 break
             order = (one, other) if number % 2 else (other, one)
             answers = {point: self.run(point) for point in order}
@@ -205,13 +200,12 @@ class Search:
         for first in range(0, len(names), 2):
             answers: dict[str, Answer] = {}
             for name in names[first : first + 2]:
-                compiled = self.rows.get("compile") if name == "compile-each-block" else None
-                has_time = time.monotonic() < self.screened_s
-                if (
-                    has_time
-                    and self.allows(Point((name,)), Point())
-                    and (compiled is None or compiled.reason)
-                ):
+                has_other = INSTEAD.get(name) in self.rows
+                if has_other and not self.rows[INSTEAD[name]].reason:
+                    self.left[name] = f"{INSTEAD[name]} could be measured."
+                elif not self.allows(0, SCREEN_SHARE):
+                    self.left[name] = NO_TIME
+                else:
                     self.task.note(f"{name}: {CHANGES[name].does}")
                     answer = self.run(Point((name,)))
                     self.rows[name] = ChangeRow(name=name, does=CHANGES[name].does)
@@ -239,11 +233,8 @@ class Search:
         ]
         for number, (first_gain, name) in enumerate(sorted(promising, reverse=True)):
             before, point = Point(self.taken), Point((*self.taken, name))
-            if EXCLUSIVE.get(name) in self.taken:
-                self.note(name, reason=f"{EXCLUSIVE[name]} is taken")
-                continue
             # the best in any case; otherwise with as much time for the patch
-            if number and not self.allows(point, before, point, before):
+            if number and not self.allows(4):
                 self.note(name, reason="the time was up before it was repeated")
                 continue
             self.task.note(f"{name} on top of {', '.join(self.taken) or 'nothing'}")
@@ -280,7 +271,7 @@ class Search:
                 Point(self.taken),
                 f"{flag} {value}",
             )
-            if not self.allows(point, before):
+            if not self.allows(2):
                 break
             self.task.note(name)
             samples = 1 if accumulate_flag else factor
@@ -385,11 +376,11 @@ def last_words(output: str) -> str:
     return last
 
 
-def difference(losses: Sequence[float], others: Sequence[float]) -> float:
+def difference(losses: list[float], others: list[float]) -> float:
     """Return the largest relative difference between the first losses of two runs."""
-    pairs = list(zip(losses, others, strict=False))[:LOSS_STEPS]
-    found = (abs(a - b) / max(abs(b), 1e-12) if a != b else 0.0 for a, b in pairs)
-    return max((math.inf if math.isnan(each) else each for each in found), default=math.inf)
+    found = largest_difference(paired([(losses[:LOSS_STEPS], others[:LOSS_STEPS])]))
+    are_finite = all(map(math.isfinite, (*losses[:LOSS_STEPS], *others[:LOSS_STEPS])))
+    return math.inf if found is None or not are_finite else found
 
 
 def end_of(losses: Sequence[float]) -> float:
@@ -424,6 +415,9 @@ def tune_script(
             folder=scratch.path,
             limit_s=max(30 * minutes, 120.0),
         )
+        # with the paths of the user's own files
+        text = look.model_dump_json().replace(str(scratch.path), str(scratch.source))
+        look = Answer.model_validate_json(text)
         name, facts = " ".join(command), look.facts
         if look.evidence is None or look.evidence.failure is not None or (code or 0) > 0:
             print(output, file=sys.stderr)
@@ -441,8 +435,8 @@ def tune_script(
             command,
             scratch,
             steps=WARM_STEPS + max(MIN_STEPS, min(round(TRIAL_S / evidence.step_s), MAX_STEPS)),
-            end_s=began_s + 60 * minutes,
-            screened_s=began_s + SCREEN_SHARE * 60 * minutes,
+            began_s=began_s,
+            total_s=60 * minutes,
             longest_s=4 * (time.monotonic() - began_s) + 180,
             task=task,
         )
@@ -450,12 +444,9 @@ def tune_script(
         search.add()
         if flags[0] is not None:
             search.grow_batch(flags[0], flags[1])
-        sites = [
-            site.model_copy(update={"file": scratch.original(site.file)}) for site in look.sites
-        ]
-        found = search.finish(sites, str(evidence.device).partition(":")[0])
-        scratch.reset(search.patch.files if search.patch else ())
-        reasons |= dict.fromkeys(tried, NO_TIME)
+        found = search.finish(look.sites, str(evidence.device).partition(":")[0])
+        scratch.reset()
+        ours = search.patch.files if search.patch else ()
         answers = [look, *(answer for _, answer in search.done)]
         result = ScriptTuning(
             command=list(command),
@@ -467,12 +458,12 @@ def tune_script(
             changes=list(search.rows.values()),
             not_tried=[
                 Left(name=name, reason=why)
-                for name, why in reasons.items()
+                for name, why in (reasons | search.left).items()
                 if why and name not in search.rows
             ],
             taken=list(search.taken),
             loss_noise=noise_of(search.losses(Point())),
-            written=list(scratch.written),
+            written=[name for name in scratch.written if name not in ours],
             written_outside=[*dict.fromkeys(path for one in answers for path in one.writes)],
             path=str(out),
             wall_s=round(time.monotonic() - began_s, 1),
@@ -524,7 +515,7 @@ def name_of(command: Sequence[str]) -> str:
     return Path(scripts[0]).stem or "script"
 
 
-def noise_of(runs: Sequence[Sequence[float]]) -> float | None:
+def noise_of(runs: Sequence[list[float]]) -> float | None:
     """Return the largest relative difference of a loss between runs; None for a single one."""
     return max((difference(one, runs[0]) for one in runs[1:]), default=None)
 
@@ -539,10 +530,13 @@ def write_results(out: Path, result: ScriptTuning, search: Search, diagnosis: Di
     for name, point in (("before", Point()), ("after", Point(tuple(result.taken)))):
         (out / name).mkdir(exist_ok=True)
         done = [answer for each, answer in search.done if each == point and not answer.problem]
-        with (out / name / "metrics.jsonl").open("w", encoding="utf-8") as file:
-            both = zip(done[-1].losses[1:], done[-1].step_s, strict=False)
-            for step, (loss, step_s) in enumerate(both, 2):
-                record = {"step": step, "train/loss": loss, "perf/step_ms": 1e3 * step_s}
-                file.write(json.dumps(record) + "\n")
+        records = [
+            {"step": step, "train/loss": loss, "perf/step_ms": 1e3 * step_s}
+            for step, (loss, step_s) in enumerate(
+                zip(done[-1].losses[1:], done[-1].step_s, strict=False), 2
+            )
+        ]
+        text = "".join(f"{json.dumps(record)}\n" for record in records)
+        write_text(out / name / "metrics.jsonl", text)
     diagnosis.write(out / "before")
     write_text(out / "after" / SUMMARY, result.summary() + "\n")

