@@ -117,7 +117,11 @@ def diagnose(
         request = Request(seconds=seconds, steps=steps, to_the_end=to_the_end)
         found = diagnose_script(script, request, as_json=as_json, progress=progress)
         return DiagnoseResult(**dict(found))
-    require_script("--steps and --to-the-end", steps is not None or to_the_end)
+    if steps is not None or to_the_end:
+        raise ConfigError(
+            "--steps and --to-the-end are for a script.",
+            fix="Write `flatout diagnose --steps 50 -- python train.py`, or leave them out.",
+        )
     if recipe is None:
         if fix or out is not None:
             raise ConfigError("--fix and --out need a recipe.", fix="Name one, or leave them out.")
@@ -174,18 +178,6 @@ def require_only_script(has_more: object) -> None:
         raise ConfigError(
             "A script after -- cannot be combined with a recipe and its options.",
             fix="Write `-- python train.py` alone.",
-        )
-
-
-def require_script(names: str, given: object) -> None:
-    """Check that options of scripts are not given without one.
-
-    Raises: ConfigError when they are.
-    """
-    if given:
-        raise ConfigError(
-            f"{names} are for a script.",
-            fix="Write `flatout diagnose --steps 50 -- python train.py`, or leave them out.",
         )
 
 

@@ -64,7 +64,9 @@ class Models:
 
     def _note(self, module: nn.Module) -> None:
         is_new = all(module is not each for each in self.found)
-        if is_new and torch.is_grad_enabled() and module.training and is_trained(module):
+        # no loss and no transform of images has weights
+        is_trained = module.training and any(one.requires_grad for one in module.parameters())
+        if is_new and torch.is_grad_enabled() and is_trained:
             self.found.append(module)
             self.in_autocast |= torch.is_autocast_enabled() or torch.is_autocast_enabled("cpu")
             for receive in self.receivers:
@@ -76,34 +78,25 @@ class Models:
             nn.Module.__call__ = self._plain  # type: ignore[method-assign]
 
 
-def is_trained(module: nn.Module) -> bool:
-    """Return whether a module has weights to train: no loss and no transform of images has any."""
-    return any(weights.requires_grad for weights in module.parameters())
-
-
 def apply(names: Sequence[str], models: Models) -> dict[str, str]:
     """Apply changes, and return the dict that gets those which fail, with the reason."""
     failed: dict[str, str] = {}
     for name in names:
-        if name == "threads":
-            torch.set_num_threads(probe().cores)
+        edit, fail = edit_of(name), partial(failed.__setitem__, name)
+        owners = [(getattr(torch.optim, kind), "__init__") for kind in edit.only]
+        how = ignoring if edit.remove else partial(setting, edit, fail)
+        if edit.lines:
+            models.receivers.append(partial(run_lines, edit, fail))
         elif name == "deferred-item":
             replace(torch.Tensor, "item", deferred)
-        make(edit_of(name), models, partial(failed.__setitem__, name))
+        elif name == "threads":
+            torch.set_num_threads(probe().cores)
+        if name == "no-anomaly":  # it is switched on by torch's own code
+            replace(torch, "set_anomaly_enabled", lambda plain: lambda *_: plain(False))
+            continue
+        for owner, function in owners or CALLS.get(edit.at, ()):
+            replace(owner, function, how)
     return failed
-
-
-def make(edit: Edit, models: Models, failed: Failed) -> None:
-    """Make an edit at every call of its kind that follows."""
-    if edit.lines:
-        models.receivers.append(partial(run_lines, edit, failed))
-    elif edit.at == "anomaly":
-        replace(torch, "set_anomaly_enabled", lambda plain: lambda *_: plain(False))
-    else:
-        owners = [(getattr(torch.optim, name), "__init__") for name in edit.only]
-        how = ignoring if edit.remove else partial(setting, edit, failed)
-        for owner, name in owners or CALLS.get(edit.at, ()):
-            replace(owner, name, how)
 
 
 def run_lines(edit: Edit, failed: Failed, model: nn.Module) -> None:

@@ -77,19 +77,17 @@ def patch_of(edits: Mapping[str, Edit], sites: Sequence[Site], root: Path) -> Pa
     sources: dict[str, _Source | str] = {}
     by_hand: list[ByHand] = []
     for change, edit in edits.items():
-        found = _sites_of(edit, sites)
-        if not found:
+        for site in _sites_of(edit, sites) or (None,):
+            reason: str | None = "no line of the script that calls it is known"
+            file = line = None
             call = " or ".join(edit.only) or edit.at
-            words = edit.by_hand or _words(
-                edit, "no line of the script that calls it is known", call
-            )
-            by_hand.append(ByHand(change=change, file=None, line=None, words=words))
-        for site in found:
-            source = sources.setdefault(site.file, _read(Path(site.file), root))
-            reason = source if isinstance(source, str) else source.edit(change, edit, site)
+            if site is not None:
+                source = sources.setdefault(site.file, _read(Path(site.file), root))
+                reason = source if isinstance(source, str) else source.edit(change, edit, site)
+                file, line, call = site.file, site.line, site.name
             if reason is not None:
-                words, number = _words(edit, reason, site.name), site.line or None
-                by_hand.append(ByHand(change=change, file=site.file, line=number, words=words))
+                words = (edit.by_hand if site is None else "") or _words(edit, reason, call)
+                by_hand.append(ByHand(change=change, file=file, line=line, words=words))
     files, diff = {}, ""
     for source in sources.values():
         if isinstance(source, _Source) and source.edits:
@@ -97,10 +95,10 @@ def patch_of(edits: Mapping[str, Edit], sites: Sequence[Site], root: Path) -> Pa
             files[name] = source.text().decode()
             tab = "\t" if " " in name else ""  # ends a name with spaces
             before, after = (
-                [*io.StringIO(text, newline="\n")] for text in (source.data.decode(), files[name])
+                [*io.StringIO(whole, newline="\n")] for whole in (source.data.decode(), files[name])
             )
-            for line in difflib.unified_diff(before, after, f"a/{name}{tab}", f"b/{name}{tab}"):
-                diff += line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"
+            for text in difflib.unified_diff(before, after, f"a/{name}{tab}", f"b/{name}{tab}"):
+                diff += text if text.endswith("\n") else f"{text}\n\\ No newline at end of file\n"
     return Patch(diff=diff, by_hand=by_hand, files=files)
 
 

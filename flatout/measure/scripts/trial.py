@@ -42,11 +42,9 @@ class Guard:
     def __init__(self, request: Request) -> None:
         self.others: dict[str, None] = {}
         """Files elsewhere that were opened for writing."""
-        guarded, own = request.guarded, os.path.dirname(request.answer)
-        self._guarded, self._process = guarded, os.getpid()
-        temporary, home = os.path.realpath(tempfile.gettempdir()), str(Path.home())
-        quiet = ["/dev/", "/proc/", f"{home}/.cache/", os.getcwd(), own]
-        self._quiet = (*quiet, *([] if guarded[0].startswith(temporary) else [temporary]))
+        self._guarded = request.guarded
+        temporary = os.path.realpath(tempfile.gettempdir())
+        self._quiet = ("/dev/", "/proc/", f"{Path.home()}/.cache/", os.getcwd(), temporary)
         sys.addaudithook(self._on_event)
         replace(torch, "save", self._saving)
         register_optimizer_step_post_hook(self._on_optimizer_step)
@@ -60,8 +58,7 @@ class Guard:
             if isinstance(name, str | os.PathLike):
                 folder, own = os.path.split(os.fspath(name))  # a link itself may go
                 self._refuse(os.path.join(os.path.realpath(folder or "."), own))
-        is_open = event == "open" and isinstance(args[0], str) and os.getpid() == self._process
-        if is_open and (args[2] or 0) & (os.O_WRONLY | os.O_RDWR):
+        if event == "open" and (args[2] or 0) & (os.O_WRONLY | os.O_RDWR):
             self._before_writing(args[0], is_new=bool(args[2] & os.O_TRUNC))
 
     def _is_guarded(self, path: str) -> bool:

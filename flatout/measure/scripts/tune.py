@@ -173,23 +173,14 @@ class Search:
                 if answer.problem:
                     return answer.problem
             ratios.append(samples * ratio(answers[one], answers[other]))
-            low, _, high = self.interval(ratios)
+            low, median, high = interval_of(ratios, pooled([EXPECTED, spread(self.noise)]))
             if len(ratios) > 1 and not low <= LEAST_GAIN <= high:
                 break
-        low, median, high = self.interval(ratios)
         return Figure(median=median, low=low, high=high)
-
-    def interval(self, ratios: Sequence[float]) -> tuple[float, float, float]:
-        """Return low, median and high of ratios, with the noise of all that were repeated."""
-        return interval_of(ratios, pooled([EXPECTED, spread(self.noise)]))
 
     def losses(self, point: Point) -> list[list[float]]:
         """Return the losses of a point's trials."""
         return [answer.losses for each, answer in self.done if each == point and not answer.problem]
-
-    def note(self, name: str, **facts: Any) -> None:
-        """Add facts to the row of a change."""
-        self.rows[name] = self.rows[name].model_copy(update=facts)
 
     def screen(self, names: Sequence[str]) -> None:
         """Measure every change once, two at a time between trials of the unchanged script.
@@ -198,61 +189,55 @@ class Search:
         """
         bases = [self.base(), self.base()]
         for first in range(0, len(names), 2):
-            answers: dict[str, Answer] = {}
+            done: list[tuple[ChangeRow, Answer]] = []
             for name in names[first : first + 2]:
-                has_other = INSTEAD.get(name) in self.rows
-                if has_other and not self.rows[INSTEAD[name]].reason:
-                    self.left[name] = f"{INSTEAD[name]} could be measured."
+                other = self.rows.get(INSTEAD.get(name, ""))
+                if other is not None and not other.reason:
+                    self.left[name] = f"{other.name} could be measured."
                 elif not self.allows(0, SCREEN_SHARE):
                     self.left[name] = NO_TIME
                 else:
-                    self.task.note(f"{name}: {CHANGES[name].does}")
+                    row = self.rows[name] = ChangeRow(name=name, does=CHANGES[name].does)
+                    self.task.note(f"{name}: {row.does}")
                     answer = self.run(Point((name,)))
-                    self.rows[name] = ChangeRow(name=name, does=CHANGES[name].does)
                     if answer.problem:
-                        self.note(name, reason=f"failed: {answer.problem}")
+                        row.reason = f"failed: {answer.problem}"
                     else:
-                        answers[name] = answer
-            if answers:
+                        done.append((row, answer))
+            if done:
                 bases.append(self.base())
-            for name, answer in answers.items():
-                self.note(
-                    name,
-                    first_gain=statistics.fmean(ratio(answer, base) for base in bases[-2:]),
-                    peak_gib=answer.peak_gib,
-                    compile_s=answer.compile_s,
-                )
+            for row, answer in done:
+                row.first_gain = statistics.fmean(ratio(answer, base) for base in bases[-2:])
+                row.peak_gib, row.compile_s = answer.peak_gib, answer.compile_s
         self.noise.append([ratio(one, bases[0]) for one in bases[1:]])
 
     def add(self) -> None:
         """Add the winners one after the other, the largest gain first."""
-        promising = [
-            (row.first_gain, name)
-            for name, row in self.rows.items()
-            if row.first_gain and row.first_gain >= PROMISING
-        ]
-        for number, (first_gain, name) in enumerate(sorted(promising, reverse=True)):
-            before, point = Point(self.taken), Point((*self.taken, name))
+        gains = {name: row.first_gain or 0.0 for name, row in self.rows.items()}
+        promising = [name for name, gain in gains.items() if gain >= PROMISING]
+        for number, name in enumerate(sorted(promising, key=lambda name: -gains[name])):
+            row, point = self.rows[name], Point((*self.taken, name))
             # the best in any case; otherwise with as much time for the patch
             if number and not self.allows(4):
-                self.note(name, reason="the time was up before it was repeated")
+                row.reason = "the time was up before it was repeated"
                 continue
             self.task.note(f"{name} on top of {', '.join(self.taken) or 'nothing'}")
-            check = self.check(Point((name,)), CHANGES[name].rtol)
-            self.note(name, **check.model_dump())
-            if check.promise_kept is False:
-                self.note(name, reason=DIFFERENT)
+            for key, value in self.check(Point((name,)), CHANGES[name].rtol):
+                setattr(row, key, value)
+            if row.promise_kept is False:
+                row.reason = DIFFERENT
                 continue
-            known = () if self.taken else (first_gain,)
-            gain = self.pairs(point, before, ROUNDS, known=known)
+            known = () if self.taken else (gains[name],)
+            gain = self.pairs(point, Point(self.taken), ROUNDS, known=known)
             if isinstance(gain, str):
-                self.note(name, reason=f"failed with the others: {gain}")
+                row.reason = f"failed with the others: {gain}"
                 continue
-            is_taken = (gain.low or 0.0) >= LEAST_GAIN
-            reason = None if is_taken else "no clear gain" + " on top" * bool(self.taken)
-            self.note(name, gain=gain, taken=is_taken, reason=reason, against=list(self.taken))
-            if is_taken:
+            row.gain, row.against = gain, list(self.taken)
+            row.taken = (gain.low or 0.0) >= LEAST_GAIN
+            if row.taken:
                 self.taken = point.changes
+            else:
+                row.reason = "no clear gain" + " on top" * bool(self.taken)
 
     def grow_batch(self, flag: str, accumulate_flag: str | None) -> None:
         """Measure larger batches, which are never part of the patch: they are arguments.
@@ -279,12 +264,11 @@ class Search:
             row = ChangeRow(name=name, does="larger batches", against=list(self.taken))
             self.rows[name] = row
             if isinstance(gain, str):
-                self.note(name, reason=f"failed: {gain}")
+                row.reason = f"failed: {gain}"
                 break
-            reason = "an argument: not in the patch"
+            row.gain, row.reason = gain, "an argument: not in the patch"
             if accumulate_flag is None:
-                reason = "by samples per second; steps of other batches learn differently"
-            self.note(name, gain=gain, reason=reason)
+                row.reason = "by samples per second; steps of other batches learn differently"
             if gain.median < factor**0.1:
                 break
 
@@ -353,7 +337,8 @@ class Search:
             if not made.by_hand:
                 self.taken = ()
                 for name in taken:
-                    self.note(name, taken=False, reason=f"in the end, {reason}")
+                    self.rows[name].taken = False
+                    self.rows[name].reason = f"in the end, {reason}"
         return found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from flatout.errors import in_shell
 from flatout.figures import duration
@@ -22,7 +22,9 @@ FILE, CHANGES = "tuning.json", "changes.txt"
 
 
 class ChangeRow(LossCheck):
-    """A change that was measured."""
+    """A change that was measured; the search fills it."""
+
+    model_config = ConfigDict(frozen=False)
 
     name: str
     does: str
