@@ -125,3 +125,7 @@ class Scratch:
         """Return an argument with an absolute path into the directory as one into the copy."""
         source = str(self.source)
         return word.replace(source, str(self.path)) if f"{source}/" in word else word
+
+    def original(self, text: str) -> str:
+        """Return a text with the paths of the user's files in place of those of the copy."""
+        return text.replace(str(self.path), str(self.source))

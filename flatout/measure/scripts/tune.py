@@ -125,7 +125,7 @@ class Search:
         if answer.failed:
             problem = next(iter(answer.failed.values()))
         elif len(answer.step_s) < self.steps and code:
-            problem = last_words(output) or f"exit code {code}"
+            problem = last_words(self.scratch.original(output)) or f"exit code {code}"
         elif len(answer.step_s) <= WARM_STEPS:
             problem = answer.problem or "it took too few steps"
             if code is None:
@@ -400,9 +400,7 @@ def tune_script(
             folder=scratch.path,
             limit_s=max(30 * minutes, 120.0),
         )
-        # with the paths of the user's own files
-        text = look.model_dump_json().replace(str(scratch.path), str(scratch.source))
-        look = Answer.model_validate_json(text)
+        look = Answer.model_validate_json(scratch.original(look.model_dump_json()))
         name, facts = " ".join(command), look.facts
         if look.evidence is None or look.evidence.failure is not None or (code or 0) > 0:
             print(output, file=sys.stderr)

@@ -6,7 +6,7 @@ import ast
 import subprocess
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flatout.measure.scripts.patch import Edit, Patch, apply, patch_of
@@ -327,6 +327,7 @@ WORDS = st.sampled_from(
 GAPS = st.sampled_from(["", " ", "\n    ", "\r\n  ", "\t", "  # ä (note),\n", "\\\n"])
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_keywords_are_set_wherever_there_are_blanks_and_comments(tmp_path_factory, data):
     """The syntax tree with the keyword is that of the source with one keyword more."""
