@@ -187,28 +187,28 @@ class Search:
 
         Raises: RunFailed when the unchanged script fails.
         """
-        bases = [self.base(), self.base()]
-        for first in range(0, len(names), 2):
-            done: list[tuple[ChangeRow, Answer]] = []
-            for name in names[first : first + 2]:
-                other = self.rows.get(INSTEAD.get(name, ""))
-                if other is not None and not other.reason:
-                    self.left[name] = f"{other.name} could be measured."
-                elif not self.allows(0, SCREEN_SHARE):
-                    self.left[name] = NO_TIME
-                else:
-                    row = self.rows[name] = ChangeRow(name=name, does=CHANGES[name].does)
-                    self.task.note(f"{name}: {row.does}")
-                    answer = self.run(Point((name,)))
-                    if answer.problem:
-                        row.reason = f"failed: {answer.problem}"
-                    else:
-                        done.append((row, answer))
-            if done:
+        bases, done = [self.base()], list[tuple[ChangeRow, Answer]]()
+        for name in names:
+            if len(bases) < 2 + len(done) // 2:
                 bases.append(self.base())
-            for row, answer in done:
-                row.first_gain = statistics.fmean(ratio(answer, base) for base in bases[-2:])
-                row.peak_gib, row.compile_s = answer.peak_gib, answer.compile_s
+            other = self.rows.get(INSTEAD.get(name, ""))
+            if other is not None and not other.reason:
+                self.left[name] = f"{other.name} could be measured."
+            elif not self.allows(0, SCREEN_SHARE):
+                self.left[name] = NO_TIME
+            else:
+                row = self.rows[name] = ChangeRow(name=name, does=CHANGES[name].does)
+                self.task.note(f"{name}: {row.does}")
+                answer = self.run(Point((name,)))
+                if answer.problem:
+                    row.reason = f"failed: {answer.problem}"
+                else:
+                    done.append((row, answer))
+        bases.append(self.base())
+        for number, (row, answer) in enumerate(done):
+            around = bases[1 + number // 2 : 3 + number // 2]
+            row.first_gain = statistics.fmean(ratio(answer, base) for base in around)
+            row.peak_gib, row.compile_s = answer.peak_gib, answer.compile_s
         self.noise.append([ratio(one, bases[0]) for one in bases[1:]])
 
     def add(self) -> None:
@@ -245,30 +245,25 @@ class Search:
         With the argument for accumulation too, it is divided by as much, so that a step has the
         same samples. Without it, the gain is that of samples per second.
         """
+        reason = "by samples per second; steps of other batches learn differently"
+        if accumulate_flag is not None:
+            reason = "an argument: not in the patch"
         for factor in (2, 4, 8, 16):
             value, words = scaled(self.command, flag, factor)
+            steps, samples = 1.0, factor
             if accumulate_flag is not None:
-                steps, words = scaled(words, accumulate_flag, 1 / factor)
-                if steps % 1:
-                    break
-            point, before, name = (
-                Point(self.taken, tuple(words)),
-                Point(self.taken),
-                f"{flag} {value}",
-            )
-            if not self.allows(2):
+                (steps, words), samples = scaled(words, accumulate_flag, 1 / factor), 1
+            if steps % 1 or not self.allows(2):
                 break
-            self.task.note(name)
-            samples = 1 if accumulate_flag else factor
-            gain = self.pairs(point, before, ROUNDS, samples=samples)
-            row = ChangeRow(name=name, does="larger batches", against=list(self.taken))
-            self.rows[name] = row
+            row = ChangeRow(name=f"{flag} {value}", does="larger batches", against=list(self.taken))
+            self.rows[row.name] = row
+            self.task.note(row.name)
+            point = Point(self.taken, tuple(words))
+            gain = self.pairs(point, Point(self.taken), ROUNDS, samples=samples)
             if isinstance(gain, str):
                 row.reason = f"failed: {gain}"
                 break
-            row.gain, row.reason = gain, "an argument: not in the patch"
-            if accumulate_flag is None:
-                row.reason = "by samples per second; steps of other batches learn differently"
+            row.gain, row.reason = gain, reason
             if gain.median < factor**0.1:
                 break
 
