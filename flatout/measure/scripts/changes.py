@@ -29,7 +29,7 @@ HEAP = {
 makes for flatout's own runs, as variables, since they come before a script's first tensor."""
 FP32, BF16 = 1e-3, 2e-2
 """How far losses may differ because sums of these types are rounded in another order."""
-NO_GPU, NO_CONVOLUTIONS = "The model is not on a GPU.", "There are no convolutions."
+NO_CONVOLUTIONS = "There are no convolutions."
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def no_wait(evidence: Evidence) -> dict[str, object]:
 
 def no_gpu(evidence: Evidence) -> dict[str, object]:
     """Return the obstacle that there is no GPU."""
-    return {NO_GPU: not on_gpu(evidence)}
+    return {"The model is not on a GPU.": not on_gpu(evidence)}
 
 
 def on_gpu(evidence: Evidence) -> bool:

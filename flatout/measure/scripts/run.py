@@ -26,8 +26,8 @@ from flatout.measure.steps.evidence import Evidence, Failure
 from flatout.progress import SILENT, Progress, counted
 
 POLL_S = 0.1
-GRACE_S, TRIAL_GRACE_S = 20.0, 10.0
-"""How long a script may take to end after it was measured, and after a trial."""
+GRACE_S = 20.0
+"""How long a script may take to end after it was measured."""
 SLOW_START_S = 60.0
 """Time without a step after which the command says so."""
 REQUEST = "FLATOUT_ATTACH"
@@ -122,8 +122,7 @@ def _wait(
             found = answer.evidence
             if found is not None and found.world_size > 1:  # rank 0 waits, and so do the others
                 end_all(process, place, (psutil.Process.kill,))
-            grace_s = GRACE_S if found is not None else TRIAL_GRACE_S
-            end_s = now_s + (grace_s if answer.steps else 0.0)  # without steps it cannot attach
+            end_s = now_s + (GRACE_S if answer.steps else 0.0)  # without steps it cannot attach
         if now_s > late_s:
             late_s = math.inf
             if request.timing is None and _seen(request) != "step":

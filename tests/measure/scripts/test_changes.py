@@ -77,6 +77,8 @@ def main():
                     "same": torch.equal(copied.conv.weight, net.conv.weight),
                     "compiled": [m._compiled_call_impl is not None for m in net.blocks],
                     "random": random.random(),
+                    "tf32": torch.get_float32_matmul_precision(),
+                    "benchmark": torch.backends.cudnn.benchmark,
                 }), flush=True)
     open("done", "w").write("x")
 
@@ -85,7 +87,8 @@ if __name__ == "__main__":
 """
 ON_A_CPU = (
     *("data-workers", "no-anomaly", "no-gc-collect", "gc-thresholds", "threads"),
-    *("zero-grad-none", "channels-last", "fused-optimizer"),
+    *("zero-grad-none", "channels-last", "fused-optimizer", "tf32", "cudnn-benchmark"),
+    "deferred-item",
 )
 
 
@@ -139,6 +142,7 @@ def test_changes_are_applied_and_keep_the_losses(effects, plain):
     assert found["last"]
     assert found["same"]
     assert found["random"] == plain[0]["random"]
+    assert (found["tf32"], found["benchmark"]) == ("high", True)
     epoch = slice(0, 8)  # the next one is shuffled by other random numbers with workers
     assert answer.losses[epoch] == pytest.approx(plain[1].losses[epoch], rel=1e-4)
 
