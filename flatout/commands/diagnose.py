@@ -118,10 +118,8 @@ def diagnose(
         found = diagnose_script(script, request, as_json=as_json, progress=progress)
         return DiagnoseResult(**dict(found))
     if steps is not None or to_the_end:
-        raise ConfigError(
-            "--steps and --to-the-end are for a script.",
-            fix="Write `flatout diagnose --steps 50 -- python train.py`, or leave them out.",
-        )
+        how = "Write `flatout diagnose --steps 50 -- python train.py`, or leave them out."
+        raise ConfigError("--steps and --to-the-end are for a script.", fix=how)
     if recipe is None:
         if fix or out is not None:
             raise ConfigError("--fix and --out need a recipe.", fix="Name one, or leave them out.")
@@ -134,9 +132,7 @@ def diagnose(
         return DiagnoseResult(**dict(diagnosis_of(machine_evidence(progress=progress))))
     folder, watched = find_recorded(recipe)
     if out is not None and not fix:
-        raise ConfigError(
-            "--out has no effect without --fix.", fix="Add --fix, or leave --out out."
-        )
+        raise ConfigError("--out has no effect without --fix.", fix="Add --fix, or leave it out.")
     if out is not None:
         require_recipe_path(out, "--out ")
     if watched is not None and not fix and not overrides:

@@ -80,10 +80,8 @@ def tune(
     if script:
         require_only_script(recipe is not None or overrides or statistical)
         if accumulate_flag is not None and batch_flag is None:
-            raise ConfigError(
-                "--accumulate-flag needs --batch-flag.",
-                fix="Name both, such as --batch-flag --batch-size.",
-            )
+            how = "Name both, such as --batch-flag --batch-size."
+            raise ConfigError("--accumulate-flag needs --batch-flag.", fix=how)
         from flatout.measure.scripts.changes import CHANGES
         from flatout.measure.scripts.tune import tune_script
 
