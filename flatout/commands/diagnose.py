@@ -117,7 +117,9 @@ def diagnose(
         request = Request(seconds=seconds, steps=steps, to_the_end=to_the_end)
         found = diagnose_script(script, request, as_json=as_json, progress=progress)
         return DiagnoseResult(**dict(found))
-    require_script("--steps and --to-the-end", steps is not None or to_the_end)
+    if steps is not None or to_the_end:
+        how = "Write `flatout diagnose --steps 50 -- python train.py`, or leave them out."
+        raise ConfigError("--steps and --to-the-end are for a script.", fix=how)
     if recipe is None:
         if fix or out is not None:
             raise ConfigError("--fix and --out need a recipe.", fix="Name one, or leave them out.")
@@ -130,9 +132,7 @@ def diagnose(
         return DiagnoseResult(**dict(diagnosis_of(machine_evidence(progress=progress))))
     folder, watched = find_recorded(recipe)
     if out is not None and not fix:
-        raise ConfigError(
-            "--out has no effect without --fix.", fix="Add --fix, or leave --out out."
-        )
+        raise ConfigError("--out has no effect without --fix.", fix="Add --fix, or leave it out.")
     if out is not None:
         require_recipe_path(out, "--out ")
     if watched is not None and not fix and not overrides:
@@ -174,18 +174,6 @@ def require_only_script(has_more: object) -> None:
         raise ConfigError(
             "A script after -- cannot be combined with a recipe and its options.",
             fix="Write `-- python train.py` alone.",
-        )
-
-
-def require_script(names: str, given: object) -> None:
-    """Check that options of scripts are not given without one.
-
-    Raises: ConfigError when they are.
-    """
-    if given:
-        raise ConfigError(
-            f"{names} are for a script.",
-            fix="Write `flatout diagnose --steps 50 -- python train.py`, or leave them out.",
         )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Annotated
 
 from flatout.commands import Command
-from flatout.commands.tune import changes_in
+from flatout.commands.tune import names_in
 from flatout.errors import ConfigError
 from flatout.json_io import Result
 from flatout.signature import Option, checked
@@ -52,17 +52,14 @@ def run(
     from flatout.measure.scripts.request import Request
     from flatout.measure.scripts.run import run_script
 
-    names = changes_in(changes)
+    names = names_in(changes, CHANGES, "change")
     if not script or not names:
         raise ConfigError(
             "There is no script to run, or no change to run it with.",
             fix="Write `flatout run --with bf16,compile -- python train.py`.",
         )
     request = Request(changes=names, measures=False, to_the_end=True)
-    environment: dict[str, str] = {}
-    for name in names:
-        environment |= CHANGES[name].environment
-    answer, code, _ = run_script(script, request, environment=environment)
+    answer, code, _ = run_script(script, request)
     code = 1 if code is None else code if code >= 0 else 128 - code
     return ScriptRun(changes=list(names), failed=answer.failed, code=code)
 

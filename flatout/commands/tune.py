@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -79,14 +79,17 @@ def tune(
     flags = {"patch": patch, "batch-flag": batch_flag, "accumulate-flag": accumulate_flag}
     if script:
         require_only_script(recipe is not None or overrides or statistical)
-        require_flags(flags)
+        if accumulate_flag is not None and batch_flag is None:
+            how = "Name both, such as --batch-flag --batch-size."
+            raise ConfigError("--accumulate-flag needs --batch-flag.", fix=how)
+        from flatout.measure.scripts.changes import CHANGES
         from flatout.measure.scripts.tune import tune_script
 
         return tune_script(
             script,
             out=out,
             minutes=minutes,
-            only=changes_in(only),
+            only=names_in(only, CHANGES, "change"),
             patch=patch,
             flags=(batch_flag, accumulate_flag),
             progress=progress,
@@ -124,42 +127,25 @@ def parse_only(text: str | None) -> tuple[str, ...]:
 
     Raises: ConfigError for an unknown one, with the nearest name.
     """
-    words = tuple(word.strip() for word in (text or "").split(",") if word.strip())
+    known = [*PARTS, *(name for name in SPEEDUPS.names() if name not in PARTS)]
+    words = names_in(text, known, "part to tune")
     if text is not None and not words:
         raise ConfigError(
             "--only names nothing to tune.",
             fix=f"Name {', '.join(PARTS)}, or speedups, with commas between them; or leave it out.",
         )
-    known = [*PARTS, *(name for name in SPEEDUPS.names() if name not in PARTS)]
-    for word in words:
-        if word not in known:
-            raise unknown_name("part to tune", word, known)
     return words or PARTS
 
 
-def require_flags(flags: Mapping[str, object]) -> None:
-    """Check that a script's argument for accumulation comes with the one for its batch.
-
-    Raises: ConfigError.
-    """
-    if flags["accumulate-flag"] is not None and flags["batch-flag"] is None:
-        raise ConfigError(
-            "--accumulate-flag needs --batch-flag.",
-            fix="Name both, such as --batch-flag --batch-size.",
-        )
-
-
-def changes_in(text: str | None) -> tuple[str, ...]:
-    """Return the names of changes of a script, which commas separate.
+def names_in(text: str | None, known: Collection[str], what: str) -> tuple[str, ...]:
+    """Return the names in a text, which commas separate.
 
     Raises: ConfigError for an unknown one, with the nearest name.
     """
-    from flatout.measure.scripts.changes import CHANGES
-
     names = tuple(word.strip() for word in (text or "").split(",") if word.strip())
     for name in names:
-        if name not in CHANGES:
-            raise unknown_name("change", name, CHANGES)
+        if name not in known:
+            raise unknown_name(what, name, known)
     return names
 
 

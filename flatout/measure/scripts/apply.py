@@ -1,45 +1,46 @@
-"""Applies changes inside the process of a script: the function of each change's name.
+"""Applies changes inside the process of a script: makes the edits of its files on its objects.
 
 Everything happens before the script's own code runs, or when a model is called for the first time.
 """
 
 from __future__ import annotations
 
+import ast
 import functools
-import gc
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import IterableDataset
 
 from flatout.hardware import probe
-from flatout.measure.scripts.changes import FUSED, GC_THRESHOLDS, num_workers
+from flatout.measure.scripts.changes import edit_of
+from flatout.measure.scripts.patch import Edit
+from flatout.measure.scripts.sites import CALLS
 from flatout.registry import is_user_code
 
-Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+Failed = Callable[[str], object]
 
 
 class Models:
-    """The outermost modules that a script calls with gradients in its first step."""
+    """The outermost modules with weights that a script calls with gradients in its first step."""
 
     def __init__(self) -> None:
         self.found: list[nn.Module] = []
         self.in_autocast = False
         """Whether one of them was called in autocast."""
-        self._receivers: list[Callable[[nn.Module], object]] = []
+        self.receivers: list[Callable[[nn.Module], object]] = []
+        """Called with every model before its first call."""
         self._has_ended = False
         self._plain: Any = nn.Module.__call__
         nn.Module.__call__ = self._call = self._noting()  # type: ignore[method-assign]
         register_optimizer_step_post_hook(self._end)
-
-    def each(self, receive: Callable[[nn.Module], object]) -> None:
-        """Call `receive` with every model before its first call."""
-        self._receivers.append(receive)
 
     def _noting(self) -> Any:
         """Return a `__call__` that notes a model, and is not there for the modules in it.
@@ -63,10 +64,12 @@ class Models:
 
     def _note(self, module: nn.Module) -> None:
         is_new = all(module is not each for each in self.found)
-        if is_new and torch.is_grad_enabled() and module.training:
+        # no loss and no transform of images has weights
+        is_trained = module.training and any(one.requires_grad for one in module.parameters())
+        if is_new and torch.is_grad_enabled() and is_trained:
             self.found.append(module)
             self.in_autocast |= torch.is_autocast_enabled() or torch.is_autocast_enabled("cpu")
-            for receive in self._receivers:
+            for receive in self.receivers:
                 receive(module)
 
     def _end(self, *_: object) -> None:
@@ -79,218 +82,89 @@ def apply(names: Sequence[str], models: Models) -> dict[str, str]:
     """Apply changes, and return the dict that gets those which fail, with the reason."""
     failed: dict[str, str] = {}
     for name in names:
-        function = globals().get(name.replace("-", "_"))
-        if function is not None:  # otherwise it is done by the environment
-            function(models, functools.partial(failed.__setitem__, name))
+        edit, fail = edit_of(name), partial(failed.__setitem__, name)
+        owners = [(getattr(torch.optim, kind), "__init__") for kind in edit.only]
+        how = ignoring if edit.remove else partial(setting, edit, fail)
+        if edit.lines:
+            models.receivers.append(partial(run_lines, edit, fail))
+        elif name == "deferred-item":
+            replace(torch.Tensor, "item", deferred)
+        elif name == "threads":
+            torch.set_num_threads(probe().cores)
+        if name == "no-anomaly":  # it is switched on by torch's own code
+            replace(torch, "set_anomaly_enabled", lambda plain: lambda *_: plain(False))
+            continue
+        for owner, function in owners or CALLS.get(edit.at, ()):
+            replace(owner, function, how)
     return failed
 
 
-Failed = Callable[[str], object]
+def run_lines(edit: Edit, failed: Failed, model: nn.Module) -> None:
+    """Run the lines of an edit for a model."""
+    text = "\n".join(edit.lines).replace("{model}", "model").replace("{torch}", "torch")
+    text = text.replace("{device}", next(model.parameters()).device.type)
+    try:
+        exec(compile(text, __file__, "exec"), {"model": model, "torch": torch})  # flatout's code
+    except Exception as error:
+        number = traceback.extract_tb(error.__traceback__)[1].lineno or 1
+        where = f"in `{edit.lines[number - 1].strip()}`"
+        failed(f"{type(error).__name__}: {str(error) or where}")
 
 
-def on_each(models: Models, failed: Failed, change: Callable[[Any], object]) -> None:
-    """Change every model before its first call."""
-
-    def changed(model: nn.Module) -> None:
-        try:
-            change(model)
-        except Exception as error:
-            failed(f"{type(error).__name__}: {error}")
-
-    models.each(changed)
-
-
-def replace(owner: Any, name: str, wrap: Wrap) -> None:
+def replace(
+    owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> None:
     """Replace a function of a class or a module for the life of this process."""
     plain = getattr(owner, name)
     setattr(owner, name, functools.wraps(plain)(wrap(plain)))
 
 
-def ignore(owner: Any, name: str) -> None:
-    """Ignore the user's own calls of a function."""
+def ignoring(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that ignores the user's own calls."""
 
-    def quiet(plain: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            is_users = is_user_code(sys._getframe(1).f_code.co_filename)
-            return None if is_users else plain(*args, **kwargs)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        is_users = is_user_code(sys._getframe(1).f_code.co_filename)
+        return None if is_users else plain(*args, **kwargs)
 
-        return call
-
-    replace(owner, name, quiet)
+    return call
 
 
-def change_loaders(settings: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> None:
-    """Change the arguments of DataLoaders over map-style datasets."""
+def setting(edit: Edit, failed: Failed, plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method that sets arguments; as before for a dataset that is read in one order."""
+    signature = inspect.signature(plain)
+    values = {name: ast.literal_eval(text) for name, text in edit.keywords.items()}
 
-    def changed(plain: Callable[..., None]) -> Callable[..., None]:
-        signature = inspect.signature(plain)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        if isinstance(given.get("dataset"), IterableDataset):
+            return plain(*args, **kwargs)
+        try:
+            return plain(**given | values)
+        except (RuntimeError, TypeError, ValueError) as error:
+            failed(str(error))
+            return plain(*args, **kwargs)
 
-        def construct(self: Any, *args: Any, **kwargs: Any) -> None:
-            given = signature.bind(self, *args, **kwargs).arguments
-            if not isinstance(given["dataset"], IterableDataset):
-                plain(**{**given, **settings(given)})
-            else:
-                plain(self, *args, **kwargs)
-
-        return construct
-
-    replace(DataLoader, "__init__", changed)
-
-
-def data_workers(*_: Any, **more: Any) -> None:
-    """Read data in worker processes."""
-    workers = {"num_workers": num_workers(), "persistent_workers": True, **more}
-    change_loaders(lambda given: workers)
+    return call
 
 
-def prefetch(*_: Any) -> None:
-    """Let workers read further ahead."""
-    data_workers(prefetch_factor=8)
-
-
-def pinned_memory(*_: Any) -> None:
-    """Pin the memory of batches."""
-    change_loaders(lambda given: {"pin_memory": True})
-
-
-def no_anomaly(*_: Any) -> None:
-    """Keep the detection of anomalies off."""
-    replace(torch, "set_anomaly_enabled", lambda plain: lambda *_: plain(False))
-
-
-def no_gc_collect(*_: Any) -> None:
-    """Ignore gc.collect()."""
-    ignore(gc, "collect")
-
-
-def no_empty_cache(*_: Any) -> None:
-    """Ignore torch.cuda.empty_cache()."""
-    ignore(torch.cuda, "empty_cache")
-
-
-def gc_thresholds(models: Models, failed: Failed) -> None:
-    """Collect garbage rarely."""
-
-    def rarely(_: object) -> None:
-        gc.freeze()
-        gc.set_threshold(*GC_THRESHOLDS)
-
-    on_each(models, failed, rarely)
-
-
-def threads(*_: Any) -> None:
-    """Use a thread per core, whatever the script sets."""
-    torch.set_num_threads(probe().cores)
-    ignore(torch, "set_num_threads")
-
-
-def zero_grad_none(*_: Any) -> None:
-    """Free gradients."""
-
-    def freeing(plain: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda self, *_, **__: plain(self, set_to_none=True)
-
-    replace(torch.optim.Optimizer, "zero_grad", freeing)
-    replace(nn.Module, "zero_grad", freeing)
-
-
-def tf32(*_: Any) -> None:
-    """Allow TF32."""
-    torch.set_float32_matmul_precision("high")
-
-
-def bf16(models: Models, failed: Failed) -> None:
-    """Run the forward pass of every model in autocast; its class has other instances, too."""
-
-    def change(model: Any) -> None:
-        device = next(model.parameters()).device.type
-
-        def in_bf16(plain: Callable[..., Any]) -> Callable[..., Any]:
-            def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-                if self is not model:
-                    return plain(self, *args, **kwargs)
-                with torch.autocast(device, torch.bfloat16):
-                    out = plain(self, *args, **kwargs)
-                is_bf16 = torch.is_tensor(out) and out.dtype == torch.bfloat16
-                return out.float() if is_bf16 else out
-
-            return forward
-
-        replace(type(model), "forward", in_bf16)
-
-    on_each(models, failed, change)
-
-
-def sdpa(models: Models, failed: Failed) -> None:
-    """Switch models of transformers to SDPA."""
-    on_each(models, failed, lambda model: model.set_attn_implementation("sdpa"))
-
-
-def channels_last(models: Models, failed: Failed) -> None:
-    """Store the weights of convolutions with the channels last."""
-    on_each(models, failed, lambda model: model.to(memory_format=torch.channels_last))
-
-
-def cudnn_benchmark(*_: Any) -> None:
-    """Let cuDNN measure."""
-    torch.backends.cudnn.benchmark = True
-
-
-def fused_optimizer(_: Models, failed: Failed) -> None:
-    """Construct optimizers in their fused form."""
-
-    def fused(plain: Callable[..., None]) -> Callable[..., None]:
-        def construct(self: Any, *args: Any, **kwargs: Any) -> None:
-            try:
-                plain(self, *args, **kwargs | {"fused": True, "foreach": None})
-            except (RuntimeError, TypeError, ValueError) as error:
-                failed(str(error))
-                plain(self, *args, **kwargs)
-
-        return construct
-
-    for name in FUSED:
-        replace(getattr(torch.optim, name), "__init__", fused)
-
-
-def compile(models: Models, failed: Failed) -> None:
-    """Compile every model."""
-    on_each(models, failed, lambda model: model.compile())
-
-
-def compile_each_block(models: Models, failed: Failed) -> None:
-    """Compile the modules in every ModuleList."""
-
-    def change(model: nn.Module) -> None:
-        for module in model.modules():
-            if isinstance(module, nn.ModuleList):
-                for block in module:
-                    block.compile()
-
-    on_each(models, failed, change)
-
-
-def deferred_item(*_: Any) -> None:
-    """Return from the user's `.item()` the value of the same call one time before."""
+def deferred(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an `item` that gives the user the value of the same call one time before."""
     waiting: dict[object, tuple[torch.Tensor, torch.cuda.Event]] = {}
 
-    def deferred(plain: Callable[..., Any]) -> Callable[..., Any]:
-        def item(tensor: torch.Tensor) -> Any:
-            frame = sys._getframe(1)
-            if not tensor.is_cuda or not is_user_code(frame.f_code.co_filename):
-                return plain(tensor)
-            place = frame.f_code, frame.f_lasti
-            before = waiting.get(place)
-            host = torch.empty_like(tensor, device="cpu", pin_memory=True)
-            host.copy_(tensor.detach(), non_blocking=True)
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record()
-            waiting[place] = host, event
-            if before is None:
-                return plain(tensor)
-            before[1].synchronize()
-            return plain(before[0])
+    def item(tensor: torch.Tensor) -> Any:
+        frame = sys._getframe(1)
+        if not tensor.is_cuda or not is_user_code(frame.f_code.co_filename):
+            return plain(tensor)
+        place = frame.f_code, frame.f_lasti
+        before = waiting.get(place)
+        host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        host.copy_(tensor.detach(), non_blocking=True)
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        waiting[place] = host, event
+        if before is None:
+            return plain(tensor)
+        before[1].synchronize()
+        return plain(before[0])
 
-        return item
-
-    replace(torch.Tensor, "item", deferred)
+    return item

@@ -5,11 +5,10 @@ from __future__ import annotations
 import ast
 import difflib
 import io
-import re
 import tokenize
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, takewhile
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -18,28 +17,31 @@ from pydantic import Field
 from flatout.files import Stored
 from flatout.measure.scripts.request import Site
 
-NAMES = ("model", "optimizer", "torch")
-"""What inserted lines can name."""
 UNITS = ast.Name | ast.Attribute | ast.Call | ast.Subscript
 """Mappings of a call that `|` can follow."""
-IMPORT = re.compile(rb"^import torch(?: as (\w+))?\s*(?:#|$)", re.MULTILINE)
+Made = dict[tuple[int, int, str], bytes]
+"""New text by the bytes that it replaces, and by what it is if it replaces none."""
 
 
 @dataclass(frozen=True)
 class Edit:
     """An edit of the user's files at the call sites of a kind."""
 
-    at: str
-    """Kind of `Site`; start: after the imports of the script's main file."""
+    at: str = ""
+    """Kind of `Site`; "": lines belong to the optimizer, and other edits nowhere."""
     keywords: Mapping[str, str] = field(default_factory=dict)
     """Arguments to set in the call, as source text."""
     lines: tuple[str, ...] = ()
-    """Statements to insert after a call by the user, or before a call of a library that makes it.
-    `{model}`, `{optimizer}` and `{torch}` become names; without `{optimizer}` inserted once."""
+    """Statements to insert once: after the user constructs an optimizer, or before a call of a
+    library that does. `{model}` and `{torch}` become names."""
     remove: bool = False
     """Whether the statement goes."""
     only: tuple[str, ...] = ()
     """Names of classes to which it applies; (): all."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables of the process, which no edit can set early enough."""
+    by_hand: str = ""
+    """What the user can do where there is no such site."""
 
 
 class ByHand(Stored):
@@ -66,26 +68,26 @@ class Patch(Stored):
     """The whole new files, by their paths in the root; not stored."""
 
 
-def patch_of(edits: Mapping[str, Sequence[Edit]], sites: Sequence[Site], root: Path) -> Patch:
-    """Return the patch that makes the edits of each change in the files below `root`.
+def patch_of(edits: Mapping[str, Edit], sites: Sequence[Site], root: Path) -> Patch:
+    """Return the patch that makes the edit of each change in the files below `root`.
 
     Every byte that is not part of an edit stays as it is.
     """
     root = root.resolve()
     sources: dict[str, _Source | str] = {}
     by_hand: list[ByHand] = []
-    for change, edit in ((change, edit) for change, every in edits.items() for edit in every):
-        found = _sites_of(edit, sites)
-        if not found:
+    for change, edit in edits.items():
+        for site in _sites_of(edit, sites) or (None,):
+            reason: str | None = "no line of the script that calls it is known"
+            file = line = None
             call = " or ".join(edit.only) or edit.at
-            words = _words(edit, "no line of the script that calls it is known", call)
-            by_hand.append(ByHand(change=change, file=None, line=None, words=words))
-        for site in found:
-            source = sources.setdefault(site.file, _read(Path(site.file), root))
-            reason = source if isinstance(source, str) else source.edit(change, edit, site)
+            if site is not None:
+                source = sources.setdefault(site.file, _read(Path(site.file), root))
+                reason = source if isinstance(source, str) else source.edit(change, edit, site)
+                file, line, call = site.file, site.line, site.name
             if reason is not None:
-                words, number = _words(edit, reason, site.name), site.line or None
-                by_hand.append(ByHand(change=change, file=site.file, line=number, words=words))
+                words = (edit.by_hand if site is None else "") or _words(edit, reason, call)
+                by_hand.append(ByHand(change=change, file=file, line=line, words=words))
     files, diff = {}, ""
     for source in sources.values():
         if isinstance(source, _Source) and source.edits:
@@ -93,10 +95,10 @@ def patch_of(edits: Mapping[str, Sequence[Edit]], sites: Sequence[Site], root: P
             files[name] = source.text().decode()
             tab = "\t" if " " in name else ""  # ends a name with spaces
             before, after = (
-                [*io.StringIO(text, newline="\n")] for text in (source.data.decode(), files[name])
+                [*io.StringIO(whole, newline="\n")] for whole in (source.data.decode(), files[name])
             )
-            for line in difflib.unified_diff(before, after, f"a/{name}{tab}", f"b/{name}{tab}"):
-                diff += line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"
+            for text in difflib.unified_diff(before, after, f"a/{name}{tab}", f"b/{name}{tab}"):
+                diff += text if text.endswith("\n") else f"{text}\n\\ No newline at end of file\n"
     return Patch(diff=diff, by_hand=by_hand, files=files)
 
 
@@ -108,25 +110,26 @@ def apply(patch: Patch, folder: Path) -> None:
 
 def _sites_of(edit: Edit, sites: Sequence[Site]) -> list[Site]:
     """Return where an edit applies; calls by libraries only without calls by the user."""
-    text = "".join(edit.lines)
-    kinds = {edit.at, "caller"} if text and edit.at == "optimizer" else {edit.at}
-    found = [s for s in sites if s.kind in kinds and (not edit.only or s.name in edit.only)]
-    if text and "{optimizer}" not in text:
-        return sorted(
-            found, key=lambda s: ("model" not in s.names, not s.is_direct, s.kind == "caller")
-        )[:1]
+    if edit.lines:
+        found = [site for site in sites if site.kind in ("optimizer", "caller")]
+        found.sort(key=lambda s: ("model" not in s.names, not s.is_direct, s.kind == "caller"))
+        return found[:1]
+    found = [s for s in sites if s.kind == edit.at and (not edit.only or s.name in edit.only)]
     return [site for site in found if site.is_direct] or found
 
 
 def _words(edit: Edit, why: str, call: str) -> str:
     """Return what to write by hand."""
+    if edit.environment:
+        variables = " ".join(f"{name}={value}" for name, value in edit.environment.items())
+        return f"Start the script with these environment variables: {variables}"
     if edit.remove:
         return f"Remove {call}: {why}."
     if edit.keywords:
         values = ", ".join(f"{name}={value}" for name, value in edit.keywords.items())
         return f"Set {values} in {call}: {why}."
-    lines = re.sub(rf"{{({'|'.join(NAMES)})}}", r"\1", "\n".join(edit.lines))
-    return f"Write these lines: {why}.\n{lines}"
+    text = "\n".join(edit.lines).replace("{model}", "model").replace("{torch}", "torch")
+    return f"Write these lines: {why}.\n{text}"
 
 
 def _read(path: Path, root: Path) -> _Source | str:
@@ -149,44 +152,45 @@ class _Source:
 
     def __init__(self, path: Path, data: bytes) -> None:
         self.path, self.data = path, data
-        self.edits: dict[tuple[int, int, str], bytes] = {}
-        """New text by the bytes that it replaces, and by what it is if it replaces none."""
+        self.edits: Made = {}
         self._tree = ast.parse(data)
         self._starts = [0, *accumulate(map(len, data.splitlines(keepends=True)))]
 
-    def text(self) -> bytes:
-        """Return the file with its edits."""
-        data = self.data
-        for start, end, what in sorted(self.edits, key=lambda span: span[:2])[::-1]:
-            data = data[:start] + self.edits[start, end, what] + data[end:]
-        return data
-
     def edit(self, change: str, edit: Edit, site: Site) -> str | None:
         """Edit at a site, or return why that is not possible."""
-        before = dict(self.edits)
-        reason = self._edit(change, edit, site)
-        if reason is None and not self._parses():
-            reason = "the file would not be valid Python with it"
-        if reason is not None:
-            self.edits = before
-        return reason
+        made = self._edit(change, edit, site)
+        if isinstance(made, str):
+            return made
+        if not self._is_valid(made):
+            return "the file would not be valid Python with it"
+        self.edits |= made
+        return None
 
-    def _parses(self) -> bool:
+    def text(self, more: Made | None = None) -> bytes:
+        """Return the file with its edits, and more of them."""
+        data, edits = self.data, self.edits | (more or {})
+        for start, end, what in sorted(edits, key=lambda span: span[:2])[::-1]:
+            data = data[:start] + edits[start, end, what] + data[end:]
+        return data
+
+    def _is_valid(self, more: Made) -> bool:
         try:
-            ast.parse(self.text())
+            ast.parse(self.text(more))
         except SyntaxError:
             return False
         return True
 
-    def _edit(self, change: str, edit: Edit, site: Site) -> str | None:
-        if site.kind == "start":
-            heads = takewhile(lambda one: not hasattr(one, "body"), self._tree.body)
-            imports = [one for one in heads if isinstance(one, ast.Import | ast.ImportFrom)]
-            if not imports:
-                return "the file does not start with imports"
-            known = IMPORT.findall(self.data[: self._span(imports[-1])[1]])
-            names = {"torch": known[-1].decode() or "torch"} if known else {}
-            return self._insert(change, edit.lines, names, imports[-1], after=True)
+    def _at(self, line: int, column: int) -> int:
+        """Return the offset of a position, also of one that the file no longer has."""
+        return self._starts[min(line, len(self._starts)) - 1] + column
+
+    def _span(self, node: Any) -> tuple[int, int]:
+        """Return the offsets of the start and the end of a node."""
+        end = self._at(node.end_lineno, node.end_col_offset)
+        return self._at(node.lineno, node.col_offset), end
+
+    def _edit(self, change: str, edit: Edit, site: Site) -> Made | str:
+        """Return an edit at a site, or why that is not possible."""
         # a call of a method on several lines starts at the method's name for Python
         start, end = self._at(site.line, site.column), self._at(site.end_line, site.end_column)
         call = statement = None
@@ -199,102 +203,62 @@ class _Source:
                     call = node
         if call is None or statement is None:
             return "the call is not there any more, or its position is not known"
+        first, last = self._span(statement)
+        lines = self._at(statement.lineno, 0), self._starts[statement.end_lineno or 0]
+        indent, rest = self.data[lines[0] : first], self.data[last : lines[1]].strip()
+        has_own_lines = not indent.strip() and rest[:1] in b"#"
         if edit.lines:
-            names = dict(site.names)
-            if isinstance(statement, ast.Assign) and statement.value is call and site.is_direct:
-                names["optimizer"] = ast.unparse(statement.targets[0])
+            text, names = "\n".join(edit.lines), site.names
+            if "{torch}" in text and "torch" not in names:
+                text, names = f"import torch\n{text}", names | {"torch": "torch"}
+            if "{model}" in text and "model" not in names:
+                return "the model has no name there"
+            for key, name in names.items():
+                text = text.replace(f"{{{key}}}", name)
             after = site.is_direct and not isinstance(statement, ast.Return)
-            return self._insert(change, edit.lines, names, statement, after=after)
+            if not has_own_lines or (after and hasattr(statement, "body")):  # in a block's head
+                return "there is no place for a line of its own"
+            newline, at = b"\r\n" if b"\r\n" in self.data else b"\n", lines[after]
+            head, *more = text.encode().split(b"\n")
+            new = [head + f"  # flatout: {change}".encode(), *more]
+            lead = newline if after and not self.data[:at].endswith(b"\n") else b""
+            return {(at, at, text): lead + b"".join(indent + line + newline for line in new)}
         if not site.is_direct:
             return "a library makes it, which this line calls"
-        if edit.remove:
-            return self._remove(call, statement)
-        return self._set(edit.keywords, call, site)
+        if edit.keywords:
+            return self._set(edit.keywords, call, site)
+        if not isinstance(statement, ast.Expr) or statement.value is not call:
+            return "it is part of a longer statement"
+        without: Made = {(*lines, ""): b""}
+        is_removed = has_own_lines and self._is_valid(without)
+        return without if is_removed else {(first, last, ""): b"pass"}
 
-    def _at(self, line: int, column: int) -> int:
-        """Return the offset of a position, also of one that the file no longer has."""
-        return self._starts[min(line, len(self._starts)) - 1] + column
-
-    def _span(self, node: Any) -> tuple[int, int]:
-        """Return the offsets of the start and the end of a node."""
-        end = self._at(node.end_lineno, node.end_col_offset)
-        return self._at(node.lineno, node.col_offset), end
-
-    def _lines(self, statement: ast.stmt) -> tuple[int, int] | None:
-        """Return the offsets of the lines of a statement; None if it shares one of them."""
-        first, last = self._span(statement)
-        start, end = self._at(statement.lineno, 0), self._starts[statement.end_lineno or 0]
-        rest = self.data[last:end].strip()
-        return None if self.data[start:first].strip() or rest[:1] not in b"#" else (start, end)
-
-    def _set(self, keywords: Mapping[str, str], call: ast.Call, site: Site) -> str | None:
-        """Set arguments of a call."""
+    def _set(self, keywords: Mapping[str, str], call: ast.Call, site: Site) -> Made | str:
+        """Return the edit that sets arguments of a call, or why that is not possible."""
+        made: Made = {}
+        arguments = [*call.args, *call.keywords]
         given = {keyword.arg: keyword.value for keyword in call.keywords}
         mappings = [keyword for keyword in call.keywords if keyword.arg is None]
         has_star = any(isinstance(one, ast.Starred) for one in call.args)
         if not has_star:
             given |= dict(zip(site.parameters, call.args, strict=False))
-        arguments = [*call.args, *call.keywords]
+        is_clear = not has_star and [isinstance(one.value, UNITS) for one in mappings] in (
+            [],
+            [True],
+        )
+        closing = self._span(call)[1] - 1
+        end = max([self._span(one)[1] for one in arguments], default=closing)
         for name, value in keywords.items():
             if name in given:
-                self.edits[(*self._span(given[name]), "")] = value.encode()
-                continue
-            if name not in site.parameters:
+                made[(*self._span(given[name]), "")] = value.encode()
+            elif name not in site.parameters:
                 return f"{site.name} takes no {name}"
-            if (
-                has_star
-                or len(mappings) > 1
-                or not all(isinstance(one.value, UNITS) for one in mappings)
-            ):
+            elif not is_clear:
                 return f"an argument with a star may contain {name}"
-            text = f"{', ' if arguments else ''}{name}={value}"
-            closing = self._span(call)[1] - 1
-            at = max([self._span(one)[1] for one in arguments], default=closing)
-            if at > closing:  # f(x for x in y)
-                return "its only argument must be put in parentheses first"
-            if mappings:
-                at, text = self._span(mappings[0])[1], f' | {{"{name}": {value}}}'
-            self.edits[at, at, name] = text.encode()
-        return None
-
-    def _insert(
-        self,
-        change: str,
-        lines: Sequence[str],
-        names: dict[str, str],
-        statement: ast.stmt,
-        *,
-        after: bool,
-    ) -> str | None:
-        """Insert lines after or before a statement."""
-        text = "\n".join(lines)
-        if "{torch}" in text and "torch" not in names:
-            text, names["torch"] = f"import torch\n{text}", "torch"
-        for key in NAMES:
-            if f"{{{key}}}" in text and key not in names:
-                return f"the {key} has no name there"
-            text = text.replace(f"{{{key}}}", names.get(key, ""))
-        whole = self._lines(statement)
-        if whole is None or (after and hasattr(statement, "body")):  # or in the head of a block
-            return "there is no place for a line of its own"
-        indent = self.data[self._at(statement.lineno, 0) : self._span(statement)[0]]
-        newline = b"\r\n" if b"\r\n" in self.data else b"\n"
-        first, *rest = text.encode().split(b"\n")
-        new = [first + f"  # flatout: {change}".encode(), *rest]
-        at = whole[after]
-        lead = newline if after and not self.data[:at].endswith(b"\n") else b""
-        self.edits[at, at, text] = lead + b"".join(indent + line + newline for line in new)
-        return None
-
-    def _remove(self, call: ast.Call, statement: ast.stmt) -> str | None:
-        """Remove a statement that is only a call."""
-        if not isinstance(statement, ast.Expr) or statement.value is not call:
-            return "it is part of a longer statement"
-        lines = self._lines(statement)
-        if lines is not None:
-            self.edits[(*lines, "")] = b""
-            if self._parses():
-                return None
-            del self.edits[(*lines, "")]
-        self.edits[(*self._span(statement), "")] = b"pass"
-        return None
+            elif mappings:
+                at = self._span(mappings[0])[1]
+                made[at, at, name] = f' | {{"{name}": {value}}}'.encode()
+            else:  # before the parenthesis of f(x for x in y), too
+                at, comma = min(end, closing), ", " if arguments else ""
+                made[at, at, name] = f"{comma}{name}={value}".encode()
+        return made

@@ -47,8 +47,8 @@ class Site(Stored):
     """A place in a file at which the script makes a call that a patch may edit."""
 
     kind: str
-    """optimizer, loader, gc-collect, empty-cache, anomaly, threads or zero-grad; or start: the
-    imports of the script's main file, which have no position."""
+    """optimizer, loader, gc-collect, empty-cache, anomaly, threads or zero-grad; or caller: of a
+    function that constructs an optimizer."""
     name: str
     """Class or function that is called."""
     file: str
@@ -67,21 +67,13 @@ class Site(Stored):
     """Parameters of the call, in order; () when they are not known."""
     names: dict[str, str] = Field(default_factory=dict)
     """Expressions of that line for the root "model" and for "torch", as far as there are any."""
-    count: int = 0
-    """Calls."""
 
 
 class Facts(Stored):
     """What a script is made of, as far as changes depend on it."""
 
-    device: str = "cpu"
-    """Type of device of the model."""
     dtype: str = "float32"
     """Type of most weights."""
-    threads: int = 1
-    """Threads that torch uses for one operation."""
-    unfused: bool = False
-    """Whether an optimizer that has a fused form runs without it."""
     workers: int | None = None
     """Most workers of a DataLoader over a map-style dataset; None: there is none."""
     pinned: bool = True
@@ -94,12 +86,8 @@ class Facts(Stored):
     """Whether the forward pass runs in autocast."""
     tf32: bool = False
     """Whether fp32 matmuls may use TF32."""
-    anomaly: bool = False
-    """Whether autograd looks for anomalies."""
     calls: tuple[str, ...] = ()
     """Kinds of `Site` that the steps call."""
-    blocks: bool = False
-    """Whether a model repeats a block."""
     eager_attention: bool = False
     """Whether a model of transformers computes attention without SDPA."""
 

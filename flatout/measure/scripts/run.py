@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -20,13 +20,14 @@ from pydantic import ValidationError
 from flatout.errors import ConfigError, RunFailed, in_shell
 from flatout.launch import own_environment
 from flatout.measure.diagnose.diagnosis import Diagnosis, diagnosis_of
+from flatout.measure.scripts.changes import CHANGES
 from flatout.measure.scripts.request import SEEN, Answer, Request
 from flatout.measure.steps.evidence import Evidence, Failure
 from flatout.progress import SILENT, Progress, counted
 
 POLL_S = 0.1
-GRACE_S, TRIAL_GRACE_S = 20.0, 10.0
-"""How long a script may take to end after it was measured, and after a trial."""
+GRACE_S = 20.0
+"""How long a script may take to end after it was measured."""
 SLOW_START_S = 60.0
 """Time without a step after which the command says so."""
 REQUEST = "FLATOUT_ATTACH"
@@ -50,14 +51,13 @@ def run_script(
     request: Request,
     *,
     folder: Path | None = None,
-    environment: Mapping[str, str] | None = None,
     as_json: bool = False,
     limit_s: float = math.inf,
     progress: Progress = SILENT,
 ) -> Ran:
     """Run a script until it answers a request, and return the answer.
 
-    Its code and its directory are not changed, and of its environment only what `environment` adds.
+    Its code and its directory are not changed, and of its environment only what its changes set.
     Standard input and output are its own; with `as_json` its output goes to standard error. In
     another `folder` there is no input, and the output is captured. After `limit_s` it is ended.
     Nothing that it started runs on, however the call ends.
@@ -78,7 +78,9 @@ def run_script(
         path, place = own / "answer.json", str(own / "request.json")
         request = request.model_copy(update={"answer": str(path)})
         Path(place).write_text(request.model_dump_json(), encoding="utf-8")
-        before = {**own_environment(), **(environment or {})}
+        before = own_environment() | ({"PYTHONHASHSEED": "0"} if request.timing else {})
+        for change in request.changes:
+            before |= CHANGES[change].edit.environment
         search = os.pathsep.join([name, *filter(None, [before.get("PYTHONPATH")])])
         process = subprocess.Popen(
             words,
@@ -120,8 +122,7 @@ def _wait(
             found = answer.evidence
             if found is not None and found.world_size > 1:  # rank 0 waits, and so do the others
                 end_all(process, place, (psutil.Process.kill,))
-            grace_s = GRACE_S if found is not None else TRIAL_GRACE_S
-            end_s = now_s + (grace_s if answer.steps else 0.0)  # without steps it cannot attach
+            end_s = now_s + (GRACE_S if answer.steps else 0.0)  # without steps it cannot attach
         if now_s > late_s:
             late_s = math.inf
             if request.timing is None and _seen(request) != "step":
@@ -160,51 +161,39 @@ def evidence_in(name: str, answer: Answer, code: int | None) -> Evidence:
 
     Raises: ConfigError when its environment has no flatout; RunFailed when nothing was measured.
     """
-    evidence = answer.evidence
-    if evidence is None:
-        raise no_steps(name, answer, code)
-    if evidence.step_s is None and evidence.failure is None and not (code or 0) > 0:
-        raise RunFailed(
-            f"`{name}` ended after {counted(answer.steps, 'step')}, which are too few to measure.",
-            fix="Let it train for at least 30 steps.",
-        )
-    # it did not raise: sys.exit, os._exit, or another rank
-    if (code or 0) > 0 and evidence.failure is None:
-        message = f"{name} ended with exit code {code}"
-        failed = Failure(kind="error", message=message, step=answer.steps)
-        evidence = evidence.model_copy(update={"failure": failed})
-    return evidence
-
-
-def no_steps(name: str, answer: Answer, code: int | None) -> Exception:
-    """Return the error for a script in which no step was measured."""
-    if answer.problem not in (None, NOT_IMPORTED) and not answer.steps:
-        what, _, advice = str(answer.problem).partition(" Fix: ")
-        return ConfigError(what, fix=advice or "Run flatout in the environment of the script.")
+    evidence, failed = answer.evidence, code is not None and code > 0
     ended = f"ended with exit code {code}" if code is not None else "was ended"
-    if (code or 0) < 0:
-        return RunFailed(
-            f"`{name}` was killed by signal {-(code or 0)}, and nothing could be measured.",
-            fix="Signal 9 is what the system sends when memory runs out: use a smaller batch.",
+    if evidence is not None and evidence.failure is None and failed:
+        # it did not raise: sys.exit, os._exit, or another rank
+        failure = Failure(kind="error", message=f"{name} {ended}", step=answer.steps)
+        return evidence.model_copy(update={"failure": failure})
+    if evidence is not None and (evidence.failure is not None or evidence.step_s is not None):
+        return evidence
+    if evidence is not None:
+        what = f"ended after {counted(answer.steps, 'step')}, which are too few to measure."
+        fix = "Let it train for at least 30 steps."
+    elif answer.problem not in (None, NOT_IMPORTED) and not answer.steps:
+        words, _, advice = str(answer.problem).partition(" Fix: ")
+        raise ConfigError(words, fix=advice or "Run flatout in the environment of the script.")
+    elif code is not None and code < 0:
+        what = f"was killed by signal {-code}, and nothing could be measured."
+        fix = "Signal 9 is what the system sends when memory runs out: use a smaller batch."
+    elif failed:
+        what = f"{ended} before its first step was over; its own error is above."
+        fix = "Run it alone first, and repair that."
+    elif answer.steps:
+        what = f"took {answer.steps} steps, and they cannot be evaluated: {answer.problem}"
+        fix = "Please report this, with the script."
+    elif answer.problem == NOT_IMPORTED:
+        what = f"{ended} and did not import torch."
+        fix = "Name the command that trains. It must not start Python with -I, -E or -S."
+    else:
+        what = f"{ended}, and no optimizer of torch took two steps in it."
+        fix = (
+            "Let it train for more steps. A step is one of an optimizer of torch.optim after a "
+            "backward pass, in the process that is started or one of its children."
         )
-    if code:
-        what = f"`{name}` {ended} before its first step was over; its own error is above."
-        return RunFailed(what, fix="Run it alone first, and repair that.")
-    if answer.steps:
-        return RunFailed(
-            f"`{name}` took {answer.steps} steps, and they cannot be evaluated: {answer.problem}",
-            fix="Please report this, with the script.",
-        )
-    if answer.problem == NOT_IMPORTED:
-        return RunFailed(
-            f"`{name}` {ended} and did not import torch.",
-            fix="Name the command that trains. It must not start Python with -I, -E or -S.",
-        )
-    return RunFailed(
-        f"`{name}` {ended}, and no optimizer of torch took two steps in it.",
-        fix="Let it train for more steps. A step is one of an optimizer of torch.optim after a "
-        "backward pass, in the process that is started or one of its children.",
-    )
+    raise RunFailed(f"`{name}` {what}", fix=fix)
 
 
 def end_all(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
@@ -31,8 +31,8 @@ class Scratch:
         self.source = source.resolve()
         scripts = [Path(word).resolve() for word in command if word.endswith(".py")]
         self._scripts = {path.parent for path in scripts if not path.is_relative_to(self.source)}
-        self._links: dict[str, Path] = {}
-        """What leads where, relative to the copy."""
+        self._linked: set[Path] = set()
+        """Where links of the copy lead."""
         self.written: dict[str, None] = {}
         """Files that trials created or changed, relative to the directory."""
         self._root = Path(tempfile.mkdtemp(prefix="flatout-scratch-"))
@@ -66,25 +66,31 @@ class Scratch:
         """
         num_bytes = num_files = 0
         for folder, folders, files in os.walk(self.source):
-            own = self.path / Path(folder).relative_to(self.source)
-            own.mkdir(parents=True, exist_ok=True)
-            links = [name for name in folders if name in LINKED]
-            links += [name for name in folders if (Path(folder) / name).is_symlink()]
+            at = Path(folder).relative_to(self.source)
+            (self.path / at).mkdir(parents=True, exist_ok=True)
+            links = [
+                name for name in folders if name in LINKED or (Path(folder) / name).is_symlink()
+            ]
             folders[:] = [name for name in folders if name not in links]
-            for name in (*dict.fromkeys(links), *files):
-                path = Path(folder) / name
-                size = path.lstat().st_size
-                if size > LARGE_BYTES or name in links or path.is_symlink():
-                    (own / name).symlink_to(path.resolve())
-                    self._links[os.path.relpath(own / name, self.path)] = path.resolve()
-                elif path.is_file():  # no socket or pipe
-                    shutil.copy2(path, own / name)
-                    num_bytes, num_files = num_bytes + size, num_files + 1
+            for name in (*links, *files):
+                num_bytes, num_files = num_bytes + self._place(at / name), num_files + 1
             if num_bytes > MOST_BYTES or num_files > MOST_FILES:
                 raise ConfigError(
                     f"{self.source} has too many files to copy it for trials.",
                     fix="Start from a directory that has the script and its data alone.",
                 )
+
+    def _place(self, name: Path | str) -> int:
+        """Copy a file, or link what is large or leads elsewhere; return the copied bytes."""
+        original, own = self.source / name, self.path / name
+        size = original.lstat().st_size
+        if size > LARGE_BYTES or original.is_symlink() or original.is_dir():
+            own.symlink_to(original.resolve())
+            self._linked.add(original.resolve())
+        elif original.is_file():  # no socket or pipe
+            shutil.copy2(original, own)
+            return size
+        return 0
 
     def _look(self) -> State:
         found = {}
@@ -95,38 +101,31 @@ class Scratch:
                 found[os.path.relpath(path, self.path)] = entry.st_mtime_ns, entry.st_size
         return found
 
-    def reset(self, ours: Collection[str] = ()) -> None:
-        """Undo what a trial did to the copy; `ours` are files that the trial did not write."""
+    def reset(self) -> None:
+        """Undo what a trial did to the copy."""
         now = self._look()
-        changed = [
-            name
-            for name in now.keys() | self._state.keys()
-            if now.get(name) != self._state.get(name)
-        ]
+        changed = {name for name, _ in now.items() ^ self._state.items()}
         for name in sorted(changed):
-            if "__pycache__" not in name and name not in ours:
+            if "__pycache__" not in name:
                 self.written[name] = None
-            own, original = self.path / name, self.source / name
+            own = self.path / name
             own.unlink(missing_ok=True)
             if name in self._state:
                 own.parent.mkdir(parents=True, exist_ok=True)
-                if name in self._links:
-                    own.symlink_to(self._links[name])
-                else:
-                    shutil.copy2(original, own)
+                self._place(name)
         self._state = self._look() if changed else self._state
 
     @property
     def guarded(self) -> tuple[str, ...]:
         """The directory, the script's if that is elsewhere, and where links in them lead: what
         trials must leave alone."""
-        return str(self.source), *map(str, self._scripts | {*self._links.values()})
+        return str(self.source), *map(str, self._scripts | self._linked)
 
     def inside(self, word: str) -> str:
         """Return an argument with an absolute path into the directory as one into the copy."""
         source = str(self.source)
         return word.replace(source, str(self.path)) if f"{source}/" in word else word
 
-    def original(self, path: str) -> str:
-        """Return the path of the user's file for one in the copy."""
-        return path.replace(str(self.path), str(self.source), 1)
+    def original(self, text: str) -> str:
+        """Return a text with the paths of the user's files in place of those of the copy."""
+        return text.replace(str(self.path), str(self.source))

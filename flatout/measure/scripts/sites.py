@@ -8,7 +8,6 @@ import inspect
 import os
 import sys
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import islice, takewhile
 from types import CodeType, FrameType
@@ -29,6 +28,17 @@ name of the model."""
 WRAPPERS = ("flatout.", "torch._dynamo")
 """Modules whose functions may stand between a call and the recorded function."""
 
+CALLS: dict[str, tuple[tuple[Any, str], ...]] = {
+    "optimizer": ((Optimizer, "__init__"),),
+    "loader": ((DataLoader, "__init__"),),
+    "gc-collect": ((gc, "collect"),),
+    "empty-cache": ((torch.cuda, "empty_cache"),),
+    "threads": ((torch, "set_num_threads"),),
+    "anomaly": ((detect_anomaly, "__init__"), (set_detect_anomaly, "__init__")),
+    "zero-grad": ((Optimizer, "zero_grad"), (nn.Module, "zero_grad")),
+}
+"""The functions and methods that are recorded, by kind of `Site`."""
+
 
 @dataclass
 class _Calls:
@@ -37,9 +47,6 @@ class _Calls:
     site: Site
     code: CodeType
     """Kept, so that no other code gets its identity."""
-    count: int = 0
-    torch: str | None = None
-    """Name of the package there."""
     visible: set[tuple[str, weakref.ref[nn.Module]]] = field(default_factory=set)
     """Expressions there, and the modules that they name."""
 
@@ -52,47 +59,35 @@ class Sites:
 
     def install(self) -> None:
         """Record from now on, until the process ends; the calls behave as before."""
-        self._watch(Optimizer, "__init__", "optimizer")
-        self._watch(DataLoader, "__init__", "loader")
-        self._watch(gc, "collect", "gc-collect")
-        self._watch(torch.cuda, "empty_cache", "empty-cache")
-        self._watch(torch, "set_num_threads", "threads")
-        self._watch(detect_anomaly, "__init__", "anomaly")
-        self._watch(set_detect_anomaly, "__init__", "anomaly", lambda _, mode, *__, **___: mode)
-        for owner in (Optimizer, nn.Module):
-            self._watch(
-                owner, "zero_grad", "zero-grad", lambda _, set_to_none=True: not set_to_none
-            )
+        for kind, calls in CALLS.items():
+            for owner, name in calls:
+                self._watch(owner, name, kind)
 
     def found(self, model: nn.Module | None) -> tuple[Site, ...]:
-        """Return the places in the order of their first calls, and the main file at the end.
+        """Return the places in the order of their first calls.
 
         `model` is the root module, or None when it is not known.
         """
         sites = []
         for calls in [*self._calls.values()]:
-            every = {"model": _name_of(model, calls), "torch": calls.torch}
-            names = {key: name for key, name in every.items() if name}
-            sites.append(calls.site.model_copy(update={"names": names, "count": calls.count}))
-        main = getattr(sys.modules["__main__"], "__file__", None)
-        if main is not None:
-            sites.append(Site(kind="start", name="__main__", file=os.path.abspath(main)))
+            name = _name_of(model, calls)
+            names = calls.site.names | ({"model": name} if name else {})
+            sites.append(calls.site.model_copy(update={"names": names}))
         return tuple(sites)
 
-    def _watch(
-        self,
-        owner: Any,
-        name: str,
-        kind: str,
-        matters: Callable[..., bool] = lambda *_, **__: True,
-    ) -> None:
-        """Replace a function by one that records its calls if `matters(*args, **kwargs)`."""
+    def _watch(self, owner: Any, name: str, kind: str) -> None:
+        """Replace a function by one that records its calls, if they do what an edit takes away."""
         plain = getattr(owner, name)
 
         @functools.wraps(plain)
         def call(*args: Any, **kwargs: Any) -> Any:
             result = plain(*args, **kwargs)
-            if not torch.compiler.is_compiling() and matters(*args, **kwargs):
+            matters = not torch.compiler.is_compiling()
+            if kind == "anomaly":
+                matters &= owner is detect_anomaly or torch.is_anomaly_enabled()
+            elif kind == "zero-grad":
+                matters &= False in (*args[1:], *kwargs.values())
+            if matters:
                 receiver = args[0] if isinstance(owner, type) else None
                 self._record(kind, name, receiver, sys._getframe(1))
             return result
@@ -100,7 +95,7 @@ class Sites:
         setattr(owner, name, call)
 
     def _record(self, kind: str, name: str, receiver: Any, frame: FrameType | None) -> None:
-        """Count a call of a function, or of a method or constructor of `receiver`."""
+        """Note a call of a function, or of a method or constructor of `receiver`."""
         while frame is not None and _is_inside(frame, receiver):
             frame = frame.f_back
         is_direct = frame is not None and is_user_code(frame.f_code.co_filename)
@@ -129,10 +124,8 @@ class Sites:
                     parameters=_parameters(receiver, name),
                 )
                 self._calls[key] = _Calls(site, code)
-            calls = self._calls[key]
-            calls.count += 1
             if kind in ("optimizer", "caller"):
-                _look_around(here, calls)
+                _look_around(here, self._calls[key])
             kind, is_direct = "caller", False
 
 
@@ -169,8 +162,9 @@ def _look_around(frame: FrameType, calls: _Calls) -> None:
     if issubclass(type(owner), nn.Module):
         attributes |= owner.named_children()
     seen |= {f"self.{name}": value for name, value in attributes.items()}
-    calls.torch = next((name for name, value in seen.items() if value is torch), None)
     for name, value in seen.items():
+        if value is torch:
+            calls.site.names["torch"] = name
         # the type, since a proxy may not want to be asked what it is an instance of
         if issubclass(type(value), nn.Module):
             calls.visible.add((name, weakref.ref(value)))

@@ -10,7 +10,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing import parent_process
 from pathlib import Path
@@ -25,21 +25,13 @@ from torch.utils.data import DataLoader, IterableDataset
 from flatout.files import write_text
 from flatout.hardware import GIB
 from flatout.measure.scripts.apply import Models, replace
-from flatout.measure.scripts.changes import FUSED
 from flatout.measure.scripts.request import Answer, Facts, Request
 from flatout.parallel.rendezvous import stated_ranks
 from flatout.training.metrics.compile_events import CompilationWatch
 from flatout.training.metrics.device import process_peak_bytes
 
-CHANGING = {
-    "os.remove": 1,
-    "os.rename": 2,
-    "os.rmdir": 1,
-    "os.truncate": 1,
-    "os.mkdir": 1,
-    "shutil.rmtree": 1,
-}
-"""Events of Python before the file system changes, and how many of their arguments are paths."""
+CHANGING = ("os.remove", "os.rename", "os.rmdir", "os.truncate", "os.mkdir", "shutil.rmtree")
+"""Events of Python before the file system changes."""
 WAIT_S = 60.0
 """How long a process waits to be ended."""
 
@@ -50,11 +42,9 @@ class Guard:
     def __init__(self, request: Request) -> None:
         self.others: dict[str, None] = {}
         """Files elsewhere that were opened for writing."""
-        guarded, own = request.guarded, os.path.dirname(request.answer)
-        self._guarded, self._process = guarded, os.getpid()
-        temporary, home = os.path.realpath(tempfile.gettempdir()), str(Path.home())
-        quiet = ["/dev/", "/proc/", f"{home}/.cache/", os.getcwd(), own]
-        self._quiet = (*quiet, *([] if guarded[0].startswith(temporary) else [temporary]))
+        self._guarded = request.guarded
+        temporary = os.path.realpath(tempfile.gettempdir())
+        self._quiet = ("/dev/", "/proc/", f"{Path.home()}/.cache/", os.getcwd(), temporary)
         sys.addaudithook(self._on_event)
         replace(torch, "save", self._saving)
         register_optimizer_step_post_hook(self._on_optimizer_step)
@@ -64,12 +54,11 @@ class Guard:
 
         Raises: PermissionError.
         """
-        for name in args[: CHANGING.get(event, 0)]:
+        for name in args if event in CHANGING else ():
             if isinstance(name, str | os.PathLike):
                 folder, own = os.path.split(os.fspath(name))  # a link itself may go
                 self._refuse(os.path.join(os.path.realpath(folder or "."), own))
-        is_open = event == "open" and isinstance(args[0], str) and os.getpid() == self._process
-        if is_open and (args[2] or 0) & (os.O_WRONLY | os.O_RDWR):
+        if event == "open" and (args[2] or 0) & (os.O_WRONLY | os.O_RDWR):
             self._before_writing(args[0], is_new=bool(args[2] & os.O_TRUNC))
 
     def _is_guarded(self, path: str) -> bool:
@@ -214,14 +203,10 @@ def facts_of(models: Models, calls: tuple[str, ...]) -> Facts:
     modules = [module for model in models.found for module in model.modules()]
     weights = {id(p): p for model in models.found for p in model.parameters()}.values()
     largest = max(weights, key=Tensor.numel, default=torch.empty(0))
-    loaders = [each for each in living(DataLoader) if not isinstance(each.dataset, IterableDataset)]
-    fusable = [one for one in living(torch.optim.Optimizer) if type(one).__name__ in FUSED]
-    lists = (module for module in modules if isinstance(module, nn.ModuleList))
+    living = (each for each in gc.get_objects() if issubclass(type(each), DataLoader))
+    loaders = [each for each in living if not isinstance(each.dataset, IterableDataset)]
     return Facts(
-        device=largest.device.type,
         dtype=str(largest.dtype).removeprefix("torch."),
-        threads=torch.get_num_threads(),
-        unfused=any(not one.defaults.get("fused") for one in fusable),
         workers=min((each.num_workers for each in loaders), default=None),
         pinned=all(each.pin_memory for each in loaders),
         convolutions=any(
@@ -235,16 +220,9 @@ def facts_of(models: Models, calls: tuple[str, ...]) -> Facts:
         ),
         autocast=models.in_autocast,
         tf32=torch.get_float32_matmul_precision() != "highest",
-        anomaly=torch.is_anomaly_enabled(),
         calls=calls,
-        blocks=any(len(each) >= 4 and len({type(m) for m in each}) == 1 for each in lists),
         eager_attention=any(
             getattr(getattr(model, "config", None), "_attn_implementation", "") == "eager"
             for model in models.found
         ),
     )
-
-
-def living(kind: type) -> Iterator[Any]:
-    """Yield the objects of a class that exist."""
-    return (each for each in gc.get_objects() if issubclass(type(each), kind))

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from flatout.errors import ConfigError, OutputInUse, RunFailed
 from flatout.files import write_text, write_whole
 from flatout.hardware import probe
 from flatout.measure.diagnose.diagnosis import Diagnosis, diagnosis_of
+from flatout.measure.experiments.losses import LOSS_STEPS, largest_difference, paired
 from flatout.measure.experiments.noise import (
     EXPECTED,
     interval_of,
@@ -29,21 +31,20 @@ from flatout.measure.experiments.noise import (
 )
 from flatout.measure.experiments.records import Figure, Left, LossCheck
 from flatout.measure.experiments.report import NO_TIME
-from flatout.measure.scripts.changes import CHANGES, num_workers
-from flatout.measure.scripts.patch import ByHand, Edit, Patch, apply, patch_of
+from flatout.measure.scripts.changes import CHANGES, edit_of
+from flatout.measure.scripts.patch import Patch, apply, patch_of
 from flatout.measure.scripts.request import Answer, Request, Site, Timing
 from flatout.measure.scripts.run import evidence_in, run_script
 from flatout.measure.scripts.scratch import Scratch
 from flatout.measure.scripts.tuning import CHANGES as SUMMARY
 from flatout.measure.scripts.tuning import FILE, ChangeRow, ScriptTuning
 from flatout.progress import SILENT, Progress, Task
+from flatout.registry import is_user_code
 
 LOOK_S, TRIAL_S = 3.0, 3.0
 """Seconds of steps with evidence, and of a trial."""
 MOST_NOISE = 0.05
 """With a larger difference between unchanged runs, losses are not compared one by one."""
-LOSS_STEPS = 20
-"""Losses that are compared one by one."""
 MIN_STEPS, MAX_STEPS = 12, 400
 WARM_STEPS = 4
 """First steps of a trial, which are not timed."""
@@ -56,8 +57,11 @@ ROUNDS, LAST_ROUNDS = 3, 5
 SCREEN_SHARE = 0.6
 """Share of the time after which no further change is measured first."""
 SEEDS = 3
-START_S = 15.0
-"""Seconds of a trial beside its steps, until one has run."""
+DIFFERENT = "its losses differ by more than promised"
+INSTEAD = {"prefetch": "data-workers", "compile-each-block": "compile"}
+"""Changes that are only tried where another one fails or is not tried."""
+FRAME = re.compile(r'^ +File "(.+)", line (\d+).*\n +(.+)', re.MULTILINE)
+"""File, line and text of a frame in a traceback."""
 
 
 @dataclass(frozen=True)
@@ -73,41 +77,40 @@ class Point:
 
 
 @dataclass
-class Trials:
-    """Runs trials of a script in a copy of its directory, and keeps their answers."""
+class Search:
+    """The search for changes that make a script faster, by trials in a copy of its directory."""
 
     command: Sequence[str]
     scratch: Scratch
     steps: int
-    end_s: float
-    """When the time is up, on the monotonic clock."""
-    screened_s: float
-    """When no further change is measured for the first time: the winners need time as well."""
+    began_s: float
+    """On the monotonic clock."""
+    total_s: float
     longest_s: float
     """A trial is ended after this."""
     task: Task
     patch: Patch | None = None
     """The patch of points that are patched."""
-    done: list[tuple[Point, Answer, str]] = field(default_factory=list)
-    """With the reason of those that failed, or ""."""
-    seconds: dict[Point, float] = field(default_factory=dict)
+    done: list[tuple[Point, Answer]] = field(default_factory=list)
+    """With the `problem` of those that failed."""
     noise: list[list[float]] = field(default_factory=list)
+    """Ratios that differ by noise alone, in groups."""
+    rows: dict[str, ChangeRow] = field(default_factory=dict)
+    left: dict[str, str] = field(default_factory=dict)
+    """Why changes were not measured."""
+    taken: tuple[str, ...] = ()
 
-    def allows(self, *points: Point) -> bool:
-        """Return whether there is time for trials of these points."""
-        usual_s = statistics.median(self.seconds.values()) if self.seconds else START_S
-        expected_s = sum(self.seconds.get(point, usual_s) for point in points)
-        return time.monotonic() + expected_s <= self.end_s
+    def allows(self, trials: int, share: float = 1.0) -> bool:
+        """Return whether this many trials of the usual length fit into a share of the time."""
+        past_s = time.monotonic() - self.began_s
+        usual_s = past_s / (len(self.done) + 1)  # the first run is that of the diagnosis
+        return past_s + trials * usual_s <= share * self.total_s
 
-    def run(self, point: Point) -> Answer | None:
-        """Run a trial; None if it failed, or took no step."""
-        began_s = time.monotonic()
-        self.scratch.reset(self.patch.files if self.patch else ())
+    def run(self, point: Point) -> Answer:
+        """Run a trial; the answer has a `problem` if it failed, or took no step."""
+        self.scratch.reset()
         if point.is_patched and self.patch is not None:
             apply(self.patch, self.scratch.path)
-        environment: dict[str, str] = {}
-        for name in point.changes:
-            environment |= CHANGES[name].environment
         answer, code, output = run_script(
             [self.scratch.inside(word) for word in point.words or self.command],
             Request(
@@ -116,61 +119,222 @@ class Trials:
                 guarded=self.scratch.guarded,
             ),
             folder=self.scratch.path,
-            environment={**environment, "PYTHONHASHSEED": "0"},
             limit_s=self.longest_s,
         )
-        reason = ""
+        problem = None
         if answer.failed:
-            reason = next(iter(answer.failed.values()))
+            problem = next(iter(answer.failed.values()))
         elif len(answer.step_s) < self.steps and code:
-            reason = output.rpartition("\n")[2] or f"exit code {code}"
+            problem = last_words(self.scratch.original(output)) or f"exit code {code}"
         elif len(answer.step_s) <= WARM_STEPS:
-            reason = answer.problem or "it took too few steps"
+            problem = answer.problem or "it took too few steps"
             if code is None:
-                reason = f"it took longer than {self.longest_s:.0f} s"
-        self.done.append((point, answer, reason))
-        self.seconds[point] = time.monotonic() - began_s
-        return None if reason else answer
+                problem = f"it took longer than {self.longest_s:.0f} s"
+        answer = answer.model_copy(update={"problem": problem})
+        self.done.append((point, answer))
+        return answer
+
+    def base(self) -> Answer:
+        """Run a trial of the unchanged script.
+
+        Raises: RunFailed when it fails.
+        """
+        answer = self.run(Point())
+        if answer.problem:
+            raise RunFailed(
+                f"A trial of the unchanged script failed: {answer.problem}.",
+                fix="Run it alone first, twice: trials have no standard input, and start in a copy "
+                "of this directory.",
+            )
+        return answer
 
     def pairs(
-        self, one: Point, other: Point, rounds: int, known: Sequence[float] = ()
-    ) -> list[float] | None:
-        """Measure two points in turns, until their ratio is decided; return one ratio per round.
+        self,
+        one: Point,
+        other: Point,
+        rounds: int,
+        *,
+        known: Sequence[float] = (),
+        samples: int = 1,
+    ) -> Figure | str:
+        """Measure two points in turns, until it is decided how many times faster `one` is.
 
-        They start with the `known` ones. None: a trial failed. Ratios are how many times faster
-        `one` is.
+        They start with the `known` ratios; steps of `one` have so many times the samples. Returns
+        the reason if a trial failed.
         """
         ratios = [*known]
+        self.noise.append(ratios)
         for number in range(rounds):
-            if number and not self.allows(one, other):
+            if number and not self.allows(2):
                 break
             order = (one, other) if number % 2 else (other, one)
             answers = {point: self.run(point) for point in order}
-            first, second = answers[one], answers[other]
-            if first is None or second is None:
-                return None
-            ratios.append(ratio(first, second))
-            low, _, high = self.interval(ratios, [*self.noise, ratios])
-            if len(ratios) > 1 and (low > LEAST_GAIN or high < LEAST_GAIN):
+            for answer in answers.values():
+                if answer.problem:
+                    return answer.problem
+            ratios.append(samples * ratio(answers[one], answers[other]))
+            low, median, high = interval_of(ratios, pooled([EXPECTED, spread(self.noise)]))
+            if len(ratios) > 1 and not low <= LEAST_GAIN <= high:
                 break
-        self.noise.append(ratios)
-        return ratios
-
-    def interval(
-        self, ratios: Sequence[float], groups: Sequence[Sequence[float]] | None = None
-    ) -> tuple[float, float, float]:
-        """Return low, median and high of ratios, with the noise of all that were repeated."""
-        noise = pooled([EXPECTED, spread(self.noise if groups is None else groups)])
-        return interval_of(ratios, noise)
-
-    def figure(self, ratios: Sequence[float]) -> Figure:
-        """Return the median of ratios with its interval."""
-        low, median, high = self.interval(ratios)
         return Figure(median=median, low=low, high=high)
 
     def losses(self, point: Point) -> list[list[float]]:
         """Return the losses of a point's trials."""
-        return [answer.losses for each, answer, reason in self.done if each == point and not reason]
+        return [answer.losses for each, answer in self.done if each == point and not answer.problem]
+
+    def screen(self, names: Sequence[str]) -> None:
+        """Measure every change once, two at a time between trials of the unchanged script.
+
+        Raises: RunFailed when the unchanged script fails.
+        """
+        bases, done = [self.base()], list[tuple[ChangeRow, Answer]]()
+        for name in names:
+            if len(bases) < 2 + len(done) // 2:
+                bases.append(self.base())
+            other = self.rows.get(INSTEAD.get(name, ""))
+            if other is not None and not other.reason:
+                self.left[name] = f"{other.name} could be measured."
+            elif not self.allows(0, SCREEN_SHARE):
+                self.left[name] = NO_TIME
+            else:
+                row = self.rows[name] = ChangeRow(name=name, does=CHANGES[name].does)
+                self.task.note(f"{name}: {row.does}")
+                answer = self.run(Point((name,)))
+                if answer.problem:
+                    row.reason = f"failed: {answer.problem}"
+                else:
+                    done.append((row, answer))
+        bases.append(self.base())
+        for number, (row, answer) in enumerate(done):
+            around = bases[1 + number // 2 : 3 + number // 2]
+            row.first_gain = statistics.fmean(ratio(answer, base) for base in around)
+            row.peak_gib, row.compile_s = answer.peak_gib, answer.compile_s
+        self.noise.append([ratio(one, bases[0]) for one in bases[1:]])
+
+    def add(self) -> None:
+        """Add the winners one after the other, the largest gain first."""
+        gains = {name: row.first_gain or 0.0 for name, row in self.rows.items()}
+        promising = [name for name, gain in gains.items() if gain >= PROMISING]
+        for number, name in enumerate(sorted(promising, key=lambda name: -gains[name])):
+            row, point = self.rows[name], Point((*self.taken, name))
+            # the best in any case; otherwise with as much time for the patch
+            if number and not self.allows(4):
+                row.reason = "the time was up before it was repeated"
+                continue
+            self.task.note(f"{name} on top of {', '.join(self.taken) or 'nothing'}")
+            for key, value in self.check(Point((name,)), CHANGES[name].rtol):
+                setattr(row, key, value)
+            if row.promise_kept is False:
+                row.reason = DIFFERENT
+                continue
+            known = () if self.taken else (gains[name],)
+            gain = self.pairs(point, Point(self.taken), ROUNDS, known=known)
+            if isinstance(gain, str):
+                row.reason = f"failed with the others: {gain}"
+                continue
+            row.gain, row.against = gain, list(self.taken)
+            row.taken = (gain.low or 0.0) >= LEAST_GAIN
+            if row.taken:
+                self.taken = point.changes
+            else:
+                row.reason = "no clear gain" + " on top" * bool(self.taken)
+
+    def grow_batch(self, flag: str, accumulate_flag: str | None) -> None:
+        """Measure larger batches, which are never part of the patch: they are arguments.
+
+        With the argument for accumulation too, it is divided by as much, so that a step has the
+        same samples. Without it, the gain is that of samples per second.
+        """
+        reason = "by samples per second; steps of other batches learn differently"
+        if accumulate_flag is not None:
+            reason = "an argument: not in the patch"
+        for factor in (2, 4, 8, 16):
+            value, words = scaled(self.command, flag, factor)
+            steps, samples = 1.0, factor
+            if accumulate_flag is not None:
+                (steps, words), samples = scaled(words, accumulate_flag, 1 / factor), 1
+            if steps % 1 or not self.allows(2):
+                break
+            row = ChangeRow(name=f"{flag} {value}", does="larger batches", against=list(self.taken))
+            self.rows[row.name] = row
+            self.task.note(row.name)
+            point = Point(self.taken, tuple(words))
+            gain = self.pairs(point, Point(self.taken), ROUNDS, samples=samples)
+            if isinstance(gain, str):
+                row.reason = f"failed: {gain}"
+                break
+            row.gain, row.reason = gain, reason
+            if gain.median < factor**0.1:
+                break
+
+    def check(self, point: Point, rtol: float) -> LossCheck:
+        """Return whether a point's losses differ by at most `rtol` from those without changes.
+
+        They are compared step by step. Where they differ by more, for example because dropout draws
+        other numbers, the mean of the last half decides: it must be within the spread of the
+        unchanged script over several seeds.
+        """
+        plain, changed = self.losses(Point()), self.losses(point)[0]
+        apart, noise = difference(changed, plain[0]), noise_of(plain) or 0.0
+        kind = "rounding" if rtol else "exact"
+        is_kept = apart <= rtol + 2 * noise and noise <= MOST_NOISE
+        reason = f"{rtol:.0e} promised, {noise:.0e} between unchanged runs"
+        if not is_kept and math.isfinite(apart):
+            means: list[float] = []
+            for number in range(SEEDS):
+                seed = Point(seed_offset=1000 * number)
+                if not self.losses(seed):
+                    self.task.note("the losses with other seeds")
+                    self.run(seed)
+                means += map(end_of, self.losses(seed))
+            low, high, mean = min(means), max(means), end_of(changed)
+            kind, is_kept = "statistical", 2 * low - high <= mean <= 2 * high - low
+            reason = f"the mean of the last losses is {mean:.4f}, and {low:.4f} to {high:.4f}"
+            reason += f" over {SEEDS} seeds"
+        return LossCheck(
+            promise=kind,
+            promise_kept=is_kept,
+            loss_difference=apart if math.isfinite(apart) else None,
+            compared_losses=min(len(changed), len(plain[0]), LOSS_STEPS),
+            promise_reason=reason,
+        )
+
+    def finish(self, sites: Sequence[Site], device: str) -> dict[str, Any]:
+        """Measure the patched files, and what no patch can say, beside the unchanged script."""
+        taken = self.taken
+        if not taken:
+            return {}
+        edits = {name: edit_of(name, device) for name in taken}
+        self.patch = made = patch_of(edits, sites, self.scratch.source)
+        found: dict[str, Any] = {"patch": made.diff, "by_hand": made.by_hand}
+        points = {}
+        if made.by_hand:  # the patch is not all of it
+            points["gain"] = Point(taken)
+        if made.diff:
+            points["verified"] = Point(is_patched=True)
+        reason = None
+        for key, point in points.items():
+            self.task.note("all winners together" if key == "gain" else "the patched script")
+            gain = self.pairs(point, Point(), LAST_ROUNDS)  # at least one, whatever the time is
+            if isinstance(gain, str):
+                reason = gain
+                continue
+            check = self.check(point, sum(CHANGES[name].rtol for name in taken))
+            found |= {key: gain, f"{key}_losses": check}
+            if not made.by_hand:
+                found |= {"gain": gain, "gain_losses": check}
+            if check.promise_kept is False:
+                reason = DIFFERENT
+            elif gain.median < 1:
+                reason = "it is not faster"
+        if reason:
+            found |= {"patch": "", "withheld": f"The patch is not given: {reason}."}
+            if not made.by_hand:
+                self.taken = ()
+                for name in taken:
+                    self.rows[name].taken = False
+                    self.rows[name].reason = f"in the end, {reason}"
+        return found
 
 
 def ratio(one: Answer, other: Answer) -> float:
@@ -181,187 +345,22 @@ def ratio(one: Answer, other: Answer) -> float:
     return sum(other.step_s[i] for i in kept) / sum(one.step_s[i] for i in kept)
 
 
-class Search:
-    """The search for the changes that make a script faster."""
-
-    def __init__(self, trials: Trials, names: Sequence[str]) -> None:
-        self.trials = trials
-        self.rows: dict[str, ChangeRow] = {}
-        self.taken: tuple[str, ...] = ()
-        self._names = names
-
-    def screen(self) -> None:
-        """Measure every change once, between trials of the unchanged script.
-
-        Raises: RunFailed when the unchanged script fails.
-        """
-        base, pending = Point(), dict[str, Answer]()
-        bases = [self._base(), self._base()]
-        for name in (*self._names, ""):
-            is_due = name and (name != "compile-each-block" or not self._works("compile"))
-            has_time = time.monotonic() < self.trials.screened_s
-            if is_due and has_time and self.trials.allows(Point((name,)), base):
-                self.trials.task.note(f"{name}: {CHANGES[name].does}")
-                answer = self.trials.run(Point((name,)))
-                reason = f"failed: {self.trials.done[-1][2]}" if answer is None else None
-                self.rows[name] = ChangeRow(name=name, does=CHANGES[name].does, reason=reason)
-                if answer is not None:
-                    pending[name] = answer
-            if len(pending) == 2 or (pending and not name):
-                before, after = bases[-1], self._base()
-                bases.append(after)
-                for each, answer in pending.items():
-                    self._screened(each, answer, before, after)
-                pending.clear()
-        self.trials.noise.append([ratio(one, bases[0]) for one in bases[1:]])
-
-    def _screened(self, name: str, answer: Answer, before: Answer, after: Answer) -> None:
-        """Note the gain of a change's first trial."""
-        self.note(
-            name,
-            first_gain=statistics.fmean(ratio(answer, base) for base in (before, after)),
-            peak_gib=answer.peak_gib,
-            compile_s=answer.compile_s,
-        )
-
-    def _base(self) -> Answer:
-        answer = self.trials.run(Point())
-        if answer is None:
-            raise RunFailed(
-                f"A trial of the unchanged script failed: {self.trials.done[-1][2]}.",
-                fix="Run it alone first, twice: trials have no standard input, and start in a copy "
-                "of this directory.",
-            )
-        return answer
-
-    def _works(self, name: str) -> bool:
-        return name in self.rows and self.rows[name].reason is None
-
-    def grow_batch(self, flag: str, accumulate_flag: str | None) -> None:
-        """Measure larger batches, which are never part of the patch: they are arguments.
-
-        With the argument for accumulation too, it is divided by as much, so that a step has the
-        same samples. Without it, the gain is that of samples per second.
-        Raises: ConfigError when the command does not have the arguments.
-        """
-        trials, command = self.trials, list(self.trials.command)
-        batch, accumulate = value_at(command, flag), None
-        if accumulate_flag is not None:
-            accumulate = value_at(command, accumulate_flag)
-        for factor in (2, 4, 8, 16):
-            words = with_value(command, flag, batch * factor)
-            if accumulate is not None and accumulate_flag is not None:
-                if accumulate % factor:
-                    break
-                words = with_value(words, accumulate_flag, accumulate // factor)
-            point, before = Point(self.taken, tuple(words)), Point(self.taken)
-            if not trials.allows(point, before):
-                break
-            name = f"{flag} {batch * factor}"
-            trials.task.note(name)
-            ratios = trials.pairs(point, before, ROUNDS)
-            self.rows[name] = ChangeRow(name=name, does="larger batches", against=list(self.taken))
-            if ratios is None:
-                self.note(name, reason=f"failed: {trials.done[-1][2]}")
-                break
-            samples = factor if accumulate is None else 1
-            gain = trials.figure([samples * each for each in ratios])
-            other = "an argument: not in the patch"
-            if accumulate is None:
-                other = "by samples per second; steps of other batches learn differently"
-            self.note(name, gain=gain, reason=other)
-            if gain.median < factor**0.1:
-                break
-
-    def note(self, name: str, **facts: Any) -> None:
-        """Add facts to the row of a change."""
-        self.rows[name] = self.rows[name].model_copy(update=facts)
-
-    def add(self) -> None:
-        """Add the winners one after the other, the largest gain first."""
-        promising = [row for row in self.rows.values() if (row.first_gain or 0.0) >= PROMISING]
-        promising.sort(key=lambda row: -(row.first_gain or 0.0))
-        for number, name in enumerate([row.name for row in promising]):
-            before, point = Point(self.taken), Point((*self.taken, name))
-            if EXCLUSIVE.get(name) in self.taken:
-                self.note(name, reason=f"{EXCLUSIVE[name]} is taken")
-                continue
-            # the best in any case; otherwise with as much time for the patch
-            if number and not self.trials.allows(point, before, point, before):
-                self.note(name, reason="the time was up before it was repeated")
-                continue
-            self.trials.task.note(f"{name} on top of {', '.join(self.taken) or 'nothing'}")
-            check = self.check(Point((name,)), CHANGES[name].rtol)
-            self.note(name, **check.model_dump())
-            if check.promise_kept is False:
-                self.note(name, reason="its losses differ by more than promised")
-                continue
-            known = () if self.taken else (self.rows[name].first_gain or 1.0,)
-            ratios = self.trials.pairs(point, before, ROUNDS, known)
-            if ratios is None:
-                self.note(name, reason=f"failed with the others: {self.trials.done[-1][2]}")
-                continue
-            gain = self.trials.figure(ratios)
-            is_taken = (gain.low or 0.0) >= LEAST_GAIN
-            reason = None if is_taken else "no clear gain" + " on top" * bool(self.taken)
-            self.note(name, gain=gain, taken=is_taken, reason=reason, against=list(self.taken))
-            if is_taken:
-                self.taken = point.changes
-
-    def check(self, point: Point, rtol: float) -> LossCheck:
-        """Return whether a point's losses differ by at most `rtol` from those without changes.
-
-        They are compared step by step. Where they differ by more, for example because dropout draws
-        other numbers, the mean of the last half decides: it must be within the spread of the
-        unchanged script over several seeds.
-        """
-        trials = self.trials
-        if not trials.losses(point) and trials.run(point) is None:
-            return LossCheck(
-                promise="rounding" if rtol else "exact", promise_reason="not compared: it failed"
-            )
-        plain, changed = trials.losses(Point()), trials.losses(point)[0]
-        apart = difference(changed, plain[0])
-        noise = noise_of(plain) or 0.0
-        found = LossCheck(
-            promise="rounding" if rtol else "exact",
-            promise_kept=apart <= rtol + 2 * noise and noise <= MOST_NOISE,
-            loss_difference=apart if math.isfinite(apart) else None,
-            compared_losses=min(len(changed), len(plain[0]), LOSS_STEPS),
-            promise_reason=f"{rtol:.0e} promised, {noise:.0e} between unchanged runs",
-        )
-        if found.promise_kept or not math.isfinite(apart):
-            return found
-        seeds = [Point(seed_offset=1000 * number) for number in range(1, SEEDS)]
-        for seed in seeds:
-            if not trials.losses(seed):
-                trials.task.note("the losses with other seeds")
-                trials.run(seed)
-        unchanged = [losses for seed in (Point(), *seeds) for losses in trials.losses(seed)]
-        means = [end_of(losses) for losses in unchanged]
-        low, high = min(means), max(means)
-        within = low - (high - low) <= end_of(changed) <= high + (high - low)
-        reason = (
-            f"the mean of the last losses is {end_of(changed):.4f}, and {low:.4f} to {high:.4f}"
-        )
-        return found.model_copy(
-            update={
-                "promise": "statistical",
-                "promise_kept": within,
-                "promise_reason": f"{reason} over {SEEDS} seeds",
-            }
-        )
+def last_words(output: str) -> str:
+    """Return the last line of an output, with the user's own line if it is an error that says no
+    more than its name.
+    """
+    last = output.rpartition("\n")[2]
+    own = [line for line in FRAME.findall(output) if is_user_code(line[0])]
+    if own and not re.search(r"[: ]", last):
+        last += " at {}:{}: {}".format(*own[-1])
+    return last
 
 
-EXCLUSIVE = {"prefetch": "data-workers", "compile-each-block": "compile"}
-"""Changes that are not added to another one."""
-
-
-def difference(losses: Sequence[float], others: Sequence[float]) -> float:
+def difference(losses: list[float], others: list[float]) -> float:
     """Return the largest relative difference between the first losses of two runs."""
-    pairs = list(zip(losses, others, strict=False))[:LOSS_STEPS]
-    found = (abs(a - b) / max(abs(b), 1e-12) if a != b else 0.0 for a, b in pairs)
-    return max((math.inf if math.isnan(each) else each for each in found), default=math.inf)
+    found = largest_difference(paired([(losses[:LOSS_STEPS], others[:LOSS_STEPS])]))
+    are_finite = all(map(math.isfinite, (*losses[:LOSS_STEPS], *others[:LOSS_STEPS])))
+    return math.inf if found is None or not are_finite else found
 
 
 def end_of(losses: Sequence[float]) -> float:
@@ -386,7 +385,7 @@ def tune_script(
     """
     began_s = time.monotonic()
     for flag in filter(None, flags):
-        value_at(command, flag)
+        scaled(command, flag, 1)
     out = writable(Path(out or f"tuned-{name_of(command)}"), patch)
     with Scratch(Path.cwd(), command) as scratch, progress.task("Tuning the script") as task:
         task.note("measuring the unchanged script")
@@ -396,6 +395,7 @@ def tune_script(
             folder=scratch.path,
             limit_s=max(30 * minutes, 120.0),
         )
+        look = Answer.model_validate_json(scratch.original(look.model_dump_json()))
         name, facts = " ".join(command), look.facts
         if look.evidence is None or look.evidence.failure is not None or (code or 0) > 0:
             print(output, file=sys.stderr)
@@ -407,48 +407,47 @@ def tune_script(
             why = evidence.failure.message if evidence.failure else "it cannot be measured"
             raise RunFailed(f"`{name}` fails: {why}.", fix="Repair that first.")
         diagnosis = diagnosis_of(evidence)
-        steps = WARM_STEPS + max(MIN_STEPS, min(round(TRIAL_S / evidence.step_s), MAX_STEPS))
         reasons = {name: change.why_not(facts, evidence) for name, change in CHANGES.items()}
         tried = [name for name, why in reasons.items() if (name in only if only else why is None)]
-        longest_s = 4 * (time.monotonic() - began_s) + 180
-        total_s = 60 * minutes
-        ends_s = began_s + total_s, began_s + SCREEN_SHARE * total_s
-        trials = Trials(command, scratch, steps, *ends_s, longest_s, task)
-        search = Search(trials, tried)
-        search.screen()
+        search = Search(
+            command,
+            scratch,
+            steps=WARM_STEPS + max(MIN_STEPS, min(round(TRIAL_S / evidence.step_s), MAX_STEPS)),
+            began_s=began_s,
+            total_s=60 * minutes,
+            longest_s=4 * (time.monotonic() - began_s) + 180,
+            task=task,
+        )
+        search.screen(tried)
         search.add()
         if flags[0] is not None:
             search.grow_batch(flags[0], flags[1])
-        sites = [
-            site.model_copy(update={"file": scratch.original(site.file)}) for site in look.sites
-        ]
-        found = finished(search, sites, evidence.device)
-        reasons |= {name: NO_TIME for name in tried if name not in search.rows}
-        scratch.reset(trials.patch.files if trials.patch else ())
-        answers = [look, *(answer for _, answer, _ in trials.done)]
-        outside = {path: None for answer in answers for path in answer.writes}
+        found = search.finish(look.sites, str(evidence.device).partition(":")[0])
+        scratch.reset()
+        ours = search.patch.files if search.patch else ()
+        answers = [look, *(answer for _, answer in search.done)]
         result = ScriptTuning(
             command=list(command),
             machine=probe().describe(),
             verdict=diagnosis.verdict,
             step_ms=1e3 * evidence.step_s,
-            steps=steps,
-            num_trials=len(trials.done),
+            steps=search.steps,
+            num_trials=len(search.done),
             changes=list(search.rows.values()),
             not_tried=[
                 Left(name=name, reason=why)
-                for name, why in reasons.items()
+                for name, why in (reasons | search.left).items()
                 if why and name not in search.rows
             ],
             taken=list(search.taken),
-            loss_noise=noise_of(trials.losses(Point())),
-            written=list(scratch.written),
-            written_outside=list(outside),
+            loss_noise=noise_of(search.losses(Point())),
+            written=[name for name in scratch.written if name not in ours],
+            written_outside=[*dict.fromkeys(path for one in answers for path in one.writes)],
             path=str(out),
             wall_s=round(time.monotonic() - began_s, 1),
             **found,
         )
-    write_results(out, result, trials, diagnosis)
+    write_results(out, result, search, diagnosis)
     if patch is not None:
         write_whole(Path(patch), result.patch)  # empty in place of one of an earlier tune
     return result
@@ -471,28 +470,21 @@ def writable(out: Path, patch: Path | str | None) -> Path:
     return out
 
 
-def value_at(words: Sequence[str], flag: str) -> int:
-    """Return the number that follows an argument, as the next word or after `=`.
+def scaled(words: Sequence[str], flag: str, factor: float) -> tuple[float, list[str]]:
+    """Multiply the number after an argument, as the next word or after `=`; return both.
 
     Raises: ConfigError when there is none.
     """
-    for word, following in zip(words, (*words[1:], ""), strict=True):
-        text = following if word == flag else word.removeprefix(f"{flag}=")
-        if (word == flag or word.startswith(f"{flag}=")) and text.isdigit() and int(text):
-            return int(text)
-    raise ConfigError(
-        f"The command has no {flag} with a number.",
-        fix=f"Write its present value in the command, such as `{flag} 8`.",
-    )
-
-
-def with_value(words: Sequence[str], flag: str, value: int) -> list[str]:
-    """Return the words of a command with another number after an argument."""
-    before = ("", *words[:-1])
-    return [
-        str(value) if last == flag else f"{flag}={value}" if word.startswith(f"{flag}=") else word
-        for last, word in zip(before, words, strict=True)
-    ]
+    text = "\0".join(words)
+    found = re.search(rf"(?<=\0){re.escape(flag)}[=\0]([1-9]\d*)(?=\0|$)", text)
+    if found is None:
+        raise ConfigError(
+            f"The command has no {flag} with a number.",
+            fix=f"Write its present value in the command, such as `{flag} 8`.",
+        )
+    value = int(found[1]) * factor
+    start, end = found.span(1)
+    return value, f"{text[:start]}{value:.0f}{text[end:]}".split("\0")
 
 
 def name_of(command: Sequence[str]) -> str:
@@ -501,77 +493,12 @@ def name_of(command: Sequence[str]) -> str:
     return Path(scripts[0]).stem or "script"
 
 
-def noise_of(runs: Sequence[Sequence[float]]) -> float | None:
+def noise_of(runs: Sequence[list[float]]) -> float | None:
     """Return the largest relative difference of a loss between runs; None for a single one."""
     return max((difference(one, runs[0]) for one in runs[1:]), default=None)
 
 
-def finished(search: Search, sites: Sequence[Site], device: str | None) -> dict[str, Any]:
-    """Measure all winners together, and the patched files, beside the unchanged script."""
-    trials, taken, base = search.trials, search.taken, Point()
-    found: dict[str, Any] = dict.fromkeys(
-        ("gain", "gain_losses", "verified", "verified_losses", "withheld")
-    )
-    found |= {"patch": "", "by_hand": []}
-    if not taken:
-        return found
-    values = {"{workers}": str(num_workers()), "{device}": (device or "cpu").partition(":")[0]}
-    edits = {name: [filled(edit, values) for edit in CHANGES[name].edits] for name in taken}
-    made = patch_of(edits, sites, trials.scratch.source)
-    known = {one.change for one in made.by_hand}
-    by_hand = [*made.by_hand]
-    for name in taken:
-        change = CHANGES[name]
-        if not change.edits and name not in known:
-            words = " ".join(f"{key}={value}" for key, value in change.environment.items())
-            by_hand.append(
-                ByHand(change=name, file=None, line=None, words=f"{change.by_hand} {words}".strip())
-            )
-    found |= {"patch": made.diff, "by_hand": by_hand}
-    rtol = sum(CHANGES[name].rtol for name in taken)
-    trials.patch = made
-    points = {"gain": Point(taken), "verified": Point(is_patched=True)}
-    if not by_hand:  # the patch is all of it
-        del points["gain"]
-    elif not made.diff:
-        del points["verified"]
-    reason = None
-    for key, point in points.items():
-        trials.task.note("all winners together" if key == "gain" else "the patched script")
-        ratios = trials.pairs(point, base, LAST_ROUNDS)  # at least one, whatever the time is
-        if ratios is None:
-            reason = trials.done[-1][2]
-            continue
-        check = search.check(point, rtol)
-        found |= {key: trials.figure(ratios), f"{key}_losses": check}
-        if check.promise_kept is False:
-            reason = "its losses differ by more than promised"
-        elif statistics.median(ratios) < 1:
-            reason = "it is not faster"
-        if not by_hand:
-            found |= {"gain": found["verified"], "gain_losses": check}
-    if reason:
-        found |= {"patch": "", "withheld": f"The patch is not given: {reason}."}
-        if not by_hand:
-            search.taken = ()
-            for name in taken:
-                search.note(name, taken=False, reason=f"in the end, {reason}")
-    return found
-
-
-def filled(edit: Edit, values: Mapping[str, str]) -> Edit:
-    """Return an edit with what depends on this machine."""
-
-    def text(plain: str) -> str:
-        for key, value in values.items():
-            plain = plain.replace(key, value)
-        return plain
-
-    keywords = {name: text(value) for name, value in edit.keywords.items()}
-    return replace(edit, keywords=keywords, lines=tuple(map(text, edit.lines)))
-
-
-def write_results(out: Path, result: ScriptTuning, trials: Trials, diagnosis: Diagnosis) -> None:
+def write_results(out: Path, result: ScriptTuning, search: Search, diagnosis: Diagnosis) -> None:
     """Write tuning.json, changes.patch, and the losses and step times before and after."""
     out.mkdir(parents=True, exist_ok=True)
     write_text(out / FILE, result.model_dump_json(indent=1) + "\n")
@@ -580,11 +507,14 @@ def write_results(out: Path, result: ScriptTuning, trials: Trials, diagnosis: Di
         write_text(out / "changes.patch", result.patch)
     for name, point in (("before", Point()), ("after", Point(tuple(result.taken)))):
         (out / name).mkdir(exist_ok=True)
-        done = [answer for each, answer, reason in trials.done if each == point and not reason]
-        with (out / name / "metrics.jsonl").open("w", encoding="utf-8") as file:
-            both = zip(done[-1].losses[1:], done[-1].step_s, strict=False)
-            for step, (loss, step_s) in enumerate(both, 2):
-                record = {"step": step, "train/loss": loss, "perf/step_ms": 1e3 * step_s}
-                file.write(json.dumps(record) + "\n")
+        done = [answer for each, answer in search.done if each == point and not answer.problem]
+        records = [
+            {"step": step, "train/loss": loss, "perf/step_ms": 1e3 * step_s}
+            for step, (loss, step_s) in enumerate(
+                zip(done[-1].losses[1:], done[-1].step_s, strict=False), 2
+            )
+        ]
+        text = "".join(f"{json.dumps(record)}\n" for record in records)
+        write_text(out / name / "metrics.jsonl", text)
     diagnosis.write(out / "before")
     write_text(out / "after" / SUMMARY, result.summary() + "\n")

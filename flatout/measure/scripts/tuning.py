@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from flatout.errors import in_shell
 from flatout.figures import duration
@@ -22,7 +22,9 @@ FILE, CHANGES = "tuning.json", "changes.txt"
 
 
 class ChangeRow(LossCheck):
-    """A change that was measured."""
+    """A change that was measured; the search fills it."""
+
+    model_config = ConfigDict(frozen=False)
 
     name: str
     does: str
@@ -63,19 +65,19 @@ class ScriptTuning(Result):
     """Changes that were not measured, and why."""
     taken: list[str]
     """The winners, in the order in which they were added."""
-    gain: Figure | None
+    gain: Figure | None = None
     """How many times faster all winners make it; None without any."""
-    gain_losses: LossCheck | None
+    gain_losses: LossCheck | None = None
     """The losses with all winners."""
     loss_noise: float | None
     """Largest relative difference of a loss between two runs of the unchanged script."""
-    patch: str
+    patch: str = ""
     """The winners as a unified diff; "": none."""
-    by_hand: list[ByHand]
+    by_hand: list[ByHand] = Field([])
     """What to write where no exact edit is possible."""
-    verified: Figure | None
+    verified: Figure | None = None
     """How many times faster the patched script is; None: it was not run."""
-    verified_losses: LossCheck | None
+    verified_losses: LossCheck | None = None
     """Its losses."""
     withheld: str | None = None
     """Why no patch is given, although there are winners."""
@@ -102,8 +104,8 @@ class ScriptTuning(Result):
         if self.withheld:
             lines.append(self.withheld)
         if self.patch:
-            proof = figure_text(self.verified) if self.verified else "not run: the time was up"
-            lines += ["", self.patch.rstrip(), "", f"The patched script: {proof}."]
+            proof = f"The patched script: {figure_text(self.verified)}." if self.verified else ""
+            lines += ["", self.patch.rstrip(), "", proof]
             lines.append(f"Apply it: git apply {in_shell(self.path)}/changes.patch")
         for one in self.by_hand:
             where = f"{one.file}:{one.line}: " if one.file else ""

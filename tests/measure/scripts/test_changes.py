@@ -9,12 +9,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from flatout.measure.scripts import apply
 from flatout.measure.scripts.changes import CHANGES, num_workers
+from flatout.measure.scripts.patch import Edit
 from flatout.measure.scripts.request import Facts, Request, Timing
 from flatout.measure.scripts.run import run_script
-from flatout.measure.steps.evidence import Evidence, Phases
+from flatout.measure.steps.evidence import Evidence, LoopFacts, Phases
 
 SCRIPT = """
 import copy, gc, json, pickle, random, sys, torch
@@ -56,7 +58,7 @@ def main():
         for (batch,) in loader:
             optimizer.zero_grad(set_to_none=False)
             out = net(batch)
-            loss = out.square().mean()
+            loss = nn.MSELoss()(out, torch.zeros_like(out))  # a module without weights
             loss.backward()
             optimizer.step()
             collected.clear()
@@ -75,6 +77,8 @@ def main():
                     "same": torch.equal(copied.conv.weight, net.conv.weight),
                     "compiled": [m._compiled_call_impl is not None for m in net.blocks],
                     "random": random.random(),
+                    "tf32": torch.get_float32_matmul_precision(),
+                    "benchmark": torch.backends.cudnn.benchmark,
                 }), flush=True)
     open("done", "w").write("x")
 
@@ -83,7 +87,8 @@ if __name__ == "__main__":
 """
 ON_A_CPU = (
     *("data-workers", "no-anomaly", "no-gc-collect", "gc-thresholds", "threads"),
-    *("zero-grad-none", "channels-last", "fused-optimizer"),
+    *("zero-grad-none", "channels-last", "fused-optimizer", "tf32", "cudnn-benchmark"),
+    "deferred-item",
 )
 
 
@@ -137,6 +142,7 @@ def test_changes_are_applied_and_keep_the_losses(effects, plain):
     assert found["last"]
     assert found["same"]
     assert found["random"] == plain[0]["random"]
+    assert (found["tf32"], found["benchmark"]) == ("high", True)
     epoch = slice(0, 8)  # the next one is shuffled by other random numbers with workers
     assert answer.losses[epoch] == pytest.approx(plain[1].losses[epoch], rel=1e-4)
 
@@ -200,10 +206,25 @@ def test_a_trial_overwrites_no_file_that_a_link_leads_to(tmp_path):
     assert (copied / "log.txt").read_text() == "new"
 
 
-def test_every_change_has_a_function_or_an_environment():
+def test_every_change_can_be_applied_and_written():
     for name, change in CHANGES.items():
-        assert hasattr(apply, name.replace("-", "_")) is not bool(change.environment), name
-        assert change.edits or change.by_hand, name
+        edit = change.edit
+        assert edit.at or edit.lines or edit.environment or name == "deferred-item"
+        assert edit.at or edit.lines or edit.environment or edit.by_hand, name
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("int('x')", "ValueError: invalid literal for int() with base 10: 'x'"),
+        ("next(iter([]))", "StopIteration: in `next(iter([]))`"),
+    ],
+)
+def test_a_change_that_fails_says_where_if_its_error_says_nothing(line, reason):
+    reasons = []
+    edit = Edit(lines=("if True:", f"    {line}"))
+    apply.run_lines(edit, reasons.append, torch.nn.Linear(1, 1))
+    assert reasons == [reason]
 
 
 def test_the_page_lists_every_change():
@@ -220,8 +241,11 @@ def test_reasons_name_what_the_script_lacks():
     assert "data-workers" in tried
     assert not tried & {"tf32", "pinned-memory", "channels-last", "no-anomaly", "prefetch", "sdpa"}
     assert CHANGES["data-workers"].why_not(with_loader, idle) == "The steps do not wait for data."
-    on_gpu = Facts(device="cuda", pinned=False, convolutions=True, unfused=True)
-    tried = {name for name, change in CHANGES.items() if not change.why_not(on_gpu, idle)}
+    on_gpu = idle.model_copy(
+        update={"device": "cuda:0", "loop": LoopFacts(optimizer="AdamW", optimizer_way="foreach")}
+    )
+    facts = Facts(pinned=False, convolutions=True)
+    tried = {name for name, change in CHANGES.items() if not change.why_not(facts, on_gpu)}
     wanted = {"tf32", "bf16", "pinned-memory", "cudnn-benchmark", "fused-optimizer", "compile"}
     assert wanted <= tried
 

@@ -6,7 +6,7 @@ import ast
 import subprocess
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flatout.measure.scripts.patch import Edit, Patch, apply, patch_of
@@ -15,11 +15,10 @@ from flatout.measure.scripts.request import Site
 FUSED = Edit(at="optimizer", keywords={"fused": "True"}, only=("AdamW",))
 WORKERS = Edit(at="loader", keywords={"num_workers": "4"})
 PINNED = Edit(at="loader", keywords={"pin_memory": "True"})
-COMPILE = Edit(at="optimizer", lines=("{model}.compile()",))
-HOOK = Edit(at="optimizer", lines=("{optimizer}.register_step_post_hook(print)",))
+COMPILE = Edit(lines=("{model}.compile()",))
 NO_GC = Edit(at="gc-collect", remove=True)
 NO_CACHE = Edit(at="empty-cache", remove=True)
-FAST = Edit(at="start", lines=('{torch}.set_float32_matmul_precision("high")',))
+FAST = Edit(lines=('{torch}.set_float32_matmul_precision("high")',))
 
 KINDS = {
     "AdamW": "optimizer",
@@ -72,7 +71,7 @@ def sites_in(path, names=None) -> list[Site]:
                 names={"model": "model", "torch": "torch"} if names is None else names,
             )
         )
-    return [*found, Site(kind="start", name="__main__", file=str(path))]
+    return found
 
 
 @pytest.fixture
@@ -83,7 +82,7 @@ def patched(tmp_path):
     def patched(source: str | bytes, *edits: Edit, names=None) -> tuple[str, Patch]:
         data = source if isinstance(source, bytes) else source.encode()
         path.write_bytes(data)
-        changes = {f"c{number}": [edit] for number, edit in enumerate(edits)}
+        changes = {f"c{number}": edit for number, edit in enumerate(edits)}
         patch = patch_of(changes, sites_in(path, names), tmp_path)
         if patch.diff:
             for tool in (["git", "apply", "-"], ["patch", "-p1", "-s"]):
@@ -142,12 +141,12 @@ def test_keywords_are_set_in_the_call(patched, source, expected):
 
 def test_edits_of_one_call_merge(patched):
     source = "a = DataLoader(d, batch_size=2, num_workers=0)\no = AdamW(p)\n"
-    result, patch = patched(source, PINNED, WORKERS, FUSED, WORKERS, COMPILE, HOOK)
+    result, patch = patched(source, PINNED, WORKERS, FUSED, WORKERS, COMPILE, FAST)
     assert result == (
         "a = DataLoader(d, batch_size=2, num_workers=4, pin_memory=True)\n"
         "o = AdamW(p, fused=True)\n"
         "model.compile()  # flatout: c4\n"
-        "o.register_step_post_hook(print)  # flatout: c5\n"
+        'torch.set_float32_matmul_precision("high")  # flatout: c5\n'
     )
     assert patch.by_hand == []
     both, _ = patched(
@@ -203,39 +202,21 @@ def test_lines_are_inserted_at_the_optimizer(patched, source, expected):
 
 
 def test_lines_keep_their_own_indentation_and_names(patched):
-    edit = Edit(
-        at="optimizer",
-        lines=("for group in {optimizer}.param_groups:", "    {torch}.check(group, {{}})"),
-    )
+    edit = Edit(lines=("for module in {model}.modules():", "    {torch}.check(module, {{}})"))
     source = "class A:\n    def f(self):\n        self.o = AdamW(p)\n        self.q = SGD(p)\n"
     result, patch = patched(source, edit, names={"model": "self.model", "torch": "th"})
     assert result.splitlines()[2:] == [
         "        self.o = AdamW(p)",
-        "        for group in self.o.param_groups:  # flatout: c0",
-        "            th.check(group, {{}})",
+        "        for module in self.model.modules():  # flatout: c0",
+        "            th.check(module, {{}})",
         "        self.q = SGD(p)",
-        "        for group in self.q.param_groups:  # flatout: c0",
-        "            th.check(group, {{}})",
     ]
     assert patch.by_hand == []
-    result, _ = patched("o = AdamW(p)\n", edit, names={})
-    assert result.splitlines()[1] == "import torch  # flatout: c0"
-
-
-STARTS = [
-    ("import os\nimport torch as th\n\nx()\n", "import os\nimport torch as th\nth."),
-    ('"""Doc."""\nimport torch  # 2\nos.x = 1\nfrom a import (\n    b,\n)\n', "    b,\n)\ntorch."),
-    ("import torch.nn as nn\nx()\nimport a\ndef f():\n    import b\n", "import a\nimport torch"),
-    ("import a\nif x:\n    import torch\n", "import a\nimport torch"),
-]
-
-
-@pytest.mark.parametrize(("source", "expected"), STARTS)
-def test_lines_at_the_start_follow_the_imports(patched, source, expected):
-    result, patch = patched(source, FAST)
-    assert expected in result
-    assert result.count('set_float32_matmul_precision("high")') == 1
-    assert patch.by_hand == []
+    result, _ = patched("o = AdamW(p)\n", FAST, names={})
+    assert result.splitlines()[1:] == [
+        "import torch  # flatout: c0",
+        'torch.set_float32_matmul_precision("high")',
+    ]
 
 
 REMOVED = [
@@ -263,7 +244,7 @@ BY_HAND = [
     ("o = AdamW(p, **a if x else b)\n", FUSED, "may contain fused"),
     ("o = AdamW(*more)\n", FUSED, "may contain fused"),
     ("o = AdamW(p, *more, 1, x)\n", FUSED, "may contain fused"),
-    ("o = AdamW(q for q in p)\n", FUSED, "parentheses"),
+    ("o = AdamW(q for q in p)\n", FUSED, "valid Python"),
     ("o = AdamW((p))\n", FUSED, "valid Python"),
     ("trainer.train()\n", FUSED, "a library makes it"),
     ("o = SGD(p)\n", Edit(at="optimizer", keywords={"fused": "True"}), "SGD takes no fused"),
@@ -274,9 +255,7 @@ BY_HAND = [
     ("if x: o = AdamW(p)\n", COMPILE, "no place for a line"),
     ("for x in AdamW(p):\n    y()\n", COMPILE, "no place for a line"),
     ("if x:\n    y()\nelif trainer.train():\n    y()\n", COMPILE, "valid Python"),
-    ("o = wrapped(AdamW(p))\n", HOOK, "the optimizer has no name"),
-    ("def f():\n    return AdamW(p)\n", HOOK, "the optimizer has no name"),
-    ("x()\n", FAST, "does not start with imports"),
+    ("x()\n", FAST, "no line"),
     ("# coding: latin-1\no = AdamW('ä')\n".encode("latin-1"), FUSED, "iso-8859-1"),
     ("\ufeffo = AdamW(p)\n", FUSED, "utf-8-sig"),
 ]
@@ -320,7 +299,7 @@ def test_files_that_are_elsewhere_changed_or_gone_are_left_alone(tmp_path):
     ):
         path.write_text(text)
     paths[-1].unlink()
-    patch = patch_of({"fused": [FUSED]}, sites, root)
+    patch = patch_of({"fused": FUSED}, sites, root)
     assert patch.diff == ""
     assert [one.file for one in patch.by_hand] == [str(path) for path in paths]
     reasons = ("is not in", "any more", "any more", "any more", "cannot be read")
@@ -334,7 +313,7 @@ def test_a_patch_spans_files_and_names_with_spaces(tmp_path):
     for name in names:
         (tmp_path / name).write_text("o = AdamW(p)\n")
     sites = [site for name in names for site in sites_in(tmp_path / name)]
-    patch = patch_of({"fused": [FUSED]}, sites, tmp_path)
+    patch = patch_of({"fused": FUSED}, sites, tmp_path)
     for tool in (["git", "apply", "--check", "-"], ["patch", "-p1", "-s"]):
         subprocess.run(tool, input=patch.diff.encode(), cwd=tmp_path, check=True)
     for name in names:
@@ -348,6 +327,7 @@ WORDS = st.sampled_from(
 GAPS = st.sampled_from(["", " ", "\n    ", "\r\n  ", "\t", "  # ä (note),\n", "\\\n"])
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_keywords_are_set_wherever_there_are_blanks_and_comments(tmp_path_factory, data):
     """The syntax tree with the keyword is that of the source with one keyword more."""
@@ -363,7 +343,7 @@ def test_keywords_are_set_wherever_there_are_blanks_and_comments(tmp_path_factor
     source = f"{prefix}o = [AdamW({gap()}{given_call}{gap()}), 'ß']\n"
     path = tmp_path_factory.mktemp("root") / "train.py"
     path.write_bytes(source.encode())
-    patch = patch_of({"fused": [FUSED]}, sites_in(path), path.parent)
+    patch = patch_of({"fused": FUSED}, sites_in(path), path.parent)
     assert patch.by_hand == []
     expected = ast.parse(source)
     call = next(

@@ -79,4 +79,4 @@ def test_absolute_arguments_lead_into_the_copy(project):
         assert copy.inside(f"--config={project}/c.yaml") == f"--config={copy.path}/c.yaml"
         assert copy.inside(f"{project}2/c.yaml") == f"{project}2/c.yaml"
         assert copy.inside("--lr=3") == "--lr=3"
-        assert copy.original(f"{copy.path}/train.py") == f"{project}/train.py"
+        assert copy.original(f"at {copy.path}/train.py:3") == f"at {project}/train.py:3"

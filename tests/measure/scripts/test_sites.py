@@ -94,15 +94,15 @@ with th.autograd.set_detect_anomaly(False):
 
 def test_calls_are_found_once_with_their_positions(run):
     sites, _ = run(SCRIPT, "model")
-    found = [(site.kind, site.name, site.count, text_of(site)) for site in sites]
+    found = [(site.kind, site.name, text_of(site)) for site in sites]
     assert found == [
-        ("threads", "set_num_threads", 1, b"th.set_num_threads(th.get_num_threads())"),
-        ("optimizer", "AdamW", 1, b"Adam(\n    model.parameters(),\n    lr=1e-3)"),
-        ("loader", "DataLoader", 3, b"DataLoader(data, batch_size=2)"),
-        ("zero-grad", "zero_grad", 6, b"optimizer.zero_grad(set_to_none=False)"),
-        ("gc-collect", "collect", 3, b"gc.collect(0)"),
-        ("zero-grad", "zero_grad", 1, b"zero_grad(False)"),
-        ("empty-cache", "empty_cache", 1, b"th.cuda.empty_cache()"),
+        ("threads", "set_num_threads", b"th.set_num_threads(th.get_num_threads())"),
+        ("optimizer", "AdamW", b"Adam(\n    model.parameters(),\n    lr=1e-3)"),
+        ("loader", "DataLoader", b"DataLoader(data, batch_size=2)"),
+        ("zero-grad", "zero_grad", b"optimizer.zero_grad(set_to_none=False)"),
+        ("gc-collect", "collect", b"gc.collect(0)"),
+        ("zero-grad", "zero_grad", b"zero_grad(False)"),
+        ("empty-cache", "empty_cache", b"th.cuda.empty_cache()"),
     ]
     optimizer = sites[1]
     assert optimizer.names == {"model": "model", "torch": "th"}
@@ -115,10 +115,11 @@ def test_calls_are_found_once_with_their_positions(run):
 def test_the_sites_of_a_script_can_be_patched(run, tmp_path):
     sites, _ = run(SCRIPT, "model")
     edits = {
-        "fused": [Edit(at="optimizer", keywords={"fused": "True"})],
-        "none": [Edit(at="zero-grad", keywords={"set_to_none": "True"})],
-        "gc": [Edit(at="gc-collect", remove=True), Edit(at="empty-cache", remove=True)],
-        "data": [Edit(at="loader", keywords={"num_workers": "2"})],
+        "fused": Edit(at="optimizer", keywords={"fused": "True"}),
+        "none": Edit(at="zero-grad", keywords={"set_to_none": "True"}),
+        "gc": Edit(at="gc-collect", remove=True),
+        "cache": Edit(at="empty-cache", remove=True),
+        "data": Edit(at="loader", keywords={"num_workers": "2"}),
     }
     patch = patch_of(edits, sites, tmp_path)
     assert patch.by_hand == []
@@ -293,9 +294,7 @@ def test_the_model_is_named_where_a_function_that_sees_it_asks_for_an_optimizer(
         ("caller", "net"),
         ("caller", None),
     ]
-    patch = patch_of(
-        {"compile": [Edit(at="optimizer", lines=("{model}.compile()",))]}, sites, tmp_path
-    )
+    patch = patch_of({"compile": Edit(lines=("{model}.compile()",))}, sites, tmp_path)
     assert patch.by_hand == []
     assert "+    net.compile()  # flatout: compile\n     optimizer = make_optimizer" in patch.diff
 
@@ -396,12 +395,11 @@ if __name__ == "__main__":
     assert [(site.kind, site.line) for site in answer.sites] == [
         ("optimizer", 6),
         ("caller", 14),
-        ("start", 0),
     ]
     edits = {
-        "first": [Edit(at="start", lines=("{torch}.manual_seed(1)",))],
-        "frozen": [Edit(at="optimizer", lines=("{model}.bias.requires_grad_(False)",))],
-        "fast": [Edit(at="optimizer", keywords={"foreach": "True"})],
+        "first": Edit(lines=("{torch}.manual_seed(1)",)),
+        "frozen": Edit(lines=("{model}.bias.requires_grad_(False)",)),
+        "fast": Edit(at="optimizer", keywords={"foreach": "True"}),
     }
     patch = patch_of(edits, answer.sites, tmp_path)
     assert patch.by_hand == []

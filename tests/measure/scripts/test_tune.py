@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -15,13 +17,11 @@ from flatout.measure.scripts.request import Answer
 from flatout.measure.scripts.tune import (
     Point,
     Search,
-    Trials,
     difference,
-    finished,
+    last_words,
     name_of,
     ratio,
-    value_at,
-    with_value,
+    scaled,
 )
 from flatout.progress import SILENT
 
@@ -44,12 +44,11 @@ class Script:
     runs: list[Point] = field(default_factory=list)
     now_s: float = 0.0
 
-    def run(self, trials, point):
+    def run(self, search, point):
         self.runs.append(point)
         number = len(self.runs)
         self.now_s += 10
         changes = self.patched if point.is_patched else point.changes
-        reason = "OutOfMemoryError: 3 GiB" if self.broken & {*changes} else ""
         speed = math.prod(self.speed.get(name, 1.0) for name in changes)
         if point.words:
             speed /= 1.0 + 0.3 * math.log2(int(point.words[-1]) / 8)
@@ -59,10 +58,10 @@ class Script:
             step_s=[(1 + 0.004 * (number % 2)) / speed] * 16,
             losses=[5.0 * (1 + error)] * 16,
             compiled=[0] if "compile" in changes else [],
+            problem="OutOfMemoryError: 3 GiB" if self.broken & {*changes} else None,
         )
-        trials.done.append((point, answer, reason))
-        trials.seconds[point] = 10.0
-        return None if reason else answer
+        search.done.append((point, answer))
+        return answer
 
 
 @pytest.fixture
@@ -70,13 +69,11 @@ def search(monkeypatch):
     """Return a function that searches among the changes of a made-up script."""
 
     def searched(script, *, minutes=1e6):
-        monkeypatch.setattr(Trials, "run", lambda trials, point: script.run(trials, point))
+        monkeypatch.setattr(Search, "run", lambda search, point: script.run(search, point))
         monkeypatch.setattr(tune.time, "monotonic", lambda: script.now_s)
         with SILENT.task("") as task:
-            times = 60 * minutes, 36 * minutes
-            trials = Trials(["train.py"], None, 16, *times, 60.0, task)
-            found = Search(trials, list({**script.speed, **script.wrong}))
-            found.screen()
+            found = Search(["train.py"], None, 16, 0.0, 60 * minutes, 60.0, task)
+            found.screen(list({**script.speed, **script.wrong}))
             found.add()
             return found
 
@@ -140,7 +137,7 @@ def test_the_time_limit_leaves_out_what_does_not_fit_but_the_best_is_repeated(se
 
 def test_a_script_that_fails_unchanged_is_an_error(search):
     script = Script(speed={"tf32": 1.5})
-    script.run = lambda trials, point: trials.done.append((point, Answer(), "boom"))
+    script.run = lambda search, point: Answer(problem="boom")
     with pytest.raises(RunFailed, match="boom"):
         search(script)
 
@@ -166,16 +163,16 @@ def test_a_patch_is_given_only_if_the_patched_script_keeps_the_gain(
     found = search(script)
     assert found.taken == ("no-anomaly",)
     monkeypatch.setattr(tune, "patch_of", lambda *_: Patch(diff="--- a", by_hand=[]))
-    found.trials.scratch = SimpleNamespace(source=None)
-    result = finished(found, [], "cpu")
-    assert (withheld or "None") in str(result["withheld"])
+    found.scratch = SimpleNamespace(source=None)
+    result = found.finish([], "cpu")
+    assert (withheld or "None") in str(result.get("withheld"))
     assert bool(result["patch"]) is (withheld is None)
-    assert result["gain"] == result["verified"]
+    assert result.get("gain") == result.get("verified")
 
 
 def test_larger_batches_are_measured_by_samples_or_with_less_accumulation(search):
     found = search(Script(speed={"tf32": 1.0}))
-    found.trials.command = ["train.py", "--batch", "8"]
+    found.command = ["train.py", "--batch", "8"]
     found.grow_batch("--batch", None)
     gains = [row.gain.median for name, row in found.rows.items() if name.startswith("--batch")]
     assert gains[0] == pytest.approx(2 / 1.3, rel=0.02)
@@ -185,14 +182,23 @@ def test_larger_batches_are_measured_by_samples_or_with_less_accumulation(search
 
 
 def test_arguments_are_found_and_replaced_in_both_forms():
-    words = ["train.py", "--batch", "8", "--batch-size=16", "--lr=8"]
-    assert value_at(words, "--batch") == 8
-    assert value_at(words, "--batch-size") == 16
-    assert with_value(words, "--batch", 9) == ["train.py", "--batch", "9", *words[3:]]
-    assert with_value(words, "--batch-size", 9)[3] == "--batch-size=9"
+    words = ["train.py", "--batch", "8", "--batch-size=16", "--lr=8", "-c", "a\nb"]
+    assert scaled(words, "--batch", 2) == (16, ["train.py", "--batch", "16", *words[3:]])
+    assert scaled(words, "--batch-size", 0.5)[1][3] == "--batch-size=8"
+    assert scaled(words, "--batch-size", 1) == (16, words)
     for flag in ("--b", "--lr2", "train.py"):
         with pytest.raises(ConfigError, match="with a number"):
-            value_at(words, flag)
+            scaled(words, flag, 1)
+
+
+def test_a_failure_without_a_message_has_the_line_of_the_user(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("def f():\n    assert 1 == 2\nf()\n")
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
+    reason = f"AssertionError at {script}:2: assert 1 == 2"
+    assert last_words(f"started\n{done.stderr.strip()}") == reason
+    assert last_words(f"{done.stderr}ValueError: mine") == "ValueError: mine"
+    assert last_words("killed") == "killed"
 
 
 def test_a_ratio_leaves_out_the_start_and_what_compiles():
@@ -213,7 +219,7 @@ def test_repeats_stop_once_they_decide(search):
     """The first trial of a change counts, unless winners were added since."""
     script = Script(speed={"tf32": 3.0, "bf16": 2.0})
     found = search(script)
-    assert [len(group) for group in found.trials.noise[1:]] == [2, 2]
+    assert [len(group) for group in found.noise[1:]] == [2, 2]
     assert found.rows["tf32"].gain.low > 2
 
 

@@ -44,6 +44,7 @@ def test_a_slow_script_gets_a_patch_that_is_proved(tmp_path):
     done = flatout(tmp_path, "tune", *words, "--", sys.executable, "train.py")
     found = json.loads(done.stdout.splitlines()[-1])
     assert "no-anomaly" in found["taken"]
+    assert "flatout-scratch" not in done.stdout
     assert found["verified"]["low"] > 1
     assert found["verified_losses"]["loss_difference"] == 0
     assert found["written"] == ["model.pt"]
