@@ -94,7 +94,7 @@ def num_processes(devices: int | str | None, device: str, machine: Machine) -> i
 def replicas(config: ParallelConfig, world_size: int) -> int:
     """Return the number of copies of the model in `world_size` processes.
 
-    Raises: ConfigError when replicate times shard is not that number.
+    Raises: ConfigError when replicate times shard is not that number, or context is no divisor.
     """
     replicate, stated = max(1, world_size // config.shard), f"parallel.shard={config.shard}"
     if config.replicate != "auto":
@@ -102,6 +102,13 @@ def replicas(config: ParallelConfig, world_size: int) -> int:
         stated = f"parallel.replicate={replicate} x {stated}"
     processes = replicate * config.shard
     if processes == world_size:
+        among, key = (config.shard, "shard") if config.shard > 1 else (replicate, "replicate")
+        if among % config.context:
+            raise ConfigError(
+                f"parallel.context={config.context} does not divide parallel.{key}={among}: the "
+                "processes that share rows are among them.",
+                fix=f"Set parallel.context to a divisor of {among}, or leave it out.",
+            )
         return replicate
     launch = f"with `torchrun --nproc-per-node {processes} -m flatout ...`"
     fix = (

@@ -155,14 +155,22 @@ def resolve_batch(config: RunConfig, world_size: int) -> RunConfig:
     """
     batch, seq_len = config.batch, config.data.seq_len
     tokens, rows, accumulate = batch.tokens_per_step, batch.rows_per_device, batch.accumulate
-    row_tokens = seq_len * world_size
+    context = config.parallel.context
+    if world_size % context:
+        raise ConfigError(
+            f"parallel.context={context} does not divide {world_size} processes.",
+            fix=f"Set train.devices to a multiple of {context}, or leave parallel.context out.",
+        )
+    dp_size = world_size // context
+    row_tokens = seq_len * dp_size
     unit = row_tokens * (1 if rows == "auto" else rows) * (accumulate or 1)
     if tokens is None:
         tokens = unit * (max(DEFAULT_TOKENS_PER_STEP // row_tokens, 1) if rows == "auto" else 1)
     all_stated = accumulate and rows != "auto"
     if tokens % unit or (all_stated and tokens != unit):
         nearest = unit * (1 if all_stated else max(round(tokens / unit), 1))
-        parts = f"data.seq_len={seq_len}" + (f" x {world_size} processes" if world_size > 1 else "")
+        parts = f"data.seq_len={seq_len}" + (f" x {dp_size} processes" if dp_size > 1 else "")
+        parts += f" (of {world_size}, {context} per row)" if context > 1 else ""
         parts += f" x batch.rows_per_device={rows}" if rows != "auto" else ""
         parts += f" x batch.accumulate={accumulate}" if accumulate else ""
         raise ConfigError(
@@ -184,19 +192,21 @@ def for_world_size(config: RunConfig, world_size: int) -> RunConfig:
     Raises: ConfigError when the sequences of a step cannot be divided.
     """
     sequences = (config.batch.tokens_per_step or 0) // config.data.seq_len
-    if sequences % world_size or world_size % config.parallel.shard:
+    parallel = config.parallel
+    fits = world_size % parallel.shard == world_size % parallel.context == 0
+    if not fits or sequences % (world_size // parallel.context):
         raise ConfigError(
             f"A step of {sequences} sequences cannot be divided among {world_size} processes "
-            f"with parallel.shard={config.parallel.shard}.",
-            fix=f"Use a number of processes that divides {sequences} "
-            "and is a multiple of parallel.shard.",
+            f"with parallel.shard={parallel.shard} and parallel.context={parallel.context}.",
+            fix="Use a multiple of both, of which a number of processes that divides "
+            f"{sequences} have rows of their own.",
         )
-    share = sequences // world_size
+    share = sequences // (world_size // parallel.context)
     rows = next(divisors(share, int(config.batch.rows_per_device)))
     return config.with_values(
         {
             "batch.rows_per_device": rows,
             "batch.accumulate": share // rows,
-            "parallel.replicate": world_size // config.parallel.shard,
+            "parallel.replicate": world_size // parallel.shard,
         }
     )

@@ -104,7 +104,9 @@ def resolve(
         )
     chooser = recipe.filled_by.get("micro_batch")
     if config.batch.rows_per_device == "auto":
-        rows_per_rank = (config.batch.tokens_per_step or 0) // (config.data.seq_len * world_size)
+        rows_per_rank = (config.batch.tokens_per_step or 0) // (
+            config.data.seq_len * world_size // config.parallel.context
+        )
         usable = int(USED_MEMORY * available)
         plan = micro_batch_plan(workload_of(config, recipe), rows_per_rank, device, usable)
         rows = recipe.micro_batch(plan)
@@ -138,7 +140,9 @@ def with_checkpointing(
     if rows == "auto":
         rows, accumulate, usable = 1, 2, int(USED_MEMORY * available)
     else:
-        per_rank = (config.batch.tokens_per_step or 0) // (config.data.seq_len * world_size)
+        per_rank = (config.batch.tokens_per_step or 0) // (
+            config.data.seq_len * world_size // config.parallel.context
+        )
         accumulate, usable = per_rank // rows, int((available - CUDA_CONTEXT) / CUDA_RESERVED)
 
     def need(names: list[str]) -> int:

@@ -294,6 +294,8 @@ def _model(
             "or model.vocab_size.",
         )
     core = with_adapters(new_model(config, recipe.ops()), config.lora)
+    data = config.data
+    mesh.share_rows(core, seq_len=data.seq_len, has_documents=data.document_mask)
     model: nn.Module = core
     is_sharded = mesh.device_mesh is not None
     if not is_sharded:
@@ -313,8 +315,8 @@ def make_feed(run: Run) -> DirectFeed | PrefetchFeed:
         seq_len=config.data.seq_len,
         rows_per_device=run.rows_per_device,
         accumulate=config.batch.accumulate or 1,
-        rank=mesh.rank,
-        world_size=mesh.world_size,
+        dp_rank=mesh.dp_rank,
+        dp_size=mesh.dp_size,
         seed=config.train.seed,
         document_mask=config.data.document_mask,
         prefetch=config.data.prefetch,

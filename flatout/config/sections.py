@@ -403,3 +403,12 @@ class ParallelConfig(Section):
     """Replicas of the model (DDP); auto is the number of processes divided by `shard`."""
     shard: Count = 1
     """Processes that weights, gradients and optimizer state are sharded over (fully_shard)."""
+    reshard: bool = True
+    """Free the gathered weights of a block after its forward pass, and gather them again in
+    backward; false keeps them until then (ZeRO-2), which is faster and takes the memory of all of
+    them.
+    """
+    context: Count = 1
+    """Processes among them that share the tokens of each row, for sequences that are too long for
+    one; a divisor of `shard`, or of `replicate` without sharding.
+    """

@@ -21,6 +21,7 @@ from torch.nn import functional
 from flatout.errors import ConfigError
 from flatout.json_io import JsonObject
 from flatout.models import layers
+from flatout.models.context import Context
 from flatout.models.language_model import Decoder, EmbeddingModel, Flops, LanguageModelConfig
 from flatout.models.layers import Factor, Linear
 from flatout.ops import Ops, at_least_fp32
@@ -133,6 +134,7 @@ class Eigenstate(EmbeddingModel):
     """Pre-norm blocks of a gated recurrence and an MLP."""
 
     draws_everything: ClassVar[bool] = True
+    divides_rows: ClassVar[bool | None] = False
     Config: ClassVar[type[LanguageModelConfig]] = EigenstateConfig
     config: EigenstateConfig
 
@@ -168,6 +170,21 @@ class Eigenstate(EmbeddingModel):
         if config.chunk_size == "auto" or config.chunk_size <= LEAN_CHUNK:
             return {}
         return {"chunk_size": LEAN_CHUNK}
+
+    def share_rows(self, context: Context, *, seq_len: int, has_documents: bool) -> None:
+        """Let `forward` compute this rank's part of each row, of whole groups of every scale.
+
+        Raises: ConfigError when groups would cross the borders of parts.
+        """
+        least = math.lcm(*self.config.scales)
+        if seq_len % (least * context.size) or (has_documents and least > 1):
+            raise ConfigError(
+                f"model.scales={list(self.config.scales)} average tokens across the parts of a row "
+                f"that parallel.context={context.size} makes.",
+                fix=f"Set data.seq_len to a multiple of {least * context.size} and "
+                "data.document_mask=false, or model.scales=[1].",
+            )
+        super().share_rows(context, seq_len=seq_len, has_documents=has_documents)
 
     @property
     def max_seq_len(self) -> int:
@@ -243,13 +260,21 @@ class Block(layers.ResidualBlock):
         )
         self.dropout = config.dropout
 
-    def forward(self, hidden_BTD: Tensor, doc_ids_BT: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        hidden_BTD: Tensor,
+        doc_ids_BT: Tensor | None = None,
+        shared: None = None,
+        context: Context | None = None,
+    ) -> Tensor:
         """Return the hidden states after this block.
+
+        With a context, the tokens are this rank's, and the document ids those of whole rows.
 
         Shapes:  hidden_BTD (B, T, D); doc_ids_BT (B, T) integers.
         Returns: hidden_BTD.
         """
-        read_BTD = self.recurrence(self.recurrence_norm(hidden_BTD), doc_ids_BT)
+        read_BTD = self.recurrence(self.recurrence_norm(hidden_BTD), doc_ids_BT, context)
         return self.added(hidden_BTD, read_BTD)
 
     def decode(self, hidden_BTD: Tensor, states: list[MemoryState], start: int) -> Tensor:
@@ -278,7 +303,8 @@ class RecurrentDecoder(Decoder):
         Shapes:  tokens_BT (B, T) integers.
         Returns: logits_BV.
         """
-        hidden_BTD = self._model.embed(tokens_BT, self.num_tokens)
+        end = self.num_tokens + tokens_BT.shape[1]
+        hidden_BTD = self._model.embed(tokens_BT, [(self.num_tokens, end)])
         for block, states in zip(self._model.blocks, self._states, strict=True):
             hidden_BTD = block.decode(hidden_BTD, states, self.num_tokens)  # type: ignore[operator]
         return self._model.last_logits(hidden_BTD)
@@ -315,6 +341,7 @@ class Recurrence(nn.Module):
         self,
         hidden_BTD: Tensor,
         doc_ids_BT: Tensor | None = None,
+        context: Context | None = None,
         carried: list[MemoryState] | None = None,
         start: int = 0,
     ) -> Tensor:
@@ -334,7 +361,7 @@ class Recurrence(nn.Module):
         drive_BTE = self.ops.linear(hidden_BTD, self.drive.weight, self.drive.bias)
         if carried is None:
             states = [
-                memory(drive_BTE, own, doc_ids_BT)
+                memory(drive_BTE, own, doc_ids_BT, context)
                 for memory, own in zip(memories, eigenvalues, strict=True)
             ]
         else:
@@ -398,8 +425,11 @@ class Memory(nn.Module):
         drive_BTE: Tensor,
         eigenvalues: tuple[Tensor, Tensor],
         doc_ids_BT: Tensor | None,
+        context: Context | None = None,
     ) -> Tensor:
         """Return the latest state that each token may read.
+
+        With a context, the tokens are this rank's, whole groups of `scale`.
 
         Shapes:  drive_BTE (B, T, E); eigenvalues as `eigenvalues` returns them; doc_ids_BT (B, T)
                  integers.
@@ -408,8 +438,15 @@ class Memory(nn.Module):
         tokens = drive_BTE.shape[1]
         if self.scale == 1 or doc_ids_BT is None:
             drive_BNE = _scaled(self._means(drive_BTE), eigenvalues)
-            states_BNE = self._states(drive_BNE, eigenvalues, doc_ids_BT, None)
-            return self._by_token(states_BNE, None, 0, tokens)
+            if context is None:
+                states_BNE = self._states(drive_BNE, eigenvalues, doc_ids_BT, None)
+                return self._by_token(states_BNE, None, 0, tokens)
+            own_BN = None if doc_ids_BT is None else context.own(doc_ids_BT)
+            states_BNE = self._states(drive_BNE, eigenvalues, own_BN, None)
+            before_BE, added_BNE = context.carried(
+                states_BNE[:, -1], *eigenvalues, states_BNE.shape[1], doc_ids_BT
+            )
+            return self._by_token(states_BNE + added_BNE, before_BE, 0, tokens)
         if tokens < self.scale:
             return at_least_fp32(torch.zeros_like(drive_BTE))
         groups = Groups.of(doc_ids_BT, self.scale)

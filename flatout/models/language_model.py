@@ -8,7 +8,7 @@ Letters: B rows, T tokens, D width, V vocabulary.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, ClassVar, Literal, Self, final
@@ -21,6 +21,7 @@ from flatout.config.schema import RunConfig, explain
 from flatout.config.sections import Section
 from flatout.errors import ConfigError, ShapeError
 from flatout.json_io import JsonObject
+from flatout.models.context import Context
 from flatout.models.layers import Embedding, Linear, check_length, dropped
 from flatout.ops import Ops
 from flatout.ops.cross_entropy import capped
@@ -139,9 +140,15 @@ class LanguageModel(nn.Module, ABC):
     constants or what `meta.DRAWS` lists, and moving to a device restores every buffer. A subclass
     does not inherit it.
     """
+    divides_rows: ClassVar[bool | None] = None
+    """Whether several ranks may share a row (`context`): True, with parts from its start and its
+    end (attention), False, with consecutive tokens (a recurrence), or None, not at all.
+    """
     config: LanguageModelConfig
     blocks: nn.ModuleList
-    """Called in order, each as block(hidden_BTD, doc_ids_BT) -> hidden_BTD."""
+    """Called in order, each as block(hidden_BTD, doc_ids_BT, *shared) -> hidden_BTD."""
+    context: Context | None = None
+    """This rank's part of each row; None: all of it. Only `forward` divides rows."""
 
     def __init__(self, config: LanguageModelConfig, ops: Ops) -> None:
         super().__init__()
@@ -196,11 +203,18 @@ class LanguageModel(nn.Module, ABC):
     ) -> tuple[Tensor, Tensor]:
         """Return the summed loss of the targets, and how many are not ignored.
 
+        With a `context`, all ranks that share rows are given whole ones, and return the loss of
+        their own targets.
+
         Shapes:  tokens_BT (B, T) integers; targets_BT (B, T) int64, -1 where there is
                  nothing to predict; doc_ids_BT (B, T) integers.
         Returns: (loss_sum, num_valid), as `flatout.ops.cross_entropy.reference`.
         """
-        hidden_BTD, weight_VD = self.head(self._through_blocks(tokens_BT, doc_ids_BT))
+        context = self.context
+        if context is not None:
+            targets_BT = context.own(targets_BT)
+        hidden_BTD = self._through_blocks(tokens_BT, doc_ids_BT, context)
+        hidden_BTD, weight_VD = self.head(hidden_BTD)
         z_loss = self.config.z_loss if self.training else 0.0
         return self.ops.cross_entropy(
             hidden_BTD, weight_VD, targets_BT, softcap=self.config.logit_softcap, z_loss=z_loss
@@ -244,9 +258,15 @@ class LanguageModel(nn.Module, ABC):
         """Return the decoder's token limit: `max_tokens`, capped at what the model supports."""
         return min(max_tokens or self.max_seq_len, self.max_seq_len)
 
-    def _through_blocks(self, tokens_BT: Tensor, doc_ids_BT: Tensor | None) -> Tensor:
-        hidden_BTD = self.embed(tokens_BT)
-        shared = self.shared_by_blocks(tokens_BT, doc_ids_BT)
+    def _through_blocks(
+        self, tokens_BT: Tensor, doc_ids_BT: Tensor | None, context: Context | None = None
+    ) -> Tensor:
+        if context is None:
+            hidden_BTD = self.embed(tokens_BT)
+            shared = self.shared_by_blocks(tokens_BT, doc_ids_BT)
+        else:
+            hidden_BTD = self.embed(context.own(tokens_BT), context.spans(tokens_BT.shape[1]))
+            shared = (None, context)
         for block in self.blocks:
             hidden_BTD = block(hidden_BTD, doc_ids_BT, *shared)
         return hidden_BTD
@@ -259,8 +279,8 @@ class LanguageModel(nn.Module, ABC):
         return ()
 
     @abstractmethod
-    def embed(self, tokens_BT: Tensor) -> Tensor:
-        """Return the first hidden states.
+    def embed(self, tokens_BT: Tensor, spans: Sequence[tuple[int, int]] | None = None) -> Tensor:
+        """Return the first hidden states, of tokens at the positions of `spans`; None: from 0 on.
 
         Shapes:  tokens_BT (B, T) integers.
         Returns: hidden_BTD.
@@ -276,6 +296,20 @@ class LanguageModel(nn.Module, ABC):
         Shapes:  hidden_BTD (B, T, D).
         Returns: (hidden_BTD, weight_VD).
         """
+
+    def share_rows(self, context: Context, *, seq_len: int, has_documents: bool) -> None:
+        """Let `forward` compute this rank's part of each row.
+
+        Raises: ConfigError when the model does not support it, or rows cannot be divided.
+        """
+        if self.divides_rows is None:
+            raise ConfigError(
+                f"parallel.context={context.size} needs a model that divides rows, and "
+                f"{type(self).__name__} does not.",
+                fix="Leave parallel.context out, or choose model.kind=transformer or eigenstate.",
+            )
+        context.spans(seq_len)
+        self.context = context
 
     @abstractmethod
     def init_weights(self) -> None:
@@ -327,22 +361,23 @@ class EmbeddingModel(LanguageModel):
     dropout: float = 0.0
     """Share of components of the embedding that are dropped in training."""
 
-    def embed(self, tokens_BT: Tensor, start: int = 0) -> Tensor:
+    def embed(self, tokens_BT: Tensor, spans: Sequence[tuple[int, int]] | None = None) -> Tensor:
         """Return the embedding of each token, plus that of its position when positions are learned.
 
-        The first position is `start`.
+        The positions are those of `spans`, as (start, end); None: from 0 on.
 
         Shapes:  tokens_BT (B, T) integers.
         Returns: hidden_BTD.
         Raises:  ShapeError when there is no position for a token.
         """
-        end = start + tokens_BT.shape[1]
-        check_length(end, self.max_seq_len)
+        spans = spans or [(0, tokens_BT.shape[1])]
+        check_length(spans[-1][1], self.max_seq_len)
         hidden_BTD = self.token_embedding(tokens_BT)
         if self.embedding_scale != 1:
             hidden_BTD = hidden_BTD * self.embedding_scale
         if self.position_embedding is not None:
-            hidden_BTD = hidden_BTD + self.position_embedding.weight[start:end]
+            parts = [self.position_embedding.weight[start:end] for start, end in spans]
+            hidden_BTD = hidden_BTD + torch.cat(parts)
         return dropped(hidden_BTD, self.dropout, self.training)
 
     def head(self, hidden_BTD: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ Letters: B rows, T tokens, D width, V vocabulary, L layers, H query heads, G key
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import ClassVar, Literal, Self, final
 
@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from flatout.errors import ConfigError
 from flatout.models import layers
+from flatout.models.context import Context
 from flatout.models.language_model import Decoder, EmbeddingModel, Flops, LanguageModelConfig
 from flatout.ops import Ops, float64_device, product_dtype
 from flatout.ops.attention import Mask, masks
@@ -236,12 +237,13 @@ class Rotary(nn.Module):
         self.cos, self.sin = self._tables(self.cos.device)
         return self
 
-    def forward(self, start: int, end: int) -> tuple[Tensor, Tensor]:
-        """Return the tables that `ops.heads` takes, for positions from `start` to before `end`.
+    def forward(self, spans: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+        """Return the tables that `ops.heads` takes, for the positions of `spans`: (start, end).
 
         Returns: (cos_TC, sin_TC).
         """
-        return self.cos[start:end], self.sin[start:end]
+        cos, sin = ([table[start:end] for start, end in spans] for table in (self.cos, self.sin))
+        return (cos[0], sin[0]) if len(spans) == 1 else (torch.cat(cos), torch.cat(sin))
 
 
 def llama3(frequency: Tensor, config: TransformerConfig) -> Tensor:
@@ -296,10 +298,13 @@ class Attention(nn.Module):
         hidden_BTD: Tensor,
         doc_ids_BT: Tensor | None = None,
         shared: dict[int | None, Mask] | None = None,
+        context: Context | None = None,
         cache: KeyValueCache | None = None,
         start: int = 0,
     ) -> Tensor:
         """Return the output of attention for each token; `shared` has `attention.masks`.
+
+        With a context, the tokens are this rank's, and the document ids those of whole rows.
 
         With a cache the tokens continue a document at the position `start`, and are added to it.
 
@@ -312,8 +317,10 @@ class Attention(nn.Module):
             gain_NC = torch.cat(
                 [gain.expand(n, -1) for gain, n in zip(gains, self.head_counts, strict=True)]
             )
+        tokens = hidden_BTD.shape[1]
+        spans = [(start, start + tokens)] if context is None else context.spans_of(tokens)
         if self.rotary is not None:
-            cos_TC, sin_TC = self.rotary(start, start + hidden_BTD.shape[1])
+            cos_TC, sin_TC = self.rotary(spans)
         q_BHTC, k_BGSC, v_BGSC = self.ops.heads(
             self.qkv(hidden_BTD),
             gain_NC,
@@ -324,11 +331,12 @@ class Attention(nn.Module):
         )
         if cache is not None:
             k_BGSC, v_BGSC = cache.extend(k_BGSC, v_BGSC, start)
-        out_BHTC = self.ops.attention(
+        attend = self.ops.attention if context is None else context.attend(self.ops.attention)
+        out_BHTC = attend(
             q_BHTC,
             k_BGSC,
             v_BGSC,
-            doc_ids_BT=doc_ids_BT,
+            doc_ids_BS=doc_ids_BT,
             window=self.window,
             softcap=self.softcap,
             mask=shared.get(self.window) if shared else None,
@@ -389,6 +397,7 @@ class Block(layers.ResidualBlock):
         hidden_BTD: Tensor,
         doc_ids_BT: Tensor | None = None,
         shared: dict[int | None, Mask] | None = None,
+        context: Context | None = None,
     ) -> Tensor:
         """Return the hidden states after this block; `shared` has `attention.masks`.
 
@@ -396,7 +405,7 @@ class Block(layers.ResidualBlock):
         Returns: hidden_BTD.
         """
         normed_BTD = self.attention_norm(hidden_BTD)
-        return self.added(hidden_BTD, self.attention(normed_BTD, doc_ids_BT, shared))
+        return self.added(hidden_BTD, self.attention(normed_BTD, doc_ids_BT, shared, context))
 
     def decode(self, hidden_BTD: Tensor, cache: KeyValueCache, start: int) -> Tensor:
         """Return the hidden states of the next tokens of a document, and add them to the cache.
@@ -412,6 +421,7 @@ class Transformer(EmbeddingModel):
     """Pre-norm decoder-only transformer."""
 
     draws_everything: ClassVar[bool] = True
+    divides_rows: ClassVar[bool | None] = True
     Config: ClassVar[type[LanguageModelConfig]] = TransformerConfig
     config: TransformerConfig
 
@@ -570,7 +580,8 @@ class CachingDecoder(Decoder):
         Shapes:  tokens_BT (B, T) integers.
         Returns: logits_BV.
         """
-        hidden_BTD = self._model.embed(tokens_BT, self.num_tokens)
+        end = self.num_tokens + tokens_BT.shape[1]
+        hidden_BTD = self._model.embed(tokens_BT, [(self.num_tokens, end)])
         for block, cache in zip(self._model.blocks, self._caches, strict=True):
             hidden_BTD = block.decode(hidden_BTD, cache, self.num_tokens)  # type: ignore[operator]
         return self._model.last_logits(hidden_BTD)

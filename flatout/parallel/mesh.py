@@ -1,8 +1,9 @@
 """The mesh: how the processes of a run are arranged, and how they train one model.
 
 Processes form a rectangle of `replicate` rows and `shard` columns: each row shares one copy of the
-model. It is copied to every process (DDP), sharded (fully_shard), or both (HSDP). Every process has
-its own share of the batch, so losses and counts are summed over all of them.
+model. It is copied to every process (DDP), sharded (fully_shard), or both (HSDP). `context`
+consecutive processes share the tokens of each row of a batch; the others have rows of their own.
+So every process has its own tokens, and losses and counts are summed over all of them.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from flatout.config.sections import ParallelConfig
 from flatout.launch import replicas
+from flatout.models.context import Context
+from flatout.models.language_model import LanguageModel
 from flatout.parallel.rendezvous import Ranks, stated_ranks
 
 BESIDE_FORWARD = ("logits",)
@@ -46,6 +49,30 @@ class Mesh(Ranks):
     device: torch.device = CPU
     device_mesh: DeviceMesh | None = None
     """The dimensions `replicate` and `shard`; None if nothing is sharded."""
+    reshard: bool = True
+    context: int = 1
+    context_group: dist.ProcessGroup | None = None
+    """The processes that share this one's rows; None: they are its own."""
+
+    @property
+    def dp_size(self) -> int:
+        """Processes, or groups of them, with rows of their own."""
+        return self.world_size // self.context
+
+    @property
+    def dp_rank(self) -> int:
+        """The position of this process's rows among `dp_size`."""
+        return self.rank // self.context
+
+    def share_rows(self, model: LanguageModel, *, seq_len: int, has_documents: bool) -> None:
+        """Let a model compute this process's part of each row, if several share them.
+
+        Raises: ConfigError as `LanguageModel.share_rows`.
+        """
+        if self.context_group is not None:
+            rank, is_balanced = self.rank % self.context, bool(model.divides_rows)
+            context = Context(self.context_group, rank, self.context, is_balanced)
+            model.share_rows(context, seq_len=seq_len, has_documents=has_documents)
 
     @property
     def is_main(self) -> bool:
@@ -83,9 +110,9 @@ class Mesh(Ranks):
 
 
 def make_mesh(config: ParallelConfig, device: str, ranks: Ranks | None = None) -> Mesh:
-    """Return the mesh of `parallel.replicate` and `parallel.shard`, after `rendezvous.connect`.
+    """Return the mesh of the keys under `parallel`, after `rendezvous.connect`.
 
-    Raises: ConfigError when their product is not the number of processes.
+    Raises: ConfigError when they do not fit the number of processes.
     """
     ranks = ranks or (stated_ranks() if dist.is_initialized() else Ranks())
     replicate = replicas(config, ranks.world_size)
@@ -95,8 +122,16 @@ def make_mesh(config: ParallelConfig, device: str, ranks: Ranks | None = None) -
         device_mesh = init_device_mesh(
             own.type, (replicate, config.shard), mesh_dim_names=("replicate", "shard")
         )
+    group = None
+    if config.context > 1:
+        shape = ranks.world_size // config.context, config.context
+        names = ("data", "context")
+        group = init_device_mesh(own.type, shape, mesh_dim_names=names).get_group("context")
     return Mesh(
         **asdict(ranks),
+        reshard=config.reshard,
+        context=config.context,
+        context_group=group,
         replicate=replicate,
         shard=config.shard,
         device=own,
@@ -135,7 +170,11 @@ def wrap(model: nn.Module, mesh: Mesh, *, gathers: torch.dtype | None = None) ->
         param_dtype=gathers, reduce_dtype=gathers and torch.float32, cast_forward_inputs=False
     )
     for block in core.blocks:
-        fully_shard(block, mesh=device_mesh, mp_policy=narrow)
+        # backward begins with the last block
+        keeps = block is core.blocks[-1] or not mesh.reshard
+        fully_shard(block, mesh=device_mesh, mp_policy=narrow, reshard_after_forward=not keeps)
+    if getattr(core, "unembedding", None) is not None:  # a tied embedding is read again at the end
+        fully_shard(core.token_embedding, mesh=device_mesh)
     fully_shard(core, mesh=device_mesh)
     for method in BESIDE_FORWARD:
         if hasattr(core, method):

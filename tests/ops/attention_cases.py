@@ -60,7 +60,7 @@ def random_inputs(
         ids = (
             torch.randint(documents, (rows, queries), generator=generator).sort(dim=1).values.int()
         )
-    options = {"doc_ids_BT": ids, "window": window}
+    options = {"doc_ids_BS": ids, "window": window}
     return (q, k, v), options if softcap is None else options | {"softcap": softcap}
 
 

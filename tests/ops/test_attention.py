@@ -25,7 +25,7 @@ CLOSE = {"bf16": 2e-2}
 def by_loops(tensors, options):
     """Compute each query separately in fp64, as the docstring defines it."""
     q, k, v = (tensor.double() for tensor in tensors)
-    out, ids, window = torch.zeros_like(q), options["doc_ids_BT"], options["window"]
+    out, ids, window = torch.zeros_like(q), options["doc_ids_BS"], options["window"]
     (rows, heads, queries, head_dim), (_, groups, keys, _) = q.shape, k.shape
     for row, head, query in itertools.product(range(rows), range(heads), range(queries)):
         at = keys - queries + query
@@ -76,7 +76,7 @@ def test_low_precision_is_close_to_fp64(name, poisoned_memory):
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize(
     "options",
-    [{}, {"window": 4}, {"doc_ids_BT": torch.tensor([[0] * 10 + [1] * 11] * 2)}],
+    [{}, {"window": 4}, {"doc_ids_BS": torch.tensor([[0] * 10 + [1] * 11] * 2)}],
     ids=["causal", "window", "documents"],
 )
 def test_masked_keys_affect_neither_outputs_nor_gradients(name, options):
@@ -121,8 +121,8 @@ def test_mismatched_shapes_are_rejected_with_a_fix():
         ((q, k[:1], v[:1]), {}),
         ((q, k[:, :, :3], v[:, :, :3]), {}),
         ((q[:, :3], k, v), {}),
-        ((q, k, v), {"doc_ids_BT": torch.zeros(2, 5, dtype=torch.int32)}),
-        ((q[:, :, :3], k, v), {"doc_ids_BT": torch.zeros(2, 3, dtype=torch.int32)}),
+        ((q, k, v), {"doc_ids_BS": torch.zeros(2, 5, dtype=torch.int32)}),
+        ((q[:, :, :3], k, v), {"doc_ids_BS": torch.zeros(2, 3, dtype=torch.int32)}),
     ]
     for function in VARIANTS.values():
         for tensors, options in wrong:
