@@ -104,7 +104,7 @@ class Context:
             doc_ids_BS: Tensor | None = None,
             window: int | None = None,
             softcap: float | None = None,
-            mask: None = None,
+            mask: object = None,
         ) -> Tensor:
             k_BGSC, v_BGSC = self.gathered(torch.stack((k_BGTC, v_BGTC)), 3)
             outputs, done = [], 0
