@@ -21,7 +21,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from flatout.assembly.selection import Decision, Gain, speedup_named
+from flatout.assembly.gpu_rate import GpuTime, gpu_time
+from flatout.assembly.selection import Decision, Gain, recipe_of, speedup_named
 from flatout.config.schema import RunConfig
 from flatout.data.store.mix import AnyDataset, members_of
 from flatout.files import Stored, write_text
@@ -418,6 +419,7 @@ def predict_time(
     flops_per_token: float,
     peak: Peak | None,
     runs: Sequence[PastRun] = (),
+    machine: Machine | None = None,
     dataset: AnyDataset | None = None,
     first_step: int = 0,
     memory: MemoryPrediction | None = None,
@@ -425,9 +427,10 @@ def predict_time(
     """Return the rate and the duration of `this`, a run of `config` without measurements.
 
     A run of the same shape with the same speedups decides; otherwise figures of bench for it, the
-    rate of FLOPs that models of similar size reached here, or an assumed share of the peak. A run
-    whose micro-batch also is the same is preferred, and one that had the cores to itself. With the
-    `memory` of an eager run, the assumption counts what it takes to start its operations.
+    rate of FLOPs that models of similar size reached here, what published runs took on the GPUs of
+    a `machine` (`gpu_time`), or an assumed share of the peak. A run whose micro-batch also is the
+    same is preferred, and one that had the cores to itself. With the `memory` of an eager run, the
+    assumption counts what it takes to start its operations.
     """
     tokens, world_size = config.batch.tokens_per_step or 0, this.world_size
     timed = [run for run in runs if run.tokens_per_s]
@@ -458,7 +461,7 @@ def predict_time(
         source = f"the FLOP/s of {counted(len(others), 'earlier run')} of other shapes here"
     elif whole:
         operations = memory.estimate.operations if memory and not this.is_compiled else 0
-        rate, source = assumed_rate(config, whole, operations)
+        rate, source = assumed_rate(config, whole, operations, published(this, config, machine))
     mfu, steps = rate / whole if rate and whole else None, config.train.steps
     if rate is None or steps is None:
         return TimePrediction(rate, None, mfu, source, None)
@@ -474,17 +477,34 @@ def predict_time(
     return TimePrediction(rate, wall_s, mfu, source, max(misses) if len(misses) > 1 else None)
 
 
-def assumed_rate(config: RunConfig, whole: float, operations: int) -> tuple[float, str]:
+def published(this: PastRun, config: RunConfig, machine: Machine | None) -> GpuTime | None:
+    """Return the time of a step by what published runs took; None without a known GPU."""
+    row = machine.row if machine and config.train.device.startswith("cuda") else None
+    peak = row and row.peak_tflops.get(recipe_of(config).arithmetic("cuda"))
+    if machine is None or row is None or peak is None:
+        return None
+    kinds = [*this.speedups, *(["compile"] if this.is_compiled else [])]
+    flops = peak.value * 1e12
+    return gpu_time(
+        config, machine, row, peak_flops=flops, world_size=this.world_size, speedups=kinds
+    )
+
+
+def assumed_rate(
+    config: RunConfig, whole: float, operations: int, known: GpuTime | None = None
+) -> tuple[float, str]:
     """Return the tokens per second of all devices, and what was assumed.
 
     `whole` is the rate at the peak of matrix products. With the `operations` of an eager step,
-    small ones count: a CPU computes after it has started an operation, a GPU meanwhile. GPUs are
-    assumed to reach what an H100 was measured to (docs/gpu.md).
+    small ones count: a CPU computes after it has started an operation, a GPU meanwhile. GPUs that
+    are not `known` are assumed to reach what an H100 was measured to (docs/gpu.md).
     """
     on_gpu = config.train.device.startswith("cuda")
     share = (EAGER_MFU if operations else COMPILED_MFU) if on_gpu else ASSUMED_MFU
     computing = f"an assumed {share:.0%} of the peak"
     tokens = config.batch.tokens_per_step or 0
+    if known is not None:
+        share, computing = tokens / known.step_s / whole, known.describe()
     computing_s, starting_s = tokens / (share * whole), operations * STARTING_S
     starting = f"an assumed {1e6 * STARTING_S:.0f} us to start each of {operations:,} operations"
     if operations and not on_gpu:

@@ -240,6 +240,14 @@ class Eigenstate(EmbeddingModel):
         total = self.matmul_flops() + 6 * sum(couplings)
         return Flops(palm=total, causal_exact=Fraction(total))
 
+    def shared_bytes(self, seq_len: int) -> float:
+        """Return the bytes of a state in all layers, and of its gradient, divided by the tokens."""
+        config = self.config
+        numbers = 2 * config.num_eigenstates * len(config.scales)
+        if config.eigenvalues == "selective":  # how much of a state is left, too
+            numbers *= 2
+        return 8.0 * config.num_layers * numbers / seq_len
+
     def stacked_by_ending(self) -> dict[str, tuple[int, ...]]:
         """Return the rows of the real and imaginary drive, and of each head's coupling."""
         count, heads = self.config.num_eigenstates, self.config.num_heads

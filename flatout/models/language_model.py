@@ -330,6 +330,13 @@ class LanguageModel(nn.Module, ABC):
     def flops_per_token(self, seq_len: int) -> Flops:
         """Return the training FLOPs per token in sequences of `seq_len`."""
 
+    def shared_bytes(self, seq_len: int) -> float:
+        """Return the bytes that a rank sends to each other one per token, where they share rows.
+
+        Forward and backward of a model in bf16, whose rank has `seq_len` tokens of a row.
+        """
+        return 0.0
+
     @abstractmethod
     def parameter_kinds(self) -> dict[str, ParameterKind]:
         """Return the kind of every parameter by its name."""

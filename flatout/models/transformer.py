@@ -512,6 +512,11 @@ class Transformer(EmbeddingModel):
             causal_exact=matmul + Fraction(per_key * visible, seq_len),
         )
 
+    def shared_bytes(self, seq_len: int) -> float:
+        """Return the bytes of keys and values in all layers, and of their gradients, in bf16."""
+        config = self.config
+        return 4.0 * config.num_layers * 2 * config.kv_heads * config.head_size
+
     def stacked_by_ending(self) -> dict[str, tuple[int, ...]]:
         """Return the rows of query, key and value in `qkv`, and of gate and value in `gate_up`."""
         config = self.config

@@ -54,11 +54,12 @@ from flatout.assembly.selection import (
     speedup_named,
 )
 from flatout.config.schema import RunConfig
+from flatout.config.sections import ParallelConfig
 from flatout.data.store.manifest import MANIFEST
 from flatout.data.store.mix import AnyDataset
-from flatout.errors import FlatoutError, HardwareError
+from flatout.errors import ConfigError, FlatoutError, HardwareError
 from flatout.hardware import Machine, pick_device, probe
-from flatout.measure.plan.report import Change, MicroBatch, Plan
+from flatout.measure.plan.report import Change, MeshChoice, MicroBatch, Plan
 from flatout.models.language_model import LanguageModel, model_of
 from flatout.models.lora import INSIDE, require_weights, with_adapters
 from flatout.ops import Ops, cross_entropy
@@ -68,6 +69,8 @@ from flatout.roof import Peak
 
 LEAST_SAVING = 0.02
 """Changes that save less of the memory are left out."""
+LONG = 32_768
+"""Tokens of rows from which several GPUs may share one."""
 NOT_MEASURED = "not measured"
 TOUCH_MEMORY = {
     "activations",
@@ -104,6 +107,12 @@ def make_plan(
     dataset, note = find_data(requested, progress)
     target = Target(*place, dataset, cache)
     runs = runs_here(target.machine, target.device, cache)
+    found: list[MeshChoice] = []
+    if machine is not None and target.world_size > 1 and requested.parallel == ParallelConfig():
+        with progress.task("Comparing meshes"):
+            found = meshes(requested, target, runs)
+        for each in found[:1]:
+            requested = requested.with_values(dict(key.split("=") for key in each.overrides))
     with progress.task("Resolving the configuration"):
         config, decisions = target.resolve(requested)
     dtype = recipe_of(config).arithmetic(target.device)
@@ -154,6 +163,7 @@ def make_plan(
         speedups=speedups_on(decisions),
         notes=notes,
         batches=batches,
+        meshes=found,
         **room,
         tokens_per_s=time.tokens_per_s,
         tokens_per_s_from=time.source,
@@ -190,10 +200,54 @@ def predicted(
         flops_per_token=flops_per_token,
         peak=peak,
         runs=runs,
+        machine=target.machine,
         dataset=target.dataset,
         memory=memory,
     )
     return memory, problem, time
+
+
+def meshes(requested: RunConfig, target: Target, runs: Sequence[PastRun]) -> list[MeshChoice]:
+    """Return arrangements of the processes, the fastest that fit first.
+
+    Weights are sharded over none, a machine or all GPUs; rows are shared where they are long.
+    """
+    world, each = target.world_size, min(target.machine.gpus_per_node, target.world_size)
+    contexts = [1] if requested.data.seq_len < LONG else [1, 2, 4, 8]
+    found = []
+    for shard in sorted({1, each, world}):
+        for context in contexts:
+            values = {"parallel.shard": shard, "parallel.context": context}
+            if context > 1 and (shard % context or shard == 1):
+                continue
+            try:
+                config, decisions = target.resolve(requested.with_values(values))
+            except (ConfigError, HardwareError):
+                continue
+            capacity = capacity_of(target.machine, target.device, world)
+            dtype = recipe_of(config).arithmetic(target.device)
+            model_class, model_config = model_of(config)
+            flops = model_class.count_flops(model_config, config.data.seq_len)
+            memory, _, time = predicted(
+                config,
+                decisions=decisions,
+                target=target,
+                flops_per_token=float(flops.causal_exact),
+                peak=known_peak(target.machine, target.device, dtype),
+                runs=runs,
+                context=0,
+            )
+            found.append(
+                MeshChoice(
+                    overrides=[f"{key}={value}" for key, value in values.items()],
+                    rows_per_device=int(config.batch.rows_per_device),
+                    need_gib=memory and memory.total / GIB,
+                    fits=memory.total <= capacity.free if memory and capacity else None,
+                    tokens_per_s=time.tokens_per_s,
+                    source=time.source,
+                )
+            )
+    return sorted(found, key=lambda one: (one.fits is False, -(one.tokens_per_s or 0.0)))
 
 
 def micro_batches(

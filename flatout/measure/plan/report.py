@@ -17,6 +17,8 @@ NAMES = 13
 PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "workspace", "correction")
 OPTIONAL = ("logits", "workspace", "correction")
 """Parts that are shown only if they take something at the peak."""
+NEXT_MESHES = 3
+"""Meshes that are shown besides the chosen one; --json has all."""
 MOST_CHANGES = 6
 """Changes that are shown; --json has all."""
 
@@ -55,6 +57,31 @@ class MicroBatch(Stored):
         rate = f"{amount(self.tokens_per_s)} tokens/s, " if self.tokens_per_s else ""
         name = f"{counted(self.rows_per_device, 'row'):>11}"
         return f"{name}  {self.need_gib:7.2f} GiB  {rate}{answer}"
+
+
+class MeshChoice(Stored):
+    """One arrangement of the processes, with what it needs and reaches."""
+
+    overrides: list[str]
+    """Its keys."""
+    rows_per_device: int
+    """Rows of a micro-batch."""
+    need_gib: float | None
+    """Memory of a device."""
+    fits: bool | None
+    """Whether it fits; null: unknown."""
+    tokens_per_s: float | None
+    """Predicted rate of all devices, also where it does not fit."""
+    source: str
+    """What the rate was predicted from."""
+
+    def line(self) -> str:
+        """Return a line of the table."""
+        rate = f"{amount(self.tokens_per_s)} tokens/s" if self.tokens_per_s else "rate unknown"
+        need = f", {self.need_gib:.1f} GiB" if self.need_gib is not None else ""
+        answer = ", does not fit" if self.fits is False else ""
+        rows = counted(self.rows_per_device, "row")
+        return f"{' '.join(self.overrides)}: {rate}, {rows}{need}{answer}"
 
 
 class Plan(Result):
@@ -127,12 +154,18 @@ class Plan(Result):
     """If not even one row fits: the smallest known machine that can train it with one."""
     batches: list[MicroBatch]
     """The micro-batches of --rows."""
+    meshes: list[MeshChoice]
+    """For several GPUs of --machine, without keys under `parallel`: the mesh that was chosen, and
+    those that were not, the fastest that fit first."""
     notes: list[str]
     """What the plan leaves out, and why."""
 
     def summary(self) -> str:
         """Return the plan as aligned lines."""
         lines = [*self._facts(), *self._memory(), *self._time(), *self._changes()]
+        names = ["Mesh", "Next", *[""] * len(self.meshes)]
+        shown = [mesh.line() for mesh in self.meshes[: 1 + NEXT_MESHES]]
+        lines += list(zip(names, shown, strict=False))
         names = ["Batches", *[""] * len(self.batches)]
         lines += [(name, batch.line()) for name, batch in zip(names, self.batches, strict=False)]
         lines += [("Note", note) for note in self.notes]

@@ -1,0 +1,101 @@
+"""Predicts the time of a step on GPUs: matrix products, attention, memory traffic, communication.
+
+The constants fit 121 published runs of 8 to 2,048 A100 and H100 (benchmarks/published.py).
+
+Letters: L layers, D width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from flatout.config.schema import RunConfig
+from flatout.hardware import Machine, MachineRow
+from flatout.models.language_model import model_of
+from flatout.ops import Ops
+
+MATMUL_SHARE = {8: 0.65, 9: 0.5}
+"""Share of the peak that matrix products reach, by major compute capability; the newest: others."""
+ATTENTION_SHARE = 0.5
+"""Rate of attention as a share of that of other products."""
+MOVED_BYTES = {True: 100, False: 300}
+"""Bytes that other operations move per token, layer and component of the width, compiled or not."""
+RECOMPUTED = {"checkpointing": 1 / 3, "half-checkpointing": 1 / 6, "selective-checkpointing": 0.12}
+"""Work that is repeated in backward, as a share of the rest, by speedup."""
+INSIDE_SHARE, BETWEEN_SHARE = 0.8, 0.8
+"""Share of a link's rate that collectives reach."""
+PCIE_GB_PER_S = 25.0
+"""Rate between GPUs without links of their own."""
+GATHERED, REDUCED = 2, 4
+"""Bytes per weight that are gathered, in bf16, and per gradient that are reduced, in fp32."""
+
+
+@dataclass(frozen=True)
+class GpuTime:
+    """Seconds of an average step, and what they are made of."""
+
+    compute_s: float
+    communication_s: dict[str, float]
+    """By what is exchanged."""
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step: communication is hidden behind computing as far as that goes."""
+        return max(self.compute_s, sum(self.communication_s.values()))
+
+    def describe(self) -> str:
+        """Return what the time was predicted from."""
+        text = f"published runs: {1e3 * self.compute_s:.0f} ms of computing per step"
+        parts = [f"{name} {1e3 * value:.0f} ms" for name, value in self.communication_s.items()]
+        return text + (f", beside it {', '.join(parts)}" if parts else "")
+
+
+def gpu_time(
+    config: RunConfig,
+    machine: Machine,
+    row: MachineRow,
+    *,
+    peak_flops: float,
+    world_size: int,
+    speedups: Collection[str],
+) -> GpuTime:
+    """Return the time of a step of a resolved configuration; `peak_flops` are those of one GPU."""
+    model_class, model_config = model_of(config)
+    model = model_class.on_meta(model_config, Ops.plain())
+    seq_len, parallel = config.data.seq_len, config.parallel
+    products = float(model.flops_per_token(1).causal_exact)
+    attention = float(model.flops_per_token(seq_len).causal_exact) - products
+    again = 1 + max((RECOMPUTED.get(name, 0.0) for name in speedups), default=0.0)
+    generation = row.compute_capability[0] if row.compute_capability else 0
+    rate = peak_flops * MATMUL_SHARE.get(generation, MATMUL_SHARE[max(MATMUL_SHARE)])
+    width, layers = model.token_embedding.weight.shape[1], len(model.blocks)
+    moved = MOVED_BYTES["compile" in speedups] * layers * width
+    token_s = again * (products + attention / ATTENTION_SHARE) / rate
+    token_s += moved / (row.bandwidth_gb_per_s.value * 1e9)
+    tokens = (config.batch.tokens_per_step or 0) / world_size
+    accumulate = config.batch.accumulate or 1
+    weights = sum(parameter.numel() for parameter in model.parameters())
+    shard, copies = parallel.shard, world_size // parallel.shard
+    gathers = accumulate * (2 if parallel.reshard else 1)
+
+    def seconds(num_bytes: float, span: int) -> float:
+        """Return the time to exchange bytes in groups that span so many consecutive GPUs."""
+        inside = row.link_gb_per_s.value if row.link_gb_per_s else PCIE_GB_PER_S
+        gb_per_s = INSIDE_SHARE * inside
+        if span > machine.gpus_per_node and machine.network_gbit_per_s:
+            gb_per_s = min(gb_per_s, BETWEEN_SHARE * machine.network_gbit_per_s / 8)
+        return num_bytes / (1e9 * gb_per_s)
+
+    exchanged: dict[str, float] = {}
+    if shard > 1:
+        part = (shard - 1) / shard * weights
+        exchanged["gathered weights"] = seconds(gathers * GATHERED * part, shard)
+        exchanged["reduced gradients"] = seconds(accumulate * REDUCED * part, shard)
+    if copies > 1:
+        added = 2 * (copies - 1) / copies * REDUCED * weights / shard
+        exchanged["gradients of copies"] = seconds(added, world_size)
+    if parallel.context > 1:
+        sent = model.shared_bytes(seq_len // parallel.context) * tokens * (parallel.context - 1)
+        exchanged["shared rows"] = seconds(sent, parallel.context)
+    return GpuTime(tokens * token_s, exchanged)
