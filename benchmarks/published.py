@@ -2,8 +2,8 @@
 
     python benchmarks/published.py
 
-Each run of benchmarks/published.yaml is described as a recipe, and `gpu_time` predicts its rate
-from the data sheet of its GPU. Communication between machines is taken to be hidden, since few sources
+Each run of benchmarks/published.yaml is made a recipe, and `gpu_time` predicts its rate
+from the data sheet of its GPU. Communication between machines is taken to be hidden: few sources
 state their network. Nothing is run. Writes benchmarks/results/published.json and .md.
 """
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
 from flatout.config.schema import RunConfig
 from flatout.hardware import Machine, MachineRow
@@ -62,7 +63,7 @@ def gpu_time(
 ) -> GpuTime:
     """Return the time of a step of a resolved configuration; `peak_flops` are those of one GPU."""
     model_class, model_config = model_of(config)
-    model = model_class.on_meta(model_config, Ops.plain())
+    model: Any = model_class.on_meta(model_config, Ops.plain())
     seq_len, parallel = config.data.seq_len, config.parallel
     products = float(model.flops_per_token(1).causal_exact)
     attention = float(model.flops_per_token(seq_len).causal_exact) - products

@@ -480,8 +480,10 @@ def predict_time(
 def published(this: PastRun, config: RunConfig, machine: Machine | None) -> GpuTime | None:
     """Return the time of a step by what published runs took; None without a known GPU."""
     row = machine.row if machine and config.train.device.startswith("cuda") else None
-    peak = row and row.peak_tflops.get(recipe_of(config).arithmetic("cuda"))
-    if machine is None or row is None or peak is None:
+    if machine is None or row is None:
+        return None
+    peak = row.peak_tflops.get(recipe_of(config).arithmetic("cuda"))
+    if peak is None:
         return None
     kinds = [*this.speedups, *(["compile"] if this.is_compiled else [])]
     flops = peak.value * 1e12

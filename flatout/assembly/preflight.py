@@ -185,6 +185,14 @@ def resolve_batch(config: RunConfig, world_size: int) -> RunConfig:
     return config.with_values(values)
 
 
+def sizes_of(config: RunConfig) -> list[int]:
+    """Return the numbers of processes among which the steps of a resolved run can be divided."""
+    shard, context = config.parallel.shard, config.parallel.context
+    sequences = (config.batch.tokens_per_step or 0) // config.data.seq_len
+    groups = (count for count in range(1, sequences + 1) if sequences % count == 0)
+    return [count * context for count in groups if count * context % shard == 0]
+
+
 def for_world_size(config: RunConfig, world_size: int) -> RunConfig:
     """Return a resolved configuration for another number of processes, with the same steps.
 

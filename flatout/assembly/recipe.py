@@ -138,8 +138,9 @@ def sync_every_micro_batch(model: nn.Module, is_last: bool) -> AbstractContextMa
 
     Copies of a sharded model add their shards of the gradients once per step, without more memory.
     """
-    if hasattr(model, "set_requires_all_reduce"):
-        model.set_requires_all_reduce(is_last)
+    sharded: Any = model
+    if hasattr(sharded, "set_requires_all_reduce"):
+        sharded.set_requires_all_reduce(is_last)
     return nullcontext()
 
 

@@ -162,7 +162,8 @@ class Context:
         goes_on_BT1 = None
         if doc_ids_BS is not None:
             starts_BS = torch.nn.functional.pad(doc_ids_BS[:, 1:] != doc_ids_BS[:, :-1], (1, 0))
-            lives_BRT = starts_BS.unflatten(1, (self.size, -1)).cumsum(2) == 0
+            starts_BRT = torch.unflatten(starts_BS, 1, (self.size, -1))
+            lives_BRT = starts_BRT.cumsum(2) == 0
             whole_RBK = whole_RBK * lives_BRT[:, :, -1].T[:, :, None]
             goes_on_BT1 = lives_BRT[:, self.rank, :, None]
         state_BK = torch.zeros_like(last_BK)

@@ -265,7 +265,8 @@ class LanguageModel(nn.Module, ABC):
             hidden_BTD = self.embed(tokens_BT)
             shared = self.shared_by_blocks(tokens_BT, doc_ids_BT)
         else:
-            hidden_BTD = self.embed(context.own(tokens_BT), context.spans(tokens_BT.shape[1]))
+            embed: Any = self.embed  # a model that divides rows takes positions
+            hidden_BTD = embed(context.own(tokens_BT), context.spans(tokens_BT.shape[1]))
             shared = (None, context)
         for block in self.blocks:
             hidden_BTD = block(hidden_BTD, doc_ids_BT, *shared)
@@ -279,8 +280,8 @@ class LanguageModel(nn.Module, ABC):
         return ()
 
     @abstractmethod
-    def embed(self, tokens_BT: Tensor, spans: Sequence[tuple[int, int]] | None = None) -> Tensor:
-        """Return the first hidden states, of tokens at the positions of `spans`; None: from 0 on.
+    def embed(self, tokens_BT: Tensor) -> Tensor:
+        """Return the first hidden states.
 
         Shapes:  tokens_BT (B, T) integers.
         Returns: hidden_BTD.

@@ -226,7 +226,7 @@ class Muon(Optimizer):
                     scale = RMS_LIKE_ADAMW * math.sqrt(max(part.shape[1:]))
                     steps[:, start : start + rows] = scale * (step if is_wide else step.mT)
                     start += rows
-                shards = steps.unflatten(1, (size, -1)).transpose(0, 1).contiguous()
+                shards = torch.unflatten(steps, 1, (size, -1)).transpose(0, 1).contiguous()
                 leaving.append((_Exchange(shards, group), members))
             while len(leaving) > (batch is not None):
                 arrive(*leaving.popleft())

@@ -131,6 +131,11 @@ def connect(device: str) -> Ranks:
     return ranks
 
 
+def is_elastic() -> bool:
+    """Return whether torchrun starts the processes, which may continue with fewer of them."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
 def launcher() -> int | None:
     """Return the id of the process that started this rank, torchrun or `flatout train`, or None.
 
@@ -139,7 +144,7 @@ def launcher() -> int | None:
     own = os.environ.get(LAUNCHER, "")
     if own.isdigit():
         return int(own)
-    return os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+    return os.getppid() if is_elastic() else None
 
 
 def _join(backend: str, ranks: Ranks, **options: Any) -> None:

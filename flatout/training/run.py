@@ -13,7 +13,7 @@ from typing import NoReturn
 import torch
 
 from flatout.assembly.prediction import advice, hardware_name
-from flatout.assembly.preflight import check_paths, open_dataset
+from flatout.assembly.preflight import check_paths, open_dataset, sizes_of
 from flatout.assembly.resolve import checkpointing_notes, epoch_tokens
 from flatout.assembly.run import Run, build, set_deterministic
 from flatout.assembly.selection import recipe_of
@@ -29,6 +29,7 @@ from flatout.parallel.mesh import make_mesh
 from flatout.parallel.rendezvous import (
     connect,
     disconnect,
+    is_elastic,
     launcher,
     stated_ranks,
     stated_variables,
@@ -152,6 +153,9 @@ def train_plan(request: RunRequest, plan: RunPlan) -> JsonObject:
             observers += configured_observers(run.config.log)
             store_plan(run, plan, progress)
             suggest_bench(run, plan, request)
+            if mesh.world_size > 1 and is_elastic():
+                sizes = ", ".join(map(str, sizes_of(run.config)))
+                progress.say(f"torchrun may continue this run with {sizes} processes.")
         stack.enter_context(writing_run(run.folder))
         if mesh.is_main:
             mirror = claimed(run.folder, run.config.checkpoint, is_resumed, progress)
