@@ -20,6 +20,10 @@ from torch import Tensor
 
 from flatout.errors import ConfigError
 
+ALL_GATHER: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+"""The names from torch 2.13 on, and those before."""
+
 
 @dataclass(frozen=True)
 class Context:
@@ -167,9 +171,10 @@ class Context:
             whole_RBK = whole_RBK * lives_BRT[:, :, -1].T[:, :, None]
             goes_on_BT1 = lives_BRT[:, self.rank, :, None]
         state_BK = torch.zeros_like(last_BK)
-        for rank in range(self.size):  # each state has a part in every rank's backward pass
+        for rank in range(self.size):  # all are used: each takes part in every backward pass
             is_before = rank < self.rank
-            state_BK = state_BK * (whole_RBK[rank] if is_before else 1) + last_RBK[rank] * is_before
+            left_BK = whole_RBK[rank] * is_before + (not is_before)
+            state_BK = state_BK * left_BK + last_RBK[rank] * is_before
         added_BNK = factor_BNK * state_BK[:, None]
         if goes_on_BT1 is not None:
             added_BNK = added_BNK * goes_on_BT1
@@ -189,12 +194,12 @@ class _Gather(torch.autograd.Function):
         """Return the tensors, stacked by rank."""
         ctx.group, ctx.size = group, size
         every = own.new_empty((size, *own.shape))
-        dist.all_gather_into_tensor(every.flatten(0, 1), own.contiguous(), group=group)
+        ALL_GATHER(every.flatten(0, 1), own.contiguous(), group=group)
         return every
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         """Return the gradient of this rank's tensor."""
         own = torch.empty_like(grad[0])
-        dist.reduce_scatter_tensor(own, grad.contiguous().flatten(0, 1), group=ctx.group)
+        REDUCE_SCATTER(own, grad.contiguous().flatten(0, 1), group=ctx.group)
         return own, None, None
