@@ -1,5 +1,7 @@
 """Predicts the time of a step on GPUs: matrix products, attention, memory traffic, communication.
 
+It needs torch only when it is called.
+
 The constants fit 121 published runs of 8 to 2,048 A100 and H100 (benchmarks/published.py).
 
 Letters: L layers, D width.
@@ -13,8 +15,6 @@ from typing import Any
 
 from flatout.config.schema import RunConfig
 from flatout.hardware import Machine, MachineRow
-from flatout.models.language_model import model_of
-from flatout.ops import Ops
 
 MATMUL_SHARE = {8: 0.65, 9: 0.5}
 """Share of the peak that matrix products reach, by major compute capability; the newest: others."""
@@ -62,6 +62,9 @@ def gpu_time(
     speedups: Collection[str],
 ) -> GpuTime:
     """Return the time of a step of a resolved configuration; `peak_flops` are those of one GPU."""
+    from flatout.models.language_model import model_of
+    from flatout.ops import Ops
+
     model_class, model_config = model_of(config)
     model: Any = model_class.on_meta(model_config, Ops.plain())
     seq_len, parallel = config.data.seq_len, config.parallel

@@ -21,7 +21,6 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from flatout.assembly.gpu_rate import GpuTime, gpu_time
 from flatout.assembly.selection import Decision, Gain, recipe_of, speedup_named
 from flatout.config.schema import RunConfig
 from flatout.data.store.mix import AnyDataset, members_of
@@ -31,6 +30,7 @@ from flatout.progress import counted
 from flatout.registry import SPEEDUPS
 
 if TYPE_CHECKING:
+    from flatout.assembly.gpu_rate import GpuTime
     from flatout.roof import Peak
 
 GIB = 2**30
@@ -482,6 +482,8 @@ def published(this: PastRun, config: RunConfig, machine: Machine | None) -> GpuT
     row = machine.row if machine and config.train.device.startswith("cuda") else None
     if machine is None or row is None:
         return None
+    from flatout.assembly.gpu_rate import gpu_time
+
     peak = row.peak_tflops.get(recipe_of(config).arithmetic("cuda"))
     if peak is None:
         return None

@@ -21,10 +21,10 @@ from torch.nn import functional
 from flatout.errors import ConfigError
 from flatout.json_io import JsonObject
 from flatout.models import layers
-from flatout.models.context import Context
 from flatout.models.language_model import Decoder, EmbeddingModel, Flops, LanguageModelConfig
 from flatout.models.layers import Factor, Linear
 from flatout.ops import Ops, at_least_fp32
+from flatout.parallel.context import Context
 
 INIT_STD = 0.02
 """Standard deviation of initial weights."""

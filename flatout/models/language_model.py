@@ -21,10 +21,10 @@ from flatout.config.schema import RunConfig, explain
 from flatout.config.sections import Section
 from flatout.errors import ConfigError, ShapeError
 from flatout.json_io import JsonObject
-from flatout.models.context import Context
 from flatout.models.layers import Embedding, Linear, check_length, dropped
 from flatout.ops import Ops
 from flatout.ops.cross_entropy import capped
+from flatout.parallel.context import Context
 from flatout.registry import MODELS
 
 ParameterKind = Literal["hidden", "embedding", "head", "vector"]

@@ -18,10 +18,10 @@ from torch.nn import functional
 
 from flatout.errors import ConfigError
 from flatout.models import layers
-from flatout.models.context import Context
 from flatout.models.language_model import Decoder, EmbeddingModel, Flops, LanguageModelConfig
 from flatout.ops import Ops, float64_device, product_dtype
 from flatout.ops.attention import Mask, masks
+from flatout.parallel.context import Context
 
 INIT_STD = 0.02
 """Standard deviation of initial weights (GPT-2: Radford et al. 2019)."""

@@ -21,8 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from flatout.config.sections import ParallelConfig
 from flatout.launch import replicas
-from flatout.models.context import Context
-from flatout.models.language_model import LanguageModel
+from flatout.parallel.context import Context
 from flatout.parallel.rendezvous import Ranks, stated_ranks
 
 BESIDE_FORWARD = ("logits",)
@@ -64,7 +63,7 @@ class Mesh(Ranks):
         """The position of this process's rows among `dp_size`."""
         return self.rank // self.context
 
-    def share_rows(self, model: LanguageModel, *, seq_len: int, has_documents: bool) -> None:
+    def share_rows(self, model: Any, *, seq_len: int, has_documents: bool) -> None:
         """Let a model compute this process's part of each row, if several share them.
 
         Raises: ConfigError as `LanguageModel.share_rows`.

@@ -109,10 +109,9 @@ def make_plan(
     runs = runs_here(target.machine, target.device, cache)
     found: list[MeshChoice] = []
     if machine is not None and target.world_size > 1 and requested.parallel == ParallelConfig():
-        with progress.task("Comparing meshes"):
-            found = meshes(requested, target, runs)
-        for each in found[:1]:
-            requested = requested.with_values(dict(key.split("=") for key in each.overrides))
+        found = meshes(requested, target, runs)
+        overrides = [key.split("=") for each in found[:1] for key in each.overrides]
+        requested = requested.with_values(dict(overrides))
     with progress.task("Resolving the configuration"):
         config, decisions = target.resolve(requested)
     dtype = recipe_of(config).arithmetic(target.device)
