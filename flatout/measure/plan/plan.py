@@ -107,11 +107,9 @@ def make_plan(
     dataset, note = find_data(requested, progress)
     target = Target(*place, dataset, cache)
     runs = runs_here(target.machine, target.device, cache)
-    found: list[MeshChoice] = []
-    if machine is not None and target.world_size > 1 and requested.parallel == ParallelConfig():
-        found = meshes(requested, target, runs)
-        overrides = [key.split("=") for each in found[:1] for key in each.overrides]
-        requested = requested.with_values(dict(overrides))
+    found = meshes(requested, target, runs) if machine is not None else []
+    chosen = [key.split("=") for each in found[:1] for key in each.overrides]
+    requested = requested.with_values(dict(chosen))
     with progress.task("Resolving the configuration"):
         config, decisions = target.resolve(requested)
     dtype = recipe_of(config).arithmetic(target.device)
@@ -207,10 +205,12 @@ def predicted(
 
 
 def meshes(requested: RunConfig, target: Target, runs: Sequence[PastRun]) -> list[MeshChoice]:
-    """Return arrangements of the processes, the fastest that fit first.
+    """Return arrangements of several processes, the fastest that fit first, unless one is set.
 
     Weights are sharded over none, a machine or all GPUs; rows are shared where they are long.
     """
+    if target.world_size == 1 or requested.parallel != ParallelConfig():
+        return []
     world, each = target.world_size, min(target.machine.gpus_per_node, target.world_size)
     contexts = [1] if requested.data.seq_len < LONG else [1, 2, 4, 8]
     found = []
