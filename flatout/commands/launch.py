@@ -7,8 +7,9 @@ from pathlib import Path
 from string import Template
 from typing import Annotated, Literal
 
+from flatout.assembly import preflight
 from flatout.commands import Command, Overrides, RecipeName
-from flatout.commands.train import load_checked
+from flatout.config.schema import load_config
 from flatout.errors import ConfigError, OutputInUse
 from flatout.files import write_whole
 from flatout.json_io import Result
@@ -28,6 +29,7 @@ SLURM = """\
 
 # Two minutes before the time is up, the run saves, and the job continues it later.
 head=$$(scontrol show hostnames "$$SLURM_JOB_NODELIST" | head -n 1)
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 rm -f $run/exit_code
 asked=
 srun $torchrun \\
@@ -49,6 +51,7 @@ exit "$$code"
 TORCHRUN = """\
 #!/bin/sh
 # Start it on each of $nodes machines, with the address of the first: sh $file HOST
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 $torchrun \\
     --rdzv-backend c10d --rdzv-id $name --rdzv-endpoint "$${1:-127.0.0.1}:29500" \\
     $train
@@ -115,6 +118,7 @@ resources:
 workdir: .
 setup: pip install flatout
 run: |
+  export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
   head=$$(echo "$$SKYPILOT_NODE_IPS" | head -n 1)
   exec $torchrun \\
       --rdzv-backend c10d --rdzv-id $name --rdzv-endpoint "$$head:29500" \\
@@ -123,7 +127,7 @@ run: |
 FILES = {
     "slurm": ("$name.sbatch", SLURM, "sbatch $file"),
     "torchrun": ("$name.sh", TORCHRUN, "sh $file HOST"),
-    "kubernetes": ("$name.yaml", KUBERNETES, "kubectl apply -f $file"),
+    "kubernetes": ("$name.job.yaml", KUBERNETES, "kubectl apply -f $file"),
     "skypilot": ("$name.sky.yaml", SKYPILOT, "sky launch -c $name $file"),
 }
 """Name, content and use of each file."""
@@ -166,7 +170,8 @@ def launch(
 
     Raises: ConfigError; OutputInUse.
     """
-    config = load_checked(recipe, overrides)
+    config = load_config(recipe, overrides or ())
+    preflight.check_names(config)
     replicas(config.parallel, nodes * gpus)
     name = Path(str(recipe)).stem.replace("_", "-").lower()
     run = shlex.quote(run_dir or f"runs/{name}")
