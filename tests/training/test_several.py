@@ -46,9 +46,9 @@ def recipe(ragged_set, tiny, tmp_path_factory):
     return path
 
 
-def launch(recipe, folder, *overrides):
+def launch(recipe, folder, *overrides, count=2):
     words = ["-m", "flatout", "train", recipe, *overrides, "--run-dir", folder, "--json"]
-    return run_ranks(words)
+    return run_ranks(words, count)
 
 
 def under_torchrun(recipe, folder):
@@ -60,9 +60,9 @@ def under_torchrun(recipe, folder):
     )
 
 
-def several(recipe, folder, *overrides, launch=launch):
+def several(recipe, folder, *overrides, launch=launch, **options):
     """Train in two processes, and return the result."""
-    done = launch(recipe, folder, *overrides)
+    done = launch(recipe, folder, *overrides, **options)
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if line.strip()]
     assert len(lines) == 1, "only the main rank prints"
@@ -81,6 +81,41 @@ def test_two_processes_have_the_losses_of_one(recipe, tmp_path, overrides, losse
     assert losses(tmp_path / "two", "val/loss") == pytest.approx(
         losses(tmp_path / "one", "val/loss"), rel=1e-5
     )
+
+
+EIGENSTATE = ("model.kind=eigenstate", "model.num_eigenstates=8")
+SHARED_ROWS = {
+    "ddp": (2, ("parallel.context=2",)),
+    "fully-shard": (4, ("parallel.shard=4", "parallel.context=2")),
+    "hsdp": (4, ("parallel.shard=2", "parallel.context=2", "parallel.reshard=false")),
+    "alone": (4, ("parallel.shard=4", "parallel.context=4", "data.document_mask=true")),
+}
+
+
+@pytest.mark.parametrize("model", [(), EIGENSTATE], ids=["transformer", "eigenstate"])
+@pytest.mark.parametrize("mesh", SHARED_ROWS)
+def test_processes_that_share_rows_have_the_losses_of_one(recipe, tmp_path, mesh, model, losses):
+    count, overrides = SHARED_ROWS[mesh]
+    masks = [each for each in overrides if each.startswith("data.")]
+    run_training(load_config(recipe, [*model, *masks]), tmp_path / "one")
+    several(recipe, tmp_path / "several", *model, *overrides, count=count)
+    for name in ("train/loss", "train/grad_norm", "val/loss"):
+        assert losses(tmp_path / "several", name) == pytest.approx(
+            losses(tmp_path / "one", name), rel=1e-4
+        ), name
+
+
+def test_a_run_that_shares_rows_resumes_without(recipe, tmp_path, losses):
+    run_training(load_config(recipe), tmp_path / "whole")
+    shared = ("parallel.shard=2", "parallel.context=2", "checkpoint.every_steps=4")
+    several(recipe, tmp_path / "run", *shared, "checkpoint.keep=9")
+    resumed = run_training(
+        load_config(recipe),
+        tmp_path / "one",
+        resume=str(tmp_path / "run" / "checkpoints" / "step-4"),
+    )
+    assert resumed["steps"] == 8
+    assert losses(tmp_path / "one") == pytest.approx(losses(tmp_path / "whole")[4:], rel=1e-5)
 
 
 def test_two_processes_agree_on_a_mix_init_from_and_early_stop(
