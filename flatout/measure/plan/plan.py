@@ -246,7 +246,13 @@ def meshes(requested: RunConfig, target: Target, runs: Sequence[PastRun]) -> lis
                     source=time.source,
                 )
             )
-    return sorted(found, key=lambda one: (one.fits is False, -(one.tokens_per_s or 0.0)))
+
+    def rank(one: MeshChoice) -> tuple[bool, float]:
+        """Put the fastest that fit first, then those that need least."""
+        spills = one.fits is False
+        return spills, (one.need_gib or 0.0) if spills else -(one.tokens_per_s or 0.0)
+
+    return sorted(found, key=rank)
 
 
 def micro_batches(

@@ -1,0 +1,77 @@
+"""The predicted time of a step on GPUs."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from flatout.assembly.gpu_rate import gpu_time
+from flatout.config.schema import load_config
+from flatout.hardware import machine_named
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+SHAPE = (
+    "model.num_layers=8",
+    "model.d_model=1024",
+    "model.num_heads=8",
+    "model.vocab_size=50304",
+    "batch.rows_per_device=8",
+    "batch.accumulate=1",
+)
+
+
+def time(machine="8x H100", speedups=("compile",), **parallel):
+    """Return the predicted time of 8 rows of 1,024 tokens per GPU."""
+    named = machine_named(machine)
+    count = len(named.gpus)
+    keys = [f"parallel.{name}={value}" for name, value in parallel.items()]
+    tokens = 8 * 1024 * count // parallel.get("context", 1)
+    words = [*SHAPE, "data.seq_len=1024", f"batch.tokens_per_step={tokens}"]
+    config = load_config(None, [*words, *keys])
+    flops = named.row.peak_tflops["bf16"].value * 1e12
+    return gpu_time(config, named, named.row, peak_flops=flops, world_size=count, speedups=speedups)
+
+
+def test_what_is_repeated_or_not_compiled_takes_longer():
+    assert time(speedups=()).compute_s > time().compute_s
+    more = time(speedups=("compile", "checkpointing")).compute_s / time().compute_s
+    assert 1.2 < more < 4 / 3
+
+
+def test_communication_depends_on_the_mesh_and_on_where_it_crosses_machines():
+    assert time("H100").communication_s == {}
+    copied, sharded = time(), time(shard=8)
+    assert [*copied.communication_s] == ["gradients of copies"]
+    assert [*sharded.communication_s] == ["gathered weights", "reduced gradients"]
+    inside = time("2x8 H100, 100 Gb/s", shard=8).communication_s
+    across = time("2x8 H100, 100 Gb/s", shard=16).communication_s
+    assert across["gathered weights"] > 10 * inside["gathered weights"]
+    kept = time(shard=8, reshard="false").communication_s
+    assert kept["gathered weights"] == sharded.communication_s["gathered weights"] / 2
+    assert time("2x8 H100, 1 Gb/s", shard=16).step_s > 2 * time(shard=8).step_s
+    assert "shared rows" in time(shard=8, context=4).communication_s
+
+
+def test_most_published_runs_are_within_a_fifth(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    monkeypatch.delitem(sys.modules, "published", raising=False)
+    from published import predicted
+
+    runs = yaml.safe_load((BENCHMARKS / "published.yaml").read_text())[::6]
+    errors = [abs(predicted(run) / run["tokens_per_s"] - 1) for run in runs]
+    assert sum(error <= 0.2 for error in errors) >= 0.85 * len(errors)
+    assert max(errors) < 0.35
+
+
+@pytest.mark.parametrize(("kind", "grows"), [("transformer", True), ("eigenstate", False)])
+def test_an_eigenstate_network_exchanges_as_much_for_any_length(kind, grows):
+    from flatout.models.language_model import model_of
+    from flatout.ops import Ops
+
+    model_class, config = model_of(load_config(None, [f"model.kind={kind}", *SHAPE[:4]]))
+    model = model_class.on_meta(config, Ops.plain())
+    short, long = (model.shared_bytes(tokens) * tokens for tokens in (1024, 1_048_576))
+    assert (long > short) == grows

@@ -1,0 +1,60 @@
+"""`flatout launch` writes the files that start a run on a cluster."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+
+import pytest
+import yaml
+
+from flatout.commands.launch import launch
+from flatout.errors import ConfigError, OutputInUse
+
+WORDS = ["parallel.shard=8", "data.path=data/my text"]
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["slurm", "torchrun"])
+def test_shell_files_are_valid_and_start_every_rank(kind, tmp_path):
+    found = launch(kind, "gpt2-124m", WORDS, nodes=2)
+    text = (tmp_path / found.path).read_text()
+    assert subprocess.run([shutil.which("bash"), "-n", found.path], check=False).returncode == 0
+    assert "--nnodes 2 --nproc-per-node 8" in text
+    assert "train gpt2-124m parallel.shard=8 'data.path=data/my text'" in text
+    assert found.start.split()[1] == found.path
+
+
+def test_kubernetes_gets_a_pod_per_machine_that_find_each_other(tmp_path):
+    path = launch("kubernetes", "gpt2-124m", WORDS, nodes=2, gpus=4).path
+    service, job = yaml.safe_load_all((tmp_path / path).read_text())
+    assert (service["kind"], job["kind"]) == ("Service", "Job")
+    spec = job["spec"]
+    assert (spec["completions"], spec["parallelism"], spec["completionMode"]) == (2, 2, "Indexed")
+    pod = spec["template"]["spec"]
+    (container,) = pod["containers"]
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": 4}
+    assert "--rdzv-endpoint gpt2-124m-0.gpt2-124m:29500 -m flatout train" in container["args"][0]
+    assert pod["subdomain"] == service["metadata"]["name"] == "gpt2-124m"
+
+
+def test_skypilot_gets_its_machines_and_gpus(tmp_path):
+    task = yaml.safe_load(
+        (tmp_path / launch("skypilot", "gpt2-124m", WORDS, nodes=3, gpu="A100").path).read_text()
+    )
+    assert (task["num_nodes"], task["resources"]) == (3, {"accelerators": "A100:8"})
+    assert "SKYPILOT_NODE_IPS" in task["run"]
+
+
+def test_nothing_is_replaced_and_sizes_must_multiply():
+    launch("slurm", "gpt2-124m", WORDS)
+    with pytest.raises(OutputInUse):
+        launch("slurm", "gpt2-124m", WORDS)
+    with pytest.raises(ConfigError, match=r"parallel\.shard=3 does not fit 8 processes"):
+        launch("slurm", "gpt2-124m", ["parallel.shard=3"])
+    with pytest.raises(ConfigError, match=r"parallel\.context=3 does not divide"):
+        launch("slurm", "gpt2-124m", ["parallel.shard=8", "parallel.context=3"])
