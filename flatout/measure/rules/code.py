@@ -10,7 +10,7 @@ from flatout.measure.steps.evidence import Evidence
 
 SLOW_CODE = 0.1
 """Share of the step from which lines outside of torch's training work are a finding."""
-SLOW_OPTIMIZER = 0.15
+SLOW_OPTIMIZER = 0.2
 """Share of the step from which an optimizer that updates its tensors one by one is a finding."""
 FUSED = 0.5
 """Share of the optimizer's time that one pass over the memory is assumed to save."""
@@ -262,6 +262,7 @@ def few_rows(evidence: Evidence) -> Finding | None:
         "weights and of the update is not shared.",
         figures={"rows": rows, "micro_batches_per_step": loop.micro_batches},
         share=evidence.lost(lost_s, SLOW_CODE),
+        site=evidence.site("rows"),
         fixes=[fix(text, same_result=number >= 2)],
     )
 

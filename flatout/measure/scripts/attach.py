@@ -49,6 +49,7 @@ from flatout.measure.steps.lines import (
 from flatout.measure.steps.windows import threads
 from flatout.measure.watch.loop import CALLED_STEPS, LoopTimer, LoopWindows, Settings
 from flatout.registry import is_user_code
+from flatout.training.metrics.detectors import is_steady_growth
 
 MIN_MEASURED = 5
 """Fewest ordinary steps of a measurement."""
@@ -60,6 +61,8 @@ MEMORY_EVERY_S = 0.05
 """Time between two looks at the memory."""
 MIN_GROWTH_BYTES, MIN_GROWTH = 24 * 2**20, 0.1
 """Growth below which it is noise: in bytes, and as a share of what is in use."""
+MIN_LOOKS = 12
+"""Fewest looks at the memory by which its growth is judged."""
 PADDED_STEPS = 8
 """First steps in which the inputs are looked at for padding, which waits for the device."""
 OTHERS_S, MIN_BUSY = 0.3, 0.25
@@ -73,6 +76,7 @@ Beside a thread that polls, a step took 177 ms, with these turns 73 ms, and with
 MENTIONS = {
     "anomaly": r"detect_anomaly\(",
     "threads": r"set_num_threads\(",
+    "rows": r"batch_size['\"]?\s*[:=]\s*1\b",
     "padding": r"padding\s*=\s*.max_length",
 }
 """Calls whose line is looked for in the script's files, by kind of site."""
@@ -478,16 +482,15 @@ def _weights(optimizer: Any) -> Any:
 
 
 def _growth(memory: list[tuple[int, int]]) -> float | None:
-    """Return the bytes that each step adds; 0 unless they grow from part to part, None: unknown."""
-    third = len(memory) // 3
-    if third < 3:
+    """Return the bytes that each step adds; 0 unless they grow steadily, None: unknown."""
+    if len(memory) < MIN_LOOKS:
         return None
-    parts = [memory[at * third : (at + 1) * third] for at in range(3)]
-    first, middle, last = (statistics.median(used for _, used in part) for part in parts)
+    (step, first), (last_step, last) = memory[0], memory[-1]
     least = max(MIN_GROWTH_BYTES, MIN_GROWTH * first)
-    if last - first < least or min(middle - first, last - middle) < (last - first) / 4:
+    some = [used for _, used in memory[:: len(memory) // 100 + 1]]
+    if last - first < least or not is_steady_growth(some):
         return 0.0
-    return (last - first) / max(parts[2][third // 2][0] - parts[0][third // 2][0], 1)
+    return (last - first) / max(last_step - step, 1)
 
 
 def _mentioned() -> dict[str, tuple[CallSite, ...]]:
