@@ -40,7 +40,7 @@ from training_runs import remembered
 
 HERE = Path(__file__).parent
 PARTS = ("diagnose", "loops", "tune")
-LIMIT_S = 300.0
+LIMIT_S = 1200.0
 """Seconds after which a command is ended."""
 NOT_COUNTED = "busy-machine"
 BY_NAME_ONLY = ("tiny-kernels", "memory-bound", "unstable-training")

@@ -13,6 +13,7 @@ import pytest
 
 from flatout.errors import ConfigError, RunFailed
 from flatout.measure.scripts.request import Request
+from flatout.commands.diagnose import DiagnoseResult
 from flatout.measure.scripts.run import diagnose_script, end_all, run_script
 
 pytestmark = pytest.mark.slow
@@ -93,7 +94,7 @@ def write(tmp_path):
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_named_with_its_line(fault, write):
-    found = diagnose_script(write(script(**FAULTS[fault])), Request(seconds=0.8))
+    found, _ = diagnose_script(write(script(**FAULTS[fault])), Request(seconds=0.8))
     name, line = NAMED[fault]
     (finding,) = (one for one in found.findings if one.name == name)
     assert line in finding.site.text
@@ -124,7 +125,7 @@ HEALTHY = {
 
 @pytest.mark.parametrize("kind", HEALTHY)
 def test_a_healthy_script_has_no_finding(kind, write):
-    found = diagnose_script(write(script(**HEALTHY[kind])), Request(seconds=0.8))
+    found, _ = diagnose_script(write(script(**HEALTHY[kind])), Request(seconds=0.8))
     of_the_machine = {"busy-machine", "cpu-threads"}
     assert {one.name for one in found.findings} <= of_the_machine, found.text()
     assert sum(found.shares.values()) == pytest.approx(1.0, abs=0.02)
@@ -145,10 +146,12 @@ def test_with_json_its_output_goes_to_standard_error(write, capfd):
 
 
 @pytest.mark.parametrize(
-    "after", ["if step == 30: raise ValueError('mine')", "if step == 30: os._exit(3)"]
+    ("after", "expected"),
+    [("if step == 30: raise ValueError('mine')", 1), ("if step == 30: os._exit(3)", 3)],
 )
-def test_a_script_that_fails_is_answered_with_what_was_measured(after, write, capfd):
-    found = diagnose_script(write(script(after=after)), Request(seconds=60.0))
+def test_a_script_that_fails_is_answered_with_what_was_measured(after, expected, write, capfd):
+    found, code = diagnose_script(write(script(after=after)), Request(seconds=60.0))
+    assert DiagnoseResult(**dict(found), script_code=code).exit_code == code == expected
     assert found.findings[0].name == "failure"
     assert found.step_s is not None
     assert ("ValueError: mine" in capfd.readouterr().err) == ("raise" in after)
@@ -164,8 +167,9 @@ def test_a_script_that_fails_is_answered_with_what_was_measured(after, write, ca
     ],
 )
 def test_a_script_without_enough_steps_is_told(text, said, write):
-    with pytest.raises(RunFailed, match=said):
+    with pytest.raises(RunFailed, match=said) as caught:
         diagnose_script(write(text), Request(seconds=60.0))
+    assert caught.value.exit_code == (7 if "code 7" in said else 1)
 
 
 def test_a_pipeline_needs_a_shell():
