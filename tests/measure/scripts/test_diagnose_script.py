@@ -11,9 +11,9 @@ import time
 import psutil
 import pytest
 
+from flatout.commands.diagnose import DiagnoseResult
 from flatout.errors import ConfigError, RunFailed
 from flatout.measure.scripts.request import Request
-from flatout.commands.diagnose import DiagnoseResult
 from flatout.measure.scripts.run import diagnose_script, end_all, run_script
 
 pytestmark = pytest.mark.slow
