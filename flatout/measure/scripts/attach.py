@@ -10,6 +10,7 @@ Nothing is stored in the script's models, which it may copy, compile or save.
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import re
 import statistics
@@ -287,7 +288,8 @@ class Attachment:
                 is_training = self._is_training(module)
                 if is_training and module is self._model:
                     tensors = (one for one in (*args, *kwargs.values()) if isinstance(one, Tensor))
-                    self._rows = next((one.shape[0] for one in tensors if one.dim()), None)
+                    if torch._C._functorch.maybe_current_level() is None:
+                        self._rows = next((one.shape[0] for one in tensors if one.dim()), None)
                     if loop is None or loop.steps < PADDED_STEPS:
                         self._padding += padding_of((args, kwargs))
                         self._note_line("padding")
@@ -437,6 +439,7 @@ class Attachment:
             kept_graphs=self._graphs.kept(),
             growth_bytes=_growth([*self._memory]),
             padding=statistics.fmean(self._padding) if self._padding else None,
+            wasted_gradients=_wasted(loop.steps),
             **_optimizer_facts(self._optimizer),
         )
         if facts.kept_graphs:
@@ -474,6 +477,26 @@ def _optimizer_facts(optimizer: Any) -> dict[str, Any]:
         way = "fused" if groups[0].get("fused") else way
     tensors = sum(len(group["params"]) for group in groups)
     return {"optimizer": type(optimizer).__name__, "optimizer_way": way, "tensors": tensors}
+
+
+def _wasted(steps: int) -> float | None:
+    """Return the share of the gradients that belong to weights which nothing has updated.
+
+    None where the optimizers do not have the weights of the models, but copies of them.
+    """
+    updated: set[int] = set()
+    every: list[nn.Parameter] = []
+    for one in gc.get_objects():
+        if issubclass(type(one), torch.optim.Optimizer):
+            updated |= {id(weights) for group in one.param_groups for weights in group["params"]}
+        elif issubclass(type(one), nn.Parameter):
+            every.append(one)
+    known = [one for one in every if one.grad is not None]
+    if not any(id(one) in updated for one in known):
+        return None
+    # each update in place, also one that a script makes itself, is a version
+    wasted = (one for one in known if id(one) not in updated and one._version < steps)
+    return sum(map(torch.numel, wasted)) / max(sum(map(torch.numel, known)), 1)
 
 
 def _weights(optimizer: Any) -> Any:

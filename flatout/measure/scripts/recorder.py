@@ -108,6 +108,11 @@ class CallRecorder(TorchFunctionMode):
         if result.grad_fn is None:
             return returned
         self._open.append((result.grad_fn, line))
+        shapes = [one.shape for one in args if isinstance(one, Tensor)]
+        if len(shapes) == 2 and (name.endswith("_loss") or shapes[0][:1] * 2 == result.shape):
+            column, row = sorted(shapes, key=len, reverse=True)
+            if column == (*row, 1) and len(row) == 1 and row[0] > 1:
+                self.found.add("broadcast", line, seconds)
         if decomposes:
             self.found.add("decomposition", line, seconds)
         if name == "softmax" and result.dim() > 2 and result.shape[-2] == result.shape[-1]:

@@ -64,6 +64,11 @@ FAULTS = {
         "    while len(kept) < 9: pass\n"
         "threading.Thread(target=poll, daemon=True).start()",
     },
+    "teacher": {
+        "before": "teacher = nn.Sequential(nn.Linear(64, 1024), nn.Tanh(), nn.Linear(1024, 64))",
+        "inside": "loss = loss + (teacher(inputs) - model(inputs)).square().mean()",
+    },
+    "square": {"inside": "loss = loss + (model(inputs)[:, :1] - inputs[:, 0]).abs().mean()"},
     "python": {"inside": "total = sum(number & 3 for number in range(200_000))"},
 }
 NAMED = {
@@ -76,6 +81,8 @@ NAMED = {
     "padding": ("padding", "model(inputs)"),
     "decomposition": ("decomposition", "svdvals(model[0].weight)"),
     "thread": ("busy-threads", "while len(kept) < 9"),
+    "teacher": ("wasted-gradients", "loss.backward()"),
+    "square": ("broadcast-loss", "inputs[:, 0]"),
     "python": ("slow-code", "range(200_000)"),
 }
 
