@@ -358,7 +358,8 @@ def table(found: Row) -> str:
         text.append(markdown(f"{title} | named | first finding", cells, counted(rows, target)))
     cells = [
         (
-            *(row["script"], row["fault"], (row["gain"] or {}).get("median", "")),
+            *(row["script"], row["fault"]),
+            f"{row['gain']['median']:.2f}" if row["gain"] else "",
             spread(row["gains"], 2) if "gains" in row else short(row["problem"] or "no patch"),
             *(f"{row[name]:.1e}" if name in row else "" for name in ("losses_apart", "noise")),
         )
