@@ -62,6 +62,8 @@ MEMORY_EVERY_S = 0.05
 """Time between two looks at the memory."""
 MIN_GROWTH_BYTES, MIN_GROWTH = 24 * 2**20, 0.1
 """Growth below which it is noise: in bytes, and as a share of what is in use."""
+EARLY_STEP, SOME = 3, 64
+"""Step after which weights without an optimizer are noted, and values of each that are compared."""
 MIN_LOOKS = 12
 """Fewest looks at the memory by which its growth is judged."""
 PADDED_STEPS = 8
@@ -166,6 +168,8 @@ class Attachment:
         self._above: list[Line] = []
         """The line that takes the step, and those that call the loop."""
         self._padding: list[float] = []
+        self._unclaimed: dict[int, float] = {}
+        """What `_unclaimed` returned in an early step."""
         self._graphs, self._lines = Graphs(), LineTotals()
         self._memory: deque[tuple[int, int]] = deque(maxlen=4000)
         """Steps, and the memory in use after them, in bytes."""
@@ -245,6 +249,8 @@ class Attachment:
         elif optimizer is not self._optimizer:
             self._optimizer = optimizer
             self._renewals += 1
+        if loop.steps == EARLY_STEP:
+            self._unclaimed = _unclaimed()
         self._steps_of_others, self._has_loss = 0, False
         loop.leave("evaluation")
         loop.end_step()
@@ -289,7 +295,9 @@ class Attachment:
                 if is_training and module is self._model:
                     tensors = (one for one in (*args, *kwargs.values()) if isinstance(one, Tensor))
                     if torch._C._functorch.maybe_current_level() is None:
-                        self._rows = next((one.shape[0] for one in tensors if one.dim()), None)
+                        self._rows = max(
+                            (one.shape[0] for one in tensors if one.dim()), default=None
+                        )
                     if loop is None or loop.steps < PADDED_STEPS:
                         self._padding += padding_of((args, kwargs))
                         self._note_line("padding")
@@ -439,7 +447,7 @@ class Attachment:
             kept_graphs=self._graphs.kept(),
             growth_bytes=_growth([*self._memory]),
             padding=statistics.fmean(self._padding) if self._padding else None,
-            wasted_gradients=_wasted(loop.steps),
+            wasted_gradients=_wasted(self._unclaimed) if self._unclaimed else None,
             **_optimizer_facts(self._optimizer),
         )
         if facts.kept_graphs:
@@ -479,24 +487,37 @@ def _optimizer_facts(optimizer: Any) -> dict[str, Any]:
     return {"optimizer": type(optimizer).__name__, "optimizer_way": way, "tensors": tensors}
 
 
-def _wasted(steps: int) -> float | None:
-    """Return the share of the gradients that belong to weights which nothing has updated.
+def _unclaimed() -> dict[int, float]:
+    """Return the weights with gradients that no optimizer has, by identity, with some values' sum.
 
-    None where the optimizers do not have the weights of the models, but copies of them.
+    {} where the optimizers do not have the weights of the models, but copies of them.
     """
-    updated: set[int] = set()
-    every: list[nn.Parameter] = []
+    claimed: set[int] = set()
+    known: list[nn.Parameter] = []
     for one in gc.get_objects():
         if issubclass(type(one), torch.optim.Optimizer):
-            updated |= {id(weights) for group in one.param_groups for weights in group["params"]}
-        elif issubclass(type(one), nn.Parameter):
-            every.append(one)
-    known = [one for one in every if one.grad is not None]
-    if not any(id(one) in updated for one in known):
-        return None
-    # each update in place, also one that a script makes itself, is a version
-    wasted = (one for one in known if id(one) not in updated and one._version < steps)
-    return sum(map(torch.numel, wasted)) / max(sum(map(torch.numel, known)), 1)
+            claimed |= {id(weights) for group in one.param_groups for weights in group["params"]}
+        elif issubclass(type(one), nn.Parameter) and one.requires_grad and one.grad is not None:
+            known.append(one)
+    if not any(id(one) in claimed for one in known):
+        return {}
+    others = (one for one in known if id(one) not in claimed)
+    return {id(one): float(one.detach().flatten()[:SOME].double().sum()) for one in others}
+
+
+def _wasted(before: dict[int, float]) -> float:
+    """Return the share of the gradients that belong to weights which nothing updates.
+
+    Those have the values that they had before, whoever updates the others, and how.
+    """
+    now = _unclaimed()
+    same = {weights for weights, some in now.items() if before.get(weights) == some}
+    every: list[nn.Parameter] = [
+        one for one in gc.get_objects() if issubclass(type(one), nn.Parameter)
+    ]
+    known = [one for one in every if one.requires_grad and one.grad is not None]
+    wasted = sum(one.numel() for one in known if id(one) in same)
+    return wasted / max(sum(one.numel() for one in known), 1)
 
 
 def _weights(optimizer: Any) -> Any:

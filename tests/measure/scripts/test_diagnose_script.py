@@ -121,6 +121,12 @@ HEALTHY = {
         "threading.Thread(target=load, args=[inputs], daemon=True).start()",
         "inside": "inputs = ready.get()",
     },
+    "updated by hand, and ranked": {
+        "before": "other = nn.Linear(64, 512); inputs = inputs.repeat(20, 1)",
+        "inside": "scores = model(inputs)[:99, 0]; order = scores.unsqueeze(1) - scores\n"
+        "    loss = loss + other(inputs).square().mean() + order.relu().mean()",
+        "after": "[weights.data.sub_(weights.grad) for weights in other.parameters()]",
+    },
     "adversary": {
         "before": "critic = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 1))\n"
         "other = torch.optim.SGD(critic.parameters(), lr=1e-3)",
