@@ -58,12 +58,6 @@ FAULTS = {
         "optimizer = torch.optim.SGD(model.parameters(), lr=1e-3); inputs[:, 16:] = 0",
     },
     "decomposition": {"inside": "loss = loss + torch.linalg.svdvals(model[0].weight)[0]"},
-    "thread": {
-        "before": "import threading\n"
-        "def poll():\n"
-        "    while len(kept) < 9: pass\n"
-        "threading.Thread(target=poll, daemon=True).start()",
-    },
     "teacher": {
         "before": "teacher = nn.Sequential(nn.Linear(64, 1024), nn.Tanh(), nn.Linear(1024, 64))",
         "inside": "loss = loss + (teacher(inputs) - model(inputs)).square().mean()",
@@ -80,7 +74,6 @@ NAMED = {
     "renewed": ("new-optimizer", "optimizer.step()"),
     "padding": ("padding", "model(inputs)"),
     "decomposition": ("decomposition", "svdvals(model[0].weight)"),
-    "thread": ("busy-threads", "while len(kept) < 9"),
     "teacher": ("wasted-gradients", "loss.backward()"),
     "square": ("broadcast-loss", "inputs[:, 0]"),
     "python": ("slow-code", "range(200_000)"),
@@ -134,6 +127,15 @@ HEALTHY = {
         "after": "critic(model(inputs).detach()).mean().backward(), other.step()",
     },
 }
+
+
+def test_the_line_of_a_busy_thread_is_seen(write):
+    """Whether the loop waits for it depends on the machine; the rule is tested on its own."""
+    before = "import threading\ndef poll():\n    while len(kept) < 9: pass\n"
+    text = script(before=before + "threading.Thread(target=poll, daemon=True).start()")
+    answer, _, _ = run_script(write(text), Request(seconds=0.8))
+    (site, *_) = answer.evidence.sites["thread"]
+    assert site.text == "while len(kept) < 9: pass"
 
 
 @pytest.mark.parametrize("kind", HEALTHY)
