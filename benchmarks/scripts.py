@@ -47,8 +47,6 @@ NOT_COUNTED = "busy-machine"
 BY_NAME_ONLY = ("tiny-kernels", "memory-bound", "unstable-training")
 """Findings whose line is not a cause by itself."""
 LOOP_KEYS = ("fault", "healthy", "set")
-LOSS_STEPS = 20
-"""Losses that are compared, as many as a promise speaks of."""
 NAMED_TARGET, LOOPS_TARGET, GAIN_TARGET = 0.9, 0.85, 1.5
 Row = dict[str, Any]
 
@@ -329,8 +327,8 @@ def steps_of(
 
 
 def apart(losses: list[float], others: list[float]) -> float:
-    """Return the largest relative distance of the first losses of two runs."""
-    pairs = list(zip(losses, others, strict=False))[:LOSS_STEPS]
+    """Return the largest relative distance of two series of losses."""
+    pairs = zip(losses, others, strict=False)
     return max(abs(a - b) / max(abs(a), 1e-12) for a, b in pairs)
 
 

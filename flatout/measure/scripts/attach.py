@@ -168,8 +168,8 @@ class Attachment:
         self._above: list[Line] = []
         """The line that takes the step, and those that call the loop."""
         self._padding: list[float] = []
-        self._unclaimed: dict[int, float] = {}
-        """What `_unclaimed` returned in an early step."""
+        self._early_gradients: dict[int, tuple[int, float | None]] = {}
+        """What `_gradients` returned in an early step."""
         self._graphs, self._lines = Graphs(), LineTotals()
         self._memory: deque[tuple[int, int]] = deque(maxlen=4000)
         """Steps, and the memory in use after them, in bytes."""
@@ -250,7 +250,7 @@ class Attachment:
             self._optimizer = optimizer
             self._renewals += 1
         if loop.steps == EARLY_STEP:
-            self._unclaimed = _unclaimed()
+            self._early_gradients = _gradients()
         self._steps_of_others, self._has_loss = 0, False
         loop.leave("evaluation")
         loop.end_step()
@@ -447,7 +447,7 @@ class Attachment:
             kept_graphs=self._graphs.kept(),
             growth_bytes=_growth([*self._memory]),
             padding=statistics.fmean(self._padding) if self._padding else None,
-            wasted_gradients=_wasted(self._unclaimed) if self._unclaimed else None,
+            wasted_gradients=_wasted(self._early_gradients),
             **_optimizer_facts(self._optimizer),
         )
         if facts.kept_graphs:
@@ -487,10 +487,11 @@ def _optimizer_facts(optimizer: Any) -> dict[str, Any]:
     return {"optimizer": type(optimizer).__name__, "optimizer_way": way, "tensors": tensors}
 
 
-def _unclaimed() -> dict[int, float]:
-    """Return the weights with gradients that no optimizer has, by identity, with some values' sum.
+def _gradients() -> dict[int, tuple[int, float | None]]:
+    """Return the numbers of all weights with gradients, and some values' sum, by identity.
 
-    {} where the optimizers do not have the weights of the models, but copies of them.
+    The sum is None for those that an optimizer has. {} where no optimizer has any of them: it has
+    copies.
     """
     claimed: set[int] = set()
     known: list[nn.Parameter] = []
@@ -501,23 +502,23 @@ def _unclaimed() -> dict[int, float]:
             known.append(one)
     if not any(id(one) in claimed for one in known):
         return {}
-    others = (one for one in known if id(one) not in claimed)
-    return {id(one): float(one.detach().flatten()[:SOME].double().sum()) for one in others}
+    return {
+        id(one): (
+            one.numel(),
+            None if id(one) in claimed else float(one.detach().flatten()[:SOME].double().sum()),
+        )
+        for one in known
+    }
 
 
-def _wasted(before: dict[int, float]) -> float:
+def _wasted(before: dict[int, tuple[int, float | None]]) -> float | None:
     """Return the share of the gradients that belong to weights which nothing updates.
 
-    Those have the values that they had before, whoever updates the others, and how.
+    Those have no optimizer, and the values that they had before, however others are updated.
     """
-    now = _unclaimed()
-    same = {weights for weights, some in now.items() if before.get(weights) == some}
-    every: list[nn.Parameter] = [
-        one for one in gc.get_objects() if issubclass(type(one), nn.Parameter)
-    ]
-    known = [one for one in every if one.requires_grad and one.grad is not None]
-    wasted = sum(one.numel() for one in known if id(one) in same)
-    return wasted / max(sum(one.numel() for one in known), 1)
+    now = _gradients()
+    same = (each[0] for key, each in now.items() if each[1] is not None and before.get(key) == each)
+    return sum(same) / sum(each[0] for each in now.values()) if now and before else None
 
 
 def _weights(optimizer: Any) -> Any:

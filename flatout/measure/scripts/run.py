@@ -196,7 +196,8 @@ def evidence_in(name: str, answer: Answer, code: int | None) -> Evidence:
             "backward pass, in the process that is started or one of its children."
         )
     error = RunFailed(f"`{name}` {what}", fix=fix)
-    error.exit_code = code if failed and code else error.exit_code
+    if code:
+        error.exit_code = code if code > 0 else 128 - code  # as a shell says it of a signal
     raise error
 
 
