@@ -5,8 +5,9 @@
 PYTHON needs torch, torchvision, transformers, peft, evaluate, accelerate and lightning; flatout is
 found through PYTHONPATH. Ten scripts are fetched from GitHub at fixed commits, or from git
 directories in DIR (DIR/OWNER+NAME/repo), and run on synthetic data (benchmarks/scripts.yaml): as
-they are, and with three planted faults each. `loops` are the twenty loops with a fault and the five
-healthy ones in benchmarks/script_faults.yaml. `tune` takes a slow fault of each script, and the
+they are, and with three planted faults each. `loops` are the two sets of twenty loops with
+a fault and five healthy ones in script_faults.yaml, on which rules were improved afterwards, and
+script_faults2.yaml, on which they were not. `tune` takes a slow fault of each script, and the
 script as it is; the patch that it writes is measured again here, in turns with the script.
 
 A fault is named when a finding names one of the expected lines or is itself an expected one; a
@@ -40,12 +41,13 @@ from training_runs import remembered
 
 HERE = Path(__file__).parent
 PARTS = ("diagnose", "loops", "tune")
-LIMIT_S = 300.0
+LIMIT_S = 1200.0
 """Seconds after which a command is ended."""
 NOT_COUNTED = "busy-machine"
 BY_NAME_ONLY = ("tiny-kernels", "memory-bound", "unstable-training")
 """Findings whose line is not a cause by itself."""
-NAMED_TARGET, GAIN_TARGET = 0.9, 1.5
+LOOP_KEYS = ("fault", "healthy", "set")
+NAMED_TARGET, LOOPS_TARGET, GAIN_TARGET = 0.9, 0.85, 1.5
 Row = dict[str, Any]
 
 
@@ -85,7 +87,11 @@ def tasks(
             yield "diagnose", key, diagnosed
             if fault is None or fault.get("tune"):
                 yield "tune", key, tuned
-    for loop in yaml.safe_load((HERE / "script_faults.yaml").read_text()):
+    for loop in [
+        {**each, "set": number}
+        for number, name in (("first", "script_faults.yaml"), ("second", "script_faults2.yaml"))
+        for each in yaml.safe_load((HERE / name).read_text())
+    ]:
 
         def looped(loop: Row = loop) -> Row:
             cwd = Path(tempfile.mkdtemp(dir=folder))
@@ -93,7 +99,7 @@ def tasks(
             fault = loop if "fault" in loop else None
             return diagnose(options, ["train.py"], cwd, environment(cwd), fault)
 
-        yield "loops", {kind: loop[kind] for kind in ("fault", "healthy") if kind in loop}, looped
+        yield "loops", {kind: loop[kind] for kind in LOOP_KEYS if kind in loop}, looped
 
 
 def prepared(
@@ -322,28 +328,36 @@ def steps_of(
 
 def apart(losses: list[float], others: list[float]) -> float:
     """Return the largest relative distance of two series of losses."""
-    return max(abs(a - b) / max(abs(a), 1e-12) for a, b in zip(losses, others, strict=False))
+    pairs = zip(losses, others, strict=False)
+    return max(abs(a - b) / max(abs(a), 1e-12) for a, b in pairs)
 
 
 def table(found: Row) -> str:
     """Return the figures as Markdown."""
     plain = [row for row in found["diagnose"] if row["fault"] == "as it is"]
     planted = [row for row in found["diagnose"] if row["fault"] != "as it is"]
-    loops = [row for row in found["loops"] if "fault" in row]
+    loops = {
+        f"loops with a fault, {number} set": [
+            row for row in found["loops"] if "fault" in row and row["set"] == number
+        ]
+        for number in ("first", "second")
+    }
     healthy = [row for row in found["loops"] if "healthy" in row]
     text = [f"{found['machine']}; commit {found['commit']}; `python benchmarks/scripts.py`.\n"]
     for title, rows in {"script as it is": plain, "healthy loop": healthy}.items():
         cells = [(row.get("script") or row["healthy"], ms(row), first_of(row)) for row in rows]
         text.append(markdown(f"{title} | step | first finding", cells))
-    for title, rows in {"planted in scripts": planted, "loops with a fault": loops}.items():
+    for title, rows in {"planted in scripts": planted, **loops}.items():
         cells = [
             (f"{row.get('script', '')} {row['fault']}".strip(), place(row), first_of(row))
             for row in rows
         ]
-        text.append(markdown(f"{title} | named | first finding", cells, counted(rows)))
+        target = NAMED_TARGET if rows is planted else LOOPS_TARGET
+        text.append(markdown(f"{title} | named | first finding", cells, counted(rows, target)))
     cells = [
         (
-            *(row["script"], row["fault"], (row["gain"] or {}).get("median", "")),
+            *(row["script"], row["fault"]),
+            f"{row['gain']['median']:.2f}" if row["gain"] else "",
             spread(row["gains"], 2) if "gains" in row else short(row["problem"] or "no patch"),
             *(f"{row[name]:.1e}" if name in row else "" for name in ("losses_apart", "noise")),
         )
@@ -357,12 +371,11 @@ def table(found: Row) -> str:
     return "\n".join([*text, markdown(columns, cells, note)])
 
 
-def counted(rows: list[Row]) -> str:
+def counted(rows: list[Row], target: float) -> str:
     first = sum(row["place"] == 1 for row in rows)
     later = sum(row["place"] is not None and row["place"] > 1 for row in rows)
-    kept = verdict(first >= NAMED_TARGET * len(rows)) if rows else "not measured"
-    target = f"Target {NAMED_TARGET:.0%}: {kept}."
-    return f"Named first: {first} of {len(rows)}, later: {later}. {target}"
+    kept = verdict(first >= target * len(rows)) if rows else "not measured"
+    return f"Named first: {first} of {len(rows)}, later: {later}. Target {target:.0%}: {kept}."
 
 
 def place(row: Row) -> str:

@@ -45,17 +45,21 @@ class DiagnoseResult(Diagnosis, Result):
     """With --fix: the recipe that was written; null when no fix holds."""
     path: str | None = None
     """findings.json in the run directory; null when there is no run directory."""
+    script_code: int | None = None
+    """Exit code of a script; null when it was ended after its measurement."""
 
     @property
     def exit_code(self) -> int:
         """That of `train`: 2 if the recipe cannot start, 1 if its measured steps failed; else 0.
 
-        With a fix that makes it work, and for a recorded run, it is 0.
+        With a fix that makes it work, and for a recorded run, it is 0. That of a script is its own.
         """
         fails = any(finding.harm == "fails" for finding in self.findings)
         if not fails or self.recipe is not None:
             return 0
-        return {"preflight": 2, "measured run": 1, "script": 1}.get(self.source, 0)
+        return {"preflight": 2, "measured run": 1, "script": self.script_code or 1}.get(
+            self.source, 0
+        )
 
     def summary(self) -> str:
         """Return the verdict, the breakdown, the findings, and what --fix did."""
@@ -115,8 +119,8 @@ def diagnose(
     if script:
         require_only_script(recipe is not None or overrides or fix or out is not None)
         request = Request(seconds=seconds, steps=steps, to_the_end=to_the_end)
-        found = diagnose_script(script, request, as_json=as_json, progress=progress)
-        return DiagnoseResult(**dict(found))
+        found, code = diagnose_script(script, request, as_json=as_json, progress=progress)
+        return DiagnoseResult(**dict(found), script_code=code)
     if steps is not None or to_the_end:
         how = "Write `flatout diagnose --steps 50 -- python train.py`, or leave them out."
         raise ConfigError("--steps and --to-the-end are for a script.", fix=how)

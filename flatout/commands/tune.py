@@ -46,7 +46,7 @@ def tune(
         Option("The recipe to write, tuned.yaml by default; of a script, the directory."),
     ] = None,
     patch: Annotated[
-        Path | str | None, Option("Of a script: file for the changes as a unified diff.")
+        Path | str | None, Option("Of a script: file for the unified diff; empty if it has none.")
     ] = None,
     batch_flag: Annotated[
         str | None, Option("Of a script: its argument for the batch size, such as --batch-size.")

@@ -10,6 +10,7 @@ Nothing is stored in the script's models, which it may copy, compile or save.
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import re
 import statistics
@@ -49,6 +50,7 @@ from flatout.measure.steps.lines import (
 from flatout.measure.steps.windows import threads
 from flatout.measure.watch.loop import CALLED_STEPS, LoopTimer, LoopWindows, Settings
 from flatout.registry import is_user_code
+from flatout.training.metrics.detectors import is_steady_growth
 
 MIN_MEASURED = 5
 """Fewest ordinary steps of a measurement."""
@@ -60,6 +62,10 @@ MEMORY_EVERY_S = 0.05
 """Time between two looks at the memory."""
 MIN_GROWTH_BYTES, MIN_GROWTH = 24 * 2**20, 0.1
 """Growth below which it is noise: in bytes, and as a share of what is in use."""
+EARLY_STEP, SOME = 3, 64
+"""Step after which weights without an optimizer are noted, and values of each that are compared."""
+MIN_LOOKS = 12
+"""Fewest looks at the memory by which its growth is judged."""
 PADDED_STEPS = 8
 """First steps in which the inputs are looked at for padding, which waits for the device."""
 OTHERS_S, MIN_BUSY = 0.3, 0.25
@@ -73,6 +79,7 @@ Beside a thread that polls, a step took 177 ms, with these turns 73 ms, and with
 MENTIONS = {
     "anomaly": r"detect_anomaly\(",
     "threads": r"set_num_threads\(",
+    "rows": r"batch_size['\"]?\s*[:=]\s*1\b",
     "padding": r"padding\s*=\s*.max_length",
 }
 """Calls whose line is looked for in the script's files, by kind of site."""
@@ -161,6 +168,8 @@ class Attachment:
         self._above: list[Line] = []
         """The line that takes the step, and those that call the loop."""
         self._padding: list[float] = []
+        self._early_gradients: dict[int, tuple[int, float | None]] = {}
+        """What `_gradients` returned in an early step."""
         self._graphs, self._lines = Graphs(), LineTotals()
         self._memory: deque[tuple[int, int]] = deque(maxlen=4000)
         """Steps, and the memory in use after them, in bytes."""
@@ -240,6 +249,8 @@ class Attachment:
         elif optimizer is not self._optimizer:
             self._optimizer = optimizer
             self._renewals += 1
+        if loop.steps == EARLY_STEP:
+            self._early_gradients = _gradients()
         self._steps_of_others, self._has_loss = 0, False
         loop.leave("evaluation")
         loop.end_step()
@@ -283,7 +294,10 @@ class Attachment:
                 is_training = self._is_training(module)
                 if is_training and module is self._model:
                     tensors = (one for one in (*args, *kwargs.values()) if isinstance(one, Tensor))
-                    self._rows = next((one.shape[0] for one in tensors if one.dim()), None)
+                    if torch._C._functorch.maybe_current_level() is None:
+                        self._rows = max(
+                            (one.shape[0] for one in tensors if one.dim()), default=None
+                        )
                     if loop is None or loop.steps < PADDED_STEPS:
                         self._padding += padding_of((args, kwargs))
                         self._note_line("padding")
@@ -433,6 +447,7 @@ class Attachment:
             kept_graphs=self._graphs.kept(),
             growth_bytes=_growth([*self._memory]),
             padding=statistics.fmean(self._padding) if self._padding else None,
+            wasted_gradients=_wasted(self._early_gradients),
             **_optimizer_facts(self._optimizer),
         )
         if facts.kept_graphs:
@@ -472,22 +487,55 @@ def _optimizer_facts(optimizer: Any) -> dict[str, Any]:
     return {"optimizer": type(optimizer).__name__, "optimizer_way": way, "tensors": tensors}
 
 
+def _gradients() -> dict[int, tuple[int, float | None]]:
+    """Return the numbers of all weights with gradients, and some values' sum, by identity.
+
+    The sum is None for those that an optimizer has. {} where no optimizer has any of them: it has
+    copies.
+    """
+    claimed: set[int] = set()
+    known: list[nn.Parameter] = []
+    for one in gc.get_objects():
+        if issubclass(type(one), torch.optim.Optimizer):
+            claimed |= {id(weights) for group in one.param_groups for weights in group["params"]}
+        elif issubclass(type(one), nn.Parameter) and one.requires_grad and one.grad is not None:
+            known.append(one)
+    if not any(id(one) in claimed for one in known):
+        return {}
+    return {
+        id(one): (
+            one.numel(),
+            None if id(one) in claimed else float(one.detach().flatten()[:SOME].double().sum()),
+        )
+        for one in known
+    }
+
+
+def _wasted(before: dict[int, tuple[int, float | None]]) -> float | None:
+    """Return the share of the gradients that belong to weights which nothing updates.
+
+    Those have no optimizer, and the values that they had before, however others are updated.
+    """
+    now = _gradients()
+    same = (each[0] for key, each in now.items() if each[1] is not None and before.get(key) == each)
+    return sum(same) / sum(each[0] for each in now.values()) if now and before else None
+
+
 def _weights(optimizer: Any) -> Any:
     """Return the first tensor that an optimizer updates."""
     return optimizer.param_groups[0]["params"][0]
 
 
 def _growth(memory: list[tuple[int, int]]) -> float | None:
-    """Return the bytes that each step adds; 0 unless they grow from part to part, None: unknown."""
-    third = len(memory) // 3
-    if third < 3:
+    """Return the bytes that each step adds; 0 unless they grow steadily, None: unknown."""
+    if len(memory) < MIN_LOOKS:
         return None
-    parts = [memory[at * third : (at + 1) * third] for at in range(3)]
-    first, middle, last = (statistics.median(used for _, used in part) for part in parts)
+    (step, first), (last_step, last) = memory[0], memory[-1]
     least = max(MIN_GROWTH_BYTES, MIN_GROWTH * first)
-    if last - first < least or min(middle - first, last - middle) < (last - first) / 4:
+    some = [used for _, used in memory[:: len(memory) // 100 + 1]]
+    if last - first < least or not is_steady_growth(some):
         return 0.0
-    return (last - first) / max(parts[2][third // 2][0] - parts[0][third // 2][0], 1)
+    return (last - first) / max(last_step - step, 1)
 
 
 def _mentioned() -> dict[str, tuple[CallSite, ...]]:

@@ -108,6 +108,13 @@ class CallRecorder(TorchFunctionMode):
         if result.grad_fn is None:
             return returned
         self._open.append((result.grad_fn, line))
+        two = [one for one in args if isinstance(one, Tensor)]
+        # targets have no gradient, as the other side of pairs of predictions has
+        if len(two) == 2 and phase != "forward" and two[0].requires_grad != two[1].requires_grad:
+            column, row = sorted((one.shape for one in two), key=len, reverse=True)
+            is_square = name.endswith("_loss") or column[:1] * 2 == result.shape
+            if is_square and column == (*row, 1) and len(row) == 1 and row[0] > 1:
+                self.found.add("broadcast", line, seconds)
         if decomposes:
             self.found.add("decomposition", line, seconds)
         if name == "softmax" and result.dim() > 2 and result.shape[-2] == result.shape[-1]:

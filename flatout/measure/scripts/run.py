@@ -146,14 +146,16 @@ def diagnose_script(
     *,
     as_json: bool = False,
     progress: Progress = SILENT,
-) -> Diagnosis:
-    """Measure a training script without an edit, and return the findings.
+) -> tuple[Diagnosis, int | None]:
+    """Measure a training script without an edit; return the findings and its exit code.
+
+    The code is None for a script that was ended.
 
     Raises: ConfigError when the program does not exist, or its environment has no flatout;
             RunFailed when nothing was measured.
     """
     answer, code, _ = run_script(command, request, as_json=as_json, progress=progress)
-    return diagnosis_of(evidence_in(" ".join(command), answer, code))
+    return diagnosis_of(evidence_in(" ".join(command), answer, code)), code
 
 
 def evidence_in(name: str, answer: Answer, code: int | None) -> Evidence:
@@ -193,7 +195,10 @@ def evidence_in(name: str, answer: Answer, code: int | None) -> Evidence:
             "Let it train for more steps. A step is one of an optimizer of torch.optim after a "
             "backward pass, in the process that is started or one of its children."
         )
-    raise RunFailed(f"`{name}` {what}", fix=fix)
+    error = RunFailed(f"`{name}` {what}", fix=fix)
+    if code:
+        error.exit_code = code if code > 0 else 128 - code  # as a shell says it of a signal
+    raise error
 
 
 def end_all(

@@ -10,6 +10,7 @@ from flatout.errors import in_shell
 from flatout.figures import duration
 from flatout.json_io import Result
 from flatout.measure.experiments.records import Figure, Left, LossCheck
+from flatout.measure.experiments.report import NO_TIME
 from flatout.measure.scripts.patch import ByHand
 from flatout.progress import counted
 
@@ -101,6 +102,9 @@ class ScriptTuning(Result):
         if self.loss_noise:
             noise = f"Two runs of the unchanged script differ by up to {self.loss_noise:.0e} in"
             lines.append(f"{noise} their losses.")
+        late = [one.name for one in self.not_tried if one.reason == NO_TIME]
+        if late:
+            lines.append(f"There was not enough time for {', '.join(late)}; add --minutes.")
         if self.withheld:
             lines.append(self.withheld)
         if self.patch:

@@ -270,6 +270,8 @@ class LoopFacts(Stored):
     """The variable that keeps them."""
     padding: float | None = None
     """Share of the columns of the model's inputs in which every row has the same padding."""
+    wasted_gradients: float | None = None
+    """Share of all gradients, by numbers, that belong to weights which nothing updates."""
     growth_bytes: float | None = None
     """Memory that each step adds, where it grows steadily; 0: it does not."""
 
@@ -318,7 +320,7 @@ class Failure(Stored):
 
 
 MIN_SAVES = 3
-"""Fewest saves by which the time of saves is judged.
+"""Fewest saves, or full collections of garbage, by which their time is judged.
 
 The first one allocates its buffers and opens its directory, and the last one comes at the end of
 every run however long it is: two say nothing about what saves take of a longer run.
@@ -326,7 +328,7 @@ every run however long it is: two say nothing about what saves take of a longer 
 
 
 def lasting_s(seconds: float, saves: int) -> float | None:
-    """Return the seconds of a number of saves; None when they are too few to judge by."""
+    """Return the seconds of such rare work; None when there was too little to judge by."""
     return None if 0 < saves < MIN_SAVES else seconds
 
 
@@ -381,7 +383,8 @@ class Evidence(Stored):
     python, save, logging, optimizer, recompile, compute, op (the lines that call the most
     operations), own (lines outside of torch's training work), softmax (an attention without SDPA),
     float64, decomposition (of a matrix), anomaly, threads, kept (the line that keeps graphs),
-    thread (where the user's other threads do not wait), padding."""
+    thread (where the user's other threads do not wait), padding, rows (a batch size of 1),
+    broadcast (a column and a row that make a square)."""
     rates_by_rows: Mapping[int, float] = {}
     """Tokens per second of earlier runs of this shape here, by the rows of their micro-batches."""
     memory: MemoryFacts = MemoryFacts()

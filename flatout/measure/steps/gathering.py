@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from flatout.measure.steps.evidence import CallSite, Counts, Evidence, Phases
+from flatout.measure.steps.evidence import CallSite, Counts, Evidence, Phases, lasting_s
 from flatout.measure.steps.kernels import MEMORY_BOUND
 from flatout.measure.steps.lines import site_at
 from flatout.measure.steps.trace import Trace
@@ -57,7 +57,7 @@ def phases(windows: Windows, periodic_s: Mapping[str, float | None]) -> Phases:
     found: dict[str, Any] = {
         **periodic_s,
         "data_wait_s": host.get("data_wait", 0.0) + (periodic_s.get("data_wait_s") or 0.0),
-        "gc_s": host.get("gc", 0.0),
+        "gc_s": lasting_s(host.get("gc", 0.0), windows.ordinary.full_collections),
         "compile_s": compile_s,
     }
     if windows.on_gpu:

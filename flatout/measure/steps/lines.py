@@ -273,7 +273,7 @@ class LineSampler:
             return
         kind = KINDS.get(phase, "python")
         stack = stacks.get(self._watched, [])
-        found, caller, *_ = *user_lines(stack), None, None
+        found = user_line(stack)
         inner = itertools.takewhile(lambda line: line != found, stack)
         if kind == "python" and stack and stack[0][0].startswith(OWN):
             return  # the cost of measuring
@@ -285,5 +285,7 @@ class LineSampler:
             found = next(filter(None, others), None)
         if found is not None:
             self.lines.add(kind, found, seconds)
+            # a comprehension is called by its own line
+            caller = next((line for line in user_lines(stack) if line != found), None)
             if caller is not None:
                 self.lines.callers[found] = caller

@@ -146,6 +146,8 @@ def failed(kind, **more):
 
 CPU_CASES = {
     "anomaly-detection": {"loop__anomaly_detection": True},
+    "broadcast-loss": {"sites": {"broadcast": (SITE,)}},
+    "wasted-gradients": {"loop__wasted_gradients": 0.5},
     "busy-threads": {
         "counterfactual_s": {"short-turns": 0.05},
         "sites": {"thread": (TIMED_SITE,)},

@@ -11,6 +11,7 @@ import time
 import psutil
 import pytest
 
+from flatout.commands.diagnose import DiagnoseResult
 from flatout.errors import ConfigError, RunFailed
 from flatout.measure.scripts.request import Request
 from flatout.measure.scripts.run import diagnose_script, end_all, run_script
@@ -57,12 +58,11 @@ FAULTS = {
         "optimizer = torch.optim.SGD(model.parameters(), lr=1e-3); inputs[:, 16:] = 0",
     },
     "decomposition": {"inside": "loss = loss + torch.linalg.svdvals(model[0].weight)[0]"},
-    "thread": {
-        "before": "import threading\n"
-        "def poll():\n"
-        "    while len(kept) < 9: pass\n"
-        "threading.Thread(target=poll, daemon=True).start()",
+    "teacher": {
+        "before": "teacher = nn.Sequential(nn.Linear(64, 1024), nn.Tanh(), nn.Linear(1024, 64))",
+        "inside": "loss = loss + (teacher(inputs) - model(inputs)).square().mean()",
     },
+    "square": {"inside": "loss = loss + (model(inputs)[:, :1] - inputs[:, 0]).abs().mean()"},
     "python": {"inside": "total = sum(number & 3 for number in range(200_000))"},
 }
 NAMED = {
@@ -74,7 +74,8 @@ NAMED = {
     "renewed": ("new-optimizer", "optimizer.step()"),
     "padding": ("padding", "model(inputs)"),
     "decomposition": ("decomposition", "svdvals(model[0].weight)"),
-    "thread": ("busy-threads", "while len(kept) < 9"),
+    "teacher": ("wasted-gradients", "loss.backward()"),
+    "square": ("broadcast-loss", "inputs[:, 0]"),
     "python": ("slow-code", "range(200_000)"),
 }
 
@@ -93,7 +94,7 @@ def write(tmp_path):
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_named_with_its_line(fault, write):
-    found = diagnose_script(write(script(**FAULTS[fault])), Request(seconds=0.8))
+    found, _ = diagnose_script(write(script(**FAULTS[fault])), Request(seconds=0.8))
     name, line = NAMED[fault]
     (finding,) = (one for one in found.findings if one.name == name)
     assert line in finding.site.text
@@ -113,6 +114,12 @@ HEALTHY = {
         "threading.Thread(target=load, args=[inputs], daemon=True).start()",
         "inside": "inputs = ready.get()",
     },
+    "updated by hand, and ranked": {
+        "before": "other = nn.Linear(64, 512); inputs = inputs.repeat(20, 1)",
+        "inside": "scores = model(inputs)[:99, 0]; order = scores.unsqueeze(1) - scores\n"
+        "    loss = loss + other(inputs).square().mean() + order.relu().mean()",
+        "after": "[weights.data.sub_(weights.grad) for weights in other.parameters()]",
+    },
     "adversary": {
         "before": "critic = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 1))\n"
         "other = torch.optim.SGD(critic.parameters(), lr=1e-3)",
@@ -122,9 +129,19 @@ HEALTHY = {
 }
 
 
+def test_the_line_of_a_busy_thread_is_seen(write):
+    """How long the loop waits for it depends on the machine; the rule is tested on its own."""
+    before = "import threading\ndef poll():\n    while len(kept) < 9: pass\n"
+    text = script(before=before + "threading.Thread(target=poll, daemon=True).start()")
+    answer, _, _ = run_script(write(text), Request(seconds=0.8))
+    (site, *_) = answer.evidence.sites["thread"]
+    assert site.text == "while len(kept) < 9: pass"
+    assert answer.evidence.counterfactual_s["short-turns"] > 0
+
+
 @pytest.mark.parametrize("kind", HEALTHY)
 def test_a_healthy_script_has_no_finding(kind, write):
-    found = diagnose_script(write(script(**HEALTHY[kind])), Request(seconds=0.8))
+    found, _ = diagnose_script(write(script(**HEALTHY[kind])), Request(seconds=0.8))
     of_the_machine = {"busy-machine", "cpu-threads"}
     assert {one.name for one in found.findings} <= of_the_machine, found.text()
     assert sum(found.shares.values()) == pytest.approx(1.0, abs=0.02)
@@ -145,10 +162,12 @@ def test_with_json_its_output_goes_to_standard_error(write, capfd):
 
 
 @pytest.mark.parametrize(
-    "after", ["if step == 30: raise ValueError('mine')", "if step == 30: os._exit(3)"]
+    ("after", "expected"),
+    [("if step == 30: raise ValueError('mine')", 1), ("if step == 30: os._exit(3)", 3)],
 )
-def test_a_script_that_fails_is_answered_with_what_was_measured(after, write, capfd):
-    found = diagnose_script(write(script(after=after)), Request(seconds=60.0))
+def test_a_script_that_fails_is_answered_with_what_was_measured(after, expected, write, capfd):
+    found, code = diagnose_script(write(script(after=after)), Request(seconds=60.0))
+    assert DiagnoseResult(**dict(found), script_code=code).exit_code == code == expected
     assert found.findings[0].name == "failure"
     assert found.step_s is not None
     assert ("ValueError: mine" in capfd.readouterr().err) == ("raise" in after)
@@ -159,13 +178,15 @@ def test_a_script_that_fails_is_answered_with_what_was_measured(after, write, ca
     [
         ("print('no torch')", "did not import torch"),
         ("import torch; raise SystemExit(7)", "exit code 7"),
+        ("import os; os.kill(os.getpid(), 9)", "killed by signal 9"),
         (script(steps=1), "no optimizer of torch took two steps"),
         (script(steps=4), "3 steps, which are too few"),
     ],
 )
 def test_a_script_without_enough_steps_is_told(text, said, write):
-    with pytest.raises(RunFailed, match=said):
+    with pytest.raises(RunFailed, match=said) as caught:
         diagnose_script(write(text), Request(seconds=60.0))
+    assert caught.value.exit_code == {"exit code 7": 7, "killed by signal 9": 137}.get(said, 1)
 
 
 def test_a_pipeline_needs_a_shell():

@@ -11,6 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 from flatout.errors import ConfigError, RunFailed
+from flatout.measure.experiments.records import Left
+from flatout.measure.experiments.report import NO_TIME
 from flatout.measure.scripts import tune
 from flatout.measure.scripts.patch import Patch
 from flatout.measure.scripts.request import Answer
@@ -23,6 +25,7 @@ from flatout.measure.scripts.tune import (
     ratio,
     scaled,
 )
+from flatout.measure.scripts.tuning import ScriptTuning
 from flatout.progress import SILENT
 
 
@@ -239,3 +242,25 @@ def test_order_alternates_within_pairs(search):
     script = Script(speed={"tf32": 1.02, "bf16": 1.03})
     search(script)
     assert [point.changes for point in script.runs[5:9]] == [(), ("bf16",), ("bf16",), ()]
+
+
+def test_changes_that_there_was_no_time_for_are_named():
+    late = [Left(name=name, reason=NO_TIME) for name in ("bf16", "compile")]
+    found = ScriptTuning(
+        changes=[],
+        taken=[],
+        written=[],
+        written_outside=[],
+        command=["python", "train.py"],
+        machine="a CPU",
+        verdict="It is slow.",
+        step_ms=20.0,
+        steps=16,
+        num_trials=3,
+        not_tried=[*late, Left(name="tf32", reason="There is no GPU.")],
+        loss_noise=None,
+        path="tuned-train",
+        wall_s=60.0,
+    )
+    assert "There was not enough time for bf16, compile; add --minutes." in found.summary()
+    assert "tf32" not in found.summary()
