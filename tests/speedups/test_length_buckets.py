@@ -68,7 +68,7 @@ def reading(reader, position):
     mask = np.ones((rows * reader.plan.accumulate, seq_len), np.bool_)
     read = reader.read(position, windows, mask, None)
     assert read.position == position + 1
-    if reader.plan.world_size == 1 and not reader._split.has_mask:
+    if reader.plan.dp_size == 1 and not reader._split.has_mask:
         assert read == StepRead(position + 1, mask.sum(), mask.any(axis=1).sum(), position)
     return windows, mask
 
