@@ -96,11 +96,15 @@ def replicas(config: ParallelConfig, world_size: int) -> int:
 
     Raises: ConfigError when replicate times shard is not that number, or context is no divisor.
     """
-    replicate, stated = max(1, world_size // config.shard), f"parallel.shard={config.shard}"
+    stated = f"parallel.shard={config.shard}"
+    if config.tensor > 1:
+        stated += f" x parallel.tensor={config.tensor}"
+    each = config.shard * config.tensor
+    replicate = max(1, world_size // each)
     if config.replicate != "auto":
         replicate = config.replicate
         stated = f"parallel.replicate={replicate} x {stated}"
-    processes = replicate * config.shard
+    processes = replicate * each
     if processes == world_size:
         among, key = (config.shard, "shard") if config.shard > 1 else (replicate, "replicate")
         if among % config.context:
@@ -115,8 +119,8 @@ def replicas(config: ParallelConfig, world_size: int) -> int:
         f"Set train.devices={processes}, start {launch}, or remove parallel.replicate and "
         "parallel.shard."
         if world_size == 1
-        else f"Set parallel.replicate=auto and parallel.shard to a divisor of {world_size}, or "
-        f"start {launch}."
+        else f"Set parallel.replicate=auto and parallel.shard to a divisor of "
+        f"{world_size // config.tensor or world_size}, or start {launch}."
     )
     noun = "process" if world_size == 1 else "processes"
     raise ConfigError(f"{stated} does not fit {world_size} {noun}.", fix=fix)

@@ -155,13 +155,14 @@ def resolve_batch(config: RunConfig, world_size: int) -> RunConfig:
     """
     batch, seq_len = config.batch, config.data.seq_len
     tokens, rows, accumulate = batch.tokens_per_step, batch.rows_per_device, batch.accumulate
-    context = config.parallel.context
-    if world_size % context:
+    context, per_row = config.parallel.context, config.parallel.per_row
+    if world_size % per_row:
+        key = "context" if context > 1 else "tensor"
         raise ConfigError(
-            f"parallel.context={context} does not divide {world_size} processes.",
-            fix=f"Set train.devices to a multiple of {context}, or leave parallel.context out.",
+            f"parallel.{key}={per_row} does not divide {world_size} processes.",
+            fix=f"Set train.devices to a multiple of {per_row}, or leave parallel.{key} out.",
         )
-    dp_size = world_size // context
+    dp_size = world_size // per_row
     row_tokens = seq_len * dp_size
     unit = row_tokens * (1 if rows == "auto" else rows) * (accumulate or 1)
     if tokens is None:
@@ -170,7 +171,7 @@ def resolve_batch(config: RunConfig, world_size: int) -> RunConfig:
     if tokens % unit or (all_stated and tokens != unit):
         nearest = unit * (1 if all_stated else max(round(tokens / unit), 1))
         parts = f"data.seq_len={seq_len}" + (f" x {dp_size} processes" if dp_size > 1 else "")
-        parts += f" (of {world_size}, {context} per row)" if context > 1 else ""
+        parts += f" (of {world_size}, {per_row} per row)" if per_row > 1 else ""
         parts += f" x batch.rows_per_device={rows}" if rows != "auto" else ""
         parts += f" x batch.accumulate={accumulate}" if accumulate else ""
         raise ConfigError(
@@ -187,10 +188,11 @@ def resolve_batch(config: RunConfig, world_size: int) -> RunConfig:
 
 def sizes_of(config: RunConfig) -> list[int]:
     """Return the numbers of processes among which the steps of a resolved run can be divided."""
-    shard, context = config.parallel.shard, config.parallel.context
+    parallel, per_row = config.parallel, config.parallel.per_row
+    unit = parallel.shard * parallel.tensor
     sequences = (config.batch.tokens_per_step or 0) // config.data.seq_len
     groups = (count for count in range(1, sequences + 1) if sequences % count == 0)
-    return [count * context for count in groups if count * context % shard == 0]
+    return [count * per_row for count in groups if count * per_row % unit == 0]
 
 
 def for_world_size(config: RunConfig, world_size: int) -> RunConfig:
@@ -200,21 +202,24 @@ def for_world_size(config: RunConfig, world_size: int) -> RunConfig:
     Raises: ConfigError when the sequences of a step cannot be divided.
     """
     sequences = (config.batch.tokens_per_step or 0) // config.data.seq_len
-    parallel = config.parallel
-    fits = world_size % parallel.shard == world_size % parallel.context == 0
-    if not fits or sequences % (world_size // parallel.context):
-        raise ConfigError(
-            f"A step of {sequences} sequences cannot be divided among {world_size} processes "
-            f"with parallel.shard={parallel.shard} and parallel.context={parallel.context}.",
-            fix="Use a multiple of both, of which a number of processes that divides "
-            f"{sequences} have rows of their own.",
+    parallel, per_row = config.parallel, config.parallel.per_row
+    unit = parallel.shard * parallel.tensor
+    if world_size % unit or world_size % per_row or sequences % (world_size // per_row):
+        keys = ("shard", "tensor", "context")
+        sizes = " and ".join(
+            f"parallel.{key}={getattr(parallel, key)}" for key in keys if getattr(parallel, key) > 1
         )
-    share = sequences // (world_size // parallel.context)
+        raise ConfigError(
+            f"A step of {sequences} sequences cannot be divided among {world_size} processes"
+            f"{' with ' if sizes else ''}{sizes}.",
+            fix=f"Use one of {', '.join(map(str, sizes_of(config)[:8]))} processes.",
+        )
+    share = sequences // (world_size // per_row)
     rows = next(divisors(share, int(config.batch.rows_per_device)))
     return config.with_values(
         {
             "batch.rows_per_device": rows,
             "batch.accumulate": share // rows,
-            "parallel.replicate": world_size // parallel.shard,
+            "parallel.replicate": world_size // unit,
         }
     )

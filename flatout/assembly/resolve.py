@@ -105,7 +105,7 @@ def resolve(
     chooser = recipe.filled_by.get("micro_batch")
     if config.batch.rows_per_device == "auto":
         rows_per_rank = (config.batch.tokens_per_step or 0) // (
-            config.data.seq_len * world_size // config.parallel.context
+            config.data.seq_len * world_size // config.parallel.per_row
         )
         usable = int(USED_MEMORY * available)
         plan = micro_batch_plan(workload_of(config, recipe), rows_per_rank, device, usable)
@@ -141,7 +141,7 @@ def with_checkpointing(
         rows, accumulate, usable = 1, 2, int(USED_MEMORY * available)
     else:
         per_rank = (config.batch.tokens_per_step or 0) // (
-            config.data.seq_len * world_size // config.parallel.context
+            config.data.seq_len * world_size // config.parallel.per_row
         )
         accumulate, usable = per_rank // rows, int((available - CUDA_CONTEXT) / CUDA_RESERVED)
 

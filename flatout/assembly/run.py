@@ -284,7 +284,7 @@ def _model(
     No process ever holds more than its shards of the weights and one whole tensor.
     """
     model_class, model_config = model_of(config)
-    weights_bytes = 4 * model_class.num_parameters(model_config) // mesh.shard
+    weights_bytes = 4 * model_class.num_parameters(model_config) // (mesh.shard * mesh.tensor)
     free_bytes = memory_bytes(machine, config.train.device, mesh.local_world_size)
     if weights_bytes > free_bytes:
         raise HardwareError(
@@ -296,6 +296,7 @@ def _model(
     core = with_adapters(new_model(config, recipe.ops()), config.lora)
     data = config.data
     mesh.share_rows(core, seq_len=data.seq_len, has_documents=data.document_mask)
+    mesh.share_layers(core, seq_len=data.seq_len)
     model: nn.Module = core
     is_sharded = mesh.device_mesh is not None
     if not is_sharded:

@@ -408,7 +408,16 @@ class ParallelConfig(Section):
     backward; false keeps them until then (ZeRO-2), which is faster and takes the memory of all of
     them.
     """
+    tensor: Count = 1
+    """Processes that share every layer, by heads and columns, best within one machine; they have
+    the same rows, and `replicate` and `shard` count them as one.
+    """
     context: Count = 1
     """Processes among them that share the tokens of each row, for sequences that are too long for
     one; a divisor of `shard`, or of `replicate` without sharding.
     """
+
+    @property
+    def per_row(self) -> int:
+        """Processes that have the same rows."""
+        return self.context * self.tensor

@@ -25,6 +25,7 @@ from flatout.models.language_model import Decoder, EmbeddingModel, Flops, Langua
 from flatout.models.layers import Factor, Linear
 from flatout.ops import Ops, at_least_fp32
 from flatout.parallel.context import Context
+from flatout.parallel.tensor import Cut, Split, local
 
 INIT_STD = 0.02
 """Standard deviation of initial weights."""
@@ -185,6 +186,33 @@ class Eigenstate(EmbeddingModel):
                 "data.document_mask=false, or model.scales=[1].",
             )
         super().share_rows(context, seq_len=seq_len, has_documents=has_documents)
+
+    def tensor_cuts(self) -> dict[str, Cut]:
+        """Return how ranks share each parameter: by heads, and by columns inside the MLP."""
+        count, inner = self.config.num_eigenstates, (self.config.mlp_width,)
+        return self.cuts_by_ending(
+            {
+                "recurrence.drive": (0, (count, count)),
+                "recurrence.output": (1, (count, count)),
+                "recurrence.selection": (0, (count,)),
+                "recurrence.coupling": (0, (count,)),
+                "log_rate": (0, (count,)),
+                "detuning": (0, (count,)),
+                "mlp.up": (0, inner),
+                "mlp.down": (1, inner),
+            }
+        )
+
+    def share_layers(self, split: Split, *, seq_len: int) -> None:
+        """Let this rank compute some heads of eigenstates, as `LanguageModel.share_layers`.
+
+        Raises: ConfigError also when the ranks cannot divide the heads.
+        """
+        self.check_shares(split, "model.num_heads", self.config.num_heads)
+        super().share_layers(split, seq_len=seq_len)
+        for module in self.modules():
+            if isinstance(module, Memory):
+                module.first = split.rank * self.config.num_eigenstates // split.size
 
     @property
     def max_seq_len(self) -> int:
@@ -366,7 +394,7 @@ class Recurrence(nn.Module):
             pace_BTK = 2 * at_least_fp32(self.selection(hidden_BTD)).sigmoid()
         memories: list[Memory] = [*self.memories]
         eigenvalues = [memory.eigenvalues(pace_BTK) for memory in memories]
-        drive_BTE = self.ops.linear(hidden_BTD, self.drive.weight, self.drive.bias)
+        drive_BTE = self.drive(hidden_BTD)
         if carried is None:
             states = [
                 memory(drive_BTE, own, doc_ids_BT, context)
@@ -377,16 +405,16 @@ class Recurrence(nn.Module):
                 memory.decode(drive_BTE, own, state, start)
                 for memory, own, state in zip(memories, eigenvalues, carried, strict=True)
             ]
-        states_BTE = (
-            states[0]
-            if self.share is None
-            else (torch.stack(states) * self.share.softmax(dim=0)[:, None, None, None]).sum(dim=0)
-        )
+        states_BTE = states[0]
+        if self.share is not None:
+            share_N111 = local(self.share).softmax(dim=0)[:, None, None, None]
+            states_BTE = (torch.stack(states) * share_N111).sum(dim=0)
         states_BTE = self._coupled(states_BTE)
         if states_BTE.dtype.itemsize > hidden_BTD.dtype.itemsize:
             states_BTE = states_BTE.to(hidden_BTD.dtype)
         gate_BTD: Tensor = self.gate(hidden_BTD).sigmoid()
-        return gate_BTD * self.ops.linear(states_BTE, self.output.weight, self.output.bias)
+        read_BTD: Tensor = self.output(states_BTE)
+        return gate_BTD * read_BTD
 
     def _coupled(self, states_BTE: Tensor) -> Tensor:
         """Add to each eigenstate a little of the others of its head.
@@ -394,7 +422,7 @@ class Recurrence(nn.Module):
         Cost: 4 B T K J FLOP for J eigenstates per head.
         """
         size = self.coupling.shape[1]
-        coupling_HJI = self.coupling.to(states_BTE.dtype).view(-1, size, size)
+        coupling_HJI = local(self.coupling).to(states_BTE.dtype).view(-1, size, size)
         states_BT2HI = states_BTE.view(*states_BTE.shape[:-1], 2, *coupling_HJI.shape[:2])
         added_BT2HJ = torch.einsum("btghi,hji->btghj", states_BT2HI, coupling_HJI)
         return states_BTE + RESONANCE * added_BT2HJ.flatten(2)
@@ -408,6 +436,8 @@ class Memory(nn.Module):
         self.config = config
         self.scale = scale
         self.ops = ops
+        self.first = 0
+        """The first eigenstate of this rank."""
         self.log_rate = nn.Parameter(torch.zeros(config.num_eigenstates))
         """Logarithm of the decay rate per step: |eigenvalue| = exp(-exp(log_rate)), below 1 for any
         learned value.
@@ -497,10 +527,12 @@ class Memory(nn.Module):
         Shapes:  pace_BTK (B, T, K), None is 1.
         Returns: (log_decay, angle), both (K,), or (B, T, K) with a pace.
         """
-        rate_K = at_least_fp32(self.log_rate).exp()
+        rate_K = at_least_fp32(local(self.log_rate)).exp()
         index_K = torch.arange(1, len(rate_K) + 1, device=rate_K.device, dtype=torch.float64)
+        if self.first:
+            index_K += self.first
         initial_K = (2 * math.pi * (index_K * GOLDEN).frac()).to(rate_K.dtype)
-        angle_K = initial_K + rate_K * self.detuning
+        angle_K = initial_K + rate_K * local(self.detuning)
         if pace_BTK is None:
             return -rate_K, angle_K
         return -rate_K * pace_BTK, angle_K.expand_as(pace_BTK)

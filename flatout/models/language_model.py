@@ -8,9 +8,10 @@ Letters: B rows, T tokens, D width, V vocabulary.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from typing import Any, ClassVar, Literal, Self, final
 
 import torch
@@ -23,8 +24,9 @@ from flatout.errors import ConfigError, ShapeError
 from flatout.json_io import JsonObject
 from flatout.models.layers import Embedding, Linear, check_length, dropped
 from flatout.ops import Ops
-from flatout.ops.cross_entropy import capped
+from flatout.ops.cross_entropy import capped, sharded
 from flatout.parallel.context import Context
+from flatout.parallel.tensor import Cut, Split, local
 from flatout.registry import MODELS
 
 ParameterKind = Literal["hidden", "embedding", "head", "vector"]
@@ -149,6 +151,8 @@ class LanguageModel(nn.Module, ABC):
     """Called in order, each as block(hidden_BTD, doc_ids_BT, *shared) -> hidden_BTD."""
     context: Context | None = None
     """This rank's part of each row; None: all of it. Only `forward` divides rows."""
+    split: Split | None = None
+    """This rank's part of each layer; None: all of it."""
 
     def __init__(self, config: LanguageModelConfig, ops: Ops) -> None:
         super().__init__()
@@ -216,7 +220,10 @@ class LanguageModel(nn.Module, ABC):
         hidden_BTD = self._through_blocks(tokens_BT, doc_ids_BT, context)
         hidden_BTD, weight_VD = self.head(hidden_BTD)
         z_loss = self.config.z_loss if self.training else 0.0
-        return self.ops.cross_entropy(
+        cross_entropy = self.ops.cross_entropy
+        if self.split is not None:
+            cross_entropy = partial(sharded, split=self.split)
+        return cross_entropy(
             hidden_BTD, weight_VD, targets_BT, softcap=self.config.logit_softcap, z_loss=z_loss
         )
 
@@ -227,7 +234,10 @@ class LanguageModel(nn.Module, ABC):
         Returns: logits_BTV.
         """
         hidden_BTD, weight_VD = self.head(self._through_blocks(tokens_BT, doc_ids_BT))
-        return capped(nn.functional.linear(hidden_BTD, weight_VD), self.config.logit_softcap)
+        logits_BTV = nn.functional.linear(hidden_BTD, weight_VD)
+        if self.split is not None:
+            logits_BTV = self.split.gathered(logits_BTV, dim=2)
+        return capped(logits_BTV, self.config.logit_softcap)
 
     def next_logits(self, tokens_BT: Tensor) -> Tensor:
         """Return the logits of the next token, without those of earlier positions.
@@ -312,6 +322,54 @@ class LanguageModel(nn.Module, ABC):
         context.spans(seq_len)
         self.context = context
 
+    def tensor_cuts(self) -> dict[str, Cut]:
+        """Return how ranks share parameters, by name; the others are whole on every rank.
+
+        An empty dictionary means that ranks cannot share layers.
+        """
+        return {}
+
+    def share_layers(self, split: Split, *, seq_len: int) -> None:
+        """Let `forward` compute this rank's part of each layer, once `tensor.cut` has cut it.
+
+        Raises: ConfigError when the model does not support it, or the ranks cannot divide it.
+        """
+        cuts = self.tensor_cuts()
+        if not cuts:
+            raise ConfigError(
+                f"parallel.tensor={split.size} needs a model that says how its layers are divided, "
+                f"and {type(self).__name__} does not.",
+                fix="Leave parallel.tensor out, or choose model.kind=transformer or eigenstate.",
+            )
+        self.check_shares(split, "model.vocab_size", self.config.vocab_size)
+        self.check_shares(split, "data.seq_len", seq_len)
+        for name, module in self.named_modules():
+            found = cuts.get(f"{name}.weight")
+            if found is None:
+                continue
+            if not isinstance(module, Linear):
+                module.split = split  # an embedding
+            elif found.dim == 1:
+                module.after = split.reduced
+            elif not name.startswith("unembedding"):
+                module.before = split.gathered
+        for name, found in cuts.items():
+            self.check_shares(split, f"the width of {name}", found.parts[0])
+        self.split = split
+
+    def check_shares(self, split: Split, name: str, count: int) -> None:
+        """Check that the ranks can divide a number.
+
+        Raises: ConfigError.
+        """
+        if count % split.size:
+            nearest = -(-count // split.size) * split.size
+            raise ConfigError(
+                f"{name}={count} cannot be divided among the ranks of "
+                f"parallel.tensor={split.size}.",
+                fix=f"Set {name}={nearest}, or parallel.tensor to a divisor of {count}.",
+            )
+
     @abstractmethod
     def init_weights(self) -> None:
         """Initialise every parameter from torch's generator, also after `to_empty`."""
@@ -381,10 +439,13 @@ class EmbeddingModel(LanguageModel):
         spans = spans or [(0, tokens_BT.shape[1])]
         check_length(spans[-1][1], self.max_seq_len)
         hidden_BTD = self.token_embedding(tokens_BT)
+        if self.split is not None:
+            spans = self.split.spans(tokens_BT.shape[1])
         if self.embedding_scale != 1:
             hidden_BTD = hidden_BTD * self.embedding_scale
         if self.position_embedding is not None:
-            parts = [self.position_embedding.weight[start:end] for start, end in spans]
+            weight = local(self.position_embedding.weight)
+            parts = [weight[start:end] for start, end in spans]
             hidden_BTD = hidden_BTD + torch.cat(parts)
         return dropped(hidden_BTD, self.dropout, self.training)
 
@@ -398,7 +459,9 @@ class EmbeddingModel(LanguageModel):
         hidden_BTD = self.final_norm(hidden_BTD)
         if self.logit_scale != 1:
             hidden_BTD = hidden_BTD * self.logit_scale
-        return hidden_BTD, output.weight
+        if self.split is not None:
+            hidden_BTD = self.split.gathered(hidden_BTD)
+        return hidden_BTD, local(output.weight)
 
     def parameter_kinds(self) -> dict[str, ParameterKind]:
         """Return the kind of every parameter by its name; a tied head is an embedding."""
@@ -411,6 +474,21 @@ class EmbeddingModel(LanguageModel):
             for name, _ in self.named_parameters()
             for ending, rows in self.stacked_by_ending().items()
             if name.endswith(ending)
+        }
+
+    def cuts_by_ending(self, cuts: Mapping[str, tuple[int, tuple[int, ...]]]) -> dict[str, Cut]:
+        """Return `tensor_cuts` of layers and parameters by the ending of their names.
+
+        A bias is cut with the rows of its weight. The vocabulary is cut, too.
+        """
+        vocabulary = (0, (self.config.vocab_size,))
+        cuts = {**cuts, "token_embedding": vocabulary, "unembedding": vocabulary}
+        return {
+            name: Cut(dim, parts)
+            for name, parameter in self.named_parameters()
+            for ending, (dim, parts) in cuts.items()
+            if name.removesuffix(".weight").removesuffix(".bias").endswith(ending)
+            and dim < parameter.dim()
         }
 
     @abstractmethod

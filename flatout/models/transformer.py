@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from fractions import Fraction
-from typing import ClassVar, Literal, Self, final
+from typing import Any, ClassVar, Literal, Self, final
 
 import torch
 from pydantic import Field, model_validator
@@ -22,6 +22,7 @@ from flatout.models.language_model import Decoder, EmbeddingModel, Flops, Langua
 from flatout.ops import Ops, float64_device, product_dtype
 from flatout.ops.attention import Mask, masks
 from flatout.parallel.context import Context
+from flatout.parallel.tensor import Cut, Split, local
 
 INIT_STD = 0.02
 """Standard deviation of initial weights (GPT-2: Radford et al. 2019)."""
@@ -315,14 +316,15 @@ class Attention(nn.Module):
         if self.query_norm is not None and self.key_norm is not None:
             gains = (self.query_norm.weight, self.key_norm.weight)
             gain_NC = torch.cat(
-                [gain.expand(n, -1) for gain, n in zip(gains, self.head_counts, strict=True)]
+                [local(gain).expand(n, -1) for gain, n in zip(gains, self.head_counts, strict=True)]
             )
-        tokens = hidden_BTD.shape[1]
+        qkv_BTE = self.qkv(hidden_BTD)
+        tokens = qkv_BTE.shape[1]
         spans = [(start, start + tokens)] if context is None else context.spans_of(tokens)
         if self.rotary is not None:
             cos_TC, sin_TC = self.rotary(spans)
         q_BHTC, k_BGSC, v_BGSC = self.ops.heads(
-            self.qkv(hidden_BTD),
+            qkv_BTE,
             gain_NC,
             cos_TC,
             sin_TC,
@@ -452,6 +454,36 @@ class Transformer(EmbeddingModel):
             return config.model_copy(update={"max_seq_len": seq_len})
         layers.check_positions(config.max_seq_len, seq_len)
         return config
+
+    def tensor_cuts(self) -> dict[str, Cut]:
+        """Return how ranks share each matrix: by heads, and by columns inside the MLP."""
+        config, stacked = self.config, self.stacked_by_ending()
+        inner, heads = (config.mlp_width,), (config.num_heads * config.head_size,)
+        return self.cuts_by_ending(
+            {
+                "attention.qkv": (0, stacked["attention.qkv.weight"]),
+                "attention.output": (1, heads),
+                "mlp.gate_up": (0, stacked["mlp.gate_up.weight"]),
+                "mlp.up": (0, inner),
+                "mlp.down": (1, inner),
+            }
+        )
+
+    def share_layers(self, split: Split, *, seq_len: int) -> None:
+        """Let this rank compute some heads of attention, as `LanguageModel.share_layers`.
+
+        Raises: ConfigError also when the ranks cannot divide the heads.
+        """
+        for key, count in (
+            ("num_heads", self.config.num_heads),
+            ("num_kv_heads", self.config.kv_heads),
+        ):
+            self.check_shares(split, f"model.{key}", count)
+        super().share_layers(split, seq_len=seq_len)
+        for block in self.blocks:
+            attention: Any = block.attention
+            heads, groups = attention.head_counts
+            attention.head_counts = (heads // split.size, groups // split.size)
 
     @property
     def max_seq_len(self) -> int:

@@ -90,7 +90,7 @@ class Context:
 
         Shapes:  any; returns (R, ...).
         """
-        gathered: Tensor = _Gather.apply(own, self.group, self.size)  # type: ignore[no-untyped-call]
+        gathered: Tensor = Gather.apply(own, self.group, self.size)  # type: ignore[no-untyped-call]
         return gathered
 
     def attend(self, plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -186,7 +186,7 @@ def _real(values: Tensor) -> Tensor:
     return torch.cat((values.real, values.imag), dim=-1)
 
 
-class _Gather(torch.autograd.Function):
+class Gather(torch.autograd.Function):
     """The tensors of all ranks; the gradient of a rank's tensor is the sum over all ranks."""
 
     @staticmethod

@@ -3,7 +3,8 @@
 Processes form a rectangle of `replicate` rows and `shard` columns: each row shares one copy of the
 model. It is copied to every process (DDP), sharded (fully_shard), or both (HSDP). `context`
 consecutive processes share the tokens of each row of a batch; the others have rows of their own.
-So every process has its own tokens, and losses and counts are summed over all of them.
+With `tensor`, that many consecutive processes stand in each place: they share every layer. Losses
+and counts are summed over all processes; each has those of its own tokens.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from flatout.config.sections import ParallelConfig
 from flatout.launch import replicas
 from flatout.parallel.context import Context
 from flatout.parallel.rendezvous import Ranks, stated_ranks
+from flatout.parallel.tensor import TENSOR, Split, cut
 
 BESIDE_FORWARD = ("logits",)
 """Methods besides `forward` that need gathered weights; all processes must call them together."""
@@ -47,8 +49,9 @@ class Mesh(Ranks):
     shard: int = 1
     device: torch.device = CPU
     device_mesh: DeviceMesh | None = None
-    """The dimensions `replicate` and `shard`; None if nothing is sharded."""
+    """The dimensions `replicate`, `shard` and, if layers are shared, `tensor`; None: none of it."""
     reshard: bool = True
+    tensor: int = 1
     context: int = 1
     context_group: dist.ProcessGroup | None = None
     """The processes that share this one's rows; None: they are its own."""
@@ -56,12 +59,12 @@ class Mesh(Ranks):
     @property
     def dp_size(self) -> int:
         """Processes, or groups of them, with rows of their own."""
-        return self.world_size // self.context
+        return self.world_size // (self.context * self.tensor)
 
     @property
     def dp_rank(self) -> int:
         """The position of this process's rows among `dp_size`."""
-        return self.rank // self.context
+        return self.rank // (self.context * self.tensor)
 
     def share_rows(self, model: Any, *, seq_len: int, has_documents: bool) -> None:
         """Let a model compute this process's part of each row, if several share them.
@@ -72,6 +75,17 @@ class Mesh(Ranks):
             rank, is_balanced = self.rank % self.context, bool(model.divides_rows)
             context = Context(self.context_group, rank, self.context, is_balanced)
             model.share_rows(context, seq_len=seq_len, has_documents=has_documents)
+
+    def share_layers(self, model: Any, *, seq_len: int) -> None:
+        """Let a model on the meta device compute this rank's part of each layer, if ranks do.
+
+        Raises: ConfigError as `LanguageModel.share_layers`.
+        """
+        if self.tensor > 1 and self.device_mesh is not None:
+            group = self.device_mesh[TENSOR]
+            split = Split(group.get_group(), group.get_local_rank(), self.tensor)
+            model.share_layers(split, seq_len=seq_len)
+            cut(model, group, model.tensor_cuts())
 
     @property
     def is_main(self) -> bool:
@@ -117,18 +131,23 @@ def make_mesh(config: ParallelConfig, device: str, ranks: Ranks | None = None) -
     replicate = replicas(config, ranks.world_size)
     own = torch.device("cuda", ranks.local_rank) if device == "cuda" else torch.device(device)
     device_mesh = None
-    if config.shard > 1:
-        device_mesh = init_device_mesh(
-            own.type, (replicate, config.shard), mesh_dim_names=("replicate", "shard")
-        )
+    if config.shard > 1 or config.tensor > 1:
+        shape = (replicate, config.shard, config.tensor)
+        names = ("replicate", "shard", TENSOR)
+        count = 3 if config.tensor > 1 else 2
+        device_mesh = init_device_mesh(own.type, shape[:count], mesh_dim_names=names[:count])
     group = None
     if config.context > 1:
-        shape = ranks.world_size // config.context, config.context
-        names = ("data", "context")
-        group = init_device_mesh(own.type, shape, mesh_dim_names=names).get_group("context")
+        rows = init_device_mesh(
+            own.type,
+            (ranks.world_size // config.context, config.context),
+            mesh_dim_names=("data", "context"),
+        )
+        group = rows.get_group("context")
     return Mesh(
         **asdict(ranks),
         reshard=config.reshard,
+        tensor=config.tensor,
         context=config.context,
         context_group=group,
         replicate=replicate,
@@ -163,7 +182,8 @@ def wrap(model: nn.Module, mesh: Mesh, *, gathers: torch.dtype | None = None) ->
     for tensor in [*model.parameters(), *model.buffers()]:  # DDP does this by itself
         if not tensor.is_meta:  # else every rank will draw the same weights
             dist.broadcast(tensor.detach(), src=0)
-    device_mesh = mesh.device_mesh if mesh.replicate > 1 else mesh.device_mesh["shard"]
+    names = ("replicate", "shard") if mesh.replicate > 1 else ("shard",)
+    device_mesh = mesh.device_mesh[names]
     core: Any = getattr(model, "_orig_mod", model)  # shard the model inside a compiled one
     narrow = MixedPrecisionPolicy(
         param_dtype=gathers, reduce_dtype=gathers and torch.float32, cast_forward_inputs=False

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from flatout.optimizers.loss_scale import SMALLEST
 from flatout.optimizers.schedule import factor
 from flatout.optimizers.step_guard import step_unless
+from flatout.parallel.tensor import sum_whole
 
 if TYPE_CHECKING:
     from flatout.assembly.run import Run
@@ -167,14 +168,17 @@ def set_learning_rate(run: Run) -> float:
 def correct_gradients(run: Run, num_valid: Tensor, loss_scale: float) -> Tensor:
     """Rescale gradients to the mean loss per valid token and clip them; return their norm.
 
-    DDP and fully_shard average over ranks, so the factor is
-    world_size * nominal / (num_valid * loss_scale). Scaling and clipping take one pass over the
+    DDP and fully_shard average over the ranks that do not share layers, so the factor is their
+    number times nominal / (num_valid * loss_scale). Scaling and clipping take one pass over the
     gradients.
 
     Shapes:  num_valid and the norm are 0-D.
     """
     gradients = [p.grad for p in run.core.parameters() if p.grad is not None]
-    correction = run.mesh.world_size * run.tokens_per_step / (num_valid.clamp(min=1) * loss_scale)
+    ranks = run.mesh.world_size // run.mesh.tensor
+    correction = ranks * run.tokens_per_step / (num_valid.clamp(min=1) * loss_scale)
+    if run.core.split is not None:
+        sum_whole(gradients, run.core.split)
     norm = torch.nn.utils.get_total_norm(gradients)
     if isinstance(norm, DTensor):
         norm = norm.full_tensor()

@@ -17,26 +17,29 @@ from flatout.ops import Ops  # noqa: E402
 from flatout.parallel.mesh import make_mesh  # noqa: E402
 from flatout.parallel.rendezvous import connect, disconnect  # noqa: E402
 
-ROWS, TOKENS, VOCABULARY = 2, 48, 17
+ROWS, TOKENS, VOCABULARY = 2, 48, 20
 SHAPES = {
     "gpt2": {"positions": "learned", "bias": True},
     "grouped": {"num_kv_heads": 2, "qk_norm": True, "norm": "rmsnorm", "activation": "swiglu"},
     "window": {"window": 9, "full_attention_every": 2},
     "softcap": {"attention_softcap": 5.0, "parallel_residual": True},
-    "eigenstate": {},
+    "eigenstate": {"eigenvalues": "fixed"},
     "selective": {"eigenvalues": "selective", "positions": "learned"},
     "hierarchical": {"scales": (1, 2, 4)},
 }
-"""Keys of each model; the last three are eigenstate networks."""
+"""Keys of each model."""
+EIGENSTATE = {"eigenvalues", "scales"}
+"""The keys that make it an eigenstate network."""
 
 
-def model_of(name):
+def model_of(keys):
     """Return a model in float64, with random weights everywhere."""
     common = {"vocab_size": VOCABULARY, "num_layers": 2, "d_model": 16, "num_heads": 4}
-    if name in ("eigenstate", "selective", "hierarchical"):
-        kind, config = Eigenstate, EigenstateConfig(**common, num_eigenstates=8, **SHAPES[name])
+    if keys.keys() & EIGENSTATE:
+        keys = {**keys, "num_eigenstates": 8}
+        kind, config = Eigenstate, EigenstateConfig(**common, **keys)
     else:
-        kind, config = Transformer, TransformerConfig(**common, **SHAPES[name])
+        kind, config = Transformer, TransformerConfig(**common, **keys)
     torch.manual_seed(3)
     model = kind(kind.fitted(config, TOKENS), Ops.plain()).double()
     with torch.no_grad():
@@ -66,8 +69,8 @@ def main(report):
         for documents in (False, True):
             if documents and name == "hierarchical":
                 continue
-            expected = result_of(model_of(name), documents)
-            model = model_of(name)
+            expected = result_of(model_of(SHAPES[name]), documents)
+            model = model_of(SHAPES[name])
             mesh.share_rows(model, seq_len=TOKENS, has_documents=documents)
             actual = result_of(model, documents)
             for tensor in actual:
