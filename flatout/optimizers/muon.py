@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -24,6 +24,8 @@ from flatout.errors import ConfigError
 from flatout.ops.newton_schulz import batched
 from flatout.optimizers.groups import OptimizerParts, ParameterGroup, adamw_for, named_by_kind
 from flatout.optimizers.moments import MOMENTUM, Moments
+from flatout.parallel.context import ALL_GATHER
+from flatout.parallel.tensor import TENSOR, cut_dim
 
 RMS_LIKE_ADAMW = 0.2
 """The RMS of an orthogonal matrix is 1/sqrt(max(R, C)), that of AdamW's updates about 0.2: this
@@ -42,6 +44,8 @@ def build(model: nn.Module, config: OptimConfig, parts: OptimizerParts) -> tuple
     rows_by_name: dict[str, tuple[int, ...]] = (
         model.stacked_rows() if hasattr(model, "stacked_rows") else {}  # type: ignore[operator]
     )
+    cuts = model.tensor_cuts() if getattr(model, "split", None) else {}  # type: ignore[operator]
+    apart: set[nn.Parameter] = set()
     matrices: list[nn.Parameter] = []
     stacked: dict[nn.Parameter, tuple[int, ...]] = {}
     rest: list[tuple[str, nn.Parameter]] = []
@@ -51,6 +55,8 @@ def build(model: nn.Module, config: OptimConfig, parts: OptimizerParts) -> tuple
             continue
         matrices.append(parameter)
         rows = stacked[parameter] = rows_by_name.get(name) or (parameter.shape[0],)
+        if name in cuts and len(rows) > len(cuts[name].parts):
+            apart.add(parameter)
         if sum(rows) != parameter.shape[0] or min(rows) < 1:
             raise ConfigError(
                 f"stacked_rows() splits the {parameter.shape[0]} rows of {name!r} into {rows}.",
@@ -65,6 +71,7 @@ def build(model: nn.Module, config: OptimConfig, parts: OptimizerParts) -> tuple
                 config.weight_decay,
                 config.momentum,
                 stacked_rows=stacked,
+                apart=apart,
                 newton_schulz=parts.newton_schulz,
             )
         )
@@ -92,7 +99,8 @@ class Muon(Optimizer):
     """Nesterov momentum, orthogonalised by Newton-Schulz iterations, with decoupled weight decay.
 
     It is for matrices only. `stacked_rows` maps a parameter that stacks several matrices to their
-    row counts; they share a momentum buffer. `newton_schulz` is a function of
+    row counts; they share a momentum buffer. `apart` are those whose matrices ranks that share
+    layers have whole, each some of them. `newton_schulz` is a function of
     `flatout.ops.newton_schulz`. Matrices of one shape, or of one shape and its transpose, are
     iterated together. A sharded parameter is orthogonalised by one of the ranks that share it:
     shards of its direction go there, and those of its step come back, in bf16 on CUDA, while
@@ -113,10 +121,12 @@ class Muon(Optimizer):
         momentum: float = 0.95,
         *,
         stacked_rows: Mapping[nn.Parameter, tuple[int, ...]] | None = None,
+        apart: Collection[nn.Parameter] = (),
         newton_schulz: Callable[[Tensor], Tensor] = batched,
     ) -> None:
         self._newton_schulz = newton_schulz
         self._stacked_rows = dict(stacked_rows or {})
+        self._apart = apart
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
 
     def moments_of(self, _parameter: Tensor) -> Moments:
@@ -181,20 +191,32 @@ class Muon(Optimizer):
     ) -> None:
         """Update this rank's shards; each rank orthogonalises some of the parameters.
 
+        Ranks that share layers have a part of each matrix: they gather it, and each keeps its part
+        of the step.
+
         Shapes:  directions are those of the shards.
         Cost:    each rank sends and receives about two copies of its shards.
         """
         mesh = cast(DTensor, parameters[0]).device_mesh
-        group, size, rank = mesh.get_group(mesh.ndim - 1), mesh.size(-1), mesh.get_local_rank(-1)
+        group, rank = mesh.get_group("shard"), mesh.get_local_rank("shard")
+        size = dist.get_world_size(group)
+        is_shared = TENSOR in (mesh.mesh_dim_names or ())
+        sharing = mesh.get_group(TENSOR) if is_shared else None
+        peers = dist.get_world_size(sharing) if is_shared else 1
         alike: dict[Any, list[tuple[Tensor, Tensor]]] = {}
         for p, direction in zip(parameters, directions, strict=True):
-            parts = self._stacked_rows.get(p, (p.shape[0],))
-            alike.setdefault((p.shape[1], parts, p.dtype), []).append((_local(p), direction))
-        batches: list[tuple[int, tuple[int, ...], list[tuple[Tensor, Tensor]]]] = []
-        for (columns, parts, _), members in alike.items():
-            most = size * max(1, STACK_ELEMENTS // (sum(parts) * columns))
+            parts, dim = self._stacked_rows.get(p, (p.shape[0],)), cut_dim(p)
+            if dim == 0 and p in self._apart:
+                parts, dim = parts[: len(parts) // peers], None
+            elif dim == 0:
+                parts = tuple(rows // peers for rows in parts)
+            key = (direction.shape[1], parts, dim, p.dtype)
+            alike.setdefault(key, []).append((_local(p), direction))
+        batches: list[tuple[Any, list[tuple[Tensor, Tensor]]]] = []
+        for key, members in alike.items():
+            most = size * max(1, STACK_ELEMENTS // (sum(key[1]) * key[0]))
             starts = range(0, len(members), most)
-            batches += [(columns, parts, members[start : start + most]) for start in starts]
+            batches += [(key, members[start : start + most]) for start in starts]
         coming: deque[tuple[_Exchange, Any]] = deque()
         leaving: deque[tuple[_Exchange, Any]] = deque()
 
@@ -206,7 +228,7 @@ class Muon(Optimizer):
 
         for batch in (*batches, None):
             if batch is not None:
-                columns, parts, members = batch
+                (columns, parts, *_), members = batch
                 count, high = -(-len(members) // size), -(-sum(parts) // size)
                 first = members[0][1]
                 dtype = torch.bfloat16 if first.is_cuda else first.dtype
@@ -215,16 +237,23 @@ class Muon(Optimizer):
                     slot[: len(direction)] = direction
                 coming.append((_Exchange(sent, group), batch))
             if len(coming) > (batch is not None):  # the next one is on its way meanwhile
-                exchange, (_, parts, members) = coming.popleft()
+                exchange, ((_, parts, dim, _), members) = coming.popleft()
                 whole = exchange.wait().transpose(0, 1).flatten(1, 2)
                 steps = torch.zeros_like(whole)
                 start = 0
                 for rows in parts if rank * len(whole) < len(members) else ():
                     part = whole[:, start : start + rows]
-                    is_wide = rows <= part.shape[2]
+                    if dim is not None:
+                        every = part.new_empty((peers, *part.shape))
+                        ALL_GATHER(every.flatten(0, 1), part.contiguous(), group=sharing)
+                        part = torch.cat(every.unbind(), dim + 1)
+                    is_wide = part.shape[1] <= part.shape[2]
                     step = self._newton_schulz(part if is_wide else part.mT)
+                    step = step if is_wide else step.mT
                     scale = RMS_LIKE_ADAMW * math.sqrt(max(part.shape[1:]))
-                    steps[:, start : start + rows] = scale * (step if is_wide else step.mT)
+                    if dim is not None:
+                        step = step.chunk(peers, dim + 1)[mesh.get_local_rank(TENSOR)]
+                    steps[:, start : start + rows] = scale * step
                     start += rows
                 shards = torch.unflatten(steps, 1, (size, -1)).transpose(0, 1).contiguous()
                 leaving.append((_Exchange(shards, group), members))

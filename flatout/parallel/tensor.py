@@ -130,7 +130,7 @@ def sum_whole(gradients: list[Tensor], split: Split) -> None:
     Shapes:  any.
     Cost:    one all-reduce of this rank's shards.
     """
-    parts = [g.to_local() for g in gradients if isinstance(g, DTensor) and not is_cut(g)]
+    parts = [g.to_local() for g in gradients if isinstance(g, DTensor) and cut_dim(g) is None]
     if parts:
         flat = split.added(torch.cat([part.flatten() for part in parts]))
         sizes = [part.numel() for part in parts]
@@ -138,9 +138,12 @@ def sum_whole(gradients: list[Tensor], split: Split) -> None:
             part.copy_(added.view_as(part))
 
 
-def is_cut(tensor: DTensor) -> bool:
-    """Return whether the last dimension of its mesh divides a DTensor.
+def cut_dim(tensor: Tensor) -> int | None:
+    """Return the dimension in which ranks that share layers divide a tensor, or None.
 
     Shapes:  any.
     """
-    return not tensor.placements[-1].is_replicate()
+    if not isinstance(tensor, DTensor) or TENSOR not in (tensor.device_mesh.mesh_dim_names or ()):
+        return None
+    placement = tensor.placements[-1]
+    return placement.dim if isinstance(placement, Shard) else None

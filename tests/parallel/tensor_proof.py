@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 warnings.simplefilter("error")
 
-from context_proof import SHAPES, TOKENS, VOCABULARY, model_of, result_of  # noqa: E402
+from context_proof import SHAPES, TOKENS, model_of, result_of  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 
 from flatout.config.sections import ParallelConfig  # noqa: E402
@@ -81,9 +81,7 @@ def main(report):
                 for each in sums:
                     dist.all_reduce(each)
                 actual = [each / copies for each in sums]
-                for (key, like), gradient in zip(
-                    whole.named_parameters(), gradients, strict=True
-                ):
+                for (key, like), gradient in zip(whole.named_parameters(), gradients, strict=True):
                     actual.append(assembled(gradient, cuts.get(key), like.detach()))
                 apart = [
                     float((a - b).abs().max() / b.abs().max().clamp_min(1e-12))

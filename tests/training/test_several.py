@@ -92,6 +92,14 @@ SHARED_ROWS = {
 }
 
 
+SHARED_LAYERS = {
+    "tensor": (2, ("parallel.tensor=2",)),
+    "fully-shard": (4, ("parallel.tensor=2", "parallel.shard=2")),
+    "hsdp": (4, ("parallel.tensor=2", "parallel.replicate=2", "data.document_mask=true")),
+    "muon": (4, ("parallel.tensor=2", "parallel.shard=2", "optim.kind=muon")),
+}
+
+
 @pytest.mark.parametrize("model", [(), EIGENSTATE], ids=["transformer", "eigenstate"])
 @pytest.mark.parametrize("mesh", SHARED_ROWS)
 def test_processes_that_share_rows_have_the_losses_of_one(recipe, tmp_path, mesh, model, losses):
@@ -103,6 +111,29 @@ def test_processes_that_share_rows_have_the_losses_of_one(recipe, tmp_path, mesh
         assert losses(tmp_path / "several", name) == pytest.approx(
             losses(tmp_path / "one", name), rel=1e-4
         ), name
+
+
+@pytest.mark.parametrize(
+    "model",
+    [("model.activation=swiglu", "model.num_kv_heads=2", "model.bias=true"), EIGENSTATE],
+    ids=["transformer", "eigenstate"],
+)
+@pytest.mark.parametrize("mesh", SHARED_LAYERS)
+def test_processes_that_share_layers_have_the_losses_of_one_and_resume_without(
+    recipe, tmp_path, mesh, model, losses
+):
+    count, overrides = SHARED_LAYERS[mesh]
+    same = ["model.vocab_size=260", *model, *(e for e in overrides if "parallel" not in e)]
+    run_training(load_config(recipe, same), tmp_path / "one")
+    keep = ("checkpoint.every_steps=4", "checkpoint.keep=9")
+    several(recipe, tmp_path / "several", *same, *overrides, *keep, count=count)
+    checkpoint = str(tmp_path / "several" / "checkpoints" / "step-4")
+    run_training(load_config(recipe, same), tmp_path / "resumed", resume=checkpoint)
+    for name in ("train/loss", "train/grad_norm", "val/loss"):
+        expected = losses(tmp_path / "one", name)
+        assert losses(tmp_path / "several", name) == pytest.approx(expected, rel=1e-4), name
+        resumed = losses(tmp_path / "resumed", name)
+        assert resumed == pytest.approx(expected[-len(resumed) :], rel=1e-4), name
 
 
 def test_a_run_that_shares_rows_resumes_without(recipe, tmp_path, losses):
