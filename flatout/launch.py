@@ -119,8 +119,10 @@ def replicas(config: ParallelConfig, world_size: int) -> int:
         f"Set train.devices={processes}, start {launch}, or remove parallel.replicate and "
         "parallel.shard."
         if world_size == 1
-        else f"Set parallel.replicate=auto and parallel.shard to a divisor of "
-        f"{world_size // config.tensor or world_size}, or start {launch}."
+        else f"Start {each} processes or a multiple, {launch}."
+        if config.tensor > 1
+        else f"Set parallel.replicate=auto and parallel.shard to a divisor of {world_size}, or "
+        f"start {launch}."
     )
     noun = "process" if world_size == 1 else "processes"
     raise ConfigError(f"{stated} does not fit {world_size} {noun}.", fix=fix)

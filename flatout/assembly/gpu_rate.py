@@ -28,6 +28,8 @@ INSIDE_SHARE, BETWEEN_SHARE = 0.8, 0.8
 """Share of a link's rate that collectives reach."""
 PCIE_GB_PER_S = 25.0
 """Rate between GPUs without links of their own."""
+EXCHANGES = 8
+"""Times that a layer gathers or adds up hidden states among ranks that share it: four forward."""
 GATHERED, REDUCED = 2, 4
 """Bytes per weight that are gathered, in bf16, and per gradient that are reduced, in fp32."""
 
@@ -79,8 +81,9 @@ def gpu_time(
     token_s += moved / (row.bandwidth_gb_per_s.value * 1e9)
     tokens = (config.batch.tokens_per_step or 0) / world_size
     accumulate = config.batch.accumulate or 1
-    weights = sum(parameter.numel() for parameter in model.parameters())
-    shard, copies = parallel.shard, world_size // parallel.shard
+    tensor = parallel.tensor
+    weights = sum(parameter.numel() for parameter in model.parameters()) / tensor
+    shard, copies = parallel.shard, world_size // (parallel.shard * tensor)
     gathers = accumulate * (2 if parallel.reshard else 1)
 
     def seconds(num_bytes: float, span: int) -> float:
@@ -94,12 +97,16 @@ def gpu_time(
     exchanged: dict[str, float] = {}
     if shard > 1:
         part = (shard - 1) / shard * weights
-        exchanged["gathered weights"] = seconds(gathers * GATHERED * part, shard)
-        exchanged["reduced gradients"] = seconds(accumulate * REDUCED * part, shard)
+        exchanged["gathered weights"] = seconds(gathers * GATHERED * part, shard * tensor)
+        exchanged["reduced gradients"] = seconds(accumulate * REDUCED * part, shard * tensor)
     if copies > 1:
         added = 2 * (copies - 1) / copies * REDUCED * weights / shard
         exchanged["gradients of copies"] = seconds(added, world_size)
     if parallel.context > 1:
         sent = model.shared_bytes(seq_len // parallel.context) * tokens * (parallel.context - 1)
         exchanged["shared rows"] = seconds(sent, parallel.context)
-    return GpuTime(tokens * token_s, exchanged)
+    compute_s = tokens * token_s
+    if tensor > 1:  # nothing hides it: products wait for it
+        hidden = EXCHANGES * again * layers * tokens * (tensor - 1) * width * GATHERED
+        compute_s += seconds(hidden, tensor)
+    return GpuTime(compute_s, exchanged)

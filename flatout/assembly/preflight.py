@@ -13,7 +13,7 @@ from flatout.data.store.mix import AnyDataset, members_of, open_data
 from flatout.errors import ConfigError, DataError, MissingPackage, without_secrets
 from flatout.hardware import Machine, check_device_name, machine_named
 from flatout.optimizers.schedule import factor
-from flatout.progress import SILENT, Progress
+from flatout.progress import SILENT, Progress, counted
 from flatout.recognised import require_local
 from flatout.registry import LOGGERS, MODELS, OPTIMIZERS
 from flatout.remote.folder import RemoteFolder
@@ -158,8 +158,9 @@ def resolve_batch(config: RunConfig, world_size: int) -> RunConfig:
     context, per_row = config.parallel.context, config.parallel.per_row
     if world_size % per_row:
         key = "context" if context > 1 else "tensor"
+        processes = counted(world_size, "process", "processes")
         raise ConfigError(
-            f"parallel.{key}={per_row} does not divide {world_size} processes.",
+            f"parallel.{key}={per_row} does not divide {processes}.",
             fix=f"Set train.devices to a multiple of {per_row}, or leave parallel.{key} out.",
         )
     dp_size = world_size // per_row

@@ -30,7 +30,9 @@ from flatout.errors import ConfigError, FlatoutError, HardwareError
 from flatout.hardware import ASSUMED_MFU, Machine
 from flatout.launch import replicas
 from flatout.models.language_model import Flops, LanguageModel, LanguageModelConfig, model_of
-from flatout.ops import scan
+from flatout.ops import Ops, scan
+from flatout.parallel.context import Context
+from flatout.parallel.tensor import Split
 from flatout.progress import counted, readable_memory
 from flatout.registry import MODELS
 from flatout.roof import peak_tflops
@@ -87,6 +89,7 @@ def resolve(
         }
     )
     check_names(config)
+    _check_divides(config)
     dtype = "fp32" if device == "cpu" else "bf16"
     peak = known_peak(machine, device, dtype) if device == "cpu" or machine.gpus else None
     minutes = expected_minutes(config, world_size * peak.tflops * ASSUMED_MFU) if peak else None
@@ -370,6 +373,23 @@ def _resolve_model(config: RunConfig, dataset: AnyDataset | None) -> RunConfig:
     return config.with_values(
         {f"model.{key}": value for key, value in model_config.model_dump(mode="json").items()}
     )
+
+
+def _check_divides(config: RunConfig) -> None:
+    """Check that processes can share rows and layers as `parallel` says.
+
+    Raises: ConfigError, as the model's `share_rows` and `share_layers`.
+    """
+    parallel, data = config.parallel, config.data
+    if parallel.per_row == 1:
+        return
+    model_class, model_config = model_of(config)
+    model = model_class.on_meta(model_config, Ops.plain())
+    if parallel.context > 1:
+        context = Context(None, 0, parallel.context, bool(model.divides_rows))
+        model.share_rows(context, seq_len=data.seq_len, has_documents=data.document_mask)
+    if parallel.tensor > 1:
+        model.share_layers(Split(None, 0, parallel.tensor), seq_len=data.seq_len)
 
 
 def epoch_tokens(dataset: AnyDataset, seq_len: int) -> int:

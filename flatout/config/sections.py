@@ -421,3 +421,8 @@ class ParallelConfig(Section):
     def per_row(self) -> int:
         """Processes that have the same rows."""
         return self.context * self.tensor
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether no process has all weights."""
+        return self.shard > 1 or self.tensor > 1

@@ -206,9 +206,10 @@ class Eigenstate(EmbeddingModel):
     def share_layers(self, split: Split, *, seq_len: int) -> None:
         """Let this rank compute some heads of eigenstates, as `LanguageModel.share_layers`.
 
-        Raises: ConfigError also when the ranks cannot divide the heads.
+        Raises: ConfigError also when the ranks cannot divide the heads or the MLP.
         """
         self.check_shares(split, "model.num_heads", self.config.num_heads)
+        self.check_shares(split, "model.d_ff", self.config.mlp_width)
         super().share_layers(split, seq_len=seq_len)
         for module in self.modules():
             if isinstance(module, Memory):

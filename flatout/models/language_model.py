@@ -353,8 +353,6 @@ class LanguageModel(nn.Module, ABC):
                 module.after = split.reduced
             elif not name.startswith("unembedding"):
                 module.before = split.gathered
-        for name, found in cuts.items():
-            self.check_shares(split, f"the width of {name}", found.parts[0])
         self.split = split
 
     def check_shares(self, split: Split, name: str, count: int) -> None:

@@ -472,11 +472,12 @@ class Transformer(EmbeddingModel):
     def share_layers(self, split: Split, *, seq_len: int) -> None:
         """Let this rank compute some heads of attention, as `LanguageModel.share_layers`.
 
-        Raises: ConfigError also when the ranks cannot divide the heads.
+        Raises: ConfigError also when the ranks cannot divide the heads or the MLP.
         """
         for key, count in (
             ("num_heads", self.config.num_heads),
             ("num_kv_heads", self.config.kv_heads),
+            ("d_ff", self.config.mlp_width),
         ):
             self.check_shares(split, f"model.{key}", count)
         super().share_layers(split, seq_len=seq_len)

@@ -92,11 +92,12 @@ SHARED_ROWS = {
 }
 
 
+LLAMA = ("model.activation=swiglu", "model.num_kv_heads=2", "model.bias=true")
+MUON = ("optim.kind=muon", "data.document_mask=true")
 SHARED_LAYERS = {
-    "tensor": (2, ("parallel.tensor=2",)),
-    "fully-shard": (4, ("parallel.tensor=2", "parallel.shard=2")),
-    "hsdp": (4, ("parallel.tensor=2", "parallel.replicate=2", "data.document_mask=true")),
-    "muon": (4, ("parallel.tensor=2", "parallel.shard=2", "optim.kind=muon")),
+    "alone": (2, (*LLAMA, "optim.kind=muon"), ("parallel.tensor=2",)),
+    "hsdp": (4, (*LLAMA, *MUON), ("parallel.tensor=2", "parallel.replicate=2")),
+    "fully-shard": (4, EIGENSTATE, ("parallel.tensor=2", "parallel.shard=2")),
 }
 
 
@@ -113,27 +114,23 @@ def test_processes_that_share_rows_have_the_losses_of_one(recipe, tmp_path, mesh
         ), name
 
 
-@pytest.mark.parametrize(
-    "model",
-    [("model.activation=swiglu", "model.num_kv_heads=2", "model.bias=true"), EIGENSTATE],
-    ids=["transformer", "eigenstate"],
-)
 @pytest.mark.parametrize("mesh", SHARED_LAYERS)
-def test_processes_that_share_layers_have_the_losses_of_one_and_resume_without(
-    recipe, tmp_path, mesh, model, losses
+def test_processes_that_share_layers_have_the_losses_of_one_and_continue_each_other(
+    recipe, tmp_path, mesh, losses
 ):
-    count, overrides = SHARED_LAYERS[mesh]
-    same = ["model.vocab_size=260", *model, *(e for e in overrides if "parallel" not in e)]
-    run_training(load_config(recipe, same), tmp_path / "one")
-    keep = ("checkpoint.every_steps=4", "checkpoint.keep=9")
-    several(recipe, tmp_path / "several", *same, *overrides, *keep, count=count)
-    checkpoint = str(tmp_path / "several" / "checkpoints" / "step-4")
-    run_training(load_config(recipe, same), tmp_path / "resumed", resume=checkpoint)
+    count, keys, parallel = SHARED_LAYERS[mesh]
+    keys = ("model.vocab_size=260", *keys, "checkpoint.every_steps=4", "checkpoint.keep=9")
+    config, folders = load_config(recipe, keys), [tmp_path / name for name in "abcd"]
+    run_training(config, folders[0])
+    several(recipe, folders[1], *keys, *parallel, count=count)
+    checkpoints = [str(each / "checkpoints" / "step-4") for each in folders[:2]]
+    run_training(config, folders[2], resume=checkpoints[1])
+    several(recipe, folders[3], *keys, *parallel, "--resume", checkpoints[0], count=count)
     for name in ("train/loss", "train/grad_norm", "val/loss"):
-        expected = losses(tmp_path / "one", name)
-        assert losses(tmp_path / "several", name) == pytest.approx(expected, rel=1e-4), name
-        resumed = losses(tmp_path / "resumed", name)
-        assert resumed == pytest.approx(expected[-len(resumed) :], rel=1e-4), name
+        expected = losses(folders[0], name)
+        for folder in folders[1:]:
+            found = losses(folder, name)
+            assert found == pytest.approx(expected[-len(found) :], rel=1e-4), (name, folder)
 
 
 def test_a_run_that_shares_rows_resumes_without(recipe, tmp_path, losses):
