@@ -96,11 +96,6 @@ class RunConfig(Section):
             "parallel.shard={0.parallel.shard} expects a single one.",
             "Set lora.base_dtype=fp32, or parallel.shard=1.",
         ),
-        (
-            lambda run: run.parallel.tensor > 1 and (run.lora.rank or run.parallel.context > 1),
-            "parallel.tensor={0.parallel.tensor} supports neither lora.rank nor parallel.context.",
-            "Leave parallel.tensor out, or both others.",
-        ),
     )
 
     format_version: int = FORMAT_VERSION

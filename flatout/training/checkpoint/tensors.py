@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from itertools import product
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -76,7 +77,9 @@ def pieces(
             yield name, f"{name}[{number}]" if len(boxes) > 1 else name, offset, values
 
 
-def entries(file: str, tensors: Mapping[str, Tensor], cuts: Mapping[str, Cut]) -> dict[str, Entry]:
+def entries(
+    file: str, tensors: Mapping[str, Tensor], cuts: Mapping[str, Cut] = MappingProxyType({})
+) -> dict[str, Entry]:
     """Return the index entries of `tensors`, each with the slices that this rank writes to `file`.
 
     Shapes: tensors of any shape.

@@ -56,7 +56,7 @@ def cuts_of(core: LanguageModel, names: Iterable[str]) -> dict[str, Cut]:
 
     The state of an optimizer is divided as the weight that it belongs to.
     """
-    if core.split is None:
+    if getattr(core, "split", None) is None:
         return {}
     cuts = {plain_name(name): cut for name, cut in core.tensor_cuts().items()}
     found = {}
