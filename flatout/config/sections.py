@@ -408,7 +408,16 @@ class ParallelConfig(Section):
     backward; false keeps them until then (ZeRO-2), which is faster and takes the memory of all of
     them.
     """
+    offload: Literal["none", "cpu"] = "none"
+    """Where weights, gradients and optimizer state are kept: `cpu` keeps them in host memory, where
+    the optimizer steps, and copies blocks to the GPU as they are used. One process may do so too.
+    """
     context: Count = 1
     """Processes among them that share the tokens of each row, for sequences that are too long for
     one; a divisor of `shard`, or of `replicate` without sharding.
     """
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether fully_shard holds the weights, in this process alone or over several."""
+        return self.shard > 1 or self.offload == "cpu"
