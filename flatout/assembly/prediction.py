@@ -109,6 +109,8 @@ class MemoryEstimate:
     """The largest tensor that a micro-batch creates."""
     operations: int
     """Operations that an eager step starts, without views; the optimizer's are assumed."""
+    host: int = 0
+    """Weights, gradients and optimizer state of this process in host memory."""
 
     @property
     def fixed(self) -> int:

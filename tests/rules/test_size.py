@@ -19,7 +19,7 @@ ROOMS = {
     "data": 49_400,
     "top": 23_800,
     "commands": 21_800,
-    "assembly": 17_700,
+    "assembly": 18_450,
     "sources": 15_500,
     "ops": 13_900,
     "models": 13_800,
