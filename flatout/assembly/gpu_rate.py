@@ -30,6 +30,12 @@ PCIE_GB_PER_S = 25.0
 """Rate between GPUs without links of their own."""
 EXCHANGES = 8
 """Times that a layer gathers or adds up hidden states among ranks that share it: four forward."""
+HOST_GB_PER_S = {7: 12.0, 8: 24.0, 9: 48.0}
+"""Assumed rate of a GPU to and from pinned memory, by major compute capability; the newest: others.
+PCI Express of 16 lanes moves 16, 32 or 64 GB/s.
+"""
+ADAMW_BYTES, HOST_MEMORY_GB_PER_S = 28, 100.0
+"""Bytes per weight that AdamW reads and writes, and the assumed rate of a machine's memory."""
 GATHERED, REDUCED = 2, 4
 """Bytes per weight that are gathered, in bf16, and per gradient that are reduced, in fp32."""
 
@@ -41,17 +47,20 @@ class GpuTime:
     compute_s: float
     communication_s: dict[str, float]
     """By what is exchanged."""
+    host_s: float = 0.0
+    """Seconds of an optimizer's step on the CPU, meanwhile the GPU waits."""
 
     @property
     def step_s(self) -> float:
         """Seconds of a step: communication is hidden behind computing as far as that goes."""
-        return max(self.compute_s, sum(self.communication_s.values()))
+        return max(self.compute_s, sum(self.communication_s.values())) + self.host_s
 
     def describe(self) -> str:
         """Return what the time was predicted from."""
         text = f"published runs: {1e3 * self.compute_s:.0f} ms of computing per step"
         parts = [f"{name} {1e3 * value:.0f} ms" for name, value in self.communication_s.items()]
-        return text + (f", beside it {', '.join(parts)}" if parts else "")
+        text += f", beside it {', '.join(parts)}" if parts else ""
+        return text + (f", then AdamW on the CPU {1e3 * self.host_s:.0f} ms" * bool(self.host_s))
 
 
 def gpu_time(
@@ -74,7 +83,12 @@ def gpu_time(
     attention = float(model.flops_per_token(seq_len).causal_exact) - products
     again = 1 + max((RECOMPUTED.get(name, 0.0) for name in speedups), default=0.0)
     generation = row.compute_capability[0] if row.compute_capability else 0
-    rate = peak_flops * MATMUL_SHARE.get(generation, MATMUL_SHARE[max(MATMUL_SHARE)])
+
+    def newest(figures: dict[int, float]) -> float:
+        """Return the figure of this generation of GPUs, or of the newest."""
+        return figures.get(generation, figures[max(figures)])
+
+    rate = peak_flops * newest(MATMUL_SHARE)
     width, layers = model.token_embedding.weight.shape[1], len(model.blocks)
     moved = MOVED_BYTES["compile" in speedups] * layers * width
     token_s = again * (products + attention / ATTENTION_SHARE) / rate
@@ -105,8 +119,14 @@ def gpu_time(
     if parallel.context > 1:
         sent = model.shared_bytes(seq_len // parallel.context) * tokens * (parallel.context - 1)
         exchanged["shared rows"] = seconds(sent, parallel.context)
-    compute_s = tokens * token_s
+    compute_s, host_s = tokens * token_s, 0.0
     if tensor > 1:  # nothing hides it: products wait for it
         hidden = EXCHANGES * again * layers * tokens * (tensor - 1) * width * GATHERED
         compute_s += seconds(hidden, tensor)
-    return GpuTime(compute_s, exchanged)
+    if parallel.offload == "cpu":
+        own, gb_per_s = 4 * weights / shard, newest(HOST_GB_PER_S)
+        exchanged["weights from the host"] = gathers * own / (1e9 * gb_per_s)
+        exchanged["gradients to the host"] = accumulate * own / (1e9 * gb_per_s)
+        here = min(machine.gpus_per_node, world_size)
+        host_s = here * ADAMW_BYTES * weights / shard / (1e9 * HOST_MEMORY_GB_PER_S)
+    return GpuTime(compute_s, exchanged, host_s)

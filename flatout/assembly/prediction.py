@@ -109,6 +109,8 @@ class MemoryEstimate:
     """The largest tensor that a micro-batch creates."""
     operations: int
     """Operations that an eager step starts, without views; the optimizer's are assumed."""
+    host: int = 0
+    """Weights, gradients and optimizer state of this process in host memory."""
 
     @property
     def fixed(self) -> int:
@@ -379,6 +381,8 @@ def predict_memory(
         error = max(LEAST_ERROR if same else EAGER_ERROR, spread)
         whose = "of this recipe's shape" if same else "of other shapes"
         source = f"traced, corrected by {counted(len(used), 'earlier run')} {whose} here"
+        if this.is_compiled and not same:
+            source += "; how much less a compiled model needs depends on its shape"
     elif this.is_compiled:
         source += "; a compiled model usually needs less, by an unknown amount"
     extra = max(int(peak) - reserved, 0)
@@ -395,7 +399,7 @@ def predict_memory(
         reserved,
         extra,
         int(least * (1 - EAGER_ERROR)),
-        error if used or not this.is_compiled else None,
+        error if same or not this.is_compiled else None,
         source,
         on_gpu,
     )

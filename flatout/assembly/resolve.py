@@ -349,6 +349,9 @@ def workload_of(config: RunConfig, recipe: Recipe | None = None) -> Workload:
         newton_schulz=recipe.newton_schulz,
         adamw_copies=0 if "optimizer" in recipe.filled_by else 3,
         on_gpu=config.train.device.startswith("cuda"),
+        is_sharded=config.parallel.is_sharded,
+        reshard=config.parallel.reshard,
+        offloads=config.parallel.offload == "cpu" and config.train.device.startswith("cuda"),
     )
 
 

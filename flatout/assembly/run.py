@@ -285,7 +285,8 @@ def _model(
     """
     model_class, model_config = model_of(config)
     weights_bytes = 4 * model_class.num_parameters(model_config) // (mesh.shard * mesh.tensor)
-    free_bytes = memory_bytes(machine, config.train.device, mesh.local_world_size)
+    device = "cpu" if mesh.offloads else config.train.device
+    free_bytes = memory_bytes(machine, device, mesh.local_world_size)
     if weights_bytes > free_bytes:
         raise HardwareError(
             f"The model's weights alone take {readable_memory(weights_bytes)}, "
@@ -305,7 +306,7 @@ def _model(
         model = transform(model, mesh)
     model = wrap(model, mesh, gathers=recipe.gather_dtype)
     if is_sharded:
-        allocate(core, mesh.device, draws=draws)
+        allocate(core, mesh.device, draws=draws, weights_device=mesh.weights_device)
     return core, model
 
 

@@ -91,10 +91,11 @@ class RunConfig(Section):
             "Set optim.kind=adamw.",
         ),
         (
-            lambda run: run.lora.base_dtype != "fp32" and run.parallel.shard > 1,
+            lambda run: run.lora.base_dtype != "fp32" and run.parallel.is_sharded,
             "lora.base_dtype={0.lora.base_dtype} stores weights in two dtypes, and "
-            "parallel.shard={0.parallel.shard} expects a single one.",
-            "Set lora.base_dtype=fp32, or parallel.shard=1.",
+            "parallel.shard={0.parallel.shard} and parallel.offload={0.parallel.offload} expect a "
+            "single one.",
+            "Set lora.base_dtype=fp32, or leave out parallel.shard and parallel.offload.",
         ),
     )
 

@@ -408,6 +408,10 @@ class ParallelConfig(Section):
     backward; false keeps them until then (ZeRO-2), which is faster and takes the memory of all of
     them.
     """
+    offload: Literal["none", "cpu"] = "none"
+    """Where weights, gradients and optimizer state are kept: `cpu` keeps them in host memory, where
+    the optimizer steps, and copies blocks to the GPU as they are used. One process may do so too.
+    """
     tensor: Count = 1
     """Processes that share every layer, by heads and columns, best within one machine; they have
     the same rows, and `replicate` and `shard` count them as one.
@@ -424,5 +428,5 @@ class ParallelConfig(Section):
 
     @property
     def is_sharded(self) -> bool:
-        """Whether no process has all weights."""
-        return self.shard > 1 or self.tensor > 1
+        """Whether fully_shard holds the weights, in this process alone or over several."""
+        return self.shard > 1 or self.tensor > 1 or self.offload == "cpu"

@@ -32,19 +32,31 @@ def new_model(config: RunConfig, ops: Ops) -> LanguageModel:
     return model_class.on_meta(model_config, ops)
 
 
-def allocate(model: LanguageModel, device: torch.device | str, *, draws: bool) -> None:
+def allocate(
+    model: LanguageModel,
+    device: torch.device | str,
+    *,
+    draws: bool,
+    weights_device: torch.device | str | None = None,
+) -> None:
     """Move a model that `new_model` returned to `device`; with `draws`, draw its weights.
+
+    Only its buffers are moved there if its weights have a `weights_device`.
 
     Every rank draws whole tensors on the CPU, one by one in the order of `init_weights`, and keeps
     its part: the values depend neither on the device nor on the number of ranks. Without `draws`
     the weights are arbitrary. Cost: about a second per 100 million weights drawn; memory for the
     rank's part of the model, and for its largest tensor.
     """
-    if not any(parameter.is_meta for parameter in model.parameters()):
-        model.to(device)
-        return
-    model.to_empty(device=device)
-    if draws:
+    is_meta = any(parameter.is_meta for parameter in model.parameters())
+
+    def moved(tensor: Tensor) -> Tensor:
+        is_weight = isinstance(tensor, nn.Parameter)
+        target = weights_device if is_weight and weights_device is not None else device
+        return torch.empty_like(tensor, device=target) if is_meta else tensor.to(target)
+
+    model._apply(moved)  # type: ignore[no-untyped-call]
+    if is_meta and draws:
         cuts = model.tensor_cuts()
         with _DrawsWhole({p: cuts.get(name) for name, p in model.named_parameters()}):
             model.init_weights()

@@ -34,6 +34,8 @@ FLEX_HEADS = range(16, 257)
 """Head sizes of FlexAttention: Triton multiplies no narrower tiles, and wider ones exceed the
 shared memory of a multiprocessor.
 """
+MOST_FLASH, AMPERE = 256, 8
+"""The largest head size of the flash kernel, and the oldest GPUs that it runs on."""
 FLEX_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 Mask = Tensor | BlockMask | None
 """What is added to the scores, 0 or minus infinity, (T, S) or (B, 1, T, S); or the blocks of
@@ -95,9 +97,10 @@ def fused(
     torch tries cuDNN first on GPUs of capability 9.x and 10.x (from cuDNN 9.15.1 on, which torch
     2.11 to 2.13 ship), flash elsewhere, and falls back to the next kernel: cuDNN does not support
     heads above 128 or head sizes that are not a multiple of 8. No mask is needed without documents
-    when the window covers everything and there is one query or as many as keys. Otherwise the mask
-    is added, and the kernel skips nothing. `reference` handles a softcap, which the kernel does not
-    support.
+    when the window covers everything and there is one query or as many as keys; with more keys,
+    when the flash kernel can be called by name, whose causal mask ends at the last query and key.
+    Otherwise the mask is added, and the kernel skips nothing. `reference` handles a softcap, which
+    the kernel does not support.
 
     Shapes:  as `reference`.
     Returns: out_BHTC, laid out in memory as (B, T, H, C).
@@ -110,11 +113,14 @@ def fused(
         return reference(q_BHTC, k_BGSC, v_BGSC, doc_ids_BS=doc_ids_BS, **options)
     _check(q_BHTC, k_BGSC, v_BGSC, doc_ids_BS)
     num_queries, num_keys = q_BHTC.shape[2], k_BGSC.shape[2]
-    is_plain = (
-        doc_ids_BS is None
-        and num_queries in {1, num_keys}
-        and (window is None or window >= num_keys)
-    )
+    is_whole = doc_ids_BS is None and (window is None or window >= num_keys)
+    is_plain = is_whole and num_queries in {1, num_keys}
+    dtype = product_dtype(q_BHTC, k_BGSC)
+    if is_whole and not is_plain and _runs_flash(q_BHTC, dtype):
+        # `torch.nn.attention.bias.causal_lower_right` calls it too, but does not compile
+        qkv = (each.to(dtype) for each in (q_BHTC, k_BGSC, v_BGSC))
+        out_BHTC: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(*qkv, 0.0, True)[0]
+        return out_BHTC
     return functional.scaled_dot_product_attention(
         q_BHTC,
         k_BGSC,
@@ -123,6 +129,16 @@ def fused(
         is_causal=is_plain and num_queries > 1,
         enable_gqa=q_BHTC.shape[1] != k_BGSC.shape[1],
     )
+
+
+def _runs_flash(q_BHTC: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether the flash kernel runs on the GPU of these queries in this dtype."""
+    fits = q_BHTC.shape[-1] % 8 == 0 and q_BHTC.shape[-1] <= MOST_FLASH
+    if not fits or dtype not in (torch.bfloat16, torch.float16):
+        return False
+    if isinstance(q_BHTC, FakeTensor):
+        return getattr(q_BHTC.fake_mode, "stands_for", None) == "cuda"
+    return q_BHTC.is_cuda and torch.cuda.get_device_properties(q_BHTC.device).major >= AMPERE
 
 
 def flex(

@@ -223,7 +223,7 @@ class Muon(Optimizer):
         def arrive(exchange: _Exchange, members: Any) -> None:
             steps = exchange.wait().flatten(0, 1)
             for (shard, direction), step in zip(members, steps, strict=False):
-                added = step[: len(direction)].to(shard.dtype)
+                added = step[: len(direction)].to(shard)
                 _assign_unless(skip, [shard], [(shard * kept).add_(added, alpha=alpha)])
 
         for batch in (*batches, None):
@@ -231,8 +231,10 @@ class Muon(Optimizer):
                 (columns, parts, *_), members = batch
                 count, high = -(-len(members) // size), -(-sum(parts) // size)
                 first = members[0][1]
-                dtype = torch.bfloat16 if first.is_cuda else first.dtype
-                sent = first.new_zeros((size, count, high, columns), dtype=dtype)
+                # offloaded shards are on the CPU, their mesh is not
+                where = mesh.device_type
+                dtype = torch.bfloat16 if where == "cuda" else first.dtype
+                sent = torch.zeros((size, count, high, columns), dtype=dtype, device=where)
                 for slot, (_, direction) in zip(sent.flatten(0, 1), members, strict=False):
                     slot[: len(direction)] = direction
                 coming.append((_Exchange(sent, group), batch))

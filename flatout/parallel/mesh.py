@@ -17,13 +17,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 from flatout.config.sections import ParallelConfig
+from flatout.errors import ConfigError
 from flatout.launch import replicas
 from flatout.parallel.context import Context
-from flatout.parallel.rendezvous import Ranks, stated_ranks
+from flatout.parallel.rendezvous import Ranks, connect_alone, stated_ranks
 from flatout.parallel.tensor import TENSOR, Split, cut
 
 BESIDE_FORWARD = ("logits",)
@@ -52,9 +59,16 @@ class Mesh(Ranks):
     """The dimensions `replicate`, `shard` and, if layers are shared, `tensor`; None: none of it."""
     reshard: bool = True
     tensor: int = 1
+    offloads: bool = False
+    """Whether weights, gradients and optimizer state are in host memory."""
     context: int = 1
     context_group: dist.ProcessGroup | None = None
     """The processes that share this one's rows; None: they are its own."""
+
+    @property
+    def weights_device(self) -> torch.device:
+        """Where weights, gradients and optimizer state are between uses."""
+        return CPU if self.offloads else self.device
 
     @property
     def dp_size(self) -> int:
@@ -130,8 +144,15 @@ def make_mesh(config: ParallelConfig, device: str, ranks: Ranks | None = None) -
     ranks = ranks or (stated_ranks() if dist.is_initialized() else Ranks())
     replicate = replicas(config, ranks.world_size)
     own = torch.device("cuda", ranks.local_rank) if device == "cuda" else torch.device(device)
-    device_mesh = None
-    if config.shard > 1 or config.tensor > 1:
+    device_mesh, offloads = None, config.offload == "cpu"
+    if offloads and own.type == "mps":
+        raise ConfigError(
+            "parallel.offload=cpu has no use on a Mac, whose GPU uses the memory of the CPU.",
+            fix="Leave parallel.offload out.",
+        )
+    if offloads and ranks.world_size == 1:
+        connect_alone(own)
+    if config.is_sharded:
         shape = (replicate, config.shard, config.tensor)
         names = ("replicate", "shard", TENSOR)
         count = 3 if config.tensor > 1 else 2
@@ -148,6 +169,7 @@ def make_mesh(config: ParallelConfig, device: str, ranks: Ranks | None = None) -
         **asdict(ranks),
         reshard=config.reshard,
         tensor=config.tensor,
+        offloads=offloads,
         context=config.context,
         context_group=group,
         replicate=replicate,
@@ -160,16 +182,17 @@ def make_mesh(config: ParallelConfig, device: str, ranks: Ranks | None = None) -
 def wrap(model: nn.Module, mesh: Mesh, *, gathers: torch.dtype | None = None) -> nn.Module:
     """Return the module that training calls in place of `model`, with the main process's weights.
 
-    With one process this is the model itself. A copied model is wrapped in DDP. A sharded model is
-    the model itself, with its `blocks` and the rest of it sharded in place, so optimizers must be
-    created afterwards. Both average gradients over all processes.
+    With one process this is the model itself, unless its weights stay in host memory. A copied
+    model is wrapped in DDP. A sharded model is the model itself, with its `blocks` and the rest of
+    it sharded in place, so optimizers must be created afterwards. Both average gradients over all
+    processes.
 
     With `gathers` the weights of the blocks are gathered and used in that dtype, under autocast to
     it; hidden states keep their dtype, gradients are summed in fp32, and each process keeps its
     shard unchanged. The embedding, the final norm and the output weight are gathered in their own
     dtype: a narrow embedding would make all hidden states narrow.
     """
-    if mesh.world_size == 1:
+    if mesh.device_mesh is None and mesh.world_size == 1:
         return model
     if mesh.device_mesh is None:
         devices = [mesh.device] if mesh.device.type == "cuda" else None
@@ -188,13 +211,16 @@ def wrap(model: nn.Module, mesh: Mesh, *, gathers: torch.dtype | None = None) ->
     narrow = MixedPrecisionPolicy(
         param_dtype=gathers, reduce_dtype=gathers and torch.float32, cast_forward_inputs=False
     )
+    shared: dict[str, Any] = {"mesh": device_mesh, "offload_policy": OffloadPolicy()}
+    if mesh.offloads:
+        shared["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda")
     for block in core.blocks:
         # backward begins with the last block
         keeps = block is core.blocks[-1] or not mesh.reshard
-        fully_shard(block, mesh=device_mesh, mp_policy=narrow, reshard_after_forward=not keeps)
+        fully_shard(block, mp_policy=narrow, reshard_after_forward=not keeps, **shared)
     if getattr(core, "unembedding", None) is not None:  # a tied embedding is read again at the end
-        fully_shard(core.token_embedding, mesh=device_mesh)
-    fully_shard(core, mesh=device_mesh)
+        fully_shard(core.token_embedding, **shared)
+    fully_shard(core, **shared)
     for method in BESIDE_FORWARD:
         if hasattr(core, method):
             register_fsdp_forward_method(core, method)

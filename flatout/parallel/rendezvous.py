@@ -5,6 +5,7 @@ Without these variables there is one process and no group.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import signal
@@ -20,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import HashStore, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
 from flatout.errors import ConfigError, RunFailed
@@ -129,6 +130,17 @@ def connect(device: str) -> Ranks:
     # NCCL moves tensors; objects, such as the plan of a run, take the CPU's way.
     _join("cpu:gloo,cuda:nccl", ranks, device_id=torch.device("cuda", ranks.local_rank))
     return ranks
+
+
+def connect_alone(device: torch.device) -> None:
+    """Make this process a group of one, unless it is in a group: torch's offload needs one."""
+    if dist.is_initialized():
+        return
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+    atexit.register(disconnect)
 
 
 def is_elastic() -> bool:

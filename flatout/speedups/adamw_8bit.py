@@ -37,8 +37,8 @@ def _sharded(_machine: Machine, config: RunConfig) -> str | None:
     if not config.parallel.is_sharded:
         return None
     return (
-        "Checkpoints do not support sharded 8-bit moments: leave out parallel.shard and "
-        "parallel.tensor, or this speedup."
+        "Checkpoints do not support sharded or offloaded 8-bit moments: leave out parallel.shard, "
+        "parallel.tensor and parallel.offload, or adamw-8bit."
     )
 
 

@@ -18,7 +18,7 @@ close to 1, where bfloat16 values are 1/256 apart.
 
 
 def _why_not(_machine: Machine, config: RunConfig) -> str | None:
-    if config.parallel.shard == 1:
+    if not config.parallel.is_sharded:
         return "It only applies to weights sharded over several processes: set parallel.shard."
     if config.model.kind not in SUPPORTED:
         return (

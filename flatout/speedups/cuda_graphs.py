@@ -39,8 +39,8 @@ def _with_processes(_machine: Machine, config: RunConfig) -> str | None:
     replicate = config.parallel.replicate
     if config.parallel.is_sharded:
         return (
-            "parallel.shard and parallel.tensor exchange tensors inside the model, where no graph "
-            "can be recorded."
+            "parallel.shard, parallel.tensor and parallel.offload move tensors inside the model, "
+            "where no graph can be recorded."
         )
     if replicate != "auto" and replicate > 1:
         return (

@@ -141,7 +141,9 @@ def train_plan(request: RunRequest, plan: RunPlan) -> JsonObject:
     """
     known = forecast(request, plan)
     run = build_run(request, plan)
-    run.rows_are_auto = plan.rows_are_auto
+    # a pass that failed under fully_shard cannot be repeated in the same process
+    may_repeat = run.mesh.world_size > 1 or run.mesh.device_mesh is None
+    run.rows_are_auto = plan.rows_are_auto and may_repeat
     mesh, progress, is_resumed = run.mesh, request.progress, plan.checkpoint is not None
     say = progress.say if mesh.is_main else None
     with ExitStack() as stack:

@@ -150,7 +150,7 @@ def update(run: Run, loss: Tensor, grad_norm: Tensor) -> bool:
         run.scaler.update(is_finite)
         if not is_finite and can_shrink:
             return True
-    skip = run.guard.judge(loss, grad_norm)
+    skip = run.guard.judge(loss, grad_norm).to(run.mesh.weights_device)
     run.saver.before_update()
     run.guard.waited_s = step_unless(skip, run.optimizers)
     return False
@@ -187,5 +187,5 @@ def correct_gradients(run: Run, num_valid: Tensor, loss_scale: float) -> Tensor:
     if run.config.optim.clip > 0:
         multiplier = correction * (run.config.optim.clip / (norm + 1e-6)).clamp(max=1.0)
     local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
-    torch._foreach_mul_(local, multiplier)
+    torch._foreach_mul_(local, multiplier.to(run.mesh.weights_device))
     return norm

@@ -55,6 +55,19 @@ def test_communication_depends_on_the_mesh_and_on_where_it_crosses_machines():
     assert "shared rows" in time(shard=8, context=4).communication_s
 
 
+def test_an_offloaded_step_copies_weights_and_waits_for_the_cpu():
+    one, kept = time("H100", offload="cpu"), time("H100", offload="cpu", shard=1, reshard="false")
+    assert [*one.communication_s] == ["weights from the host", "gradients to the host"]
+    copied, back = one.communication_s.values()
+    assert copied == pytest.approx(2 * back)
+    assert kept.communication_s["weights from the host"] == pytest.approx(back)
+    assert one.step_s == pytest.approx(max(one.compute_s, copied + back) + one.host_s)
+    assert "then AdamW on the CPU" in one.describe()
+    assert "AdamW" not in time("H100").describe()
+    both = time("2x8 H100, 400 Gb/s", offload="cpu", shard=16)
+    assert both.host_s == pytest.approx(one.host_s / 2), "of two machines"
+
+
 def test_most_published_runs_are_within_a_fifth(monkeypatch):
     monkeypatch.syspath_prepend(BENCHMARKS)
     monkeypatch.delitem(sys.modules, "published", raising=False)

@@ -35,6 +35,7 @@ EVERY = {
 ESSENTIAL = {
     "documents of blocks",
     "heads of 128 of blocks",
+    "last queries of blocks",
     "documents, window, grouped of few",
     "square of few",
 }
@@ -87,6 +88,25 @@ def test_compiled_results_match_eager_ones_in_the_shape_of_gpt2():
     compiled = torch.compile(attention.flex, fullgraph=True, dynamic=False)
     for function in (attention.flex, compiled):
         assert_close_to_largest(with_gradients_on_gpu(function, tensors, options), expected, 1e-2)
+
+
+@pytest.mark.gpu_essential
+def test_the_last_queries_of_a_long_row_need_no_mask_compiled_or_not():
+    """A mask of 8,192 x 16,384 would take 256 MiB, and as much again in backward."""
+    facts = {"head_dim": 64, "rows": 1, "dtype": torch.bfloat16}
+    tensors, options = random_inputs(**case(4, 2, 8192, 16_384, **facts))
+    results, peaks = [], []
+    for function in (
+        attention.fused,
+        torch.compile(attention.fused, fullgraph=True, dynamic=False),
+    ):
+        with_gradients_on_gpu(function, tensors, options)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        results.append(with_gradients_on_gpu(function, tensors, options))
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+    assert_close_to_largest(*results, 1e-2)
+    assert max(peaks) < 2**28
 
 
 def test_many_alternating_shapes_run_in_eager_mode():

@@ -14,17 +14,17 @@ import flatout
 FILE_LINES, FUNCTION_LINES = 700, 80
 FRAMES = 9
 ROOMS = {
-    "measure": 103_300,
+    "measure": 103_450,
     "training": 61_200,
     "data": 49_400,
     "top": 23_800,
     "commands": 21_800,
-    "assembly": 17_700,
+    "assembly": 18_450,
     "sources": 15_500,
-    "ops": 13_900,
+    "ops": 14_000,
     "models": 13_800,
     "inference": 13_200,
-    "config": 10_000,
+    "config": 10_050,
     "architectures": 7_800,
     "terminal": 7_200,
     "conversation": 6_000,
@@ -32,7 +32,7 @@ ROOMS = {
     "optimizers": 5_800,
     "token_formats": 5_300,
     "remote": 5_300,
-    "parallel": 3_700,
+    "parallel": 3_900,
     "loggers": 2_300,
 }
 """The most code tokens of each folder of flatout, and of the files beside them, `top`.

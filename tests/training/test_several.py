@@ -13,6 +13,7 @@ import time
 
 import psutil
 import pytest
+import torch.distributed as dist
 import yaml
 from safetensors.torch import load_file
 from warm import run_ranks
@@ -195,6 +196,28 @@ def test_a_run_of_two_processes_resumes_on_one(recipe, tmp_path, events, losses)
     )
     assert resumed["steps"] == 8
     assert losses(tmp_path / "one") == pytest.approx(losses(tmp_path / "whole")[4:], rel=1e-5)
+
+
+@pytest.mark.parametrize("mesh", [("parallel.shard=2",), ()], ids=["fully-shard", "hsdp"])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_run_in_host_memory_resumes_with_and_without(recipe, tmp_path, losses, mesh, optimizer):
+    kind, offload = f"optim.kind={optimizer}", "parallel.offload=cpu"
+    run_training(load_config(recipe, [kind]), tmp_path / "whole")
+    saves = ("checkpoint.every_steps=4", "checkpoint.keep=9")
+    several(recipe, tmp_path / "run", kind, *mesh, offload, *saves)
+    for name in ("train/loss", "train/grad_norm", "val/loss"):
+        assert losses(tmp_path / "run", name) == pytest.approx(
+            losses(tmp_path / "whole", name), rel=1e-4
+        ), name
+    for name, overrides in {"alone": [offload], "without": []}.items():
+        resumed = run_training(
+            load_config(recipe, [kind, *overrides]),
+            tmp_path / name,
+            resume=str(tmp_path / "run" / "checkpoints" / "step-4"),
+        )
+        assert resumed["steps"] == 8
+        assert not dist.is_initialized()
+        assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "whole")[4:], rel=1e-4)
 
 
 def test_a_run_of_two_with_deferred_sync_resumes_on_one(recipe, tmp_path, losses):

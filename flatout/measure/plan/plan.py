@@ -372,7 +372,7 @@ def memory_fields(
 def memory_at_peak(memory: MemoryPrediction, capacity: Capacity | None) -> dict[str, Any]:
     """Return the parts of the predicted peak in GiB; they add up to what is allocated."""
     found, moment = memory.estimate, memory.estimate.peak
-    logits = {"the loss": moment.transient, "a sharded step": found.logits}.get(moment.name, 0)
+    logits = min(found.logits, moment.transient) if moment.name == "the loss" else 0
     sizes = {
         "weights": found.weights,
         "gradients": moment.gradients,
@@ -386,6 +386,7 @@ def memory_at_peak(memory: MemoryPrediction, capacity: Capacity | None) -> dict[
         "context": memory.context,
         "total": memory.total,
         "gradients_in_all": found.gradients,
+        "host": found.host,
     }
     available = capacity.free / GIB if capacity else None
     gib = {name: size / GIB for name, size in sizes.items()}
@@ -475,7 +476,11 @@ class PlannedRun:
         if self.target.world_size > 1 and self.workload.num_shards == 1:
             sharding = {"parallel.shard": self.target.world_size}
         singles = [self._try({}, fewer_rows=True), *leaner.values()]
-        for values in ({f"model.{key}": value for key, value in model.items()}, sharding):
+        offload: dict[str, Any] = {}
+        if self.workload.on_gpu and not self.workload.offloads:
+            offload = {"parallel.offload": "cpu"}
+        leanest = {f"model.{key}": value for key, value in model.items()}
+        for values in (leanest, sharding, offload):
             singles += [self._try(values)] if values else []
         found = [change for change in singles if change and change.saves_gib > 0]
         found.sort(key=lambda change: (not change.fits, change.need_gib))

@@ -15,7 +15,7 @@ from flatout.progress import counted
 NAMES = 13
 """Columns of the names."""
 PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "workspace", "correction")
-OPTIONAL = ("logits", "workspace", "correction")
+OPTIONAL = ("logits", "workspace", "correction", "host")
 """Parts that are shown only if they take something at the peak."""
 NEXT_MESHES = 3
 """Meshes that are shown besides the chosen one; --json has all."""
@@ -108,8 +108,8 @@ class Plan(Result):
 
     weights, gradients, optimizer, activations, logits, workspace and the correction by earlier runs
     add up to `allocated`; `reserved` is what the allocator holds for it, `context` what the process
-    needs besides, `total` is their sum; `available` is what the device has. null for a model that
-    cannot be traced."""
+    needs besides, `total` is their sum; `available` is what the device has, `host` what is in the
+    memory of the machine instead. null for a model that cannot be traced."""
     memory_from: str | None
     """How the memory was predicted."""
     memory_error: float | None
@@ -213,6 +213,7 @@ class Plan(Result):
             rows = f"at most {most}" if largest else "not even one row fits"
             answer = "fits" if self.fits else "does not fit"
             texts["total"] += f" of {memory['available']:.2f} GiB: {answer}; {rows}"
+        texts["host"] = "in the machine's memory: weights, gradients and optimizer state"
         for name, text in texts.items():
             if name not in OPTIONAL or round(memory[name] * per_gib, digits):
                 yield "", f"{memory[name] * per_gib:9.{digits}f}  {text}"
