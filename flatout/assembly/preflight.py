@@ -203,11 +203,11 @@ def for_world_size(config: RunConfig, world_size: int) -> RunConfig:
     parallel = config.parallel
     fits = world_size % parallel.shard == world_size % parallel.context == 0
     if not fits or sequences % (world_size // parallel.context):
+        sizes = ", ".join(map(str, sizes_of(config)))
         raise ConfigError(
             f"A step of {sequences} sequences cannot be divided among {world_size} processes "
             f"with parallel.shard={parallel.shard} and parallel.context={parallel.context}.",
-            fix="Use a multiple of both, of which a number of processes that divides "
-            f"{sequences} have rows of their own.",
+            fix=f"Start {sizes} processes." if sizes else "Leave out both keys.",
         )
     share = sequences // (world_size // parallel.context)
     rows = next(divisors(share, int(config.batch.rows_per_device)))

@@ -17,9 +17,9 @@ ROOMS = {
     "measure": 103_300,
     "training": 61_200,
     "data": 49_400,
-    "top": 23_800,
+    "top": 23_850,
     "commands": 21_800,
-    "assembly": 17_700,
+    "assembly": 17_710,
     "sources": 15_500,
     "ops": 13_900,
     "models": 13_800,
@@ -32,7 +32,7 @@ ROOMS = {
     "optimizers": 5_800,
     "token_formats": 5_300,
     "remote": 5_300,
-    "parallel": 3_700,
+    "parallel": 3_790,
     "loggers": 2_300,
 }
 """The most code tokens of each folder of flatout, and of the files beside them, `top`.
