@@ -207,13 +207,12 @@ def for_world_size(config: RunConfig, world_size: int) -> RunConfig:
     unit = parallel.shard * parallel.tensor
     if world_size % unit or world_size % per_row or sequences % (world_size // per_row):
         keys = ("shard", "tensor", "context")
-        sizes = " and ".join(
-            f"parallel.{key}={getattr(parallel, key)}" for key in keys if getattr(parallel, key) > 1
-        )
+        stated = [f"parallel.{key}={getattr(parallel, key)}" for key in keys]
+        sizes = ", ".join(map(str, sizes_of(config)[:8]))
         raise ConfigError(
-            f"A step of {sequences} sequences cannot be divided among {world_size} processes"
-            f"{' with ' if sizes else ''}{sizes}.",
-            fix=f"Use one of {', '.join(map(str, sizes_of(config)[:8]))} processes.",
+            f"A step of {sequences} sequences cannot be divided among {world_size} processes "
+            f"with {', '.join(stated)}.",
+            fix=f"Start {sizes} processes." if sizes else "Leave out these keys.",
         )
     share = sequences // (world_size // per_row)
     rows = next(divisors(share, int(config.batch.rows_per_device)))

@@ -178,7 +178,7 @@ class Eigenstate(EmbeddingModel):
         Raises: ConfigError when groups would cross the borders of parts.
         """
         least = math.lcm(*self.config.scales)
-        if seq_len % (least * context.size) or (has_documents and least > 1):
+        if least > 1 and (has_documents or seq_len % (least * context.size)):
             raise ConfigError(
                 f"model.scales={list(self.config.scales)} average tokens across the parts of a row "
                 f"that parallel.context={context.size} makes.",

@@ -12,17 +12,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from flatout.errors import ConfigError
 
 ALL_GATHER: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 """The names from torch 2.13 on, and those before."""
+MASKED = 2**25
+"""The most elements of a mask: 64 MB in bf16."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +101,8 @@ class Context:
         """Return an attention, as `flatout.ops.attention.reference`, over the tokens of all ranks.
 
         It takes the queries, keys and values of this rank's tokens, and the documents of whole
-        rows.
+        rows. Queries that are later than the first key need a mask, which is made for some of them
+        at a time, and again in the backward pass.
         """
 
         def attention(
@@ -111,20 +116,29 @@ class Context:
             mask: object = None,
         ) -> Tensor:
             k_BGSC, v_BGSC = self.gathered(torch.stack((k_BGTC, v_BGTC)), 3)
-            outputs, done = [], 0
+            pieces, outputs = [], []
             for start, end in self.spans(k_BGSC.shape[2]):
+                count = max(MASKED // end, 1)
+                pieces += [(at, min(at + count, end)) for at in range(start, end, count)]
+            lengths = [end - start for start, end in pieces]
+            for (start, end), queries in zip(pieces, torch.split(q_BHTC, lengths, 2), strict=True):
                 first = 0 if window is None else max(start - window + 1, 0)
-                outputs.append(
-                    plain(
-                        q_BHTC[:, :, done : done + end - start],
-                        k_BGSC[:, :, first:end],
-                        v_BGSC[:, :, first:end],
-                        doc_ids_BS=None if doc_ids_BS is None else doc_ids_BS[:, first:end],
-                        window=window,
-                        softcap=softcap,
-                    )
+                attend = partial(
+                    plain,
+                    doc_ids_BS=None if doc_ids_BS is None else doc_ids_BS[:, first:end],
+                    window=window,
+                    softcap=softcap,
                 )
-                done += end - start
+                keys, values = k_BGSC[:, :, first:end], v_BGSC[:, :, first:end]
+                outputs.append(
+                    checkpoint(
+                        *(attend, queries, keys, values),
+                        use_reentrant=False,
+                        preserve_rng_state=False,
+                    )
+                    if first < start
+                    else attend(queries, keys, values)
+                )
             return torch.cat(outputs, dim=2)
 
         return attention

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import yaml
 
 from flatout.commands.launch import launch
 from flatout.errors import ConfigError, OutputInUse
+from flatout.training.checkpoint import catalog
 
+ROOT = Path(__file__).parents[2]
 WORDS = ["parallel.shard=8", "data.path=data/my text"]
 
 
@@ -48,6 +53,43 @@ def test_skypilot_gets_its_machines_and_gpus(tmp_path):
     )
     assert (task["num_nodes"], task["resources"]) == (3, {"accelerators": "A100:8"})
     assert "SKYPILOT_NODE_IPS" in task["run"]
+
+
+@pytest.mark.parametrize("version", ["1.29", "1.37"])
+def test_kubernetes_accepts_the_file(version, tmp_path):
+    validator = pytest.importorskip("kubernetes_validate")
+    path = launch("kubernetes", "gpt2-124m", WORDS, nodes=2).path
+    for document in yaml.safe_load_all((tmp_path / path).read_text()):
+        assert validator.validate(document, version, strict=True) == version
+    document["spec"]["completion"] = 2
+    with pytest.raises(validator.ValidationError, match="completion"):
+        validator.validate(document, version, strict=True)
+
+
+def test_skypilot_accepts_the_file():
+    sky = pytest.importorskip("sky")
+    task = sky.Task.from_yaml(launch("skypilot", "gpt2-124m", WORDS, nodes=3, gpu="A100").path)
+    (resources,) = task.resources
+    assert (task.num_nodes, resources.accelerators) == (3, {"A100": 8})
+
+
+@pytest.mark.slow
+def test_torchrun_executes_the_file(tiny, tiny_set, tmp_path):
+    settings = tiny | {"data.path": tiny_set, "train.device": "cpu", "train.steps": 2}
+    settings.pop("speedups", None)
+    words = [f"{key}={str(value).lower()}" for key, value in settings.items()]
+    path = launch("torchrun", "demo", [*words, "parallel.shard=2"], gpus=2).path
+    environment = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["sh", path],
+        env={**os.environ, **environment, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert catalog.latest(tmp_path / "runs" / "demo").name == "step-2"
 
 
 def test_nothing_is_replaced_and_sizes_must_multiply():

@@ -14,6 +14,7 @@ from flatout.config.sections import ParallelConfig  # noqa: E402
 from flatout.models.eigenstate import Eigenstate, EigenstateConfig  # noqa: E402
 from flatout.models.transformer import Transformer, TransformerConfig  # noqa: E402
 from flatout.ops import Ops  # noqa: E402
+from flatout.parallel import context  # noqa: E402
 from flatout.parallel.mesh import make_mesh  # noqa: E402
 from flatout.parallel.rendezvous import connect, disconnect  # noqa: E402
 
@@ -63,6 +64,7 @@ def result_of(model, documents):
 
 def main(report):
     connect("cpu")
+    context.MASKED = 200  # attention takes several pieces
     mesh = make_mesh(ParallelConfig(context=dist.get_world_size()), "cpu")
     found = {}
     for name in SHAPES:
