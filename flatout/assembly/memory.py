@@ -48,6 +48,7 @@ from flatout.models.lora import with_adapters
 from flatout.ops import Ops
 from flatout.optimizers.groups import AdamWSettings, OptimizerParts, ParameterGroup
 from flatout.parallel.mesh import Mesh
+from flatout.parallel.tensor import Split
 from flatout.progress import readable_memory
 from flatout.registry import OPTIMIZERS
 
@@ -104,6 +105,8 @@ class Workload:
     """Whether it runs on a GPU, where some ops work in larger pieces."""
     is_sharded: bool = False
     """Whether fully_shard holds the weights: with several shards it does."""
+    tensor: int = 1
+    """Processes that share every layer."""
     reshard: bool = True
     """Whether gathered blocks are freed between forward and backward."""
     offloads: bool = False
@@ -322,6 +325,18 @@ def _trace(workload: Workload, rows: int, gradients_exist: bool) -> _Traced:
         )
 
 
+class _Shapes(Split):
+    """Gives tensors the shapes that they have on each of several ranks."""
+
+    def gathered(self, own_BSD: Tensor, dim: int = 1) -> Tensor:
+        """Return as many tokens as all ranks have."""
+        return torch.cat([own_BSD] * self.size, dim)
+
+    def reduced(self, partial_BTD: Tensor) -> Tensor:
+        """Return as many tokens as one rank has."""
+        return partial_BTD.chunk(self.size, dim=1)[0].clone()
+
+
 @contextmanager
 def _without_values(workload: Workload) -> Iterator[LanguageModel]:
     """Make the model, and in the block all other tensors, without storage."""
@@ -329,6 +344,16 @@ def _without_values(workload: Workload) -> Iterator[LanguageModel]:
         mode.stands_for = "cuda" if workload.on_gpu else "cpu"  # type: ignore[attr-defined]
         model = workload.model_class(workload.model_config, workload.ops)
         model = with_adapters(model, workload.lora)
+        if workload.tensor > 1:
+            split = _Shapes(None, 0, workload.tensor)
+            model.share_layers(split, seq_len=workload.seq_len)
+            for name, (dim, _) in model.tensor_cuts().items():
+                whole, (owner, _, last) = model.get_parameter(name), name.rpartition(".")
+                shape = [
+                    size // (split.size if at == dim else 1) for at, size in enumerate(whole.shape)
+                ]
+                part = nn.Parameter(whole.new_empty(shape), whole.requires_grad)
+                setattr(model.get_submodule(owner), last, part)
         if workload.gathers is not None:
             for module in model.blocks.modules():  # `to` cannot exchange tensors without values
                 for name, own in list(module.named_parameters(recurse=False)):

@@ -338,6 +338,7 @@ def workload_of(config: RunConfig, recipe: Recipe | None = None) -> Workload:
         recipe.precision.dtype(),
         moments=recipe.moments,
         num_shards=config.parallel.shard,
+        tensor=config.parallel.tensor,
         whole_gradients="grad_sync" in recipe.filled_by,
         gathers=recipe.gather_dtype,
         transforms=tuple(filter(None, (recipe.low_precision, recipe.activations))),

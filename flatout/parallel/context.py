@@ -117,8 +117,9 @@ class Context:
         ) -> Tensor:
             k_BGSC, v_BGSC = self.gathered(torch.stack((k_BGTC, v_BGTC)), 3)
             pieces, outputs = [], []
+            is_masked = not q_BHTC.is_cuda or doc_ids_BS is not None or window is not None
             for start, end in self.spans(k_BGSC.shape[2]):
-                count = max(MASKED // end, 1)
+                count = max(MASKED // end, 1) if is_masked else end - start
                 pieces += [(at, min(at + count, end)) for at in range(start, end, count)]
             lengths = [end - start for start, end in pieces]
             for (start, end), queries in zip(pieces, torch.split(q_BHTC, lengths, 2), strict=True):
@@ -136,7 +137,7 @@ class Context:
                         use_reentrant=False,
                         preserve_rng_state=False,
                     )
-                    if first < start
+                    if first < start and is_masked
                     else attend(queries, keys, values)
                 )
             return torch.cat(outputs, dim=2)

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -207,45 +208,49 @@ def predicted(
 def meshes(requested: RunConfig, target: Target, runs: Sequence[PastRun]) -> list[MeshChoice]:
     """Return arrangements of several processes, the fastest that fit first, unless one is set.
 
-    Weights are sharded over none, a machine or all GPUs; rows are shared where they are long.
+    Weights are sharded over none, a machine or all GPUs; rows are shared where they are long,
+    layers inside a machine.
     """
     if target.world_size == 1 or requested.parallel != ParallelConfig():
         return []
     world, each = target.world_size, min(target.machine.gpus_per_node, target.world_size)
     contexts = [1] if requested.data.seq_len < LONG else [1, 2, 4, 8]
     found = []
-    for shard in sorted({1, each, world}):
-        for context in contexts:
-            values = {"parallel.shard": shard, "parallel.context": context}
-            if context > 1 and (shard % context or shard == 1):
+    for shard, context, tensor in product(sorted({1, each, world}), contexts, sorted({1, each})):
+        values = {"parallel.shard": shard // tensor, "parallel.context": context}
+        if context > 1 and (shard % context or shard == 1):
+            continue
+        if tensor > 1:
+            if context > 1 or shard == 1:
                 continue
-            try:
-                config, decisions = target.resolve(requested.with_values(values))
-            except (ConfigError, HardwareError):
-                continue
-            capacity = capacity_of(target.machine, target.device, world)
-            dtype = recipe_of(config).arithmetic(target.device)
-            model_class, model_config = model_of(config)
-            flops = model_class.count_flops(model_config, config.data.seq_len)
-            memory, _, time = predicted(
-                config,
-                decisions=decisions,
-                target=target,
-                flops_per_token=float(flops.causal_exact),
-                peak=known_peak(target.machine, target.device, dtype),
-                runs=runs,
-                context=0,
+            values["parallel.tensor"] = tensor
+        try:
+            config, decisions = target.resolve(requested.with_values(values))
+        except (ConfigError, HardwareError):
+            continue
+        capacity = capacity_of(target.machine, target.device, world)
+        dtype = recipe_of(config).arithmetic(target.device)
+        model_class, model_config = model_of(config)
+        flops = model_class.count_flops(model_config, config.data.seq_len)
+        memory, _, time = predicted(
+            config,
+            decisions=decisions,
+            target=target,
+            flops_per_token=float(flops.causal_exact),
+            peak=known_peak(target.machine, target.device, dtype),
+            runs=runs,
+            context=0,
+        )
+        found.append(
+            MeshChoice(
+                overrides=[f"{key}={size}" for key, size in values.items() if size > 1],
+                rows_per_device=int(config.batch.rows_per_device),
+                need_gib=memory and memory.total / GIB,
+                fits=memory.total <= capacity.free if memory and capacity else None,
+                tokens_per_s=time.tokens_per_s,
+                source=time.source,
             )
-            found.append(
-                MeshChoice(
-                    overrides=[f"{key}={value}" for key, value in values.items()],
-                    rows_per_device=int(config.batch.rows_per_device),
-                    need_gib=memory and memory.total / GIB,
-                    fits=memory.total <= capacity.free if memory and capacity else None,
-                    tokens_per_s=time.tokens_per_s,
-                    source=time.source,
-                )
-            )
+        )
 
     def rank(one: MeshChoice) -> tuple[bool, float]:
         """Put the fastest that fit first, then those that need least."""
