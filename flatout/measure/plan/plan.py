@@ -243,7 +243,8 @@ def meshes(requested: RunConfig, target: Target, runs: Sequence[PastRun]) -> lis
         )
         found.append(
             MeshChoice(
-                overrides=[f"{key}={size}" for key, size in values.items() if size > 1],
+                overrides=[f"{key}={size}" for key, size in values.items() if size > 1]
+                or ["parallel.shard=1"],
                 rows_per_device=int(config.batch.rows_per_device),
                 need_gib=memory and memory.total / GIB,
                 fits=memory.total <= capacity.free if memory and capacity else None,
