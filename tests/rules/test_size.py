@@ -18,7 +18,7 @@ ROOMS = {
     "training": 61_200,
     "data": 49_400,
     "top": 23_850,
-    "commands": 21_800,
+    "commands": 21_820,
     "assembly": 17_710,
     "sources": 15_500,
     "ops": 13_900,
