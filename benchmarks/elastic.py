@@ -3,7 +3,7 @@
     python benchmarks/elastic.py
 
 Two torchrun agents on this machine, with two processes each over gloo, stand for two machines; the
-first is the host of the rendezvous. At a moment drawn at random,
+first is the host of the rendezvous. When the run has logged a step that is drawn at random,
 
 - process: one of the four processes is killed (SIGKILL);
 - agent: the second agent is killed, and its processes stay;
@@ -99,20 +99,20 @@ class Machine:
 
 
 def play(
-    folder: Path, settings: dict[str, Any], kind: str, at_s: float, draw: random.Random
+    folder: Path, settings: dict[str, Any], kind: str, at_step: int, draw: random.Random
 ) -> dict[str, Any]:
-    """Run two machines with trouble `at_s` seconds after their start; return what happened."""
+    """Run two machines with trouble once `at_step` is logged, and return what happened."""
     folder.mkdir()
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     began_s = time.monotonic()
     machines = [Machine(number, folder, port, settings) for number in range(2)]
-    found: dict[str, Any] = {"kind": kind, "at_s": round(at_s, 1)}
+    found: dict[str, Any] = {"kind": kind, "at_step": at_step}
     there = machines[:1] if kind in ("agent", "machine lost") else machines
     left_behind: list[psutil.Process] = []
     try:
-        time.sleep(at_s)
-        found["at_step"] = max(losses(folder / "run"), default=0)
+        while max(losses(folder / "run"), default=0) < at_step:
+            time.sleep(0.02)
         if kind == "process":
             running = [process for machine in machines for process in machine.processes()]
             draw.choice(running).kill()
@@ -168,9 +168,7 @@ def measure(folder: Path, tries: int, steps: int, kinds: tuple[str, ...]) -> dic
         run = folder / str(number)
         settings = {**RUN, "train.steps": steps, "data.path": folder / "data"}
         kind = kinds[(number - 1) % len(kinds)] if number else "none"
-        # torchrun and importing torch take the first third
-        at_s = draw.uniform(0.3, 0.95) * found[0]["seconds"] if number else 0.0
-        one = play(run, settings, kind, at_s, draw)
+        one = play(run, settings, kind, draw.randrange(1, steps) if number else 0, draw)
         if number == 0:
             whole = losses(run / "run")
         each = losses(run / "run")
@@ -184,7 +182,7 @@ def measure(folder: Path, tries: int, steps: int, kinds: tuple[str, ...]) -> dic
 
 
 def main() -> None:
-    options = parser(__doc__, tries=10, steps=500).parse_args()
+    options = parser(__doc__, tries=10, steps=400).parse_args()
     with tempfile.TemporaryDirectory() as folder:
         found = {**measure(Path(folder), options.tries, options.steps, KINDS), **facts()}
     publish(options.out, "elastic", found, table(found))

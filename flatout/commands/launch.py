@@ -156,6 +156,9 @@ def launch(
     overrides: Overrides = None,
     nodes: Annotated[int, Option("Machines.", min=1)] = 1,
     gpus: Annotated[int, Option("GPUs of each machine.", min=1)] = 8,
+    min_nodes: Annotated[
+        int | None, Option("Fewest machines to continue with; all by default.", min=1)
+    ] = None,
     gpu: Annotated[str, Option("Of SkyPilot: the kind of GPU.")] = "H100",
     time: Annotated[str, Option("Of Slurm: the time limit of a job; runs continue.")] = "04:00:00",
     image: Annotated[str, Option("Of Kubernetes: an image with flatout.")] = "flatout:latest",
@@ -166,7 +169,7 @@ def launch(
 ) -> LaunchFile:
     """Write the file that starts a run on a cluster, and continues it after a stop.
 
-    The recipe is checked for the number of processes, one per GPU. An existing file is not
+    The recipe is checked for every number of processes, one per GPU. An existing file is not
     replaced.
 
     Raises: ConfigError; OutputInUse.
@@ -174,11 +177,21 @@ def launch(
     config = load_config(recipe, overrides or ())
     preflight.check_names(config)
     replicas(config.parallel, nodes * gpus)
+    sizes = preflight.sizes_of(preflight.resolve_batch(config, nodes * gpus))
+    for count in range(min_nodes or nodes, nodes):
+        if count * gpus not in sizes:
+            raise ConfigError(
+                f"A step cannot be divided among {count * gpus} processes, if {count} of {nodes} "
+                "machines are left.",
+                fix="Set batch.tokens_per_step to a multiple of data.seq_len and of every number "
+                "of processes, or leave --min-nodes out.",
+            )
     name = Path(str(recipe)).stem.replace("_", "-").lower()
     run = shlex.quote(run_dir or f"runs/{name}")
     words = [str(recipe), *([overrides] if isinstance(overrides, str) else overrides or ())]
     file, content, start = FILES[kind]
     path = Path(out or Template(file).substitute(name=name))
+    allowed = nodes if min_nodes is None else f"{min_nodes}:{nodes}"
     values = {
         "name": name,
         "nodes": nodes,
@@ -188,7 +201,7 @@ def launch(
         "image": image,
         "run": run,
         "file": path,
-        "torchrun": f"torchrun --nnodes {nodes} --nproc-per-node {gpus} --max-restarts 3 "
+        "torchrun": f"torchrun --nnodes {allowed} --nproc-per-node {gpus} --max-restarts 3 "
         "--signals-to-handle SIGTERM,SIGINT,SIGUSR1",
         "train": f"-m flatout train {shlex.join(words)} --run-dir {run}",
     }

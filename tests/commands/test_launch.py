@@ -49,9 +49,9 @@ def test_kubernetes_gets_a_pod_per_machine_that_find_each_other(tmp_path):
 
 def test_skypilot_gets_its_machines_and_gpus(tmp_path):
     task = yaml.safe_load(
-        (tmp_path / launch("skypilot", "gpt2-124m", WORDS, nodes=3, gpu="A100").path).read_text()
+        (tmp_path / launch("skypilot", "gpt2-124m", WORDS, nodes=4, gpu="A100").path).read_text()
     )
-    assert (task["num_nodes"], task["resources"]) == (3, {"accelerators": "A100:8"})
+    assert (task["num_nodes"], task["resources"]) == (4, {"accelerators": "A100:8"})
     assert "SKYPILOT_NODE_IPS" in task["run"]
 
 
@@ -68,9 +68,9 @@ def test_kubernetes_accepts_the_file(version, tmp_path):
 
 def test_skypilot_accepts_the_file():
     sky = pytest.importorskip("sky")
-    task = sky.Task.from_yaml(launch("skypilot", "gpt2-124m", WORDS, nodes=3, gpu="A100").path)
+    task = sky.Task.from_yaml(launch("skypilot", "gpt2-124m", WORDS, nodes=4, gpu="A100").path)
     (resources,) = task.resources
-    assert (task.num_nodes, resources.accelerators) == (3, {"A100": 8})
+    assert (task.num_nodes, resources.accelerators) == (4, {"A100": 8})
 
 
 @pytest.mark.slow
@@ -90,6 +90,18 @@ def test_torchrun_executes_the_file(tiny, tiny_set, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert catalog.latest(tmp_path / "runs" / "demo").name == "step-2"
+
+
+def test_a_run_continues_with_fewer_machines_if_its_steps_divide(tmp_path):
+    found = launch("torchrun", "gpt2-124m", nodes=4, min_nodes=4)
+    assert "--nnodes 4:4 --nproc-per-node 8" in (tmp_path / found.path).read_text()
+    with pytest.raises(ConfigError, match="divided among 24 processes, if 3 of 4 machines are"):
+        launch("slurm", "gpt2-124m", nodes=4, min_nodes=2)
+    words = [f"batch.tokens_per_step={1024 * 96}", "batch.rows_per_device=1"]
+    path = launch("slurm", "gpt2-124m", words, nodes=4, min_nodes=1).path
+    assert "--nnodes 1:4" in (tmp_path / path).read_text()
+    with pytest.raises(ConfigError, match=r"batch\.tokens_per_step=1000 does not fit"):
+        launch("kubernetes", "gpt2-124m", ["batch.tokens_per_step=1000"])
 
 
 def test_nothing_is_replaced_and_sizes_must_multiply():
