@@ -46,12 +46,20 @@ def recipe(run: dict[str, Any]) -> RunConfig:
         "model.tied_head": str(run["tied"]).lower(),
         "data.seq_len": run["seq_len"],
         "batch.rows_per_device": run["rows"],
-        "batch.accumulate": 1,
-        "batch.tokens_per_step": run["rows"] * run["seq_len"] * run["gpus"],
+        "batch.accumulate": run.get("accumulate", 1),
+        "batch.tokens_per_step": tokens_per_step(run),
         "parallel.shard": run["shard"],
-        "parallel.replicate": run["gpus"] // run["shard"],
+        "parallel.tensor": run.get("tensor", 1),
+        "parallel.replicate": run["gpus"] // (run["shard"] * run.get("tensor", 1)),
     }
     return load_config(None, [f"{key}={value}" for key, value in keys.items()])
+
+
+def tokens_per_step(run: dict[str, Any]) -> int:
+    """Return the tokens of a step of all GPUs."""
+    groups = run["gpus"] // run.get("tensor", 1)
+    tokens: int = run["rows"] * run["seq_len"] * groups * run.get("accumulate", 1)
+    return tokens
 
 
 def predicted(run: dict[str, Any]) -> float:
@@ -67,7 +75,7 @@ def predicted(run: dict[str, Any]) -> float:
         world_size=run["gpus"],
         speedups=speedups,
     )
-    return run["rows"] * run["seq_len"] / time.step_s
+    return tokens_per_step(run) / run["gpus"] / time.step_s
 
 
 def measured() -> list[dict[str, Any]]:
@@ -91,9 +99,9 @@ def table(found: dict[str, Any]) -> str:
     rows = found["runs"]
     groups = defaultdict(list)
     for row in rows:
-        groups[row["source"], row["gpu"]].append(row)
+        groups[row["source"], row["gpu"], row.get("tensor", 1)].append(row)
     lines = []
-    for (source, gpu), members in groups.items():
+    for (source, gpu, tensor), members in groups.items():
         errors = [abs(row["error"]) for row in members]
         within = sum(error <= TARGET for error in errors)
         gpus = sorted({row["gpus"] for row in members})
@@ -102,6 +110,7 @@ def table(found: dict[str, Any]) -> str:
                 f"[{'/'.join(source.split('/')[3:5])}]({source})",
                 gpu,
                 f"{gpus[0]} to {gpus[-1]}" if gpus[1:] else str(gpus[0]),
+                str(tensor) if tensor > 1 else "",
                 f"{within} of {len(members)}",
                 f"{statistics.median(errors):.0%}",
                 f"{max(errors):.0%}",
@@ -109,7 +118,7 @@ def table(found: dict[str, Any]) -> str:
         )
     errors = [abs(row["error"]) for row in rows]
     within = sum(error <= TARGET for error in errors)
-    columns = f"published by | GPU | GPUs | within {TARGET:.0%} | median error | largest"
+    columns = f"published by | GPU | GPUs | tensor | within {TARGET:.0%} | median error | largest"
     kept = verdict(within == len(rows))
     note = (
         f"Within {TARGET:.0%}: {within} of {len(rows)} runs; median error "
