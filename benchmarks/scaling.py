@@ -8,7 +8,7 @@ with one thread each: copies (DDP), shards (FSDP2), and processes that share row
 same sequences per step; losses are compared with those of one process. The time in communication is
 that in which at least one collective of gloo is in progress on rank 0, waiting for the others
 included, in a run of its own under torch's profiler. Writes benchmarks/results/scaling.json and
-.md. Takes about eight minutes.
+.md. Takes about six minutes.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def profiled(folder: Path, words: list[str]) -> None:
 
 
 def main() -> None:
-    made = parser(__doc__, rounds=5, steps=100)
+    made = parser(__doc__, rounds=3, steps=60)
     made.add_argument("--profile", nargs="+", help="one of several processes; for itself")
     options = made.parse_args()
     if options.profile:
