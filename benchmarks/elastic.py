@@ -8,7 +8,8 @@ first is the host of the rendezvous. When the run has logged a step that is draw
 - process: one of the four processes is killed (SIGKILL);
 - agent: the second agent is killed, and its processes stay;
 - machine lost: the second agent and its processes are killed, and two processes remain;
-- machine back: so, and the agent is started again at a later moment drawn at random;
+- machine back: so, and the agent is started again after some seconds drawn at random;
+- machine back later: so, once the run goes on with two processes, at a step drawn at random;
 - host lost: the first agent and its processes are killed; every agent that ends with an error
   starts again, as a scheduler does.
 
@@ -51,7 +52,7 @@ RUN = {
     "optim.kind": "adamw",
     "optim.lr": "1e-3",
 }
-KINDS = ("process", "agent", "machine lost", "machine back", "host lost")
+KINDS = ("process", "agent", "machine lost", "machine back", "machine back later", "host lost")
 AWAY_S = (3.0, 30.0)
 """How long a machine that comes back is away; torchrun takes 15 s to give up on it."""
 GIVE_UP_S = 480.0
@@ -128,6 +129,14 @@ def play(
             found["away_s"] = round(draw.uniform(*AWAY_S), 1)
             time.sleep(found["away_s"])
             machines[1].start()
+        elif kind == "machine back later":
+            while sizes(folder / "run")[-1] != 2:
+                time.sleep(0.1)
+            back_at = draw.randrange(at_step, settings["train.steps"])
+            while max(losses(folder / "run"), default=0) < back_at:
+                time.sleep(0.02)
+            found["back_at_step"] = back_at
+            machines[1].start()
         while any(machine.agent.poll() is None for machine in there):
             if time.monotonic() - began_s > GIVE_UP_S:
                 break
@@ -143,12 +152,14 @@ def play(
             with suppress(psutil.Error):
                 process.kill()
     found["seconds"] = round(time.monotonic() - began_s, 1)
-    found["sizes"] = [
-        event["world_size"]
-        for event in json_lines(folder / "run" / "events.jsonl")
-        if event["event"] in ("start", "resume")
-    ]
+    found["sizes"] = sizes(folder / "run")
     return found
+
+
+def sizes(run: Path) -> list[int]:
+    """Return the number of processes of each start of a run."""
+    events = json_lines(run / "events.jsonl")
+    return [each["world_size"] for each in events if each["event"] in ("start", "resume")]
 
 
 def losses(run: Path) -> dict[int, float]:
@@ -168,7 +179,8 @@ def measure(folder: Path, tries: int, steps: int, kinds: tuple[str, ...]) -> dic
         run = folder / str(number)
         settings = {**RUN, "train.steps": steps, "data.path": folder / "data"}
         kind = kinds[(number - 1) % len(kinds)] if number else "none"
-        one = play(run, settings, kind, draw.randrange(1, steps) if number else 0, draw)
+        most = steps // 2 if kind == "machine back later" else steps
+        one = play(run, settings, kind, draw.randrange(1, most) if number else 0, draw)
         if number == 0:
             whole = losses(run / "run")
         each = losses(run / "run")
@@ -182,7 +194,7 @@ def measure(folder: Path, tries: int, steps: int, kinds: tuple[str, ...]) -> dic
 
 
 def main() -> None:
-    options = parser(__doc__, tries=10, steps=400).parse_args()
+    options = parser(__doc__, tries=12, steps=400).parse_args()
     with tempfile.TemporaryDirectory() as folder:
         found = {**measure(Path(folder), options.tries, options.steps, KINDS), **facts()}
     publish(options.out, "elastic", found, table(found))

@@ -2,13 +2,13 @@
 
     python benchmarks/scaling.py
 
-The processes share two cores, so that more of them cannot be faster: the figures show what a way
-costs, not how it scales. A small transformer trains with every way in turns, in fresh processes,
-with one thread each: copies (DDP), shards (FSDP2), and processes that share rows. Each way has the
-same sequences per step; losses are compared with those of one process. The time in communication is
-that in which at least one collective of gloo is in progress on rank 0, waiting for the others
-included, in a run of its own under torch's profiler. Writes benchmarks/results/scaling.json and
-.md. Takes about eight minutes.
+The processes share two cores and have one thread each, so that two are at most twice as fast as
+one, and four no faster than two: the figures show what a way costs, not how it scales. A small
+transformer trains with every way in turns, in fresh processes: copies (DDP), shards (FSDP2), and
+processes that share rows. Each way has the same sequences per step; losses are compared with those
+of one process. The time in communication is that in which at least one collective of gloo is in
+progress on rank 0, waiting for the others included, in a run of its own under torch's profiler.
+Writes benchmarks/results/scaling.json and .md. Takes about six minutes.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def profiled(folder: Path, words: list[str]) -> None:
 
 
 def main() -> None:
-    made = parser(__doc__, rounds=5, steps=100)
+    made = parser(__doc__, rounds=3, steps=60)
     made.add_argument("--profile", nargs="+", help="one of several processes; for itself")
     options = made.parse_args()
     if options.profile:

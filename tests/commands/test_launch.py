@@ -89,6 +89,7 @@ def test_torchrun_executes_the_file(tiny, tiny_set, tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stderr
+    assert "torchrun may continue this run with 2, 4, 8 processes." in done.stderr
     assert catalog.latest(tmp_path / "runs" / "demo").name == "step-2"
 
 
