@@ -119,10 +119,10 @@ def replicas(config: ParallelConfig, world_size: int) -> int:
         f"Set train.devices={processes}, start {launch}, or remove parallel.replicate and "
         "parallel.shard."
         if world_size == 1
-        else f"Start {each} processes or a multiple, {launch}."
+        else f"Set train.devices={each} or a multiple, or start {launch}."
         if config.tensor > 1
-        else f"Set parallel.replicate=auto and parallel.shard to a divisor of {world_size}, or "
-        f"start {launch}."
+        else f"Set parallel.replicate=auto and parallel.shard to a divisor of {world_size}, "
+        f"train.devices={processes}, or start {launch}."
     )
     noun = "process" if world_size == 1 else "processes"
     raise ConfigError(f"{stated} does not fit {world_size} {noun}.", fix=fix)

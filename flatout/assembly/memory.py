@@ -281,7 +281,8 @@ def _trace(workload: Workload, rows: int, gradients_exist: bool) -> _Traced:
         largest = max((each.numel() for each in _trained(model)), default=0)
         step = 4 * workload.adamw_copies * largest  # AdamW's need is stated
         if workload.optim.kind != "adamw":
-            step = max(step, _optimizer_peak(workload))
+            alone = _optimizer_peak(replace(workload, tensor=1))  # it asks for whole parameters
+            step = max(step, alone // workload.tensor)
         shape = (rows, workload.seq_len)
         tokens_BT, targets_BT = (torch.zeros(shape, dtype=torch.int64) for _ in range(2))
         doc_ids_BT = torch.zeros(shape, dtype=torch.int32) if workload.document_mask else None

@@ -163,6 +163,13 @@ def resolve_batch(config: RunConfig, world_size: int) -> RunConfig:
             f"parallel.{key}={per_row} does not divide {processes}.",
             fix=f"Set train.devices to a multiple of {per_row}, or leave parallel.{key} out.",
         )
+    if seq_len % per_row:
+        key, unit = ("context", 2 * per_row) if context > 1 else ("tensor", per_row)
+        raise ConfigError(
+            f"data.seq_len={seq_len} cannot be divided among the processes of "
+            f"parallel.{key}={per_row}.",
+            fix=f"Set data.seq_len={-(-seq_len // unit) * unit}.",
+        )
     dp_size = world_size // per_row
     row_tokens = seq_len * dp_size
     unit = row_tokens * (1 if rows == "auto" else rows) * (accumulate or 1)
@@ -172,7 +179,7 @@ def resolve_batch(config: RunConfig, world_size: int) -> RunConfig:
     if tokens % unit or (all_stated and tokens != unit):
         nearest = unit * (1 if all_stated else max(round(tokens / unit), 1))
         parts = f"data.seq_len={seq_len}" + (f" x {dp_size} processes" if dp_size > 1 else "")
-        parts += f" (of {world_size}, {per_row} per row)" if per_row > 1 else ""
+        parts += f" ({per_row} of {world_size} share each row)" if per_row > 1 else ""
         parts += f" x batch.rows_per_device={rows}" if rows != "auto" else ""
         parts += f" x batch.accumulate={accumulate}" if accumulate else ""
         raise ConfigError(

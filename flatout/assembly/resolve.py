@@ -387,10 +387,10 @@ def _check_divides(config: RunConfig) -> None:
     parallel, data = config.parallel, config.data
     if parallel.per_row == 1:
         return
-    if parallel.tensor > 1 and (config.lora.rank or parallel.context > 1):
+    if parallel.tensor > 1 and config.lora.rank:
         raise ConfigError(
-            f"parallel.tensor={parallel.tensor} supports neither lora.rank nor parallel.context.",
-            fix="Leave parallel.tensor out, or both others.",
+            f"parallel.tensor={parallel.tensor} does not support lora.rank={config.lora.rank}.",
+            fix="Leave one of them out.",
         )
     model_class, model_config = model_of(config)
     model = model_class.on_meta(model_config, Ops.plain())

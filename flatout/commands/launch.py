@@ -212,6 +212,7 @@ def launch(
     if path.exists():
         raise OutputInUse(f"{path} exists.", fix="Remove it, or choose another --out.")
     write_whole(path, Template(content).substitute(values))
+    values["path"] = shlex.quote(str(path))
     return LaunchFile(path=str(path), start=Template(start).substitute(values))
 
 

@@ -97,6 +97,12 @@ class RunConfig(Section):
             "single one.",
             "Set lora.base_dtype=fp32, or leave out parallel.shard and parallel.offload.",
         ),
+        (
+            lambda run: run.parallel.tensor > 1 and run.parallel.context > 1,
+            "parallel.tensor={0.parallel.tensor} and parallel.context={0.parallel.context} cannot "
+            "be set together: both divide the tokens of each row.",
+            "Leave one of them out.",
+        ),
     )
 
     format_version: int = FORMAT_VERSION

@@ -208,7 +208,7 @@ class Eigenstate(EmbeddingModel):
 
         Raises: ConfigError also when the ranks cannot divide the heads or the MLP.
         """
-        self.check_shares(split, "model.num_heads", self.config.num_heads)
+        self.check_shares(split, "model.num_heads", self.config.num_heads, grows=False)
         self.check_shares(split, "model.d_ff", self.config.mlp_width)
         super().share_layers(split, seq_len=seq_len)
         for module in self.modules():

@@ -355,17 +355,17 @@ class LanguageModel(nn.Module, ABC):
                 module.before = split.gathered
         self.split = split
 
-    def check_shares(self, split: Split, name: str, count: int) -> None:
-        """Check that the ranks can divide a number.
+    def check_shares(self, split: Split, name: str, count: int, *, grows: bool = True) -> None:
+        """Check that the ranks can divide a number, which could be larger if it `grows`.
 
         Raises: ConfigError.
         """
         if count % split.size:
-            nearest = -(-count // split.size) * split.size
+            nearest = f"{name}={-(-count // split.size) * split.size}, or " if grows else ""
             raise ConfigError(
                 f"{name}={count} cannot be divided among the ranks of "
                 f"parallel.tensor={split.size}.",
-                fix=f"Set {name}={nearest}, or parallel.tensor to a divisor of {count}.",
+                fix=f"Set {nearest}parallel.tensor to a divisor of {count}.",
             )
 
     @abstractmethod

@@ -477,9 +477,9 @@ class Transformer(EmbeddingModel):
         for key, count in (
             ("num_heads", self.config.num_heads),
             ("num_kv_heads", self.config.kv_heads),
-            ("d_ff", self.config.mlp_width),
         ):
-            self.check_shares(split, f"model.{key}", count)
+            self.check_shares(split, f"model.{key}", count, grows=False)
+        self.check_shares(split, "model.d_ff", self.config.mlp_width)
         super().share_layers(split, seq_len=seq_len)
         for block in self.blocks:
             attention: Any = block.attention

@@ -76,6 +76,18 @@ class Split:
         dist.all_reduce(values, op=op, group=self.group)
         return values
 
+    def add_parts(self, gradients: list[Tensor]) -> None:
+        """Add up the gradients of parameters that are whole on every rank; each has a part of them.
+
+        Shapes:  any: this rank's shards.
+        Cost:    one all-reduce of all of them.
+        """
+        if gradients:
+            flat = self.added(torch.cat([gradient.flatten() for gradient in gradients]))
+            sizes = [gradient.numel() for gradient in gradients]
+            for gradient, added in zip(gradients, torch.split(flat, sizes), strict=True):
+                gradient.copy_(added.view_as(gradient))
+
 
 class _Scatter(torch.autograd.Function):
     """This rank's slice of the sum of stacked tensors over the ranks."""
@@ -122,20 +134,6 @@ def cut(model: nn.Module, mesh: DeviceMesh, cuts: Mapping[str, Cut]) -> None:
                 requires_grad=whole.requires_grad,
             )
             module.register_parameter(name, parameter)
-
-
-def sum_whole(gradients: list[Tensor], split: Split) -> None:
-    """Add up the gradients of parameters that are whole on every rank; each has a part of them.
-
-    Shapes:  any.
-    Cost:    one all-reduce of this rank's shards.
-    """
-    parts = [g.to_local() for g in gradients if isinstance(g, DTensor) and cut_dim(g) is None]
-    if parts:
-        flat = split.added(torch.cat([part.flatten() for part in parts]))
-        sizes = [part.numel() for part in parts]
-        for part, added in zip(parts, torch.split(flat, sizes), strict=True):
-            part.copy_(added.view_as(part))
 
 
 def cut_dim(tensor: Tensor) -> int | None:

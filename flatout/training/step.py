@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import compress
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from flatout.optimizers.loss_scale import SMALLEST
 from flatout.optimizers.schedule import factor
 from flatout.optimizers.step_guard import step_unless
-from flatout.parallel.tensor import sum_whole
+from flatout.parallel.tensor import cut_dim
 
 if TYPE_CHECKING:
     from flatout.assembly.run import Run
@@ -177,15 +178,21 @@ def correct_gradients(run: Run, num_valid: Tensor, loss_scale: float) -> Tensor:
     gradients = [p.grad for p in run.core.parameters() if p.grad is not None]
     ranks = run.mesh.world_size // run.mesh.tensor
     correction = ranks * run.tokens_per_step / (num_valid.clamp(min=1) * loss_scale)
+    local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
     if run.core.split is not None:
-        sum_whole(gradients, run.core.split)
-    norm = torch.nn.utils.get_total_norm(gradients)
-    if isinstance(norm, DTensor):
-        norm = norm.full_tensor()
+        whole = [cut_dim(gradient) is None for gradient in gradients]
+        run.core.split.add_parts(list(compress(local, whole)))
+        # one sum over all ranks, of which `copies` have each number
+        copies = [run.mesh.replicate * (run.mesh.tensor if each else 1) for each in whole]
+        squares = torch.stack(torch._foreach_norm(local)).square()
+        (norm,) = run.mesh.sum((squares / squares.new_tensor(copies)).sum())
+        norm = norm.sqrt()
+    else:
+        norm = torch.nn.utils.get_total_norm(gradients)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
     norm = norm * correction
     multiplier = correction
     if run.config.optim.clip > 0:
         multiplier = correction * (run.config.optim.clip / (norm + 1e-6)).clamp(max=1.0)
-    local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
     torch._foreach_mul_(local, multiplier.to(run.mesh.weights_device))
     return norm

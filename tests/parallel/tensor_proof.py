@@ -17,7 +17,7 @@ from flatout.config.sections import ParallelConfig  # noqa: E402
 from flatout.models.meta import boxes_of  # noqa: E402
 from flatout.parallel.mesh import make_mesh, wrap  # noqa: E402
 from flatout.parallel.rendezvous import connect, disconnect  # noqa: E402
-from flatout.parallel.tensor import sum_whole  # noqa: E402
+from flatout.parallel.tensor import cut_dim  # noqa: E402
 
 MORE = {
     "neox": {"norm": "layernorm", "bias": True, "parallel_residual": True, "post_norm": True},
@@ -76,7 +76,8 @@ def main(report):
                 expected = result_of(whole, documents)
                 model, cuts = shared(keys, mesh)
                 loss, valid, *gradients = result_of(model, documents)
-                sum_whole(gradients, model.split)
+                parts = [g.to_local() for g in gradients if cut_dim(g) is None]
+                model.split.add_parts(parts)
                 sums = [torch.as_tensor(each).double() for each in (loss, valid)]
                 for each in sums:
                     dist.all_reduce(each)

@@ -119,6 +119,13 @@ def make_plan(
     model = with_adapters(model_class.on_meta(model_config, Ops.plain()), config.lora)
     parameters, flops = parameters_by_part(model), model.flops_per_token(config.data.seq_len)
     notes = [*([note] if note else []), *checkpointing_notes(decisions)]
+    there = target.machine
+    if target.world_size > there.gpus_per_node and not there.network_gbit_per_s:
+        notes.append(
+            "No network is named, so communication between machines counts as inside them: name "
+            f"it, as in '{target.world_size // there.gpus_per_node}x{there.gpus_per_node} H100, "
+            "400 Gb/s'."
+        )
     predict = partial(
         predicted,
         decisions=decisions,
