@@ -51,7 +51,7 @@ from flatout.training.metrics.loggers import configured_observers, require_logge
 from flatout.training.metrics.observers import Observer
 from flatout.training.metrics.records import forget_events
 from flatout.training.mirror.uploader import claimed, sending
-from flatout.training.out_of_memory import explained
+from flatout.training.out_of_memory import explained, peers_named
 from flatout.training.peak import measured_peak
 from flatout.training.predicting import forecast, predict, record
 from flatout.training.run_dir import layout
@@ -93,7 +93,7 @@ def run_training(
         require_mps_model(config, progress)
     set_deterministic(config.train.deterministic)  # NCCL reads it on connecting
     ranks = connect(device)
-    with ExitStack() as stack:
+    with ExitStack() as stack, peers_named():
         stack.callback(disconnect)
         if device == "cpu" and ranks.world_size == 1:  # several ranks would see each other's load
             warn_of_busy_cores(machine, progress)
