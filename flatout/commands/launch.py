@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from pathlib import Path
 from string import Template
@@ -186,7 +187,23 @@ def launch(
                 fix="Set batch.tokens_per_step to a multiple of data.seq_len and of every number "
                 "of processes, or leave --min-nodes out.",
             )
-    name = Path(str(recipe)).stem.replace("_", "-").lower()
+    if config.train.devices is not None:
+        raise ConfigError(
+            f"train.devices={config.train.devices} starts processes by itself, and --nodes and "
+            "--gpus say how many the file starts.",
+            fix="Leave train.devices out.",
+        )
+    for option, value in {"--gpu": gpu, "--time": time, "--image": image}.items():
+        if not re.fullmatch(r"[\w.:/@+-]+", value):
+            raise ConfigError(
+                f"{option} {value!r} has characters that the file cannot contain.",
+                fix="Use letters, digits and any of . : / @ + - _.",
+            )
+    name = re.sub(r"[^a-z0-9]+", "-", Path(str(recipe)).stem.lower()).strip("-")
+    if not name:
+        raise ConfigError(
+            f"{recipe} has no name for a job.", fix="Give the file a name with letters."
+        )
     run = shlex.quote(run_dir or f"runs/{name}")
     words = [str(recipe), *([overrides] if isinstance(overrides, str) else overrides or ())]
     file, content, start = FILES[kind]
@@ -200,19 +217,15 @@ def launch(
         "time": time,
         "image": image,
         "run": run,
-        "file": path,
+        "file": shlex.quote(str(path)),
         "torchrun": f"torchrun --nnodes {allowed} --nproc-per-node {gpus} --max-restarts 3 "
         "--signals-to-handle SIGTERM,SIGINT,SIGUSR1",
         "train": f"-m flatout train {shlex.join(words)} --run-dir {run}",
     }
-    if not name.replace("-", "").isalnum():
-        raise ConfigError(
-            f"{recipe} has no name for a job.", fix="Pass a recipe's name, or a YAML file."
-        )
     if path.exists():
         raise OutputInUse(f"{path} exists.", fix="Remove it, or choose another --out.")
+    path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, Template(content).substitute(values))
-    values["path"] = shlex.quote(str(path))
     return LaunchFile(path=str(path), start=Template(start).substitute(values))
 
 

@@ -34,6 +34,29 @@ def test_shell_files_are_valid_and_start_every_rank(kind, tmp_path):
     assert found.start.split()[1] == found.path
 
 
+def test_odd_names_are_quoted_and_directories_are_made(tmp_path):
+    recipe = tmp_path / "My 'r' file.yaml"
+    recipe.write_text("model: {vocab_size: 256}\n")
+    found = launch("slurm", str(recipe), out="jobs here/a.sbatch")
+    assert found.start == "sbatch 'jobs here/a.sbatch'"
+    text = (tmp_path / found.path).read_text()
+    assert "--job-name=my-r-file\n" in text
+    assert subprocess.run([shutil.which("bash"), "-n", found.path], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "options", "said"),
+    [
+        (["train.devices=4"], {}, "train.devices=4"),
+        ([], {"image": "a: b #c"}, "--image"),
+        ([], {"time": "later'; rm x"}, "--time"),
+    ],
+)
+def test_options_that_the_file_cannot_contain_are_refused(words, options, said):
+    with pytest.raises(ConfigError, match=said):
+        launch("kubernetes", "gpt2-124m", [*WORDS, *words], **options)
+
+
 def test_kubernetes_gets_a_pod_per_machine_that_find_each_other(tmp_path):
     path = launch("kubernetes", "gpt2-124m", WORDS, nodes=2, gpus=4).path
     service, job = yaml.safe_load_all((tmp_path / path).read_text())
