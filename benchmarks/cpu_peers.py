@@ -6,8 +6,8 @@ Two shapes of GPT-2: a small model of characters, and 124M parameters. Each way 
 of its own, on random tokens with AdamW: flatout as `auto` chooses and compiled; nanoGPT's model
 eager, under bf16 autocast, compiled and both; Hugging Face's GPT-2 under bf16 autocast; and llm.c,
 built with gcc -Ofast -march=native and OpenMP. A rate is the median of the steps after a warm-up.
-nanoGPT and llm.c are taken from DIRECTORY, or cloned into it. With `--busy 1 8`, flatout and nanoGPT
-train again beside that many processes that keep a core busy each. Writes
+nanoGPT and llm.c are taken from DIRECTORY, or cloned into it. With `--busy 1 8`, flatout and
+nanoGPT train again beside that many processes that keep a core busy each. Writes
 benchmarks/results/cpu_peers.json and .md.
 """
 

@@ -49,15 +49,21 @@ class GpuTime:
     """By what is exchanged."""
     host_s: float = 0.0
     """Seconds of an optimizer's step on the CPU, meanwhile the GPU waits."""
+    layers_s: float = 0.0
+    """Seconds in which processes that share layers exchange hidden states, while nothing else
+    runs.
+    """
 
     @property
     def step_s(self) -> float:
         """Seconds of a step: communication is hidden behind computing as far as that goes."""
-        return max(self.compute_s, sum(self.communication_s.values())) + self.host_s
+        compute_s = self.compute_s + self.layers_s
+        return max(compute_s, sum(self.communication_s.values())) + self.host_s
 
     def describe(self) -> str:
         """Return what the time was predicted from."""
         text = f"published runs: {1e3 * self.compute_s:.0f} ms of computing per step"
+        text += f" and {1e3 * self.layers_s:.0f} ms of shared layers" * bool(self.layers_s)
         parts = [f"{name} {1e3 * value:.0f} ms" for name, value in self.communication_s.items()]
         text += f", beside it {', '.join(parts)}" if parts else ""
         return text + (f", then AdamW on the CPU {1e3 * self.host_s:.0f} ms" * bool(self.host_s))
@@ -119,14 +125,14 @@ def gpu_time(
     if parallel.context > 1:
         sent = model.shared_bytes(seq_len // parallel.context) * tokens * (parallel.context - 1)
         exchanged["shared rows"] = seconds(sent, parallel.context)
-    compute_s, host_s = tokens * token_s, 0.0
-    if tensor > 1:  # nothing hides it: products wait for it
+    host_s = layers_s = 0.0
+    if tensor > 1:
         hidden = EXCHANGES * again * layers * tokens * (tensor - 1) * width * GATHERED
-        compute_s += seconds(hidden, tensor)
+        layers_s = seconds(hidden, tensor)
     if parallel.offload == "cpu":
         own, gb_per_s = 4 * weights / shard, newest(HOST_GB_PER_S)
         exchanged["weights from the host"] = gathers * own / (1e9 * gb_per_s)
         exchanged["gradients to the host"] = accumulate * own / (1e9 * gb_per_s)
         here = min(machine.gpus_per_node, world_size)
         host_s = here * ADAMW_BYTES * weights / shard / (1e9 * HOST_MEMORY_GB_PER_S)
-    return GpuTime(compute_s, exchanged, host_s)
+    return GpuTime(tokens * token_s, exchanged, host_s, layers_s)

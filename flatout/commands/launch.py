@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from flatout.assembly import preflight
 from flatout.commands import Command, Overrides, RecipeName
-from flatout.config.schema import load_config
+from flatout.config.schema import RunConfig, load_config
 from flatout.errors import ConfigError, OutputInUse
 from flatout.files import write_whole
 from flatout.json_io import Result
@@ -177,28 +177,7 @@ def launch(
     """
     config = load_config(recipe, overrides or ())
     preflight.check_names(config)
-    replicas(config.parallel, nodes * gpus)
-    sizes = preflight.sizes_of(preflight.resolve_batch(config, nodes * gpus))
-    for count in range(min_nodes or nodes, nodes):
-        if count * gpus not in sizes:
-            raise ConfigError(
-                f"A step cannot be divided among {count * gpus} processes, if {count} of {nodes} "
-                "machines are left.",
-                fix="Set batch.tokens_per_step to a multiple of data.seq_len and of every number "
-                "of processes, or leave --min-nodes out.",
-            )
-    if config.train.devices is not None:
-        raise ConfigError(
-            f"train.devices={config.train.devices} starts processes by itself, and --nodes and "
-            "--gpus say how many the file starts.",
-            fix="Leave train.devices out.",
-        )
-    for option, value in {"--gpu": gpu, "--time": time, "--image": image}.items():
-        if not re.fullmatch(r"[\w.:/@+-]+", value):
-            raise ConfigError(
-                f"{option} {value!r} has characters that the file cannot contain.",
-                fix="Use letters, digits and any of . : / @ + - _.",
-            )
+    _check(config, nodes, gpus, min_nodes, {"--gpu": gpu, "--time": time, "--image": image})
     name = re.sub(r"[^a-z0-9]+", "-", Path(str(recipe)).stem.lower()).strip("-")
     if not name:
         raise ConfigError(
@@ -227,6 +206,42 @@ def launch(
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, Template(content).substitute(values))
     return LaunchFile(path=str(path), start=Template(start).substitute(values))
+
+
+def _check(
+    config: RunConfig, nodes: int, gpus: int, min_nodes: int | None, options: dict[str, str]
+) -> None:
+    """Check that the recipe trains on every number of machines, and what goes into the file.
+
+    Raises: ConfigError.
+    """
+    replicas(config.parallel, nodes * gpus)
+    sizes = preflight.sizes_of(preflight.resolve_batch(config, nodes * gpus))
+    if min_nodes and min_nodes > nodes:
+        raise ConfigError(
+            f"--min-nodes {min_nodes} is more than --nodes {nodes}.",
+            fix=f"Set --min-nodes to at most {nodes}.",
+        )
+    for count in range(min_nodes or nodes, nodes):
+        if count * gpus not in sizes:
+            raise ConfigError(
+                f"A step cannot be divided among {count * gpus} processes, if {count} of {nodes} "
+                "machines are left.",
+                fix="Set batch.tokens_per_step to a multiple of data.seq_len and of every number "
+                "of processes, or leave --min-nodes out.",
+            )
+    if config.train.devices is not None:
+        raise ConfigError(
+            f"train.devices={config.train.devices} starts processes by itself, and --nodes and "
+            "--gpus say how many the file starts.",
+            fix="Leave train.devices out.",
+        )
+    for option, value in options.items():
+        if not re.fullmatch(r"[\w.:/@+-]+", value):
+            raise ConfigError(
+                f"{option} {value!r} has characters that the file cannot contain.",
+                fix="Use letters, digits and any of . : / @ + - _.",
+            )
 
 
 COMMAND = Command(

@@ -84,8 +84,10 @@ def test_most_published_runs_are_within_a_fifth(monkeypatch):
 
 def test_shared_layers_exchange_hidden_states_while_nothing_else_runs():
     alone, shared = time(), time(tensor=8)
-    assert shared.compute_s > alone.compute_s
-    assert time("2x8 H100, 100 Gb/s", tensor=16).compute_s > 5 * shared.compute_s
+    assert alone.layers_s == 0
+    assert shared.step_s == pytest.approx(shared.compute_s + shared.layers_s)
+    assert time("2x8 H100, 100 Gb/s", tensor=16).layers_s > 5 * shared.layers_s
+    assert "ms of shared layers" in shared.describe()
 
 
 @pytest.mark.parametrize(("kind", "grows"), [("transformer", True), ("eigenstate", False)])

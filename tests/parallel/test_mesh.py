@@ -58,7 +58,7 @@ def test_every_part_is_offloaded_to_memory_that_a_gpu_can_read(monkeypatch, devi
     monkeypatch.setattr(meshes, "fully_shard", lambda module, **options: given.append(options))
     model = nn.Module()
     model.blocks = nn.ModuleList(nn.Linear(2, 2, device="meta") for _ in range(3))
-    mesh = Mesh(device=torch.device(device), device_mesh={"shard": None}, offloads=offloads)
+    mesh = Mesh(device=torch.device(device), device_mesh={("shard",): None}, offloads=offloads)
     wrap(model, mesh)
     policies = [options["offload_policy"] for options in given]
     assert len(policies) == 4

@@ -70,7 +70,7 @@ from flatout.roof import Peak
 
 LEAST_SAVING = 0.02
 """Changes that save less of the memory are left out."""
-LONG = 32_768
+LONG = 8_192
 """Tokens of rows from which several GPUs may share one."""
 NOT_MEASURED = "not measured"
 TOUCH_MEMORY = {
@@ -118,14 +118,7 @@ def make_plan(
     model_class, model_config = model_of(config)
     model = with_adapters(model_class.on_meta(model_config, Ops.plain()), config.lora)
     parameters, flops = parameters_by_part(model), model.flops_per_token(config.data.seq_len)
-    notes = [*([note] if note else []), *checkpointing_notes(decisions)]
-    there = target.machine
-    if target.world_size > there.gpus_per_node and not there.network_gbit_per_s:
-        notes.append(
-            "No network is named, so communication between machines counts as inside them: name "
-            f"it, as in '{target.world_size // there.gpus_per_node}x{there.gpus_per_node} H100, "
-            "400 Gb/s'."
-        )
+    notes = [*filter(None, (note, target.network_note())), *checkpointing_notes(decisions)]
     predict = partial(
         predicted,
         decisions=decisions,
@@ -418,6 +411,16 @@ class Target:
     dataset: AnyDataset | None
     cache: Path | None
     """Where measurements on this hardware are."""
+
+    def network_note(self) -> str | None:
+        """Return what is assumed of the network between machines, if it is not named."""
+        each = self.machine.gpus_per_node
+        if self.world_size <= each or self.machine.network_gbit_per_s:
+            return None
+        return (
+            "No network is named, so communication between machines counts as inside them: name "
+            f"it, as in '{self.world_size // each}x{each} H100, 400 Gb/s'."
+        )
 
     @property
     def is_missing(self) -> bool:
