@@ -217,6 +217,7 @@ def run(name: str, step: Step, given: argparse.Namespace, left_s: float) -> dict
         words = filled(name, step, given, Path(folder), left_s)
         written.write(f"\n===== {name}: python {' '.join(words)}\n".encode())
         written.flush()
+        begin = written.tell()
         with tempfile.TemporaryFile() as out:
             process = subprocess.Popen(
                 [sys.executable, *words],
@@ -233,6 +234,7 @@ def run(name: str, step: Step, given: argparse.Namespace, left_s: float) -> dict
                 end_group(process)
             out.seek(0)
             printed = out.read()
+        complaints = log.read_bytes()[begin:]
         written.write(printed)
     row: dict[str, Any] = {"seconds": round(time.monotonic() - began_s, 1)}
     if code is None and left_s < limit_s:
@@ -241,7 +243,8 @@ def run(name: str, step: Step, given: argparse.Namespace, left_s: float) -> dict
         return row | {"status": "timed-out", "reason": f"It took more than {limit_s:.0f} s."}
     found = object_or_none((printed.strip().splitlines() or [b""])[-1])
     if found is None:
-        lines = log.read_bytes()[-4_000:].decode(errors="replace").splitlines()
+        # an exception is the last line of what was written to standard error
+        lines = (complaints.strip() or printed).decode(errors="replace").splitlines()
         last = next((line.strip()[:300] for line in reversed(lines) if line.strip()), "nothing")
         reason = f"It exited with code {code} and without figures: {last}"
         return row | {"status": "failed", "reason": reason}

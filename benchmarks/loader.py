@@ -102,7 +102,7 @@ def read(data: Path, seq_len: int, batch_tokens: int, steps: int) -> dict[str, f
 
 def plan_of(seq_len: int, rows: int) -> BatchPlan:
     """Return the batch plan of one process that reads `rows` sequences per step."""
-    alone = {"accumulate": 1, "rank": 0, "world_size": 1, "seed": 0, "document_mask": False}
+    alone = {"accumulate": 1, "dp_rank": 0, "dp_size": 1, "seed": 0, "document_mask": False}
     return BatchPlan(seq_len=seq_len, rows_per_device=rows, prefetch=1, device="cpu", **alone)
 
 

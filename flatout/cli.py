@@ -29,6 +29,7 @@ from flatout.errors import (
     Interrupted,
     OutOfMemory,
     RunFailed,
+    Stopped,
     Terminated,
     UntrustedCode,
     UsageError,
@@ -58,10 +59,10 @@ NO_MEMORY = re.compile(
 )
 """What torch, its libraries, threads and the loader of libraries say when memory runs out."""
 OTHER_RANKS_WAIT_S = 3.0
-"""Seconds that other ranks hold back a usage error.
+"""Seconds that other ranks hold back a usage error, and twice that all but the first of a machine.
 
-The main rank usually has the same error; when it exits, torchrun ends the others. An error on one
-rank alone is still reported."""
+The main rank usually has the same error; when it exits, torchrun ends the others of its machine. An
+error on one rank alone is still reported."""
 LOOK_S = 0.15
 """How long to look at what other processes do, at least."""
 HELP = """\
@@ -371,8 +372,11 @@ def _show(result: Result, as_json: bool) -> None:
 
 def _fail(error: FlatoutError, as_json: bool) -> int:
     rank = os.environ.get("RANK", "0")
+    if rank != "0" and isinstance(error, Stopped):  # all stop together, and the main rank says so
+        return error.exit_code
     if rank != "0" and isinstance(error, UsageError):
-        time.sleep(OTHER_RANKS_WAIT_S)
+        is_first = os.environ.get("LOCAL_RANK") == "0"
+        time.sleep(OTHER_RANKS_WAIT_S if is_first else 2 * OTHER_RANKS_WAIT_S)
     prefix = "" if rank == "0" else f"[rank {rank}] "
     for note in getattr(error, "__notes__", []):
         lines = without_secrets(note.rstrip()).split("\n")

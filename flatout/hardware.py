@@ -13,7 +13,7 @@ import time
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -64,6 +64,9 @@ class MachineRow(Section):
     """Names by which people ask for it, such as H100; each belongs to one row."""
     compute_capability: tuple[int, int] | None = None
     """CUDA compute capability; None if unknown."""
+    link_gb_per_s: Figure | None = None
+    """Rate of its links to other GPUs of the machine, in each direction; None without such links.
+    """
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,10 @@ class Machine:
     """Whether its CPU has instructions for bfloat16 products."""
     is_here: bool = True
     """Whether this process runs on it; False for a machine that is only planned for."""
+    gpus_per_node: int = MOST_GPUS
+    """GPUs of each of several machines that are planned for together."""
+    network_gbit_per_s: float | None = None
+    """Rate of the network between them for each GPU, in each direction; None: not stated."""
 
     @property
     def row(self) -> MachineRow | None:
@@ -136,12 +143,21 @@ def machine_rows() -> tuple[MachineRow, ...]:
 def machine_named(text: str) -> Machine:
     """Return the machine that `8x H100` describes: so many GPUs of a row of machines/*.yaml.
 
-    Its CPU and memory are unknown.
+    `8x8 H100, 400 Gb/s` are eight machines of eight, with a network of 400 Gb/s for each GPU. CPU
+    and memory are unknown.
     Raises: ConfigError with the nearest name when no row has that name.
     """
-    found = re.match(r"\s*(?:(\d+)\s*[x×*]\s*)?", text)
+    name, _, network = text.partition(",")
+    found = re.match(r"\s*(?:(\d+)\s*[x×*]\s*(?:(\d{1,2})\s+)?)?", name)
     assert found is not None  # every part is optional
-    count, wanted = int(found[1] or 1), text[found.end() :].strip()
+    rate = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*Gb(?:it)?/s\s*", network)
+    if network and (rate is None or not float(rate[1])):
+        raise ConfigError(
+            f"--machine {text!r}: {network.strip()!r} is not the rate of a network.",
+            fix="Write for example '8x8 H100, 400 Gb/s': what each GPU can send to others.",
+        )
+    nodes, each = (int(found[1] or 1), int(found[2])) if found[2] else (1, int(found[1] or 1))
+    count, wanted = nodes * each, name[found.end() :].strip()
     if count < 1 or not wanted:
         raise ConfigError(f"--machine {text!r} has no GPU.", fix="Write for example '8x H100'.")
     word = _word(wanted)
@@ -173,7 +189,10 @@ def machine_named(text: str) -> Machine:
         )
     memory_gib, capability = row.memory_gb.value * 1e9 / GIB, row.compute_capability or (0, 0)
     gpu = Gpu(row.gpu_names[0], memory_gib, capability, driver="")
-    return Machine("unknown", 0, 0.0, (gpu,) * count, platform.python_version(), is_here=False)
+    python = platform.python_version()
+    machine = Machine("unknown", 0, 0.0, (gpu,) * count, python, is_here=False)
+    network_rate = float(rate[1]) if rate else None
+    return replace(machine, gpus_per_node=each, network_gbit_per_s=network_rate)
 
 
 def _word(name: str) -> str:

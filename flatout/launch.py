@@ -94,22 +94,35 @@ def num_processes(devices: int | str | None, device: str, machine: Machine) -> i
 def replicas(config: ParallelConfig, world_size: int) -> int:
     """Return the number of copies of the model in `world_size` processes.
 
-    Raises: ConfigError when replicate times shard is not that number.
+    Raises: ConfigError when replicate times shard is not that number, or context is no divisor.
     """
-    replicate, stated = max(1, world_size // config.shard), f"parallel.shard={config.shard}"
+    stated = f"parallel.shard={config.shard}"
+    if config.tensor > 1:
+        stated += f" x parallel.tensor={config.tensor}"
+    each = config.shard * config.tensor
+    replicate = max(1, world_size // each)
     if config.replicate != "auto":
         replicate = config.replicate
         stated = f"parallel.replicate={replicate} x {stated}"
-    processes = replicate * config.shard
+    processes = replicate * each
     if processes == world_size:
+        among, key = (config.shard, "shard") if config.shard > 1 else (replicate, "replicate")
+        if among % config.context:
+            raise ConfigError(
+                f"parallel.context={config.context} does not divide parallel.{key}={among}: the "
+                "processes that share rows are among them.",
+                fix=f"Set parallel.context to a divisor of {among}, or leave it out.",
+            )
         return replicate
     launch = f"with `torchrun --nproc-per-node {processes} -m flatout ...`"
     fix = (
         f"Set train.devices={processes}, start {launch}, or remove parallel.replicate and "
         "parallel.shard."
         if world_size == 1
-        else f"Set parallel.replicate=auto and parallel.shard to a divisor of {world_size}, or "
-        f"start {launch}."
+        else f"Set train.devices={each} or a multiple, or start {launch}."
+        if config.tensor > 1
+        else f"Set parallel.replicate=auto and parallel.shard to a divisor of {world_size}, "
+        f"train.devices={processes}, or start {launch}."
     )
     noun = "process" if world_size == 1 else "processes"
     raise ConfigError(f"{stated} does not fit {world_size} {noun}.", fix=fix)

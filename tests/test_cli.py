@@ -261,9 +261,12 @@ def test_other_ranks_are_quiet(run, monkeypatch):
         "",
         "[rank 1] It went wrong.\nFix: Do it right.\n",
     )
-    assert waited == [cli.OTHER_RANKS_WAIT_S], (
-        "rank 0 reports first, and its exit stops the other ranks"
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    run("shout", "ConfigError")
+    assert waited == [2 * cli.OTHER_RANKS_WAIT_S, cli.OTHER_RANKS_WAIT_S], (
+        "rank 0 reports first, then one of each machine; its exit stops the other ranks"
     )
+    assert run("shout", "Stopped") == (75, "", "")
     assert run("shout", "RunFailed") == (1, "", "[rank 1] It went wrong.\nFix: Do it right.\n")
 
 

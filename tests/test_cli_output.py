@@ -91,6 +91,7 @@ def test_lost_output_keeps_the_exit_code_of_commands_that_write_files():
         "demo",
         "export",
         "import",
+        "launch",
         "prepare",
         "profile",
         "push",

@@ -337,9 +337,19 @@ def test_a_machine_is_named_by_row_driver_or_short_name(text, count, row):
     assert machine.gpus[0].compute_capability == machine.row.compute_capability
 
 
+def test_several_machines_have_a_network_between_them():
+    machine = hardware.machine_named("4x8 H100, 400 Gb/s")
+    assert (len(machine.gpus), machine.gpus_per_node) == (32, 8)
+    assert machine.network_gbit_per_s == 400
+    assert hardware.machine_named("8x RTX 3090").gpus_per_node == 8
+    assert machine.row.link_gb_per_s.value == 450
+
+
 @pytest.mark.parametrize(
     ("text", "fix"),
     [
+        ("8x8 H100, fast", "'8x8 H100, 400 Gb/s'"),
+        ("8x8 H100, 0 Gb/s", "'8x8 H100, 400 Gb/s'"),
         ("H1000", "Did you mean 'H100'"),
         ("A800", "a800-sxm-80gb"),
         ("RTX 3080", "rtx-3080-10gb, rtx-3080-12gb"),

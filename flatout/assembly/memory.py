@@ -48,6 +48,7 @@ from flatout.models.lora import with_adapters
 from flatout.ops import Ops
 from flatout.optimizers.groups import AdamWSettings, OptimizerParts, ParameterGroup
 from flatout.parallel.mesh import Mesh
+from flatout.parallel.tensor import Split
 from flatout.progress import readable_memory
 from flatout.registry import OPTIMIZERS
 
@@ -102,11 +103,20 @@ class Workload:
     """Adapters; with them, all other weights have no gradients and no optimizer state."""
     on_gpu: bool
     """Whether it runs on a GPU, where some ops work in larger pieces."""
+    is_sharded: bool = False
+    """Whether fully_shard holds the weights: with several shards it does."""
+    tensor: int = 1
+    """Processes that share every layer."""
+    reshard: bool = True
+    """Whether gathered blocks are freed between forward and backward."""
+    offloads: bool = False
+    """Whether shards are in host memory."""
 
 
 def estimate(workload: Workload, rows: int, accumulate: int = 1) -> MemoryEstimate:
     """Return the memory of a training step of `accumulate` micro-batches of `rows` sequences."""
     shards, exist = workload.num_shards, workload.gradients_stay or accumulate > 1
+    is_sharded = workload.is_sharded or shards > 1
     whole = replace(workload, num_shards=1, whole_gradients=False, gathers=None)
     traced = gathered = _trace(whole, rows, exist)
     model, embedding, head = traced.model, traced.embedding, traced.head
@@ -128,28 +138,30 @@ def estimate(workload: Workload, rows: int, accumulate: int = 1) -> MemoryEstima
         if parameter.requires_grad
     )
     gradients = bytes_of(trained) if workload.whole_gradients else own_bytes(trained)
-    if shards > 1:
-        gathered = _trace(replace(whole, gathers=workload.gathers), rows, exist)
+    if is_sharded:
+        narrow = replace(whole, gathers=workload.gathers)
+        gathered = _trace(narrow, rows, workload.whole_gradients)
     logits = max(head.forward, head.backward)
     in_block = max((part.backward - part.kept for part in gathered.blocks), default=0)
     workspace = max(in_block - logits, 0)
     activations = traced.inputs + embedding.kept + sum(part.kept for part in gathered.blocks)
-    if shards > 1:
-        # Gathered: the weights outside the blocks, two blocks (one prefetched), and the gradients
-        # of one block.
-        blocks = [bytes_of(block.parameters()) for block in gathered.model.blocks]
-        workspace += bytes_of(gathered.model.parameters()) - sum(blocks)
-        workspace += 3 * max(blocks, default=0)
-        moments = [Moment("a sharded step", gradients, activations, logits + workspace)]
+    begin = gradients if exist else 0
+    if is_sharded:
+        moments = list(_sharded(gathered, workload, begin * (not workload.offloads), own))
+        workspace = max(moment.transient for moment in moments) - logits
     else:
-        moments = [
-            *_micro_batch(traced, gradients if exist else 0),
-            Moment("the optimizer's step", gradients, traced.inputs, traced.step),
-        ]
+        moments = list(_micro_batch(traced, begin))
+    weights, kept_on_host = own_bytes(model.parameters()), 0
+    if workload.offloads:
+        kept_on_host = weights + gradients + optimizer
+        weights = gradients = optimizer = 0
+    else:
+        step = traced.step // shards
+        moments.append(Moment("the optimizer's step", gradients, traced.inputs, step))
     parts = (embedding, *traced.blocks, head)
     in_micro_batch = sum(part.operations for part in parts)
     return MemoryEstimate(
-        weights=own_bytes(model.parameters()) + bytes_of(model.buffers()),
+        weights=weights + bytes_of(model.buffers()),
         gradients=gradients,
         optimizer=optimizer,
         activations=activations,
@@ -158,6 +170,7 @@ def estimate(workload: Workload, rows: int, accumulate: int = 1) -> MemoryEstima
         peak=max(moments, key=attrgetter("total")),
         largest=max(part.largest for part in parts),
         operations=accumulate * in_micro_batch + PER_PARAMETER * len(trained),
+        host=kept_on_host,
     )
 
 
@@ -212,6 +225,53 @@ def _micro_batch(traced: _Traced, gradients: int) -> Iterator[Moment]:
     yield Moment("the embedding's gradient", gradients, kept, traced.embedding.backward)
 
 
+def _sharded(
+    traced: _Traced, workload: Workload, gradients: int, own: Callable[[Tensor], int]
+) -> Iterator[Moment]:
+    """Yield the moments of a micro-batch under fully_shard; `own` returns the weights of a shard.
+
+    Gathered are the weights outside of blocks, and two blocks, of which one is prefetched, or all
+    between their passes. The gradients of a block exist whole, and in fp32 to be summed.
+    """
+    model: Any = traced.model
+    sums = 0 if gradients or workload.whole_gradients or workload.offloads else 4
+    if workload.whole_gradients:
+        gradients = bytes_of(_trained(model))
+    blocks = [list(block.parameters()) for block in model.blocks]
+    sizes = [bytes_of(block) for block in blocks]
+    embedding = model.token_embedding.weight.nbytes
+    outside = bytes_of(model.parameters()) - sum(sizes)
+    if getattr(model, "unembedding", None) is not None:
+        outside -= embedding  # gathered by itself, and freed
+
+    def present(number: int) -> int:
+        """Return the bytes of gathered weights and of copies from the host in a block's pass."""
+        found = outside + sum(sizes[max(number - 1, 0) if workload.reshard else 0 : number + 1])
+        return found + 4 * workload.offloads * sum(map(own, blocks[number]))
+
+    kept = traced.inputs
+    yield Moment("the embedding", gradients, kept, traced.embedding.forward + outside + embedding)
+    kept += traced.embedding.kept
+    for number, part in enumerate(traced.blocks):
+        transient = part.forward + present(number)
+        yield Moment("a block's forward pass", gradients, kept, transient)
+        kept += part.kept
+    last, head = len(blocks) - 1, traced.head
+    gathered = outside + sum(sizes[0 if not workload.reshard else last :])
+    yield Moment("the loss", gradients, kept, max(head.forward, head.backward) + gathered)
+    whole = head.gradients  # until the end of the backward pass
+    for number, part in reversed(list(enumerate(traced.blocks))):
+        weights = [weight for weight in blocks[number] if weight.requires_grad]
+        transient = part.backward - min(part.kept, part.backward) + present(number) + whole
+        transient += 4 * sum(weight.numel() for weight in weights)
+        yield Moment("a block's backward pass", gradients, kept, transient)
+        kept -= part.kept
+        gradients += sums * sum(map(own, weights))
+    kept -= traced.embedding.kept
+    transient = traced.embedding.backward + outside + whole
+    yield Moment("the embedding's gradient", gradients, kept, transient)
+
+
 @lru_cache(maxsize=64)
 def _trace(workload: Workload, rows: int, gradients_exist: bool) -> _Traced:
     """Trace each kind of block once, and the parts around them."""
@@ -221,7 +281,8 @@ def _trace(workload: Workload, rows: int, gradients_exist: bool) -> _Traced:
         largest = max((each.numel() for each in _trained(model)), default=0)
         step = 4 * workload.adamw_copies * largest  # AdamW's need is stated
         if workload.optim.kind != "adamw":
-            step = max(step, _optimizer_peak(workload))
+            alone = _optimizer_peak(replace(workload, tensor=1))  # it asks for whole parameters
+            step = max(step, alone // workload.tensor)
         shape = (rows, workload.seq_len)
         tokens_BT, targets_BT = (torch.zeros(shape, dtype=torch.int64) for _ in range(2))
         doc_ids_BT = torch.zeros(shape, dtype=torch.int32) if workload.document_mask else None
@@ -265,6 +326,18 @@ def _trace(workload: Workload, rows: int, gradients_exist: bool) -> _Traced:
         )
 
 
+class _Shapes(Split):
+    """Gives tensors the shapes that they have on each of several ranks."""
+
+    def gathered(self, own_BSD: Tensor, dim: int = 1) -> Tensor:
+        """Return as many tokens as all ranks have."""
+        return torch.cat([own_BSD] * self.size, dim)
+
+    def reduced(self, partial_BTD: Tensor) -> Tensor:
+        """Return as many tokens as one rank has."""
+        return partial_BTD.chunk(self.size, dim=1)[0].clone()
+
+
 @contextmanager
 def _without_values(workload: Workload) -> Iterator[LanguageModel]:
     """Make the model, and in the block all other tensors, without storage."""
@@ -272,6 +345,16 @@ def _without_values(workload: Workload) -> Iterator[LanguageModel]:
         mode.stands_for = "cuda" if workload.on_gpu else "cpu"  # type: ignore[attr-defined]
         model = workload.model_class(workload.model_config, workload.ops)
         model = with_adapters(model, workload.lora)
+        if workload.tensor > 1:
+            split = _Shapes(None, 0, workload.tensor)
+            model.share_layers(split, seq_len=workload.seq_len)
+            for name, (dim, _) in model.tensor_cuts().items():
+                whole, (owner, _, last) = model.get_parameter(name), name.rpartition(".")
+                shape = [
+                    size // (split.size if at == dim else 1) for at, size in enumerate(whole.shape)
+                ]
+                part = nn.Parameter(whole.new_empty(shape), whole.requires_grad)
+                setattr(model.get_submodule(owner), last, part)
         if workload.gathers is not None:
             for module in model.blocks.modules():  # `to` cannot exchange tensors without values
                 for name, own in list(module.named_parameters(recurse=False)):

@@ -21,7 +21,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from flatout.assembly.selection import Decision, Gain, speedup_named
+from flatout.assembly.selection import Decision, Gain, recipe_of, speedup_named
 from flatout.config.schema import RunConfig
 from flatout.data.store.mix import AnyDataset, members_of
 from flatout.files import Stored, write_text
@@ -30,6 +30,7 @@ from flatout.progress import counted
 from flatout.registry import SPEEDUPS
 
 if TYPE_CHECKING:
+    from flatout.assembly.gpu_rate import GpuTime
     from flatout.roof import Peak
 
 GIB = 2**30
@@ -108,6 +109,8 @@ class MemoryEstimate:
     """The largest tensor that a micro-batch creates."""
     operations: int
     """Operations that an eager step starts, without views; the optimizer's are assumed."""
+    host: int = 0
+    """Weights, gradients and optimizer state of this process in host memory."""
 
     @property
     def fixed(self) -> int:
@@ -378,6 +381,8 @@ def predict_memory(
         error = max(LEAST_ERROR if same else EAGER_ERROR, spread)
         whose = "of this recipe's shape" if same else "of other shapes"
         source = f"traced, corrected by {counted(len(used), 'earlier run')} {whose} here"
+        if this.is_compiled and not same:
+            source += "; how much less a compiled model needs depends on its shape"
     elif this.is_compiled:
         source += "; a compiled model usually needs less, by an unknown amount"
     extra = max(int(peak) - reserved, 0)
@@ -394,7 +399,7 @@ def predict_memory(
         reserved,
         extra,
         int(least * (1 - EAGER_ERROR)),
-        error if used or not this.is_compiled else None,
+        error if same or not this.is_compiled else None,
         source,
         on_gpu,
     )
@@ -418,6 +423,7 @@ def predict_time(
     flops_per_token: float,
     peak: Peak | None,
     runs: Sequence[PastRun] = (),
+    machine: Machine | None = None,
     dataset: AnyDataset | None = None,
     first_step: int = 0,
     memory: MemoryPrediction | None = None,
@@ -425,9 +431,10 @@ def predict_time(
     """Return the rate and the duration of `this`, a run of `config` without measurements.
 
     A run of the same shape with the same speedups decides; otherwise figures of bench for it, the
-    rate of FLOPs that models of similar size reached here, or an assumed share of the peak. A run
-    whose micro-batch also is the same is preferred, and one that had the cores to itself. With the
-    `memory` of an eager run, the assumption counts what it takes to start its operations.
+    rate of FLOPs that models of similar size reached here, what published runs took on the GPUs of
+    a `machine` (`gpu_time`), or an assumed share of the peak. A run whose micro-batch also is the
+    same is preferred, and one that had the cores to itself. With the `memory` of an eager run, the
+    assumption counts what it takes to start its operations.
     """
     tokens, world_size = config.batch.tokens_per_step or 0, this.world_size
     timed = [run for run in runs if run.tokens_per_s]
@@ -458,7 +465,7 @@ def predict_time(
         source = f"the FLOP/s of {counted(len(others), 'earlier run')} of other shapes here"
     elif whole:
         operations = memory.estimate.operations if memory and not this.is_compiled else 0
-        rate, source = assumed_rate(config, whole, operations)
+        rate, source = assumed_rate(config, whole, operations, published(this, config, machine))
     mfu, steps = rate / whole if rate and whole else None, config.train.steps
     if rate is None or steps is None:
         return TimePrediction(rate, None, mfu, source, None)
@@ -474,17 +481,38 @@ def predict_time(
     return TimePrediction(rate, wall_s, mfu, source, max(misses) if len(misses) > 1 else None)
 
 
-def assumed_rate(config: RunConfig, whole: float, operations: int) -> tuple[float, str]:
+def published(this: PastRun, config: RunConfig, machine: Machine | None) -> GpuTime | None:
+    """Return the time of a step by what published runs took; None without a known GPU."""
+    row = machine.row if machine and config.train.device.startswith("cuda") else None
+    if machine is None or row is None:
+        return None
+    from flatout.assembly.gpu_rate import gpu_time
+
+    peak = row.peak_tflops.get(recipe_of(config).arithmetic("cuda"))
+    if peak is None:
+        return None
+    kinds = [*this.speedups, *(["compile"] if this.is_compiled else [])]
+    flops = peak.value * 1e12
+    return gpu_time(
+        config, machine, row, peak_flops=flops, world_size=this.world_size, speedups=kinds
+    )
+
+
+def assumed_rate(
+    config: RunConfig, whole: float, operations: int, known: GpuTime | None = None
+) -> tuple[float, str]:
     """Return the tokens per second of all devices, and what was assumed.
 
     `whole` is the rate at the peak of matrix products. With the `operations` of an eager step,
-    small ones count: a CPU computes after it has started an operation, a GPU meanwhile. GPUs are
-    assumed to reach what an H100 was measured to (docs/gpu.md).
+    small ones count: a CPU computes after it has started an operation, a GPU meanwhile. GPUs that
+    are not `known` are assumed to reach what an H100 was measured to (docs/gpu.md).
     """
     on_gpu = config.train.device.startswith("cuda")
     share = (EAGER_MFU if operations else COMPILED_MFU) if on_gpu else ASSUMED_MFU
     computing = f"an assumed {share:.0%} of the peak"
     tokens = config.batch.tokens_per_step or 0
+    if known is not None:
+        share, computing = tokens / known.step_s / whole, known.describe()
     computing_s, starting_s = tokens / (share * whole), operations * STARTING_S
     starting = f"an assumed {1e6 * STARTING_S:.0f} us to start each of {operations:,} operations"
     if operations and not on_gpu:

@@ -133,8 +133,14 @@ def default_allocator() -> None:
     """Leave the allocator unchanged."""
 
 
-def sync_every_micro_batch(_model: nn.Module, _is_last: bool) -> AbstractContextManager[None]:
-    """Synchronise gradients between processes in every micro-batch."""
+def sync_every_micro_batch(model: nn.Module, is_last: bool) -> AbstractContextManager[None]:
+    """Synchronise gradients between processes in every micro-batch.
+
+    Copies of a sharded model add their shards of the gradients once per step, without more memory.
+    """
+    sharded: Any = model
+    if hasattr(sharded, "set_requires_all_reduce"):
+        sharded.set_requires_all_reduce(is_last)
     return nullcontext()
 
 

@@ -30,7 +30,9 @@ from flatout.errors import ConfigError, FlatoutError, HardwareError
 from flatout.hardware import ASSUMED_MFU, Machine
 from flatout.launch import replicas
 from flatout.models.language_model import Flops, LanguageModel, LanguageModelConfig, model_of
-from flatout.ops import scan
+from flatout.ops import Ops, scan
+from flatout.parallel.context import Context
+from flatout.parallel.tensor import Split
 from flatout.progress import counted, readable_memory
 from flatout.registry import MODELS
 from flatout.roof import peak_tflops
@@ -87,6 +89,7 @@ def resolve(
         }
     )
     check_names(config)
+    _check_divides(config)
     dtype = "fp32" if device == "cpu" else "bf16"
     peak = known_peak(machine, device, dtype) if device == "cpu" or machine.gpus else None
     minutes = expected_minutes(config, world_size * peak.tflops * ASSUMED_MFU) if peak else None
@@ -104,7 +107,9 @@ def resolve(
         )
     chooser = recipe.filled_by.get("micro_batch")
     if config.batch.rows_per_device == "auto":
-        rows_per_rank = (config.batch.tokens_per_step or 0) // (config.data.seq_len * world_size)
+        rows_per_rank = (config.batch.tokens_per_step or 0) // (
+            config.data.seq_len * world_size // config.parallel.per_row
+        )
         usable = int(USED_MEMORY * available)
         plan = micro_batch_plan(workload_of(config, recipe), rows_per_rank, device, usable)
         rows = recipe.micro_batch(plan)
@@ -138,7 +143,9 @@ def with_checkpointing(
     if rows == "auto":
         rows, accumulate, usable = 1, 2, int(USED_MEMORY * available)
     else:
-        per_rank = (config.batch.tokens_per_step or 0) // (config.data.seq_len * world_size)
+        per_rank = (config.batch.tokens_per_step or 0) // (
+            config.data.seq_len * world_size // config.parallel.per_row
+        )
         accumulate, usable = per_rank // rows, int((available - CUDA_CONTEXT) / CUDA_RESERVED)
 
     def need(names: list[str]) -> int:
@@ -241,8 +248,8 @@ def steps_stated(
         seq_len,
         per_step // seq_len,
         1,
-        rank=0,
-        world_size=1,
+        dp_rank=0,
+        dp_size=1,
         seed=0,
         document_mask=False,
         prefetch=0,
@@ -326,11 +333,12 @@ def workload_of(config: RunConfig, recipe: Recipe | None = None) -> Workload:
     return Workload(
         model_class,
         model_config,
-        config.data.seq_len,
+        config.data.seq_len // config.parallel.context,
         ops,
         recipe.precision.dtype(),
         moments=recipe.moments,
         num_shards=config.parallel.shard,
+        tensor=config.parallel.tensor,
         whole_gradients="grad_sync" in recipe.filled_by,
         gathers=recipe.gather_dtype,
         transforms=tuple(filter(None, (recipe.low_precision, recipe.activations))),
@@ -342,6 +350,9 @@ def workload_of(config: RunConfig, recipe: Recipe | None = None) -> Workload:
         newton_schulz=recipe.newton_schulz,
         adamw_copies=0 if "optimizer" in recipe.filled_by else 3,
         on_gpu=config.train.device.startswith("cuda"),
+        is_sharded=config.parallel.is_sharded,
+        reshard=config.parallel.reshard,
+        offloads=config.parallel.offload == "cpu" and config.train.device.startswith("cuda"),
     )
 
 
@@ -366,6 +377,28 @@ def _resolve_model(config: RunConfig, dataset: AnyDataset | None) -> RunConfig:
     return config.with_values(
         {f"model.{key}": value for key, value in model_config.model_dump(mode="json").items()}
     )
+
+
+def _check_divides(config: RunConfig) -> None:
+    """Check that processes can share rows and layers as `parallel` says.
+
+    Raises: ConfigError, as the model's `share_rows` and `share_layers`.
+    """
+    parallel, data = config.parallel, config.data
+    if parallel.per_row == 1:
+        return
+    if parallel.tensor > 1 and config.lora.rank:
+        raise ConfigError(
+            f"parallel.tensor={parallel.tensor} does not support lora.rank={config.lora.rank}.",
+            fix="Leave one of them out.",
+        )
+    model_class, model_config = model_of(config)
+    model = model_class.on_meta(model_config, Ops.plain())
+    if parallel.context > 1:
+        context = Context(None, 0, parallel.context, bool(model.divides_rows))
+        model.share_rows(context, seq_len=data.seq_len, has_documents=data.document_mask)
+    if parallel.tensor > 1:
+        model.share_layers(Split(None, 0, parallel.tensor), seq_len=data.seq_len)
 
 
 def epoch_tokens(dataset: AnyDataset, seq_len: int) -> int:

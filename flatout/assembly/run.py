@@ -284,8 +284,9 @@ def _model(
     No process ever holds more than its shards of the weights and one whole tensor.
     """
     model_class, model_config = model_of(config)
-    weights_bytes = 4 * model_class.num_parameters(model_config) // mesh.shard
-    free_bytes = memory_bytes(machine, config.train.device, mesh.local_world_size)
+    weights_bytes = 4 * model_class.num_parameters(model_config) // (mesh.shard * mesh.tensor)
+    device = "cpu" if mesh.offloads else config.train.device
+    free_bytes = memory_bytes(machine, device, mesh.local_world_size)
     if weights_bytes > free_bytes:
         raise HardwareError(
             f"The model's weights alone take {readable_memory(weights_bytes)}, "
@@ -294,6 +295,9 @@ def _model(
             "or model.vocab_size.",
         )
     core = with_adapters(new_model(config, recipe.ops()), config.lora)
+    data = config.data
+    mesh.share_rows(core, seq_len=data.seq_len, has_documents=data.document_mask)
+    mesh.share_layers(core, seq_len=data.seq_len)
     model: nn.Module = core
     is_sharded = mesh.device_mesh is not None
     if not is_sharded:
@@ -302,7 +306,7 @@ def _model(
         model = transform(model, mesh)
     model = wrap(model, mesh, gathers=recipe.gather_dtype)
     if is_sharded:
-        allocate(core, mesh.device, draws=draws)
+        allocate(core, mesh.device, draws=draws, weights_device=mesh.weights_device)
     return core, model
 
 
@@ -313,8 +317,8 @@ def make_feed(run: Run) -> DirectFeed | PrefetchFeed:
         seq_len=config.data.seq_len,
         rows_per_device=run.rows_per_device,
         accumulate=config.batch.accumulate or 1,
-        rank=mesh.rank,
-        world_size=mesh.world_size,
+        dp_rank=mesh.dp_rank,
+        dp_size=mesh.dp_size,
         seed=config.train.seed,
         document_mask=config.data.document_mask,
         prefetch=config.data.prefetch,

@@ -19,7 +19,11 @@ def plan(
     recipe: RecipeName,
     overrides: Overrides = None,
     machine: Annotated[
-        str | None, Option("Plan for another machine, such as '8x H100'; this one by default.")
+        str | None,
+        Option(
+            "Plan for another machine, such as '8x H100', or '4x8 H100, 400 Gb/s': machines x "
+            "GPUs, and the network of each GPU; this one by default."
+        ),
     ] = None,
     rows: Annotated[
         str | None, Option("Micro-batches to compare in a table, such as '64,96,128,256'.")

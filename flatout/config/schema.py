@@ -91,10 +91,17 @@ class RunConfig(Section):
             "Set optim.kind=adamw.",
         ),
         (
-            lambda run: run.lora.base_dtype != "fp32" and run.parallel.shard > 1,
+            lambda run: run.lora.base_dtype != "fp32" and run.parallel.is_sharded,
             "lora.base_dtype={0.lora.base_dtype} stores weights in two dtypes, and "
-            "parallel.shard={0.parallel.shard} expects a single one.",
-            "Set lora.base_dtype=fp32, or parallel.shard=1.",
+            "parallel.shard={0.parallel.shard} and parallel.offload={0.parallel.offload} expect a "
+            "single one.",
+            "Set lora.base_dtype=fp32, or leave out parallel.shard and parallel.offload.",
+        ),
+        (
+            lambda run: run.parallel.tensor > 1 and run.parallel.context > 1,
+            "parallel.tensor={0.parallel.tensor} and parallel.context={0.parallel.context} cannot "
+            "be set together: both divide the tokens of each row.",
+            "Leave one of them out.",
         ),
     )
 

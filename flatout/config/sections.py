@@ -403,3 +403,30 @@ class ParallelConfig(Section):
     """Replicas of the model (DDP); auto is the number of processes divided by `shard`."""
     shard: Count = 1
     """Processes that weights, gradients and optimizer state are sharded over (fully_shard)."""
+    reshard: bool = True
+    """Free the gathered weights of a block after its forward pass, and gather them again in
+    backward; false keeps them until then (ZeRO-2), which is faster and takes the memory of all of
+    them.
+    """
+    offload: Literal["none", "cpu"] = "none"
+    """Where weights, gradients and optimizer state are kept: `cpu` keeps them in host memory, where
+    the optimizer steps, and copies blocks to the GPU as they are used. One process may do so too.
+    """
+    tensor: Count = 1
+    """Processes that share every layer, by heads and columns, best within one machine; they have
+    the same rows, and `replicate` and `shard` count them as one.
+    """
+    context: Count = 1
+    """Processes among them that share the tokens of each row, for sequences that are too long for
+    one; a divisor of `shard`, or of `replicate` without sharding.
+    """
+
+    @property
+    def per_row(self) -> int:
+        """Processes that have the same rows."""
+        return self.context * self.tensor
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether fully_shard holds the weights, in this process alone or over several."""
+        return self.shard > 1 or self.tensor > 1 or self.offload == "cpu"

@@ -24,6 +24,8 @@ from flatout.models import layers
 from flatout.models.language_model import Decoder, EmbeddingModel, Flops, LanguageModelConfig
 from flatout.models.layers import Factor, Linear
 from flatout.ops import Ops, at_least_fp32
+from flatout.parallel.context import Context
+from flatout.parallel.tensor import Cut, Split, local
 
 INIT_STD = 0.02
 """Standard deviation of initial weights."""
@@ -133,6 +135,7 @@ class Eigenstate(EmbeddingModel):
     """Pre-norm blocks of a gated recurrence and an MLP."""
 
     draws_everything: ClassVar[bool] = True
+    divides_rows: ClassVar[bool | None] = False
     Config: ClassVar[type[LanguageModelConfig]] = EigenstateConfig
     config: EigenstateConfig
 
@@ -168,6 +171,49 @@ class Eigenstate(EmbeddingModel):
         if config.chunk_size == "auto" or config.chunk_size <= LEAN_CHUNK:
             return {}
         return {"chunk_size": LEAN_CHUNK}
+
+    def share_rows(self, context: Context, *, seq_len: int, has_documents: bool) -> None:
+        """Let `forward` compute this rank's part of each row, of whole groups of every scale.
+
+        Raises: ConfigError when groups would cross the borders of parts.
+        """
+        least = math.lcm(*self.config.scales)
+        if least > 1 and (has_documents or seq_len % (least * context.size)):
+            raise ConfigError(
+                f"model.scales={list(self.config.scales)} average tokens across the parts of a row "
+                f"that parallel.context={context.size} makes.",
+                fix=f"Set data.seq_len to a multiple of {least * context.size} and "
+                "data.document_mask=false, or model.scales=[1].",
+            )
+        super().share_rows(context, seq_len=seq_len, has_documents=has_documents)
+
+    def tensor_cuts(self) -> dict[str, Cut]:
+        """Return how ranks share each parameter: by heads, and by columns inside the MLP."""
+        count, inner = self.config.num_eigenstates, (self.config.mlp_width,)
+        return self.cuts_by_ending(
+            {
+                "recurrence.drive": (0, (count, count)),
+                "recurrence.output": (1, (count, count)),
+                "recurrence.selection": (0, (count,)),
+                "recurrence.coupling": (0, (count,)),
+                "log_rate": (0, (count,)),
+                "detuning": (0, (count,)),
+                "mlp.up": (0, inner),
+                "mlp.down": (1, inner),
+            }
+        )
+
+    def share_layers(self, split: Split, *, seq_len: int) -> None:
+        """Let this rank compute some heads of eigenstates, as `LanguageModel.share_layers`.
+
+        Raises: ConfigError also when the ranks cannot divide the heads or the MLP.
+        """
+        self.check_shares(split, "model.num_heads", self.config.num_heads, grows=False)
+        self.check_shares(split, "model.d_ff", self.config.mlp_width)
+        super().share_layers(split, seq_len=seq_len)
+        for module in self.modules():
+            if isinstance(module, Memory):
+                module.first = split.rank * self.config.num_eigenstates // split.size
 
     @property
     def max_seq_len(self) -> int:
@@ -223,6 +269,14 @@ class Eigenstate(EmbeddingModel):
         total = self.matmul_flops() + 6 * sum(couplings)
         return Flops(palm=total, causal_exact=Fraction(total))
 
+    def shared_bytes(self, seq_len: int) -> float:
+        """Return the bytes of a state in all layers, and of its gradient, divided by the tokens."""
+        config = self.config
+        numbers = 2 * config.num_eigenstates * len(config.scales)
+        if config.eigenvalues == "selective":  # how much of a state is left, too
+            numbers *= 2
+        return 8.0 * config.num_layers * numbers / seq_len
+
     def stacked_by_ending(self) -> dict[str, tuple[int, ...]]:
         """Return the rows of the real and imaginary drive, and of each head's coupling."""
         count, heads = self.config.num_eigenstates, self.config.num_heads
@@ -243,13 +297,21 @@ class Block(layers.ResidualBlock):
         )
         self.dropout = config.dropout
 
-    def forward(self, hidden_BTD: Tensor, doc_ids_BT: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        hidden_BTD: Tensor,
+        doc_ids_BT: Tensor | None = None,
+        shared: None = None,
+        context: Context | None = None,
+    ) -> Tensor:
         """Return the hidden states after this block.
+
+        With a context, the tokens are this rank's, and the document ids those of whole rows.
 
         Shapes:  hidden_BTD (B, T, D); doc_ids_BT (B, T) integers.
         Returns: hidden_BTD.
         """
-        read_BTD = self.recurrence(self.recurrence_norm(hidden_BTD), doc_ids_BT)
+        read_BTD = self.recurrence(self.recurrence_norm(hidden_BTD), doc_ids_BT, context)
         return self.added(hidden_BTD, read_BTD)
 
     def decode(self, hidden_BTD: Tensor, states: list[MemoryState], start: int) -> Tensor:
@@ -278,7 +340,8 @@ class RecurrentDecoder(Decoder):
         Shapes:  tokens_BT (B, T) integers.
         Returns: logits_BV.
         """
-        hidden_BTD = self._model.embed(tokens_BT, self.num_tokens)
+        end = self.num_tokens + tokens_BT.shape[1]
+        hidden_BTD = self._model.embed(tokens_BT, [(self.num_tokens, end)])
         for block, states in zip(self._model.blocks, self._states, strict=True):
             hidden_BTD = block.decode(hidden_BTD, states, self.num_tokens)  # type: ignore[operator]
         return self._model.last_logits(hidden_BTD)
@@ -315,6 +378,7 @@ class Recurrence(nn.Module):
         self,
         hidden_BTD: Tensor,
         doc_ids_BT: Tensor | None = None,
+        context: Context | None = None,
         carried: list[MemoryState] | None = None,
         start: int = 0,
     ) -> Tensor:
@@ -331,10 +395,10 @@ class Recurrence(nn.Module):
             pace_BTK = 2 * at_least_fp32(self.selection(hidden_BTD)).sigmoid()
         memories: list[Memory] = [*self.memories]
         eigenvalues = [memory.eigenvalues(pace_BTK) for memory in memories]
-        drive_BTE = self.ops.linear(hidden_BTD, self.drive.weight, self.drive.bias)
+        drive_BTE = self.drive(hidden_BTD)
         if carried is None:
             states = [
-                memory(drive_BTE, own, doc_ids_BT)
+                memory(drive_BTE, own, doc_ids_BT, context)
                 for memory, own in zip(memories, eigenvalues, strict=True)
             ]
         else:
@@ -342,16 +406,16 @@ class Recurrence(nn.Module):
                 memory.decode(drive_BTE, own, state, start)
                 for memory, own, state in zip(memories, eigenvalues, carried, strict=True)
             ]
-        states_BTE = (
-            states[0]
-            if self.share is None
-            else (torch.stack(states) * self.share.softmax(dim=0)[:, None, None, None]).sum(dim=0)
-        )
+        states_BTE = states[0]
+        if self.share is not None:
+            share_N111 = local(self.share).softmax(dim=0)[:, None, None, None]
+            states_BTE = (torch.stack(states) * share_N111).sum(dim=0)
         states_BTE = self._coupled(states_BTE)
         if states_BTE.dtype.itemsize > hidden_BTD.dtype.itemsize:
             states_BTE = states_BTE.to(hidden_BTD.dtype)
         gate_BTD: Tensor = self.gate(hidden_BTD).sigmoid()
-        return gate_BTD * self.ops.linear(states_BTE, self.output.weight, self.output.bias)
+        read_BTD: Tensor = self.output(states_BTE)
+        return gate_BTD * read_BTD
 
     def _coupled(self, states_BTE: Tensor) -> Tensor:
         """Add to each eigenstate a little of the others of its head.
@@ -359,7 +423,7 @@ class Recurrence(nn.Module):
         Cost: 4 B T K J FLOP for J eigenstates per head.
         """
         size = self.coupling.shape[1]
-        coupling_HJI = self.coupling.to(states_BTE.dtype).view(-1, size, size)
+        coupling_HJI = local(self.coupling).to(states_BTE.dtype).view(-1, size, size)
         states_BT2HI = states_BTE.view(*states_BTE.shape[:-1], 2, *coupling_HJI.shape[:2])
         added_BT2HJ = torch.einsum("btghi,hji->btghj", states_BT2HI, coupling_HJI)
         return states_BTE + RESONANCE * added_BT2HJ.flatten(2)
@@ -373,6 +437,8 @@ class Memory(nn.Module):
         self.config = config
         self.scale = scale
         self.ops = ops
+        self.first = 0
+        """The first eigenstate of this rank."""
         self.log_rate = nn.Parameter(torch.zeros(config.num_eigenstates))
         """Logarithm of the decay rate per step: |eigenvalue| = exp(-exp(log_rate)), below 1 for any
         learned value.
@@ -398,8 +464,11 @@ class Memory(nn.Module):
         drive_BTE: Tensor,
         eigenvalues: tuple[Tensor, Tensor],
         doc_ids_BT: Tensor | None,
+        context: Context | None = None,
     ) -> Tensor:
         """Return the latest state that each token may read.
+
+        With a context, the tokens are this rank's, whole groups of `scale`.
 
         Shapes:  drive_BTE (B, T, E); eigenvalues as `eigenvalues` returns them; doc_ids_BT (B, T)
                  integers.
@@ -408,8 +477,15 @@ class Memory(nn.Module):
         tokens = drive_BTE.shape[1]
         if self.scale == 1 or doc_ids_BT is None:
             drive_BNE = _scaled(self._means(drive_BTE), eigenvalues)
-            states_BNE = self._states(drive_BNE, eigenvalues, doc_ids_BT, None)
-            return self._by_token(states_BNE, None, 0, tokens)
+            if context is None:
+                states_BNE = self._states(drive_BNE, eigenvalues, doc_ids_BT, None)
+                return self._by_token(states_BNE, None, 0, tokens)
+            own_BN = None if doc_ids_BT is None else context.own(doc_ids_BT)
+            states_BNE = self._states(drive_BNE, eigenvalues, own_BN, None)
+            before_BE, added_BNE = context.carried(
+                states_BNE[:, -1], *eigenvalues, states_BNE.shape[1], doc_ids_BT
+            )
+            return self._by_token(states_BNE + added_BNE, before_BE, 0, tokens)
         if tokens < self.scale:
             return at_least_fp32(torch.zeros_like(drive_BTE))
         groups = Groups.of(doc_ids_BT, self.scale)
@@ -452,10 +528,12 @@ class Memory(nn.Module):
         Shapes:  pace_BTK (B, T, K), None is 1.
         Returns: (log_decay, angle), both (K,), or (B, T, K) with a pace.
         """
-        rate_K = at_least_fp32(self.log_rate).exp()
+        rate_K = at_least_fp32(local(self.log_rate)).exp()
         index_K = torch.arange(1, len(rate_K) + 1, device=rate_K.device, dtype=torch.float64)
+        if self.first:
+            index_K += self.first
         initial_K = (2 * math.pi * (index_K * GOLDEN).frac()).to(rate_K.dtype)
-        angle_K = initial_K + rate_K * self.detuning
+        angle_K = initial_K + rate_K * local(self.detuning)
         if pace_BTK is None:
             return -rate_K, angle_K
         return -rate_K * pace_BTK, angle_K.expand_as(pace_BTK)

@@ -8,9 +8,10 @@ Letters: B rows, T tokens, D width, V vocabulary.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from typing import Any, ClassVar, Literal, Self, final
 
 import torch
@@ -23,7 +24,9 @@ from flatout.errors import ConfigError, ShapeError
 from flatout.json_io import JsonObject
 from flatout.models.layers import Embedding, Linear, check_length, dropped
 from flatout.ops import Ops
-from flatout.ops.cross_entropy import capped
+from flatout.ops.cross_entropy import capped, sharded
+from flatout.parallel.context import Context
+from flatout.parallel.tensor import Cut, Split, local
 from flatout.registry import MODELS
 
 ParameterKind = Literal["hidden", "embedding", "head", "vector"]
@@ -139,9 +142,17 @@ class LanguageModel(nn.Module, ABC):
     constants or what `meta.DRAWS` lists, and moving to a device restores every buffer. A subclass
     does not inherit it.
     """
+    divides_rows: ClassVar[bool | None] = None
+    """Whether several ranks may share a row (`context`): True, with parts from its start and its
+    end (attention), False, with consecutive tokens (a recurrence), or None, not at all.
+    """
     config: LanguageModelConfig
     blocks: nn.ModuleList
-    """Called in order, each as block(hidden_BTD, doc_ids_BT) -> hidden_BTD."""
+    """Called in order, each as block(hidden_BTD, doc_ids_BT, *shared) -> hidden_BTD."""
+    context: Context | None = None
+    """This rank's part of each row; None: all of it. Only `forward` divides rows."""
+    split: Split | None = None
+    """This rank's part of each layer; None: all of it."""
 
     def __init__(self, config: LanguageModelConfig, ops: Ops) -> None:
         super().__init__()
@@ -196,13 +207,23 @@ class LanguageModel(nn.Module, ABC):
     ) -> tuple[Tensor, Tensor]:
         """Return the summed loss of the targets, and how many are not ignored.
 
+        With a `context`, all ranks that share rows are given whole ones, and return the loss of
+        their own targets.
+
         Shapes:  tokens_BT (B, T) integers; targets_BT (B, T) int64, -1 where there is
                  nothing to predict; doc_ids_BT (B, T) integers.
         Returns: (loss_sum, num_valid), as `flatout.ops.cross_entropy.reference`.
         """
-        hidden_BTD, weight_VD = self.head(self._through_blocks(tokens_BT, doc_ids_BT))
+        context = self.context
+        if context is not None:
+            targets_BT = context.own(targets_BT)
+        hidden_BTD = self._through_blocks(tokens_BT, doc_ids_BT, context)
+        hidden_BTD, weight_VD = self.head(hidden_BTD)
         z_loss = self.config.z_loss if self.training else 0.0
-        return self.ops.cross_entropy(
+        cross_entropy = self.ops.cross_entropy
+        if self.split is not None:
+            cross_entropy = partial(sharded, split=self.split)
+        return cross_entropy(
             hidden_BTD, weight_VD, targets_BT, softcap=self.config.logit_softcap, z_loss=z_loss
         )
 
@@ -213,7 +234,10 @@ class LanguageModel(nn.Module, ABC):
         Returns: logits_BTV.
         """
         hidden_BTD, weight_VD = self.head(self._through_blocks(tokens_BT, doc_ids_BT))
-        return capped(nn.functional.linear(hidden_BTD, weight_VD), self.config.logit_softcap)
+        logits_BTV = nn.functional.linear(hidden_BTD, weight_VD)
+        if self.split is not None:
+            logits_BTV = self.split.gathered(logits_BTV, dim=2)
+        return capped(logits_BTV, self.config.logit_softcap)
 
     def next_logits(self, tokens_BT: Tensor) -> Tensor:
         """Return the logits of the next token, without those of earlier positions.
@@ -244,9 +268,16 @@ class LanguageModel(nn.Module, ABC):
         """Return the decoder's token limit: `max_tokens`, capped at what the model supports."""
         return min(max_tokens or self.max_seq_len, self.max_seq_len)
 
-    def _through_blocks(self, tokens_BT: Tensor, doc_ids_BT: Tensor | None) -> Tensor:
-        hidden_BTD = self.embed(tokens_BT)
-        shared = self.shared_by_blocks(tokens_BT, doc_ids_BT)
+    def _through_blocks(
+        self, tokens_BT: Tensor, doc_ids_BT: Tensor | None, context: Context | None = None
+    ) -> Tensor:
+        if context is None:
+            hidden_BTD = self.embed(tokens_BT)
+            shared = self.shared_by_blocks(tokens_BT, doc_ids_BT)
+        else:
+            embed: Any = self.embed  # a model that divides rows takes positions
+            hidden_BTD = embed(context.own(tokens_BT), context.spans(tokens_BT.shape[1]))
+            shared = (None, context)
         for block in self.blocks:
             hidden_BTD = block(hidden_BTD, doc_ids_BT, *shared)
         return hidden_BTD
@@ -277,6 +308,66 @@ class LanguageModel(nn.Module, ABC):
         Returns: (hidden_BTD, weight_VD).
         """
 
+    def share_rows(self, context: Context, *, seq_len: int, has_documents: bool) -> None:
+        """Let `forward` compute this rank's part of each row.
+
+        Raises: ConfigError when the model does not support it, or rows cannot be divided.
+        """
+        if self.divides_rows is None:
+            raise ConfigError(
+                f"parallel.context={context.size} needs a model that divides rows, and "
+                f"{type(self).__name__} does not.",
+                fix="Leave parallel.context out, or choose model.kind=transformer or eigenstate.",
+            )
+        context.spans(seq_len)
+        self.context = context
+
+    def tensor_cuts(self) -> dict[str, Cut]:
+        """Return how ranks share parameters, by name; the others are whole on every rank.
+
+        An empty dictionary means that ranks cannot share layers.
+        """
+        return {}
+
+    def share_layers(self, split: Split, *, seq_len: int) -> None:
+        """Let `forward` compute this rank's part of each layer, once `tensor.cut` has cut it.
+
+        Raises: ConfigError when the model does not support it, or the ranks cannot divide it.
+        """
+        cuts = self.tensor_cuts()
+        if not cuts:
+            raise ConfigError(
+                f"parallel.tensor={split.size} needs a model that says how its layers are divided, "
+                f"and {type(self).__name__} does not.",
+                fix="Leave parallel.tensor out, or choose model.kind=transformer or eigenstate.",
+            )
+        self.check_shares(split, "model.vocab_size", self.config.vocab_size)
+        self.check_shares(split, "data.seq_len", seq_len)
+        for name, module in self.named_modules():
+            found = cuts.get(f"{name}.weight")
+            if found is None:
+                continue
+            if not isinstance(module, Linear):
+                module.split = split  # an embedding
+            elif found.dim == 1:
+                module.after = split.reduced
+            elif not name.startswith("unembedding"):
+                module.before = split.gathered
+        self.split = split
+
+    def check_shares(self, split: Split, name: str, count: int, *, grows: bool = True) -> None:
+        """Check that the ranks can divide a number, which could be larger if it `grows`.
+
+        Raises: ConfigError.
+        """
+        if count % split.size:
+            nearest = f"{name}={-(-count // split.size) * split.size}, or " if grows else ""
+            raise ConfigError(
+                f"{name}={count} cannot be divided among the ranks of "
+                f"parallel.tensor={split.size}.",
+                fix=f"Set {nearest}parallel.tensor to a divisor of {count}.",
+            )
+
     @abstractmethod
     def init_weights(self) -> None:
         """Initialise every parameter from torch's generator, also after `to_empty`."""
@@ -295,6 +386,13 @@ class LanguageModel(nn.Module, ABC):
     @abstractmethod
     def flops_per_token(self, seq_len: int) -> Flops:
         """Return the training FLOPs per token in sequences of `seq_len`."""
+
+    def shared_bytes(self, seq_len: int) -> float:
+        """Return the bytes that a rank sends to each other one per token, where they share rows.
+
+        Forward and backward of a model in bf16, whose rank has `seq_len` tokens of a row.
+        """
+        return 0.0
 
     @abstractmethod
     def parameter_kinds(self) -> dict[str, ParameterKind]:
@@ -327,22 +425,26 @@ class EmbeddingModel(LanguageModel):
     dropout: float = 0.0
     """Share of components of the embedding that are dropped in training."""
 
-    def embed(self, tokens_BT: Tensor, start: int = 0) -> Tensor:
+    def embed(self, tokens_BT: Tensor, spans: Sequence[tuple[int, int]] | None = None) -> Tensor:
         """Return the embedding of each token, plus that of its position when positions are learned.
 
-        The first position is `start`.
+        The positions are those of `spans`, as (start, end); None: from 0 on.
 
         Shapes:  tokens_BT (B, T) integers.
         Returns: hidden_BTD.
         Raises:  ShapeError when there is no position for a token.
         """
-        end = start + tokens_BT.shape[1]
-        check_length(end, self.max_seq_len)
+        spans = spans or [(0, tokens_BT.shape[1])]
+        check_length(spans[-1][1], self.max_seq_len)
         hidden_BTD = self.token_embedding(tokens_BT)
+        if self.split is not None:
+            spans = self.split.spans(tokens_BT.shape[1])
         if self.embedding_scale != 1:
             hidden_BTD = hidden_BTD * self.embedding_scale
         if self.position_embedding is not None:
-            hidden_BTD = hidden_BTD + self.position_embedding.weight[start:end]
+            weight = local(self.position_embedding.weight)
+            parts = [weight[start:end] for start, end in spans]
+            hidden_BTD = hidden_BTD + torch.cat(parts)
         return dropped(hidden_BTD, self.dropout, self.training)
 
     def head(self, hidden_BTD: Tensor) -> tuple[Tensor, Tensor]:
@@ -355,7 +457,9 @@ class EmbeddingModel(LanguageModel):
         hidden_BTD = self.final_norm(hidden_BTD)
         if self.logit_scale != 1:
             hidden_BTD = hidden_BTD * self.logit_scale
-        return hidden_BTD, output.weight
+        if self.split is not None:
+            hidden_BTD = self.split.gathered(hidden_BTD)
+        return hidden_BTD, local(output.weight)
 
     def parameter_kinds(self) -> dict[str, ParameterKind]:
         """Return the kind of every parameter by its name; a tied head is an embedding."""
@@ -368,6 +472,21 @@ class EmbeddingModel(LanguageModel):
             for name, _ in self.named_parameters()
             for ending, rows in self.stacked_by_ending().items()
             if name.endswith(ending)
+        }
+
+    def cuts_by_ending(self, cuts: Mapping[str, tuple[int, tuple[int, ...]]]) -> dict[str, Cut]:
+        """Return `tensor_cuts` of layers and parameters by the ending of their names.
+
+        A bias is cut with the rows of its weight. The vocabulary is cut, too.
+        """
+        vocabulary = (0, (self.config.vocab_size,))
+        cuts = {**cuts, "token_embedding": vocabulary, "unembedding": vocabulary}
+        return {
+            name: Cut(dim, parts)
+            for name, parameter in self.named_parameters()
+            for ending, (dim, parts) in cuts.items()
+            if name.removesuffix(".weight").removesuffix(".bias").endswith(ending)
+            and dim < parameter.dim()
         }
 
     @abstractmethod

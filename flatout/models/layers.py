@@ -15,6 +15,7 @@ from torch.nn import functional
 from flatout.errors import ConfigError, ShapeError
 from flatout.ops import Ops, at_least_fp32
 from flatout.ops.heads import rms_normed
+from flatout.parallel.tensor import Split, local
 
 
 class Linear(nn.Linear):
@@ -32,6 +33,10 @@ class Linear(nn.Linear):
         super().__init__(width_in, width_out, bias=bias)
         self.ops = ops
         self.activation = activation
+        self.before: Callable[[Tensor], Tensor] | None = None
+        """Gathers the tokens of all ranks, where they share the output's features."""
+        self.after: Callable[[Tensor], Tensor] | None = None
+        """Adds up the products of all ranks, where they share the input's features."""
 
     def reset_parameters(self) -> None:
         """Do nothing: `LanguageModel.init_weights` initialises the weights."""
@@ -42,15 +47,38 @@ class Linear(nn.Linear):
         Shapes:  hidden (..., width_in).
         Returns: (..., width_out).
         """
-        return self.ops.linear(hidden, self.weight, self.bias, activation=self.activation)
+        weight, bias = local(self.weight), local(self.bias)
+        if self.after is not None:
+            hidden = self.after(self.ops.linear(hidden, weight, None))
+            return hidden if bias is None else hidden + bias
+        if self.before is not None:
+            hidden = self.before(hidden)
+        return self.ops.linear(hidden, weight, bias, activation=self.activation)
 
 
 class Factor(Linear):
-    """A linear layer whose product the model computes itself; LoRA adapts none."""
+    """A linear layer of a recurrence; LoRA adapts none."""
 
 
 class Embedding(nn.Embedding):
     """torch's embedding; the model initialises the weights."""
+
+    split: Split | None = None
+    """The ranks that share the vocabulary."""
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        """Return the vector of each token; of this rank's tokens if ranks share the vocabulary.
+
+        Shapes:  tokens_BT (B, T) integers.
+        Returns: hidden_BTD.
+        """
+        weight_VD = local(self.weight)
+        if self.split is None:
+            return functional.embedding(tokens_BT, weight_VD)
+        own_BT = tokens_BT - self.split.rank * len(weight_VD)
+        is_own_BT = (own_BT >= 0) & (own_BT < len(weight_VD))
+        hidden_BTD = functional.embedding(own_BT.where(is_own_BT, 0), weight_VD)
+        return self.split.reduced(hidden_BTD * is_own_BT[..., None])
 
     def reset_parameters(self) -> None:
         """Do nothing: `LanguageModel.init_weights` initialises the weights."""
@@ -74,9 +102,10 @@ class LayerNorm(nn.Module):
         Shapes:  hidden (..., D).
         Returns: the same shape and dtype.
         """
-        bias = None if self.bias is None else at_least_fp32(self.bias)
+        weight, bias = at_least_fp32(local(self.weight)), local(self.bias)
+        bias = None if bias is None else at_least_fp32(bias)
         return functional.layer_norm(
-            at_least_fp32(hidden), self.weight.shape, at_least_fp32(self.weight), bias, self.eps
+            at_least_fp32(hidden), weight.shape, weight, bias, self.eps
         ).to(hidden.dtype)
 
 
@@ -97,7 +126,7 @@ class RMSNorm(nn.Module):
         Shapes:  hidden (..., D).
         Returns: the same shape and dtype.
         """
-        return rms_normed(hidden, self.weight, self.eps)
+        return rms_normed(hidden, local(self.weight), self.eps)
 
 
 def gelu(hidden: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from flatout.config.schema import RunConfig
 from flatout.models.language_model import LanguageModel, model_of
 from flatout.models.lora import Adapter
 from flatout.ops import Ops
+from flatout.parallel.tensor import TENSOR, Cut
 
 DRAWS = {nn.init.normal_, nn.init.kaiming_uniform_, nn.init.uniform_, Tensor.uniform_}
 """What models draw their weights with."""
@@ -31,41 +32,73 @@ def new_model(config: RunConfig, ops: Ops) -> LanguageModel:
     return model_class.on_meta(model_config, ops)
 
 
-def allocate(model: LanguageModel, device: torch.device | str, *, draws: bool) -> None:
+def allocate(
+    model: LanguageModel,
+    device: torch.device | str,
+    *,
+    draws: bool,
+    weights_device: torch.device | str | None = None,
+) -> None:
     """Move a model that `new_model` returned to `device`; with `draws`, draw its weights.
+
+    Only its buffers are moved there if its weights have a `weights_device`.
 
     Every rank draws whole tensors on the CPU, one by one in the order of `init_weights`, and keeps
     its part: the values depend neither on the device nor on the number of ranks. Without `draws`
     the weights are arbitrary. Cost: about a second per 100 million weights drawn; memory for the
     rank's part of the model, and for its largest tensor.
     """
-    if not any(parameter.is_meta for parameter in model.parameters()):
-        model.to(device)
-        return
-    model.to_empty(device=device)
-    if draws:
-        with _DrawsWhole():
+    is_meta = any(parameter.is_meta for parameter in model.parameters())
+
+    def moved(tensor: Tensor) -> Tensor:
+        is_weight = isinstance(tensor, nn.Parameter)
+        target = weights_device if is_weight and weights_device is not None else device
+        return torch.empty_like(tensor, device=target) if is_meta else tensor.to(target)
+
+    model._apply(moved)  # type: ignore[no-untyped-call]
+    if is_meta and draws:
+        cuts = model.tensor_cuts()
+        with _DrawsWhole({p: cuts.get(name) for name, p in model.named_parameters()}):
             model.init_weights()
             for module in model.modules():
                 if isinstance(module, Adapter):
                     module.init_weights()
 
 
-def offset_of(tensor: Tensor) -> tuple[int, ...]:
-    """Return the offset of this rank's part in the whole tensor.
+def boxes_of(tensor: Tensor, cut: Cut | None = None) -> list[tuple[tuple[int, ...], Tensor]]:
+    """Return this rank's boxes of a tensor: where each starts in the whole, and its values.
 
-    Shapes: tensor of any shape; the result has one number per dimension.
+    It is one box, unless ranks share several matrices that the tensor stacks, as `cut` says.
+
+    Shapes: tensor of any shape; the values share its memory.
     """
-    if isinstance(tensor, DTensor):
-        _, offset = compute_local_shape_and_global_offset(
-            tensor.shape, tensor.device_mesh, tensor.placements
-        )
-        return tuple(offset)
-    return (0,) * tensor.dim()
+    if not isinstance(tensor, DTensor):
+        return [((0,) * tensor.dim(), tensor.detach())]
+    mesh, part = tensor.device_mesh, tensor.to_local().detach()
+    # The public API has no offset of a DTensor's local part; torch's own checkpoints use this too.
+    _, starts = compute_local_shape_and_global_offset(tensor.shape, mesh, tensor.placements)
+    if cut is None or len(cut.parts) == 1 or TENSOR not in (mesh.mesh_dim_names or ()):
+        return [(tuple(starts), part)]
+    dim, rank, size = cut.dim, mesh.get_local_rank(TENSOR), mesh.size(-1)
+    first = starts[dim] - rank * (tensor.shape[dim] // size)  # in what this group's rank has
+    boxes, before, done = [], 0, 0
+    for rows in cut.parts:
+        share = rows // size
+        low, high = max(first, done), min(first + part.shape[dim], done + share)
+        if low < high:
+            there = list(starts)
+            there[dim] = before + rank * share + low - done
+            boxes.append((tuple(there), part.narrow(dim, low - first, high - low)))
+        before, done = before + rows, done + share
+    return boxes
 
 
 class _DrawsWhole(TorchFunctionMode):
     """Draws whole tensors in fp32 on the CPU, and copies this rank's part of them."""
+
+    def __init__(self, cuts: Mapping[Tensor, Cut | None]) -> None:
+        super().__init__()
+        self._cuts = cuts
 
     def __torch_function__(
         self,
@@ -81,8 +114,7 @@ class _DrawsWhole(TorchFunctionMode):
         whole = torch.empty(target.shape)
         func(whole, *args[1:], **{key: one for key, one in kwargs.items() if key != "tensor"})
         with torch.no_grad():
-            part = target.to_local() if isinstance(target, DTensor) else target
-            for dim, (start, size) in enumerate(zip(offset_of(target), part.shape, strict=True)):
-                whole = whole.narrow(dim, start if size else 0, size)
-            part.copy_(whole)
+            for there, here in boxes_of(target, self._cuts.get(target)):
+                box = zip(there, here.shape, strict=True)
+                here.copy_(whole[tuple(slice(start, start + size) for start, size in box)])
         return target

@@ -7,9 +7,9 @@ Letters: B rows, T tokens, D width, V vocabulary, L layers, H query heads, G key
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fractions import Fraction
-from typing import ClassVar, Literal, Self, final
+from typing import Any, ClassVar, Literal, Self, final
 
 import torch
 from pydantic import Field, model_validator
@@ -21,6 +21,8 @@ from flatout.models import layers
 from flatout.models.language_model import Decoder, EmbeddingModel, Flops, LanguageModelConfig
 from flatout.ops import Ops, float64_device, product_dtype
 from flatout.ops.attention import Mask, masks
+from flatout.parallel.context import Context
+from flatout.parallel.tensor import Cut, Split, local
 
 INIT_STD = 0.02
 """Standard deviation of initial weights (GPT-2: Radford et al. 2019)."""
@@ -236,12 +238,13 @@ class Rotary(nn.Module):
         self.cos, self.sin = self._tables(self.cos.device)
         return self
 
-    def forward(self, start: int, end: int) -> tuple[Tensor, Tensor]:
-        """Return the tables that `ops.heads` takes, for positions from `start` to before `end`.
+    def forward(self, spans: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+        """Return the tables that `ops.heads` takes, for the positions of `spans`: (start, end).
 
         Returns: (cos_TC, sin_TC).
         """
-        return self.cos[start:end], self.sin[start:end]
+        cos, sin = ([table[start:end] for start, end in spans] for table in (self.cos, self.sin))
+        return (cos[0], sin[0]) if len(spans) == 1 else (torch.cat(cos), torch.cat(sin))
 
 
 def llama3(frequency: Tensor, config: TransformerConfig) -> Tensor:
@@ -296,10 +299,13 @@ class Attention(nn.Module):
         hidden_BTD: Tensor,
         doc_ids_BT: Tensor | None = None,
         shared: dict[int | None, Mask] | None = None,
+        context: Context | None = None,
         cache: KeyValueCache | None = None,
         start: int = 0,
     ) -> Tensor:
         """Return the output of attention for each token; `shared` has `attention.masks`.
+
+        With a context, the tokens are this rank's, and the document ids those of whole rows.
 
         With a cache the tokens continue a document at the position `start`, and are added to it.
 
@@ -310,12 +316,15 @@ class Attention(nn.Module):
         if self.query_norm is not None and self.key_norm is not None:
             gains = (self.query_norm.weight, self.key_norm.weight)
             gain_NC = torch.cat(
-                [gain.expand(n, -1) for gain, n in zip(gains, self.head_counts, strict=True)]
+                [local(gain).expand(n, -1) for gain, n in zip(gains, self.head_counts, strict=True)]
             )
+        qkv_BTE = self.qkv(hidden_BTD)
+        tokens = qkv_BTE.shape[1]
+        spans = [(start, start + tokens)] if context is None else context.spans_of(tokens)
         if self.rotary is not None:
-            cos_TC, sin_TC = self.rotary(start, start + hidden_BTD.shape[1])
+            cos_TC, sin_TC = self.rotary(spans)
         q_BHTC, k_BGSC, v_BGSC = self.ops.heads(
-            self.qkv(hidden_BTD),
+            qkv_BTE,
             gain_NC,
             cos_TC,
             sin_TC,
@@ -324,11 +333,12 @@ class Attention(nn.Module):
         )
         if cache is not None:
             k_BGSC, v_BGSC = cache.extend(k_BGSC, v_BGSC, start)
-        out_BHTC = self.ops.attention(
+        attend = self.ops.attention if context is None else context.attend(self.ops.attention)
+        out_BHTC = attend(
             q_BHTC,
             k_BGSC,
             v_BGSC,
-            doc_ids_BT=doc_ids_BT,
+            doc_ids_BS=doc_ids_BT,
             window=self.window,
             softcap=self.softcap,
             mask=shared.get(self.window) if shared else None,
@@ -389,6 +399,7 @@ class Block(layers.ResidualBlock):
         hidden_BTD: Tensor,
         doc_ids_BT: Tensor | None = None,
         shared: dict[int | None, Mask] | None = None,
+        context: Context | None = None,
     ) -> Tensor:
         """Return the hidden states after this block; `shared` has `attention.masks`.
 
@@ -396,7 +407,7 @@ class Block(layers.ResidualBlock):
         Returns: hidden_BTD.
         """
         normed_BTD = self.attention_norm(hidden_BTD)
-        return self.added(hidden_BTD, self.attention(normed_BTD, doc_ids_BT, shared))
+        return self.added(hidden_BTD, self.attention(normed_BTD, doc_ids_BT, shared, context))
 
     def decode(self, hidden_BTD: Tensor, cache: KeyValueCache, start: int) -> Tensor:
         """Return the hidden states of the next tokens of a document, and add them to the cache.
@@ -412,6 +423,7 @@ class Transformer(EmbeddingModel):
     """Pre-norm decoder-only transformer."""
 
     draws_everything: ClassVar[bool] = True
+    divides_rows: ClassVar[bool | None] = True
     Config: ClassVar[type[LanguageModelConfig]] = TransformerConfig
     config: TransformerConfig
 
@@ -442,6 +454,37 @@ class Transformer(EmbeddingModel):
             return config.model_copy(update={"max_seq_len": seq_len})
         layers.check_positions(config.max_seq_len, seq_len)
         return config
+
+    def tensor_cuts(self) -> dict[str, Cut]:
+        """Return how ranks share each matrix: by heads, and by columns inside the MLP."""
+        config, stacked = self.config, self.stacked_by_ending()
+        inner, heads = (config.mlp_width,), (config.num_heads * config.head_size,)
+        return self.cuts_by_ending(
+            {
+                "attention.qkv": (0, stacked["attention.qkv.weight"]),
+                "attention.output": (1, heads),
+                "mlp.gate_up": (0, stacked["mlp.gate_up.weight"]),
+                "mlp.up": (0, inner),
+                "mlp.down": (1, inner),
+            }
+        )
+
+    def share_layers(self, split: Split, *, seq_len: int) -> None:
+        """Let this rank compute some heads of attention, as `LanguageModel.share_layers`.
+
+        Raises: ConfigError also when the ranks cannot divide the heads or the MLP.
+        """
+        for key, count in (
+            ("num_heads", self.config.num_heads),
+            ("num_kv_heads", self.config.kv_heads),
+        ):
+            self.check_shares(split, f"model.{key}", count, grows=False)
+        self.check_shares(split, "model.d_ff", self.config.mlp_width)
+        super().share_layers(split, seq_len=seq_len)
+        for block in self.blocks:
+            attention: Any = block.attention
+            heads, groups = attention.head_counts
+            attention.head_counts = (heads // split.size, groups // split.size)
 
     @property
     def max_seq_len(self) -> int:
@@ -501,6 +544,11 @@ class Transformer(EmbeddingModel):
             palm=matmul + per_key * config.num_layers * seq_len,
             causal_exact=matmul + Fraction(per_key * visible, seq_len),
         )
+
+    def shared_bytes(self, seq_len: int) -> float:
+        """Return the bytes of keys and values in all layers, and of their gradients, in bf16."""
+        config = self.config
+        return 4.0 * config.num_layers * 2 * config.kv_heads * config.head_size
 
     def stacked_by_ending(self) -> dict[str, tuple[int, ...]]:
         """Return the rows of query, key and value in `qkv`, and of gate and value in `gate_up`."""
@@ -570,7 +618,8 @@ class CachingDecoder(Decoder):
         Shapes:  tokens_BT (B, T) integers.
         Returns: logits_BV.
         """
-        hidden_BTD = self._model.embed(tokens_BT, self.num_tokens)
+        end = self.num_tokens + tokens_BT.shape[1]
+        hidden_BTD = self._model.embed(tokens_BT, [(self.num_tokens, end)])
         for block, cache in zip(self._model.blocks, self._caches, strict=True):
             hidden_BTD = block.decode(hidden_BTD, cache, self.num_tokens)  # type: ignore[operator]
         return self._model.last_logits(hidden_BTD)

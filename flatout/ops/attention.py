@@ -34,6 +34,8 @@ FLEX_HEADS = range(16, 257)
 """Head sizes of FlexAttention: Triton multiplies no narrower tiles, and wider ones exceed the
 shared memory of a multiprocessor.
 """
+MOST_FLASH, AMPERE = 256, 8
+"""The largest head size of the flash kernel, and the oldest GPUs that it runs on."""
 FLEX_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 Mask = Tensor | BlockMask | None
 """What is added to the scores, 0 or minus infinity, (T, S) or (B, 1, T, S); or the blocks of
@@ -46,7 +48,7 @@ def reference(
     k_BGSC: Tensor,
     v_BGSC: Tensor,
     *,
-    doc_ids_BT: Tensor | None = None,
+    doc_ids_BS: Tensor | None = None,
     window: int | None = None,
     softcap: float | None = None,
     mask: Mask = None,
@@ -54,15 +56,15 @@ def reference(
     """Return the values of the visible keys, weighted by the softmax of the scaled scores.
 
     The queries are the last T of the S positions. A query sees its own position and earlier ones:
-    with `window`, only the last `window` positions, its own included; with `doc_ids_BT`, only
+    with `window`, only the last `window` positions, its own included; with `doc_ids_BS`, only
     positions of its own document. Query head h reads key head h // (H / G). `softcap` limits the
     scaled scores to plus or minus that value with a tanh. `mask` is the mask of these documents
     and this window, if `masks` has built it for all layers. Masked keys and values have no effect
     as long as they are finite: their weight is 0, and 0 x NaN is NaN. These plain matrix products
     over all pairs are the definition; every variant must match them, gradients included.
 
-    Shapes:  q_BHTC (B, H, T, C); k_BGSC, v_BGSC (B, G, S, C), G divides H, S >= T; doc_ids_BT (B,
-             T) integers, then S = T.
+    Shapes:  q_BHTC (B, H, T, C); k_BGSC, v_BGSC (B, G, S, C), G divides H, S >= T; doc_ids_BS (B,
+             S) integers.
     Returns: out_BHTC in the dtype of v; scores and softmax are fp32 (fp64 for fp64).
     Units:   window counts keys, the query's own included.
     Cost:    4 B H T S C FLOP forward, twice that backward; B H T S scores are kept for backward.
@@ -70,12 +72,12 @@ def reference(
     Source:  Vaswani et al. 2017, arXiv:1706.03762; grouped heads: Ainslie et al. 2023,
              arXiv:2305.13245; softcap: Gemma Team 2024, arXiv:2408.00118.
     """
-    _check(q_BHTC, k_BGSC, v_BGSC, doc_ids_BT)
+    _check(q_BHTC, k_BGSC, v_BGSC, doc_ids_BS)
     k_BHSC, v_BHSC = _repeat_groups(q_BHTC, k_BGSC), _repeat_groups(q_BHTC, v_BGSC)
     scores_BHTS = at_least_fp32(q_BHTC @ k_BHSC.transpose(-2, -1)) / math.sqrt(q_BHTC.shape[-1])
     if softcap is not None:
         scores_BHTS = torch.tanh(scores_BHTS / softcap) * softcap
-    added = _added(q_BHTC, k_BGSC, doc_ids_BT, window, mask)
+    added = _added(q_BHTC, k_BGSC, doc_ids_BS, window, mask)
     weights_BHTS = (scores_BHTS + added).softmax(dim=-1)
     return weights_BHTS.to(v_BHSC.dtype) @ v_BHSC
 
@@ -85,7 +87,7 @@ def fused(
     k_BGSC: Tensor,
     v_BGSC: Tensor,
     *,
-    doc_ids_BT: Tensor | None = None,
+    doc_ids_BS: Tensor | None = None,
     window: int | None = None,
     softcap: float | None = None,
     mask: Mask = None,
@@ -95,9 +97,10 @@ def fused(
     torch tries cuDNN first on GPUs of capability 9.x and 10.x (from cuDNN 9.15.1 on, which torch
     2.11 to 2.13 ship), flash elsewhere, and falls back to the next kernel: cuDNN does not support
     heads above 128 or head sizes that are not a multiple of 8. No mask is needed without documents
-    when the window covers everything and there is one query or as many as keys. Otherwise the mask
-    is added, and the kernel skips nothing. `reference` handles a softcap, which the kernel does not
-    support.
+    when the window covers everything and there is one query or as many as keys; with more keys,
+    when the flash kernel can be called by name, whose causal mask ends at the last query and key.
+    Otherwise the mask is added, and the kernel skips nothing. `reference` handles a softcap, which
+    the kernel does not support.
 
     Shapes:  as `reference`.
     Returns: out_BHTC, laid out in memory as (B, T, H, C).
@@ -107,22 +110,35 @@ def fused(
     """
     if softcap is not None:
         options: Any = {"window": window, "softcap": softcap, "mask": mask}
-        return reference(q_BHTC, k_BGSC, v_BGSC, doc_ids_BT=doc_ids_BT, **options)
-    _check(q_BHTC, k_BGSC, v_BGSC, doc_ids_BT)
+        return reference(q_BHTC, k_BGSC, v_BGSC, doc_ids_BS=doc_ids_BS, **options)
+    _check(q_BHTC, k_BGSC, v_BGSC, doc_ids_BS)
     num_queries, num_keys = q_BHTC.shape[2], k_BGSC.shape[2]
-    is_plain = (
-        doc_ids_BT is None
-        and num_queries in {1, num_keys}
-        and (window is None or window >= num_keys)
-    )
+    is_whole = doc_ids_BS is None and (window is None or window >= num_keys)
+    is_plain = is_whole and num_queries in {1, num_keys}
+    dtype = product_dtype(q_BHTC, k_BGSC)
+    if is_whole and not is_plain and _runs_flash(q_BHTC, dtype):
+        # `torch.nn.attention.bias.causal_lower_right` calls it too, but does not compile
+        qkv = (each.to(dtype) for each in (q_BHTC, k_BGSC, v_BGSC))
+        out_BHTC: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(*qkv, 0.0, True)[0]
+        return out_BHTC
     return functional.scaled_dot_product_attention(
         q_BHTC,
         k_BGSC,
         v_BGSC,
-        attn_mask=None if is_plain else _added(q_BHTC, k_BGSC, doc_ids_BT, window, mask),
+        attn_mask=None if is_plain else _added(q_BHTC, k_BGSC, doc_ids_BS, window, mask),
         is_causal=is_plain and num_queries > 1,
         enable_gqa=q_BHTC.shape[1] != k_BGSC.shape[1],
     )
+
+
+def _runs_flash(q_BHTC: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether the flash kernel runs on the GPU of these queries in this dtype."""
+    fits = q_BHTC.shape[-1] % 8 == 0 and q_BHTC.shape[-1] <= MOST_FLASH
+    if not fits or dtype not in (torch.bfloat16, torch.float16):
+        return False
+    if isinstance(q_BHTC, FakeTensor):
+        return getattr(q_BHTC.fake_mode, "stands_for", None) == "cuda"
+    return q_BHTC.is_cuda and torch.cuda.get_device_properties(q_BHTC.device).major >= AMPERE
 
 
 def flex(
@@ -130,7 +146,7 @@ def flex(
     k_BGSC: Tensor,
     v_BGSC: Tensor,
     *,
-    doc_ids_BT: Tensor | None = None,
+    doc_ids_BS: Tensor | None = None,
     window: int | None = None,
     softcap: float | None = None,
     mask: Mask = None,
@@ -150,15 +166,15 @@ def flex(
     Raises:  ShapeError as `reference`.
     Source:  Dong et al. 2024, arXiv:2412.05496.
     """
-    _check(q_BHTC, k_BGSC, v_BGSC, doc_ids_BT)
+    _check(q_BHTC, k_BGSC, v_BGSC, doc_ids_BS)
     num_tokens, head_dim = q_BHTC.shape[2:]
     fits = head_dim in FLEX_HEADS and q_BHTC.dtype in FLEX_DTYPES and softcap is None
-    fits = fits and k_BGSC.shape[2] == num_tokens and _masks_blocks(num_tokens, doc_ids_BT, window)
+    fits = fits and k_BGSC.shape[2] == num_tokens and _masks_blocks(num_tokens, doc_ids_BS, window)
     if not fits or not runs_triton(q_BHTC):
         if fits and isinstance(q_BHTC, FakeTensor):  # estimates a GPU run, which builds no mask
-            doc_ids_BT = window = None
+            doc_ids_BS = window = None
         options: Any = {"window": window, "softcap": softcap, "mask": mask}
-        return fused(q_BHTC, k_BGSC, v_BGSC, doc_ids_BT=doc_ids_BT, **options)
+        return fused(q_BHTC, k_BGSC, v_BGSC, doc_ids_BS=doc_ids_BS, **options)
     dtype = product_dtype(q_BHTC, q_BHTC)
     kernel: Any = flex_attention if torch.compiler.is_compiling() else _compiled()
     out_BHTC: Tensor = kernel(
@@ -167,7 +183,7 @@ def flex(
         v_BGSC.to(dtype),
         block_mask=mask
         if isinstance(mask, BlockMask)
-        else block_mask(q_BHTC[:, 0, :, 0], doc_ids_BT, window),
+        else block_mask(q_BHTC[:, 0, :, 0], doc_ids_BS, window),
         enable_gqa=q_BHTC.shape[1] != k_BGSC.shape[1],
     )
     return out_BHTC
@@ -181,7 +197,7 @@ def _compiled() -> Callable[..., Tensor]:
 def masks(
     attend: Callable[..., Tensor],
     tokens_BT: Tensor,
-    doc_ids_BT: Tensor | None,
+    doc_ids_BS: Tensor | None,
     windows: Iterable[int | None],
     dtype: torch.dtype,
 ) -> dict[int | None, Mask]:
@@ -189,31 +205,31 @@ def masks(
 
     `dtype` is that of queries and keys.
 
-    Shapes:  tokens_BT, doc_ids_BT (B, T) integers.
+    Shapes:  tokens_BT, doc_ids_BS (B, T) integers: S is T here.
     Memory:  B T^2 elements per window with documents, T^2 without.
     """
     found: dict[int | None, Mask] = {}
     if attend is flex and isinstance(tokens_BT, FakeTensor):
         return found  # estimates a GPU run, whose blocks take little memory
     for window in {*windows}:
-        if doc_ids_BT is None and (window is None or window >= tokens_BT.shape[1]):
+        if doc_ids_BS is None and (window is None or window >= tokens_BT.shape[1]):
             continue
         if attend is flex and tokens_BT.is_cuda:
-            if _masks_blocks(tokens_BT.shape[1], doc_ids_BT, window):
-                found[window] = block_mask(tokens_BT, doc_ids_BT, window)
+            if _masks_blocks(tokens_BT.shape[1], doc_ids_BS, window):
+                found[window] = block_mask(tokens_BT, doc_ids_BS, window)
         else:
             rows_BHTC = tokens_BT[:, None, :, None]
-            found[window] = _added(rows_BHTC.to(dtype), rows_BHTC, doc_ids_BT, window)
+            found[window] = _added(rows_BHTC.to(dtype), rows_BHTC, doc_ids_BS, window)
     return found
 
 
-def _masks_blocks(num_tokens: int, doc_ids_BT: Tensor | None, window: int | None) -> bool:
+def _masks_blocks(num_tokens: int, doc_ids_BS: Tensor | None, window: int | None) -> bool:
     """Return whether documents or the window may mask a whole block."""
-    is_masked = doc_ids_BT is not None or (window is not None and window < num_tokens)
+    is_masked = doc_ids_BS is not None or (window is not None and window < num_tokens)
     return is_masked and num_tokens > BLOCK_TOKENS
 
 
-def block_mask(tokens_BT: Tensor, doc_ids_BT: Tensor | None, window: int | None) -> BlockMask:
+def block_mask(tokens_BT: Tensor, doc_ids_BS: Tensor | None, window: int | None) -> BlockMask:
     """Return the BlockMask of a micro-batch.
 
     It says which key blocks a query block reads, and which of these need no masking. It is derived
@@ -222,7 +238,7 @@ def block_mask(tokens_BT: Tensor, doc_ids_BT: Tensor | None, window: int | None)
     ids never decrease along a row, as in packed rows. An incomplete last block never counts as
     fully visible.
 
-    Shapes:  tokens_BT (B, T), of which only shape and device matter; doc_ids_BT (B, T) integers.
+    Shapes:  tokens_BT (B, T), of which only shape and device matter; doc_ids_BS (B, T) integers.
     Cost:    B N^2 comparisons; keeps 8 B N^2 integers of 4 bytes.
     """
 
@@ -230,12 +246,12 @@ def block_mask(tokens_BT: Tensor, doc_ids_BT: Tensor | None, window: int | None)
         visible = key <= query
         if window is not None:
             visible = visible & (key > query - window)
-        if doc_ids_BT is not None:
-            visible = visible & (doc_ids_BT[row, query] == doc_ids_BT[row, key])
+        if doc_ids_BS is not None:
+            visible = visible & (doc_ids_BS[row, query] == doc_ids_BS[row, key])
         return visible
 
     num_tokens = tokens_BT.shape[1]
-    some_BNN, all_BNN = _some_and_all_visible(doc_ids_BT, window, num_tokens, tokens_BT.device)
+    some_BNN, all_BNN = _some_and_all_visible(doc_ids_BS, window, num_tokens, tokens_BT.device)
     return BlockMask.from_kv_blocks(
         *_counts_and_indices(some_BNN & ~all_BNN),
         *_counts_and_indices(all_BNN),
@@ -246,7 +262,7 @@ def block_mask(tokens_BT: Tensor, doc_ids_BT: Tensor | None, window: int | None)
 
 
 def _some_and_all_visible(
-    doc_ids_BT: Tensor | None, window: int | None, num_tokens: int, device: torch.device
+    doc_ids_BS: Tensor | None, window: int | None, num_tokens: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Return for which query and key blocks some pair, and every pair, is visible."""
     num_blocks = -(-num_tokens // BLOCK_TOKENS)
@@ -260,11 +276,11 @@ def _some_and_all_visible(
     if window is not None:
         some_BNN = some_BNN & (least_NN < window)
         all_BNN = all_BNN & (most_NN < window)
-    if doc_ids_BT is not None:
+    if doc_ids_BS is not None:
         missing = num_blocks * BLOCK_TOKENS - num_tokens
         if missing:
-            doc_ids_BT = torch.cat((doc_ids_BT, doc_ids_BT[:, -1:].expand(-1, missing)), dim=1)
-        low_BN, high_BN = torch.unflatten(doc_ids_BT, 1, (num_blocks, BLOCK_TOKENS)).aminmax(dim=-1)
+            doc_ids_BS = torch.cat((doc_ids_BS, doc_ids_BS[:, -1:].expand(-1, missing)), dim=1)
+        low_BN, high_BN = torch.unflatten(doc_ids_BS, 1, (num_blocks, BLOCK_TOKENS)).aminmax(dim=-1)
         query_low, query_high, key_low, key_high = (
             low_BN[:, :, None],
             high_BN[:, :, None],
@@ -291,7 +307,7 @@ def bf16(
     k_BGSC: Tensor,
     v_BGSC: Tensor,
     *,
-    doc_ids_BT: Tensor | None = None,
+    doc_ids_BS: Tensor | None = None,
     window: int | None = None,
     softcap: float | None = None,
     mask: Mask = None,
@@ -306,7 +322,7 @@ def bf16(
     Cost:    as `reference`, at twice the rate; B H T S weights are kept in two bytes.
     Raises:  ShapeError as `reference`.
     """
-    _check(q_BHTC, k_BGSC, v_BGSC, doc_ids_BT)
+    _check(q_BHTC, k_BGSC, v_BGSC, doc_ids_BS)
     is_fp32 = (
         q_BHTC.dtype == k_BGSC.dtype == v_BGSC.dtype == torch.float32
         and not torch.is_autocast_enabled(q_BHTC.device.type)
@@ -314,8 +330,8 @@ def bf16(
     fits = softcap is None and q_BHTC.shape[2] >= FEWEST_QUERIES and k_BGSC.shape[2] <= MOST_KEYS
     if not is_fp32 or not fits:
         options: Any = {"window": window, "softcap": softcap, "mask": mask}
-        return fused(q_BHTC, k_BGSC, v_BGSC, doc_ids_BT=doc_ids_BT, **options)
-    added = _added(q_BHTC, k_BGSC, doc_ids_BT, window, mask)
+        return fused(q_BHTC, k_BGSC, v_BGSC, doc_ids_BS=doc_ids_BS, **options)
+    added = _added(q_BHTC, k_BGSC, doc_ids_BS, window, mask)
     if q_BHTC.shape[1] != k_BGSC.shape[1]:
         k_BGSC, v_BGSC = _repeat_groups(q_BHTC, k_BGSC), _repeat_groups(q_BHTC, v_BGSC)
     return _Bf16.apply(q_BHTC, k_BGSC, v_BGSC, added)  # type: ignore[no-any-return, no-untyped-call]
@@ -362,7 +378,7 @@ def _repeat_groups(q_BHTC: Tensor, kv_BGSC: Tensor) -> Tensor:
 def _added(
     q_BHTC: Tensor,
     k_BGSC: Tensor,
-    doc_ids_BT: Tensor | None,
+    doc_ids_BS: Tensor | None,
     window: int | None,
     mask: Mask = None,
 ) -> Tensor:
@@ -375,28 +391,30 @@ def _added(
     visible = key_S <= query_T
     if window is not None:
         visible = visible & (key_S > query_T - window)
-    if doc_ids_BT is not None:
-        visible = visible & (doc_ids_BT[:, None, :, None] == doc_ids_BT[:, None, None, :])
+    if doc_ids_BS is not None:
+        visible = visible & (
+            doc_ids_BS[:, None, -num_queries:, None] == doc_ids_BS[:, None, None, :]
+        )
     nothing = torch.zeros((), dtype=q_BHTC.dtype, device=device)
     return torch.where(visible, nothing, float("-inf"))
 
 
-def _check(q_BHTC: Tensor, k_BGSC: Tensor, v_BGSC: Tensor, doc_ids_BT: Tensor | None) -> None:
+def _check(q_BHTC: Tensor, k_BGSC: Tensor, v_BGSC: Tensor, doc_ids_BS: Tensor | None) -> None:
     rows, heads, num_queries, head_dim = q_BHTC.shape
     _, groups, num_keys, _ = k_BGSC.shape
     given = [
         None if tensor is None else tuple(tensor.shape)
-        for tensor in (q_BHTC, k_BGSC, v_BGSC, doc_ids_BT)
+        for tensor in (q_BHTC, k_BGSC, v_BGSC, doc_ids_BS)
     ]
     if (
         not given[1] == given[2] == (rows, groups, num_keys, head_dim)
         or num_keys < num_queries
         or heads % groups
-        or (doc_ids_BT is not None and not given[3] == (rows, num_queries) == (rows, num_keys))
+        or (doc_ids_BS is not None and given[3] != (rows, num_keys))
     ):
         raise ShapeError(
             "Attention got queries {}, keys {}, values {} and document ids {}.".format(*given),
             fix="Keys and values must have one shape, with the rows and the head size of the "
             "queries, a divisor of their heads and at least as many positions; with document ids, "
-            "one per row and position, as many keys as queries.",
+            "one per row and key.",
         )

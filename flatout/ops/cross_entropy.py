@@ -13,12 +13,14 @@ from functools import cache, partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
 from flatout.errors import MissingPackage, ShapeError
 from flatout.ops import at_least_fp32, linear, product_dtype, uncompiled
+from flatout.parallel.tensor import Split
 
 IGNORED = -1
 """The target of positions that the loss ignores."""
@@ -101,10 +103,38 @@ def _with_all_logits(product: Callable[[Tensor, Tensor], Tensor]) -> Callable[..
 
 
 def _with_chunks(hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor, *others: Any) -> Tensor:
+    return _chunked(hidden_BTD, weight_VD, targets_BT, *others, None)
+
+
+def _chunked(hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor, *others: Any) -> Tensor:
     given: Any = (hidden_BTD.flatten(0, 1), weight_VD, targets_BT.flatten(), *others)
     if torch.is_grad_enabled() and (hidden_BTD.requires_grad or weight_VD.requires_grad):
         return _Chunked.apply(*given, weight_VD.requires_grad)  # type: ignore[no-any-return, no-untyped-call]
     return _in_chunks(*given, False, False)[0]
+
+
+def sharded(
+    hidden_BTD: Tensor,
+    weight_PD: Tensor,
+    targets_BT: Tensor,
+    *,
+    split: Split,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """Return this rank's share of `reference`, from its P rows of an output weight.
+
+    The sums over all ranks are the result of `reference`. Every rank is given all tokens, and
+    returns the gradients that its part of the vocabulary contributes. It is `chunked` otherwise.
+
+    Shapes:  as `reference`, with weight_PD (P, D).
+    Returns: as `reference`: an equal part of the loss, and the number of this rank's targets.
+    Cost:    as `chunked`, divided among the ranks, and two all-reduces of a few numbers per target.
+    """
+    hidden_BTD, valid_BT = _valid_only(hidden_BTD, weight_PD, targets_BT)
+    loss_sum = _chunked(hidden_BTD, weight_PD, targets_BT, softcap, z_loss, split)
+    ((start, end),) = split.spans(targets_BT.shape[1])
+    return loss_sum, valid_BT[:, start:end].sum()
 
 
 def _with_liger(hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor, *others: Any) -> Tensor:
@@ -188,18 +218,19 @@ class _Chunked(torch.autograd.Function):
         targets_N: Tensor,
         softcap: float | None,
         z_loss: float,
+        split: Split | None,
         is_trained: bool,
     ) -> Tensor:
         """Return the loss; both gradients are kept for backward, unless the weight is frozen."""
         ctx.dtypes = (hidden_ND.dtype, weight_VD.dtype, product_dtype(hidden_ND, weight_VD))
         ctx.is_trained = is_trained
-        given = (hidden_ND, weight_VD, targets_N, softcap, z_loss)
+        given = (hidden_ND, weight_VD, targets_N, softcap, z_loss, split)
         loss_sum, *gradients = _in_chunks(*given, True, is_trained)
         ctx.save_for_backward(*gradients)
         return loss_sum
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, *tuple[None, ...]]:
         """Return the kept gradients times the gradient of the loss, multiplied in at least fp32.
 
         The gradient of the hidden states is rounded to the dtype of their product with the weight,
@@ -209,16 +240,26 @@ class _Chunked(torch.autograd.Function):
         hidden_dtype, weight_dtype, dtype = ctx.dtypes
         grad_ND = (at_least_fp32(grad_ND) * grad).to(dtype).to(hidden_dtype)
         summed_VD = (grad_VD * grad).to(weight_dtype) if ctx.is_trained else None
-        return grad_ND, summed_VD, None, None, None, None
+        return grad_ND, summed_VD, None, None, None, None, None
 
 
-def _in_chunks(hidden_ND: Tensor, weight_VD: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _in_chunks(
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    targets_N: Tensor,
+    softcap: float | None,
+    z_loss: float,
+    split: Split | None,
+    *others: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the result of `_loop`, with products in autocast's dtype."""
     dtype = product_dtype(hidden_ND, weight_VD)
     loop: Any = _opaque_loop if torch.compiler.is_compiling() else partial(_loop, _of_chunk)
+    if split is not None:
+        loop = partial(_loop, partial(_of_shard, split))
     with torch.autocast(hidden_ND.device.type, enabled=False):
         results: tuple[Tensor, Tensor, Tensor] = loop(
-            hidden_ND.to(dtype), weight_VD.to(dtype), *others
+            hidden_ND.to(dtype), weight_VD.to(dtype), targets_N, softcap, z_loss, *others
         )
     return results
 
@@ -240,14 +281,55 @@ def _of_chunk(
     if scale is None:
         return loss_sum, None
     factor_C = (1 + 2 * z_loss * log_sum_C).masked_fill(targets_C == IGNORED, 0.0)
+    grad_CV = _of_logits(capped_CV, log_sum_C, factor_C, targets_C, softcap, scale)
+    return loss_sum, grad_CV.to(product_CV.dtype)
+
+
+def _of_logits(
+    capped_CV: Tensor,
+    log_sum_C: Tensor,
+    factor_C: Tensor,
+    targets_C: Tensor,
+    softcap: float | None,
+    scale: float,
+) -> Tensor:
+    """Return the gradient of the logits times `scale`."""
     grad_CV = (capped_CV - log_sum_C[:, None]).exp() * factor_C[:, None]
-    is_target_CV = targets_C[:, None] == torch.arange(product_CV.shape[1], device=product_CV.device)
+    is_target_CV = targets_C[:, None] == torch.arange(capped_CV.shape[1], device=capped_CV.device)
     grad_CV.add_(is_target_CV, alpha=-1)
     if softcap is not None:
         grad_CV *= 1 - (capped_CV / softcap).square()
     if scale != 1:
         grad_CV *= scale
-    return loss_sum, grad_CV.to(product_CV.dtype)
+    return grad_CV
+
+
+def _of_shard(
+    split: Split,
+    product_CP: Tensor,
+    targets_C: Tensor,
+    softcap: float | None,
+    z_loss: float,
+    scale: float | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Return an equal part of the loss, and the gradient of this rank's logits times `scale`."""
+    capped_CP = capped(at_least_fp32(product_CP), softcap)
+    own_C = targets_C - split.rank * product_CP.shape[1]
+    is_own_C = (own_C >= 0) & (own_C < product_CP.shape[1]) & (targets_C != IGNORED)
+    target_C = capped_CP.gather(1, own_C.where(is_own_C, 0)[:, None])[:, 0] * is_own_C
+    largest_C = split.added(capped_CP.amax(dim=1), dist.ReduceOp.MAX)
+    sums_C = (capped_CP - largest_C[:, None]).exp().sum(dim=1)
+    sums_C, target_C = split.added(torch.stack((sums_C, target_C)))
+    log_sum_C = largest_C + sums_C.log()
+    losses_C = log_sum_C - target_C + z_loss * log_sum_C.square()
+    valid_C = targets_C != IGNORED
+    loss = losses_C.where(valid_C, 0.0).sum() / split.size
+    if scale is None:
+        return loss, None
+    factor_C = (1 + 2 * z_loss * log_sum_C) * valid_C
+    own_C = own_C.where(is_own_C, IGNORED)
+    grad_CP = _of_logits(capped_CP, log_sum_C, factor_C, own_C, softcap, scale)
+    return loss, grad_CP.to(product_CP.dtype)
 
 
 def _loop(

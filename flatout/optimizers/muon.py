@@ -9,13 +9,14 @@ Letters: N matrices of one shape, R rows, C columns.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
-from torch.nn import functional
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from flatout.config.sections import OptimConfig
@@ -23,6 +24,8 @@ from flatout.errors import ConfigError
 from flatout.ops.newton_schulz import batched
 from flatout.optimizers.groups import OptimizerParts, ParameterGroup, adamw_for, named_by_kind
 from flatout.optimizers.moments import MOMENTUM, Moments
+from flatout.parallel.context import ALL_GATHER
+from flatout.parallel.tensor import TENSOR, cut_dim
 
 RMS_LIKE_ADAMW = 0.2
 """The RMS of an orthogonal matrix is 1/sqrt(max(R, C)), that of AdamW's updates about 0.2: this
@@ -41,6 +44,8 @@ def build(model: nn.Module, config: OptimConfig, parts: OptimizerParts) -> tuple
     rows_by_name: dict[str, tuple[int, ...]] = (
         model.stacked_rows() if hasattr(model, "stacked_rows") else {}  # type: ignore[operator]
     )
+    cuts = model.tensor_cuts() if getattr(model, "split", None) else {}  # type: ignore[operator]
+    apart: set[nn.Parameter] = set()
     matrices: list[nn.Parameter] = []
     stacked: dict[nn.Parameter, tuple[int, ...]] = {}
     rest: list[tuple[str, nn.Parameter]] = []
@@ -50,6 +55,8 @@ def build(model: nn.Module, config: OptimConfig, parts: OptimizerParts) -> tuple
             continue
         matrices.append(parameter)
         rows = stacked[parameter] = rows_by_name.get(name) or (parameter.shape[0],)
+        if name in cuts and len(rows) > len(cuts[name].parts):
+            apart.add(parameter)
         if sum(rows) != parameter.shape[0] or min(rows) < 1:
             raise ConfigError(
                 f"stacked_rows() splits the {parameter.shape[0]} rows of {name!r} into {rows}.",
@@ -64,6 +71,7 @@ def build(model: nn.Module, config: OptimConfig, parts: OptimizerParts) -> tuple
                 config.weight_decay,
                 config.momentum,
                 stacked_rows=stacked,
+                apart=apart,
                 newton_schulz=parts.newton_schulz,
             )
         )
@@ -77,7 +85,7 @@ class _Matrix(NamedTuple):
 
     parameter: Any
     direction: Tensor
-    """Nesterov's direction of the whole parameter, or of this rank's shard."""
+    """Nesterov's direction of the whole parameter."""
     rows: slice
     """Its rows in the parameter."""
     shape: tuple[int, int]
@@ -91,11 +99,13 @@ class Muon(Optimizer):
     """Nesterov momentum, orthogonalised by Newton-Schulz iterations, with decoupled weight decay.
 
     It is for matrices only. `stacked_rows` maps a parameter that stacks several matrices to their
-    row counts; they share a momentum buffer. `newton_schulz` is a function of
+    row counts; they share a momentum buffer. `apart` are those whose matrices ranks that share
+    layers have whole, each some of them. `newton_schulz` is a function of
     `flatout.ops.newton_schulz`. Matrices of one shape, or of one shape and its transpose, are
-    iterated together. A sharded matrix is gathered and orthogonalised on every rank, and each rank
-    updates its shard; momentum stays sharded. A step changes nothing if the attribute `found_inf`
-    is 1, see `step_with_flag`.
+    iterated together. A sharded parameter is orthogonalised by one of the ranks that share it:
+    shards of its direction go there, and those of its step come back, in bf16 on CUDA, while
+    another one is iterated. Momentum stays sharded. A step changes nothing if the attribute
+    `found_inf` is 1, see `step_with_flag`.
 
     Source: Jordan et al. 2024, kellerjordan.github.io/posts/muon; scale and decay of Liu et al.
             2025, arXiv:2502.16982.
@@ -111,10 +121,12 @@ class Muon(Optimizer):
         momentum: float = 0.95,
         *,
         stacked_rows: Mapping[nn.Parameter, tuple[int, ...]] | None = None,
+        apart: Collection[nn.Parameter] = (),
         newton_schulz: Callable[[Tensor], Tensor] = batched,
     ) -> None:
         self._newton_schulz = newton_schulz
         self._stacked_rows = dict(stacked_rows or {})
+        self._apart = apart
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
 
     def moments_of(self, _parameter: Tensor) -> Moments:
@@ -147,12 +159,13 @@ class Muon(Optimizer):
                 state["momentum_buffer"] = torch.zeros_like(gradient)
             gradients.append(_local(gradient))
             buffers.append(_local(state["momentum_buffer"]))
-            if isinstance(p, DTensor):
-                _assign_unless(skip, [_local(p)], [_local(p) * kept])
         moved = torch._foreach_lerp(buffers, gradients, 1 - group["momentum"])
         _assign_unless(skip, buffers, moved)
         del moved  # before the directions, which need as much memory
         directions = torch._foreach_lerp(gradients, buffers, group["momentum"])
+        if isinstance(parameters[0], DTensor):
+            self._update_shards(parameters, directions, kept, -group["lr"], skip)
+            return
         by_shape: dict[Any, list[_Matrix]] = {}
         for p, direction in zip(parameters, directions, strict=True):
             stop = 0
@@ -168,12 +181,103 @@ class Muon(Optimizer):
                 alpha = -group["lr"] * RMS_LIKE_ADAMW * math.sqrt(columns)
                 _add_batch(batch, steps_NRC, kept=kept, alpha=alpha, skip=skip)
 
+    def _update_shards(
+        self,
+        parameters: list[nn.Parameter],
+        directions: Sequence[Tensor],
+        kept: float,
+        alpha: float,
+        skip: Tensor | None,
+    ) -> None:
+        """Update this rank's shards; each rank orthogonalises some of the parameters.
+
+        Ranks that share layers have a part of each matrix: they gather it, and each keeps its part
+        of the step.
+
+        Shapes:  directions are those of the shards.
+        Cost:    each rank sends and receives about two copies of its shards.
+        """
+        mesh = cast(DTensor, parameters[0]).device_mesh
+        group, rank = mesh.get_group("shard"), mesh.get_local_rank("shard")
+        size = dist.get_world_size(group)
+        is_shared = TENSOR in (mesh.mesh_dim_names or ())
+        sharing = mesh.get_group(TENSOR) if is_shared else None
+        peers = dist.get_world_size(sharing) if is_shared else 1
+        alike: dict[Any, list[tuple[Tensor, Tensor]]] = {}
+        for p, direction in zip(parameters, directions, strict=True):
+            parts, dim = self._stacked_rows.get(p, (p.shape[0],)), cut_dim(p)
+            if dim == 0 and p in self._apart:
+                parts, dim = parts[: len(parts) // peers], None
+            elif dim == 0:
+                parts = tuple(rows // peers for rows in parts)
+            key = (direction.shape[1], parts, dim, p.dtype)
+            alike.setdefault(key, []).append((_local(p), direction))
+        batches: list[tuple[Any, list[tuple[Tensor, Tensor]]]] = []
+        for key, members in alike.items():
+            most = size * max(1, STACK_ELEMENTS // (sum(key[1]) * key[0]))
+            starts = range(0, len(members), most)
+            batches += [(key, members[start : start + most]) for start in starts]
+        coming: deque[tuple[_Exchange, Any]] = deque()
+        leaving: deque[tuple[_Exchange, Any]] = deque()
+
+        def arrive(exchange: _Exchange, members: Any) -> None:
+            steps = exchange.wait().flatten(0, 1)
+            for (shard, direction), step in zip(members, steps, strict=False):
+                added = step[: len(direction)].to(shard)
+                _assign_unless(skip, [shard], [(shard * kept).add_(added, alpha=alpha)])
+
+        for batch in (*batches, None):
+            if batch is not None:
+                (columns, parts, *_), members = batch
+                count, high = -(-len(members) // size), -(-sum(parts) // size)
+                first = members[0][1]
+                # offloaded shards are on the CPU, their mesh is not
+                where = mesh.device_type
+                dtype = torch.bfloat16 if where == "cuda" else first.dtype
+                sent = torch.zeros((size, count, high, columns), dtype=dtype, device=where)
+                for slot, (_, direction) in zip(sent.flatten(0, 1), members, strict=False):
+                    slot[: len(direction)] = direction
+                coming.append((_Exchange(sent, group), batch))
+            if len(coming) > (batch is not None):  # the next one is on its way meanwhile
+                exchange, ((_, parts, dim, _), members) = coming.popleft()
+                whole = exchange.wait().transpose(0, 1).flatten(1, 2)
+                steps = torch.zeros_like(whole)
+                start = 0
+                for rows in parts if rank * len(whole) < len(members) else ():
+                    part = whole[:, start : start + rows]
+                    if dim is not None:
+                        every = part.new_empty((peers, *part.shape))
+                        ALL_GATHER(every.flatten(0, 1), part.contiguous(), group=sharing)
+                        part = torch.cat(every.unbind(), dim + 1)
+                    is_wide = part.shape[1] <= part.shape[2]
+                    step = self._newton_schulz(part if is_wide else part.mT)
+                    step = step if is_wide else step.mT
+                    scale = RMS_LIKE_ADAMW * math.sqrt(max(part.shape[1:]))
+                    if dim is not None:
+                        step = step.chunk(peers, dim + 1)[mesh.get_local_rank(TENSOR)]
+                    steps[:, start : start + rows] = scale * step
+                    start += rows
+                shards = torch.unflatten(steps, 1, (size, -1)).transpose(0, 1).contiguous()
+                leaving.append((_Exchange(shards, group), members))
+            while len(leaving) > (batch is not None):
+                arrive(*leaving.popleft())
+
+
+class _Exchange:
+    """Sends slice r of a tensor to rank r of a group, and receives as many."""
+
+    def __init__(self, sent: Tensor, group: Any) -> None:
+        self._sent, self._received = sent, torch.empty_like(sent)
+        self._work = dist.all_to_all_single(self._received, sent, group=group, async_op=True)
+
+    def wait(self) -> Tensor:
+        """Return what the ranks have sent, in their order."""
+        self._work.wait()
+        return self._received
+
 
 def _stack(batch: list[_Matrix]) -> Tensor:
-    """Return the directions of a batch, transposed where they have more rows than columns.
-
-    A sharded parameter is gathered once for all its parts in the batch, one parameter at a time.
-    """
+    """Return the directions of a batch, transposed where they have more rows than columns."""
     first = batch[0]
     stack_NRC = first.direction.new_empty(
         (len(batch), *sorted(first.shape)), dtype=first.parameter.dtype
@@ -182,24 +286,7 @@ def _stack(batch: list[_Matrix]) -> Tensor:
         target_RC if matrix.is_wide else target_RC.T
         for matrix, target_RC in zip(batch, stack_NRC, strict=True)
     ]
-    if not isinstance(first.parameter, DTensor):
-        torch._foreach_copy_(targets, [m.direction[m.rows] for m in batch])
-        return stack_NRC
-    gathered: Any = None
-    whole: Any = None
-    for matrix, target in zip(batch, targets, strict=True):
-        parameter = matrix.parameter
-        if parameter is not gathered:
-            gathered, whole = parameter, None  # the one before is freed first
-            whole = DTensor.from_local(
-                matrix.direction,
-                parameter.device_mesh,
-                parameter.placements,
-                run_check=False,
-                shape=parameter.shape,
-                stride=parameter.stride(),
-            ).full_tensor()
-        target.copy_(whole[matrix.rows])
+    torch._foreach_copy_(targets, [m.direction[m.rows] for m in batch])
     return stack_NRC
 
 
@@ -208,22 +295,8 @@ def _add_batch(
 ) -> None:
     """Decay each matrix and add alpha times its step, unless `skip` is 1.
 
-    The kernels need steps in the layout of the matrices. Shards are already decayed.
+    The kernels need steps in the layout of the matrices.
     """
-    if isinstance(batch[0].parameter, DTensor):
-        for matrix, step_RC in zip(batch, steps_NRC, strict=True):
-            parameter, rows = matrix.parameter, matrix.rows
-            around = (0, 0, rows.start, parameter.shape[0] - rows.stop)
-            padded = functional.pad(step_RC if matrix.is_wide else step_RC.T, around)
-            # Every rank has the whole step, so no communication is needed.
-            mesh = parameter.device_mesh
-            everywhere = DTensor.from_local(
-                padded.contiguous(), mesh, [Replicate()] * mesh.ndim, run_check=False
-            )
-            added = everywhere.redistribute(mesh, parameter.placements).to_local()
-            shard = _local(parameter)
-            _assign_unless(skip, [shard], [shard.add(added, alpha=alpha)])
-        return
     steps_NRC = steps_NRC.to(batch[0].parameter.dtype)
     is_wide = [matrix.is_wide for matrix in batch]
     steps_NCR = steps_NRC if all(is_wide) else steps_NRC.mT.contiguous()

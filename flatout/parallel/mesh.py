@@ -1,8 +1,10 @@
 """The mesh: how the processes of a run are arranged, and how they train one model.
 
 Processes form a rectangle of `replicate` rows and `shard` columns: each row shares one copy of the
-model. It is copied to every process (DDP), sharded (fully_shard), or both (HSDP). Every process has
-its own share of the batch, so losses and counts are summed over all of them.
+model. It is copied to every process (DDP), sharded (fully_shard), or both (HSDP). `context`
+consecutive processes share the tokens of each row of a batch; the others have rows of their own.
+With `tensor`, that many consecutive processes stand in each place: they share every layer. Losses
+and counts are summed over all processes; each has those of its own tokens.
 """
 
 from __future__ import annotations
@@ -15,12 +17,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 from flatout.config.sections import ParallelConfig
+from flatout.errors import ConfigError
 from flatout.launch import replicas
-from flatout.parallel.rendezvous import Ranks, stated_ranks
+from flatout.parallel.context import Context
+from flatout.parallel.rendezvous import Ranks, connect_alone, stated_ranks
+from flatout.parallel.tensor import TENSOR, Split, cut
 
 BESIDE_FORWARD = ("logits",)
 """Methods besides `forward` that need gathered weights; all processes must call them together."""
@@ -45,7 +56,50 @@ class Mesh(Ranks):
     shard: int = 1
     device: torch.device = CPU
     device_mesh: DeviceMesh | None = None
-    """The dimensions `replicate` and `shard`; None if nothing is sharded."""
+    """The dimensions `replicate`, `shard` and, if layers are shared, `tensor`; None: none of it."""
+    reshard: bool = True
+    tensor: int = 1
+    offloads: bool = False
+    """Whether weights, gradients and optimizer state are in host memory."""
+    context: int = 1
+    context_group: dist.ProcessGroup | None = None
+    """The processes that share this one's rows; None: they are its own."""
+
+    @property
+    def weights_device(self) -> torch.device:
+        """Where weights, gradients and optimizer state are between uses."""
+        return CPU if self.offloads else self.device
+
+    @property
+    def dp_size(self) -> int:
+        """Processes, or groups of them, with rows of their own."""
+        return self.world_size // (self.context * self.tensor)
+
+    @property
+    def dp_rank(self) -> int:
+        """The position of this process's rows among `dp_size`."""
+        return self.rank // (self.context * self.tensor)
+
+    def share_rows(self, model: Any, *, seq_len: int, has_documents: bool) -> None:
+        """Let a model compute this process's part of each row, if several share them.
+
+        Raises: ConfigError as `LanguageModel.share_rows`.
+        """
+        if self.context_group is not None:
+            rank, is_balanced = self.rank % self.context, bool(model.divides_rows)
+            context = Context(self.context_group, rank, self.context, is_balanced)
+            model.share_rows(context, seq_len=seq_len, has_documents=has_documents)
+
+    def share_layers(self, model: Any, *, seq_len: int) -> None:
+        """Let a model on the meta device compute this rank's part of each layer, if ranks do.
+
+        Raises: ConfigError as `LanguageModel.share_layers`.
+        """
+        if self.tensor > 1 and self.device_mesh is not None:
+            group = self.device_mesh[TENSOR]
+            split = Split(group.get_group(), group.get_local_rank(), self.tensor)
+            model.share_layers(split, seq_len=seq_len)
+            cut(model, group, model.tensor_cuts())
 
     @property
     def is_main(self) -> bool:
@@ -83,20 +137,41 @@ class Mesh(Ranks):
 
 
 def make_mesh(config: ParallelConfig, device: str, ranks: Ranks | None = None) -> Mesh:
-    """Return the mesh of `parallel.replicate` and `parallel.shard`, after `rendezvous.connect`.
+    """Return the mesh of the keys under `parallel`, after `rendezvous.connect`.
 
-    Raises: ConfigError when their product is not the number of processes.
+    Raises: ConfigError when they do not fit the number of processes.
     """
     ranks = ranks or (stated_ranks() if dist.is_initialized() else Ranks())
     replicate = replicas(config, ranks.world_size)
     own = torch.device("cuda", ranks.local_rank) if device == "cuda" else torch.device(device)
-    device_mesh = None
-    if config.shard > 1:
-        device_mesh = init_device_mesh(
-            own.type, (replicate, config.shard), mesh_dim_names=("replicate", "shard")
+    device_mesh, offloads = None, config.offload == "cpu"
+    if offloads and own.type == "mps":
+        raise ConfigError(
+            "parallel.offload=cpu has no use on a Mac, whose GPU uses the memory of the CPU.",
+            fix="Leave parallel.offload out.",
         )
+    if offloads and ranks.world_size == 1:
+        connect_alone(own)
+    if config.is_sharded:
+        shape = (replicate, config.shard, config.tensor)
+        names = ("replicate", "shard", TENSOR)
+        count = 3 if config.tensor > 1 else 2
+        device_mesh = init_device_mesh(own.type, shape[:count], mesh_dim_names=names[:count])
+    group = None
+    if config.context > 1:
+        rows = init_device_mesh(
+            own.type,
+            (ranks.world_size // config.context, config.context),
+            mesh_dim_names=("data", "context"),
+        )
+        group = rows.get_group("context")
     return Mesh(
         **asdict(ranks),
+        reshard=config.reshard,
+        tensor=config.tensor,
+        offloads=offloads,
+        context=config.context,
+        context_group=group,
         replicate=replicate,
         shard=config.shard,
         device=own,
@@ -107,16 +182,17 @@ def make_mesh(config: ParallelConfig, device: str, ranks: Ranks | None = None) -
 def wrap(model: nn.Module, mesh: Mesh, *, gathers: torch.dtype | None = None) -> nn.Module:
     """Return the module that training calls in place of `model`, with the main process's weights.
 
-    With one process this is the model itself. A copied model is wrapped in DDP. A sharded model is
-    the model itself, with its `blocks` and the rest of it sharded in place, so optimizers must be
-    created afterwards. Both average gradients over all processes.
+    With one process this is the model itself, unless its weights stay in host memory. A copied
+    model is wrapped in DDP. A sharded model is the model itself, with its `blocks` and the rest of
+    it sharded in place, so optimizers must be created afterwards. Both average gradients over all
+    processes.
 
     With `gathers` the weights of the blocks are gathered and used in that dtype, under autocast to
     it; hidden states keep their dtype, gradients are summed in fp32, and each process keeps its
     shard unchanged. The embedding, the final norm and the output weight are gathered in their own
     dtype: a narrow embedding would make all hidden states narrow.
     """
-    if mesh.world_size == 1:
+    if mesh.device_mesh is None and mesh.world_size == 1:
         return model
     if mesh.device_mesh is None:
         devices = [mesh.device] if mesh.device.type == "cuda" else None
@@ -129,14 +205,22 @@ def wrap(model: nn.Module, mesh: Mesh, *, gathers: torch.dtype | None = None) ->
     for tensor in [*model.parameters(), *model.buffers()]:  # DDP does this by itself
         if not tensor.is_meta:  # else every rank will draw the same weights
             dist.broadcast(tensor.detach(), src=0)
-    device_mesh = mesh.device_mesh if mesh.replicate > 1 else mesh.device_mesh["shard"]
+    names = ("replicate", "shard") if mesh.replicate > 1 else ("shard",)
+    device_mesh = mesh.device_mesh[names]
     core: Any = getattr(model, "_orig_mod", model)  # shard the model inside a compiled one
     narrow = MixedPrecisionPolicy(
         param_dtype=gathers, reduce_dtype=gathers and torch.float32, cast_forward_inputs=False
     )
+    shared: dict[str, Any] = {"mesh": device_mesh, "offload_policy": OffloadPolicy()}
+    if mesh.offloads:
+        shared["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda")
     for block in core.blocks:
-        fully_shard(block, mesh=device_mesh, mp_policy=narrow)
-    fully_shard(core, mesh=device_mesh)
+        # backward begins with the last block
+        keeps = block is core.blocks[-1] or not mesh.reshard
+        fully_shard(block, mp_policy=narrow, reshard_after_forward=not keeps, **shared)
+    if getattr(core, "unembedding", None) is not None:  # a tied embedding is read again at the end
+        fully_shard(core.token_embedding, **shared)
+    fully_shard(core, **shared)
     for method in BESIDE_FORWARD:
         if hasattr(core, method):
             register_fsdp_forward_method(core, method)

@@ -5,6 +5,7 @@ Without these variables there is one process and no group.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import signal
@@ -20,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import HashStore, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
 from flatout.errors import ConfigError, RunFailed
@@ -131,6 +132,22 @@ def connect(device: str) -> Ranks:
     return ranks
 
 
+def connect_alone(device: torch.device) -> None:
+    """Make this process a group of one, unless it is in a group: torch's offload needs one."""
+    if dist.is_initialized():
+        return
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+    atexit.register(disconnect)
+
+
+def is_elastic() -> bool:
+    """Return whether torchrun starts the processes, which may continue with fewer of them."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
 def launcher() -> int | None:
     """Return the id of the process that started this rank, torchrun or `flatout train`, or None.
 
@@ -139,7 +156,7 @@ def launcher() -> int | None:
     own = os.environ.get(LAUNCHER, "")
     if own.isdigit():
         return int(own)
-    return os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+    return os.getppid() if is_elastic() else None
 
 
 def _join(backend: str, ranks: Ranks, **options: Any) -> None:

@@ -34,10 +34,11 @@ def adamw_8bit(groups: list[ParameterGroup], keywords: AdamWSettings) -> AdamW8b
 
 
 def _sharded(_machine: Machine, config: RunConfig) -> str | None:
-    if config.parallel.shard == 1:
+    if not config.parallel.is_sharded:
         return None
     return (
-        "Checkpoints do not support sharded 8-bit moments: set parallel.shard=1, or leave it out."
+        "Checkpoints do not support sharded or offloaded 8-bit moments: leave out parallel.shard, "
+        "parallel.tensor and parallel.offload, or adamw-8bit."
     )
 
 

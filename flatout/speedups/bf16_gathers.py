@@ -7,7 +7,7 @@ allows for that. Gradients are summed in fp32.
 
 from __future__ import annotations
 
-from flatout.assembly.recipe import Off, Promise, Speedup, lazy
+from flatout.assembly.recipe import Off, On, Promise, Speedup, lazy
 from flatout.config.schema import RunConfig
 from flatout.hardware import Machine
 
@@ -18,7 +18,7 @@ close to 1, where bfloat16 values are 1/256 apart.
 
 
 def _why_not(_machine: Machine, config: RunConfig) -> str | None:
-    if config.parallel.shard == 1:
+    if not config.parallel.is_sharded:
         return "It only applies to weights sharded over several processes: set parallel.shard."
     if config.model.kind not in SUPPORTED:
         return (
@@ -47,6 +47,6 @@ SPEEDUP = Speedup(
     rank=260,
     auto={
         "cpu": Off("it needs bf16, which is off on a CPU"),
-        "cuda": Off("use it where parallel.shard waits for weights"),
+        "cuda": On("each process receives half the bytes of the weights"),
     },
 )

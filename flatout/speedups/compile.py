@@ -15,7 +15,7 @@ MOST_BLOCKS = 16
 
 
 def _compile(model: LanguageModel, mesh: Mesh | None) -> LanguageModel:
-    """Compile in place, which keeps parameter names; by block with several processes, or if deep.
+    """Compile in place, which keeps parameter names; by block if it is wrapped, or if deep.
 
     The hooks of fully_shard break a whole graph. Under DDP, the backward pass of a whole graph is
     one piece: all gradients arrive at its end, and their synchronisation overlaps with nothing. By
@@ -24,7 +24,8 @@ def _compile(model: LanguageModel, mesh: Mesh | None) -> LanguageModel:
     higher-order operation such as flex-attention. Compiling a whole model takes time in proportion
     to its blocks, minutes for 48; by block, all of one shape share a graph.
     """
-    if (mesh is not None and mesh.world_size > 1) or len(model.blocks) > MOST_BLOCKS:
+    is_wrapped = mesh is not None and (mesh.world_size > 1 or mesh.device_mesh is not None)
+    if is_wrapped or len(model.blocks) > MOST_BLOCKS:
         return compile_blocks(model, mesh)
     model.compile(dynamic=False)
     return model

@@ -36,11 +36,11 @@ def _record(model: LanguageModel, _mesh: object) -> LanguageModel:
 
 
 def _with_processes(_machine: Machine, config: RunConfig) -> str | None:
-    replicate, shard = config.parallel.replicate, config.parallel.shard
-    if shard > 1:
+    replicate = config.parallel.replicate
+    if config.parallel.is_sharded:
         return (
-            "parallel.shard moves weights between processes inside the model, where no graph can "
-            "be recorded."
+            "parallel.shard, parallel.tensor and parallel.offload move tensors inside the model, "
+            "where no graph can be recorded."
         )
     if replicate != "auto" and replicate > 1:
         return (

@@ -32,12 +32,12 @@ def sync_with_the_last(model: nn.Module, is_last: bool) -> Iterator[None]:
 
 
 def _why_not(_machine: Machine, config: RunConfig) -> str | None:
-    replicate, shard = config.parallel.replicate, config.parallel.shard
-    if (1 if replicate == "auto" else replicate) * shard == 1:
+    replicate, is_sharded = config.parallel.replicate, config.parallel.is_sharded
+    if replicate in ("auto", 1) and not is_sharded:
         return "It only applies to several processes, and this run has one."
     if config.batch.accumulate == 1:
         return "A step has one micro-batch, so gradients are already synchronised once per step."
-    if shard > 1 and "deferred-sync" not in config.speedups:
+    if is_sharded and "deferred-sync" not in config.speedups:
         return (
             "Between micro-batches each GPU would hold unsharded gradients, which parallel.shard "
             "avoids: use it where there is enough memory."

@@ -195,6 +195,8 @@ def row_lengths(seq_len: int) -> list[int]:
 
 
 def _why_not(_machine: Machine, config: RunConfig) -> str | None:
+    if config.parallel.per_row > 1:
+        return "Processes that share rows or layers divide rows of data.seq_len tokens."
     if config.data.mix is None:
         return None
     return "A mix counts its shares in sequences of data.seq_len, not in documents."

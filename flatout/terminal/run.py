@@ -50,7 +50,8 @@ MEMORY = (
 
 def settings_of(run: Any) -> str:
     """Return the precision, the optimizer and the batch of a run."""
-    config, batch, devices = run.config, run.config.batch, run.mesh.world_size
+    config, batch, groups = run.config, run.config.batch, run.mesh.dp_size
+    together = run.mesh.world_size // groups
     filled = run.recipe.filled_by
     optimizer = config.optim.kind
     if "optimizer" in filled:
@@ -65,9 +66,10 @@ def settings_of(run: Any) -> str:
     product = counted(int(batch.rows_per_device), "row")
     if (batch.accumulate or 1) > 1:
         product += f" x {batch.accumulate:,} micro-batches"
-    if devices > 1:
-        product += f" x {devices:,} devices"
-    tokens = f"{config.data.seq_len:,} tokens = {run.tokens_per_step:,} per step"
+    if groups > 1:
+        product += f" x {groups:,} {'groups' if together > 1 else 'devices'}"
+    shared = f", each on {together:,} devices," if together > 1 else ""
+    tokens = f"{config.data.seq_len:,} tokens{shared} = {run.tokens_per_step:,} per step"
     return f"{', '.join(parts)}; {product} of {tokens}"
 
 

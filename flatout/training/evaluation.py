@@ -163,8 +163,8 @@ class Evaluator:
             data.seq_len,
             rows,
             device=str(mesh.device),
-            rank=mesh.rank,
-            world_size=mesh.world_size,
+            dp_rank=mesh.dp_rank,
+            dp_size=mesh.dp_size,
             max_tokens=max_tokens,
             document_mask=data.document_mask,
             reader=self.reader,
@@ -183,7 +183,7 @@ class Evaluator:
                     loss, valid = self.model(micro.tokens_BT, micro.targets_BT, micro.doc_ids_BT)
                 loss_sum += loss.to(exact)
                 num_valid += valid
-                done.advance(rows * data.seq_len * mesh.world_size)
+                done.advance(rows * data.seq_len * mesh.dp_size)
         loss_sum, num_valid = mesh.sum(loss_sum, num_valid)
         is_whole = max_tokens is None or max_tokens >= split.num_tokens - 1
         return SplitScore(

@@ -143,6 +143,6 @@ def log_sample(session: Session) -> None:
     A sample that a stop request interrupts is not logged.
     """
     run = session.run
-    if session.sample and run.mesh.is_main and run.mesh.shard == 1:
+    if session.sample and run.mesh.is_main and run.mesh.device_mesh is None:
         with run.pulse.during("sampling"), suppress(WorkInterrupted):
             session.log.event("sample", text=session.sample(run))

@@ -56,8 +56,7 @@ OTHERWISE = (
 def explained(run: Run) -> Iterator[None]:
     """Replace torch's errors with a RunFailed that has a fix.
 
-    Covers running out of memory, operations that train.deterministic refuses, and processes that
-    have exited.
+    Covers running out of memory, and operations that train.deterministic refuses.
     """
     try:
         yield
@@ -72,6 +71,15 @@ def explained(run: Run) -> Iterator[None]:
                 fix="Remove the speedup or the custom model code that calls it, "
                 "or set train.deterministic=false.",
             ) from error
+        raise
+
+
+@contextmanager
+def peers_named() -> Iterator[None]:
+    """Replace torch's error about another process that has exited with a RunFailed."""
+    try:
+        yield
+    except RuntimeError as error:
         if any(words in str(error) for words in PEER_LEFT):
             raise RunFailed(
                 "Another process of this run has ended.",

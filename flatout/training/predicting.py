@@ -81,6 +81,7 @@ def predict(run: Run, known: Forecast) -> JsonObject:
         flops_per_token=_flops_per_token(run),
         peak=run.peak,
         runs=known.runs,
+        machine=run.machine,
         dataset=run.dataset,
         first_step=run.step,
         memory=memory,

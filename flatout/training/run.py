@@ -13,7 +13,7 @@ from typing import NoReturn
 import torch
 
 from flatout.assembly.prediction import advice, hardware_name
-from flatout.assembly.preflight import check_paths, open_dataset
+from flatout.assembly.preflight import check_paths, open_dataset, sizes_of
 from flatout.assembly.resolve import checkpointing_notes, epoch_tokens
 from flatout.assembly.run import Run, build, set_deterministic
 from flatout.assembly.selection import recipe_of
@@ -29,6 +29,7 @@ from flatout.parallel.mesh import make_mesh
 from flatout.parallel.rendezvous import (
     connect,
     disconnect,
+    is_elastic,
     launcher,
     stated_ranks,
     stated_variables,
@@ -50,7 +51,7 @@ from flatout.training.metrics.loggers import configured_observers, require_logge
 from flatout.training.metrics.observers import Observer
 from flatout.training.metrics.records import forget_events
 from flatout.training.mirror.uploader import claimed, sending
-from flatout.training.out_of_memory import explained
+from flatout.training.out_of_memory import explained, peers_named
 from flatout.training.peak import measured_peak
 from flatout.training.predicting import forecast, predict, record
 from flatout.training.run_dir import layout
@@ -92,7 +93,7 @@ def run_training(
         require_mps_model(config, progress)
     set_deterministic(config.train.deterministic)  # NCCL reads it on connecting
     ranks = connect(device)
-    with ExitStack() as stack:
+    with ExitStack() as stack, peers_named():
         stack.callback(disconnect)
         if device == "cpu" and ranks.world_size == 1:  # several ranks would see each other's load
             warn_of_busy_cores(machine, progress)
@@ -140,7 +141,9 @@ def train_plan(request: RunRequest, plan: RunPlan) -> JsonObject:
     """
     known = forecast(request, plan)
     run = build_run(request, plan)
-    run.rows_are_auto = plan.rows_are_auto
+    # a pass that failed under fully_shard cannot be repeated in the same process
+    may_repeat = run.mesh.world_size > 1 or run.mesh.device_mesh is None
+    run.rows_are_auto = plan.rows_are_auto and may_repeat
     mesh, progress, is_resumed = run.mesh, request.progress, plan.checkpoint is not None
     say = progress.say if mesh.is_main else None
     with ExitStack() as stack:
@@ -152,6 +155,9 @@ def train_plan(request: RunRequest, plan: RunPlan) -> JsonObject:
             observers += configured_observers(run.config.log)
             store_plan(run, plan, progress)
             suggest_bench(run, plan, request)
+            if mesh.world_size > 1 and is_elastic():
+                sizes = ", ".join(map(str, sizes_of(run.config)))
+                progress.say(f"torchrun may continue this run with {sizes} processes.")
         stack.enter_context(writing_run(run.folder))
         if mesh.is_main:
             mirror = claimed(run.folder, run.config.checkpoint, is_resumed, progress)

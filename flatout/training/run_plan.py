@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -64,7 +65,7 @@ class RunPlan:
 
 
 def require_same_settings(ranks: Ranks, config: RunConfig, dataset: AnyDataset) -> None:
-    """Check that all processes were started with the same settings and the same tokens.
+    """Check that all processes have the same settings, tokens, and versions of flatout and torch.
 
     Only the main process's are used; the paths of datasets may differ between machines.
     Raises: ConfigError, on every rank, that names a process and what differs.
@@ -76,6 +77,7 @@ def require_same_settings(ranks: Ranks, config: RunConfig, dataset: AnyDataset) 
     }
     digests = [one["digest"] for one in data_facts(dataset)]
     settings["data"] = [digests, [part.share for part in members_of(dataset)]]
+    settings |= {"flatout": import_module("flatout").__version__, "torch": torch.__version__}
     found: list[JsonObject] = [{}] * ranks.world_size
     torch.distributed.all_gather_object(found, settings)
     for rank, others in enumerate(found):
@@ -90,7 +92,7 @@ def require_same_settings(ranks: Ranks, config: RunConfig, dataset: AnyDataset) 
             )
             raise ConfigError(
                 f"The processes of this run were started with different settings: {text}.",
-                fix="Start all of them with the same command and the same dataset.",
+                fix="Start all of them with the same command, dataset and environment.",
             )
 
 

@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import compress
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from flatout.optimizers.loss_scale import SMALLEST
 from flatout.optimizers.schedule import factor
 from flatout.optimizers.step_guard import step_unless
+from flatout.parallel.tensor import cut_dim
 
 if TYPE_CHECKING:
     from flatout.assembly.run import Run
@@ -149,7 +151,7 @@ def update(run: Run, loss: Tensor, grad_norm: Tensor) -> bool:
         run.scaler.update(is_finite)
         if not is_finite and can_shrink:
             return True
-    skip = run.guard.judge(loss, grad_norm)
+    skip = run.guard.judge(loss, grad_norm).to(run.mesh.weights_device)
     run.saver.before_update()
     run.guard.waited_s = step_unless(skip, run.optimizers)
     return False
@@ -167,21 +169,30 @@ def set_learning_rate(run: Run) -> float:
 def correct_gradients(run: Run, num_valid: Tensor, loss_scale: float) -> Tensor:
     """Rescale gradients to the mean loss per valid token and clip them; return their norm.
 
-    DDP and fully_shard average over ranks, so the factor is
-    world_size * nominal / (num_valid * loss_scale). Scaling and clipping take one pass over the
+    DDP and fully_shard average over the ranks that do not share layers, so the factor is their
+    number times nominal / (num_valid * loss_scale). Scaling and clipping take one pass over the
     gradients.
 
     Shapes:  num_valid and the norm are 0-D.
     """
     gradients = [p.grad for p in run.core.parameters() if p.grad is not None]
-    correction = run.mesh.world_size * run.tokens_per_step / (num_valid.clamp(min=1) * loss_scale)
-    norm = torch.nn.utils.get_total_norm(gradients)
-    if isinstance(norm, DTensor):
-        norm = norm.full_tensor()
+    ranks = run.mesh.world_size // run.mesh.tensor
+    correction = ranks * run.tokens_per_step / (num_valid.clamp(min=1) * loss_scale)
+    local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
+    if run.core.split is not None:
+        whole = [cut_dim(gradient) is None for gradient in gradients]
+        run.core.split.add_parts(list(compress(local, whole)))
+        # one sum over all ranks, of which `copies` have each number
+        copies = [run.mesh.replicate * (run.mesh.tensor if each else 1) for each in whole]
+        squares = torch.stack(torch._foreach_norm(local)).square()
+        (norm,) = run.mesh.sum((squares / squares.new_tensor(copies)).sum())
+        norm = norm.sqrt()
+    else:
+        norm = torch.nn.utils.get_total_norm(gradients)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
     norm = norm * correction
     multiplier = correction
     if run.config.optim.clip > 0:
         multiplier = correction * (run.config.optim.clip / (norm + 1e-6)).clamp(max=1.0)
-    local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
-    torch._foreach_mul_(local, multiplier)
+    torch._foreach_mul_(local, multiplier.to(run.mesh.weights_device))
     return norm

@@ -93,7 +93,7 @@ def _try_step(
     try:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             for work in _passes(run, eval_shapes):
-                failure = _attempt(work, stop if run.mesh.shard == 1 else None)
+                failure = _attempt(work, stop if run.mesh.device_mesh is None else None)
                 stops = stop is not None and stop.signal_number is not None
                 num_failed, num_stopped = run.mesh.sum(
                     *(torch.tensor(float(x), device=device) for x in (failure is not None, stops))

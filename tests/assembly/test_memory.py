@@ -305,6 +305,20 @@ def test_shards_split_weights_gradients_and_optimizer():
     assert half.workspace > whole.workspace
 
 
+def test_offload_moves_the_state_to_the_host_and_leaves_two_blocks():
+    whole = estimate(workload(num_layers=8), 1)
+    work = replace(workload(num_layers=8), is_sharded=True, offloads=True)
+    found, kept = estimate(work, 1), estimate(replace(work, reshard=False), 1)
+    assert found.host == pytest.approx(4 * whole.gradients, rel=0.01)
+    buffers = real(workload(num_layers=8), 1)[0].buffers()
+    assert found.fixed == sum(buffer.nbytes for buffer in buffers)
+    assert found.gradients == found.optimizer == 0
+    assert estimate(work, 1, accumulate=2).peak.gradients == 0
+    block = hidden_bytes(real(workload(num_layers=1), 1)[0])
+    assert kept.peak.total - found.peak.total == pytest.approx(6 * block, rel=0.1)
+    assert found.total < whole.total
+
+
 @pytest.mark.parametrize(
     ("kind", "ops"),
     [("transformer", {"attention": attention.fused}), ("eigenstate", {"scan": scan.chunked})],

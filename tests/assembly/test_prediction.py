@@ -127,6 +127,11 @@ def test_a_compiled_model_on_a_gpu_is_corrected_by_what_one_needed(memory, run, 
     assert found.allocated / GIB == pytest.approx(half, rel=1e-3)
     assert found.reserved / found.allocated == pytest.approx(1.2)
     assert found.peak_gib == found.allocated / GIB
+    assert found.error is None, "other shapes keep other shares of what eager mode needs"
+    assert found.least == before.least
+    digest = past_run(config, compiled).digest
+    same = past(estimate=part, is_compiled=True, digest=digest, **measured)
+    assert memory(same, config=config, decisions=compiled).error is not None
 
 
 def test_a_compiled_model_on_a_cpu_may_need_much_less_whatever_was_measured(memory, run, past):

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from flatout.assembly.memory import estimate, memory_bytes
-from flatout.assembly.preflight import for_world_size
+from flatout.assembly.preflight import for_world_size, sizes_of
 from flatout.assembly.resolve import epoch_tokens, resolve, workload_of
 from flatout.data.store.shards import Dataset
 from flatout.errors import ConfigError, HardwareError
@@ -176,6 +176,21 @@ def test_another_number_of_processes_divides_the_same_step(resolved):
         for_world_size(config, 3)
     large = resolved(batch__tokens_per_step=128, batch__rows_per_device=8)
     assert sizes(for_world_size(large, 2)) == (128, 4, 1), "a smaller micro-batch"
+
+
+def test_processes_that_share_rows_divide_a_step_as_one(resolved):
+    config = resolved(
+        batch__tokens_per_step=256,
+        batch__rows_per_device=4,
+        parallel__shard=2,
+        parallel__context=2,
+        world_size=4,
+    )
+    assert sizes(config) == (256, 4, 2), "two groups of two"
+    assert sizes_of(config) == [2, 4, 8, 16, 32]
+    assert sizes(for_world_size(config, 2)) == (256, 4, 4)
+    with pytest.raises(ConfigError, match="cannot be divided among 3 processes"):
+        for_world_size(config, 3)
 
 
 def test_a_run_on_the_cpu_of_a_gpu_machine_uses_no_gpu_speedups(resolved):

@@ -67,7 +67,7 @@ def test_every_outcome_of_a_process_becomes_a_row(gpu, programs, rows, tmp_path,
     programs(
         good='print("noise"); print(\'{"tokens_per_s": 5.0}\')',
         silent="",
-        crash='raise ValueError("no luck")',
+        crash='print("using a GPU"); raise ValueError("no luck")',
         killed="import os; os.kill(os.getpid(), 9)",
         refused='print(\'{"error": "too large"}\'); raise SystemExit(2)',
         untrained="print('{\"train_loss\": 6.3}')",

@@ -49,12 +49,12 @@ def test_a_fault_is_named_by_its_line_or_by_the_name(benchmark, found, is_named)
 
 def test_the_table_counts_faults_named_first_and_later(benchmark):
     rows = [
-        {"fault": f"fault {number}", "place": at, "findings": [finding()], "step_s": 0.1}
+        {"fault": f"fault {number}", "set": "first", "place": at, "findings": [finding()]}
         for number, at in enumerate([1, 1, 2, None])
     ]
     found = {"machine": "a CPU", "commit": "abc1234", "diagnose": [], "loops": rows, "tune": []}
     shown = benchmark.table(found)
-    assert "Named first: 2 of 4, later: 1. Target 90%: **missed**." in shown
+    assert "Named first: 2 of 4, later: 1. Target 85%: **missed**." in shown
     assert "| fault 2 | as number 2 | slow-host `gc.collect() (train.py)` |" in shown
 
 

@@ -132,12 +132,34 @@ def test_a_run_that_cannot_fit_names_the_smallest_machine_that_would_do(recipe):
 def test_sharding_and_speedups_together_make_a_large_model_fit(recipe):
     shape = ["model.num_layers=12", "model.d_model=2048", "model.num_heads=16", *LONG]
     batch = ["batch.tokens_per_step=65536", "batch.rows_per_device=8"]
-    found = plan(recipe, [*shape, *batch, NO_CHECKPOINTING], machine="8x T4")
+    shared = plan(recipe, [*shape, *batch, NO_CHECKPOINTING], machine="8x T4")
+    assert shared.meshes[0].overrides == ["parallel.tensor=8"]
+    assert shared.fits
+    sharded = [*shape, *batch, NO_CHECKPOINTING, "parallel.shard=8"]
+    found = plan(recipe, sharded, machine="8x T4")
     assert found.fits is False
     together = found.changes[0]
     assert together.fits
     keys = sorted(word.partition("=")[0] for word in together.overrides)
-    assert keys == ["parallel.shard", "speedups"]
+    assert keys == ["speedups"]
+
+
+@pytest.mark.slow
+def test_a_mesh_is_chosen_for_several_machines(recipe):
+    shape = ["model.num_layers=12", "model.d_model=2048", "model.num_heads=16", *LONG]
+    words = [*shape, "batch.tokens_per_step=1048576", "data.seq_len=32768"]
+    found = plan(recipe, words, machine="2x8 A100, 100 Gb/s")
+    best, *others = found.meshes
+    assert best.fits
+    assert [mesh.fits for mesh in found.meshes] == sorted(
+        [mesh.fits for mesh in found.meshes], reverse=True
+    )
+    assert found.tokens_per_s == pytest.approx(best.tokens_per_s)
+    for key in ("parallel.context=4", "parallel.tensor=8"):
+        assert any(key in mesh.overrides for mesh in others), key
+    assert "gathered weights" in found.tokens_per_s_from or best.overrides[0].endswith("=1")
+    assert best.line() in found.summary()
+    assert plan(recipe, [*words, "parallel.shard=16"], machine="2x8 A100").meshes == []
 
 
 @pytest.mark.slow

@@ -327,7 +327,7 @@ def test_a_torchtitan_config_is_converted(tmp_path):
     assert {key: found.values[key] for key in expected} == expected
     assert shape_of(found.values) == RECIPES.get("llama-8b")["model"]
     kinds = outcomes(found)
-    assert kinds["parallelism.tensor_parallel_degree"] == "missing"
+    assert kinds["parallelism.tensor_parallel_degree"] == "mapped"
     assert kinds["parallelism.context_parallel_degree"] == "unnecessary"
     assert "unknown" not in kinds.values()
 

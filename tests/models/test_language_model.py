@@ -134,7 +134,7 @@ def test_overfits_one_batch(shape):
     assert float(model(tokens, targets)[0].detach() / targets.numel()) < 0.1
 
 
-def only_visible(q_BHTC, k_BGSC, v_BGSC, *, doc_ids_BT=None, window=None, softcap=None, mask=None):
+def only_visible(q_BHTC, k_BGSC, v_BGSC, *, doc_ids_BS=None, window=None, softcap=None, mask=None):
     """Compute attention with only the products of queries and visible keys."""
     repeats = q_BHTC.shape[1] // k_BGSC.shape[1]
     k_BHSC, v_BHSC = k_BGSC.repeat_interleave(repeats, 1), v_BGSC.repeat_interleave(repeats, 1)

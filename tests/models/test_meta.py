@@ -55,6 +55,17 @@ def test_weights_that_a_checkpoint_replaces_are_not_drawn(name):
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.parametrize("source", ["meta", "cpu"])
+def test_weights_may_be_elsewhere_than_buffers(source):
+    """As with parallel.offload, where `meta` is a GPU."""
+    model = new_model(configured("transformer"), Ops.plain())
+    if source == "cpu":
+        allocate(model, "cpu", draws=False)
+    allocate(model, "meta", draws=False, weights_device="cpu")
+    assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
+    assert {buffer.device.type for buffer in model.buffers()} == {"meta"}
+
+
 CUSTOM = """
 import torch
 from torch import nn

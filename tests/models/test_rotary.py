@@ -13,7 +13,7 @@ from flatout.ops import heads
 
 
 def tables(tokens=32, head_dim=8, **changes):
-    return Rotary(config(head_dim=head_dim, max_seq_len=tokens, **changes))(0, tokens)
+    return Rotary(config(head_dim=head_dim, max_seq_len=tokens, **changes))([(0, tokens)])
 
 
 def config(**values):

@@ -186,7 +186,7 @@ def test_initial_weights_have_the_documented_deviation():
 
 
 def test_rotary_scores_depend_on_distance_only():
-    cos, sin = Transformer(make_config(seq_len=64), FAST).blocks[0].attention.rotary(0, 64)
+    cos, sin = Transformer(make_config(seq_len=64), FAST).blocks[0].attention.rotary([(0, 64)])
     query, key = torch.randn(2, 8, dtype=torch.float64)
     product = torch.cat((query, key, key)).expand(1, 64, -1)
     turned_q, turned_k, _ = (x[0, 0] for x in reference(product, None, cos, sin, counts=(1, 1)))

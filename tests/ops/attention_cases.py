@@ -33,6 +33,7 @@ LONG = {
     "whole blocks": case(2, 2, 512, documents=2, head_dim=16),
     "one over a block": case(3, 1, 129, documents=3, window=7, head_dim=16),
     "two tokens a document": case(1, 1, 200, documents=100, head_dim=16),
+    "last queries": case(4, 2, 200, 700, head_dim=64),
     "heads of 128": case(2, 1, 200, documents=3, window=70, head_dim=128),
 }
 """Longer than a block of tokens, so that there is something to skip."""
@@ -60,7 +61,7 @@ def random_inputs(
         ids = (
             torch.randint(documents, (rows, queries), generator=generator).sort(dim=1).values.int()
         )
-    options = {"doc_ids_BT": ids, "window": window}
+    options = {"doc_ids_BS": ids, "window": window}
     return (q, k, v), options if softcap is None else options | {"softcap": softcap}
 
 

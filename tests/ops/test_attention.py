@@ -11,6 +11,8 @@ from attention_cases import (
     with_gradients,
 )
 from op_variants import variants
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from flatout.errors import ShapeError
 from flatout.models.transformer import Transformer
@@ -25,7 +27,7 @@ CLOSE = {"bf16": 2e-2}
 def by_loops(tensors, options):
     """Compute each query separately in fp64, as the docstring defines it."""
     q, k, v = (tensor.double() for tensor in tensors)
-    out, ids, window = torch.zeros_like(q), options["doc_ids_BT"], options["window"]
+    out, ids, window = torch.zeros_like(q), options["doc_ids_BS"], options["window"]
     (rows, heads, queries, head_dim), (_, groups, keys, _) = q.shape, k.shape
     for row, head, query in itertools.product(range(rows), range(heads), range(queries)):
         at = keys - queries + query
@@ -76,7 +78,7 @@ def test_low_precision_is_close_to_fp64(name, poisoned_memory):
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize(
     "options",
-    [{}, {"window": 4}, {"doc_ids_BT": torch.tensor([[0] * 10 + [1] * 11] * 2)}],
+    [{}, {"window": 4}, {"doc_ids_BS": torch.tensor([[0] * 10 + [1] * 11] * 2)}],
     ids=["causal", "window", "documents"],
 )
 def test_masked_keys_affect_neither_outputs_nor_gradients(name, options):
@@ -121,8 +123,8 @@ def test_mismatched_shapes_are_rejected_with_a_fix():
         ((q, k[:1], v[:1]), {}),
         ((q, k[:, :, :3], v[:, :, :3]), {}),
         ((q[:, :3], k, v), {}),
-        ((q, k, v), {"doc_ids_BT": torch.zeros(2, 5, dtype=torch.int32)}),
-        ((q[:, :, :3], k, v), {"doc_ids_BT": torch.zeros(2, 3, dtype=torch.int32)}),
+        ((q, k, v), {"doc_ids_BS": torch.zeros(2, 5, dtype=torch.int32)}),
+        ((q[:, :, :3], k, v), {"doc_ids_BS": torch.zeros(2, 3, dtype=torch.int32)}),
     ]
     for function in VARIANTS.values():
         for tensors, options in wrong:
@@ -144,3 +146,48 @@ def test_all_layers_share_the_mask_of_a_micro_batch(name, monkeypatch):
     tokens_BT = torch.zeros(2, 32, dtype=torch.int64)
     model(tokens_BT, tokens_BT, (torch.arange(32) >= 10).int().expand(2, -1))
     assert [list(one) for one in built if len(one) == 4] == [[2, 1, 32, 1]] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("changes", "is_flash"),
+    [
+        ({}, True),
+        ({"head_dim": 20}, False),
+        ({"head_dim": 264}, False),
+        ({"documents": 3}, False),
+        ({"window": 8}, False),
+        ({"window": 30}, True),
+        ({"queries": 30}, False),
+        ({"queries": 1}, False),
+    ],
+)
+def test_an_estimate_of_a_gpu_has_no_mask_for_the_last_queries(dtype, changes, is_flash):
+    """The kernel that reads no mask is chosen for tensors that stand for those of a GPU."""
+    facts = {"queries": 6, "head_dim": 16, "window": None, "documents": None} | changes
+    with FakeTensorMode() as mode:
+        ids = torch.zeros(2, 30, dtype=torch.int32) if facts["documents"] else None
+        for device, expected in {"cpu": False, "cuda": is_flash and dtype != torch.float32}.items():
+            mode.stands_for = device
+            shapes = (4, facts["queries"]), (2, 30), (2, 30)
+            q, k, v = (
+                torch.zeros(2, *shape, facts["head_dim"], dtype=dtype, requires_grad=True)
+                for shape in shapes
+            )
+            with Called() as called:
+                attention.fused(q, k, v, doc_ids_BS=ids, window=facts["window"]).sum().backward()
+            flash = torch.ops.aten._scaled_dot_product_flash_attention.default
+            assert (flash in called.seen) == expected
+            assert k.grad.shape == k.shape
+
+
+class Called(TorchDispatchMode):
+    """Remembers the operators that are called inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.add(func)
+        return func(*args, **(kwargs or {}))

@@ -35,6 +35,7 @@ EVERY = {
 ESSENTIAL = {
     "documents of blocks",
     "heads of 128 of blocks",
+    "last queries of blocks",
     "documents, window, grouped of few",
     "square of few",
 }
@@ -57,9 +58,9 @@ GPT2 = {"heads": 12, "groups": 12, "queries": 1024, "keys": 1024, "head_dim": 64
 
 
 def on_gpu(tensors, options):
-    ids = options["doc_ids_BT"]
+    ids = options["doc_ids_BS"]
     return [tensor.cuda() for tensor in tensors], options | {
-        "doc_ids_BT": None if ids is None else ids.cuda()
+        "doc_ids_BS": None if ids is None else ids.cuda()
     }
 
 
@@ -89,6 +90,25 @@ def test_compiled_results_match_eager_ones_in_the_shape_of_gpt2():
         assert_close_to_largest(with_gradients_on_gpu(function, tensors, options), expected, 1e-2)
 
 
+@pytest.mark.gpu_essential
+def test_the_last_queries_of_a_long_row_need_no_mask_compiled_or_not():
+    """A mask of 8,192 x 16,384 would take 256 MiB, and as much again in backward."""
+    facts = {"head_dim": 64, "rows": 1, "dtype": torch.bfloat16}
+    tensors, options = random_inputs(**case(4, 2, 8192, 16_384, **facts))
+    results, peaks = [], []
+    for function in (
+        attention.fused,
+        torch.compile(attention.fused, fullgraph=True, dynamic=False),
+    ):
+        with_gradients_on_gpu(function, tensors, options)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        results.append(with_gradients_on_gpu(function, tensors, options))
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+    assert_close_to_largest(*results, 1e-2)
+    assert max(peaks) < 2**28
+
+
 def test_many_alternating_shapes_run_in_eager_mode():
     """Evaluation, short sequences and buckets alternate with training steps."""
     facts = {"documents": 3, "head_dim": 64, "dtype": torch.bfloat16}
@@ -102,17 +122,17 @@ def test_many_alternating_shapes_run_in_eager_mode():
 def test_a_replayed_cuda_graph_masks_the_new_documents():
     """A graph captured with one micro-batch must apply the mask of the next one."""
     (q, k, v), options = random_inputs(**GPT2 | {"dtype": torch.bfloat16})
-    q, k, v, ids = q.cuda(), k.cuda(), v.cuda(), options["doc_ids_BT"].cuda()
+    q, k, v, ids = q.cuda(), k.cuda(), v.cuda(), options["doc_ids_BS"].cuda()
     for _ in range(3):
-        attention.flex(q, k, v, doc_ids_BT=ids)
+        attention.flex(q, k, v, doc_ids_BS=ids)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        actual = attention.flex(q, k, v, doc_ids_BT=ids)
+        actual = attention.flex(q, k, v, doc_ids_BS=ids)
     ids.copy_((torch.arange(1024) // 100).int())
     graph.replay()
     torch.testing.assert_close(
-        actual, attention.fused(q, k, v, doc_ids_BT=ids), rtol=1e-2, atol=1e-2
+        actual, attention.fused(q, k, v, doc_ids_BS=ids), rtol=1e-2, atol=1e-2
     )
 
 
@@ -120,7 +140,7 @@ def test_a_replayed_cuda_graph_masks_the_new_documents():
 @pytest.mark.parametrize("name", ATTENTION)
 def test_another_first_document_does_not_change_the_second(name):
     (q, k, v), options = random_inputs(**GPT2 | {"dtype": torch.bfloat16, "rows": 1})
-    options["doc_ids_BT"] = (torch.arange(1024) >= 300).int()[None]
+    options["doc_ids_BS"] = (torch.arange(1024) >= 300).int()[None]
     first = (torch.arange(1024) < 300)[:, None]
     plain = with_gradients_on_gpu(ATTENTION[name], (q, k, v), options)
     other = with_gradients_on_gpu(

@@ -1,9 +1,12 @@
 import pytest
 import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 from flatout.config.sections import ParallelConfig
 from flatout.errors import ConfigError
-from flatout.parallel.mesh import make_mesh
+from flatout.parallel import mesh as meshes
+from flatout.parallel.mesh import Mesh, make_mesh, wrap
 from flatout.parallel.rendezvous import Ranks
 
 
@@ -46,3 +49,25 @@ def test_the_mesh_follows_from_the_ranks_and_the_settings():
 def test_a_product_other_than_the_number_of_processes_is_rejected(settings, world_size, message):
     with pytest.raises(ConfigError, match=message):
         make_mesh(ParallelConfig(**settings), "cpu", Ranks(0, world_size, 0))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("offloads", [True, False])
+def test_every_part_is_offloaded_to_memory_that_a_gpu_can_read(monkeypatch, device, offloads):
+    given = []
+    monkeypatch.setattr(meshes, "fully_shard", lambda module, **options: given.append(options))
+    model = nn.Module()
+    model.blocks = nn.ModuleList(nn.Linear(2, 2, device="meta") for _ in range(3))
+    mesh = Mesh(device=torch.device(device), device_mesh={("shard",): None}, offloads=offloads)
+    wrap(model, mesh)
+    policies = [options["offload_policy"] for options in given]
+    assert len(policies) == 4
+    for policy in policies:
+        assert isinstance(policy, CPUOffloadPolicy) == offloads
+        assert not offloads or policy.pin_memory == (device == "cuda")
+    assert mesh.weights_device.type == ("cpu" if offloads else device)
+
+
+def test_a_mac_needs_no_offload():
+    with pytest.raises(ConfigError, match="no use on a Mac"):
+        make_mesh(ParallelConfig(offload="cpu"), "mps")

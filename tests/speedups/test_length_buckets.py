@@ -15,7 +15,7 @@ RNG = np.random.default_rng(0)
 
 
 def plan(**changes):
-    values = {"seq_len": T, "rows_per_device": 2, "accumulate": 2, "rank": 0, "world_size": 1}
+    values = {"seq_len": T, "rows_per_device": 2, "accumulate": 2, "dp_rank": 0, "dp_size": 1}
     values |= {"seed": 7, "document_mask": False, "prefetch": 2, "device": "cpu"}
     return BatchPlan(**values | changes)
 
@@ -68,7 +68,7 @@ def reading(reader, position):
     mask = np.ones((rows * reader.plan.accumulate, seq_len), np.bool_)
     read = reader.read(position, windows, mask, None)
     assert read.position == position + 1
-    if reader.plan.world_size == 1 and not reader._split.has_mask:
+    if reader.plan.dp_size == 1 and not reader._split.has_mask:
         assert read == StepRead(position + 1, mask.sum(), mask.any(axis=1).sum(), position)
     return windows, mask
 
@@ -150,8 +150,8 @@ def test_short_documents_take_short_rows(documents):
 
 def of_ranks(split, world_size):
     """Return the readers of several ranks, of four micro-batches in all."""
-    share = {"accumulate": 4 // world_size, "world_size": world_size}
-    return [BucketedSteps(split, plan(**share, rank=rank), None) for rank in range(world_size)]
+    share = {"accumulate": 4 // world_size, "dp_size": world_size}
+    return [BucketedSteps(split, plan(**share, dp_rank=rank), None) for rank in range(world_size)]
 
 
 @pytest.mark.slow

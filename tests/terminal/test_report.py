@@ -36,7 +36,10 @@ CONFIG = load_config(
 
 def run_at(step, last_step=10, steps_per_epoch=16.0):
     facts = {"steps_per_epoch": steps_per_epoch, "tokens_per_step": 2048, "config": CONFIG}
-    facts |= {"mesh": SimpleNamespace(world_size=1), "recipe": assemble(["fused-adamw", "bf16"])}
+    facts |= {
+        "mesh": SimpleNamespace(world_size=1, dp_size=1),
+        "recipe": assemble(["fused-adamw", "bf16"]),
+    }
     return SimpleNamespace(step=step, last_step=last_step, **facts)
 
 

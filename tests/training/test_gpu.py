@@ -62,6 +62,26 @@ def test_a_compiled_run_has_the_losses_of_an_eager_one(tiny_config, tmp_path, ki
     assert fast["train_loss"] == pytest.approx(eager["train_loss"], rel=2e-3)
 
 
+@ESSENTIAL
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("speedups", ["auto,-compile", "auto,+compile"])
+def test_a_run_in_host_memory_has_the_losses_of_one_on_the_gpu(
+    tiny_config, tmp_path, stop_at, optimizer, speedups
+):
+    settings = {
+        "train__device": "cuda",
+        "train__steps": 8,
+        "optim__kind": optimizer,
+        "speedups": speedups,
+    }
+    whole = run_training(tiny_config(**settings), tmp_path / "gpu")
+    config = tiny_config(**settings, parallel__offload="cpu")
+    with pytest.raises(Stopped):
+        run_training(config, tmp_path / "host", observers=[stop_at(4)])
+    there = run_training(config, tmp_path / "host")
+    assert there["val_loss"] == pytest.approx(whole["val_loss"], rel=1e-2)
+
+
 SETTINGS = {
     "eager": {"speedups": "auto,-compile", "model__dropout": 0.1},
     "compiled": {"speedups": "auto,+compile"},

@@ -13,7 +13,7 @@ import torch
 
 from flatout.errors import RunFailed
 from flatout.training import loop
-from flatout.training.out_of_memory import explained, is_out_of_memory
+from flatout.training.out_of_memory import explained, is_out_of_memory, peers_named
 from flatout.training.run import run_training
 from flatout.training.run_dir.layout import read_exit_code
 
@@ -82,10 +82,10 @@ def test_an_operation_that_onednn_does_not_support_is_not_out_of_memory():
 )
 def test_the_end_of_another_process_is_reported(message):
     error = pytest.raises(RunFailed, match=r"Another process of this run has ended\.")
-    with error, explained(None):
+    with error, peers_named():
         raise RuntimeError(message)
 
 
 def test_other_errors_pass_unchanged():
-    with pytest.raises(RuntimeError, match="a bug"), explained(None):
+    with pytest.raises(RuntimeError, match="a bug"), explained(None), peers_named():
         raise RuntimeError("a bug")

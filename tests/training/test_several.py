@@ -13,6 +13,7 @@ import time
 
 import psutil
 import pytest
+import torch.distributed as dist
 import yaml
 from safetensors.torch import load_file
 from warm import run_ranks
@@ -46,9 +47,9 @@ def recipe(ragged_set, tiny, tmp_path_factory):
     return path
 
 
-def launch(recipe, folder, *overrides):
+def launch(recipe, folder, *overrides, count=2):
     words = ["-m", "flatout", "train", recipe, *overrides, "--run-dir", folder, "--json"]
-    return run_ranks(words)
+    return run_ranks(words, count)
 
 
 def under_torchrun(recipe, folder):
@@ -60,9 +61,9 @@ def under_torchrun(recipe, folder):
     )
 
 
-def several(recipe, folder, *overrides, launch=launch):
+def several(recipe, folder, *overrides, launch=launch, **options):
     """Train in two processes, and return the result."""
-    done = launch(recipe, folder, *overrides)
+    done = launch(recipe, folder, *overrides, **options)
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if line.strip()]
     assert len(lines) == 1, "only the main rank prints"
@@ -81,6 +82,69 @@ def test_two_processes_have_the_losses_of_one(recipe, tmp_path, overrides, losse
     assert losses(tmp_path / "two", "val/loss") == pytest.approx(
         losses(tmp_path / "one", "val/loss"), rel=1e-5
     )
+
+
+EIGENSTATE = ("model.kind=eigenstate", "model.num_eigenstates=8")
+SHARED_ROWS = {
+    "ddp": (2, ("parallel.context=2",)),
+    "fully-shard": (4, ("parallel.shard=4", "parallel.context=2")),
+    "hsdp": (4, ("parallel.shard=2", "parallel.context=2", "parallel.reshard=false")),
+    "alone": (4, ("parallel.shard=4", "parallel.context=4", "data.document_mask=true")),
+}
+
+
+LLAMA = ("model.activation=swiglu", "model.num_kv_heads=2", "model.bias=true")
+MUON = ("optim.kind=muon", "data.document_mask=true")
+SHARED_LAYERS = {
+    "alone": (2, (*LLAMA, "optim.kind=muon"), ("parallel.tensor=2",)),
+    "hsdp": (4, (*LLAMA, *MUON), ("parallel.tensor=2", "parallel.replicate=2")),
+    "fully-shard": (4, EIGENSTATE, ("parallel.tensor=2", "parallel.shard=2")),
+}
+
+
+@pytest.mark.parametrize("model", [(), EIGENSTATE], ids=["transformer", "eigenstate"])
+@pytest.mark.parametrize("mesh", SHARED_ROWS)
+def test_processes_that_share_rows_have_the_losses_of_one(recipe, tmp_path, mesh, model, losses):
+    count, overrides = SHARED_ROWS[mesh]
+    masks = [each for each in overrides if each.startswith("data.")]
+    run_training(load_config(recipe, [*model, *masks]), tmp_path / "one")
+    several(recipe, tmp_path / "several", *model, *overrides, count=count)
+    for name in ("train/loss", "train/grad_norm", "val/loss"):
+        assert losses(tmp_path / "several", name) == pytest.approx(
+            losses(tmp_path / "one", name), rel=1e-4
+        ), name
+
+
+@pytest.mark.parametrize("mesh", SHARED_LAYERS)
+def test_processes_that_share_layers_have_the_losses_of_one_and_continue_each_other(
+    recipe, tmp_path, mesh, losses
+):
+    count, keys, parallel = SHARED_LAYERS[mesh]
+    keys = ("model.vocab_size=260", *keys, "checkpoint.every_steps=4", "checkpoint.keep=9")
+    config, folders = load_config(recipe, keys), [tmp_path / name for name in "abcd"]
+    run_training(config, folders[0])
+    several(recipe, folders[1], *keys, *parallel, count=count)
+    checkpoints = [str(each / "checkpoints" / "step-4") for each in folders[:2]]
+    run_training(config, folders[2], resume=checkpoints[1])
+    several(recipe, folders[3], *keys, *parallel, "--resume", checkpoints[0], count=count)
+    for name in ("train/loss", "train/grad_norm", "val/loss"):
+        expected = losses(folders[0], name)
+        for folder in folders[1:]:
+            found = losses(folder, name)
+            assert found == pytest.approx(expected[-len(found) :], rel=1e-4), (name, folder)
+
+
+def test_a_run_that_shares_rows_resumes_without(recipe, tmp_path, losses):
+    run_training(load_config(recipe), tmp_path / "whole")
+    shared = ("parallel.shard=2", "parallel.context=2", "checkpoint.every_steps=4")
+    several(recipe, tmp_path / "run", *shared, "checkpoint.keep=9")
+    resumed = run_training(
+        load_config(recipe),
+        tmp_path / "one",
+        resume=str(tmp_path / "run" / "checkpoints" / "step-4"),
+    )
+    assert resumed["steps"] == 8
+    assert losses(tmp_path / "one") == pytest.approx(losses(tmp_path / "whole")[4:], rel=1e-5)
 
 
 def test_two_processes_agree_on_a_mix_init_from_and_early_stop(
@@ -132,6 +196,28 @@ def test_a_run_of_two_processes_resumes_on_one(recipe, tmp_path, events, losses)
     )
     assert resumed["steps"] == 8
     assert losses(tmp_path / "one") == pytest.approx(losses(tmp_path / "whole")[4:], rel=1e-5)
+
+
+@pytest.mark.parametrize("mesh", [("parallel.shard=2",), ()], ids=["fully-shard", "hsdp"])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_run_in_host_memory_resumes_with_and_without(recipe, tmp_path, losses, mesh, optimizer):
+    kind, offload = f"optim.kind={optimizer}", "parallel.offload=cpu"
+    run_training(load_config(recipe, [kind]), tmp_path / "whole")
+    saves = ("checkpoint.every_steps=4", "checkpoint.keep=9")
+    several(recipe, tmp_path / "run", kind, *mesh, offload, *saves)
+    for name in ("train/loss", "train/grad_norm", "val/loss"):
+        assert losses(tmp_path / "run", name) == pytest.approx(
+            losses(tmp_path / "whole", name), rel=1e-4
+        ), name
+    for name, overrides in {"alone": [offload], "without": []}.items():
+        resumed = run_training(
+            load_config(recipe, [kind, *overrides]),
+            tmp_path / name,
+            resume=str(tmp_path / "run" / "checkpoints" / "step-4"),
+        )
+        assert resumed["steps"] == 8
+        assert not dist.is_initialized()
+        assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "whole")[4:], rel=1e-4)
 
 
 def test_a_run_of_two_with_deferred_sync_resumes_on_one(recipe, tmp_path, losses):

@@ -89,7 +89,9 @@ def test_a_stop_request_ends_the_warm_up_and_changes_nothing(broken, monkeypatch
         raise RuntimeError("a process of the compiler was ended by the signal too")
 
     broken.core._compiled_call_impl = compiling
-    monkeypatch.setattr(broken, "mesh", replace(broken.mesh, shard=shard))
+    monkeypatch.setattr(
+        broken, "mesh", replace(broken.mesh, device_mesh=[None, object()][shard - 1])
+    )
     state = torch.get_rng_state()
     with StopRequests() as stop, pytest.raises(WorkInterrupted):
         warm_up(broken, events, stop=stop)
@@ -110,7 +112,7 @@ def test_a_stop_request_ends_the_warm_up_of_sharded_ranks_after_one_pass(broken,
         return forward(broken.core, *arguments)
 
     broken.core._compiled_call_impl = compiled
-    monkeypatch.setattr(broken, "mesh", replace(broken.mesh, shard=2))
+    monkeypatch.setattr(broken, "mesh", replace(broken.mesh, device_mesh=object()))
     with StopRequests() as stop, pytest.raises(WorkInterrupted):
         warm_up(broken, Events(), eval_shapes=batch_shapes(broken), stop=stop)
     assert len(calls) == 1

@@ -61,8 +61,9 @@ class BatchPlan:
     seq_len: int
     rows_per_device: int
     accumulate: int
-    rank: int
-    world_size: int
+    dp_rank: int
+    """The position of this rank's rows among those of `dp_size` ranks, or groups of them."""
+    dp_size: int
     seed: int
     document_mask: bool
     prefetch: int
@@ -73,7 +74,7 @@ class BatchPlan:
     @property
     def sequences_per_step(self) -> int:
         """Sequences of one optimizer step over all ranks."""
-        return self.accumulate * self.world_size * self.rows_per_device
+        return self.accumulate * self.dp_size * self.rows_per_device
 
     def positions(self, start: int) -> Array:
         """Return the positions of this rank's sequences in the step that starts at `start`.
@@ -85,12 +86,12 @@ class BatchPlan:
     def row_indices(self, rows: int) -> Array:
         """Return the indices of this rank's rows in a step with `rows` per micro-batch.
 
-        Row b of micro-batch a on rank r has the index (a * world_size + r) * rows + b: the step as
-        a whole reads the same rows for any number of ranks.
+        Row b of micro-batch a on rank r has the index (a * dp_size + r) * rows + b: the step as a
+        whole reads the same rows for any number of ranks.
 
         Shapes:  returns (A * B,).
         """
-        micro = np.arange(self.accumulate)[:, np.newaxis] * self.world_size + self.rank
+        micro = np.arange(self.accumulate)[:, np.newaxis] * self.dp_size + self.dp_rank
         return (micro * rows + np.arange(rows)).reshape(-1)
 
 

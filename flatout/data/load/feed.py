@@ -337,8 +337,8 @@ def evaluation_batches(
     *,
     device: str,
     reader: SequenceReader,
-    rank: int = 0,
-    world_size: int = 1,
+    dp_rank: int = 0,
+    dp_size: int = 1,
     max_tokens: int | None = None,
     document_mask: bool = False,
 ) -> Iterator[MicroBatch]:
@@ -354,8 +354,8 @@ def evaluation_batches(
         min(split.num_tokens - 1, split.num_tokens if max_tokens is None else max_tokens), 0
     )
     num_sequences = -(-num_targets // seq_len)
-    for first in range(0, num_sequences, rows * world_size):
-        indices = np.arange(first + rank * rows, first + (rank + 1) * rows)
+    for first in range(0, num_sequences, rows * dp_size):
+        indices = np.arange(first + dp_rank * rows, first + (dp_rank + 1) * rows)
         indices = indices[indices < num_sequences]
         sequences_BW = np.zeros((rows, seq_len + 1), split.dtype)
         counts_BT = np.zeros((rows, seq_len), np.bool_)

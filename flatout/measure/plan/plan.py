@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -54,11 +55,12 @@ from flatout.assembly.selection import (
     speedup_named,
 )
 from flatout.config.schema import RunConfig
+from flatout.config.sections import ParallelConfig
 from flatout.data.store.manifest import MANIFEST
 from flatout.data.store.mix import AnyDataset
-from flatout.errors import FlatoutError, HardwareError
+from flatout.errors import ConfigError, FlatoutError, HardwareError
 from flatout.hardware import Machine, pick_device, probe
-from flatout.measure.plan.report import Change, MicroBatch, Plan
+from flatout.measure.plan.report import Change, MeshChoice, MicroBatch, Plan
 from flatout.models.language_model import LanguageModel, model_of
 from flatout.models.lora import INSIDE, require_weights, with_adapters
 from flatout.ops import Ops, cross_entropy
@@ -68,6 +70,8 @@ from flatout.roof import Peak
 
 LEAST_SAVING = 0.02
 """Changes that save less of the memory are left out."""
+LONG = 8_192
+"""Tokens of rows from which several GPUs may share one."""
 NOT_MEASURED = "not measured"
 TOUCH_MEMORY = {
     "activations",
@@ -104,6 +108,9 @@ def make_plan(
     dataset, note = find_data(requested, progress)
     target = Target(*place, dataset, cache)
     runs = runs_here(target.machine, target.device, cache)
+    found = meshes(requested, target, runs) if machine is not None else []
+    chosen = [key.split("=") for each in found[:1] for key in each.overrides]
+    requested = requested.with_values(dict(chosen))
     with progress.task("Resolving the configuration"):
         config, decisions = target.resolve(requested)
     dtype = recipe_of(config).arithmetic(target.device)
@@ -111,7 +118,7 @@ def make_plan(
     model_class, model_config = model_of(config)
     model = with_adapters(model_class.on_meta(model_config, Ops.plain()), config.lora)
     parameters, flops = parameters_by_part(model), model.flops_per_token(config.data.seq_len)
-    notes = [*([note] if note else []), *checkpointing_notes(decisions)]
+    notes = [*filter(None, (note, target.network_note())), *checkpointing_notes(decisions)]
     predict = partial(
         predicted,
         decisions=decisions,
@@ -154,6 +161,7 @@ def make_plan(
         speedups=speedups_on(decisions),
         notes=notes,
         batches=batches,
+        meshes=found,
         **room,
         tokens_per_s=time.tokens_per_s,
         tokens_per_s_from=time.source,
@@ -190,10 +198,67 @@ def predicted(
         flops_per_token=flops_per_token,
         peak=peak,
         runs=runs,
+        machine=target.machine,
         dataset=target.dataset,
         memory=memory,
     )
     return memory, problem, time
+
+
+def meshes(requested: RunConfig, target: Target, runs: Sequence[PastRun]) -> list[MeshChoice]:
+    """Return arrangements of several processes, the fastest that fit first, unless one is set.
+
+    Weights are sharded over none, a machine or all GPUs; rows are shared where they are long,
+    layers inside a machine.
+    """
+    if target.world_size == 1 or requested.parallel != ParallelConfig():
+        return []
+    world, each = target.world_size, min(target.machine.gpus_per_node, target.world_size)
+    contexts = [1] if requested.data.seq_len < LONG else [1, 2, 4, 8]
+    found = []
+    for shard, context, tensor in product(sorted({1, each, world}), contexts, sorted({1, each})):
+        values = {"parallel.shard": shard // tensor, "parallel.context": context}
+        if context > 1 and (shard % context or shard == 1):
+            continue
+        if tensor > 1:
+            if context > 1 or shard == 1:
+                continue
+            values["parallel.tensor"] = tensor
+        try:
+            config, decisions = target.resolve(requested.with_values(values))
+        except (ConfigError, HardwareError):
+            continue
+        capacity = capacity_of(target.machine, target.device, world)
+        dtype = recipe_of(config).arithmetic(target.device)
+        model_class, model_config = model_of(config)
+        flops = model_class.count_flops(model_config, config.data.seq_len)
+        memory, _, time = predicted(
+            config,
+            decisions=decisions,
+            target=target,
+            flops_per_token=float(flops.causal_exact),
+            peak=known_peak(target.machine, target.device, dtype),
+            runs=runs,
+            context=0,
+        )
+        found.append(
+            MeshChoice(
+                overrides=[f"{key}={size}" for key, size in values.items() if size > 1]
+                or ["parallel.shard=1"],
+                rows_per_device=int(config.batch.rows_per_device),
+                need_gib=memory and memory.total / GIB,
+                fits=memory.total <= capacity.free if memory and capacity else None,
+                tokens_per_s=time.tokens_per_s,
+                source=time.source,
+            )
+        )
+
+    def rank(one: MeshChoice) -> tuple[bool, float]:
+        """Put the fastest that fit first, then those that need least."""
+        spills = one.fits is False
+        return spills, (one.need_gib or 0.0) if spills else -(one.tokens_per_s or 0.0)
+
+    return sorted(found, key=rank)
 
 
 def micro_batches(
@@ -313,7 +378,7 @@ def memory_fields(
 def memory_at_peak(memory: MemoryPrediction, capacity: Capacity | None) -> dict[str, Any]:
     """Return the parts of the predicted peak in GiB; they add up to what is allocated."""
     found, moment = memory.estimate, memory.estimate.peak
-    logits = {"the loss": moment.transient, "a sharded step": found.logits}.get(moment.name, 0)
+    logits = min(found.logits, moment.transient) if moment.name == "the loss" else 0
     sizes = {
         "weights": found.weights,
         "gradients": moment.gradients,
@@ -327,6 +392,7 @@ def memory_at_peak(memory: MemoryPrediction, capacity: Capacity | None) -> dict[
         "context": memory.context,
         "total": memory.total,
         "gradients_in_all": found.gradients,
+        "host": found.host,
     }
     available = capacity.free / GIB if capacity else None
     gib = {name: size / GIB for name, size in sizes.items()}
@@ -345,6 +411,16 @@ class Target:
     dataset: AnyDataset | None
     cache: Path | None
     """Where measurements on this hardware are."""
+
+    def network_note(self) -> str | None:
+        """Return what is assumed of the network between machines, if it is not named."""
+        each = self.machine.gpus_per_node
+        if self.world_size <= each or self.machine.network_gbit_per_s:
+            return None
+        return (
+            "No network is named, so communication between machines counts as inside them: name "
+            f"it, as in '{self.world_size // each}x{each} H100, 400 Gb/s'."
+        )
 
     @property
     def is_missing(self) -> bool:
@@ -416,7 +492,11 @@ class PlannedRun:
         if self.target.world_size > 1 and self.workload.num_shards == 1:
             sharding = {"parallel.shard": self.target.world_size}
         singles = [self._try({}, fewer_rows=True), *leaner.values()]
-        for values in ({f"model.{key}": value for key, value in model.items()}, sharding):
+        offload: dict[str, Any] = {}
+        if self.workload.on_gpu and not self.workload.offloads:
+            offload = {"parallel.offload": "cpu"}
+        leanest = {f"model.{key}": value for key, value in model.items()}
+        for values in (leanest, sharding, offload):
             singles += [self._try(values)] if values else []
         found = [change for change in singles if change and change.saves_gib > 0]
         found.sort(key=lambda change: (not change.fits, change.need_gib))

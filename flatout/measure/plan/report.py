@@ -15,8 +15,10 @@ from flatout.progress import counted
 NAMES = 13
 """Columns of the names."""
 PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "workspace", "correction")
-OPTIONAL = ("logits", "workspace", "correction")
+OPTIONAL = ("logits", "workspace", "correction", "host")
 """Parts that are shown only if they take something at the peak."""
+NEXT_MESHES = 3
+"""Meshes that are shown besides the chosen one; --json has all."""
 MOST_CHANGES = 6
 """Changes that are shown; --json has all."""
 
@@ -57,6 +59,31 @@ class MicroBatch(Stored):
         return f"{name}  {self.need_gib:7.2f} GiB  {rate}{answer}"
 
 
+class MeshChoice(Stored):
+    """One arrangement of the processes, with what it needs and reaches."""
+
+    overrides: list[str]
+    """Its keys."""
+    rows_per_device: int
+    """Rows of a micro-batch."""
+    need_gib: float | None
+    """Memory of a device."""
+    fits: bool | None
+    """Whether it fits; null: unknown."""
+    tokens_per_s: float | None
+    """Predicted rate of all devices, also where it does not fit."""
+    source: str
+    """What the rate was predicted from."""
+
+    def line(self) -> str:
+        """Return a line of the table."""
+        rate = f"{amount(self.tokens_per_s)} tokens/s" if self.tokens_per_s else "rate unknown"
+        need = f", {self.need_gib:.1f} GiB" if self.need_gib is not None else ""
+        answer = ", does not fit" if self.fits is False else ""
+        rows = counted(self.rows_per_device, "row")
+        return f"{' '.join(self.overrides)}: {rate}, {rows}{need}{answer}"
+
+
 class Plan(Result):
     """What a run will need; unknown figures are null."""
 
@@ -81,8 +108,8 @@ class Plan(Result):
 
     weights, gradients, optimizer, activations, logits, workspace and the correction by earlier runs
     add up to `allocated`; `reserved` is what the allocator holds for it, `context` what the process
-    needs besides, `total` is their sum; `available` is what the device has. null for a model that
-    cannot be traced."""
+    needs besides, `total` is their sum; `available` is what the device has, `host` what is in the
+    memory of the machine instead. null for a model that cannot be traced."""
     memory_from: str | None
     """How the memory was predicted."""
     memory_error: float | None
@@ -127,12 +154,18 @@ class Plan(Result):
     """If not even one row fits: the smallest known machine that can train it with one."""
     batches: list[MicroBatch]
     """The micro-batches of --rows."""
+    meshes: list[MeshChoice]
+    """For several GPUs of --machine, without keys under `parallel`: the mesh that was chosen, and
+    those that were not, the fastest that fit first."""
     notes: list[str]
     """What the plan leaves out, and why."""
 
     def summary(self) -> str:
         """Return the plan as aligned lines."""
         lines = [*self._facts(), *self._memory(), *self._time(), *self._changes()]
+        names = ["Mesh", "Next", *[""] * len(self.meshes)]
+        shown = [mesh.line() for mesh in self.meshes[: 1 + NEXT_MESHES]]
+        lines += list(zip(names, shown, strict=False))
         names = ["Batches", *[""] * len(self.batches)]
         lines += [(name, batch.line()) for name, batch in zip(names, self.batches, strict=False)]
         lines += [("Note", note) for note in self.notes]
@@ -180,6 +213,7 @@ class Plan(Result):
             rows = f"at most {most}" if largest else "not even one row fits"
             answer = "fits" if self.fits else "does not fit"
             texts["total"] += f" of {memory['available']:.2f} GiB: {answer}; {rows}"
+        texts["host"] = "in the machine's memory: weights, gradients and optimizer state"
         for name, text in texts.items():
             if name not in OPTIONAL or round(memory[name] * per_gib, digits):
                 yield "", f"{memory[name] * per_gib:9.{digits}f}  {text}"

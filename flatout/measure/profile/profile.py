@@ -39,6 +39,7 @@ from flatout.measure.steps.windows import MIN_WARM_STEPS, Windows, unprofiled
 from flatout.parallel.rendezvous import silence_profiler
 from flatout.progress import SILENT, Progress
 from flatout.roof import peak_bandwidth, peak_tflops
+from flatout.training.checkpoint.tensors import local_part
 from flatout.training.loop import fit
 from flatout.training.metrics.log import Log
 from flatout.training.metrics.phases import PhaseTimer
@@ -286,7 +287,7 @@ def blocks(tensors: Iterable[Tensor]) -> dict[int, int]:
     """
     found: dict[int, int] = {}
     for tensor in tensors:
-        storage = tensor.untyped_storage()
+        storage = local_part(tensor).untyped_storage()
         if storage.nbytes():
             found[storage.data_ptr()] = storage.nbytes()
     return found

@@ -144,6 +144,9 @@ class Profile(Result):
         if self.phases_ms and self.step_ms:
             shares = {name: self.phases_ms.get(name) for name in PHASES}
             known = [f"{name} {ms / self.step_ms:.0%}" for name, ms in shares.items() if ms]
+            rest = 1 - sum(self.phases_ms.values()) / self.step_ms
+            if self.device != "cpu" and rest > 0:
+                known.append(f"waiting for the device and others {rest:.0%}")
             lines.append("Host: " + ", ".join(known))
         return "\n".join(lines)
 

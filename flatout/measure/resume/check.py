@@ -26,7 +26,7 @@ from flatout.errors import (
     Stopped,
 )
 from flatout.files import Stored
-from flatout.hardware import probe, usable_cores
+from flatout.hardware import pick_device, probe, usable_cores
 from flatout.json_io import JsonObject, read_model, write_json
 from flatout.launch import launch, num_processes, own_environment
 from flatout.measure.child import Told, end_group, python, start_child
@@ -37,7 +37,7 @@ from flatout.measure.resume.compare import (
     compare_runs,
     is_deterministic,
 )
-from flatout.measure.resume.proof import ResumeProof
+from flatout.measure.resume.proof import FIXED, ResumeProof
 from flatout.parallel.rendezvous import stated_ranks
 from flatout.progress import SILENT, Progress
 from flatout.training.checkpoint import catalog
@@ -102,11 +102,18 @@ def prove_resume(
 ) -> ResumeProof:
     """Train a recipe with and without a stop, and return what differs.
 
+    On a GPU it trains with train.deterministic=true: otherwise any two runs differ.
+
     Cost: twice the N + M steps, three starts, and four checkpoints of disk.
     Raises: UsageError, RunFailed as training does.
     """
     require_one_process("verify --resume")
     stop, end = steps[0], sum(steps)
+    device, _ = pick_device(config.train.device, probe())
+    fixes = device.startswith("cuda") and not config.train.deterministic
+    if fixes:
+        config = config.with_values({"train.deterministic": True})
+        progress.say(FIXED)
     with tempfile.TemporaryDirectory(prefix="flatout-verify-") as name:
         whole, parts = Path(name) / WHOLE, Path(name) / PARTS
         try:
@@ -126,7 +133,7 @@ def prove_resume(
             _train(chosen, parts, end, f"Resuming at step {stopped}, to step {end}", progress)
             with progress.task("Comparing every bit"):
                 found = compare_runs(whole, parts, saved=stop, stop=stopped, end=reached)
-            return proof_of(found, chosen)
+            return proof_of(found, chosen).model_copy(update={"made_deterministic": fixes})
         finally:
             for folder in (whole, parts):
                 forget(folder)

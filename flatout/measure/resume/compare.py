@@ -151,7 +151,9 @@ def _compare_tensors(
             pair = []
             for state in states:
                 with parsing(state / piece.file):
-                    pair.append(opened(state / piece.file).get_tensor(name).reshape(-1))
+                    pair.append(
+                        opened(state / piece.file).get_tensor(piece.name or name).reshape(-1)
+                    )
             num_bytes += pair[0].nbytes
             if torch.equal(*(each.view(torch.uint8) for each in pair)):
                 continue

@@ -5,6 +5,11 @@ from __future__ import annotations
 from flatout.files import Stored
 from flatout.progress import readable_size
 
+FIXED = (
+    "Checking with train.deterministic=true: without it kernels of a GPU sum in no fixed order, "
+    "and any two runs differ in the last bits."
+)
+
 
 class ResumeProof(Stored):
     """The comparison of a run that was stopped and resumed with one that was not."""
@@ -17,6 +22,8 @@ class ResumeProof(Stored):
     """The device."""
     deterministic: bool
     """Whether every kernel sums in a fixed order: on a CPU, or with train.deterministic."""
+    made_deterministic: bool = False
+    """Whether train.deterministic was set only for this check."""
     is_equal: bool
     """Whether every bit is equal."""
     tensors: int
@@ -46,6 +53,7 @@ class ResumeProof(Stored):
             f"{self.values:,} values (random states, position in the data, counters), "
             f"{self.figures:,} recorded figures."
         )
+        compared += f"\n{FIXED.replace('Checking', 'Checked')}" * self.made_deterministic
         if self.is_equal:
             equal = f"{runs} equal {first + after} steps in every bit, on {self.device}."
             lines = ["Resuming is exact.", equal, compared]

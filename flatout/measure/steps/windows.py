@@ -289,7 +289,9 @@ class Windows(ABC):
             if others:
                 self.notes.append("Another profiler has started, so operations were not recorded.")
                 return
+            ended_s = time.perf_counter()
             self._wait()
+            self.special.seconds += time.perf_counter() - ended_s
         self.profiler, self.recorded_steps = profiler, steps
 
     def _is_late(self) -> bool:

@@ -55,7 +55,7 @@ class Manifest(BaseModel):
 
 
 class Slice(BaseModel, frozen=True):
-    """One box of a tensor, and the file that contains it under the tensor's name."""
+    """One box of a tensor, and the file that contains it."""
 
     file: str
     """File name in the checkpoint."""
@@ -63,6 +63,8 @@ class Slice(BaseModel, frozen=True):
     """Where the box starts in the tensor."""
     shape: tuple[Size, ...]
     """Its shape."""
+    name: str | None = None
+    """Its name in the file, if that contains several boxes of the tensor; None: the tensor's."""
 
 
 class Entry(BaseModel, frozen=True):

@@ -88,9 +88,9 @@ def _tensor_problems(checkpoint: Path, index: Index) -> Iterator[str]:
         for piece in entry.slices:
             if piece.file not in files:
                 files[piece.file] = stored_tensors(checkpoint / piece.file)
-            stored = files[piece.file].get(name)
+            stored = files[piece.file].get(piece.name or name)
             if stored is None:
-                yield f"{checkpoint / piece.file} has no tensor {name}."
+                yield f"{checkpoint / piece.file} has no tensor {piece.name or name}."
                 break
             wanted = STORED_DTYPES.get(entry.dtype, stored[0]), piece.shape
             if stored != wanted:

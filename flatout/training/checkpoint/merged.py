@@ -13,7 +13,7 @@ from flatout.errors import CheckpointError
 from flatout.json_io import RESTORE, parsing
 from flatout.models.language_model import LanguageModel
 from flatout.models.lora import INSIDE, Delta, merge
-from flatout.models.meta import offset_of
+from flatout.models.meta import boxes_of
 from flatout.ops import Ops
 from flatout.progress import SILENT, Progress
 from flatout.registry import MODELS
@@ -21,7 +21,7 @@ from flatout.training.checkpoint import catalog, tensors
 from flatout.training.checkpoint.catalog import Base, read_index
 from flatout.training.checkpoint.contents import WEIGHTS, find_base
 from flatout.training.checkpoint.read_write import read_weights
-from flatout.training.checkpoint.weights import initial_weights, weights_and_aliases
+from flatout.training.checkpoint.weights import cuts_of, initial_weights, weights_and_aliases
 
 
 class _ImportedWeights:
@@ -144,6 +144,7 @@ def load_initial_weights(core: LanguageModel, source: Path, progress: Progress =
         else MergedWeights(source)
     )
     targets = initial_weights(core)
+    cuts = cuts_of(core, targets)
     size = sum(target.numel() for target in targets.values())
     title = f"Loading the weights of {source.name}"
     with progress.task(title, total=size) as task, torch.no_grad():
@@ -156,11 +157,9 @@ def load_initial_weights(core: LanguageModel, source: Path, progress: Progress =
                     f"{list(target.shape)}.",
                     fix="Get all files again from where the model was published.",
                 )
-            part, start = tensors.local_part(target), offset_of(target)
-            box = tuple(
-                slice(low, low + count) for low, count in zip(start, part.shape, strict=True)
-            )
-            part.copy_(values[box])
+            for start, part in boxes_of(target, cuts.get(key)):
+                box = zip(start, part.shape, strict=True)
+                part.copy_(values[tuple(slice(low, low + count) for low, count in box)])
             task.advance(target.numel())
 
 

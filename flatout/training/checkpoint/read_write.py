@@ -30,6 +30,7 @@ from flatout.training.checkpoint import catalog, tensors
 from flatout.training.checkpoint.catalog import Entry, read_index
 from flatout.training.checkpoint.contents import WEIGHTS
 from flatout.training.checkpoint.state import STATE, StateItem
+from flatout.training.checkpoint.weights import cuts_of
 
 if TYPE_CHECKING:
     from flatout.assembly.run import Run
@@ -53,7 +54,8 @@ def load(
         index, state, items, targets = together(
             run.mesh, lambda: _prepare(run, checkpoint), READING
         )
-        together(run.mesh, lambda: tensors.fill(targets, index, checkpoint, task), READING)
+        cuts = cuts_of(run.core, targets)
+        together(run.mesh, lambda: tensors.fill(targets, index, checkpoint, task, cuts), READING)
         for item in items:
             with parsing(checkpoint / catalog.STATE):
                 _restore(run, item, state)

@@ -32,7 +32,7 @@ from flatout.training.checkpoint.catalog import INFO, Entry, prune
 from flatout.training.checkpoint.host_copy import Files, HostCopy, bytes_of
 from flatout.training.checkpoint.location import checkpoints_folder, claim, make_folder
 from flatout.training.checkpoint.state import STATE
-from flatout.training.checkpoint.weights import weights_and_aliases
+from flatout.training.checkpoint.weights import cuts_of, weights_and_aliases
 
 if TYPE_CHECKING:
     from flatout.assembly.run import Run
@@ -340,9 +340,10 @@ def take(run: Run, environment: JsonObject, info: JsonObject | None = None) -> S
     for item in STATE:
         mine = slices.owned(item.tensors(run), rank=rank, world_size=world_size)
         if mine:
+            cuts = cuts_of(run.core, mine)
             file = f"{item.prefix.rstrip('/')}-{rank:05d}.safetensors"
-            tensors[file] = {name: slices.local_part(tensor) for name, tensor in mine.items()}
-            entries |= slices.entries(file, mine)
+            tensors[file] = {own: part for _, own, _, part in slices.pieces(mine, cuts)}
+            entries |= slices.entries(file, mine, cuts)
             buffers |= {
                 name
                 for name, tensor in mine.items()
@@ -384,7 +385,8 @@ def tensors_to_save(run: Run) -> Files | None:
         mine = slices.owned(
             item.tensors(run) | missing, rank=run.mesh.rank, world_size=run.mesh.world_size
         )
-        found[item.prefix] = {name: slices.local_part(tensor) for name, tensor in mine.items()}
+        parts = slices.pieces(mine, cuts_of(run.core, mine))
+        found[item.prefix] = {own: part for _, own, _, part in parts}
     return found
 
 

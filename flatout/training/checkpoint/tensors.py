@@ -7,9 +7,11 @@ share the work. Any number of ranks can read what any other number wrote.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
+from itertools import product
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,9 +23,8 @@ from torch.distributed.tensor import DTensor
 from flatout.errors import CheckpointError
 from flatout.files import disk_fix
 from flatout.json_io import RESTORE
-
-# The public API has no offset of a DTensor's local part; torch's own checkpoints use this too.
-from flatout.models.meta import offset_of
+from flatout.models.meta import boxes_of
+from flatout.parallel.tensor import Cut
 from flatout.progress import Task
 from flatout.training.checkpoint.catalog import Entry, Slice
 
@@ -61,18 +62,36 @@ def owned(tensors: Mapping[str, Tensor], *, rank: int, world_size: int) -> dict[
     return mine
 
 
-def entries(file: str, tensors: Mapping[str, Tensor]) -> dict[str, Entry]:
-    """Return the index entries of `tensors`, each with the slice that this rank writes to `file`.
+def pieces(
+    tensors: Mapping[str, Tensor], cuts: Mapping[str, Cut]
+) -> Iterator[tuple[str, str, tuple[int, ...], Tensor]]:
+    """Yield the boxes that this rank has: the tensor's name, the box's, its offset and its values.
+
+    `cuts` has the tensors of which it may have several; their names are numbered.
+
+    Shapes: tensors of any shape; the values share their memory.
+    """
+    for name, tensor in tensors.items():
+        boxes = boxes_of(tensor, cuts.get(name))
+        for number, (offset, values) in enumerate(boxes):
+            yield name, f"{name}[{number}]" if len(boxes) > 1 else name, offset, values
+
+
+def entries(
+    file: str, tensors: Mapping[str, Tensor], cuts: Mapping[str, Cut] = MappingProxyType({})
+) -> dict[str, Entry]:
+    """Return the index entries of `tensors`, each with the slices that this rank writes to `file`.
 
     Shapes: tensors of any shape.
     """
+    slices: dict[str, list[Slice]] = {name: [] for name in tensors}
+    for name, own, offset, values in pieces(tensors, cuts):
+        alias = None if own == name else own
+        box = Slice(file=file, offset=offset, shape=tuple(values.shape), name=alias)
+        slices[name].append(box)
     return {
         name: Entry(
-            dtype=_dtype_name(tensor),
-            shape=tuple(tensor.shape),
-            slices=(
-                Slice(file=file, offset=offset_of(tensor), shape=tuple(local_part(tensor).shape)),
-            ),
+            dtype=_dtype_name(tensor), shape=tuple(tensor.shape), slices=tuple(slices[name])
         )
         for name, tensor in tensors.items()
     }
@@ -126,10 +145,11 @@ def fill(
     index: Mapping[str, Entry],
     folder: Path,
     task: Task | None = None,
+    cuts: Mapping[str, Cut] | None = None,
 ) -> None:
     """Copy the stored values into this rank's parts of `targets`, in place.
 
-    Only the slices that overlap them are read.
+    Only the slices that overlap them are read. `cuts` are those of `entries`.
 
     Shapes: targets of any shape, equal to the stored ones.
     Raises: CheckpointError when the slices of a tensor leave a part of it uncovered.
@@ -137,26 +157,26 @@ def fill(
     with ExitStack() as stack, torch.no_grad():
         files: dict[str, Any] = {}
         for name, target in targets.items():
-            part, start = local_part(target), offset_of(target)
-            covered = 0
-            for piece in index[name].slices:
+            covered, wanted = 0, local_part(target).numel()
+            boxes = boxes_of(target, (cuts or {}).get(name))
+            for (start, part), piece in product(boxes, index[name].slices):
                 box = _overlap(start, part.shape, piece)
                 if box is None:
                     continue
                 if piece.file not in files:
                     files[piece.file] = stack.enter_context(_opened(folder / piece.file))
                 here, there = _box_at(start, box), _box_at(piece.offset, box)
-                file = files[piece.file]
-                values = file.get_slice(name)[there] if there else file.get_tensor(name)
+                file, key = files[piece.file], piece.name or name
+                values = file.get_slice(key)[there] if there else file.get_tensor(key)
                 part[here].copy_(values)
                 covered += values.numel()
-            if covered != part.numel():
+            if covered != wanted:
                 raise CheckpointError(
                     f"The slices of {name} in {folder} do not cover it.",
                     fix="Use another checkpoint.",
                 )
             if task:
-                task.advance(part.numel() * part.element_size())
+                task.advance(wanted * target.element_size())
 
 
 def _opened(path: Path) -> Any:

@@ -12,6 +12,8 @@ from flatout.models.lora import adapters_of
 
 if TYPE_CHECKING:
     from flatout.assembly.run import Run
+    from flatout.models.language_model import LanguageModel
+    from flatout.parallel.tensor import Cut
 
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 """Prefixes that compile and activation checkpointing insert into the names of parameters."""
@@ -47,6 +49,23 @@ def weights_of(run: Run) -> dict[str, Tensor]:
     Shapes: as in the model.
     """
     return weights_and_aliases(run.core)[0]
+
+
+def cuts_of(core: LanguageModel, names: Iterable[str]) -> dict[str, Cut]:
+    """Return how ranks share the tensors of a checkpoint with these names, if they do.
+
+    The state of an optimizer is divided as the weight that it belongs to.
+    """
+    if getattr(core, "split", None) is None:
+        return {}
+    cuts = {plain_name(name): cut for name, cut in core.tensor_cuts().items()}
+    found = {}
+    for name in names:
+        kind, own = name.split("/", 1)
+        weight = own if kind == "model" else own.split("/", 1)[1].rpartition("/")[0]
+        if weight in cuts:
+            found[name] = cuts[weight]
+    return found
 
 
 def initial_weights(core: nn.Module) -> dict[str, Tensor]:

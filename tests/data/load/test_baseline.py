@@ -74,7 +74,7 @@ def test_a_primed_feed_decodes_nothing_inside_its_steps(
     """Also across the end of an epoch: each rank reads 5 steps of 4 of the 50 sequences."""
     reader = CountingReader(stub_tokenizer)
     with feed_class(
-        SequenceSteps(train_split(TOKENS), batch_plan(rank=rank, world_size=world_size), reader)
+        SequenceSteps(train_split(TOKENS), batch_plan(dp_rank=rank, dp_size=world_size), reader)
     ) as feed:
         feed.seek(start)
         feed.prime(5)

@@ -29,7 +29,7 @@ def test_the_lookahead_changes_nothing(train_split, monkeypatch, lookahead, worl
     monkeypatch.setattr(batches, "LOOKAHEAD", lookahead)
     split = train_split(TOKENS)
     for rank in range(world_size):
-        own = plan(world_size=world_size, rank=rank)
+        own = plan(dp_size=world_size, dp_rank=rank)
         reader = SequenceSteps(split, own, ShardReader())
         a_step = own.sequences_per_step
         for position in (
@@ -74,7 +74,7 @@ def test_one_shape(train_split):
 
 def test_row_indices_are_divided_among_ranks_for_any_rows():
     for rows in (1, 2, 5):
-        indices = [plan(world_size=2, rank=rank).row_indices(rows) for rank in range(2)]
+        indices = [plan(dp_size=2, dp_rank=rank).row_indices(rows) for rank in range(2)]
         assert sorted(np.concatenate(indices).tolist()) == list(range(3 * 2 * rows))
         assert indices[1][:rows].tolist() == list(range(rows, 2 * rows))
 

@@ -12,7 +12,7 @@ def evaluated(split, world_size=1, **kwargs):
     """Return the batches of all ranks, which all have the same number."""
     values = {"seq_len": 8, "rows": 3, "device": "cpu", "reader": ShardReader(), **kwargs}
     ranks = [
-        list(evaluation_batches(split, rank=rank, world_size=world_size, **values))
+        list(evaluation_batches(split, dp_rank=rank, dp_size=world_size, **values))
         for rank in range(world_size)
     ]
     assert len({len(batches) for batches in ranks}) == 1

@@ -89,8 +89,8 @@ def test_any_number_of_ranks_reads_the_same_sequences_per_step(train_split, feed
             feed_class,
             split,
             steps,
-            world_size=world_size,
-            rank=rank,
+            dp_size=world_size,
+            dp_rank=rank,
             rows_per_device=rows,
             accumulate=accumulate,
         )
@@ -266,7 +266,7 @@ from flatout.data.load.feed import PrefetchFeed
 from flatout.data.store.shards import Dataset
 from flatout.data.load.batches import BatchPlan, ShardReader, SequenceSteps
 plan = BatchPlan(
-    seq_len=8, rows_per_device=2, accumulate=1, rank=0, world_size=1, seed=0,
+    seq_len=8, rows_per_device=2, accumulate=1, dp_rank=0, dp_size=1, seed=0,
     document_mask=False, prefetch=2, device="cpu",
 )
 split = Dataset.open({str(write_set(np.arange(300)))!r}).split("train")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gzip
 import json
+import time
 from contextlib import nullcontext
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -16,6 +17,7 @@ from flatout.measure.profile import profile as profiles
 from flatout.measure.profile.profile import Wanted, long_enough, run_profile
 from flatout.measure.profile.report import Profile
 from flatout.measure.steps import windows as shared
+from flatout.parallel.rendezvous import disconnect
 
 pytestmark = pytest.mark.slow
 
@@ -91,6 +93,20 @@ def test_chosen_steps_are_profiled(quick):
     assert found.step_ms is not None
     found, _ = quick(steps=1, skip=0)
     assert (found.first_step, found.step_ms) == (1, None)
+
+
+def test_what_a_device_does_after_the_host_counts_under_the_profiler(quick, monkeypatch):
+    monkeypatch.setattr(profiles.ProfileWindows, "_wait", lambda self: time.sleep(0.2))
+    found, _ = quick(steps=1, skip=1)
+    assert found.profiled_step_ms > 200
+
+
+def test_weights_in_host_memory_are_profiled(quick):
+    try:
+        found, _ = quick(steps=1, skip=1, parallel__offload="cpu")
+    finally:
+        disconnect()
+    assert found.memory.parts_gib["weights"] > 0
 
 
 def test_steps_beyond_the_end_of_the_run_are_refused(tiny_config):

@@ -56,6 +56,8 @@ def test_it_fits_into_80_columns_of_ascii():
         "profile/gpt2/  trace.json.gz, profile.json, profile.txt",
         "Open the trace at https://ui.perfetto.dev",
     ]
+    assert "Host: data 6%, forward 22%, waiting for the device and others 72%" in text
+    assert "waiting" not in profile(device="cpu").text()
     unknown = profile(roof=ProfileRoof()).text()
     assert "peak of matrix products: unknown" in unknown
     assert "memory bandwidth: unknown" in unknown

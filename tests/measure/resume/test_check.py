@@ -6,8 +6,10 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from flatout.config.schema import validate
 from flatout.errors import CheckpointError, ConfigError, DataError, HardwareError, RunFailed
@@ -16,6 +18,8 @@ from flatout.measure.child import Told
 from flatout.measure.resume import check
 from flatout.measure.resume.check import Job, error_of, proof_of, prove_resume, steps_of
 from flatout.measure.resume.compare import Comparison, Difference
+from flatout.measure.resume.proof import FIXED
+from flatout.progress import SILENT
 from flatout.trust import memory
 
 
@@ -98,6 +102,22 @@ def test_a_recipe_that_resumes_exactly_is_proved(in_this_process, tiny_config):
     assert proof.tensors > 40
     assert proof.figures >= 7 * 3
     assert proof.text().startswith("Resuming is exact.\n3 + 4 steps")
+
+
+@pytest.mark.slow
+def test_on_a_gpu_kernels_are_made_deterministic(in_this_process, tiny_config, monkeypatch):
+    monkeypatch.setattr(check, "pick_device", lambda device, machine: ("cuda", ""))
+    said = SimpleNamespace(task=SILENT.task, say=[].append)
+    try:
+        proof = prove_resume(tiny_config(train__steps=2), (1, 1), progress=said)
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert proof.made_deterministic
+    assert proof.deterministic
+    assert proof.is_equal
+    assert said.say.__self__ == [FIXED]
+    assert "Checked with train.deterministic=true" in proof.text()
 
 
 @pytest.mark.slow

@@ -66,9 +66,8 @@ def test_a_missing_box_is_an_error(tmp_path):
 def test_only_overlapping_files_are_read(tmp_path, monkeypatch):
     whole = torch.arange(35.0).reshape(5, 7)
     index = written(tmp_path, whole, [((0, 2), (0, 7)), ((2, 4), (0, 7)), ((4, 5), (0, 7))])
-    monkeypatch.setattr(
-        slices, "offset_of", lambda tensor: (1, 0)
-    )  # as on a rank that has rows 1 and 2
+    # as on a rank that has rows 1 and 2
+    monkeypatch.setattr(slices, "boxes_of", lambda tensor, cut: [((1, 0), tensor)])
     part = torch.zeros(2, 7)
     (tmp_path / "2.safetensors").unlink()
     assert torch.equal(fill(part, index, tmp_path), whole[1:3])

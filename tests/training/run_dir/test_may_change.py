@@ -26,7 +26,7 @@ STORED = RunConfig().with_values(
 )
 """A configuration in which every other key may be set."""
 VALUES = (7, 0.25, True, False, "cuda", "bf16", "wandb", "zstd", "offline", "rewind", "fp16", "a:b")
-VALUES = (*VALUES, 1e-4, ["wandb"], ["a:b"], [0.5, 0.5], {"data/a": 1})
+VALUES = (*VALUES, "cpu", 1e-4, ["wandb"], ["a:b"], [0.5, 0.5], {"data/a": 1})
 
 
 def changed(key):

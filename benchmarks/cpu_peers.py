@@ -1,0 +1,274 @@
+"""Training steps on a CPU beside those of other projects, in turns, also while others use it.
+
+    python benchmarks/cpu_peers.py --peers DIRECTORY
+
+Two shapes of GPT-2: a small model of characters, and 124M parameters. Each way trains in a process
+of its own, on random tokens with AdamW: flatout as `auto` chooses and compiled; nanoGPT's model
+eager, under bf16 autocast, compiled and both; Hugging Face's GPT-2 under bf16 autocast; and llm.c,
+built with gcc -Ofast -march=native and OpenMP. A rate is the median of the steps after a warm-up.
+nanoGPT and llm.c are taken from DIRECTORY, or cloned into it. With `--busy 1 8`, flatout and
+nanoGPT train again beside that many processes that keep a core busy each. Writes
+benchmarks/results/cpu_peers.json and .md.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gpu_worker import PEERS, data
+from measurement import facts, flatout, in_turns, markdown, parser, publish, spread, verdict
+
+from flatout.hardware import usable_cores
+
+REPOSITORIES = {
+    "nanoGPT": ("https://github.com/karpathy/nanoGPT", "3adf61e"),
+    "llm.c": ("https://github.com/karpathy/llm.c", "f1e2ace"),
+}
+SHAPES = {
+    "characters": {"layers": 4, "heads": 4, "width": 128, "vocab": 128, "rows": 64, "length": 64},
+    "gpt2-124m": {
+        "layers": 12,
+        "heads": 12,
+        "width": 768,
+        "vocab": 50304,
+        "rows": 4,
+        "length": 256,
+    },
+}
+STEPS = {"characters": 80, "gpt2-124m": 8}
+TARGETS = {"characters": 2.5, "gpt2-124m": 1.4}
+FAIR = 0.8
+"""Least share of its fair part of the cores that a run is to keep."""
+WARM_UP = 3
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    made = parser(__doc__, rounds=3)
+    made.add_argument("--peers", type=Path, help="directory with nanoGPT and llm.c")
+    made.add_argument("--shapes", nargs="*", default=list(SHAPES), choices=SHAPES)
+    made.add_argument("--busy", nargs="*", type=int, default=[], help="processes beside")
+    made.add_argument("--worker", help="for its own use")
+    given = made.parse_args(words)
+    if given.worker:
+        print(json.dumps(peer(*given.worker.split(), given.peers / "nanoGPT")))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        peers = given.peers or Path(folder) / "peers"
+        for name, (url, commit) in REPOSITORIES.items():
+            if not (peers / name).exists():
+                subprocess.run(["git", "clone", "-q", url, peers / name], check=True)
+                subprocess.run(["git", "checkout", "-q", commit], cwd=peers / name, check=True)
+        found = {**facts(), "rounds": given.rounds, "shapes": {}, "busy": {}}
+        for name in given.shapes:
+            ways = ways_of(name, Path(folder), peers)
+            found["shapes"][name] = in_turns(ways, given.rounds)
+            chosen = {way: ways[way] for way in ("flatout", "nanoGPT, eager")}
+            for count in given.busy if name == "characters" else ():
+                with ExitStack() as stack:
+                    for _ in range(count):
+                        other = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+                        stack.callback(other.kill)
+                    found["busy"][count] = in_turns(chosen, given.rounds)
+    publish(given.out, "cpu_peers", found, table(found))
+
+
+def ways_of(name: str, folder: Path, peers: Path) -> dict[str, Any]:
+    """Return the ways to train a shape."""
+    shape = SHAPES[name]
+    dataset = folder / f"data-{name}"
+    data("random", str(dataset), str(shape["vocab"]), str(1 << 19))
+    program = build_llmc(name, folder / f"llmc-{name}", peers / "llm.c")
+    worker = [sys.executable, __file__, "--peers", peers, "--worker"]
+    ways: dict[str, Any] = {
+        "flatout": partial(own, name, dataset, folder, "auto"),
+        "flatout, compiled": partial(own, name, dataset, folder, "auto,+compile"),
+    }
+    for how in ("eager", "bf16", "compiled", "both"):
+        ways[f"nanoGPT, {how}"] = partial(measured, [*worker, f"nanogpt {name} {how}"])
+    ways["transformers, bf16"] = partial(measured, [*worker, f"huggingface {name} bf16"])
+    ways["llm.c"] = partial(measured, [program], cwd=program.parent)
+    return ways
+
+
+def keys_of(name: str) -> list[str]:
+    """Return the keys of a shape for flatout: a GPT-2 without biases."""
+    shape = SHAPES[name]
+    return [
+        *(f"model.num_layers={shape['layers']}", f"model.num_heads={shape['heads']}"),
+        *(f"model.d_model={shape['width']}", f"model.vocab_size={shape['vocab']}"),
+        *("model.positions=learned", "model.bias=false", "train.device=cpu"),
+        *(f"data.seq_len={shape['length']}", f"batch.rows_per_device={shape['rows']}"),
+        *("batch.accumulate=1", "batch.tokens_per_step=null"),
+    ]
+
+
+def own(name: str, dataset: Path, folder: Path, speedups: str) -> dict[str, Any]:
+    """Train with flatout; return the rate and the peak of the memory."""
+    steps = STEPS[name] + WARM_UP
+    with tempfile.TemporaryDirectory(dir=folder) as run:
+        found = flatout(
+            *("train", "gpt2-124m", *keys_of(name), f"data.path={dataset}", f"train.steps={steps}"),
+            *("train.tokens=null", "train.eval_every=0", "log.to=[]", "log.every=1"),
+            *("checkpoint.best=false", "schedule.warmup=0", f"speedups={speedups}"),
+            *("--run-dir", f"{run}/run"),
+        )
+        lines = (Path(run) / "run" / "metrics.jsonl").read_text().splitlines()
+    rates = [row["perf/tokens_per_s"] for row in map(json.loads, lines) if "train/loss" in row]
+    rate = statistics.median(rates[WARM_UP:])
+    return {"tokens_per_s": rate, "peak_gib": found["peak_gib"], "loss": found["train_loss"]}
+
+
+def measured(words: Sequence[object], cwd: Path | None = None) -> dict[str, Any]:
+    """Run a peer; return the rate that it prints, and the peak of its memory."""
+    threads = {"OMP_NUM_THREADS": str(usable_cores())} if cwd else {}
+    with subprocess.Popen(
+        [*map(str, words)],
+        cwd=cwd,
+        env={**os.environ, **threads},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        printed = process.stdout.read()
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        return {"tokens_per_s": None, "problem": f"It exited with {process.returncode}."}
+    if cwd is None:
+        found: dict[str, Any] = json.loads(printed.splitlines()[-1])
+    else:
+        steps_ms = [float(each) for each in re.findall(r"took ([\d.]+) ms", printed)]
+        tokens = int(cwd.joinpath("tokens").read_text())
+        found = {"tokens_per_s": 1e3 * tokens / statistics.median(steps_ms[WARM_UP:])}
+    return {**found, "peak_gib": usage.ru_maxrss / 2**20}
+
+
+def peer(kind: str, name: str, how: str, folder: Path) -> dict[str, Any]:
+    """Train a peer's model in this process; return the rate and the last loss."""
+    import torch
+
+    from flatout.config.schema import load_config
+    from flatout.models.language_model import model_of
+
+    shape, device = SHAPES[name], torch.device("cpu")
+    config = load_config("gpt2-124m", keys_of(name))
+    torch.manual_seed(0)
+    model, loss_of, optimizer = PEERS[kind](model_of(config)[1], config, device, folder)
+    called: Any = torch.compile(model) if how in ("compiled", "both") else model
+    size = (shape["rows"], shape["length"] + 1)
+    marks = []
+    for _ in range(WARM_UP + STEPS[name] + 1):
+        marks.append(time.perf_counter())
+        row = torch.randint(shape["vocab"] // 2, size)
+        narrow = how in ("bf16", "both")
+        with torch.autocast("cpu", torch.bfloat16) if narrow else nullcontext():
+            loss = loss_of(called, row[:, :-1].contiguous(), row[:, 1:].contiguous())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        last = float(loss.detach())
+    seconds = statistics.median(np.diff(marks)[WARM_UP:])
+    return {"tokens_per_s": shape["rows"] * shape["length"] / seconds, "loss": last}
+
+
+def build_llmc(name: str, folder: Path, source: Path) -> Path:
+    """Build llm.c for a shape, without its evaluations and samples; return the program."""
+    shape, rng = SHAPES[name], np.random.default_rng(0)
+    code = (source / "train_gpt2.c").read_text()
+    for old, new in (
+        ("int B = 4;", f"int B = {shape['rows']};"),
+        ("int T = 64;", f"int T = {shape['length']};"),
+        ("step <= 40", f"step < {STEPS[name] + WARM_UP}"),
+        ("if (step % 10 == 0) {", "if (0) {"),
+        ("if (step > 0 && step % 20 == 0) {", "if (0) {"),
+    ):
+        assert old in code, old
+        code = code.replace(old, new)
+    tokens = folder / "dev" / "data" / "tinyshakespeare"
+    tokens.mkdir(parents=True)
+    (folder / "train_gpt2.c").write_text(code)
+    (folder / "tokens").write_text(str(shape["rows"] * shape["length"]))
+    flags = ["-Ofast", "-march=native", "-fopenmp", "-DOMP", "-Wno-unused-result", "-I", source]
+    words = ["gcc", *flags, folder / "train_gpt2.c", "-lm", "-lgomp", "-o", folder / "program"]
+    subprocess.run([*map(str, words)], check=True, capture_output=True)
+    for split in ("train", "val"):
+        header = np.zeros(256, np.int32)
+        header[:3] = 20240520, 1, 1 << 19
+        drawn = rng.integers(0, shape["vocab"] // 2, 1 << 19, dtype=np.uint16)
+        path = tokens / f"tiny_shakespeare_{split}.bin"
+        path.write_bytes(header.tobytes() + drawn.tobytes())
+    layers, width, length = shape["layers"], shape["width"], shape["length"]
+    header = np.zeros(256, np.int32)
+    vocabs = shape["vocab"], shape["vocab"]
+    header[:8] = 20240326, 3, length, vocabs[0], layers, shape["heads"], width, vocabs[1]
+    block = 12 * width * width + 13 * width
+    count = (shape["vocab"] + length) * width + layers * block + 2 * width
+    weights = rng.normal(0, 0.02, count).astype(np.float32)
+    (folder / "gpt2_124M.bin").write_bytes(header.tobytes() + weights.tobytes())
+    return folder / "program"
+
+
+def table(found: dict[str, Any]) -> str:
+    """Return the figures as Markdown."""
+    parts = []
+    for name, ways in found["shapes"].items():
+        rates = {
+            way: [run["tokens_per_s"] for run in runs]
+            for way, runs in ways.items()
+            if all(run["tokens_per_s"] for run in runs)
+        }
+        medians = {way: statistics.median(each) for way, each in rates.items()}
+        own = max(rate for way, rate in medians.items() if way.startswith("flatout"))
+        best = max(rate for way, rate in medians.items() if not way.startswith("flatout"))
+        lines = [
+            (way, spread(rates[way]), f"{rate / best:.2f}", memory(ways[way]))
+            for way, rate in medians.items()
+        ]
+        target = TARGETS[name]
+        note = f"Target {target} times the best other: {own / best:.2f}, "
+        note += f"{verdict(own / best >= target)}."
+        shape = SHAPES[name]
+        title = f"{name}, {shape['rows']} x {shape['length']}"
+        columns = f"{title} | tokens/s | of the best other | peak, GiB"
+        parts.append(markdown(columns, lines, note))
+    lines = []
+    for count, ways in found["busy"].items():
+        for way, runs in ways.items():
+            alone = statistics.median(
+                run["tokens_per_s"] for run in found["shapes"]["characters"][way]
+            )
+            cores = usable_cores()
+            fair = min(1.0, cores / (cores + int(count)))
+            kept = [run["tokens_per_s"] / (alone * fair) for run in runs]
+            rates = spread(run["tokens_per_s"] for run in runs)
+            lines.append((count, way, rates, f"{fair:.2f}", spread(kept, 2)))
+    if lines:
+        columns = "busy processes | characters | tokens/s | fair share | kept of it"
+        parts.append(markdown(columns, lines, f"Target: {FAIR} of the fair share."))
+    about = f"{found['machine']}; {found['rounds']} rounds in turns, median (lowest to highest); "
+    parts.append(f"{about}commit {found['commit']}; `python benchmarks/cpu_peers.py`.\n")
+    return "\n".join(parts)
+
+
+def memory(runs: Sequence[dict[str, Any]]) -> str:
+    """Return the median of the peaks."""
+    return f"{statistics.median(run['peak_gib'] for run in runs):.2f}"
+
+
+if __name__ == "__main__":
+    main()

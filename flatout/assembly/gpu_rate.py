@@ -1,0 +1,138 @@
+"""Predicts the time of a step on GPUs: matrix products, attention, memory traffic, communication.
+
+It needs torch only when it is called.
+
+The constants fit 121 published runs of 8 to 2,048 A100 and H100 (benchmarks/published.py).
+
+Letters: L layers, D width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from flatout.config.schema import RunConfig
+from flatout.hardware import Machine, MachineRow
+
+MATMUL_SHARE = {8: 0.65, 9: 0.5}
+"""Share of the peak that matrix products reach, by major compute capability; the newest: others."""
+ATTENTION_SHARE = 0.5
+"""Rate of attention as a share of that of other products."""
+MOVED_BYTES = {True: 100, False: 300}
+"""Bytes that other operations move per token, layer and component of the width, compiled or not."""
+RECOMPUTED = {"checkpointing": 1 / 3, "half-checkpointing": 1 / 6, "selective-checkpointing": 0.12}
+"""Work that is repeated in backward, as a share of the rest, by speedup."""
+INSIDE_SHARE, BETWEEN_SHARE = 0.8, 0.8
+"""Share of a link's rate that collectives reach."""
+PCIE_GB_PER_S = 25.0
+"""Rate between GPUs without links of their own."""
+EXCHANGES = 8
+"""Times that a layer gathers or adds up hidden states among ranks that share it: four forward."""
+HOST_GB_PER_S = {7: 12.0, 8: 24.0, 9: 48.0}
+"""Assumed rate of a GPU to and from pinned memory, by major compute capability; the newest: others.
+PCI Express of 16 lanes moves 16, 32 or 64 GB/s.
+"""
+ADAMW_BYTES, HOST_MEMORY_GB_PER_S = 28, 100.0
+"""Bytes per weight that AdamW reads and writes, and the assumed rate of a machine's memory."""
+GATHERED, REDUCED = 2, 4
+"""Bytes per weight that are gathered, in bf16, and per gradient that are reduced, in fp32."""
+
+
+@dataclass(frozen=True)
+class GpuTime:
+    """Seconds of an average step, and what they are made of."""
+
+    compute_s: float
+    communication_s: dict[str, float]
+    """By what is exchanged."""
+    host_s: float = 0.0
+    """Seconds of an optimizer's step on the CPU, meanwhile the GPU waits."""
+    layers_s: float = 0.0
+    """Seconds in which processes that share layers exchange hidden states, while nothing else
+    runs.
+    """
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step: communication is hidden behind computing as far as that goes."""
+        compute_s = self.compute_s + self.layers_s
+        return max(compute_s, sum(self.communication_s.values())) + self.host_s
+
+    def describe(self) -> str:
+        """Return what the time was predicted from."""
+        text = f"published runs: {1e3 * self.compute_s:.0f} ms of computing per step"
+        text += f" and {1e3 * self.layers_s:.0f} ms of shared layers" * bool(self.layers_s)
+        parts = [f"{name} {1e3 * value:.0f} ms" for name, value in self.communication_s.items()]
+        text += f", beside it {', '.join(parts)}" if parts else ""
+        return text + (f", then AdamW on the CPU {1e3 * self.host_s:.0f} ms" * bool(self.host_s))
+
+
+def gpu_time(
+    config: RunConfig,
+    machine: Machine,
+    row: MachineRow,
+    *,
+    peak_flops: float,
+    world_size: int,
+    speedups: Collection[str],
+) -> GpuTime:
+    """Return the time of a step of a resolved configuration; `peak_flops` are those of one GPU."""
+    from flatout.models.language_model import model_of
+    from flatout.ops import Ops
+
+    model_class, model_config = model_of(config)
+    model: Any = model_class.on_meta(model_config, Ops.plain())
+    seq_len, parallel = config.data.seq_len, config.parallel
+    products = float(model.flops_per_token(1).causal_exact)
+    attention = float(model.flops_per_token(seq_len).causal_exact) - products
+    again = 1 + max((RECOMPUTED.get(name, 0.0) for name in speedups), default=0.0)
+    generation = row.compute_capability[0] if row.compute_capability else 0
+
+    def newest(figures: dict[int, float]) -> float:
+        """Return the figure of this generation of GPUs, or of the newest."""
+        return figures.get(generation, figures[max(figures)])
+
+    rate = peak_flops * newest(MATMUL_SHARE)
+    width, layers = model.token_embedding.weight.shape[1], len(model.blocks)
+    moved = MOVED_BYTES["compile" in speedups] * layers * width
+    token_s = again * (products + attention / ATTENTION_SHARE) / rate
+    token_s += moved / (row.bandwidth_gb_per_s.value * 1e9)
+    tokens = (config.batch.tokens_per_step or 0) / world_size
+    accumulate = config.batch.accumulate or 1
+    tensor = parallel.tensor
+    weights = sum(parameter.numel() for parameter in model.parameters()) / tensor
+    shard, copies = parallel.shard, world_size // (parallel.shard * tensor)
+    gathers = accumulate * (2 if parallel.reshard else 1)
+
+    def seconds(num_bytes: float, span: int) -> float:
+        """Return the time to exchange bytes in groups that span so many consecutive GPUs."""
+        inside = row.link_gb_per_s.value if row.link_gb_per_s else PCIE_GB_PER_S
+        gb_per_s = INSIDE_SHARE * inside
+        if span > machine.gpus_per_node and machine.network_gbit_per_s:
+            gb_per_s = min(gb_per_s, BETWEEN_SHARE * machine.network_gbit_per_s / 8)
+        return num_bytes / (1e9 * gb_per_s)
+
+    exchanged: dict[str, float] = {}
+    if shard > 1:
+        part = (shard - 1) / shard * weights
+        exchanged["gathered weights"] = seconds(gathers * GATHERED * part, shard * tensor)
+        exchanged["reduced gradients"] = seconds(accumulate * REDUCED * part, shard * tensor)
+    if copies > 1:
+        added = 2 * (copies - 1) / copies * REDUCED * weights / shard
+        exchanged["gradients of copies"] = seconds(added, world_size)
+    if parallel.context > 1:
+        sent = model.shared_bytes(seq_len // parallel.context) * tokens * (parallel.context - 1)
+        exchanged["shared rows"] = seconds(sent, parallel.context)
+    host_s = layers_s = 0.0
+    if tensor > 1:
+        hidden = EXCHANGES * again * layers * tokens * (tensor - 1) * width * GATHERED
+        layers_s = seconds(hidden, tensor)
+    if parallel.offload == "cpu":
+        own, gb_per_s = 4 * weights / shard, newest(HOST_GB_PER_S)
+        exchanged["weights from the host"] = gathers * own / (1e9 * gb_per_s)
+        exchanged["gradients to the host"] = accumulate * own / (1e9 * gb_per_s)
+        here = min(machine.gpus_per_node, world_size)
+        host_s = here * ADAMW_BYTES * weights / shard / (1e9 * HOST_MEMORY_GB_PER_S)
+    return GpuTime(tokens * token_s, exchanged, host_s, layers_s)

@@ -1,0 +1,101 @@
+"""The predicted time of a step on GPUs."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from flatout.assembly.gpu_rate import gpu_time
+from flatout.config.schema import load_config
+from flatout.hardware import machine_named
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+SHAPE = (
+    "model.num_layers=8",
+    "model.d_model=1024",
+    "model.num_heads=8",
+    "model.vocab_size=50304",
+    "batch.rows_per_device=8",
+    "batch.accumulate=1",
+)
+
+
+def time(machine="8x H100", speedups=("compile",), **parallel):
+    """Return the predicted time of 8 rows of 1,024 tokens per GPU."""
+    named = machine_named(machine)
+    count = len(named.gpus)
+    keys = [f"parallel.{name}={value}" for name, value in parallel.items()]
+    tokens = 8 * 1024 * count // parallel.get("context", 1)
+    words = [*SHAPE, "data.seq_len=1024", f"batch.tokens_per_step={tokens}"]
+    config = load_config(None, [*words, *keys])
+    flops = named.row.peak_tflops["bf16"].value * 1e12
+    return gpu_time(config, named, named.row, peak_flops=flops, world_size=count, speedups=speedups)
+
+
+def test_what_is_repeated_or_not_compiled_takes_longer():
+    assert time(speedups=()).compute_s > time().compute_s
+    more = time(speedups=("compile", "checkpointing")).compute_s / time().compute_s
+    assert 1.2 < more < 4 / 3
+
+
+def test_communication_depends_on_the_mesh_and_on_where_it_crosses_machines():
+    assert time("H100").communication_s == {}
+    copied, sharded = time(), time(shard=8)
+    assert [*copied.communication_s] == ["gradients of copies"]
+    assert [*sharded.communication_s] == ["gathered weights", "reduced gradients"]
+    inside = time("2x8 H100, 100 Gb/s", shard=8).communication_s
+    across = time("2x8 H100, 100 Gb/s", shard=16).communication_s
+    assert across["gathered weights"] > 10 * inside["gathered weights"]
+    kept = time(shard=8, reshard="false").communication_s
+    assert kept["gathered weights"] == sharded.communication_s["gathered weights"] / 2
+    assert time("2x8 H100, 1 Gb/s", shard=16).step_s > 2 * time(shard=8).step_s
+    assert "shared rows" in time(shard=8, context=4).communication_s
+
+
+def test_an_offloaded_step_copies_weights_and_waits_for_the_cpu():
+    one, kept = time("H100", offload="cpu"), time("H100", offload="cpu", shard=1, reshard="false")
+    assert [*one.communication_s] == ["weights from the host", "gradients to the host"]
+    copied, back = one.communication_s.values()
+    assert copied == pytest.approx(2 * back)
+    assert kept.communication_s["weights from the host"] == pytest.approx(back)
+    assert one.step_s == pytest.approx(max(one.compute_s, copied + back) + one.host_s)
+    assert "then AdamW on the CPU" in one.describe()
+    assert "AdamW" not in time("H100").describe()
+    both = time("2x8 H100, 400 Gb/s", offload="cpu", shard=16)
+    assert both.host_s == pytest.approx(one.host_s / 2), "of two machines"
+
+
+def test_most_published_runs_are_within_a_fifth(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    monkeypatch.delitem(sys.modules, "published", raising=False)
+    from published import predicted
+
+    runs = yaml.safe_load((BENCHMARKS / "published.yaml").read_text())
+    shared = [run for run in runs if "tensor" in run]
+    few = [*[run for run in runs if run not in shared][::6], *shared[::4]]
+    errors = [abs(predicted(run) / run["tokens_per_s"] - 1) for run in few]
+    within = [error <= 0.2 for error, run in zip(errors, few, strict=True) if run not in shared]
+    assert sum(within) >= 0.85 * len(within)
+    assert max(errors) < 0.35
+
+
+def test_shared_layers_exchange_hidden_states_while_nothing_else_runs():
+    alone, shared = time(), time(tensor=8)
+    assert alone.layers_s == 0
+    assert shared.step_s == pytest.approx(shared.compute_s + shared.layers_s)
+    assert time("2x8 H100, 100 Gb/s", tensor=16).layers_s > 5 * shared.layers_s
+    assert "ms of shared layers" in shared.describe()
+
+
+@pytest.mark.parametrize(("kind", "grows"), [("transformer", True), ("eigenstate", False)])
+def test_an_eigenstate_network_exchanges_as_much_for_any_length(kind, grows):
+    from flatout.models.language_model import model_of
+    from flatout.ops import Ops
+
+    model_class, config = model_of(load_config(None, [f"model.kind={kind}", *SHAPE[:4]]))
+    model = model_class.on_meta(config, Ops.plain())
+    short, long = (model.shared_bytes(tokens) * tokens for tokens in (1024, 1_048_576))
+    assert (long > short) == grows
