@@ -125,7 +125,9 @@ def _edits(path: Path, config: RunConfig) -> dict[str, str] | None:
         line.partition(": ")[0]
         for line in (*difference(written, config), *difference(config, written))
     )
-    return {key: f"{key}: {_value(written, key)} -> {_value(config, key)}" for key in keys}
+    lines = {key: f"{key}: {_value(written, key)} -> {_value(config, key)}" for key in keys}
+    strange = config.model.own().keys() - written.model.own().keys()  # also without a value
+    return lines | {key: f"{key} is new" for key in (f"model.{own}" for own in strange)}
 
 
 def _restore_command(path: Path) -> str:
