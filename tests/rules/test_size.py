@@ -15,7 +15,7 @@ FILE_LINES, FUNCTION_LINES = 700, 80
 FRAMES = 9
 ROOMS = {
     "measure": 103_600,
-    "training": 61_800,
+    "training": 61_900,
     "data": 49_400,
     "top": 23_900,
     "commands": 22_000,
