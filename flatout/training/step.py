@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import compress
+from operator import not_
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -180,13 +181,13 @@ def correct_gradients(run: Run, num_valid: Tensor, loss_scale: float) -> Tensor:
     correction = ranks * run.tokens_per_step / (num_valid.clamp(min=1) * loss_scale)
     local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
     if run.core.split is not None:
-        whole = [cut_dim(gradient) is None for gradient in gradients]
-        run.core.split.add_parts(list(compress(local, whole)))
-        # one sum over all ranks, of which `copies` have each number
-        copies = [run.mesh.replicate * (run.mesh.tensor if each else 1) for each in whole]
-        squares = torch.stack(torch._foreach_norm(local)).square()
-        (norm,) = run.mesh.sum((squares / squares.new_tensor(copies)).sum())
-        norm = norm.sqrt()
+        is_whole = [cut_dim(gradient) is None for gradient in gradients]
+        whole = list(compress(local, is_whole))
+        cut = list(compress(local, map(not_, is_whole)))
+        run.core.split.add_parts(whole)
+        squares = [torch.nn.utils.get_total_norm(each).square() for each in (cut, whole)]
+        (total,) = run.mesh.sum(squares[0] + squares[1] / run.mesh.tensor)  # equal on those ranks
+        norm = (total / run.mesh.replicate).sqrt()
     else:
         norm = torch.nn.utils.get_total_norm(gradients)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
