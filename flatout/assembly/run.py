@@ -284,12 +284,14 @@ def _model(
     No process ever holds more than its shards of the weights and one whole tensor.
     """
     model_class, model_config = model_of(config)
-    weights_bytes = 4 * model_class.num_parameters(model_config) // (mesh.shard * mesh.tensor)
-    device = "cpu" if mesh.offloads else config.train.device
+    least_bytes = 4 * model_class.num_parameters(model_config) // (mesh.shard * mesh.tensor)
+    what, device = "weights", config.train.device
+    if mesh.offloads:  # where its gradients are, too
+        least_bytes, what, device = 2 * least_bytes, "weights and gradients", "cpu"
     free_bytes = memory_bytes(machine, device, mesh.local_world_size)
-    if weights_bytes > free_bytes:
+    if least_bytes > free_bytes:
         raise HardwareError(
-            f"The model's weights alone take {readable_memory(weights_bytes)}, "
+            f"The model's {what} alone take {readable_memory(least_bytes)}, "
             f"and only {readable_memory(free_bytes)} are available.",
             fix="Choose a smaller model: lower model.num_layers, model.d_model "
             "or model.vocab_size.",
