@@ -348,12 +348,9 @@ def _without_values(workload: Workload) -> Iterator[LanguageModel]:
         if workload.tensor > 1:
             split = _Shapes(None, 0, workload.tensor)
             model.share_layers(split, seq_len=workload.seq_len)
-            for name, (dim, _) in model.tensor_cuts().items():
+            for name, cut in model.tensor_cuts().items():
                 whole, (owner, _, last) = model.get_parameter(name), name.rpartition(".")
-                shape = [
-                    size // (split.size if at == dim else 1) for at, size in enumerate(whole.shape)
-                ]
-                part = nn.Parameter(whole.new_empty(shape), whole.requires_grad)
+                part = nn.Parameter(cut.empty(whole, split.size), whole.requires_grad)
                 setattr(model.get_submodule(owner), last, part)
         if workload.gathers is not None:
             for module in model.blocks.modules():  # `to` cannot exchange tensors without values

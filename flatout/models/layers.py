@@ -21,6 +21,11 @@ from flatout.parallel.tensor import Split, local
 class Linear(nn.Linear):
     """torch's linear layer with the product of `ops.linear`; the model initialises the weights."""
 
+    before: Callable[[Tensor], Tensor] | None = None
+    """Gathers the tokens of all ranks, where they share the output's features."""
+    after: Callable[[Tensor], Tensor] | None = None
+    """Adds up the products of all ranks, where they share the input's features."""
+
     def __init__(
         self,
         width_in: int,
@@ -33,10 +38,6 @@ class Linear(nn.Linear):
         super().__init__(width_in, width_out, bias=bias)
         self.ops = ops
         self.activation = activation
-        self.before: Callable[[Tensor], Tensor] | None = None
-        """Gathers the tokens of all ranks, where they share the output's features."""
-        self.after: Callable[[Tensor], Tensor] | None = None
-        """Adds up the products of all ranks, where they share the input's features."""
 
     def reset_parameters(self) -> None:
         """Do nothing: `LanguageModel.init_weights` initialises the weights."""

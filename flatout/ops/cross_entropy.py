@@ -102,12 +102,16 @@ def _with_all_logits(product: Callable[[Tensor, Tensor], Tensor]) -> Callable[..
     return lambda hidden_BTD, weight_VD, *others: _summed(product(hidden_BTD, weight_VD), *others)
 
 
-def _with_chunks(hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor, *others: Any) -> Tensor:
-    return _chunked(hidden_BTD, weight_VD, targets_BT, *others, None)
-
-
-def _chunked(hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor, *others: Any) -> Tensor:
-    given: Any = (hidden_BTD.flatten(0, 1), weight_VD, targets_BT.flatten(), *others)
+def _with_chunks(
+    hidden_BTD: Tensor,
+    weight_VD: Tensor,
+    targets_BT: Tensor,
+    softcap: float | None,
+    z_loss: float,
+    split: Split | None = None,
+) -> Tensor:
+    options = (softcap, z_loss, split)
+    given: Any = (hidden_BTD.flatten(0, 1), weight_VD, targets_BT.flatten(), *options)
     if torch.is_grad_enabled() and (hidden_BTD.requires_grad or weight_VD.requires_grad):
         return _Chunked.apply(*given, weight_VD.requires_grad)  # type: ignore[no-any-return, no-untyped-call]
     return _in_chunks(*given, False, False)[0]
@@ -132,7 +136,7 @@ def sharded(
     Cost:    as `chunked`, divided among the ranks, and two all-reduces of a few numbers per target.
     """
     hidden_BTD, valid_BT = _valid_only(hidden_BTD, weight_PD, targets_BT)
-    loss_sum = _chunked(hidden_BTD, weight_PD, targets_BT, softcap, z_loss, split)
+    loss_sum = _with_chunks(hidden_BTD, weight_PD, targets_BT, softcap, z_loss, split)
     ((start, end),) = split.spans(targets_BT.shape[1])
     return loss_sum, valid_BT[:, start:end].sum()
 

@@ -24,8 +24,7 @@ from flatout.errors import ConfigError
 from flatout.ops.newton_schulz import batched
 from flatout.optimizers.groups import OptimizerParts, ParameterGroup, adamw_for, named_by_kind
 from flatout.optimizers.moments import MOMENTUM, Moments
-from flatout.parallel.context import ALL_GATHER
-from flatout.parallel.tensor import TENSOR, cut_dim
+from flatout.parallel.tensor import cut_dim, split_of
 
 RMS_LIKE_ADAMW = 0.2
 """The RMS of an orthogonal matrix is 1/sqrt(max(R, C)), that of AdamW's updates about 0.2: this
@@ -200,16 +199,14 @@ class Muon(Optimizer):
         mesh = cast(DTensor, parameters[0]).device_mesh
         group, rank = mesh.get_group("shard"), mesh.get_local_rank("shard")
         size = dist.get_world_size(group)
-        is_shared = TENSOR in (mesh.mesh_dim_names or ())
-        sharing = mesh.get_group(TENSOR) if is_shared else None
-        peers = dist.get_world_size(sharing) if is_shared else 1
+        split = split_of(mesh)
         alike: dict[Any, list[tuple[Tensor, Tensor]]] = {}
         for p, direction in zip(parameters, directions, strict=True):
             parts, dim = self._stacked_rows.get(p, (p.shape[0],)), cut_dim(p)
             if dim == 0 and p in self._apart:
-                parts, dim = parts[: len(parts) // peers], None
+                parts, dim = parts[: len(parts) // split.size], None
             elif dim == 0:
-                parts = tuple(rows // peers for rows in parts)
+                parts = tuple(rows // split.size for rows in parts)
             key = (direction.shape[1], parts, dim, p.dtype)
             alike.setdefault(key, []).append((_local(p), direction))
         batches: list[tuple[Any, list[tuple[Tensor, Tensor]]]] = []
@@ -246,15 +243,13 @@ class Muon(Optimizer):
                 for rows in parts if rank * len(whole) < len(members) else ():
                     part = whole[:, start : start + rows]
                     if dim is not None:
-                        every = part.new_empty((peers, *part.shape))
-                        ALL_GATHER(every.flatten(0, 1), part.contiguous(), group=sharing)
-                        part = torch.cat(every.unbind(), dim + 1)
+                        part = split.gathered(part, dim + 1)
                     is_wide = part.shape[1] <= part.shape[2]
                     step = self._newton_schulz(part if is_wide else part.mT)
                     step = step if is_wide else step.mT
                     scale = RMS_LIKE_ADAMW * math.sqrt(max(part.shape[1:]))
                     if dim is not None:
-                        step = step.chunk(peers, dim + 1)[mesh.get_local_rank(TENSOR)]
+                        step = step.chunk(split.size, dim + 1)[split.rank]
                     steps[:, start : start + rows] = scale * step
                     start += rows
                 shards = torch.unflatten(steps, 1, (size, -1)).transpose(0, 1).contiguous()

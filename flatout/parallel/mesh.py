@@ -31,7 +31,7 @@ from flatout.errors import ConfigError
 from flatout.launch import replicas
 from flatout.parallel.context import Context
 from flatout.parallel.rendezvous import Ranks, connect_alone, stated_ranks
-from flatout.parallel.tensor import TENSOR, Split, cut
+from flatout.parallel.tensor import TENSOR, cut, split_of
 
 BESIDE_FORWARD = ("logits",)
 """Methods besides `forward` that need gathered weights; all processes must call them together."""
@@ -96,10 +96,8 @@ class Mesh(Ranks):
         Raises: ConfigError as `LanguageModel.share_layers`.
         """
         if self.tensor > 1 and self.device_mesh is not None:
-            group = self.device_mesh[TENSOR]
-            split = Split(group.get_group(), group.get_local_rank(), self.tensor)
-            model.share_layers(split, seq_len=seq_len)
-            cut(model, group, model.tensor_cuts())
+            model.share_layers(split_of(self.device_mesh), seq_len=seq_len)
+            cut(model, self.device_mesh[TENSOR], model.tensor_cuts())
 
     @property
     def is_main(self) -> bool:

@@ -33,6 +33,10 @@ OTHER_PORT = (
     "Set another MASTER_PORT for all processes of the run; `torchrun --standalone` finds a free "
     "one."
 )
+OF_A_GPU = "cpu:gloo,cuda:nccl"
+"""NCCL moves tensors of GPUs; objects, such as the plan of a run, and offloaded tensors take the
+CPU's way.
+"""
 START_TIMEOUT_S = 600.0
 """How long a process waits for the others to start; nodes of a cluster can start minutes apart."""
 REPORT_EVERY_S = 10.0
@@ -127,8 +131,7 @@ def connect(device: str) -> Ranks:
             "set train.device=cpu.",
         )
     torch.cuda.set_device(ranks.local_rank)
-    # NCCL moves tensors; objects, such as the plan of a run, take the CPU's way.
-    _join("cpu:gloo,cuda:nccl", ranks, device_id=torch.device("cuda", ranks.local_rank))
+    _join(OF_A_GPU, ranks, device_id=torch.device("cuda", ranks.local_rank))
     return ranks
 
 
@@ -138,7 +141,7 @@ def connect_alone(device: torch.device) -> None:
         return
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    backend = OF_A_GPU if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     atexit.register(disconnect)
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from flatout.parallel.context import ALL_GATHER, REDUCE_SCATTER, Gather
 
@@ -35,6 +35,15 @@ class Cut(NamedTuple):
     dim: int
     parts: tuple[int, ...]
     """Rows (or columns, if `dim` is 1) of the matrices that the parameter stacks."""
+
+    def empty(self, whole: Tensor, size: int) -> Tensor:
+        """Return an unfilled tensor with the shape of a rank's part of `whole`, of `size` ranks.
+
+        Shapes:  any.
+        """
+        shape = list(whole.shape)
+        shape[self.dim] //= size
+        return whole.detach().new_empty(shape)
 
 
 @dataclass(frozen=True)
@@ -108,6 +117,13 @@ class _Scatter(torch.autograd.Function):
         return every, None
 
 
+def split_of(mesh: DeviceMesh) -> Split:
+    """Return this rank's part of layers; all of them if no ranks of the mesh share layers."""
+    if TENSOR not in (mesh.mesh_dim_names or ()):
+        return Split(None, 0, 1)
+    return Split(mesh.get_group(TENSOR), mesh.get_local_rank(TENSOR), mesh[TENSOR].size())
+
+
 def local(parameter: P) -> P:
     """Return this rank's part of a parameter that ranks share; others unchanged.
 
@@ -124,16 +140,12 @@ def cut(model: nn.Module, mesh: DeviceMesh, cuts: Mapping[str, Cut]) -> None:
     """
     for prefix, module in model.named_modules():
         for name, whole in list(module.named_parameters(recurse=False)):
-            part, placement = whole, Replicate()
+            part: Tensor = whole.detach()
+            placements: list[Placement] = [Replicate()]
             if (found := cuts.get(f"{prefix}.{name}" if prefix else name)) is not None:
-                shape = list(whole.shape)
-                shape[found.dim] //= mesh.size()
-                part, placement = whole.new_empty(shape), Shard(found.dim)  # type: ignore[assignment]
-            parameter = nn.Parameter(
-                DTensor.from_local(part.detach(), mesh, [placement], run_check=False),
-                requires_grad=whole.requires_grad,
-            )
-            module.register_parameter(name, parameter)
+                part, placements = found.empty(whole, mesh.size()), [Shard(found.dim)]
+            shared = DTensor.from_local(part, mesh, placements, run_check=False)
+            module.register_parameter(name, nn.Parameter(shared, whole.requires_grad))
 
 
 def cut_dim(tensor: Tensor) -> int | None:

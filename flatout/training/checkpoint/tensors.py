@@ -77,9 +77,7 @@ def pieces(
             yield name, f"{name}[{number}]" if len(boxes) > 1 else name, offset, values
 
 
-def entries(
-    file: str, tensors: Mapping[str, Tensor], cuts: Mapping[str, Cut] = MappingProxyType({})
-) -> dict[str, Entry]:
+def entries(file: str, tensors: Mapping[str, Tensor], cuts: Mapping[str, Cut]) -> dict[str, Entry]:
     """Return the index entries of `tensors`, each with the slices that this rank writes to `file`.
 
     Shapes: tensors of any shape.
@@ -145,7 +143,7 @@ def fill(
     index: Mapping[str, Entry],
     folder: Path,
     task: Task | None = None,
-    cuts: Mapping[str, Cut] | None = None,
+    cuts: Mapping[str, Cut] = MappingProxyType({}),
 ) -> None:
     """Copy the stored values into this rank's parts of `targets`, in place.
 
@@ -158,7 +156,7 @@ def fill(
         files: dict[str, Any] = {}
         for name, target in targets.items():
             covered, wanted = 0, local_part(target).numel()
-            boxes = boxes_of(target, (cuts or {}).get(name))
+            boxes = boxes_of(target, cuts.get(name))
             for (start, part), piece in product(boxes, index[name].slices):
                 box = _overlap(start, part.shape, piece)
                 if box is None:

@@ -18,7 +18,7 @@ def fill(target, index, folder):
 def stored(path, tensor):
     """Write one tensor and return the index."""
     slices.write(path, {"x": tensor})
-    return slices.entries(path.name, {"x": tensor})
+    return slices.entries(path.name, {"x": tensor}, {})
 
 
 def written(folder, whole, boxes):
