@@ -325,7 +325,8 @@ class LanguageModel(nn.Module, ABC):
     def tensor_cuts(self) -> dict[str, Cut]:
         """Return how ranks share parameters, by name; the others are whole on every rank.
 
-        An empty dictionary means that ranks cannot share layers.
+        An empty dictionary means that ranks cannot share layers. They are cut before they are
+        drawn, so the class must state `draws_everything`.
         """
         return {}
 
@@ -335,10 +336,10 @@ class LanguageModel(nn.Module, ABC):
         Raises: ConfigError when the model does not support it, or the ranks cannot divide it.
         """
         cuts = self.tensor_cuts()
-        if not cuts:
+        if not cuts or not vars(type(self)).get("draws_everything"):
             raise ConfigError(
-                f"parallel.tensor={split.size} needs a model that says how its layers are divided, "
-                f"and {type(self).__name__} does not.",
+                f"parallel.tensor={split.size} needs a model with tensor_cuts() and "
+                f"draws_everything, and {type(self).__name__} lacks one of them.",
                 fix="Leave parallel.tensor out, or choose model.kind=transformer or eigenstate.",
             )
         self.check_shares(split, "model.vocab_size", self.config.vocab_size)

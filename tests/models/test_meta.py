@@ -4,10 +4,13 @@ import pytest
 import torch
 
 from flatout.config.schema import load_config
+from flatout.errors import ConfigError
 from flatout.models.language_model import model_of
 from flatout.models.lora import with_adapters
 from flatout.models.meta import allocate, new_model
+from flatout.models.transformer import Transformer, TransformerConfig
 from flatout.ops import Ops
+from flatout.parallel.tensor import Split
 
 SHAPE = [
     "model.num_layers=2",
@@ -94,3 +97,15 @@ def test_other_models_are_built_where_they_compute_and_draw_as_they_like(tmp_pat
         assert torch.equal(model.noise, built.noise)
         pairs = zip(model.parameters(), built.parameters(), strict=True)
         assert all(torch.equal(found, wanted) for found, wanted in pairs)
+
+
+def test_ranks_share_no_layers_of_a_model_that_is_not_drawn_after_it_was_cut():
+    """Its parts would be left without values."""
+
+    class Own(Transformer):
+        pass
+
+    config = TransformerConfig(vocab_size=8, num_layers=1, d_model=8, num_heads=2)
+    Transformer.on_meta(config, Ops.plain()).share_layers(Split(None, 0, 2), seq_len=8)
+    with pytest.raises(ConfigError, match="draws_everything, and Own lacks"):
+        Own.on_meta(config, Ops.plain()).share_layers(Split(None, 0, 2), seq_len=8)
