@@ -62,6 +62,14 @@ def result_of(model, documents):
     return [loss.detach(), valid.double(), *(weights.grad for weights in model.parameters())]
 
 
+def apart(actual, expected):
+    """Return the largest difference, relative to the largest element of its tensor."""
+    return max(
+        float((a - b).abs().max() / b.abs().max().clamp_min(1e-12))
+        for a, b in zip(actual, expected, strict=True)
+    )
+
+
 def main(report):
     connect("cpu")
     context.MASKED = 200  # attention takes several pieces
@@ -77,11 +85,7 @@ def main(report):
             actual = result_of(model, documents)
             for tensor in actual:
                 dist.all_reduce(tensor)
-            apart = [
-                float((a - b).abs().max() / b.abs().max().clamp_min(1e-12))
-                for a, b in zip(actual, expected, strict=True)
-            ]
-            found[f"{name}, documents {documents}"] = max(apart)
+            found[f"{name}, documents {documents}"] = apart(actual, expected)
     if mesh.is_main:
         report.write_text(json.dumps(found))
     disconnect()

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 warnings.simplefilter("error")
 
-from context_proof import SHAPES, TOKENS, model_of, result_of  # noqa: E402
+from context_proof import SHAPES, TOKENS, apart, model_of, result_of  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 
 from flatout.config.sections import ParallelConfig  # noqa: E402
@@ -84,11 +84,7 @@ def main(report):
                 actual = [each / copies for each in sums]
                 for (key, like), gradient in zip(whole.named_parameters(), gradients, strict=True):
                     actual.append(assembled(gradient, cuts.get(key), like.detach()))
-                apart = [
-                    float((a - b).abs().max() / b.abs().max().clamp_min(1e-12))
-                    for a, b in zip(actual, expected, strict=True)
-                ]
-                found[f"shard {shard}, {name}, documents {documents}"] = max(apart)
+                found[f"shard {shard}, {name}, documents {documents}"] = apart(actual, expected)
     if mesh.is_main:
         report.write_text(json.dumps(found))
     disconnect()
