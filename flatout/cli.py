@@ -63,6 +63,10 @@ OTHER_RANKS_WAIT_S = 3.0
 
 The main rank usually has the same error; when it exits, torchrun ends the others of its machine. An
 error on one rank alone is still reported."""
+SPINS = "1000"
+"""Turns that a waiting thread spins before it sleeps. On an idle machine fewer cost time, as a
+sleeping thread wakes up late; beside other processes more do (LOG.md).
+"""
 LOOK_S = 0.15
 """How long to look at what other processes do, at least."""
 HELP = """\
@@ -287,10 +291,11 @@ def refuse_undecodable(words: list[str]) -> None:
 
 
 def _sleep_while_waiting(began: CpuTimes, progress: Progress) -> None:
-    """If other processes keep the cores busy, let torch's threads sleep while they wait.
+    """Let torch's threads sleep soon when they wait, and at once if other processes use the cores.
 
-    By default they spin, and keep the cores from the threads that they wait for: a step can take
-    several times longer. torch's OpenMP reads the variable when it is loaded. No result changes.
+    By default they spin for milliseconds, and keep the cores from the threads that they wait for:
+    beside others, a step can take several times longer. torch's OpenMP reads the variables when it
+    is loaded. No result changes.
     """
     from flatout.hardware import BUSY_CORES, CpuTimes, usable_cores
 
@@ -304,6 +309,8 @@ def _sleep_while_waiting(began: CpuTimes, progress: Progress) -> None:
             f"Other processes use {others:.1f} of {usable_cores()} cores, so threads sleep while "
             "they wait (OMP_WAIT_POLICY=passive). OMP_NUM_THREADS=1 may be faster still."
         )
+    else:
+        os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
 
 
 class _TorchFinder:

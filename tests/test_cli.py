@@ -441,7 +441,8 @@ def test_threads_sleep_while_they_wait_if_other_processes_keep_the_cores_busy(
     monkeypatch, others, stated, policy
 ):
     """With two cores used by others, a step of a small model took 1.2 to 2.0 s instead of 0.5."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("OMP_")} | stated
+    foreign = ("OMP_", "GOMP_")
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(foreign)} | stated
     monkeypatch.setattr(os, "environ", environment)
     monkeypatch.setattr(hardware, "usable_cores", lambda: 2)
     monkeypatch.setattr(hardware.CpuTimes, "others_until", lambda self, later: others)
@@ -450,3 +451,4 @@ def test_threads_sleep_while_they_wait_if_other_processes_keep_the_cores_busy(
     cli._sleep_while_waiting(hardware.CpuTimes.read(), progress)
     assert environment.get("OMP_WAIT_POLICY") == policy
     assert bool(said) is (policy == "passive")
+    assert ("GOMP_SPINCOUNT" in environment) is (not stated and policy is None)

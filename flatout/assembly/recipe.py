@@ -380,6 +380,8 @@ class On:
     """The reason, in words; None means the speedup's `saves`."""
     from_minutes: float = 0
     """Shortest run for which it is on."""
+    from_minutes_cached: float | None = None
+    """Shortest run for which it is on if its code has been compiled before; None: the same."""
     measured: bool = False
     """Whether it is based on a measurement on this kind of device (LOG.md, docs/numbers.md) rather
     than on arithmetic and published measurements.

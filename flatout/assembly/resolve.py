@@ -8,8 +8,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 from flatout.architectures.source import find_model, is_foreign
+from flatout.assembly.compiled_code import is_cached
 from flatout.assembly.memory import USED_MEMORY, Workload, estimate, memory_bytes, most_rows
 from flatout.assembly.prediction import CUDA_CONTEXT, CUDA_RESERVED, gains_here
 from flatout.assembly.preflight import check_names, resolve_batch
@@ -90,11 +92,19 @@ def resolve(
     )
     check_names(config)
     _check_divides(config)
-    dtype = "fp32" if device == "cpu" else "bf16"
+    narrow = device != "cpu" or (machine.cpu_multiplies_bf16 and requested.precision != "fp32")
+    dtype: Literal["fp32", "bf16"] = "bf16" if narrow else "fp32"
     peak = known_peak(machine, device, dtype) if device == "cpu" or machine.gpus else None
     minutes = expected_minutes(config, world_size * peak.tflops * ASSUMED_MFU) if peak else None
     gains = gains_here(machine, device, cache)
-    decisions = select(config, machine, device=device, minutes=minutes, measured=gains)
+    decisions = select(
+        config,
+        machine,
+        device=device,
+        minutes=minutes,
+        measured=gains,
+        is_cached=cache is not None and is_cached(config),
+    )
     available = memory_bytes(machine, device, local_world_size or world_size)
     decisions = with_checkpointing(config, decisions, available, world_size)
     on = [decision.name for decision in decisions if decision.on]

@@ -170,9 +170,16 @@ def memory_savers(device: str) -> list[str]:
 
 
 def decide(
-    speedup: Speedup, device: str, minutes: float | None, gain: Gain | None = None
+    speedup: Speedup,
+    device: str,
+    minutes: float | None,
+    gain: Gain | None = None,
+    *,
+    is_cached: bool = False,
 ) -> Decision:
     """Decide a speedup that can run, for a run of `minutes` (None: unknown).
+
+    `is_cached` says whether code for this run has been compiled before.
 
     `gain` is the one measured on this hardware, if any. It decides if its interval lies entirely
     above or below 1, but turns on no speedup with a statistical promise: a measured rate says
@@ -186,6 +193,9 @@ def decide(
     else:
         on, reason = isinstance(default, On), default.because or speedup.saves
     least = default.from_minutes if default else 0
+    if is_cached and isinstance(default, On) and default.from_minutes_cached is not None:
+        least = default.from_minutes_cached
+        reason = f"its code was compiled in an earlier run: {reason}"
     if on and least and minutes is None:
         on = False
         reason = f"pays off from {least:g} minutes, and the run's duration is unknown: {reason}"
@@ -229,10 +239,12 @@ def select(
     device: str = "cpu",
     minutes: float | None = None,
     measured: Mapping[str, Gain] | None = None,
+    is_cached: bool = False,
 ) -> list[Decision]:
     """Decide on every speedup for a run on `device` of about `minutes` (None: unknown).
 
-    `measured` contains the gains that `bench` measured on this hardware, by name.
+    `measured` contains the gains that `bench` measured on this hardware, by name. `is_cached` says
+    whether code for this run has been compiled before.
     Raises: ConfigError when the request contradicts itself; HardwareError when a speedup that was
             named cannot run here.
     """
@@ -262,7 +274,7 @@ def select(
         elif against:
             found[name] = Decision(name, False, against)
         else:
-            found[name] = decide(speedup, device, minutes, gains.get(name))
+            found[name] = decide(speedup, device, minutes, gains.get(name), is_cached=is_cached)
     faster = [
         name
         for name in sorted(found.keys() & gains, key=lambda name: (-gains[name].gain, name))

@@ -314,8 +314,9 @@ def bf16(
 ) -> Tensor:
     """`reference` with products in bfloat16 and the softmax in fp32, for CPUs with bf16 products.
 
-    On such CPUs it is faster than the fused kernel as long as the scores fit into the caches:
-    `fused` handles longer sequences, dtypes other than fp32, few queries and a softcap.
+    On such CPUs it is faster than the fused kernel as long as the scores fit into the caches.
+    `fused` handles longer sequences, in bfloat16 too, and dtypes other than fp32, few queries and a
+    softcap.
 
     Shapes:  as `reference`.
     Returns: out_BHTC.
@@ -327,10 +328,13 @@ def bf16(
         q_BHTC.dtype == k_BGSC.dtype == v_BGSC.dtype == torch.float32
         and not torch.is_autocast_enabled(q_BHTC.device.type)
     )
-    fits = softcap is None and q_BHTC.shape[2] >= FEWEST_QUERIES and k_BGSC.shape[2] <= MOST_KEYS
-    if not is_fp32 or not fits:
+    may_round = is_fp32 and softcap is None and q_BHTC.shape[2] >= FEWEST_QUERIES
+    if not may_round or k_BGSC.shape[2] > MOST_KEYS:
         options: Any = {"window": window, "softcap": softcap, "mask": mask}
-        return fused(q_BHTC, k_BGSC, v_BGSC, doc_ids_BS=doc_ids_BS, **options)
+        if may_round:
+            q_BHTC, k_BGSC, v_BGSC = q_BHTC.bfloat16(), k_BGSC.bfloat16(), v_BGSC.bfloat16()
+        out_BHTC = fused(q_BHTC, k_BGSC, v_BGSC, doc_ids_BS=doc_ids_BS, **options)
+        return out_BHTC.float() if may_round else out_BHTC
     added = _added(q_BHTC, k_BGSC, doc_ids_BS, window, mask)
     if q_BHTC.shape[1] != k_BGSC.shape[1]:
         k_BGSC, v_BGSC = _repeat_groups(q_BHTC, k_BGSC), _repeat_groups(q_BHTC, v_BGSC)

@@ -12,6 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from flatout.assembly.compiled_code import mark_as_cached
 from flatout.assembly.run import Run
 from flatout.assembly.selection import Decision, speedup_named
 from flatout.training.metrics.log import Log
@@ -53,6 +54,7 @@ def warm_up(
         failure, any_failed = _try_step(run, eval_shapes, stop)
     if not any_failed:
         log.compiled(time.perf_counter() - began_s)
+        mark_as_cached(run.config)
         return
     for module in run.core.modules():  # there is no public function that undoes torch.compile
         module._compiled_call_impl = None

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from flatout.assembly.compiled_code import is_cached, mark_as_cached
 from flatout.assembly.recipe import Off, On, Promise, Speedup
 from flatout.assembly.selection import (
     Gain,
@@ -111,6 +112,28 @@ def test_a_measured_gain_still_needs_a_long_run_if_compiling_takes_minutes():
     unknown = decide(speedup(default), "cpu", None, FASTER)
     assert not unknown.on
     assert unknown.reason.startswith("pays off from 2 minutes, and the run's duration is unknown")
+
+
+def test_code_that_was_compiled_before_pays_off_in_shorter_runs():
+    default = On(from_minutes=3, from_minutes_cached=0.5)
+    for minutes, before, on in ((1, False, False), (1, True, True), (0.4, True, False)):
+        found = decide(speedup(default), "cpu", minutes, is_cached=before)
+        assert found.on is on
+        assert ("compiled in an earlier run" in found.reason) is before
+    assert not decide(speedup(On(from_minutes=3)), "cpu", 1, is_cached=True).on
+    assert not decide(speedup(default), "cpu", 5, SLOWER, is_cached=True).on
+
+
+def test_a_run_finds_the_code_of_an_earlier_one(tiny_config, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    assert not is_cached(tiny_config())
+    mark_as_cached(tiny_config(speedups="auto,+compile"))
+    assert is_cached(tiny_config())
+    assert not is_cached(tiny_config(model__d_model=24))
+    assert not is_cached(tiny_config(data__seq_len=8, batch__tokens_per_step=32))
+    assert not is_cached(tiny_config(train__deterministic=True))
+    tmp_path.joinpath("flatout").chmod(0o500)
+    mark_as_cached(tiny_config(model__d_model=24))  # nobody may write there
 
 
 def test_a_speedup_that_measured_faster_takes_its_slot_from_the_default():

@@ -64,6 +64,22 @@ def test_values_and_gradients_match_the_reference_in_fp64(name, case, poisoned_m
     assert_close_to_largest(actual, expected, CLOSE.get(name, 1e-5), CLOSE.get(name, 2e-6))
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_long_sequences_are_rounded_for_the_fused_kernel(case, monkeypatch):
+    tensors, options = random_inputs(**CASES[case])
+    kernel, dtypes = attention.fused, []
+    monkeypatch.setattr(attention, "MOST_KEYS", 0)
+    monkeypatch.setattr(
+        attention, "fused", lambda q, *a, **k: (dtypes.append(q.dtype), kernel(q, *a, **k))[1]
+    )
+    actual = with_gradients(attention.bf16, tensors, options)
+    expected = with_gradients(attention.reference, [tensor.double() for tensor in tensors], options)
+    may_round = tensors[0].shape[2] >= attention.FEWEST_QUERIES and not options.get("softcap")
+    assert dtypes == [torch.bfloat16 if may_round else torch.float32]
+    assert {each.dtype for each in actual} == {torch.float32}
+    assert_close_to_largest(actual, expected, CLOSE["bf16"], CLOSE["bf16"])
+
+
 @pytest.mark.parametrize("name", VARIANTS)
 def test_low_precision_is_close_to_fp64(name, poisoned_memory):
     tensors, options = random_inputs(

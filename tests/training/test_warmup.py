@@ -11,6 +11,7 @@ from functools import partial
 import pytest
 import torch
 
+from flatout.assembly.compiled_code import is_cached
 from flatout.assembly.selection import Decision
 from flatout.progress import SILENT
 from flatout.training.evaluation import batch_shapes, score
@@ -184,7 +185,7 @@ def test_an_error_of_the_model_is_not_blamed_on_compile(broken, monkeypatch):
 @COMPILES
 @pytest.mark.parametrize("evaluates", [True, False])
 def test_evaluation_is_compiled_only_if_something_is_evaluated(
-    build_run, tiny_config, monkeypatch, evaluates
+    build_run, tiny_config, monkeypatch, tmp_path, evaluates
 ):
     grad_enabled = []
 
@@ -194,11 +195,14 @@ def test_evaluation_is_compiled_only_if_something_is_evaluated(
 
     torch._dynamo.reset()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=noted))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     run = build_run(tiny_config(speedups=["pretokenised", "compile"]))
     assert batch_shapes(run) == [(4, 16)]
+    assert not is_cached(run.config)
     if evaluates:
         warm_up(run, Events(), eval_shapes=batch_shapes(run))
         assert grad_enabled == [True, False]
+        assert is_cached(run.config)
     else:
         warm_up(run, Events())
         assert grad_enabled == [True]
