@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import faulthandler
+import gc
 import importlib.util
 import inspect
 import json
@@ -96,6 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except BrokenPipeError:  # the reader of standard output has closed the pipe
         drop_output()
         code = 1
+    gc.freeze()  # Python's last collections would take half a second, to free what exit frees
     raise SystemExit(code if write_output(sys.stdout.flush) else code or 1)
 
 
@@ -186,8 +188,13 @@ def call(words: list[str]) -> int:
     @contextlib.contextmanager
     def loading_torch() -> Iterator[None]:
         _sleep_while_waiting(began, progress)
-        with progress.task("Loading torch"), _signals_exit(terminal.close, as_json):
-            yield
+        gc.disable()  # modules stay: the collector would look at them again and again
+        try:
+            with progress.task("Loading torch"), _signals_exit(terminal.close, as_json):
+                yield
+        finally:
+            gc.freeze()
+            gc.enable()
 
     finder = _TorchFinder(loading_torch)
     sys.meta_path.insert(0, finder)

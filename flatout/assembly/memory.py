@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from operator import attrgetter
@@ -23,7 +22,6 @@ import psutil
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
@@ -46,7 +44,12 @@ from flatout.hardware import Machine, machine_rows
 from flatout.models.language_model import LanguageModel, LanguageModelConfig
 from flatout.models.lora import with_adapters
 from flatout.ops import Ops
-from flatout.optimizers.groups import AdamWSettings, OptimizerParts, ParameterGroup
+from flatout.optimizers.groups import (
+    AdamWSettings,
+    LightOptimizer,
+    OptimizerParts,
+    ParameterGroup,
+)
 from flatout.parallel.mesh import Mesh
 from flatout.parallel.tensor import Split
 from flatout.progress import readable_memory
@@ -277,7 +280,8 @@ def _trace(workload: Workload, rows: int, gradients_exist: bool) -> _Traced:
     """Trace each kind of block once, and the parts around them."""
     dtype = workload.autocast
     precision = torch.autocast("cpu", dtype=dtype, enabled=dtype is not None)
-    with _without_values(workload) as model:
+    mode, model = _without_values(workload)
+    with mode:
         largest = max((each.numel() for each in _trained(model)), default=0)
         step = 4 * workload.adamw_copies * largest  # AdamW's need is stated
         if workload.optim.kind != "adamw":
@@ -338,9 +342,9 @@ class _Shapes(Split):
         return partial_BTD.chunk(self.size, dim=1)[0].clone()
 
 
-@contextmanager
-def _without_values(workload: Workload) -> Iterator[LanguageModel]:
-    """Make the model, and in the block all other tensors, without storage."""
+@lru_cache(maxsize=64)
+def _without_values(workload: Workload) -> tuple[FakeTensorMode, LanguageModel]:
+    """Return a mode in which all tensors are without storage, and the model made in it."""
     with FakeTensorMode() as mode:
         mode.stands_for = "cuda" if workload.on_gpu else "cpu"  # type: ignore[attr-defined]
         model = workload.model_class(workload.model_config, workload.ops)
@@ -359,7 +363,7 @@ def _without_values(workload: Workload) -> Iterator[LanguageModel]:
                     setattr(module, name, narrow)
         for transform in workload.transforms:
             model = transform(model, None)
-        yield model
+    return mode, model
 
 
 def _trace_part(
@@ -398,7 +402,8 @@ def _optimizer_peak(workload: Workload) -> int:
     It takes two steps, of which the first creates the state. An optimizer that reads values, as
     `.item()` does, counts as one that needs nothing.
     """
-    with _without_values(workload) as model, Live() as live:
+    mode, model = _without_values(workload)
+    with mode, Live() as live:
         for parameter in _trained(model):
             parameter.grad = torch.empty_like(parameter)
         parts = OptimizerParts(_Nothing, workload.newton_schulz)
@@ -414,7 +419,7 @@ def _optimizer_peak(workload: Workload) -> int:
     return int(live.peak - state)
 
 
-class _Nothing(Optimizer):
+class _Nothing(LightOptimizer):
     """Stands for AdamW, whose step cannot run without values."""
 
     def __init__(self, groups: list[ParameterGroup], keywords: AdamWSettings) -> None:

@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Literal, Self, final
 import torch
 from pydantic import Field, ValidationError
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from flatout.config.schema import RunConfig, explain
 from flatout.config.sections import Section
@@ -33,6 +34,16 @@ ParameterKind = Literal["hidden", "embedding", "head", "vector"]
 """hidden: a matrix between activations; embedding: a table with a row per index; head: the output
 weight; vector: a norm or a bias.
 """
+
+DRAWS = {nn.init.normal_, nn.init.kaiming_uniform_, nn.init.uniform_, Tensor.uniform_}
+"""What models draw their weights with."""
+
+
+class _Undrawn(TorchFunctionMode):
+    """Skips draws: on the meta device torch would import its compiler for them."""
+
+    def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return None if func in DRAWS else func(*args, **(kwargs or {}))
 
 
 @dataclass(frozen=True)
@@ -139,7 +150,7 @@ class LanguageModel(nn.Module, ABC):
     """The configuration keys of the model."""
     draws_everything: ClassVar[bool] = False
     """Whether the model can be built on the meta device: `init_weights` sets every parameter, with
-    constants or what `meta.DRAWS` lists, and moving to a device restores every buffer. A subclass
+    constants or what `DRAWS` lists, and moving to a device restores every buffer. A subclass
     does not inherit it.
     """
     divides_rows: ClassVar[bool | None] = None
@@ -188,7 +199,7 @@ class LanguageModel(nn.Module, ABC):
     @classmethod
     def on_meta(cls, config: LanguageModelConfig, ops: Ops) -> Self:
         """Return the model on the meta device, for counting and for loading weights into."""
-        with torch.device("meta"):
+        with torch.device("meta"), _Undrawn():
             return cls(config, ops)
 
     @classmethod

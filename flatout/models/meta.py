@@ -7,18 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.overrides import TorchFunctionMode
 
 from flatout.config.schema import RunConfig
-from flatout.models.language_model import LanguageModel, model_of
+from flatout.models.language_model import DRAWS, LanguageModel, model_of
 from flatout.models.lora import Adapter
 from flatout.ops import Ops
-from flatout.parallel.tensor import TENSOR, Cut
-
-DRAWS = {nn.init.normal_, nn.init.kaiming_uniform_, nn.init.uniform_, Tensor.uniform_}
-"""What models draw their weights with."""
+from flatout.parallel.tensor import TENSOR, Cut, is_shared
 
 
 def new_model(config: RunConfig, ops: Ops) -> LanguageModel:
@@ -53,7 +48,11 @@ def allocate(
     def moved(tensor: Tensor) -> Tensor:
         is_weight = isinstance(tensor, nn.Parameter)
         target = weights_device if is_weight and weights_device is not None else device
-        return torch.empty_like(tensor, device=target) if is_meta else tensor.to(target)
+        if not is_meta:
+            return tensor.to(target)
+        if is_shared(tensor):
+            return torch.empty_like(tensor, device=target)
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=target)
 
     model._apply(moved)  # type: ignore[no-untyped-call]
     if is_meta and draws:
@@ -72,8 +71,10 @@ def boxes_of(tensor: Tensor, cut: Cut | None = None) -> list[tuple[tuple[int, ..
 
     Shapes: tensor of any shape; the values share its memory.
     """
-    if not isinstance(tensor, DTensor):
+    if not is_shared(tensor):
         return [((0,) * tensor.dim(), tensor.detach())]
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
     mesh, part = tensor.device_mesh, tensor.to_local().detach()
     # The public API has no offset of a DTensor's local part; torch's own checkpoints use this too.
     _, starts = compute_local_shape_and_global_offset(tensor.shape, mesh, tensor.placements)

@@ -219,6 +219,9 @@ class Rotary(nn.Module):
         The first table repeats each cosine, the second each sine with its first half negated.
         """
         config, exact = self.config, float64_device(device)
+        if device.type == "meta":  # torch's arange would import its compiler there
+            shape = (config.num_positions, config.head_size)
+            return torch.empty(shape, device=device), torch.empty(shape, device=device)
         rotated = config.rotary_dims or config.head_size
         exponent = torch.arange(0, rotated, 2, device=exact, dtype=torch.float64) / rotated
         frequency = config.rotary_base**-exponent

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from inspect import unwrap
+
+import torch
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
 from flatout.config.sections import OptimConfig
 from flatout.optimizers.groups import (
     AdamWSettings,
+    LightOptimizer,
     OptimizerParts,
     ParameterGroup,
     adamw_for,
@@ -24,14 +28,20 @@ def build(model: nn.Module, config: OptimConfig, parts: OptimizerParts) -> tuple
     return (adamw_for(named_by_kind(model).values(), config, parts),)
 
 
+class LightAdamW(LightOptimizer, AdamW):
+    """torch's AdamW, whose steps are not compiled either."""
+
+    step = torch.no_grad()(unwrap(AdamW.step))
+
+
 def per_parameter(groups: list[ParameterGroup], keywords: AdamWSettings) -> Optimizer:
     """Return AdamW as a plain loop over parameters, with about ten small kernels for each."""
-    return AdamW(groups, **keywords, foreach=False, fused=False)
+    return LightAdamW(groups, **keywords, foreach=False, fused=False)
 
 
 def fused(groups: list[ParameterGroup], keywords: AdamWSettings) -> Optimizer:
     """Return AdamW that updates many parameters in one kernel."""
-    return AdamW(groups, **keywords, fused=True)
+    return LightAdamW(groups, **keywords, fused=True)
 
 
 OPTIMIZER = build

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from inspect import signature
+from inspect import signature, unwrap
 from typing import Any, TypedDict
 
 from torch import Tensor, nn
@@ -29,6 +29,12 @@ class AdamWSettings(TypedDict):
 
 AdamWFactory = Callable[[list[ParameterGroup], AdamWSettings], Optimizer]
 """Creates an AdamW. Each group sets its weight_decay."""
+
+
+class LightOptimizer(Optimizer):
+    """An optimizer that is created without torch's compiler, whose import takes half a second."""
+
+    add_param_group = unwrap(Optimizer.add_param_group)
 
 
 @dataclass(frozen=True)

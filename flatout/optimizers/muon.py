@@ -16,15 +16,20 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from flatout.config.sections import OptimConfig
 from flatout.errors import ConfigError
 from flatout.ops.newton_schulz import batched
-from flatout.optimizers.groups import OptimizerParts, ParameterGroup, adamw_for, named_by_kind
+from flatout.optimizers.groups import (
+    LightOptimizer,
+    OptimizerParts,
+    ParameterGroup,
+    adamw_for,
+    named_by_kind,
+)
 from flatout.optimizers.moments import MOMENTUM, Moments
-from flatout.parallel.tensor import cut_dim, split_of
+from flatout.parallel.tensor import cut_dim, is_shared, local, split_of
 
 RMS_LIKE_ADAMW = 0.2
 """The RMS of an orthogonal matrix is 1/sqrt(max(R, C)), that of AdamW's updates about 0.2: this
@@ -94,7 +99,7 @@ class _Matrix(NamedTuple):
         return self.shape[0] <= self.shape[1]
 
 
-class Muon(Optimizer):
+class Muon(LightOptimizer):
     """Nesterov momentum, orthogonalised by Newton-Schulz iterations, with decoupled weight decay.
 
     It is for matrices only. `stacked_rows` maps a parameter that stacks several matrices to their
@@ -156,13 +161,13 @@ class Muon(Optimizer):
             state = self.state[p]
             if "momentum_buffer" not in state:
                 state["momentum_buffer"] = torch.zeros_like(gradient)
-            gradients.append(_local(gradient))
-            buffers.append(_local(state["momentum_buffer"]))
+            gradients.append(local(gradient))
+            buffers.append(local(state["momentum_buffer"]))
         moved = torch._foreach_lerp(buffers, gradients, 1 - group["momentum"])
         _assign_unless(skip, buffers, moved)
         del moved  # before the directions, which need as much memory
         directions = torch._foreach_lerp(gradients, buffers, group["momentum"])
-        if isinstance(parameters[0], DTensor):
+        if is_shared(parameters[0]):
             self._update_shards(parameters, directions, kept, -group["lr"], skip)
             return
         by_shape: dict[Any, list[_Matrix]] = {}
@@ -196,7 +201,7 @@ class Muon(Optimizer):
         Shapes:  directions are those of the shards.
         Cost:    each rank sends and receives about two copies of its shards.
         """
-        mesh = cast(DTensor, parameters[0]).device_mesh
+        mesh = cast(Any, parameters[0]).device_mesh
         group, rank = mesh.get_group("shard"), mesh.get_local_rank("shard")
         size = dist.get_world_size(group)
         split = split_of(mesh)
@@ -208,7 +213,7 @@ class Muon(Optimizer):
             elif dim == 0:
                 parts = tuple(rows // split.size for rows in parts)
             key = (direction.shape[1], parts, dim, p.dtype)
-            alike.setdefault(key, []).append((_local(p), direction))
+            alike.setdefault(key, []).append((local(p), direction))
         batches: list[tuple[Any, list[tuple[Tensor, Tensor]]]] = []
         for key, members in alike.items():
             most = size * max(1, STACK_ELEMENTS // (sum(key[1]) * key[0]))
@@ -321,11 +326,6 @@ def _assign_unless(
     stays = skip > 0
     for target, value in zip(targets, values, strict=True):
         torch.where(stays, target, value, out=target)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """Return this rank's shard, which shares its memory; other tensors unchanged."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 OPTIMIZER = build

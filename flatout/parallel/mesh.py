@@ -17,13 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
 from torch.nn.parallel import DistributedDataParallel
 
 from flatout.config.sections import ParallelConfig
@@ -200,6 +193,14 @@ def wrap(model: nn.Module, mesh: Mesh, *, gathers: torch.dtype | None = None) ->
         )
         _fix_buckets(copied, mesh.device)
         return copied
+    from torch.distributed.fsdp import (
+        CPUOffloadPolicy,
+        MixedPrecisionPolicy,
+        OffloadPolicy,
+        fully_shard,
+        register_fsdp_forward_method,
+    )
+
     for tensor in [*model.parameters(), *model.buffers()]:  # DDP does this by itself
         if not tensor.is_meta:  # else every rank will draw the same weights
             dist.broadcast(tensor.detach(), src=0)

@@ -14,15 +14,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from flatout.parallel.context import ALL_GATHER, REDUCE_SCATTER, Gather
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor, Placement
 
 TENSOR = "tensor"
 """The dimension of the mesh."""
@@ -124,12 +126,20 @@ def split_of(mesh: DeviceMesh) -> Split:
     return Split(mesh.get_group(TENSOR), mesh.get_local_rank(TENSOR), mesh[TENSOR].size())
 
 
+def is_shared(tensor: Tensor | None) -> TypeGuard[DTensor]:
+    """Return whether ranks share a tensor: a DTensor, whose class takes half a second to import.
+
+    Shapes:  any.
+    """
+    return hasattr(tensor, "placements")
+
+
 def local(parameter: P) -> P:
     """Return this rank's part of a parameter that ranks share; others unchanged.
 
     Shapes:  any.
     """
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return parameter.to_local() if is_shared(parameter) else parameter
 
 
 def cut(model: nn.Module, mesh: DeviceMesh, cuts: Mapping[str, Cut]) -> None:
@@ -138,6 +148,8 @@ def cut(model: nn.Module, mesh: DeviceMesh, cuts: Mapping[str, Cut]) -> None:
     The rows of a parameter that stacks matrices are in another order there: those of rank 0 first.
     `boxes_of` says where this rank's are.
     """
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
     for prefix, module in model.named_modules():
         for name, whole in list(module.named_parameters(recurse=False)):
             part: Tensor = whole.detach()
@@ -153,7 +165,7 @@ def cut_dim(tensor: Tensor) -> int | None:
 
     Shapes:  any.
     """
-    if not isinstance(tensor, DTensor) or TENSOR not in (tensor.device_mesh.mesh_dim_names or ()):
+    if not is_shared(tensor) or TENSOR not in (tensor.device_mesh.mesh_dim_names or ()):
         return None
-    placement = tensor.placements[-1]
-    return placement.dim if isinstance(placement, Shard) else None
+    dim: int | None = getattr(tensor.placements[-1], "dim", None)
+    return dim

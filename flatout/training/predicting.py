@@ -39,8 +39,6 @@ class Forecast:
     context: int
     """Bytes of this process so far."""
     memory: MemoryPrediction | None
-    began: CpuTimes
-    """What all processes had computed by then."""
 
 
 def forecast(request: RunRequest, plan: RunPlan) -> Forecast:
@@ -49,24 +47,20 @@ def forecast(request: RunRequest, plan: RunPlan) -> Forecast:
     Raises: HardwareError when a new run certainly does not fit.
     """
     runs = runs_here(request.machine, request.device, request.cache)
-    began, context = _cpu_times(), psutil.Process().memory_info().rss
+    context = psutil.Process().memory_info().rss
     config, decisions, ranks = plan.config, plan.decisions, request.ranks
     this, workload = past_run(config, decisions, ranks.world_size), workload_of(config)
     memory, problem = trace_memory(this, config, workload, runs=runs, context=context)
     if memory is None:
         request.progress.say(f"Its memory cannot be predicted: {problem}")
-        return Forecast(runs, context, None, began)
+        return Forecast(runs, context, None)
     capacity = capacity_of(request.machine, request.device, ranks.local_world_size)
     is_ours = not any(":" in name for name in this.speedups)
     if capacity is not None and plan.requested is not None and is_ours:
         warning = require_fitting(config, workload, memory, capacity)
         if warning and ranks.rank == 0:
             request.progress.say(warning)
-    return Forecast(runs, context, memory, began)
-
-
-def _cpu_times() -> CpuTimes:
-    return CpuTimes.read(psutil.Process().children(recursive=True))
+    return Forecast(runs, context, memory)
 
 
 def predict(run: Run, known: Forecast) -> JsonObject:
@@ -110,7 +104,7 @@ def record(
     if request.cache is None or hardware is None or run.resumed_from or not rate:
         return
     on_cpu = run.mesh.device.type == "cpu"
-    others = known.began.others_until(_cpu_times())
+    others = request.began.others_until(CpuTimes.read(psutil.Process().children(recursive=True)))
     scored = tokens_to_score(run.config, run.dataset)
     done = past_run(
         run.config,

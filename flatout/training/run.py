@@ -64,6 +64,8 @@ from flatout.training.signals import StopRequests, WorkInterrupted
 from flatout.training.warmup import warm_up
 from flatout.training.watchdog import Watchdog
 
+LOOK_S = 0.2
+"""How long to look at what other processes do, at least."""
 FEW_ROWS = 0.1
 """Share of the embedding below which a dataset was probably prepared with another tokenizer."""
 
@@ -85,6 +87,7 @@ def run_training(
     Raises: Stopped when a signal ended the run after a save; UsageError before anything was
             changed; RunFailed.
     """
+    began = CpuTimes.read()
     check_paths(config)
     machine = probe()
     device, device_reason = pick_device(config.train.device, machine)
@@ -95,8 +98,6 @@ def run_training(
     ranks = connect(device)
     with ExitStack() as stack, peers_named():
         stack.callback(disconnect)
-        if device == "cpu" and ranks.world_size == 1:  # several ranks would see each other's load
-            warn_of_busy_cores(machine, progress)
         if device == "cuda" and ranks.world_size == 1 and config.train.devices is None:
             say_idle_gpus(progress)
         if ranks.rank == 0:
@@ -118,6 +119,7 @@ def run_training(
             sample,
             cache,
             progress,
+            began,
         )
         while True:
             plan = agree_on_plan(request)
@@ -145,6 +147,8 @@ def train_plan(request: RunRequest, plan: RunPlan) -> JsonObject:
     may_repeat = run.mesh.world_size > 1 or run.mesh.device_mesh is None
     run.rows_are_auto = plan.rows_are_auto and may_repeat
     mesh, progress, is_resumed = run.mesh, request.progress, plan.checkpoint is not None
+    if request.device == "cpu" and mesh.world_size == 1:  # ranks would see each other's load
+        warn_of_busy_cores(request.machine, progress, request.began)
     say = progress.say if mesh.is_main else None
     with ExitStack() as stack:
         stack.callback(lambda: run.feed.close())  # a smaller micro-batch replaces the feed
@@ -271,12 +275,15 @@ def say_idle_gpus(progress: Progress) -> None:
         progress.say(f"This run uses 1 of {count} GPUs; train.devices=all uses all of them.")
 
 
-def warn_of_busy_cores(machine: Machine, progress: Progress) -> None:
-    """Warn when other processes use the cores, which can slow down training several times."""
+def warn_of_busy_cores(machine: Machine, progress: Progress, began: CpuTimes | None = None) -> None:
+    """Warn when other processes use the cores, which can slow down training several times.
+
+    What they have used since `began` counts, by default from now on, and over LOOK_S at least.
+    """
     if torch.get_num_threads() == 1 or stated_variables(["OMP_WAIT_POLICY"]):
         return  # one thread waits for no other, and the command line has looked already
-    before = CpuTimes.read()
-    time.sleep(0.2)
+    before = began or CpuTimes.read()
+    time.sleep(max(0.0, before.at_s + LOOK_S - time.monotonic()))
     busy_cores = before.others_until(CpuTimes.read())
     if busy_cores > BUSY_CORES:
         progress.say(

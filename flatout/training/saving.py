@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from importlib import import_module
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from flatout.assembly.run import Run
 from flatout.data.store.mix import members_of
@@ -20,6 +19,7 @@ from flatout.errors import DiskFull, RunFailed
 from flatout.files import TOO_LARGE
 from flatout.hardware import fingerprint
 from flatout.json_io import JsonObject
+from flatout.parallel.tensor import local
 from flatout.progress import readable_size
 from flatout.training.checkpoint import catalog
 from flatout.training.checkpoint.catalog import (
@@ -93,7 +93,7 @@ def save(run: Run, log: Log) -> None:
     """
     log.write_pending()  # so that a run killed after this save has every record up to its step
     if log.bad_steps.in_a_row:
-        weights = (one.to_local() if isinstance(one, DTensor) else one for one in run.trained())
+        weights = (local(weight) for weight in run.trained())
         broken = sum(not bool(torch.isfinite(weight.detach()).all()) for weight in weights)
         if run.mesh.sum(torch.tensor(float(broken), device=run.mesh.device))[0]:
             raise RunFailed(

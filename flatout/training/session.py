@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from flatout.config.schema import RunConfig
 from flatout.data.store.mix import AnyDataset
-from flatout.hardware import Machine
+from flatout.hardware import CpuTimes, Machine
 from flatout.parallel.rendezvous import Ranks
 from flatout.progress import Progress
 from flatout.training.metrics.observers import Observer
@@ -39,6 +39,8 @@ class RunRequest:
     cache: Path | None
     """Cache of measurements on this hardware, if any."""
     progress: Progress
+    began: CpuTimes
+    """What all processes had computed when the run started."""
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from flatout.optimizers.loss_scale import SMALLEST
 from flatout.optimizers.schedule import factor
 from flatout.optimizers.step_guard import step_unless
-from flatout.parallel.tensor import cut_dim
+from flatout.parallel.tensor import cut_dim, is_shared, local
 
 if TYPE_CHECKING:
     from flatout.assembly.run import Run
@@ -179,21 +178,21 @@ def correct_gradients(run: Run, num_valid: Tensor, loss_scale: float) -> Tensor:
     gradients = [p.grad for p in run.core.parameters() if p.grad is not None]
     ranks = run.mesh.world_size // run.mesh.tensor
     correction = ranks * run.tokens_per_step / (num_valid.clamp(min=1) * loss_scale)
-    local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
+    parts = [local(gradient) for gradient in gradients]
     if run.core.split is not None:
         is_whole = [cut_dim(gradient) is None for gradient in gradients]
-        whole = list(compress(local, is_whole))
-        cut = list(compress(local, map(not_, is_whole)))
+        whole = list(compress(parts, is_whole))
+        cut = list(compress(parts, map(not_, is_whole)))
         run.core.split.add_parts(whole)
         squares = [torch.nn.utils.get_total_norm(each).square() for each in (cut, whole)]
         (total,) = run.mesh.sum(squares[0] + squares[1] / run.mesh.tensor)  # equal on those ranks
         norm = (total / run.mesh.replicate).sqrt()
     else:
         norm = torch.nn.utils.get_total_norm(gradients)
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        norm = norm.full_tensor() if is_shared(norm) else norm
     norm = norm * correction
     multiplier = correction
     if run.config.optim.clip > 0:
         multiplier = correction * (run.config.optim.clip / (norm + 1e-6)).clamp(max=1.0)
-    torch._foreach_mul_(local, multiplier.to(run.mesh.weights_device))
+    torch._foreach_mul_(parts, multiplier.to(run.mesh.weights_device))
     return norm

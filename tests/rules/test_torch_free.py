@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 
@@ -85,6 +86,23 @@ def test_quick_commands_import_no_torch(root, tmp_path):
     run = "import flatout; from flatout.cli import execute"
     check = "assert not execute(words) and 'torch' not in sys.modules, words"
     assert heavy(modules_after(f"{run}\n    for words in {commands!r}: {check}", root)) == []
+
+
+def test_a_model_that_is_not_compiled_imports_no_compiler(root, tmp_path):
+    run = shutil.copytree(root / "tests/earlier_version/files/run", tmp_path / "run")
+    lines = (
+        "from flatout.cli import execute",
+        f"assert not execute(['generate', {str(run)!r}, '--max-tokens', '2'])",
+        "from torch import nn, ones",
+        "from flatout.optimizers.adamw import fused",
+        "weight = nn.Parameter(ones(2))",
+        "weight.grad = ones(2)",
+        "group = {'params': [weight], 'weight_decay': 0.0}",
+        "fused([group], {'lr': 0.1, 'betas': (0.9, 0.9), 'eps': 1e-8}).step()",
+        "assert weight.tolist() != [1, 1]",
+    )
+    slow = {"torch._dynamo", "torch.distributed.tensor", "sympy", "tensorboard"}
+    assert sorted(modules_after("\n    ".join(lines), root) & slow) == []
 
 
 def test_the_rule_finds_an_import_of_torch(root):

@@ -15,6 +15,7 @@ import yaml
 from flatout.errors import OutOfMemory, RunFailed, Stopped
 from flatout.launch import launch
 from flatout.models.transformer import Transformer
+from flatout.optimizers.adamw import LightAdamW
 from flatout.training.run import run_training
 from flatout.training.run_dir.layout import read_config, read_summary
 
@@ -113,7 +114,7 @@ def test_a_half_updated_step_is_not_repeated(tiny_config, tmp_path, monkeypatch,
     def full(self, *_):
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    monkeypatch.setattr(torch.optim.AdamW, "step", full)
+    monkeypatch.setattr(LightAdamW, "step", full)
     with pytest.raises(OutOfMemory, match=r"in the optimizer's step at step 0.*less state"):
         run_training(tiny_config(**AUTO), tmp_path / "run")
     assert events(tmp_path / "run", "smaller_batch") == []

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from flatout.errors import CheckpointError
 from flatout.json_io import JsonObject
 from flatout.optimizers.moments import how_to_resume, kept_by, stored_as
+from flatout.parallel.tensor import is_shared
 from flatout.training.checkpoint.catalog import Entry
 from flatout.training.checkpoint.tensors import dtype_of, empty
 from flatout.training.checkpoint.weights import parameter_names, weights_of
@@ -296,7 +296,7 @@ def _empty_for(parameter: Tensor, entry: Entry, device: torch.device) -> Tensor:
     Shapes: the entry's.
     """
     if entry.shape == tuple(parameter.shape) and (
-        device == parameter.device or isinstance(parameter, DTensor)
+        device == parameter.device or is_shared(parameter)
     ):
         return torch.empty_like(parameter, dtype=dtype_of(entry), requires_grad=False)
     return empty(entry, device)

@@ -12,21 +12,23 @@ from contextlib import ExitStack
 from itertools import product
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from flatout.errors import CheckpointError
 from flatout.files import disk_fix
 from flatout.json_io import RESTORE
 from flatout.models.meta import boxes_of
-from flatout.parallel.tensor import Cut
+from flatout.parallel.tensor import Cut, is_shared, local
 from flatout.progress import Task
 from flatout.training.checkpoint.catalog import Entry, Slice
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -35,7 +37,7 @@ def local_part(tensor: Tensor) -> Tensor:
     Shapes: tensor of any shape; the result has the shape of the part.
     """
     with torch.no_grad():
-        return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+        return local(tensor.detach())
 
 
 def owned(tensors: Mapping[str, Tensor], *, rank: int, world_size: int) -> dict[str, Tensor]:
@@ -49,7 +51,7 @@ def owned(tensors: Mapping[str, Tensor], *, rank: int, world_size: int) -> dict[
     mine: dict[str, Tensor] = {}
     load, dealt = [0] * world_size, 0
     for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].numel(), item[0])):
-        if isinstance(tensor, DTensor):
+        if is_shared(tensor):
             copy, copies = _copy_of(tensor)
             if dealt % copies == copy and local_part(tensor).numel():
                 mine[name] = tensor

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
-from threading import Thread
 
 from pydantic import BaseModel
 
@@ -251,8 +247,7 @@ def resume_from(folder: Path, resume: str = "auto", *, progress: Progress = SILE
     path = str(Path(resume).resolve())
     of_this_run = resume == "auto" or path == str(folder.resolve())
     if of_this_run or (origin and path in (origin.asked, origin.checkpoint)):
-        with _importing("torch._dynamo"):
-            newest = catalog.latest(folder, progress=progress)
+        newest = catalog.latest(folder, progress=progress)
         if newest is not None and not of_this_run and origin:
             progress.say(
                 f"Resuming from {newest.name} of {folder}, which continues {origin.checkpoint}."
@@ -269,25 +264,6 @@ def resume_from(folder: Path, resume: str = "auto", *, progress: Progress = SILE
         origin = Origin(asked=path, checkpoint=str(checkpoint.resolve()))
         write_json(folder / ORIGIN, origin.model_dump())
     return checkpoint
-
-
-@contextmanager
-def _importing(module: str) -> Iterator[None]:
-    """Import a module in a thread, for a caller that computes checksums and imports nothing.
-
-    Of torch's modules that every optimizer needs, this one takes a second to import.
-    """
-
-    def attempt() -> None:
-        with suppress(Exception):  # the optimizer raises it again
-            import_module(module)
-
-    thread = Thread(target=attempt, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        thread.join()
 
 
 def is_own(checkpoint: Path, folder: Path) -> bool:
