@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import faulthandler
+import gc
 import importlib.util
 import inspect
 import json
@@ -92,6 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except BrokenPipeError:  # the reader of standard output has closed the pipe
         drop_output()
         code = 1
+    gc.freeze()  # or the interpreter would examine every object again before it exits
     raise SystemExit(code if write_output(sys.stdout.flush) else code or 1)
 
 

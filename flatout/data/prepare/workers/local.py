@@ -103,7 +103,8 @@ QUEUED = 3
 """Ranges per worker: the one being synced, the one being packed, and the next."""
 
 _BOOT = (
-    "import signal; [signal.signal(n, signal.SIG_IGN) for n in {signals}]; "
+    "import os, signal; [signal.signal(n, signal.SIG_IGN) for n in {signals}]; "
+    "os.environ['OPENBLAS_NUM_THREADS'] = '1'; "  # its threads spin, and nothing uses them
     "import sys; sys.path[:] = {path!r}; from flatout.data.prepare.workers.local import serve; "
     "serve({descriptor})"
 )
