@@ -103,7 +103,7 @@ QUEUED = 3
 """Ranges per worker: the one being synced, the one being packed, and the next."""
 
 _BOOT = (
-    "import os, signal; [signal.signal(n, signal.SIG_IGN) for n in {signals}]; "
+    "import gc, os, signal; gc.disable(); [signal.signal(n, signal.SIG_IGN) for n in {signals}]; "
     "os.environ['OPENBLAS_NUM_THREADS'] = '1'; "  # its threads spin, and nothing uses them
     "import sys; sys.path[:] = {path!r}; from flatout.data.prepare.workers.local import serve; "
     "serve({descriptor})"
@@ -243,6 +243,7 @@ def serve(descriptor: int) -> None:
                 record = attempt(partial(pack_range, item, packing, answer))
                 if number == 0:
                     gc.freeze()  # spares the collector the 100,000 objects of a vocabulary
+                    gc.enable()
                 if isinstance(record, FlatoutError):
                     answer((item.number, record))
                 else:
