@@ -1,15 +1,17 @@
 """What all workers share, and worker processes on this machine.
 
-Workers write ranges and return their records. On this machine, each worker is a fresh interpreter
-connected by a socket: it inherits no threads, locks or CUDA context, does not import the caller's
-script again, and ends when the socket closes, however the caller ends. It ignores signals that ask
-it to stop, which schedulers send to all processes of a job: the caller answers them.
+Workers write ranges and return their records. On this machine, a fresh interpreter loads what they
+need and forks them, each connected by a socket: they inherit no threads, locks or CUDA context, do
+not import the caller's script again, and end when the socket closes, however the caller ends. They
+ignore signals that ask them to stop, which schedulers send to all processes of a job: the caller
+answers them.
 """
 
 from __future__ import annotations
 
 import gc
 import itertools
+import os
 import signal
 import socket
 import subprocess
@@ -19,6 +21,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection, wait
@@ -106,30 +109,40 @@ _BOOT = (
     "import gc, os, signal; gc.disable(); [signal.signal(n, signal.SIG_IGN) for n in {signals}]; "
     "os.environ['OPENBLAS_NUM_THREADS'] = '1'; "  # its threads spin, and nothing uses them
     "import sys; sys.path[:] = {path!r}; from flatout.data.prepare.workers.local import serve; "
-    "serve({descriptor})"
+    "serve({descriptors})"
 )
+
+
+_WAIT = (
+    "import os, sys; code = os.waitstatus_to_exitcode(os.wait()[1]); "
+    "code < 0 and os.kill(os.getpid(), -code); sys.exit(code)"
+)
+"""Ends as the first worker does."""
 
 
 @dataclass
 class _Worker:
     process: subprocess.Popen[bytes]
+    """The parent of all workers, which ends as the first of them does."""
     connection: Connection
     held: int = 0
     """Number of items that were sent to it and have not finished."""
 
     @classmethod
-    def start(cls) -> Self:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            signals = [int(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
-            boot = _BOOT.format(path=sys.path, descriptor=theirs.fileno(), signals=signals)
-            process = subprocess.Popen(
-                [sys.executable, "-c", boot],
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                process_group=0,
-            )
-        return cls(process, Connection(ours.detach()))
+    def start(cls, count: int) -> list[Self]:
+        pairs = [socket.socketpair() for _ in range(count)]
+        theirs = [pair[1].fileno() for pair in pairs]
+        signals = [int(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
+        boot = _BOOT.format(path=sys.path, descriptors=theirs, signals=signals)
+        process = subprocess.Popen(
+            [sys.executable, "-c", boot],
+            stdin=subprocess.DEVNULL,
+            pass_fds=theirs,
+            process_group=0,
+        )
+        for _, their in pairs:
+            their.close()
+        return [cls(process, Connection(ours.detach())) for ours, _ in pairs]
 
     def send(self, message: object) -> None:
         try:
@@ -156,13 +169,7 @@ class LocalWorkers:
     """`count` worker processes, started at once; a count of 1 packs in this process."""
 
     def __init__(self, count: int) -> None:
-        self._workers: list[_Worker] = []
-        try:
-            while count > 1 and len(self._workers) < count:
-                self._workers.append(_Worker.start())
-        except BaseException:
-            self.stop()
-            raise
+        self._workers = _Worker.start(count) if count > 1 else []
 
     def __enter__(self) -> Self:
         return self
@@ -173,9 +180,13 @@ class LocalWorkers:
     def stop(self) -> None:
         """End the processes."""
         for worker in self._workers:
-            worker.connection.close()
-            worker.process.kill()
+            with suppress(ProcessLookupError):
+                os.killpg(worker.process.pid, signal.SIGKILL)
         for worker in self._workers:
+            with suppress(EOFError, OSError):
+                while worker.connection.recv_bytes():  # until it has ended
+                    pass
+            worker.connection.close()
             worker.process.wait()
         self._workers = []
 
@@ -222,8 +233,22 @@ class LocalWorkers:
         return ended
 
 
-def serve(descriptor: int) -> None:
-    """Run a worker: pack the ranges that the socket sends, until it closes.
+def serve(descriptors: Sequence[int]) -> None:
+    """Fork a worker for each socket, and wait for the first that ends, with little in memory."""
+    gc.freeze()
+    for descriptor in descriptors:
+        if os.fork() == 0:
+            for other in {*descriptors} - {descriptor}:
+                os.close(other)
+            _work(descriptor)
+            return
+    for descriptor in descriptors:
+        os.close(descriptor)
+    os.execv(sys.executable, [sys.executable, "-I", "-S", "-c", _WAIT])
+
+
+def _work(descriptor: int) -> None:
+    """Pack the ranges that the socket sends, until it closes.
 
     A range is recorded while the next one is packed.
     """
