@@ -113,17 +113,20 @@ _BOOT = (
 )
 
 
-_WAIT = (
-    "import os, sys; code = os.waitstatus_to_exitcode(os.wait()[1]); "
-    "code < 0 and os.kill(os.getpid(), -code); sys.exit(code)"
-)
-"""Ends as the first worker does."""
+_WAIT = """\
+import os, sys
+codes = [os.waitstatus_to_exitcode(os.wait()[1]) for _ in range({count})]
+code = next((code for code in codes if code != -9), -9)
+code < 0 and os.kill(os.getpid(), -code)
+sys.exit(code)
+"""
+"""Waits for all workers, and ends as the first that was not killed with the others."""
 
 
 @dataclass
 class _Worker:
     process: subprocess.Popen[bytes]
-    """The parent of all workers, which ends as the first of them does."""
+    """The parent of all workers, which are the process group of its number; it ends after them."""
     connection: Connection
     held: int = 0
     """Number of items that were sent to it and have not finished."""
@@ -150,8 +153,14 @@ class _Worker:
         except OSError as error:
             raise self.death() from error
 
+    def kill(self) -> None:
+        """Kill all workers."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
     def death(self) -> RunFailed:
-        """Wait for the process to end, and return the error that explains it."""
+        """Wait for the processes to end, and return the error that explains why one did."""
+        self.kill()
         code = self.process.wait()
         if code == -signal.SIGXCPU:
             return RunFailed(
@@ -180,12 +189,7 @@ class LocalWorkers:
     def stop(self) -> None:
         """End the processes."""
         for worker in self._workers:
-            with suppress(ProcessLookupError):
-                os.killpg(worker.process.pid, signal.SIGKILL)
-        for worker in self._workers:
-            with suppress(EOFError, OSError):
-                while worker.connection.recv_bytes():  # until it has ended
-                    pass
+            worker.kill()
             worker.connection.close()
             worker.process.wait()
         self._workers = []
@@ -234,7 +238,10 @@ class LocalWorkers:
 
 
 def serve(descriptors: Sequence[int]) -> None:
-    """Fork a worker for each socket, and wait for the first that ends, with little in memory."""
+    """Fork a worker for each socket, leave their process group, and wait for them.
+
+    A small program waits, so that this one's memory is free.
+    """
     gc.freeze()
     for descriptor in descriptors:
         if os.fork() == 0:
@@ -244,7 +251,10 @@ def serve(descriptors: Sequence[int]) -> None:
             return
     for descriptor in descriptors:
         os.close(descriptor)
-    os.execv(sys.executable, [sys.executable, "-I", "-S", "-c", _WAIT])
+    with suppress(OSError):  # the caller has ended, and so do the workers
+        os.setpgid(0, os.getpgid(os.getppid()))
+    wait_for = _WAIT.format(count=len(descriptors))
+    os.execv(sys.executable, [sys.executable, "-I", "-S", "-c", wait_for])
 
 
 def _work(descriptor: int) -> None:
