@@ -69,7 +69,7 @@ SPINS = "1000"
 sleeping thread wakes up late; beside other processes more do (LOG.md).
 """
 LOOK_S = 0.15
-"""How long to look at what other processes do, at least."""
+"""Seconds over which the use of the cores by other processes is measured, at least."""
 HELP = """\
 Usage: flatout COMMAND [ARGUMENTS] [section.key=value ...]
 
@@ -167,8 +167,10 @@ def call(words: list[str]) -> int:
         raise unknown_name("command", name, COMMANDS.names())
     as_json, is_main = "--json" in words, os.environ.get("RANK", "0") == "0"
     with _signals_exit(lambda: None, as_json):
+        from flatout.hardware import CpuTimes, usable_cores
         from flatout.parser import parse
 
+        began = CpuTimes.read()
         command = COMMANDS.get(name)
     parsed: list[dict[str, Any] | None] = []
     if not write_output(lambda: parsed.append(parse(name, rest))):  # it prints the help
@@ -176,11 +178,9 @@ def call(words: list[str]) -> int:
     values = parsed[0] if parsed else None
     if values is None:
         return 0
-    from flatout.hardware import CpuTimes, usable_cores
     from flatout.launch import launch, program
     from flatout.terminal import Terminal
 
-    began = CpuTimes.read()
     as_json, verbose = values.pop("json"), values.pop("verbose", False)
     terminal = Terminal()
     progress: Progress = terminal if is_main else SILENT
@@ -308,7 +308,7 @@ def _sleep_while_waiting(began: CpuTimes, progress: Progress) -> None:
 
     if {"OMP_NUM_THREADS", "OMP_WAIT_POLICY"} & os.environ.keys() or usable_cores() == 1:
         return
-    time.sleep(LOOK_S)
+    time.sleep(max(began.at_s + LOOK_S - time.monotonic(), 0))
     others = began.others_until(CpuTimes.read())
     if others > BUSY_CORES:
         os.environ["OMP_WAIT_POLICY"] = "passive"

@@ -45,7 +45,7 @@ class Stored(BaseModel):
     """Base class of frozen values that are written as JSON; unknown keys are errors."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=()
+        frozen=True, extra="forbid", defer_build=True, protected_namespaces=()
     )
 
 

@@ -81,6 +81,23 @@ class LongText:
 
 Text = str | LongText
 
+_last_utf8 = ("", b"")
+
+
+def utf8(text: str, errors: str = "strict") -> bytes:
+    """Return the UTF-8 of a text; `errors` is what `str.encode` does about surrogates.
+
+    The last result is kept: packing hashes, measures and tokenises one document after another.
+    """
+    global _last_utf8
+    last = _last_utf8  # another thread may replace it meanwhile
+    if last[0] is not text:
+        try:
+            last = _last_utf8 = text, text.encode()
+        except UnicodeEncodeError:
+            return text.encode(errors=errors)
+    return last[1]
+
 
 def chunks_of(text: Text) -> Iterable[str]:
     """Return the chunks of a text; a short string is its own chunk."""

@@ -16,7 +16,7 @@ FRAMES = 9
 ROOMS = {
     "measure": 103_600,
     "training": 61_900,
-    "data": 49_400,
+    "data": 49_800,
     "top": 23_900,
     "commands": 22_000,
     "assembly": 19_000,

@@ -7,7 +7,7 @@ import pytest
 
 from flatout.errors import DataError
 from flatout.sources import BadRow, Document, LeftOut, file_reading, files, long
-from flatout.sources.long import LongText, chunks_of, measure
+from flatout.sources.long import LongText, chunks_of, measure, utf8
 from flatout.sources.packed import is_packed
 
 TEXTS = {
@@ -152,3 +152,14 @@ def test_documents_are_equal_with_long_and_short_text(tmp_path, monkeypatch):
     path = written(tmp_path / "a.txt", b"long")
     assert read(path) == Document(measure(str(path)), str(path))
     assert str(read(path).location) == str(path)
+
+
+def test_utf8_of_a_text_is_that_of_encode():
+    for text in ("Käfer", "Käfer" * 2, "ok", "Käfer", ""):
+        assert utf8(text) is utf8(text)
+        assert utf8(text) == text.encode()
+    half = "a\ud800"
+    assert utf8(half, "replace") == b"a?"
+    assert utf8(half, "surrogatepass") == b"a\xed\xa0\x80"
+    with pytest.raises(UnicodeEncodeError, match="surrogates"):
+        utf8(half)

@@ -18,7 +18,7 @@ from flatout.errors import DataError
 from flatout.json_io import JsonObject
 from flatout.progress import SILENT, Progress
 
-LOOKAHEAD = 4096
+LOOKAHEAD = 8192
 """Positions of the order computed at once: a few cost almost as much as a thousand."""
 
 

@@ -15,7 +15,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Self, TypeVar
 
@@ -49,7 +49,7 @@ class MicroBatch:
     """
 
 
-@dataclass(frozen=True)
+@dataclass
 class StepBatch:
     """One rank's share of one optimizer step, on the device.
 
@@ -164,11 +164,13 @@ class _Buffer:
         return batch
 
     def _rows(self, flat: Tensor, rows: int, width: int) -> Tensor:
+        if self._device.type == "cpu":  # the caller's own memory, without a copy
+            return torch.empty(self._accumulate * rows, width, dtype=flat.dtype)
         return flat[: self._accumulate * rows * width].view(-1, width)
 
     def _copy(self, host: Tensor) -> Tensor:
-        if self._device.type == "cpu":  # waking torch's threads would cost more than the copy
-            return torch.from_numpy(host.numpy().copy()).view(self._accumulate, -1, host.shape[1])
+        if self._device.type == "cpu":
+            return host.view(self._accumulate, -1, host.shape[1])
         return host.to(self._device, non_blocking=self._copied is not None).view(
             self._accumulate, -1, host.shape[1]
         )
@@ -189,7 +191,8 @@ class _Feed:
         began = time.perf_counter()
         batch = self._next_batch()
         self.position = batch.position
-        return replace(batch, wait_ms=(time.perf_counter() - began) * 1e3)
+        batch.wait_ms = (time.perf_counter() - began) * 1e3
+        return batch
 
     def _next_batch(self) -> StepBatch:
         raise NotImplementedError

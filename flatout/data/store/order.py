@@ -31,7 +31,9 @@ def shuffled(positions: NDArray[np.integer], num_sequences: int, *, seed: int) -
     flat = np.asarray(positions).astype(np.uint64)
     epochs, indices = np.divmod(flat, np.uint64(num_sequences))
     half_bits = (max(num_sequences - 1, 0).bit_length() + 1) // 2
-    keys = _mix(_mix(np.full_like(epochs, seed % (1 << 64))) + epochs)
+    if (epochs == epochs[:1]).all():
+        epochs = epochs[:1]  # as nearly always: one key for all
+    keys = np.broadcast_to(_mix(_mix(np.full_like(epochs, seed % (1 << 64))) + epochs), flat.shape)
     sequences = _permute(indices, keys, half_bits)
     outside = np.flatnonzero(sequences >= num_sequences)
     while len(outside):

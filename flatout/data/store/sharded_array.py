@@ -18,6 +18,8 @@ from flatout.files import BLOCK_BYTES, FileEntry
 
 CHECK_THREADS = 4
 """Threads that check blocks when several are first read at once, as in a run's first step."""
+JOINED_BYTES = 16 << 10
+"""Rows up to this size are joined and copied at once: a copy of its own costs more for each."""
 SIZE_CHECK_INTERVAL_S = 1.0
 """Interval between size checks of open files: one costs as much as reading a few sequences."""
 
@@ -72,22 +74,30 @@ class ShardedArray:
                 f"there are {int(self._first[-1])}.",
                 fix="Read sequences below num_sequences(seq_len).",
             )
-        file_of = np.searchsorted(self._first, starts, side="right") - 1
-        last_file = np.searchsorted(self._first, starts + width - 1, side="right") - 1
+        file_of = self._first.searchsorted(starts, "right") - 1
         self._check_sizes()
         if not self._all_checked:
-            self._check_blocks(
-                self._block_of(starts, file_of), self._block_of(starts + width - 1, last_file)
-            )
+            lasts = starts + width - 1
+            last_file = np.searchsorted(self._first, lasts, side="right") - 1
+            self._check_blocks(self._block_of(starts, file_of), self._block_of(lasts, last_file))
         assert out.itemsize == self._stored.itemsize, "bytes are copied without conversion"
-        rows, size = out.data.cast("B"), width * out.itemsize
+        files, size = self._files, width * out.itemsize
         begins = (starts - self._first[file_of]) * out.itemsize
-        for row, (file, begin) in enumerate(zip(file_of.tolist(), begins.tolist(), strict=True)):
-            at, end = row * size, (row + 1) * size
-            while at < end:  # once, unless the row goes on in the next file
-                piece = self._files[file][begin : begin + end - at]
-                rows[at : at + len(piece)] = piece
-                at, file, begin = at + len(piece), file + 1, 0
+        places = zip(file_of.tolist(), begins.tolist(), strict=True)
+        pieces = [files[file][begin : begin + size] for file, begin in places]
+        for row in np.flatnonzero(starts + width > self._first[file_of + 1])[::-1].tolist():
+            file, parts = int(file_of[row]), [pieces[row]]
+            while left := size - sum(map(len, parts)):  # the row goes on in the next file
+                file += 1
+                parts.append(files[file][:left])
+            pieces[row : row + 1] = parts
+        rows, at = out.data.cast("B"), 0
+        if size <= JOINED_BYTES:
+            rows[:] = b"".join(pieces)
+            return
+        for piece in pieces:
+            rows[at : at + len(piece)] = piece
+            at += len(piece)
 
     def read_spans(self, starts: Array, lengths: Array, out: Array) -> None:
         """Copy lengths[n] items from starts[n] to the start of out[n], and pad the rest with 0."""

@@ -358,7 +358,7 @@ def require_ids(name: str, vocab_size: int) -> None:
 def join_pieces(table: Sequence[bytes], ids: Sequence[int]) -> bytes:
     """Return the concatenated bytes of `ids`; an id outside the table becomes U+FFFD."""
     size = len(table)
-    return b"".join(table[i] if 0 <= i < size else UNKNOWN for i in map(int, ids))
+    return b"".join([table[i] if 0 <= i < size else UNKNOWN for i in map(int, ids)])
 
 
 def not_text(error: UnicodeEncodeError, offset: int = 0) -> NotEncodable:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import base64
 import binascii
 import hashlib
+from binascii import a2b_base64, b2a_base64
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, wait
 from functools import cached_property
@@ -180,9 +180,7 @@ class RankTokenizer(Tokenizer):
     @classmethod
     def from_document(cls, document: Document) -> Self:
         """Return the tokenizer that `document` describes."""
-        pieces = [
-            None if piece is None else base64.b64decode(piece) for piece in document["pieces"]
-        ]
+        pieces = [None if piece is None else a2b_base64(piece) for piece in document["pieces"]]
         return cls(str(document["name"]), pieces, str(document["pattern"]), int(document["eot_id"]))
 
     @classmethod
@@ -193,7 +191,8 @@ class RankTokenizer(Tokenizer):
     def document(self) -> Document:
         """Return the pattern, the end-of-text id, and every piece as base64."""
         pieces = [
-            None if piece is None else base64.b64encode(piece).decode() for piece in self.pieces
+            None if piece is None else b2a_base64(piece, newline=False).decode()
+            for piece in self.pieces
         ]
         return {"pattern": self.pattern, "eot_id": self.eot_id, "pieces": pieces}
 
@@ -260,7 +259,7 @@ def _ranks(file: TokenizerFile) -> dict[int, bytes]:
             continue
         try:
             piece, digits = line.split()
-            rank, decoded = int(digits), base64.b64decode(piece, validate=True)
+            rank, decoded = int(digits), a2b_base64(piece, strict_mode=True)
         except (ValueError, binascii.Error) as error:
             raise DataError(
                 f"{file.name}, line {number} is not `BASE64 RANK`: {error}.", fix=_WHOLE_FILE

@@ -11,7 +11,7 @@ import hashlib
 import json
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -63,11 +63,11 @@ def require_usable(text: bytes, name: str, *, cache: Path | None) -> None:
     Raises: DataError with the reason when it does not.
     """
     versions = [versioned(engine) for engine in ("tokenizers", "tiktoken")]
-    facts = [hashlib.sha256(text).hexdigest(), *versions, str(CHECK_VERSION)]
-    key = hashlib.sha256("\n".join(facts).encode()).hexdigest()
-    verdict = None if cache is None else cache.expanduser() / "tokenizers" / f"{key[:32]}.json"
-    if verdict is not None and verdict.is_file():
-        return
+    verdict = None
+    if cache is not None:
+        verdict = verdict_path(cache, hashlib.sha256(text).hexdigest(), *versions)
+        if verdict.is_file():
+            return
     program = _PROGRAM.format(path=sys.path, name=name, cpu_s=CPU_S)
     try:
         tried = subprocess.run(
@@ -86,9 +86,20 @@ def require_usable(text: bytes, name: str, *, cache: Path | None) -> None:
         limits = f"the limits are {CPU_S} s and {MEMORY_BYTES >> 30} GiB"
         raise _refused(name, f"it {failure_of(tried.returncode)} ({limits})")
     if verdict is not None:
-        with suppress(OSError):  # it is tried out again next time
-            verdict.parent.mkdir(parents=True, exist_ok=True)
-            verdict.write_text(json.dumps({"engines": versions}) + "\n", encoding="utf-8")
+        keep_verdict(verdict, versions)
+
+
+def verdict_path(cache: Path, *facts: str) -> Path:
+    """Return the path of the file that exists once a check of these facts has passed."""
+    key = hashlib.sha256("\n".join([*facts, str(CHECK_VERSION)]).encode()).hexdigest()
+    return cache.expanduser() / "tokenizers" / f"{key[:32]}.json"
+
+
+def keep_verdict(verdict: Path, versions: Sequence[str]) -> None:
+    """Write the file of a check that has passed, if the cache is writable."""
+    with suppress(OSError):  # the check runs again next time
+        verdict.parent.mkdir(parents=True, exist_ok=True)
+        verdict.write_text(json.dumps({"engines": versions}) + "\n", encoding="utf-8")
 
 
 def _refused(name: str, why: str, fix: str = _FIX) -> DataError:

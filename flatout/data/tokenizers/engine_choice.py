@@ -1,8 +1,9 @@
 """Chooses the fastest engine whose ids equal those of the reference engine.
 
 The tests prove that engines agree where the pattern of a tokenizer is a known one, and only such a
-tokenizer has more than one. They are compared again on the vocabulary and on text of the corpus: an
-engine that is missing, fails or differs is skipped with a message; it is never an error.
+tokenizer has more than one. They are compared again on the vocabulary, once for each tokenizer and
+version, and on text of the corpus: an engine that is missing, fails or differs is skipped with a
+message; it is never an error.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from itertools import chain
 
 import numpy as np
 
+from flatout.cache import default_cache
 from flatout.data.tokenizers.base import Ids, Tokenizer
+from flatout.data.tokenizers.check import keep_verdict, verdict_path
 from flatout.data.tokenizers.engines import versioned
 from flatout.errors import DataError, FlatoutError
 from flatout.progress import Progress
@@ -37,6 +40,7 @@ def choose_engine(tokenizer: Tokenizer, sample: Iterable[str], progress: Progres
     texts = _spread(sample) if faster else []
     if not texts:
         return tokenizer
+    digest = tokenizer.digest()  # first, so that the copies below have its text too
     reference = tokenizer.with_engine(slowest)
     skipped: list[str] = []
     for engine in faster:
@@ -44,10 +48,14 @@ def choose_engine(tokenizer: Tokenizer, sample: Iterable[str], progress: Progres
         try:
             name = versioned(engine)
             candidate.encode_piece("", 0)
-            reason = difference(candidate, reference, chain(_vocabulary(reference), texts))
+            versions = [name, versioned(slowest)]
+            verdict = verdict_path(default_cache(), "same ids", digest, *versions)
+            vocabulary = () if verdict.is_file() else _vocabulary(reference)
+            reason = difference(candidate, reference, chain(vocabulary, texts))
         except FlatoutError as error:
             reason = error.what.rstrip(".")
         if not reason:
+            keep_verdict(verdict, versions)
             size = sum(len(text.encode()) for text in texts) / 1e6
             same = f"encodes with {name} (same ids as {slowest} on {size:.1f} MB of this text)."
             progress.say(_sentence(skipped, same))

@@ -6,11 +6,11 @@ for half of a surrogate pair.
 
 from __future__ import annotations
 
-import base64
 import json
 import re
 import tempfile
 import unicodedata
+from binascii import b2a_base64
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import metadata
 from typing import TYPE_CHECKING
@@ -20,6 +20,7 @@ import psutil
 
 from flatout.data.tokenizers.base import Document, Encode, Ids
 from flatout.errors import DataError, MissingPackage
+from flatout.sources.long import utf8
 
 if TYPE_CHECKING:
     from gigatoken.gigatoken_rs import BPETokenizer, SentencePieceTokenizer
@@ -83,7 +84,7 @@ def gigatoken_of_ranks(pieces: Sequence[bytes | None], scheme: str) -> Encode:
     Raises: MissingPackage; DataError when gigatoken cannot read them.
     """
     lines = b"".join(
-        base64.b64encode(piece) + b" %d\n" % rank
+        b2a_base64(piece, newline=False) + b" %d\n" % rank
         for rank, piece in enumerate(pieces)
         if piece is not None
     )
@@ -122,7 +123,7 @@ class _Gigatoken:
         self._bytes_to_check = GROWTH_CHECK_BYTES
 
     def __call__(self, text: str) -> Ids:
-        data = text.encode()
+        data = utf8(text)
         self._bytes_to_check -= len(data)
         if self._bytes_to_check < 0:
             self._bytes_to_check = GROWTH_CHECK_BYTES

@@ -150,12 +150,14 @@ def test_ctrl_c_keeps_finished_ranges_and_leaves_no_process(tmp_path):
     script.write_text(
         f"import sys; sys.path[:] = {[str(tmp_path), *sys.path]!r}\n"
         "from pathlib import Path\n"
+        "import psutil\n"
         "from flatout.data.prepare.pipeline import Options, prepare_dataset\n"
         "from flatout.data.prepare.workers.local import LocalWorkers\n"
         "pack = LocalWorkers.pack\n"
         "def pack_and_print(crew, ranges, setup, report):\n"
         "    for item in pack(crew, ranges, setup, report):\n"
-        "        print('pids', *[worker.process.pid for worker in crew._workers], flush=True)\n"
+        "        found = psutil.Process().children(recursive=True)\n"
+        "        print('pids', *[each.pid for each in found], flush=True)\n"
         "        yield item\n"
         "LocalWorkers.pack = pack_and_print\n"
         f"out = Path({str(tmp_path / 'out_parent' / 'out')!r})\n"
@@ -166,7 +168,7 @@ def test_ctrl_c_keeps_finished_ranges_and_leaves_no_process(tmp_path):
         [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         pids = [int(pid) for pid in process.stdout.readline().split()[1:]]
-        assert len(pids) == 2
+        assert len(pids) == 3, "two workers and their parent"
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=30)
     assert "KeyboardInterrupt" in errors

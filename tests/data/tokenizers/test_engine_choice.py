@@ -58,6 +58,11 @@ def listener():
 
 
 @pytest.fixture(autouse=True)
+def _no_verdicts_of_other_tests(tmp_path, monkeypatch):
+    monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture(autouse=True)
 def _choose_for_little_text(monkeypatch):
     monkeypatch.setattr(engine_choice, "WORTHWHILE_CHARACTERS", 1000)
 
@@ -93,6 +98,19 @@ def test_fastest_engine_is_chosen_and_reported(trained, from_json, listener):
             f"(same ids as {slowest} on 0.0 MB of this text)."
         )
         assert tokenizer.engine == slowest, "choosing an engine must not change the tokenizer"
+
+
+def test_the_vocabulary_is_compared_once_for_each_tokenizer(trained, from_json, monkeypatch):
+    compared = []
+    vocabulary = engine_choice._vocabulary
+    monkeypatch.setattr(
+        engine_choice,
+        "_vocabulary",
+        lambda each: (compared.append(each.engine), vocabulary(each))[1],
+    )
+    for tokenizer in (trained, from_json, trained, from_json):
+        assert choose_engine(tokenizer, TEXTS, SILENT).engine == "gigatoken"
+    assert compared == ["tiktoken", "tokenizers"]
 
 
 def test_wrong_engine_is_detected_and_the_next_chosen(trained, from_json, listener, monkeypatch):

@@ -25,7 +25,7 @@ from flatout.files import Array
 from flatout.sources import BadRow, Document, LeftOut
 from flatout.sources.long import Text, chunks_of
 
-HELD_TOKENS = 1 << 20
+HELD_TOKENS = 1 << 16
 """Maximum tokens of a split held in memory before they are written."""
 HELD_CHARACTERS = 1 << 20
 """Texts up to this length are tokenised before any of them is packed; longer ones in pieces."""

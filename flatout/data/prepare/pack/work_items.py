@@ -14,7 +14,7 @@ from flatout.data.store.manifest import SplitName
 from flatout.files import Stored
 from flatout.json_io import JsonObject
 from flatout.sources import Document, ReadTask, Row
-from flatout.sources.long import LongText, Text
+from flatout.sources.long import LongText, Text, utf8
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def sha256_of(text: Text) -> bytes:
     """Return the SHA-256 of the text's UTF-8."""
     if isinstance(text, LongText):
         return text.sha256
-    return hashlib.sha256(text.encode("utf-8", errors="surrogatepass")).digest()
+    return hashlib.sha256(utf8(text, "surrogatepass")).digest()
 
 
 def hash_fraction(text: Text) -> float:
@@ -156,7 +156,7 @@ def num_bytes_of(text: Text) -> int:
     """Return the length of the text in UTF-8 bytes."""
     if isinstance(text, LongText):
         return text.num_bytes
-    return len(text) if text.isascii() else len(text.encode("utf-8", errors="replace"))
+    return len(text) if text.isascii() else len(utf8(text, "replace"))
 
 
 def cut_to_bytes(text: Text, limit: int) -> Text:

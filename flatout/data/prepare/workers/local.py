@@ -1,15 +1,17 @@
 """What all workers share, and worker processes on this machine.
 
-Workers write ranges and return their records. On this machine, each worker is a fresh interpreter
-connected by a socket: it inherits no threads, locks or CUDA context, does not import the caller's
-script again, and ends when the socket closes, however the caller ends. It ignores signals that ask
-it to stop, which schedulers send to all processes of a job: the caller answers them.
+Workers write ranges and return their records. On this machine, a fresh interpreter loads what they
+need and forks them, each connected by a socket: they inherit no threads, locks or CUDA context, do
+not import the caller's script again, and end when the socket closes, however the caller ends. They
+ignore signals that ask them to stop, which schedulers send to all processes of a job: the caller
+answers them.
 """
 
 from __future__ import annotations
 
 import gc
 import itertools
+import os
 import signal
 import socket
 import subprocess
@@ -19,6 +21,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection, wait
@@ -103,32 +106,46 @@ QUEUED = 3
 """Ranges per worker: the one being synced, the one being packed, and the next."""
 
 _BOOT = (
-    "import signal; [signal.signal(n, signal.SIG_IGN) for n in {signals}]; "
+    "import gc, os, signal; gc.disable(); [signal.signal(n, signal.SIG_IGN) for n in {signals}]; "
+    "os.environ['OPENBLAS_NUM_THREADS'] = '1'; "  # its threads spin, and nothing uses them
     "import sys; sys.path[:] = {path!r}; from flatout.data.prepare.workers.local import serve; "
-    "serve({descriptor})"
+    "serve({descriptors})"
 )
+
+
+_WAIT = """\
+import os, sys
+codes = [os.waitstatus_to_exitcode(os.wait()[1]) for _ in range({count})]
+code = next((code for code in codes if code != -9), -9)
+code < 0 and os.kill(os.getpid(), -code)
+sys.exit(code)
+"""
+"""Waits for all workers, and ends as the first that was not killed with the others."""
 
 
 @dataclass
 class _Worker:
     process: subprocess.Popen[bytes]
+    """The parent of all workers, which are the process group of its number; it ends after them."""
     connection: Connection
     held: int = 0
     """Number of items that were sent to it and have not finished."""
 
     @classmethod
-    def start(cls) -> Self:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            signals = [int(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
-            boot = _BOOT.format(path=sys.path, descriptor=theirs.fileno(), signals=signals)
-            process = subprocess.Popen(
-                [sys.executable, "-c", boot],
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                process_group=0,
-            )
-        return cls(process, Connection(ours.detach()))
+    def start(cls, count: int) -> list[Self]:
+        pairs = [socket.socketpair() for _ in range(count)]
+        theirs = [pair[1].fileno() for pair in pairs]
+        signals = [int(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
+        boot = _BOOT.format(path=sys.path, descriptors=theirs, signals=signals)
+        process = subprocess.Popen(
+            [sys.executable, "-c", boot],
+            stdin=subprocess.DEVNULL,
+            pass_fds=theirs,
+            process_group=0,
+        )
+        for _, their in pairs:
+            their.close()
+        return [cls(process, Connection(ours.detach())) for ours, _ in pairs]
 
     def send(self, message: object) -> None:
         try:
@@ -136,8 +153,14 @@ class _Worker:
         except OSError as error:
             raise self.death() from error
 
+    def kill(self) -> None:
+        """Kill all workers."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
     def death(self) -> RunFailed:
-        """Wait for the process to end, and return the error that explains it."""
+        """Wait for the processes to end, and return the error that explains why one did."""
+        self.kill()
         code = self.process.wait()
         if code == -signal.SIGXCPU:
             return RunFailed(
@@ -155,13 +178,7 @@ class LocalWorkers:
     """`count` worker processes, started at once; a count of 1 packs in this process."""
 
     def __init__(self, count: int) -> None:
-        self._workers: list[_Worker] = []
-        try:
-            while count > 1 and len(self._workers) < count:
-                self._workers.append(_Worker.start())
-        except BaseException:
-            self.stop()
-            raise
+        self._workers = _Worker.start(count) if count > 1 else []
 
     def __enter__(self) -> Self:
         return self
@@ -172,9 +189,8 @@ class LocalWorkers:
     def stop(self) -> None:
         """End the processes."""
         for worker in self._workers:
+            worker.kill()
             worker.connection.close()
-            worker.process.kill()
-        for worker in self._workers:
             worker.process.wait()
         self._workers = []
 
@@ -221,8 +237,28 @@ class LocalWorkers:
         return ended
 
 
-def serve(descriptor: int) -> None:
-    """Run a worker: pack the ranges that the socket sends, until it closes.
+def serve(descriptors: Sequence[int]) -> None:
+    """Fork a worker for each socket, leave their process group, and wait for them.
+
+    A small program waits, so that this one's memory is free.
+    """
+    gc.freeze()
+    for descriptor in descriptors:
+        if os.fork() == 0:
+            for other in {*descriptors} - {descriptor}:
+                os.close(other)
+            _work(descriptor)
+            return
+    for descriptor in descriptors:
+        os.close(descriptor)
+    with suppress(OSError):  # the caller has ended, and so do the workers
+        os.setpgid(0, os.getpgid(os.getppid()))
+    wait_for = _WAIT.format(count=len(descriptors))
+    os.execv(sys.executable, [sys.executable, "-I", "-S", "-c", wait_for])
+
+
+def _work(descriptor: int) -> None:
+    """Pack the ranges that the socket sends, until it closes.
 
     A range is recorded while the next one is packed.
     """
@@ -242,6 +278,7 @@ def serve(descriptor: int) -> None:
                 record = attempt(partial(pack_range, item, packing, answer))
                 if number == 0:
                     gc.freeze()  # spares the collector the 100,000 objects of a vocabulary
+                    gc.enable()
                 if isinstance(record, FlatoutError):
                     answer((item.number, record))
                 else:

@@ -1,3 +1,4 @@
+import os
 import signal
 import subprocess
 import sys
@@ -146,12 +147,13 @@ def test_the_queue_of_each_worker_is_bounded(source, packing, monkeypatch):
 
 
 def test_no_process_is_left_when_the_caller_stops_early(source, packing):
-    before = {child.pid for child in psutil.Process().children()}
+    before = {*psutil.Process().children(recursive=True)}
     with LocalWorkers(2) as crew:
         next(crew.pack(work_items((source.numbered, 0, 1), *[(source.sleeps,)] * 3), packing))
-        started = {child.pid for child in psutil.Process().children()} - before
-        assert len(started) == 2
-    assert not started & {child.pid for child in psutil.Process().children()}
+        started = {*psutil.Process().children(recursive=True)} - before
+        assert len(started) == 3, "two workers and their parent"
+    _, alive = psutil.wait_procs(started, timeout=10)
+    assert not alive
 
 
 def test_one_worker_packs_in_this_process():
@@ -180,8 +182,8 @@ def test_workers_end_when_the_caller_is_killed(tmp_path, source, packing):
         [sys.executable, str(script)], stdout=subprocess.PIPE, text=True
     ) as caller:
         assert caller.stdout.readline() == "ready\n", "a script without a main guard works"
-        children = psutil.Process(caller.pid).children()
-        assert len(children) == 2
+        children = psutil.Process(caller.pid).children(recursive=True)
+        assert len(children) == 3, "two workers and their parent"
         caller.send_signal(signal.SIGKILL)
     _, alive = psutil.wait_procs(children, timeout=10)
     assert not alive
@@ -192,9 +194,8 @@ def test_workers_leave_signals_to_the_caller(source, packing):
     with LocalWorkers(2) as workers:
         found = workers.pack(work_items(*[(source.numbered, n, 1, 0.1) for n in range(6)]), packing)
         records = [next(found)]
-        for worker in workers._workers:
-            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-                worker.process.send_signal(number)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            os.killpg(workers._workers[0].process.pid, number)
         records += found
     assert len(records) == 6
 
