@@ -19,6 +19,8 @@ class Curve:
     colour: str
     lines: Sequence[Sequence[Point]]
     dots: Sequence[Point]
+    label: tuple[Point, str] | None = None
+    """Where the name stands, and how it is anchored there; None: in the corner."""
 
 
 def beside(charts: Iterable[str]) -> str:
@@ -85,7 +87,10 @@ def chart(
         for x, y in curve.dots:
             place = f'cx="{x_of(x)}" cy="{y_of(y)}" r="2.5"'
             drawn.append(f'<circle {place} fill="{curve.colour}" fill-opacity="0.7"/>')
-        drawn.append(text(WIDTH - RIGHT - 8, TOP + 16 * number, curve.name, "end", curve.colour))
+        place, anchor = (WIDTH - RIGHT - 8.0, TOP + 16.0 * number), "end"
+        if curve.label is not None:
+            place, anchor = (x_of(curve.label[0][0]), y_of(curve.label[0][1])), curve.label[1]
+        drawn.append(text(*place, curve.name, anchor, curve.colour))
     for x, y in crosses:
         cross = f"M{x_of(x) - 6},{y_of(y)} h12 M{x_of(x)},{y_of(y) - 6} v12"
         drawn.append(f'<path d="{cross}" stroke="#dc3c3c" stroke-width="2"/>')

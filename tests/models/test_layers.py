@@ -1,5 +1,6 @@
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 
 from flatout.models.layers import Embedding, gelu, relu2
 
@@ -52,7 +53,7 @@ def test_a_compiled_embedding_leaves_its_gradient_to_torch():
 
     def noted(graph, _inputs):
         targets.extend(str(node.target) for node in graph.graph.nodes)
-        return graph.forward
+        return make_boxed_func(graph.forward)
 
     backend = torch._dynamo.backends.common.aot_autograd(fw_compiler=noted, bw_compiler=noted)
     compiled = torch.compile(embedding, backend=backend)
