@@ -13,8 +13,6 @@ from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 
-from torch._inductor.runtime.cache_dir_utils import cache_dir
-
 from flatout.config.schema import RunConfig
 from flatout.hardware import fingerprint
 
@@ -37,6 +35,8 @@ def mark_as_cached(config: RunConfig) -> None:
 
 def _mark(config: RunConfig) -> Path:
     """Return the mark of a run, whose speedups may be resolved or not."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
     stated = [
         version("flatout"),
         fingerprint(config.train.device),

@@ -154,11 +154,13 @@ def all_speedups(named: Iterable[str] = ()) -> list[Speedup]:
 def default_of(speedup: Speedup, device: str) -> On | Off | None:
     """Return the default that a speedup's file states for `cpu` or `cuda`, or None.
 
-    On MPS, for which no file states one, a speedup is on if it is on for CPUs and for GPUs.
+    On MPS, for which no file states one, a speedup is on if it is on for CPUs and for GPUs, and
+    does not compile.
     """
     if device == "mps":
         known = [speedup.auto.get("cpu"), speedup.auto.get("cuda")]
-        return On() if all(isinstance(default, On) for default in known) else None
+        is_on = not speedup.compiles and all(isinstance(default, On) for default in known)
+        return On() if is_on else None
     return speedup.auto.get("cuda" if device.startswith("cuda") else "cpu")
 
 

@@ -96,7 +96,8 @@ def test_long_runs_compile_and_short_ones_do_not():
     short = decided(HOPPER, device="cuda", minutes=0.3)["compile"]
     assert not short.on
     assert "0.3 minutes" in short.reason
-    assert "compile" not in on("auto", CPU, minutes=600.0)
+    assert "compile" in on("auto", CPU, minutes=600.0)
+    assert "compile" not in on("auto", CPU, minutes=2.0)
 
 
 @pytest.mark.parametrize(
