@@ -380,6 +380,8 @@ class On:
     """The reason, in words; None means the speedup's `saves`."""
     from_minutes: float = 0
     """Shortest run for which it is on."""
+    beside: str | None = None
+    """A speedup without which it gains nothing, and is off."""
     from_minutes_cached: float | None = None
     """Shortest run for which it is on if its code has been compiled before; None: the same."""
     measured: bool = False

@@ -301,6 +301,12 @@ def select(
         found[name] = Decision(name, False, reason)
     on = {name for name, decision in found.items() if decision.on}
     for name, speedup in ladder.items():
+        default, gain = default_of(speedup, device), gains.get(name)
+        is_sure = name in named or (gain is not None and gain.is_faster)
+        beside = default.beside if isinstance(default, On) and not is_sure else None
+        if name in on and beside and beside not in on:
+            found[name] = Decision(name, False, f"gains nothing without {beside}, which is off")
+            continue
         missing = next((need for need in speedup.needs if need not in on), None)
         if name in on and missing:
             if name in named:

@@ -96,8 +96,14 @@ def test_long_runs_compile_and_short_ones_do_not():
     short = decided(HOPPER, device="cuda", minutes=0.3)["compile"]
     assert not short.on
     assert "0.3 minutes" in short.reason
-    assert "compile" in on("auto", CPU, minutes=600.0)
-    assert "compile" not in on("auto", CPU, minutes=2.0)
+    assert "compile" in on("auto", NARROW, minutes=600.0)
+    assert "compile" not in on("auto", NARROW, minutes=2.0)
+
+
+def test_what_gains_only_beside_another_speedup_is_off_without_it():
+    without = decided(CPU, minutes=600.0)["compile"]
+    assert (without.on, "without bf16-products" in without.reason) == (False, True)
+    assert "compile" in on("auto,+compile", CPU, minutes=600.0)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ ROOMS = {
     "data": 49_800,
     "top": 23_900,
     "commands": 22_000,
-    "assembly": 19_400,
+    "assembly": 19_500,
     "models": 15_700,
     "sources": 15_500,
     "ops": 14_600,
