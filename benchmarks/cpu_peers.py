@@ -5,7 +5,8 @@
 Two shapes of GPT-2: a small model of characters, and 124M parameters. Each way trains in a process
 of its own, on random tokens with AdamW: flatout as `auto` chooses and compiled; nanoGPT's model
 eager, under bf16 autocast, compiled and both; Hugging Face's GPT-2 under bf16 autocast; and llm.c,
-built with gcc -Ofast -march=native and OpenMP. A rate is the median of the steps after a warm-up.
+built with gcc -Ofast -march=native and OpenMP. A rate is the median of the steps after a warm-up,
+beside it its share of the rate of a bf16 matmul, measured first.
 nanoGPT and llm.c are taken from DIRECTORY, or cloned into it. With `--busy 1 8`, flatout and
 nanoGPT train again beside that many processes that keep a core busy each. Writes
 benchmarks/results/cpu_peers.json and .md.
@@ -29,9 +30,12 @@ from typing import Any
 
 import numpy as np
 from gpu_worker import PEERS, data
-from measurement import facts, flatout, in_turns, markdown, parser, publish, spread, verdict
+from measurement import facts, in_turns, json_lines, markdown, parser, publish, spread, verdict
 
+from flatout import roof
+from flatout.config.schema import load_config
 from flatout.hardware import usable_cores
+from flatout.models.language_model import model_of
 
 REPOSITORIES = {
     "nanoGPT": ("https://github.com/karpathy/nanoGPT", "3adf61e"),
@@ -51,7 +55,7 @@ SHAPES = {
 STEPS = {"characters": 80, "gpt2-124m": 8}
 TARGETS = {"characters": 2.5, "gpt2-124m": 1.4}
 FAIR = 0.8
-"""Least share of its fair part of the cores that a run is to keep."""
+"""Least part that a run is to keep of its fair share of the cores, as one process among others."""
 WARM_UP = 3
 
 
@@ -71,7 +75,10 @@ def main(words: Sequence[str] | None = None) -> None:
             if not (peers / name).exists():
                 subprocess.run(["git", "clone", "-q", url, peers / name], check=True)
                 subprocess.run(["git", "checkout", "-q", commit], cwd=peers / name, check=True)
+        peak = roof.measure("cpu", "bf16")[0]
+        flops = {name: flops_of(name) for name in given.shapes}
         found = {**facts(), "rounds": given.rounds, "shapes": {}, "busy": {}}
+        found |= {"peak_tflops": peak, "flops_per_token": flops}
         for name in given.shapes:
             ways = ways_of(name, Path(folder), peers)
             found["shapes"][name] = in_turns(ways, given.rounds)
@@ -103,6 +110,12 @@ def ways_of(name: str, folder: Path, peers: Path) -> dict[str, Any]:
     return ways
 
 
+def flops_of(name: str) -> float:
+    """Return the training FLOPs per token of a shape, causal-exact."""
+    model_class, config = model_of(load_config("gpt2-124m", keys_of(name)))
+    return float(model_class.count_flops(config, SHAPES[name]["length"]).causal_exact)
+
+
 def keys_of(name: str) -> list[str]:
     """Return the keys of a shape for flatout: a GPT-2 without biases."""
     shape = SHAPES[name]
@@ -116,23 +129,41 @@ def keys_of(name: str) -> list[str]:
 
 
 def own(name: str, dataset: Path, folder: Path, speedups: str) -> dict[str, Any]:
-    """Train with flatout; return the rate and the peak of the memory."""
-    steps = STEPS[name] + WARM_UP
+    """Train with flatout; return the rate, the last loss and the peak of the memory."""
+    steps, every = STEPS[name] + WARM_UP, max(STEPS[name] // 8, 1)
     with tempfile.TemporaryDirectory(dir=folder) as run:
-        found = flatout(
+        words = [
             *("train", "gpt2-124m", *keys_of(name), f"data.path={dataset}", f"train.steps={steps}"),
-            *("train.tokens=null", "train.eval_every=0", "log.to=[]", "log.every=1"),
+            *("train.tokens=null", "train.eval_every=0", "log.to=[]", f"log.every={every}"),
             *("checkpoint.best=false", "schedule.warmup=0", f"speedups={speedups}"),
-            *("--run-dir", f"{run}/run"),
-        )
-        lines = (Path(run) / "run" / "metrics.jsonl").read_text().splitlines()
-    rates = [row["perf/tokens_per_s"] for row in map(json.loads, lines) if "train/loss" in row]
-    rate = statistics.median(rates[WARM_UP:])
-    return {"tokens_per_s": rate, "peak_gib": found["peak_gib"], "loss": found["train_loss"]}
+            *("--run-dir", f"{run}/run", "--json"),
+        ]
+        code, printed, peak_gib = process([sys.executable, "-m", "flatout", *words])
+        if code:
+            return {"tokens_per_s": None, "problem": f"It exited with {code}."}
+        records = json_lines(Path(run) / "run" / "metrics.jsonl")
+    rates = [row["perf/tokens_per_s"] for row in records if "train/loss" in row]
+    rate = statistics.median(rates[-(-WARM_UP // every) :])
+    loss = json.loads(printed.splitlines()[-1])["train_loss"]
+    return {"tokens_per_s": rate, "loss": loss, "peak_gib": peak_gib}
 
 
 def measured(words: Sequence[object], cwd: Path | None = None) -> dict[str, Any]:
     """Run a peer; return the rate that it prints, and the peak of its memory."""
+    code, printed, peak_gib = process(words, cwd)
+    if code:
+        return {"tokens_per_s": None, "problem": f"It exited with {code}."}
+    if cwd is None:
+        found: dict[str, Any] = json.loads(printed.splitlines()[-1])
+    else:
+        steps_ms = [float(each) for each in re.findall(r"took ([\d.]+) ms", printed)]
+        tokens = int(cwd.joinpath("tokens").read_text())
+        found = {"tokens_per_s": 1e3 * tokens / statistics.median(steps_ms[WARM_UP:])}
+    return {**found, "peak_gib": peak_gib}
+
+
+def process(words: Sequence[object], cwd: Path | None = None) -> tuple[int, str, float]:
+    """Run a process; return its exit code, what it printed, and the most memory it held, in GiB."""
     threads = {"OMP_NUM_THREADS": str(usable_cores())} if cwd else {}
     with subprocess.Popen(
         [*map(str, words)],
@@ -141,28 +172,17 @@ def measured(words: Sequence[object], cwd: Path | None = None) -> dict[str, Any]
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
-    ) as process:
-        assert process.stdout is not None
-        printed = process.stdout.read()
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode:
-        return {"tokens_per_s": None, "problem": f"It exited with {process.returncode}."}
-    if cwd is None:
-        found: dict[str, Any] = json.loads(printed.splitlines()[-1])
-    else:
-        steps_ms = [float(each) for each in re.findall(r"took ([\d.]+) ms", printed)]
-        tokens = int(cwd.joinpath("tokens").read_text())
-        found = {"tokens_per_s": 1e3 * tokens / statistics.median(steps_ms[WARM_UP:])}
-    return {**found, "peak_gib": usage.ru_maxrss / 2**20}
+    ) as child:
+        assert child.stdout is not None
+        printed = child.stdout.read()
+        _, status, usage = os.wait4(child.pid, 0)
+        child.returncode = os.waitstatus_to_exitcode(status)
+    return child.returncode, printed, usage.ru_maxrss / 2**20
 
 
 def peer(kind: str, name: str, how: str, folder: Path) -> dict[str, Any]:
     """Train a peer's model in this process; return the rate and the last loss."""
     import torch
-
-    from flatout.config.schema import load_config
-    from flatout.models.language_model import model_of
 
     shape, device = SHAPES[name], torch.device("cpu")
     config = load_config("gpt2-124m", keys_of(name))
@@ -193,7 +213,7 @@ def build_llmc(name: str, folder: Path, source: Path) -> Path:
     for old, new in (
         ("int B = 4;", f"int B = {shape['rows']};"),
         ("int T = 64;", f"int T = {shape['length']};"),
-        ("step <= 40", f"step < {STEPS[name] + WARM_UP}"),
+        ("step <= 40", f"step < {STEPS[name] // 2 + WARM_UP}"),
         ("if (step % 10 == 0) {", "if (0) {"),
         ("if (step > 0 && step % 20 == 0) {", "if (0) {"),
     ):
@@ -236,7 +256,11 @@ def table(found: dict[str, Any]) -> str:
         own = max(rate for way, rate in medians.items() if way.startswith("flatout"))
         best = max(rate for way, rate in medians.items() if not way.startswith("flatout"))
         lines = [
-            (way, spread(rates[way]), f"{rate / best:.2f}", memory(ways[way]))
+            (
+                *(way, spread(rates[way]), f"{rate / best:.2f}"),
+                f"{rate * found['flops_per_token'][name] / found['peak_tflops'] / 1e12:.0%}",
+                memory(ways[way]),
+            )
             for way, rate in medians.items()
         ]
         target = TARGETS[name]
@@ -244,7 +268,7 @@ def table(found: dict[str, Any]) -> str:
         note += f"{verdict(own / best >= target)}."
         shape = SHAPES[name]
         title = f"{name}, {shape['rows']} x {shape['length']}"
-        columns = f"{title} | tokens/s | of the best other | peak, GiB"
+        columns = f"{title} | tokens/s | of the best other | of the matmul rate | GiB"
         parts.append(markdown(columns, lines, note))
     lines = []
     for count, ways in found["busy"].items():
@@ -252,15 +276,21 @@ def table(found: dict[str, Any]) -> str:
             alone = statistics.median(
                 run["tokens_per_s"] for run in found["shapes"]["characters"][way]
             )
-            cores = usable_cores()
-            fair = min(1.0, cores / (cores + int(count)))
-            kept = [run["tokens_per_s"] / (alone * fair) for run in runs]
-            rates = spread(run["tokens_per_s"] for run in runs)
-            lines.append((count, way, rates, f"{fair:.2f}", spread(kept, 2)))
+            cores, busy = usable_cores(), int(count)
+            rates = [run["tokens_per_s"] for run in runs]
+            cells = []
+            for fair in (max(1 / (1 + busy), 1 - busy / cores), cores / (cores + busy)):
+                kept = [rate / (alone * fair) for rate in rates]
+                cells += [f"{fair:.2f}", spread(kept, 2)]
+            lines.append((count, way, spread(rates), *cells))
     if lines:
-        columns = "busy processes | characters | tokens/s | fair share | kept of it"
-        parts.append(markdown(columns, lines, f"Target: {FAIR} of the fair share."))
-    about = f"{found['machine']}; {found['rounds']} rounds in turns, median (lowest to highest); "
+        columns = "busy processes | characters | tokens/s | share of a process | kept of it | "
+        note = f"Target: {FAIR} of what one process among these gets, if each gets as much."
+        parts.append(markdown(f"{columns}share of its threads | kept of it", lines, note))
+    peak = f"A bf16 matmul runs at {found['peak_tflops']:.2f} TFLOP/s here. "
+    about = (
+        f"{peak}{found['machine']}; {found['rounds']} rounds in turns, median (lowest to highest); "
+    )
     parts.append(f"{about}commit {found['commit']}; `python benchmarks/cpu_peers.py`.\n")
     return "\n".join(parts)
 

@@ -103,7 +103,7 @@ def resolve(
         device=device,
         minutes=minutes,
         measured=gains,
-        is_cached=cache is not None and is_cached(config),
+        is_cached=device == "cpu" and cache is not None and is_cached(config),
     )
     available = memory_bytes(machine, device, local_world_size or world_size)
     decisions = with_checkpointing(config, decisions, available, world_size)

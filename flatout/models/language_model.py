@@ -43,7 +43,10 @@ class _Undrawn(TorchFunctionMode):
     """Skips draws: on the meta device torch would import its compiler for them."""
 
     def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return None if func in DRAWS else func(*args, **(kwargs or {}))
+        named = kwargs or {}
+        if func in DRAWS:
+            return args[0] if args else named["tensor"]
+        return func(*args, **named)
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,8 @@ def warm_up(
         failure, any_failed = _try_step(run, eval_shapes, stop)
     if not any_failed:
         log.compiled(time.perf_counter() - began_s)
-        mark_as_cached(run.config)
+        if run.mesh.device.type == "cpu":
+            mark_as_cached(run.config)
         return
     for module in run.core.modules():  # there is no public function that undoes torch.compile
         module._compiled_call_impl = None

@@ -5,7 +5,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from flatout.config.sections import ParallelConfig
 from flatout.errors import ConfigError
-from flatout.parallel import mesh as meshes
 from flatout.parallel.mesh import Mesh, make_mesh, wrap
 from flatout.parallel.rendezvous import Ranks
 
@@ -55,7 +54,9 @@ def test_a_product_other_than_the_number_of_processes_is_rejected(settings, worl
 @pytest.mark.parametrize("offloads", [True, False])
 def test_every_part_is_offloaded_to_memory_that_a_gpu_can_read(monkeypatch, device, offloads):
     given = []
-    monkeypatch.setattr(meshes, "fully_shard", lambda module, **options: given.append(options))
+    monkeypatch.setattr(
+        torch.distributed.fsdp, "fully_shard", lambda module, **options: given.append(options)
+    )
     model = nn.Module()
     model.blocks = nn.ModuleList(nn.Linear(2, 2, device="meta") for _ in range(3))
     mesh = Mesh(device=torch.device(device), device_mesh={("shard",): None}, offloads=offloads)

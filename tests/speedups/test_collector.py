@@ -14,6 +14,12 @@ from flatout.training.run import run_training
 pytestmark = pytest.mark.slow
 
 
+@pytest.fixture(autouse=True)
+def nothing_frozen():
+    """Unfreeze what an earlier test's command froze at its end."""
+    gc.unfreeze()
+
+
 class Node:
     """Refers to itself."""
 

@@ -81,9 +81,9 @@ def test_a_speedup_that_is_off_is_added_and_replaces_others_in_its_slots():
     for name, rung in put_in.items():
         assert rung.replaced or rung.name.startswith(f"all and {name}")
     onednn = next(rung for rung in named(ladder_of(NARROW), "put-in") if rung.speedup == "onednn")
-    assert onednn.replaced == ["bf16-products"]
+    assert onednn.replaced == ["bf16-products", "compile"]
     assert "fused-attention" in onednn.speedups, "its other slots are filled again"
-    assert onednn.name == "all, with onednn and fused-attention for bf16-products"
+    assert onednn.name == "all, with onednn and fused-attention for bf16-products and compile"
 
 
 @pytest.mark.parametrize("overrides", [[], ["optim.kind=muon"], ["speedups=auto,-prefetch"]])

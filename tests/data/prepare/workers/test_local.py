@@ -175,7 +175,8 @@ def test_workers_end_when_the_caller_is_killed(tmp_path, source, packing):
         "from flatout.data.tokenizers.byte import ByteTokenizer\n"
         f"packing = Packing(ByteTokenizer(), Options(), Path({str(packing.folder)!r}))\n"
         "items = work_items(*[(source.numbered, 0, 1)] * 4)\n"
-        "next(LocalWorkers(2).pack(items, packing)); print('ready', flush=True)\n"
+        "packed = LocalWorkers(2).pack(items, packing)\n"
+        "next(packed); print('ready', flush=True)\n"
         "import time; time.sleep(600)\n"
     )
     with subprocess.Popen(
