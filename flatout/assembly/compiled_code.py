@@ -20,15 +20,20 @@ from flatout.hardware import fingerprint
 def is_cached(config: RunConfig) -> bool:
     """Return whether a run of this model, batch and machine has been compiled before.
 
-    With `train.deterministic` the answer is no: it may not depend on earlier runs.
+    The answer is no where it may not depend on earlier runs: with `train.deterministic`, and with
+    dropout, of which compiled code draws other numbers.
     """
-    return not config.train.deterministic and _mark(config).exists()
+    if config.train.deterministic or config.model.model_dump().get("dropout"):
+        return False
+    with suppress(OSError):
+        return _mark(config).exists()
+    return False
 
 
 def mark_as_cached(config: RunConfig) -> None:
     """Record that the code of a run has been compiled; a cache that is read-only stays unmarked."""
-    mark = _mark(config)
     with suppress(OSError):
+        mark = _mark(config)
         mark.parent.mkdir(exist_ok=True)
         mark.touch()
 

@@ -306,6 +306,7 @@ def select(
         beside = default.beside if isinstance(default, On) and not is_sure else None
         if name in on and beside and beside not in on:
             found[name] = Decision(name, False, f"gains nothing without {beside}, which is off")
+            on.discard(name)
             continue
         missing = next((need for need in speedup.needs if need not in on), None)
         if name in on and missing:

@@ -209,6 +209,8 @@ def masks(
     Memory:  B T^2 elements per window with documents, T^2 without.
     """
     found: dict[int | None, Mask] = {}
+    if attend is bf16 and dtype == torch.float32 and tokens_BT.shape[1] > MOST_KEYS:
+        dtype = torch.bfloat16  # in which it calls the fused kernel
     if attend is flex and isinstance(tokens_BT, FakeTensor):
         return found  # estimates a GPU run, whose blocks take little memory
     for window in {*windows}:

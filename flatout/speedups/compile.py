@@ -38,7 +38,8 @@ SPEEDUP = Speedup(
     name="compile",
     fills={"compilation": _compile},
     saves="time: elementwise operations are fused, and the model runs without Python's "
-    "overhead; with several processes or many blocks, each block is compiled by itself",
+    "overhead; with several processes, or more than 6 blocks on a CPU and 16 on a GPU, each block "
+    "is compiled by itself",
     promise=Promise.rounding(rtol=1e-3),
     compiles=True,
     why_not=without_compiler,

@@ -14,7 +14,7 @@ from flatout.training.run_dir import layout
 def measured_peak(folder: Path, machine: Machine, device: str, dtype: str) -> Peak | None:
     """Return the peak rate that a run measured at its last start; None where it may differ now.
 
-    Measuring takes half a second. The end of a run compares with a second measurement.
+    Measuring takes a fifth of a second. The end of a run compares with a second measurement.
     """
     starts = [one for one in layout.read_events(folder) if one["event"] in ("start", "resume")]
     last = starts[-1] if starts else {}

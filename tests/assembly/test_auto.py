@@ -132,8 +132,17 @@ def test_a_run_finds_the_code_of_an_earlier_one(tiny_config, tmp_path, monkeypat
     assert not is_cached(tiny_config(model__d_model=24))
     assert not is_cached(tiny_config(data__seq_len=8, batch__tokens_per_step=32))
     assert not is_cached(tiny_config(train__deterministic=True))
-    tmp_path.joinpath("flatout").chmod(0o500)
-    mark_as_cached(tiny_config(model__d_model=24))  # nobody may write there
+    mark_as_cached(tiny_config(model__dropout=0.1))
+    assert not is_cached(tiny_config(model__dropout=0.1)), "compiled code draws other numbers"
+
+
+def test_a_cache_of_compiled_code_that_cannot_be_used_is_ignored(
+    tiny_config, tmp_path, monkeypatch
+):
+    tmp_path.joinpath("file").touch()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "file"))
+    mark_as_cached(tiny_config())
+    assert not is_cached(tiny_config())
 
 
 def test_a_speedup_that_measured_faster_takes_its_slot_from_the_default():

@@ -105,8 +105,8 @@ def test_kills_at_random_moments_do_not_change_the_result(rows, tmp_path):
 
 @pytest.mark.faults
 @pytest.mark.parametrize("seed", range(4))
-def test_many_kills_at_random_moments(many_rows, tmp_path, seed, survived):
-    kills = kill_and_go_on(many_rows, tmp_path, 20, seed)
+def test_many_kills_at_random_moments(tmp_path, seed, survived):
+    kills = kill_and_go_on(write(tmp_path / "rows.jsonl", 30_000), tmp_path, 20, seed)
     assert kills >= 5
     survived("prepare-kill", kills, [])
 

@@ -207,3 +207,18 @@ class Called(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.seen.add(func)
         return func(*args, **(kwargs or {}))
+
+
+def test_a_mask_of_long_sequences_has_the_dtype_of_the_kernel(monkeypatch):
+    """Otherwise each layer would keep a copy of its own."""
+    monkeypatch.setattr(attention, "MOST_KEYS", 8)
+    ids = torch.zeros(1, 16, dtype=torch.int64)
+    for length, attend, dtype in (
+        (16, attention.bf16, torch.bfloat16),
+        (8, attention.bf16, torch.float32),
+        (16, attention.fused, torch.float32),
+    ):
+        found = attention.masks(
+            attend, ids[:, :length], ids[:, :length], [None], dtype=torch.float32
+        )
+        assert found[None].dtype == dtype
