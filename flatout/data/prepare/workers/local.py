@@ -154,9 +154,10 @@ class _Worker:
             raise self.death() from error
 
     def kill(self) -> None:
-        """Kill all workers."""
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        """Kill all workers, unless their parent has been waited for: it ends after them."""
+        if self.process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
 
     def death(self) -> RunFailed:
         """Wait for the processes to end, and return the error that explains why one did."""
