@@ -11,7 +11,13 @@ from pydantic import Field
 
 from flatout.assembly.prediction import gains_here
 from flatout.assembly.recipe import On
-from flatout.assembly.selection import all_speedups, is_measured, select, speedup_named
+from flatout.assembly.selection import (
+    all_speedups,
+    default_of,
+    is_measured,
+    select,
+    speedup_named,
+)
 from flatout.cache import default_cache
 from flatout.commands import Command
 from flatout.config.schema import RunConfig, load_config
@@ -224,7 +230,7 @@ def _expected_length(
     }
     fastest = max(tflops, key=lambda name: tflops[name])
     least = expected_minutes(config, tflops[fastest])
-    defaults = [default for speedup in all_speedups() for default in speedup.auto.values()]
+    defaults = [default_of(speedup, "cuda") for speedup in all_speedups()]
     if least is None or least < max(one.from_minutes for one in defaults if isinstance(one, On)):
         return None, None
     how = f"on one {fastest}, the fastest known GPU, at its peak rate"
