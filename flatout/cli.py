@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
 
     from flatout.commands import Command
-    from flatout.hardware import CpuTimes
     from flatout.json_io import Result
     from flatout.terminal import Terminal
 
@@ -64,12 +63,6 @@ OTHER_RANKS_WAIT_S = 3.0
 
 The main rank usually has the same error; when it exits, torchrun ends the others of its machine. An
 error on one rank alone is still reported."""
-SPINS = "1000"
-"""Turns that a waiting thread spins before it sleeps. On an idle machine fewer cost time, as a
-sleeping thread wakes up late; beside other processes more do (LOG.md).
-"""
-LOOK_S = 0.15
-"""Seconds over which the use of the cores by other processes is measured, at least."""
 HELP = """\
 Usage: flatout COMMAND [ARGUMENTS] [section.key=value ...]
 
@@ -187,11 +180,13 @@ def call(words: list[str]) -> int:
 
     @contextlib.contextmanager
     def loading_torch() -> Iterator[None]:
-        _sleep_while_waiting(began, progress)
         gc.disable()  # modules stay: the collector would look at them again and again
         try:
             with progress.task("Loading torch"), _signals_exit(terminal.close, as_json):
                 yield
+            from flatout.parallel.spinning import spin_less_beside_others
+
+            spin_less_beside_others(progress, began)
         finally:
             gc.freeze()
             gc.enable()
@@ -295,29 +290,6 @@ def refuse_undecodable(words: list[str]) -> None:
         f"{shown} cannot be decoded: the locale's encoding is {encoding}.",
         fix="Set PYTHONUTF8=1.",
     )
-
-
-def _sleep_while_waiting(began: CpuTimes, progress: Progress) -> None:
-    """Let torch's threads sleep soon when they wait, and at once if other processes use the cores.
-
-    By default they spin for milliseconds, and keep the cores from the threads that they wait for:
-    beside others, a step can take several times longer. torch's OpenMP reads the variables when it
-    is loaded. No result changes.
-    """
-    from flatout.hardware import BUSY_CORES, CpuTimes, usable_cores
-
-    if {"OMP_NUM_THREADS", "OMP_WAIT_POLICY"} & os.environ.keys() or usable_cores() == 1:
-        return
-    time.sleep(max(began.at_s + LOOK_S - time.monotonic(), 0))
-    others = began.others_until(CpuTimes.read())
-    if others > BUSY_CORES:
-        os.environ["OMP_WAIT_POLICY"] = "passive"
-        progress.say(
-            f"Other processes use {others:.1f} of {usable_cores()} cores, so threads sleep while "
-            "they wait (OMP_WAIT_POLICY=passive). OMP_NUM_THREADS=1 may be faster still."
-        )
-    else:
-        os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
 
 
 class _TorchFinder:

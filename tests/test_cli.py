@@ -10,12 +10,11 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from shouting import Fakes
 
-from flatout import cli, hardware, parser, terminal
+from flatout import cli, parser, terminal
 from flatout.errors import ConfigError, OutOfMemory
 
 ROOT = Path(__file__).parent.parent
@@ -426,29 +425,3 @@ def test_every_command_has_an_example_and_help(name):
     assert all(getattr(parameter, "help", None) for parameter in options.params), (
         "every argument and option has a help text"
     )
-
-
-@pytest.mark.parametrize(
-    ("others", "stated", "policy"),
-    [
-        (1.5, {}, "passive"),
-        (0.2, {}, None),
-        (1.5, {"OMP_NUM_THREADS": "2"}, None),
-        (1.5, {"OMP_WAIT_POLICY": "active"}, "active"),
-    ],
-)
-def test_threads_sleep_while_they_wait_if_other_processes_keep_the_cores_busy(
-    monkeypatch, others, stated, policy
-):
-    """With two cores used by others, a step of a small model took 1.2 to 2.0 s instead of 0.5."""
-    foreign = ("OMP_", "GOMP_")
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(foreign)} | stated
-    monkeypatch.setattr(os, "environ", environment)
-    monkeypatch.setattr(hardware, "usable_cores", lambda: 2)
-    monkeypatch.setattr(hardware.CpuTimes, "others_until", lambda self, later: others)
-    said = []
-    progress = SimpleNamespace(say=said.append)
-    cli._sleep_while_waiting(hardware.CpuTimes.read(), progress)
-    assert environment.get("OMP_WAIT_POLICY") == policy
-    assert bool(said) is (policy == "passive")
-    assert ("GOMP_SPINCOUNT" in environment) is (not stated and policy is None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -22,7 +21,7 @@ from flatout.config.sections import TrainConfig
 from flatout.data.store.mix import MixedDataset, members_of
 from flatout.errors import ConfigError, FlatoutError, Stopped, signal_of
 from flatout.files import writing_run
-from flatout.hardware import BUSY_CORES, CpuTimes, Machine, pick_device, probe
+from flatout.hardware import CpuTimes, Machine, pick_device, probe
 from flatout.json_io import JsonObject
 from flatout.launch import num_processes
 from flatout.parallel.mesh import make_mesh
@@ -32,8 +31,8 @@ from flatout.parallel.rendezvous import (
     is_elastic,
     launcher,
     stated_ranks,
-    stated_variables,
 )
+from flatout.parallel.spinning import spin_less_beside_others
 from flatout.progress import SILENT, Progress
 from flatout.registry import RECIPES
 from flatout.training.agreement import require_shared
@@ -64,8 +63,6 @@ from flatout.training.signals import StopRequests, WorkInterrupted
 from flatout.training.warmup import warm_up
 from flatout.training.watchdog import Watchdog
 
-LOOK_S = 0.2
-"""How long to look at what other processes do, at least."""
 FEW_ROWS = 0.1
 """Share of the embedding below which a dataset was probably prepared with another tokenizer."""
 
@@ -148,7 +145,7 @@ def train_plan(request: RunRequest, plan: RunPlan) -> JsonObject:
     run.rows_are_auto = plan.rows_are_auto and may_repeat
     mesh, progress, is_resumed = run.mesh, request.progress, plan.checkpoint is not None
     if request.device == "cpu" and mesh.world_size == 1:  # ranks would see each other's load
-        warn_of_busy_cores(request.machine, progress, request.began)
+        spin_less_beside_others(progress, request.began)
     say = progress.say if mesh.is_main else None
     with ExitStack() as stack:
         stack.callback(lambda: run.feed.close())  # a smaller micro-batch replaces the feed
@@ -273,24 +270,6 @@ def say_idle_gpus(progress: Progress) -> None:
     count = torch.cuda.device_count()
     if count > 1:
         progress.say(f"This run uses 1 of {count} GPUs; train.devices=all uses all of them.")
-
-
-def warn_of_busy_cores(machine: Machine, progress: Progress, began: CpuTimes | None = None) -> None:
-    """Warn when other processes use the cores, which can slow down training several times.
-
-    What they have used since `began` counts, by default from now on, and over LOOK_S at least.
-    """
-    if torch.get_num_threads() == 1 or stated_variables(["OMP_WAIT_POLICY"]):
-        return  # one thread waits for no other, and the command line has looked already
-    before = began or CpuTimes.read()
-    time.sleep(max(0.0, before.at_s + LOOK_S - time.monotonic()))
-    busy_cores = before.others_until(CpuTimes.read())
-    if busy_cores > BUSY_CORES:
-        progress.say(
-            f"Other processes use {busy_cores:.1f} of {machine.cores} cores. Training threads that "
-            "wait for each other can then be several times slower: set OMP_NUM_THREADS=1 or "
-            "OMP_WAIT_POLICY=passive, or wait."
-        )
 
 
 @contextmanager

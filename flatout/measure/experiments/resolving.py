@@ -23,8 +23,8 @@ from flatout.files import Stored
 from flatout.hardware import Machine, pick_device, probe
 from flatout.measure.child import Answer, ask
 from flatout.parallel.mesh import make_mesh
+from flatout.parallel.spinning import spin_less_beside_others
 from flatout.progress import SILENT, Progress
-from flatout.training.run import warn_of_busy_cores
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ def resolve_apart(
         chosen = find(requested, cache)
         config, dataset = validate(chosen.config), open_dataset(requested)
     if config.train.device == "cpu":
-        warn_of_busy_cores(machine, progress)
+        spin_less_beside_others(progress)
     return Resolved(config, chosen.decisions, machine, dataset, chosen.additions)
 
 

@@ -37,6 +37,7 @@ from flatout.measure.profile.report import PHASES, Gap, Profile, ProfileRoof
 from flatout.measure.steps.trace import PREFIX, STEP, Range, Trace, exported, profiling, read_trace
 from flatout.measure.steps.windows import MIN_WARM_STEPS, Windows, unprofiled
 from flatout.parallel.rendezvous import silence_profiler
+from flatout.parallel.spinning import spin_less_beside_others
 from flatout.progress import SILENT, Progress
 from flatout.roof import peak_bandwidth, peak_tflops
 from flatout.training.checkpoint.tensors import local_part
@@ -44,7 +45,6 @@ from flatout.training.loop import fit
 from flatout.training.metrics.log import Log
 from flatout.training.metrics.phases import PhaseTimer
 from flatout.training.out_of_memory import explained
-from flatout.training.run import warn_of_busy_cores
 from flatout.training.run_dir.resume import run_name
 from flatout.training.session import Session
 from flatout.training.warmup import warm_up
@@ -105,7 +105,7 @@ def run_profile(
     config = long_enough(resolved.config, wanted)
     claim(out)
     if config.train.device == "cpu":
-        warn_of_busy_cores(resolved.machine, progress)
+        spin_less_beside_others(progress)
     with ExitStack() as stack:
         stack.enter_context(writing_run(out))
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=out, prefix=".steps-")))
