@@ -7,8 +7,9 @@ of its own, on random tokens with AdamW: flatout as `auto` chooses and compiled;
 eager, under bf16 autocast, compiled and both; Hugging Face's GPT-2 under bf16 autocast; and llm.c,
 built with gcc -Ofast -march=native and OpenMP. A rate is the median of the steps after a warm-up,
 beside it its share of the rate of a bf16 matmul, measured first.
-nanoGPT and llm.c are taken from DIRECTORY, or cloned into it. With `--busy 1 8`, flatout and
-nanoGPT train again beside that many processes that keep a core busy each. Writes
+nanoGPT, llm.c and nanodo are taken from DIRECTORY, or cloned into it. nanodo trains in fp32 and
+bf16 if `--jax` names a Python whose environment has jax, flax and optax. With `--busy 1 8`, flatout
+and nanoGPT train again beside that many processes that keep a core busy each. Writes
 benchmarks/results/cpu_peers.json and .md.
 """
 
@@ -40,6 +41,7 @@ from flatout.models.language_model import model_of
 REPOSITORIES = {
     "nanoGPT": ("https://github.com/karpathy/nanoGPT", "3adf61e"),
     "llm.c": ("https://github.com/karpathy/llm.c", "f1e2ace"),
+    "nanodo": ("https://github.com/google-deepmind/nanodo", "10aefde"),
 }
 SHAPES = {
     "characters": {"layers": 4, "heads": 4, "width": 128, "vocab": 128, "rows": 64, "length": 64},
@@ -64,6 +66,7 @@ def main(words: Sequence[str] | None = None) -> None:
     made.add_argument("--peers", type=Path, help="directory with nanoGPT and llm.c")
     made.add_argument("--shapes", nargs="*", default=list(SHAPES), choices=SHAPES)
     made.add_argument("--busy", nargs="*", type=int, default=[], help="processes beside")
+    made.add_argument("--jax", help="a Python with jax, flax and optax, for nanodo")
     made.add_argument("--worker", help="for its own use")
     given = made.parse_args(words)
     if given.worker:
@@ -80,7 +83,7 @@ def main(words: Sequence[str] | None = None) -> None:
         found = {**facts(), "rounds": given.rounds, "shapes": {}, "busy": {}}
         found |= {"peak_tflops": peak, "flops_per_token": flops}
         for name in given.shapes:
-            ways = ways_of(name, Path(folder), peers)
+            ways = ways_of(name, Path(folder), peers, given.jax)
             found["shapes"][name] = in_turns(ways, given.rounds)
             chosen = {way: ways[way] for way in ("flatout", "nanoGPT, eager")}
             for count in given.busy if name == "characters" else ():
@@ -92,7 +95,7 @@ def main(words: Sequence[str] | None = None) -> None:
     publish(given.out, "cpu_peers", found, table(found))
 
 
-def ways_of(name: str, folder: Path, peers: Path) -> dict[str, Any]:
+def ways_of(name: str, folder: Path, peers: Path, jax: str | None) -> dict[str, Any]:
     """Return the ways to train a shape."""
     shape = SHAPES[name]
     dataset = folder / f"data-{name}"
@@ -106,6 +109,10 @@ def ways_of(name: str, folder: Path, peers: Path) -> dict[str, Any]:
     for how in ("eager", "bf16", "compiled", "both"):
         ways[f"nanoGPT, {how}"] = partial(measured, [*worker, f"nanogpt {name} {how}"])
     ways["transformers, bf16"] = partial(measured, [*worker, f"huggingface {name} bf16"])
+    for dtype in ("float32", "bfloat16") if jax else ():
+        script = Path(__file__).with_name("nanodo_peer.py")
+        words = [jax, script, peers / "nanodo", dtype, STEPS[name], json.dumps(shape)]
+        ways[f"nanodo, jax {dtype}"] = partial(measured, words)
     ways["llm.c"] = partial(measured, [program], cwd=program.parent)
     return ways
 

@@ -27,6 +27,8 @@ IGNORED = -1
 LOGITS_AT_ONCE = {"cuda": 2**29, "cpu": 2**24}
 """How many logits to hold at once: enough rows for full-rate products, few enough to save memory.
 """
+LOGITS_IN_CACHE = 2**20
+"""How many logits `bf16` turns into gradients at a time."""
 FAKE_CHUNKS = 3
 """Chunks of a loss on fake tensors: by the second, everything that a chunk holds exists."""
 SCALES = {torch.float16: 2.0**12}
@@ -147,12 +149,26 @@ def _with_liger(hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor, *othe
     return _by_liger(hidden_BTD.flatten(0, 1), weight_VD, targets_BT.flatten(), *others)
 
 
+def _in_bf16(hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor, *others: Any) -> Tensor:
+    if not linear.bf16_fits(hidden_BTD, weight_VD):
+        return _summed(linear.bf16(hidden_BTD, weight_VD), targets_BT, *others)
+    given: Any = (hidden_BTD.flatten(0, 1), weight_VD, targets_BT.flatten(), *others)
+    has_gradients = torch.is_grad_enabled() and (
+        hidden_BTD.requires_grad or weight_VD.requires_grad
+    )
+    return _OverRows.apply(*given, has_gradients)  # type: ignore[no-any-return, no-untyped-call]
+
+
 fused = _variant(_with_all_logits(functional.linear))
 """`reference` through torch's cross_entropy, which gathers and sums in one pass over the logits."""
 onednn = _variant(_with_all_logits(linear.onednn))
 """`fused` with the products of `flatout.ops.linear.onednn`, for fp32 on a CPU."""
-bf16 = _variant(_with_all_logits(linear.bf16))
-"""`fused` with the products of `flatout.ops.linear.bf16`, for CPUs with bf16 products."""
+bf16 = _variant(_in_bf16)
+"""`reference` with the products of `flatout.ops.linear.bf16`, for CPUs with bf16 products.
+
+All logits exist in bf16 only. Their gradients replace them a few rows at a time, in fp32 in the
+cache, while the loss is computed. Where `linear.bf16` computes in fp32, this is `fused`.
+"""
 chunked = _variant(_with_chunks)
 """`reference` in chunks of a few thousand targets, so that all logits never exist at once.
 
@@ -245,6 +261,92 @@ class _Chunked(torch.autograd.Function):
         grad_ND = (at_least_fp32(grad_ND) * grad).to(dtype).to(hidden_dtype)
         summed_VD = (grad_VD * grad).to(weight_dtype) if ctx.is_trained else None
         return grad_ND, summed_VD, None, None, None, None, None
+
+
+class _OverRows(torch.autograd.Function):
+    """The summed loss from logits in bf16, which become their gradients in the forward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_ND: Tensor,
+        weight_VD: Tensor,
+        targets_N: Tensor,
+        softcap: float | None,
+        z_loss: float,
+        has_gradients: bool,
+    ) -> Tensor:
+        """Return the loss; the gradients of the logits are kept for backward."""
+        narrow_VD = weight_VD.bfloat16()
+        over_rows: Any = _opaque_rows if torch.compiler.is_compiling() else _over_rows
+        given = (hidden_ND.bfloat16(), narrow_VD, targets_N, softcap, z_loss, has_gradients)
+        loss_sum, grad_NV = over_rows(*given)
+        if has_gradients:
+            ctx.save_for_backward(hidden_ND, narrow_VD, grad_NV)
+        return loss_sum  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, *tuple[None, ...]]:
+        """Return both gradients, each of one product; `grad` is multiplied in fp32."""
+        hidden_ND, narrow_VD, grad_NV = ctx.saved_tensors
+        grad_ND = grad_VD = None
+        if ctx.needs_input_grad[0]:
+            grad_ND = ((grad_NV @ narrow_VD).float() * grad).to(hidden_ND.dtype)
+        if ctx.needs_input_grad[1]:
+            scaled_ND = (hidden_ND.float() * grad).bfloat16()
+            grad_VD = functional.linear(grad_NV.t(), scaled_ND.t()).float()
+        return grad_ND, grad_VD, None, None, None, None
+
+
+def _over_rows(
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    targets_N: Tensor,
+    softcap: float | None,
+    z_loss: float,
+    has_gradients: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return the loss, and the gradients of the logits if they are wanted.
+
+    Rows whose target is ignored have hidden states of 0, so their gradients reach no weight.
+    """
+    logits_NV = functional.linear(hidden_ND, weight_VD)
+    total = logits_NV.new_zeros((), dtype=torch.float32)
+    for _, rows_CV, targets_C in _chunks(logits_NV, targets_N, len(weight_VD), LOGITS_IN_CACHE):
+        if softcap is not None or z_loss:
+            scale = 1.0 if has_gradients else None
+            loss, grad_CV = _of_chunk(rows_CV, targets_C, softcap, z_loss, scale)
+        else:
+            grad_CV = rows_CV.log_softmax(dim=1, dtype=torch.float32)
+            target_C1 = targets_C.clamp_min(0)[:, None]
+            losses_C = grad_CV.gather(1, target_C1)[:, 0].neg()
+            loss = losses_C.masked_fill(targets_C == IGNORED, 0.0).sum()
+            if has_gradients:
+                grad_CV.exp_().scatter_add_(1, target_C1, grad_CV.new_full(target_C1.shape, -1.0))
+        total += loss
+        if has_gradients and grad_CV is not None:
+            rows_CV.copy_(grad_CV)
+    return total, logits_NV if has_gradients else logits_NV.new_empty(0)
+
+
+@torch.library.custom_op("flatout::loss_over_rows", mutates_args=())
+def _opaque_rows(
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    targets_N: Tensor,
+    softcap: float | None,
+    z_loss: float,
+    has_gradients: bool,
+) -> tuple[Tensor, Tensor]:
+    return _over_rows(hidden_ND, weight_VD, targets_N, softcap, z_loss, has_gradients)
+
+
+@_opaque_rows.register_fake
+def _shapes_over_rows(
+    hidden_ND: Tensor, weight_VD: Tensor, _targets: Tensor, *others: Any
+) -> tuple[Tensor, Tensor]:
+    shape = (len(hidden_ND), len(weight_VD)) if others[-1] else (0,)
+    return hidden_ND.new_empty((), dtype=torch.float32), hidden_ND.new_empty(shape)
 
 
 def _in_chunks(
@@ -420,7 +522,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor, *, alpha: float, be
 
 
 def _chunks(
-    hidden_ND: Tensor, targets_N: Tensor, vocab_size: int
+    hidden_ND: Tensor, targets_N: Tensor, vocab_size: int, at_once: int | None = None
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Yield equal chunks of the targets, which are halved until the logits of a chunk fit.
 
@@ -432,7 +534,7 @@ def _chunks(
     if isinstance(hidden_ND, FakeTensor):
         device, most = getattr(hidden_ND.fake_mode, "stands_for", "cuda"), FAKE_CHUNKS
     size = max(len(targets_N), 1)
-    while size > max(LOGITS_AT_ONCE[device] // vocab_size, 1):
+    while size > max((at_once or LOGITS_AT_ONCE[device]) // vocab_size, 1):
         size = -(-size // 2)
     for start in range(0, len(targets_N), size)[:most]:
         rows = slice(start, start + size)

@@ -67,9 +67,9 @@ def _by_onednn(hidden: Tensor, weight_OI: Tensor, bias_O: Tensor | None, _narrow
 def _in_bf16(
     hidden: Tensor, weight_OI: Tensor, bias_O: Tensor | None, stays_narrow: bool
 ) -> Tensor:
-    fits = hidden.dtype in (torch.float32, torch.bfloat16) and weight_OI.dtype == torch.float32
-    if not fits or torch.is_autocast_enabled(hidden.device.type) or _has_few_rows(hidden):
-        return functional.linear(hidden.to(weight_OI.dtype) if fits else hidden, weight_OI, bias_O)
+    if not bf16_fits(hidden, weight_OI):
+        widened = hidden.dtype == torch.bfloat16 and weight_OI.dtype == torch.float32
+        return functional.linear(hidden.float() if widened else hidden, weight_OI, bias_O)
     result = torch.bfloat16 if stays_narrow else torch.float32
     return _multiplied(functional.linear, hidden, weight_OI, bias_O, torch.bfloat16, result)
 
@@ -90,6 +90,15 @@ a bias stays in bfloat16 for the next product, which would round it anyway; so d
 `reference` handles factors of other dtypes and few rows. It runs at twice the rate, and keeps both
 factors in two bytes.
 """
+
+
+def bf16_fits(hidden: Tensor, weight_OI: Tensor) -> bool:
+    """Return whether `bf16` rounds these: enough rows, an fp32 weight, and no autocast.
+
+    Shapes:  hidden (..., I); weight_OI (O, I).
+    """
+    fits = hidden.dtype in (torch.float32, torch.bfloat16) and weight_OI.dtype == torch.float32
+    return fits and not (torch.is_autocast_enabled(hidden.device.type) or _has_few_rows(hidden))
 
 
 def onednn_fits(hidden: Tensor, weight_OI: Tensor) -> bool:

@@ -22,7 +22,7 @@ ROOMS = {
     "assembly": 19_500,
     "models": 15_700,
     "sources": 15_500,
-    "ops": 14_600,
+    "ops": 15_400,
     "inference": 13_200,
     "config": 10_100,
     "architectures": 7_800,
