@@ -1,4 +1,4 @@
-"""The documentation site builds strictly, with its links and docstrings rewritten."""
+"""The documentation site builds strictly, and the references in docs/reference are current."""
 
 from __future__ import annotations
 
@@ -17,6 +17,20 @@ TOOLS = ROOT / "docs" / "tools"
 def tool(monkeypatch):
     monkeypatch.syspath_prepend(str(TOOLS))
     return importlib.import_module
+
+
+@pytest.mark.parametrize("page", ["reference/config.md", "reference/commands.md"])
+def test_the_references_are_current(tool, page, request):
+    path = ROOT / "docs" / page
+    text = path.read_text(encoding="utf-8")
+    wanted = tool("build_site").with_reference(text, page)
+    if request.config.getoption("--write-tables"):
+        path.write_text(wanted, encoding="utf-8")
+    elif text != wanted:
+        pytest.fail(
+            f"{page} is not current. Update it: "
+            "`python -m pytest tests/docs/test_build_site.py --write-tables`."
+        )
 
 
 @pytest.mark.slow
