@@ -102,7 +102,7 @@ class KeysResult(Result):
     def summary(self) -> str:
         """Return each key with its counterpart and a remark."""
         rows = [
-            (one.outcome, one.key, f"{one.counterpart:<23} {one.note}".strip()) for one in self.keys
+            (one.outcome, one.key, f"{one.counterpart:<24} {one.note}".strip()) for one in self.keys
         ]
         return "\n".join([f"Keys of {self.tool}", *_by_outcome(rows)])
 

@@ -112,7 +112,7 @@ class DataConfig(Section):
     1/65,536, which is the smallest share. Each dataset has its own epochs and its own score, and
     the validation loss is the mean of the scores with these weights."""
     tokenizer: str | None = None
-    """Tokenizer to prepare the text with, as `flatout prepare --tokenizer` takes it; `prepare
+    """Tokenizer to prepare the text with, as `--tokenizer` of `flatout prepare` takes it; `prepare
     --recipe` reads it. Training uses that of the dataset."""
     cache: str | None = None
     """Directory for the copies of datasets at URLs. None means the cache directory: FLATOUT_CACHE,
