@@ -18,7 +18,7 @@ ROOMS = {
     "training": 61_800,
     "data": 49_800,
     "top": 23_900,
-    "commands": 22_000,
+    "commands": 22_400,
     "assembly": 19_500,
     "models": 15_700,
     "sources": 15_500,
