@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,13 @@ def test_the_site_builds_without_a_warning(tool, tmp_path):
     assert "optim.lr" in keys
     assert "may change when a run resumes" in keys
     assert "--out" in (site / "reference" / "commands.html").read_text(encoding="utf-8")
+
+
+def test_the_navigation_lists_every_page_but_the_decisions(tool):
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    listed = re.findall(r"^ +- .*?: (\S+\.md)$", text, re.MULTILINE)
+    pages = [page for page in tool("build_site").pages().values() if "decisions/" not in page]
+    assert sorted(listed) == sorted(pages)
 
 
 @pytest.mark.slow
