@@ -47,7 +47,7 @@ SIMILAR = 4
 """Largest ratio of FLOPs per token at which a model's rate of FLOPs is taken for another's."""
 EAGER_MFU, COMPILED_MFU = 0.22, 0.42
 """Measured on an H100 with 124 M parameters: 0.224 eager, 0.410 compiled, and 0.463 for the
-eigenstate network on sequences of 32,768 tokens (docs/gpu.md)."""
+eigenstate network on sequences of 32,768 tokens (docs/numbers/gpu.md)."""
 STARTING_S = 15e-6
 """Assumed seconds to start an operation in eager mode, from Python to its backward pass."""
 EVALUATION_COST = 3
@@ -505,7 +505,7 @@ def assumed_rate(
 
     `whole` is the rate at the peak of matrix products. With the `operations` of an eager step,
     small ones count: a CPU computes after it has started an operation, a GPU meanwhile. GPUs that
-    are not `known` are assumed to reach what an H100 was measured to (docs/gpu.md).
+    are not `known` are assumed to reach what an H100 was measured to (docs/numbers/gpu.md).
     """
     on_gpu = config.train.device.startswith("cuda")
     share = (EAGER_MFU if operations else COMPILED_MFU) if on_gpu else ASSUMED_MFU
