@@ -207,8 +207,8 @@ def table(found: dict[str, Any]) -> str:
     rows = found["rows"]
     if len({row["weights_sha256"] for way in rows.values() for row in way}) > 1:
         raise SystemExit(
-            "The variants did not train the same weights: a promise is broken, and the times"
-            " mean nothing."
+            "The variants did not train the same weights: their losses are out of tolerance, "
+            "and the times mean nothing."
         )
     medians = {
         way: [statistics.median(row["blocked_ms"][1:]) for row in runs]

@@ -47,7 +47,7 @@ H200_TFLOPS = 790.0
 NEEDED, MOST = 1.1, 2.5
 """A step starts if NEEDED times its expected seconds are left, and is stopped after MOST times."""
 LEAST_LIMIT_S, LONGEST_S = 120.0, 300.0
-"""The ladder takes what time there is, if it is this much."""
+"""The ablation takes what time there is, if it is this much."""
 LEAST_FALL = 0.01
 """The loss must end this share below that of a uniform guess to show that the model trains."""
 VOCABULARY, TINY_VOCABULARY = 50_257, 512

@@ -33,7 +33,7 @@ import numpy as np
 import torch
 
 from flatout import prepare, roof
-from flatout.assembly.recipe import Promise, Speedup, lazy
+from flatout.assembly.recipe import Speedup, Tolerance, lazy
 from flatout.config.schema import RunConfig, load_config
 from flatout.data.prepare.writer import DatasetWriter
 from flatout.data.tokenizers.char import CharTokenizer
@@ -63,7 +63,7 @@ FFT_SCAN = Speedup(
     name="fft-scan",
     fills={"ops.scan": lazy("gpu_worker:fft")},
     saves="nothing: a baseline that computes the recurrence by FFT, as public code does",
-    promise=Promise.rounding(rtol=1e-3),
+    tolerance=Tolerance.rounding(rtol=1e-3),
 )
 
 

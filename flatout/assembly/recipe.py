@@ -335,7 +335,7 @@ def both_fill(first: str, second: str, slot: str, fix: str = "") -> ConfigError:
 
 
 @dataclass(frozen=True)
-class Promise:
+class Tolerance:
     """How far a speedup may change the losses."""
 
     kind: Literal["exact", "rounding", "statistical"]
@@ -343,7 +343,7 @@ class Promise:
     """Largest relative difference between losses on the same batches; rounding only."""
 
     @classmethod
-    def exact(cls) -> Promise:
+    def exact(cls) -> Tolerance:
         """Bit-equal losses on the same batches.
 
         This holds wherever two runs of one command are bit-equal: on a GPU, with
@@ -352,20 +352,20 @@ class Promise:
         return cls("exact")
 
     @classmethod
-    def rounding(cls, *, rtol: float) -> Promise:
+    def rounding(cls, *, rtol: float) -> Tolerance:
         """Losses on the same batches differ by at most `rtol` in relative terms."""
         return cls("rounding", rtol)
 
     @classmethod
-    def statistical(cls) -> Promise:
+    def statistical(cls) -> Tolerance:
         """Different batches or arithmetic; the final loss is within the spread over seeds."""
         return cls("statistical")
 
     def holds(self, fast: Sequence[float], plain: Sequence[float]) -> bool:
-        """Return whether two runs' losses, step by step, keep an exact or rounding promise.
+        """Return whether two runs' losses, step by step, stay within this tolerance.
 
-        An exact promise needs bit-reproducible runs: on a CPU, or with train.deterministic=true. A
-        statistical promise cannot be checked with two runs; `bench` compares over seeds.
+        An exact tolerance needs bit-reproducible runs: on a CPU, or with train.deterministic=true.
+        A statistical tolerance cannot be checked with two runs: `bench` compares over seeds.
         """
         if len(fast) != len(plain):
             return False
@@ -374,7 +374,7 @@ class Promise:
 
 @dataclass(frozen=True)
 class On:
-    """A default of `auto`: on, unless an earlier speedup of the ladder fills one of its slots."""
+    """A default of `auto`: on, unless a speedup of a lower rank fills one of its slots."""
 
     because: str | None = None
     """The reason, in words; None means the speedup's `saves`."""
@@ -405,7 +405,7 @@ class Off:
 
 
 UNRANKED = 10_000
-"""Rank of a speedup that states none: last on the ladder."""
+"""Rank of a speedup that states none: last."""
 
 
 @dataclass(frozen=True)
@@ -416,7 +416,7 @@ class Speedup:
     """The file's name, with hyphens for underscores."""
     saves: str
     """One line on what it saves."""
-    promise: Promise
+    tolerance: Tolerance
     """How far it may change the losses."""
     fills: Mapping[str, Any] = field(default_factory=dict)
     """Maps each slot that it fills to its value."""
@@ -438,8 +438,9 @@ class Speedup:
     """
 
     rank: int = UNRANKED
-    """Position on the ladder, equal ranks by name: of two defaults for one slot, the first that can
-    run is on, and `bench` adds them in this order.
+    """Position among the speedups; equal ranks go by name.
+
+    Of two defaults for one slot, the first that can run is on. `bench` adds them in this order.
     """
     auto: Mapping[Literal["cpu", "cuda"], On | Off] = field(default_factory=dict)
     """Its default under `speedups=auto` on each device; off if not stated."""

@@ -2,7 +2,8 @@
 
 A speedup is on if the configuration names it. Under `auto`, the default in the speedup's file
 decides, unless `bench` measured otherwise on this hardware. Of several for one slot, the first one
-that can run is on: those that are named, then those that measured faster here, then the ladder.
+that can run is on: those that are named, then those that measured faster here, then the rest by
+rank.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Decision:
 
 
 class Gain(Stored):
-    """What a speedup gained in the last ladder that measured it."""
+    """What a speedup gained in the last ablation that measured it."""
 
     gain: float
     """How many times faster training is with it."""
@@ -39,9 +40,9 @@ class Gain(Stored):
     where: str
     """What it was added to or left out of."""
     recipe: str
-    """Recipe of that ladder."""
+    """Recipe of that ablation."""
     date: str
-    """When the ladder started."""
+    """When the ablation started."""
     commit: str | None
     """Commit of flatout; null outside a checkout."""
     torch: str
@@ -145,10 +146,10 @@ def speedup_named(name: str) -> Speedup:
 
 
 def all_speedups(named: Iterable[str] = ()) -> list[Speedup]:
-    """Return the built-in speedups in ladder order, by rank, and the custom ones among `named`."""
+    """Return the built-in speedups by rank, and the custom ones among `named`."""
     found = map(speedup_named, SPEEDUPS.names())
-    ladder = sorted(found, key=lambda speedup: (speedup.rank, speedup.name))
-    return ladder + [speedup_named(name) for name in named if ":" in name]
+    ranked = sorted(found, key=lambda speedup: (speedup.rank, speedup.name))
+    return ranked + [speedup_named(name) for name in named if ":" in name]
 
 
 def default_of(speedup: Speedup, device: str) -> On | Off | None:
@@ -184,11 +185,11 @@ def decide(
     `is_cached` says whether code for this run has been compiled before.
 
     `gain` is the one measured on this hardware, if any. It decides if its interval lies entirely
-    above or below 1, but turns on no speedup with a statistical promise: a measured rate says
+    above or below 1, but turns on no speedup with a statistical tolerance: a measured rate says
     nothing about the loss.
     """
     default = default_of(speedup, device)
-    if gain and (gain.is_slower or (gain.is_faster and speedup.promise.kind != "statistical")):
+    if gain and (gain.is_slower or (gain.is_faster and speedup.tolerance.kind != "statistical")):
         on, reason = gain.is_faster, f"measured here: {gain.describe()}"
     elif default is None:
         return Decision(speedup.name, False, "off unless named, because it has not been measured")
@@ -256,9 +257,9 @@ def select(
         measured or {},
     )
     named, excluded = _with_precision(request, config, machine)
-    ladder = {speedup.name: speedup for speedup in all_speedups(named)}
+    by_name = {speedup.name: speedup for speedup in all_speedups(named)}
     found: dict[str, Decision] = {}
-    for name, speedup in ladder.items():
+    for name, speedup in by_name.items():
         against: str | None = "not among speedups"
         if name in request.dropped:
             against = "left out by speedups"
@@ -280,11 +281,11 @@ def select(
     faster = [
         name
         for name in sorted(found.keys() & gains, key=lambda name: (-gains[name].gain, name))
-        if found[name].on and not isinstance(default_of(ladder[name], device), On)
+        if found[name].on and not isinstance(default_of(by_name[name], device), On)
     ]
     taken: dict[str, str] = {}
-    for name in dict.fromkeys([*named, *faster, *ladder]):
-        fills = ladder[name].fills if found[name].on else {}
+    for name in dict.fromkeys([*named, *faster, *by_name]):
+        fills = by_name[name].fills if found[name].on else {}
         slot = next((slot for slot in fills if slot in taken), None)
         if slot is None:
             taken |= dict.fromkeys(fills, name)
@@ -300,7 +301,7 @@ def select(
             reason = f"{rival}, which measured faster here, takes its place"
         found[name] = Decision(name, False, reason)
     on = {name for name, decision in found.items() if decision.on}
-    for name, speedup in ladder.items():
+    for name, speedup in by_name.items():
         default, gain = default_of(speedup, device), gains.get(name)
         is_sure = name in named or (gain is not None and gain.is_faster)
         beside = default.beside if isinstance(default, On) and not is_sure else None
@@ -312,7 +313,7 @@ def select(
         if name in on and missing:
             if name in named:
                 reason = found[missing].reason if missing in found else "not among speedups"
-                rivals = [ladder[other] for other in named if other != name]
+                rivals = [by_name[other] for other in named if other != name]
                 raise _missing_need(name, missing, reason, rivals, config, machine)
             found[name] = Decision(name, False, f"needs {missing}, which is off")
     return [*found.values()]
@@ -384,7 +385,7 @@ def stored_decisions(
 
 
 def providers() -> dict[str, str]:
-    """Return the train.precision that each speedup for it provides; the last on the ladder first.
+    """Return the train.precision that each speedup for it provides, the last rank first.
 
     If several can run, that one is preferred.
     """
@@ -397,8 +398,8 @@ def _with_precision(
 ) -> tuple[Sequence[str], Iterable[str]]:
     """Return the named speedups with train.precision's, and those that it excludes.
 
-    Of several that provide it, one that a named speedup needs is preferred, then the last one on
-    the ladder that can run.
+    Of several that provide it, one that a named speedup needs is preferred, then the one with
+    the last rank that can run.
     Raises: ConfigError when train.precision and `speedups` contradict each other.
     """
     wanted, provides, named = config.train.precision, providers(), request.named

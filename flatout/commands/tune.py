@@ -39,7 +39,7 @@ def tune(
         ),
     ] = None,
     statistical: Annotated[
-        bool, Option("Also try speedups with a statistical promise, over several seeds.")
+        bool, Option("Also try speedups with a statistical tolerance, over several seeds.")
     ] = False,
     out: Annotated[
         Path | str | None,
@@ -64,9 +64,9 @@ def tune(
     the speedups and the prefetch by measured tokens per second. The tokens per optimizer step never
     change: other rows per micro-batch mean other accumulation. Every trial runs in its own process
     and also evaluates one batch, so that a setting does not run out of memory later; the fastest
-    setting saves once, too. A change is taken if it is faster, and its losses are as promised.
-    Speedups that the recipe names or leaves out stay as they are. Ctrl+C writes the best setting so
-    far. The measured gains are kept for `auto`.
+    setting saves once, too. A change is taken if it is faster and its losses stay within the
+    tolerance. Speedups that the recipe names or leaves out stay as they are. Ctrl+C writes the best
+    setting so far. The measured gains are kept for `auto`.
 
     Raises: UsageError before anything is measured; RunFailed when no setting gives figures;
             Interrupted when a signal arrives before that.

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from flatout.assembly.recipe import (
     Off,
-    Promise,
     Speedup,
+    Tolerance,
     first_of,
     lazy,
     load_package,
@@ -50,7 +50,7 @@ SPEEDUP = Speedup(
     },
     saves="memory: AdamW's moments take 2 bytes per weight instead of 8; those of small "
     "tensors stay in fp32",
-    promise=Promise.statistical(),
+    tolerance=Tolerance.statistical(),
     why_not=first_of(needs_package("torchao", extra="adamw-8bit"), without_compiler, _sharded),
     rank=720,
     auto={

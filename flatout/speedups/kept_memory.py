@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import platform
 
-from flatout.assembly.recipe import On, Promise, Speedup, first_of, needs_cpu
+from flatout.assembly.recipe import On, Speedup, Tolerance, first_of, needs_cpu
 
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4
 """Numbers of mallopt's settings in glibc's malloc.h."""
@@ -32,7 +32,7 @@ SPEEDUP = Speedup(
     name="kept-memory",
     fills={"allocator": keep_freed_memory},
     saves="time: steps reuse memory instead of mapping, clearing and returning pages",
-    promise=Promise.exact(),
+    tolerance=Tolerance.exact(),
     why_not=first_of(
         needs_cpu,
         lambda _machine, _config: (

@@ -85,7 +85,7 @@ class TokenFormat:
 
 
 def damaged(path: Path | str, what: str) -> DataError:
-    """Return the error for a file that is not what its format promises: `PATH WHAT.`"""
+    """Return the error for a file that is not what its format requires: `PATH WHAT.`"""
     return DataError(f"{path} {what}.", fix=COPY)
 
 

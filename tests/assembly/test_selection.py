@@ -231,8 +231,8 @@ def test_a_resumed_run_has_the_speedups_of_its_start(speedups, tiny_set):
 
 def test_a_users_speedup_is_named_by_its_reference(tmp_path, monkeypatch):
     (tmp_path / "my_own.py").write_text(
-        "from flatout.assembly.recipe import Promise, Speedup\n"
-        'FAST = Speedup(name="fast", saves="time", promise=Promise.exact(), '
+        "from flatout.assembly.recipe import Tolerance, Speedup\n"
+        'FAST = Speedup(name="fast", saves="time", tolerance=Tolerance.exact(), '
         'fills={"matmul": "high"})\n'
         "class Model: ...\n"
     )

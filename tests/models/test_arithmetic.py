@@ -80,7 +80,7 @@ def test_autocast_keeps_loss_norms_and_hidden_states_fp32(shape):
 def test_it_compiles_without_a_graph_break(kind, product):
     """Loss and gradients equal those of eager mode.
 
-    Generated code is tested with the promises of the speedups that compile.
+    Generated code is tested with the tolerances of the speedups that compile.
     """
     losses, gathers = variants(cross_entropy), variants(attention)
     ops = Ops.plain(

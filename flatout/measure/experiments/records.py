@@ -108,7 +108,7 @@ class Trial(Stored):
     result: TrialResult
     """Its figures, or why there are none."""
     deterministic: bool = False
-    """Whether it ran with train.deterministic=true to check an exact promise.
+    """Whether it ran with train.deterministic=true to check an exact tolerance.
 
     Only its losses are used; its other figures are in no row."""
 
@@ -142,13 +142,13 @@ class Figure(Stored):
 
 
 class LossCheck(Stored):
-    """Whether the losses of two points differ by no more than promised."""
+    """Whether the losses of two points stay within the tolerance."""
 
-    promise: str | None = None
+    tolerance: str | None = None
     """exact, rounding or statistical; null if the losses were not compared."""
-    promise_kept: bool | None = None
+    within_tolerance: bool | None = None
     """null if it was not decided."""
-    promise_reason: str | None = None
+    tolerance_reason: str | None = None
     """How it was decided, or why not."""
     loss_difference: float | None = None
     """Largest relative difference of a loss from that of `against`, on the same batches."""
@@ -166,7 +166,7 @@ class Row(Steps, LossCheck):
     name: str
     """Name of the set, the value or the change."""
     kind: str
-    """baseline, added (one more), left-out or put-in (ablations of the full set), point (of a
+    """baseline, added (one more), leave-one-out or add-one (from or to the full set), point (of a
     sweep), best (of tune), or absent (never measured)."""
     speedup: str | None = None
     """The speedup that it measures."""

@@ -553,7 +553,7 @@ class PlannedRun:
             batch = rows, sequences // rows
             values |= {"batch.rows_per_device": rows, "batch.accumulate": batch[1]}
         speedups, target = [speedup_named(name) for name in names], self.target
-        weak = ", ".join(s.name for s in speedups if s.promise.kind == "statistical")
+        weak = ", ".join(s.name for s in speedups if s.tolerance.kind == "statistical")
         gains, speed = gains_here(target.machine, target.device, target.cache), NOT_MEASURED
         if names and all(name in gains for name in names):
             speed = "measured: " + "; ".join(f"{name}: {gains[name].describe()}" for name in names)
@@ -567,7 +567,7 @@ class PlannedRun:
             need_gib=self._in_all_gib(need),
             fits=need <= self.available,
             speed=speed,
-            promise=f"{weak}: other losses, equal in the mean" if weak else None,
+            tolerance=f"{weak}: other losses, equal in the mean" if weak else None,
         )
 
 

@@ -34,8 +34,8 @@ class Change(Stored):
     fits: bool
     speed: str
     """Its cost or gain in speed, and where that comes from."""
-    promise: str | None
-    """The promise of its speedups about the losses, if it is weaker than rounding."""
+    tolerance: str | None
+    """The loss tolerance of its speedups, if it is weaker than rounding."""
 
 
 class MicroBatch(Stored):
@@ -248,7 +248,7 @@ class Plan(Result):
         for change in self.changes[:MOST_CHANGES]:
             fits = "fits" if change.fits else "not enough"
             facts = f"{change.saves_gib:.2f} GiB less, {fits}", f"speed {change.speed}"
-            told = "; ".join(filter(None, (*facts, change.promise)))
+            told = "; ".join(filter(None, (*facts, change.tolerance)))
             yield "", f"{' '.join(change.overrides)}: {told}"
         if self.smallest_machine:
             yield "Smallest", f"{self.smallest_machine}: one row per device fits"
