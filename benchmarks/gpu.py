@@ -310,8 +310,8 @@ def compared(name: str, rows: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     theirs = figures_of(rows, step.against or "").get("tokens_per_s")
     if theirs and found.get("tokens_per_s"):
         found["times"] = found["tokens_per_s"] / theirs
-    roof = figures_of(rows, "environment").get("roof_tflops") or H200_TFLOPS
-    scale = {"tokens_per_s": roof / H200_TFLOPS}
+    roofline = figures_of(rows, "environment").get("matmul_tflops") or H200_TFLOPS
+    scale = {"tokens_per_s": roofline / H200_TFLOPS}
     own = found.get("predicted") or {}
     spans = {f"{key}, by train": (own[key],) * 2 for key in OWN if own.get(key)}
     for key, span in step.expected.items():

@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from flatout import prepare, roof
+from flatout import prepare, roofline
 from flatout.assembly.recipe import Speedup, Tolerance, lazy
 from flatout.config.schema import RunConfig, load_config
 from flatout.data.prepare.writer import DatasetWriter
@@ -89,7 +89,7 @@ def environment() -> dict[str, Any]:
         "packages": packages,
         "flatout": version("flatout"),
         "fingerprint": fingerprint(device),
-        "roof_tflops": roof.measure(device, "bf16" if on_gpu else "fp32")[0],
+        "matmul_tflops": roofline.measure(device, "bf16" if on_gpu else "fp32")[0],
     }
     if on_gpu:
         found["free_gib"] = torch.cuda.mem_get_info()[0] / 2**30

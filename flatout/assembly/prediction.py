@@ -31,7 +31,7 @@ from flatout.registry import SPEEDUPS
 
 if TYPE_CHECKING:
     from flatout.assembly.gpu_rate import GpuTime
-    from flatout.roof import Peak
+    from flatout.roofline import Peak
 
 GIB = 2**30
 FORMAT_VERSION = 1

@@ -37,7 +37,7 @@ from flatout.parallel.context import Context
 from flatout.parallel.tensor import Split
 from flatout.progress import counted, readable_memory
 from flatout.registry import MODELS
-from flatout.roof import peak_tflops
+from flatout.roofline import peak_tflops
 
 known_peak = functools.cache(peak_tflops)
 """Like `peak_tflops`, but measures at most once per process."""

@@ -31,7 +31,7 @@ from flatout.optimizers.loss_scale import LossScaler
 from flatout.optimizers.step_guard import StepGuard
 from flatout.parallel.mesh import Mesh, wrap
 from flatout.progress import SILENT, Progress, readable_memory
-from flatout.roof import Peak
+from flatout.roofline import Peak
 
 if TYPE_CHECKING:
     from flatout.data.load.feed import DirectFeed, PrefetchFeed

@@ -33,7 +33,7 @@ from flatout.assembly.prediction import (
 from flatout.assembly.resolve import workload_of
 from flatout.assembly.selection import Decision, Gain
 from flatout.hardware import ASSUMED_MFU, Gpu, Machine
-from flatout.roof import Peak
+from flatout.roofline import Peak
 
 FLOPS, PEAK = 1e6, Peak(1.0, "a data sheet")
 

@@ -143,7 +143,7 @@ def test_a_full_disk_while_locking_is_named_and_leaves_nothing(tiny_config, tmp_
 
 
 HERE = Path(__file__).parent
-ATTACKS = {errno.ENOSPC: "full", errno.EIO: "broken"}
+DISKS = {errno.ENOSPC: "full", errno.EIO: "broken"}
 SMALL = [
     *("model.num_layers=1", "model.d_model=16", "model.num_heads=1", "data.seq_len=32"),
     *("batch.rows_per_device=4", "batch.tokens_per_step=128", "train.steps=2", "train.device=cpu"),
@@ -179,7 +179,7 @@ def run_with_each_operation_refused(survived, library, disk, error, start, strid
     *problems, counts = done.stdout.splitlines()
     refused, wrong = map(int, re.findall(r"\d+", counts))
     assert wrong == 0 or problems, done.stdout
-    survived(ATTACKS[error], refused, problems[:wrong])
+    survived(DISKS[error], refused, problems[:wrong])
 
 
 @pytest.mark.faults

@@ -12,7 +12,7 @@ from flatout.hardware import GIB, pick_device, probe
 from flatout.measure.steps.evidence import Evidence, MemoryFacts
 from flatout.measure.steps.machine import VARIABLES, gpu_facts, host_facts
 from flatout.progress import SILENT, Progress, counted
-from flatout.roof import copy_rate, measure
+from flatout.roofline import copy_rate, measure
 
 
 def machine_evidence(folder: Path = Path(), *, progress: Progress = SILENT) -> Evidence:

@@ -25,7 +25,7 @@ from flatout.measure.steps.evidence import (
     HostFacts,
     MemoryFacts,
     Phases,
-    Roof,
+    Roofline,
     lasting_s,
 )
 from flatout.training.run_dir import layout
@@ -161,7 +161,7 @@ def _of_steps(records: Records, events: Events, *, on_gpu: bool) -> dict[str, An
             peak_gib=last.get("mem/peak_gib"), reserved_gib=last.get("mem/reserved_gib")
         ),
         "gpu": None if used is None else GpuFacts(utilisation=used),
-        "roof": Roof(
+        "roofline": Roofline(
             peak_tflops=next(iter(events.numbers("peak_tflops", *STARTS)), None),
             peak_source=next((one for one in sources if isinstance(one, str)), None),
             mfu=rate("perf/mfu"),

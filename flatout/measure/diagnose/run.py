@@ -245,7 +245,7 @@ def evidence_of(
     tokens_per_s = run.tokens_per_step / windows.step_s
     flops_per_token = run.core.flops_per_token(run.config.data.seq_len)
     flops_per_s = float(flops_per_token.causal_exact) * tokens_per_s
-    roof = {
+    roofline = {
         "peak_tflops": run.peak and run.peak.tflops,
         "peak_source": run.peak and run.peak.source,
         "achieved_tflops": flops_per_s / 1e12,
@@ -260,7 +260,7 @@ def evidence_of(
         },
         "sites": {**found.sites, **sampler.sites(1)},
         "memory": before.memory.model_copy(update={"peak_gib": log.peak_gib()}),
-        "roof": before.roof.model_copy(update=roof),
+        "roofline": before.roofline.model_copy(update=roofline),
         "remaining_s": (before.planned_steps or 0) * (found.step_s or 0.0),
     }
     return found.model_copy(update=update)

@@ -66,7 +66,7 @@ from flatout.models.lora import INSIDE, require_weights, with_adapters
 from flatout.ops import Ops, cross_entropy
 from flatout.progress import SILENT, Progress
 from flatout.remote.urls import is_url
-from flatout.roof import Peak
+from flatout.roofline import Peak
 
 LEAST_SAVING = 0.02
 """Changes that save less of the memory are left out."""

@@ -18,7 +18,7 @@ COLUMNS = 80
 MAX_NAME = 36
 
 
-class ProfileRoof(Stored):
+class ProfileRoofline(Stored):
     """What this device can do at most."""
 
     peak_tflops: float | None = None
@@ -95,7 +95,7 @@ class Profile(Result):
     """Kernels by class; null: the profiler could not see them."""
     outside_ms: float | None = None
     """Time of an average profiled step outside of kernels: a GPU idles, a CPU runs Python."""
-    roof: ProfileRoof
+    roofline: ProfileRoofline
     """What this device can do at most, and the source of each figure."""
     gaps: tuple[Gap, ...] | None = None
     """The longest times of one step at which the device idles; null without a GPU."""
@@ -151,7 +151,7 @@ class Profile(Result):
         return "\n".join(lines)
 
     def _table(self, rows: tuple[KernelRow, ...]) -> str:
-        roof = self.roof
+        roofline = self.roofline
         lines = ["class           ms/step  share   calls   TFLOP/s  of peak     GB/s  of peak"]
         lines += [
             f"{row.kind:<14}{1e3 * row.seconds:>9.3g}{row.share:>7.0%}{row.calls:>8,.0f}"
@@ -165,13 +165,13 @@ class Profile(Result):
             outside = milliseconds(self.outside_ms / 1e3)
             lines.append(f"outside of them {outside} per step, {share:.0%}: {where}")
         lines.append(
-            f"peak: {roof.peak_tflops:.3g} TFLOP/s ({roof.peak_source})"
-            if roof.peak_tflops is not None
+            f"peak: {roofline.peak_tflops:.3g} TFLOP/s ({roofline.peak_source})"
+            if roofline.peak_tflops is not None
             else "peak of matrix products: unknown"
         )
         lines.append(
-            f"      {roof.gb_per_s:.3g} GB/s ({roof.bandwidth_source})"
-            if roof.gb_per_s is not None
+            f"      {roofline.gb_per_s:.3g} GB/s ({roofline.bandwidth_source})"
+            if roofline.gb_per_s is not None
             else "memory bandwidth: unknown"
         )
         if any((row.of_bandwidth or 0.0) > 1.0 for row in rows):

@@ -107,7 +107,7 @@ def _less_overhead(evidence: Evidence, share: float) -> list[Fix]:
 @rule(unless=("slow-data", "slow-disk", "host-sync"))
 def small_batch(evidence: Evidence) -> Finding | None:
     """Micro-batches are small for the GPU, which has room for larger ones."""
-    config, mfu, most = evidence.config, evidence.roof.mfu, evidence.memory.rows_that_fit
+    config, mfu, most = evidence.config, evidence.roofline.mfu, evidence.memory.rows_that_fit
     if not evidence.on_gpu or config is None or mfu is None or mfu > SMALL_BATCH_MFU:
         return None
     rows, accumulate = config.batch.rows_per_device, config.batch.accumulate or 1

@@ -70,7 +70,7 @@ def out_of_memory(evidence: Evidence) -> Finding | None:
 @rule(unless=("out-of-memory", "fragmentation"))
 def full_memory(evidence: Evidence) -> Finding | None:
     """The GPU's memory is nearly full, or fewer rows are faster, as when memory spills."""
-    memory, config, now = evidence.memory, evidence.config, evidence.roof.tokens_per_s
+    memory, config, now = evidence.memory, evidence.config, evidence.roofline.tokens_per_s
     held, total = memory.reserved_gib or memory.peak_gib, memory.total_gib
     used = held / total if evidence.on_gpu and held and total else 0.0
     rows = None if config is None else config.batch.rows_per_device

@@ -138,11 +138,11 @@ class KernelRow(Stored):
     tflops: float | None = None
     """Achieved 10^12 operations per second; null: unknown."""
     of_peak: float | None = None
-    """The same as a share of the roof; null: unknown."""
+    """The same as a share of the peak; null: unknown."""
     gb_per_s: float | None = None
     """Achieved 10^9 bytes per second, at least; null: unknown."""
     of_bandwidth: float | None = None
-    """The same as a share of the roof; null: unknown."""
+    """The same as a share of the peak; null: unknown."""
     slowest: str
     """The name that takes the most time."""
 
@@ -276,7 +276,7 @@ class LoopFacts(Stored):
     """Memory that each step adds, where it grows steadily; 0: it does not."""
 
 
-class Roof(Stored):
+class Roofline(Stored):
     """The distance to what this device can do at most."""
 
     peak_tflops: float | None = None
@@ -400,7 +400,7 @@ class Evidence(Stored):
     """Length of the run."""
     epochs: float | None = None
     """Passes over the training tokens in the whole run."""
-    roof: Roof = Roof()
+    roofline: Roofline = Roofline()
     loop: LoopFacts = LoopFacts()
     losses: tuple[tuple[int, float], ...] | None = None
     """(step, training loss); NaN and infinity included."""

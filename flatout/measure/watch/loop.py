@@ -18,7 +18,7 @@ import torch
 
 from flatout.errors import ConfigError, FlatoutError
 from flatout.hardware import GIB, probe
-from flatout.measure.steps.evidence import Evidence, Failure, GpuFacts, MemoryFacts, Roof
+from flatout.measure.steps.evidence import Evidence, Failure, GpuFacts, MemoryFacts, Roofline
 from flatout.measure.steps.gathering import gathered
 from flatout.measure.steps.lines import site_of
 from flatout.measure.steps.machine import gpu_facts, host_facts
@@ -215,7 +215,7 @@ class LoopTimer:
         return found.model_copy(
             update={
                 "sites": {**found.sites, **saves},
-                "roof": Roof(tokens_per_s=tokens and tokens / windows.step_s),
+                "roofline": Roofline(tokens_per_s=tokens and tokens / windows.step_s),
                 "remaining_s": planned and max(planned - self.steps, 0) * (found.step_s or 0.0),
             }
         )

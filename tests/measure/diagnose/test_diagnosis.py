@@ -10,14 +10,14 @@ from flatout.json_io import append_line
 from flatout.measure.diagnose import diagnosis
 from flatout.measure.diagnose.diagnosis import Finding, Fix, Rule, diagnosis_of, rules
 from flatout.measure.diagnose.recorded import recorded_evidence
-from flatout.measure.steps.evidence import Evidence, GpuFacts, HostFacts, Phases, Roof
+from flatout.measure.steps.evidence import Evidence, GpuFacts, HostFacts, Phases, Roofline
 from flatout.training.run_dir import layout
 
 STEPS = Evidence(
     source="measured run",
     step_s=0.1,
     phases=Phases(compute_s=0.08, optimizer_s=0.01, data_wait_s=0.001),
-    roof=Roof(mfu=0.41),
+    roofline=Roofline(mfu=0.41),
 )
 
 
@@ -143,4 +143,4 @@ def test_findings_json_is_strict_json_with_a_format_version(with_rules, tmp_path
     assert stored["format_version"] == 1
     assert stored["verdict"] == "a is the cause."
     assert stored["findings"][0]["share"] == 0.2
-    assert stored["roof"]["peak_tflops"] is None
+    assert stored["roofline"]["peak_tflops"] is None
