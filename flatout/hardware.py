@@ -55,7 +55,7 @@ class MachineRow(Section):
     bandwidth_gb_per_s: Figure
     """Memory bandwidth."""
     peak_tflops: dict[str, Figure]
-    """Rate of dense matrix products in fp32, tf32, fp16, bf16 and fp8; a missing dtype has no
+    """Rate of dense matmuls in fp32, tf32, fp16, bf16 and fp8; a missing dtype has no
     hardware units.
     """
     power_w: Figure | None = None
@@ -95,7 +95,7 @@ class Machine:
     gpus: tuple[Gpu, ...]
     python: str
     cpu_multiplies_bf16: bool = False
-    """Whether its CPU has instructions for bfloat16 products."""
+    """Whether its CPU has instructions for bfloat16 matmuls."""
     is_here: bool = True
     """Whether this process runs on it; False for a machine that is only planned for."""
     gpus_per_node: int = MOST_GPUS

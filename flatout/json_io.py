@@ -91,7 +91,7 @@ def _first(error: ValidationError) -> str:
 
 @contextmanager
 def parsing(path: Path) -> Iterator[None]:
-    """Turn errors inside the block into a CheckpointError that says `path` is damaged.
+    """Turn errors inside the block into a CheckpointError that reports `path` as damaged.
 
     For code that parses a document read from `path`: a missing key, or a value of the wrong type
     or nesting, means that the file is damaged.

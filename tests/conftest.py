@@ -39,7 +39,7 @@ def tokenizers_are_trusted(monkeypatch):
 def pytest_configure(config):
     """Set HOME to an empty directory, so that tests do not read the user's cache.
 
-    Other programs keep their paths in the user's home.
+    Other processes keep their paths in the user's home.
     """
     home = Path.home()
     for name, folder in {

@@ -31,7 +31,7 @@ HEADS = ("unembedding.weight", "token_embedding.weight")
 
 @dataclass(frozen=True)
 class ForeignModel:
-    """A model that another program saved."""
+    """A model that another tool saved."""
 
     path: Path
     architecture: Architecture
@@ -40,7 +40,7 @@ class ForeignModel:
 
 
 def is_foreign(init_from: str) -> bool:
-    """Return whether `train.init_from` names a model that another program saved."""
+    """Return whether `train.init_from` names a model that another tool saved."""
     if init_from.startswith(PREFIX):
         return True
     path = Path(init_from)

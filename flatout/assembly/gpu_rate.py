@@ -1,4 +1,4 @@
-"""Predicts the time of a step on GPUs: matrix products, attention, memory traffic, communication.
+"""Predicts the time of a step on GPUs: matmuls, attention, memory traffic, communication.
 
 It needs torch only when it is called.
 
@@ -17,9 +17,9 @@ from flatout.config.schema import RunConfig
 from flatout.hardware import Machine, MachineRow
 
 MATMUL_SHARE = {8: 0.65, 9: 0.5}
-"""Share of the peak that matrix products reach, by major compute capability; the newest: others."""
+"""Share of the peak that matmuls reach, by major compute capability; the newest: others."""
 ATTENTION_SHARE = 0.5
-"""Rate of attention as a share of that of other products."""
+"""Rate of attention as a share of that of matmuls."""
 MOVED_BYTES = {True: 100, False: 300}
 """Bytes that other operations move per token, layer and component of the width, compiled or not."""
 RECOMPUTED = {"checkpointing": 1 / 3, "half-checkpointing": 1 / 6, "selective-checkpointing": 0.12}

@@ -3,7 +3,7 @@
 One file per GPU or CPU in flatout's cache has the gains that `bench` measured, which `auto` prefers
 to the defaults in the speedups' own files and `list speedups` shows, and what finished runs needed,
 which corrects the arithmetic. A figure that neither they nor a data sheet support is None, and
-every figure says where it comes from. Nothing here imports torch.
+every number has a source. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -503,7 +503,7 @@ def assumed_rate(
 ) -> tuple[float, str]:
     """Return the tokens per second of all devices, and what was assumed.
 
-    `whole` is the rate at the peak of matrix products. With the `operations` of an eager step,
+    `whole` is the token rate at the peak matmul rate. With the `operations` of an eager step,
     small ones count: a CPU computes after it has started an operation, a GPU meanwhile. GPUs that
     are not `known` are assumed to reach what an H100 was measured to (docs/gpu.md).
     """

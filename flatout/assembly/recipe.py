@@ -44,17 +44,17 @@ PLAIN_ROWS, PLAIN_TOKENS = 12, 131_072
 
 @dataclass(frozen=True)
 class Precision:
-    """Arithmetic of matrix products. Weights, gradients and optimizer state stay in fp32."""
+    """Arithmetic of matmuls. Weights, gradients and optimizer state stay in fp32."""
 
     name: Literal["fp32", "bf16", "fp16"]
     """The value of train.precision in the resolved config."""
     autocast: str | None = None
-    """torch dtype of the products; None leaves them in fp32."""
+    """torch dtype of the matmuls; None leaves them in fp32."""
     loss_scale: float | None = None
     """Initial loss scale; None where gradients cannot underflow."""
 
     def dtype(self) -> torch.dtype | None:
-        """Return the torch dtype of the products, or None."""
+        """Return the torch dtype of the matmuls, or None."""
         import torch
 
         return getattr(torch, self.autocast) if self.autocast else None
@@ -227,11 +227,11 @@ class Recipe:
     matmul: Literal["highest", "high"] = "highest"
     """torch's float32 matmul precision."""
     precision: Precision = FP32
-    """Arithmetic of the matrix products."""
+    """Arithmetic of the matmuls."""
     attention: Callable[..., Tensor] = lazy("flatout.ops.attention:reference")
     """Attention inside the blocks."""
     linear: Callable[..., Tensor] = lazy("flatout.ops.linear:reference")
-    """Matrix products inside the blocks."""
+    """Matmuls inside the blocks."""
     heads: Callable[..., tuple[Tensor, Tensor, Tensor]] = lazy("flatout.ops.heads:reference")
     """Splits a projection into query, key and value heads, normalised and rotated."""
     scan: Callable[..., Tensor] = lazy("flatout.ops.scan:reference")
@@ -245,7 +245,7 @@ class Recipe:
     moments: Callable[[int], int] = lazy("flatout.assembly.memory:two_in_fp32")
     """Returns the bytes of AdamW's moments for a tensor, given its number of weights."""
     low_precision: Transform | None = None
-    """Narrows the products of some layers."""
+    """Narrows the matmuls of some layers."""
     activations: Transform | None = None
     """Makes blocks keep less for backward; without it they keep all."""
     compilation: Transform | None = None
@@ -303,7 +303,7 @@ class Recipe:
         return Ops(**{each.name: getattr(self, each.name) for each in fields(Ops)})
 
     def arithmetic(self, device: str) -> str:
-        """Return the arithmetic of the matrix products on `device`: fp32, tf32, bf16 or fp16."""
+        """Return the arithmetic of the matmuls on `device`: fp32, tf32, bf16 or fp16."""
         is_tf32 = self.matmul == "high" and device.startswith("cuda")
         return "tf32" if is_tf32 and self.precision.name == "fp32" else self.precision.name
 

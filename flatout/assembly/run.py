@@ -203,7 +203,7 @@ class Run:
 
     @property
     def arithmetic(self) -> str:
-        """Arithmetic of the matrix products: fp32, tf32, bf16 or fp16."""
+        """Arithmetic of the matmuls: fp32, tf32, bf16 or fp16."""
         return self.recipe.arithmetic(self.mesh.device.type)
 
     def autocast(self) -> AbstractContextManager[Any]:

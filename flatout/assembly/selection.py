@@ -1,4 +1,4 @@
-"""Select the speedups of a run, given the configuration and the machine, and say why.
+"""Select the speedups of a run, given the configuration and the machine, with the reasons.
 
 A speedup is on if the configuration names it. Under `auto`, the default in the speedup's file
 decides, unless `bench` measured otherwise on this hardware. Of several for one slot, the first one
@@ -182,10 +182,10 @@ def decide(
 ) -> Decision:
     """Decide a speedup that can run, for a run of `minutes` (None: unknown).
 
-    `is_cached` says whether code for this run has been compiled before.
+    `is_cached` tells whether code for this run has been compiled before.
 
     `gain` is the one measured on this hardware, if any. It decides if its interval lies entirely
-    above or below 1, but turns on no speedup with a statistical tolerance: a measured rate says
+    above or below 1, but turns on no speedup with a statistical tolerance: a measured rate shows
     nothing about the loss.
     """
     default = default_of(speedup, device)
@@ -246,7 +246,7 @@ def select(
 ) -> list[Decision]:
     """Decide on every speedup for a run on `device` of about `minutes` (None: unknown).
 
-    `measured` contains the gains that `bench` measured on this hardware, by name. `is_cached` says
+    `measured` contains the gains that `bench` measured on this hardware, by name. `is_cached` tells
     whether code for this run has been compiled before.
     Raises: ConfigError when the request contradicts itself; HardwareError when a speedup that was
             named cannot run here.

@@ -1,4 +1,4 @@
-"""Say what holds a run back, with evidence, and how to fix it."""
+"""Show what slows a run down, with evidence, and how to fix it."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def diagnose(
     as_json: bool = False,
     progress: Progress = SILENT,
 ) -> DiagnoseResult:
-    """Say what holds a run back, with evidence, and how to fix it.
+    """Show what slows a run down, with evidence, and how to fix it.
 
     Without a recipe, it checks this machine and measures its rates. For a recipe, it checks the
     machine, the environment, the memory and the data, runs the recipe for some seconds in a process

@@ -59,7 +59,7 @@ def generate(
 ) -> GenerateResult:
     """Write text with a trained model, and print it as it is written.
 
-    The model is that of a run, an export, or another program's model: what train.init_from reads,
+    The model is that of a run, an export, or another tool's model: what train.init_from reads,
     with its tokenizer.json.
 
     A model with attention sees at most as many tokens as its training sequences had; a longer text

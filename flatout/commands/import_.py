@@ -1,4 +1,4 @@
-"""Import tokens that another program wrote."""
+"""Import tokens that another tool wrote."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def import_chunks(
     *,
     progress: Progress = SILENT,
 ) -> ImportResult:
-    """Import tokens that another program wrote.
+    """Import tokens that another tool wrote.
 
     Files and subdirectories with train or val in their names keep that split. What a metadata.json
     beside chunks states must be correct. No pickle is loaded.

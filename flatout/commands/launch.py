@@ -233,7 +233,7 @@ def _check(
     if config.train.devices is not None:
         raise ConfigError(
             f"train.devices={config.train.devices} starts processes by itself, and --nodes and "
-            "--gpus say how many the file starts.",
+            "--gpus set how many the file starts.",
             fix="Leave train.devices out.",
         )
     for option, value in options.items():

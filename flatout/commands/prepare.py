@@ -94,7 +94,7 @@ MaskField = Annotated[
 Chat = Annotated[
     str | None,
     Option(
-        "Rows are conversations, in the form of OpenAI or ShareGPT, and only the assistant's turns "
+        "Rows are chat data in the form of OpenAI or ShareGPT, and only the assistant's turns "
         "count in the loss. The chat template: auto (the tokenizer's own), chatml, plain, or a "
         "Jinja file.",
         "--chat",
@@ -150,7 +150,7 @@ class PrepareResult(Result):
     tokens_per_s: float
     """Tokens divided by that time; 0 when the dataset already existed."""
     skipped: int
-    """Rows and files left out; the manifest says which and why."""
+    """Omitted rows and files. The manifest lists which and why."""
     skipped_by_reason: dict[str, int]
     """The same by reason, such as `.png file` for a file that is not read from directories."""
     closing: str = Field(exclude=True, repr=False)

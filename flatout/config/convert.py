@@ -262,7 +262,7 @@ class _Reading:
         if isinstance(result, Refused):
             raise ConfigError(
                 f"{entry.key}={entry.value!r} {result}.",
-                fix="Convert the config of a training on text or conversations.",
+                fix="Convert the config of a training on text or chat data.",
             )
         if isinstance(result, Reason):
             entry.why = result

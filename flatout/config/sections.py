@@ -255,7 +255,7 @@ class TrainConfig(Section):
     The learning rate is scheduled for the whole run, so it is still high at an early stop."""
     init_from: str | None = None
     """Where the initial weights come from: a run directory (its best checkpoint), a checkpoint, or
-    another program's model (hf:ORG/NAME, its directory, or a file). Data, schedule, optimizer state
+    another tool's model (hf:ORG/NAME, its directory, or a file). Data, schedule, optimizer state
     and step start anew."""
     sample_every: NonNegativeInt = 0
     """Steps between text samples; 0 samples once, at the end."""

@@ -214,7 +214,7 @@ class Renderer:
     ) -> Examples | None:
         """Return all turns as one example; None when some are rendered differently later.
 
-        `shared` says what the text has in common with the prompt for each assistant turn, and with
+        `shared` is what the text has in common with the prompt for each assistant turn, and with
         the text that ends after it.
         """
         if START in text:

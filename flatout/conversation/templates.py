@@ -129,7 +129,7 @@ def template_beside(
 
 
 def stored_template(source: JsonObject) -> ChatTemplate | None:
-    """Return the template in the `source` of a manifest; None when its rows were not conversations.
+    """Return the template in the `source` of a manifest; None when its rows were not chat data.
 
     Raises: DataError when another version wrote it.
     """

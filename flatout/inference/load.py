@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from flatout.data.tokenizers import Tokenizer
 
 MOST_CONTEXT = 4096
-"""Positions of a model of another program that are used: the cache has room for all of them."""
+"""Positions of a model of another tool that are used: the cache has room for all of them."""
 Arithmetic = Literal["fp32", "trained"]
 """Precision of a loaded model: fp32, or the one that the run was trained in."""
 
@@ -126,7 +126,7 @@ def load_model(
     trust_code: bool = False,
     progress: Progress = SILENT,
 ) -> LoadedRun:
-    """Return a run, None for the newest, or a model of another program, exports included.
+    """Return a run, None for the newest, or a model of another tool, exports included.
 
     Such a model is what `train.init_from` reads, with its tokenizer.json beside it. No code of its
     directory is executed. Its context is that of its configuration, up to MOST_CONTEXT.

@@ -2,7 +2,7 @@
 
 `ask` starts a Python process that calls a function of flatout, sends it a request as JSON, and
 receives its answers, one line of JSON each. Whatever happens to the process, there is an `Ended`
-that says how it ended; an error of ours is raised here as it was there. No torch.
+that reports how it ended; an error of ours is raised here as it was there. No torch.
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ class AdaptedModel(LanguageModel):
     def flops_per_token(self, seq_len: int) -> Flops:
         """Return torch's count of the FLOPs of the module's forward pass, times 3 for training.
 
-        The count covers matrix products and attention, masked scores included, so both figures
+        The count covers matmuls and attention, masked scores included, so both figures
         follow PaLM's convention. Custom kernels are not counted.
         Raises: ConfigError when the module creates a tensor on another device than its input.
         """

@@ -87,7 +87,7 @@ class LoraLinear(Linear):
         if not self.adapters:
             return self.ops.linear(hidden, weight, self.bias, activation=self.activation)
         product = self.ops.linear(hidden, weight, self.bias)
-        # The adapters are stacked, so that two products are enough for all of them.
+        # The adapters are stacked, so that two matmuls are enough for all of them.
         narrow: list[Tensor] = []
         widen: list[Tensor] = []
         done = 0

@@ -350,7 +350,7 @@ class Attention(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """Two linear layers with an activated gate between them; gate and value are one product.
+    """Two linear layers with an activated gate between them; gate and value are one matmul.
 
     With SiLU it is SwiGLU, with GELU GeGLU. Source: Shazeer 2020, arXiv:2002.05202.
     """
@@ -535,7 +535,7 @@ class Transformer(EmbeddingModel):
 
         Besides `matmul_flops`, scores and values cost 4 H C per visible key forward, 12 H C in
         training. The input gradient of the first layer counts in full, since the embedding below it
-        is trained; so do the products of the loss with the output weight.
+        is trained; so do the matmuls of the loss with the output weight.
         """
         config, matmul = self.config, self.matmul_flops()
         per_key = 12 * config.num_heads * config.head_size

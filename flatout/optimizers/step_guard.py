@@ -166,6 +166,6 @@ def reads_flag(optimizer: Optimizer) -> bool:
     """Return whether a step of an optimizer changes nothing if its attribute `found_inf` is 1.
 
     The protocol is torch's, for its loss scaler (`torch.amp.GradScaler`): an optimizer that follows
-    it says so by an attribute. Ours do, and torch's fused ones.
+    it declares that by an attribute. Ours do, and torch's fused ones.
     """
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))

@@ -119,7 +119,7 @@ class Mesh(Ranks):
             dist.barrier()
 
     def broadcast_object(self, value: T) -> T:
-        """Return the main process's value, on every process."""
+        """Return rank 0's value, on every process."""
         if self.world_size == 1:
             return value
         box = [value if self.is_main else None]
@@ -171,7 +171,7 @@ def make_mesh(config: ParallelConfig, device: str, ranks: Ranks | None = None) -
 
 
 def wrap(model: nn.Module, mesh: Mesh, *, gathers: torch.dtype | None = None) -> nn.Module:
-    """Return the module that training calls in place of `model`, with the main process's weights.
+    """Return the module that training calls in place of `model`, with rank 0's weights.
 
     With one process this is the model itself, unless its weights stay in host memory. A copied
     model is wrapped in DDP. A sharded model is the model itself, with its `blocks` and the rest of

@@ -66,7 +66,7 @@ class Wanted(NamedTuple):
 
     name: str
     size_bytes: int | None
-    """Its size; None when the manifest does not say it."""
+    """Its size; None when the manifest does not have it."""
     problem: Callable[[Path], str | None]
     """Returns what is wrong with a copy of it, as a sentence that names its path, or None."""
 
@@ -309,8 +309,8 @@ def receive(
             while block := source.read(BLOCK_BYTES):
                 if file.size + len(block) > most_bytes:
                     raise Altered(
-                        f"{url} is damaged: it has more than the {most_bytes:,.0f} bytes that the "
-                        "manifest says.",
+                        f"{url} is damaged: it has more than the {most_bytes:,.0f} bytes in the "
+                        "manifest.",
                         fix=fix,
                     )
                 file.write(np.frombuffer(block, np.uint8))

@@ -139,7 +139,7 @@ def _conversation(row: JsonObject, fields: Fields, chat: Renderer, where: Locati
 def no_text(where: Location, field: str, turns: str) -> BadRow:
     """Return the bad row for a conversation, in the field `turns`, that is read as text."""
     what = f"has no field {field!r}, but a list called {turns!r}"
-    fix = "If the rows are conversations, add --chat auto."
+    fix = "If the rows are chat data, add --chat auto."
     return BadRow(what, fix, f"no field {field!r}", where)
 
 

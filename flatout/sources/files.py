@@ -57,7 +57,7 @@ def files(
     """Return the tasks of a file, a directory (searched recursively), a glob, or a URL of these.
 
     Files are sorted. `include` lists patterns of other names to read; `encoding` is
-    the encoding of text that is not UTF-8; `chat` writes rows that are conversations as text.
+    the encoding of text that is not UTF-8; `chat` writes rows of chat data as text.
 
     Raises: DataError with the nearest name when nothing is there; MissingPackage.
     """
@@ -76,7 +76,7 @@ def files(
         )
     if chat is not None and not any(holds_rows(file.name) for file in found):
         raise DataError(
-            f"{path} has no rows, so it has no conversations.",
+            f"{path} has no rows, so it contains no chat data.",
             fix="Leave --chat out, or name JSONL, JSON or Parquet.",
         )
     if encoding is not None and all(is_parquet(file.name) for file in found):

@@ -28,7 +28,7 @@ def hub(
 ) -> list[ReadTask]:
     """Return the tasks of a dataset, one per shard, all at the current commit of `revision`.
 
-    `chat` writes rows that are conversations as text.
+    `chat` writes rows of chat data as text.
 
     Raises: DataError when there is no such dataset, configuration, split or field, with a list of
             those that exist; MissingPackage.

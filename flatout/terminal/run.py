@@ -285,7 +285,7 @@ def event_line(event: JsonObject) -> str | None:
         case "compiled" if event["graph_breaks"] or event["cuda_graphs_skipped"]:
             pieces = f"{event['graph_breaks']} breaks, "
             pieces += f"{event['cuda_graphs_skipped']} without CUDA graphs"
-            why = event["first_break"] or "the compiler's log says why"
+            why = event["first_break"] or "the compiler's log shows why"
             return f"Compiled in pieces: {pieces}: {why}"
         case "recompiled":
             why = "; ".join(event["reasons"]) or "first call"
@@ -367,7 +367,7 @@ class Pace:
 
 
 class Epochs:
-    """Says when epochs are done, with time and samples/s where `total` epochs were requested."""
+    """Shows when epochs are done, with time and samples/s where `total` epochs were requested."""
 
     def __init__(self, done: float, *, total: float | None, last_step: int) -> None:
         self._epoch = int(done)

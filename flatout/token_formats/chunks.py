@@ -102,7 +102,7 @@ def open_chunks(path: Path, reading: Reading) -> Tokens:
                 fix = f"Copy the missing chunks there, or correct {METADATA}."
                 if what == "ids":
                     fix = "Name the tokenizer that made the chunks."
-                raise DataError(f"{path / METADATA} says {key} {stated}; {there}.", fix=fix)
+                raise DataError(f"{path / METADATA} has {key} {stated}; {there}.", fix=fix)
 
     check("chunks", len(chunks))
     check("ids", reading.vocab_size)

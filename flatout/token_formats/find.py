@@ -127,7 +127,7 @@ def _unknown(path: Path) -> DataError:
     """Return the error for a path without tokens."""
     known = recognise(path)
     if known is not None:
-        return DataError(known.instead_of("tokens that another program wrote"), fix=known.fix)
+        return DataError(known.instead_of("tokens that another tool wrote"), fix=known.fix)
     if not path.exists():
         return DataError(
             f"There is no file or directory {path}.",

@@ -1,4 +1,4 @@
-"""`train.init_from`: a new run takes the weights of a run or of another program, or adapts them."""
+"""`train.init_from`: a new run takes the weights of a run or of another tool, or adapts them."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def load_initial(run: Run, checkpoint: Path | None, *, progress: Progress = SILE
             is one of another kind of run.
     """
     mesh = run.mesh
-    # The digest of a base costs a pass over its files: only the main rank computes it.
+    # The digest of a base costs a pass over its files: only rank 0 computes it.
     found = together(mesh, lambda: _source(run, checkpoint) if mesh.is_main else None, READING)
     source, run.base = mesh.broadcast_object(found) or (None, None)
     if source is not None:

@@ -36,7 +36,7 @@ ONEDNN_OUT_OF_MEMORY = (
     "could not execute a primitive",
     "could not create a memory object",
 )
-"""All that oneDNN says when memory for its code or its buffers runs out.
+"""The whole message of oneDNN when memory for its code or its buffers runs out.
 
 "could not create a primitive descriptor for ...", of an unsupported operation, is another error.
 """

@@ -249,7 +249,7 @@ def require_devices(train: TrainConfig, machine: Machine) -> None:
 
 
 def require_mps_model(config: RunConfig, progress: Progress) -> None:
-    """Say that MPS is untried, and check that the model does without float64.
+    """Warn that MPS is untested, and check that the model does without float64.
 
     Raises: ConfigError for the eigenstate model.
     """
@@ -266,7 +266,7 @@ def require_mps_model(config: RunConfig, progress: Progress) -> None:
 
 
 def say_idle_gpus(progress: Progress) -> None:
-    """Say how to use the other GPUs, if there are any."""
+    """Show how to use the other GPUs, if there are any."""
     count = torch.cuda.device_count()
     if count > 1:
         progress.say(f"This run uses 1 of {count} GPUs; train.devices=all uses all of them.")

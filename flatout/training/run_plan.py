@@ -1,4 +1,4 @@
-"""The run plan: the config to train and where to start, decided on the main rank."""
+"""The run plan: the config to train and where to start, decided on rank 0."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class RunPlan:
 def require_same_settings(ranks: Ranks, config: RunConfig, dataset: AnyDataset) -> None:
     """Check that all processes have the same settings, tokens, and versions of flatout and torch.
 
-    Only the main process's are used; the paths of datasets may differ between machines.
+    Only rank 0's are used; the paths of datasets may differ between machines.
     Raises: ConfigError, on every rank, that names a process and what differs.
     """
     if ranks.world_size == 1:
@@ -97,10 +97,10 @@ def require_same_settings(ranks: Ranks, config: RunConfig, dataset: AnyDataset) 
 
 
 def agree_on_plan(request: RunRequest) -> RunPlan:
-    """Return the main rank's plan on every rank: clocks and measurements differ between ranks.
+    """Return rank 0's plan on every rank: clocks and measurements differ between ranks.
 
-    Raises: on the main rank, as `plan_run`; on the others, UsageError when planning failed,
-            which the command line shows later than the main rank's error.
+    Raises: on rank 0, as `plan_run`; on the others, UsageError when planning failed,
+            which the command line shows later than rank 0's error.
     """
     if request.ranks.world_size == 1:
         return plan_run(request)
@@ -109,10 +109,10 @@ def agree_on_plan(request: RunRequest) -> RunPlan:
         if request.ranks.rank == 0:
             box[0] = plan_run(request)
     finally:
-        # even if the main rank failed: the others would wait forever
+        # even if rank 0 failed: the others would wait forever
         torch.distributed.broadcast_object_list(box, src=0)
     if box[0] is None:
-        raise UsageError("The main process could not start the run.", fix="See its own message.")
+        raise UsageError("Rank 0 could not start the run.", fix="See the message of rank 0.")
     return box[0]
 
 

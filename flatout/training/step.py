@@ -141,7 +141,7 @@ def update(run: Run, loss: Tensor, grad_norm: Tensor) -> bool:
     """Update the weights unless the figures are bad; return whether float16 overflowed.
 
     An overflow at the smallest loss scale counts as a bad step. So does a loss that is not finite,
-    which says nothing about the loss scale: only gradients are scaled.
+    which tells nothing about the loss scale: only gradients are scaled.
 
     Shapes:  loss and grad_norm are 0-D.
     """

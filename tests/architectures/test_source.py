@@ -1,4 +1,4 @@
-"""Which paths are models of other programs, and what is refused before a tensor is read."""
+"""Which paths are models of other tools, and what is refused before a tensor is read."""
 
 from __future__ import annotations
 

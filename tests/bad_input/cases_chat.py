@@ -154,7 +154,7 @@ CASES = [
     Case(
         "--chat for text without rows",
         f"prepare book.txt {NEW} --chat chatml",
-        ("book.txt", "no conversations"),
+        ("book.txt", "no chat data"),
         ("Leave --chat out",),
     ),
     Case(
@@ -179,9 +179,9 @@ CASES = [
         chat_rows(),
     ),
     Case(
-        "a chat with a run that was not trained on conversations",
+        "a chat with a run that was not trained on chat data",
         "chat runs/first",
-        ("runs/first", "not trained on conversations"),
+        ("runs/first", "not trained on chat data"),
         ("--chat-template chatml",),
     ),
     Case("a chat with a run that does not exist", "chat frist", ("frist",), ("runs/first",)),

@@ -34,7 +34,7 @@ Muon
     optim.kind=muon -> optim.kind=adamw
 a base in bf16 without matmuls in bf16
     train my.yaml lora.rank=4 lora.base_dtype=bf16 train.init_from=runs/first
-    lora.base_dtype=bf16 | fp32 products -> lora.base_dtype=fp32
+    lora.base_dtype=bf16 | fp32 matmuls -> lora.base_dtype=fp32
 """),
     Case(
         "adapters whose base was deleted",

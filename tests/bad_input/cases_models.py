@@ -1,4 +1,4 @@
-"""Models of other programs as train.init_from."""
+"""Models of other tools as train.init_from."""
 
 import json
 import pathlib
@@ -53,7 +53,7 @@ def with_weights(world: World, change: str) -> None:
 
 
 def to_convert(world: World, *names: str) -> None:
-    """Write a recipe without a shape, and files that identify another program's model."""
+    """Write a recipe without a shape, and files that identify another tool's model."""
     world.write("bare.yaml", BARE)
     for name in names:
         world.write(f"theirs/{name}", b"GGUF" + bytes(60) if name.endswith("gguf") else "{}")

@@ -164,7 +164,7 @@ a seed for `generate` that is too large
 a URL as --out of `tune`
     tune my.yaml --out s3://bucket/tuned.yaml
     --out s3://bucket/tuned.yaml is a URL -> a local path
-a file of another program as --out of `tune`
+a file of another tool as --out of `tune`
     tune my.yaml --out my.yaml
     my.yaml exists | did not write it -> --out FILE
 a misspelt word of `tune --only`

@@ -1,4 +1,4 @@
-"""Tokens and weights that other programs wrote."""
+"""Tokens and weights that other tools wrote."""
 
 import json
 
@@ -31,7 +31,7 @@ def expanded_chunk(world: World, size: int) -> None:
 
 
 def weights(world: World, name: str) -> None:
-    """Write another program's model with torch.save."""
+    """Write another tool's model with torch.save."""
     import torch
 
     torch.save({"model": torch.zeros(3)}, world.path / name)
@@ -167,7 +167,7 @@ CASES = [
         lambda w: mapped_index(w, sequences=9),
     ),
     case(
-        "a Megatron index of another program",
+        "a Megatron index of another tool",
         "import old.bin --out data/new --tokenizer byte",
         ("old.idx", "not an index of Megatron"),
         "move the .idx file away",
@@ -188,7 +188,7 @@ CASES = [
         litdata,
     ),
     case(
-        "weights of another program for `inspect`",
+        "weights of another tool for `inspect`",
         "inspect best_model.pt",
         "best_model.pt is a PyTorch file",
         "train.init_from=best_model.pt",

@@ -184,7 +184,7 @@ def test_turns_left_out_are_reported_on_standard_error(run, capsys, monkeypatch)
 
 
 def test_a_run_without_conversations_needs_a_named_template(tiny_run):
-    with pytest.raises(ConfigError, match="not trained on conversations") as found:
+    with pytest.raises(ConfigError, match="not trained on chat data") as found:
         chat(tiny_run, lines=["It was"])
     assert "--chat-template chatml" in found.value.fix
     letters = tiny_run.parent / "letters.jinja"

@@ -1,4 +1,4 @@
-"""Import tokens that another program wrote, in any of the formats of `token_formats`."""
+"""Import tokens that another tool wrote, in any of the formats of `token_formats`."""
 
 from __future__ import annotations
 

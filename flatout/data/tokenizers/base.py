@@ -69,7 +69,7 @@ class NotEncodable(DataError):
 
 @dataclass(frozen=True)
 class TokenizerFile:
-    """A tokenizer file that another program wrote."""
+    """A tokenizer file that another tool wrote."""
 
     name: str
     """Its name in error messages."""
@@ -94,7 +94,7 @@ class Tokenizer(ABC):
 
     Text is never encoded as `eot_id` or as another special id. The file of a kind assigns its class
     to TOKENIZER. A kind that `--tokenizer` selects by name also assigns SPEC (`"char"`, or
-    `"train:N"` with an argument), and one that reads another program's files assigns SUFFIX.
+    `"train:N"` with an argument), and one that reads another tool's files assigns SUFFIX.
     LISTED_AS is what `flatout list tokenizers` shows instead of SPEC.
     """
 
@@ -137,7 +137,7 @@ class Tokenizer(ABC):
 
     @classmethod
     def from_file(cls, file: TokenizerFile) -> Tokenizer:
-        """Return the tokenizer in a file that another program wrote; its name ends in SUFFIX."""
+        """Return the tokenizer in a file that another tool wrote; its name ends in SUFFIX."""
         raise NotImplementedError
 
     @classmethod
@@ -168,7 +168,7 @@ class Tokenizer(ABC):
         return {}
 
     def tokenizer_json(self) -> Document | None:
-        """Return a tokenizer.json with the same ids, for other programs; None if there is none."""
+        """Return a tokenizer.json with the same ids, for other tools; None if there is none."""
         return None
 
     @abstractmethod

@@ -74,7 +74,7 @@ class HuggingFaceTokenizer(Tokenizer):
         self.definition = definition
         self.eot_id = eot_id
         self.named = dict(named or {})
-        """Special tokens by the names that programs give them, such as bos_token."""
+        """Special tokens by the names that tools give them, such as bos_token."""
         self.proven = _is_proven(definition)
         self.vocab_size = self._largest_id() + 1
         require_ids(name, self.vocab_size)

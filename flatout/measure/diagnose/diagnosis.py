@@ -135,7 +135,7 @@ class Rule:
 
 
 def rule(*, unless: tuple[str, ...] = ()) -> Callable[[Look], Rule]:
-    """Make a rule of a function; its docstring says what it looks for."""
+    """Make a rule of a function; its docstring describes what it looks for."""
     return lambda look: Rule(look, look.__name__.replace("_", "-"), unless)
 
 
@@ -153,7 +153,8 @@ def speedup_fixes(
 ) -> list[Fix]:
     """Return a fix per speedup that fills `slot` and is off; [] for loops without a recipe.
 
-    `text` says what it does, without a full stop. By its slot, a finding needs no speedup's name.
+    `text` describes what it does, without a full stop. By its slot, a finding needs no speedup's
+    name.
     """
     on = evidence.speedups or ()
     return [

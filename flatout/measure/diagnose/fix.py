@@ -87,7 +87,7 @@ def try_fixes(
 def compare(
     before: RunConfig | None, after: RunConfig, measure: Measure, task: Task
 ) -> dict[str, Any]:
-    """Measure both configurations in turns; return the fields of an outcome that say the result.
+    """Measure both configurations in turns; return the fields of the outcome.
 
     Without `before`, which is a run that does not work, the second only has to work.
     """

@@ -1,7 +1,8 @@
-"""What the files of a run directory say about where its time went. No torch.
+"""What the files of a run directory show about where its time went. No torch.
 
 `metrics.jsonl` divides steps into data wait, host and device; `events.jsonl` has saves, skipped
-updates and compilations. Damaged lines, such as a kill leaves, are left out, and a note says so.
+updates and compilations. Damaged lines, such as a kill leaves, are skipped, and a note reports
+them.
 """
 
 from __future__ import annotations
@@ -218,7 +219,7 @@ def _failure(folder: Path, events: Events, records: Records) -> Failure | None:
     elif is_lost and any("train/loss" in record for record in records):
         kind, what, fix = "diverged", "The loss is not a number: training has diverged.", None
     else:
-        kind, what, fix = "error", "The run failed; its output says why.", None
+        kind, what, fix = "error", "The run failed. Its output shows why.", None
     step = int(records[-1]["step"]) if records else None
     known = {"kind": kind, "message": what, "fix": fix, "step": step}
     return Failure.model_validate(known)

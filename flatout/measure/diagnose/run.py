@@ -56,7 +56,7 @@ SCORED_ROWS = 8
 def collect(request: str, answer: Answer) -> None:
     """Answer with what is known before the first step, and then with what the steps show.
 
-    A failure is evidence too: whatever happens, there is a last answer that says so. A run that
+    A failure is evidence too: whatever happens, there is a last answer that reports it. A run that
     hangs ends the process.
     """
     spec = MeasureSpec.model_validate_json(request)

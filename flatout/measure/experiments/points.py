@@ -264,7 +264,7 @@ def seq_len(requested: RunConfig, resolved: Resolved) -> Points:
 
 
 def precision(requested: RunConfig, resolved: Resolved) -> Points:
-    """Vary the precision of matrix products: fp32, and each speedup that changes it."""
+    """Vary the precision of matmuls: fp32, and each speedup that changes it."""
     choices, machine, device = precisions(), resolved.machine, resolved.config.train.device
     requested = requested.with_values({"train.device": device, "train.precision": "auto"})
     speedups = requested.speedups
@@ -303,7 +303,7 @@ def filling(slot: str) -> list[str]:
 
 
 def precisions() -> list[str]:
-    """Return the speedups that change the precision of products, grouped by precision."""
+    """Return the speedups that change the precision of matmuls, grouped by precision."""
     provides = providers()
     return filling("matmul") + [
         name

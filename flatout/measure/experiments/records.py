@@ -217,7 +217,7 @@ class Best(Row):
     prefetch: int
     """Optimizer steps that the feed reads ahead."""
     precision: str
-    """Precision of the matrix products."""
+    """Precision of the matmuls."""
     rehearsed: list[str]
     """What its trials did besides training: evaluation, save."""
 

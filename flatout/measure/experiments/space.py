@@ -137,7 +137,7 @@ class Space:
         return max(fitting, default=0)
 
     def with_room(self, move: Move, setting: Setting) -> Move | None:
-        """Return a checkpointing move together with the larger micro-batch that it makes room for.
+        """Return a move to activation checkpointing, with the larger micro-batch that then fits.
 
         None for other moves, and where memory does not limit the rows.
         """

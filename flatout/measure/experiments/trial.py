@@ -107,7 +107,7 @@ def measured(spec: TrialSpec) -> TrialResult:
 
 
 def measure(spec: TrialSpec) -> TrialResult:
-    """Train for as long as the spec says, and return the figures.
+    """Train for as long as the spec requests, and return the results.
 
     Raises: OutOfMemory, and whatever building and training raise.
     """

@@ -22,7 +22,7 @@ class ProfileRoofline(Stored):
     """What this device can do at most."""
 
     peak_tflops: float | None = None
-    """Rate of matrix products in the run's arithmetic."""
+    """Rate of matmuls in the run's arithmetic."""
     peak_source: str | None = None
     """Where that comes from: a data sheet or a measurement here."""
     gb_per_s: float | None = None
@@ -76,7 +76,7 @@ class Profile(Result):
     device: str
     """cpu, cuda or cuda:N."""
     arithmetic: str
-    """Arithmetic of the matrix products."""
+    """Arithmetic of the matmuls."""
     speedups: tuple[str, ...]
     """Speedups that are on."""
     environment: Mapping[str, str | int]
@@ -167,7 +167,7 @@ class Profile(Result):
         lines.append(
             f"peak: {roofline.peak_tflops:.3g} TFLOP/s ({roofline.peak_source})"
             if roofline.peak_tflops is not None
-            else "peak of matrix products: unknown"
+            else "peak matmul rate: unknown"
         )
         lines.append(
             f"      {roofline.gb_per_s:.3g} GB/s ({roofline.bandwidth_source})"

@@ -125,7 +125,7 @@ ROWS = ("start", "save", "sample", "score", "compile", "skip", "alarm", "end")
 MAX_MARKS = 400
 """Marks of one kind in one run; of more, evenly spaced ones are drawn."""
 LONGEST_LINE = 200
-"""Characters of what one event says."""
+"""Characters shown of one event."""
 
 
 @dataclass(frozen=True)

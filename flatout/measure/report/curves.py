@@ -40,9 +40,9 @@ class Curve:
 
     step: Array
     tokens: Array
-    """NaN where a record does not say."""
+    """NaN where a record does not have it."""
     elapsed_s: Array
-    """NaN where a record does not say."""
+    """NaN where a record does not have it."""
     value: Array
 
     def at(self, rows: NDArray[np.int64]) -> Curve:
@@ -51,7 +51,7 @@ class Curve:
 
 
 class RunData(RunLog):
-    """What the directory of one run says at one moment, with its figures as curves.
+    """What the directory of one run contains at one moment, with its metrics as curves.
 
     Numbers are read into columns, which take a tenth of the memory of the records.
     """
@@ -106,7 +106,7 @@ class RunData(RunLog):
 
     @property
     def longest(self) -> Curve | None:
-        """The curve with the most records, which say where a step stands."""
+        """The curve with the most records, which define where a step stands."""
         return max(self.curves.values(), key=lambda curve: len(curve.step), default=None)
 
     def values(self, figure: str) -> Array:
@@ -116,7 +116,7 @@ class RunData(RunLog):
 
 
 def read_runs(paths: list[Path]) -> list[RunData]:
-    """Return what run directories say, each with a short name that no other one has."""
+    """Return the contents of run directories, each with a unique short name."""
     parts = [path.absolute().parts for path in paths]
     for length in range(1, max(map(len, parts), default=0) + 1):
         names = ["/".join(each[-length:]) for each in parts]

@@ -266,7 +266,7 @@ class StopAfter(Quiet):
 
 
 def main() -> None:
-    """Train as the file named on the command line says, and exit with the run's code."""
+    """Train as the file named on the command line describes, and exit with the run's code."""
     start_child()
     job = read_model(Path(sys.argv[1]), Job)
     raise SystemExit(train(validate(job.config), job))
@@ -275,7 +275,7 @@ def main() -> None:
 def train(config: RunConfig, job: Job) -> int:
     """Train or resume the run of a job until it stops, and return the exit code.
 
-    The main rank writes the outcome after an error.
+    Rank 0 writes the outcome after an error.
     """
     stopper = StopAfter(job.stop_after)
     try:

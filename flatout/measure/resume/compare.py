@@ -53,7 +53,7 @@ OPTIMIZER = (
 )
 DATA = (
     "a dataset that is read differently the second time: a file that changed meanwhile, or a feed "
-    "of your own whose position does not say what it yields next. Make it a function of the seed "
+    "of your own whose position does not determine what it yields next. Make it a function of the seed "
     "and the position."
 )
 RANDOM = (

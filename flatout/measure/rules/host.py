@@ -130,7 +130,7 @@ def environment(evidence: Evidence) -> Finding | None:
         if name in stated and stated[name].lower() not in OFF
     }
     if evidence.on_gpu and stated.get("NVIDIA_TF32_OVERRIDE") == "0":
-        harmful["NVIDIA_TF32_OVERRIDE"] = "products in fp32 cannot use TF32"
+        harmful["NVIDIA_TF32_OVERRIDE"] = "matmuls in fp32 cannot use TF32"
     if harmful:
         name, why = next(iter(harmful.items()))
         return Finding(

@@ -46,8 +46,8 @@ def out_of_memory(evidence: Evidence) -> Finding | None:
             text = f"Set batch.rows_per_device={fewer}; the tokens per step stay the same."
             fixes.append(fix(text, overrides=with_rows(config, fewer)))
     if evidence.lacks("checkpointing"):
-        text = "Add the speedup checkpointing: it recomputes the blocks' activations, for about a "
-        text += "third more computation."
+        text = "Add activation checkpointing (the speedup `checkpointing`): it recomputes the "
+        text += "blocks' activations, for about a third more computation."
         fixes.append(fix(text, overrides={"speedups": "+checkpointing"}))
     if not fixes:
         advice = ended.fix if ended is not None else None
@@ -94,7 +94,8 @@ def full_memory(evidence: Evidence) -> Finding | None:
         verdict += f"{fewer[best]:,.0f} here: the larger ones probably exceed the device's memory."
     fixes = [fix(f"Use a smaller batch: at most {CLOSE / max(used, CLOSE):.0%} of this one.")]
     if config is not None and isinstance(rows, int) and rows == 1:
-        text = "Add the speedup checkpointing, or use a smaller model or shorter sequences."
+        text = "Add activation checkpointing (the speedup `checkpointing`), or use a smaller model "
+        text += "or shorter sequences."
         fixes = [fix(text)]
     elif config is not None and isinstance(rows, int):
         most = best or max(int(rows * CLOSE / used) - 1, 1)

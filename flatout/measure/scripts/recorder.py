@@ -153,7 +153,7 @@ def padding_of(inputs: Any) -> list[float]:
 
     In a column of padding, and in all from there to an end of the rows, every row of each of these
     inputs has that input's one value, so masks and labels only confirm the padding of the tokens.
-    Masks without tokens say nothing. Reading values waits for the device.
+    Masks without tokens show nothing. Reading values waits for the device.
     Shapes: each integer input (B, T), anywhere in a tree of containers.
     """
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]

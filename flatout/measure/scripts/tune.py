@@ -300,7 +300,7 @@ class Search:
         )
 
     def finish(self, sites: Sequence[Site], device: str) -> dict[str, Any]:
-        """Measure the patched files, and what no patch can say, beside the unchanged script."""
+        """Measure the patched files, and what no patch can express, beside the unchanged script."""
         taken = self.taken
         if not taken:
             return {}
@@ -346,7 +346,7 @@ def ratio(one: Answer, other: Answer) -> float:
 
 
 def last_words(output: str) -> str:
-    """Return the last line of an output, with the user's own line if it is an error that says no
+    """Return the last line of an output, with the user's own line if it is an error that names no
     more than its name.
     """
     last = output.rpartition("\n")[2]

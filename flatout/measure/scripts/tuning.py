@@ -54,7 +54,7 @@ class ScriptTuning(Result):
     """The script's command."""
     machine: str
     verdict: str
-    """What `diagnose` says of the unchanged script."""
+    """What `diagnose` finds in the unchanged script."""
     step_ms: float | None
     """Time of an unchanged step."""
     steps: int

@@ -5,8 +5,9 @@ RECIPE` from a short measured run, `diagnose RUN` from the files of a recorded r
 `flatout.watch` from somebody else's loop. Nothing here depends on how the steps are taken.
 
 To fill it from another tool: set what was measured and leave out the rest, which is then None. A
-finding whose figures are missing says nothing. Never write 0 for something that was not measured.
-Times are seconds of an average step, so a save of 2 s every 100 steps is 0.02 in `checkpoint_s`.
+finding whose numbers are missing is not reported. Never write 0 for something that was not
+measured. Times are seconds of an average step, so a save of 2 s every 100 steps is 0.02 in
+`checkpoint_s`.
 """
 
 from __future__ import annotations
@@ -280,7 +281,7 @@ class Roofline(Stored):
     """The distance to what this device can do at most."""
 
     peak_tflops: float | None = None
-    """Rate of matrix products that counts as 100%."""
+    """Rate of matmuls that counts as 100%."""
     peak_source: str | None = None
     """Where that comes from: a data sheet or a measurement here."""
     achieved_tflops: float | None = None
@@ -323,7 +324,7 @@ MIN_SAVES = 3
 """Fewest saves, or full collections of garbage, by which their time is judged.
 
 The first one allocates its buffers and opens its directory, and the last one comes at the end of
-every run however long it is: two say nothing about what saves take of a longer run.
+every run however long it is: two tell nothing about what saves take of a longer run.
 """
 
 
@@ -375,7 +376,7 @@ class Evidence(Stored):
     """Time of the operations by class, from a profiler."""
     counterfactual_s: Mapping[str, float] = {}
     """Seconds of an average step with one thing replaced. `synthetic-data`: batches that are in
-    memory already. `all-threads`, `no-observers`, `no-anomaly`: what they say. `short-turns`:
+    memory already. `all-threads`, `no-observers`, `no-anomaly`: see their names. `short-turns`:
     threads give Python's lock to each other at once. Of a recipe on a CPU also settings, such as
     `speedups=auto`."""
     sites: Mapping[str, tuple[CallSite, ...]] = {}

@@ -1,8 +1,9 @@
 """The windows over the steps of a loop: warm-up, ordinary steps, marked calls, recorded operations.
 
-Whoever runs the loop says when a step starts; each start moves the windows forward by one step.
-Every window is a generator that yields once per step. A subclass puts them in order: `diagnose` for
-a run of its own, `profile` for one with a trace, `watch` for the loop of somebody else.
+The caller that runs the loop reports when a step starts; each start moves the windows forward by
+one step. Every window is a generator that yields once per step. A subclass puts them in order:
+`diagnose` for a run of its own, `profile` for one with a trace, `watch` for the loop of somebody
+else.
 """
 
 from __future__ import annotations

@@ -263,7 +263,7 @@ class LoopTimer:
 
     @safe
     def learn(self, *, model: Any, planned_steps: int | None) -> None:
-        """Note what a framework knows of its loop, unless the user has said it.
+        """Note what a framework knows of its loop, unless the user has set it.
 
         All torch DataLoaders are timed: such loops hide theirs, and state their steps.
         """

@@ -35,7 +35,7 @@ def weights_and_aliases(core: nn.Module) -> tuple[dict[str, Tensor], dict[str, s
     """Return every parameter and saved buffer once, and the other names of shared ones.
 
     A tied head, for example, has two names. With LoRA, the frozen weights are left out: a
-    checkpoint contains the adapters and says which weights they belong to.
+    checkpoint contains the adapters and names which weights they belong to.
 
     Shapes: as in the model.
     """

@@ -44,7 +44,7 @@ Sample = dict[str, float]
 
 
 class Alarms:
-    """Watches the records of a run of `last_step` steps, and says when something gets worse."""
+    """Watches the records of a run of `last_step` steps, and reports when something gets worse."""
 
     def __init__(
         self,
@@ -220,7 +220,7 @@ def _median(samples: list[Sample]) -> Sample:
 
 
 def _event(kind: str, step: int, change: Change, begun: str, cause: str | None, over: str) -> Alarm:
-    """Return the event of a change; `begun` and `over` say what happened, whichever did."""
+    """Return the event of a change; `begun` and `over` describe what happened, whichever did."""
     usual, now = (None if math.isnan(value) else value for value in (change.usual, change.now))
     return {
         "event": "alarm_over" if change.is_over else "alarm",

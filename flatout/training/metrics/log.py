@@ -78,7 +78,7 @@ class PendingRecord(NamedTuple):
 
 
 class Log:
-    """Writes a run's records and events on its main rank; other ranks only keep their clocks.
+    """Writes a run's records and events on rank 0; other ranks only keep their clocks.
 
     A record is due every `log.every` steps and at the last step. `close` writes the pending ones;
     leaving the context closes the files and the loggers, even after an error. `loggers` names those
@@ -250,7 +250,7 @@ class Log:
                 self.progress.say(f"{lines.path} lacks lines that the disk refused.")
 
     def _tell_refusal(self, lines: Lines) -> None:
-        """Say once when the disk refuses lines, which does not stop the run."""
+        """Report once that lines cannot be written, which does not stop the run."""
         if lines.refusal is None or lines.path in self._refused:
             return
         self._refused.add(lines.path)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Observer(Protocol):
-    """Watches one run on its main rank. Methods must return quickly: the device may be idle."""
+    """Watches one run on rank 0. Methods must return quickly: the device may be idle."""
 
     def on_start(self, run: Run) -> None:
         """Receive the run, built and restored, just before its first step."""

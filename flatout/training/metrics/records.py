@@ -84,9 +84,9 @@ class Lines:
 
 
 class Records:
-    """Writes the records of a run that starts at or resumes from `step`, on its main rank.
+    """Writes the records of a run that starts at or resumes from `step`, on rank 0.
 
-    `saved` is what the checkpoint that it resumes from says about metrics.jsonl.
+    `saved` is what the checkpoint that it resumes from records about metrics.jsonl.
     """
 
     def __init__(self, run_folder: Path, step: int, saved: CheckpointInfo | None = None) -> None:
@@ -123,7 +123,7 @@ class Records:
 def forget_events(run_folder: Path, step: int, *, at_end: bool) -> None:
     """Remove the events that a run which resumes at `step` logs again: those of later steps.
 
-    `at_end` says that it resumes at its end: then it also repeats those of `step`.
+    `at_end` tells that it resumes at its end: then it also repeats those of `step`.
     """
 
     def stays(line: JsonObject) -> bool:

@@ -72,7 +72,7 @@ def restore_lost(
 
     Fetched are the newest checkpoint, the best one, and the missing files of the run directory.
     `dataset_of` returns the dataset with which this command trains a configuration. `are_damaged`
-    says that the checkpoints here cannot be used.
+    reports that the checkpoints here cannot be used.
 
     Raises: CheckpointError when no checkpoint there is usable, or `resume` is `never`; ConfigError
             and CheckpointError when the mirror has a run of other settings or data, or is inside
@@ -128,7 +128,7 @@ def restore_lost(
     if info is not None:
         saved = time.strftime(", saved %Y-%m-%d %H:%M:%S UTC", time.gmtime(info.saved_at))
     progress.say(f"Restored {folder} from {url}: step {newest}{saved}{_sent_by(sender)}.")
-    if (folder / layout.SUMMARY).exists():  # else the resume that follows says it
+    if (folder / layout.SUMMARY).exists():  # else the resume that follows reports it
         damage = damage_of(folder, checkpoint)
         if damage is not None:
             progress.say(damage)
@@ -136,7 +136,7 @@ def restore_lost(
 
 
 def _fetch_description(store: MirrorStore, stored: Mirrored, checkpoint: Path) -> None:
-    """Fetch what says which run this is: its configuration, its tokenizer, a checkpoint's state.
+    """Fetch what identifies the run: its configuration, its tokenizer, a checkpoint's state.
 
     They are put beside and in `checkpoint`. If it is damaged, it is left out: it is reported when
     it is fetched.

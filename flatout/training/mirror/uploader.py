@@ -2,7 +2,7 @@
 
 The thread sends the newest checkpoint that the mirror lacks, until it lacks none; so an interrupted
 upload, also one of an earlier process, is continued. What waits is in the run directory: a
-checkpoint that is deleted here before its turn is left out. Only the main rank has a thread; all
+checkpoint that is deleted here before its turn is left out. Only rank 0 has a thread; all
 ranks write to one file system.
 """
 
@@ -317,7 +317,7 @@ class Uploader(Quiet):
     def _send_run_files(self, names: Iterable[str]) -> None:
         """Send the files of the run directory that have changed.
 
-        The summary, which says that the run is finished, comes after the last checkpoint. Copies
+        The summary, which marks the run as finished, comes after the last checkpoint. Copies
         are sent: metrics and events grow meanwhile.
         """
         self._require_own()

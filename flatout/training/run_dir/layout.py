@@ -235,7 +235,7 @@ def read_exit_code(folder: Path) -> int | None:
 
 
 def record_error(folder: Path, error: BaseException) -> None:
-    """Append the event `error`, which says why a run failed, ignoring errors of the disk."""
+    """Append the event `error`, which records why a run failed, ignoring errors of the disk."""
     what, fix = (str(error).splitlines() or [""])[0][:300], None
     if isinstance(error, FlatoutError):
         what, fix = error.what, error.fix

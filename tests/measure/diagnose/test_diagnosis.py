@@ -63,8 +63,7 @@ def test_a_healthy_run_has_a_verdict_and_no_findings(with_rules):
     found = diagnosis_of(STEPS.model_copy(update={"host": HostFacts(other_busy_cores=0.1)}))
     assert found.is_healthy
     assert found.verdict == (
-        "Nothing holds this run back: 90% of each step is computation, 41% of the peak of matrix"
-        " products."
+        "Nothing holds this run back: 90% of each step is computation, 41% of the peak matmul rate."
     )
     before = diagnosis_of(Evidence(source="preflight"))
     assert before.verdict == "Nothing stands in the way of this run."

@@ -61,7 +61,7 @@ def test_it_fits_into_80_columns_of_ascii():
     assert "Host: data 6%, forward 22%, waiting for the device and others 72%" in text
     assert "waiting" not in profile(device="cpu").text()
     unknown = profile(roofline=ProfileRoofline()).text()
-    assert "peak of matrix products: unknown" in unknown
+    assert "peak matmul rate: unknown" in unknown
     assert "memory bandwidth: unknown" in unknown
 
 

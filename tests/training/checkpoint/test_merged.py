@@ -1,4 +1,4 @@
-"""A run starts with the weights of another program's model."""
+"""A run starts with the weights of another tool's model."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ class RayWorkers:
     def __enter__(self) -> Self:
         if not self._ray.is_initialized():
             with contextlib.ExitStack() as context:
-                # Ray prints about dead processes; our standard output may be read by a program
+                # Ray prints about dead processes; our standard output may be read by a tool
                 context.enter_context(contextlib.redirect_stdout(sys.stderr))
                 context.callback(self._ray.shutdown)
                 before = _raylets()
