@@ -251,7 +251,7 @@ def build_llmc(name: str, folder: Path, source: Path) -> Path:
 
 
 def table(found: dict[str, Any]) -> str:
-    """Return the figures as Markdown."""
+    """Return the results as Markdown."""
     parts = []
     for name, ways in found["shapes"].items():
         rates = {

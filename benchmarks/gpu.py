@@ -9,7 +9,7 @@
 
 Each step answers one question (`--list` prints them) in a process of its own. OUT/results.jsonl
 gets a line per step as it ends, OUT/output.txt all that the steps printed, full tracebacks too, and
-OUT/table.md a table of the figures beside what was predicted: the ranges in gpu_steps.yaml, which
+OUT/table.md a table of the results beside what was predicted: the ranges in gpu_steps.yaml, which
 are for an H200 and are scaled by the rate of a bf16 matmul on other GPUs, and what `train` predicts
 for itself. A step with a line is not run again, unless `--again` names it or the time was up.
 """
@@ -53,7 +53,7 @@ LEAST_FALL = 0.01
 VOCABULARY, TINY_VOCABULARY = 50_257, 512
 STEPS, TINY_STEPS = 48, 12
 OWN = ("tokens_per_s", "peak_gib")
-"""Figures that `train` predicts for itself."""
+"""Results that `train` predicts for itself."""
 LONG_VALUE = 40_000
 """Characters of JSON from which a field of a result is left to the log."""
 TINY = (
@@ -246,7 +246,7 @@ def run(name: str, step: Step, given: argparse.Namespace, left_s: float) -> dict
         # an exception is the last line of what was written to standard error
         lines = (complaints.strip() or printed).decode(errors="replace").splitlines()
         last = next((line.strip()[:300] for line in reversed(lines) if line.strip()), "nothing")
-        reason = f"It exited with code {code} and without figures: {last}"
+        reason = f"It exited with code {code} and without results: {last}"
         return row | {"status": "failed", "reason": reason}
     figures = {k: v for k, v in found.items() if len(json.dumps(v)) < LONG_VALUE}
     loss, guess = figures.get("train_loss"), math.log(TINY_VOCABULARY if given.tiny else VOCABULARY)
@@ -302,7 +302,7 @@ def filled(
 
 
 def compared(name: str, rows: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return the figures of a step beside its predictions and targets, on this machine.
+    """Return the results of a step beside its predictions and targets, on this machine.
 
     `off_by` is relative to the middle of the predicted range.
     """
@@ -330,7 +330,7 @@ def compared(name: str, rows: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def figures_of(rows: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return the figures of a step, or none."""
+    """Return the results of a step, or none."""
     return (rows.get(name) or {}).get("figures") or {}
 
 

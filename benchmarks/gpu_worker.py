@@ -68,7 +68,7 @@ FFT_SCAN = Speedup(
 
 
 def main(words: Sequence[str]) -> None:
-    """Run one step and print its figures."""
+    """Run one step and print its results."""
     does = {"environment": environment, "tests": tests, "data": data}
     kind, *rest = words
     found = does[kind](*rest) if kind in does else train_peer(kind, *rest)

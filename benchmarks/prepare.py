@@ -79,7 +79,7 @@ def main() -> None:
 
 
 def measure(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
-    """Return every figure of every repeat; the tools alternate."""
+    """Return every result of every repeat; the tools alternate."""
     corpus = make_corpus(folder / "corpus", given.rows)
     missing: dict[str, str] = {}
 
@@ -182,7 +182,7 @@ def feed_rates(data: Path, vocabulary: Path, ranks: Path, repeats: int) -> dict[
 
 
 def table(found: dict[str, Any]) -> str:
-    """Return the figures as Markdown with their targets."""
+    """Return the results as Markdown with their targets."""
     lines: list[tuple[object, ...]] = []
     for way, rows in found["rows"].items():
         if way in found["missing"]:

@@ -172,7 +172,7 @@ def described(setting: Setting) -> str:
 
 
 def table(found: dict[str, Any]) -> str:
-    """Return the figures as Markdown."""
+    """Return the results as Markdown."""
     best = found["best_of_grid"]
     shares = [
         statistics.median(row["rates"]) / statistics.median(best["rates"]) for row in found["tuned"]

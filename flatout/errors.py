@@ -208,6 +208,6 @@ def require_posix() -> None:
         importlib.import_module("fcntl")
     except ImportError as error:
         raise HardwareError(
-            "flatout needs Linux or macOS, and this Python runs on another system.",
+            "flatout needs Linux or macOS, and this Python runs on a different system.",
             fix="On Windows, install WSL (`wsl --install`), and install and run flatout in it.",
         ) from error

@@ -313,7 +313,7 @@ class CpuTimes(NamedTuple):
 def pick_device(wanted: str, machine: Machine) -> tuple[str, str]:
     """Return (device, reason) for `auto`, `cpu`, `cuda`, `cuda:N` or `mps`; `auto` is never `mps`.
 
-    Raises: HardwareError for another name, or when a GPU is requested and cannot be used.
+    Raises: HardwareError for a different name, or when a GPU is requested and cannot be used.
     """
     if wanted == "cpu":
         return "cpu", "requested"

@@ -91,7 +91,7 @@ def find_model(init_from: str, *, whole: bool = True, progress: Progress = SILEN
         raise ConfigError(
             f"{config} names code that defines the model (auto_map), and flatout never executes "
             "code of a model's directory.",
-            fix="Start from another model. If the model is one of the architectures of "
+            fix="Start from a different model. If the model is one of the architectures of "
             "docs/import-models.md, delete auto_map from config.json.",
         )
     if "quantization_config" in document:
@@ -142,7 +142,8 @@ class ForeignWeights:
             if not torch.isfinite(part).all():
                 raise CheckpointError(
                     f"{foreign} of {self.path} has values that are not finite.",
-                    fix="Start from another model: this one is damaged, or its training diverged.",
+                    fix="Start from a different model: this one is damaged, or its training "
+                    "diverged.",
                 )
         return one.join(parts)
 

@@ -91,7 +91,7 @@ def gpu_time(
     generation = row.compute_capability[0] if row.compute_capability else 0
 
     def newest(figures: dict[int, float]) -> float:
-        """Return the figure of this generation of GPUs, or of the newest."""
+        """Return the value for this generation of GPUs, or for the newest."""
         return figures.get(generation, figures[max(figures)])
 
     rate = peak_flops * newest(MATMUL_SHARE)

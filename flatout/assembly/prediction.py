@@ -2,7 +2,7 @@
 
 One file per GPU or CPU in flatout's cache has the gains that `bench` measured, which `auto` prefers
 to the defaults in the speedups' own files and `list speedups` shows, and what finished runs needed,
-which corrects the arithmetic. A figure that neither they nor a data sheet support is None, and
+which corrects the arithmetic. A value that neither they nor a data sheet support is None, and
 every number has a source. Nothing here imports torch.
 """
 
@@ -304,7 +304,7 @@ class MemoryPrediction:
     error: float | None
     """Relative error to expect of the total; None if it is unknown."""
     source: str
-    """Where the figures come from."""
+    """Where the numbers come from."""
     on_gpu: bool
 
     @property
@@ -314,7 +314,7 @@ class MemoryPrediction:
 
     @property
     def peak_gib(self) -> float:
-        """The figure that `train` reports: allocated on a GPU, the whole process on a CPU."""
+        """The number that `train` reports: allocated on a GPU, the whole process on a CPU."""
         return (self.allocated if self.on_gpu else self.total) / GIB
 
 
@@ -430,7 +430,7 @@ def predict_time(
 ) -> TimePrediction:
     """Return the rate and the duration of `this`, a run of `config` without measurements.
 
-    A run of the same shape with the same speedups decides; otherwise figures of bench for it, the
+    A run of the same shape with the same speedups decides; otherwise rates from bench for it, the
     rate of FLOPs that models of similar size reached here, what published runs took on the GPUs of
     a `machine` (`gpu_time`), or an assumed share of the peak. A run whose micro-batch also is the
     same is preferred, and one that had the cores to itself. With the `memory` of an eager run, the

@@ -204,7 +204,7 @@ def sizes_of(config: RunConfig) -> list[int]:
 
 
 def for_world_size(config: RunConfig, world_size: int) -> RunConfig:
-    """Return a resolved configuration for another number of processes, with the same steps.
+    """Return a resolved configuration for a different number of processes, with the same steps.
 
     The micro-batch keeps its rows, or shrinks to the most that divide a process's share.
     Raises: ConfigError when the sequences of a step cannot be divided.

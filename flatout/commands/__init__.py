@@ -39,7 +39,7 @@ ModelName = Annotated[
     str | Path | None,
     Argument(
         "A run directory, or its name under runs/; the newest run there by default. Also an "
-        "export, or another model that train.init_from reads."
+        "export, or a different model that train.init_from reads."
     ),
 ]
 CheckpointName = Annotated[str, Option("best, last, or a step.")]

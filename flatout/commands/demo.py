@@ -60,7 +60,7 @@ class DemoResult(TrainResult):
     """The summary of a demo's run."""
 
     def summary(self) -> str:
-        """Return a sample, what to try next, the loss curve and the figures of the run."""
+        """Return a sample, what to try next, the loss curve and the metrics of the run."""
         from flatout.streams import columns
         from flatout.terminal import closing
 

@@ -48,7 +48,7 @@ def export(
     """Export a trained model for transformers, llama.cpp, or any reader of safetensors.
 
     The directory has the weights, the configuration, the tokenizer, and a model card with the
-    figures that the run measured. A shape that no class of transformers has is exported with a
+    numbers that the run measured. A shape that no class of transformers has is exported with a
     file that wraps flatout's own model. Weights are read one file of the export at a time
     (--shard-mib), so the size of the model does not matter. The directory is complete or absent.
 

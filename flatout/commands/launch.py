@@ -202,7 +202,7 @@ def launch(
         "train": f"-m flatout train {shlex.join(words)} --run-dir {run}",
     }
     if path.exists():
-        raise OutputInUse(f"{path} exists.", fix="Remove it, or choose another --out.")
+        raise OutputInUse(f"{path} exists.", fix="Remove it, or choose a different --out.")
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, Template(content).substitute(values))
     return LaunchFile(path=str(path), start=Template(start).substitute(values))

@@ -122,7 +122,7 @@ def _require_ours(path: Path) -> None:
 
     if not path.parent.is_dir():
         raise DataError(
-            f"There is no directory {path.parent}.", fix="Create it, or choose another --out."
+            f"There is no directory {path.parent}.", fix="Create it, or choose a different --out."
         )
     if not path.exists():
         return
@@ -132,7 +132,7 @@ def _require_ours(path: Path) -> None:
                 return
     raise OutputInUse(
         f"{path} exists and is not a report.",
-        fix="Choose another file with --out, or move that one away.",
+        fix="Choose a different file with --out, or move that one away.",
     )
 
 

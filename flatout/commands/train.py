@@ -86,7 +86,7 @@ class TrainResult(Result):
     resumed_from: str | None
     """Checkpoint that this process resumed from."""
     predicted: JsonObject | None = None
-    """What was predicted before the first step, under the names of the measured figures.
+    """What was predicted before the first step, under the names of the measured metrics.
 
     It has tokens_per_s, wall_s and peak_gib (null: unknown), and where they come from; null in
     runs of earlier versions."""
@@ -94,7 +94,7 @@ class TrainResult(Result):
     """Digest of the final weights: equal runs have equal digests."""
 
     def summary(self) -> str:
-        """Return the last sample, the loss curve and the figures of the run."""
+        """Return the last sample, the loss curve and the metrics of the run."""
         from flatout.terminal import closing
 
         parts = [closing(self.model_dump())]

@@ -68,7 +68,7 @@ def tune(
     tolerance. Speedups that the recipe names or leaves out stay as they are. Ctrl+C writes the best
     setting so far. The measured gains are kept for `auto`.
 
-    Raises: UsageError before anything is measured; RunFailed when no setting gives figures;
+    Raises: UsageError before anything is measured; RunFailed when no setting gives results;
             Interrupted when a signal arrives before that.
 
     After `--` comes the command of any PyTorch training script, to make that faster without an

@@ -272,7 +272,7 @@ def _run_problems(run: Path, newest_valid: Path | None) -> list[str]:
     known, kept = newest_valid and catalog.tokenizer_of(newest_valid), run / TOKENIZER
     if known is not None and kept.exists() and sha256(kept) != known:
         problems.append(
-            f"{kept} is damaged or was replaced: the model was trained with another tokenizer."
+            f"{kept} is damaged or was replaced: the model was trained with a different tokenizer."
         )
     return problems
 

@@ -27,7 +27,7 @@ _KINDS = {
     "finite": "a finite number",
 }
 _SPELT = {"[]": "none", "True": "true", "False": "false"}
-"""How an override has a value that Python writes in another way."""
+"""How an override has a value that Python writes in a different way."""
 
 
 class ForeignKeys(ConfigError):

@@ -75,7 +75,8 @@ def render(
             where = f", line {answer['line']}," if answer.get("line") else ""
             yield DataError(
                 f"The chat template {name}{where} fails: {answer['fails']}.",
-                fix="Correct it, or use another: --chat chatml, --chat plain or --chat FILE.",
+                fix="Correct it, or use a different one: --chat chatml, --chat plain or --chat "
+                "FILE.",
             )
         else:
             yield [Rendered(text, shared) for text, shared in answer["rendered"]]

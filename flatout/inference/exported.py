@@ -36,7 +36,8 @@ def is_run(path: Path | str | None) -> bool:
 def require_scorable(folder: Path, *, trust_code: bool = False) -> None:
     """Check that transformers can load an export, and that the code in it may be imported.
 
-    Raises: ConfigError for an export of another format; UntrustedCode; CheckpointError when a file
+    Raises: ConfigError for an export of a different format; UntrustedCode; CheckpointError when a
+    file
             of the configuration is missing or damaged.
     """
     made_for = format_of(folder)

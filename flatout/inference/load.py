@@ -138,7 +138,7 @@ def load_model(
         return load_run(folder, checkpoint, trust_code=trust_code, progress=progress)
     if checkpoint != "best":
         raise ConfigError(
-            f"{model} is a single model; --checkpoint {checkpoint} cannot choose another.",
+            f"{model} is a single model; --checkpoint {checkpoint} cannot choose a different one.",
             fix="Leave --checkpoint out, or name a run.",
         )
     found = find_model(str(model), progress=progress)
@@ -176,7 +176,7 @@ def _usable_speedups(config: RunConfig, precision: Arithmetic) -> Iterator[str]:
     machine = probe()
     names = () if isinstance(config.speedups, str) else config.speedups
     for name in names:
-        if ":" not in name and name not in SPEEDUPS.names():  # of another version
+        if ":" not in name and name not in SPEEDUPS.names():  # of a different version
             continue
         speedup = SPEEDUPS.get(name)
         if precision == "fp32" and _lowers_precision(speedup):

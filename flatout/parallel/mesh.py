@@ -100,7 +100,7 @@ class Mesh(Ranks):
     def sum(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Return the sums over all processes, by one all-reduce in float64, exact up to 2^53.
 
-        Shapes:  any; meant for the few figures of a step.
+        Shapes:  any; meant for the few numbers of a step.
         Returns: one tensor per argument, with its shape and dtype.
         """
         if self.world_size == 1:

@@ -30,8 +30,8 @@ from flatout.launch import LAUNCHER
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 USE_TORCHRUN = "Start with `torchrun --nproc-per-node N -m flatout ...`, which sets all of them."
 OTHER_PORT = (
-    "Set another MASTER_PORT for all processes of the run; `torchrun --standalone` finds a free "
-    "one."
+    "Set a different MASTER_PORT for all processes of the run; `torchrun --standalone` finds a "
+    "free one."
 )
 OF_A_GPU = "cpu:gloo,cuda:nccl"
 """NCCL moves tensors of GPUs; objects, such as the plan of a run, and offloaded tensors take the

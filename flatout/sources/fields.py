@@ -172,7 +172,7 @@ def _unusable(row: JsonObject, value: Any, where: Location, field: str, option: 
         return no_field(where, field, names, option)
     kind = _KINDS.get(type(value), type(value).__name__)
     fix = (
-        f"Repair the row, name another field with {option}, "
+        f"Repair the row, name a different field with {option}, "
         "or skip such rows with --on-bad-row skip."
     )
     what = f"has {field!r}, but it is {kind}, not text"

@@ -109,7 +109,7 @@ def _nothing(target: Path, wanted: Wanted, others: list[str]) -> DataError:
     if not others:
         return DataError(
             f"{target} is an empty directory.",
-            fix=f"Put files that end in {endings} there, or name another directory.",
+            fix=f"Put files that end in {endings} there, or name a different directory.",
         )
     ((suffix, _),) = Counter(map(full_suffix_of, others)).most_common(1)
     return DataError(

@@ -18,7 +18,8 @@ def keep_freed_memory() -> None:
     """Tell glibc's allocator to return no memory to the system, for the rest of this process.
 
     By default it maps each large tensor anew, and the system clears every page at first touch.
-    With another C library, on which a run that started with glibc may resume, this does nothing.
+    With a different C library, on which a run that started with glibc may resume, this does
+    nothing.
     Cost: the process keeps the peak of the memory it used.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
@@ -38,7 +39,7 @@ SPEEDUP = Speedup(
         lambda _machine, _config: (
             None
             if platform.libc_ver()[0] == "glibc"
-            else "It needs glibc's allocator, and this Python uses another C library."
+            else "It needs glibc's allocator, and this Python uses a different C library."
         ),
     ),
     rank=810,

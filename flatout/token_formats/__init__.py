@@ -50,7 +50,7 @@ class Piece:
     weight: int = 1
     """Its share of `Tokens.weight`."""
     ends: Array | None = None
-    """The positions in `tokens` after each document's last token; None if the format does not have them.
+    """The positions in `tokens` after each document's last token; None if unknown.
     """
 
 
@@ -100,7 +100,8 @@ def tokens_field(names: Sequence[str], reading: Reading, path: Path, kind: str) 
     shown = ", ".join(map(repr, names[:10])) or "none"
     if reading.field is not None:
         raise DataError(
-            f"{path} has no {kind} {reading.field!r}.", fix=f"Name another with --field: {shown}."
+            f"{path} has no {kind} {reading.field!r}.",
+            fix=f"Name a different one with --field: {shown}.",
         )
     if usual or len(names) == 1:
         return usual[0] if usual else names[0]

@@ -86,7 +86,7 @@ def require_shared(ranks: Ranks, lock: Path, *, wait_s: float = SHARED_WAIT_S) -
     while (
         not (seen := lock.exists() and _text(lock) in {"", written}) and time.monotonic() < give_up
     ):
-        time.sleep(0.2)  # a network file system may show another machine's files late
+        time.sleep(0.2)  # a network file system may show the files of other machines late
     found: list[bool] = [False] * ranks.world_size
     dist.all_gather_object(found, seen)
     if not seen:

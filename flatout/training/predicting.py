@@ -66,7 +66,7 @@ def forecast(request: RunRequest, plan: RunPlan) -> Forecast:
 def predict(run: Run, known: Forecast) -> JsonObject:
     """Return what is predicted for a run that is built and restored, with the sources.
 
-    The names are those of the summary's measured figures.
+    The names are those of the summary's measured metrics.
     """
     memory = known.memory
     time = predict_time(

@@ -64,7 +64,7 @@ from flatout.training.warmup import warm_up
 from flatout.training.watchdog import Watchdog
 
 FEW_ROWS = 0.1
-"""Share of the embedding below which a dataset was probably prepared with another tokenizer."""
+"""Share of the embedding below which a dataset was probably prepared with a different tokenizer."""
 
 
 def run_training(

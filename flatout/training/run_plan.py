@@ -215,7 +215,7 @@ def _with_fewer_rows(request: RunRequest, config: RunConfig) -> RunConfig:
     if not isinstance(chosen, int) or not isinstance(rows, int) or rows >= chosen:
         return config
     per_step = chosen * (config.batch.accumulate or 1)
-    if per_step % rows:  # from another number of processes
+    if per_step % rows:  # from a different number of processes
         return config
     return config.with_values({"batch.rows_per_device": rows, "batch.accumulate": per_step // rows})
 
@@ -277,7 +277,7 @@ def how_to_train_on(
     if step >= (train.steps or 0):
         if config.schedule.kind in {"cosine", "linear"}:
             other = f"--resume {in_shell(folder)} --run-dir DIR"
-            return f"start another run: {other}, with a larger train.steps"
+            return f"start a new run: {other}, with a larger train.steps"
         return f"set train.steps to more than {train.steps}"
     with parsing(folder / layout.SUMMARY):
         stopped_early = summary.get("stopped_early") and step == summary["steps"]

@@ -110,7 +110,7 @@ CASES = [
         written("train.bin", bytes(range(256)) * 8 + b"\0"),
     ),
     case(
-        "raw tokens of another tokenizer",
+        "raw tokens of a different tokenizer",
         "import train.bin --out data/new --tokenizer byte",
         ("train.bin, token 1", "outside the vocabulary"),
         "--tokenizer",
@@ -284,7 +284,7 @@ CASES = [
         lambda w: expanded_chunk(w, 9_000),
     ),
     case(
-        "a chunk from another tokenizer",
+        "a chunk from a different tokenizer",
         IMPORT,
         ("chunk_000000.pt, token 2", "999", "257"),
         "--tokenizer",
@@ -304,7 +304,7 @@ CASES = [
         "an import into a directory with another dataset",
         f"{IMPORT} --split 'tail 0.5'",
         ("data/new", "split is 'tail 0.1', and 'tail 0.5' is requested"),
-        "another --out",
+        "a different --out",
         lambda w: (tensor(w, [1, 2, 256] * 10), chunks_imported(w)),
     ),
     case(

@@ -26,7 +26,7 @@ KILLS_PER_CALL = 2
 
 
 class Mirrored:
-    """A run directory with a mirror in another directory, which has its name."""
+    """A run directory with a mirror in a different directory, which has its name."""
 
     def __init__(self, target, folder, *more):
         self.target, self.run, self.there = target, folder / "run", folder / "mirror" / "run"

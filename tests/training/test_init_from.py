@@ -206,7 +206,7 @@ def test_another_tokenizer_of_the_same_size_is_refused(tiny_config, source, tmp_
     assert read_config(tmp_path / "source").model.vocab_size == tokenizer.vocab_size
     with pytest.raises(
         CheckpointError,
-        match=r"two was prepared with another tokenizer.*--tokenizer .*source/tokenizer\.json",
+        match=r"two was prepared with a different tokenizer.*--tokenizer .*source/tokenizer\.json",
     ):
         run_training(
             tiny_config(data__path=folders[1], train__init_from=str(tmp_path / "source")),

@@ -196,7 +196,7 @@ class Tokenizer(ABC):
 
     @final
     def with_engine(self, engine: str) -> Self:
-        """Return a copy of this tokenizer that uses another engine."""
+        """Return a copy of this tokenizer that uses a different engine."""
         copy = object.__new__(type(self))
         copy.__dict__ |= self.__dict__ | {"engine": engine}
         copy.__dict__.pop("encoder", None)
@@ -338,7 +338,7 @@ def engine_failures(name: str, offset: int = 0) -> Iterator[None]:
         reason = str(error).strip().partition("\n")[0].rstrip(".")
         raise NotEncodable(
             f"The tokenizer {name!r} fails: {reason}.",
-            fix=f"Use another tokenizer, or {SKIP_DOCUMENTS}",
+            fix=f"Use a different tokenizer, or {SKIP_DOCUMENTS}",
         ) from error
 
 

@@ -53,7 +53,7 @@ REFUSED = 3
 """The exit code of a process that reports an error."""
 _PROGRAM = """import sys; sys.path[:] = {path!r}
 from flatout.data.tokenizers import try_out; sys.exit(try_out({name!r}, {cpu_s}))"""
-_FIX = "Use another tokenizer, or get the file again from where it was published."
+_FIX = "Use a different tokenizer, or get the file again from where it was published."
 _PATTERN_FIX = "Correct --pattern: it must match every part of a text, and never the empty string."
 
 

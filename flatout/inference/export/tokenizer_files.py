@@ -26,7 +26,7 @@ SAMPLES = (
 TOKENIZER_CLASS = "PreTrainedTokenizerFast"
 """The class of transformers that uses a tokenizer.json as it is."""
 SAMPLE_IDS = 2000
-"""Ids of the vocabulary, drawn at random, whose text is another sample."""
+"""Ids of the vocabulary, drawn at random, whose text is a different sample."""
 
 
 def tokenizer_json(tokenizer: Tokenizer) -> Document:
@@ -123,7 +123,7 @@ def tokenizer_config(
     """Return the tokenizer_config.json beside a tokenizer.json.
 
     `token` is the end-of-text token, which also pads unless `named`, the special tokens by name,
-    has another; `max_tokens` are the positions of the model, None for any.
+    has a different one; `max_tokens` are the positions of the model, None for any.
     """
     result: JsonObject = {
         "tokenizer_class": TOKENIZER_CLASS,

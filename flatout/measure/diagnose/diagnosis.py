@@ -5,7 +5,7 @@ A rule is a function in a file of `measure/rules/`:
     @rule()
     def slow_save(evidence: Evidence) -> Finding | None:
 
-It must be silent on a healthy run, and when the figures that it needs are None.
+It must be silent on a healthy run, and when the values that it needs are None.
 `diagnosis_of(evidence)` calls every rule, for `diagnose` and for `flatout.watch`. No torch.
 """
 

@@ -150,7 +150,7 @@ def require_writable(path: Path) -> None:
 
     Raises: ConfigError when the path has a file that `--fix` did not write, or has no directory.
     """
-    other = "Choose another file with --out FILE."
+    other = "Choose a different file with --out FILE."
     if not path.parent.is_dir():
         raise ConfigError(f"There is no directory {path.parent}.", fix=f"Create it. {other}")
     if path.is_dir():

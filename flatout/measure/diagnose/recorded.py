@@ -46,7 +46,7 @@ FAILED = 1
 
 
 class Events:
-    """The lines of events.jsonl; fields of another type than expected are left out."""
+    """The lines of events.jsonl; fields of a different type than expected are left out."""
 
     def __init__(self, lines: Sequence[Mapping[str, Any]]) -> None:
         self.lines = lines
@@ -56,7 +56,7 @@ class Events:
         return [line for line in self.lines if line["event"] in kinds]
 
     def numbers(self, name: str, *kinds: str) -> list[float]:
-        """Return a figure of all events of some kinds that have it."""
+        """Return a value of all events of some kinds that have it."""
         found = (finite_numbers(line).get(name) for line in self.of(*kinds))
         return [number for number in found if number is not None]
 
@@ -107,7 +107,7 @@ def recorded_evidence(folder: Path) -> Evidence:
 
 
 def series_of(records: Records, name: str) -> tuple[tuple[int, float], ...]:
-    """Return (step, figure) of each record; a figure that a record leaves out was not finite."""
+    """Return (step, value) of each record; a value that a record omits was not finite."""
     return tuple((int(record["step"]), record.get(name, math.nan)) for record in records)
 
 

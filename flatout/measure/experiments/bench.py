@@ -120,7 +120,7 @@ def run_bench(
 
 
 def require_figures(schedule: Schedule, out: Path) -> None:
-    """Check that at least one trial gave figures.
+    """Check that at least one trial gave results.
 
     Raises: Interrupted after a signal; otherwise RunFailed, with the result of the first trial.
     """
@@ -147,7 +147,7 @@ def require_figures(schedule: Schedule, out: Path) -> None:
 
 
 def notes(experiment: Experiment, schedule: Schedule, rows: Sequence[Row]) -> list[str]:
-    """Return notes for the reader on how the figures were measured."""
+    """Return notes for the reader on how the results were measured."""
     found, done = [], schedule.trials.done
     is_complete = schedule.ended_by_signal is None
     if not is_complete:
@@ -246,7 +246,7 @@ def results_dir(config: RunConfig, kind: str, out: Path | None) -> Path:
         )
         raise ConfigError(
             f"{out} contains the bench of {one}; this one is of {other}.",
-            fix="Choose another directory with --out DIR.",
+            fix="Choose a different directory with --out DIR.",
         )
     return out
 

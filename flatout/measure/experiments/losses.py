@@ -81,7 +81,7 @@ class Trials:
         return [trial for trial in self.done if trial.point == point and not trial.deterministic]
 
     def ok(self, point: str) -> dict[int, TrialResult]:
-        """Return the point's timed results with figures, by round."""
+        """Return the point's successful timed results, by round."""
         return {trial.round: trial.result for trial in self.timed(point) if trial.result.is_ok}
 
     def deterministic(self, point: str) -> TrialResult | None:
@@ -103,7 +103,7 @@ class Trials:
         return [(one.tokens_per_s or 0.0) / (other.tokens_per_s or 1.0) for one, other in pairs]
 
     def noise(self) -> Spread:
-        """Return the noise of a ratio: of all points to the first one that has figures."""
+        """Return the noise of a ratio: of all points to the first one that has results."""
         points = dict.fromkeys(trial.point for trial in self.done if self.ok(trial.point))
         base, *others = points or [""]
         return spread(self.ratios(point, base) for point in others)
@@ -151,7 +151,7 @@ class Trials:
         )
 
     def measured(self, row: Row, point: str) -> Row:
-        """Return a row with the figures of a point, or the reason why there are none."""
+        """Return a row with the results of a point, or the reason why there are none."""
         results, rates = list(self.ok(point).values()), self.rates(point)
         failed = next((t.result for t in self.timed(point) if not t.result.is_ok), None)
         if not results:

@@ -1,4 +1,4 @@
-"""The records of experiments, as JSON has them: a trial, a figure, a row of a table. No torch."""
+"""The records of experiments, as JSON has them: a trial, a number, a row of a table. No torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PARTS = ("batch", "checkpointing", "speedups", "prefetch")
 LEAST_MINUTES = 1.0
 """The shortest time limit of tune: in less, hardly more than the start of one trial fits."""
 UNSURE = "unsure: too few repeats"
-"""A gain without an interval, which is not shown as a figure."""
+"""A gain without an interval, which is not shown as a number."""
 TIME_WAS_UP, INTERRUPTED = "the time was up", "it was interrupted"
 """Why a point has no trial."""
 Status = Literal["ok", "out-of-memory", "failed", "timed-out"]
@@ -40,7 +40,7 @@ class TrialSpec(Stored):
 
 
 class Steps(Stored):
-    """The figures of a trial's steps, or their medians over repeats."""
+    """The results of a trial's steps, or their medians over repeats."""
 
     step_ms: float | None = None
     """Mean time of a measured step."""
@@ -76,7 +76,7 @@ class TrialResult(Steps):
     warmup_s: float | None = None
     """Seconds of the warm-up."""
     settled: bool | None = None
-    """Whether the step time was steady at its end; if not, the figures may be too low."""
+    """Whether the step time was steady at its end; if not, the results may be too low."""
     measured_steps: int | None = None
     """Steps that were measured."""
     speedups: list[str] = Field([])
@@ -92,7 +92,7 @@ class TrialResult(Steps):
 
     @property
     def is_ok(self) -> bool:
-        """Whether there are figures."""
+        """Whether there are results."""
         return self.status == "ok"
 
 
@@ -106,11 +106,11 @@ class Trial(Stored):
     seed: int
     """train.seed, the same for all points of a round."""
     result: TrialResult
-    """Its figures, or why there are none."""
+    """Its results, or why there are none."""
     deterministic: bool = False
     """Whether it ran with train.deterministic=true to check an exact tolerance.
 
-    Only its losses are used; its other figures are in no row."""
+    Only its losses are used; its other results are in no row."""
 
 
 class Figure(Stored):
@@ -181,7 +181,7 @@ class Row(Steps, LossCheck):
     reason: str | None = None
     """Why it is not ok, or why it has fewer repeats."""
     repeats: int = 0
-    """Trials with figures."""
+    """Trials with results."""
     tokens_per_s: Figure | None = None
     """Tokens per second of measured time."""
     gain: Figure | None = None

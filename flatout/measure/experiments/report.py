@@ -74,7 +74,7 @@ class Measurement(Result):
     ended_by_signal: int | None = None
     """The signal that interrupted it: 2 for Ctrl+C, 15 for SIGTERM; null for none."""
     trials: list[Trial]
-    """Every trial: the point, the round, the seed and the figures."""
+    """Every trial: the point, the round, the seed and the results."""
 
     @property
     def exit_code(self) -> int:
@@ -99,13 +99,13 @@ class Bench(Measurement):
     repeats: int
     """Rounds that were started."""
     notes: list[str]
-    """Notes for the reader on how the figures were measured."""
+    """Notes for the reader on how the results were measured."""
     rows: list[Row]
     """The lines of the table."""
     total_speedup: float | None = None
     """Speed of the full set relative to the baseline.
 
-    null in a sweep, or when one of the two has no figures."""
+    null in a sweep, or when one of the two has no results."""
     total_speedup_low: float | None = None
     """Lower end of its 94% interval; null with too few repeats."""
     total_speedup_high: float | None = None
@@ -223,7 +223,7 @@ class Bench(Measurement):
         )
 
     def _setting(self) -> str:
-        """Return where and how the figures were measured, in one line."""
+        """Return where and how the results were measured, in one line."""
         versions = {name: self.environment.get(name) for name in ("torch", "threads")}
         facts = [
             self.machine,
@@ -238,7 +238,7 @@ class Bench(Measurement):
 
 
 def row_lines(rows: Sequence[Row]) -> list[str]:
-    """Return rows as a Markdown table; a row without figures shows the reason."""
+    """Return rows as a Markdown table; a row without results shows the reason."""
     is_sweep = rows[0].kind == "point"
     names = [name for name in COLUMNS if not (is_sweep and name in ("gain", "losses"))]
     lines = [f"| {' | '.join(names)} |", f"|{'---|' * len(names)}"]
@@ -264,7 +264,7 @@ def row_lines(rows: Sequence[Row]) -> list[str]:
 
 
 def absence(row: Row) -> str:
-    """Return why a row has no figures."""
+    """Return why a row has no results."""
     prefix = {"timed-out": "took too long: ", "failed": "failed: "}.get(row.status, "")
     return f"{prefix}{row.reason}"
 

@@ -240,13 +240,13 @@ class Schedule:
             self.ended_by_signal, self.trials.stopped_by = signal_of(interruption), INTERRUPTED
 
     def require_uninterrupted(self) -> None:
-        """Check that no signal came before there were figures.
+        """Check that no signal came before there were results.
 
         Raises: Interrupted.
         """
         if self.ended_by_signal is not None:
             raise Interrupted(
-                "Interrupted before any trial had given figures.",
+                "Interrupted before any trial had a result.",
                 fix="Run it again.",
                 signal_number=self.ended_by_signal,
             )

@@ -85,7 +85,7 @@ def run_tune(
     """Search, write the recipe to `out`, and return what was found.
 
     Gains of speedups are also kept in `cache`, unless that is None; `auto` then uses them.
-    Raises: UsageError before anything is measured; RunFailed when no setting gives figures;
+    Raises: UsageError before anything is measured; RunFailed when no setting gives results;
             Interrupted when a signal arrives before that.
     """
     start_s, began = clock(), datetime.now().astimezone().isoformat(timespec="seconds")
@@ -151,9 +151,9 @@ def run_tune(
 def require_writable(out: Path) -> None:
     """Check, before anything is measured, that tuned.yaml can be written.
 
-    Raises: ConfigError when the path has another file, or cannot be written.
+    Raises: ConfigError when the path has a different file, or cannot be written.
     """
-    other = "Choose another file with --out FILE."
+    other = "Choose a different file with --out FILE."
     if out.is_dir():
         raise ConfigError(f"{out} is a directory.", fix=other)
     try:
@@ -167,7 +167,7 @@ def require_writable(out: Path) -> None:
 
 
 def require_figures(search: Search, resolved: Resolved) -> Setting:
-    """Return the best setting, once some setting has given figures.
+    """Return the best setting, once some setting has a result.
 
     Raises: Interrupted after a signal; HardwareError when nothing fits by estimate; otherwise
             RunFailed, with the last failure.
@@ -262,7 +262,7 @@ class Search:
         self.start = space.start
         """The first setting that could be measured: what `auto` chose, unless that failed."""
         self.best: Setting | None = None
-        """None until a setting has given figures."""
+        """None until a setting has a result."""
         self.round = 0
         self._run_tokens = (resolved.train.steps or 1) * self.tokens_per_step
         self._total_s = schedule.budget.left_s
@@ -313,7 +313,7 @@ class Search:
         return max(rest_s, SAFETY * max(map(self.schedule.budget.expected_s, ok), default=0.0))
 
     def is_ok(self, setting: Setting) -> bool:
-        """Return whether the setting was measured, and its last trial gave figures."""
+        """Return whether the setting was measured, and its last trial gave results."""
         return setting in self.results and self.results[setting].is_ok
 
     def _point(self, setting: Setting) -> Point:
@@ -463,7 +463,7 @@ class Search:
         return self.interval(tried.after, tried.before) if self.is_ok(tried.after) else None
 
     def _ranked(self, moves: Sequence[Tried]) -> list[Tried]:
-        """Return the moves, the largest gain first, those without figures last."""
+        """Return the moves, the largest gain first, those without results last."""
         return sorted(moves, key=lambda tried: -(self._gain(tried) or (0.0, 0.0, 0.0))[1])
 
     def _is_decided(self, tried: Tried) -> bool:

@@ -85,7 +85,7 @@ class MeshChoice(Stored):
 
 
 class Plan(Result):
-    """What a run will need; unknown figures are null."""
+    """What a run will need; unknown numbers are null."""
 
     recipe: str
     """Name of the recipe."""
@@ -115,7 +115,7 @@ class Plan(Result):
     memory_error: float | None
     """Relative error to expect of the memory; null: not known."""
     peak_gib: float | None
-    """The figure that `train` will report as peak_gib."""
+    """The number that `train` will report as peak_gib."""
     fits: bool | None
     """Whether it fits in the memory that is available now; null: not known."""
     rows_per_device: int

@@ -1,4 +1,4 @@
-"""What a profile found: its figures, as `--json` and profile.json have them, and their text."""
+"""What a profile found: its numbers, as `--json` and profile.json have them, and their text."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Profile(Result):
     outside_ms: float | None = None
     """Time of an average profiled step outside of kernels: a GPU idles, a CPU runs Python."""
     roofline: ProfileRoofline
-    """What this device can do at most, and the source of each figure."""
+    """What this device can do at most, and the source of each number."""
     gaps: tuple[Gap, ...] | None = None
     """The longest times of one step at which the device idles; null without a GPU."""
     device_idle: float | None = None

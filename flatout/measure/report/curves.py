@@ -23,7 +23,7 @@ Array = NDArray[np.float64]
 POSITIONS = ("step", "tokens", "elapsed_s")
 """What a curve can be drawn against."""
 NUMBERS = {int, float, NoneType}
-"""Types of a figure; null is a value that was not finite."""
+"""Types of a metric; null is a value that was not finite."""
 MAX_EVENTS = 20_000
 """Events beyond this number are left out."""
 INTERVALS = 600
@@ -36,7 +36,7 @@ MIN_FOR_TREND = 4 * TREND_INTERVALS
 
 @dataclass(frozen=True)
 class Curve:
-    """One figure of a run at each record that has it; all arrays have the same length."""
+    """One metric of a run at each record that has it; all arrays have the same length."""
 
     step: Array
     tokens: Array
@@ -110,7 +110,7 @@ class RunData(RunLog):
         return max(self.curves.values(), key=lambda curve: len(curve.step), default=None)
 
     def values(self, figure: str) -> Array:
-        """Return the finite values of a figure."""
+        """Return the finite values of a metric."""
         curve = self.curves.get(figure)
         return np.array([]) if curve is None else curve.value[np.isfinite(curve.value)]
 

@@ -205,7 +205,7 @@ def host_sync(evidence: Evidence) -> Finding | None:
             f"Each step reads {reads:.0f} values of tensors{where}. On a CPU that costs little; on "
             "a GPU each makes the host wait."
         )
-    text = "Keep figures on the device, and read them every few steps, one step late."
+    text = "Keep values on the device, and read them every few steps, one step late."
     return Finding(
         verdict=verdict,
         harm=harm,
@@ -317,7 +317,7 @@ def gpu_shared(evidence: Evidence) -> Finding | None:
         verdict=f"{who} {gpu.other_memory_gib:.1f} GiB of its memory, and may take its time.",
         harm="warns",
         figures={"processes": count, "memory_gib": gpu.other_memory_gib},
-        fixes=[fix("End them (`nvidia-smi` lists them), or use another GPU.")],
+        fixes=[fix("End them (`nvidia-smi` lists them), or use a different GPU.")],
     )
 
 

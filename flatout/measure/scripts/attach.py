@@ -397,7 +397,7 @@ class Attachment:
             return
         self._has_loss = True
         self._has_anomaly_detection |= torch.is_anomaly_enabled()
-        with suppress(AttributeError):  # a graph of another kind
+        with suppress(AttributeError):  # a graph of a different kind
             self._graphs.mark(loss)
         self._is_true_loss |= recording is not None and recording.loss() is loss
         loop.log({"loss": loss}, step=loop.steps + 1)

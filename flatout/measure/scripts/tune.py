@@ -461,11 +461,11 @@ def writable(out: Path, patch: Path | str | None) -> Path:
     for path in (out, Path(patch or out)):
         if not path.absolute().parent.is_dir():
             raise ConfigError(
-                f"There is no directory {path.parent}.", fix="Create it, or name another path."
+                f"There is no directory {path.parent}.", fix="Create it, or name a different path."
             )
     if out.exists() and not (out / FILE).is_file() and (out.is_file() or any(out.iterdir())):
         raise OutputInUse(
-            f"{out} exists and is not of an earlier tune.", fix="Choose another --out."
+            f"{out} exists and is not of an earlier tune.", fix="Choose a different --out."
         )
     return out
 

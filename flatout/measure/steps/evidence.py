@@ -66,7 +66,7 @@ class Phases(Stored):
     optimizer_s: float | None = None
     """The optimizer's steps, with gradient clipping where it can be told apart."""
     logging_s: float | None = None
-    """Reading figures back, writing them, callbacks."""
+    """Reading values back, writing them, callbacks."""
     evaluation_s: float | None = None
     """Evaluation and samples, divided by the steps between them."""
     checkpoint_s: float | None = None
@@ -367,7 +367,7 @@ class Evidence(Stored):
     world_size: int = 1
     """Processes of the run."""
     steps: int | None = None
-    """Steps that the figures are averages of."""
+    """Steps that the numbers are averages of."""
     step_s: float | None = None
     """Seconds from the start of a step to the start of the next, on average, all included."""
     phases: Phases = Phases()
@@ -410,7 +410,7 @@ class Evidence(Stored):
     skipped_steps: int | None = None
     """Updates that float16 skipped."""
     failure: Failure | None = None
-    """Why there are no figures, or why the run ended."""
+    """Why there are no numbers, or why the run ended."""
     remaining_s: float | None = None
     """Seconds that the run has left; gains are weighed against them."""
     machine_lines: tuple[tuple[str, str], ...] = ()

@@ -343,7 +343,7 @@ def unprofiled(why: str) -> str:
 
 @contextmanager
 def threads(number: int) -> Iterator[None]:
-    """Use another number of threads for an operation inside the block."""
+    """Use a different number of threads for an operation inside the block."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:

@@ -352,7 +352,7 @@ class LoopTimer:
 
     @safe
     def log(self, figures: Mapping[str, Any], *, step: int) -> None:
-        """Keep figures of a step for the records.
+        """Keep metrics of a step for the records.
 
         Shapes: each tensor has one element.
         """

@@ -171,7 +171,7 @@ class Watch:
             self._loop.leave(name)
 
     def log(self, **figures: Any) -> None:
-        """Log figures of the current step, such as loss=loss, lr=lr. Tensors are read later.
+        """Log metrics of the current step, such as loss=loss, lr=lr. Tensors are read later.
 
         Shapes: each tensor has one element.
         """

@@ -205,11 +205,11 @@ def read_manifest(checkpoint: Path) -> Manifest:
             f"{FORMAT_VERSION}.",
             fix="Install a newer flatout.",
         )
-    manifest = read_model(path, Manifest, fix="Use another checkpoint.")
+    manifest = read_model(path, Manifest, fix="Use a different checkpoint.")
     if manifest.step != step:
         raise CheckpointError(
             f"{path} is damaged: it is the manifest of step {manifest.step}.",
-            fix="Use another checkpoint.",
+            fix="Use a different checkpoint.",
         )
     return manifest
 
@@ -338,7 +338,7 @@ def require_complete(
     if problems:
         raise CheckpointError(
             problems[0],
-            fix=f"Use another checkpoint than {checkpoint}, or restore that file from a copy.",
+            fix=f"Use a different checkpoint than {checkpoint}, or restore that file from a copy.",
         )
 
 

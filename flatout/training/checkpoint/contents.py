@@ -63,8 +63,8 @@ def stored_tensors(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
 def content_problems(checkpoint: Path) -> list[str]:
     """Return what is wrong with the content of a checkpoint whose files match its manifest.
 
-    Tensors that the files lack or have with another dtype or shape, slices that do not cover their
-    tensor, a state of another step, and a missing base of LoRA adapters.
+    Tensors that the files lack or have with a different dtype or shape, slices that do not cover
+    their tensor, a state of another step, and a missing base of LoRA adapters.
     """
     try:
         index = read_index(checkpoint)

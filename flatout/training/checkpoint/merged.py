@@ -136,7 +136,7 @@ def load_initial_weights(core: LanguageModel, source: Path, progress: Progress =
 
     Every rank calls it and keeps its part. Memory: one tensor at a time, besides the model.
 
-    Raises: CheckpointError when a tensor cannot be read or has another shape.
+    Raises: CheckpointError when a tensor cannot be read or has a different shape.
     """
     weights = (
         ForeignWeights(find_model(str(source)), core.config)

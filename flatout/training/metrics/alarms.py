@@ -1,7 +1,7 @@
 """Alarms of a run: something got worse and stays so, with the step and the most likely cause.
 
 An alarm is an event `alarm`, its end an event `alarm_over`. There is one per episode. They come
-from the figures of the run's records, so that a step pays nothing for them.
+from the metrics of the run's records, so that a step pays nothing for them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MEMORY = {
     "mem/allocated_gib": ("memory", "The GPU memory of this run"),
     "mem/process_gib": ("host_memory", "The memory of this process"),
 }
-"""Kind of an alarm and its subject, by the figure that creeps."""
+"""Kind of an alarm and its subject, by the metric that creeps."""
 RATE, STEP, WAIT, HOST, DEVICE = (
     "perf/tokens_per_s",
     "perf/step_ms",
@@ -53,7 +53,7 @@ class Alarms:
         last_step: int,
         have_gib: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
-        """`have_gib` is the memory that there is, by the figure that creeps."""
+        """`have_gib` is the memory that there is, by the metric that creeps."""
         self._surroundings = surroundings
         self._last_step = last_step
         self._have_gib = have_gib

@@ -22,11 +22,11 @@ class Observer(Protocol):
         return  # an empty body would make the method abstract for type checkers
 
     def on_tick(self, step: int, last_step: int) -> None:
-        """Called every step, without figures, when step `step` of `last_step` is queued."""
+        """Called every step, without metrics, when step `step` of `last_step` is queued."""
         return
 
     def on_record(self, record: Mapping[str, float]) -> None:
-        """Receive a line of metrics.jsonl: the run's position and its figures."""
+        """Receive a line of metrics.jsonl: the run's position and its metrics."""
         return
 
     def on_event(self, event: JsonObject) -> None:

@@ -105,7 +105,7 @@ class Records:
         self._evaluated = last["step"] if "val/loss" in last else None
 
     def write(self, record: Mapping[str, float]) -> tuple[JsonObject, bool]:
-        """Write a record without its non-finite figures, which JSON cannot represent.
+        """Write a record without its non-finite metrics, which JSON cannot represent.
 
         The evaluation at the step of the resume is not written a second time: a run that is killed
         after its last evaluation evaluates again.
@@ -169,6 +169,6 @@ def _damage(path: Path, kept: Sequence[str], saved: CheckpointInfo | None) -> st
     what = f"has lost {counted(lost, 'record')}" if lost > 0 else "was changed or damaged"
     return (
         f"{path} {what} since the checkpoint of step {saved.step} was saved. Training continues; "
-        "curves and reports have gaps or wrong figures before that step, unless you restore the "
+        "curves and reports have gaps or wrong metrics before that step, unless you restore the "
         "file from a copy."
     )

@@ -48,12 +48,12 @@ from flatout.training.run_dir.data_location import require_same_data, require_to
 from flatout.training.run_dir.resume import UNSEALED_KEYS, continued
 
 START_WITHOUT = (
-    "Choose another run directory with --run-dir DIR, or set checkpoint.mirror=none to start "
+    "Choose a different run directory with --run-dir DIR, or set checkpoint.mirror=none to start "
     "without it."
 )
 OTHER_NAME = (
-    "If it is another run, choose a run directory with another name with --run-dir DIR, or set "
-    "another checkpoint.mirror."
+    "If it is another run, choose a run directory with a different name with --run-dir DIR, or set "
+    "a different checkpoint.mirror."
 )
 CONFIGURATION = (layout.REQUESTED, layout.CONFIG, COPY)
 
@@ -93,8 +93,8 @@ def restore_lost(
         raise CheckpointError(
             f"--resume never would overwrite {url}, which contains the checkpoint of step "
             f"{max(there)}.",
-            fix="Choose another directory with --run-dir DIR, another checkpoint.mirror, or resume "
-            "with --resume auto.",
+            fix="Choose a different directory with --run-dir DIR, a different checkpoint.mirror, "
+            "or resume with --resume auto.",
         )
     usable = "usable checkpoint" if are_damaged else "checkpoint"
     progress.say(f"{folder} has no {usable}: restoring it from {url}.")
@@ -211,7 +211,7 @@ def _there(error: FlatoutError, copy: Path, url: str) -> str:
 
 
 def _restore_config(copy: Path, folder: Path, requested: RunConfig, trust_code: bool) -> None:
-    """Store the configuration; `requested` may set another checkpoint.dir: its disk may be gone.
+    """Store the configuration; `requested` may set a different checkpoint.dir if a disk is gone.
 
     It replaces one that is here: the checkpoints were trained with it.
     """
@@ -300,7 +300,7 @@ def _pull(
             if only in ("", name)
         ],
         target,
-        fix="Use another checkpoint.",
+        fix="Use a different checkpoint.",
         more_space="set checkpoint.dir to a directory on a larger disk",
         progress=progress,
         open_file=open_file,

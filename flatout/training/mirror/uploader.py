@@ -111,15 +111,15 @@ class Uploader(Quiet):
         if sender is None and self._store.top.files():
             raise CheckpointError(
                 f"{self.url} is not empty and is not the mirror of a run.",
-                fix="Set another checkpoint.mirror, or remove what is there.",
+                fix="Set a different checkpoint.mirror, or remove what is there.",
             )
         if record is None:
             if sender is not None and self._store.complete():
                 raise CheckpointError(
                     f"{self.url} contains the checkpoints of another run, {sender.run} on "
                     f"{sender.host}.",
-                    fix="Choose a run directory with another name with --run-dir DIR, or set "
-                    "another checkpoint.mirror.",
+                    fix="Choose a run directory with a different name with --run-dir DIR, or set "
+                    "a different checkpoint.mirror.",
                 )
             replaces = sender.id if sender else None
             record = Record(id=secrets.token_hex(16), url=self._store.url, replaces=replaces)

@@ -252,7 +252,7 @@ def require_free_disk(folder: Path, needed_bytes: int, *, directory: str | None 
     """Check that checkpoints of `needed_bytes` in total fit on the disk of the run's checkpoints.
 
     Existing checkpoints count as free space. `directory` is the run's `checkpoint.dir`.
-    Raises: HardwareError with both figures.
+    Raises: HardwareError with both numbers.
     """
     disk = existing(folder_in(directory, folder))
     saved = [catalog.checkpoint_path(folder, step) for step in catalog.steps(folder)]

@@ -112,7 +112,7 @@ def in_use(folder: Path) -> CheckpointError:
         who, stop = "another process", "kill it"
     return CheckpointError(
         f"{folder} is in use by {who}.",
-        fix=f"Wait until it has finished, stop it ({stop}), or choose another directory with "
+        fix=f"Wait until it has finished, stop it ({stop}), or choose a different directory with "
         "--run-dir DIR.",
     )
 

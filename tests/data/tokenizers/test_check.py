@@ -108,7 +108,7 @@ def test_harmful_file_is_refused_in_bounded_time(tmp_path, monkeypatch, parts, m
         rf".*({message})",
     ) as caught:
         load_tokenizer(path)
-    assert "another tokenizer" in caught.value.fix
+    assert "a different tokenizer" in caught.value.fix
     assert not (tmp_path / "cache").exists()
 
 

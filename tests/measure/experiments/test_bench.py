@@ -199,7 +199,7 @@ def test_an_interruption_keeps_the_trials(auto_config, tmp_path, error):
 
 
 def test_an_interrupted_bench_does_not_replace_a_better_one(auto_config, tmp_path):
-    with pytest.raises(Interrupted, match="before any trial had given figures") as stopped:
+    with pytest.raises(Interrupted, match="before any trial had a result") as stopped:
         bench(auto_config, MadeUp(stops_after=0), tmp_path)
     assert stopped.value.exit_code == 130
     assert not (tmp_path / "bench").exists()

@@ -143,7 +143,7 @@ def test_deterministic_runs_decide_an_exact_tolerance_where_runs_are_not_bit_equ
         row = rows["+ prefetch"]
         assert (row.within_tolerance, row.deterministic, row.compared_losses) == (kept, True, 10)
         assert row.loss_difference == pytest.approx(apart, rel=0.1)
-        assert rows["baseline"].repeats == 5, "their figures are in no row"
+        assert rows["baseline"].repeats == 5, "their results are in no row"
         assert rows["baseline"].tokens_per_s.median == pytest.approx(100.0)
 
 
@@ -221,4 +221,4 @@ def test_leaving_one_out_is_compared_with_the_full_set_only():
     rows = rows_of([*every_round(rates), bad("+ fused-adamw")])
     for name in ("all but prefetch", "all but fused-adamw", "all and bf16"):
         assert rows[name].tokens_per_s is not None
-        assert (rows[name].gain, rows[name].verdict) == (None, "the full set gave no figures")
+        assert (rows[name].gain, rows[name].verdict) == (None, "the full set was not measured")

@@ -1,4 +1,4 @@
-"""From a trace file to figures: a made-up GPU, and what happens without kernels."""
+"""From a trace file to numbers: a made-up GPU, and what happens without kernels."""
 
 from __future__ import annotations
 

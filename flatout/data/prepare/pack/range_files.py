@@ -136,7 +136,7 @@ def record_path(folder: Path, number: int) -> Path:
 def read_records(folder: Path) -> dict[int, RangeRecord]:
     """Return the records in a directory by their numbers.
 
-    Raises: DataError when one is damaged, or was written by another version of flatout.
+    Raises: DataError when one is damaged, or was written by a different version of flatout.
     """
     records = (
         read_stored(path, RangeRecord, work_dir=folder.parent) for path in folder.glob(f"*{RECORD}")
@@ -147,7 +147,7 @@ def read_records(folder: Path) -> dict[int, RangeRecord]:
 def read_stored(path: Path, model: type[Document], *, work_dir: Path) -> Document:
     """Return the JSON in a file of the work directory as a `model`.
 
-    Raises: DataError when it is damaged, or was written by another version of flatout.
+    Raises: DataError when it is damaged, or was written by a different version of flatout.
     """
     try:
         return model.model_validate_json(path.read_text(encoding="utf-8"))

@@ -41,7 +41,7 @@ from flatout.progress import SILENT, Progress
 from flatout.registry import DATASETS
 from flatout.sources.encodings import codec_of
 
-CHOOSE_ANOTHER = "Choose another --out, or remove what is there."
+CHOOSE_ANOTHER = "Choose a different --out, or remove what is there."
 _TEXTS = {"fingerprint": ("names", "text"), "val_fingerprint": ("val", "validation text")}
 """The digests of texts in a description, with the key of their names, and what they are."""
 CHATML_TOKENS = {"<|im_start|>", "<|im_end|>"}
