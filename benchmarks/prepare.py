@@ -216,7 +216,7 @@ def ratios(found: dict[str, Any], way: str, other: str) -> list[float]:
 
 
 def kept(found: dict[str, Any]) -> list[str]:
-    """Return the verdict on each target; refuses a comparison of different tokens."""
+    """Return the verdict on each target; rejects a comparison of different tokens."""
     counts = {row["tokens"] for rows in found["rows"].values() for row in rows}
     if len(counts) > 1:
         raise SystemExit(f"The tools wrote different numbers of tokens: {counts}.")

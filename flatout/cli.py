@@ -219,7 +219,7 @@ def _interrupted(interruption: KeyboardInterrupt) -> Interrupted:
 
 def _out_of_memory(error: Exception) -> OutOfMemory:
     """Return an error of any type that means that memory ran out, with the process's own limit."""
-    import resource  # not on Windows, which `require_posix` refuses
+    import resource  # not on Windows, which `require_posix` rejects
 
     if not isinstance(error, OutOfMemory):
         said = (str(error).splitlines() or [""])[0].rpartition("DefaultCPUAllocator: ")[2]
@@ -240,7 +240,7 @@ def _out_of_memory(error: Exception) -> OutOfMemory:
 @contextlib.contextmanager
 def _handled(stop: Callable[[int, FrameType | None], object], *names: str) -> Iterator[None]:
     """Let `stop` handle signals, except those that are ignored."""
-    # Windows, which `require_posix` refuses, lacks SIGUSR1.
+    # Windows, which `require_posix` rejects, lacks SIGUSR1.
     numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
     handlers = {number: signal.getsignal(number) for number in numbers}
     before = {number: one for number, one in handlers.items() if one is not signal.SIG_IGN}
@@ -275,7 +275,7 @@ def _signals_exit(
 
 
 def refuse_undecodable(words: list[str]) -> None:
-    """Refuse arguments whose bytes could not be decoded: they could not be stored either."""
+    """Reject arguments whose bytes could not be decoded: they could not be stored either."""
     bad = next((w for w in words if any("\ud800" <= c <= "\udfff" for c in w)), None)
     if bad is None:
         return

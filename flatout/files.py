@@ -1,4 +1,4 @@
-"""Durable writes, checksums, locks, links, and the errors of a disk that refuses a write."""
+"""Durable writes, checksums, locks, links, and the errors of failed writes."""
 
 from __future__ import annotations
 
@@ -368,7 +368,7 @@ def unless_broken(error: OSError, fix: str) -> str:
 
 
 def disk_fix(error: Exception) -> str:
-    """Return the fix for a disk that refuses to read or write in a run directory."""
+    """Return the fix for a disk that fails to read or write in a run directory."""
     number = _number_of(error)
     if number == errno.EIO:
         return (
@@ -392,7 +392,7 @@ def disk_fix(error: Exception) -> str:
 
 
 def is_full(error: Exception) -> bool:
-    """Return whether a disk refused a write because it is full, or its quota is used up."""
+    """Return whether a write failed because the disk is full, or its quota is used up."""
     return _number_of(error) in _FULL or "No space left" in str(error)
 
 

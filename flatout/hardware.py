@@ -196,7 +196,7 @@ def machine_named(text: str) -> Machine:
 
 
 def _word(name: str) -> str:
-    """Return a name without case, punctuation and the words that everyone leaves out."""
+    """Return a name without case, punctuation and the words that everyone omits."""
     return re.sub(r"nvidia|geforce|tesla|[^a-z0-9]", "", name.lower())
 
 
@@ -325,7 +325,7 @@ def pick_device(wanted: str, machine: Machine) -> tuple[str, str]:
             raise HardwareError(
                 "train.device=mps cannot be used: it is the GPU of a Mac with macOS 14 or newer, "
                 "and torch finds none.",
-                fix="Leave train.device out.",
+                fix="Remove train.device.",
             )
         return "mps", "requested: the GPU of a Mac, on which flatout has never been run"
     obstacle = _cuda_obstacle(machine)

@@ -67,7 +67,7 @@ def num_processes(devices: int | str | None, device: str, machine: Machine) -> i
     if ":" in device:
         raise ConfigError(
             f"train.device={device} is one GPU, and train.devices={devices} asks for more.",
-            fix="Set train.device=cuda, or leave train.devices out.",
+            fix="Set train.device=cuda, or remove train.devices.",
         )
     chosen, _ = pick_device(device, machine)
     if chosen == "cpu":
@@ -111,7 +111,7 @@ def replicas(config: ParallelConfig, world_size: int) -> int:
             raise ConfigError(
                 f"parallel.context={config.context} does not divide parallel.{key}={among}: the "
                 "processes that share rows are among them.",
-                fix=f"Set parallel.context to a divisor of {among}, or leave it out.",
+                fix=f"Set parallel.context to a divisor of {among}, or remove it.",
             )
         return replicate
     launch = f"with `torchrun --nproc-per-node {processes} -m flatout ...`"

@@ -1,6 +1,6 @@
 """The tensors of another tool's model: safetensors files, or files that torch.save wrote.
 
-Nothing is executed: a file of torch.save is read with `weights_only=True`, which refuses pickled
+Nothing is executed: a file of torch.save is read with `weights_only=True`, which rejects pickled
 code, and only its tensors and plain values are used.
 """
 

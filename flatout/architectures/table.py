@@ -302,7 +302,7 @@ def tensors_of(rows: str, **transforms: Any) -> Callable[[Any], list[TensorMap]]
 
     A row has a name in flatout's model, a transform if the values differ, and the family's names.
     `{}` is the number of a block: the row is repeated for each. Rows of tensors that the model
-    lacks are left out. A transform is the two functions of a TensorMap, or returns them for a
+    lacks are omitted. A transform is the two functions of a TensorMap, or returns them for a
     configuration. `*` stands for the weight and the bias of a layer: if the model has no bias, the
     family's is 0, with a number per row of the weight.
     """

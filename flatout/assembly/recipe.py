@@ -330,7 +330,7 @@ def both_fill(first: str, second: str, slot: str, fix: str = "") -> ConfigError:
     """Return the error for two speedups that fill one slot."""
     return ConfigError(
         f"The speedups {first!r} and {second!r} both fill the slot {slot!r}.",
-        fix=f"Leave out one of the two{fix}.",
+        fix=f"Remove one of the two{fix}.",
     )
 
 

@@ -381,7 +381,7 @@ def _resolve_model(config: RunConfig, dataset: AnyDataset | None) -> RunConfig:
         raise ConfigError(
             f"model.vocab_size={vocab_size} is smaller than the vocabulary of "
             f"{members_of(dataset)[0].dataset.origin}, {dataset.vocab_size}.",
-            fix="Leave model.vocab_size out, or prepare the data with the model's own tokenizer.",
+            fix="Remove model.vocab_size, or prepare the data with the model's own tokenizer.",
         )
     _, model_config = model_of(config, vocab_size=vocab_size)
     return config.with_values(
@@ -400,7 +400,7 @@ def _check_divides(config: RunConfig) -> None:
     if parallel.tensor > 1 and config.lora.rank:
         raise ConfigError(
             f"parallel.tensor={parallel.tensor} does not support lora.rank={config.lora.rank}.",
-            fix="Leave one of them out.",
+            fix="Remove one of them.",
         )
     model_class, model_config = model_of(config)
     model = model_class.on_meta(model_config, Ops.plain())
@@ -461,7 +461,7 @@ def with_imported_shape(config: RunConfig, dataset: AnyDataset | None) -> RunCon
     }:
         raise _different(differing, init_from)
     own |= stated
-    model_class.check(own, seq_len=config.data.seq_len)  # refuses unknown keys
+    model_class.check(own, seq_len=config.data.seq_len)  # rejects unknown keys
     values = own | {"kind": kind}
     return config.with_values({f"model.{key}": value for key, value in values.items()})
 
@@ -473,6 +473,6 @@ def _different(keys: dict[str, tuple[object, object]], init_from: str) -> Config
     words = (f"model.{key}={json.dumps(theirs)}" for key, (_, theirs) in keys.items())
     return ConfigError(
         f"The configuration does not fit the imported model {init_from}: {listed}.",
-        fix="Leave the model's shape out of the recipe: it comes from the imported model. Or set "
+        fix="Remove the model's shape from the recipe: it comes from the imported model. Or set "
         f"{' '.join(words)}.".replace('"', ""),
     )

@@ -147,7 +147,7 @@ class Run:
     guard: StepGuard = field(default_factory=StepGuard)
     """Skips the updates of bad steps."""
     left_out: Mapping[int, int] = field(default_factory=dict)
-    """Positions of data that the feed leaves out, and those at which it continues."""
+    """Positions of data that are skipped, and those at which it continues."""
     step: int = 0
     tokens: int = 0
     elapsed_s: float = 0.0

@@ -38,7 +38,7 @@ class Gain(Stored):
     high: float | None
     """Upper end."""
     where: str
-    """What it was added to or left out of."""
+    """What it was added to or removed from."""
     recipe: str
     """Recipe of that ablation."""
     date: str
@@ -101,18 +101,18 @@ def parse_request(speedups: str | Sequence[str]) -> Request:
             raise unknown_name("speedup", name, [*SPEEDUPS.names(), "auto", "none"])
         (dropped if word.startswith("-") else named).append(name)
     if "none" in words and (auto or named):
-        raise ConfigError(f"{asked} none and for others.", fix="Write none alone, or leave it out.")
+        raise ConfigError(f"{asked} none and for others.", fix="Write none alone, or remove it.")
     for name in named:
         if name in dropped:
             raise ConfigError(
-                f"{asked} {name!r} and leaves it out.",
+                f"{asked} {name!r} and excludes it.",
                 fix=f"Write {name} once, with + or with -.",
             )
     return Request(auto, tuple(named), tuple(dropped))
 
 
 def adding(speedups: str | Sequence[str], names: Iterable[str]) -> str:
-    """Return the request with `names` added and no longer left out."""
+    """Return the request with `names` added and no longer excluded."""
     added = list(names)
     sign = "+" if parse_request(speedups).auto else ""
     kept = [word for word in _words(speedups) if word[0] != "-" or _name(word) not in added]
@@ -262,7 +262,7 @@ def select(
     for name, speedup in by_name.items():
         against: str | None = "not among speedups"
         if name in request.dropped:
-            against = "left out by speedups"
+            against = "excluded by speedups"
         elif name in excluded:
             against = f"train.precision={precision}"
         elif request.auto or name in named:
@@ -270,7 +270,7 @@ def select(
         if against and name in named:
             raise HardwareError(
                 f"The speedup {name!r} cannot be used: {against}",
-                fix=f"Leave it out: {_without(name, config)}.",
+                fix=f"Remove it: {_without(name, config)}.",
             )
         if name in named:
             found[name] = Decision(name, True, "requested")
@@ -320,7 +320,7 @@ def select(
 
 
 def _without(name: str, config: RunConfig) -> str:
-    """Return the setting that leaves out `name`, from speedups or from train.precision."""
+    """Return the setting that excludes `name`, from speedups or from train.precision."""
     if name in parse_request(config.speedups).named:
         return f"speedups={removing(name, config.speedups)}"
     return "train.precision=auto"
@@ -413,7 +413,7 @@ def _with_precision(
     if contrary := next((name for name in named if provides.get(name, wanted) != wanted), None):
         raise ConfigError(
             f"train.precision={wanted} and speedups={contrary} contradict each other.",
-            fix=f"Set train.precision={provides[contrary]}, or leave {contrary!r} out of speedups.",
+            fix=f"Set train.precision={provides[contrary]}, or remove {contrary!r} from speedups.",
         )
     chosen = [name for name in able if name in named]
     if able and not chosen:

@@ -79,19 +79,19 @@ def chat(
     """Talk to a trained model: each line of standard input is a turn, and its reply is printed.
 
     The line /reset starts a new conversation, and /quit or the end of the input ends; another
-    /word at the start of a line is refused. Turns are written with the chat template that the run
+    /word at the start of a line is rejected. Turns are written with the chat template that the run
     was trained with.
 
     The model keeps its state between turns, so that only new tokens are computed. When a
-    conversation does not fit the context, its oldest turns are left out, except the system prompt,
+    conversation does not fit the context, its oldest turns are omitted, except the system prompt,
     and a message reports that the first time. A system prompt or a turn that does not fit on its
-    own is refused. On a terminal, a refused line is left out and the chat continues.
+    own is rejected. On a terminal, a rejected line is skipped and the chat continues.
 
     Returns: the conversations; `write` receives the pieces of replies as they are written, and
              `lines` replaces standard input.
     Raises: CheckpointError when the run has no such checkpoint; ConfigError when a setting is out
             of range or the system prompt does not fit; DataError when a template cannot be used, or
-            a line is refused; UntrustedCode.
+            a line is rejected; UntrustedCode.
     """
     require_sampling(top_p, seed)
     if is_run(run):
@@ -126,7 +126,7 @@ def _converse(
 ) -> list[list[ChatTurn]]:
     """Reply to each line, and return the conversations.
 
-    Raises: DataError for a line that is refused; on a terminal, it is shown instead.
+    Raises: DataError for a line that is rejected; on a terminal, it is shown instead.
     """
     conversations: list[list[ChatTurn]] = []
     for line in lines:

@@ -142,7 +142,7 @@ def checkpoints(
         raise ConfigError(
             "--keep deletes all but the newest valid checkpoints, and --quick does not find out "
             "which ones are valid.",
-            fix="Leave --quick out.",
+            fix="Remove --quick.",
         )
     folder = lookup.run_or_newest(run, progress=progress)
     items = _items(folder, progress, quick=quick)
@@ -159,7 +159,7 @@ def checkpoints(
 
 
 def _items(folder: Path, progress: Progress, *, quick: bool) -> list[CheckpointItem]:
-    """Return the checkpoints of a run; those that a running process deletes meanwhile are left out.
+    """Return the checkpoints of a run; those that a running process deletes meanwhile are omitted.
 
     A loss that a checkpoint does not state is that of the record of its step in metrics.jsonl.
     """

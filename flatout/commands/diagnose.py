@@ -122,11 +122,11 @@ def diagnose(
         found, code = diagnose_script(script, request, as_json=as_json, progress=progress)
         return DiagnoseResult(**dict(found), script_code=code)
     if steps is not None or to_the_end:
-        how = "Write `flatout diagnose --steps 50 -- python train.py`, or leave them out."
+        how = "Write `flatout diagnose --steps 50 -- python train.py`, or remove them."
         raise ConfigError("--steps and --to-the-end are for a script.", fix=how)
     if recipe is None:
         if fix or out is not None:
-            raise ConfigError("--fix and --out need a recipe.", fix="Name one, or leave them out.")
+            raise ConfigError("--fix and --out need a recipe.", fix="Name one, or remove them.")
         try:
             from flatout.measure.diagnose.machine import machine_evidence
         except ImportError as error:
@@ -136,7 +136,7 @@ def diagnose(
         return DiagnoseResult(**dict(diagnosis_of(machine_evidence(progress=progress))))
     folder, watched = find_recorded(recipe)
     if out is not None and not fix:
-        raise ConfigError("--out has no effect without --fix.", fix="Add --fix, or leave it out.")
+        raise ConfigError("--out has no effect without --fix.", fix="Add --fix, or remove it.")
     if out is not None:
         require_recipe_path(out, "--out ")
     if watched is not None and not fix and not overrides:
@@ -236,7 +236,7 @@ def _config(
     if watched is not None:
         raise ConfigError(
             f"{watched} has the records of a loop without a recipe, and flatout cannot repeat it.",
-            fix=f"Leave out --fix and the settings: `flatout diagnose {in_shell(name)}` shows what "
+            fix=f"Remove --fix and the settings: `flatout diagnose {in_shell(name)}` shows what "
             "`flatout.watch` found.",
         )
     if len(path.parts) > 1 and path.parent == RUNS and not path.exists():

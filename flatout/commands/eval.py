@@ -194,7 +194,7 @@ def evaluate(
     names = [name.strip() for word in words for name in word.split(",") if name.strip()]
     if tasks is not None and not names:
         raise ConfigError(
-            "--tasks names no task.", fix="Name tasks, with commas between them, or leave it out."
+            "--tasks names no task.", fix="Name tasks, with commas between them, or remove it."
         )
     of_text = {"data": data, "max_tokens": max_tokens}
     of_tasks = {"limit": limit, "num_fewshot": num_fewshot, "task_dir": task_dir}
@@ -266,9 +266,9 @@ def _require_fitting(excluded: Mapping[str, object], *, has_tasks: bool) -> None
                 f"--tasks and {option} exclude each other."
                 if has_tasks
                 else f"{option} is for the questions of --tasks.",
-                fix=f"Leave {option} out; --limit bounds the questions of a task."
+                fix=f"Remove {option}; --limit bounds the questions of a task."
                 if has_tasks
-                else f"Leave {option} out, or add --tasks.",
+                else f"Remove {option}, or add --tasks.",
             )
 
 

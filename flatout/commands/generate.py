@@ -74,7 +74,7 @@ def generate(
     require_sampling(top_p, seed)
     if stop and not all(stop):
         raise ConfigError(
-            "--stop must not be empty.", fix="Give the text that ends a sample, or leave it out."
+            "--stop must not be empty.", fix="Give the text that ends a sample, or remove it."
         )
     if is_run(run):
         trusted_config(run_or_newest(run), trust_code=trust_code)
@@ -82,7 +82,7 @@ def generate(
     from flatout.inference.load import load_model
 
     loaded = load_model(run, checkpoint, trust_code=trust_code, progress=progress)
-    loaded.tokenizer.encode(prompt)  # refuses a bad prompt before anything is printed
+    loaded.tokenizer.encode(prompt)  # rejects a bad prompt before anything is printed
     show = write or (lambda _piece: None)
     samples = []
     for number in range(num_samples):
@@ -111,7 +111,7 @@ def require_sampling(top_p: float | None, seed: int) -> None:
     if top_p is not None and not 0 < top_p <= 1:
         raise ConfigError(
             f"--top-p {top_p} must be greater than 0 and at most 1.",
-            fix="Leave it out to sample from all tokens; 0.9 is a usual value.",
+            fix="Omit it to sample from all tokens; 0.9 is a usual value.",
         )
     if abs(seed) >= MAX_SEED:
         raise ConfigError(f"--seed {seed} is too large.", fix=f"Use a number below {MAX_SEED}.")

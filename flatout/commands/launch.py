@@ -228,13 +228,13 @@ def _check(
                 f"A step cannot be divided among {count * gpus} processes, if {count} of {nodes} "
                 "machines are left.",
                 fix="Set batch.tokens_per_step to a multiple of data.seq_len and of every number "
-                "of processes, or leave --min-nodes out.",
+                "of processes, or remove --min-nodes.",
             )
     if config.train.devices is not None:
         raise ConfigError(
             f"train.devices={config.train.devices} starts processes by itself, and --nodes and "
             "--gpus set how many the file starts.",
-            fix="Leave train.devices out.",
+            fix="Remove train.devices.",
         )
     for option, value in options.items():
         if not re.fullmatch(r"[\w.:/@+-]+", value):

@@ -216,12 +216,12 @@ def prepare(
     if shares and engine != "local":
         raise UsageError(
             f"--engine {engine} and {shares} cannot be combined: each divides the whole work.",
-            fix="Leave one of the two out.",
+            fix="Remove one of the two.",
         )
     if shares and is_url(str(out)):
         raise UsageError(
             f"{shares} needs a directory that all parts share, and {out} is a URL.",
-            fix="Name a shared directory with --out, or leave out --part and --join.",
+            fix="Name a shared directory with --out, or remove --part and --join.",
         )
     require_local(cache or "", "--cache ")
     names = _names(sources)
@@ -263,7 +263,7 @@ def _result(made: Prepared) -> PrepareResult:
         what = entry.reason  # in the plural if it names a kind of thing, such as `.py file`
         if entry.count != 1:
             what = re.sub(r"^(\S+ )?(file|document)\b", r"\g<0>s", what)
-        lines.append(f"  left out: {entry.count:,} {what}{first}")
+        lines.append(f"  omitted: {entry.count:,} {what}{first}")
     return PrepareResult(
         path=made.path,
         documents=manifest.documents,

@@ -65,7 +65,7 @@ def tune(
     change: other rows per micro-batch mean other accumulation. Every trial runs in its own process
     and also evaluates one batch, so that a setting does not run out of memory later; the fastest
     setting saves once, too. A change is taken if it is faster and its losses stay within the
-    tolerance. Speedups that the recipe names or leaves out stay as they are. Ctrl+C writes the best
+    tolerance. Speedups that the recipe names or excludes stay as they are. Ctrl+C writes the best
     setting so far. The measured gains are kept for `auto`.
 
     Raises: UsageError before anything is measured; RunFailed when no setting gives results;
@@ -132,7 +132,7 @@ def parse_only(text: str | None) -> tuple[str, ...]:
     if text is not None and not words:
         raise ConfigError(
             "--only names nothing to tune.",
-            fix=f"Name {', '.join(PARTS)}, or speedups, with commas between them; or leave it out.",
+            fix=f"Name {', '.join(PARTS)}, or speedups, with commas between them; or remove it.",
         )
     return words or PARTS
 

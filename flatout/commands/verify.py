@@ -166,7 +166,7 @@ def verify(
     if given:
         raise ConfigError(
             f"`flatout verify` uses {given[0]} only with --resume, which trains a recipe.",
-            fix=f"Leave {given[0]} out, or add --resume.",
+            fix=f"Remove {given[0]}, or add --resume.",
         )
     folder, run = Path(path), None if is_url(shown) else run_at(Path(path))
     if run is not None or catalog.is_checkpoint(folder):

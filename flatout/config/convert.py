@@ -62,7 +62,7 @@ OPERATORS: dict[type[ast.operator], Any] = {
     ast.Div: operator.truediv,
     ast.FloorDiv: operator.floordiv,
 }
-"""Arithmetic that a Python file may contain; powers are left out, since they can be very large."""
+"""Arithmetic that a Python file may contain; powers are omitted, since they can be very large."""
 
 
 class Item(Stored):
@@ -247,7 +247,7 @@ class _Reading:
         self._values: JsonObject = {}
         self._implied: JsonObject = {}
         self._dropped: dict[str, str] = {}
-        """Why a key of flatout was left out again."""
+        """Why a key of flatout was omitted again."""
 
     def read(self, entry: _Entry) -> None:
         """Convert one entry, and keep what no earlier one has set."""

@@ -76,7 +76,7 @@ def explain(error: ValidationError, section: type[BaseModel], prefix: str = "") 
         if meant is not None
         else f"Change it, or leave it at its default, {default}."
         if default is not None
-        else "Change it, or leave it out."
+        else "Change it, or remove it."
     )
     return ConfigError(
         f"{key}={shown} is not valid: it must be {' or '.join(expected)}.",

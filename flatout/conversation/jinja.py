@@ -35,7 +35,7 @@ Asked = tuple[Text, Sequence[Text]]
 
 
 class _Refusal(TemplateError):
-    """The template itself refuses a conversation, by calling `raise_exception`."""
+    """The template itself rejects a conversation, by calling `raise_exception`."""
 
 
 class _Generation(Extension):

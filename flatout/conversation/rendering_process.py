@@ -38,7 +38,7 @@ _BOOT = (
 
 
 class Refused(Exception):
-    """The template itself refuses a conversation, in its own words."""
+    """The template itself rejects a conversation, in its own words."""
 
 
 class Rendered(NamedTuple):

@@ -78,7 +78,7 @@ def require_tasks(folder: Path, checkpoint: str, *, has_tasks: bool) -> None:
         raise ConfigError(
             f"{folder} is an export of one checkpoint; --checkpoint {checkpoint} cannot choose "
             "another.",
-            fix="Leave --checkpoint out, or score the run.",
+            fix="Remove --checkpoint, or score the run.",
         )
 
 

@@ -139,7 +139,7 @@ def load_model(
     if checkpoint != "best":
         raise ConfigError(
             f"{model} is a single model; --checkpoint {checkpoint} cannot choose a different one.",
-            fix="Leave --checkpoint out, or name a run.",
+            fix="Remove --checkpoint, or name a run.",
         )
     found = find_model(str(model), progress=progress)
     folder = found.path if found.path.is_dir() else found.path.parent

@@ -55,7 +55,7 @@ class RunLog:
                 without += 1
         if without:
             records = counted(without, "record")
-            self.notes.append(f"{records} of metrics.jsonl without a step, left out.")
+            self.notes.append(f"{records} of metrics.jsonl without a step, skipped.")
 
     def records(self) -> Iterator[dict[str, float]]:
         """Yield the finite numbers of each line of metrics.jsonl that states a step."""

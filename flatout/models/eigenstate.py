@@ -126,7 +126,7 @@ class EigenstateConfig(LanguageModelConfig):
             raise ConfigError(
                 f"model.max_seq_len={self.max_seq_len} has no effect: without learned positions, "
                 "an eigenstate network takes sequences of any length.",
-                fix="Leave it out, or set model.positions=learned.",
+                fix="Remove it, or set model.positions=learned.",
             )
         return self
 

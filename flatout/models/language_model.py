@@ -331,7 +331,7 @@ class LanguageModel(nn.Module, ABC):
             raise ConfigError(
                 f"parallel.context={context.size} needs a model that divides rows, and "
                 f"{type(self).__name__} does not.",
-                fix="Leave parallel.context out, or choose model.kind=transformer or eigenstate.",
+                fix="Remove parallel.context, or choose model.kind=transformer or eigenstate.",
             )
         context.spans(seq_len)
         self.context = context
@@ -354,7 +354,7 @@ class LanguageModel(nn.Module, ABC):
             raise ConfigError(
                 f"parallel.tensor={split.size} needs a model with tensor_cuts() and "
                 f"draws_everything, and {type(self).__name__} lacks one of them.",
-                fix="Leave parallel.tensor out, or choose model.kind=transformer or eigenstate.",
+                fix="Remove parallel.tensor, or choose model.kind=transformer or eigenstate.",
             )
         self.check_shares(split, "model.vocab_size", self.config.vocab_size)
         self.check_shares(split, "data.seq_len", seq_len)

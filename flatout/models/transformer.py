@@ -176,13 +176,13 @@ class TransformerConfig(LanguageModelConfig):
             raise ConfigError(
                 f"model.rotary_dims={self.rotary_dims} must be even and at most the head size, "
                 f"{self.head_size}.",
-                fix=f"Set model.rotary_dims={max(self.head_size // 4 * 2, 2)}, or leave it out.",
+                fix=f"Set model.rotary_dims={max(self.head_size // 4 * 2, 2)}, or remove it.",
             )
         if self.full_attention_every and self.window is None:
             raise ConfigError(
                 f"model.full_attention_every={self.full_attention_every} has no effect without "
                 "model.window: every layer sees all tokens.",
-                fix="Set model.window, or leave it out.",
+                fix="Set model.window, or remove it.",
             )
         if self.rotary_low_factor >= self.rotary_high_factor:
             raise ConfigError(

@@ -139,7 +139,7 @@ def make_mesh(config: ParallelConfig, device: str, ranks: Ranks | None = None) -
     if offloads and own.type == "mps":
         raise ConfigError(
             "parallel.offload=cpu has no use on a Mac, whose GPU uses the memory of the CPU.",
-            fix="Leave parallel.offload out.",
+            fix="Remove parallel.offload.",
         )
     if offloads and ranks.world_size == 1:
         connect_alone(own)

@@ -236,5 +236,5 @@ def _permanent_error(url: str, error: BaseException, access: Access) -> DataErro
             fix="Use a URL with a different protocol.",
         )
     if isinstance(status, int) and 400 <= status < 500 and status not in (408, 425, 429):
-        return DataError(f"The server refuses {url}: {message}.", fix="Check the URL.")
+        return DataError(f"The server rejects {url}: {message}.", fix="Check the URL.")
     return None

@@ -1,7 +1,7 @@
 """Sends a folder to a URL (`push`) and fetches one (`pull`): its manifest comes last.
 
 A folder with a manifest is complete. Until then, the claim there names the manifest that will come:
-only a call with the same claim continues, and the others start again or are refused.
+only a call with the same claim continues, and the others start again or are rejected.
 """
 
 from __future__ import annotations
@@ -221,7 +221,8 @@ def push(
     `found` is the claim that is there. Yields what an earlier call with the same claim has sent,
     for `RemoteFolder.send`. A kill or an error leaves the claim, and no manifest.
 
-    Raises: DataError when the server does not answer or refuses, or the manifest arrives altered.
+    Raises: DataError when the server does not answer or rejects the request, or the manifest
+    arrives altered.
     """
     sent = remote.files() if found == claim else {}
     if not sent:

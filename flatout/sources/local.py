@@ -182,7 +182,7 @@ def _walk(folder: Path, searched: set[str]) -> Iterator[Path]:
 
 
 def _require_text(files: list[Path], wanted: Wanted) -> None:
-    """Refuse files that are all recognised as something other than text.
+    """Reject files that are all recognised as something other than text.
 
     Next to text files, such a file is a bad row instead, which `--on-bad-row` handles.
 

@@ -37,7 +37,7 @@ def _sharded(_machine: Machine, config: RunConfig) -> str | None:
     if not config.parallel.is_sharded:
         return None
     return (
-        "Checkpoints do not support sharded or offloaded 8-bit moments: leave out parallel.shard, "
+        "Checkpoints do not support sharded or offloaded 8-bit moments: remove parallel.shard, "
         "parallel.tensor and parallel.offload, or adamw-8bit."
     )
 

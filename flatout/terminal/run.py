@@ -313,7 +313,7 @@ def event_line(event: JsonObject) -> str | None:
             return LINES[kind].format_map(event)
     if "logger" in event:
         return (
-            f"The logger {event['logger']} has failed and is left out ({event['reason']}). "
+            f"The logger {event['logger']} has failed and is disabled ({event['reason']}). "
             "Training continues; metrics.jsonl has the same metrics."
         )
     return None

@@ -204,7 +204,7 @@ def _error(what: str) -> DataError:
 
 
 def _check(path: Path) -> None:
-    """Refuse a file that could make torch use more memory or time than its size justifies."""
+    """Reject a file that could make torch use more memory or time than its size justifies."""
     with path.open("rb") as file:
         if file.read(4) != b"PK\x03\x04":
             file.seek(0)

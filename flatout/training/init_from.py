@@ -170,7 +170,7 @@ def _another_kind(checkpoint: Path, rank: int | None) -> CheckpointError:
     return CheckpointError(
         f"{checkpoint} contains whole weights, and this run trains LoRA adapters "
         f"(lora.rank={rank}).",
-        fix=f"Leave lora.rank out, or {start}",
+        fix=f"Remove lora.rank, or {start}",
     )
 
 

@@ -56,7 +56,7 @@ OTHERWISE = (
 def explained(run: Run) -> Iterator[None]:
     """Replace torch's errors with a RunFailed that has a fix.
 
-    Covers running out of memory, and operations that train.deterministic refuses.
+    Covers running out of memory, and operations that train.deterministic rejects.
     """
     try:
         yield

@@ -244,7 +244,7 @@ def require_devices(train: TrainConfig, machine: Machine) -> None:
     raise ConfigError(
         f"train.devices={train.devices} asks for {wanted} processes on this machine, and "
         f"{ranks.local_world_size} were started.",
-        fix="Leave train.devices out, or start without torchrun.",
+        fix="Remove train.devices, or start without torchrun.",
     )
 
 

@@ -181,7 +181,7 @@ def _plan_new(request: RunRequest, checkpoint: Path | None) -> RunPlan:
     if config.train.patience and not with_validation(members_of(dataset)):
         raise DataError(
             "train.patience needs a validation loss, but there is no validation text.",
-            fix="Leave train.patience out.",
+            fix="Remove train.patience.",
         )
     if checkpoint is not None and config.train.init_from is not None:
         raise ConfigError(

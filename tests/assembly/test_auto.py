@@ -151,7 +151,7 @@ def test_a_speedup_that_measured_faster_takes_its_slot_from_the_default():
     found = chosen({"compile-blocks": FASTER}, "speedups=auto,+compile")
     assert (found["compile-blocks"].on, found["compile"].on) == (False, True), "it is named"
     found = chosen({"compile-blocks": FASTER, "onednn": FASTER}, "speedups=auto,-compile-blocks")
-    assert found["compile-blocks"].reason == "left out by speedups"
+    assert found["compile-blocks"].reason == "excluded by speedups"
     assert "uses a GPU" in found["onednn"].reason
     both = {"checkpointing": gain(1.01, 1.2, 1.1), "selective-checkpointing": gain(1.1, 1.3, 1.2)}
     found = chosen(both)

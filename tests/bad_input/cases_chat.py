@@ -155,13 +155,13 @@ CASES = [
         "--chat for text without rows",
         f"prepare book.txt {NEW} --chat chatml",
         ("book.txt", "no chat data"),
-        ("Leave --chat out",),
+        ("Remove --chat",),
     ),
     Case(
         "--chat and --mask-field",
         f"prepare chat.jsonl {NEW} --chat chatml --mask-field prompt",
         ("--mask-field", "--chat"),
-        ("Leave one of the two out",),
+        ("Remove one of the two",),
         chat_rows(),
     ),
     Case(

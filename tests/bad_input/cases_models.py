@@ -199,7 +199,7 @@ CASES = [
         "a recipe with a different shape than the model",
         "train my.yaml train.init_from=theirs",
         ("model.d_model is 16 here and 32 there",),
-        ("Leave the model's shape out of the recipe",),
+        ("Remove the model's shape from the recipe",),
         model,
     ),
     Case(

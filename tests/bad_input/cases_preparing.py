@@ -104,7 +104,7 @@ CASES = [
         "validation text that is also training text",
         f"prepare good.jsonl {NEW} --val copy.jsonl",
         ("copy.jsonl", "both training and validation"),
-        ("Leave it out", "--duplicates drop"),
+        ("Remove it", "--duplicates drop"),
         validation_files,
     ),
     Case(
@@ -226,6 +226,6 @@ CASES = [
         "--workers 0",
         f"prepare book.txt {NEW} --workers 0",
         ("'--workers'", "x>=1"),
-        ("Leave --workers out",),
+        ("Remove --workers",),
     ),
 ]

@@ -266,7 +266,7 @@ CASES = [
         "--max-documents 0",
         f"prepare book.txt {NEW} --max-documents 0",
         ("'--max-documents'", "x>=1"),
-        "Leave --max-documents out",
+        "Remove --max-documents",
     ),
     case(
         "a source with an unknown parameter",

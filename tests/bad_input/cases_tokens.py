@@ -149,7 +149,7 @@ CASES = [
         "a split of tokens that have one",
         "import . --out data/new --tokenizer byte --split 'tail 0.5'",
         ("val.bin", "'tail 0.5'"),
-        "Leave --split out",
+        "Remove --split",
         lambda w: (w.write("train.bin", b"\1\0" * 9), w.write("val.bin", b"\1\0" * 9)),
     ),
     case(
@@ -333,7 +333,7 @@ CASES = [
         "length-buckets with a mix",
         "train my.yaml speedups=+length-buckets 'data.mix={data/book: 3, data/more: 1}'",
         ("'length-buckets'", "mix"),
-        "Leave it out: speedups=auto",
+        "Remove it: speedups=auto",
         second_dataset,
     ),
 ]

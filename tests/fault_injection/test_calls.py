@@ -9,7 +9,7 @@ from victim import saved_step
 pytestmark = [pytest.mark.slow, pytest.mark.faults]
 
 MAKING = ("write", "pwrite64", "fsync", "mkdir", "rename")
-"""Calls that a full or failing disk refuses."""
+"""Calls that a full or failing disk rejects."""
 KILLED_AT = (*MAKING, "openat", "unlink", "unlinkat", "rmdir")
 KILLS, REFUSALS = 6, 3
 """Tries per call."""

@@ -1,4 +1,4 @@
-"""Damaged and foreign files: each is refused by name, or an undamaged one takes its place."""
+"""Damaged and foreign files: each is rejected by name, or an undamaged one takes its place."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def tries(folder, changes):
 
 
 def refusal(ended, name, *, must=False):
-    """Return what is wrong with how a command refused a file; [] also when it went on instead."""
+    """Return what is wrong with how a command rejected a file; [] also when it went on instead."""
     said = ended.out + ended.err
     if "Traceback" in said or ended.code not in (0, 1, 2):
         return [f"ended in {ended.code}: {said[-2000:]}"]

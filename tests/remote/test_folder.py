@@ -143,7 +143,7 @@ def test_a_failure_leaves_the_claim_and_only_the_same_claim_continues(store, two
 
 
 def test_a_manifest_that_arrives_cut_is_removed_and_sent_again(store, two_files, monkeypatch):
-    """The store refuses to read it, as S3 does when a checksum does not match."""
+    """The store rejects to read it, as S3 does when a checksum does not match."""
     remote, mine, put, get = RemoteFolder(URL), Claim(manifest="1"), store.put_file, store.cat_file
 
     def cut(lpath, rpath, **options):

@@ -1,4 +1,4 @@
-"""fp8 replaces large matmuls, lets a model learn, and refuses machines that cannot run it.
+"""fp8 replaces large matmuls, lets a model learn, and rejects machines that cannot run it.
 
 Without a GPU the rounding is emulated.
 """

@@ -132,7 +132,7 @@ def test_without_a_provider_there_is_no_precision_and_no_prefetch(without):
         select(load_config(None, ["train.precision=fp16"]), MACHINES["cuda"], device="cuda")
     points = SWEEPS["prefetch"](load_config(), SimpleNamespace(speedups=()))
     assert list(points) == ["no prefetch"]
-    assert not isinstance(points["no prefetch"], str)  # which would be a reason to leave it out
+    assert not isinstance(points["no prefetch"], str)  # which would be a reason to remove it
 
 
 @cache

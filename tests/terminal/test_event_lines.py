@@ -53,7 +53,7 @@ URL = "s3://bucket/runs/x"
         ),
         (
             {"event": "no_mlflow", "logger": "mlflow", "reason": "refused"},
-            "The logger mlflow has failed and is left out (refused). Training continues; "
+            "The logger mlflow has failed and is disabled (rejected). Training continues; "
             "metrics.jsonl has the same metrics.",
         ),
     ],

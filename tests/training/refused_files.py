@@ -118,7 +118,7 @@ def main():
         failed += bool(found)
         for problem in found:
             print(f"{number}, {first['refused']}: {problem}")
-    print(f"{len(tried)} operations refused, {failed} with a wrong end")
+    print(f"{len(tried)} operations rejected, {failed} with a wrong end")
 
 
 main()

@@ -1,4 +1,4 @@
-"""A disk that refuses a run's small files ends it with a message, except for exit_code."""
+"""A disk that rejects a run's small files ends it with a message, except for exit_code."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_refused_summary_is_named_and_the_same_command_completes_the_run(
 def test_lines_that_the_disk_refuses_are_written_later_and_training_continues(
     name, tiny_config, tmp_path, monkeypatch, messages, records, events
 ):
-    """The disk refuses the file from its third line to its sixth, of which it takes a part."""
+    """The disk rejects the file from its third line to its sixth, of which it takes a part."""
     write, tries = os.write, []
 
     def sometimes(descriptor, data):
@@ -154,7 +154,7 @@ SMALL = [
 
 @pytest.fixture(scope="session")
 def refusing_disk(tmp_path_factory):
-    """Return the path of a library that, when preloaded, refuses one file operation."""
+    """Return the path of a library that, when preloaded, rejects one file operation."""
     if sys.platform != "linux" or shutil.which("cc") is None:
         pytest.skip("needs Linux and a C compiler")
     library = tmp_path_factory.mktemp("disk") / "refusing_disk.so"

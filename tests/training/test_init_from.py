@@ -1,4 +1,4 @@
-"""`train.init_from` takes only another run's weights, and refuses models that do not fit."""
+"""`train.init_from` takes only another run's weights, and rejects models that do not fit."""
 
 from __future__ import annotations
 

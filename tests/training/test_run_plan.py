@@ -1,4 +1,4 @@
-"""The plan for a run directory and a request: a new run, a resume, a summary or a refusal."""
+"""The plan for a run directory and a request: a new run, a resume, a summary or a rejection."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def import_tokens(
         raise DataError(
             f"There are validation tokens, {found.val[0].path}, and --split {options.split!r} "
             "takes them from the training tokens.",
-            fix="Leave --split out, or name the training tokens alone.",
+            fix="Remove --split, or name the training tokens alone.",
         )
     known = _tokenizer(path, options, progress)
     first = found.train[0]

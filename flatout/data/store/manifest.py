@@ -93,7 +93,7 @@ file again; as text in a manifest.
 
 
 class SkippedRows(Stored):
-    """Rows of the source that were left out for one reason."""
+    """Rows of the source that were omitted for one reason."""
 
     model_config = ConfigDict(frozen=False)
 
@@ -127,7 +127,7 @@ class Manifest(Stored):
     split_rule: str
     """How documents were divided into train and val."""
     skipped: tuple[SkippedRows, ...] = ()
-    """Rows that were left out, by reason."""
+    """Rows that were omitted, by reason."""
     cut_documents: int = Field(0, ge=0)
     """Documents cut at the start of validation; both splits count them."""
     sha256: str | None = None

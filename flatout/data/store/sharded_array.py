@@ -111,7 +111,7 @@ class ShardedArray:
         out[np.arange(width) >= lengths[:, np.newaxis]] = 0
 
     def _check_sizes(self) -> None:
-        """Refuse a file resized while mapped: reading past its end would kill the process."""
+        """Reject a file resized while mapped: reading past its end would kill the process."""
         if time.monotonic() < self._next_size_check_s:
             return
         for path, entry, mapped in zip(self._paths, self._entries, self._maps, strict=True):

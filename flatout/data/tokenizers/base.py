@@ -30,7 +30,7 @@ END_OF_TEXT = "<|endoftext|>"
 PIECE_CHARACTERS = 1 << 18
 """Longer texts are encoded in pieces of this size, to save memory."""
 MAX_PIECE_CHARACTERS = 1 << 20
-"""A text that cannot be cut within this length is refused: encoding it would have no bound."""
+"""A text that cannot be cut within this length is rejected: encoding it would have no bound."""
 LOOKAHEAD_CHARACTERS = 4096
 """Characters after a cut that a tokenizer may inspect to decide whether the cut is safe."""
 MAX_VOCAB_SIZE = 1 << 24

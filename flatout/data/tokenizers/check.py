@@ -121,7 +121,7 @@ def bound_pieces(tokenizer: object) -> None:
 def encode_texts(tokenizer: Tokenizer, strings: Iterable[str], name: str) -> None:
     """Encode a few texts, some of them built from `strings`, which come from the file itself.
 
-    Raises: DataError when the engine fails, or the pattern leaves out text.
+    Raises: DataError when the engine fails, or the pattern omits text.
     """
     fix = _PATTERN_FIX if tokenizer.splits_all_text else _FIX
     for text in _texts(strings):
@@ -135,7 +135,7 @@ def encode_texts(tokenizer: Tokenizer, strings: Iterable[str], name: str) -> Non
         decoded = tokenizer.decode(ids)
         if tokenizer.splits_all_text and decoded != text:
             raise DataError(
-                f"The pattern of the tokenizer {name} leaves out text: {text[:20]!a} is decoded "
+                f"The pattern of the tokenizer {name} omits text: {text[:20]!a} is decoded "
                 f"as {decoded[:20]!a}.",
                 fix=fix,
             )

@@ -60,7 +60,7 @@ def loaded(document: Document) -> tokenizers.Tokenizer:
 def first_difference(tokenizer: Tokenizer, document: Document) -> str | None:
     """Return the first sample text that a tokenizer.json encodes otherwise, or None.
 
-    Texts that the tokenizer cannot encode are left out: the model never sees them.
+    Texts that the tokenizer cannot encode are omitted: the model never sees them.
     """
     other = loaded(document)
     special = {int(entry["id"]) for entry in document.get("added_tokens") or []}

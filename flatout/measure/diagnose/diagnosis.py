@@ -47,7 +47,7 @@ WORDS = {
 }
 """Phases whose name is not their word."""
 SHOWN = 0.005
-"""Phases below this share of the step are left out of the text."""
+"""Phases below this share of the step are omitted of the text."""
 BAR = 20
 """Characters of a full bar."""
 

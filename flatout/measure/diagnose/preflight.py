@@ -99,7 +99,7 @@ def prepare(spec: MeasureSpec) -> Prepared:
     except MissingPackage as error:
         return Prepared(Evidence(**known, failure=failure_of(error, 0)))
     except HardwareError as error:
-        # once the device is known, only the memory can be refused
+        # once the device is known, only the memory can be too small
         kind = "out-of-memory" if chosen else "error"
         failure = Failure(kind=kind, message=error.what, fix=error.fix, step=0)
         return Prepared(Evidence(**known, failure=failure))

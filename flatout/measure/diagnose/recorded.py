@@ -46,7 +46,7 @@ FAILED = 1
 
 
 class Events:
-    """The lines of events.jsonl; fields of a different type than expected are left out."""
+    """The lines of events.jsonl; fields of a different type than expected are omitted."""
 
     def __init__(self, lines: Sequence[Mapping[str, Any]]) -> None:
         self.lines = lines
@@ -206,7 +206,7 @@ def _other_processes(records: Records, events: Events) -> HostFacts:
 
 
 def _failure(folder: Path, events: Events, records: Records) -> Failure | None:
-    """Return why the run ended, if it failed; records leave out a loss that is not a number."""
+    """Return why the run ended, if it failed; records omit a loss that is not a number."""
     if layout.read_exit_code(folder) != FAILED:
         return None
     is_lost = bool(records) and "train/loss" not in records[-1]

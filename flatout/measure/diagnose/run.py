@@ -117,7 +117,7 @@ def measured(spec: MeasureSpec, prepared: Prepared, callbacks: Sequence[Observer
             return evidence_of(before, run, log, windows, resolved.config)
     except Exception as error:  # whatever the run raises is evidence
         last_record = next(iter([*RunLog(Path(spec.folder)).records()][-1:]), FIGURES)
-        has_diverged = not {*FIGURES} <= {*last_record}  # what is not finite is left out
+        has_diverged = not {*FIGURES} <= {*last_record}  # what is not finite is omitted
         failure = failure_of(error, run.step if run is not None else 0, has_diverged)
         return before.model_copy(update={"failure": failure})
     finally:
@@ -168,7 +168,7 @@ class RunWindows(Windows):
         return steps < (min(at_least, 2) if self._is_late() else at_least) or spent_s < seconds
 
     def _is_late(self) -> bool:
-        """Return whether the steps are so slow that what is not measured yet must be left out."""
+        """Return whether the steps are so slow that what is not measured yet must be omitted."""
         return time.monotonic() > self._late_s
 
     @contextmanager

@@ -159,9 +159,7 @@ def notes(experiment: Experiment, schedule: Schedule, rows: Sequence[Row]) -> li
             "n is the number of repeats."
         )
     if is_complete and any(row.is_unreached for row in rows):
-        leave_out = (
-            ", or leave some out: speedups=auto,-NAME" if experiment.kind == ABLATION else ""
-        )
+        leave_out = ", or remove some: speedups=auto,-NAME" if experiment.kind == ABLATION else ""
         found.append(f"There was not enough time for all: add --minutes{leave_out}.")
     if any(trial.deterministic for trial in done):
         found.append(

@@ -179,7 +179,7 @@ class Trials:
 
 
 def paired(losses: Iterable[tuple[list[float], list[float]]]) -> LossPairs:
-    """Return pairs of losses cut to one length; a pair with an empty side is left out."""
+    """Return pairs of losses cut to one length; a pair with an empty side is omitted."""
     return [(one[: len(other)], other[: len(one)]) for one, other in losses if one and other]
 
 

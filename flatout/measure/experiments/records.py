@@ -124,7 +124,7 @@ class Figure(Stored):
     """Upper end of the interval; null with too few repeats."""
 
     def verdict(self, *, left_out: bool = False) -> str:
-        """Return a gain in words; that of a speedup that was left out is what it is worth."""
+        """Return a gain in words; that of a speedup that was removed is what it is worth."""
         if self.low is None or self.high is None:
             return UNSURE
         if self.low <= 1 <= self.high:

@@ -180,7 +180,7 @@ class Bench(Measurement):
     def _groups(self) -> list[tuple[str, list[Row]]]:
         """Return the groups of rows, each with its heading.
 
-        Empty groups are left out, as are the rows that `_unreached` lists.
+        Empty groups are omitted, as are the rows that `_unreached` lists.
         """
         found = [
             (heading, [row for row in self.rows if row.kind in kinds and not row.is_unreached])

@@ -76,7 +76,7 @@ class Move:
 
     @property
     def is_leaving_out(self) -> bool:
-        """Whether it only leaves out speedups."""
+        """Whether it only removes speedups."""
         return bool(self.drops) and not self.adds
 
     def apply(self, setting: Setting) -> Setting | None:
@@ -170,7 +170,7 @@ def make_space(
 ) -> Space:
     """Return the settings that can be reached from what `auto` chose.
 
-    A speedup that is off is added, one that is on is left out; speedups that the request names or
+    A speedup that is off is added, one that is on is removed; speedups that the request names or
     excludes stay as they are. One with a statistical tolerance is tried only when `statistical`.
     """
     config, chooser = resolved.config, {*filling("micro_batch")}

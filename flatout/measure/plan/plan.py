@@ -69,7 +69,7 @@ from flatout.remote.urls import is_url
 from flatout.roofline import Peak
 
 LEAST_SAVING = 0.02
-"""Changes that save less of the memory are left out."""
+"""Changes that save less of the memory are omitted."""
 LONG = 8_192
 """Tokens of rows from which several GPUs may share one."""
 NOT_MEASURED = "not measured"
@@ -316,7 +316,7 @@ def find_data(config: RunConfig, progress: Progress) -> tuple[AnyDataset | None,
         elif not (Path(path).expanduser() / MANIFEST).exists():
             why = why or f"{path} is not a dataset yet"
     if why:
-        return None, f"{why}, so the time leaves out the evaluations."
+        return None, f"{why}, so the time omits the evaluations."
     return open_dataset(config, progress=progress), None
 
 

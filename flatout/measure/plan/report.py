@@ -158,7 +158,7 @@ class Plan(Result):
     """For several GPUs of --machine, without keys under `parallel`: the mesh that was chosen, and
     those that were not, the fastest that fit first."""
     notes: list[str]
-    """What the plan leaves out, and why."""
+    """What the plan omits, and why."""
 
     def summary(self) -> str:
         """Return the plan as aligned lines."""

@@ -1,6 +1,6 @@
 """Profiles some steps of a run: trace, memory, kernels by class, what the device waits for.
 
-The steps are those of the training loop, in this process, with evaluations and saves left out.
+The steps are those of the training loop, in this process, with evaluations and saves omitted.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def long_enough(config: RunConfig, wanted: Wanted) -> RunConfig:
     first, last = wanted.skip + 1, wanted.at_least
     which = f"Step {last} does" if first == last else f"Steps {first} to {last} do"
     most = planned - wanted.steps
-    choice = f"Use --skip {most} or less" if most >= 0 else "Leave out --skip"
+    choice = f"Use --skip {most} or less" if most >= 0 else "Remove --skip"
     raise ConfigError(
         f"{which} not exist: the run has {planned} step{'s' * (planned != 1)}.",
         fix=f"{choice}, or set train.steps={last}.",

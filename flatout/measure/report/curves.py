@@ -25,7 +25,7 @@ POSITIONS = ("step", "tokens", "elapsed_s")
 NUMBERS = {int, float, NoneType}
 """Types of a metric; null is a value that was not finite."""
 MAX_EVENTS = 20_000
-"""Events beyond this number are left out."""
+"""Events beyond this number are omitted."""
 INTERVALS = 600
 """Intervals of a long curve; each contributes its lowest and its highest point."""
 TREND_INTERVALS = 150

@@ -142,7 +142,7 @@ def prove_resume(
 def to_compare(config: RunConfig, *, stop: int, end: int) -> RunConfig:
     """Return a recipe that records every step, and saves at the stop and at the end.
 
-    Its loggers, observers and checkpoints elsewhere are left out; what it computes stays the same.
+    Its loggers, observers and checkpoints elsewhere are disabled; what it computes stays the same.
     """
     kept = end // stop + 1
     if config.train.devices not in (None, 1):

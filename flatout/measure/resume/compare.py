@@ -1,6 +1,6 @@
 """Compares two runs of the same steps: every bit of their checkpoints, and their records. No torch.
 
-The elapsed time is the only value that is left out. What differs, and when, suggests the causes.
+The elapsed time is the only value that is omitted. What differs, and when, suggests the causes.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ MIN_ATTENTION = 32
 """Fewest tokens from which a softmax over all pairs of them, or padding, counts."""
 DECOMPOSITION = re.compile(r"(linalg_)?(svd|eig|p?inv|qr|matrix_exp)")
 """Start of the names of functions that decompose a matrix, in many passes over it. Those that are
-the cheapest way to what they compute, such as Cholesky's, are left out.
+the cheapest way to what they compute, such as Cholesky's, are omitted.
 """
 NORMS = {"norm": ("nuc",), "linalg_norm": ("nuc",), "linalg_matrix_norm": ("nuc", "2", "-2")}
 """Norms of matrices, by the orders that are computed from singular values."""

@@ -4,7 +4,7 @@
 RECIPE` from a short measured run, `diagnose RUN` from the files of a recorded run, and
 `flatout.watch` from somebody else's loop. Nothing here depends on how the steps are taken.
 
-To fill it from another tool: set what was measured and leave out the rest, which is then None. A
+To fill it from another tool: set what was measured and omit the rest, which is then None. A
 finding whose numbers are missing is not reported. Never write 0 for something that was not
 measured. Times are seconds of an average step, so a save of 2 s every 100 steps is 0.02 in
 `checkpoint_s`.

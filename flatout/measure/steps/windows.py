@@ -296,7 +296,7 @@ class Windows(ABC):
         self.profiler, self.recorded_steps = profiler, steps
 
     def _is_late(self) -> bool:
-        """Return whether the steps are so slow that what is not measured yet must be left out."""
+        """Return whether the steps are so slow that what is not measured yet must be omitted."""
         return False
 
     def _counterfactual(

@@ -91,7 +91,7 @@ class LoopRecords:
     def report(self, path: Path, diagnosis: Diagnosis, *, name: str) -> None:
         """Write the HTML page.
 
-        Raises: OSError when the disk refuses.
+        Raises: OSError when the disk fails.
         """
         self.flush()
         if self._folder is not None:

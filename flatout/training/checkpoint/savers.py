@@ -451,7 +451,7 @@ def complete(snapshot: Snapshot, temporary: Path, final: Path, run_folder: Path)
 def sync_logs(run_folder: Path) -> None:
     """Sync the lines that a run has logged, which nothing else does while it trains.
 
-    So no power loss leaves a checkpoint without the records up to its step. A disk that refuses is
+    So no power loss leaves a checkpoint without the records up to its step. A disk that fails is
     ignored: logs never stop a run.
     """
     with suppress(OSError):

@@ -247,7 +247,7 @@ class Log:
         for lines in (self.records.lines, self._events) if self.records else ():
             lines.close()
             if lines.lacks_lines:
-                self.progress.say(f"{lines.path} lacks lines that the disk refused.")
+                self.progress.say(f"{lines.path} lacks lines that could not be written.")
 
     def _tell_refusal(self, lines: Lines) -> None:
         """Report once that lines cannot be written, which does not stop the run."""
@@ -300,7 +300,7 @@ class Log:
 
     @property
     def is_steady(self) -> bool:
-        """Whether `steady_rates` leaves out the first interval, in which everything warms up."""
+        """Whether `steady_rates` omits the first interval, in which everything warms up."""
         return len(self.rates) > 1
 
     def _log_recompilations(self) -> None:

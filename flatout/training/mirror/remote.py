@@ -149,7 +149,7 @@ class MirrorStore:
     """The mirror at a URL.
 
     Raises: DataError when URLs of that kind are read-only; MissingPackage. Its methods raise
-            Unreachable when the server does not answer, and DataError when it refuses.
+            Unreachable when the server does not answer, and DataError when it rejects the request.
     """
 
     def __init__(self, url: str) -> None:

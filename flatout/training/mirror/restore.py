@@ -138,7 +138,7 @@ def restore_lost(
 def _fetch_description(store: MirrorStore, stored: Mirrored, checkpoint: Path) -> None:
     """Fetch what identifies the run: its configuration, its tokenizer, a checkpoint's state.
 
-    They are put beside and in `checkpoint`. If it is damaged, it is left out: it is reported when
+    They are put beside and in `checkpoint`. If it is damaged, it is omitted: it is reported when
     it is fetched.
     """
     there = store.top.files()

@@ -2,7 +2,7 @@
 
 The thread sends the newest checkpoint that the mirror lacks, until it lacks none; so an interrupted
 upload, also one of an earlier process, is continued. What waits is in the run directory: a
-checkpoint that is deleted here before its turn is left out. Only rank 0 has a thread; all
+checkpoint that is deleted here before its turn is omitted. Only rank 0 has a thread; all
 ranks write to one file system.
 """
 

@@ -15,7 +15,7 @@ RUN/
 ├── findings.json     written by `flatout diagnose`
 ├── report.html       written by `flatout report`
 ├── divergence.json   why training diverged: the bad steps, their data, the largest gradients
-├── left_out.json     with train.on_divergence=rewind: the data that the run leaves out
+├── left_out.json     with train.on_divergence=rewind: the data that the run skips
 ├── exit_code         of the last process, for schedulers: torchrun rewrites exit codes
 ├── checkpoints/      see checkpoint/read_write.py
 ├── watchdog/         written when a run makes no progress: the stacks of its threads, by rank

@@ -128,7 +128,7 @@ def run_state(run_folder: Path) -> str:
         return "killed" if (run_folder / layout.EVENTS).exists() else "new"
     if (
         code == UsageError.exit_code
-    ):  # the last command may have been refused, which changes nothing
+    ):  # the last command may have been rejected, which changes nothing
         if (run_folder / layout.SUMMARY).exists():
             return "finished"
         ends = ("start", "resume", "stop", "error")

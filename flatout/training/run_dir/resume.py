@@ -114,7 +114,7 @@ def config_to_resume(
     None when the directory contains no run, or one that has never saved: the next start is a new
     run and may change any setting. The stored length is kept, whatever `requested` sets: whether a
     run can be made longer depends on its data (`lengthen`). Another micro-batch is accepted
-    if a step keeps its tokens, and moved data: `require_tokenizer` refuses a different tokenizer,
+    if a step keeps its tokens, and moved data: `require_tokenizer` rejects a different tokenizer,
     and `require_same_data` other training tokens.
     Raises: UntrustedCode, before advice can repeat what config.yaml names; ConfigError for an
             edited config.yaml, and for keys that contradict it, such as a different mix.
@@ -231,7 +231,7 @@ def resume_from(folder: Path, resume: str = "auto", *, progress: Progress = SILE
     """Return the checkpoint to resume from, or None to start; call it only under the lock.
 
     `auto` resumes from the newest complete checkpoint of this run, or starts when it has none;
-    `never` starts, and refuses a directory that is not empty; anything else is a checkpoint or a
+    `never` starts, and rejects a directory that is not empty; anything else is a checkpoint or a
     run directory to resume from. A checkpoint of another run is stored as this run's origin, and
     checkpoints that are here are set aside: the same call, or `auto`, then resumes from the newest
     checkpoint saved since, or else from the origin. The leftovers of killed saves are deleted.

@@ -1,4 +1,4 @@
-"""Preparing at a URL: the bytes of a local dataset, the manifest last, resuming, early refusal."""
+"""Preparing at a URL: the bytes of a local dataset, the manifest last, resuming, early errors."""
 
 import base64
 import hashlib

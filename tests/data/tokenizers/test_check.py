@@ -204,7 +204,7 @@ def try_pattern(pattern, name="x"):
 @pytest.mark.parametrize(
     ("pattern", "message"),
     [
-        (r"\w+", "leaves out text"),
+        (r"\w+", "omits text"),
         ("(", "The pattern of the tokenizer 'x' cannot be used"),
         ("a*", "cannot be used: .* Correct --pattern"),
         ("(a|a)*", "fails: the engine failed internally"),

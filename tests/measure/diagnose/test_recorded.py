@@ -87,8 +87,8 @@ def test_damaged_lines_are_left_out_and_mentioned(run):
     assert found.steps == 400
     assert found.counts.recompiles == 3 / 400
     assert found.notes == (
-        "The last line of metrics.jsonl (line 41) is incomplete, left out.",
-        "events.jsonl has 1 damaged line (the first is line 2), left out.",
+        "The last line of metrics.jsonl (line 41) is incomplete, skipped.",
+        "events.jsonl has 1 damaged line (the first is line 2), skipped.",
     )
     assert found.notes == diagnosis_of(found).notes
 
@@ -111,7 +111,7 @@ def test_values_of_other_types_are_left_out(run):
         append_line(folder / layout.METRICS, line)
     found = recorded_evidence(folder)
     assert (found.steps, found.roofline.peak_tflops) == (400, None)
-    assert found.notes == ("3 records of metrics.jsonl without a step, left out.",)
+    assert found.notes == ("3 records of metrics.jsonl without a step, skipped.",)
     assert names(found) == []
 
 

@@ -87,7 +87,7 @@ def open_request(
         raise DataError(
             f"{shared} is both training and validation text: validating on training text measures "
             "nothing.",
-            fix="Leave it out of one of them, or add --duplicates drop to remove validation "
+            fix="Remove it from one of them, or add --duplicates drop to remove validation "
             "documents from the training text.",
         )
     return Request(corpus, options, describe(corpus, options, chat), progress)
@@ -137,7 +137,7 @@ def chat_renderer(options: Options, progress: Progress = SILENT) -> Renderer | N
         template = named_template(name, defaults)
         progress.say(f"The tokenizer has no chat template; using {name}.")
     renderer = Renderer(template, special)
-    _ = renderer.end  # refuses an unusable template before anything is read
+    _ = renderer.end  # rejects an unusable template before anything is read
     return renderer
 
 
