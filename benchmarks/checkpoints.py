@@ -7,7 +7,7 @@ on random tokens, uncompiled, alternating `speedups=auto,-async-checkpoints`,
 `auto,+async-checkpoints`, and the latter with `checkpoint.mirror`, and saves every few steps. The
 event of each save states how long the loop was blocked and when the checkpoint was complete. The
 first save is reported separately, the last one, for which the run waits, is not counted. An
-asynchronous save uses memory reserved before the first step, a column of its own. Results are
+asynchronous save uses memory reserved before the first step, a separate column. Results are
 medians over all saves; the ratio is that of the medians per repeat. To resume, `flatout train`
 starts in a new process on a run that was killed after a save, until the record of its first step,
 whose own time is subtracted. The mirror is an S3 server on this machine if moto and s3fs are

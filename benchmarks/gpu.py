@@ -7,7 +7,7 @@
     # check on a CPU, at toy shapes, that every step runs
     python benchmarks/gpu.py --out FOLDER --tiny
 
-Each step answers one question (`--list` prints them) in a process of its own. OUT/results.jsonl
+Each step answers one question (`--list` prints them) in a separate process. OUT/results.jsonl
 gets a line per step as it ends, OUT/output.txt all that the steps printed, full tracebacks too, and
 OUT/table.md a table of the results beside what was predicted: the ranges in gpu_steps.yaml, which
 are for an H200 and are scaled by the rate of a bf16 matmul on other GPUs, and what `train` predicts
@@ -198,7 +198,7 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]], mode: str = "w") -
 
 
 def run(name: str, step: Step, given: argparse.Namespace, left_s: float) -> dict[str, Any]:
-    """Run a step in a process of its own, and return its outcome; its output goes to the log."""
+    """Run a step in a separate process, and return its outcome; its output goes to the log."""
     limit_s = max(MOST * step.seconds, LEAST_LIMIT_S)
     log = given.out / "output.txt"
     began_s = time.monotonic()

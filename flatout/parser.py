@@ -178,7 +178,7 @@ def _unknown_options(
 
 def _explained(error: click.ClickException, name: str, parser: click.Command) -> ConfigError:
     """Return a click error as a ConfigError: one sentence and its fix."""
-    see = f"`flatout {name} --help` shows how; for example `{COMMANDS.get(name).example}`."
+    see = f"`flatout {name} --help` shows how. Example: `{COMMANDS.get(name).example}`."
     if not isinstance(error, click.NoSuchOption):
         message = error.format_message().rstrip(".")
         param = error.param if isinstance(error, click.BadParameter) else None

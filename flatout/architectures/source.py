@@ -192,7 +192,7 @@ class ForeignWeights:
                 raise CheckpointError(
                     f"{self.path} has an output head, {name}, with other values than {source}, "
                     "which its configuration makes the head.",
-                    fix="If the model has a head of its own, set tie_word_embeddings to false in "
+                    fix="If the model has a separate head, set tie_word_embeddings to false in "
                     f"its config.json; otherwise remove {name}.",
                 )
 

@@ -27,7 +27,7 @@ RECOMPUTED = {"checkpointing": 1 / 3, "half-checkpointing": 1 / 6, "selective-ch
 INSIDE_SHARE, BETWEEN_SHARE = 0.8, 0.8
 """Share of a link's rate that collectives reach."""
 PCIE_GB_PER_S = 25.0
-"""Rate between GPUs without links of their own."""
+"""Rate between GPUs without direct links."""
 EXCHANGES = 8
 """Times that a layer gathers or adds up hidden states among ranks that share it: four forward."""
 HOST_GB_PER_S = {7: 12.0, 8: 24.0, 9: 48.0}

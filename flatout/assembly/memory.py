@@ -383,7 +383,7 @@ def _trace_part(
             left = call(given)
         del given
         if left.requires_grad:  # not after an embedding that is frozen
-            # Its gradient has memory of its own.
+            # Its gradient has separate memory.
             left.register_hook(Tensor.contiguous)  # type: ignore[no-untyped-call]
         end = left.sum()
         del left

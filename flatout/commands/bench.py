@@ -24,10 +24,10 @@ def bench(
         float | None,
         Option("Time limit: trials become shorter and repeats fewer to stay within it.", min=0.1),
     ] = None,
-    repeats: Annotated[int | None, Option("Maximum number of rounds; 5 by default.", min=1)] = None,
+    repeats: Annotated[int | None, Option("Maximum number of rounds (default: 5).", min=1)] = None,
     sweep: Annotated[Sweep | None, Option("Sweep one setting instead.")] = None,
     out: Annotated[
-        Path | str | None, Option("Directory for the results; bench/RECIPE-DIGEST by default.")
+        Path | str | None, Option("Directory for the results (default: bench/RECIPE-DIGEST).")
     ] = None,
     *,
     progress: Progress = SILENT,

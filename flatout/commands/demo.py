@@ -107,7 +107,7 @@ class Subject:
 @checked
 def demo(
     file: Annotated[
-        Path | str | None, Argument("A text file; Python's own standard library by default.")
+        Path | str | None, Argument("A text file (default: Python's own standard library).")
     ] = None,
     minutes: Annotated[float, Option("Approximate training time.", min=0.001)] = 2.0,
     *,

@@ -73,7 +73,9 @@ class DiagnoseResult(Diagnosis, Result):
 def diagnose(
     recipe: Annotated[
         str | Path | None,
-        Argument("A recipe's name, a YAML file, a run directory, or a run; none: this machine."),
+        Argument(
+            "A recipe's name, a YAML file, a run directory, or a run (default: this machine)."
+        ),
     ] = None,
     overrides: Overrides = None,
     fix: Annotated[
@@ -84,7 +86,7 @@ def diagnose(
     ] = DEFAULT_SECONDS,
     out: Annotated[
         Path | str | None,
-        Option("File for the recipe that --fix writes; NAME-fixed.yaml by default."),
+        Option("File for the recipe that --fix writes (default: NAME-fixed.yaml)."),
     ] = None,
     steps: Annotated[
         int | None, Option("Of a script: steps to measure, in place of --seconds.", min=1)
@@ -101,12 +103,12 @@ def diagnose(
     """Show what slows a run down, with evidence, and how to fix it.
 
     Without a recipe, it checks this machine and measures its rates. For a recipe, it checks the
-    machine, the environment, the memory and the data, runs the recipe for some seconds in a process
-    of its own, and divides each step into waiting for data, host, computation, optimizer, logging,
-    saving, garbage collection and compiling. For a run, it reads what the run has recorded; for a
-    loop watched with `flatout.watch`, what the watch has found.
-    Nothing is trained, and only findings.json is written, into a run directory. What was not
-    measured is null. Exit codes: 2 if a recipe cannot start, 1 if its measured steps fail.
+    machine, the environment, the memory and the data, runs the recipe for some seconds in a
+    separate process, and divides each step into waiting for data, host, computation, optimizer,
+    logging, saving, garbage collection and compiling. For a run, it reads what the run has
+    recorded; for a loop watched with `flatout.watch`, what the watch has found. Nothing is trained,
+    and only findings.json is written, into a run directory. What was not measured is null. Exit
+    codes: 2 if a recipe cannot start, 1 if its measured steps fail.
 
     Raises: UsageError when there is no such recipe or run, or it cannot be resolved, or `out` is
             another file; RunFailed.
@@ -114,7 +116,7 @@ def diagnose(
     After `--` comes the command of any PyTorch training script, which is measured without an edit
     and ends once enough steps are measured: `flatout diagnose -- python train.py --epochs 3`.
     In Python, `script` are its words (`as_json`: it prints to standard error), and `callbacks`
-    observe the measured run, which then has no process of its own, and the slow lines are named.
+    observe the measured run, which then runs in this process, and the slow lines are named.
     """
     if script:
         require_only_script(recipe is not None or overrides or fix or out is not None)

@@ -123,7 +123,7 @@ def _figures(score: DatasetScore) -> tuple[str, str, str]:
 OtherData = Annotated[
     list[str] | list[Path] | str | Path | None,
     Option(
-        "Score on this dataset, a directory or a URL, instead of the run's own; repeatable. "
+        "Score on this dataset, a directory or a URL, instead of the run's own (repeatable). "
         "It must have the run's tokenizer."
     ),
 ]
@@ -147,14 +147,14 @@ Fewshot = Annotated[
     Option("With --tasks: examples in front of each question, if not the task's own.", min=0),
 ]
 TaskDir = Annotated[
-    Path | str | None, Option("With --tasks: a directory with task files (YAML) of your own.")
+    Path | str | None, Option("With --tasks: a directory with your own task files (YAML).")
 ]
 
 
 RunOrExport = Annotated[
     str | Path | None,
     Argument(
-        "A run directory, or its name under runs/; the newest run there by default. With --tasks, "
+        "A run directory, or its name under runs/ (default: the newest run there). With --tasks, "
         "also a directory that `flatout export` wrote for transformers."
     ),
 ]

@@ -17,10 +17,10 @@ from flatout.training.run_dir.lookup import run_or_newest
 MAX_SEED = 2**62
 """Limit of the seed; leaves room for the seeds of several samples."""
 
-Prompt = Annotated[str, Option("Text to continue; empty starts a new document.")]
+Prompt = Annotated[str, Option("Text to continue. Empty text starts a new document.")]
 Temperature = Annotated[
     float,
-    Option("0 always takes the most likely token; 1 samples the model's distribution.", min=0),
+    Option("0 always takes the most likely token, 1 samples the model's distribution.", min=0),
 ]
 TopK = Annotated[int | None, Option("Sample from the K most likely tokens only.", min=1)]
 TopP = Annotated[
@@ -30,7 +30,7 @@ MaxTokens = Annotated[
     int,
     Option("Maximum tokens of a text; it may exceed the sequence length used in training.", min=1),
 ]
-Stop = Annotated[list[str] | None, Option("Stop before this text; repeatable.")]
+Stop = Annotated[list[str] | None, Option("Stop before this text (repeatable).")]
 
 
 class GenerateResult(Result):

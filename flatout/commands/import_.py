@@ -51,15 +51,17 @@ Split = Annotated[
 Validation = Annotated[Path | str | None, Option("Token files for validation.")]
 FormatName = Annotated[
     str | None,
-    Option("The format, if the names of the files do not show it; `flatout list token-formats`."),
+    Option(
+        "The format, if the names of the files do not show it. See `flatout list token-formats`."
+    ),
 ]
 Dtype = Annotated[
     str | None,
-    Option("The type of tokens in files without a header, such as uint16; guessed by default."),
+    Option("The type of tokens in files without a header, such as uint16 (default: guessed)."),
 ]
 FieldName = Annotated[
     str | None,
-    Option("The array or key with the tokens; input_ids, tokens or the only one."),
+    Option("The array or key with the tokens (default: input_ids, tokens or the only one)."),
 ]
 
 

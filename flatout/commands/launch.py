@@ -158,13 +158,15 @@ def launch(
     nodes: Annotated[int, Option("Machines.", min=1)] = 1,
     gpus: Annotated[int, Option("GPUs of each machine.", min=1)] = 8,
     min_nodes: Annotated[
-        int | None, Option("Fewest machines to continue with; all by default.", min=1)
+        int | None, Option("Fewest machines to continue with (default: all).", min=1)
     ] = None,
     gpu: Annotated[str, Option("Of SkyPilot: the kind of GPU.")] = "H100",
-    time: Annotated[str, Option("Of Slurm: the time limit of a job; runs continue.")] = "04:00:00",
+    time: Annotated[
+        str, Option("With Slurm: the time limit of a job. Runs continue in the next one.")
+    ] = "04:00:00",
     image: Annotated[str, Option("Of Kubernetes: an image with flatout.")] = "flatout:latest",
     run_dir: Annotated[
-        str | None, Option("Directory of the run, runs/NAME by default.", "--run-dir")
+        str | None, Option("Directory of the run (default: runs/NAME).", "--run-dir")
     ] = None,
     out: Annotated[Path | str | None, Option("File to write.")] = None,
 ) -> LaunchFile:

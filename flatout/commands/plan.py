@@ -22,7 +22,7 @@ def plan(
         str | None,
         Option(
             "Plan for another machine, such as '8x H100', or '4x8 H100, 400 Gb/s': machines x "
-            "GPUs, and the network of each GPU; this one by default."
+            "GPUs, and the network of each GPU (default: this machine)."
         ),
     ] = None,
     rows: Annotated[

@@ -50,19 +50,19 @@ TokenizerName = Annotated[
     str | Path | None,
     Option(
         "char, byte, train:N, a tokenizer.json or .tiktoken file, a Hugging Face repository, "
-        "ORG/NAME[@REVISION], or ids:N for numbers; train:4096 by default."
+        "ORG/NAME[@REVISION], or ids:N for numbers (default: train:4096)."
     ),
 ]
 ForRecipe = Annotated[
     str | Path | None, Option("Use the tokenizer that this recipe names (data.tokenizer).")
 ]
 TextField = Annotated[
-    str | None, Option("Field or column of a row that contains the text; 'text' by default.")
+    str | None, Option("Field or column of a row that contains the text (default: 'text').")
 ]
 Include = Annotated[
     Paths | None,
     Option(
-        "Files to read from directories in addition to text and rows, such as '*.py'; repeatable."
+        "Files to read from directories in addition to text and rows, such as '*.py' (repeatable)."
     ),
 ]
 Encoding = Annotated[
@@ -73,7 +73,7 @@ Split = Annotated[
     Option("'tail F' or 'hash F': the fraction used for validation, from the end or by document."),
 ]
 Val = Annotated[
-    Paths | None, Option("Text for validation only, exempt from the limits; repeatable.")
+    Paths | None, Option("Text for validation only, exempt from the limits (repeatable).")
 ]
 MaxDocuments = Annotated[
     int | None, Option("Take at most this many documents from SOURCES.", min=1)
@@ -85,7 +85,7 @@ MaxBytes = Annotated[
 OnBadRow = Annotated[Literal["raise", "skip"], Option("What to do with an unusable row.")]
 MaxBadRows = Annotated[
     int | None,
-    Option("With --on-bad-row skip, fail above this many; 1% by default, but at least 100.", min=0),
+    Option("With --on-bad-row skip, fail above this many (default: 1%, but at least 100).", min=0),
 ]
 MaskField = Annotated[
     str | None,
@@ -108,7 +108,7 @@ FromFile = Annotated[
     str | Path | None,
     Option("The dataset's downloaded file, for a machine without network.", "--from"),
 ]
-NumWorkers = Annotated[int | None, Option("Processes; one per usable core by default.", min=1)]
+NumWorkers = Annotated[int | None, Option("Processes (default: one per usable core).", min=1)]
 Part = Annotated[
     str | None,
     Option(

@@ -46,11 +46,13 @@ class ReportResult(Result):
 def report(
     runs: Annotated[
         list[str] | str | Path | None,
-        Argument("Run directories, or their names under runs/; the newest run there by default."),
+        Argument("Run directories, or their names under runs/ (default: the newest run there)."),
     ] = None,
     out: Annotated[
         Path | str | None,
-        Option("The HTML file; report.html in the run directory (of several runs: here)."),
+        Option(
+            "The HTML file (default: report.html in the run directory, or here for several runs)."
+        ),
     ] = None,
     *,
     progress: Progress = SILENT,

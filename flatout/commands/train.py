@@ -106,7 +106,7 @@ class TrainResult(Result):
 RunDir = Annotated[
     Path | str | None,
     Option(
-        "Run directory; runs/RECIPE-DIGEST by default. torchrun rejects the short form --run.",
+        "Run directory (default: runs/RECIPE-DIGEST). torchrun rejects the short form --run.",
         "--run-dir",
         "--run",
     ),

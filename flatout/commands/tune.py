@@ -43,10 +43,11 @@ def tune(
     ] = False,
     out: Annotated[
         Path | str | None,
-        Option("The recipe to write, tuned.yaml by default; of a script, the directory."),
+        Option("The recipe to write (default: tuned.yaml). Of a script, the directory."),
     ] = None,
     patch: Annotated[
-        Path | str | None, Option("Of a script: file for the unified diff; empty if it has none.")
+        Path | str | None,
+        Option("Of a script: file for the unified diff, which is empty without changes."),
     ] = None,
     batch_flag: Annotated[
         str | None, Option("Of a script: its argument for the batch size, such as --batch-size.")

@@ -117,7 +117,7 @@ def verify(
     ] = False,
     steps: Annotated[
         str | None,
-        Option("With --resume: N,M, the steps before and after the stop; 5,5 by default."),
+        Option("With --resume: N,M, the steps before and after the stop (default: 5,5)."),
     ] = None,
     trust_code: TrustCode = False,
     *,

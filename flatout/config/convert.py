@@ -51,7 +51,7 @@ SECRETS = ("hub_token", "api_key", "password", "secret")
 """Ends of keys whose values are not repeated."""
 EVERY_MODEL = {"model.kind", "model.vocab_size", "model.logit_softcap", "model.z_loss"}
 BESIDE_WEIGHTS = {"model.kind", "model.dropout", "model.z_loss", "model.chunk_size"}
-"""Keys of the model that stay beside train.init_from; the weights have a shape of their own."""
+"""Keys of the model that stay beside train.init_from; the weights define their shape."""
 DEPENDENT = ("schedule.min_lr", "train.patience", "lora.alpha", "lora.dropout", "lora.targets")
 """Keys that are valid only beside others."""
 NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")

@@ -233,8 +233,8 @@ class TrainConfig(Section):
     seed: int = Field(0, ge=0, lt=2**62)
     """Seed of the initial weights, the order of the data and dropout."""
     deterministic: bool = False
-    """Use only deterministic operations, and fail on others. On a GPU, this is slower, and the only way
-    to make two runs, or a run and its resumed copy, bit-identical."""
+    """Use only deterministic operations, and fail on others. Slower on a GPU, and the only way to
+    make two runs there, or a run and its resumed copy, bit-identical."""
     device: str = "auto"
     """auto, cpu, cuda, cuda:N, or mps, the GPU of a Mac, which is untested."""
     devices: Count | Literal["all"] | None = None
@@ -392,7 +392,7 @@ class LogConfig(Section):
     """offline keeps W&B's files in the run directory, for `wandb sync`. None means what WANDB_MODE
     states, or else online."""
     observers: Names = ()
-    """Observers of your own, each as package.module:MyObserver; a class is called without
+    """Your own observers, each as package.module:MyObserver; a class is called without
     arguments. They are called as those passed to `flatout.train` are."""
 
 

@@ -1,4 +1,4 @@
-"""Renders chat templates in processes of their own, with limits of time, memory and output.
+"""Renders chat templates in separate processes, with limits of time, memory and output.
 
 A template comes with a tokenizer from elsewhere, and it is a program: text of any length is a
 short expression in it. One process for each template serves all its conversations.

@@ -1,4 +1,4 @@
-"""Measures in a process of its own, so that nothing that it compiles, caches or leaks outlives it.
+"""Measures in a separate process, so that nothing that it compiles, caches or leaks outlives it.
 
 `ask` starts a Python process that calls a function of flatout, sends it a request as JSON, and
 receives its answers, one line of JSON each. Whatever happens to the process, there is an `Ended`

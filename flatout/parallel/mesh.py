@@ -2,7 +2,7 @@
 
 Processes form a rectangle of `replicate` rows and `shard` columns: each row shares one copy of the
 model. It is copied to every process (DDP), sharded (fully_shard), or both (HSDP). `context`
-consecutive processes share the tokens of each row of a batch; the others have rows of their own.
+consecutive processes share the tokens of each row of a batch; the others have separate rows.
 With `tensor`, that many consecutive processes stand in each place: they share every layer. Losses
 and counts are summed over all processes; each has those of its own tokens.
 """
@@ -65,7 +65,7 @@ class Mesh(Ranks):
 
     @property
     def dp_size(self) -> int:
-        """Processes, or groups of them, with rows of their own."""
+        """Processes, or groups of them, with separate rows."""
         return self.world_size // (self.context * self.tensor)
 
     @property

@@ -27,7 +27,7 @@ from flatout.sources.packed import open_bytes
 FIRST_NAMED = 10
 """Number of rows named among those omitted for the same reason."""
 RENDERED_ROWS = 64
-"""Conversations that are rendered at once: a process of its own renders them."""
+"""Conversations that are rendered at once: a separate process renders them."""
 RENDERED_BYTES = 1 << 20
 """Bytes of conversations after which no other is added to those."""
 

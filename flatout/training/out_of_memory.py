@@ -30,7 +30,7 @@ OUT_OF_MEMORY = (
     "CUDA error: out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
 )
-"""Words of torch's errors without a type of their own: of the CPU's allocator, and of libraries."""
+"""Words of torch's errors without a separate type: of the CPU's allocator, and of libraries."""
 ONEDNN_OUT_OF_MEMORY = (
     "could not create a primitive",
     "could not execute a primitive",

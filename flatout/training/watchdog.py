@@ -92,7 +92,7 @@ class Watchdog:
         if self._limit_s:
             self._loop_id = threading.get_ident()
             self._threads.append(_started("flatout-watchdog", self._watch))
-            if self._run.mesh.world_size > 1:  # a thread of its own: it may wait for a stuck disk
+            if self._run.mesh.world_size > 1:  # a separate thread: it may wait for a stuck disk
                 self._threads.append(_started("flatout-signs", self._give_signs))
         return self
 

@@ -249,7 +249,7 @@ CASES = [
         "a tokenizer whose characters share an id",
         "prepare book.txt --out data/new --tokenizer shared.json",
         ("shared.json", "'a' and 'b' the same id, 1"),
-        "an id of its own",
+        "a separate id",
         written(
             "shared.json",
             '{"version": "1.0", "added_tokens": [], "model": {"type": "BPE", "merges": [], '

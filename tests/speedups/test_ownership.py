@@ -43,7 +43,7 @@ SPEEDUP = Speedup(
 
 @pytest.fixture
 def copied(tmp_path, monkeypatch):
-    """A copy of flatout/speedups in a package directory of its own, which the registry reads."""
+    """A copy of flatout/speedups in a separate package directory, which the registry reads."""
     folder = tmp_path / "speedups"
     shutil.copytree(PACKAGE_DIR / "speedups", folder, ignore=shutil.ignore_patterns("__pycache__"))
 

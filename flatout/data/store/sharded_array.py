@@ -19,7 +19,7 @@ from flatout.files import BLOCK_BYTES, FileEntry
 CHECK_THREADS = 4
 """Threads that check blocks when several are first read at once, as in a run's first step."""
 JOINED_BYTES = 16 << 10
-"""Rows up to this size are joined and copied at once: a copy of its own costs more for each."""
+"""Rows up to this size are joined and copied at once: a separate copy costs more for each."""
 SIZE_CHECK_INTERVAL_S = 1.0
 """Interval between size checks of open files: one costs as much as reading a few sequences."""
 

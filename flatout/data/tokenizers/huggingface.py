@@ -300,7 +300,7 @@ def _vocabulary_of(definition: Document, name: str) -> dict[str, int]:
         one, other, index = next((one, two, i) for (one, i), (two, j) in pairs if i == j)
         raise DataError(
             f"{name} gives {one!r} and {other!r} the same id, {index}, so that text is lost.",
-            fix="Give each token an id of its own, or use a different tokenizer.",
+            fix="Give each token a separate id, or use a different tokenizer.",
         )
     return vocabulary
 

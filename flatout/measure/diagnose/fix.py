@@ -1,6 +1,6 @@
 """Applies a fix, measures again, and keeps it if it holds.
 
-The run without the fix and the run with it take turns, each in a process of its own, so that a
+The run without the fix and the run with it take turns, each in a separate process, so that a
 machine that becomes slower or faster affects both.
 """
 
@@ -61,7 +61,7 @@ def try_fixes(
 ) -> list[FixOutcome]:
     """Try fixes that keep the run's result until one holds, the best first; return those tried.
 
-    `measure` returns the evidence of a configuration, from a process of its own.
+    `measure` returns the evidence of a configuration, from a separate process.
     """
     base, works = evidence.config, evidence.step_s is not None
     outcomes: list[FixOutcome] = []

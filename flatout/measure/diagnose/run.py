@@ -1,4 +1,4 @@
-"""The measured run of `diagnose`, in a process of its own: preflight, then timed steps."""
+"""The measured run of `diagnose`, in a separate process: preflight, then timed steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A trial: builds and trains a run with the training code in a process of its own, and times it.
+"""A trial: builds and trains a run with the training code in a separate process, and times it.
 
 There is a result even if that process dies, hangs or prints nonsense. A trial writes only to a
 scratch directory.

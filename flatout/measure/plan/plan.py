@@ -323,7 +323,7 @@ def find_data(config: RunConfig, progress: Progress) -> tuple[AnyDataset | None,
 def parameters_by_part(model: LanguageModel) -> dict[str, int]:
     """Return the parameters of the embedding, of each child of the blocks, of the head, the rest.
 
-    Adapters (LoRA) are a part of their own. A tied head counts as the embedding.
+    Adapters (LoRA) are a separate part. A tied head counts as the embedding.
     """
     kinds, found = model.parameter_kinds(), Counter[str]()
     for name, parameter in model.named_parameters():

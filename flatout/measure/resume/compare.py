@@ -44,7 +44,7 @@ HIDDEN_STATE = (
     "(self.register_buffer), or as a parameter."
 )
 OWN_GENERATOR = (
-    "dropout or noise from a torch.Generator of your own, whose state is not saved. Use torch's "
+    "dropout or noise from your own torch.Generator, whose state is not saved. Use torch's "
     "default generator, which is."
 )
 OPTIMIZER = (
@@ -220,7 +220,7 @@ def causes_of(comparison: Comparison, config: RunConfig) -> list[str]:
         found += [HIDDEN_STATE, OWN_GENERATOR]
         found += [OPTIMIZER] * config.optim.kind.count(":") + [DATA] * (not is_data)
     references = ", ".join(sorted(config.references()))
-    return [*found, f"Code of your own in this recipe: {references}."] if references else found
+    return [*found, f"Your own code in this recipe: {references}."] if references else found
 
 
 def is_deterministic(config: RunConfig) -> bool:

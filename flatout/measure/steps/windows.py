@@ -2,8 +2,8 @@
 
 The caller that runs the loop reports when a step starts; each start moves the windows forward by
 one step. Every window is a generator that yields once per step. A subclass puts them in order:
-`diagnose` for a run of its own, `profile` for one with a trace, `watch` for the loop of somebody
-else.
+`diagnose` for the run that it starts, `profile` for one with a trace, `watch` for the loop of
+somebody else.
 """
 
 from __future__ import annotations
