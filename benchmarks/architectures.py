@@ -89,7 +89,7 @@ def time_import(folder: Path) -> dict[str, Any]:
 
 
 def table(found: dict[str, Any]) -> str:
-    """Return the figures as a table in Markdown."""
+    """Return the results as a table in Markdown."""
     large = found["import"]
     return markdown(
         "model | largest difference of a logit | of a gradient, relative",
@@ -105,7 +105,7 @@ def table(found: dict[str, Any]) -> str:
 
 
 def measure() -> dict[str, Any]:
-    """Return all figures."""
+    """Return all results."""
     import transformers
 
     sys.path[:0] = [str(TESTS), str(TESTS / "architectures")]

@@ -138,7 +138,7 @@ def main() -> None:
 
 
 def table(found: dict[str, Any]) -> str:
-    """Return the figures as Markdown."""
+    """Return the results as Markdown."""
     sent = [
         (name, *(f"{each:,.0f}" if each > 100 else f"{each:g}" for each in by_length.values()))
         for name, by_length in found["sent"].items()

@@ -111,7 +111,7 @@ def trained(distance: int, keys: dict, seed: int, steps: int) -> dict:
 
 
 def table(found: dict[str, Any]) -> str:
-    """Return the figures as Markdown."""
+    """Return the results as Markdown."""
     rows = []
     for distance, form in dict.fromkeys((run["distance"], run["form"]) for run in found["runs"]):
         runs = [run for run in found["runs"] if (run["distance"], run["form"]) == (distance, form)]

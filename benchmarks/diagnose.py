@@ -9,7 +9,7 @@ start; the other faults are settings of the recipe or of the environment. A tria
 first finding is the fault's own. TraceML watches the loops beside it where it is installed. Run it
 on a quiet machine: a busy one is itself a finding. Results are written after every trial to
 benchmarks/results/diagnose.json and .md. Faults that only a GPU can
-have are left out on a CPU. A slow disk is planted by limiting the rate of reads, as root.
+have are omitted on a CPU. A slow disk is planted by limiting the rate of reads, as root.
 """
 
 from __future__ import annotations

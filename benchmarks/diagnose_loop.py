@@ -1,4 +1,4 @@
-"""A plain PyTorch training loop with a planted fault, in a process of its own.
+"""A plain PyTorch training loop with a planted fault, in a separate process.
 
     python benchmarks/diagnose_loop.py FAULT STRENGTH [--way watch|traceml] [--steps 70]
 

@@ -195,7 +195,7 @@ def compared(comparison: Comparison) -> dict[str, Any]:
 
 
 def table(found: dict[str, Any]) -> str:
-    """Return the figures as Markdown."""
+    """Return the results as Markdown."""
     rows = []
     for comparison in found["comparisons"].values():
         plain = next(iter(comparison["seconds"].values()))

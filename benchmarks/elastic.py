@@ -201,7 +201,7 @@ def main() -> None:
 
 
 def table(found: dict[str, Any]) -> str:
-    """Return the figures as Markdown."""
+    """Return the results as Markdown."""
     rows = []
     for kind in KINDS:
         tries = [each for each in found["tries"] if each["kind"] == kind]

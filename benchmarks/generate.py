@@ -82,7 +82,7 @@ def timed(
 
 
 def table(found: dict[str, Any]) -> str:
-    """Return the figures as Markdown."""
+    """Return the results as Markdown."""
     lines, same = [], True
     for context, rows in found["rows"].items():
         rates = [

@@ -89,7 +89,7 @@ def frames_to_backward(words: list[str]) -> list[str]:
 
 
 def measure(folder: Path) -> dict[str, Any]:
-    """Return every figure; works in an empty directory."""
+    """Return every result; works in an empty directory."""
     texts = [path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")]
     (folder / "text.txt").write_text("All happy families are alike. " * 400, encoding="utf-8")
     flatout.prepare([folder / "text.txt"], folder / "data", tokenizer="byte", workers=1)

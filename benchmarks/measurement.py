@@ -43,7 +43,7 @@ def facts() -> dict[str, str]:
 
 
 def publish(out: Path, name: str, found: Mapping[str, Any], text: str) -> None:
-    """Write the figures to OUT/NAME.json and their table to OUT/NAME.md, and print it."""
+    """Write the results to OUT/NAME.json and their table to OUT/NAME.md, and print it."""
     out.mkdir(parents=True, exist_ok=True)
     (out / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     (out / f"{name}.md").write_text(text, encoding="utf-8")

@@ -125,7 +125,7 @@ def main() -> None:
 
 
 def keep(part: str, found: dict[str, Any]) -> None:
-    """Write the current figures of a part; those of the other part stay."""
+    """Write the current results of a part; those of the other part stay."""
     path = RESULTS / "models.json"
     whole = read_json(path) if path.exists() else {}
     machine = {"torch": torch.__version__, "threads": torch.get_num_threads()}
@@ -142,7 +142,7 @@ def configured(trial: Trial, dataset: Dataset) -> RunConfig:
 
 
 def measure_loss(dataset: Dataset, cache: Path) -> None:
-    """Tune, then run the seeds; the figures are written after every run."""
+    """Tune, then run the seeds; the results are written after every run."""
     rows: list[dict[str, Any]] = []
     fixed = {"tokens_per_step": TOKENS_PER_STEP, "tuned_at": TUNED_AT, "tuning_seed": TUNING_SEED}
 
@@ -183,7 +183,7 @@ def tuned(model: str, optimizer: str, run: Run) -> float:
 def measure_speed(words: list[str], rounds: int, cache: Path) -> None:
     """Time both models at every length, alternating in fresh processes.
 
-    The figures are written after every measurement.
+    The results are written after every measurement.
     """
     rows: list[dict[str, Any]] = []
     for number, seq_len in itertools.product(range(rounds), SPEED_LENGTHS):
@@ -222,7 +222,7 @@ def timed(model: str, seq_len: int, dataset: Dataset) -> dict[str, Any]:
 
 
 def table(whole: dict[str, Any]) -> str:
-    """Return the figures of the parts that were measured as Markdown."""
+    """Return the results of the parts that were measured as Markdown."""
     parts = {"loss": loss_table, "speed": speed_table}
     return "\n".join(write(whole[part]) for part, write in parts.items() if part in whole)
 
@@ -255,7 +255,7 @@ def loss_table(found: dict[str, Any]) -> str:
         "Characters of Shakespeare, nats per token on the whole validation split;"
         f" {' and '.join(sizes.values())} parameters; steps of {found['tokens_per_step']:,}"
         f" tokens at every length; learning rates tuned at T = {found['tuned_at']:,}, {STEPS}"
-        f" steps, on another seed: {rates}. {beside(runs, best)}{found['machine']}, one thread,"
+        f" steps, on a different seed: {rates}. {beside(runs, best)}{found['machine']}, one thread,"
         f" torch {found['torch']}; commit {found['commit']}; `python benchmarks/models.py"
         " --part loss`.",
     )

@@ -258,7 +258,7 @@ def crossing(points: Sequence[tuple[float, float]], target: float) -> float | No
 
 
 def table(found: dict[str, Any]) -> str:
-    """Return the figures as Markdown."""
+    """Return the results as Markdown."""
     lines = []
     for corpus in found["corpora"]:
         losses = [loss_cell(corpus, "adamw", 1.0), loss_cell(corpus, "muon", 0.65)]

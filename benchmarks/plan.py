@@ -189,7 +189,7 @@ def time_of(case: Case, data: Path, folder: Path, seconds: float) -> dict[str, A
 
 
 def table(found: dict[str, Any]) -> str:
-    """Return the figures as Markdown, with the errors of both predictions against their targets."""
+    """Return the results as Markdown, with the errors of both predictions against their targets."""
     lines, verdicts = [], []
     for row in found["rows"]:
         seq_len = next(w for w in row["overrides"] if w.startswith("data.seq_len=")).split("=")[1]

@@ -333,7 +333,7 @@ def apart(losses: list[float], others: list[float]) -> float:
 
 
 def table(found: Row) -> str:
-    """Return the figures as Markdown."""
+    """Return the results as Markdown."""
     plain = [row for row in found["diagnose"] if row["fault"] == "as it is"]
     planted = [row for row in found["diagnose"] if row["fault"] != "as it is"]
     loops = {

@@ -146,7 +146,7 @@ def fractions(found: dict[str, Any], loss: float) -> list[float] | None:
 
 
 def table(found: dict[str, Any]) -> str:
-    """Return the figures as Markdown."""
+    """Return the results as Markdown."""
     lines = []
     for name, runs in found["runs"].items():
         cells = [spread((run["val_loss"] for run in runs), 3)]

@@ -1,4 +1,4 @@
-"""All errors of flatout. Each says what happened and how to fix it.
+"""All errors of flatout. Each describes what happened and how to fix it.
 
 FlatoutError
 ├── UsageError            exit 2: the command, the config or the input is wrong
@@ -73,7 +73,7 @@ def in_shell(word: object) -> str:
 class FlatoutError(Exception):
     """Something the user can fix. Reads as: what happened, then the fix.
 
-    `what` says what is wrong and `fix` what to do about it. Both are complete sentences on one
+    `what` describes what is wrong and `fix` what to do about it. Both are complete sentences on one
     line, with secrets removed from URLs.
     """
 
@@ -208,6 +208,6 @@ def require_posix() -> None:
         importlib.import_module("fcntl")
     except ImportError as error:
         raise HardwareError(
-            "flatout needs Linux or macOS, and this Python runs on another system.",
+            "flatout needs Linux or macOS, and this Python runs on a different system.",
             fix="On Windows, install WSL (`wsl --install`), and install and run flatout in it.",
         ) from error

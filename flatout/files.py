@@ -1,4 +1,4 @@
-"""Durable writes, checksums, locks, links, and the errors of a disk that refuses a write."""
+"""Durable writes, checksums, locks, links, and the errors of failed writes."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ Array = np.ndarray[Any, np.dtype[Any]]
 PART = ".part"
 """Suffix of a file that is not complete yet."""
 BROKEN = (
-    "The disk failed to read or write (see `dmesg`): check it, or use another one; "
+    "The disk failed to read or write (see `dmesg`): check it, or use a different one; "
     "then run the same command again."
 )
 """The fix for EIO."""
-TOO_LARGE = "A file may not be that large here: raise `ulimit -f`, or use another file system."
+TOO_LARGE = "A file may not be that large here: raise `ulimit -f`, or use a different file system."
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _READ_ONLY = {errno.EACCES, errno.EPERM, errno.EROFS}
 _DISK_ERRORS = _FULL | _READ_ONLY | {errno.EIO}
@@ -291,7 +291,7 @@ def open_own(path: Path, flags: int) -> int:
         os.close(descriptor)
         raise CheckpointError(
             f"{path} is not a regular file.",
-            fix=f"Delete {path}, or choose another directory with --run-dir DIR.",
+            fix=f"Delete {path}, or choose a different directory with --run-dir DIR.",
         )
     if status.st_nlink > 1 and flags & (os.O_WRONLY | os.O_RDWR):
         os.close(descriptor)
@@ -299,7 +299,7 @@ def open_own(path: Path, flags: int) -> int:
         raise CheckpointError(
             f"{path} has another hard link: writing to it would change the other file too.",
             fix=f"Replace it with a copy, `cp {own} {copy} && mv {copy} {own}`, "
-            "or choose another directory with --run-dir DIR.",
+            "or choose a different directory with --run-dir DIR.",
         )
     return descriptor
 
@@ -319,7 +319,7 @@ def _link_error(path: Path) -> CheckpointError:
     return CheckpointError(
         f"{path} is a symbolic link to {target}: a run does not write through links.",
         fix=f"Replace {path} with what it points to, or delete it; checkpoint.dir=DIR keeps the "
-        "checkpoints of a new run on another disk.",
+        "checkpoints of a new run on a different disk.",
     )
 
 
@@ -368,17 +368,17 @@ def unless_broken(error: OSError, fix: str) -> str:
 
 
 def disk_fix(error: Exception) -> str:
-    """Return the fix for a disk that refuses to read or write in a run directory."""
+    """Return the fix for a disk that fails to read or write in a run directory."""
     number = _number_of(error)
     if number == errno.EIO:
         return (
             "The disk failed to read or write (see `dmesg`): check it, "
-            "or copy the run directory to another disk."
+            "or copy the run directory to a different disk."
         )
     if number in _READ_ONLY:
         return (
             "Make it writable, then run the same command again; "
-            "or choose another directory with --run-dir DIR."
+            "or choose a different directory with --run-dir DIR."
         )
     if number in {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}:
         return (
@@ -392,7 +392,7 @@ def disk_fix(error: Exception) -> str:
 
 
 def is_full(error: Exception) -> bool:
-    """Return whether a disk refused a write because it is full, or its quota is used up."""
+    """Return whether a write failed because the disk is full, or its quota is used up."""
     return _number_of(error) in _FULL or "No space left" in str(error)
 
 

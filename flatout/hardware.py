@@ -55,7 +55,7 @@ class MachineRow(Section):
     bandwidth_gb_per_s: Figure
     """Memory bandwidth."""
     peak_tflops: dict[str, Figure]
-    """Rate of dense matrix products in fp32, tf32, fp16, bf16 and fp8; a missing dtype has no
+    """Rate of dense matmuls in fp32, tf32, fp16, bf16 and fp8; a missing dtype has no
     hardware units.
     """
     power_w: Figure | None = None
@@ -95,7 +95,7 @@ class Machine:
     gpus: tuple[Gpu, ...]
     python: str
     cpu_multiplies_bf16: bool = False
-    """Whether its CPU has instructions for bfloat16 products."""
+    """Whether its CPU has instructions for bfloat16 matmuls."""
     is_here: bool = True
     """Whether this process runs on it; False for a machine that is only planned for."""
     gpus_per_node: int = MOST_GPUS
@@ -196,7 +196,7 @@ def machine_named(text: str) -> Machine:
 
 
 def _word(name: str) -> str:
-    """Return a name without case, punctuation and the words that everyone leaves out."""
+    """Return a name without case, punctuation and the words that everyone omits."""
     return re.sub(r"nvidia|geforce|tesla|[^a-z0-9]", "", name.lower())
 
 
@@ -313,7 +313,7 @@ class CpuTimes(NamedTuple):
 def pick_device(wanted: str, machine: Machine) -> tuple[str, str]:
     """Return (device, reason) for `auto`, `cpu`, `cuda`, `cuda:N` or `mps`; `auto` is never `mps`.
 
-    Raises: HardwareError for another name, or when a GPU is requested and cannot be used.
+    Raises: HardwareError for a different name, or when a GPU is requested and cannot be used.
     """
     if wanted == "cpu":
         return "cpu", "requested"
@@ -325,7 +325,7 @@ def pick_device(wanted: str, machine: Machine) -> tuple[str, str]:
             raise HardwareError(
                 "train.device=mps cannot be used: it is the GPU of a Mac with macOS 14 or newer, "
                 "and torch finds none.",
-                fix="Leave train.device out.",
+                fix="Remove train.device.",
             )
         return "mps", "requested: the GPU of a Mac, on which flatout has never been run"
     obstacle = _cuda_obstacle(machine)

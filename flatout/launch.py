@@ -1,7 +1,7 @@
 """Starts the processes of `train.devices` on this machine, and ends them together.
 
 Each process is a rank: it runs the same command line, with the environment variables that torchrun
-sets. The main rank has the terminal; of the others, only errors are shown.
+sets. Rank 0 has the terminal; of the others, only errors are shown.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def num_processes(devices: int | str | None, device: str, machine: Machine) -> i
     if ":" in device:
         raise ConfigError(
             f"train.device={device} is one GPU, and train.devices={devices} asks for more.",
-            fix="Set train.device=cuda, or leave train.devices out.",
+            fix="Set train.device=cuda, or remove train.devices.",
         )
     chosen, _ = pick_device(device, machine)
     if chosen == "cpu":
@@ -111,7 +111,7 @@ def replicas(config: ParallelConfig, world_size: int) -> int:
             raise ConfigError(
                 f"parallel.context={config.context} does not divide parallel.{key}={among}: the "
                 "processes that share rows are among them.",
-                fix=f"Set parallel.context to a divisor of {among}, or leave it out.",
+                fix=f"Set parallel.context to a divisor of {among}, or remove it.",
             )
         return replicate
     launch = f"with `torchrun --nproc-per-node {processes} -m flatout ...`"
@@ -258,7 +258,7 @@ def _exit_code(codes: Sequence[int], failed: int, received: _Received) -> int:
         return SmallerBatch.exit_code
     main_code, code = codes[0], codes[failed]
     if received.ended(main_code):
-        if main_code > 0:  # it has said so
+        if main_code > 0:  # it has reported that
             return main_code
         raise _interrupted(received.numbers[-1] if main_code == -signal.SIGKILL else -main_code)
     if _is_orderly(main_code) and received.ended(code):
@@ -291,7 +291,7 @@ def _interrupted(number: int) -> Interrupted:
 
 
 def _first_failed(ranks: Sequence[subprocess.Popen[bytes]]) -> int | None:
-    """Return the rank that failed, of several at once one that could not say why."""
+    """Return the rank that failed, of several at once one that could not report why."""
     failed = [rank for rank, process in enumerate(ranks) if not _is_orderly(process.returncode)]
     return min(failed, key=lambda rank: (ranks[rank].returncode > 0, rank), default=None)
 

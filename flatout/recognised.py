@@ -122,7 +122,7 @@ def require_recipe_path(path: Path | str, option: str = "") -> None:
 
     `option` is the option or key that gave it, as the message shows it.
 
-    Raises: UsageError for a URL; ConfigError for another ending.
+    Raises: UsageError for a URL; ConfigError for a different ending.
     """
     require_local(path, option)
     if Path(path).suffix not in (".yaml", ".yml"):

@@ -301,7 +301,7 @@ MODELS = Folder(
 )
 OPTIMIZERS = Folder("optimizers", "OPTIMIZER", "optimizer", has=("__call__",))
 SOURCES = Folder("sources", "SOURCE", "source", has=("__call__",))
-SPEEDUPS = Folder("speedups", "SPEEDUP", "speedup", has=("fills", "promise"))
+SPEEDUPS = Folder("speedups", "SPEEDUP", "speedup", has=("fills", "tolerance"))
 TOKEN_FORMATS = Folder("token_formats", "FORMAT", "token format", has=("takes", "files", "open"))
 TOKENIZERS = Folder("data/tokenizers", "TOKENIZER", "tokenizer")
 DATASETS = YamlFolder("datasets", "dataset")

@@ -149,9 +149,9 @@ def test_bugs_show_their_traceback(monkeypatch):
         (
             ["shout", "hi", "--times", "many"],
             "`flatout shout`: invalid value for",
-            "Leave --times out for the default, 1",
+            "Remove --times for the default, 1",
         ),
-        (["shout", "hi", "--times"], "`flatout shout`: ", "Leave --times out for the default, 1"),
+        (["shout", "hi", "--times"], "`flatout shout`: ", "Remove --times for the default, 1"),
         (["shout"], "`flatout shout`: missing argument", "flatout shout hello --times 2"),
         (["--vesion"], "flatout has no option '--vesion'.", "Did you mean '--version'?"),
     ],

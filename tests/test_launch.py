@@ -121,7 +121,7 @@ def test_all_ranks_have_one_free_port_and_the_launchers_id(tmp_path):
     assert int(first[1]) == os.getpid()
 
 
-def test_only_the_main_rank_prints_and_every_rank_reports_errors(capfd):
+def test_only_rank_0_prints_and_every_rank_reports_errors(capfd):
     # one write each: processes share the terminal
     text = "print('out', rank, flush=True); os.write(2, b'error %d\\n' % int(rank))"
     assert start(text, count=3) == 0
@@ -132,7 +132,7 @@ def test_only_the_main_rank_prints_and_every_rank_reports_errors(capfd):
 
 @pytest.mark.parametrize("code", [0, 75])
 def test_ranks_that_end_well_are_waited_for(tmp_path, code):
-    """The main rank may still write when the others have finished: it waits for rank 1 to end."""
+    """Rank 0 may still write when the others have finished: it waits for rank 1 to end."""
     text = (
         "import time\n"
         f"folder = {str(tmp_path)!r}\n"
@@ -150,7 +150,7 @@ def test_ranks_that_end_well_are_waited_for(tmp_path, code):
     assert (tmp_path / "done").exists()
 
 
-def test_an_error_of_the_main_rank_ends_the_others_and_keeps_its_code():
+def test_an_error_of_rank_0_ends_the_others_and_keeps_its_code():
     assert start(f"sys.exit(2) if rank == 0 else None\n{WAIT}", count=3) == 2
 
 

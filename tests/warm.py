@@ -27,7 +27,7 @@ CONTEXT.set_forkserver_preload(
 
 
 class Process:
-    """`python WORDS...` in a process of its own; used like `subprocess.Popen` with pipes."""
+    """`python WORDS...` in a separate process; used like `subprocess.Popen` with pipes."""
 
     def __init__(self, words, *, env=None, cwd="."):
         folder = Path(tempfile.mkdtemp(prefix="flatout-"))

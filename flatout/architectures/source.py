@@ -31,7 +31,7 @@ HEADS = ("unembedding.weight", "token_embedding.weight")
 
 @dataclass(frozen=True)
 class ForeignModel:
-    """A model that another program saved."""
+    """A model that another tool saved."""
 
     path: Path
     architecture: Architecture
@@ -40,7 +40,7 @@ class ForeignModel:
 
 
 def is_foreign(init_from: str) -> bool:
-    """Return whether `train.init_from` names a model that another program saved."""
+    """Return whether `train.init_from` names a model that another tool saved."""
     if init_from.startswith(PREFIX):
         return True
     path = Path(init_from)
@@ -91,7 +91,7 @@ def find_model(init_from: str, *, whole: bool = True, progress: Progress = SILEN
         raise ConfigError(
             f"{config} names code that defines the model (auto_map), and flatout never executes "
             "code of a model's directory.",
-            fix="Start from another model. If the model is one of the architectures of "
+            fix="Start from a different model. If the model is one of the architectures of "
             "docs/import-models.md, delete auto_map from config.json.",
         )
     if "quantization_config" in document:
@@ -142,7 +142,8 @@ class ForeignWeights:
             if not torch.isfinite(part).all():
                 raise CheckpointError(
                     f"{foreign} of {self.path} has values that are not finite.",
-                    fix="Start from another model: this one is damaged, or its training diverged.",
+                    fix="Start from a different model: this one is damaged, or its training "
+                    "diverged.",
                 )
         return one.join(parts)
 
@@ -191,7 +192,7 @@ class ForeignWeights:
                 raise CheckpointError(
                     f"{self.path} has an output head, {name}, with other values than {source}, "
                     "which its configuration makes the head.",
-                    fix="If the model has a head of its own, set tie_word_embeddings to false in "
+                    fix="If the model has a separate head, set tie_word_embeddings to false in "
                     f"its config.json; otherwise remove {name}.",
                 )
 

@@ -21,7 +21,7 @@ from flatout.models.transformer import TransformerConfig
 from flatout.ops import Ops
 from flatout.registry import MODELS
 
-OTHER_MODEL = "Start from another model; docs/import-models.md lists those that flatout reads."
+OTHER_MODEL = "Start from a different model; docs/import-models.md lists those that flatout reads."
 RESOLVED = {
     "d_ff": "mlp_width",
     "head_dim": "head_size",
@@ -118,7 +118,7 @@ class Architecture:
     heads: tuple[str, ...] = ("lm_head.weight",)
     """Names under which files may repeat the output head, such as that of a tied model."""
     recognise: Callable[[Shapes, JsonObject], JsonObject | None] = lambda _shapes, _others: None
-    """Returns the keys under `model.` of a file without config.json, or None for another family.
+    """Returns the `model.` keys of a file without config.json, or None for a different family.
 
     It gets the shapes of the file's tensors and its other values.
     """
@@ -177,7 +177,7 @@ def resolved(config: TransformerConfig, key: str) -> Any:
 def required(document: JsonObject, key: str, kind: type = int) -> Any:
     """Return the value of a key.
 
-    Raises: ConfigError when config.json lacks it, or its value has another type.
+    Raises: ConfigError when config.json lacks it, or its value has a different type.
     """
     value = document.get(key)
     if not isinstance(value, kind) or isinstance(value, bool):
@@ -193,7 +193,7 @@ def required(document: JsonObject, key: str, kind: type = int) -> Any:
 def require(document: JsonObject, key: str, *values: Any) -> None:
     """Check that a key is absent or has one of these values.
 
-    Raises: ConfigError: flatout's model would compute another function.
+    Raises: ConfigError: flatout's model would compute a different function.
     """
     value = document.get(key)
     if value is not None and value not in values:
@@ -302,7 +302,7 @@ def tensors_of(rows: str, **transforms: Any) -> Callable[[Any], list[TensorMap]]
 
     A row has a name in flatout's model, a transform if the values differ, and the family's names.
     `{}` is the number of a block: the row is repeated for each. Rows of tensors that the model
-    lacks are left out. A transform is the two functions of a TensorMap, or returns them for a
+    lacks are omitted. A transform is the two functions of a TensorMap, or returns them for a
     configuration. `*` stands for the weight and the bias of a layer: if the model has no bias, the
     family's is 0, with a number per row of the weight.
     """

@@ -21,9 +21,10 @@ FIRST = "layers.0"
 
 
 def recognise(shapes: Shapes, _others: JsonObject) -> JsonObject | None:
-    """Return the `model.` keys that the shapes tell, or None for another family.
+    """Return the `model.` keys that the shapes tell, or None for a different family.
 
-    Raises: ConfigError for a selective layer: its eigenvalues depend on the token in another way.
+    Raises: ConfigError for a selective layer: its eigenvalues depend on the token in a different
+    way.
     """
     known = (f"{FIRST}.in_proj.weight", f"{FIRST}.log_decay", "token_emb.weight", "pos_emb.weight")
     if not all(name in shapes for name in known):

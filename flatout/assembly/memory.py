@@ -1,4 +1,4 @@
-"""Estimate the memory of a run, part by part, and say whether it fits its device.
+"""Estimate the memory of a run, part by part, and check whether it fits its device.
 
 The embedding, each kind of block, the head with the loss, and the optimizer's step run on tensors
 that have shapes but no storage, and their bytes are counted while they exist. The peak of a step
@@ -81,7 +81,7 @@ class Workload:
     seq_len: int
     ops: Ops
     autocast: torch.dtype | None
-    """Dtype of the matrix products if it differs from the weights'."""
+    """Dtype of the matmuls if it differs from the weights'."""
     moments: Callable[[int], int]
     """Number of weights of a tensor -> bytes that AdamW keeps for it."""
     num_shards: int
@@ -383,7 +383,7 @@ def _trace_part(
             left = call(given)
         del given
         if left.requires_grad:  # not after an embedding that is frozen
-            # Its gradient has memory of its own.
+            # Its gradient has separate memory.
             left.register_hook(Tensor.contiguous)  # type: ignore[no-untyped-call]
         end = left.sum()
         del left

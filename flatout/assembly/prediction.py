@@ -2,8 +2,8 @@
 
 One file per GPU or CPU in flatout's cache has the gains that `bench` measured, which `auto` prefers
 to the defaults in the speedups' own files and `list speedups` shows, and what finished runs needed,
-which corrects the arithmetic. A figure that neither they nor a data sheet support is None, and
-every figure says where it comes from. Nothing here imports torch.
+which corrects the arithmetic. A value that neither they nor a data sheet support is None, and
+every number has a source. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from flatout.registry import SPEEDUPS
 
 if TYPE_CHECKING:
     from flatout.assembly.gpu_rate import GpuTime
-    from flatout.roof import Peak
+    from flatout.roofline import Peak
 
 GIB = 2**30
 FORMAT_VERSION = 1
@@ -304,7 +304,7 @@ class MemoryPrediction:
     error: float | None
     """Relative error to expect of the total; None if it is unknown."""
     source: str
-    """Where the figures come from."""
+    """Where the numbers come from."""
     on_gpu: bool
 
     @property
@@ -314,7 +314,7 @@ class MemoryPrediction:
 
     @property
     def peak_gib(self) -> float:
-        """The figure that `train` reports: allocated on a GPU, the whole process on a CPU."""
+        """The number that `train` reports: allocated on a GPU, the whole process on a CPU."""
         return (self.allocated if self.on_gpu else self.total) / GIB
 
 
@@ -430,7 +430,7 @@ def predict_time(
 ) -> TimePrediction:
     """Return the rate and the duration of `this`, a run of `config` without measurements.
 
-    A run of the same shape with the same speedups decides; otherwise figures of bench for it, the
+    A run of the same shape with the same speedups decides; otherwise rates from bench for it, the
     rate of FLOPs that models of similar size reached here, what published runs took on the GPUs of
     a `machine` (`gpu_time`), or an assumed share of the peak. A run whose micro-batch also is the
     same is preferred, and one that had the cores to itself. With the `memory` of an eager run, the
@@ -503,7 +503,7 @@ def assumed_rate(
 ) -> tuple[float, str]:
     """Return the tokens per second of all devices, and what was assumed.
 
-    `whole` is the rate at the peak of matrix products. With the `operations` of an eager step,
+    `whole` is the token rate at the peak matmul rate. With the `operations` of an eager step,
     small ones count: a CPU computes after it has started an operation, a GPU meanwhile. GPUs that
     are not `known` are assumed to reach what an H100 was measured to (docs/numbers/gpu.md).
     """

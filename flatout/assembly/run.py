@@ -31,7 +31,7 @@ from flatout.optimizers.loss_scale import LossScaler
 from flatout.optimizers.step_guard import StepGuard
 from flatout.parallel.mesh import Mesh, wrap
 from flatout.progress import SILENT, Progress, readable_memory
-from flatout.roof import Peak
+from flatout.roofline import Peak
 
 if TYPE_CHECKING:
     from flatout.data.load.feed import DirectFeed, PrefetchFeed
@@ -147,7 +147,7 @@ class Run:
     guard: StepGuard = field(default_factory=StepGuard)
     """Skips the updates of bad steps."""
     left_out: Mapping[int, int] = field(default_factory=dict)
-    """Positions of data that the feed leaves out, and those at which it continues."""
+    """Positions of data that are skipped, and those at which it continues."""
     step: int = 0
     tokens: int = 0
     elapsed_s: float = 0.0
@@ -203,7 +203,7 @@ class Run:
 
     @property
     def arithmetic(self) -> str:
-        """Arithmetic of the matrix products: fp32, tf32, bf16 or fp16."""
+        """Arithmetic of the matmuls: fp32, tf32, bf16 or fp16."""
         return self.recipe.arithmetic(self.mesh.device.type)
 
     def autocast(self) -> AbstractContextManager[Any]:

@@ -30,16 +30,18 @@ __all__ = [
 
 
 RecipeName = Annotated[str | Path | RunConfig, Argument("A recipe's name, or a YAML file.")]
-Overrides = Annotated[list[str] | str | None, Argument("section.key=value; overrides the recipe.")]
+Overrides = Annotated[
+    list[str] | str | None, Argument("section.key=value, which overrides the recipe.")
+]
 RunName = Annotated[
     str | Path | None,
-    Argument("A run directory, or its name under runs/; the newest run there by default."),
+    Argument("A run directory, or its name under runs/ (default: the newest run there)."),
 ]
 ModelName = Annotated[
     str | Path | None,
     Argument(
-        "A run directory, or its name under runs/; the newest run there by default. Also an "
-        "export, or another model that train.init_from reads."
+        "A run directory, or its name under runs/ (default: the newest run there). Also an "
+        "export, or a different model that train.init_from reads."
     ),
 ]
 CheckpointName = Annotated[str, Option("best, last, or a step.")]

@@ -60,7 +60,7 @@ class DemoResult(TrainResult):
     """The summary of a demo's run."""
 
     def summary(self) -> str:
-        """Return a sample, what to try next, the loss curve and the figures of the run."""
+        """Return a sample, what to try next, the loss curve and the metrics of the run."""
         from flatout.streams import columns
         from flatout.terminal import closing
 
@@ -107,7 +107,7 @@ class Subject:
 @checked
 def demo(
     file: Annotated[
-        Path | str | None, Argument("A text file; Python's own standard library by default.")
+        Path | str | None, Argument("A text file (default: Python's own standard library).")
     ] = None,
     minutes: Annotated[float, Option("Approximate training time.", min=0.001)] = 2.0,
     *,

@@ -79,7 +79,7 @@ class InspectResult(Result):
             beginning = beginning[:SHOWN_LINES]
         recipe = facts.pop("recipe", None)
         lines = [f"Dataset {self.path}", ""]
-        if isinstance(recipe, dict):  # the command on a line of its own, to be copied
+        if isinstance(recipe, dict):  # the command on a separate line, to be copied
             rest = {name: value for name, value in recipe.items() if name != "command"}
             lines += [f"  {recipe['command']}", f"  {_one_line(rest)}", ""]
         elif recipe:

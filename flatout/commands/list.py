@@ -194,7 +194,7 @@ def _speedups(recipe: str | Path | None, progress: Progress) -> ListResult:
                 "description": speedup.saves,
                 "on": decision.on,
                 "reason": decision.reason,
-                "promise": speedup.promise.kind,
+                "tolerance": speedup.tolerance.kind,
                 "measured": True if gain else is_measured(speedup, config, machine, device),
                 "gain": gain and gain.describe(),
                 "predicted": speedup.predicted,

@@ -25,10 +25,10 @@ def profile(
     steps: Annotated[int, Option("Steps to profile.", min=1)] = 3,
     skip: Annotated[
         int | None,
-        Option("Steps before them; by default until the step time is steady.", min=0),
+        Option("Steps before them (default: until the step time is steady).", min=0),
     ] = None,
     out: Annotated[
-        Path | str | None, Option("Directory for the files; profile/RECIPE-DIGEST by default.")
+        Path | str | None, Option("Directory for the files (default: profile/RECIPE-DIGEST).")
     ] = None,
     *,
     progress: Progress = SILENT,

@@ -26,7 +26,7 @@ DEFAULT_ROOT = Path("runs")
 TAIL_BYTES = 256 * 1024
 """How much of metrics.jsonl is read: its end has the last losses."""
 WRITTEN = (layout.METRICS, layout.EVENTS, layout.SUMMARY, layout.EXIT_CODE, layout.CONFIG)
-"""Files whose times say when a run was last written."""
+"""Files whose times show when a run was last written."""
 
 
 class RunItem(Stored):

@@ -117,7 +117,7 @@ def verify(
     ] = False,
     steps: Annotated[
         str | None,
-        Option("With --resume: N,M, the steps before and after the stop; 5,5 by default."),
+        Option("With --resume: N,M, the steps before and after the stop (default: 5,5)."),
     ] = None,
     trust_code: TrustCode = False,
     *,
@@ -166,7 +166,7 @@ def verify(
     if given:
         raise ConfigError(
             f"`flatout verify` uses {given[0]} only with --resume, which trains a recipe.",
-            fix=f"Leave {given[0]} out, or add --resume.",
+            fix=f"Remove {given[0]}, or add --resume.",
         )
     folder, run = Path(path), None if is_url(shown) else run_at(Path(path))
     if run is not None or catalog.is_checkpoint(folder):
@@ -272,7 +272,7 @@ def _run_problems(run: Path, newest_valid: Path | None) -> list[str]:
     known, kept = newest_valid and catalog.tokenizer_of(newest_valid), run / TOKENIZER
     if known is not None and kept.exists() and sha256(kept) != known:
         problems.append(
-            f"{kept} is damaged or was replaced: the model was trained with another tokenizer."
+            f"{kept} is damaged or was replaced: the model was trained with a different tokenizer."
         )
     return problems
 

@@ -27,7 +27,7 @@ _KINDS = {
     "finite": "a finite number",
 }
 _SPELT = {"[]": "none", "True": "true", "False": "false"}
-"""How an override has a value that Python writes in another way."""
+"""How an override has a value that Python writes in a different way."""
 
 
 class ForeignKeys(ConfigError):
@@ -76,7 +76,7 @@ def explain(error: ValidationError, section: type[BaseModel], prefix: str = "") 
         if meant is not None
         else f"Change it, or leave it at its default, {default}."
         if default is not None
-        else "Change it, or leave it out."
+        else "Change it, or remove it."
     )
     return ConfigError(
         f"{key}={shown} is not valid: it must be {' or '.join(expected)}.",

@@ -95,13 +95,13 @@ class RunConfig(Section):
             "lora.base_dtype={0.lora.base_dtype} stores weights in two dtypes, and "
             "parallel.shard={0.parallel.shard} and parallel.offload={0.parallel.offload} expect a "
             "single one.",
-            "Set lora.base_dtype=fp32, or leave out parallel.shard and parallel.offload.",
+            "Set lora.base_dtype=fp32, or remove parallel.shard and parallel.offload.",
         ),
         (
             lambda run: run.parallel.tensor > 1 and run.parallel.context > 1,
             "parallel.tensor={0.parallel.tensor} and parallel.context={0.parallel.context} cannot "
             "be set together: both divide the tokens of each row.",
-            "Leave one of them out.",
+            "Remove one of them.",
         ),
     )
 
@@ -281,7 +281,7 @@ def validate(document: JsonObject, *, file: Path | None = None) -> RunConfig:
         if document.get("speedups", "auto") in (None, ""):
             raise ConfigError(
                 "speedups is empty.",
-                fix="Write speedups=none for no speedup, or leave it out for auto.",
+                fix="Write speedups=none for no speedup, or remove it for auto.",
             )
         return RunConfig.model_validate(
             {key: value for key, value in document.items() if value is not None}

@@ -214,13 +214,13 @@ class TrainConfig(Section):
         (
             lambda train: train.watchdog_stop and not train.watchdog_minutes,
             "train.watchdog_stop has no effect: train.watchdog_minutes=0 turns the watchdog off.",
-            "Set train.watchdog_minutes=5, or leave train.watchdog_stop out.",
+            "Set train.watchdog_minutes=5, or remove train.watchdog_stop.",
         ),
         (
             lambda train: train.patience and train.eval_every == 0 and not train.eval_every_epochs,
             "train.patience={0.patience} counts evaluations during the run, but "
             "train.eval_every=0 means that there are none.",
-            "Set train.eval_every or train.eval_every_epochs, or leave train.patience out.",
+            "Set train.eval_every or train.eval_every_epochs, or remove train.patience.",
         ),
     )
 
@@ -233,10 +233,10 @@ class TrainConfig(Section):
     seed: int = Field(0, ge=0, lt=2**62)
     """Seed of the initial weights, the order of the data and dropout."""
     deterministic: bool = False
-    """Use only deterministic operations, and refuse others. On a GPU this is slower, but the only
-    way to make two runs, or a run and its resumed copy, bit-identical."""
+    """Use only deterministic operations, and fail on others. Slower on a GPU, and the only way to
+    make two runs there, or a run and its resumed copy, bit-identical."""
     device: str = "auto"
-    """auto, cpu, cuda, cuda:N, or mps, the GPU of a Mac, which is untried."""
+    """auto, cpu, cuda, cuda:N, or mps, the GPU of a Mac, which is untested."""
     devices: Count | Literal["all"] | None = None
     """Devices of this machine to train on: `flatout train` starts a process for each. A number, or
     all GPUs; on a CPU, a number of processes. None means one, or as many as torchrun starts."""
@@ -255,7 +255,7 @@ class TrainConfig(Section):
     The learning rate is scheduled for the whole run, so it is still high at an early stop."""
     init_from: str | None = None
     """Where the initial weights come from: a run directory (its best checkpoint), a checkpoint, or
-    another program's model (hf:ORG/NAME, its directory, or a file). Data, schedule, optimizer state
+    another tool's model (hf:ORG/NAME, its directory, or a file). Data, schedule, optimizer state
     and step start anew."""
     sample_every: NonNegativeInt = 0
     """Steps between text samples; 0 samples once, at the end."""
@@ -269,7 +269,7 @@ class TrainConfig(Section):
     above the median of the last 128, and at least twice that median. None skips no spikes."""
     on_divergence: Literal["stop", "rewind"] = "stop"
     """What happens after max_bad_steps: stop with a report, or go back to the last good checkpoint
-    and leave out the sequences of the bad steps."""
+    and skip the sequences of the bad steps."""
     max_rewinds: Count = 3
     """How many times on_divergence=rewind may go back, over all resumes of a run."""
     watchdog_minutes: NonNegativeFloat = 5.0
@@ -302,7 +302,7 @@ class LoraConfig(Section):
                 ]
             ),
             "lora.{1[0]} has no effect without lora.rank.",
-            "Set lora.rank=8, or leave lora.{1[0]} out.",
+            "Set lora.rank=8, or remove lora.{1[0]}.",
         ),
     )
 
@@ -336,7 +336,7 @@ class CheckpointConfig(Section):
         (
             lambda checkpoint: checkpoint.compress and checkpoint.mirror is None,
             "checkpoint.compress={0.compress} has no effect without checkpoint.mirror.",
-            "Set checkpoint.mirror=s3://BUCKET/FOLDER, or leave checkpoint.compress out.",
+            "Set checkpoint.mirror=s3://BUCKET/FOLDER, or remove checkpoint.compress.",
         ),
     )
 
@@ -392,7 +392,7 @@ class LogConfig(Section):
     """offline keeps W&B's files in the run directory, for `wandb sync`. None means what WANDB_MODE
     states, or else online."""
     observers: Names = ()
-    """Observers of your own, each as package.module:MyObserver; a class is called without
+    """Your own observers, each as package.module:MyObserver; a class is called without
     arguments. They are called as those passed to `flatout.train` are."""
 
 

@@ -302,7 +302,7 @@ def _of_the_data(value: Any, word: Word, known: Known) -> Any:
             return name_for("tokenizer", text, TOKENIZERS) or text
         case ["template"]:
             if form not in {None, *CONVERSATIONS}:
-                return Unneeded("The rows are not conversations.")
+                return Unneeded("The rows are not chat data.")
             text = str(value).replace("tokenizer_default", "auto")
             if text in ("auto", "chatml", "plain") or text.endswith((".jinja", ".jinja2")):
                 return text
@@ -317,7 +317,7 @@ def _of_the_data(value: Any, word: Word, known: Known) -> Any:
             if is_trained or form in TEXTS:
                 return Unneeded("The loss counts all of the text.")
             return Reason(
-                f"`flatout prepare {word.option} FIELD` leaves the prompt of each row out; name "
+                f"`flatout prepare {word.option} FIELD` omits the prompt of each row; name "
                 "its field."
             )
     raise KeyError(word.unit)

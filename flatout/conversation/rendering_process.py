@@ -1,4 +1,4 @@
-"""Renders chat templates in processes of their own, with limits of time, memory and output.
+"""Renders chat templates in separate processes, with limits of time, memory and output.
 
 A template comes with a tokenizer from elsewhere, and it is a program: text of any length is a
 short expression in it. One process for each template serves all its conversations.
@@ -38,7 +38,7 @@ _BOOT = (
 
 
 class Refused(Exception):
-    """The template itself refuses a conversation, in its own words."""
+    """The template itself rejects a conversation, in its own words."""
 
 
 class Rendered(NamedTuple):
@@ -75,7 +75,8 @@ def render(
             where = f", line {answer['line']}," if answer.get("line") else ""
             yield DataError(
                 f"The chat template {name}{where} fails: {answer['fails']}.",
-                fix="Correct it, or use another: --chat chatml, --chat plain or --chat FILE.",
+                fix="Correct it, or use a different one: --chat chatml, --chat plain or --chat "
+                "FILE.",
             )
         else:
             yield [Rendered(text, shared) for text, shared in answer["rendered"]]

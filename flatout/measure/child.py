@@ -1,8 +1,8 @@
-"""Measures in a process of its own, so that nothing that it compiles, caches or leaks outlives it.
+"""Measures in a separate process, so that nothing that it compiles, caches or leaks outlives it.
 
 `ask` starts a Python process that calls a function of flatout, sends it a request as JSON, and
 receives its answers, one line of JSON each. Whatever happens to the process, there is an `Ended`
-that says how it ended; an error of ours is raised here as it was there. No torch.
+that reports how it ended; an error of ours is raised here as it was there. No torch.
 """
 
 from __future__ import annotations

@@ -140,9 +140,9 @@ class AdaptedModel(LanguageModel):
     def flops_per_token(self, seq_len: int) -> Flops:
         """Return torch's count of the FLOPs of the module's forward pass, times 3 for training.
 
-        The count covers matrix products and attention, masked scores included, so both figures
+        The count covers matmuls and attention, masked scores included, so both numbers
         follow PaLM's convention. Custom kernels are not counted.
-        Raises: ConfigError when the module creates a tensor on another device than its input.
+        Raises: ConfigError when the module creates a tensor on a different device than its input.
         """
         twin = type(self).on_meta(self.config, self.ops)
         with FlopCounterMode(display=False) as counter:

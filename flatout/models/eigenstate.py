@@ -38,7 +38,7 @@ UNLIMITED = 2**40
 
 
 AUTO_CHUNK = {"cpu": 32, "cuda": 128}
-"""Tokens per chunk by device: products of small matrices are slow on a GPU, and large ones are more
+"""Tokens per chunk by device: small matmuls are slow on a GPU, and large ones are more
 work on a CPU.
 """
 RESONANCE = 0.01
@@ -126,7 +126,7 @@ class EigenstateConfig(LanguageModelConfig):
             raise ConfigError(
                 f"model.max_seq_len={self.max_seq_len} has no effect: without learned positions, "
                 "an eigenstate network takes sequences of any length.",
-                fix="Leave it out, or set model.positions=learned.",
+                fix="Remove it, or set model.positions=learned.",
             )
         return self
 
@@ -263,7 +263,7 @@ class Eigenstate(EmbeddingModel):
         """Return the training FLOPs per token, which do not depend on the sequence length.
 
         The coupling multiplies both real and imaginary parts, so it counts twice. The recurrence
-        itself is not a matrix product and does not count.
+        itself is not a matmul and does not count.
         """
         couplings = (p.numel() for name, p in self.named_parameters() if name.endswith("coupling"))
         total = self.matmul_flops() + 6 * sum(couplings)

@@ -51,7 +51,7 @@ class _Undrawn(TorchFunctionMode):
 
 @dataclass(frozen=True)
 class Flops:
-    """Training FLOPs per token of the matrix products; backward costs twice as much as forward."""
+    """Training FLOPs per token of the matmuls; backward costs twice as much as forward."""
 
     palm: int
     """Every query against all T keys: the usual convention for MFU (Chowdhery et al. 2022,
@@ -331,7 +331,7 @@ class LanguageModel(nn.Module, ABC):
             raise ConfigError(
                 f"parallel.context={context.size} needs a model that divides rows, and "
                 f"{type(self).__name__} does not.",
-                fix="Leave parallel.context out, or choose model.kind=transformer or eigenstate.",
+                fix="Remove parallel.context, or choose model.kind=transformer or eigenstate.",
             )
         context.spans(seq_len)
         self.context = context
@@ -354,7 +354,7 @@ class LanguageModel(nn.Module, ABC):
             raise ConfigError(
                 f"parallel.tensor={split.size} needs a model with tensor_cuts() and "
                 f"draws_everything, and {type(self).__name__} lacks one of them.",
-                fix="Leave parallel.tensor out, or choose model.kind=transformer or eigenstate.",
+                fix="Remove parallel.tensor, or choose model.kind=transformer or eigenstate.",
             )
         self.check_shares(split, "model.vocab_size", self.config.vocab_size)
         self.check_shares(split, "data.seq_len", seq_len)
@@ -509,9 +509,9 @@ class EmbeddingModel(LanguageModel):
         """Return the row counts for `stacked_rows`, by the ending of the parameter name."""
 
     def matmul_flops(self) -> int:
-        """Return the training FLOPs per token of the products with hidden matrices and the head.
+        """Return the training FLOPs per token of the matmuls with hidden matrices and the head.
 
-        Each weight of a matrix product costs 2 FLOPs forward and 4 backward: 6 N in all, also for a
+        Each weight of a matmul costs 2 FLOPs forward and 4 backward: 6 N in all, also for a
         tied head. A frozen weight needs no gradient and costs 4. The embedding look-up is not a
         product.
         """

@@ -176,13 +176,13 @@ class TransformerConfig(LanguageModelConfig):
             raise ConfigError(
                 f"model.rotary_dims={self.rotary_dims} must be even and at most the head size, "
                 f"{self.head_size}.",
-                fix=f"Set model.rotary_dims={max(self.head_size // 4 * 2, 2)}, or leave it out.",
+                fix=f"Set model.rotary_dims={max(self.head_size // 4 * 2, 2)}, or remove it.",
             )
         if self.full_attention_every and self.window is None:
             raise ConfigError(
                 f"model.full_attention_every={self.full_attention_every} has no effect without "
                 "model.window: every layer sees all tokens.",
-                fix="Set model.window, or leave it out.",
+                fix="Set model.window, or remove it.",
             )
         if self.rotary_low_factor >= self.rotary_high_factor:
             raise ConfigError(
@@ -350,7 +350,7 @@ class Attention(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """Two linear layers with an activated gate between them; gate and value are one product.
+    """Two linear layers with an activated gate between them; gate and value are one matmul.
 
     With SiLU it is SwiGLU, with GELU GeGLU. Source: Shazeer 2020, arXiv:2002.05202.
     """
@@ -535,7 +535,7 @@ class Transformer(EmbeddingModel):
 
         Besides `matmul_flops`, scores and values cost 4 H C per visible key forward, 12 H C in
         training. The input gradient of the first layer counts in full, since the embedding below it
-        is trained; so do the products of the loss with the output weight.
+        is trained; so do the matmuls of the loss with the output weight.
         """
         config, matmul = self.config, self.matmul_flops()
         per_key = 12 * config.num_heads * config.head_size

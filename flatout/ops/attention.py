@@ -60,7 +60,7 @@ def reference(
     positions of its own document. Query head h reads key head h // (H / G). `softcap` limits the
     scaled scores to plus or minus that value with a tanh. `mask` is the mask of these documents
     and this window, if `masks` has built it for all layers. Masked keys and values have no effect
-    as long as they are finite: their weight is 0, and 0 x NaN is NaN. These plain matrix products
+    as long as they are finite: their weight is 0, and 0 x NaN is NaN. These plain matmuls
     over all pairs are the definition; every variant must match them, gradients included.
 
     Shapes:  q_BHTC (B, H, T, C); k_BGSC, v_BGSC (B, G, S, C), G divides H, S >= T; doc_ids_BS (B,
@@ -234,7 +234,7 @@ def _masks_blocks(num_tokens: int, doc_ids_BS: Tensor | None, window: int | None
 def block_mask(tokens_BT: Tensor, doc_ids_BS: Tensor | None, window: int | None) -> BlockMask:
     """Return the BlockMask of a micro-batch.
 
-    It says which key blocks a query block reads, and which of these need no masking. It is derived
+    It lists which key blocks a query block reads, and which of these need no masking. It is derived
     from the first and last position and the smallest and largest document id of each block, so no
     T x T mask is built. A block is skipped only if no pair in it is visible; the converse holds if
     ids never decrease along a row, as in packed rows. An incomplete last block never counts as
@@ -314,7 +314,7 @@ def bf16(
     softcap: float | None = None,
     mask: Mask = None,
 ) -> Tensor:
-    """`reference` with products in bfloat16 and the softmax in fp32, for CPUs with bf16 products.
+    """`reference` with matmuls in bfloat16 and the softmax in fp32, for CPUs with bf16 matmuls.
 
     On such CPUs it is faster than the fused kernel as long as the scores fit into the caches.
     `fused` handles longer sequences, in bfloat16 too, and dtypes other than fp32, few queries and a

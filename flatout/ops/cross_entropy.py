@@ -1,7 +1,7 @@
 """The loss of a language model, from the last hidden states and the output weight.
 
 In a compiled model the loop over chunks of `chunked` is one custom op. If the compiler traced the
-loop, it would move all products to the front and hold all logits in memory again.
+loop, it would move all matmuls to the front and hold all logits in memory again.
 
 Letters: B rows, T tokens, N = B T targets, C targets per chunk, D width, V vocabulary.
 """
@@ -25,14 +25,14 @@ from flatout.parallel.tensor import Split
 IGNORED = -1
 """The target of positions that the loss ignores."""
 LOGITS_AT_ONCE = {"cuda": 2**29, "cpu": 2**24}
-"""How many logits to hold at once: enough rows for full-rate products, few enough to save memory.
+"""How many logits to hold at once: enough rows for full-rate matmuls, few enough to save memory.
 """
 LOGITS_IN_CACHE = 2**20
 """How many logits `bf16` turns into gradients at a time."""
 FAKE_CHUNKS = 3
 """Chunks of a loss on fake tensors: by the second, everything that a chunk holds exists."""
 SCALES = {torch.float16: 2.0**12}
-"""Factors that scale the gradients of the logits before they are rounded to a dtype; the products
+"""Factors that scale the gradients of the logits before they are rounded to a dtype; the matmuls
 divide by them in fp32.
 
 The gradients are computed before the loss scale is known, and float16 represents nothing below
@@ -162,9 +162,9 @@ def _in_bf16(hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor, *others:
 fused = _variant(_with_all_logits(functional.linear))
 """`reference` through torch's cross_entropy, which gathers and sums in one pass over the logits."""
 onednn = _variant(_with_all_logits(linear.onednn))
-"""`fused` with the products of `flatout.ops.linear.onednn`, for fp32 on a CPU."""
+"""`fused` with the matmuls of `flatout.ops.linear.onednn`, for fp32 on a CPU."""
 bf16 = _variant(_in_bf16)
-"""`reference` with the products of `flatout.ops.linear.bf16`, for CPUs with bf16 products.
+"""`reference` with the matmuls of `flatout.ops.linear.bf16`, for CPUs with bf16 matmuls.
 
 All logits exist in bf16 only. Their gradients replace them a few rows at a time, in fp32 in the
 cache, while the loss is computed. Where `linear.bf16` computes in fp32, this is `fused`.
@@ -253,7 +253,7 @@ class _Chunked(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, *tuple[None, ...]]:
         """Return the kept gradients times the gradient of the loss, multiplied in at least fp32.
 
-        The gradient of the hidden states is rounded to the dtype of their product with the weight,
+        The gradient of the hidden states is rounded to the dtype of their matmul with the weight,
         so that values beyond the range of float16 become infinite.
         """
         grad_ND, grad_VD = ctx.saved_tensors
@@ -287,7 +287,7 @@ class _OverRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, *tuple[None, ...]]:
-        """Return both gradients, each of one product; `grad` is multiplied in fp32."""
+        """Return both gradients, each of one matmul; `grad` is multiplied in fp32."""
         hidden_ND, narrow_VD, grad_NV = ctx.saved_tensors
         grad_ND = grad_VD = None
         if ctx.needs_input_grad[0]:
@@ -358,7 +358,7 @@ def _in_chunks(
     split: Split | None,
     *others: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the result of `_loop`, with products in autocast's dtype."""
+    """Return the result of `_loop`, with matmuls in autocast's dtype."""
     dtype = product_dtype(hidden_ND, weight_VD)
     loop: Any = _opaque_loop if torch.compiler.is_compiling() else partial(_loop, _of_chunk)
     if split is not None:
@@ -513,7 +513,7 @@ def _results(hidden_ND: Tensor, weight_VD: Tensor, *others: Any) -> tuple[Tensor
 def _add_product(total: Tensor, left: Tensor, right: Tensor, *, alpha: float, beta: float) -> None:
     """Set an fp32 `total` to beta total + alpha left @ right, accumulated in fp32.
 
-    CPUs have no such product of narrower factors, so they are widened first.
+    CPUs have no such matmul of narrower factors, so they are widened first.
     """
     if left.is_cuda:
         torch.addmm(total, left, right, out_dtype=total.dtype, alpha=alpha, beta=beta, out=total)
@@ -527,8 +527,8 @@ def _chunks(
     """Yield equal chunks of the targets, which are halved until the logits of a chunk fit.
 
     This keeps the number of different lengths small, so that chunks share compiled code. Fake
-    tensors estimate the memory of a run, on a GPU unless their mode says otherwise; only a few of
-    their chunks are yielded, since all need the same memory.
+    tensors estimate the memory of a run, on a GPU unless their mode sets a different one; only a
+    few of their chunks are yielded, since all need the same memory.
     """
     device, most = "cuda" if hidden_ND.is_cuda else "cpu", len(targets_N)
     if isinstance(hidden_ND, FakeTensor):

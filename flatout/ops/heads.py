@@ -1,4 +1,4 @@
-"""Query, key and value heads from one product: normalised, rotated and laid out for attention.
+"""Query, key and value heads from one matmul: normalised, rotated and laid out for attention.
 
 Letters: B rows, T tokens, H query heads, G key and value heads, N = H + G heads that are rotated, C
          head size.

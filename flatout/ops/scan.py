@@ -72,7 +72,7 @@ def chunked(
     start_BE: Tensor | None = None,
     chunk_size: int = 128,
 ) -> Tensor:
-    """`reference` in chunks of `chunk_size` tokens, by products with matrices of eigenvalue powers.
+    """`reference` in chunks of `chunk_size` tokens, by matmuls with matrices of eigenvalue powers.
 
     Within a chunk, the state is a product with a triangular matrix of the powers i - j, one real
     and one imaginary matrix per eigenstate, which all chunks share. The states carried between
@@ -220,10 +220,10 @@ def _states(
 
 
 def _in_chunks(log_decay_K: Tensor, angle_K: Tensor, drive_BT2K: Tensor, chunk_size: int) -> Tensor:
-    """Return the states by four products per eigenstate.
+    """Return the states by four matmuls per eigenstate.
 
     The powers are computed in fp64, since the angle over many tokens is a large number. Eigenstates
-    are the first dimension in memory during the computation, so that the products read and write
+    are the first dimension in memory during the computation, so that the matmuls read and write
     contiguous memory.
     """
     rows, tokens, _, num_eigenstates = drive_BT2K.shape

@@ -145,8 +145,8 @@ def local(parameter: P) -> P:
 def cut(model: nn.Module, mesh: DeviceMesh, cuts: Mapping[str, Cut]) -> None:
     """Replace the parameters of a model on the meta device by DTensors, cut or whole.
 
-    The rows of a parameter that stacks matrices are in another order there: those of rank 0 first.
-    `boxes_of` says where this rank's are.
+    The rows of a parameter that stacks matrices are in a different order there: those of rank 0
+    first. `boxes_of` returns where this rank's are.
     """
     from torch.distributed.tensor import DTensor, Replicate, Shard
 

@@ -1,7 +1,7 @@
 """Sends a folder to a URL (`push`) and fetches one (`pull`): its manifest comes last.
 
 A folder with a manifest is complete. Until then, the claim there names the manifest that will come:
-only a call with the same claim continues, and the others start again or are refused.
+only a call with the same claim continues, and the others start again or are rejected.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Wanted(NamedTuple):
 
     name: str
     size_bytes: int | None
-    """Its size; None when the manifest does not say it."""
+    """Its size; None when the manifest does not have it."""
     problem: Callable[[Path], str | None]
     """Returns what is wrong with a copy of it, as a sentence that names its path, or None."""
 
@@ -221,7 +221,8 @@ def push(
     `found` is the claim that is there. Yields what an earlier call with the same claim has sent,
     for `RemoteFolder.send`. A kill or an error leaves the claim, and no manifest.
 
-    Raises: DataError when the server does not answer or refuses, or the manifest arrives altered.
+    Raises: DataError when the server does not answer or rejects the request, or the manifest
+    arrives altered.
     """
     sent = remote.files() if found == claim else {}
     if not sent:
@@ -309,8 +310,8 @@ def receive(
             while block := source.read(BLOCK_BYTES):
                 if file.size + len(block) > most_bytes:
                     raise Altered(
-                        f"{url} is damaged: it has more than the {most_bytes:,.0f} bytes that the "
-                        "manifest says.",
+                        f"{url} is damaged: it has more than the {most_bytes:,.0f} bytes in the "
+                        "manifest.",
                         fix=fix,
                     )
                 file.write(np.frombuffer(block, np.uint8))

@@ -220,17 +220,17 @@ def checked_blocks(url: str, entry: FileEntry) -> Iterator[tuple[Array, str | No
 
     Raises: DataError when the file cannot be read.
     """
-    expected = f"the manifest says {entry.size_bytes} bytes"
+    expected = f"The manifest lists {entry.size_bytes} bytes"
     nothing = np.empty(0, np.uint8)
     try:
         file = open_remote(url)
     except NothingThere:
-        yield nothing, f"{url} is missing; {expected}."
+        yield nothing, f"{url} is missing. {expected}."
         return
     with file:
         size = file.seek(0, os.SEEK_END)
         if size != entry.size_bytes:
-            yield nothing, f"{url} has {size} bytes; {expected}."
+            yield nothing, f"{url} has {size} bytes. {expected}."
             return
         file.seek(0)
         for number, crc in enumerate(entry.block_crc32):

@@ -25,9 +25,9 @@ from flatout.sources.long import NotUtf8, Text
 from flatout.sources.packed import open_bytes
 
 FIRST_NAMED = 10
-"""Number of rows named among those left out for the same reason."""
+"""Number of rows named among those omitted for the same reason."""
 RENDERED_ROWS = 64
-"""Conversations that are rendered at once: a process of its own renders them."""
+"""Conversations that are rendered at once: a separate process renders them."""
 RENDERED_BYTES = 1 << 20
 """Bytes of conversations after which no other is added to those."""
 
@@ -103,7 +103,7 @@ class BadRow:
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """A document that a source leaves out by its own rule: counted, never an error."""
+    """A document that a source omits by its own rule: counted, never an error."""
 
     reason: str
     location: Location

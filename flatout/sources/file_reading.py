@@ -62,7 +62,8 @@ def read_pieces(pieces: tuple[Piece, ...], fields: Fields) -> Iterator[Row]:
 
     A damaged piece is one bad row that counts the whole piece as lost: the true extent is unknown.
 
-    Raises: DataError when a server or the system refuses a file, because the text is not at fault.
+    Raises: DataError when a server or the system does not let flatout read a file, because the text
+    is not at fault.
     """
     for piece in pieces:
         try:

@@ -57,7 +57,7 @@ def files(
     """Return the tasks of a file, a directory (searched recursively), a glob, or a URL of these.
 
     Files are sorted. `include` lists patterns of other names to read; `encoding` is
-    the encoding of text that is not UTF-8; `chat` writes rows that are conversations as text.
+    the encoding of text that is not UTF-8; `chat` writes rows of chat data as text.
 
     Raises: DataError with the nearest name when nothing is there; MissingPackage.
     """
@@ -72,15 +72,15 @@ def files(
     if mask_field is not None and not any(holds_rows(file.name) for file in found):
         raise DataError(
             f"{path} has no rows, so it has no field {mask_field!r}.",
-            fix="Leave --mask-field out, or name JSONL, JSON, CSV or Parquet.",
+            fix="Remove --mask-field, or name JSONL, JSON, CSV or Parquet.",
         )
     if chat is not None and not any(holds_rows(file.name) for file in found):
         raise DataError(
-            f"{path} has no rows, so it has no conversations.",
-            fix="Leave --chat out, or name JSONL, JSON or Parquet.",
+            f"{path} has no rows, so it contains no chat data.",
+            fix="Remove --chat, or name JSONL, JSON or Parquet.",
         )
     if encoding is not None and all(is_parquet(file.name) for file in found):
-        raise DataError(f"{path}: text in Parquet is always UTF-8.", fix="Leave --encoding out.")
+        raise DataError(f"{path}: text in Parquet is always UTF-8.", fix="Remove --encoding.")
     per_file = max(4096, FINGERPRINT_BYTES // len(found))
     with ThreadPoolExecutor(PARALLEL_FILES) as threads:
         try:

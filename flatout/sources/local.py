@@ -109,7 +109,7 @@ def _nothing(target: Path, wanted: Wanted, others: list[str]) -> DataError:
     if not others:
         return DataError(
             f"{target} is an empty directory.",
-            fix=f"Put files that end in {endings} there, or name another directory.",
+            fix=f"Put files that end in {endings} there, or name a different directory.",
         )
     ((suffix, _),) = Counter(map(full_suffix_of, others)).most_common(1)
     return DataError(
@@ -182,7 +182,7 @@ def _walk(folder: Path, searched: set[str]) -> Iterator[Path]:
 
 
 def _require_text(files: list[Path], wanted: Wanted) -> None:
-    """Refuse files that are all recognised as something other than text.
+    """Reject files that are all recognised as something other than text.
 
     Next to text files, such a file is a bad row instead, which `--on-bad-row` handles.
 

@@ -141,7 +141,7 @@ def _read_again(path: str, start: int, stop: int, encoding: str | None) -> Itera
     if position < stop:
         raise DataError(
             f"{path} changed while it was being read.",
-            fix="Stop the program that writes to it, and run the same command again.",
+            fix="Stop the process that writes to it, and run the same command again.",
         )
 
 

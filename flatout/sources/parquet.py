@@ -165,12 +165,12 @@ def _too_large(page: Page, where: str, num_bytes: int) -> BadRow:
 def _unread(path: str, where: str, error: Exception, num_bytes: int) -> BadRow:
     """Return the bad row for a damaged part, which counts as lost entirely.
 
-    Raises: DataError when the system refuses to read the file.
+    Raises: DataError when the system does not let flatout read the file.
     """
     if isinstance(unread := unreadable(path, error), NotHandedOut):
         raise unread from error
     message = " ".join(str(error).split()).rstrip(".")
-    fix = "Check that the file is complete; --on-bad-row skip leaves out the unreadable rest."
+    fix = "Check that the file is complete; --on-bad-row skip skips the unreadable rest."
     return BadRow(f"cannot be read: {message}", fix, CANNOT_BE_READ, where, unread_bytes=num_bytes)
 
 

@@ -20,7 +20,7 @@ def read_rows(
 ) -> Iterator[Row]:
     """Yield the rows of a JSONL file that start in [start, end); blank lines are skipped.
 
-    A compressed file, or one in another encoding, is read as a whole.
+    A compressed file, or one in a different encoding, is read as a whole.
 
     Raises: WrongEncoding.
     """

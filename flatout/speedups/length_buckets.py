@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from flatout.assembly.recipe import Promise, Speedup
+from flatout.assembly.recipe import Speedup, Tolerance
 from flatout.config.schema import RunConfig
 from flatout.data.load.batches import BatchPlan, Shape, StepRead
 from flatout.data.store.integrity import Array
@@ -207,7 +207,7 @@ SPEEDUP = Speedup(
     fills={"batching": BucketedSteps},
     saves="time where every row must be one document: short documents use short rows of a few "
     "fixed lengths instead of being padded to the longest",
-    promise=Promise.statistical(),
+    tolerance=Tolerance.statistical(),
     needs=("pretokenised",),
     why_not=_why_not,
 )

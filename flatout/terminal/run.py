@@ -26,7 +26,7 @@ from flatout.terminal.picture import sparkline
 NAMES = 10
 """Columns of the names of the panel's lines, with the margin before them."""
 MIN_COLUMNS = 40
-"""A narrower terminal has no panel; the line of the steps shows the main figures."""
+"""A narrower terminal has no panel; the line of the steps shows the main metrics."""
 WIDE = 72
 """Columns from which the sparkline is long."""
 LONG_SPARK, SHORT_SPARK = 20, 12
@@ -45,7 +45,7 @@ MEMORY = (
     ("gpu/power_w", "{:.0f} W"),
     ("mem/reserved_gib", "{:.2f} GiB held"),
 )
-"""Figures of the panel's line about memory; those that a run lacks have no place on it."""
+"""Metrics of the panel's line about memory; those that a run lacks have no place on it."""
 
 
 def settings_of(run: Any) -> str:
@@ -141,7 +141,7 @@ class RunReport:
         self._task.note(" · ".join([where, *facts, *self._rates(), *left]))
 
     def on_record(self, record: Mapping[str, float]) -> None:
-        """Keep the latest figures for the line; print evaluations and new epochs."""
+        """Keep the latest metrics for the line; print evaluations and new epochs."""
         self._figures = {**self._figures, **record}
         self._pace.record(record)
         if "train/loss" in record:
@@ -266,13 +266,13 @@ LINES = {
     "alarm_over": "{text}",
     "logger": "{logger}: {text}",
     "no_tensorboard": "TensorBoard's event file can no longer be written ({reason}); "
-    "metrics.jsonl has the same figures.",
+    "metrics.jsonl has the same metrics.",
     "upload_failed": "Checkpoints cannot be sent to {url} now ({reason}). Training continues; they "
     "are sent later.",
     "upload_dropped": "Step {step:,} was deleted here before it could be sent to {url}: saves are "
     "faster than uploads.",
 }
-"""The line about each event that needs nothing but its figures."""
+"""The line about each event that needs nothing but its metrics."""
 
 
 def event_line(event: JsonObject) -> str | None:
@@ -285,7 +285,7 @@ def event_line(event: JsonObject) -> str | None:
         case "compiled" if event["graph_breaks"] or event["cuda_graphs_skipped"]:
             pieces = f"{event['graph_breaks']} breaks, "
             pieces += f"{event['cuda_graphs_skipped']} without CUDA graphs"
-            why = event["first_break"] or "the compiler's log says why"
+            why = event["first_break"] or "the compiler's log shows why"
             return f"Compiled in pieces: {pieces}: {why}"
         case "recompiled":
             why = "; ".join(event["reasons"]) or "first call"
@@ -313,8 +313,8 @@ def event_line(event: JsonObject) -> str | None:
             return LINES[kind].format_map(event)
     if "logger" in event:
         return (
-            f"The logger {event['logger']} has failed and is left out ({event['reason']}). "
-            "Training continues; metrics.jsonl has the same figures."
+            f"The logger {event['logger']} has failed and is disabled ({event['reason']}). "
+            "Training continues; metrics.jsonl has the same metrics."
         )
     return None
 
@@ -367,7 +367,7 @@ class Pace:
 
 
 class Epochs:
-    """Says when epochs are done, with time and samples/s where `total` epochs were requested."""
+    """Shows when epochs are done, with time and samples/s where `total` epochs were requested."""
 
     def __init__(self, done: float, *, total: float | None, last_step: int) -> None:
         self._epoch = int(done)

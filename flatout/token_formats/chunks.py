@@ -102,7 +102,7 @@ def open_chunks(path: Path, reading: Reading) -> Tokens:
                 fix = f"Copy the missing chunks there, or correct {METADATA}."
                 if what == "ids":
                     fix = "Name the tokenizer that made the chunks."
-                raise DataError(f"{path / METADATA} says {key} {stated}; {there}.", fix=fix)
+                raise DataError(f"{path / METADATA} has {key} {stated}; {there}.", fix=fix)
 
     check("chunks", len(chunks))
     check("ids", reading.vocab_size)
@@ -204,7 +204,7 @@ def _error(what: str) -> DataError:
 
 
 def _check(path: Path) -> None:
-    """Refuse a file that could make torch use more memory or time than its size justifies."""
+    """Reject a file that could make torch use more memory or time than its size justifies."""
     with path.open("rb") as file:
         if file.read(4) != b"PK\x03\x04":
             file.seek(0)

@@ -115,8 +115,8 @@ def evaluate(session: Session, max_tokens: int | None) -> Evaluation | None:
 def log_evaluation(session: Session) -> Evaluation | None:
     """Evaluate, write the record, and save if the loss is the best so far.
 
-    With `checkpoint.best=false` only the last step is saved, so that its checkpoint says whether it
-    is the best.
+    With `checkpoint.best=false` only the last step is saved, so that its checkpoint shows whether
+    it is the best.
 
     Returns: None when there is no validation text.
     Raises: RunFailed when the loss is not finite: the weights are unusable, earlier checkpoints are
@@ -138,7 +138,7 @@ def log_evaluation(session: Session) -> Evaluation | None:
 
 
 def log_sample(session: Session) -> None:
-    """Log a sample on the main rank; with sharded weights, no rank has the whole model.
+    """Log a sample on rank 0; with sharded weights, no rank has the whole model.
 
     A sample that a stop request interrupts is not logged.
     """

@@ -64,7 +64,7 @@ from flatout.training.warmup import warm_up
 from flatout.training.watchdog import Watchdog
 
 FEW_ROWS = 0.1
-"""Share of the embedding below which a dataset was probably prepared with another tokenizer."""
+"""Share of the embedding below which a dataset was probably prepared with a different tokenizer."""
 
 
 def run_training(
@@ -244,12 +244,12 @@ def require_devices(train: TrainConfig, machine: Machine) -> None:
     raise ConfigError(
         f"train.devices={train.devices} asks for {wanted} processes on this machine, and "
         f"{ranks.local_world_size} were started.",
-        fix="Leave train.devices out, or start without torchrun.",
+        fix="Remove train.devices, or start without torchrun.",
     )
 
 
 def require_mps_model(config: RunConfig, progress: Progress) -> None:
-    """Say that MPS is untried, and check that the model does without float64.
+    """Warn that MPS is untested, and check that the model does without float64.
 
     Raises: ConfigError for the eigenstate model.
     """
@@ -266,7 +266,7 @@ def require_mps_model(config: RunConfig, progress: Progress) -> None:
 
 
 def say_idle_gpus(progress: Progress) -> None:
-    """Say how to use the other GPUs, if there are any."""
+    """Show how to use the other GPUs, if there are any."""
     count = torch.cuda.device_count()
     if count > 1:
         progress.say(f"This run uses 1 of {count} GPUs; train.devices=all uses all of them.")

@@ -38,7 +38,7 @@ DEFAULT_MINUTES_BETWEEN_SAVES = 10.0
 
 
 class SaveSchedule:
-    """Decides when to save: every N steps or epochs, or every N minutes on the main rank.
+    """Decides when to save: every N steps or epochs, or every N minutes on rank 0.
 
     The checkpoints that `checkpoint.keep_every` keeps for good are saved in addition.
     """

@@ -1,6 +1,6 @@
 """One optimizer step: forward and backward on every micro-batch, then one update.
 
-An update from figures that are not finite is skipped (`optimizers/step_guard.py`). Nothing here
+An update from values that are not finite is skipped (`optimizers/step_guard.py`). Nothing here
 waits for the device, except with float16 and with optimizers that cannot read the guard's flag.
 """
 
@@ -37,7 +37,7 @@ class StepDropped(Exception):
 
 @dataclass(frozen=True)
 class StepResult:
-    """The figures of one step, still on the device."""
+    """The results of one step, still on the device."""
 
     loss: Tensor
     """Mean loss per valid token over all micro-batches and ranks, in nats."""
@@ -138,10 +138,10 @@ def train_step(
 
 
 def update(run: Run, loss: Tensor, grad_norm: Tensor) -> bool:
-    """Update the weights unless the figures are bad; return whether float16 overflowed.
+    """Update the weights unless the values are bad; return whether float16 overflowed.
 
     An overflow at the smallest loss scale counts as a bad step. So does a loss that is not finite,
-    which says nothing about the loss scale: only gradients are scaled.
+    which tells nothing about the loss scale: only gradients are scaled.
 
     Shapes:  loss and grad_norm are 0-D.
     """

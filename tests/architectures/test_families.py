@@ -227,7 +227,7 @@ def test_defaults_are_those_of_transformers(name):
         try:
             keys = read(shorter)
         except ConfigError:
-            continue  # refused, not read otherwise
+            continue  # rejected, not read otherwise
         kind = shorter.pop("model_type")
         assert keys == read(config.for_model(kind, **shorter).to_dict()), absent
         compared += 1

@@ -1,4 +1,4 @@
-"""Weights of other programs are read from every kind of file, and nothing in a file is executed."""
+"""Weights of other tools are read from every kind of file, and nothing in a file is executed."""
 
 from __future__ import annotations
 

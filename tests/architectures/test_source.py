@@ -1,4 +1,4 @@
-"""Which paths are models of other programs, and what is refused before a tensor is read."""
+"""Which paths are models of other tools, and what is rejected before a tensor is read."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ WRONG = (
 
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_damaged_values_of_config_json_are_refused_or_tolerated(theirs, name):
-    """The checks of the configuration come after the reader of config.json, and refuse the rest."""
+    """The checks of the configuration come after the reader of config.json, and reject the rest."""
     keys = {*DOCUMENTS[name], "rope_scaling", "rope_parameters", "layer_types", "head_dim"}
     for key in sorted(keys - {"model_type"}):
         for wrong in WRONG:

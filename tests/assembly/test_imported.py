@@ -60,7 +60,7 @@ def test_a_stated_key_that_differs_is_refused_with_both_values(theirs, imported,
 
 def test_another_vocabulary_is_refused_and_a_larger_one_accepted_if_stated(tmp_path, imported):
     padded = str(write_model(tmp_path / "padded", MODEL | {"vocab_size": 320}))
-    with pytest.raises(ConfigError, match=r"63 rows.*say so: model\.vocab_size=320\."):
+    with pytest.raises(ConfigError, match=r"63 rows.*set model\.vocab_size=320\."):
         imported(padded)
     assert imported(padded, "model.vocab_size=320").model.vocab_size == 320
     small = str(write_model(tmp_path / "small", LLAMA))

@@ -1,4 +1,4 @@
-"""Slots are filled at most once, transforms have a fixed order, promises are checked."""
+"""Slots are filled at most once, transforms have a fixed order, tolerances are checked."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from flatout.assembly.recipe import (
     ImmediateReadback,
     Lazy,
     MicroBatchPlan,
-    Promise,
     Recipe,
     Speedup,
+    Tolerance,
     gpu_below,
     rows_people_write,
     uses_gpu,
@@ -27,7 +27,7 @@ TURING = Machine("a CPU", 2, 8.0, (Gpu("a T4", 16.0, (7, 5), "1"),), "3.11")
 
 def speedup(name: str, *slots: str) -> Speedup:
     return Speedup(
-        name=name, saves="nothing", promise=Promise.exact(), fills=dict.fromkeys(slots, name)
+        name=name, saves="nothing", tolerance=Tolerance.exact(), fills=dict.fromkeys(slots, name)
     )
 
 
@@ -86,17 +86,17 @@ def test_transforms_have_one_order_however_they_were_added():
     assert recipe.transforms() == list(TRANSFORMS)
 
 
-def test_exact_and_rounding_promises_are_checked_step_by_step():
-    tenth = Promise.rounding(rtol=0.1)
-    for promise, losses, expected, holds in (
-        (Promise.exact(), [1.0, 2.0], [1.0, 2.0], True),
-        (Promise.exact(), [1.0, 2.0000001], [1.0, 2.0], False),
+def test_exact_and_rounding_tolerances_are_checked_step_by_step():
+    tenth = Tolerance.rounding(rtol=0.1)
+    for tolerance, losses, expected, holds in (
+        (Tolerance.exact(), [1.0, 2.0], [1.0, 2.0], True),
+        (Tolerance.exact(), [1.0, 2.0000001], [1.0, 2.0], False),
         (tenth, [1.05], [1.0], True),
         (tenth, [1.2], [1.0], False),
         (tenth, [float("nan")], [1.0], False),
         (tenth, [1.0], [1.0, 1.0], False),
     ):
-        assert promise.holds(losses, expected) is holds
+        assert tolerance.holds(losses, expected) is holds
 
 
 def test_the_device_of_a_run_is_known_without_torch():

@@ -1,4 +1,4 @@
-"""Open settings are resolved, and contradictory sizes are refused."""
+"""Open settings are resolved, and contradictory sizes are rejected."""
 
 from __future__ import annotations
 

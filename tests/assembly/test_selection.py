@@ -140,7 +140,7 @@ def test_a_named_speedup_takes_its_slot_from_one_that_auto_chose():
 def test_two_named_speedups_for_one_slot_are_refused_with_a_fix_for_each(request_, fixes):
     with pytest.raises(ConfigError, match="both fill the slot 'precision'") as refused:
         on(request_, HOPPER, device="cuda")
-    fix = refused.value.fix.removeprefix("Leave out one of the two: ").removesuffix(".")
+    fix = refused.value.fix.removeprefix("Remove one of the two: ").removesuffix(".")
     assert {way.removeprefix("speedups=") for way in fix.split(" or ")} == fixes
     for way in fixes:
         assert len(on(way, HOPPER, device="cuda") & {"bf16", "fp16"}) == 1
@@ -160,7 +160,7 @@ def test_two_named_speedups_for_one_slot_are_refused_with_a_fix_for_each(request
 def test_the_fix_leaves_out_the_speedup_that_cannot_run(request_, fix):
     with pytest.raises(HardwareError, match="'tf32' cannot be used") as refused:
         on(request_)
-    assert refused.value.fix == f"Leave it out: {fix}."
+    assert refused.value.fix == f"Remove it: {fix}."
 
 
 GATHERS, GRAPHS = "auto,+bf16-gathers", "auto,+cuda-graphs"
@@ -172,7 +172,7 @@ GATHERS, GRAPHS = "auto,+bf16-gathers", "auto,+cuda-graphs"
         (HOPPER, f"{GATHERS},+fp16", "auto", "fp16, which was named, takes",
          f"Replace fp16 with bf16: speedups={GATHERS},+bf16, or", "auto,+fp16"),
         (HOPPER, GATHERS, "fp16", "train.precision=fp16", "Set train.precision=bf16, or", "auto"),
-        (HOPPER, f"{GRAPHS},-compile", "auto", "left out",
+        (HOPPER, f"{GRAPHS},-compile", "auto", "omitted",
          f"Add compile: speedups={GRAPHS},+compile, or", "auto,-compile"),
         (HOPPER, GRAPHS, "auto", "the run's duration is unknown",
          f"Add compile: speedups={GRAPHS},+compile, or", "auto"),
@@ -231,8 +231,8 @@ def test_a_resumed_run_has_the_speedups_of_its_start(speedups, tiny_set):
 
 def test_a_users_speedup_is_named_by_its_reference(tmp_path, monkeypatch):
     (tmp_path / "my_own.py").write_text(
-        "from flatout.assembly.recipe import Promise, Speedup\n"
-        'FAST = Speedup(name="fast", saves="time", promise=Promise.exact(), '
+        "from flatout.assembly.recipe import Tolerance, Speedup\n"
+        'FAST = Speedup(name="fast", saves="time", tolerance=Tolerance.exact(), '
         'fills={"matmul": "high"})\n'
         "class Model: ...\n"
     )
@@ -293,7 +293,7 @@ def test_a_precision_is_never_provided_by_a_speedup_that_is_left_out():
     assert found & {"bf16", "bf16-products"} == {"bf16"}
     for request, machine in (("auto,-bf16", HOPPER), ("auto,-bf16,-bf16-products", NARROW)):
         device = "cuda" if machine.gpus else "cpu"
-        with pytest.raises(ConfigError, match="speedups leaves out") as refused:
+        with pytest.raises(ConfigError, match="speedups omits") as refused:
             on(request, machine, "train.precision=bf16", device=device)
         assert "Set train.precision=auto, or speedups=auto" in refused.value.fix
     with pytest.raises(HardwareError, match=r"bfloat16 needs compute capability 8\.0"):
@@ -341,8 +341,8 @@ def test_underscores_are_accepted_for_hyphens():
     [
         ("auto,-fusedadamw", "Did you mean 'fused-adamw'"),
         ("none,bf16", "none and for others"),
-        ("compile,-compile", "'compile' and leaves it out"),
-        ("auto,-fused_adamw,+fused-adamw", "'fused-adamw' and leaves it out"),
+        ("compile,-compile", "'compile' and omits it"),
+        ("auto,-fused_adamw,+fused-adamw", "'fused-adamw' and omits it"),
     ],
 )
 def test_an_invalid_request_is_refused(request_, message):

@@ -52,7 +52,7 @@ class World:
             file.write(data)
 
     def protect(self, name: str) -> None:
-        """Refuse to write in a directory; file permissions do not apply to every user."""
+        """Reject to write in a directory; file permissions do not apply to every user."""
         folder = self.path / name
 
         def refused(path: object) -> bool:

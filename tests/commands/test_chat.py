@@ -184,7 +184,7 @@ def test_turns_left_out_are_reported_on_standard_error(run, capsys, monkeypatch)
 
 
 def test_a_run_without_conversations_needs_a_named_template(tiny_run):
-    with pytest.raises(ConfigError, match="not trained on conversations") as found:
+    with pytest.raises(ConfigError, match="not trained on chat data") as found:
         chat(tiny_run, lines=["It was"])
     assert "--chat-template chatml" in found.value.fix
     letters = tiny_run.parent / "letters.jinja"
@@ -226,7 +226,7 @@ def test_another_chat_template_is_reported(run, tmp_path):
     assert load_template(run / "chat_template.json").name == "plain"
     prepare("capitals:documents=20", other, tokenizer="byte", chat="chatml", workers=1)
     assert evaluate(run, data=[other], progress=progress).tokens > 0
-    assert any("another chat template" in line for line in said)
+    assert any("a different chat template" in line for line in said)
     mix = f"data.mix={{{other}: 1, {run.parents[1] / 'data'}: 1}}"
     train(load_config(None, [*SHAPE, mix]), run=tmp_path / "mixed", progress=progress)
     assert load_template(tmp_path / "mixed" / "chat_template.json").name == "chatml"

@@ -80,7 +80,7 @@ def test_given_datasets_are_weighted_by_their_tokens(tiny_run, mixed_run):
 def test_data_with_another_tokenizer_and_missing_data_are_refused(tiny_run, tmp_path):
     (tmp_path / "book.txt").write_text("It was a dark and stormy night. " * 50)
     prepare([str(tmp_path / "book.txt")], tmp_path / "bytes", tokenizer="byte", workers=1)
-    with pytest.raises(CheckpointError, match=r"another tokenizer.*--tokenizer"):
+    with pytest.raises(CheckpointError, match=r"a different tokenizer.*--tokenizer"):
         evaluate(str(tiny_run), data=[tmp_path / "bytes"])
     with pytest.raises(DataError, match="nowhere"):
         evaluate(str(tiny_run), data=[tmp_path / "nowhere"])

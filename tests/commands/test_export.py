@@ -1,4 +1,4 @@
-"""`flatout export`: where it writes, what it says, and what it refuses."""
+"""`flatout export`: where it writes, what it says, and what it rejects."""
 
 import json
 import shutil

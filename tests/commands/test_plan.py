@@ -95,7 +95,7 @@ def test_a_dataset_that_is_here_gives_vocabulary_and_length(recipe, tiny_set, tm
     assert found.params_by_part["embedding"] == 32 * 257
     missing = tmp_path / "none"
     found = plan(recipe, [*ON_CPU, "model.vocab_size=101", f"data.path={missing}"])
-    note = f"{missing} is not a dataset yet, so the time leaves out the evaluations."
+    note = f"{missing} is not a dataset yet, so the time omits the evaluations."
     assert found.notes == [note]
     found = plan(recipe, [*overrides, "model.vocab_size=101"])
     assert (found.steps, found.tokens, found.wall_s, found.kwh, found.cost) == (None,) * 5

@@ -206,7 +206,7 @@ def test_a_template_that_refuses_a_row_is_quoted():
         "{% if messages | length > 2 %}{{ raise_exception('Too long.') }}{% endif %}"
         "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
     )
-    with pytest.raises(BadConversation, match="refused by the chat template mine: Too long"):
+    with pytest.raises(BadConversation, match="rejected by the chat template mine: Too long"):
         pieces(renderer(template))
 
 
@@ -218,7 +218,7 @@ def test_a_template_without_an_end_of_turn_is_refused(end):
 
 
 def test_a_template_that_refuses_a_question_and_its_answer_is_refused():
-    with pytest.raises(DataError, match="A question with its answer is refused"):
+    with pytest.raises(DataError, match="A question with its answer is rejected"):
         _ = renderer("{{ raise_exception('no') }}").end
 
 

@@ -151,10 +151,10 @@ def test_data_prepared_with_another_tokenizer_is_refused(copied_run, fox_run, tm
         Options(tokenizer="char", split="tail 0.1"),
         workers=1,
     )
-    with pytest.raises(CheckpointError, match="was prepared with another tokenizer"):
+    with pytest.raises(CheckpointError, match="was prepared with a different tokenizer"):
         run_training(config, tmp_path / "on", resume=str(copied_run))
     write_config(copied_run, config)
-    with pytest.raises(CheckpointError, match="was prepared with another tokenizer"):
+    with pytest.raises(CheckpointError, match="was prepared with a different tokenizer"):
         evaluate(copied_run)
 
 

@@ -1,4 +1,4 @@
-"""MLflow: one remote run per run directory, with parameters, figures and tags."""
+"""MLflow: one remote run per run directory, with parameters, metrics and tags."""
 
 from __future__ import annotations
 

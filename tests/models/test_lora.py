@@ -237,7 +237,7 @@ def test_adapters_equal_those_of_peft():
     peft = pytest.importorskip("peft")
 
     class Attention(nn.Module):
-        """The layers of one block, as other programs define them."""
+        """The layers of one block, as other tools define them."""
 
         def __init__(self, own):
             super().__init__()

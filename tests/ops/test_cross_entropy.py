@@ -168,7 +168,7 @@ def test_at_least_fp32_never_narrows():
     assert at_least_fp32(torch.ones(1, dtype=torch.float64)).dtype == torch.float64
 
 
-# torch's compiler uses deprecated features of its own.
+# torch itself uses deprecated features when it compiles.
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_compiled_chunked_loss_has_gradients():

@@ -24,7 +24,7 @@ ATTENTION = {
     for name, function in variants(attention).items()
     if name not in {"reference", "bf16"}
 }
-"""All variants except the reference, whose plain products round more than kernels, and the one for
+"""All variants except the reference, whose plain matmuls round more than kernels, and the one for
 CPUs.
 """
 EVERY = {

@@ -51,7 +51,7 @@ def test_the_protocol_may_be_written_in_capitals():
 
 
 def test_a_server_that_refuses_the_connection_is_unreachable():
-    with pytest.raises(Unreachable, match=r"Cannot read ftp://127\.0\.0\.1:1/a: .*refused"):
+    with pytest.raises(Unreachable, match=r"Cannot read ftp://127\.0\.0\.1:1/a: .*rejected"):
         open_filesystem("ftp://u:PASS@127.0.0.1:1/a")
 
 
@@ -136,7 +136,7 @@ def test_permanent_errors_are_not_retried(web, pauses):
         (404, "There is nothing at http"),
         (403, "is not allowed"),
         (401, "is not allowed"),
-        (400, "refuses http"),
+        (400, "rejects http"),
     ):
         web.files["/a.txt"] = b"text"
         web.statuses["/a.txt"] = status
@@ -190,6 +190,6 @@ def test_filesystems_that_execute_what_they_read_are_refused(address, tmp_path):
     (tmp_path / "refs.json").write_text(
         json.dumps(HOSTILE_REFERENCES).replace("MARKER", str(tmp_path / "ran"))
     )
-    with pytest.raises(DataError, match="through another filesystem"):
+    with pytest.raises(DataError, match="through a different filesystem"):
         reading.read_remote(address.format(tmp_path / "refs.json"))
     assert not (tmp_path / "ran").exists()

@@ -148,7 +148,7 @@ def test_an_unknown_encoding_is_refused(parquet, tmp_path):
             codec_of(name)
     (tmp_path / "a.parquet").write_bytes(parquet({"text": ["a"]}))
     with pytest.raises(
-        DataError, match=r"text in Parquet is always UTF-8\. Fix: Leave --encoding out"
+        DataError, match=r"text in Parquet is always UTF-8\. Fix: Remove --encoding"
     ):
         files(str(tmp_path / "a.parquet"), encoding="cp1252")
 

@@ -189,4 +189,4 @@ def test_a_missing_package_is_reported_with_its_install_line(monkeypatch, tiny_c
 @pytest.mark.parametrize("key", [{"parallel__shard": 2}, {"parallel__offload": "cpu"}])
 def test_sharded_weights_are_refused(tiny_config, key):
     refused = SPEEDUPS.get(NAME).why_not(probe(), tiny_config(**key))
-    assert "leave out parallel.shard" in refused
+    assert "remove parallel.shard" in refused

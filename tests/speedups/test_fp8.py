@@ -1,4 +1,4 @@
-"""fp8 replaces large products, lets a model learn, and refuses machines that cannot run it.
+"""fp8 replaces large matmuls, lets a model learn, and rejects machines that cannot run it.
 
 Without a GPU the rounding is emulated.
 """
@@ -21,7 +21,7 @@ from flatout.training.checkpoint import read_write, savers
 from flatout.training.step import train_step
 
 LARGE = 4_096
-"""Weights of the smallest product replaced in tests: those of the tiny models' MLPs."""
+"""Weights of the smallest matmul replaced in tests: those of the tiny models' MLPs."""
 
 
 def machine(capability):
@@ -30,7 +30,7 @@ def machine(capability):
 
 @pytest.fixture
 def low(monkeypatch):
-    """Replace small products too, on a CPU."""
+    """Replace small matmuls too, on a CPU."""
     pytest.importorskip("torchao")
     monkeypatch.setattr(fp8, "FEWEST_WEIGHTS", LARGE)
     return fp8.to_fp8

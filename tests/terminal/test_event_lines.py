@@ -49,12 +49,12 @@ URL = "s3://bucket/runs/x"
         (
             {"event": "no_tensorboard", "logger": "tensorboard", "reason": "Disk full"},
             "TensorBoard's event file can no longer be written (Disk full); metrics.jsonl has the "
-            "same figures.",
+            "same metrics.",
         ),
         (
             {"event": "no_mlflow", "logger": "mlflow", "reason": "refused"},
-            "The logger mlflow has failed and is left out (refused). Training continues; "
-            "metrics.jsonl has the same figures.",
+            "The logger mlflow has failed and is disabled (rejected). Training continues; "
+            "metrics.jsonl has the same metrics.",
         ),
     ],
 )

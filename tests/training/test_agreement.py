@@ -105,7 +105,7 @@ def test_votes_are_counted_over_all_ranks():
 
 @pytest.fixture
 def check_shared(tmp_path, monkeypatch):
-    """Return a check of require_shared with the main process in tmp_path and the given answers."""
+    """Return a check of require_shared with rank 0 in tmp_path and the given answers."""
     (tmp_path / "lock").write_text("process 7")
 
     def check(rank, folder, answers):
@@ -128,7 +128,7 @@ def test_processes_in_different_folders_are_an_error_on_each(tmp_path, check_sha
         (tmp_path / "copy" / "lock").write_text("process 6 of an earlier run")
         with pytest.raises(
             RunFailed,
-            match=f"Process 1 .* cannot see the run directory of the main process, {tmp_path} "
+            match=f"Process 1 .* cannot see the run directory of rank 0, {tmp_path} "
             f"on a-host.*{folder.name}",
         ):
             check_shared(1, folder, [True, False])

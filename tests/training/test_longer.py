@@ -1,6 +1,6 @@
-"""An extended run equals one that had that length from the start, or is refused.
+"""An extended run equals one that had that length from the start, or is rejected.
 
-It is refused if its learning rates already depended on its length.
+It is rejected if its learning rates already depended on its length.
 """
 
 from __future__ import annotations

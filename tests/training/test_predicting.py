@@ -1,4 +1,4 @@
-"""A run is predicted before its first step, refused if it cannot fit, and recorded at its end."""
+"""A run is predicted before its first step, rejected if it cannot fit, and recorded at its end."""
 
 from __future__ import annotations
 

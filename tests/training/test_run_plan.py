@@ -1,4 +1,4 @@
-"""The plan for a run directory and a request: a new run, a resume, a summary or a refusal."""
+"""The plan for a run directory and a request: a new run, a resume, a summary or a rejection."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_other_validation_tokens_are_no_other_training(stopped, events):
 def test_another_tokenizer_is_refused(stopped):
     config, folder = stopped
     (folder / "tokenizer.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="another tokenizer"):
+    with pytest.raises(CheckpointError, match="a different tokenizer"):
         run_training(config, folder)
 
 

@@ -66,7 +66,7 @@ def several(recipe, folder, *overrides, launch=launch, **options):
     done = launch(recipe, folder, *overrides, **options)
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if line.strip()]
-    assert len(lines) == 1, "only the main rank prints"
+    assert len(lines) == 1, "only rank 0 prints"
     return json.loads(lines[0])
 
 

@@ -78,7 +78,7 @@ def test_advice_never_repeats_a_reference_of_an_untrusted_run(gift):
         {"train.init_from": str(gift.folder), "model.d_model": 32, "speedups": "none"}
     )
     gift.names(WAYS["model.kind"]("runs.gift.weights"))
-    with pytest.raises(ConfigError, match="belong to another model") as refused:
+    with pytest.raises(ConfigError, match="belong to a different model") as refused:
         train(asked, run="runs/mine")
     assert "model.kind=" not in refused.value.fix
     assert not gift.ran

@@ -69,7 +69,7 @@ class BatchPlan:
     prefetch: int
     device: str
     left_out: Mapping[int, int] = field(default_factory=dict)
-    """The position of each step to leave out, and that of the step after it."""
+    """The position of each step to skip, and that of the step after it."""
 
     @property
     def sequences_per_step(self) -> int:

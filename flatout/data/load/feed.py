@@ -131,7 +131,7 @@ class _Buffer:
         self._copied = torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]
 
     def read(self, position: int) -> StepBatch:
-        """Read this rank's rows of the first step from `position` on that is not left out.
+        """Read this rank's rows of the first step from `position` on that is not skipped.
 
         Returns a copy on the device.
         On a GPU the copy is queued on the current stream, and the buffer is reused only after it

@@ -1,4 +1,4 @@
-"""Import tokens that another program wrote, in any of the formats of `token_formats`."""
+"""Import tokens that another tool wrote, in any of the formats of `token_formats`."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def import_tokens(
         raise DataError(
             f"There are validation tokens, {found.val[0].path}, and --split {options.split!r} "
             "takes them from the training tokens.",
-            fix="Leave --split out, or name the training tokens alone.",
+            fix="Remove --split, or name the training tokens alone.",
         )
     known = _tokenizer(path, options, progress)
     first = found.train[0]

@@ -112,7 +112,7 @@ def prepare_upload(
 def _refuse(url: str) -> NoReturn:
     raise DataError(
         f"Another process on this machine is preparing or fetching {url}.",
-        fix="Wait for it, or choose another --out.",
+        fix="Wait for it, or choose a different --out.",
     )
 
 

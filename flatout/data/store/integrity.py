@@ -63,7 +63,7 @@ def _size_problem(path: Path, entry: FileEntry) -> str | None:
     if size == entry.size_bytes:
         return None
     found = "is missing" if size is None else f"has {size} bytes"
-    return f"{path} {found}; the manifest says {entry.size_bytes} bytes."
+    return f"{path} {found}. The manifest lists {entry.size_bytes} bytes."
 
 
 def manifest_problems(origin: Path | str, manifest: Manifest) -> Iterator[Problem]:

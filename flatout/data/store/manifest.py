@@ -93,7 +93,7 @@ file again; as text in a manifest.
 
 
 class SkippedRows(Stored):
-    """Rows of the source that were left out for one reason."""
+    """Rows of the source that were omitted for one reason."""
 
     model_config = ConfigDict(frozen=False)
 
@@ -127,7 +127,7 @@ class Manifest(Stored):
     split_rule: str
     """How documents were divided into train and val."""
     skipped: tuple[SkippedRows, ...] = ()
-    """Rows that were left out, by reason."""
+    """Rows that were omitted, by reason."""
     cut_documents: int = Field(0, ge=0)
     """Documents cut at the start of validation; both splits count them."""
     sha256: str | None = None
@@ -174,7 +174,7 @@ def read_manifest(folder: Path) -> Manifest:
             version of flatout.
     """
     path = folder / MANIFEST
-    if (folder / "index.json").is_file():  # a checkpoint has a manifest.json of another kind
+    if (folder / "index.json").is_file():  # a checkpoint has a manifest.json of a different kind
         raise _no_dataset(folder)
     try:
         text = read_regular(path)
@@ -198,7 +198,7 @@ def _no_dataset(folder: Path) -> DataError:
         fix = f"Prepare it with `flatout prepare {in_shell(folder)} --out {out}`, then use {out}."
         return DataError(f"{folder} is a file, not a dataset directory.", fix=fix)
     if folder.is_dir() and any(folder.iterdir()):
-        fix = "Name another one, or prepare one with `flatout prepare SOURCE --out data/mine`."
+        fix = "Name a different one, or prepare one with `flatout prepare SOURCE --out data/mine`."
         return DataError(f"{folder} has no {MANIFEST}: it is not a complete dataset.", fix=fix)
     beside = (
         [path.parent.name for path in folder.parent.glob(f"*/{MANIFEST}")] if folder.name else []
@@ -231,7 +231,9 @@ def parse_manifest(text: str, path: Path | str) -> Manifest:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         what = f"{path} is not a manifest: {where + ': ' if where else ''}{first['msg'].lower()}."
-        raise DataError(what, fix="Prepare the dataset again into another directory.") from error
+        raise DataError(
+            what, fix="Prepare the dataset again into a different directory."
+        ) from error
     raise DataError(
         f"{path} has format_version {version}; "
         f"this version of flatout reads up to {FORMAT_VERSION}.",
@@ -248,7 +250,7 @@ def _require_own_digest(manifest: Manifest, text: str, path: Path | str) -> None
     if sealed and _digest(json.loads(text)) != manifest.sha256:
         raise DataError(
             f"{path} is damaged: its content does not match its digest.",
-            fix="Restore it from a copy, or prepare the dataset again into another directory.",
+            fix="Restore it from a copy, or prepare the dataset again into a different directory.",
         )
 
 

@@ -191,7 +191,7 @@ class MixedSplit:
                 raise DataError(
                     f"{split.folder} has {split.num_tokens} tokens of {self.name}; "
                     f"one sequence of data.seq_len={seq_len} needs {seq_len + 1}.",
-                    fix="Leave it out of data.mix, set a smaller data.seq_len, "
+                    fix="Remove it from data.mix, set a smaller data.seq_len, "
                     "or prepare more text.",
                 )
         return np.cumsum([0, *counts])
@@ -246,7 +246,7 @@ def whole_turns(mix: Mapping[str, float]) -> tuple[int, ...]:
         raise ConfigError(
             f"data.mix gives {name} the weight {weight:g} of {float(total):g}; "
             f"the smallest share is 1 sequence in {LONGEST_PERIOD:,}.",
-            fix=f"Give it a weight of {enough:.3g} or more, or leave it out.",
+            fix=f"Give it a weight of {enough:.3g} or more, or remove it.",
         )
     scale = math.lcm(*((weight / total).denominator for weight in exact))
     if scale > LONGEST_PERIOD:

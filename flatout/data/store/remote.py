@@ -215,5 +215,5 @@ def _fetch(url: str, copy: Path, manifest: Manifest, content: bytes, progress: P
 def _verify_fix(url: str) -> str:
     return (
         f"Check the whole dataset with `flatout verify {in_shell(url)}`, "
-        "and prepare it again at another URL."
+        "and prepare it again at a different URL."
     )

@@ -19,7 +19,7 @@ from flatout.files import BLOCK_BYTES, FileEntry
 CHECK_THREADS = 4
 """Threads that check blocks when several are first read at once, as in a run's first step."""
 JOINED_BYTES = 16 << 10
-"""Rows up to this size are joined and copied at once: a copy of its own costs more for each."""
+"""Rows up to this size are joined and copied at once: a separate copy costs more for each."""
 SIZE_CHECK_INTERVAL_S = 1.0
 """Interval between size checks of open files: one costs as much as reading a few sequences."""
 
@@ -111,7 +111,7 @@ class ShardedArray:
         out[np.arange(width) >= lengths[:, np.newaxis]] = 0
 
     def _check_sizes(self) -> None:
-        """Refuse a file resized while mapped: reading past its end would kill the process."""
+        """Reject a file resized while mapped: reading past its end would kill the process."""
         if time.monotonic() < self._next_size_check_s:
             return
         for path, entry, mapped in zip(self._paths, self._entries, self._maps, strict=True):

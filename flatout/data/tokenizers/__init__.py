@@ -194,7 +194,7 @@ def load_tokenizer(
     in a tokenizer.json; `name` stands for the file in messages and defaults to its path; `sha256`
     is the digest that the file must have.
 
-    Raises: DataError when the file cannot be read, is none of these, or has another digest.
+    Raises: DataError when the file cannot be read, is none of these, or has a different digest.
     """
     known = recognise(path)
     if known is not None:

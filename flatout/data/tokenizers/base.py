@@ -30,7 +30,7 @@ END_OF_TEXT = "<|endoftext|>"
 PIECE_CHARACTERS = 1 << 18
 """Longer texts are encoded in pieces of this size, to save memory."""
 MAX_PIECE_CHARACTERS = 1 << 20
-"""A text that cannot be cut within this length is refused: encoding it would have no bound."""
+"""A text that cannot be cut within this length is rejected: encoding it would have no bound."""
 LOOKAHEAD_CHARACTERS = 4096
 """Characters after a cut that a tokenizer may inspect to decide whether the cut is safe."""
 MAX_VOCAB_SIZE = 1 << 24
@@ -69,7 +69,7 @@ class NotEncodable(DataError):
 
 @dataclass(frozen=True)
 class TokenizerFile:
-    """A tokenizer file that another program wrote."""
+    """A tokenizer file that another tool wrote."""
 
     name: str
     """Its name in error messages."""
@@ -94,7 +94,7 @@ class Tokenizer(ABC):
 
     Text is never encoded as `eot_id` or as another special id. The file of a kind assigns its class
     to TOKENIZER. A kind that `--tokenizer` selects by name also assigns SPEC (`"char"`, or
-    `"train:N"` with an argument), and one that reads another program's files assigns SUFFIX.
+    `"train:N"` with an argument), and one that reads another tool's files assigns SUFFIX.
     LISTED_AS is what `flatout list tokenizers` shows instead of SPEC.
     """
 
@@ -137,7 +137,7 @@ class Tokenizer(ABC):
 
     @classmethod
     def from_file(cls, file: TokenizerFile) -> Tokenizer:
-        """Return the tokenizer in a file that another program wrote; its name ends in SUFFIX."""
+        """Return the tokenizer in a file that another tool wrote; its name ends in SUFFIX."""
         raise NotImplementedError
 
     @classmethod
@@ -168,7 +168,7 @@ class Tokenizer(ABC):
         return {}
 
     def tokenizer_json(self) -> Document | None:
-        """Return a tokenizer.json with the same ids, for other programs; None if there is none."""
+        """Return a tokenizer.json with the same ids, for other tools; None if there is none."""
         return None
 
     @abstractmethod
@@ -196,7 +196,7 @@ class Tokenizer(ABC):
 
     @final
     def with_engine(self, engine: str) -> Self:
-        """Return a copy of this tokenizer that uses another engine."""
+        """Return a copy of this tokenizer that uses a different engine."""
         copy = object.__new__(type(self))
         copy.__dict__ |= self.__dict__ | {"engine": engine}
         copy.__dict__.pop("encoder", None)
@@ -338,7 +338,7 @@ def engine_failures(name: str, offset: int = 0) -> Iterator[None]:
         reason = str(error).strip().partition("\n")[0].rstrip(".")
         raise NotEncodable(
             f"The tokenizer {name!r} fails: {reason}.",
-            fix=f"Use another tokenizer, or {SKIP_DOCUMENTS}",
+            fix=f"Use a different tokenizer, or {SKIP_DOCUMENTS}",
         ) from error
 
 

@@ -57,7 +57,7 @@ def cannot_encode(engine: str, why: str) -> DataError:
     """Return the error for an engine that cannot encode for a tokenizer."""
     return DataError(
         f"{engine} cannot encode for this tokenizer: {why}.",
-        fix="Use another engine: the ids are the same.",
+        fix="Use a different engine: the ids are the same.",
     )
 
 

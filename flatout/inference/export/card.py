@@ -39,7 +39,7 @@ def model_card(source: Source, usage: str, notes: list[str], *, library: str | N
 
 
 def figures(source: Source) -> dict[str, str]:
-    """Return the figures of the run that produced the weights, by name."""
+    """Return the numbers of the run that produced the weights, by name."""
     summary = _summary(source)
     start = _start(source)
     loss = validation_loss(source, summary)

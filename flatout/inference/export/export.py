@@ -124,5 +124,5 @@ def _require_disk(source: Source, out: Path) -> None:
         raise HardwareError(
             f"The export needs {readable_size(needed)}; the disk of {disk} has "
             f"{readable_size(free)} free.",
-            fix="Free space there, choose --out DIR on another disk, or add --dtype bfloat16.",
+            fix="Free space there, choose --out DIR on a different disk, or add --dtype bfloat16.",
         )

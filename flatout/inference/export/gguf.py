@@ -1,4 +1,4 @@
-"""A GGUF file for llama.cpp and the programs built on it, written through the `gguf` package.
+"""A GGUF file for llama.cpp and the tools built on it, written through the `gguf` package.
 
 Letters: H heads, C head size, D width.
 """

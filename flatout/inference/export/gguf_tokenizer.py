@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from gguf import GGUFWriter
 
 NO_MERGE = "\u0100 \u0100"
-"""A merge of two zero bytes without a piece: llama.cpp refuses a file without merges."""
+"""A merge of two zero bytes without a piece: llama.cpp rejects a file without merges."""
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
 """GGUF's types of tokens."""
 _SCHEME_NAMES = {"gpt4": "llama-bpe", "o200k": "gpt-4o"}

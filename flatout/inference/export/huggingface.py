@@ -122,7 +122,7 @@ def stock_family(source: Source) -> tuple[Architecture | None, dict[str, str]]:
 
 
 def no_stock_class(reasons: dict[str, str]) -> str:
-    """Return the sentences that say why the export has a modeling file, and how to load it."""
+    """Return the sentences on why the export has a modeling file, and how to load it."""
     names: dict[str, list[str]] = {}
     for name, reason in reasons.items():
         names.setdefault(reason, []).append(name)
@@ -222,7 +222,7 @@ def _wrapper(source: Source) -> Path:
 
 
 def write_tokenizer(source: Source, folder: Path, chat_template: str | None) -> list[str]:
-    """Write tokenizer.json and its settings, or flatout's own file; return what to say about it."""
+    """Write tokenizer.json and its settings, or flatout's own file; return the note about it."""
     try:
         document = tokenizer_json(source.tokenizer)
     except DataError as error:

@@ -1,6 +1,6 @@
 """Measures a recipe, or reads a run, and returns the evidence. No torch.
 
-A recipe runs in a process of its own, which answers with evidence before the first step, and again
+A recipe runs in a separate process, which answers with evidence before the first step, and again
 after the last. Whatever happens to it, there is evidence: a process that is killed, hangs or prints
 nonsense is a finding.
 """
@@ -40,9 +40,9 @@ def diagnose_recipe(
 ) -> Evidence:
     """Check a configuration on this machine, run it for some seconds, and return the evidence.
 
-    No step is taken when something already known keeps the run from starting. The run has a process
-    of its own, unless there are callbacks, which only exist in this one. What may be faster on a
-    CPU is tried after it, for at most four times `seconds` and the starts of its processes.
+    No step is taken when something already known keeps the run from starting. The run has a
+    separate process, unless there are callbacks, which only exist in this one. What may be faster
+    on a CPU is tried after it, for at most four times `seconds` and the starts of its processes.
     Raises: UsageError when the configuration cannot be resolved; RunFailed.
     """
 

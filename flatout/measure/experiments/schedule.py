@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from flatout.assembly.recipe import Promise
+from flatout.assembly.recipe import Tolerance
 from flatout.config.schema import RunConfig
 from flatout.errors import ConfigError, Interrupted, signal_of
 from flatout.measure.experiments.losses import DETERMINISTIC_STEPS, LOSS_STEPS, Trials
@@ -188,12 +188,12 @@ class Experiment:
     """All points, the most important first: when time is short, the last ones are dropped."""
 
     kind: str
-    """ladder, or the setting that is swept."""
+    """ablation, or the setting that is swept."""
     points: tuple[Point, ...]
     rows: Callable[[Trials], list[Row]]
     """Makes the table from the trials."""
     pairs: tuple[tuple[str, str, str], ...] = ()
-    """Points whose losses are compared, with the kind of the promise about them."""
+    """Points whose losses are compared, with the kind of tolerance."""
     total: tuple[str, str] | None = None
     """The full set and the baseline, whose ratio is the total speedup."""
 
@@ -240,13 +240,13 @@ class Schedule:
             self.ended_by_signal, self.trials.stopped_by = signal_of(interruption), INTERRUPTED
 
     def require_uninterrupted(self) -> None:
-        """Check that no signal came before there were figures.
+        """Check that no signal came before there were results.
 
         Raises: Interrupted.
         """
         if self.ended_by_signal is not None:
             raise Interrupted(
-                "Interrupted before any trial had given figures.",
+                "Interrupted before any trial had a result.",
                 fix="Run it again.",
                 signal_number=self.ended_by_signal,
             )
@@ -292,11 +292,11 @@ class Schedule:
         return trial.result
 
     def decide_exact(self, one: Point, other: Point, *, reserve_s: float = 0.0) -> None:
-        """Run two points with train.deterministic=true, if only that decides an exact promise.
+        """Run two points with train.deterministic=true, if only that decides an exact tolerance.
 
         A point runs once, for a few untimed steps, if there is time.
         """
-        if self.trials.needs_deterministic(Promise.exact(), one.name, other.name):
+        if self.trials.needs_deterministic(Tolerance.exact(), one.name, other.name):
             for point in (one, other):
                 has_run = self.trials.deterministic(point.name) is not None
                 if not has_run and self.budget.allows(point.name, reserve_s=reserve_s):
@@ -307,8 +307,8 @@ class Schedule:
         """Measure an experiment in rounds, as many as the budget has time for.
 
         A point that fails in its first round is not tried again. Its losses are recorded in its
-        first round, and in each round for a statistical promise, which needs seeds. The
-        deterministic runs that decide exact promises follow a round in which every point takes
+        first round, and in each round for a statistical tolerance, which needs seeds. The
+        deterministic runs that decide exact tolerances follow a round in which every point takes
         part.
         """
         budget, known = self.budget, {point.name: point for point in experiment.points}

@@ -1,4 +1,4 @@
-"""A trial: builds and trains a run with the training code in a process of its own, and times it.
+"""A trial: builds and trains a run with the training code in a separate process, and times it.
 
 There is a result even if that process dies, hangs or prints nonsense. A trial writes only to a
 scratch directory.
@@ -107,7 +107,7 @@ def measured(spec: TrialSpec) -> TrialResult:
 
 
 def measure(spec: TrialSpec) -> TrialResult:
-    """Train for as long as the spec says, and return the figures.
+    """Train for as long as the spec requests, and return the results.
 
     Raises: OutOfMemory, and whatever building and training raise.
     """

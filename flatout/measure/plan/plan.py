@@ -66,10 +66,10 @@ from flatout.models.lora import INSIDE, require_weights, with_adapters
 from flatout.ops import Ops, cross_entropy
 from flatout.progress import SILENT, Progress
 from flatout.remote.urls import is_url
-from flatout.roof import Peak
+from flatout.roofline import Peak
 
 LEAST_SAVING = 0.02
-"""Changes that save less of the memory are left out."""
+"""Changes that save less of the memory are omitted."""
 LONG = 8_192
 """Tokens of rows from which several GPUs may share one."""
 NOT_MEASURED = "not measured"
@@ -316,14 +316,14 @@ def find_data(config: RunConfig, progress: Progress) -> tuple[AnyDataset | None,
         elif not (Path(path).expanduser() / MANIFEST).exists():
             why = why or f"{path} is not a dataset yet"
     if why:
-        return None, f"{why}, so the time leaves out the evaluations."
+        return None, f"{why}, so the time omits the evaluations."
     return open_dataset(config, progress=progress), None
 
 
 def parameters_by_part(model: LanguageModel) -> dict[str, int]:
     """Return the parameters of the embedding, of each child of the blocks, of the head, the rest.
 
-    Adapters (LoRA) are a part of their own. A tied head counts as the embedding.
+    Adapters (LoRA) are a separate part. A tied head counts as the embedding.
     """
     kinds, found = model.parameter_kinds(), Counter[str]()
     for name, parameter in model.named_parameters():
@@ -553,7 +553,7 @@ class PlannedRun:
             batch = rows, sequences // rows
             values |= {"batch.rows_per_device": rows, "batch.accumulate": batch[1]}
         speedups, target = [speedup_named(name) for name in names], self.target
-        weak = ", ".join(s.name for s in speedups if s.promise.kind == "statistical")
+        weak = ", ".join(s.name for s in speedups if s.tolerance.kind == "statistical")
         gains, speed = gains_here(target.machine, target.device, target.cache), NOT_MEASURED
         if names and all(name in gains for name in names):
             speed = "measured: " + "; ".join(f"{name}: {gains[name].describe()}" for name in names)
@@ -567,7 +567,7 @@ class PlannedRun:
             need_gib=self._in_all_gib(need),
             fits=need <= self.available,
             speed=speed,
-            promise=f"{weak}: other losses, equal in the mean" if weak else None,
+            tolerance=f"{weak}: other losses, equal in the mean" if weak else None,
         )
 
 

@@ -34,8 +34,8 @@ class Change(Stored):
     fits: bool
     speed: str
     """Its cost or gain in speed, and where that comes from."""
-    promise: str | None
-    """The promise of its speedups about the losses, if it is weaker than rounding."""
+    tolerance: str | None
+    """The loss tolerance of its speedups, if it is weaker than rounding."""
 
 
 class MicroBatch(Stored):
@@ -85,7 +85,7 @@ class MeshChoice(Stored):
 
 
 class Plan(Result):
-    """What a run will need; unknown figures are null."""
+    """What a run will need; unknown numbers are null."""
 
     recipe: str
     """Name of the recipe."""
@@ -115,7 +115,7 @@ class Plan(Result):
     memory_error: float | None
     """Relative error to expect of the memory; null: not known."""
     peak_gib: float | None
-    """The figure that `train` will report as peak_gib."""
+    """The number that `train` will report as peak_gib."""
     fits: bool | None
     """Whether it fits in the memory that is available now; null: not known."""
     rows_per_device: int
@@ -158,7 +158,7 @@ class Plan(Result):
     """For several GPUs of --machine, without keys under `parallel`: the mesh that was chosen, and
     those that were not, the fastest that fit first."""
     notes: list[str]
-    """What the plan leaves out, and why."""
+    """What the plan omits, and why."""
 
     def summary(self) -> str:
         """Return the plan as aligned lines."""
@@ -248,7 +248,7 @@ class Plan(Result):
         for change in self.changes[:MOST_CHANGES]:
             fits = "fits" if change.fits else "not enough"
             facts = f"{change.saves_gib:.2f} GiB less, {fits}", f"speed {change.speed}"
-            told = "; ".join(filter(None, (*facts, change.promise)))
+            told = "; ".join(filter(None, (*facts, change.tolerance)))
             yield "", f"{' '.join(change.overrides)}: {told}"
         if self.smallest_machine:
             yield "Smallest", f"{self.smallest_machine}: one row per device fits"

@@ -142,7 +142,7 @@ def prove_resume(
 def to_compare(config: RunConfig, *, stop: int, end: int) -> RunConfig:
     """Return a recipe that records every step, and saves at the stop and at the end.
 
-    Its loggers, observers and checkpoints elsewhere are left out; what it computes stays the same.
+    Its loggers, observers and checkpoints elsewhere are disabled; what it computes stays the same.
     """
     kept = end // stop + 1
     if config.train.devices not in (None, 1):
@@ -266,7 +266,7 @@ class StopAfter(Quiet):
 
 
 def main() -> None:
-    """Train as the file named on the command line says, and exit with the run's code."""
+    """Train as the file named on the command line describes, and exit with the run's code."""
     start_child()
     job = read_model(Path(sys.argv[1]), Job)
     raise SystemExit(train(validate(job.config), job))
@@ -275,7 +275,7 @@ def main() -> None:
 def train(config: RunConfig, job: Job) -> int:
     """Train or resume the run of a job until it stops, and return the exit code.
 
-    The main rank writes the outcome after an error.
+    Rank 0 writes the outcome after an error.
     """
     stopper = StopAfter(job.stop_after)
     try:

@@ -270,7 +270,7 @@ def double_precision(evidence: Evidence) -> Finding | None:
     if site is None or share is None:
         return None
     lost = (evidence.share(_work_s(evidence)) or share) * OF_DOUBLE
-    text = "Compute in float32: convert inputs with .float(), and leave out .double()."
+    text = "Compute in float32: convert inputs with .float(), and remove .double()."
     return Finding(
         verdict="The model computes in float64, which takes twice the memory and time of float32.",
         figures={"forward_in_float64_ms": ms(evidence.loop.float64_s)},

@@ -46,8 +46,8 @@ def out_of_memory(evidence: Evidence) -> Finding | None:
             text = f"Set batch.rows_per_device={fewer}; the tokens per step stay the same."
             fixes.append(fix(text, overrides=with_rows(config, fewer)))
     if evidence.lacks("checkpointing"):
-        text = "Add the speedup checkpointing: it recomputes the blocks' activations, for about a "
-        text += "third more computation."
+        text = "Add activation checkpointing (the speedup `checkpointing`): it recomputes the "
+        text += "blocks' activations, for about a third more computation."
         fixes.append(fix(text, overrides={"speedups": "+checkpointing"}))
     if not fixes:
         advice = ended.fix if ended is not None else None
@@ -70,7 +70,7 @@ def out_of_memory(evidence: Evidence) -> Finding | None:
 @rule(unless=("out-of-memory", "fragmentation"))
 def full_memory(evidence: Evidence) -> Finding | None:
     """The GPU's memory is nearly full, or fewer rows are faster, as when memory spills."""
-    memory, config, now = evidence.memory, evidence.config, evidence.roof.tokens_per_s
+    memory, config, now = evidence.memory, evidence.config, evidence.roofline.tokens_per_s
     held, total = memory.reserved_gib or memory.peak_gib, memory.total_gib
     used = held / total if evidence.on_gpu and held and total else 0.0
     rows = None if config is None else config.batch.rows_per_device
@@ -94,7 +94,8 @@ def full_memory(evidence: Evidence) -> Finding | None:
         verdict += f"{fewer[best]:,.0f} here: the larger ones probably exceed the device's memory."
     fixes = [fix(f"Use a smaller batch: at most {CLOSE / max(used, CLOSE):.0%} of this one.")]
     if config is not None and isinstance(rows, int) and rows == 1:
-        text = "Add the speedup checkpointing, or use a smaller model or shorter sequences."
+        text = "Add activation checkpointing (the speedup `checkpointing`), or use a smaller model "
+        text += "or shorter sequences."
         fixes = [fix(text)]
     elif config is not None and isinstance(rows, int):
         most = best or max(int(rows * CLOSE / used) - 1, 1)

@@ -397,7 +397,7 @@ class Attachment:
             return
         self._has_loss = True
         self._has_anomaly_detection |= torch.is_anomaly_enabled()
-        with suppress(AttributeError):  # a graph of another kind
+        with suppress(AttributeError):  # a graph of a different kind
             self._graphs.mark(loss)
         self._is_true_loss |= recording is not None and recording.loss() is loss
         loop.log({"loss": loss}, step=loop.steps + 1)
@@ -430,7 +430,7 @@ class Attachment:
         few_s = phases.evaluation_s or 0.0
         if 0 < self._lines.total("evaluation") < MIN_SAVES and few_s:
             phases = phases.model_copy(update={"evaluation_s": None})
-            note = "Too few evaluations were seen to say what share they take of a longer run."
+            note = "Too few evaluations were seen to tell what share of a longer run they take."
             notes.append(note)
         else:
             few_s = 0.0
@@ -554,7 +554,7 @@ def _mentioned() -> dict[str, tuple[CallSite, ...]]:
 
 
 def attach(path: str) -> None:
-    """Change and follow this process as the request in a file says."""
+    """Change and follow this process as the request in a file asks."""
     request = Request.model_validate_json(Path(path).read_text(encoding="utf-8"))
     models, guard = Models(), Guard(request) if request.guarded else None
     failed = apply(request.changes, models)
@@ -567,6 +567,6 @@ def attach(path: str) -> None:
 
 
 def _tell(path: Path, failed: dict[str, str]) -> None:
-    """Say at the end which changes could not be applied."""
+    """Report at the end which changes could not be applied."""
     with suppress(OSError):
         write_text(path, Answer(failed=failed).model_dump_json())

@@ -8,7 +8,7 @@ from flatout.files import Stored
 from flatout.measure.steps.evidence import Evidence
 
 SEEN = ".seen"
-"""Added to the name of the answer's file: a file that says how far the script has come: `torch` or
+"""Added to the name of the answer's file: how far the script has come: `torch` or
 `step`.
 """
 

@@ -29,7 +29,7 @@ POLL_S = 0.1
 GRACE_S = 20.0
 """How long a script may take to end after it was measured."""
 SLOW_START_S = 60.0
-"""Time without a step after which the command says so."""
+"""Time without a step after which the command reports that."""
 REQUEST = "FLATOUT_ATTACH"
 """The environment variable by which a process finds what is asked of it."""
 NOT_IMPORTED = "torch was not imported"
@@ -197,7 +197,7 @@ def evidence_in(name: str, answer: Answer, code: int | None) -> Evidence:
         )
     error = RunFailed(f"`{name}` {what}", fix=fix)
     if code:
-        error.exit_code = code if code > 0 else 128 - code  # as a shell says it of a signal
+        error.exit_code = code if code > 0 else 128 - code  # as a shell reports a signal
     raise error
 
 

@@ -1,6 +1,6 @@
 """Counts the FLOPs and bytes of an operation from the shapes that the profiler recorded. No torch.
 
-FLOPs are counted for matrix products and attention; causal attention counts only the pairs of
+FLOPs are counted for matmuls and attention; causal attention counts only the pairs of
 tokens that it needs. Bytes are a lower bound: each argument is read once, and
 each result is written once. What has no formula here is None, unknown.
 """
@@ -199,11 +199,11 @@ _MATMULS: dict[str, Callable[[list[Shape]], Shape | None]] = {
     "aten::linear": _linear,
     "mkldnn::_linear_pointwise": _linear,
 }
-"""Matrix products, with a function from shapes to [rows..., columns, size that is summed over]."""
+"""Matmuls, with a function from shapes to [rows..., columns, size that is summed over]."""
 
 
 def _product_sizes(call: Call) -> Shape | None:
-    """Return [rows..., columns, size that is summed over] of a matrix product."""
+    """Return [rows..., columns, size that is summed over] of a matmul."""
     formula = _MATMULS.get(call.name)
     shapes = [shape for shape in call.shapes if shape]
     return formula(shapes) if formula and len(shapes) > 1 + (formula is _addmm) else None

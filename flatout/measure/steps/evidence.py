@@ -4,9 +4,10 @@
 RECIPE` from a short measured run, `diagnose RUN` from the files of a recorded run, and
 `flatout.watch` from somebody else's loop. Nothing here depends on how the steps are taken.
 
-To fill it from another tool: set what was measured and leave out the rest, which is then None. A
-finding whose figures are missing says nothing. Never write 0 for something that was not measured.
-Times are seconds of an average step, so a save of 2 s every 100 steps is 0.02 in `checkpoint_s`.
+To fill it from another tool: set what was measured and omit the rest, which is then None. A
+finding whose numbers are missing is not reported. Never write 0 for something that was not
+measured. Times are seconds of an average step, so a save of 2 s every 100 steps is 0.02 in
+`checkpoint_s`.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class Phases(Stored):
     optimizer_s: float | None = None
     """The optimizer's steps, with gradient clipping where it can be told apart."""
     logging_s: float | None = None
-    """Reading figures back, writing them, callbacks."""
+    """Reading values back, writing them, callbacks."""
     evaluation_s: float | None = None
     """Evaluation and samples, divided by the steps between them."""
     checkpoint_s: float | None = None
@@ -138,11 +139,11 @@ class KernelRow(Stored):
     tflops: float | None = None
     """Achieved 10^12 operations per second; null: unknown."""
     of_peak: float | None = None
-    """The same as a share of the roof; null: unknown."""
+    """The same as a share of the peak; null: unknown."""
     gb_per_s: float | None = None
     """Achieved 10^9 bytes per second, at least; null: unknown."""
     of_bandwidth: float | None = None
-    """The same as a share of the roof; null: unknown."""
+    """The same as a share of the peak; null: unknown."""
     slowest: str
     """The name that takes the most time."""
 
@@ -276,11 +277,11 @@ class LoopFacts(Stored):
     """Memory that each step adds, where it grows steadily; 0: it does not."""
 
 
-class Roof(Stored):
+class Roofline(Stored):
     """The distance to what this device can do at most."""
 
     peak_tflops: float | None = None
-    """Rate of matrix products that counts as 100%."""
+    """Rate of matmuls that counts as 100%."""
     peak_source: str | None = None
     """Where that comes from: a data sheet or a measurement here."""
     achieved_tflops: float | None = None
@@ -323,7 +324,7 @@ MIN_SAVES = 3
 """Fewest saves, or full collections of garbage, by which their time is judged.
 
 The first one allocates its buffers and opens its directory, and the last one comes at the end of
-every run however long it is: two say nothing about what saves take of a longer run.
+every run however long it is: two tell nothing about what saves take of a longer run.
 """
 
 
@@ -366,7 +367,7 @@ class Evidence(Stored):
     world_size: int = 1
     """Processes of the run."""
     steps: int | None = None
-    """Steps that the figures are averages of."""
+    """Steps that the numbers are averages of."""
     step_s: float | None = None
     """Seconds from the start of a step to the start of the next, on average, all included."""
     phases: Phases = Phases()
@@ -375,7 +376,7 @@ class Evidence(Stored):
     """Time of the operations by class, from a profiler."""
     counterfactual_s: Mapping[str, float] = {}
     """Seconds of an average step with one thing replaced. `synthetic-data`: batches that are in
-    memory already. `all-threads`, `no-observers`, `no-anomaly`: what they say. `short-turns`:
+    memory already. `all-threads`, `no-observers`, `no-anomaly`: see their names. `short-turns`:
     threads give Python's lock to each other at once. Of a recipe on a CPU also settings, such as
     `speedups=auto`."""
     sites: Mapping[str, tuple[CallSite, ...]] = {}
@@ -400,7 +401,7 @@ class Evidence(Stored):
     """Length of the run."""
     epochs: float | None = None
     """Passes over the training tokens in the whole run."""
-    roof: Roof = Roof()
+    roofline: Roofline = Roofline()
     loop: LoopFacts = LoopFacts()
     losses: tuple[tuple[int, float], ...] | None = None
     """(step, training loss); NaN and infinity included."""
@@ -409,7 +410,7 @@ class Evidence(Stored):
     skipped_steps: int | None = None
     """Updates that float16 skipped."""
     failure: Failure | None = None
-    """Why there are no figures, or why the run ended."""
+    """Why there are no numbers, or why the run ended."""
     remaining_s: float | None = None
     """Seconds that the run has left; gains are weighed against them."""
     machine_lines: tuple[tuple[str, str], ...] = ()

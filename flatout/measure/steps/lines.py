@@ -100,7 +100,7 @@ class LineTotals:
     ) -> dict[str, tuple[CallSite, ...]]:
         """Return the costliest lines by kind, as in `Evidence.sites`, averaged over some steps.
 
-        Lines that were counted less often than `at_least` are left out.
+        Lines that were counted less often than `at_least` are omitted.
         """
         found: dict[str, tuple[CallSite, ...]] = {}
         for kind, counts in self.counts.items():

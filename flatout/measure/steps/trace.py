@@ -286,8 +286,8 @@ def exported(profiler: profile, path: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError) as error:
         raise RunFailed(
             f"The profiler could not write its trace to {path.parent}.",
-            fix="The usual cause is a full disk: free space there, use --out on another disk, or "
-            "profile fewer steps with --steps.",
+            fix="The usual cause is a full disk: free space there, use --out on a different disk, "
+            "or profile fewer steps with --steps.",
         ) from error
     return document
 

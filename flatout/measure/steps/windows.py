@@ -1,8 +1,9 @@
 """The windows over the steps of a loop: warm-up, ordinary steps, marked calls, recorded operations.
 
-Whoever runs the loop says when a step starts; each start moves the windows forward by one step.
-Every window is a generator that yields once per step. A subclass puts them in order: `diagnose` for
-a run of its own, `profile` for one with a trace, `watch` for the loop of somebody else.
+The caller that runs the loop reports when a step starts; each start moves the windows forward by
+one step. Every window is a generator that yields once per step. A subclass puts them in order:
+`diagnose` for the run that it starts, `profile` for one with a trace, `watch` for the loop of
+somebody else.
 """
 
 from __future__ import annotations
@@ -295,7 +296,7 @@ class Windows(ABC):
         self.profiler, self.recorded_steps = profiler, steps
 
     def _is_late(self) -> bool:
-        """Return whether the steps are so slow that what is not measured yet must be left out."""
+        """Return whether the steps are so slow that what is not measured yet must be omitted."""
         return False
 
     def _counterfactual(
@@ -342,7 +343,7 @@ def unprofiled(why: str) -> str:
 
 @contextmanager
 def threads(number: int) -> Iterator[None]:
-    """Use another number of threads for an operation inside the block."""
+    """Use a different number of threads for an operation inside the block."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:

@@ -18,7 +18,7 @@ import torch
 
 from flatout.errors import ConfigError, FlatoutError
 from flatout.hardware import GIB, probe
-from flatout.measure.steps.evidence import Evidence, Failure, GpuFacts, MemoryFacts, Roof
+from flatout.measure.steps.evidence import Evidence, Failure, GpuFacts, MemoryFacts, Roofline
 from flatout.measure.steps.gathering import gathered
 from flatout.measure.steps.lines import site_of
 from flatout.measure.steps.machine import gpu_facts, host_facts
@@ -215,7 +215,7 @@ class LoopTimer:
         return found.model_copy(
             update={
                 "sites": {**found.sites, **saves},
-                "roof": Roof(tokens_per_s=tokens and tokens / windows.step_s),
+                "roofline": Roofline(tokens_per_s=tokens and tokens / windows.step_s),
                 "remaining_s": planned and max(planned - self.steps, 0) * (found.step_s or 0.0),
             }
         )
@@ -263,7 +263,7 @@ class LoopTimer:
 
     @safe
     def learn(self, *, model: Any, planned_steps: int | None) -> None:
-        """Note what a framework knows of its loop, unless the user has said it.
+        """Note what a framework knows of its loop, unless the user has set it.
 
         All torch DataLoaders are timed: such loops hide theirs, and state their steps.
         """
@@ -352,7 +352,7 @@ class LoopTimer:
 
     @safe
     def log(self, figures: Mapping[str, Any], *, step: int) -> None:
-        """Keep figures of a step for the records.
+        """Keep metrics of a step for the records.
 
         Shapes: each tensor has one element.
         """

@@ -69,11 +69,11 @@ class LightningEvents:
         self._loop.leave("evaluation")
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
-        """Say what was measured."""
+        """Show what was measured."""
         self._finish()
 
     def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
-        """Say what was measured until an error."""
+        """Show what was measured until an error."""
         self._loop.end_step(exception)
         self._finish()
 
@@ -129,7 +129,7 @@ class TrainerEvents:
         self._end("checkpoint")
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Say what was measured."""
+        """Show what was measured."""
         self._end_all()
         self._finish()
 

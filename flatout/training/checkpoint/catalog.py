@@ -82,7 +82,7 @@ class Base(BaseModel, frozen=True):
     """The base of a LoRA checkpoint, and how the adapters are added to it."""
 
     path: str
-    """The base: another checkpoint, or the files of another program's model."""
+    """The base: another checkpoint, or the files of another tool's model."""
     digest: str
     """Digest of its weights."""
     scale: Annotated[float, Field(allow_inf_nan=False)]
@@ -122,7 +122,7 @@ class CheckpointInfo(Stored, extra="ignore"):
     config_digest: str
     """Digest of the run's resolved configuration."""
     host: str
-    """The machine that wrote it; with several, that of the main rank."""
+    """The machine that wrote it; with several, that of rank 0."""
     world_size: int
     """Number of processes."""
     flatout: str
@@ -205,11 +205,11 @@ def read_manifest(checkpoint: Path) -> Manifest:
             f"{FORMAT_VERSION}.",
             fix="Install a newer flatout.",
         )
-    manifest = read_model(path, Manifest, fix="Use another checkpoint.")
+    manifest = read_model(path, Manifest, fix="Use a different checkpoint.")
     if manifest.step != step:
         raise CheckpointError(
             f"{path} is damaged: it is the manifest of step {manifest.step}.",
-            fix="Use another checkpoint.",
+            fix="Use a different checkpoint.",
         )
     return manifest
 
@@ -267,7 +267,7 @@ def check_size(path: Path, facts: FileFacts) -> str | None:
         return f"{path} is missing."
     size = path.stat().st_size
     if size != facts.bytes:
-        return f"{path} has {size} bytes; the manifest says {facts.bytes}."
+        return f"{path} has {size} bytes. The manifest lists {facts.bytes}."
     return None
 
 
@@ -338,7 +338,7 @@ def require_complete(
     if problems:
         raise CheckpointError(
             problems[0],
-            fix=f"Use another checkpoint than {checkpoint}, or restore that file from a copy.",
+            fix=f"Use a different checkpoint than {checkpoint}, or restore that file from a copy.",
         )
 
 

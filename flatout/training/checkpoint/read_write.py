@@ -106,7 +106,7 @@ def _prepare(
         elif item.name != "rng_cuda":  # a run on a GPU resumes from a checkpoint written on a CPU
             raise CheckpointError(
                 f"{checkpoint} has no {item.name}.",
-                fix="Use another checkpoint, or the version of flatout that wrote this one.",
+                fix="Use a different checkpoint, or the version of flatout that wrote this one.",
             )
         if item.targets and is_stored:
             with parsing(checkpoint / catalog.STATE):

@@ -173,7 +173,7 @@ def fill(
             if covered != wanted:
                 raise CheckpointError(
                     f"The slices of {name} in {folder} do not cover it.",
-                    fix="Use another checkpoint.",
+                    fix="Use a different checkpoint.",
                 )
             if task:
                 task.advance(wanted * target.element_size())

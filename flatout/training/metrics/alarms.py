@@ -1,7 +1,7 @@
 """Alarms of a run: something got worse and stays so, with the step and the most likely cause.
 
 An alarm is an event `alarm`, its end an event `alarm_over`. There is one per episode. They come
-from the figures of the run's records, so that a step pays nothing for them.
+from the metrics of the run's records, so that a step pays nothing for them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MEMORY = {
     "mem/allocated_gib": ("memory", "The GPU memory of this run"),
     "mem/process_gib": ("host_memory", "The memory of this process"),
 }
-"""Kind of an alarm and its subject, by the figure that creeps."""
+"""Kind of an alarm and its subject, by the metric that creeps."""
 RATE, STEP, WAIT, HOST, DEVICE = (
     "perf/tokens_per_s",
     "perf/step_ms",
@@ -44,7 +44,7 @@ Sample = dict[str, float]
 
 
 class Alarms:
-    """Watches the records of a run of `last_step` steps, and says when something gets worse."""
+    """Watches the records of a run of `last_step` steps, and reports when something gets worse."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Alarms:
         last_step: int,
         have_gib: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
-        """`have_gib` is the memory that there is, by the figure that creeps."""
+        """`have_gib` is the memory that there is, by the metric that creeps."""
         self._surroundings = surroundings
         self._last_step = last_step
         self._have_gib = have_gib
@@ -220,7 +220,7 @@ def _median(samples: list[Sample]) -> Sample:
 
 
 def _event(kind: str, step: int, change: Change, begun: str, cause: str | None, over: str) -> Alarm:
-    """Return the event of a change; `begun` and `over` say what happened, whichever did."""
+    """Return the event of a change; `begun` and `over` describe what happened, whichever did."""
     usual, now = (None if math.isnan(value) else value for value in (change.usual, change.now))
     return {
         "event": "alarm_over" if change.is_over else "alarm",

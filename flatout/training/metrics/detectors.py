@@ -1,7 +1,7 @@
-"""Change detection in the figures of a run: a shift that stays, a creep, a spike.
+"""Change detection in the metrics of a run: a shift that stays, a creep, a spike.
 
 All use medians and ranks, which single outliers do not move, and compare with the noise of the
-figure itself. They need constant memory and a few microseconds per value. benchmarks/alarms.py
+metric itself. They need constant memory and a few microseconds per value. benchmarks/alarms.py
 measures how often they are wrong and how late they are right.
 """
 
@@ -49,7 +49,7 @@ MIN_SPIKE = 0.03
 
 @dataclass(frozen=True)
 class Change:
-    """A figure that has left its usual range, or has returned to it."""
+    """A metric that has left its usual range, or has returned to it."""
 
     since_step: int
     """Step of the first value of the change."""
@@ -69,9 +69,9 @@ def deviation(values: Iterable[float], center: float) -> float:
 
 
 class Shift:
-    """Detects that a figure rises (`direction` 1) or falls (-1) by more than `margin`, and stays.
+    """Detects that a metric rises (`direction` 1) or falls (-1) by more than `margin`, and stays.
 
-    The figure must also leave its noise: three standard deviations of single values, six of the
+    The metric must also leave its noise: three standard deviations of single values, six of the
     recent ones together, which noise that lasts for several values does not exceed either.
     """
 

@@ -59,7 +59,7 @@ class Logger(Quiet):
 
 
 class Guard(Observer):
-    """Calls one logger, in a thread if it is remote, and reports what it says and its failure."""
+    """Calls one logger, in a thread if it is remote, and reports its messages and its failure."""
 
     def __init__(self, name: str, logger: Logger, report: Report) -> None:
         self._name = name
@@ -79,7 +79,7 @@ class Guard(Observer):
         self._call("on_start", copy.copy(run))
 
     def on_tick(self, step: int, last_step: int) -> None:
-        """Report what the thread has to say."""
+        """Report the messages of the thread."""
         self._tell()
 
     def on_record(self, record: Mapping[str, float]) -> None:

@@ -7,7 +7,7 @@
         ...
 
 Phases may nest: the inner one's time does not count for the outer one. With `collecting_gc`, runs
-of Python's garbage collector are a phase of their own wherever they happen. A phase costs about a
+of Python's garbage collector are a separate phase wherever they happen. A phase costs about a
 microsecond.
 """
 

@@ -54,7 +54,7 @@ class Surroundings:
         self._gpu: GpuState | None = None
 
     def suspect(self, is_suspicious: bool) -> None:
-        """Note whether the latest figures are unusual; the first such moment divides the times."""
+        """Note whether the latest metrics are unusual; the first such moment divides the times."""
         if not is_suspicious:
             self._suspected = None
         elif self._suspected is None:

@@ -122,7 +122,8 @@ def require_elsewhere(config: CheckpointConfig, run_folder: Path) -> None:
             raise ConfigError(
                 f"checkpoint.mirror={config.mirror}: the mirror would be {mirror}, and {own} has "
                 "the run itself. What deletes one would delete the other.",
-                fix="Set checkpoint.mirror to a directory elsewhere, on another disk if possible.",
+                fix="Set checkpoint.mirror to a directory elsewhere, on a different disk if "
+                "possible.",
             )
 
 
@@ -134,7 +135,7 @@ def read_record(run_folder: Path, url: str) -> Record | None:
     path = run_folder / MIRROR
     if not path.exists():
         return None
-    fix = f"Delete {path} and set another checkpoint.mirror."
+    fix = f"Delete {path} and set a different checkpoint.mirror."
     record = read_model(path, Record, fix=fix)
     return record if record.url == url else None
 
@@ -148,7 +149,7 @@ class MirrorStore:
     """The mirror at a URL.
 
     Raises: DataError when URLs of that kind are read-only; MissingPackage. Its methods raise
-            Unreachable when the server does not answer, and DataError when it refuses.
+            Unreachable when the server does not answer, and DataError when it rejects the request.
     """
 
     def __init__(self, url: str) -> None:
@@ -198,7 +199,7 @@ class MirrorStore:
         except ValidationError as error:
             raise CheckpointError(
                 f"{self.url}/{MIRROR} was not written by this version of flatout.",
-                fix="Set another checkpoint.mirror.",
+                fix="Set a different checkpoint.mirror.",
             ) from error
 
     def write_sender(self, sender: Sender) -> None:

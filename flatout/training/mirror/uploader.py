@@ -2,7 +2,7 @@
 
 The thread sends the newest checkpoint that the mirror lacks, until it lacks none; so an interrupted
 upload, also one of an earlier process, is continued. What waits is in the run directory: a
-checkpoint that is deleted here before its turn is left out. Only the main rank has a thread; all
+checkpoint that is deleted here before its turn is omitted. Only rank 0 has a thread; all
 ranks write to one file system.
 """
 
@@ -111,15 +111,15 @@ class Uploader(Quiet):
         if sender is None and self._store.top.files():
             raise CheckpointError(
                 f"{self.url} is not empty and is not the mirror of a run.",
-                fix="Set another checkpoint.mirror, or remove what is there.",
+                fix="Set a different checkpoint.mirror, or remove what is there.",
             )
         if record is None:
             if sender is not None and self._store.complete():
                 raise CheckpointError(
                     f"{self.url} contains the checkpoints of another run, {sender.run} on "
                     f"{sender.host}.",
-                    fix="Choose a run directory with another name with --run-dir DIR, or set "
-                    "another checkpoint.mirror.",
+                    fix="Choose a run directory with a different name with --run-dir DIR, or set "
+                    "a different checkpoint.mirror.",
                 )
             replaces = sender.id if sender else None
             record = Record(id=secrets.token_hex(16), url=self._store.url, replaces=replaces)
@@ -317,7 +317,7 @@ class Uploader(Quiet):
     def _send_run_files(self, names: Iterable[str]) -> None:
         """Send the files of the run directory that have changed.
 
-        The summary, which says that the run is finished, comes after the last checkpoint. Copies
+        The summary, which marks the run as finished, comes after the last checkpoint. Copies
         are sent: metrics and events grow meanwhile.
         """
         self._require_own()

@@ -51,7 +51,7 @@ def require_whole(path: Path) -> None:
         raise ConfigError(
             f"{path} was changed after the run had started, or is damaged: it does not match the "
             "SHA-256 in its first line.",
-            fix="Restore it from a copy, or start another run: "
+            fix="Restore it from a copy, or start a new run: "
             f"--resume {in_shell(path.parent)} --run-dir DIR starts it from this one.",
         )
 
@@ -68,7 +68,7 @@ def require_unedited(path: Path, config: RunConfig, *, free: Iterable[str]) -> N
     if edits is None:
         raise ConfigError(
             f"{refused}, {_LOST_COPY}",
-            fix="Restore the file. To train with it as it is, start another run: "
+            fix="Restore the file. To train with it as it is, start a new run: "
             f"--resume {in_shell(path.parent)} --run-dir DIR, with the settings you want.",
         )
     changed = {key: line for key, line in edits.items() if not key.startswith(tuple(free))}
@@ -79,7 +79,7 @@ def require_unedited(path: Path, config: RunConfig, *, free: Iterable[str]) -> N
         raise ConfigError(
             f"{refused}: {'; '.join(changed.values())}.",
             fix=f"Restore it with `{_restore_command(path)}`. "
-            "To change settings on purpose, restore it and start another run: --resume "
+            "To change settings on purpose, restore it and start a new run: --resume "
             f"{in_shell(path.parent)} --run-dir DIR {settings}",
         )
 

@@ -15,7 +15,7 @@ RUN/
 ├── findings.json     written by `flatout diagnose`
 ├── report.html       written by `flatout report`
 ├── divergence.json   why training diverged: the bad steps, their data, the largest gradients
-├── left_out.json     with train.on_divergence=rewind: the data that the run leaves out
+├── left_out.json     with train.on_divergence=rewind: the data that the run skips
 ├── exit_code         of the last process, for schedulers: torchrun rewrites exit codes
 ├── checkpoints/      see checkpoint/read_write.py
 ├── watchdog/         written when a run makes no progress: the stacks of its threads, by rank
@@ -235,7 +235,7 @@ def read_exit_code(folder: Path) -> int | None:
 
 
 def record_error(folder: Path, error: BaseException) -> None:
-    """Append the event `error`, which says why a run failed, ignoring errors of the disk."""
+    """Append the event `error`, which records why a run failed, ignoring errors of the disk."""
     what, fix = (str(error).splitlines() or [""])[0][:300], None
     if isinstance(error, FlatoutError):
         what, fix = error.what, error.fix
@@ -252,7 +252,7 @@ def require_free_disk(folder: Path, needed_bytes: int, *, directory: str | None 
     """Check that checkpoints of `needed_bytes` in total fit on the disk of the run's checkpoints.
 
     Existing checkpoints count as free space. `directory` is the run's `checkpoint.dir`.
-    Raises: HardwareError with both figures.
+    Raises: HardwareError with both numbers.
     """
     disk = existing(folder_in(directory, folder))
     saved = [catalog.checkpoint_path(folder, step) for step in catalog.steps(folder)]

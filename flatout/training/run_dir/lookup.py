@@ -165,8 +165,8 @@ def find_checkpoint(
 def metrics(run: str | Path | None = None) -> Table:
     """Return the metrics of a run as columns, for `pandas.DataFrame(flatout.metrics(run))`.
 
-    Each row is a line of metrics.jsonl: `step` and the other positions, then the figures that were
-    measured at that step. Training and evaluation at one step are two rows, and figures that a row
+    Each row is a line of metrics.jsonl: `step` and the other positions, then the metrics that were
+    measured at that step. Training and evaluation at one step are two rows, and metrics that a row
     lacks are None.
 
     Raises: CheckpointError when there is no such run; for None, the newest run with a checkpoint.

@@ -114,10 +114,10 @@ def config_to_resume(
     None when the directory contains no run, or one that has never saved: the next start is a new
     run and may change any setting. The stored length is kept, whatever `requested` sets: whether a
     run can be made longer depends on its data (`lengthen`). Another micro-batch is accepted
-    if a step keeps its tokens, and moved data: `require_tokenizer` refuses another tokenizer, and
-    `require_same_data` other training tokens.
+    if a step keeps its tokens, and moved data: `require_tokenizer` rejects a different tokenizer,
+    and `require_same_data` other training tokens.
     Raises: UntrustedCode, before advice can repeat what config.yaml names; ConfigError for an
-            edited config.yaml, and for keys that contradict it, such as another mix.
+            edited config.yaml, and for keys that contradict it, such as a different mix.
     """
     stored = read_config(folder)
     if stored is None and catalog.has_saved(folder):
@@ -126,7 +126,7 @@ def config_to_resume(
             f"{folder} has checkpoints and no {CONFIG}, which has the settings of its run.",
             fix=f"Restore it: `cp {in_shell(copy)} {in_shell(folder / CONFIG)}`."
             if copy.is_file()
-            else "Restore it from a copy, or start another run from this one: "
+            else "Restore it from a copy, or start a new run from this one: "
             f"--resume {in_shell(folder)} --run-dir DIR.",
         )
     if stored is None:
@@ -144,7 +144,7 @@ def config_to_resume(
         first,
         requested,
         place=str(folder),
-        fix="Keep the stored settings, or start another run; "
+        fix="Keep the stored settings, or start a new run; "
         f"`--resume {in_shell(folder)} --run-dir DIR` starts it from this one.",
     )
 
@@ -231,7 +231,7 @@ def resume_from(folder: Path, resume: str = "auto", *, progress: Progress = SILE
     """Return the checkpoint to resume from, or None to start; call it only under the lock.
 
     `auto` resumes from the newest complete checkpoint of this run, or starts when it has none;
-    `never` starts, and refuses a directory that is not empty; anything else is a checkpoint or a
+    `never` starts, and rejects a directory that is not empty; anything else is a checkpoint or a
     run directory to resume from. A checkpoint of another run is stored as this run's origin, and
     checkpoints that are here are set aside: the same call, or `auto`, then resumes from the newest
     checkpoint saved since, or else from the origin. The leftovers of killed saves are deleted.
@@ -277,7 +277,7 @@ def _require_empty(folder: Path) -> None:
     if found:
         raise CheckpointError(
             f"--resume never would overwrite {folder}, which contains {', '.join(found[:4])}.",
-            fix="Choose another directory with --run-dir DIR, delete this one, or resume with "
+            fix="Choose a different directory with --run-dir DIR, delete this one, or resume with "
             "--resume auto.",
         )
 
@@ -297,7 +297,7 @@ def _checkpoint_at(path: Path, progress: Progress) -> Path:
         if newest is None:
             raise CheckpointError(
                 f"The run {path} has no checkpoint.",
-                fix="Name another run, or a directory such as RUN/checkpoints/step-100.",
+                fix="Name a different run, or a directory such as RUN/checkpoints/step-100.",
             )
         return newest
     catalog.step_of(path)
@@ -314,8 +314,8 @@ def _origin_checkpoint(folder: Path, origin: Origin, progress: Progress) -> Path
     if not path.is_dir():
         raise CheckpointError(
             f"{folder} started from {path}, which no longer exists, and has saved nothing since.",
-            fix=f"Name another with --resume PATH, or delete {folder / ORIGIN} to start without "
-            "one.",
+            fix=f"Name a different one with --resume PATH, or delete {folder / ORIGIN} to start "
+            "without one.",
         )
     progress.say(
         f"Resuming from {path}, where this run started. To start without it, delete "
@@ -388,7 +388,7 @@ def lengthen(
         raise ConfigError(
             f"{folder} is planned for {counted(before, 'step')}, and {steps} were requested.",
             fix=f"Set train.steps={before}, or more to make it longer. "
-            "For a shorter run, choose another directory with --run-dir DIR.",
+            "For a shorter run, choose a different directory with --run-dir DIR.",
         )
     warmup = warmup_steps(stored.schedule, before)
     keeps_warmup = warmup != warmup_steps(stored.schedule, steps)

@@ -191,5 +191,5 @@ def test_options_that_contradict_conversations_are_refused(rows, tmp_path):
 
 def test_text_without_rows_has_no_conversations(tmp_path):
     (tmp_path / "book.txt").write_text("Hi")
-    with pytest.raises(DataError, match="has no conversations"):
+    with pytest.raises(DataError, match="contains no chat data"):
         prepared(tmp_path / "book.txt", tmp_path)

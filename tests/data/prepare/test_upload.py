@@ -1,4 +1,4 @@
-"""Preparing at a URL: the bytes of a local dataset, the manifest last, resuming, early refusal."""
+"""Preparing at a URL: the bytes of a local dataset, the manifest last, resuming, early errors."""
 
 import base64
 import hashlib
@@ -179,8 +179,8 @@ def test_unusable_text_leaves_the_url_empty(send, store, tmp_path):
 def test_an_interrupted_upload_resumes_and_sends_nothing_twice(
     send, store, monkeypatch, tags, tmp_path, said
 ):
-    """Stores report only sizes, an MD5, S3's MD5 of parts, Google's MD5, or another number."""
-    """Stores report only sizes, an MD5, S3's MD5 of parts, Google's MD5, or another number."""
+    """Stores report only sizes, an MD5, S3's MD5 of parts, Google's MD5, or a different number."""
+    """Stores report only sizes, an MD5, S3's MD5 of parts, Google's MD5, or a different number."""
     monkeypatch.setattr(parallel, "MAX_PARALLEL", 1)
     monkeypatch.setattr(folder, "PART_BYTES", 6_000)
     reports = {

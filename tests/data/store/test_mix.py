@@ -161,7 +161,7 @@ def test_masks_and_documents_follow_their_sequences(three, feed_class):
 
 def test_a_dataset_shorter_than_one_sequence_is_named(three):
     split = MixedDataset.open(three).split("train")
-    with pytest.raises(DataError, match=r"/c has 41 tokens.*data\.seq_len=64.*Leave it out"):
+    with pytest.raises(DataError, match=r"/c has 41 tokens.*data\.seq_len=64.*Remove it"):
         split.num_sequences(64)
 
 

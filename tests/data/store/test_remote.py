@@ -172,12 +172,12 @@ def test_a_damaged_or_short_remote_file_is_named(uploaded, store, tmp_path):
         fetch_dataset(URL, cache=tmp_path / "cache")
     store.pipe_file(f"{URL}/train-00001.bin", whole[:-1])
     with pytest.raises(
-        DataError, match=r"set/train-00001\.bin has 199 bytes; the manifest says 200 bytes"
+        DataError, match=r"set/train-00001\.bin has 199 bytes\. The manifest lists 200 bytes"
     ):
         fetch_dataset(URL, cache=tmp_path / "cache")
     store.rm_file(f"{URL}/train-00001.bin")
     with pytest.raises(
-        DataError, match=r"set/train-00001\.bin is missing; the manifest says 200 bytes"
+        DataError, match=r"set/train-00001\.bin is missing\. The manifest lists 200 bytes"
     ):
         fetch_dataset(URL, cache=tmp_path / "cache")
     store.pipe_file(f"{URL}/train-00001.bin", whole)

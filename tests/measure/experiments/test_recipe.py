@@ -14,12 +14,12 @@ GAIN = Figure(median=1.25, low=1.2, high=1.3)
 def choice(name="+ compile", **changes):
     is_left_out = name.startswith("-")
     facts = {
-        "kind": "left-out" if is_left_out else "put-in",
+        "kind": "leave-one-out" if is_left_out else "add-one",
         "speedup": name.split()[1],
         "leaves_out": is_left_out,
         "verdict": "x1.25",
         "gain": GAIN,
-        "promise_kept": True,
+        "within_tolerance": True,
         "taken": False,
         "status": "ok",
     }
@@ -91,7 +91,7 @@ def test_only_sure_gains_of_single_speedups_are_kept():
         tuning(
             choice("+ compile"),
             choice("- prefetch", gain=Figure(median=0.8, low=0.5, high=0.9)),
-            choice("+ fp8", promise_kept=False),
+            choice("+ fp8", within_tolerance=False),
             choice("+ bf16", gain=unsure),
             choice("+ checkpointing, batch.rows_per_device=8", speedup=None),
             choice("+ fp16", gain=None),

@@ -1,4 +1,4 @@
-"""From a trace file to figures: a made-up GPU, and what happens without kernels."""
+"""From a trace file to numbers: a made-up GPU, and what happens without kernels."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from flatout.measure.profile.profile import (
     with_trace,
     write_trace,
 )
-from flatout.measure.profile.report import Profile, ProfileRoof
+from flatout.measure.profile.report import Profile, ProfileRoofline
 from flatout.measure.steps.trace import exported, read_trace
 
 BEFORE = Profile(
@@ -38,7 +38,7 @@ BEFORE = Profile(
     step_ms=90e3 * US,
     profiled_step_ms=100e3 * US,
     phases_ms=None,
-    roof=ProfileRoof(),
+    roofline=ProfileRoofline(),
     notes=(),
 )
 

@@ -55,7 +55,7 @@ def test_records_without_a_step_are_left_out(make_run, read):
     folder = make_run(records=[{"train/loss": 1.0}, {"step": math.nan, "train/loss": 1.0}])
     (run,) = read(folder)
     assert run.curves == {}
-    assert run.notes[0] == "2 records of metrics.jsonl without a step, left out."
+    assert run.notes[0] == "2 records of metrics.jsonl without a step, skipped."
     (folder / "metrics.jsonl").unlink()
     (run,) = read(folder)
     assert run.num_records == 0

@@ -103,7 +103,7 @@ def test_a_change_that_alters_the_losses_is_not_taken(search):
     found = search(script)
     assert found.taken == ("bf16",)
     row = found.rows["fused-optimizer"]
-    assert row.promise_kept is False
+    assert row.within_tolerance is False
     assert row.loss_difference == pytest.approx(0.01)
     assert "losses differ" in row.reason
 

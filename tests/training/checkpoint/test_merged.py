@@ -1,4 +1,4 @@
-"""A run starts with the weights of another program's model."""
+"""A run starts with the weights of another tool's model."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_another_tokenizer_is_refused(tmp_path, theirs, fine_tuning, messages):
     run_training(fine_tuning(theirs), tmp_path / "same")
     char = make_tokenizer("char", lambda _: ["The quick brown fox jumps over the lazy dog."])
     (theirs / "tokenizer.json").write_text(char.text)
-    with pytest.raises(CheckpointError, match="prepared with another tokenizer"):
+    with pytest.raises(CheckpointError, match="prepared with a different tokenizer"):
         run_training(fine_tuning(theirs), tmp_path / "other")
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints: saved and loaded bit for bit, and refused when they are damaged or do not fit."""
+"""Checkpoints: saved and loaded bit for bit, and rejected when they are damaged or do not fit."""
 
 import json
 import random

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flatout.json_io import read_lines
-from flatout.roof import Peak
+from flatout.roofline import Peak
 from flatout.training import finish
 from flatout.training.metrics import detectors, device
 from flatout.training.metrics.log import Log, Rates

@@ -216,7 +216,7 @@ def test_another_run_of_that_name_is_refused_before_anything_is_written(
     assert what.startswith(f"{URL}/run contains a run with other settings, sent by {lost.path} on ")
     assert "optim.lr: " in what
     assert "--run-dir DIR" in fix
-    assert "another checkpoint.mirror" in fix
+    assert "a different checkpoint.mirror" in fix
     assert list(elsewhere.iterdir()) == []
     assert store.store == before
     restore("log.every=3", path=elsewhere)

@@ -1,4 +1,4 @@
-"""Resume refuses an edited config.yaml, names the difference, and says how to change a setting."""
+"""Resume rejects an edited config.yaml, names the difference, and says how to change a setting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run on a mix resumes bit for bit, also with moved data; a changed mix is refused."""
+"""A run on a mix resumes bit for bit, also with moved data; a changed mix is rejected."""
 
 from __future__ import annotations
 
@@ -147,7 +147,9 @@ def test_resume_refuses_another_tokenizer_and_accepts_a_missing_copy(mixed_confi
     dataset = open_data(mixed_config().data)
     require_tokenizer(tmp_path, dataset)
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"another tokenizer.*--tokenizer .*tokenizer\.json"):
+    with pytest.raises(
+        CheckpointError, match=r"a different tokenizer.*--tokenizer .*tokenizer\.json"
+    ):
         require_tokenizer(tmp_path, dataset)
 
 

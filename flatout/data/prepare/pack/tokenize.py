@@ -64,7 +64,7 @@ def pack(
     record: RangeRecord,
     report: Report = lambda _: None,
 ) -> None:
-    """Tokenise an item into the sinks of both splits, and record the rows left out.
+    """Tokenise an item into the sinks of both splits, and record the rows omitted.
 
     Raises: DataError for the first unusable row, unless such rows are skipped.
     """

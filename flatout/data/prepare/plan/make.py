@@ -103,13 +103,13 @@ def check_same(work: WorkDir, stored: WorkPlan, request: Request) -> None:
     if different:
         raise OutputInUse(
             f"{work.path} contains an unfinished, different dataset: {different}.",
-            fix="Request the same dataset, choose another --out, or remove the directory "
+            fix="Request the same dataset, choose a different --out, or remove the directory "
             f"{work.path}, which discards the work done so far.",
         )
     if stored.mtime_digest != corpus.mtime_digest:
         raise DataError(
-            f"The text has changed since the work in {work.path} started: a file has another size "
-            "or modification time.",
+            f"The text has changed since the work in {work.path} started: a file has a different "
+            "size or modification time.",
             fix="Restore the text, including its modification times, or remove the directory "
             f"{work.path}, which discards the work done so far.",
         )
@@ -128,7 +128,7 @@ def check_space(out: Path, task_bytes: Sequence[int], tokenizer: Tokenizer) -> N
         raise DataError(
             f"Preparing the dataset needs about {readable_size(needed)} of disk space, and "
             f"{readable_size(free)} are free in {directory}.",
-            fix="Free space there, choose another --out, or take less text with --max-bytes.",
+            fix="Free space there, choose a different --out, or take less text with --max-bytes.",
         )
 
 

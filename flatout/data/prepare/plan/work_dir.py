@@ -151,7 +151,7 @@ class WorkDir:
         if path.is_symlink():
             raise DataError(
                 f"{path} is a symbolic link, and prepare does not write through links.",
-                fix=f"Delete {path}, or choose another --out.",
+                fix=f"Delete {path}, or choose a different --out.",
             )
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
         self._locks.append(descriptor)
@@ -161,7 +161,7 @@ class WorkDir:
             self.close()
             raise DataError(
                 f"Another process is writing {self.out}.",
-                fix="Wait for it, or choose another --out.",
+                fix="Wait for it, or choose a different --out.",
             ) from error
         if not is_open_at(path, descriptor):
             self.close()
@@ -204,7 +204,7 @@ class WorkDir:
     def plan(self) -> WorkPlan | None:
         """Return the stored plan, None when there is none.
 
-        Raises: DataError when it is damaged, or was written by another version of flatout.
+        Raises: DataError when it is damaged, or was written by a different version of flatout.
         """
         path = self.path / PLAN
         if not self._locks or not path.is_file():

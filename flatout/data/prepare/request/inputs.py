@@ -166,7 +166,7 @@ def open_corpus(
     if options.text_field is not None and tasks and not any(map(has_rows, tasks)):
         raise DataError(
             f"{' '.join(all_names)} has no rows, so it has no field {options.text_field!r}.",
-            fix="Leave --text-field out, or rename files that hold a JSON object per line to "
+            fix="Remove --text-field, or rename files that hold a JSON object per line to "
             "end in .jsonl.",
         )
     for pattern in options.include:
@@ -304,7 +304,7 @@ def source_tasks(name: str, parameters: Parameters, fields: Parameters) -> list[
                 if key.endswith("_field")
                 else f"does not read your files, so {option} has no effect"
             )
-            raise DataError(f"The source {name!r} {why}.", fix=f"Leave {option} out.")
+            raise DataError(f"The source {name!r} {why}.", fix=f"Remove {option}.")
     return read_tasks_of(source, name, {**fields, **parameters})
 
 

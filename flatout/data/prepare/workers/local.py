@@ -166,7 +166,7 @@ class _Worker:
         if code == -signal.SIGXCPU:
             return RunFailed(
                 f"The tokenizer took more than {PIECE_CPU_S} s of CPU time for one piece of text.",
-                fix="Use another tokenizer: one of its patterns does not terminate.",
+                fix="Use a different tokenizer: one of its patterns does not terminate.",
             )
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
         return RunFailed(

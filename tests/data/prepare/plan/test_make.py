@@ -120,7 +120,7 @@ def test_document_indices_count_documents_only(monkeypatch):
     )
     assert [item.first for item in plan.items] == [0, 3, 4, 4]
     assert plan.items[0].assignment == ByPosition(4, 4)
-    assert plan.take is None, "rows left out at the end are still read"
+    assert plan.take is None, "rows omitted at the end are still read"
 
 
 def test_a_hash_rule_is_planned_without_reading():

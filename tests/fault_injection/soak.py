@@ -1,7 +1,7 @@
 """Kill and resume a training run for an hour, and watch its memory and its open files.
 
-    python tests/attack/soak.py --minutes 60
-    python tests/attack/soak.py --kills 100
+    python tests/fault_injection/soak.py --minutes 60
+    python tests/fault_injection/soak.py --kills 100
 
 `make soak` runs the first. With --kills, short runs are killed that often instead: as they start,
 between steps, in a save, during an upload to their mirror, and after their last step; some lose
