@@ -1,8 +1,8 @@
 """Build the documentation site into site/: `make docs`, or `python docs/tools/build_site.py`.
 
 The pages are docs/ and the Markdown files of the repository's root, copied to build/docs with their
-links rewritten. The references of configuration keys and commands are generated from the code. The
-build is strict: a broken link, a missing anchor or an unknown name on the API page is an error.
+links rewritten. `pytest tests/docs --write-tables` generates the references of configuration keys and
+commands from the code. The build is strict: a broken link, a missing anchor or an unknown name on the API page is an error.
 """
 
 from __future__ import annotations
@@ -104,6 +104,7 @@ def config_reference() -> Iterator[str]:
     yield from ["## Keys outside a section", ""]
     for name, field in top.items():
         yield from key_reference(name, field)
+    yield ""
     for kind in MODELS.names():
         yield from section_reference("model", MODELS.get(kind).Config, title=f"model.kind={kind}")
 
@@ -113,10 +114,11 @@ def section_reference(name: str, section: Any, *, title: str | None = None) -> I
     yield from [f"## {title or name}", "", (section.__doc__ or "").strip(), ""]
     for key, field in section.model_fields.items():
         yield from key_reference(f"{name}.{key}", field)
+    yield ""
 
 
 def key_reference(key: str, field: Any) -> Iterator[str]:
-    """Yield one key as a definition: type, default, whether it may change on resume, help."""
+    """Yield one key as a list item: type, default, whether it may change on resume, help."""
     from flatout.training.run_dir.resume import FREE_KEYS, LENGTH_KEYS
 
     bounds = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
@@ -135,8 +137,7 @@ def key_reference(key: str, field: Any) -> Iterator[str]:
     elif key in {"data.path", "data.mix"}:
         change = ["may name other paths of the same data when a run resumes"]
     facts = ", ".join([f"`{type_name(field.annotation)}`", *limits, *default, *change])
-    yield from [f"`{key}`", f":   {facts}", ""]
-    yield from [f"    {' '.join((field.description or '').split())}", ""]
+    yield from [f"- `{key}` ({facts}).", f"  {' '.join((field.description or '').split())}"]
 
 
 def shown(value: Any) -> str:
@@ -180,6 +181,13 @@ def help_text(words: list[str]) -> str:
 
 
 REFERENCES = {"reference/config.md": config_reference, "reference/commands.md": command_reference}
+"""Pages of docs/ that are generated below their line GENERATED."""
+
+
+def reference(page: str) -> str:
+    """Return a page of REFERENCES as it should be."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    return "\n".join([text.partition(GENERATED)[0] + GENERATED, "", *REFERENCES[page]()])
 
 
 def stage(folder: Path) -> Path:
@@ -191,10 +199,6 @@ def stage(folder: Path) -> Path:
     for source, page in staged.items():
         text = source.read_text(encoding="utf-8")
         text = with_site_links(with_bars_in_code(text), source, staged, pages_dir / "assets")
-        if page == "index.md":  # its comparison table needs the width
-            text = f"---\nhide: [toc]\n---\n\n{text}"
-        if page in REFERENCES:
-            text = text.partition(GENERATED)[0] + "\n".join(REFERENCES[page]())
         (pages_dir / page).parent.mkdir(parents=True, exist_ok=True)
         (pages_dir / page).write_text(text, encoding="utf-8")
     config = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))

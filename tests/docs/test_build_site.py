@@ -34,6 +34,16 @@ def test_the_site_builds_without_a_warning(tool, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("page", ["reference/config.md", "reference/commands.md"])
+def test_the_references_are_those_of_the_code(tool, page, request):
+    path, wanted = ROOT / "docs" / page, tool("build_site").reference(page)
+    if request.config.getoption("--write-tables"):
+        path.write_text(wanted, encoding="utf-8")
+    elif path.read_text(encoding="utf-8") != wanted:
+        pytest.fail(f"docs/{page} is out of date: `pytest tests/docs --write-tables` updates it.")
+
+
+@pytest.mark.slow
 def test_a_broken_link_fails_the_build(tool, tmp_path, monkeypatch, capfd):
     site = tool("build_site")
     page = tmp_path / "page.md"
