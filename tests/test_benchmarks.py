@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 END = "<!-- end of figures -->\n"
 MARKED = [
     (path, name)
-    for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     for name in re.findall(r"<!-- figures: (\S+) -->", path.read_text(encoding="utf-8"))
 ]
 

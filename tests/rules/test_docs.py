@@ -23,7 +23,6 @@ pytestmark = pytest.mark.slow
 
 SHELL_BLOCK = re.compile(r"^```(?:sh|bash|console)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`((?:flatout|make|torchrun|python -m flatout) [^`\n]+)`")
-MESSAGES = re.compile(r"<!-- errors: generated .*?<!-- end of errors -->", re.DOTALL)
 PROGRAM = re.compile(r"^(?:flatout|python -m flatout|torchrun .*? -m flatout)\s+")
 RUN_ALL = """
 import json
@@ -43,11 +42,10 @@ def documents(root):
 
 
 def command_lines(text: str) -> list[str]:
-    """Return the commands in shell blocks and inline code, except in generated error tables.
+    """Return the commands in shell blocks and inline code.
 
     Continuation lines are joined and comments removed.
     """
-    text = MESSAGES.sub("", text)
     lines = [
         line
         for block in SHELL_BLOCK.findall(text)
