@@ -1,8 +1,9 @@
 """Build the documentation site into site/: `make docs`, or `python docs/tools/build_site.py`.
 
 The pages are docs/ and the Markdown files of the repository's root, copied to build/docs with their
-links rewritten. `pytest tests/docs --write-tables` generates the references of configuration keys and
-commands from the code. The build is strict: a broken link, a missing anchor or an unknown name on the API page is an error.
+links rewritten. `pytest tests/docs --write-tables` generates the references of configuration keys
+and commands from the code. The build is strict: a broken link, a missing anchor or an unknown name
+on the API page is an error.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ SPEEDUP = Speedup(
     rank=270,
     auto={
         "cpu": Off(
-            "40 times slower than bf16-products on one CPU (docs/numbers/training.md)", measured=True
+            "40 times slower than bf16-products on a CPU (docs/numbers/training.md)", measured=True
         ),
         "cuda": On(),
     },
