@@ -211,7 +211,6 @@ def test_the_readme_starts_with_the_essentials(root):
     for line in ("flatout demo", "flatout demo book.txt", "flatout diagnose -- python train.py"):
         assert f"```sh\n{line}\n```" in head, line
     assert "make test" in text
-    assert "<!-- figures" in text
 
 
 def test_contributing_describes_every_folder(root):
