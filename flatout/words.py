@@ -94,6 +94,11 @@ def tools() -> tuple[Tool, ...]:
     )
 
 
+def listings() -> dict[str, list[str]]:
+    """Return the keys of each tool's configs, by the name of the tool."""
+    return {tool: keys.split() for tool, keys in _document()["listings"].items()}
+
+
 @cache
 def _by_name(*groups: str) -> dict[str, Word]:
     """Return the words of some groups by name, of all by default; an earlier group wins."""

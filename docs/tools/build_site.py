@@ -1,15 +1,16 @@
 """Build the documentation site into site/: `make docs`, or `python docs/tools/build_site.py`.
 
 The pages are docs/ and the Markdown files of the repository's root, copied to build/docs with their
-links rewritten. `pytest tests/docs --write-tables` generates the references of configuration keys
-and commands from the code. The build is strict: a broken link, a missing anchor or an unknown name
-on the API page is an error.
+links rewritten. The references of configuration keys and commands are generated from the code; a
+test keeps the files in docs/reference current. The build is strict: a broken link, a missing anchor
+or an unknown name on the API page is an error.
 """
 
 from __future__ import annotations
 
 import contextlib
 import html
+import inspect
 import io
 import os
 import re
@@ -21,6 +22,7 @@ import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from unittest import mock
 
 import yaml
 
@@ -36,7 +38,8 @@ PAGES = {
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)#:\s]+)(#[^)\s]*)?\)")
 ESCAPE = "\\|"
 ESCAPED_BAR = re.compile(r"`([^`\n]*\\\|[^`\n]*)`")
-GENERATED = "<!-- generated -->"
+GENERATED = "<!-- generated: python -m pytest tests/docs/test_build_site.py --write-tables -->\n"
+HEAD = "| key | type | default | meaning |\n|---|---|---|---|"
 HELP_COLUMNS = 88
 
 
@@ -91,7 +94,7 @@ def repository_url() -> str | None:
 
 
 def config_reference() -> Iterator[str]:
-    """Yield the configuration reference, section by section, then each model's keys."""
+    """Yield a table of keys for each section, for the keys outside of one, and for each model."""
     from flatout.config.schema import RunConfig
     from flatout.config.sections import Section
     from flatout.registry import MODELS
@@ -102,9 +105,8 @@ def config_reference() -> Iterator[str]:
             yield from section_reference(name, field.annotation)
         else:
             top[name] = field
-    yield from ["## Keys outside a section", ""]
-    for name, field in top.items():
-        yield from key_reference(name, field)
+    yield from ["## Keys outside a section", "", HEAD]
+    yield from (key_reference(name, field) for name, field in top.items())
     yield ""
     for kind in MODELS.names():
         yield from section_reference("model", MODELS.get(kind).Config, title=f"model.kind={kind}")
@@ -112,14 +114,13 @@ def config_reference() -> Iterator[str]:
 
 def section_reference(name: str, section: Any, *, title: str | None = None) -> Iterator[str]:
     """Yield a section's heading, its description and its keys."""
-    yield from [f"## {title or name}", "", (section.__doc__ or "").strip(), ""]
-    for key, field in section.model_fields.items():
-        yield from key_reference(f"{name}.{key}", field)
+    yield from [f"## {title or name}", "", inspect.cleandoc(section.__doc__ or ""), "", HEAD]
+    yield from (key_reference(f"{name}.{key}", one) for key, one in section.model_fields.items())
     yield ""
 
 
-def key_reference(key: str, field: Any) -> Iterator[str]:
-    """Yield one key as a list item: type, default, whether it may change on resume, help."""
+def key_reference(key: str, field: Any) -> str:
+    """Return a key as a row: type, default, help, and whether it may change on resume."""
     from flatout.training.run_dir.resume import FREE_KEYS, LENGTH_KEYS
 
     bounds = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
@@ -129,16 +130,18 @@ def key_reference(key: str, field: Any) -> Iterator[str]:
         for name, words in bounds.items()
         if getattr(bound, name, None) is not None
     ]
-    default = [] if field.is_required() else [f"default `{shown(field.get_default())}`"]
-    change = []
+    default = "" if field.is_required() else f"`{shown(field.get_default())}`"
+    change = ""
     if key.startswith((*FREE_KEYS, *LENGTH_KEYS)) and key != "name":
-        change = ["may change when a run resumes"]
+        change = "It may change when a run resumes."
     elif key in {"batch.rows_per_device", "batch.accumulate"}:
-        change = ["may change when a run resumes if a step keeps its tokens"]
+        change = "It may change when a run resumes if a step keeps its tokens."
     elif key in {"data.path", "data.mix"}:
-        change = ["may name other paths of the same data when a run resumes"]
-    facts = ", ".join([f"`{type_name(field.annotation)}`", *limits, *default, *change])
-    yield from [f"- `{key}` ({facts}).", f"  {' '.join((field.description or '').split())}"]
+        change = "It may name other paths of the same data when a run resumes."
+    kind = ", ".join([f"`{type_name(field.annotation)}`", *limits])
+    meaning = " ".join([*(field.description or "").split(), change])
+    cells = (cell.replace("|", ESCAPE) for cell in (f"`{key}`", kind, default, meaning.strip()))
+    return f"| {' | '.join(cells)} |".replace("|  |", "| |")
 
 
 def shown(value: Any) -> str:
@@ -174,21 +177,21 @@ def help_text(words: list[str]) -> str:
     """Return what a command prints for `--help`."""
     from flatout.cli import main
 
-    os.environ.update(COLUMNS=str(HELP_COLUMNS), NO_COLOR="1", TERM="dumb")
+    screen = mock.patch.dict(os.environ, COLUMNS=str(HELP_COLUMNS), NO_COLOR="1", TERM="dumb")
     printed = io.StringIO()
-    with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+    with screen, contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
         main([*words, "--help"])
     return printed.getvalue()
 
 
 REFERENCES = {"reference/config.md": config_reference, "reference/commands.md": command_reference}
-"""Pages of docs/ that are generated below their line GENERATED."""
 
 
-def reference(page: str) -> str:
-    """Return a page of REFERENCES as it should be."""
-    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
-    return "\n".join([text.partition(GENERATED)[0] + GENERATED, "", *REFERENCES[page]()])
+def with_reference(text: str, page: str) -> str:
+    """Return a page's text with its generated part, if it has one."""
+    if page not in REFERENCES:
+        return text
+    return "\n".join([text.partition(GENERATED)[0] + GENERATED, *REFERENCES[page]()])
 
 
 def stage(folder: Path) -> Path:
@@ -198,7 +201,7 @@ def stage(folder: Path) -> Path:
     shutil.copytree(ROOT / "docs" / "assets", pages_dir / "assets")
     staged = pages()
     for source, page in staged.items():
-        text = source.read_text(encoding="utf-8")
+        text = with_reference(source.read_text(encoding="utf-8"), page)
         text = with_site_links(with_bars_in_code(text), source, staged, pages_dir / "assets")
         (pages_dir / page).parent.mkdir(parents=True, exist_ok=True)
         (pages_dir / page).write_text(text, encoding="utf-8")

@@ -9,15 +9,16 @@ from typing import Annotated
 import yaml
 
 from flatout.commands import Command
-from flatout.config.convert import Conversion, Item, convert, read_settings
+from flatout.config.convert import Conversion, Item, Outcome, convert, read_settings
 from flatout.config.schema import nested, validate
 from flatout.config.units import HUB, SOURCE
 from flatout.errors import ConfigError, UsageError, in_shell
-from flatout.files import expanded, write_text, writing
+from flatout.files import Stored, expanded, write_text, writing
 from flatout.json_io import JsonObject, Result
 from flatout.recognised import require_local
-from flatout.registry import DATASETS, SUFFIXES
+from flatout.registry import DATASETS, SUFFIXES, unknown_name
 from flatout.signature import Argument, Option, checked
+from flatout.words import listings, word_for
 
 MARK = "# Converted by `flatout convert`"
 """Start of a file that may be overwritten."""
@@ -31,6 +32,8 @@ HEADINGS = {
     "unnecessary": "Nothing to set",
 }
 """The outcomes in the order of the summary."""
+OUTCOMES: dict[str, Outcome] = {"left_out": "unnecessary", "missing": "missing"}
+"""The outcomes of words by their group; keys of the other groups have a counterpart."""
 
 
 class ConvertResult(Result):
@@ -61,14 +64,12 @@ class ConvertResult(Result):
         """Return each key with its counterpart, and the next step."""
         tool = f" ({self.tool})" if self.tool else ""
         lines = [f"{self.path}  written{tool}"]
-        for outcome, heading in HEADINGS.items():
-            items = [item for item in self.items if item.outcome == outcome]
-            width = min(40, max((len(_shown(item)) for item in items), default=0))
-            lines += ["", f"{heading}: {len(items)}"] if items else []
-            for item in items:
-                becomes = (f"{key}={value}" for key, value in item.becomes.items())
-                result = " ".join([*becomes, *([item.why] if item.why else [])])
-                lines.append(f"  {_shown(item):<{width}}  {result}")
+        rows = []
+        for item in self.items:
+            becomes = (f"{key}={value}" for key, value in item.becomes.items())
+            result = " ".join([*becomes, *([item.why] if item.why else [])])
+            rows.append((item.outcome, _shown(item), result))
+        lines += _by_outcome(rows)
         if self.defaults:
             stated = ", ".join(f"{key}={value}" for key, value in self.defaults.items())
             lines += ["", f"Added, as defaults of {self.tool}: {stated}"]
@@ -77,18 +78,64 @@ class ConvertResult(Result):
         return "\n".join([*lines, *(f"{PREPARE}: {command}" for command in self.prepare)])
 
 
+class Counterpart(Stored):
+    """What a key of another tool is called in flatout."""
+
+    key: str
+    """The other tool's key, dotted if it is in a section."""
+    outcome: Outcome
+    """mapped, unnecessary (nothing to set), or missing (no counterpart)."""
+    counterpart: str
+    """The key of flatout, or the option of `flatout prepare`; empty if there is none."""
+    note: str
+    """What to know about it, or why there is no counterpart."""
+
+
+class KeysResult(Result):
+    """The keys of a tool's configs and their counterparts."""
+
+    tool: str
+    """The tool's name."""
+    keys: list[Counterpart]
+    """Its keys in alphabetical order."""
+
+    def summary(self) -> str:
+        """Return each key with its counterpart and a remark."""
+        rows = [
+            (one.outcome, one.key, f"{one.counterpart:<23} {one.note}".strip()) for one in self.keys
+        ]
+        return "\n".join([f"Keys of {self.tool}", *_by_outcome(rows)])
+
+
 @checked
 def convert_config(
-    config: Annotated[Path | str, Argument("A config: YAML, JSON, TOML, or Python that assigns.")],
-    out: Annotated[Path | str, Option("The recipe to write, a YAML file.")],
-) -> ConvertResult:
-    """Convert another tool's config into a recipe, and say what becomes of every key.
+    config: Annotated[
+        Path | str | None, Argument("A config: YAML, JSON, TOML, or Python that assigns.")
+    ] = None,
+    out: Annotated[Path | str | None, Option("The recipe to write, a YAML file.")] = None,
+    keys: Annotated[
+        str | None,
+        Option(
+            "Show the counterparts of a tool's keys instead: axolotl, eigenstate, litgpt, nanogpt, "
+            "neox, torchtitan or trainer (Hugging Face)."
+        ),
+    ] = None,
+) -> ConvertResult | KeysResult:
+    """Convert another tool's config into a recipe, and report what becomes of each key.
 
     It reads the configs of nanoGPT, litgpt, torchtitan, Axolotl and the Hugging Face Trainer, and
-    others with the same words. Code in them is never executed.
+    others with the same words. Code in them is never executed. With `--keys TOOL` it shows
+    the keys of that tool and their counterparts instead.
 
-    Raises: ConfigError when no key has a counterpart, or when `out` has another file.
+    Raises: ConfigError when no key has a counterpart, when `out` has another file, or when there is
+            no such tool.
     """
+    if keys is not None:
+        return _keys_of(keys.lower())
+    if config is None or out is None:
+        raise UsageError(
+            "`flatout convert` needs a config and --out.", fix=f"For example `{COMMAND.example}`."
+        )
     require_local(config)
     require_local(out, "--out ")
     source, target = expanded(config), expanded(out)
@@ -111,7 +158,7 @@ def convert_config(
     if not found.values:
         raise ConfigError(
             f"{source} has no key with a counterpart in flatout.",
-            fix="Name the config of a training tool; docs/coming-from.md lists the keys.",
+            fix="Name the config of a training tool; `--keys nanogpt` shows what nanoGPT's has.",
         )
     tool, commands = found.tool.name if found.tool else None, _preparation(found)
     lines = [f"{MARK} from {source.name}{f' ({tool})' if tool else ''}"]
@@ -135,6 +182,23 @@ def convert_config(
         prepare=commands,
         **{name: sum(item.outcome == name for item in found.items) for name in HEADINGS},
     )
+
+
+def _keys_of(tool: str) -> KeysResult:
+    """Return the counterparts of the keys of a tool.
+
+    Raises: ConfigError when there is no such tool.
+    """
+    known = listings()
+    if tool not in known:
+        raise unknown_name("tool", tool, known)
+    found = []
+    for key in known[tool]:
+        if word := word_for(key):
+            option = f"prepare {word.option}" if word.option else ""
+            outcome, name = OUTCOMES.get(word.group, "mapped"), word.key or option
+            found.append(Counterpart(key=key, outcome=outcome, counterpart=name, note=word.note))
+    return KeysResult(tool=tool, keys=found)
 
 
 def _epochs(found: Conversion) -> list[str]:
@@ -181,6 +245,17 @@ def _preparation(found: Conversion) -> list[str]:
         f"flatout prepare {in_shell(source)} --out {in_shell(one)} {words}".rstrip()
         for one in paths
     ]
+
+
+def _by_outcome(rows: list[tuple[Outcome, str, str]]) -> list[str]:
+    """Return rows of two columns as lines under a heading for each outcome."""
+    lines: list[str] = []
+    for outcome, heading in HEADINGS.items():
+        found = [row for row in rows if row[0] == outcome]
+        width = min(40, max((len(key) for _, key, _ in found), default=0))
+        lines += ["", f"{heading}: {len(found)}"] if found else []
+        lines += [f"  {key:<{width}}  {result}" for _, key, result in found]
+    return lines
 
 
 def _shown(item: Item) -> str:

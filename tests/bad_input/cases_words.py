@@ -56,6 +56,12 @@ an option of preparation that nothing needs
 a config to convert that does not exist
     convert old.yaml --out new.yaml
     old.yaml -> Check the path
+a config to convert without a recipe to write
+    convert book.txt
+    needs a config and --out -> --out my.yaml
+the keys of a misspelt tool
+    convert --keys nanogtp
+    'nanogtp' -> Did you mean 'nanogpt'?
 """),
     Case(
         "a config to convert that is a list",
@@ -75,7 +81,7 @@ a config to convert that does not exist
         "a config to convert with no key of a training tool",
         "convert old.yaml --out new.yaml",
         ("old.yaml has no key with a counterpart",),
-        ("docs/coming-from.md",),
+        ("--keys nanogpt",),
         lambda w: w.write("old.yaml", "colour: red\n"),
     ),
     Case(

@@ -11,6 +11,7 @@ from flatout.config.schema import load_config
 from flatout.errors import ConfigError, UsageError
 from flatout.parser import parse
 from flatout.registry import RECIPES
+from flatout.words import listings
 
 
 @pytest.fixture
@@ -100,3 +101,33 @@ def test_each_dataset_of_a_mix_is_prepared(tmp_path):
         "data/a --split 'hash 0.1'",
         "data/b --split 'hash 0.1'",
     ]
+
+
+@pytest.mark.parametrize("tool", listings())
+def test_every_key_of_a_tool_is_shown_with_its_counterpart(tool):
+    result = convert_config(keys=tool)
+    assert [one.key for one in result.keys] == listings()[tool]
+    for one in result.keys:
+        assert (one.outcome == "mapped") == bool(one.counterpart)
+        assert one.counterpart or one.note
+        assert f"  {one.key} " in result.summary()
+
+
+def test_the_counterparts_are_printed_as_a_table_or_as_json(capsys):
+    for words in (["--keys", "nanoGPT"], ["--keys", "nanogpt", "--json"]):
+        with pytest.raises(SystemExit) as stopped:
+            cli.main(["convert", *words])
+        assert stopped.value.code == 0
+    shown = capsys.readouterr().out
+    for line in ("Keys of nanogpt", "Mapped: 28", "Nothing to set: 5", "  n_embd"):
+        assert line in shown
+    keys = {one["key"]: one["counterpart"] for one in json.loads(shown.splitlines()[-1])["keys"]}
+    assert keys["batch_size"] == "batch.rows_per_device"
+    assert keys["out_dir"] == ""
+
+
+def test_the_help_names_every_tool_with_keys(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["convert", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert [tool for tool in listings() if tool not in shown] == []
