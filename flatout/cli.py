@@ -284,7 +284,7 @@ def refuse_undecodable(words: list[str]) -> None:
     if encoding == "utf-8":
         raise ConfigError(
             f"{shown} is not UTF-8.",
-            fix="Write it in UTF-8; if it is a file name, rename the file.",
+            fix="Write it in UTF-8. If it is a file name, rename the file.",
         )
     raise ConfigError(
         f"{shown} cannot be decoded: the locale's encoding is {encoding}.",

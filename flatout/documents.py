@@ -55,7 +55,7 @@ class _Loader(yaml.SafeLoader):
         if self._num_values > MOST_VALUES:
             raise ConfigError(
                 f"{self.name} has more than {MOST_VALUES:,} values.",
-                fix=f"Shorten it; a text counts once more for every {CHARS_PER_VALUE} characters, "
+                fix=f"Shorten it. A text counts once more for every {CHARS_PER_VALUE} characters, "
                 "and what an alias (*name) stands for counts each time.",
             )
         return node

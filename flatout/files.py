@@ -31,8 +31,8 @@ Array = np.ndarray[Any, np.dtype[Any]]
 PART = ".part"
 """Suffix of a file that is not complete yet."""
 BROKEN = (
-    "The disk failed to read or write (see `dmesg`): check it, or use a different one; "
-    "then run the same command again."
+    "The disk failed to read or write (see `dmesg`): check it, or use a different one. "
+    "Then run the same command again."
 )
 """The fix for EIO."""
 TOO_LARGE = "A file may not be that large here: raise `ulimit -f`, or use a different file system."
@@ -318,7 +318,7 @@ def _link_error(path: Path) -> CheckpointError:
     target = os.readlink(path) if path.is_symlink() else "another file"
     return CheckpointError(
         f"{path} is a symbolic link to {target}: a run does not write through links.",
-        fix=f"Replace {path} with what it points to, or delete it; checkpoint.dir=DIR keeps the "
+        fix=f"Replace {path} with what it points to, or delete it. checkpoint.dir=DIR keeps the "
         "checkpoints of a new run on a different disk.",
     )
 
@@ -377,13 +377,13 @@ def disk_fix(error: Exception) -> str:
         )
     if number in _READ_ONLY:
         return (
-            "Make it writable, then run the same command again; "
-            "or choose a different directory with --run-dir DIR."
+            "Make it writable, then run the same command again. "
+            "Or choose a different directory with --run-dir DIR."
         )
     if number in {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}:
         return (
-            "Do not move the run directory during training, and use the same one in all processes; "
-            "then run the same command again."
+            "Do not move the run directory during training, and use the same one in all processes. "
+            "Then run the same command again."
         )
     if number == errno.ENAMETOOLONG:
         return "Choose a shorter path with --run-dir DIR."

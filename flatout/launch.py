@@ -268,7 +268,7 @@ def _exit_code(codes: Sequence[int], failed: int, received: _Received) -> int:
             return code
         error = RunFailed(
             f"Rank {failed} failed with exit code {code}, and the others were ended.",
-            fix=f"See its message above; it starts with [rank {failed}].",
+            fix=f"See its message above. It starts with [rank {failed}].",
         )
         error.exit_code = code
         raise error

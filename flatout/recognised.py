@@ -50,7 +50,7 @@ _MOST_SHORT_IDS = 60_000
 """The same for ids of two bytes: in other binary files, some numbers are larger."""
 _LEAST_IDS = 16
 """Different ids that make a file look like tokens."""
-ADDRESS_FIX = "Give a local path; a mounted store is one too."
+ADDRESS_FIX = "Give a local path. A mounted store is one too."
 TORCH_FILE = "a PyTorch file"
 """Name of a file that torch.save wrote."""
 _GGUF = "flatout does not read GGUF. Start from the safetensors that the file was made from."
@@ -112,7 +112,7 @@ def require_local(
         slashes = "///" if match[1].lower() == "file:" else "//"  # a Path keeps only one of them
         url = str(path) if "//" in match[0] else f"{match[1]}{slashes}{str(path)[match.end() :]}"
         raise error(
-            f"{option}{url} is a URL; only a local path can be used here.",
+            f"{option}{url} is a URL. Only a local path can be used here.",
             fix=ADDRESS_FIX,
         )
 
@@ -227,7 +227,7 @@ def _folder(path: Path) -> Found | None:
     if _has(path, "flatout.json") and ".gguf" not in suffixes.values():
         return (
             "an export",
-            f"Start a run from its weights: train.init_from={shown}; or score one for transformers "
+            f"Start a run from its weights: train.init_from={shown}. Or score one for transformers "
             f"on tasks: `flatout eval {shown} --tasks hellaswag`.",
         )
     if not {*suffixes.values()} <= _LOOKED_INTO | _BESIDE:

@@ -349,7 +349,7 @@ def recipe_path(recipe: str | Path) -> Path:
         raise ConfigError(
             f"There is no recipe named {name!r}: it is {what}.",
             fix=f"Prepare it with `flatout prepare {dataset} --out {here}`, then train a recipe on "
-            f"it: `flatout train RECIPE data.path={here}`; `flatout list recipes` shows the "
+            f"it: `flatout train RECIPE data.path={here}`. `flatout list recipes` shows the "
             "recipes.",
         )
     if not path.exists():
@@ -361,6 +361,6 @@ def recipe_path(recipe: str | Path) -> Path:
             f"There is no file {path}.",
             fix=f"Did you mean {str(path.with_name(guess))!r}?"
             if guess
-            else "Check the path; `flatout list recipes` shows the built-in recipes.",
+            else "Check the path. `flatout list recipes` shows the built-in recipes.",
         )
     return path

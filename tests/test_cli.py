@@ -221,7 +221,7 @@ def test_help_describes_only_the_command_line(name):
     ("mode", "fix"),
     [
         ("0", "Set PYTHONUTF8=1."),
-        ("1", "Write it in UTF-8; if it is a file name, rename the file."),
+        ("1", "Write it in UTF-8. If it is a file name, rename the file."),
     ],
 )
 def test_undecodable_words_are_an_error_without_traceback(mode, fix):

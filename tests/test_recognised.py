@@ -353,6 +353,6 @@ CALLS = {
 def test_a_url_is_never_used_as_a_directory(call, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "book.txt").write_text("some text " * 50)
-    with pytest.raises(UsageError, match=r"(s3|gs)://bucket/\S+ is a URL; only a local path"):
+    with pytest.raises(UsageError, match=r"(s3|gs)://bucket/\S+ is a URL. Only a local path"):
         CALLS[call]()
     assert [path.name for path in tmp_path.iterdir()] == ["book.txt"]

@@ -193,7 +193,7 @@ class ForeignWeights:
                     f"{self.path} has an output head, {name}, with other values than {source}, "
                     "which its configuration makes the head.",
                     fix="If the model has a separate head, set tie_word_embeddings to false in "
-                    f"its config.json; otherwise remove {name}.",
+                    f"its config.json. Otherwise remove {name}.",
                 )
 
     def _stored(self, name: str) -> str:

@@ -21,7 +21,7 @@ from flatout.models.transformer import TransformerConfig
 from flatout.ops import Ops
 from flatout.registry import MODELS
 
-OTHER_MODEL = "Start from a different model; docs/import-models.md lists those that flatout reads."
+OTHER_MODEL = "Start from a different model. docs/import-models.md lists those that flatout reads."
 RESOLVED = {
     "d_ff": "mlp_width",
     "head_dim": "head_size",
@@ -198,7 +198,7 @@ def require(document: JsonObject, key: str, *values: Any) -> None:
     value = document.get(key)
     if value is not None and value not in values:
         raise ConfigError(
-            f"The imported model has {key}={value!r} in config.json; flatout reads "
+            f"The imported model has {key}={value!r} in config.json. flatout reads "
             f"{' or '.join(map(repr, values))}.",
             fix=OTHER_MODEL,
         )
@@ -264,7 +264,7 @@ def rotary(base: str = "rope_theta") -> Field:
         kind = scaling.get("rope_type") or scaling.get("type") or "default"
         if kind not in SCALINGS:
             raise ConfigError(
-                f"The imported model scales rotary positions by {kind!r}; flatout computes linear "
+                f"The imported model scales rotary positions by {kind!r}. flatout computes linear "
                 "and llama3.",
                 fix=OTHER_MODEL,
             )

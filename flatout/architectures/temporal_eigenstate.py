@@ -31,7 +31,7 @@ def recognise(shapes: Shapes, _others: JsonObject) -> JsonObject | None:
         return None
     if f"{FIRST}.select_proj.weight" in shapes:
         raise ConfigError(
-            "The imported model has selective eigenvalues; flatout reads the FFT layer, whose "
+            "The imported model has selective eigenvalues. flatout reads the FFT layer, whose "
             "eigenvalues are fixed.",
             fix=OTHER_MODEL,
         )

@@ -242,7 +242,7 @@ def advice(gpu: str, recipe: str, cache: Path) -> str | None:
     with suppress(OSError):  # the hint is then repeated at the next run
         keep(gpu, cache, {})
     return (
-        f"No speedup has been measured on this GPU ({gpu}); `flatout bench {recipe} --minutes "
+        f"No speedup has been measured on this GPU ({gpu}). `flatout bench {recipe} --minutes "
         f"{MINUTES}`, with this run's settings, measures them in about {MINUTES} minutes."
     )
 

@@ -499,8 +499,8 @@ def gpu_below(machine: Machine, capability: tuple[int, int], what: str) -> str |
         return None
     have = ".".join(str(part) for part in too_old[0].compute_capability)
     return (
-        f"{what} needs compute capability {capability[0]}.{capability[1]}; "
-        f"the {too_old[0].name} has {have}."
+        f"{what} needs compute capability {capability[0]}.{capability[1]}. "
+        f"The {too_old[0].name} has {have}."
     )
 
 

@@ -113,7 +113,7 @@ def resolve(
         raise ConfigError(
             "lora.base_dtype=bf16 needs matmuls in bf16 by autocast, and this run has "
             f"{recipe.precision.name} matmuls of fp32 weights.",
-            fix="Set lora.base_dtype=fp32; a GPU has such matmuls, with the speedup bf16.",
+            fix="Set lora.base_dtype=fp32. A GPU has such matmuls, with the speedup bf16.",
         )
     chooser = recipe.filled_by.get("micro_batch")
     if config.batch.rows_per_device == "auto":

@@ -114,7 +114,7 @@ class CheckpointsResult(Result):
 def checkpoints(
     run: RunName = None,
     quick: Annotated[
-        bool, Option("Compare the sizes of files only; otherwise each is read in full.")
+        bool, Option("Compare the sizes of files only. Otherwise each is read in full.")
     ] = False,
     keep: Annotated[
         int | None,

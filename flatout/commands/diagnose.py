@@ -216,7 +216,7 @@ def read_watched(folder: Path) -> Diagnosis:
     if found is None:
         raise ConfigError(
             f"{folder} has the records of a loop without a recipe, and no findings.",
-            fix="`flatout.watch` writes its findings when the loop ends; `flatout report "
+            fix="`flatout.watch` writes its findings when the loop ends. `flatout report "
             f"{in_shell(folder)}` shows the curves.",
         )
     return found

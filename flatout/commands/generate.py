@@ -28,7 +28,7 @@ TopP = Annotated[
 ]
 MaxTokens = Annotated[
     int,
-    Option("Maximum tokens of a text; it may exceed the sequence length used in training.", min=1),
+    Option("Maximum tokens of a text. It may exceed the sequence length used in training.", min=1),
 ]
 Stop = Annotated[list[str] | None, Option("Stop before this text (repeatable).")]
 
@@ -111,7 +111,7 @@ def require_sampling(top_p: float | None, seed: int) -> None:
     if top_p is not None and not 0 < top_p <= 1:
         raise ConfigError(
             f"--top-p {top_p} must be greater than 0 and at most 1.",
-            fix="Omit it to sample from all tokens; 0.9 is a usual value.",
+            fix="Omit it to sample from all tokens. 0.9 is a usual value.",
         )
     if abs(seed) >= MAX_SEED:
         raise ConfigError(f"--seed {seed} is too large.", fix=f"Use a number below {MAX_SEED}.")

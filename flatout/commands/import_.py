@@ -23,7 +23,7 @@ TokenFiles = Annotated[
 ]
 Out = Annotated[
     Path | str,
-    Option("Directory to write; it must be absent, empty, or contain this same dataset."),
+    Option("Directory to write. It must be absent, empty, or contain this same dataset."),
 ]
 TokenizerName = Annotated[
     str | Path | None,

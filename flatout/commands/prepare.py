@@ -42,7 +42,7 @@ Sources = Annotated[
 Out = Annotated[
     str | Path,
     Option(
-        "Directory or URL (s3://, gs://) to write; it must be absent, empty, or contain this same "
+        "Directory or URL (s3://, gs://) to write. It must be absent, empty, or contain this same "
         "dataset."
     ),
 ]
@@ -80,7 +80,7 @@ MaxDocuments = Annotated[
 ]
 MaxBytes = Annotated[
     int | None,
-    Option("Take at most this many bytes of text; the last document is cut there.", min=1),
+    Option("Take at most this many bytes of text. The last document is cut there.", min=1),
 ]
 OnBadRow = Annotated[Literal["raise", "skip"], Option("What to do with an unusable row.")]
 MaxBadRows = Annotated[
@@ -116,7 +116,7 @@ Part = Annotated[
         "in a Slurm array; then --join."
     ),
 ]
-Join = Annotated[bool, Option("Join the parts made with --part; reports missing ones.")]
+Join = Annotated[bool, Option("Join the parts made with --part. Reports missing ones.")]
 EngineName = Annotated[
     str,
     Option(
@@ -128,7 +128,7 @@ EngineName = Annotated[
 Cache = Annotated[
     Path | str | None,
     Option(
-        "Directory for downloads and for uploads in preparation; FLATOUT_CACHE or ~/.cache/flatout "
+        "Directory for downloads and for uploads in preparation. FLATOUT_CACHE or ~/.cache/flatout "
         "by default."
     ),
 ]

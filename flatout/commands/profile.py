@@ -45,7 +45,7 @@ def profile(
     if steps > MOST_STEPS:
         raise UsageError(
             f"--steps {steps}: the operations of that many steps may not fit in memory.",
-            fix=f"Profile at most {MOST_STEPS} steps; a few show the same.",
+            fix=f"Profile at most {MOST_STEPS} steps. A few show the same.",
         )
     require_local(out or "", "--out ")
     config = load_checked(recipe, overrides, progress=progress)

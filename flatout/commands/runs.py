@@ -97,7 +97,7 @@ def runs(
     if not root.is_dir() and root != DEFAULT_ROOT:
         raise CheckpointError(
             f"There is no directory {root}.",
-            fix="Name a directory of runs; without one, `flatout runs` lists those in ./runs.",
+            fix="Name a directory of runs. Without one, `flatout runs` lists those in ./runs.",
         )
     paths = layout.list_runs(root)
     settings = differing([_settings(path) for path in paths])

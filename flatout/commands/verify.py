@@ -106,7 +106,7 @@ def verify(
     path: Annotated[
         str | Path,
         Argument(
-            "A dataset or its URL, a checkpoint, or a run or its name under runs/; with --resume, "
+            "A dataset or its URL, a checkpoint, or a run or its name under runs/. With --resume, "
             "a recipe or a run."
         ),
     ],

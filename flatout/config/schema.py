@@ -67,7 +67,7 @@ class RunConfig(Section):
     rules = (
         (
             lambda run: run.format_version > FORMAT_VERSION,
-            "This config has format_version {0.format_version}; this version of flatout reads up "
+            "This config has format_version {0.format_version}. This version of flatout reads up "
             f"to {FORMAT_VERSION}.",
             "Install a newer flatout.",
         ),

@@ -370,7 +370,7 @@ class LogConfig(Section):
         (
             lambda log: [name for name in log.observers if ":" not in name],
             "log.observers names {1[0]!r}, which is not an object in a Python module.",
-            "Write log.observers=package.module:MyObserver; for tensorboard, csv, wandb and mlflow "
+            "Write log.observers=package.module:MyObserver. For tensorboard, csv, wandb and mlflow "
             "set log.to.",
         ),
     )

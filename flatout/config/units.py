@@ -148,7 +148,7 @@ def _by_unit(value: Any, word: Word, known: Known) -> Any:
             found = text if text in names else name_for(noun, text, names)
             found = found or value_for(word.key, text)
             if found is None:
-                return Reason(f"There is no {noun} {first}; flatout has {', '.join(names)}.")
+                return Reason(f"There is no {noun} {first}. flatout has {', '.join(names)}.")
             if noun == "schedule" and found == "linear" and known.get("schedule.decay", 1) < 1:
                 found = "wsd"  # a line that starts late
             return {word.key: found} | ({"speedups": "+adamw-8bit"} if "8bit" in text else {})
@@ -160,7 +160,7 @@ def _by_unit(value: Any, word: Word, known: Known) -> Any:
                 return {}
             if there or all(map(is_off, given)):
                 return there
-            return Reason(f"There is no logger {', '.join(given)}; flatout has {', '.join(names)}.")
+            return Reason(f"There is no logger {', '.join(given)}. flatout has {', '.join(names)}.")
         case ["targets"]:
             return _targets(value, word, known)
         case ["weights"]:  # ORG/NAME is a repository of the hub
@@ -291,7 +291,7 @@ def _of_the_data(value: Any, word: Word, known: Known) -> Any:
             if any(ON_HUB.fullmatch(str(one)) for one in _hub_names(known)):
                 return Unneeded("The source of `flatout prepare` names it.")
             return Reason(
-                "`flatout prepare hub:ORG/NAME:config=CONFIG` reads it; the dataset has no "
+                "`flatout prepare hub:ORG/NAME:config=CONFIG` reads it. The dataset has no "
                 "ORG/NAME."
             )
         case ["as_option"]:  # a field, a file or another text
@@ -317,7 +317,7 @@ def _of_the_data(value: Any, word: Word, known: Known) -> Any:
             if is_trained or form in TEXTS:
                 return Unneeded("The loss counts all of the text.")
             return Reason(
-                f"`flatout prepare {word.option} FIELD` omits the prompt of each row; name "
+                f"`flatout prepare {word.option} FIELD` omits the prompt of each row. Name "
                 "its field."
             )
     raise KeyError(word.unit)

@@ -138,7 +138,7 @@ def load_model(
         return load_run(folder, checkpoint, trust_code=trust_code, progress=progress)
     if checkpoint != "best":
         raise ConfigError(
-            f"{model} is a single model; --checkpoint {checkpoint} cannot choose a different one.",
+            f"{model} is a single model. --checkpoint {checkpoint} cannot choose a different one.",
             fix="Remove --checkpoint, or name a run.",
         )
     found = find_model(str(model), progress=progress)

@@ -156,7 +156,7 @@ class AdaptedModel(LanguageModel):
                 raise ConfigError(
                     f"{at}the model uses a tensor that is not on the device of its input.",
                     fix="Create tensors there: torch.zeros(..., device=tokens.device), or "
-                    "x.new_zeros(...); register constants with register_buffer.",
+                    "x.new_zeros(...). Register constants with register_buffer.",
                 ) from error
         per_token = Fraction(3 * counter.get_total_flops(), seq_len)
         return Flops(palm=round(per_token), causal_exact=per_token)

@@ -111,7 +111,7 @@ class Decoder(ABC):
             raise ShapeError(
                 f"Cannot read {num_tokens} more tokens: the decoder has read {self.num_tokens} of "
                 f"at most {self.max_tokens}.",
-                fix="Pass at least one token; when the decoder is full, start a new one with the "
+                fix="Pass at least one token. When the decoder is full, start a new one with the "
                 "last part of the text.",
             )
         logits_BV = self.scores_after(tokens_BT)
@@ -565,7 +565,7 @@ def _keys_of_another_kind(error: ValidationError) -> ConfigError | None:
         return None
     keys = " and ".join(f"model.{key}" for key in unknown)
     return ConfigError(
-        f"The requested model.kind has no {keys}; the model {others[0]!r} does.",
+        f"The requested model.kind has no {keys}. The model {others[0]!r} does.",
         fix="Remove it. If a recipe sets it, start from a recipe for the kind that you want, or "
         "write your own.",
     )

@@ -421,6 +421,6 @@ def _check(q_BHTC: Tensor, k_BGSC: Tensor, v_BGSC: Tensor, doc_ids_BS: Tensor | 
         raise ShapeError(
             "Attention got queries {}, keys {}, values {} and document ids {}.".format(*given),
             fix="Keys and values must have one shape, with the rows and the head size of the "
-            "queries, a divisor of their heads and at least as many positions; with document ids, "
+            "queries, a divisor of their heads and at least as many positions. With document ids, "
             "one per row and key.",
         )

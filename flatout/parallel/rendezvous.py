@@ -30,7 +30,7 @@ from flatout.launch import LAUNCHER
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 USE_TORCHRUN = "Start with `torchrun --nproc-per-node N -m flatout ...`, which sets all of them."
 OTHER_PORT = (
-    "Set a different MASTER_PORT for all processes of the run; `torchrun --standalone` finds a "
+    "Set a different MASTER_PORT for all processes of the run. `torchrun --standalone` finds a "
     "free one."
 )
 OF_A_GPU = "cpu:gloo,cuda:nccl"

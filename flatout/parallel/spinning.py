@@ -52,7 +52,7 @@ def _watch(progress: Progress, before: CpuTimes) -> None:
             threading.Thread(target=_keep_a_team, args=(freed,), daemon=True).start()
             if not was_said:
                 progress.say(
-                    f"Other processes use {others:.1f} of {usable_cores()} cores; while they do, "
+                    f"Other processes use {others:.1f} of {usable_cores()} cores. While they do, "
                     "threads that wait for each other sleep sooner. OMP_NUM_THREADS=1 may be "
                     "faster still."
                 )

@@ -171,7 +171,7 @@ class RemoteFolder:
         """Return the error for a file that differs from the one that was sent."""
         return DataError(
             f"{self.url}/{name} differs from the file that was sent.",
-            fix="Run the same command again; if this repeats, the store or the network alters "
+            fix="Run the same command again. If this repeats, the store or the network alters "
             "files.",
         )
 

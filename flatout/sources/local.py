@@ -100,7 +100,7 @@ def _nothing(target: Path, wanted: Wanted, others: list[str]) -> DataError:
     if not target.is_dir():
         return DataError(
             f"No file matches {str(target)!r}.",
-            fix="Quote the pattern and check it with `ls`; `**` crosses directories.",
+            fix="Quote the pattern and check it with `ls`. `**` crosses directories.",
         )
     known = recognise(target)
     if known is not None:

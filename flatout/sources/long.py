@@ -193,8 +193,8 @@ def _require_text(path: str, text: str) -> None:
     wide = "UTF-32" if nuls * 2 > len(head) + 1 else "UTF-16"
     guess = wide + ("LE" if head[0] != "\0" else "BE")
     what = (
-        f"{path} is not UTF-8 text: {nuls} of its first {len(head)} characters are NUL; "
-        f"it looks like {guess}."
+        f"{path} is not UTF-8 text: {nuls} of its first {len(head)} characters are NUL. "
+        f"It looks like {guess}."
     )
     raise NotUtf8(what, fix=f"Add --encoding {guess}{OR_SKIP}.", encoding=guess)
 

@@ -170,7 +170,7 @@ def _unread(path: str, where: str, error: Exception, num_bytes: int) -> BadRow:
     if isinstance(unread := unreadable(path, error), NotHandedOut):
         raise unread from error
     message = " ".join(str(error).split()).rstrip(".")
-    fix = "Check that the file is complete; --on-bad-row skip skips the unreadable rest."
+    fix = "Check that the file is complete. --on-bad-row skip skips the unreadable rest."
     return BadRow(f"cannot be read: {message}", fix, CANNOT_BE_READ, where, unread_bytes=num_bytes)
 
 

@@ -265,9 +265,9 @@ LINES = {
     "alarm": "Alarm: {text}",
     "alarm_over": "{text}",
     "logger": "{logger}: {text}",
-    "no_tensorboard": "TensorBoard's event file can no longer be written ({reason}); "
+    "no_tensorboard": "TensorBoard's event file can no longer be written ({reason}). "
     "metrics.jsonl has the same metrics.",
-    "upload_failed": "Checkpoints cannot be sent to {url} now ({reason}). Training continues; they "
+    "upload_failed": "Checkpoints cannot be sent to {url} now ({reason}). Training continues. They "
     "are sent later.",
     "upload_dropped": "Step {step:,} was deleted here before it could be sent to {url}: saves are "
     "faster than uploads.",
@@ -314,7 +314,7 @@ def event_line(event: JsonObject) -> str | None:
     if "logger" in event:
         return (
             f"The logger {event['logger']} has failed and is disabled ({event['reason']}). "
-            "Training continues; metrics.jsonl has the same metrics."
+            "Training continues. metrics.jsonl has the same metrics."
         )
     return None
 

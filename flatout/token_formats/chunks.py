@@ -98,11 +98,11 @@ def open_chunks(path: Path, reading: Reading) -> Tokens:
         for key in STATED[what]:
             stated = metadata.get(key)
             if isinstance(stated, int) and stated != found and (what != "ids" or stated < found):
-                there = f"the tokenizer has {found}" if what == "ids" else f"there are {found}"
+                there = f"The tokenizer has {found}" if what == "ids" else f"There are {found}"
                 fix = f"Copy the missing chunks there, or correct {METADATA}."
                 if what == "ids":
                     fix = "Name the tokenizer that made the chunks."
-                raise DataError(f"{path / METADATA} has {key} {stated}; {there}.", fix=fix)
+                raise DataError(f"{path / METADATA} has {key} {stated}. {there}.", fix=fix)
 
     check("chunks", len(chunks))
     check("ids", reading.vocab_size)
@@ -199,7 +199,7 @@ def read_chunk(path: Path, reading: Reading) -> Array:
 
 
 def _error(what: str) -> DataError:
-    fix = "Copy or write the chunk again; it must be one tensor saved with torch.save."
+    fix = "Copy or write the chunk again. It must be one tensor saved with torch.save."
     return DataError(what, fix=fix)
 
 
@@ -217,7 +217,7 @@ def _check(path: Path) -> None:
                 or sum(entry.file_size for entry in entries) > path.stat().st_size
             ):
                 raise _error(
-                    f"{path} is compressed, or its entries overlap; torch.save writes neither."
+                    f"{path} is compressed, or its entries overlap. torch.save writes neither."
                 )
             for entry in entries:
                 if entry.filename.endswith("data.pkl"):

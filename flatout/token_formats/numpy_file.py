@@ -96,7 +96,7 @@ def _header(file: IO[bytes], where: str) -> tuple[tuple[int, ...], np.dtype[np.g
     head = file.read(1)
     if head.startswith(_PICKLED):
         raise DataError(
-            f"{where} is a pickle, which could run code; it is never read.",
+            f"{where} is a pickle, which could run code. It is never read.",
             fix="Save the tokens as an array of integers: numpy.save(path, tokens).",
         )
     file.seek(0)

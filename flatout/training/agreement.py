@@ -92,8 +92,8 @@ def require_shared(ranks: Ranks, lock: Path, *, wait_s: float = SHARED_WAIT_S) -
     if not seen:
         raise RunFailed(
             f"Process {ranks.rank} on {socket.gethostname()} "
-            f"cannot see the run directory of rank 0, {main_folder} on {host}; "
-            f"it uses {run_folder}.",
+            f"cannot see the run directory of rank 0, {main_folder} on {host}. "
+            f"It uses {run_folder}.",
             fix=SHARED_FIX,
         )
     if not all(found):

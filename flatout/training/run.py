@@ -269,7 +269,7 @@ def say_idle_gpus(progress: Progress) -> None:
     """Show how to use the other GPUs, if there are any."""
     count = torch.cuda.device_count()
     if count > 1:
-        progress.say(f"This run uses 1 of {count} GPUs; train.devices=all uses all of them.")
+        progress.say(f"This run uses 1 of {count} GPUs. train.devices=all uses all of them.")
 
 
 @contextmanager
@@ -392,7 +392,7 @@ def log_start(
         trained, whole = sum(p.numel() for p in run.trained()), num_parameters(run)
         log.event("lora", base=run.base["path"], digest=run.base["digest"], trained=trained)
         log.progress.say(
-            f"LoRA: {trained:,} of {whole:,} parameters are trained ({trained / whole:.2%}); the "
+            f"LoRA: {trained:,} of {whole:,} parameters are trained ({trained / whole:.2%}). The "
             f"others stay as in {run.base['path']}."
         )
     if plan.longer is not None:

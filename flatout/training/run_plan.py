@@ -241,7 +241,7 @@ def _plan_stored(
         advice = how_to_train_on(folder, config, checkpoint, summary)
         if advice is not None:
             send_rest(folder, config.checkpoint, progress)
-            progress.say(f"{folder} is finished; results are below. To train further, {advice}.")
+            progress.say(f"{folder} is finished. Results are below. To train further, {advice}.")
             decisions = stored_decisions(config, request.machine, requested=requested)
             return RunPlan(config, decisions, checkpoint, summary=summary)
     if longer is not None:
@@ -298,7 +298,7 @@ def require_run_directory(folder: Path) -> None:
     others = [name for name in found if name not in layout.STARTED]
     if others and not {layout.CONFIG, layout.REQUESTED}.intersection(found):
         raise CheckpointError(
-            f"{folder} is not a run directory; it contains {', '.join(others[:4])}.",
+            f"{folder} is not a run directory. It contains {', '.join(others[:4])}.",
             fix="Choose a new directory with --run-dir DIR.",
         )
 

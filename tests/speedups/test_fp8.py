@@ -85,7 +85,7 @@ def test_a_bad_step_leaves_no_trace(low, build_run, tiny_config, tmp_path):
     assert all(map(torch.equal, run.core.parameters(), twin.core.parameters()))
 
 
-SMALL = "The largest matmul of a block has 2.4 million weights; fp8 pays off from 4.2"
+SMALL = "The largest matmul of a block has 2.4 million weights. fp8 pays off from 4.2"
 
 
 @pytest.mark.parametrize(

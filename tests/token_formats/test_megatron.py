@@ -127,7 +127,7 @@ def spoiled(index, data, kind):
         ("truncated index", r"a\.idx is truncated or damaged: it states 6 sequences"),
         ("header only", r"a\.idx is truncated"),
         ("wrong magic", r"a\.idx is not an index of Megatron: it starts with b'XX"),
-        ("version", "an index of version 7; version 1 is known"),
+        ("version", "an index of version 7. Version 1 is known"),
         ("type", "states the type 6, which is not one of integers"),
         ("truncated data", r"a\.bin has 218 bytes, and its index describes 110 tokens of uint16"),
         ("missing data", r"a\.idx is the index of .*a\.bin, which does not exist"),

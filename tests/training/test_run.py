@@ -121,7 +121,7 @@ def test_idle_gpus_are_mentioned(monkeypatch):
     for count in (1, 2):
         monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
         training.say_idle_gpus(SimpleNamespace(say=lines.append))
-    assert lines == ["This run uses 1 of 2 GPUs; train.devices=all uses all of them."]
+    assert lines == ["This run uses 1 of 2 GPUs. train.devices=all uses all of them."]
 
 
 WITHOUT_LINUX = """
@@ -368,7 +368,7 @@ def test_the_first_run_on_an_unmeasured_gpu_suggests_bench(tiny_config, tmp_path
     assert lines(cache=None) == lines(device="cpu") == lines(checkpoint=tmp_path) == []
     (line,) = lines()
     assert line.startswith(
-        "No speedup has been measured on this GPU (NVIDIA H200); `flatout bench "
+        "No speedup has been measured on this GPU (NVIDIA H200). `flatout bench "
     )
     assert lines() == [], "once"
 

@@ -61,7 +61,7 @@ def test_a_checkpoint_that_does_not_fit_leaves_no_run_directory(tiny_config, tmp
 
 def test_a_directory_with_other_files_is_refused(tiny_config, tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(CheckpointError, match=r"is not a run directory; it contains notes\.txt"):
+    with pytest.raises(CheckpointError, match=r"is not a run directory. It contains notes\.txt"):
         run_training(tiny_config(), tmp_path)
     assert not (tmp_path / "config.yaml").exists()
 

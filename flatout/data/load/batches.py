@@ -241,8 +241,8 @@ class SequenceSteps:
 def too_short(split: SplitReader, seq_len: int) -> DataError:
     """Return the error for a split without a single sequence."""
     return DataError(
-        f"The {split.name} split has {split.num_tokens} tokens; "
-        f"one sequence of data.seq_len={seq_len} needs {seq_len + 1}.",
+        f"The {split.name} split has {split.num_tokens} tokens. "
+        f"One sequence of data.seq_len={seq_len} needs {seq_len + 1}.",
         fix=f"Set data.seq_len={split.num_tokens - 1} or less, or prepare more text."
         if split.num_tokens > 1
         else f"Prepare more text: the {split.name} split is empty.",

@@ -161,7 +161,7 @@ def _tokenizer(path: Path, options: ImportOptions, progress: Progress) -> Tokeni
     characters = characters_in(meta) if spec in (None, CharTokenizer.kind) else None
     if characters is not None:
         progress.say(
-            f"The tokenizer is char, with the {len(characters)} characters in {meta}; no code in "
+            f"The tokenizer is char, with the {len(characters)} characters in {meta}. No code in "
             "that file is run."
         )
         return CharTokenizer(characters)

@@ -235,8 +235,8 @@ def parse_manifest(text: str, path: Path | str) -> Manifest:
             what, fix="Prepare the dataset again into a different directory."
         ) from error
     raise DataError(
-        f"{path} has format_version {version}; "
-        f"this version of flatout reads up to {FORMAT_VERSION}.",
+        f"{path} has format_version {version}. "
+        f"This version of flatout reads up to {FORMAT_VERSION}.",
         fix="Install a newer flatout, or prepare the dataset again.",
     )
 

@@ -189,8 +189,8 @@ class MixedSplit:
         for split, count in zip(self._splits, counts, strict=True):
             if not count:
                 raise DataError(
-                    f"{split.folder} has {split.num_tokens} tokens of {self.name}; "
-                    f"one sequence of data.seq_len={seq_len} needs {seq_len + 1}.",
+                    f"{split.folder} has {split.num_tokens} tokens of {self.name}. "
+                    f"One sequence of data.seq_len={seq_len} needs {seq_len + 1}.",
                     fix="Remove it from data.mix, set a smaller data.seq_len, "
                     "or prepare more text.",
                 )

@@ -144,14 +144,14 @@ def fetch_dataset(url: str, *, cache: Path, progress: Progress = SILENT) -> Path
         progress.say(f"{error.what} Reading the copy in {last}.")
         return last
     copy = copy_dir_of(cache_dir, content)
-    waiting = f"Another process is fetching or preparing {url}; waiting for it."
+    waiting = f"Another process is fetching or preparing {url}. Waiting for it."
     if not _is_complete(copy, manifest):
         with locked(cache_dir, lambda: progress.say(waiting)):
             if not _is_complete(copy, manifest):
                 if last is not None and last != copy:
                     progress.say(
-                        f"{url} has changed. The earlier version stays in {last}; "
-                        "remove it when no run uses it."
+                        f"{url} has changed. The earlier version stays in {last}. "
+                        "Remove it when no run uses it."
                     )
                 _fetch(url, copy, manifest, content, progress)
     with contextlib.suppress(OSError):  # the cache may belong to another user

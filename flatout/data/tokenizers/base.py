@@ -349,8 +349,8 @@ def require_ids(name: str, vocab_size: int) -> None:
     """
     if not 0 < vocab_size <= MAX_VOCAB_SIZE:
         raise DataError(
-            f"The tokenizer {name!r} has the id {vocab_size - 1:,}; "
-            f"ids must be below {MAX_VOCAB_SIZE:,}.",
+            f"The tokenizer {name!r} has the id {vocab_size - 1:,}. "
+            f"Ids must be below {MAX_VOCAB_SIZE:,}.",
             fix="Number its ids from 0 without gaps.",
         )
 

@@ -122,7 +122,7 @@ def _require_disk(source: Source, out: Path) -> None:
     free = shutil.disk_usage(disk).free
     if needed > free:
         raise HardwareError(
-            f"The export needs {readable_size(needed)}; the disk of {disk} has "
+            f"The export needs {readable_size(needed)}. The disk of {disk} has "
             f"{readable_size(free)} free.",
             fix="Free space there, choose --out DIR on a different disk, or add --dtype bfloat16.",
         )

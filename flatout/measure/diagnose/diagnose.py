@@ -49,7 +49,7 @@ def diagnose_recipe(
     def on_preflight(evidence: Evidence) -> bool:
         stops = any(finding.harm == "fails" for finding in diagnosis_of(evidence).findings)
         if not stops:
-            progress.say("Nothing keeps the run from starting; measuring its steps.")
+            progress.say("Nothing keeps the run from starting. Measuring its steps.")
         return not stops
 
     with measurement_of(config, seconds, cache=cache and str(cache)) as spec:

@@ -325,7 +325,7 @@ class Tuning(Measurement):
 
     def summary(self) -> str:
         """Return what each choice gained, and the command that trains the recipe."""
-        ended = "" if self.complete else "Interrupted; these are the results so far.\n\n"
+        ended = "" if self.complete else "Interrupted. These are the results so far.\n\n"
         trials = f"{counted(len(self.trials), 'trial')} in {duration(self.wall_s)}"
         command = f"train it with: flatout train {in_shell(self.path)}"
         return f"{ended}{chr(10).join(self.lines())}\n\n{trials}; {command}"
@@ -352,7 +352,7 @@ class Tuning(Measurement):
         late = sum(each.reason == NO_TIME for each in self.not_tried)
         if late:
             others = counted(late, "other")
-            lines += ["", f"There was not enough time for {others}; add --minutes."]
+            lines += ["", f"There was not enough time for {others}. Add --minutes."]
         return lines
 
     def _total(self) -> str:

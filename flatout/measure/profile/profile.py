@@ -62,7 +62,7 @@ MAX_GAPS = 3
 """Most gaps of the device that are listed."""
 NOT_PERMITTED = (
     "The driver shows no kernels: it reserves profiling for administrators. Step times, memory and "
-    "the trace of the host are complete; the table and the device's gaps are missing. Allow it "
+    "the trace of the host are complete. The table and the device's gaps are missing. Allow it "
     "with the driver option NVreg_RestrictProfilingToAdminUsers=0, or in a container with "
     "--cap-add=SYS_ADMIN."
 )

@@ -18,7 +18,7 @@ def compile_failure(evidence: Evidence) -> Finding | None:
         return None
     fixes = [
         fix(
-            "Read the error: on a CPU, torch.compile needs a C++ compiler (`apt install g++`); in "
+            "Read the error: on a CPU, torch.compile needs a C++ compiler (`apt install g++`). In "
             "your own model, it names the line that it cannot compile."
         )
     ]

@@ -202,7 +202,7 @@ def host_sync(evidence: Evidence) -> Finding | None:
         return None
     else:
         verdict = (
-            f"Each step reads {reads:.0f} values of tensors{where}. On a CPU that costs little; on "
+            f"Each step reads {reads:.0f} values of tensors{where}. On a CPU that costs little. On "
             "a GPU each makes the host wait."
         )
     text = "Keep values on the device, and read them every few steps, one step late."

@@ -127,7 +127,7 @@ def _wait(
             late_s = math.inf
             if request.timing is None and _seen(request) != "step":
                 progress.say(
-                    f"No optimizer step was seen in {SLOW_START_S:.0f} s; waiting for one. "
+                    f"No optimizer step was seen in {SLOW_START_S:.0f} s. Waiting for one. "
                     "Ctrl+C ends the script."
                 )
 
@@ -181,7 +181,7 @@ def evidence_in(name: str, answer: Answer, code: int | None) -> Evidence:
         what = f"was killed by signal {-code}, and nothing could be measured."
         fix = "Signal 9 is what the system sends when memory runs out: use a smaller batch."
     elif failed:
-        what = f"{ended} before its first step was over; its own error is above."
+        what = f"{ended} before its first step was over. Its own error is above."
         fix = "Run it alone first, and repair that."
     elif answer.steps:
         what = f"took {answer.steps} steps, and they cannot be evaluated: {answer.problem}"

@@ -337,7 +337,7 @@ def unprofiled(why: str) -> str:
     """Return the note that the profiler could not be used."""
     return (
         f"The profiler could not be used: {why.splitlines()[0] if why else 'unknown reason'}. Step "
-        "times and phases were measured without it; operations by class were not."
+        "times and phases were measured without it. Operations by class were not."
     )
 
 

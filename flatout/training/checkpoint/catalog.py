@@ -201,7 +201,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
     version = document.get("format_version") if isinstance(document, dict) else None
     if isinstance(version, int) and version > FORMAT_VERSION:
         raise NewerVersion(
-            f"{checkpoint} has format_version {version}; this flatout reads up to "
+            f"{checkpoint} has format_version {version}. This flatout reads up to "
             f"{FORMAT_VERSION}.",
             fix="Install a newer flatout.",
         )

@@ -52,7 +52,7 @@ LOCAL_LOGGERS = ("tensorboard",)
 
 
 LESS_STEEP = (
-    "Lower optim.lr or raise schedule.warmup, and start a new run with --run-dir DIR; earlier "
+    "Lower optim.lr or raise schedule.warmup, and start a new run with --run-dir DIR. Earlier "
     "checkpoints are not affected."
 )
 """What to do when training has diverged."""
@@ -255,7 +255,7 @@ class Log:
             return
         self._refused.add(lines.path)
         text = (
-            f"{lines.path} cannot be written ({reason_of(lines.refusal)}). Training continues; its "
+            f"{lines.path} cannot be written ({reason_of(lines.refusal)}). Training continues. Its "
             "lines are written when the disk accepts them."
         )
         self.progress.say(text)

@@ -189,7 +189,7 @@ def _checked(found: Any, reference: str) -> Any:
     if lacking:
         raise ConfigError(
             f"log.observers={reference} is not an observer: it has no {lacking[0]!r}.",
-            fix="Derive it from flatout.Quiet; docs/extend.md shows an observer.",
+            fix="Derive it from flatout.Quiet. docs/extend.md shows an observer.",
         )
     return found
 

@@ -168,7 +168,7 @@ def _damage(path: Path, kept: Sequence[str], saved: CheckpointInfo | None) -> st
         return None
     what = f"has lost {counted(lost, 'record')}" if lost > 0 else "was changed or damaged"
     return (
-        f"{path} {what} since the checkpoint of step {saved.step} was saved. Training continues; "
-        "curves and reports have gaps or wrong metrics before that step, unless you restore the "
+        f"{path} {what} since the checkpoint of step {saved.step} was saved. Training continues. "
+        "Curves and reports have gaps or wrong metrics before that step, unless you restore the "
         "file from a copy."
     )

@@ -351,7 +351,7 @@ class Uploader(Quiet):
     def _taken_over(self, sender: Sender) -> TakenOver:
         return TakenOver(
             f"The run was restored from {self.url} and continues as {sender.run} on {sender.host}.",
-            fix=f"Continue it there; or set checkpoint.mirror=none to continue "
+            fix=f"Continue it there. Or set checkpoint.mirror=none to continue "
             f"{in_shell(self._run_folder)} without a mirror.",
         )
 

@@ -261,8 +261,8 @@ def require_free_disk(folder: Path, needed_bytes: int, *, directory: str | None 
     if free < needed_bytes:
         fewer = "keep fewer checkpoints (checkpoint.keep, checkpoint.keep_every)"
         raise HardwareError(
-            f"The checkpoints of this run need {readable_memory(needed_bytes)} more; "
-            f"the disk of {disk} has {readable_memory(free)} free.",
+            f"The checkpoints of this run need {readable_memory(needed_bytes)} more. "
+            f"The disk of {disk} has {readable_memory(free)} free.",
             fix=f"Free space there, or {fewer}."
             if saved
             else f"Free space there, {fewer}, or set checkpoint.dir to a larger disk.",

@@ -46,7 +46,7 @@ def find_run(run: str | Path) -> Path:
     if Path(run).is_dir():
         raise CheckpointError(
             f"{str(run) or 'An empty name'} is not a run directory: it has no config.yaml.",
-            fix="`flatout runs` lists the runs; `flatout demo` makes one.",
+            fix="`flatout runs` lists the runs. `flatout demo` makes one.",
         )
     if Path(run).is_file():
         raise CheckpointError(

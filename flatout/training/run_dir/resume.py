@@ -144,7 +144,7 @@ def config_to_resume(
         first,
         requested,
         place=str(folder),
-        fix="Keep the stored settings, or start a new run; "
+        fix="Keep the stored settings, or start a new run. "
         f"`--resume {in_shell(folder)} --run-dir DIR` starts it from this one.",
     )
 
@@ -474,5 +474,5 @@ def _bound_to_its_length(
         f"since step {equal + 1}.",
         fix=f"Add `--resume {in_shell(folder)} --run-dir {in_shell(other)}` to the same command: "
         f"a new run then continues from step {done} with the learning rates of a run of "
-        f"{steps} steps; the rate changes from {last_rate:.3g} to {next_rate:.3g}.",
+        f"{steps} steps. The rate changes from {last_rate:.3g} to {next_rate:.3g}.",
     )

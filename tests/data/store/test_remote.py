@@ -1,4 +1,4 @@
-"""A dataset at a URL reads like the original folder; it is fetched once, checked and resumable."""
+"""A dataset at a URL reads like the original folder. It is fetched once, checked and resumable."""
 
 import fcntl
 import json
@@ -114,7 +114,7 @@ def test_a_changed_dataset_is_fetched_again_and_the_old_copy_stays(
     assert Dataset.open(new).split("train").read_tokens(0, 3).tolist() == [5, 6, 7]
     assert contents(old) == contents(uploaded)
     assert said.lines == [
-        f"{URL} has changed. The earlier version stays in {old}; remove it when no run uses it."
+        f"{URL} has changed. The earlier version stays in {old}. Remove it when no run uses it."
     ]
 
 
@@ -265,7 +265,7 @@ def test_one_process_fetches_and_the_other_waits(uploaded, store, tmp_path, said
     thread.start()
     while not said.lines:
         thread.join(0.01)
-    assert said.lines == [f"Another process is fetching or preparing {URL}; waiting for it."]
+    assert said.lines == [f"Another process is fetching or preparing {URL}. Waiting for it."]
     shutil.copytree(uploaded, copy)
     os.close(lock)
     thread.join()

@@ -203,7 +203,7 @@ def test_a_shard_resized_while_open_is_named(write_set, length, touched, monkeyp
         read(split, 1000)
     os.truncate(folder / "train-00000.bin", length)
     with pytest.raises(
-        DataError, match=rf"train-00000\.bin now has {length} bytes; it had {2 * BLOCK_BYTES} when"
+        DataError, match=rf"train-00000\.bin now has {length} bytes. It had {2 * BLOCK_BYTES} when"
     ):
         read(split, 1000)
 

@@ -129,7 +129,7 @@ class WorkDir:
             raise DataError(
                 f"--part {part.index}/{part.count}: the work in {self.path} is divided into "
                 f"{count} parts.",
-                fix=f"Use the same N in all parts, here --part I/{count}; or remove that "
+                fix=f"Use the same N in all parts, here --part I/{count}. Or remove that "
                 "directory, which discards the work done so far.",
             )
         mark = self.path / _PART_MARK.format(part.index, part.count)

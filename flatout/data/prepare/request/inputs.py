@@ -174,7 +174,7 @@ def open_corpus(
             raise DataError(
                 f"--include {pattern!r} matches no file.",
                 fix=f"Quote the pattern, and check it with `find FOLDER -name {in_shell(pattern)}`"
-                "; it applies to directories that are named as sources.",
+                ". It applies to directories that are named as sources.",
             )
     stats: dict[str, os.stat_result] = {}
     for name, found in zip(all_names, opened, strict=True):
@@ -252,7 +252,7 @@ def _card_tasks(
     fields = {**card.fields, **fields}
     if from_file is None and Path(name).exists():
         progress.say(
-            f"{name} is the dataset card of that name; write ./{name} to use the local file "
+            f"{name} is the dataset card of that name. Write ./{name} to use the local file "
             "or directory."
         )
     if card.url is None or card.sha256 is None:

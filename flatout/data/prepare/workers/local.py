@@ -89,7 +89,7 @@ def in_order(
 def attempt(
     call: Callable[[], T],
     failed: str = "A worker of prepare failed",
-    fix: str = "The traceback above names the line; --workers 1 shows it in one process.",
+    fix: str = "The traceback above names the line. --workers 1 shows it in one process.",
 ) -> T | FlatoutError:
     """Return the result of a call, or its error; for an unexpected one, what `failed`."""
     try:

@@ -26,7 +26,7 @@ def test_a_tokenizer_without_chat_tokens_gets_the_plain_template(tokenizer):
     listener = Listener()
     found = chosen(tokenizer, progress=listener)
     assert (found.template.name, found.special) == ("plain", ("<|endoftext|>",))
-    assert listener.said == ["The tokenizer has no chat template; using plain."]
+    assert listener.said == ["The tokenizer has no chat template. Using plain."]
 
 
 def test_a_tokenizer_with_chat_tokens_gets_its_own_template_or_chatml(tmp_path):
