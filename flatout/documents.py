@@ -54,7 +54,7 @@ class _Loader(yaml.SafeLoader):
             self._sizes[node] = self._num_values - before
         if self._num_values > MOST_VALUES:
             raise ConfigError(
-                f"{self.name} has more than {MOST_VALUES:,} values.",
+                f"{self.name} contains more than {MOST_VALUES:,} values.",
                 fix=f"Shorten it. A text counts once more for every {CHARS_PER_VALUE} characters, "
                 "and what an alias (*name) stands for counts each time.",
             )

@@ -141,7 +141,7 @@ class ForeignWeights:
         for foreign, part in zip(one.foreign, parts, strict=True):
             if not torch.isfinite(part).all():
                 raise CheckpointError(
-                    f"{foreign} of {self.path} has values that are not finite.",
+                    f"{foreign} of {self.path} contains values that are not finite.",
                     fix="Start from a different model: this one is damaged, or its training "
                     "diverged.",
                 )

@@ -176,7 +176,7 @@ def require_text_file(file: Path) -> None:
     if str(file).startswith(("http:/", "https:/")):
         url = str(file).replace(":/", "://", 1)
         raise DataError(
-            f"{url} is a URL. demo takes one text file.",
+            f"{url} is a URL. `demo` takes one text file.",
             fix=f"Download it with `curl -LO {in_shell(url)}`. `flatout prepare` reads URLs.",
         )
     require_local(file, error=DataError)
@@ -185,7 +185,7 @@ def require_text_file(file: Path) -> None:
         raise DataError(known.instead_of("text"), fix=known.fix)
     if file.is_dir():
         raise DataError(
-            f"{file} is a directory. demo takes one text file.",
+            f"{file} is a directory. `demo` takes one text file.",
             fix="Name one file in it. `flatout prepare` takes directories.",
         )
     if not file.exists():

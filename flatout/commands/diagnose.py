@@ -215,7 +215,7 @@ def read_watched(folder: Path) -> Diagnosis:
     found = read_diagnosis(folder)
     if found is None:
         raise ConfigError(
-            f"{folder} has the records of a loop without a recipe, and no findings.",
+            f"{folder} contains the records of a loop without a recipe, and no findings.",
             fix="`flatout.watch` writes its findings when the loop ends. `flatout report "
             f"{in_shell(folder)}` shows the curves.",
         )
@@ -237,7 +237,8 @@ def _config(
     path, name, known = Path(recipe), str(recipe), RECIPES.names()
     if watched is not None:
         raise ConfigError(
-            f"{watched} has the records of a loop without a recipe, and flatout cannot repeat it.",
+            f"{watched} contains the records of a loop without a recipe, and flatout cannot repeat "
+            "it.",
             fix=f"Remove --fix and the settings: `flatout diagnose {in_shell(name)}` shows what "
             "`flatout.watch` found.",
         )

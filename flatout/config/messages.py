@@ -46,7 +46,7 @@ def explain(error: ValidationError, section: type[BaseModel], prefix: str = "") 
         known = all_keys(section, prefix)
         answers = (f"{key}: {unknown_key(key, value, known).fix}" for key, value in names.items())
         return ForeignKeys(
-            f"There are no config keys {', '.join(names)}. Other tools have such.",
+            f"There are no config keys {', '.join(names)}. Other tools have them.",
             fix=" ".join(answers),
         )
     if kind == "extra_forbidden":

@@ -148,7 +148,7 @@ CASES = [
     Case(
         "a model with a value that is not a number",
         LINE,
-        ("up_proj.weight of theirs has values that are not finite",),
+        ("up_proj.weight of theirs contains values that are not finite",),
         ("damaged", "diverged"),
         lambda w: with_weights(w, "nan"),
         progress="Starting with the weights",

@@ -184,9 +184,9 @@ def test_unusable_files_are_refused(quick, content, message, fix):
 
 def test_paths_that_are_not_text_files_are_refused(quick):
     for path, message in (
-        (quick, "is a directory. demo takes one text file"),
+        (quick, "is a directory. `demo` takes one text file"),
         ("/dev/null", "/dev/null is not a regular file"),
-        ("https://example.org/book.txt", "is a URL. demo takes one text file"),
+        ("https://example.org/book.txt", "is a URL. `demo` takes one text file"),
     ):
         with pytest.raises(DataError, match=message):
             demo(Path(path))

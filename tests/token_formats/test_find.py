@@ -59,7 +59,9 @@ def test_an_unknown_format_is_answered_with_the_nearest(tmp_path):
 
 def test_validation_tokens_are_not_named_twice(tmp_path):
     touch(tmp_path, "train.bin", "val.bin")
-    with pytest.raises(DataError, match=r"has validation tokens, val\.bin, and --val names others"):
+    with pytest.raises(
+        DataError, match=r"contains validation tokens, val\.bin, and --val names others"
+    ):
         find_tokens(tmp_path, tmp_path / "val.bin")
     with pytest.raises(DataError, match="is also training data"):
         find_tokens(tmp_path / "train.bin", tmp_path / "train.bin")
@@ -68,7 +70,7 @@ def test_validation_tokens_are_not_named_twice(tmp_path):
 
 
 def test_validation_tokens_alone_are_refused(tmp_path):
-    with pytest.raises(DataError, match="has only tokens for validation"):
+    with pytest.raises(DataError, match="contains only tokens for validation"):
         find_tokens(touch(tmp_path, "val.bin"))
 
 

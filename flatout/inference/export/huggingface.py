@@ -128,8 +128,9 @@ def no_stock_class(reasons: dict[str, str]) -> str:
         names.setdefault(reason, []).append(name)
     why = " ".join(f"{', '.join(each)}: {reason}" for reason, each in names.items())
     return (
-        f"No class of transformers has the shape of this model, so the export has {MODELING}.py, "
-        "which wraps flatout's own: load it with trust_remote_code=True where flatout is "
+        "No class of transformers has the shape of this model, so the export contains "
+        f"{MODELING}.py, which wraps flatout's own: load it with trust_remote_code=True where "
+        "flatout is "
         f"installed. {why}".rstrip()
     )
 
@@ -227,7 +228,7 @@ def write_tokenizer(source: Source, folder: Path, chat_template: str | None) -> 
         document = tokenizer_json(source.tokenizer)
     except DataError as error:
         source.tokenizer.save(folder / OWN_TOKENIZER)
-        return [f"{error.what} The export has {OWN_TOKENIZER} instead."]
+        return [f"{error.what} The export contains {OWN_TOKENIZER} instead."]
     write_json(folder / "tokenizer.json", document)
     max_tokens = getattr(source.model, "max_seq_len", None)
     token = end_of_text(document, source.tokenizer.eot_id)

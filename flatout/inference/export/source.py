@@ -53,7 +53,7 @@ class Source:
         result = weight.to(self.dtype_of(name))
         if result.dtype == torch.float16 and result.isinf().any() and weight.isfinite().all():
             raise CheckpointError(
-                f"{name} has numbers that float16 cannot express: they are above 65,504.",
+                f"{name} contains numbers that float16 cannot express: they are above 65,504.",
                 fix="Export with --dtype bfloat16, or without --dtype.",
             )
         return result

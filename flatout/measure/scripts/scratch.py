@@ -77,7 +77,7 @@ class Scratch:
             if num_bytes > MOST_BYTES or num_files > MOST_FILES:
                 raise ConfigError(
                     f"{self.source} has too many files to copy it for trials.",
-                    fix="Start from a directory that has the script and its data alone.",
+                    fix="Start from a directory that contains only the script and its data.",
                 )
 
     def _place(self, name: Path | str) -> int:

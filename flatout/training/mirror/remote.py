@@ -120,8 +120,8 @@ def require_elsewhere(config: CheckpointConfig, run_folder: Path) -> None:
     for own in (run_folder.resolve(), folder_in(config.dir, run_folder).resolve()):
         if mirror == own or own in mirror.parents or mirror in own.parents:
             raise ConfigError(
-                f"checkpoint.mirror={config.mirror}: the mirror would be {mirror}, and {own} has "
-                "the run itself. What deletes one would delete the other.",
+                f"checkpoint.mirror={config.mirror}: the mirror would be {mirror}, and {own} "
+                "contains the run itself. What deletes one would delete the other.",
                 fix="Set checkpoint.mirror to a directory elsewhere, on a different disk if "
                 "possible.",
             )

@@ -38,7 +38,7 @@ def find_run(run: str | Path) -> Path:
     if step.isdecimal() and (above / layout.CONFIG).exists():
         raise CheckpointError(
             f"{run} is a checkpoint of the run {above}.",
-            fix=f"Name {in_shell(above)}, and add --checkpoint {step} if the command has it.",
+            fix=f"Name {in_shell(above)}, and add --checkpoint {step} if the command accepts it.",
         )
     found = next(filter(None, map(recognise, candidates)), None)
     if found is not None:

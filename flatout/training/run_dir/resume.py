@@ -123,7 +123,7 @@ def config_to_resume(
     if stored is None and catalog.has_saved(folder):
         copy = folder / COPY
         raise ConfigError(
-            f"{folder} has checkpoints and no {CONFIG}, which has the settings of its run.",
+            f"{folder} contains checkpoints, but no {CONFIG} with the settings of the run.",
             fix=f"Restore it: `cp {in_shell(copy)} {in_shell(folder / CONFIG)}`."
             if copy.is_file()
             else "Restore it from a copy, or start a new run from this one: "

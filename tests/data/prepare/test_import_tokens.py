@@ -177,7 +177,7 @@ def test_missing_numbers_are_named(chunks):
         files(chunks({5: [1]}, name="late"))
     with pytest.raises(DataError, match="17, 19 and 40 more gaps"):
         files(chunks({number: [1] for number in range(0, 101, 2)}, name="even"))
-    with pytest.raises(DataError, match="num_chunks 7. There are 2"):
+    with pytest.raises(DataError, match=r"num_chunks 7\. There are 2"):
         bring_in(chunks({0: [1], 1: [1]}, {"num_chunks": 7}, name="fewer"))
 
 
@@ -242,7 +242,7 @@ def test_an_unusable_chunk_is_named_and_nothing_is_kept(chunks, capsys, content,
     ("metadata", "wanted"),
     [
         ({"total_tokens": 9}, "has total_tokens 9. There are 4"),
-        ({"vocab_size": 100}, "says vocab_size 100; the tokenizer has 257"),
+        ({"vocab_size": 100}, "has vocab_size 100. The tokenizer has 257"),
         ([1], "is not a JSON object"),
     ],
 )

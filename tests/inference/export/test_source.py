@@ -37,7 +37,9 @@ def test_weights_are_converted(make_run):
 def test_numbers_beyond_float16_are_an_error(make_run):
     source = open_source(make_run(), dtype="float16")
     name = "token_embedding.weight"
-    with pytest.raises(CheckpointError, match=r"token_embedding\.weight has numbers that float16"):
+    with pytest.raises(
+        CheckpointError, match=r"token_embedding\.weight contains numbers that float16"
+    ):
         source.converted(name, torch.tensor([1e6]))
     assert source.converted(name, torch.tensor([float("inf")])).isinf()
 
