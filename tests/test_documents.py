@@ -23,14 +23,14 @@ def nested_aliases(levels, each):
 @pytest.mark.parametrize("indent", ["", "unknown:\n  "])
 def test_aliases_that_stand_for_millions_of_values_are_refused(indent):
     text = indent + nested_aliases(9, 9).replace("\n", "\n  " if indent else "\n")
-    with pytest.raises(ConfigError, match=r"a\.yaml has more than 50,000 values\.") as caught:
+    with pytest.raises(ConfigError, match=r"a\.yaml contains more than 50,000 values\.") as caught:
         parse_yaml(text, name="a.yaml")
     assert "*name" in caught.value.fix
 
 
 def test_aliases_of_one_long_text_are_refused():
     text = f"x0: &a {'A' * 100_000}\nmodel: [{', '.join(['*a'] * 500)}]"
-    with pytest.raises(ConfigError, match="has more than 50,000 values"):
+    with pytest.raises(ConfigError, match="contains more than 50,000 values"):
         parse_yaml(text, name="a.yaml")
 
 

@@ -80,7 +80,7 @@ def find_model(init_from: str, *, whole: bool = True, progress: Progress = SILEN
         raise CheckpointError(
             f"{path} has no config.json, and its tensors ({first}, ...) do not tell its "
             "architecture.",
-            fix="Put the model's config.json beside the weights, as model.safetensors or "
+            fix="Put the model's config.json next to the weights, as model.safetensors or "
             f"pytorch_model.bin. {OTHER_MODEL}",
         )
     document = read_json(config)

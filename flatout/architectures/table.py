@@ -182,7 +182,7 @@ def required(document: JsonObject, key: str, kind: type = int) -> Any:
     value = document.get(key)
     if not isinstance(value, kind) or isinstance(value, bool):
         raise ConfigError(
-            f"config.json of the imported model states {key}={value!r}."
+            f"config.json of the imported model sets {key}={value!r}."
             if key in document
             else f"config.json of the imported model has no {key}.",
             fix="Restore config.json from the model's repository.",

@@ -100,7 +100,7 @@ class EvalResult(Result):
             return f"{head_line}\n{score_table(scores)}"
         loss, perplexity, bits = _figures(scores[-1])
         if self.bits_per_byte is None:
-            bits = "unknown: only a part was scored, or the dataset does not state its bytes"
+            bits = "unknown: only a part was scored, or the dataset does not record its bytes"
         return (
             f"{head_line}\nLoss           {loss} nats per token\nPerplexity     {perplexity}\n"
             f"Bits per byte  {bits}"

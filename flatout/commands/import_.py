@@ -29,7 +29,7 @@ TokenizerName = Annotated[
     str | Path | None,
     Option(
         "The tokenizer that made the tokens: a tokenizer.json, a .tiktoken file, a Hugging Face "
-        "repository, byte, or ids:N for N ids without text. Not needed beside nanoGPT's meta.pkl "
+        "repository, byte, or ids:N for N ids without text. Not needed next to nanoGPT's meta.pkl "
         "with characters."
     ),
 ]

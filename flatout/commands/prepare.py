@@ -112,8 +112,8 @@ NumWorkers = Annotated[int | None, Option("Processes (default: one per usable co
 Part = Annotated[
     str | None,
     Option(
-        "I/N: do only this part of the work, beside other processes that share the directory, as "
-        "in a Slurm array; then --join."
+        "I/N: do only this part of the work, along with other processes that share the directory, "
+        "as in a Slurm array; then --join."
     ),
 ]
 Join = Annotated[bool, Option("Join the parts made with --part. Reports missing ones.")]

@@ -373,7 +373,7 @@ class _Reading:
         elif word.group == "prepare":
             outcome, why = "missing" if word.option else "unnecessary", word.advice
         else:
-            why = "Another key states it." if entry.wrote else "flatout does this by default."
+            why = "Another key sets it." if entry.wrote else "flatout does this by default."
         if entry.is_default:
             why += " It is the tool's default."
         shown = "(hidden)" if entry.key.endswith(SECRETS) else value

@@ -213,7 +213,7 @@ CASES = [
         "a file of weights that do not tell what they are",
         "train bare.yaml train.init_from=best_model.pt",
         ("best_model.pt has no config.json", "do not tell its architecture"),
-        ("Put the model's config.json beside the weights",),
+        ("Put the model's config.json next to the weights",),
         unnamed,
     ),
     Case(

@@ -48,7 +48,7 @@ class IdsTokenizer(Tokenizer):
         eot_id = int(match[2]) if match and match[2] else size - 1
         if not 1 < size <= MAX_VOCAB_SIZE or eot_id >= size:
             raise DataError(
-                f"The tokenizer ids:{argument} does not state a number of ids.",
+                f"The tokenizer ids:{argument} does not contain a number of ids.",
                 fix="Write ids:50257, or ids:50257:50256 if another id than the last is "
                 "end-of-text.",
             )

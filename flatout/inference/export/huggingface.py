@@ -97,7 +97,7 @@ def write_huggingface(
         found.notes.append(
             f"AutoTokenizer of transformers 5 replaces the tokenizer of a {config['model_type']} "
             "model by that of the published ones, which gives other ids: load this one with "
-            f"{TOKENIZER_CLASS}.from_pretrained(FOLDER)."
+            f"{TOKENIZER_CLASS}.from_pretrained(DIR)."
         )
         found = replace(found, tokenizer_class=TOKENIZER_CLASS)
     write_weights(planned, folder, max_bytes, progress)

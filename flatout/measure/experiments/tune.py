@@ -101,7 +101,7 @@ def run_tune(
     batch = requested.batch
     if "batch" in only and (batch.rows_per_device != "auto" or batch.accumulate):
         progress.say(
-            f"The recipe states {space.start.rows} rows per micro-batch. `tune` varies the rows "
+            f"The recipe sets {space.start.rows} rows per micro-batch. `tune` varies the rows "
             "and the accumulation, and keeps the tokens per optimizer step."
         )
     budget = Budget(len(space.moves) + 5, minutes=minutes, repeats=2, began_s=start_s, clock=clock)

@@ -35,5 +35,5 @@ def test_other_text_is_refused(text):
 
 @pytest.mark.parametrize("spec", ["ids:", "ids:x", "ids:1", "ids:5:5", "ids:99999999999", "ids:-3"])
 def test_a_wrong_number_is_refused(spec):
-    with pytest.raises(DataError, match="does not state a number of ids"):
+    with pytest.raises(DataError, match="does not contain a number of ids"):
         ids(spec)

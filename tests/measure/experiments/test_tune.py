@@ -251,7 +251,7 @@ def test_a_stated_batch_is_tuned_and_said(tiny_config, tmp_path):
     machine = MadeUpSpeeds(rows={8: 1.5})
     found = tune(tiny_config(), machine, tmp_path, progress=progress, only=["batch"])
     assert found.best.rows_per_device == 8
-    assert any("The recipe states 4 rows per micro-batch" in line for line in lines)
+    assert any("The recipe sets 4 rows per micro-batch" in line for line in lines)
 
 
 def test_a_file_of_another_program_is_not_replaced(config, tmp_path):

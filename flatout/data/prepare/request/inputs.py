@@ -173,7 +173,7 @@ def open_corpus(
         if not any(matches(path, pattern) for task in tasks for path in task.paths):
             raise DataError(
                 f"--include {pattern!r} matches no file.",
-                fix=f"Quote the pattern, and check it with `find FOLDER -name {in_shell(pattern)}`"
+                fix=f"Quote the pattern, and check it with `find DIR -name {in_shell(pattern)}`"
                 ". It applies to directories that are named as sources.",
             )
     stats: dict[str, os.stat_result] = {}

@@ -1,6 +1,6 @@
 """A model that flatout trained, as a model of transformers; it needs flatout installed.
 
-    AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)
+    AutoModelForCausalLM.from_pretrained(DIR, trust_remote_code=True)
 
 Generation computes the whole text for each token; `flatout generate` keeps the state of the model.
 """
