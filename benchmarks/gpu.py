@@ -198,7 +198,7 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]], mode: str = "w") -
 
 
 def run(name: str, step: Step, given: argparse.Namespace, left_s: float) -> dict[str, Any]:
-    """Run a step in a separate process, and return its outcome; its output goes to the log."""
+    """Run a step in a separate process, and return its outcome. Its output goes to the log."""
     limit_s = max(MOST * step.seconds, LEAST_LIMIT_S)
     log = given.out / "output.txt"
     began_s = time.monotonic()

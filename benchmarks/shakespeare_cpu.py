@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def measure(folder: Path, given: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
-    """Return every curve of every repeat; each repeat has a seed of its own."""
+    """Return every curve of every repeat. Each repeat has a seed of its own."""
     data = prepared(folder / "data", given.text)
     few = (f"train.steps={given.few_steps}", "train.eval_every=0")
     runs: dict[str, list[dict[str, Any]]] = {}

@@ -181,7 +181,7 @@ def read_text(path: Path, wanted: str = "a YAML file") -> str:
 
 
 def read_document(path: Path) -> JsonObject:
-    """Return the mapping in a YAML file; an empty file is an empty mapping.
+    """Return the mapping in a YAML file. An empty file is an empty mapping.
 
     Raises: ConfigError when the file does not exist, is not YAML, or is not a mapping.
     """

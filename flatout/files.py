@@ -24,7 +24,7 @@ from flatout.errors import CheckpointError, DataError, RunFailed, in_shell
 from flatout.recognised import open_regular, require_local
 
 BLOCK_BYTES = 4 * 1024 * 1024
-"""Each block of this size has its own CRC-32; the last block of a file may be shorter."""
+"""Each block of this size has its own CRC-32. The last block of a file may be shorter."""
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

@@ -26,7 +26,7 @@ class Progress(Protocol):
     def task(
         self, what: str, *, total: float | None = None, unit: str = ""
     ) -> AbstractContextManager[Task]:
-        """Start an operation called `what`; with a known `total`, the time left is shown."""
+        """Start an operation called `what`. With a known `total`, the time left is shown."""
 
     def say(self, line: str) -> None:
         """Print one permanent line."""

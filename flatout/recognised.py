@@ -25,7 +25,7 @@ MOST_ENTRIES = 1000
 LEGACY_TORCH = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 """Start of a file that torch.save wrote before it used zip: a pickled number."""
 LLM_C = {struct.pack("<i", 20240520): "uint16", struct.pack("<i", 20240801): "uint32"}
-"""Start of an llm.c token file (GPT-2, Llama 3) and its dtype; the header has 1,024 bytes."""
+"""Start of an llm.c token file (GPT-2, Llama 3) and its dtype. The header has 1,024 bytes."""
 NOT_TOKENS = (
     b"PK\x03\x04",
     LEGACY_TORCH,
@@ -45,7 +45,7 @@ _MEGATRON = (b"MMIDIDX\x00\x00", b"TNTIDX\x00\x00")
 """Start of an index of Megatron."""
 _WIDE_ENCODINGS = ("utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be")
 _MOST_IDS = 1 << 20
-"""Ids of the largest vocabularies in use, about; larger numbers are not taken for tokens."""
+"""Ids of the largest vocabularies in use, about. Larger numbers are not taken for tokens."""
 _MOST_SHORT_IDS = 60_000
 """The same for ids of two bytes: in other binary files, some numbers are larger."""
 _LEAST_IDS = 16
@@ -277,7 +277,7 @@ def _file(path: Path) -> Found | None:
 
 
 def _archive(path: Path) -> Found | None:
-    """Return what a zip file is; torch and NumPy both write them."""
+    """Return what a zip file is. Torch and NumPy both write them."""
     import zipfile  # and five compressors, which `flatout --help` does not need
 
     try:
@@ -294,7 +294,7 @@ def _archive(path: Path) -> Found | None:
 
 
 def _start_from(path: Path) -> str:
-    """Return how to use a file of weights; a config.json beside it means the whole directory."""
+    """Return how to use a file of weights. A config.json beside it means the whole directory."""
     model = path.parent if _has(path.parent, "config.json") else path
     return f"If it contains weights, start a run from them: train.init_from={in_shell(model)}."
 
@@ -343,7 +343,7 @@ def _looks_like_tokens(head: bytes) -> bool:
 
 
 def _is_printable(head: bytes, encoding: str) -> bool:
-    """Return whether bytes are printable text; a character cut at the end does not count."""
+    """Return whether bytes are printable text. A character cut at the end does not count."""
     try:
         text = codecs.getincrementaldecoder(encoding)().decode(head)
     except UnicodeDecodeError:

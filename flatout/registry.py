@@ -2,7 +2,7 @@
 
 An entry is a file, or a folder if it is large. In Python folders each entry assigns one object to
 the folder's attribute name (`models/transformer.py` assigns `MODEL`, `speedups/fp8.py`
-`SPEEDUP`); in YAML folders each file is one document. Names are file names with `-` for `_`.
+`SPEEDUP`). In YAML folders each file is one document. Names are file names with `-` for `_`.
 Listing parses the files and imports nothing, so it is fast and never loads torch; `get` imports
 only the requested file. Wherever a Python entry's name is accepted, `package.module:attribute`
 refers to an object of the user.
@@ -188,7 +188,7 @@ class Folder:
         return set(fields) - {ast.unparse(n.target) for n in nodes if isinstance(n, ast.AnnAssign)}
 
     def require(self, name: str) -> None:
-        """Check that the entry exists; a `package.module:attribute` is checked when it is imported.
+        """Check that the entry exists. A `package.module:attribute` is checked when it is imported.
 
         Raises: ConfigError with the nearest name.
         """

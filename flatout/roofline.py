@@ -85,7 +85,7 @@ def measure(device: str, dtype: str) -> tuple[float, int]:
     """Return the TFLOP/s of the fastest of several square matmuls, and their size.
 
     It takes a fifth of a second. The matrices grow until one matmul takes a fair share of
-    that time; their values are random, since zeros draw less power.
+    that time. Their values are random, since zeros draw less power.
     Raises: HardwareError when `dtype` is not one of fp32, tf32, fp16 and bf16.
     """
     if dtype not in DTYPES:

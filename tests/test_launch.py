@@ -50,7 +50,7 @@ def nothing_is_left():
 
 
 def test_all_start_again_when_one_has_recorded_a_smaller_micro_batch(tmp_path):
-    """The other one waits for it, and is ended; the third start succeeds."""
+    """The other one waits for it, and is ended. The third start succeeds."""
     code = f"""
 import pathlib, time
 count = pathlib.Path({str(tmp_path)!r}, f'{{rank}}')

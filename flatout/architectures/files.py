@@ -36,7 +36,7 @@ GET_AGAIN = "Get the file again from where it was published."
 
 @dataclass(frozen=True)
 class TensorFiles:
-    """The tensors of a model by name, without the prefixes in WRAPPERS; each is read when asked."""
+    """The tensors of a model by name, without the prefixes in WRAPPERS. Each is read when asked."""
 
     path: Path
     readers: dict[str, Callable[[], Tensor]]

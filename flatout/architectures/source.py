@@ -26,7 +26,7 @@ CONFIGURED = (SAFETENSORS, ".bin")
 """Endings of files that a config.json beside them describes."""
 MOST_NAMED = 3
 HEADS = ("unembedding.weight", "token_embedding.weight")
-"""The output head of flatout's models; a tied model has only the second."""
+"""The output head of flatout's models. A tied model has only the second."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def is_foreign(init_from: str) -> bool:
 
 
 def find_model(init_from: str, *, whole: bool = True, progress: Progress = SILENT) -> ForeignModel:
-    """Return what `train.init_from` names; a model of the hub is downloaded.
+    """Return what `train.init_from` names. A model of the hub is downloaded.
 
     Without `whole`, only its config.json is.
 

@@ -238,7 +238,7 @@ def sizes(names: str) -> list[Field]:
 
 
 def only(theirs: str, *values: Any, written: bool = True, **ours: Any) -> Field:
-    """Return the field of an entry that is absent or has one of `values`; the first is written.
+    """Return the field of an entry that is absent or has one of `values`. The first is written.
 
     `ours` are the keys that it means.
     """
@@ -324,7 +324,7 @@ def tensors_of(rows: str, **transforms: Any) -> Callable[[Any], list[TensorMap]]
 
 
 def _maps(names: list[str], transform: Any, config: Any, there: Collection[str]) -> list[TensorMap]:
-    """Return the tensors of one row; the first name is flatout's."""
+    """Return the tensors of one row. The first name is flatout's."""
     join, split = transform(config) if callable(transform) else transform
     weight, bias = ([name.replace("*", part) for name in names] for part in ("weight", "bias"))
     if weight == bias or bias[0] in there:

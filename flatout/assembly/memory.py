@@ -3,7 +3,7 @@
 The embedding, each kind of block, the head with the loss, and the optimizer's step run on tensors
 that have shapes but no storage, and their bytes are counted while they exist. The peak of a step
 follows by arithmetic, for any number of blocks. The estimate therefore works for any model, op and
-precision, without a GPU and without formulas. It is for eager mode; a compiled model usually needs
+precision, without a GPU and without formulas. It is for eager mode. A compiled model usually needs
 less. It excludes the device's context (about half a GiB on a GPU), scratch space inside kernels,
 the allocator's fragmentation, and copies of the state in host memory.
 """
@@ -468,7 +468,7 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of the tensors' storages; each storage counts once."""
+    """Return the bytes of the tensors' storages. Each storage counts once."""
     return sum({storage_id(each): each.untyped_storage().nbytes() for each in tensors}.values())
 
 

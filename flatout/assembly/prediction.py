@@ -108,7 +108,7 @@ class MemoryEstimate:
     largest: int
     """The largest tensor that a micro-batch creates."""
     operations: int
-    """Operations that an eager step starts, without views; the optimizer's are assumed."""
+    """Operations that an eager step starts, without views. The optimizer's are assumed."""
     host: int = 0
     """Weights, gradients and optimizer state of this process in host memory."""
 
@@ -430,7 +430,7 @@ def predict_time(
 ) -> TimePrediction:
     """Return the rate and the duration of `this`, a run of `config` without measurements.
 
-    A run of the same shape with the same speedups decides; otherwise rates from bench for it, the
+    A run of the same shape with the same speedups decides. Otherwise rates from bench for it, the
     rate of FLOPs that models of similar size reached here, what published runs took on the GPUs of
     a `machine` (`gpu_time`), or an assumed share of the peak. A run whose micro-batch also is the
     same is preferred, and one that had the cores to itself. With the `memory` of an eager run, the

@@ -73,13 +73,13 @@ class Readback(Protocol):
     """Brings metrics from the device to the host."""
 
     def push(self, step: int, values: Mapping[str, Tensor], *, due: bool) -> None:
-        """Take the metrics of a step (name to 0-D tensor); only those that are `due` are kept.
+        """Take the metrics of a step (name to 0-D tensor). Only those that are `due` are kept.
 
         Shapes: each value is 0-D.
         """
 
     def ready(self, *, flush: bool = False) -> list[tuple[int, dict[str, float]]]:
-        """Return the metrics that have reached the host; with `flush`, wait for all of them."""
+        """Return the metrics that have reached the host. With `flush`, wait for all of them."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ def zero_in_place(parameters: Iterable[nn.Parameter]) -> None:
 
 @contextmanager
 def automatic_gc() -> Iterator[Callable[[int], None]]:
-    """Leave Python's garbage collector on; the callback for each step does nothing."""
+    """Leave Python's garbage collector on. The callback for each step does nothing."""
     yield lambda _step: None
 
 
@@ -247,7 +247,7 @@ class Recipe:
     low_precision: Transform | None = None
     """Narrows the matmuls of some layers."""
     activations: Transform | None = None
-    """Makes blocks keep less for backward; without it they keep all."""
+    """Makes blocks keep less for backward. Without it they keep all."""
     compilation: Transform | None = None
     """Compiles the model, or its blocks."""
     cuda_graphs: Transform | None = None
@@ -271,7 +271,7 @@ class Recipe:
     cudnn_benchmark: Callable[[], AbstractContextManager[None]] = nullcontext
     """Context of the training loop in which cuDNN chooses its algorithms."""
     filled_by: Mapping[str, str] = field(default_factory=dict)
-    """Maps each filled slot to its speedup; a slot is filled at most once."""
+    """Maps each filled slot to its speedup. A slot is filled at most once."""
 
     if not TYPE_CHECKING:
 
@@ -358,7 +358,7 @@ class Tolerance:
 
     @classmethod
     def statistical(cls) -> Tolerance:
-        """Different batches or arithmetic; the final loss is within the spread over seeds."""
+        """Different batches or arithmetic. The final loss is within the spread over seeds."""
         return cls("statistical")
 
     def holds(self, fast: Sequence[float], plain: Sequence[float]) -> bool:
@@ -425,7 +425,7 @@ class Speedup:
     compiles: bool = False
     """Whether it uses torch.compile.
 
-    Compiled code is called once before training; if that fails, every speedup that compiles is
+    Compiled code is called once before training. If that fails, every speedup that compiles is
     turned off.
     """
     why_not: Check = lambda _machine, _config: None

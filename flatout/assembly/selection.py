@@ -137,7 +137,7 @@ def _name(word: str) -> str:
 
 
 def speedup_named(name: str) -> Speedup:
-    """Return the speedup `name`; a custom one is named by its `package.module:attribute`.
+    """Return the speedup `name`. A custom one is named by its `package.module:attribute`.
 
     Raises: ConfigError that suggests the nearest name when there is none.
     """
@@ -360,9 +360,9 @@ def _missing_need(
 def stored_decisions(
     config: RunConfig, machine: Machine, *, requested: RunConfig | None = None
 ) -> list[Decision]:
-    """Return the decisions stored in a resolved configuration; a resumed run makes no new ones.
+    """Return the decisions stored in a resolved configuration. A resumed run makes no new ones.
 
-    `requested` is the configuration that the run was started with; it shows whether the micro-batch
+    `requested` is the configuration that the run was started with. It shows whether the micro-batch
     was stated or chosen, and what chose it: the resolved one has only the rows.
     """
     on = parse_request(config.speedups).named

@@ -67,7 +67,7 @@ class Command:
     example: str
     """A command line that shows its use, such as `flatout prepare book.txt --out data/book`."""
     processes: Callable[..., int] | None = None
-    """Returns how many processes of this machine run the call; the command line starts them.
+    """Returns how many processes of this machine run the call. The command line starts them.
 
     It receives those of the command's values that match its parameters.
     """

@@ -71,7 +71,7 @@ class CheckpointsResult(Result):
     items: list[CheckpointItem]
     """One object per checkpoint."""
     aside: list[AsideItem]
-    """Checkpoints that were set aside; they do not count, and take space."""
+    """Checkpoints that were set aside. They do not count, and take space."""
     removed: list[str]
     """The directories that this command deleted."""
 

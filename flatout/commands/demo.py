@@ -37,14 +37,14 @@ from flatout.training.metrics.observers import Observer
 from flatout.training.run_dir.layout import read_summary, trusted_config
 
 LARGE_TEXT = 1_500_000
-"""Bytes from which a text gets a trained vocabulary; a shorter one is tokenised by character."""
+"""Bytes from which a text gets a trained vocabulary. A shorter one is tokenised by character."""
 MAX_TEXT = {"cpu": 16_000_000, "cuda": 200_000_000}
 """Maximum bytes that a demo reads from a user's file: more than it can train on."""
 MIN_TOKENS = 16
 """Minimum number of training tokens."""
 MIN_STEPS = 20
 TRAINING_SHARE = 0.95
-"""Share of the time for steps and evaluations; the rest is for saves and samples."""
+"""Share of the time for steps and evaluations. The rest is for saves and samples."""
 SAMPLES = 3
 """Number of samples in a demo, the last at the end."""
 EVALUATIONS = 5

@@ -106,7 +106,7 @@ def diagnose(
     machine, the environment, the memory and the data, runs the recipe for some seconds in a
     separate process, and divides each step into waiting for data, host, computation, optimizer,
     logging, saving, garbage collection and compiling. For a run, it reads what the run has
-    recorded; for a loop watched with `flatout.watch`, what the watch has found. Nothing is trained,
+    recorded. For a loop watched with `flatout.watch`, what the watch has found. Nothing is trained,
     and only findings.json is written, into a run directory. What was not measured is null. Exit
     codes: 2 if a recipe cannot start, 1 if its measured steps fail.
 
@@ -198,7 +198,7 @@ def _write(diagnosis: Diagnosis, folder: Path, progress: Progress) -> str | None
 def find_recorded(name: str | Path) -> tuple[Path | None, Path | None]:
     """Return the run directory, or that of a loop without a recipe, that a name means.
 
-    It is a path, or a name under runs/; both are None for a recipe. Such a loop has records and no
+    It is a path, or a name under runs/. Both are None for a recipe. Such a loop has records and no
     configuration.
     """
     paths = (Path(name), RUNS / name) if str(name) else ()

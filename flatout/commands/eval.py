@@ -184,7 +184,7 @@ def evaluate(
     """Score a trained model on its validation text, in the precision that it was trained in.
 
     Each dataset of a mix is also scored by itself. With --tasks, the model is scored on tasks of
-    lm-evaluation-harness instead; it may then be an export for transformers, and a run is exported
+    lm-evaluation-harness instead. It may then be an export for transformers, and a run is exported
     to a temporary directory, in the type of its weights.
 
     Raises: CheckpointError when the run has no such checkpoint; DataError when a dataset cannot be

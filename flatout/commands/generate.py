@@ -62,7 +62,7 @@ def generate(
     The model is that of a run, an export, or another tool's model: what train.init_from reads,
     with its tokenizer.json.
 
-    A model with attention sees at most as many tokens as its training sequences had; a longer text
+    A model with attention sees at most as many tokens as its training sequences had. A longer text
     continues from the second half of them. An eigenstate network has no such limit: its state
     summarises everything it has read. Several samples are printed one after another.
 

@@ -140,7 +140,7 @@ class PrepareResult(Result):
     path: Path | str
     """The dataset directory, or the URL."""
     documents: int
-    """Documents of both splits; one that is cut where validation starts counts once."""
+    """Documents of both splits. One that is cut where validation starts counts once."""
     tokens: int
     """Tokens of both splits, including one end-of-text token per document."""
     bytes: int

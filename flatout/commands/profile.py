@@ -36,7 +36,7 @@ def profile(
     """Show where the time and the memory of a few training steps go.
 
     The steps are those of training, after warm-up and compilation, without evaluations and saves.
-    The trace opens in Perfetto; the table shows kernels by class with their share, TFLOP/s and GB/s
+    The trace opens in Perfetto. The table shows kernels by class with their share, TFLOP/s and GB/s
     against what this machine can do; memory is told apart at its peak. Nothing is saved but the
     profile.
 

@@ -184,7 +184,7 @@ def convert(document: JsonObject, computed: list[str]) -> Conversion:
 
 
 def _flat(document: JsonObject, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield dotted keys and their values; a section without a counterpart is one key."""
+    """Yield dotted keys and their values. A section without a counterpart is one key."""
     for key, value in document.items():
         word = word_for(f"{prefix}{key}")
         as_one = word is not None and (not word.key or word.key in MAPPINGS)

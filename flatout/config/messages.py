@@ -31,7 +31,7 @@ _SPELT = {"[]": "none", "True": "true", "False": "false"}
 
 
 class ForeignKeys(ConfigError):
-    """Several keys are another tool's; the fix has an answer for each."""
+    """Several keys are another tool's. The fix has an answer for each."""
 
 
 def explain(error: ValidationError, section: type[BaseModel], prefix: str = "") -> ConfigError:

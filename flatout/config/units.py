@@ -174,7 +174,7 @@ def _by_unit(value: Any, word: Word, known: Known) -> Any:
 
 
 def _targets(value: Any, word: Word, known: Known) -> Any:
-    """Return the names of the layers, which litgpt's switches choose; the output has no adapter."""
+    """Return the names of the layers, which litgpt's switches choose. The output has no adapter."""
     given = value if isinstance(value, list) else str(value).split(",")
     if "lora_query" in word.names:
         given = [

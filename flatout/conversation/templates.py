@@ -138,7 +138,7 @@ def stored_template(source: JsonObject) -> ChatTemplate | None:
 
 
 def config_in(path: Path) -> JsonObject:
-    """Return a tokenizer_config.json; it is empty when there is no such file.
+    """Return a tokenizer_config.json. It is empty when there is no such file.
 
     Raises: DataError when it cannot be read.
     """

@@ -22,7 +22,7 @@ INSTRUCTION, OUTPUT = "instruction", "output"
 ALPACA_FIELDS = (INSTRUCTION, "input", OUTPUT, "history")
 """Fields of a row that is one question with its answer, after earlier ones."""
 PROMPT, COMPLETION = "prompt", "completion"
-"""Fields of a row with its turns in two lists; the loss counts none of the first."""
+"""Fields of a row with its turns in two lists. The loss counts none of the first."""
 ASSISTANT = "assistant"
 START, STOP, GUARD = "\ufdd0", "\ufdd1", "\ufdd2"
 """Noncharacters in rendered text: around `{% generation %}` blocks, and inside names of special

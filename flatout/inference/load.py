@@ -53,7 +53,7 @@ class LoadedRun:
 
     @cached_property
     def dataset(self) -> AnyDataset:
-        """The training data, opened on first use; it may have moved together with the run.
+        """The training data, opened on first use. It may have moved together with the run.
 
         Raises: DataError when it is missing or cannot be downloaded.
         """

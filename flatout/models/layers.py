@@ -194,7 +194,7 @@ class _SquaredReLU(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor) -> Tensor:
-        """Return the square; the positive part is kept for backward."""
+        """Return the square. The positive part is kept for backward."""
         positive = hidden.relu()
         ctx.save_for_backward(positive)
         return positive * positive

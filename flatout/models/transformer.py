@@ -374,7 +374,7 @@ class GatedMLP(nn.Module):
 
 
 class Block(layers.ResidualBlock):
-    """Attention and an MLP; each reads normalised hidden states and adds to them."""
+    """Attention and an MLP. Each reads normalised hidden states and adds to them."""
 
     def __init__(
         self, config: TransformerConfig, layer: int, rotary: Rotary | None, ops: Ops
@@ -535,7 +535,7 @@ class Transformer(EmbeddingModel):
 
         Besides `matmul_flops`, scores and values cost 4 H C per visible key forward, 12 H C in
         training. The input gradient of the first layer counts in full, since the embedding below it
-        is trained; so do the matmuls of the loss with the output weight.
+        is trained. So do the matmuls of the loss with the output weight.
         """
         config, matmul = self.config, self.matmul_flops()
         per_key = 12 * config.num_heads * config.head_size
@@ -584,7 +584,7 @@ class KeyValueCache:
 
         Shapes:  k_BGTC, v_BGTC (B, G, T, C).
         Returns: (k_BGSC, v_BGSC): up to `size` tokens before the new ones, then the new ones, in
-                 order; for one new token the last `size`, itself included, in any order, which does
+                 order. For one new token the last `size`, itself included, in any order, which does
                  not matter to one query.
         """
         new_2BGTC = torch.stack((k_BGTC, v_BGTC))

@@ -37,11 +37,11 @@ def reference(
 
     The first state continues from `start_BE`: s[-1] = start. At the first token of a document,
     s[t-1] is zero. All tokens share the eigenvalues, or each token has its own (selective). This
-    loop is the definition; every variant must match it, gradients included.
+    loop is the definition. Every variant must match it, gradients included.
 
     Shapes:  log_decay, angle (K,), or both (B, T, K); drive_BTE (B, T, 2 K); doc_ids_BT (B, T)
              integers; start_BE (B, 2 K), zeros when None.
-    Returns: states_BTE, fp32 (fp64 for fp64); the last state is states_BTE[:, -1].
+    Returns: states_BTE, fp32 (fp64 for fp64). The last state is states_BTE[:, -1].
     Units:   log_decay is the logarithm of a factor per token, finite and at most 0; angle is in
              radians per token.
     Cost:    8 B T K FLOP; T steps that cannot overlap. chunk_size is for variants that work in

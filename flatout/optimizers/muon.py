@@ -313,7 +313,7 @@ def _add_batch(
 def _assign_unless(
     skip: Tensor | None, targets: Sequence[Tensor], values: Sequence[Tensor]
 ) -> None:
-    """Copy each value into its target; every bit of the targets stays if `skip` is 1.
+    """Copy each value into its target. Every bit of the targets stays if `skip` is 1.
 
     The values may contain anything then, NaN included.
 

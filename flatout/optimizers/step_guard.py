@@ -80,7 +80,7 @@ class StepGuard:
         ]
 
     def begin(self) -> None:
-        """Copy the buffers before a step; most models have none."""
+        """Copy the buffers before a step. Most models have none."""
         self.waited_s = 0.0
         self._before = [buffer.detach().clone() for buffer in self.buffers]
 

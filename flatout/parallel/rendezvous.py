@@ -47,7 +47,7 @@ or hash large ones. A process that ends is noticed at once, and the watchdog rep
 ANSWER_S = 20.0
 """How long rank 0 may take to answer the others once its port accepts connections."""
 RELEASE_S = 0.2
-"""A thread waits for at most a few of Python's 5 ms switch intervals; the rest is a margin for a
+"""A thread waits for at most a few of Python's 5 ms switch intervals. The rest is a margin for a
 busy machine.
 """
 
@@ -105,7 +105,7 @@ def stated_ranks() -> Ranks:
 
 
 def connect(device: str) -> Ranks:
-    """Join the other processes over NCCL or, on CPUs, Gloo; a single process does nothing.
+    """Join the other processes over NCCL or, on CPUs, Gloo. A single process does nothing.
 
     Raises: ConfigError when several processes would share one GPU, the environment is incomplete,
             or MASTER_PORT is in use; RunFailed when the other processes do not join in time.

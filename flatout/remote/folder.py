@@ -251,7 +251,7 @@ def pull(
 ) -> None:
     """Fetch the files of a folder that `target` lacks, several at once, then write the manifest.
 
-    Each file is checked when it has arrived; after a kill or an error, the whole ones stay.
+    Each file is checked when it has arrived. After a kill or an error, the whole ones stay.
     `open_file` opens one by its URL. `fix` is the advice for an altered file, `more_space` that for
     a full disk.
 

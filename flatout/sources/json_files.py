@@ -1,4 +1,4 @@
-"""JSON: each object of an array or of a series of objects is a row; a single object is one row."""
+"""JSON: each object of an array or of a series of objects is a row. A single object is one row."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def matches(name: str, pattern: str) -> bool:
 def find_local(path: str, wanted: Wanted) -> Search:
     """Return the files at a path or pattern; directories are searched for wanted files.
 
-    Links are followed, also to directories; a directory is searched once, even if several links
+    Links are followed, also to directories. A directory is searched once, even if several links
     lead to it. Each file that matches a pattern is returned once, under its shortest path.
 
     Raises: DataError when there are none, or a file or directory cannot be read.

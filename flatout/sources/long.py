@@ -13,7 +13,7 @@ from flatout.sources.encodings import OR_SKIP, explain, open_utf8
 from flatout.sources.packed import Unread, unreadable
 
 CHUNK_BYTES = 1 << 20
-"""Bytes read at a time; a chunk of text has at most this many characters."""
+"""Bytes read at a time. A chunk of text has at most this many characters."""
 _BYTE_ORDER_MARK = "\ufeff"
 _HEAD = 4096
 _TEXT_PER_NUL = 8
@@ -100,7 +100,7 @@ def utf8(text: str, errors: str = "strict") -> bytes:
 
 
 def chunks_of(text: Text) -> Iterable[str]:
-    """Return the chunks of a text; a short string is its own chunk."""
+    """Return the chunks of a text. A short string is its own chunk."""
     if isinstance(text, LongText):
         return text.chunks()
     if len(text) <= CHUNK_BYTES:

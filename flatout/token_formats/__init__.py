@@ -31,7 +31,7 @@ class Reading:
     """How to read token files, for formats that do not state it."""
 
     vocab_size: int
-    """Number of ids; it decides between types that a file without a header may contain."""
+    """Number of ids. It decides between types that a file without a header may contain."""
     dtype: str | None = None
     """The type of the tokens of a file without a header; guessed when None."""
     field: str | None = None
@@ -44,7 +44,7 @@ class Piece:
     """The tokens of one file."""
 
     tokens: Array
-    """Shape (T,), any integer type; it may be memory-mapped."""
+    """Shape (T,), any integer type. It may be memory-mapped."""
     name: str
     """Where they come from, for messages: a path."""
     weight: int = 1

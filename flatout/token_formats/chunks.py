@@ -28,7 +28,7 @@ STATED = {
     "tokens": ("num_tokens", "total_tokens", "n_tokens"),
     "ids": ("vocab_size", "vocabulary_size"),
 }
-"""Counts that a metadata.json may state, and their keys; other keys are not checked."""
+"""Counts that a metadata.json may state, and their keys. Other keys are not checked."""
 PICKLE_BYTES = 1 << 20
 """Maximum size of the pickle that describes a tensor, which takes a few hundred bytes."""
 LEGACY_PICKLES = 5
@@ -37,7 +37,7 @@ _ALLOWED = re.compile(
     r"torch\._utils _rebuild_(tensor|parameter)\w*|torch(\.storage)? \w+Storage"
     r"|torch \w*\d\w*|collections OrderedDict"
 )
-"""Names allowed in a tensor's pickle; torch's own list includes some, such as bytearray, that can
+"""Names allowed in a tensor's pickle. Torch's own list includes some, such as bytearray, that can
 allocate any amount of memory.
 """
 

@@ -34,7 +34,7 @@ class Found:
 
     train: tuple[Input, ...]
     val: tuple[Input, ...] = ()
-    """Separate validation tokens; without them, they are taken from the end."""
+    """Separate validation tokens. Without them, they are taken from the end."""
     left_out: tuple[str, ...] = ()
     """Test files, which are not read."""
 

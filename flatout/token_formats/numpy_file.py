@@ -32,7 +32,7 @@ def takes(path: Path) -> bool:
 
 
 def open_numpy(path: Path, reading: Reading) -> Tokens:
-    """Open an array; the rows of a two-dimensional one follow each other.
+    """Open an array. The rows of a two-dimensional one follow each other.
 
     Raises: DataError when it is damaged, needs a pickle, or does not contain integers.
     """

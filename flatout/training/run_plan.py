@@ -67,7 +67,7 @@ class RunPlan:
 def require_same_settings(ranks: Ranks, config: RunConfig, dataset: AnyDataset) -> None:
     """Check that all processes have the same settings, tokens, and versions of flatout and torch.
 
-    Only rank 0's are used; the paths of datasets may differ between machines.
+    Only rank 0's are used. The paths of datasets may differ between machines.
     Raises: ConfigError, on every rank, that names a process and what differs.
     """
     if ranks.world_size == 1:
@@ -263,7 +263,7 @@ def _plan_stored(
 
 
 def dataset_of(request: RunRequest, config: RunConfig) -> AnyDataset:
-    """Return the dataset of a planned run; a mix is read in the order of the stored config."""
+    """Return the dataset of a planned run. A mix is read in the order of the stored config."""
     if config.data.model_dump_json() == request.config.data.model_dump_json():
         return request.dataset
     return open_dataset(config)

@@ -48,7 +48,7 @@ class StepResult:
     learning_rate: float
     """The peak learning rate times the schedule's factor."""
     skipped: bool = False
-    """Whether float16 overflowed, so the update was skipped; the guard counts other skips."""
+    """Whether float16 overflowed, so the update was skipped. The guard counts other skips."""
 
 
 class StepStart:
@@ -56,7 +56,7 @@ class StepStart:
 
     Contains the generators in `state.STATE` and the model's persistent buffers; weights and
     optimizers change only at the end of a step. Cost: about 30 microseconds of host time, and a
-    queued copy of each persistent buffer; nothing waits for the device.
+    queued copy of each persistent buffer. Nothing waits for the device.
     """
 
     def __init__(self, run: Run) -> None:

@@ -38,7 +38,7 @@ PATIENCE = 4
 TICKS = 10
 """Looks at the pulse in the time of the limit."""
 SILENT_S = 10.0
-"""By how much a rank's report may be late; the clocks of machines differ."""
+"""By how much a rank's report may be late. The clocks of machines differ."""
 STUCK_DISK_S = 30.0
 """How long the end of a process waits for a report to be written."""
 PACKAGE = str(Path(__file__).parents[1])

@@ -88,7 +88,7 @@ def test_data_with_another_tokenizer_and_missing_data_are_refused(tiny_run, tmp_
 
 @pytest.fixture
 def moved(tiny_run, tmp_path):
-    """Return the run in a copy of its project; the original path of its data does not exist."""
+    """Return the run in a copy of its project. The original path of its data does not exist."""
     run = shutil.copytree(tiny_run, tmp_path / "new" / "runs" / "tiny")
     shutil.copytree(tiny_run.parent.parent / "data", tmp_path / "new" / "data")
     config = read_config(run)

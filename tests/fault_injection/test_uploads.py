@@ -51,7 +51,7 @@ class Mirrored:
         return problems
 
     def continued(self):
-        """Train to the end, and return what is wrong; the mirror must then be complete."""
+        """Train to the end, and return what is wrong. The mirror must then be complete."""
         problems = self.target.lost(self.run, saved_step(self.run))
         problems += self.target.end(self.run, *self.settings)
         steps = catalog.steps(self.run)

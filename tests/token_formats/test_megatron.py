@@ -18,7 +18,7 @@ def write_data(prefix, sequences, dtype):
 
 
 def write_mapped(prefix, sequences, documents, dtype="uint16", modes=b""):
-    """Write a dataset of Megatron-LM; without `documents`, as fairseq does."""
+    """Write a dataset of Megatron-LM. Without `documents`, as fairseq does."""
     write_data(prefix, sequences, dtype)
     sizes = np.array([len(sequence) for sequence in sequences], "<i4")
     starts = np.cumsum([0, *sizes])[:-1] * np.dtype(dtype).itemsize

@@ -37,7 +37,7 @@ def test_a_disk_error_becomes_an_error_with_a_fix(error):
 
 
 class Failing(Mesh):
-    """One of two ranks; the other one fails, and not because its disk is full."""
+    """One of two ranks. The other one fails, and not because its disk is full."""
 
     def sum(self, failed, full):
         return failed + 1, full

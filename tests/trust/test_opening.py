@@ -222,7 +222,7 @@ def test_several_ranks_import_nothing(gift, tmp_path):
 
 
 def test_every_key_that_can_name_code_is_checked():
-    """The help text of such a key mentions it; a new key must be added to trust.REFERENCES."""
+    """The help text of such a key mentions it. A new key must be added to trust.REFERENCES."""
     fields = {("speedups",)}
     for section, field in RunConfig.model_fields.items():
         inner = getattr(field.annotation, "model_fields", {})

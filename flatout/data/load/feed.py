@@ -249,7 +249,7 @@ class PrefetchFeed(_Feed):
     """Reads the next `prefetch` steps in a background thread.
 
     On a GPU, copies run on a separate stream from two pinned buffers. The thread starts with the
-    first requested step; an error in it is raised at the step where it occurred.
+    first requested step. An error in it is raised at the step where it occurred.
     """
 
     def __init__(self, steps: StepReader) -> None:
@@ -305,7 +305,7 @@ class _ReadAhead:
             self._ready.put(error)
 
     def take(self) -> StepBatch:
-        """Return the next step, or raise the thread's error; only the stream waits for the copy."""
+        """Return the next step, or raise the thread's error. Only the stream waits for the copy."""
         ready = self._ready.get()
         if isinstance(ready, BaseException):
             try:
@@ -325,7 +325,7 @@ class _ReadAhead:
         return batch
 
     def stop(self) -> None:
-        """Stop the thread and wait for it; a second call does nothing."""
+        """Stop the thread and wait for it. A second call does nothing."""
         self._stopping.set()
         self._room.release()
         # Garbage collection may finalise a dropped feed in the thread itself.

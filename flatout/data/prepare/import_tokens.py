@@ -62,7 +62,7 @@ def import_tokens(
 
     Tokens are stored unchanged. A directory that already contains this dataset is left unchanged.
 
-    Memory: one chunk or one array of an .npz; other files are mapped.
+    Memory: one chunk or one array of an .npz. Other files are mapped.
     Raises: DataError naming the file that is missing or unusable, or the token that is outside the
             vocabulary.
     """
@@ -204,7 +204,7 @@ class _Written:
         fraction: float,
         progress: Progress,
     ) -> None:
-        """Write all tokens; without validation tokens, `fraction` of them, at the end, are."""
+        """Write all tokens. Without validation tokens, `fraction` of them, at the end, are."""
         weight = sum(tokens.weight for tokens in train)
         # in units of weight: of 10 chunks, 9.5 is the middle of the tenth
         cut = math.inf if val else weight * (1 - fraction)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from flatout.data.tokenizers import Tokenizer
 
 LONGEST_PERIOD = 65_536
-"""A ratio that needs a longer period is rounded to this one; the smallest share is 1 turn in it."""
+"""A ratio that needs a longer period is rounded to this one. The smallest share is 1 turn in it."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class MixedDataset:
 
     @property
     def vocab_size(self) -> int:
-        """Number of token ids; every id is below it."""
+        """Number of token ids. Every id is below it."""
         return self.members[0].dataset.vocab_size
 
     @property
@@ -223,7 +223,7 @@ def open_data(data: DataConfig, *, progress: Progress = SILENT) -> AnyDataset:
 
 
 def members_of(dataset: AnyDataset) -> tuple[Member, ...]:
-    """Return the members of a mix; a single dataset is one member."""
+    """Return the members of a mix. A single dataset is one member."""
     if isinstance(dataset, MixedDataset):
         return dataset.members
     return (Member(distinct_names([dataset.origin])[0], dataset, 1.0),)

@@ -33,7 +33,7 @@ ATTEMPTS_WITH_COPY = 1
 def open_dataset(
     path_or_url: str | Path, *, cache: Path | None = None, progress: Progress = SILENT
 ) -> Dataset:
-    """Open a dataset in a directory or at a URL; a remote dataset is fetched unless it is cached.
+    """Open a dataset in a directory or at a URL. A remote dataset is fetched unless it is cached.
 
     `cache` is the directory of copies; None means the user's cache.
 

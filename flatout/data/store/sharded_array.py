@@ -1,4 +1,4 @@
-"""Reads several files as one array; each 4 MiB block is checked when it is first read from."""
+"""Reads several files as one array. Each 4 MiB block is checked when it is first read from."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ RESTORE = (
 )
 """The fix for a tokenizer that was damaged or replaced."""
 MAX_FILE_BYTES = 128 << 20
-"""Tokenizer files are read whole; the largest in use have about 40 MB."""
+"""Tokenizer files are read whole. The largest in use have about 40 MB."""
 _JSON_KIND = "huggingface"
 """The kind of a JSON file that flatout did not write."""
 _FILES = "Give a file that flatout saved, a Hugging Face tokenizer.json, or a .tiktoken file."

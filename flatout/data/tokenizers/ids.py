@@ -25,7 +25,7 @@ _NUMBER = re.compile(r"\d{1,9}", re.ASCII)
 
 
 class IdsTokenizer(Tokenizer):
-    """Text is ids in decimal, separated by spaces; the last id is end-of-text, or the one named."""
+    """Text is ids in decimal, separated by spaces. The last id is end-of-text, or the one named."""
 
     kind: ClassVar[str] = "ids"
     has_text: ClassVar[bool] = False

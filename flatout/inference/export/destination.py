@@ -15,7 +15,7 @@ from flatout.json_io import Result
 from flatout.progress import readable_size
 
 DEFAULT_SHARD_MIB = 4096
-"""Size of the largest file of an export; its tensors are in memory while it is written."""
+"""Size of the largest file of an export. Its tensors are in memory while it is written."""
 
 
 class Export(Result):

@@ -59,7 +59,7 @@ class Source:
         return result
 
     def dtype_of(self, name: str) -> torch.dtype:
-        """Return the type of one weight in the export; only floating-point ones are converted."""
+        """Return the type of one weight in the export. Only floating-point ones are converted."""
         stored = self.weights.dtype_of(name)
         return self.dtype if self.dtype and stored.is_floating_point else stored
 

@@ -135,7 +135,7 @@ class Rule:
 
 
 def rule(*, unless: tuple[str, ...] = ()) -> Callable[[Look], Rule]:
-    """Make a rule of a function; its docstring describes what it looks for."""
+    """Make a rule of a function. Its docstring describes what it looks for."""
     return lambda look: Rule(look, look.__name__.replace("_", "-"), unless)
 
 

@@ -107,12 +107,12 @@ def recorded_evidence(folder: Path) -> Evidence:
 
 
 def series_of(records: Records, name: str) -> tuple[tuple[int, float], ...]:
-    """Return (step, value) of each record; a value that a record omits was not finite."""
+    """Return (step, value) of each record. A value that a record omits was not finite."""
     return tuple((int(record["step"]), record.get(name, math.nan)) for record in records)
 
 
 def _of_steps(records: Records, events: Events, *, on_gpu: bool) -> dict[str, Any]:
-    """Return the evidence of the recorded steps; the first record is warm-up.
+    """Return the evidence of the recorded steps. The first record is warm-up.
 
     On a GPU, the phases are only those that the host waited for. What remains of the time between
     the first and the last record, without steps and saves, is that of evaluations and samples.

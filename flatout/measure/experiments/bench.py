@@ -51,7 +51,7 @@ WHERE = {
     "add-one": "added to the full set",
     "leave-one-out": "in the full set",
 }
-"""Where each kind of row measured a speedup; later kinds, closer to a real run, take precedence."""
+"""Where each kind of row measured a speedup. Later kinds, closer to a real run, take precedence."""
 
 
 def run_bench(
@@ -217,7 +217,7 @@ def commit_of_package() -> str | None:
 
 
 def results_dir(config: RunConfig, kind: str, out: Path | None) -> Path:
-    """Return the results directory: `out`, or the next free bench/RECIPE-DIGEST; it is not created.
+    """Return the results directory: `out`, or the next free bench/RECIPE-DIGEST. It is not created.
 
     Raises: ConfigError when `out` contains other files, or the bench of another configuration or
             kind.

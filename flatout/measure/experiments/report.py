@@ -164,7 +164,7 @@ class Bench(Measurement):
         return "\n".join([*lines, "", *filter(None, ends)]).strip()
 
     def picture(self) -> str:
-        """Return the bars as SVG, without what cannot be measured; the background is its own."""
+        """Return the bars as SVG, without what cannot be measured. The background is its own."""
         from rich.console import Console
         from rich.text import Text
 
@@ -238,7 +238,7 @@ class Bench(Measurement):
 
 
 def row_lines(rows: Sequence[Row]) -> list[str]:
-    """Return rows as a Markdown table; a row without results shows the reason."""
+    """Return rows as a Markdown table. A row without results shows the reason."""
     is_sweep = rows[0].kind == "point"
     names = [name for name in COLUMNS if not (is_sweep and name in ("gain", "losses"))]
     lines = [f"| {' | '.join(names)} |", f"|{'---|' * len(names)}"]

@@ -210,7 +210,7 @@ class Pace:
         self._course: Iterator[None] | None = None
 
     def requested(self, run: Run) -> bool:
-        """Return whether the trial is over; the loop calls it before each step."""
+        """Return whether the trial is over. The loop calls it before each step."""
         if self._log.last_result and len(self.losses) < self._spec.loss_steps:
             self.losses.append(self._log.last_result.loss)
         if self._course is None:

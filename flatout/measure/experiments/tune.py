@@ -2,7 +2,7 @@
 
 The search is a coordinate descent from what `auto` chose. Every move is measured beside the start.
 The moves that may be faster, given the noise, are repeated until their interval decides or the time
-is up; the others are dropped. The winners are then applied one after the other, largest gain first,
+is up. The others are dropped. The winners are then applied one after the other, largest gain first,
 and each must be faster than the setting that the ones before it led to. In the end, the best
 setting is measured beside the start again.
 """
@@ -365,7 +365,7 @@ class Search:
         return self.schedule.trials.check(tried.tolerance, *(point.name for point in pair))
 
     def _start(self) -> None:
-        """Measure what `auto` chose; where that fails, the nearest setting that can run.
+        """Measure what `auto` chose. Where that fails, the nearest setting that can run.
 
         These have fewer rows while memory is short, otherwise one speedup less. Where one row is
         too many, activation checkpointing may make room.

@@ -97,7 +97,7 @@ def make_plan(
     cache: Path | None = None,
     progress: Progress = SILENT,
 ) -> Plan:
-    """Plan a run on a named machine or this one; the dataset is used if it is here.
+    """Plan a run on a named machine or this one. The dataset is used if it is here.
 
     `rows` are micro-batches to compare.
 
@@ -376,7 +376,7 @@ def memory_fields(
 
 
 def memory_at_peak(memory: MemoryPrediction, capacity: Capacity | None) -> dict[str, Any]:
-    """Return the parts of the predicted peak in GiB; they add up to what is allocated."""
+    """Return the parts of the predicted peak in GiB. They add up to what is allocated."""
     found, moment = memory.estimate, memory.estimate.peak
     logits = min(found.logits, moment.transient) if moment.name == "the loss" else 0
     sizes = {
@@ -405,7 +405,7 @@ class Target:
 
     machine: Machine
     device: str
-    """cpu or cuda; what the configuration asks for, if this machine has none."""
+    """cpu or cuda. What the configuration asks for, if this machine has none."""
     world_size: int
     """Processes, one per GPU."""
     dataset: AnyDataset | None
@@ -475,7 +475,7 @@ class PlannedRun:
     """Bytes of the process besides."""
 
     def changes(self, on: Sequence[str]) -> list[Change]:
-        """Return the changes that save memory, the largest saving first; then a set that fits.
+        """Return the changes that save memory, the largest saving first. Then a set that fits.
 
         `on` are the speedups that are on. A set is built when no single change is enough: sharding
         over all GPUs, the speedups that save most, one by one, then fewer rows.

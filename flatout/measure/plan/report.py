@@ -98,7 +98,7 @@ class Plan(Result):
     params: int
     """Parameters of the model."""
     params_by_part: dict[str, int]
-    """Embedding, the parts of the blocks, head, and the rest; a tied head is in the embedding."""
+    """Embedding, the parts of the blocks, head, and the rest. A tied head is in the embedding."""
     flops_per_token: float
     """Training FLOPs per token, causal-exact: each query with the keys that it sees."""
     flops_per_token_palm: float

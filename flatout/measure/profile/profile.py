@@ -171,7 +171,7 @@ class ProfileWindows(Windows):
         timer.on_change = self._keep_gradients
 
     def requested(self, run: Run) -> bool:
-        """Return whether to stop; the loop calls it before each step."""
+        """Return whether to stop. The loop calls it before each step."""
         self._range.close()
         goes_on = self.start_step()
         if self.name == "recorded":

@@ -36,7 +36,7 @@ MIN_FOR_TREND = 4 * TREND_INTERVALS
 
 @dataclass(frozen=True)
 class Curve:
-    """One metric of a run at each record that has it; all arrays have the same length."""
+    """One metric of a run at each record that has it. All arrays have the same length."""
 
     step: Array
     tokens: Array

@@ -142,7 +142,7 @@ def prove_resume(
 def to_compare(config: RunConfig, *, stop: int, end: int) -> RunConfig:
     """Return a recipe that records every step, and saves at the stop and at the end.
 
-    Its loggers, observers and checkpoints elsewhere are disabled; what it computes stays the same.
+    Its loggers, observers and checkpoints elsewhere are disabled. What it computes stays the same.
     """
     kept = end // stop + 1
     if config.train.devices not in (None, 1):
@@ -250,7 +250,7 @@ class Job(Stored):
     stop_after: int
     """The step after which to stop, as Ctrl+C does."""
     outcome: str
-    """File for the error that ended the process; one that did what it should writes none."""
+    """File for the error that ended the process. One that did what it should writes none."""
 
 
 class StopAfter(Quiet):

@@ -58,7 +58,7 @@ def run_script(
     """Run a script until it answers a request, and return the answer.
 
     Its code and its directory are not changed, and of its environment only what its changes set.
-    Standard input and output are its own; with `as_json` its output goes to standard error. In
+    Standard input and output are its own. With `as_json` its output goes to standard error. In
     another `folder` there is no input, and the output is captured. After `limit_s` it is ended.
     Nothing that it started runs on, however the call ends.
     Raises: ConfigError when the program does not exist.

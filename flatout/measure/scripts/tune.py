@@ -107,7 +107,7 @@ class Search:
         return past_s + trials * usual_s <= share * self.total_s
 
     def run(self, point: Point) -> Answer:
-        """Run a trial; the answer has a `problem` if it failed, or took no step."""
+        """Run a trial. The answer has a `problem` if it failed, or took no step."""
         self.scratch.reset()
         if point.is_patched and self.patch is not None:
             apply(self.patch, self.scratch.path)

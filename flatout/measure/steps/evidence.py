@@ -58,7 +58,7 @@ class Phases(Stored):
     host_s: float | None = None
     """Python and the queueing of operations; on a GPU, while the device idles."""
     compute_s: float | None = None
-    """Forward and backward; without memory-bound operations if those were measured."""
+    """Forward and backward. Without memory-bound operations if those were measured."""
     memory_bound_s: float | None = None
     """Operations limited by memory bandwidth: elementwise, norms, reductions, copies."""
     communication_s: float | None = None
@@ -109,7 +109,7 @@ class Counts(Stored):
     pageable_copy_bytes: float | None = None
     """Their size."""
     empty_cache: float | None = None
-    """Calls of `torch.cuda.empty_cache()`; on a CPU they do nothing but count."""
+    """Calls of `torch.cuda.empty_cache()`. On a CPU they do nothing but count."""
     empty_cache_s: float | None = None
     """Their seconds."""
     allocations: float | None = None
@@ -344,7 +344,7 @@ FAILURES = {
 
 
 class Evidence(Stored):
-    """Everything that findings may look at; what is not known is None."""
+    """Everything that findings may look at. What is not known is None."""
 
     # NaN and infinity pass between processes; a loss may be either
     model_config = ConfigDict(ser_json_inf_nan="constants")

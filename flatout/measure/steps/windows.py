@@ -1,6 +1,6 @@
 """The windows over the steps of a loop: warm-up, ordinary steps, marked calls, recorded operations.
 
-The caller that runs the loop reports when a step starts; each start moves the windows forward by
+The caller that runs the loop reports when a step starts. Each start moves the windows forward by
 one step. Every window is a generator that yields once per step. A subclass puts them in order:
 `diagnose` for the run that it starts, `profile` for one with a trace, `watch` for the loop of
 somebody else.
@@ -156,7 +156,7 @@ class Windows(ABC):
         self._since_s = None
 
     def close(self) -> None:
-        """End the current window; the step that it interrupts does not count."""
+        """End the current window. The step that it interrupts does not count."""
         self._course.close()
         self._stack.close()
 

@@ -103,7 +103,7 @@ class Index(BaseModel, frozen=True):
 
 
 class CheckpointInfo(Stored, extra="ignore"):
-    """The content of info.json, which lists of checkpoints show; what was not measured is None."""
+    """The content of info.json, which lists of checkpoints show. What was not measured is None."""
 
     step: int
     """Optimizer steps so far."""
@@ -466,7 +466,7 @@ def prune(
 ) -> list[int]:
     """Delete the checkpoints that are not to be kept, and return their steps.
 
-    The newest `keep` complete ones stay, and all that are newer than these; so do the best one and
+    The newest `keep` complete ones stay, and all that are newer than these. So do the best one and
     the multiples of `keep_every`. With `keep=None`, or fewer complete ones than `keep`, all stay:
     incomplete ones do not count, so the last complete one is never deleted.
     Each one is renamed before it is deleted, so that a kill never leaves a partial checkpoint.
@@ -507,7 +507,7 @@ def aside_paths(run_folder: Path) -> list[Path]:
 
 
 def delete_aside(path: Path) -> None:
-    """Delete a checkpoint that was set aside; after a kill, the run's next start does the rest."""
+    """Delete a checkpoint that was set aside. After a kill, the run's next start does the rest."""
     original = path.with_name(path.name.partition(".")[0])
     shutil.rmtree(path.rename(renamed(original, "tmp-delete")))
 

@@ -264,7 +264,7 @@ class Saver:
     def abandon(self) -> None:
         """Let a thread that still writes remove the files instead of completing the checkpoint.
 
-        Returns at once; if the process ends first, the run's next start removes them. Earlier
+        Returns at once. If the process ends first, the run's next start removes them. Earlier
         checkpoints are not affected.
         """
         if self._pending is not None:

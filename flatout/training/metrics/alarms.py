@@ -138,7 +138,7 @@ class Alarms:
         yield _event("throttling", step, change, f"Throttled since step {began:,}", reason, over)
 
     def _see_speed(self, record: Mapping[str, float]) -> Iterator[Alarm]:
-        """Yield changes of speed and data wait; where both have one cause, only one of them."""
+        """Yield changes of speed and data wait. Where both have one cause, only one of them."""
         sample = self._sampled(record)
         if sample is None:
             return

@@ -101,7 +101,7 @@ class StepClock:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Count the time inside as waiting for a GPU; a CPU's metrics are here already."""
+        """Count the time inside as waiting for a GPU. A CPU's metrics are here already."""
         began_s = time.perf_counter()
         yield
         if self._stream is not None:

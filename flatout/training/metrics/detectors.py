@@ -36,7 +36,7 @@ MIN_GROWTH_GIB, MIN_GROWTH_SHARE = 1 / 32, 0.02
 MIN_CONCORDANCE = 0.9
 """Minimum of Kendall's tau of a creep: 4.9 standard deviations for 16 independent values."""
 MIN_QUARTER = 0.25
-"""Minimum share of the growth in each of the later three quarters; it is 1/3 when it is even."""
+"""Minimum share of the growth in each of the later three quarters. It is 1/3 when it is even."""
 SPIKE_WINDOW, MIN_SPIKE_WINDOW = 32, 16
 """Most and fewest earlier losses that a spike is compared with."""
 SPIKE_DEVIATIONS, SPIKE_OVER = 6.0, 3.0
@@ -251,7 +251,7 @@ class Spike:
         return None
 
     def _is_far_above(self, loss: float) -> bool:
-        """Return whether a loss is above its trend; a steep trend counts as noise."""
+        """Return whether a loss is above its trend. A steep trend counts as noise."""
         losses = list(self._losses)
         newest = losses[-MIN_SPIKE_WINDOW:]
         if len(newest) < MIN_SPIKE_WINDOW or loss <= max(newest):

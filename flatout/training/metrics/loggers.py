@@ -37,7 +37,7 @@ OBSERVER_METHODS = ("on_start", "on_tick", "on_record", "on_event", "on_end")
 
 
 class Logger(Quiet):
-    """An observer that copies the metrics of a run to another place; its `on_tick` is not called.
+    """An observer that copies the metrics of a run to another place. Its `on_tick` is not called.
 
     `on_start` comes first. After an exception in any method the logger is not called again, and the
     run continues.
@@ -48,7 +48,7 @@ class Logger(Quiet):
 
     def __init__(self) -> None:
         self.news: SimpleQueue[str] = SimpleQueue()
-        """What `say` received; the run shows it."""
+        """What `say` received. The run shows it."""
 
     def say(self, text: str) -> None:
         """Tell the user something, such as where the run is shown."""
@@ -173,7 +173,7 @@ def require_loggers(config: LogConfig) -> None:
 
 
 def configured_observers(config: LogConfig) -> list[Observer]:
-    """Return the observers of `log.observers`; a class or function is called without arguments."""
+    """Return the observers of `log.observers`. A class or function is called without arguments."""
     found = [(reference, _observer_at(reference)) for reference in config.observers]
     return [_checked(one() if callable(one) else one, reference) for reference, one in found]
 
@@ -204,7 +204,7 @@ class RemoteRun:
         self._path = run_folder / LOGGER_STATES / f"{logger}.json"
 
     def read(self) -> JsonObject:
-        """Return what was stored; nothing for a new run, or when the file is damaged."""
+        """Return what was stored. Nothing for a new run, or when the file is damaged."""
         if not self._path.exists():
             return {}
         document = read_json(self._path)

@@ -21,11 +21,11 @@ REPEATED = ("early_stop", "evaluation", "sample", "end")
 """Events that a run logs again when it resumes before them."""
 
 MOST_UNWRITTEN = 2**24
-"""Bytes of lines that wait for a disk that fails; later ones are lost."""
+"""Bytes of lines that wait for a disk that fails. Later ones are lost."""
 
 
 class Lines:
-    """Appends JSON lines to a file of a run directory; no error of the disk stops the run.
+    """Appends JSON lines to a file of a run directory. No error of the disk stops the run.
 
     What the disk fails to write comes before the next line.
     """

@@ -7,7 +7,7 @@ URL/NAME/              NAME is the name of the run directory
 ├── step-N/            the files of a checkpoint, with `.zst` appended when they are compressed;
 │                      manifest.json comes last, until then upload.json is there
 └── step-N.1/          the same step, saved again with other content; once it is complete, step-N is
-                       deleted; then comes step-N.2
+                       deleted. Then comes step-N.2
 """
 
 from __future__ import annotations

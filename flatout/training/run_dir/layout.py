@@ -178,7 +178,7 @@ def append_event(folder: Path, event: str, /, **fields: Json) -> JsonObject:
 
 
 def read_events(folder: Path) -> list[JsonObject]:
-    """Return the run's events in order; each names its kind, and may lack every other field."""
+    """Return the run's events in order. Each names its kind, and may lack every other field."""
     return [line for line in read_lines(folder / EVENTS) if isinstance(line.get("event"), str)]
 
 

@@ -32,7 +32,7 @@ def plan(**changes):
 
 @pytest.fixture
 def three(write_set):
-    """Three datasets of 30, 10 and 5 sequences with distinct tokens; the second has a mask."""
+    """Three datasets of 30, 10 and 5 sequences with distinct tokens. The second has a mask."""
     first, second, third = np.arange(241), 1000 + np.arange(81), 2000 + np.arange(41)
     mask = (np.arange(81) % 3 > 0).astype(np.uint8)
     return {

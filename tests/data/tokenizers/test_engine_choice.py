@@ -1,4 +1,4 @@
-"""The fastest correct engine is chosen; a missing, wrong or failing one is skipped and reported."""
+"""The fastest correct engine is chosen. A missing, wrong or failing one is skipped and reported."""
 
 from __future__ import annotations
 

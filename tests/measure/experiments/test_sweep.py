@@ -1,4 +1,4 @@
-"""The values that a sweep measures; each is a configuration that can be built."""
+"""The values that a sweep measures. Each is a configuration that can be built."""
 
 from __future__ import annotations
 

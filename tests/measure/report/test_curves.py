@@ -1,4 +1,4 @@
-"""What a run directory says, whatever state it is in; a long curve keeps its peaks and its gaps."""
+"""What a run directory says, whatever state it is in. A long curve keeps its peaks and its gaps."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ STATE = json.dumps({"values": {"best": {"step": 1}}}).encode()
 
 @pytest.fixture
 def lost(run):
-    """A run with two checkpoints in its mirror, the first of which is the best; nothing is here."""
+    """A run with two checkpoints in its mirror, the first of which is the best. Nothing is here."""
     for step in (1, 2):
         run.checkpoint(step, state=STATE, info=INFO)
     for name in ("tokenizer.json", "left_out.json"):

@@ -1,4 +1,4 @@
-"""A run on a mix resumes bit for bit, also with moved data; a changed mix is rejected."""
+"""A run on a mix resumes bit for bit, also with moved data. A changed mix is rejected."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ class RangeSplit(Stored):
 
 
 class RangeRecord(Stored):
-    """The record of a packed range; it is filled while the range is packed."""
+    """The record of a packed range. It is filled while the range is packed."""
 
     model_config = ConfigDict(frozen=False)
 
@@ -114,7 +114,7 @@ class RangeRecord(Stored):
 
     @property
     def documents(self) -> int:
-        """Documents of both splits; a cut one counts once."""
+        """Documents of both splits. A cut one counts once."""
         return sum(split.documents for split in self.splits.values()) - self.cut_documents
 
     @property
@@ -159,7 +159,7 @@ def read_stored(path: Path, model: type[Document], *, work_dir: Path) -> Documen
 
 
 class SplitWriter:
-    """Writes the files of one split of a range; a file is created when it has content."""
+    """Writes the files of one split of a range. A file is created when it has content."""
 
     def __init__(self, folder: Path, stem: str, vocab_size: int) -> None:
         self._folder = folder

@@ -193,8 +193,8 @@ class _Survey:
 def make_plan(corpus: Corpus, options: Options, progress: Progress = SILENT) -> WorkPlan:
     """Return the work plan of a corpus.
 
-    Documents are taken in order, up to `max_documents`, and until their text reaches `max_bytes`;
-    the last one is cut there. Separate validation text is taken whole.
+    Documents are taken in order, up to `max_documents`, and until their text reaches `max_bytes`.
+    The last one is cut there. Separate validation text is taken whole.
 
     `tail F` takes the end as validation, starting at character int(n * (1 - F)) of the n characters
     of all documents. It cuts the document there, unless its start or end is close enough (`NEAR`).

@@ -65,7 +65,7 @@ class Card(Section):
     license: str
     """License of the text."""
     source: str = "files"
-    """Source that reads it; it is called with `path`."""
+    """Source that reads it. It is called with `path`."""
     text_field: str = "text"
     """Field of a row that contains the text."""
     split: str | None = None
@@ -105,7 +105,7 @@ class Corpus:
     split: str | None = None
     """The requested split rule, or the card's when the corpus is one card."""
     validation: Corpus | None = None
-    """Separate validation text; with it, no split rule applies."""
+    """Separate validation text. With it, no split rule applies."""
     mtime_digest: str = ""
     """Digest of the sizes and mtimes of local files, validation included; empty without any.
 
