@@ -106,9 +106,9 @@ def diagnose(
     machine, the environment, the memory and the data, runs the recipe for some seconds in a
     separate process, and divides each step into waiting for data, host, computation, optimizer,
     logging, saving, garbage collection and compiling. For a run, it reads what the run has
-    recorded. For a loop watched with `flatout.watch`, what the watch has found. Nothing is trained,
-    and only findings.json is written, into a run directory. What was not measured is null. Exit
-    codes: 2 if a recipe cannot start, 1 if its measured steps fail.
+    recorded, and for a loop watched with `flatout.watch`, the findings of the watch. Nothing is
+    trained, and only findings.json is written, into a run directory. What was not measured is null.
+    Exit codes: 2 if a recipe cannot start, 1 if its measured steps fail.
 
     Raises: UsageError when there is no such recipe or run, or it cannot be resolved, or `out` is
             another file; RunFailed.

@@ -134,7 +134,7 @@ def _settings(path: Path) -> JsonObject:
 
 
 def _settings_text(item: RunItem) -> str:
-    """Return a run's settings as text. Its recipe only if the directory's name does not show it."""
+    """Return a run's settings as text, with its recipe if the directory's name does not show it."""
     shown = {
         key: value
         for key, value in item.settings.items()

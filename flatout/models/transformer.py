@@ -584,7 +584,7 @@ class KeyValueCache:
 
         Shapes:  k_BGTC, v_BGTC (B, G, T, C).
         Returns: (k_BGSC, v_BGSC): up to `size` tokens before the new ones, then the new ones, in
-                 order. For one new token the last `size`, itself included, in any order, which does
+                 order; for one new token the last `size`, itself included, in any order, which does
                  not matter to one query.
         """
         new_2BGTC = torch.stack((k_BGTC, v_BGTC))

@@ -182,7 +182,7 @@ Cost:    6 B T D V FLOP, all of it forward; keeps the gradients of hidden states
 liger = _variant(_with_liger)
 """`reference` through Liger's kernel, which replaces logits by gradients, summed in fp32.
 
-It processes a few hundred targets at a time. For GPUs with the package liger-kernel. On a CPU and
+It processes a few hundred targets at a time, for GPUs with the package liger-kernel. On a CPU and
 in fp64 it is `chunked`. Each call reads the number of targets back and so waits for the device.
 Compilers do not trace it.
 

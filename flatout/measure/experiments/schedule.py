@@ -55,7 +55,7 @@ MIN_LIMIT_S = 3.0
 
 
 class Budget:
-    """Divides minutes over rounds of trials. Without minutes, `repeats` rounds of five seconds.
+    """Divides minutes over rounds of trials; without minutes, `repeats` rounds of five seconds.
 
     With minutes, there are at least two rounds if possible and at most `repeats`. The seconds of a
     trial shrink until they fit, and its overhead is estimated from earlier trials. Points that do

@@ -405,7 +405,7 @@ class Target:
 
     machine: Machine
     device: str
-    """cpu or cuda. What the configuration asks for, if this machine has none."""
+    """cpu or cuda, or what the configuration asks for if this machine has none."""
     world_size: int
     """Processes, one per GPU."""
     dataset: AnyDataset | None

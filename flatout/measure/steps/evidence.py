@@ -58,7 +58,7 @@ class Phases(Stored):
     host_s: float | None = None
     """Python and the queueing of operations; on a GPU, while the device idles."""
     compute_s: float | None = None
-    """Forward and backward. Without memory-bound operations if those were measured."""
+    """Forward and backward, without memory-bound operations if those were measured."""
     memory_bound_s: float | None = None
     """Operations limited by memory bandwidth: elementwise, norms, reductions, copies."""
     communication_s: float | None = None
