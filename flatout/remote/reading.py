@@ -140,7 +140,7 @@ class RemoteFile(io.RawIOBase):
 
 
 def find_remote(url: str, wanted: Callable[[str], bool]) -> list[RemoteEntry]:
-    """Return the files at a URL, sorted: a single file, the matches of a pattern, or a folder's.
+    """Return the files at a URL, sorted: a single file, the matches of a pattern, or a directory's.
 
     `wanted` selects the files of a directory by their names inside it. A pattern matches any file.
 

@@ -28,7 +28,7 @@ class Problem(NamedTuple):
 
 
 def file_problems(folder: Path, manifest: Manifest) -> Iterator[Problem]:
-    """Yield the problems with a folder's file sizes, manifest and tokenizer."""
+    """Yield the problems with a directory's file sizes, manifest and tokenizer."""
     for entry in manifest.files:
         if what := _size_problem(folder / entry.name, entry):
             yield Problem(entry.name, what)

@@ -113,7 +113,7 @@ class Manifest(Stored):
     """The content of a complete dataset directory."""
 
     format_version: int = FORMAT_VERSION
-    """Version of the folder's format."""
+    """Version of the directory's format."""
     dtype: Literal["uint16", "uint32"]
     """Type of a stored token, little-endian."""
     vocab_size: int = Field(ge=1)
