@@ -193,8 +193,8 @@ def test_a_needed_speedup_that_is_off_is_reported_with_a_working_fix(
     shard = f"parallel.shard={2 if name == 'bf16-gathers' else 1}"
     with pytest.raises(ConfigError, match=f"needs '[a-z0-9]+', which is off: .*{why}") as refused:
         on(request_, machine, shard, f"train.precision={precision}", device=device)
-    leave = f"eave {name} out: speedups={without}."
-    assert refused.value.fix == (f"{fix} l{leave}" if fix else f"L{leave}")
+    leave = f"emove {name}: speedups={without}."
+    assert refused.value.fix == (f"{fix} r{leave}" if fix else f"R{leave}")
     other = f"train.precision={'auto' if 'train.precision' in fix else precision}"
     for way in re.findall(r"speedups=([^ ]+?)(?:[,.:] |\.?$)", refused.value.fix):
         assemble(on(way, machine, shard, other, device=device))

@@ -178,7 +178,7 @@ CASES = [
         "a model of an unknown architecture",
         LINE,
         ("the architecture 'mamba', which flatout does not read",),
-        ("Start from a different model; docs/import-models.md",),
+        ("Start from a different model. docs/import-models.md",),
         lambda w: model(w, model_type="mamba"),
     ),
     Case(

@@ -193,7 +193,7 @@ def test_an_export_has_no_text_and_one_checkpoint(export_of_fox):
 @pytest.mark.parametrize("to", ["gguf", "safetensors"])
 def test_exports_of_other_formats_are_refused(tmp_path, to):
     (tmp_path / "flatout.json").write_text(json.dumps({"format_version": 1, "to": to}))
-    with pytest.raises(ConfigError, match=f"an export for {to}; transformers.* cannot load it"):
+    with pytest.raises(ConfigError, match=rf"an export for {to}\. transformers.* cannot load it"):
         evaluate(tmp_path, tasks=["hellaswag"])
 
 

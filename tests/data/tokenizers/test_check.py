@@ -193,7 +193,7 @@ def test_error_names_an_id_that_is_too_large(tmp_path, monkeypatch):
     }
     with pytest.raises(DataError, match=r"has the id 4,294,967,294\. Ids must be below 16,777,216"):
         load_tokenizer(hub_file(tmp_path, model=model))
-    with pytest.raises(DataError, match="ids must be below"):
+    with pytest.raises(DataError, match="Ids must be below"):
         RankTokenizer("x", BYTES, GPT2_PATTERN, 2**40)
 
 

@@ -32,7 +32,7 @@ def test_damaged_lines_are_left_out_and_said(make_run, read):
     lines = 'not json\n[1]\n{"step": 22, "train/loss": 1.0}\n'
     for name, text, records, note in (
         ("cut", '{"step": 21, "train/lo', 20, "The last line of metrics.jsonl (line 21) is inc"),
-        ("damaged", lines, 21, "metrics.jsonl has 2 damaged lines (the first is line 21), left"),
+        ("damaged", lines, 21, "metrics.jsonl has 2 damaged lines (the first is line 21), skip"),
     ):
         folder = make_run(name)
         append(folder / "metrics.jsonl", text)

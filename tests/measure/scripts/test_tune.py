@@ -262,5 +262,5 @@ def test_changes_that_there_was_no_time_for_are_named():
         path="tuned-train",
         wall_s=60.0,
     )
-    assert "There was not enough time for bf16, compile; add --minutes." in found.summary()
+    assert "There was not enough time for bf16, compile. Add --minutes." in found.summary()
     assert "tf32" not in found.summary()

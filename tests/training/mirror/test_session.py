@@ -174,7 +174,7 @@ def test_a_mirror_inside_the_directories_of_the_run_is_refused(tiny_config, tmp_
     disk = tmp_path / "disk"
     for mirror in (tmp_path, tmp_path / "run" / "checkpoints", disk, disk / "run"):
         config = tiny_config(checkpoint__mirror=f"file://{mirror}", checkpoint__dir=str(disk))
-        with pytest.raises(ConfigError, match=r"has the run itself.*directory elsewhere"):
+        with pytest.raises(ConfigError, match=r"contains the run itself.*directory elsewhere"):
             run_training(config, tmp_path / "run")
     assert list(tmp_path.iterdir()) == []
     run_training(
