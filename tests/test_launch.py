@@ -87,7 +87,7 @@ def test_the_processes_of_train_devices_are_counted(monkeypatch, devices, device
     assert num_processes(devices, device, MACHINE) == count
 
 
-def test_more_devices_than_gpus_are_refused(monkeypatch):
+def test_more_devices_than_gpus_are_rejected(monkeypatch):
     monkeypatch.setattr(module, "pick_device", lambda device, _: (device, ""))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(HardwareError, match=r"train\.devices=3 needs as many GPUs.*sees 2"):

@@ -174,7 +174,7 @@ UNREADABLE = [
 
 
 @pytest.mark.parametrize(("family", "changes", "reason"), UNREADABLE)
-def test_what_flatout_cannot_compute_is_refused(family, changes, reason):
+def test_what_flatout_cannot_compute_is_rejected(family, changes, reason):
     document = LLAMA if family is llama else DOCUMENTS["gemma 2"]
     with pytest.raises(ConfigError, match=reason):
         family.ARCHITECTURE.keys(document | changes)

@@ -379,7 +379,7 @@ def asked(build_run, tiny_config):
     return run.config, workload, predict_memory(this, estimate(workload, 8))
 
 
-def test_a_micro_batch_that_cannot_fit_is_refused_with_rows_that_do(asked):
+def test_a_micro_batch_that_cannot_fit_is_rejected_with_rows_that_do(asked):
     _, workload, memory = asked
     assert require_fitting(*asked, Capacity(GIB, GIB, "machine")) is None
     free = int(0.95 * memory.total)

@@ -150,7 +150,7 @@ def test_any_truncation_of_an_index_is_an_error(tmp_path, imported, nothing_kept
             imported(prefix)
 
 
-def test_documents_out_of_order_are_refused(tmp_path, imported, nothing_kept):
+def test_documents_out_of_order_are_rejected(tmp_path, imported, nothing_kept):
     with pytest.raises(DataError, match="lists documents out of order"):
         imported(write_mapped(tmp_path / "a", SEQUENCES, [0, 3, 2, 6]))
     with pytest.raises(DataError, match="lists a document after the last of 6 sequences"):

@@ -71,7 +71,7 @@ def losses(records):
     return read
 
 
-def test_a_run_writes_all_files_and_figures(tiny_config, tmp_path, records, events, losses):
+def test_a_run_writes_all_files_and_numbers(tiny_config, tmp_path, records, events, losses):
     folder = tmp_path / "run"
     summary = run_training(tiny_config(train__eval_every=2, train__eval_tokens=64), folder)
     assert summary["steps"] == 6
@@ -163,7 +163,7 @@ def test_a_run_needs_nothing_that_only_linux_has(tmp_path, tiny):
     assert "mem/process_gib" not in first
 
 
-def test_mps_is_said_to_be_untried_and_refused_for_the_eigenstate_model():
+def test_mps_is_said_to_be_untried_and_rejected_for_the_eigenstate_model():
     lines = []
     progress = SimpleNamespace(say=lines.append)
     training.require_mps_model(load_config(None), progress)

@@ -84,7 +84,7 @@ def test_advice_never_repeats_a_reference_of_an_untrusted_run(gift):
     assert not gift.ran
 
 
-def test_demo_refuses_a_run_directory_that_names_code(gift, tmp_path):
+def test_demo_rejects_a_run_directory_that_names_code(gift, tmp_path):
     gift.names(WAYS["model.kind"]("runs.gift.weights"))
     gift.folder.rename(tmp_path / "runs" / "demo")
     with pytest.raises(CheckpointError, match=r"names code that opening.*move it away"):

@@ -78,7 +78,7 @@ def test_each_chunk_can_be_a_document(chunks):
     assert of_split(folder, "val") == ([EOT, 5, 6, 7], [2, 4])
 
 
-def test_importing_again_does_nothing_and_a_different_dataset_is_refused(chunks):
+def test_importing_again_does_nothing_and_a_different_dataset_is_rejected(chunks):
     folder = chunks({0: np.arange(200)})
     bring_in(folder)
     assert bring_in(folder).existed
@@ -181,7 +181,7 @@ def test_missing_numbers_are_named(chunks):
         bring_in(chunks({0: [1], 1: [1]}, {"num_chunks": 7}, name="fewer"))
 
 
-def test_duplicate_numbers_are_refused(chunks):
+def test_duplicate_numbers_are_rejected(chunks):
     folder = chunks({0: [1], 1: [2]})
     torch.save(torch.tensor([1]), folder / "chunk_1.pt")
     with pytest.raises(DataError, match="more than one chunk number 1"):
@@ -246,7 +246,7 @@ def test_an_unusable_chunk_is_named_and_nothing_is_kept(chunks, capsys, content,
         ([1], "is not a JSON object"),
     ],
 )
-def test_metadata_that_contradicts_the_chunks_is_refused(chunks, metadata, wanted):
+def test_metadata_that_contradicts_the_chunks_is_rejected(chunks, metadata, wanted):
     folder = chunks({0: [1, 2], 1: [3, 4]}, metadata)
     with pytest.raises(DataError, match=wanted):
         bring_in(folder)

@@ -53,7 +53,7 @@ def contents(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_a_remote_dataset_is_fetched_once_and_reads_like_its_folder(
+def test_a_remote_dataset_is_fetched_once_and_reads_like_its_directory(
     uploaded, store, tmp_path, said
 ):
     dataset = open_dataset(URL + "/", cache=tmp_path / "cache")
@@ -84,7 +84,7 @@ def test_a_config_and_the_environment_choose_the_directory_of_copies(
     assert store.asked == ["get /bucket/set/manifest.json"]
 
 
-def test_a_local_folder_is_opened_in_place(uploaded, store):
+def test_a_local_directory_is_opened_in_place(uploaded, store):
     assert open_dataset(uploaded).path == uploaded
     assert open_dataset(str(uploaded)).origin == str(uploaded)
     assert store.asked == []
@@ -199,7 +199,7 @@ def test_a_damaged_copy_is_repaired(uploaded, store, tmp_path):
     ]
 
 
-def test_a_url_without_a_dataset_is_refused(uploaded, store, tmp_path):
+def test_a_url_without_a_dataset_is_rejected(uploaded, store, tmp_path):
     with pytest.raises(
         DataError,
         match=r"There is no dataset at faulty://bucket/none: it has no manifest\.json.*--out faulty://bucket/none",

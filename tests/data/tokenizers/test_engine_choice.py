@@ -278,7 +278,7 @@ def test_fallback_encodes_what_the_engine_cannot_split():
         either("\ud800")
 
 
-def test_unreadable_definition_is_refused():
+def test_unreadable_definition_is_rejected():
     with pytest.raises(DataError, match="gigatoken cannot encode"):
         engines.gigatoken_of_json({"model": {}})
 

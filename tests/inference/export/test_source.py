@@ -44,7 +44,7 @@ def test_numbers_beyond_float16_are_an_error(make_run):
     assert source.converted(name, torch.tensor([float("inf")])).isinf()
 
 
-def test_a_run_without_a_whole_checkpoint_is_refused(make_run):
+def test_a_run_without_a_whole_checkpoint_is_rejected(make_run):
     run = make_run()
     checkpoint = run / "checkpoints" / "step-0"
     (checkpoint / "model-00000.safetensors").unlink()

@@ -111,7 +111,7 @@ def test_bars_of_nothing(sample_report):
         (0.9, 4.5, "The full set is not measurably faster than the baseline (0.90 to 4.50)."),
     ],
 )
-def test_a_gain_that_its_interval_does_not_support_is_no_figure(sample_report, low, high, sentence):
+def test_a_gain_that_its_interval_does_not_support_is_no_number(sample_report, low, high, sentence):
     """One outlier among few repeats gives a median of 4.37."""
     gain = Figure(median=4.37, low=low, high=high)
     rows = [

@@ -27,7 +27,7 @@ def test_results_get_their_own_directory(tmp_path, monkeypatch):
     assert results_dir(CONFIG, "batch", None).name == f"{first.name}-batch"
 
 
-def test_a_directory_with_other_files_is_refused(tmp_path):
+def test_a_directory_with_other_files_is_rejected(tmp_path):
     (tmp_path / "thesis.txt").touch()
     with pytest.raises(ConfigError, match="contains other files"):
         results_dir(CONFIG, "ablation", tmp_path)

@@ -214,7 +214,7 @@ def test_no_recipe_is_written_when_every_trial_fails(config, tmp_path, machine, 
     assert not (tmp_path / "tuned.yaml").exists()
 
 
-def test_a_model_that_cannot_fit_is_refused_without_a_trial(config, tmp_path, monkeypatch):
+def test_a_model_that_cannot_fit_is_rejected_without_a_trial(config, tmp_path, monkeypatch):
     monkeypatch.setattr(tune_space, "USED_MEMORY", 1e-9)
     machine = MadeUpSpeeds()
     with pytest.raises(HardwareError, match=r"Nothing fits\. .* GiB by estimate"):

@@ -12,7 +12,7 @@ from flatout.training.run_dir.config_seal import COPY
 from flatout.training.run_dir.layout import CONFIG
 
 
-def test_a_run_without_its_settings_is_refused_with_the_command_that_restores_them(
+def test_a_run_without_its_settings_is_rejected_with_the_command_that_restores_them(
     tiny_config, tmp_path
 ):
     config = tiny_config(train__steps=4)
