@@ -79,7 +79,7 @@ class FlatoutError(Exception):
 
     exit_code = 1
     advice = "Fix"
-    """The word before `fix`; `Next` when nothing is wrong."""
+    """The word before `fix`. `Next` when nothing is wrong."""
 
     def __init__(self, what: str, *, fix: str) -> None:
         self.what = on_one_line(without_secrets(what))

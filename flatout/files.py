@@ -42,7 +42,7 @@ _DISK_ERRORS = _FULL | _READ_ONLY | {errno.EIO}
 
 
 class Stored(BaseModel):
-    """Base class of frozen values that are written as JSON; unknown keys are errors."""
+    """Base class of frozen values that are written as JSON. Unknown keys are errors."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", defer_build=True, protected_namespaces=()
@@ -274,7 +274,7 @@ def expanded(path: Path | str) -> Path:
 
 
 def open_own(path: Path, flags: int) -> int:
-    """Open a file of a run directory and return its descriptor; links are not followed.
+    """Open a file of a run directory and return its descriptor. Links are not followed.
 
     Opening a pipe does not block.
     Raises: CheckpointError when it is a link, is not a regular file, or has a second hard link and

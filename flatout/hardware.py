@@ -290,7 +290,7 @@ class CpuTimes(NamedTuple):
 
     @classmethod
     def read(cls, children: Iterable[psutil.Process] = ()) -> CpuTimes:
-        """Return the times now; `children` are those that are still running."""
+        """Return the times now. `children` are those that are still running."""
         own_s = sum(os.times()[:4])  # with children that have ended
         for child in children:
             with suppress(psutil.Error):
@@ -311,7 +311,7 @@ class CpuTimes(NamedTuple):
 
 
 def pick_device(wanted: str, machine: Machine) -> tuple[str, str]:
-    """Return (device, reason) for `auto`, `cpu`, `cuda`, `cuda:N` or `mps`; `auto` is never `mps`.
+    """Return (device, reason) for `auto`, `cpu`, `cuda`, `cuda:N` or `mps`. `auto` is never `mps`.
 
     Raises: HardwareError for a different name, or when a GPU is requested and cannot be used.
     """

@@ -21,7 +21,7 @@ Document = TypeVar("Document", bound=BaseModel)
 Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
 """A value to be written as JSON."""
 JsonObject: TypeAlias = dict[str, Any]
-"""A mapping with string keys, read from JSON or YAML; code that reads a key checks its value."""
+"""A mapping with string keys, read from JSON or YAML. Code that reads a key checks its value."""
 
 RESTORE = "Restore it from a copy, or use a different checkpoint or run."
 """The fix for a damaged file."""

@@ -307,7 +307,7 @@ def _signal_all(ranks: Sequence[subprocess.Popen[bytes]], number: int) -> None:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> bool:
-    """Kill a process with those that it started; return whether it was still running."""
+    """Kill a process with those that it started, and return whether it was still running."""
     is_running = process.poll() is None
     if is_running:
         with contextlib.suppress(ProcessLookupError):

@@ -1,4 +1,4 @@
-"""The interface by which long operations report; `terminal` decides what is shown."""
+"""The interface by which long operations report. `terminal` decides what is shown."""
 
 from __future__ import annotations
 
@@ -67,5 +67,5 @@ def readable_memory(num_bytes: float) -> str:
 
 
 def counted(number: int, one: str, more: str = "") -> str:
-    """Return a number with its noun; `more` is an irregular plural."""
+    """Return a number with its noun. `more` is an irregular plural."""
     return f"{number:,} {one if number == 1 else more or one + 's'}"

@@ -67,7 +67,7 @@ def peak_bandwidth(machine: Machine, device: str) -> Bandwidth:
 def copy_rate(device: str) -> float:
     """Return the measured 10^9 bytes per second of a copy within the device's memory.
 
-    A large tensor is copied a few times, with all threads; reads and writes count.
+    A large tensor is copied a few times, with all threads. Reads and writes count.
     """
     source = torch.ones(COPY_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)

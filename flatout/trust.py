@@ -94,7 +94,7 @@ def require_trusted(
 
 
 def remember(run_folder: Path, references: Set[str]) -> bool:
-    """Store that the user named these references for a run; return whether that was possible.
+    """Store that the user named these references for a run, and return whether that was possible.
 
     Others that are stored stay. If several processes do this at once, the last one wins. If it
     cannot be stored, the user is asked next time.

@@ -120,7 +120,7 @@ class ForeignWeights:
     """The tensors of a foreign model under flatout's names, each computed when it is asked for."""
 
     def __init__(self, model: ForeignModel, config: Any) -> None:
-        """Open the files of a model; `config` is the checked configuration of flatout's model."""
+        """Open the files of a model. `config` is the checked configuration of flatout's model."""
         self.path = model.path
         self._files = open_tensors(model.path)
         self._architecture = model.architecture

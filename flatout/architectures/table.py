@@ -251,7 +251,7 @@ def only(theirs: str, *values: Any, written: bool = True, **ours: Any) -> Field:
 
 
 def rotary(base: str = "rope_theta") -> Field:
-    """Return the field of rotary positions; `base` is the entry of the longest wavelength.
+    """Return the field of rotary positions. `base` is the entry of the longest wavelength.
 
     transformers 5 writes one mapping, `rope_parameters`; earlier versions `base` and
     `rope_scaling`. The field raises ConfigError for a scaling that flatout does not compute.

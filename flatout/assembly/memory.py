@@ -231,7 +231,7 @@ def _micro_batch(traced: _Traced, gradients: int) -> Iterator[Moment]:
 def _sharded(
     traced: _Traced, workload: Workload, gradients: int, own: Callable[[Tensor], int]
 ) -> Iterator[Moment]:
-    """Yield the moments of a micro-batch under fully_shard; `own` returns the weights of a shard.
+    """Yield the moments of a micro-batch under fully_shard. `own` returns the weights of a shard.
 
     Gathered are the weights outside of blocks, and two blocks, of which one is prefetched, or all
     between their passes. The gradients of a block exist whole, and in fp32 to be summed.
@@ -655,7 +655,7 @@ def trace_memory(
 def recompute_blocks(
     model: LanguageModel, _mesh: Mesh | None = None, **options: Any
 ) -> LanguageModel:
-    """Wrap each block in torch's `checkpoint` with these options; parameter names do not change."""
+    """Wrap each block in torch's `checkpoint` with these options. Parameter names do not change."""
 
     def recomputed(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
         # dynamo traces a function that calls `checkpoint`, and no partial of it

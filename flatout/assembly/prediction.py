@@ -40,7 +40,7 @@ MINUTES = 30
 compilation; two rounds.
 """
 MOST_RUNS = 200
-"""Runs kept per file; older ones are dropped."""
+"""Runs kept per file. Older ones are dropped."""
 LAST_RUNS = 5
 """How many of the latest runs of one kind are used."""
 SIMILAR = 4
@@ -104,7 +104,7 @@ class MemoryEstimate:
     workspace: int
     """Excess of one block's backward over `logits`, and gathered weights if sharded."""
     peak: Moment
-    """The moment of the step at which most memory exists; parts do not all exist at once."""
+    """The moment of the step at which most memory exists. Parts do not all exist at once."""
     largest: int
     """The largest tensor that a micro-batch creates."""
     operations: int

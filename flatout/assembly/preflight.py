@@ -128,7 +128,7 @@ def require_machine(config: RunConfig, machine: str) -> Machine:
 
 
 def open_dataset(config: RunConfig, *, progress: Progress = SILENT) -> AnyDataset:
-    """Open the dataset or mix of a configuration; datasets at a URL are downloaded first.
+    """Open the dataset or mix of a configuration. Datasets at a URL are downloaded first.
 
     Raises: ConfigError when it names none; DataError when one is not a dataset, cannot be
             downloaded, or is shorter than one sequence.

@@ -124,7 +124,7 @@ class ImmediateReadback:
             self._read.append((step, metrics))
 
     def ready(self, *, flush: bool = False) -> list[tuple[int, dict[str, float]]]:
-        """Return the metrics since the last call; `flush` has no effect, as nothing is pending."""
+        """Return the metrics since the last call. `flush` has no effect, as nothing is pending."""
         read, self._read = self._read, []
         return read
 
@@ -276,7 +276,7 @@ class Recipe:
     if not TYPE_CHECKING:
 
         def __getattribute__(self, name):
-            """Import a `Lazy` part when it is read; `vars()` shows the stored reference."""
+            """Import a `Lazy` part when it is read. `vars()` shows the stored reference."""
             value = super().__getattribute__(name)
             return load_reference(value.reference) if isinstance(value, Lazy) else value
 
@@ -293,7 +293,7 @@ class Recipe:
         return self.with_parts(**parts, filled_by=filled_by)
 
     def with_parts(self, **parts: Any) -> Recipe:
-        """Return this recipe with other values for some slots; parts are not imported for it."""
+        """Return this recipe with other values for some slots. Parts are not imported for it."""
         return Recipe(**vars(self) | parts)
 
     def ops(self) -> Ops:

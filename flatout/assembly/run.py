@@ -56,7 +56,7 @@ class StateSaver(Protocol):
     """The last step that this process saved or started to save."""
 
     def reserve(self, run: Run, progress: Progress = SILENT) -> int:
-        """Allocate the memory for saves, before training starts; return its bytes."""
+        """Allocate the memory for saves, before training starts, and return its bytes."""
 
     def save(
         self,

@@ -31,7 +31,7 @@ from flatout.remote.urls import is_url
 from flatout.signature import Argument, Option, checked
 
 Paths = list[str] | list[Path] | str | Path
-"""One or several, as strings or paths; the command line passes a list of strings."""
+"""One or several, as strings or paths. The command line passes a list of strings."""
 Sources = Annotated[
     Paths,
     Argument(

@@ -37,7 +37,7 @@ def profile(
 
     The steps are those of training, after warm-up and compilation, without evaluations and saves.
     The trace opens in Perfetto. The table shows kernels by class with their share, TFLOP/s and GB/s
-    against what this machine can do; memory is told apart at its peak. Nothing is saved but the
+    against what this machine can do. Memory is told apart at its peak. Nothing is saved but the
     profile.
 
     Raises: UsageError before anything is measured; OutOfMemory; RunFailed when the disk is full.

@@ -74,7 +74,7 @@ def tune(
 
     After `--` comes the command of any PyTorch training script, to make that faster without an
     edit: `flatout tune --patch faster.patch -- python train.py`. Its changes are applied from
-    outside, in trials that run in a copy of the current directory; `flatout list changes` shows
+    outside, in trials that run in a copy of the current directory. `flatout list changes` shows
     them, and `--only` selects some. In Python, `script` are the words of that command.
     """
     flags = {"patch": patch, "batch-flag": batch_flag, "accumulate-flag": accumulate_flag}

@@ -62,7 +62,7 @@ OPERATORS: dict[type[ast.operator], Any] = {
     ast.Div: operator.truediv,
     ast.FloorDiv: operator.floordiv,
 }
-"""Arithmetic that a Python file may contain; powers are omitted, since they can be very large."""
+"""Arithmetic that a Python file may contain. Powers are omitted, since they can be very large."""
 
 
 class Item(Stored):

@@ -108,11 +108,11 @@ class DataConfig(Section):
     mix: dict[str, float] | None = None
     """Several datasets prepared with one tokenizer, and the weight of each: {data/book: 3,
     data/code: 1} reads three sequences of the first for each sequence of the second. At any step of
-    the run the proportion is exact to less than one sequence; weights are rounded to multiples of
+    the run the proportion is exact to less than one sequence. Weights are rounded to multiples of
     1/65,536, which is the smallest share. Each dataset has its own epochs and its own score, and
     the validation loss is the mean of the scores with these weights."""
     tokenizer: str | None = None
-    """Tokenizer to prepare the text with, as `flatout prepare --tokenizer` takes it; `prepare
+    """Tokenizer to prepare the text with, as `flatout prepare --tokenizer` takes it. `prepare
     --recipe` reads it. Training uses that of the dataset."""
     cache: str | None = None
     """Directory for the copies of datasets at URLs. None means the cache directory: FLATOUT_CACHE,
@@ -405,7 +405,7 @@ class ParallelConfig(Section):
     """Processes that weights, gradients and optimizer state are sharded over (fully_shard)."""
     reshard: bool = True
     """Free the gathered weights of a block after its forward pass, and gather them again in
-    backward; false keeps them until then (ZeRO-2), which is faster and takes the memory of all of
+    backward. False keeps them until then (ZeRO-2), which is faster and takes the memory of all of
     them.
     """
     offload: Literal["none", "cpu"] = "none"

@@ -70,7 +70,7 @@ class ChatTemplate(Stored):
 
 
 def named_template(name: str, variables: dict[str, str]) -> ChatTemplate:
-    """Return the template of a name, chatml or plain, or of a file; `variables` are defaults.
+    """Return the template of a name, chatml or plain, or of a file. `variables` are defaults.
 
     A file is a Jinja template, a tokenizer_config.json, or the chat_template.json of a run.
 

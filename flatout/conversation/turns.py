@@ -46,7 +46,7 @@ _REPAIR = "Repair the row, or skip such rows with --on-bad-row skip."
 
 
 class BadConversation(DataError):
-    """A conversation cannot be used; `reason` is the short form under which it is counted."""
+    """A conversation cannot be used. `reason` is the short form under which it is counted."""
 
     def __init__(self, what: str, *, fix: str = _REPAIR, reason: str) -> None:
         super().__init__(what, fix=fix)

@@ -27,7 +27,7 @@ WATCHED = "watched"
 
 
 class RunLog:
-    """What a run directory recorded; `notes` lists what was damaged in the files that were read."""
+    """What a run directory recorded. `notes` lists what was damaged in the files that were read."""
 
     def __init__(self, path: Path, *, tail_bytes: int | None = None) -> None:
         """Read the lines of files whole, or only their last `tail_bytes`."""

@@ -87,7 +87,7 @@ class EigenstateConfig(LanguageModelConfig):
     embedding, which limits the sequence length).
     """
     max_seq_len: int | None = Field(None, ge=1)
-    """Learned positions of the model; sequences and prompts may be shorter. None means
+    """Learned positions of the model. Sequences and prompts may be shorter. None means
     data.seq_len.
     """
     tied_head: bool = True
@@ -520,7 +520,7 @@ class Memory(nn.Module):
     def eigenvalues(self, pace_BTK: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return logarithms of magnitudes, and angles.
 
-        The initial angles are spread over the whole circle; learned angles are relative to them, in
+        The initial angles are spread over the whole circle. Learned angles are relative to them, in
         units of the decay rate. If angles were learned in radians, one optimizer step would rotate
         old states by whole circles. An angle near zero would accumulate what all tokens have in
         common, and drown what distinguishes them.
@@ -592,7 +592,7 @@ class Groups:
     row: Tensor
     """The index of each row (B, 1)."""
     members: Tensor
-    """The tokens of each group (B, N, S); arbitrary tokens where there is no group."""
+    """The tokens of each group (B, N, S). Arbitrary tokens where there is no group."""
     document: Tensor
     """The document of each group (B, N), counted from 1 in its row; 0 where there is no group."""
     known: Tensor

@@ -120,7 +120,7 @@ class Decoder(ABC):
 
     @abstractmethod
     def scores_after(self, tokens_BT: Tensor) -> Tensor:
-        """Read tokens and return the logits after them; `num_tokens` does not count them yet.
+        """Read tokens and return the logits after them. `num_tokens` does not count them yet.
 
         Shapes:  tokens_BT (B, T) integers.
         Returns: logits_BV.

@@ -65,7 +65,7 @@ def reference(
 
     Shapes:  q_BHTC (B, H, T, C); k_BGSC, v_BGSC (B, G, S, C), G divides H, S >= T; doc_ids_BS (B,
              S) integers.
-    Returns: out_BHTC in the dtype of v; scores and softmax are fp32 (fp64 for fp64).
+    Returns: out_BHTC in the dtype of v. Scores and softmax are fp32 (fp64 for fp64).
     Units:   window counts keys, the query's own included.
     Cost:    4 B H T S C FLOP forward, twice that backward; B H T S scores are kept for backward.
     Raises:  ShapeError when the shapes do not match.

@@ -287,7 +287,7 @@ class _OverRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, *tuple[None, ...]]:
-        """Return both gradients, each of one matmul; `grad` is multiplied in fp32."""
+        """Return both gradients, each of one matmul. `grad` is multiplied in fp32."""
         hidden_ND, narrow_VD, grad_NV = ctx.saved_tensors
         grad_ND = grad_VD = None
         if ctx.needs_input_grad[0]:

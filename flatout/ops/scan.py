@@ -213,7 +213,7 @@ def _states(
     resets_BT: Tensor | None,
     chunk_size: int,
 ) -> Tensor:
-    """Return the states starting from zero, without a gradient; `resets_BT` are document starts."""
+    """Return the states starting from zero, without a gradient. `resets_BT` are document starts."""
     if log_decay.dim() > 1 or resets_BT is not None:
         return _in_parallel(log_decay, angle, drive_BT2K, resets_BT)
     return _in_chunks(log_decay.double(), angle.double(), drive_BT2K, chunk_size)
@@ -275,7 +275,7 @@ def _in_parallel(
 
     Each chunk then gets the state carried in from the chunks before it. Everything is computed in
     fp64: in a state that lasts ten thousand tokens, the rounding error of an eigenvalue counts ten
-    thousand times. At the start of a document the state is replaced by zero; multiplying it by zero
+    thousand times. At the start of a document the state is replaced by zero. Multiplying it by zero
     would keep a NaN.
     """
     tokens = drive_BT2K.shape[1]

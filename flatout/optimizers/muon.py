@@ -142,7 +142,7 @@ class Muon(LightOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every matrix that has a gradient; gradients are not changed."""
+        """Update every matrix that has a gradient. Gradients are not changed."""
         with torch.enable_grad():
             loss = None if closure is None else closure()
         for group in self.param_groups:

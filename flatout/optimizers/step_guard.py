@@ -86,7 +86,7 @@ class StepGuard:
 
     @torch.no_grad()
     def judge(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
-        """Count a step; return 1 if its update must be skipped, 0 otherwise.
+        """Count a step, and return 1 if its update must be skipped, 0 otherwise.
 
         Shapes: loss, grad_norm and the result are 0-D.
         """

@@ -38,7 +38,7 @@ OF_A_GPU = "cpu:gloo,cuda:nccl"
 CPU's way.
 """
 START_TIMEOUT_S = 600.0
-"""How long a process waits for the others to start; nodes of a cluster can start minutes apart."""
+"""How long a process waits for the others to start. Nodes of a cluster can start minutes apart."""
 REPORT_EVERY_S = 10.0
 TIMEOUT = timedelta(hours=6)
 """How long connected processes wait for each other: rank 0 may download a dataset or a checkpoint,

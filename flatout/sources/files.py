@@ -56,8 +56,8 @@ def files(
 ) -> list[ReadTask]:
     """Return the tasks of a file, a directory (searched recursively), a glob, or a URL of these.
 
-    Files are sorted. `include` lists patterns of other names to read; `encoding` is
-    the encoding of text that is not UTF-8; `chat` writes rows of chat data as text.
+    Files are sorted. `include` lists patterns of other names to read. `encoding` is
+    the encoding of text that is not UTF-8. `chat` writes rows of chat data as text.
 
     Raises: DataError with the nearest name when nothing is there; MissingPackage.
     """

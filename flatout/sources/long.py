@@ -85,7 +85,7 @@ _last_utf8 = ("", b"")
 
 
 def utf8(text: str, errors: str = "strict") -> bytes:
-    """Return the UTF-8 of a text; `errors` is what `str.encode` does about surrogates.
+    """Return the UTF-8 of a text. `errors` is what `str.encode` does about surrogates.
 
     The last result is kept: packing hashes, measures and tokenises one document after another.
     """

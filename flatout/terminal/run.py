@@ -377,7 +377,7 @@ class Epochs:
         self._rates: list[float] = []
 
     def line(self, record: Mapping[str, float]) -> str | None:
-        """Take a line of metrics.jsonl; return the line that is due about epochs, if any."""
+        """Take a line of metrics.jsonl, and return the line that is due about epochs, if any."""
         for name, values in (("train/loss", self._losses), ("perf/samples_per_s", self._rates)):
             values += [record[name]] if name in record else []
         epoch, first = int(record.get("train/epoch", self._epoch)), self._epoch + 1

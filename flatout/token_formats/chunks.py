@@ -94,7 +94,7 @@ def open_chunks(path: Path, reading: Reading) -> Tokens:
     metadata = _metadata(path / METADATA) if path.is_dir() else {}
 
     def check(what: str, found: int) -> None:
-        """Check a count against the one that the metadata states; ids may be padded there."""
+        """Check a count against the one that the metadata states. Ids may be padded there."""
         for key in STATED[what]:
             stated = metadata.get(key)
             if isinstance(stated, int) and stated != found and (what != "ids" or stated < found):

@@ -85,7 +85,7 @@ def early_stop_reason(run: Run) -> str | None:
 
 
 def summarise(run: Run, log: Log, evaluation: Evaluation | None) -> JsonObject:
-    """Return the run's results; anything not measured is None."""
+    """Return the run's results. Anything not measured is None."""
     wall_s = log.wall_s
     run.peak = best_peak(run, log)
     steady = log.steady_rates()

@@ -28,7 +28,7 @@ from flatout.training.warmup import compiled_speedups, warm_up
 class Attempt:
     """A context for work that may run out of memory, and leaves the run unchanged if it does.
 
-    Such an error does not leave the context if fewer rows can help; `rows` is then their number.
+    Such an error does not leave the context if fewer rows can help. `rows` is then their number.
     Raises: SmallerBatch in its place when there are other ranks.
     """
 

@@ -17,7 +17,7 @@ from flatout.training.step import StepDropped, train_step
 
 
 def fit(session: Session) -> Run:
-    """Train to run.last_step, until patience runs out, or until a stop; return the run.
+    """Train to run.last_step, until patience runs out, or until a stop, and return the run.
 
     A dropped step leaves the run unchanged and ends the loop. A dropped evaluation also ends it,
     and `run.evaluation_due` is then True: the next process starts with it.

@@ -78,7 +78,7 @@ def run_training(
     cache: Path | None = None,
     progress: Progress = SILENT,
 ) -> JsonObject:
-    """Train a configuration, or resume it in its run directory; return the run's summary.
+    """Train a configuration, or resume it in its run directory, and return the run's summary.
 
     `cache` contains measurements on this hardware, which `auto` uses; None means there are none.
     Raises: Stopped when a signal ended the run after a save; UsageError before anything was
@@ -322,7 +322,7 @@ def build_run(request: RunRequest, plan: RunPlan) -> Run:
 
 
 def restore(run: Run, plan: RunPlan, progress: Progress) -> list[str]:
-    """Load the planned checkpoint or initial weights; return the differences to report.
+    """Load the planned checkpoint or initial weights, and return the differences to report.
 
     Raises: CheckpointError when it does not fit, before anything is written.
     """

@@ -134,7 +134,7 @@ def plan_run(request: RunRequest) -> RunPlan:
 
 
 def _restore_lost(request: RunRequest, *, are_damaged: bool = False) -> bool:
-    """Restore the run from its mirror if that is needed and possible; return whether."""
+    """Restore the run from its mirror if that is needed and possible, and return whether."""
     with writing_run(request.folder):
         return restore_lost(
             request.folder,

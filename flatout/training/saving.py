@@ -1,4 +1,4 @@
-"""When a run saves its state, and the work around a save; `run.saver` does the saving."""
+"""When a run saves its state, and the work around a save. `run.saver` does the saving."""
 
 from __future__ import annotations
 

@@ -198,7 +198,7 @@ class _Feed:
         raise NotImplementedError
 
     def seek(self, position: int) -> None:
-        """Continue at another position; steps read ahead are dropped."""
+        """Continue at another position. Steps read ahead are dropped."""
         if position != self.position:
             self.close()
             self.position = position
@@ -268,7 +268,7 @@ class PrefetchFeed(_Feed):
             raise
 
     def close(self) -> None:
-        """Stop the background thread; reading again starts a new one at the same position."""
+        """Stop the background thread. Reading again starts a new one at the same position."""
         if self._ahead is not None:
             self._stop()
             self._ahead = None

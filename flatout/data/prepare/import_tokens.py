@@ -36,7 +36,7 @@ class ImportOptions:
     """How to read the tokens, and how to divide them."""
 
     tokenizer: str | None = None
-    """The tokenizer that made them; nanoGPT's meta.pkl may replace it."""
+    """The tokenizer that made them. NanoGPT's meta.pkl may replace it."""
     pattern: str | None = None
     """Regular expression that splits text, for an unknown .tiktoken file."""
     end_of_text: str | None = None

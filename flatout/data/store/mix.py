@@ -256,7 +256,7 @@ def whole_turns(mix: Mapping[str, float]) -> tuple[int, ...]:
 
 @cache
 def deal_turns(turns: tuple[int, ...]) -> Array:
-    """Return the dataset of each turn of the period; dataset k has turns[k] of them.
+    """Return the dataset of each turn of the period. Dataset k has turns[k] of them.
 
     After every turn each dataset is less than one turn from its share.
 

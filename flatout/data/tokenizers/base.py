@@ -132,7 +132,7 @@ class Tokenizer(ABC):
     def from_corpus(
         cls, argument: str, sample: Sample, train_on: BoundedSample, progress: Progress
     ) -> Tokenizer:
-        """Return the tokenizer that SPEC names; `argument` is the part of it after the colon."""
+        """Return the tokenizer that SPEC names. `argument` is the part of it after the colon."""
         raise NotImplementedError
 
     @classmethod
@@ -267,7 +267,7 @@ class Tokenizer(ABC):
 
     @final
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of `ids`; bytes that are not UTF-8 become U+FFFD."""
+        """Return the text of `ids`. Bytes that are not UTF-8 become U+FFFD."""
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
     def __reduce__(self) -> tuple[Callable[..., Tokenizer], tuple[object, ...]]:

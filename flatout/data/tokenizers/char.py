@@ -27,7 +27,7 @@ _CODE_POINTS = 0x110000
 
 
 class CharTokenizer(Tokenizer):
-    """One id per character, in the order of code points; end-of-text is last."""
+    """One id per character, in the order of code points. End-of-text is last."""
 
     kind: ClassVar[str] = "char"
     needs_corpus = True

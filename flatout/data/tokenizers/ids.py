@@ -1,4 +1,4 @@
-"""Ids without text: for tokens whose tokenizer is unknown; text is the numbers."""
+"""Ids without text: for tokens whose tokenizer is unknown. Text is the numbers."""
 
 from __future__ import annotations
 

@@ -186,7 +186,7 @@ def _whole(source: Source, name: str) -> Callable[[], Tensor]:
 
 
 def own_config(source: Source) -> JsonObject:
-    """Return the config.json of a model in flatout's own names; `model` has every key of it."""
+    """Return the config.json of a model in flatout's own names. `model` has every key of it."""
     stated = source.model.model_dump(mode="json", exclude=set(TRAINING_KEYS))
     keys = {"kind": source.config.model.kind} | stated
     shape: JsonObject = {}
@@ -223,7 +223,7 @@ def _wrapper(source: Source) -> Path:
 
 
 def write_tokenizer(source: Source, folder: Path, chat_template: str | None) -> list[str]:
-    """Write tokenizer.json and its settings, or flatout's own file; return the note about it."""
+    """Write tokenizer.json and its settings, or flatout's own file, and return a note on it."""
     try:
         document = tokenizer_json(source.tokenizer)
     except DataError as error:

@@ -123,7 +123,7 @@ def tokenizer_config(
     """Return the tokenizer_config.json beside a tokenizer.json.
 
     `token` is the end-of-text token, which also pads unless `named`, the special tokens by name,
-    has a different one; `max_tokens` are the positions of the model, None for any.
+    has a different one. `max_tokens` are the positions of the model, None for any.
     """
     result: JsonObject = {
         "tokenizer_class": TOKENIZER_CLASS,

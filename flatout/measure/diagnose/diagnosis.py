@@ -140,7 +140,7 @@ def rule(*, unless: tuple[str, ...] = ()) -> Callable[[Look], Rule]:
 
 
 def fix(text: str, gain: float | None = None, gain_from: str | None = None, **more: Any) -> Fix:
-    """Return a fix; `gain_from` counts only if there is a gain."""
+    """Return a fix. `gain_from` counts only if there is a gain."""
     return Fix(text=text, gain=gain, gain_from=None if gain is None else gain_from, **more)
 
 

@@ -1,6 +1,6 @@
 """What the files of a run directory show about where its time went. No torch.
 
-`metrics.jsonl` divides steps into data wait, host and device; `events.jsonl` has saves, skipped
+`metrics.jsonl` divides steps into data wait, host and device. `events.jsonl` has saves, skipped
 updates and compilations. Damaged lines, such as a kill leaves, are skipped, and a note reports
 them.
 """
@@ -206,7 +206,7 @@ def _other_processes(records: Records, events: Events) -> HostFacts:
 
 
 def _failure(folder: Path, events: Events, records: Records) -> Failure | None:
-    """Return why the run ended, if it failed; records omit a loss that is not a number."""
+    """Return why the run ended, if it failed. Records omit a loss that is not a number."""
     if layout.read_exit_code(folder) != FAILED:
         return None
     is_lost = bool(records) and "train/loss" not in records[-1]

@@ -2,7 +2,7 @@
 
 The ablation starts at the plain `Recipe()`, with a typical hand-written micro-batch
 (`recipe.rows_people_write`), and adds one speedup at a time up to the full set, which is the one
-that `train` would use; `micro-batch` is one of them. Then each speedup is removed from the full set
+that `train` would use. `micro-batch` is one of them. Then each speedup is removed from the full set
 (leave one out), and each one that `auto` leaves off but that can run here is added to it (add one).
 A sweep measures the full set at several values of a setting.
 """

@@ -102,7 +102,7 @@ class Trial(Stored):
     point: str
     """The set of speedups, the value of a sweep, or the setting."""
     round: int
-    """Counted from 0; points are compared within rounds."""
+    """Counted from 0. Points are compared within rounds."""
     seed: int
     """train.seed, the same for all points of a round."""
     result: TrialResult
@@ -206,7 +206,7 @@ class Choice(Row):
     part: str
     """batch, checkpointing, speedups or prefetch."""
     leaves_out: bool
-    """Whether it leaves the speedup out; `gain` is that of leaving it out."""
+    """Whether it leaves the speedup out. `gain` is that of leaving it out."""
     taken: bool
     """Whether tuned.yaml has it."""
 

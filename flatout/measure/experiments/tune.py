@@ -63,11 +63,11 @@ ROUNDS, COMBINED_ROUNDS, CONFIRM_ROUNDS = 5, 3, 3
 """Most measurements of a move beside the start, of a winner on top of the other winners, and of the
 best setting beside the start in the end."""
 LEAST_GAIN = 1.005
-"""A move is repeated and tried with others from this ratio on; less is not worth a change."""
+"""A move is repeated and tried with others from this ratio on. Less is not worth a change."""
 SCREEN_SHARE, RACE_SHARE = 0.6, 0.8
 """Shares of the time after which no further move is measured first, and none is repeated."""
 DATA_WAIT = 0.01
-"""Share of a step; reading ahead is tuned where waiting for data takes more."""
+"""Share of a step. Reading ahead is tuned where waiting for data takes more."""
 
 
 def run_tune(
@@ -84,7 +84,7 @@ def run_tune(
 ) -> Tuning:
     """Search, write the recipe to `out`, and return what was found.
 
-    Gains of speedups are also kept in `cache`, unless that is None; `auto` then uses them.
+    Gains of speedups are also kept in `cache`, unless that is None. `auto` then uses them.
     Raises: UsageError before anything is measured; RunFailed when no setting gives results;
             Interrupted when a signal arrives before that.
     """

@@ -208,7 +208,7 @@ def predicted(
 def meshes(requested: RunConfig, target: Target, runs: Sequence[PastRun]) -> list[MeshChoice]:
     """Return arrangements of several processes, the fastest that fit first, unless one is set.
 
-    Weights are sharded over none, a machine or all GPUs; rows are shared where they are long,
+    Weights are sharded over none, a machine or all GPUs. Rows are shared where they are long,
     layers inside a machine.
     """
     if target.world_size == 1 or requested.parallel != ParallelConfig():
@@ -401,7 +401,7 @@ def memory_at_peak(memory: MemoryPrediction, capacity: Capacity | None) -> dict[
 
 @dataclass(frozen=True)
 class Target:
-    """The machine and the data that a run is planned for; neither needs to be here."""
+    """The machine and the data that a run is planned for. Neither needs to be here."""
 
     machine: Machine
     device: str

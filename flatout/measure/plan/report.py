@@ -85,7 +85,7 @@ class MeshChoice(Stored):
 
 
 class Plan(Result):
-    """What a run will need; unknown numbers are null."""
+    """What a run will need. Unknown numbers are null."""
 
     recipe: str
     """Name of the recipe."""
@@ -107,8 +107,8 @@ class Plan(Result):
     """The predicted peak of one device in GiB, by part.
 
     weights, gradients, optimizer, activations, logits, workspace and the correction by earlier runs
-    add up to `allocated`; `reserved` is what the allocator holds for it, `context` what the process
-    needs besides, `total` is their sum; `available` is what the device has, `host` what is in the
+    add up to `allocated`. `reserved` is what the allocator holds for it, `context` what the process
+    needs besides, `total` is their sum. `available` is what the device has, `host` what is in the
     memory of the machine instead. null for a model that cannot be traced."""
     memory_from: str | None
     """How the memory was predicted."""

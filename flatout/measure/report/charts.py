@@ -241,7 +241,7 @@ def described(event: Mapping[str, Any]) -> str:
 
 
 def _details(event: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the fields of an event that have a value; `end` repeats the summary and has none."""
+    """Yield the fields of an event that have a value. `end` repeats the summary and has none."""
     if event.get("event") == "end":
         return
     for name, value in event.items():

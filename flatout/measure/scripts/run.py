@@ -147,7 +147,7 @@ def diagnose_script(
     as_json: bool = False,
     progress: Progress = SILENT,
 ) -> tuple[Diagnosis, int | None]:
-    """Measure a training script without an edit; return the findings and its exit code.
+    """Measure a training script without an edit, and return the findings and its exit code.
 
     The code is None for a script that was ended.
 

@@ -81,7 +81,7 @@ class Scratch:
                 )
 
     def _place(self, name: Path | str) -> int:
-        """Copy a file, or link what is large or leads elsewhere; return the copied bytes."""
+        """Copy a file, or link what is large or leads elsewhere, and return the copied bytes."""
         original, own = self.source / name, self.path / name
         size = original.lstat().st_size
         if size > LARGE_BYTES or original.is_symlink() or original.is_dir():

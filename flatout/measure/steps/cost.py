@@ -1,6 +1,6 @@
 """Counts the FLOPs and bytes of an operation from the shapes that the profiler recorded. No torch.
 
-FLOPs are counted for matmuls and attention; causal attention counts only the pairs of
+FLOPs are counted for matmuls and attention. Causal attention counts only the pairs of
 tokens that it needs. Bytes are a lower bound: each argument is read once, and
 each result is written once. What has no formula here is None, unknown.
 """

@@ -412,7 +412,7 @@ class Evidence(Stored):
     failure: Failure | None = None
     """Why there are no numbers, or why the run ended."""
     remaining_s: float | None = None
-    """Seconds that the run has left; gains are weighed against them."""
+    """Seconds that the run has left. Gains are weighed against them."""
     machine_lines: tuple[tuple[str, str], ...] = ()
     """What was found on the machine when no run was asked for, as a name and a text."""
     notes: tuple[str, ...] = ()

@@ -90,7 +90,7 @@ def compute_on_cpu(trace: Trace, compute_s: float) -> dict[str, float]:
 def step_on_gpu(trace: Trace, step_s: float, host: Mapping[str, float]) -> dict[str, float]:
     """Divide a step by the GPU's kernels, and the time at which it idles by the host's phases.
 
-    The device's time comes from the recorded steps, the step's from ordinary ones; `host` has the
+    The device's time comes from the recorded steps, the step's from ordinary ones. `host` has the
     seconds of the host's phases in an average step.
     """
     by_kind = {row.kind: row.seconds for row in trace.table()}

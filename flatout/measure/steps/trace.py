@@ -237,7 +237,7 @@ def _rate(amounts: list[tuple[float, int | None]], unit: float) -> float | None:
 
 @contextmanager
 def profiling(device: str, **options: Any) -> Iterator[profile]:
-    """Record the operations inside the block; `options` are those of `torch.profiler.profile`."""
+    """Record the operations inside the block. `options` are those of `torch.profiler.profile`."""
     activities = [ProfilerActivity.CPU]
     if device.startswith("cuda"):
         activities.append(ProfilerActivity.CUDA)

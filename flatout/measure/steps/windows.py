@@ -139,7 +139,7 @@ class Windows(ABC):
         return not is_over
 
     def end_step(self) -> bool:
-        """End the current step without starting another; return whether there was one."""
+        """End the current step without starting another, and return whether there was one."""
         if self._since_s is None:
             return False
         seconds = time.perf_counter() - self._since_s
@@ -268,7 +268,7 @@ class Windows(ABC):
     def _recorded(
         self, steps: int, *, longest_s: float = MAX_TRACED_S, **options: Any
     ) -> Iterator[None]:
-        """Record the operations of some steps; `options` are the profiler's."""
+        """Record the operations of some steps. `options` are the profiler's."""
         if self.step_s > longest_s:
             self.notes.append(f"A step takes {self.step_s:.0f} s: operations were not recorded.")
             return
@@ -354,7 +354,7 @@ def threads(number: int) -> Iterator[None]:
 
 @contextmanager
 def giving_way(stack: ExitStack) -> Iterator[list[object]]:
-    """Close `stack`, which records, when another profiler starts; return a list of those."""
+    """Close `stack`, which records, when another profiler starts, and return a list of those."""
     others: list[object] = []
 
     def watched(plain: Callable[..., Any]) -> Callable[..., Any]:

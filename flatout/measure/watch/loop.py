@@ -221,7 +221,7 @@ class LoopTimer:
         )
 
     def close(self) -> bool:
-        """Remove all hooks and measure no longer; return whether a step has been watched."""
+        """Remove all hooks and measure no longer, and return whether a step has been watched."""
         was_on = self.windows is not None and not self._is_off
         self._stop()
         self._is_off = True
@@ -279,7 +279,7 @@ class LoopTimer:
 
     @safe
     def begin_step(self) -> None:
-        """Start a step; steps inside a step are part of it."""
+        """Start a step. Steps inside a step are part of it."""
         windows = self._started()
         if windows is None:
             return
@@ -310,7 +310,7 @@ class LoopTimer:
 
     @safe
     def begin_wait(self, *, starts_step: bool = True) -> bool:
-        """Start waiting for a batch, or for a loader that opens; return whether it is timed."""
+        """Start waiting for a batch, or for a loader that opens, and return whether it is timed."""
         windows = self._started()
         if windows is None or not self._hooks.starts("data_wait"):
             return False

@@ -1,7 +1,7 @@
 """The checkpoints of a run: which exist, are complete, and stay. No torch: listing is fast.
 
 A checkpoint is a directory `step-N`. Directories being written or deleted have `.tmp-` in their
-names, those from an abandoned branch of the run have `.aside-`; neither counts as a checkpoint.
+names, those from an abandoned branch of the run have `.aside-`. Neither counts as a checkpoint.
 The functions take the run directory, and find its checkpoints in `location.checkpoints_folder`.
 """
 

@@ -167,7 +167,7 @@ def _copy(pairs: list[tuple[Tensor, Tensor]]) -> None:
 
 
 def _pin(block: Tensor, device: torch.device) -> bool:
-    """Pin the block through the driver and return whether it did; unpinned copies are only slower.
+    """Pin the block through the driver and return whether it did. Unpinned copies are only slower.
 
     torch's own allocator rounds sizes up to a power of two, which would take up to twice the
     memory.

@@ -172,7 +172,7 @@ def _differences(run: Run, state: JsonObject, environment: JsonObject | None) ->
 
 
 def _forget_best(run: Run, state: JsonObject, environment: JsonObject) -> list[str]:
-    """Reset the best loss if it was measured on other validation tokens; return the message."""
+    """Reset the best loss if it was measured on other validation tokens, and return the message."""
     before, here = state["environment"].get("validation"), environment.get("validation")
     if run.best_step is None or before is None or here is None or before == here:
         return []

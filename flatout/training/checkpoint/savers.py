@@ -308,7 +308,7 @@ class Saver:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One rank's share of a run's state at one step; writing it does not read the run."""
+    """One rank's share of a run's state at one step. Writing it does not read the run."""
 
     rank: int
     world_size: int

@@ -88,7 +88,7 @@ class Shift:
         """When the change that is not over began."""
 
     def see(self, step: int, value: float) -> Change | None:
-        """Take the next value; return a change that begins or is over with it."""
+        """Take the next value, and return a change that begins or is over with it."""
         if len(self._recent) == RECENT and self._since is None:
             self._learn(self._recent[0].value, self._together())
         self._recent.append(_Point(step, value * self._direction))
@@ -158,7 +158,7 @@ class Creep:
         """The size of the blocks in which a creep that is not over was found."""
 
     def see(self, step: int, value: float) -> Change | None:
-        """Take the next value; return a creep that begins or is over with it."""
+        """Take the next value, and return a creep that begins or is over with it."""
         if self._left_to_skip:
             self._left_to_skip -= 1
             return None
@@ -226,7 +226,7 @@ class Spike:
         """When the spike that is not over began."""
 
     def see(self, step: int, loss: float, grad_norm: float | None) -> Change | None:
-        """Take the next loss; return a spike that begins or is over with it."""
+        """Take the next loss, and return a spike that begins or is over with it."""
         if self._since is not None:
             height = max(SPIKE_OVER * self._spread, MIN_SPIKE / 2 * abs(self._trend))
             self._calm = self._calm + 1 if loss <= self._trend + height else 0

@@ -32,7 +32,7 @@ Outcome = Literal["finished", "stopped", "failed"]
 Report = Callable[..., object]
 """`Log.event`: the kind of an event, and its fields."""
 WAIT_S: Mapping[Outcome, float] = {"finished": 60.0, "stopped": 10.0, "failed": 10.0}
-"""How long the end of a run waits for a remote logger; whoever stops a run is in a hurry."""
+"""How long the end of a run waits for a remote logger. Whoever stops a run is in a hurry."""
 OBSERVER_METHODS = ("on_start", "on_tick", "on_record", "on_event", "on_end")
 
 

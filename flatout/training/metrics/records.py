@@ -40,7 +40,7 @@ class Lines:
         self._descriptor: int | None = None
 
     def append(self, line: Mapping[str, object]) -> bytes:
-        """Append one line, or keep it until the disk accepts it; return its bytes.
+        """Append one line, or keep it until the disk accepts it, and return its bytes.
 
         Raises: CheckpointError when the file is a link.
         """
@@ -135,7 +135,7 @@ def forget_events(run_folder: Path, step: int, *, at_end: bool) -> None:
 
 
 def _keep(path: Path, stays: Callable[[JsonObject], bool]) -> list[str]:
-    """Remove the damaged lines and those that do not stay from a file; return the others."""
+    """Remove the damaged lines and those that do not stay from a file, and return the others."""
     if not path.exists():
         return []
     with os.fdopen(open_own(path, os.O_RDONLY), encoding="utf-8", errors="replace") as file:

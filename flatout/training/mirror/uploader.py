@@ -132,7 +132,7 @@ class Uploader(Quiet):
         self._record = record
 
     def start(self, report: Report) -> None:
-        """Start the thread; `report` is called in this one."""
+        """Start the thread. `report` is called in this one."""
         self._report = report
         self._thread.start()
 

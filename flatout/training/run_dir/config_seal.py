@@ -1,7 +1,7 @@
 """Detects edits of config.yaml: its first line is a digest, and a copy shows what was changed.
 
 The digest is in the file itself, so that a kill cannot separate the two, and at its beginning, so
-that a file that was cut short has it too. The copy has the same text, digest included; asked.yaml
+that a file that was cut short has it too. The copy has the same text, digest included. Asked.yaml
 has a digest and no copy. No torch.
 """
 

@@ -126,7 +126,7 @@ def write_requested(folder: Path, requested: RunConfig) -> None:
 
 
 def trusted_config(folder: Path, *, trust_code: bool = False) -> RunConfig | None:
-    """Return the resolved configuration of a run for use; any code it names must be trusted.
+    """Return the resolved configuration of a run for use. Any code it names must be trusted.
 
     None when the directory contains no run. flatout/trust.py decides what is trusted.
     Raises: UntrustedCode; ConfigError when the model in it was changed after the run had started.

@@ -58,7 +58,7 @@ FREE_KEYS = (
 except for the last bits of sums. Some decide when the run ends, or whether it goes back.
 """
 LENGTH_KEYS = ("train.steps", "train.tokens", "train.epochs")
-"""One of them sets the length of a run; `lengthen` decides when it may grow."""
+"""One of them sets the length of a run. `lengthen` decides when it may grow."""
 NAMELESS_KEYS = (*FREE_KEYS, "checkpoint.dir")
 """Prefixes of the keys that do not affect a run's name."""
 UNSEALED_KEYS = (*NAMELESS_KEYS, "data.path")
@@ -160,7 +160,7 @@ def continued(
 ) -> RunConfig:
     """Return `stored` with the free keys, data paths and micro-batch of `requested`.
 
-    `first` is the request that the run started with, if it is known; `place` is where the run is,
+    `first` is the request that the run started with, if it is known. `place` is where the run is,
     a path or a URL, and `sent_by` the end of that sentence.
     Raises: ConfigError, with `fix`, that names each key that contradicts the run and both values.
     """
@@ -230,8 +230,8 @@ def read_origin(folder: Path) -> Origin | None:
 def resume_from(folder: Path, resume: str = "auto", *, progress: Progress = SILENT) -> Path | None:
     """Return the checkpoint to resume from, or None to start; call it only under the lock.
 
-    `auto` resumes from the newest complete checkpoint of this run, or starts when it has none;
-    `never` starts, and rejects a directory that is not empty; anything else is a checkpoint or a
+    `auto` resumes from the newest complete checkpoint of this run, or starts when it has none.
+    `never` starts, and rejects a directory that is not empty. Anything else is a checkpoint or a
     run directory to resume from. A checkpoint of another run is stored as this run's origin, and
     checkpoints that are here are set aside: the same call, or `auto`, then resumes from the newest
     checkpoint saved since, or else from the origin. The leftovers of killed saves are deleted.

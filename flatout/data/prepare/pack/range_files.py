@@ -32,7 +32,7 @@ from flatout.sources import FIRST_NAMED, BadRow
 def count_skipped(
     skipped: list[SkippedRows], reason: str, locations: Sequence[StoredLocation], count: int = 1
 ) -> None:
-    """Count rows in `skipped`, which has one entry per reason; `locations` are of the first."""
+    """Count rows in `skipped`, which has one entry per reason. `locations` are of the first."""
     for rows in skipped:
         if rows.reason == reason:
             rows.count += count

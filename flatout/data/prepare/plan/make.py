@@ -46,7 +46,7 @@ from flatout.progress import SILENT, Progress, readable_size
 from flatout.sources import BadRow, Document, LeftOut, ReadTask
 
 SHARD_BYTES = 128 * 1024 * 1024
-"""Size of a shard; joining needs this much space besides the tokens."""
+"""Size of a shard. Joining needs this much space besides the tokens."""
 TEXT_BYTES_PER_TOKEN = 3.0
 """Cautious estimate for subword tokenizers: most text has more bytes per token."""
 RANGE_BYTES = 8 << 20
@@ -240,7 +240,7 @@ def make_plan(corpus: Corpus, options: Options, progress: Progress = SILENT) -> 
 def _items(
     tasks: Sequence[ReadTask], assignment: Assignment, documents: Iterable[int], number: int
 ) -> list[WorkItem]:
-    """Return items of about `RANGE_BYTES`, numbered from `number`; `documents` are of each task.
+    """Return items of about `RANGE_BYTES`, numbered from `number`. `documents` are of each task.
 
     A task of unknown size is an item by itself.
     """
