@@ -227,7 +227,7 @@ def _remove(
     if is_locked(folder):
         raise CheckpointError(
             f"{folder} is in use: its checkpoints change while it trains.",
-            fix="Wait until it has finished, or stop it: its own command resumes it. "
+            fix="Wait until it finishes, or stop it: its own command resumes it. "
             "checkpoint.keep sets which ones a run keeps by itself.",
         )
     require_own_folder(folder)

@@ -79,7 +79,7 @@ def diagnose(
     ] = None,
     overrides: Overrides = None,
     fix: Annotated[
-        bool, Option("Try the best fixes, measure again, and write a recipe with one that holds.")
+        bool, Option("Try the best fixes, measure again, and write a recipe with a fix that helps.")
     ] = False,
     seconds: Annotated[
         float, Option("Seconds of ordinary steps to measure.", min=0.1)
@@ -89,10 +89,10 @@ def diagnose(
         Option("File for the recipe that --fix writes (default: NAME-fixed.yaml)."),
     ] = None,
     steps: Annotated[
-        int | None, Option("Of a script: steps to measure, in place of --seconds.", min=1)
+        int | None, Option("Of a script: steps to measure, instead of --seconds.", min=1)
     ] = None,
     to_the_end: Annotated[
-        bool, Option("Of a script: let it run on after it was measured.")
+        bool, Option("Of a script: let it run to its end after the measurement.")
     ] = False,
     *,
     script: Sequence[str] = (),
@@ -160,7 +160,7 @@ def diagnose(
     tried = try_fixes(evidence, found, measure, progress=progress) if fix else []
     kept = next((outcome for outcome in tried if outcome.kept), None)
     if fix and kept is None:
-        progress.say(f"No fix holds here, so {written} is not written.")
+        progress.say(f"No fix helps here, so {written} is not written.")
     if kept is not None:
         write_recipe(written, applied(config, kept.overrides), tried)
     return DiagnoseResult(

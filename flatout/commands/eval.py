@@ -266,7 +266,7 @@ def _require_fitting(excluded: Mapping[str, object], *, has_tasks: bool) -> None
                 f"--tasks and {option} exclude each other."
                 if has_tasks
                 else f"{option} is for the questions of --tasks.",
-                fix=f"Remove {option}. --limit bounds the questions of a task."
+                fix=f"Remove {option}. --limit limits the questions of a task."
                 if has_tasks
                 else f"Remove {option}, or add --tasks.",
             )

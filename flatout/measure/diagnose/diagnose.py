@@ -123,7 +123,7 @@ def measure_apart(
         return found[1]
     kind: Literal["hang", "killed", "error"] = "error"
     if ended.timed_out:
-        kind, message = "hang", "The run had not ended in time."
+        kind, message = "hang", "The run did not end in time."
     elif ended.signal == "SIGKILL":
         kind = "killed"
         message = "The process was killed by SIGKILL: the usual cause is too little memory."

@@ -380,7 +380,7 @@ HALF = 0.5
 def _healthy(evidence: Evidence) -> str:
     """Return in one line that nothing was found, and how well the steps use the device."""
     if evidence.step_s is None:
-        return "Nothing stands in the way of this run."
+        return "Nothing keeps this run from starting."
     shares = evidence.phase_shares()
     work = sum(shares.get(name, 0.0) for name in WORK)
     parts = [f"{work:.0%} of each step is computation"] if work else []

@@ -116,7 +116,7 @@ def compare(
         logs.append(math.log(new / old))
     low, gain, high = (math.exp(value) for value in mean_of(logs))
     kept = low > 1
-    verdict = "kept." if kept else "not kept, it may be no gain."
+    verdict = "kept." if kept else "not kept: it may not be a gain."
     return {
         "kept": kept,
         "gain": gain,

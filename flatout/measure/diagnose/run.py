@@ -69,7 +69,7 @@ def collect(request: str, answer: Answer) -> None:
     def report_hang() -> None:
         if done.wait(spec.limit_s):
             return
-        message = f"The run had not ended after {spec.limit_s:.0f} s."
+        message = f"The run did not end within {spec.limit_s:.0f} s."
         site = site_at(user_line(read_stacks().get(thread, ())))
         failure = Failure(kind="hang", message=message, site=site)
         known = {"source": "measured run", "failure": failure}

@@ -72,7 +72,7 @@ def run_trial(spec: TrialSpec, timeout_s: float, *, command: Sequence[str] = ())
         f"{ended.last_words}"
     )
     if ended.timed_out:
-        status, reason = "timed-out", f"It had not ended after {timeout_s:.0f} s."
+        status, reason = "timed-out", f"It did not end within {timeout_s:.0f} s."
     elif ended.signal is not None:
         why = ": the usual cause is too little memory" * (ended.signal == "SIGKILL")
         reason = f"The process was killed by {ended.signal}{why}."
