@@ -8,10 +8,10 @@ on random tokens, uncompiled, alternating `speedups=auto,-async-checkpoints`,
 event of each save states how long the loop was blocked and when the checkpoint was complete. The
 first save is reported separately, the last one, for which the run waits, is not counted. An
 asynchronous save uses memory reserved before the first step, a separate column. Results are
-medians over all saves; the ratio is that of the medians per repeat. To resume, `flatout train`
+medians over all saves. The ratio is that of the medians per repeat. To resume, `flatout train`
 starts in a new process on a run that was killed after a save, until the record of its first step,
 whose own time is subtracted. The mirror is an S3 server on this machine if moto and s3fs are
-installed, else a directory; its cost is the difference in tokens/s, saves aside. A resume from the
+installed, else a directory. Its cost is the difference in tokens/s, saves aside. A resume from the
 mirror starts without the run directory; since moto copies a whole file for every range of it, one
 from a directory as mirror is timed too. Writes benchmarks/results/checkpoints.json and .md.
 """

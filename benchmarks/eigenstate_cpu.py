@@ -40,7 +40,7 @@ Evaluate = Callable[[], tuple[float, Tensor]]
 
 @dataclass(frozen=True)
 class Comparison:
-    """Variants of one computation; the first is the baseline."""
+    """Variants of one computation. The first is the baseline."""
 
     name: str
     title: str

@@ -2,7 +2,7 @@
 
     # everything; the same command continues after an interruption
     python benchmarks/gpu.py --out results --nanogpt path/to/nanoGPT
-    # where a command may take ten minutes at most, and starts with an empty folder
+    # where a command may take ten minutes at most, and starts with an empty directory
     python benchmarks/gpu.py --out "$OUT" --minutes 9.5 --earlier results/results.jsonl
     # check on a CPU, at toy shapes, that every step runs
     python benchmarks/gpu.py --out FOLDER --tiny
@@ -132,7 +132,7 @@ def main(words: Sequence[str] | None = None) -> None:
     for path in filter(None, (given.earlier, results)):
         if path.exists():  # a last line that a killed command left torn is dropped
             rows |= {row["step"]: row for row in read_lines(path)}
-    write_rows(results, rows.values())  # so that this folder alone is enough to continue
+    write_rows(results, rows.values())  # so that this directory alone is enough to continue
     versions = {"torch": version("torch"), "commit": given.commit or facts()["commit"]}
     end_s, has_gpu = began_s + 60 * (given.minutes or math.inf), bool(probe().gpus)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no step is left running
@@ -145,7 +145,7 @@ def main(words: Sequence[str] | None = None) -> None:
         if not given.tiny and not has_gpu:
             row |= skipped("There is no NVIDIA GPU; --tiny uses the CPU.")
         elif step.words[1:2] == ("nanogpt",) and given.nanogpt is None:
-            row |= skipped("Give nanoGPT's folder with --nanogpt.")
+            row |= skipped("Give nanoGPT's directory with --nanogpt.")
         elif left_s < (0 if given.tiny else NEEDED * min(step.seconds, LONGEST_S)):
             print(f"{name}: no time left.", file=sys.stderr)
             continue
@@ -167,12 +167,12 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    made.add_argument("--out", type=Path, help="folder of the results: three files")
+    made.add_argument("--out", type=Path, help="directory of the results: three files")
     made.add_argument("--minutes", type=float, help="start no step that would end later")
     made.add_argument("--only", default="*", help="names of steps, with * and ?, and commas")
     made.add_argument("--again", default="", help="names of steps to run again")
     made.add_argument("--earlier", type=Path, help="results.jsonl of an earlier command")
-    made.add_argument("--nanogpt", type=Path, help="a folder with nanoGPT's model.py")
+    made.add_argument("--nanogpt", type=Path, help="a directory with nanoGPT's model.py")
     made.add_argument("--commit", help="commit to record if there is no repository")
     made.add_argument("--tiny", action="store_true", help="toy shapes on the CPU")
     made.add_argument("--list", action="store_true", help="print the steps")
@@ -198,7 +198,7 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]], mode: str = "w") -
 
 
 def run(name: str, step: Step, given: argparse.Namespace, left_s: float) -> dict[str, Any]:
-    """Run a step in a separate process, and return its outcome; its output goes to the log."""
+    """Run a step in a separate process, and return its outcome. Its output goes to the log."""
     limit_s = max(MOST * step.seconds, LEAST_LIMIT_S)
     log = given.out / "output.txt"
     began_s = time.monotonic()

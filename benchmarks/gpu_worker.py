@@ -105,7 +105,7 @@ def environment() -> dict[str, Any]:
 
 
 def tests(which: str) -> dict[str, Any]:
-    """Run GPU tests and return the number of each outcome; what failed is in the log."""
+    """Run GPU tests and return the number of each outcome. What failed is in the log."""
     marker = "gpu_essential" if which == "--essential" else "gpu"
     files = [
         str(path.relative_to(ROOT))

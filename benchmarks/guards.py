@@ -2,12 +2,12 @@
 
     OMP_NUM_THREADS=1 PYTHONPATH=. python benchmarks/guards.py
 
-The guards: a step with bad results, spikes included, is skipped and reported; a copy of the random
-generators lets a step that runs out of memory, or that a signal drops, start again; the watchdog
+The guards: a step with bad results, spikes included, is skipped and reported. A copy of the random
+generators lets a step that runs out of memory, or that a signal drops, start again. The watchdog
 counts the work done; alarms watch every record. A run of the recipe `shakespeare-char` takes steps
 with all of them and with none in turns, in random order within each pair; pairs of two steps
 without show the noise. As that is larger than the cost, the calls that each guard adds to a step
-are also timed by themselves, thousands of times; the share is that of these calls in the median
+are also timed by themselves, thousands of times. The share is that of these calls in the median
 step. Results are CPU time of the process, on one core. Writes benchmarks/results/guards.json and
 .md. Ends after `--minutes` and the calls.
 """

@@ -4,7 +4,7 @@
 
 Each case builds a run of one model, takes three steps while torch's profiler records the CPU
 allocator (weights, optimizer state and scratch space count), and saves a checkpoint. Then all cases
-take steps in turns; their time is that of the processor, with one thread, so that other processes
+take steps in turns. Their time is that of the processor, with one thread, so that other processes
 hardly matter. Weights are random: they do not affect any of these results.
 Writes benchmarks/results/lora.json and .md. It takes about a minute on two cores.
 """

@@ -24,7 +24,7 @@ Found = TypeVar("Found")
 def parser(about: str | None, **options: float | str | Sequence[int]) -> argparse.ArgumentParser:
     """Return the parser of a benchmark's command line, whose help is its docstring, `about`.
 
-    Each of `options` becomes an option with that default; a list takes several numbers.
+    Each of `options` becomes an option with that default. A list takes several numbers.
     """
     made = argparse.ArgumentParser(
         description=about, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -6,7 +6,7 @@
 Makes a directory of at least 150 MB of JSONL from copies of the rows, and converts it to packed
 tokens with every tool in benchmarks/prepare_ways.py, alternating: fresh processes, fresh
 directories, 2 workers, timed from the start of Python to its end. `--peers` names the Python of an
-environment with `datasets tiktoken datatrove litdata tokenizers`; nothing is installed, and missing
+environment with `datasets tiktoken datatrove litdata tokenizers`. Nothing is installed, and missing
 packages are reported. A first pass, which fills the page cache, is dropped. Then a feed reads
 sequences of the result in one thread, with and without tokenising each sequence's text in the step.
 Writes benchmarks/results/prepare.json and .md.

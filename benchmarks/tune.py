@@ -6,7 +6,7 @@ The grid measures every micro-batch with every checkpointing policy, with and wi
 attention and fused AdamW, once. tune then gets a fifth of that time, twice: from what `auto`
 chooses, and from a recipe that states one row. In the end, the best two settings of the grid and
 what tune found are measured again, in alternation. Writes benchmarks/results/tune.json and .md.
-Every trial is written to tune-trials.jsonl as soon as it ends; after an interruption, the same
+Every trial is written to tune-trials.jsonl as soon as it ends. After an interruption, the same
 command continues from there. Takes about half an hour on 2 cores.
 """
 

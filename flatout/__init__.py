@@ -3,7 +3,7 @@
 Every command is a function here (`flatout.prepare`, `flatout.train`, `flatout.evaluate`, ...),
 together with the base classes for your own models, sources and observers, and `flatout.watch` for
 your own training loops. Names are loaded on first use, so `import flatout` never imports torch. In
-a notebook the functions show their progress in the cell; elsewhere they are silent unless
+a notebook the functions show their progress in the cell. Elsewhere they are silent unless
 `progress` and `observers` are passed.
 """
 

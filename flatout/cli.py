@@ -61,7 +61,7 @@ NO_MEMORY = re.compile(
 OTHER_RANKS_WAIT_S = 3.0
 """Seconds that other ranks hold back a usage error, and twice that all but the first of a machine.
 
-Rank 0 usually has the same error; when it exits, torchrun ends the others of its machine. An
+Rank 0 usually has the same error. When it exits, torchrun ends the others of its machine. An
 error on one rank alone is still reported."""
 HELP = """\
 Usage: flatout COMMAND [ARGUMENTS] [section.key=value ...]
@@ -95,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def execute(words: list[str]) -> int:
-    """Run the program and return its exit code; a `FlatoutError` is printed without traceback."""
+    """Run the program and return its exit code. A `FlatoutError` is printed without traceback."""
     as_json = "--json" in words
     if words[:1] == ["--json"] and len(words) > 1:  # it belongs to the command, if there is one
         words = [words[1], words[0], *words[2:]]
@@ -284,7 +284,7 @@ def refuse_undecodable(words: list[str]) -> None:
     if encoding == "utf-8":
         raise ConfigError(
             f"{shown} is not UTF-8.",
-            fix="Write it in UTF-8; if it is a file name, rename the file.",
+            fix="Write it in UTF-8. If it is a file name, rename the file.",
         )
     raise ConfigError(
         f"{shown} cannot be decoded: the locale's encoding is {encoding}.",
@@ -320,7 +320,7 @@ class _TorchFinder:
 def _python_parameters(
     command: Command, terminal: Terminal, is_main: bool, as_json: bool, verbose: bool
 ) -> dict[str, Any]:
-    """Return the values of a command's Python-only parameters; other ranks are silent."""
+    """Return the values of a command's Python-only parameters. Other ranks are silent."""
     from flatout.terminal import RunReport
 
     stream = sys.stderr if as_json else sys.stdout

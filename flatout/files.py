@@ -24,15 +24,15 @@ from flatout.errors import CheckpointError, DataError, RunFailed, in_shell
 from flatout.recognised import open_regular, require_local
 
 BLOCK_BYTES = 4 * 1024 * 1024
-"""Each block of this size has its own CRC-32; the last block of a file may be shorter."""
+"""Each block of this size has its own CRC-32. The last block of a file may be shorter."""
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
 PART = ".part"
 """Suffix of a file that is not complete yet."""
 BROKEN = (
-    "The disk failed to read or write (see `dmesg`): check it, or use a different one; "
-    "then run the same command again."
+    "The disk failed to read or write (see `dmesg`): check it, or use a different one. "
+    "Then run the same command again."
 )
 """The fix for EIO."""
 TOO_LARGE = "A file may not be that large here: raise `ulimit -f`, or use a different file system."
@@ -42,7 +42,7 @@ _DISK_ERRORS = _FULL | _READ_ONLY | {errno.EIO}
 
 
 class Stored(BaseModel):
-    """Base class of frozen values that are written as JSON; unknown keys are errors."""
+    """Base class of frozen values that are written as JSON. Unknown keys are errors."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", defer_build=True, protected_namespaces=()
@@ -274,7 +274,7 @@ def expanded(path: Path | str) -> Path:
 
 
 def open_own(path: Path, flags: int) -> int:
-    """Open a file of a run directory and return its descriptor; links are not followed.
+    """Open a file of a run directory and return its descriptor. Links are not followed.
 
     Opening a pipe does not block.
     Raises: CheckpointError when it is a link, is not a regular file, or has a second hard link and
@@ -318,7 +318,7 @@ def _link_error(path: Path) -> CheckpointError:
     target = os.readlink(path) if path.is_symlink() else "another file"
     return CheckpointError(
         f"{path} is a symbolic link to {target}: a run does not write through links.",
-        fix=f"Replace {path} with what it points to, or delete it; checkpoint.dir=DIR keeps the "
+        fix=f"Replace {path} with what it points to, or delete it. checkpoint.dir=DIR keeps the "
         "checkpoints of a new run on a different disk.",
     )
 
@@ -377,13 +377,13 @@ def disk_fix(error: Exception) -> str:
         )
     if number in _READ_ONLY:
         return (
-            "Make it writable, then run the same command again; "
-            "or choose a different directory with --run-dir DIR."
+            "Make it writable, then run the same command again. "
+            "Or choose a different directory with --run-dir DIR."
         )
     if number in {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}:
         return (
-            "Do not move the run directory during training, and use the same one in all processes; "
-            "then run the same command again."
+            "Do not move the run directory during training, and use the same one in all processes. "
+            "Then run the same command again."
         )
     if number == errno.ENAMETOOLONG:
         return "Choose a shorter path with --run-dir DIR."

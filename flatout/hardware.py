@@ -1,4 +1,4 @@
-"""This machine: its CPU, memory and GPUs, and their data sheets; what is unknown stays unknown.
+"""This machine: its CPU, memory and GPUs, and their data sheets. What is unknown stays unknown.
 
 torch is imported only inside the functions that need it.
 """
@@ -49,19 +49,19 @@ class MachineRow(Section):
     name: str
     """The name of the file."""
     gpu_names: tuple[str, ...]
-    """The exact names that drivers report for this GPU; a similar name is another GPU."""
+    """The exact names that drivers report for this GPU. A similar name is another GPU."""
     memory_gb: Figure
     """Memory in 10^9 bytes, as in data sheets."""
     bandwidth_gb_per_s: Figure
     """Memory bandwidth."""
     peak_tflops: dict[str, Figure]
-    """Rate of dense matmuls in fp32, tf32, fp16, bf16 and fp8; a missing dtype has no
+    """Rate of dense matmuls in fp32, tf32, fp16, bf16 and fp8. A missing dtype has no
     hardware units.
     """
     power_w: Figure | None = None
     """Highest power of the board; None if unknown."""
     short_names: tuple[str, ...] = ()
-    """Names by which people ask for it, such as H100; each belongs to one row."""
+    """Names by which people ask for it, such as H100. Each belongs to one row."""
     compute_capability: tuple[int, int] | None = None
     """CUDA compute capability; None if unknown."""
     link_gb_per_s: Figure | None = None
@@ -290,7 +290,7 @@ class CpuTimes(NamedTuple):
 
     @classmethod
     def read(cls, children: Iterable[psutil.Process] = ()) -> CpuTimes:
-        """Return the times now; `children` are those that are still running."""
+        """Return the times now. `children` are those that are still running."""
         own_s = sum(os.times()[:4])  # with children that have ended
         for child in children:
             with suppress(psutil.Error):
@@ -311,7 +311,7 @@ class CpuTimes(NamedTuple):
 
 
 def pick_device(wanted: str, machine: Machine) -> tuple[str, str]:
-    """Return (device, reason) for `auto`, `cpu`, `cuda`, `cuda:N` or `mps`; `auto` is never `mps`.
+    """Return (device, reason) for `auto`, `cpu`, `cuda`, `cuda:N` or `mps`. `auto` is never `mps`.
 
     Raises: HardwareError for a different name, or when a GPU is requested and cannot be used.
     """
@@ -401,7 +401,7 @@ def _cuda_obstacle(machine: Machine) -> str | None:
 
 
 def _gpus() -> tuple[Gpu, ...]:
-    """Return the GPUs that the driver reports; without a driver or pynvml there are none."""
+    """Return the GPUs that the driver reports. Without a driver or pynvml there are none."""
     try:
         import pynvml
     except ImportError:

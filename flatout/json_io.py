@@ -21,7 +21,7 @@ Document = TypeVar("Document", bound=BaseModel)
 Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
 """A value to be written as JSON."""
 JsonObject: TypeAlias = dict[str, Any]
-"""A mapping with string keys, read from JSON or YAML; code that reads a key checks its value."""
+"""A mapping with string keys, read from JSON or YAML. Code that reads a key checks its value."""
 
 RESTORE = "Restore it from a copy, or use a different checkpoint or run."
 """The fix for a damaged file."""
@@ -35,7 +35,7 @@ def is_finite(value: object) -> TypeGuard[int | float]:
 
 
 class Result(Stored):
-    """The result of a command: `--json` prints its fields; its `summary` is for people."""
+    """The result of a command: `--json` prints its fields. Its `summary` is for people."""
 
     def summary(self) -> str:
         """Return the closing lines as plain text; none if everything has been printed already."""
@@ -153,7 +153,7 @@ class LineReader:
         """Lines read so far, without the one that is cut off."""
 
     def notes(self, *, is_growing: bool = False) -> list[str]:
-        """Return what was omitted, as sentences; the last line of a file that grows may be cut."""
+        """Return what was omitted, as sentences. The last line of a file that grows may be cut."""
         name, damaged = self.path.name, len(self.damaged)
         found = []
         if self.is_cut_off and not is_growing:

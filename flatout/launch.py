@@ -268,7 +268,7 @@ def _exit_code(codes: Sequence[int], failed: int, received: _Received) -> int:
             return code
         error = RunFailed(
             f"Rank {failed} failed with exit code {code}, and the others were ended.",
-            fix=f"See its message above; it starts with [rank {failed}].",
+            fix=f"See its message above. It starts with [rank {failed}].",
         )
         error.exit_code = code
         raise error
@@ -307,7 +307,7 @@ def _signal_all(ranks: Sequence[subprocess.Popen[bytes]], number: int) -> None:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> bool:
-    """Kill a process with those that it started; return whether it was still running."""
+    """Kill a process with those that it started, and return whether it was still running."""
     is_running = process.poll() is None
     if is_running:
         with contextlib.suppress(ProcessLookupError):

@@ -188,7 +188,7 @@ def _explained(error: click.ClickException, name: str, parser: click.Command) ->
             default = f" for the default, {param.default}" if param.show_default else ""
             least = getattr(param.type, "min", None)
             other = "" if least is None else f", or give a number from {least:g}"
-            see = f"Remove {param.opts[0]}{default}{other}; `flatout {name} --help` explains it."
+            see = f"Remove {param.opts[0]}{default}{other}. `flatout {name} --help` explains it."
         elif isinstance(param, click.Argument):
             see = f"{param.make_metavar(click.Context(parser))}: {param.help} {see}"
         return ConfigError(f"`flatout {name}`: {message[:1].lower()}{message[1:]}.", fix=see)

@@ -54,8 +54,8 @@ def recommend(
     """Return a run for the dataset at `path`; None when its training text is too short.
 
     The recipe is the largest model that gets TOKENS_PER_PARAMETER tokens from MAX_EPOCHS passes
-    over the text, or else the smallest one; chat data has a recipe too. `init_from` is a
-    model to tune instead; a run is tuned with its own settings. The time is estimated from a
+    over the text, or else the smallest one. Chat data has a recipe too. `init_from` is a
+    model to tune instead. A run is tuned with its own settings. The time is estimated from a
     finished run in `runs` with the same model, or from the GPU's data sheet.
     """
     name = "demo-gpu" if machine.gpus else "demo"

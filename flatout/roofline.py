@@ -67,7 +67,7 @@ def peak_bandwidth(machine: Machine, device: str) -> Bandwidth:
 def copy_rate(device: str) -> float:
     """Return the measured 10^9 bytes per second of a copy within the device's memory.
 
-    A large tensor is copied a few times, with all threads; reads and writes count.
+    A large tensor is copied a few times, with all threads. Reads and writes count.
     """
     source = torch.ones(COPY_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -85,7 +85,7 @@ def measure(device: str, dtype: str) -> tuple[float, int]:
     """Return the TFLOP/s of the fastest of several square matmuls, and their size.
 
     It takes a fifth of a second. The matrices grow until one matmul takes a fair share of
-    that time; their values are random, since zeros draw less power.
+    that time. Their values are random, since zeros draw less power.
     Raises: HardwareError when `dtype` is not one of fp32, tf32, fp16 and bf16.
     """
     if dtype not in DTYPES:

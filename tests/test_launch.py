@@ -50,7 +50,7 @@ def nothing_is_left():
 
 
 def test_all_start_again_when_one_has_recorded_a_smaller_micro_batch(tmp_path):
-    """The other one waits for it, and is ended; the third start succeeds."""
+    """The other one waits for it, and is ended. The third start succeeds."""
     code = f"""
 import pathlib, time
 count = pathlib.Path({str(tmp_path)!r}, f'{{rank}}')
@@ -87,7 +87,7 @@ def test_the_processes_of_train_devices_are_counted(monkeypatch, devices, device
     assert num_processes(devices, device, MACHINE) == count
 
 
-def test_more_devices_than_gpus_are_refused(monkeypatch):
+def test_more_devices_than_gpus_are_rejected(monkeypatch):
     monkeypatch.setattr(module, "pick_device", lambda device, _: (device, ""))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(HardwareError, match=r"train\.devices=3 needs as many GPUs.*sees 2"):

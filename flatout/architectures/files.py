@@ -36,7 +36,7 @@ GET_AGAIN = "Get the file again from where it was published."
 
 @dataclass(frozen=True)
 class TensorFiles:
-    """The tensors of a model by name, without the prefixes in WRAPPERS; each is read when asked."""
+    """The tensors of a model by name, without the prefixes in WRAPPERS. Each is read when asked."""
 
     path: Path
     readers: dict[str, Callable[[], Tensor]]
@@ -133,7 +133,7 @@ def _open_torch(file: Path, found: TensorFiles) -> None:
     except pickle.UnpicklingError as error:
         safe = in_shell(file.with_suffix(SAFETENSORS).name)
         raise CheckpointError(
-            f"{file} contains Python code or objects in a pickle; reading them would execute code.",
+            f"{file} contains Python code or objects in a pickle. Reading them would execute code.",
             fix=f"If you trust the file, load it with the tool that wrote it, and save only the "
             f"tensors, with safetensors.torch.save_file, as {safe}.",
         ) from error

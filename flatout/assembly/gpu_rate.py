@@ -78,7 +78,7 @@ def gpu_time(
     world_size: int,
     speedups: Collection[str],
 ) -> GpuTime:
-    """Return the time of a step of a resolved configuration; `peak_flops` are those of one GPU."""
+    """Return the time of a step of a resolved configuration. `peak_flops` are those of one GPU."""
     from flatout.models.language_model import model_of
     from flatout.ops import Ops
 

@@ -40,7 +40,7 @@ MINUTES = 30
 compilation; two rounds.
 """
 MOST_RUNS = 200
-"""Runs kept per file; older ones are dropped."""
+"""Runs kept per file. Older ones are dropped."""
 LAST_RUNS = 5
 """How many of the latest runs of one kind are used."""
 SIMILAR = 4
@@ -104,11 +104,11 @@ class MemoryEstimate:
     workspace: int
     """Excess of one block's backward over `logits`, and gathered weights if sharded."""
     peak: Moment
-    """The moment of the step at which most memory exists; parts do not all exist at once."""
+    """The moment of the step at which most memory exists. Parts do not all exist at once."""
     largest: int
     """The largest tensor that a micro-batch creates."""
     operations: int
-    """Operations that an eager step starts, without views; the optimizer's are assumed."""
+    """Operations that an eager step starts, without views. The optimizer's are assumed."""
     host: int = 0
     """Weights, gradients and optimizer state of this process in host memory."""
 
@@ -242,7 +242,7 @@ def advice(gpu: str, recipe: str, cache: Path) -> str | None:
     with suppress(OSError):  # the hint is then repeated at the next run
         keep(gpu, cache, {})
     return (
-        f"No speedup has been measured on this GPU ({gpu}); `flatout bench {recipe} --minutes "
+        f"No speedup has been measured on this GPU ({gpu}). `flatout bench {recipe} --minutes "
         f"{MINUTES}`, with this run's settings, measures them in about {MINUTES} minutes."
     )
 
@@ -430,7 +430,7 @@ def predict_time(
 ) -> TimePrediction:
     """Return the rate and the duration of `this`, a run of `config` without measurements.
 
-    A run of the same shape with the same speedups decides; otherwise rates from bench for it, the
+    A run of the same shape with the same speedups decides. Otherwise rates from bench for it, the
     rate of FLOPs that models of similar size reached here, what published runs took on the GPUs of
     a `machine` (`gpu_time`), or an assumed share of the peak. A run whose micro-batch also is the
     same is preferred, and one that had the cores to itself. With the `memory` of an eager run, the

@@ -128,7 +128,7 @@ def require_machine(config: RunConfig, machine: str) -> Machine:
 
 
 def open_dataset(config: RunConfig, *, progress: Progress = SILENT) -> AnyDataset:
-    """Open the dataset or mix of a configuration; datasets at a URL are downloaded first.
+    """Open the dataset or mix of a configuration. Datasets at a URL are downloaded first.
 
     Raises: ConfigError when it names none; DataError when one is not a dataset, cannot be
             downloaded, or is shorter than one sequence.
@@ -139,8 +139,8 @@ def open_dataset(config: RunConfig, *, progress: Progress = SILENT) -> AnyDatase
         if tokens <= seq_len:
             shorter = 1 << max((tokens // 8).bit_length() - 1, 0)  # it fits several times
             raise DataError(
-                f"{part.dataset.origin} has {tokens:,} tokens for training; "
-                f"one sequence of data.seq_len={seq_len} needs {seq_len + 1:,}.",
+                f"{part.dataset.origin} has {tokens:,} tokens for training. "
+                f"One sequence of data.seq_len={seq_len} needs {seq_len + 1:,}.",
                 fix=f"Set data.seq_len={shorter}, or prepare more text."
                 if tokens > 1
                 else "Prepare more text.",

@@ -73,13 +73,13 @@ class Readback(Protocol):
     """Brings metrics from the device to the host."""
 
     def push(self, step: int, values: Mapping[str, Tensor], *, due: bool) -> None:
-        """Take the metrics of a step (name to 0-D tensor); only those that are `due` are kept.
+        """Take the metrics of a step (name to 0-D tensor). Only those that are `due` are kept.
 
         Shapes: each value is 0-D.
         """
 
     def ready(self, *, flush: bool = False) -> list[tuple[int, dict[str, float]]]:
-        """Return the metrics that have reached the host; with `flush`, wait for all of them."""
+        """Return the metrics that have reached the host. With `flush`, wait for all of them."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class ImmediateReadback:
             self._read.append((step, metrics))
 
     def ready(self, *, flush: bool = False) -> list[tuple[int, dict[str, float]]]:
-        """Return the metrics since the last call; `flush` has no effect, as nothing is pending."""
+        """Return the metrics since the last call. `flush` has no effect, as nothing is pending."""
         read, self._read = self._read, []
         return read
 
@@ -173,7 +173,7 @@ def zero_in_place(parameters: Iterable[nn.Parameter]) -> None:
 
 @contextmanager
 def automatic_gc() -> Iterator[Callable[[int], None]]:
-    """Leave Python's garbage collector on; the callback for each step does nothing."""
+    """Leave Python's garbage collector on. The callback for each step does nothing."""
     yield lambda _step: None
 
 
@@ -247,7 +247,7 @@ class Recipe:
     low_precision: Transform | None = None
     """Narrows the matmuls of some layers."""
     activations: Transform | None = None
-    """Makes blocks keep less for backward; without it they keep all."""
+    """Makes blocks keep less for backward. Without it they keep all."""
     compilation: Transform | None = None
     """Compiles the model, or its blocks."""
     cuda_graphs: Transform | None = None
@@ -271,12 +271,12 @@ class Recipe:
     cudnn_benchmark: Callable[[], AbstractContextManager[None]] = nullcontext
     """Context of the training loop in which cuDNN chooses its algorithms."""
     filled_by: Mapping[str, str] = field(default_factory=dict)
-    """Maps each filled slot to its speedup; a slot is filled at most once."""
+    """Maps each filled slot to its speedup. A slot is filled at most once."""
 
     if not TYPE_CHECKING:
 
         def __getattribute__(self, name):
-            """Import a `Lazy` part when it is read; `vars()` shows the stored reference."""
+            """Import a `Lazy` part when it is read. `vars()` shows the stored reference."""
             value = super().__getattribute__(name)
             return load_reference(value.reference) if isinstance(value, Lazy) else value
 
@@ -293,7 +293,7 @@ class Recipe:
         return self.with_parts(**parts, filled_by=filled_by)
 
     def with_parts(self, **parts: Any) -> Recipe:
-        """Return this recipe with other values for some slots; parts are not imported for it."""
+        """Return this recipe with other values for some slots. Parts are not imported for it."""
         return Recipe(**vars(self) | parts)
 
     def ops(self) -> Ops:
@@ -358,7 +358,7 @@ class Tolerance:
 
     @classmethod
     def statistical(cls) -> Tolerance:
-        """Different batches or arithmetic; the final loss is within the spread over seeds."""
+        """Different batches or arithmetic. The final loss is within the spread over seeds."""
         return cls("statistical")
 
     def holds(self, fast: Sequence[float], plain: Sequence[float]) -> bool:
@@ -425,7 +425,7 @@ class Speedup:
     compiles: bool = False
     """Whether it uses torch.compile.
 
-    Compiled code is called once before training; if that fails, every speedup that compiles is
+    Compiled code is called once before training. If that fails, every speedup that compiles is
     turned off.
     """
     why_not: Check = lambda _machine, _config: None
@@ -499,8 +499,8 @@ def gpu_below(machine: Machine, capability: tuple[int, int], what: str) -> str |
         return None
     have = ".".join(str(part) for part in too_old[0].compute_capability)
     return (
-        f"{what} needs compute capability {capability[0]}.{capability[1]}; "
-        f"the {too_old[0].name} has {have}."
+        f"{what} needs compute capability {capability[0]}.{capability[1]}. "
+        f"The {too_old[0].name} has {have}."
     )
 
 

@@ -113,7 +113,7 @@ def resolve(
         raise ConfigError(
             "lora.base_dtype=bf16 needs matmuls in bf16 by autocast, and this run has "
             f"{recipe.precision.name} matmuls of fp32 weights.",
-            fix="Set lora.base_dtype=fp32; a GPU has such matmuls, with the speedup bf16.",
+            fix="Set lora.base_dtype=fp32. A GPU has such matmuls, with the speedup bf16.",
         )
     chooser = recipe.filled_by.get("micro_batch")
     if config.batch.rows_per_device == "auto":
@@ -372,7 +372,7 @@ def _resolve_model(config: RunConfig, dataset: AnyDataset | None) -> RunConfig:
     vocab_size = config.model.vocab_size or (dataset.vocab_size if dataset else None)
     if vocab_size is None:
         raise ConfigError(
-            "The vocabulary size is not known: neither model.vocab_size nor a dataset states it"
+            "The vocabulary size is not known: neither model.vocab_size nor a dataset sets it"
             + (f", and {config.data.path} is not a dataset yet." if config.data.path else "."),
             fix="Set model.vocab_size, such as 50304 for GPT-2's tokenizer, or data.path to a "
             "prepared dataset.",

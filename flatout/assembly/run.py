@@ -56,7 +56,7 @@ class StateSaver(Protocol):
     """The last step that this process saved or started to save."""
 
     def reserve(self, run: Run, progress: Progress = SILENT) -> int:
-        """Allocate the memory for saves, before training starts; return its bytes."""
+        """Allocate the memory for saves, before training starts, and return its bytes."""
 
     def save(
         self,
@@ -93,7 +93,7 @@ class StateSaver(Protocol):
         """Wait for the pending checkpoint, without communicating with other ranks."""
 
     def abandon(self) -> None:
-        """Give up the pending checkpoint without waiting; earlier checkpoints are not affected."""
+        """Give up the pending checkpoint without waiting. Earlier checkpoints are not affected."""
 
 
 class Pulse:
@@ -225,7 +225,7 @@ def build(
 ) -> Run:
     """Return the run that a resolved configuration describes, at step 0.
 
-    Weights are initialised with train.seed, identically on every rank; then each rank's generators
+    Weights are initialised with train.seed, identically on every rank. Then each rank's generators
     get a different seed. `left_out` maps positions in the data to those to continue at instead.
     `peak` is the peak rate of the device if it is known. Without `draws` the weights are arbitrary,
     because a checkpoint replaces them.

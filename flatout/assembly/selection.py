@@ -137,7 +137,7 @@ def _name(word: str) -> str:
 
 
 def speedup_named(name: str) -> Speedup:
-    """Return the speedup `name`; a custom one is named by its `package.module:attribute`.
+    """Return the speedup `name`. A custom one is named by its `package.module:attribute`.
 
     Raises: ConfigError that suggests the nearest name when there is none.
     """
@@ -341,17 +341,17 @@ def _missing_need(
     need, stated = speedup_named(missing), config.train.precision
     precision = need.fills.get("precision")
     rival = next((other.name for other in others if other.fills.keys() & need.fills.keys()), None)
-    leave_out = f"eave {name} out: {_without(name, config)}."
+    without = f"emove {name}: {_without(name, config)}."
     if need.reason_against(machine, config):
-        fix = f"L{leave_out}"
+        fix = f"R{without}"
     elif precision and stated not in ("auto", precision.name):
-        fix = f"Set train.precision={precision.name}, or l{leave_out}"
+        fix = f"Set train.precision={precision.name}, or r{without}"
     elif rival:
         reason = f"{rival}, which was named, takes its place"
         instead = adding(removing(rival, config.speedups), [missing])
-        fix = f"Replace {rival} with {missing}: speedups={instead}, or l{leave_out}"
+        fix = f"Replace {rival} with {missing}: speedups={instead}, or r{without}"
     else:
-        fix = f"Add {missing}: speedups={adding(config.speedups, [missing])}, or l{leave_out}"
+        fix = f"Add {missing}: speedups={adding(config.speedups, [missing])}, or r{without}"
     return ConfigError(
         f"The speedup {name!r} needs {missing!r}, which is off: {reason.rstrip('.')}.", fix=fix
     )
@@ -360,9 +360,9 @@ def _missing_need(
 def stored_decisions(
     config: RunConfig, machine: Machine, *, requested: RunConfig | None = None
 ) -> list[Decision]:
-    """Return the decisions stored in a resolved configuration; a resumed run makes no new ones.
+    """Return the decisions stored in a resolved configuration. A resumed run makes no new ones.
 
-    `requested` is the configuration that the run was started with; it shows whether the micro-batch
+    `requested` is the configuration that the run was started with. It shows whether the micro-batch
     was stated or chosen, and what chose it: the resolved one has only the rows.
     """
     on = parse_request(config.speedups).named

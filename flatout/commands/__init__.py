@@ -41,13 +41,15 @@ ModelName = Annotated[
     str | Path | None,
     Argument(
         "A run directory, or its name under runs/ (default: the newest run there). Also an "
-        "export, or a different model that train.init_from reads."
+        "export, or any model that train.init_from reads."
     ),
 ]
 CheckpointName = Annotated[str, Option("best, last, or a step.")]
 TrustCode = Annotated[
     bool,
-    Option("Allow a run from elsewhere to import the code it names, this once (SECURITY.md)."),
+    Option(
+        "Allow a run from a different machine to import the code that it names, once (SECURITY.md)."
+    ),
 ]
 Pattern = Annotated[
     str | None,
@@ -67,7 +69,7 @@ class Command:
     example: str
     """A command line that shows its use, such as `flatout prepare book.txt --out data/book`."""
     processes: Callable[..., int] | None = None
-    """Returns how many processes of this machine run the call; the command line starts them.
+    """Returns how many processes of this machine run the call. The command line starts them.
 
     It receives those of the command's values that match its parameters.
     """

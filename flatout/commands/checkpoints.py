@@ -71,7 +71,7 @@ class CheckpointsResult(Result):
     items: list[CheckpointItem]
     """One object per checkpoint."""
     aside: list[AsideItem]
-    """Checkpoints that were set aside; they do not count, and take space."""
+    """Checkpoints that were set aside. They do not count, and take space."""
     removed: list[str]
     """The directories that this command deleted."""
 
@@ -114,7 +114,7 @@ class CheckpointsResult(Result):
 def checkpoints(
     run: RunName = None,
     quick: Annotated[
-        bool, Option("Compare the sizes of files only; otherwise each is read in full.")
+        bool, Option("Compare the sizes of files only. Otherwise each is read in full.")
     ] = False,
     keep: Annotated[
         int | None,
@@ -227,7 +227,7 @@ def _remove(
     if is_locked(folder):
         raise CheckpointError(
             f"{folder} is in use: its checkpoints change while it trains.",
-            fix="Wait until it has finished, or stop it: its own command resumes it. "
+            fix="Wait until it finishes, or stop it: its own command resumes it. "
             "checkpoint.keep sets which ones a run keeps by itself.",
         )
     require_own_folder(folder)

@@ -79,7 +79,7 @@ def diagnose(
     ] = None,
     overrides: Overrides = None,
     fix: Annotated[
-        bool, Option("Try the best fixes, measure again, and write a recipe with one that holds.")
+        bool, Option("Try the best fixes, measure again, and write a recipe with a fix that helps.")
     ] = False,
     seconds: Annotated[
         float, Option("Seconds of ordinary steps to measure.", min=0.1)
@@ -89,10 +89,10 @@ def diagnose(
         Option("File for the recipe that --fix writes (default: NAME-fixed.yaml)."),
     ] = None,
     steps: Annotated[
-        int | None, Option("Of a script: steps to measure, in place of --seconds.", min=1)
+        int | None, Option("Of a script: steps to measure, instead of --seconds.", min=1)
     ] = None,
     to_the_end: Annotated[
-        bool, Option("Of a script: let it run on after it was measured.")
+        bool, Option("Of a script: let it run to its end after the measurement.")
     ] = False,
     *,
     script: Sequence[str] = (),
@@ -106,9 +106,9 @@ def diagnose(
     machine, the environment, the memory and the data, runs the recipe for some seconds in a
     separate process, and divides each step into waiting for data, host, computation, optimizer,
     logging, saving, garbage collection and compiling. For a run, it reads what the run has
-    recorded; for a loop watched with `flatout.watch`, what the watch has found. Nothing is trained,
-    and only findings.json is written, into a run directory. What was not measured is null. Exit
-    codes: 2 if a recipe cannot start, 1 if its measured steps fail.
+    recorded, and for a loop watched with `flatout.watch`, the findings of the watch. Nothing is
+    trained, and only findings.json is written, into a run directory. What was not measured is null.
+    Exit codes: 2 if a recipe cannot start, 1 if its measured steps fail.
 
     Raises: UsageError when there is no such recipe or run, or it cannot be resolved, or `out` is
             another file; RunFailed.
@@ -160,7 +160,7 @@ def diagnose(
     tried = try_fixes(evidence, found, measure, progress=progress) if fix else []
     kept = next((outcome for outcome in tried if outcome.kept), None)
     if fix and kept is None:
-        progress.say(f"No fix holds here, so {written} is not written.")
+        progress.say(f"No fix helps here, so {written} is not written.")
     if kept is not None:
         write_recipe(written, applied(config, kept.overrides), tried)
     return DiagnoseResult(
@@ -198,7 +198,7 @@ def _write(diagnosis: Diagnosis, folder: Path, progress: Progress) -> str | None
 def find_recorded(name: str | Path) -> tuple[Path | None, Path | None]:
     """Return the run directory, or that of a loop without a recipe, that a name means.
 
-    It is a path, or a name under runs/; both are None for a recipe. Such a loop has records and no
+    It is a path, or a name under runs/. Both are None for a recipe. Such a loop has records and no
     configuration.
     """
     paths = (Path(name), RUNS / name) if str(name) else ()
@@ -215,8 +215,8 @@ def read_watched(folder: Path) -> Diagnosis:
     found = read_diagnosis(folder)
     if found is None:
         raise ConfigError(
-            f"{folder} has the records of a loop without a recipe, and no findings.",
-            fix="`flatout.watch` writes its findings when the loop ends; `flatout report "
+            f"{folder} contains the records of a loop without a recipe, and no findings.",
+            fix="`flatout.watch` writes its findings when the loop ends. `flatout report "
             f"{in_shell(folder)}` shows the curves.",
         )
     return found
@@ -237,7 +237,8 @@ def _config(
     path, name, known = Path(recipe), str(recipe), RECIPES.names()
     if watched is not None:
         raise ConfigError(
-            f"{watched} has the records of a loop without a recipe, and flatout cannot repeat it.",
+            f"{watched} contains the records of a loop without a recipe, and flatout cannot repeat "
+            "it.",
             fix=f"Remove --fix and the settings: `flatout diagnose {in_shell(name)}` shows what "
             "`flatout.watch` found.",
         )

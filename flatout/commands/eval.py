@@ -100,7 +100,7 @@ class EvalResult(Result):
             return f"{head_line}\n{score_table(scores)}"
         loss, perplexity, bits = _figures(scores[-1])
         if self.bits_per_byte is None:
-            bits = "unknown: only a part was scored, or the dataset does not state its bytes"
+            bits = "unknown: only a part was scored, or the dataset does not record its bytes"
         return (
             f"{head_line}\nLoss           {loss} nats per token\nPerplexity     {perplexity}\n"
             f"Bits per byte  {bits}"
@@ -184,7 +184,7 @@ def evaluate(
     """Score a trained model on its validation text, in the precision that it was trained in.
 
     Each dataset of a mix is also scored by itself. With --tasks, the model is scored on tasks of
-    lm-evaluation-harness instead; it may then be an export for transformers, and a run is exported
+    lm-evaluation-harness instead. It may then be an export for transformers, and a run is exported
     to a temporary directory, in the type of its weights.
 
     Raises: CheckpointError when the run has no such checkpoint; DataError when a dataset cannot be
@@ -266,7 +266,7 @@ def _require_fitting(excluded: Mapping[str, object], *, has_tasks: bool) -> None
                 f"--tasks and {option} exclude each other."
                 if has_tasks
                 else f"{option} is for the questions of --tasks.",
-                fix=f"Remove {option}; --limit bounds the questions of a task."
+                fix=f"Remove {option}. --limit limits the questions of a task."
                 if has_tasks
                 else f"Remove {option}, or add --tasks.",
             )

@@ -28,7 +28,7 @@ TopP = Annotated[
 ]
 MaxTokens = Annotated[
     int,
-    Option("Maximum tokens of a text; it may exceed the sequence length used in training.", min=1),
+    Option("Maximum tokens of a text. It may exceed the sequence length used in training.", min=1),
 ]
 Stop = Annotated[list[str] | None, Option("Stop before this text (repeatable).")]
 
@@ -62,7 +62,7 @@ def generate(
     The model is that of a run, an export, or another tool's model: what train.init_from reads,
     with its tokenizer.json.
 
-    A model with attention sees at most as many tokens as its training sequences had; a longer text
+    A model with attention sees at most as many tokens as its training sequences had. A longer text
     continues from the second half of them. An eigenstate network has no such limit: its state
     summarises everything it has read. Several samples are printed one after another.
 
@@ -111,7 +111,7 @@ def require_sampling(top_p: float | None, seed: int) -> None:
     if top_p is not None and not 0 < top_p <= 1:
         raise ConfigError(
             f"--top-p {top_p} must be greater than 0 and at most 1.",
-            fix="Omit it to sample from all tokens; 0.9 is a usual value.",
+            fix="Omit it to sample from all tokens. 0.9 is a usual value.",
         )
     if abs(seed) >= MAX_SEED:
         raise ConfigError(f"--seed {seed} is too large.", fix=f"Use a number below {MAX_SEED}.")

@@ -23,13 +23,13 @@ TokenFiles = Annotated[
 ]
 Out = Annotated[
     Path | str,
-    Option("Directory to write; it must be absent, empty, or contain this same dataset."),
+    Option("Directory to write. It must be absent, empty, or contain this same dataset."),
 ]
 TokenizerName = Annotated[
     str | Path | None,
     Option(
         "The tokenizer that made the tokens: a tokenizer.json, a .tiktoken file, a Hugging Face "
-        "repository, byte, or ids:N for N ids without text. Not needed beside nanoGPT's meta.pkl "
+        "repository, byte, or ids:N for N ids without text. Not needed next to nanoGPT's meta.pkl "
         "with characters."
     ),
 ]

@@ -102,7 +102,9 @@ class InspectResult(Result):
 def inspect(
     data: Annotated[str | Path, Argument("Directory written by `flatout prepare`, or its URL.")],
     tokens: Annotated[int, Option("How many of the first tokens to show as text.", min=0)] = 64,
-    all: Annotated[bool, Option("Show every fact that --json has, and document lengths.")] = False,
+    all: Annotated[
+        bool, Option("Show every fact in the output of --json, and document lengths.")
+    ] = False,
     *,
     progress: Progress = SILENT,
 ) -> InspectResult:

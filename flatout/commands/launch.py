@@ -241,7 +241,7 @@ def _check(
     for option, value in options.items():
         if not re.fullmatch(r"[\w.:/@+-]+", value):
             raise ConfigError(
-                f"{option} {value!r} has characters that the file cannot contain.",
+                f"{option} {value!r} contains characters that the file cannot.",
                 fix="Use letters, digits and any of . : / @ + - _.",
             )
 

@@ -37,7 +37,7 @@ def plan(
     """Predict what a run needs before it starts: memory, time, energy, cost.
 
     It needs neither the data nor a GPU. A dataset that is here gives the vocabulary size and the
-    length of an epoch; otherwise model.vocab_size must be set. The memory is traced on tensors
+    length of an epoch. Otherwise model.vocab_size must be set. The memory is traced on tensors
     without values. The rate comes from earlier runs of the same shape on this hardware, then from
     bench, then from an assumed share of the peak rate. A run that does not fit gets a list of
     changes, each with what it saves and what it costs in speed. `rows` compares micro-batches.

@@ -31,7 +31,7 @@ from flatout.remote.urls import is_url
 from flatout.signature import Argument, Option, checked
 
 Paths = list[str] | list[Path] | str | Path
-"""One or several, as strings or paths; the command line passes a list of strings."""
+"""One or several, as strings or paths. The command line passes a list of strings."""
 Sources = Annotated[
     Paths,
     Argument(
@@ -42,7 +42,7 @@ Sources = Annotated[
 Out = Annotated[
     str | Path,
     Option(
-        "Directory or URL (s3://, gs://) to write; it must be absent, empty, or contain this same "
+        "Directory or URL (s3://, gs://) to write. It must be absent, empty, or contain this same "
         "dataset."
     ),
 ]
@@ -80,7 +80,7 @@ MaxDocuments = Annotated[
 ]
 MaxBytes = Annotated[
     int | None,
-    Option("Take at most this many bytes of text; the last document is cut there.", min=1),
+    Option("Take at most this many bytes of text. The last document is cut there.", min=1),
 ]
 OnBadRow = Annotated[Literal["raise", "skip"], Option("What to do with an unusable row.")]
 MaxBadRows = Annotated[
@@ -112,11 +112,11 @@ NumWorkers = Annotated[int | None, Option("Processes (default: one per usable co
 Part = Annotated[
     str | None,
     Option(
-        "I/N: do only this part of the work, beside other processes that share the directory, as "
-        "in a Slurm array; then --join."
+        "I/N: do only this part of the work, along with other processes that share the directory, "
+        "as in a Slurm array; then --join."
     ),
 ]
-Join = Annotated[bool, Option("Join the parts made with --part; reports missing ones.")]
+Join = Annotated[bool, Option("Join the parts made with --part. Reports missing ones.")]
 EngineName = Annotated[
     str,
     Option(
@@ -128,7 +128,7 @@ EngineName = Annotated[
 Cache = Annotated[
     Path | str | None,
     Option(
-        "Directory for downloads and for uploads in preparation; FLATOUT_CACHE or ~/.cache/flatout "
+        "Directory for downloads and for uploads in preparation. FLATOUT_CACHE or ~/.cache/flatout "
         "by default."
     ),
 ]
@@ -140,7 +140,7 @@ class PrepareResult(Result):
     path: Path | str
     """The dataset directory, or the URL."""
     documents: int
-    """Documents of both splits; one that is cut where validation starts counts once."""
+    """Documents of both splits. One that is cut where validation starts counts once."""
     tokens: int
     """Tokens of both splits, including one end-of-text token per document."""
     bytes: int

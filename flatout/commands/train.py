@@ -1,4 +1,4 @@
-"""Train a recipe; a run that has a checkpoint resumes from it."""
+"""Train a recipe. A run that has a checkpoint resumes from it."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def train(
     observers: Sequence[Observer] = (),
     progress: Progress = SILENT,
 ) -> TrainResult:
-    """Train a recipe; a run directory with a checkpoint resumes from it.
+    """Train a recipe. A run directory with a checkpoint resumes from it.
 
     Returns: the run's summary; for a finished run, its stored summary. In Python, the recipe may
              also be a `RunConfig`, as in the other commands that take one.

@@ -64,7 +64,7 @@ def tune(
     It starts from what `train` would choose, and varies the micro-batch, activation checkpointing,
     the speedups and the prefetch by measured tokens per second. The tokens per optimizer step never
     change: other rows per micro-batch mean other accumulation. Every trial runs in its own process
-    and also evaluates one batch, so that a setting does not run out of memory later; the fastest
+    and also evaluates one batch, so that a setting does not run out of memory later. The fastest
     setting saves once, too. A change is taken if it is faster and its losses stay within the
     tolerance. Speedups that the recipe names or excludes stay as they are. Ctrl+C writes the best
     setting so far. The measured gains are kept for `auto`.
@@ -74,7 +74,7 @@ def tune(
 
     After `--` comes the command of any PyTorch training script, to make that faster without an
     edit: `flatout tune --patch faster.patch -- python train.py`. Its changes are applied from
-    outside, in trials that run in a copy of the current directory; `flatout list changes` shows
+    outside, in trials that run in a copy of the current directory. `flatout list changes` shows
     them, and `--only` selects some. In Python, `script` are the words of that command.
     """
     flags = {"patch": patch, "batch-flag": batch_flag, "accumulate-flag": accumulate_flag}

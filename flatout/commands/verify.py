@@ -106,7 +106,7 @@ def verify(
     path: Annotated[
         str | Path,
         Argument(
-            "A dataset or its URL, a checkpoint, or a run or its name under runs/; with --resume, "
+            "A dataset or its URL, a checkpoint, or a run or its name under runs/. With --resume, "
             "a recipe or a run."
         ),
     ],
@@ -125,7 +125,7 @@ def verify(
 ) -> VerifyResult:
     """Check a dataset, a checkpoint or a run; or prove that a recipe resumes exactly.
 
-    Of a dataset, it reads every block: file sizes, checksums, tokens and counts; at a URL it is
+    Of a dataset, it reads every block: file sizes, checksums, tokens and counts. At a URL it is
     streamed and not stored. Of a checkpoint, every file, its digest, and the dtype and shape of
     each tensor; of a run, all checkpoints, and which is the newest valid one.
 

@@ -62,7 +62,7 @@ OPERATORS: dict[type[ast.operator], Any] = {
     ast.Div: operator.truediv,
     ast.FloorDiv: operator.floordiv,
 }
-"""Arithmetic that a Python file may contain; powers are omitted, since they can be very large."""
+"""Arithmetic that a Python file may contain. Powers are omitted, since they can be very large."""
 
 
 class Item(Stored):
@@ -184,7 +184,7 @@ def convert(document: JsonObject, computed: list[str]) -> Conversion:
 
 
 def _flat(document: JsonObject, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield dotted keys and their values; a section without a counterpart is one key."""
+    """Yield dotted keys and their values. A section without a counterpart is one key."""
     for key, value in document.items():
         word = word_for(f"{prefix}{key}")
         as_one = word is not None and (not word.key or word.key in MAPPINGS)
@@ -373,7 +373,7 @@ class _Reading:
         elif word.group == "prepare":
             outcome, why = "missing" if word.option else "unnecessary", word.advice
         else:
-            why = "Another key states it." if entry.wrote else "flatout does this by default."
+            why = "Another key sets it." if entry.wrote else "flatout does this by default."
         if entry.is_default:
             why += " It is the tool's default."
         shown = "(hidden)" if entry.key.endswith(SECRETS) else value

@@ -31,7 +31,7 @@ _SPELT = {"[]": "none", "True": "true", "False": "false"}
 
 
 class ForeignKeys(ConfigError):
-    """Several keys are another tool's; the fix has an answer for each."""
+    """Several keys are another tool's. The fix has an answer for each."""
 
 
 def explain(error: ValidationError, section: type[BaseModel], prefix: str = "") -> ConfigError:
@@ -46,7 +46,7 @@ def explain(error: ValidationError, section: type[BaseModel], prefix: str = "") 
         known = all_keys(section, prefix)
         answers = (f"{key}: {unknown_key(key, value, known).fix}" for key, value in names.items())
         return ForeignKeys(
-            f"There are no config keys {', '.join(names)}; other tools have such.",
+            f"There are no config keys {', '.join(names)}. Other tools have them.",
             fix=" ".join(answers),
         )
     if kind == "extra_forbidden":
@@ -115,7 +115,7 @@ def unknown_key(key: str, value: object, known: list[str]) -> ConfigError:
     theirs = None if guess or near else misspelt(last, known_words())
     if theirs:
         return ConfigError(
-            f"There is no config key {key!r}; other tools have {theirs!r}.",
+            f"There is no config key {key!r}. Other tools have {theirs!r}.",
             fix=_advice(known_words()[theirs], value),
         )
     near += [names[close] for names in known_as if (close := nearest(last, names))]

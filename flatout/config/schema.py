@@ -67,7 +67,7 @@ class RunConfig(Section):
     rules = (
         (
             lambda run: run.format_version > FORMAT_VERSION,
-            "This config has format_version {0.format_version}; this version of flatout reads up "
+            "This config has format_version {0.format_version}. This version of flatout reads up "
             f"to {FORMAT_VERSION}.",
             "Install a newer flatout.",
         ),
@@ -108,7 +108,7 @@ class RunConfig(Section):
     format_version: int = FORMAT_VERSION
     """Version of the config format."""
     name: str = "run"
-    """Name of the recipe; the default name of the run directory starts with it."""
+    """Name of the recipe. The default name of the run directory starts with it."""
     model: ModelConfig = ModelConfig()
     """The model."""
     data: DataConfig = DataConfig()
@@ -273,7 +273,7 @@ def merge(document: JsonObject, layer: JsonObject, prefix: str = "") -> None:
 
 
 def validate(document: JsonObject, *, file: Path | None = None) -> RunConfig:
-    """Return the validated config; an empty section means its defaults.
+    """Return the validated config. An empty section means its defaults.
 
     Raises: ConfigError naming the key, the nearest known key when it is unknown, and `file`.
     """

@@ -290,8 +290,8 @@ class Renderer:
     def _after_tag(self, prompt: str, turn: JsonObject) -> str | None:
         """Return a turn after a prompt that ends with a tag such as <think>; None after others.
 
-        The template itself drops thoughts, so the text of the turn is taken as the row states it;
-        a turn without a thought has an empty one.
+        The template itself drops thoughts, so the text of the turn is taken as the row states it.
+        A turn without a thought has an empty one.
         """
         tag = _TAG.search(prompt)
         if tag is None or "tool_calls" in turn:

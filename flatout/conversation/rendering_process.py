@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from flatout.conversation.jinja import Asked
 
 CPU_S = 10
-"""CPU time of one call; most conversations take less than a millisecond."""
+"""CPU time of one call. Most conversations take less than a millisecond."""
 MEMORY_BYTES = 1 << 30
 MOST_CHARACTERS = 1 << 24
 """Characters that a template may write: twice as many as the longest row has."""
@@ -60,7 +60,7 @@ def render(
     """Yield the texts that a template makes for each request, or the error, which names it `name`.
 
     An error is Refused with the template's own words; DataError when the template cannot be parsed,
-    fails, or exceeds a limit. The limits are those of one call; a call that exceeds them is
+    fails, or exceeds a limit. The limits are those of one call. A call that exceeds them is
     repeated request by request.
     """
     answers = _process(template).ask(requests)
@@ -83,7 +83,7 @@ def render(
 
 
 class _Process:
-    """A process that renders one template; it starts at the first request, and again after one
+    """A process that renders one template. It starts at the first request, and again after one
     that ended it.
     """
 

@@ -70,7 +70,7 @@ class ChatTemplate(Stored):
 
 
 def named_template(name: str, variables: dict[str, str]) -> ChatTemplate:
-    """Return the template of a name, chatml or plain, or of a file; `variables` are defaults.
+    """Return the template of a name, chatml or plain, or of a file. `variables` are defaults.
 
     A file is a Jinja template, a tokenizer_config.json, or the chat_template.json of a run.
 
@@ -138,7 +138,7 @@ def stored_template(source: JsonObject) -> ChatTemplate | None:
 
 
 def config_in(path: Path) -> JsonObject:
-    """Return a tokenizer_config.json; it is empty when there is no such file.
+    """Return a tokenizer_config.json. It is empty when there is no such file.
 
     Raises: DataError when it cannot be read.
     """

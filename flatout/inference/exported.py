@@ -43,7 +43,7 @@ def require_scorable(folder: Path, *, trust_code: bool = False) -> None:
     made_for = format_of(folder)
     if made_for != "huggingface":
         raise ConfigError(
-            f"{folder} is an export for {made_for or 'an unknown format'}; transformers, which "
+            f"{folder} is an export for {made_for or 'an unknown format'}. transformers, which "
             "asks the questions of the tasks, cannot load it.",
             fix="Score the run itself, or export it with --to huggingface.",
         )
@@ -76,7 +76,7 @@ def require_tasks(folder: Path, checkpoint: str, *, has_tasks: bool) -> None:
         )
     if checkpoint != "best":
         raise ConfigError(
-            f"{folder} is an export of one checkpoint; --checkpoint {checkpoint} cannot choose "
+            f"{folder} is an export of one checkpoint. --checkpoint {checkpoint} cannot choose "
             "another.",
             fix="Remove --checkpoint, or score the run.",
         )

@@ -53,7 +53,7 @@ class LoadedRun:
 
     @cached_property
     def dataset(self) -> AnyDataset:
-        """The training data, opened on first use; it may have moved together with the run.
+        """The training data, opened on first use. It may have moved together with the run.
 
         Raises: DataError when it is missing or cannot be downloaded.
         """
@@ -138,7 +138,7 @@ def load_model(
         return load_run(folder, checkpoint, trust_code=trust_code, progress=progress)
     if checkpoint != "best":
         raise ConfigError(
-            f"{model} is a single model; --checkpoint {checkpoint} cannot choose a different one.",
+            f"{model} is a single model. --checkpoint {checkpoint} cannot choose a different one.",
             fix="Remove --checkpoint, or name a run.",
         )
     found = find_model(str(model), progress=progress)

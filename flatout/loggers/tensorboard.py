@@ -26,7 +26,7 @@ class TensorBoard(Logger):
     """
 
     def on_start(self, run: Run) -> None:
-        """Open the file; where a run resumes, TensorBoard ignores later steps in older files."""
+        """Open the file. Where a run resumes, TensorBoard ignores later steps in older files."""
         from tensorboard.compat.proto.event_pb2 import SessionLog
 
         name = f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"

@@ -28,7 +28,7 @@ from flatout.registry import nearest
 from flatout.words import value_for
 
 PARTS = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up"), "output": ("o",)}
-"""Names of the parts of a layer, each of which gets its own adapter; other layers are one part with
+"""Names of the parts of a layer, each of which gets its own adapter. Other layers are one part with
 the layer's name.
 """
 EVERY = "all-linear"
@@ -60,7 +60,7 @@ class Adapter(nn.Module):
 
 
 class LoraLinear(Linear):
-    """A frozen linear layer with adapters, in its place; the name of its weight stays."""
+    """A frozen linear layer with adapters, in its place. The name of its weight stays."""
 
     def __init__(self, layer: Linear, parts: Mapping[str, Rows], config: LoraConfig) -> None:
         nn.Module.__init__(self)  # Linear's own would allocate another weight

@@ -41,7 +41,7 @@ class Ops:
 
 
 def at_least_fp32(tensor: Tensor) -> Tensor:
-    """Return the tensor widened to fp32; fp32 and fp64 tensors are returned unchanged.
+    """Return the tensor widened to fp32. Fp32 and fp64 tensors are returned unchanged.
 
     Shapes:  any.
     """

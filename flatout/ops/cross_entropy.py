@@ -54,7 +54,7 @@ def reference(
     The loss is the negative log-likelihood. A target of -1 is ignored: its hidden state, even NaN,
     affects neither the loss nor a gradient. With `softcap` c the logits are c tanh(logits / c);
     `z_loss` z adds z times the squared log of the softmax denominator for each target. This code,
-    with all logits in memory and plain functions, is the definition; every variant must match it,
+    with all logits in memory and plain functions, is the definition. Every variant must match it,
     gradients included.
 
     Shapes:  hidden_BTD (B, T, D); weight_VD (V, D); targets_BT (B, T) int64 in [-1, V).
@@ -172,9 +172,9 @@ cache, while the loss is computed. Where `linear.bf16` computes in fp32, this is
 chunked = _variant(_with_chunks)
 """`reference` in chunks of a few thousand targets, so that all logits never exist at once.
 
-The gradients are computed together with the loss, before backward needs them; a weight that is not
-trained costs a third less. In a compiled model the work on the logits of a chunk is compiled too;
-the loop is not traced.
+The gradients are computed together with the loss, before backward needs them. A weight that is not
+trained costs a third less. In a compiled model the work on the logits of a chunk is compiled too.
+The loop is not traced.
 
 Cost:    6 B T D V FLOP, all of it forward; keeps the gradients of hidden states and weight, the
          latter in fp32.
@@ -182,7 +182,7 @@ Cost:    6 B T D V FLOP, all of it forward; keeps the gradients of hidden states
 liger = _variant(_with_liger)
 """`reference` through Liger's kernel, which replaces logits by gradients, summed in fp32.
 
-It processes a few hundred targets at a time. For GPUs with the package liger-kernel; on a CPU and
+It processes a few hundred targets at a time, for GPUs with the package liger-kernel. On a CPU and
 in fp64 it is `chunked`. Each call reads the number of targets back and so waits for the device.
 Compilers do not trace it.
 
@@ -241,7 +241,7 @@ class _Chunked(torch.autograd.Function):
         split: Split | None,
         is_trained: bool,
     ) -> Tensor:
-        """Return the loss; both gradients are kept for backward, unless the weight is frozen."""
+        """Return the loss. Both gradients are kept for backward, unless the weight is frozen."""
         ctx.dtypes = (hidden_ND.dtype, weight_VD.dtype, product_dtype(hidden_ND, weight_VD))
         ctx.is_trained = is_trained
         given = (hidden_ND, weight_VD, targets_N, softcap, z_loss, split)
@@ -276,7 +276,7 @@ class _OverRows(torch.autograd.Function):
         z_loss: float,
         has_gradients: bool,
     ) -> Tensor:
-        """Return the loss; the gradients of the logits are kept for backward."""
+        """Return the loss. The gradients of the logits are kept for backward."""
         narrow_VD = weight_VD.bfloat16()
         over_rows: Any = _opaque_rows if torch.compiler.is_compiling() else _over_rows
         given = (hidden_ND.bfloat16(), narrow_VD, targets_N, softcap, z_loss, has_gradients)
@@ -287,7 +287,7 @@ class _OverRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, *tuple[None, ...]]:
-        """Return both gradients, each of one matmul; `grad` is multiplied in fp32."""
+        """Return both gradients, each of one matmul. `grad` is multiplied in fp32."""
         hidden_ND, narrow_VD, grad_NV = ctx.saved_tensors
         grad_ND = grad_VD = None
         if ctx.needs_input_grad[0]:
@@ -527,7 +527,7 @@ def _chunks(
     """Yield equal chunks of the targets, which are halved until the logits of a chunk fit.
 
     This keeps the number of different lengths small, so that chunks share compiled code. Fake
-    tensors estimate the memory of a run, on a GPU unless their mode sets a different one; only a
+    tensors estimate the memory of a run, on a GPU unless their mode sets a different one. Only a
     few of their chunks are yielded, since all need the same memory.
     """
     device, most = "cuda" if hidden_ND.is_cuda else "cpu", len(targets_N)

@@ -86,7 +86,7 @@ bf16 = with_matmul(_in_bf16)
 
 Factors and results are rounded, sums are not, forward and backward. Unlike with autocast, only the
 matmuls are narrow: everything else stays fp32, which CPUs handle well. An activated result without
-a bias stays in bfloat16 for the next matmul, which would round it anyway; so does its gradient.
+a bias stays in bfloat16 for the next matmul, which would round it anyway. So does its gradient.
 `reference` handles factors of other dtypes and few rows. It runs at twice the rate, and keeps both
 factors in two bytes.
 """
@@ -120,7 +120,7 @@ def _has_few_rows(hidden: Tensor) -> bool:
 
 
 def onednn_product(left_NI: Tensor, right_OI: Tensor) -> Tensor:
-    """Return left times right transposed by oneDNN, if `onednn_fits`; it has no gradient.
+    """Return left times right transposed by oneDNN, if `onednn_fits`. It has no gradient.
 
     Shapes:  left_NI (N, I); right_OI (O, I), either may be a transposed view.
     Returns: (N, O).
@@ -171,7 +171,7 @@ class _Matmul(torch.autograd.Function):
         factors: torch.dtype,
         result: torch.dtype,
     ) -> Tensor:
-        """Return the product in the dtype `result`; the rounded factors are kept for backward."""
+        """Return the product in the dtype `result`. The rounded factors are kept for backward."""
         ctx.matmul, ctx.hidden_dtype = matmul, hidden_NI.dtype
         hidden_NI, weight_OI = hidden_NI.to(factors), weight_OI.to(factors)
         ctx.save_for_backward(hidden_NI, weight_OI)

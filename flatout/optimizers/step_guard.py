@@ -80,13 +80,13 @@ class StepGuard:
         ]
 
     def begin(self) -> None:
-        """Copy the buffers before a step; most models have none."""
+        """Copy the buffers before a step. Most models have none."""
         self.waited_s = 0.0
         self._before = [buffer.detach().clone() for buffer in self.buffers]
 
     @torch.no_grad()
     def judge(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
-        """Count a step; return 1 if its update must be skipped, 0 otherwise.
+        """Count a step, and return 1 if its update must be skipped, 0 otherwise.
 
         Shapes: loss, grad_norm and the result are 0-D.
         """

@@ -2,9 +2,9 @@
 
 Processes form a rectangle of `replicate` rows and `shard` columns: each row shares one copy of the
 model. It is copied to every process (DDP), sharded (fully_shard), or both (HSDP). `context`
-consecutive processes share the tokens of each row of a batch; the others have separate rows.
+consecutive processes share the tokens of each row of a batch. The others have separate rows.
 With `tensor`, that many consecutive processes stand in each place: they share every layer. Losses
-and counts are summed over all processes; each has those of its own tokens.
+and counts are summed over all processes. Each has those of its own tokens.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from flatout.parallel.rendezvous import Ranks, connect_alone, stated_ranks
 from flatout.parallel.tensor import TENSOR, cut, split_of
 
 BESIDE_FORWARD = ("logits",)
-"""Methods besides `forward` that need gathered weights; all processes must call them together."""
+"""Methods besides `forward` that need gathered weights. All processes must call them together."""
 
 BUFFER_SWITCH = (
     "forward_sync_buffers"

@@ -30,7 +30,7 @@ from flatout.launch import LAUNCHER
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 USE_TORCHRUN = "Start with `torchrun --nproc-per-node N -m flatout ...`, which sets all of them."
 OTHER_PORT = (
-    "Set a different MASTER_PORT for all processes of the run; `torchrun --standalone` finds a "
+    "Set a different MASTER_PORT for all processes of the run. `torchrun --standalone` finds a "
     "free one."
 )
 OF_A_GPU = "cpu:gloo,cuda:nccl"
@@ -38,7 +38,7 @@ OF_A_GPU = "cpu:gloo,cuda:nccl"
 CPU's way.
 """
 START_TIMEOUT_S = 600.0
-"""How long a process waits for the others to start; nodes of a cluster can start minutes apart."""
+"""How long a process waits for the others to start. Nodes of a cluster can start minutes apart."""
 REPORT_EVERY_S = 10.0
 TIMEOUT = timedelta(hours=6)
 """How long connected processes wait for each other: rank 0 may download a dataset or a checkpoint,
@@ -47,7 +47,7 @@ or hash large ones. A process that ends is noticed at once, and the watchdog rep
 ANSWER_S = 20.0
 """How long rank 0 may take to answer the others once its port accepts connections."""
 RELEASE_S = 0.2
-"""A thread waits for at most a few of Python's 5 ms switch intervals; the rest is a margin for a
+"""A thread waits for at most a few of Python's 5 ms switch intervals. The rest is a margin for a
 busy machine.
 """
 
@@ -105,7 +105,7 @@ def stated_ranks() -> Ranks:
 
 
 def connect(device: str) -> Ranks:
-    """Join the other processes over NCCL or, on CPUs, Gloo; a single process does nothing.
+    """Join the other processes over NCCL or, on CPUs, Gloo. A single process does nothing.
 
     Raises: ConfigError when several processes would share one GPU, the environment is incomplete,
             or MASTER_PORT is in use; RunFailed when the other processes do not join in time.

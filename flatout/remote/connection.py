@@ -60,7 +60,7 @@ _PRESENT_PARTICIPLE = {"read": "Reading", "write": "Writing"}
 
 
 class Unreachable(DataError):
-    """A server failed on every attempt, or a disk is full; it may answer later."""
+    """A server failed on every attempt, or a disk is full. It may answer later."""
 
 
 class NothingThere(DataError):

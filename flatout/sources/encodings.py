@@ -146,7 +146,7 @@ def _as_utf8(path: str, file: IO[bytes], encoding: str) -> Iterator[bytes]:
                 where = f"byte 0x{error.object[error.start]:02x} at offset {start + error.start}"
             raise WrongEncoding(
                 f"{path} is not {encoding}: {where}.",
-                fix="Name a different --encoding; without it, the error names a likely "
+                fix="Name a different --encoding. Without it, the error names a likely "
                 f"one{OR_SKIP}.",
             ) from error
 

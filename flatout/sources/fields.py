@@ -144,7 +144,7 @@ def no_text(where: Location, field: str, turns: str) -> BadRow:
 
 
 def no_field(where: Location, field: str, names: list[str], option: str) -> BadRow:
-    """Return the bad row for a missing field; `names` are the candidates, most likely first."""
+    """Return the bad row for a missing field. `names` are the candidates, most likely first."""
     guess = nearest(field, names) or (names[0] if names else None)
     fix = f"Name the field that contains the text with {option}."
     if guess:

@@ -97,7 +97,7 @@ def _cannot_open(name: str, which: str, error: Exception) -> DataError:
     message = " ".join(str(error).split()).rstrip(".") or type(error).__name__
     return DataError(
         f"The dataset {name} {which} cannot be opened: {message}.",
-        fix="Check the name; write it as hub:ORG/NAME:config=...,split=...,revision=....",
+        fix="Check the name. Write it as hub:ORG/NAME:config=...,split=...,revision=....",
     )
 
 

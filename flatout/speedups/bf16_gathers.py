@@ -1,7 +1,7 @@
 """Gather sharded weights in bfloat16 under parallel.shard: two bytes per weight instead of four.
 
 Matmuls under autocast round their weights to bfloat16 anyway, so for them the rounding only
-happens earlier. The gains of norms, which autocast leaves in fp32, are rounded too; the tolerance
+happens earlier. The gains of norms, which autocast leaves in fp32, are rounded too. The tolerance
 allows for that. Gradients are summed in fp32.
 """
 

@@ -1,4 +1,4 @@
-"""Matmuls in bfloat16 on a CPU with instructions for it; everything else stays fp32."""
+"""Matmuls in bfloat16 on a CPU with instructions for it. Everything else stays fp32."""
 
 from flatout.assembly.recipe import On, Precision, Speedup, Tolerance, first_of, lazy, needs_cpu
 

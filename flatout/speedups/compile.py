@@ -17,7 +17,7 @@ whole, and takes 20 seconds more to compile.
 
 
 def _compile(model: LanguageModel, mesh: Mesh | None) -> LanguageModel:
-    """Compile in place, which keeps parameter names; by block if it is wrapped, or if deep.
+    """Compile in place, which keeps parameter names. By block if it is wrapped, or if deep.
 
     The hooks of fully_shard break a whole graph. Under DDP, the backward pass of a whole graph is
     one piece: all gradients arrive at its end, and their synchronisation overlaps with nothing. By

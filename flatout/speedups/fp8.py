@@ -109,7 +109,7 @@ def _too_small(_machine: Machine, config: RunConfig) -> str | None:
     if largest >= FEWEST_WEIGHTS:
         return None
     return (
-        f"The largest matmul of a block has {largest / 1e6:.1f} million weights; "
+        f"The largest matmul of a block has {largest / 1e6:.1f} million weights. "
         f"fp8 pays off from {FEWEST_WEIGHTS / 1e6:.1f} (model.d_model=1024)."
     )
 

@@ -7,7 +7,7 @@ from flatout.config.schema import RunConfig
 from flatout.hardware import Machine
 
 ENOUGH_TOKENS = {"cuda": 65_536, "cpu": 4_096}
-"""Tokens per micro-batch beyond which more bring nothing: on a CPU the caches are full (LOG.md); on
+"""Tokens per micro-batch beyond which more bring nothing: on a CPU the caches are full (LOG.md). On
 a GPU the kernels are, which is not measured yet.
 """
 

@@ -43,7 +43,7 @@ def closing(
 ) -> str:
     """Return the closing lines of a run: last sample, `next_steps`, loss curve and metrics.
 
-    `summary` is the run's summary.json; the curve and the sample come from the run directory that
+    `summary` is the run's summary.json. The curve and the sample come from the run directory that
     it names. The curve uses characters of `encoding` (None: that of standard output). Lines are
     wrapped to `width` (None: the terminal's), except words such as paths. If `height` (None: the
     terminal's) is small, the curve is less tall and the sample is cut, so that everything fits on
@@ -101,7 +101,7 @@ def _cut(sample: str, room: float) -> str:
 
 
 def closing_facts(summary: JsonObject) -> Iterator[tuple[str, str]]:
-    """Yield (name, text) for the metrics of the summary; an unknown MFU has its reason."""
+    """Yield (name, text) for the metrics of the summary. An unknown MFU has its reason."""
     value: Callable[[str], Any] = summary.get
     yield "Run", str(summary["run"])
     has_total = value("resumed_from") and value("elapsed_s")

@@ -32,7 +32,7 @@ REDRAWS_PER_S = 6
 RATE_WINDOW_S = 10.0
 CELL_COLUMNS = 100
 MAX_BAR, MIN_BAR = 24, 6
-"""Columns of a progress bar; with fewer than MIN_BAR left, there is none."""
+"""Columns of a progress bar. With fewer than MIN_BAR left, there is none."""
 
 
 class OpenTask:
@@ -181,7 +181,7 @@ class CellBlock:
 class Terminal:
     """Shows the progress of long operations; implements `progress.Progress`.
 
-    On a terminal and in a notebook's cell the lines are redrawn; a log gets plain lines.
+    On a terminal and in a notebook's cell the lines are redrawn. A log gets plain lines.
     """
 
     def __init__(

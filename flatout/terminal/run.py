@@ -26,7 +26,7 @@ from flatout.terminal.picture import sparkline
 NAMES = 10
 """Columns of the names of the panel's lines, with the margin before them."""
 MIN_COLUMNS = 40
-"""A narrower terminal has no panel; the line of the steps shows the main metrics."""
+"""A narrower terminal has no panel. The line of the steps shows the main metrics."""
 WIDE = 72
 """Columns from which the sparkline is long."""
 LONG_SPARK, SHORT_SPARK = 20, 12
@@ -37,7 +37,7 @@ RECORDS = 5
 MIN_CLOCK_S = 1.0
 """Minimum time before the rate is taken from the clock."""
 EPOCHS_EVERY_S = 5.0
-"""Minimum time between lines about epochs; a short text has many epochs per second."""
+"""Minimum time between lines about epochs. A short text has many epochs per second."""
 MEMORY = (
     ("mem/allocated_gib", "{:.2f} GiB"),
     ("mem/peak_gib", "{:.2f} GiB peak"),
@@ -159,7 +159,7 @@ class RunReport:
             self.terminal.say(line)
 
     def on_event(self, event: JsonObject) -> None:
-        """Print a line about an event; the last sample is part of the closing lines."""
+        """Print a line about an event. The last sample is part of the closing lines."""
         kind = event.get("event")
         if kind == "sample" and self._step == self._last_step:
             return
@@ -249,7 +249,7 @@ class RunReport:
 
 
 def _fitting(facts: Sequence[str], room: int) -> str:
-    """Return as many facts as fit; the first one is cut if it must be."""
+    """Return as many facts as fit. The first one is cut if it must be."""
     shown = facts[0]
     for fact in facts[1:]:
         if len(shown) + len(fact) + 3 > room:
@@ -265,9 +265,9 @@ LINES = {
     "alarm": "Alarm: {text}",
     "alarm_over": "{text}",
     "logger": "{logger}: {text}",
-    "no_tensorboard": "TensorBoard's event file can no longer be written ({reason}); "
+    "no_tensorboard": "TensorBoard's event file can no longer be written ({reason}). "
     "metrics.jsonl has the same metrics.",
-    "upload_failed": "Checkpoints cannot be sent to {url} now ({reason}). Training continues; they "
+    "upload_failed": "Checkpoints cannot be sent to {url} now ({reason}). Training continues. They "
     "are sent later.",
     "upload_dropped": "Step {step:,} was deleted here before it could be sent to {url}: saves are "
     "faster than uploads.",
@@ -314,7 +314,7 @@ def event_line(event: JsonObject) -> str | None:
     if "logger" in event:
         return (
             f"The logger {event['logger']} has failed and is disabled ({event['reason']}). "
-            "Training continues; metrics.jsonl has the same metrics."
+            "Training continues. metrics.jsonl has the same metrics."
         )
     return None
 
@@ -377,7 +377,7 @@ class Epochs:
         self._rates: list[float] = []
 
     def line(self, record: Mapping[str, float]) -> str | None:
-        """Take a line of metrics.jsonl; return the line that is due about epochs, if any."""
+        """Take a line of metrics.jsonl, and return the line that is due about epochs, if any."""
         for name, values in (("train/loss", self._losses), ("perf/samples_per_s", self._rates)):
             values += [record[name]] if name in record else []
         epoch, first = int(record.get("train/epoch", self._epoch)), self._epoch + 1

@@ -31,7 +31,7 @@ class Reading:
     """How to read token files, for formats that do not state it."""
 
     vocab_size: int
-    """Number of ids; it decides between types that a file without a header may contain."""
+    """Number of ids. It decides between types that a file without a header may contain."""
     dtype: str | None = None
     """The type of the tokens of a file without a header; guessed when None."""
     field: str | None = None
@@ -44,7 +44,7 @@ class Piece:
     """The tokens of one file."""
 
     tokens: Array
-    """Shape (T,), any integer type; it may be memory-mapped."""
+    """Shape (T,), any integer type. It may be memory-mapped."""
     name: str
     """Where they come from, for messages: a path."""
     weight: int = 1
@@ -77,7 +77,7 @@ class TokenFormat:
     takes: Callable[[Path], bool]
     """Whether a file or directory is in this format; reads little and raises nothing."""
     files: Callable[[Path], Sequence[Path]]
-    """Return the files to read, in order; raises DataError when one is missing."""
+    """Return the files to read, in order. Raises DataError when one is missing."""
     open: Callable[[Path, Reading], Tokens]
     """Open a path that the format takes."""
     documents: Documents = "end-of-text"
@@ -90,7 +90,7 @@ def damaged(path: Path | str, what: str) -> DataError:
 
 
 def tokens_field(names: Sequence[str], reading: Reading, path: Path, kind: str) -> str:
-    """Return the name of the field that contains the tokens; `kind` is what such fields are called.
+    """Return the name of the field that contains the tokens. `kind` is what such fields are called.
 
     Raises: DataError when the named one does not exist, or the choice is not clear.
     """

@@ -34,7 +34,7 @@ class Found:
 
     train: tuple[Input, ...]
     val: tuple[Input, ...] = ()
-    """Separate validation tokens; without them, they are taken from the end."""
+    """Separate validation tokens. Without them, they are taken from the end."""
     left_out: tuple[str, ...] = ()
     """Test files, which are not read."""
 
@@ -58,7 +58,7 @@ def find_tokens(path: Path, val: Path | None = None, form: str | None = None) ->
         return found
     if found.val:
         raise DataError(
-            f"{path} has validation tokens, {found.val[0].path.name}, and --val names others.",
+            f"{path} contains validation tokens, {found.val[0].path.name}, and --val names others.",
             fix="Remove --val, or name the training tokens alone.",
         )
     other = _found(val, form)
@@ -86,7 +86,7 @@ def _found(path: Path, form: str | None) -> Found:
         examples = {found.name: found.path.name for found in inputs.values()}
         shown = " and ".join(f"{examples[name]} ({name})" for name in formats[:2])
         raise DataError(
-            f"{path} has tokens in several formats: {shown}.",
+            f"{path} contains tokens in several formats: {shown}.",
             fix="Name one of the files, or the format: --format NAME.",
         )
     by_split: dict[str, list[Input]] = {}
@@ -98,7 +98,7 @@ def _found(path: Path, form: str | None) -> Found:
     train, val = by_split.get("train", []), by_split.get("val", [])
     if not train:
         raise DataError(
-            f"{path} has only tokens for {'validation' if val else 'tests'}.",
+            f"{path} contains only tokens for {'validation' if val else 'tests'}.",
             fix="Name a file as training tokens, and another with --val.",
         )
     left_out = tuple(found.path.name for found in by_split.get("test", []))

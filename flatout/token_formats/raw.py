@@ -86,7 +86,7 @@ def open_raw(path: Path, reading: Reading) -> Tokens:
         yield Piece(np.memmap(path, dtype, "r"), str(path), weight=count)
 
     note = (
-        f"{path.name} is read as {dtype.name}; --dtype names a different type." if guessed else None
+        f"{path.name} is read as {dtype.name}. --dtype names a different type." if guessed else None
     )
     return Tokens(count, "tokens", pieces, note=note)
 

@@ -119,7 +119,7 @@ class Evaluator:
     config: RunConfig
     """Sets the batch shape, and whether attention is masked by document."""
     model: nn.Module
-    """The wrapped model to call; its training mode is restored afterwards."""
+    """The wrapped model to call. Its training mode is restored afterwards."""
     mesh: Mesh
     reader: SequenceReader
     precision: Precision

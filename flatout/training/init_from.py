@@ -126,7 +126,7 @@ def load_initial(run: Run, checkpoint: Path | None, *, progress: Progress = SILE
     """Load the weights that a newly built run starts from, if there are any. Every rank calls it.
 
     These are those of train.init_from, unless the run resumes from `checkpoint`. A LoRA run needs
-    the weights beside its adapters at every start; the checkpoint names them.
+    the weights beside its adapters at every start. The checkpoint names them.
     Raises: CheckpointError when the weights are missing, damaged or have changed, or `checkpoint`
             is one of a different kind of run.
     """

@@ -130,7 +130,7 @@ def out_of_memory(run: Run) -> OutOfMemory:
 
 
 def _capacity(run: Run) -> Capacity:
-    """Return the memory of this process; what it has already counts as free."""
+    """Return the memory of this process. What it has already counts as free."""
     device, ranks = run.config.train.device, run.mesh.local_world_size
     on_gpu = run.mesh.device.type == "cuda"
     reserved = torch.cuda.memory_reserved(run.mesh.device) if on_gpu else 0

@@ -67,7 +67,7 @@ class RunPlan:
 def require_same_settings(ranks: Ranks, config: RunConfig, dataset: AnyDataset) -> None:
     """Check that all processes have the same settings, tokens, and versions of flatout and torch.
 
-    Only rank 0's are used; the paths of datasets may differ between machines.
+    Only rank 0's are used. The paths of datasets may differ between machines.
     Raises: ConfigError, on every rank, that names a process and what differs.
     """
     if ranks.world_size == 1:
@@ -134,7 +134,7 @@ def plan_run(request: RunRequest) -> RunPlan:
 
 
 def _restore_lost(request: RunRequest, *, are_damaged: bool = False) -> bool:
-    """Restore the run from its mirror if that is needed and possible; return whether."""
+    """Restore the run from its mirror if that is needed and possible, and return whether."""
     with writing_run(request.folder):
         return restore_lost(
             request.folder,
@@ -241,7 +241,7 @@ def _plan_stored(
         advice = how_to_train_on(folder, config, checkpoint, summary)
         if advice is not None:
             send_rest(folder, config.checkpoint, progress)
-            progress.say(f"{folder} is finished; results are below. To train further, {advice}.")
+            progress.say(f"{folder} is finished. Results are below. To train further, {advice}.")
             decisions = stored_decisions(config, request.machine, requested=requested)
             return RunPlan(config, decisions, checkpoint, summary=summary)
     if longer is not None:
@@ -263,7 +263,7 @@ def _plan_stored(
 
 
 def dataset_of(request: RunRequest, config: RunConfig) -> AnyDataset:
-    """Return the dataset of a planned run; a mix is read in the order of the stored config."""
+    """Return the dataset of a planned run. A mix is read in the order of the stored config."""
     if config.data.model_dump_json() == request.config.data.model_dump_json():
         return request.dataset
     return open_dataset(config)
@@ -298,7 +298,7 @@ def require_run_directory(folder: Path) -> None:
     others = [name for name in found if name not in layout.STARTED]
     if others and not {layout.CONFIG, layout.REQUESTED}.intersection(found):
         raise CheckpointError(
-            f"{folder} is not a run directory; it contains {', '.join(others[:4])}.",
+            f"{folder} is not a run directory. It contains {', '.join(others[:4])}.",
             fix="Choose a new directory with --run-dir DIR.",
         )
 

@@ -1,4 +1,4 @@
-"""When a run saves its state, and the work around a save; `run.saver` does the saving."""
+"""When a run saves its state, and the work around a save. `run.saver` does the saving."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class SaveSchedule:
         self._is_owed = False
 
     def due(self, run: Run) -> bool:
-        """Return whether to save after this step; the last and best steps are saved elsewhere.
+        """Return whether to save after this step. The last and best steps are saved elsewhere.
 
         A save that is due after a bad step waits for the next good one, so that a rewind finds a
         checkpoint from before the bad steps.

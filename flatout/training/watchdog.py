@@ -38,7 +38,7 @@ PATIENCE = 4
 TICKS = 10
 """Looks at the pulse in the time of the limit."""
 SILENT_S = 10.0
-"""By how much a rank's report may be late; the clocks of machines differ."""
+"""By how much a rank's report may be late. The clocks of machines differ."""
 STUCK_DISK_S = 30.0
 """How long the end of a process waits for a report to be written."""
 PACKAGE = str(Path(__file__).parents[1])
@@ -62,7 +62,7 @@ class Sign:
 class Watchdog:
     """A context in which a thread reports when a run does nothing for `train.watchdog_minutes`.
 
-    Every rank has one, and writes the stacks of its own threads; rank 0 reports which is
+    Every rank has one, and writes the stacks of its own threads. Rank 0 reports which is
     behind, or, if it reports nothing itself, the others. With `train.watchdog_stop`, the process
     then ends with exit code 75, without saving: the loop is stuck. Steps since the last checkpoint
     are lost.
@@ -75,7 +75,7 @@ class Watchdog:
         say: Callable[[str], object] | None = None,
         end: Callable[[int], object] = os._exit,
     ) -> None:
-        """`say` is called from another thread; `end` ends the process with an exit code."""
+        """`say` is called from another thread. `end` ends the process with an exit code."""
         self._run, self._say, self._end = run, say, end
         self._limit_s = 60 * run.config.train.watchdog_minutes
         self._stops = run.config.train.watchdog_stop

@@ -135,7 +135,7 @@ def test_a_compiled_model_on_a_gpu_is_corrected_by_what_one_needed(memory, run, 
 
 
 def test_a_compiled_model_on_a_cpu_may_need_much_less_whatever_was_measured(memory, run, past):
-    """Its process is measured, not its tensors; a run that would fit must not be rejected."""
+    """Its process is measured, not its tensors. A run that would fit must not be rejected."""
     compiled = [*run.decisions, Decision("compile", True, "")]
     part = memory().estimate
     sizes = {"context_gib": 0.5, "peak_gib": 0.5 + part.total / GIB}

@@ -72,7 +72,7 @@ def test_a_speedup_replaces_its_slots_and_no_other():
     assert Recipe().matmul == "highest"
 
 
-def test_two_speedups_that_fill_one_slot_are_refused_by_name():
+def test_two_speedups_that_fill_one_slot_are_rejected_by_name():
     with pytest.raises(ConfigError, match="'a' and 'b' both fill the slot 'matmul'"):
         Recipe().with_speedup(speedup("a", "matmul")).with_speedup(speedup("b", "feed", "matmul"))
     with pytest.raises(ConfigError, match="'nowhere', which is not a slot"):
@@ -103,7 +103,7 @@ def test_the_device_of_a_run_is_known_without_torch():
     assert not uses_gpu(CPU, load_config())
     assert uses_gpu(TURING, load_config())
     assert not uses_gpu(TURING, load_config(None, ["train.device=cpu"]))
-    too_old = "bfloat16 needs compute capability 8.0; the a T4 has 7.5."
+    too_old = "bfloat16 needs compute capability 8.0. The a T4 has 7.5."
     assert gpu_below(TURING, (8, 0), "bfloat16") == too_old
     assert gpu_below(TURING, (7, 0), "float16") is None
 

@@ -57,7 +57,7 @@ def test_the_request_is_followed():
 
 
 @pytest.mark.parametrize("machine", [CPU, HOPPER], ids=["cpu", "gpu"])
-def test_attention_kernels_are_refused_where_scores_are_capped(machine):
+def test_attention_kernels_are_rejected_where_scores_are_capped(machine):
     """No kernel limits the scores, so attention is the plain one."""
     kernels, packed = {"fused-attention", "flex-attention"}, "data.document_mask=true"
     assert kernels & on("auto", machine, packed)
@@ -67,7 +67,7 @@ def test_attention_kernels_are_refused_where_scores_are_capped(machine):
         assert "model.attention_softcap" in found[name].reason
 
 
-def test_a_speedup_that_cannot_run_is_off_under_auto_and_refused_when_named():
+def test_a_speedup_that_cannot_run_is_off_under_auto_and_rejected_when_named():
     off = decided(CPU)["tf32"]
     assert not off.on
     assert "uses a CPU" in off.reason
@@ -137,7 +137,7 @@ def test_a_named_speedup_takes_its_slot_from_one_that_auto_chose():
         ("+bf16,+fp16", {"+fp16", "+bf16"}),
     ],
 )
-def test_two_named_speedups_for_one_slot_are_refused_with_a_fix_for_each(request_, fixes):
+def test_two_named_speedups_for_one_slot_are_rejected_with_a_fix_for_each(request_, fixes):
     with pytest.raises(ConfigError, match="both fill the slot 'precision'") as refused:
         on(request_, HOPPER, device="cuda")
     fix = refused.value.fix.removeprefix("Remove one of the two: ").removesuffix(".")
@@ -157,7 +157,7 @@ def test_two_named_speedups_for_one_slot_are_refused_with_a_fix_for_each(request
         ("prefetch,tf32", "speedups=prefetch"),
     ],
 )
-def test_the_fix_leaves_out_the_speedup_that_cannot_run(request_, fix):
+def test_the_fix_omits_the_speedup_that_cannot_run(request_, fix):
     with pytest.raises(HardwareError, match="'tf32' cannot be used") as refused:
         on(request_)
     assert refused.value.fix == f"Remove it: {fix}."
@@ -193,8 +193,8 @@ def test_a_needed_speedup_that_is_off_is_reported_with_a_working_fix(
     shard = f"parallel.shard={2 if name == 'bf16-gathers' else 1}"
     with pytest.raises(ConfigError, match=f"needs '[a-z0-9]+', which is off: .*{why}") as refused:
         on(request_, machine, shard, f"train.precision={precision}", device=device)
-    leave = f"eave {name} out: speedups={without}."
-    assert refused.value.fix == (f"{fix} l{leave}" if fix else f"L{leave}")
+    leave = f"emove {name}: speedups={without}."
+    assert refused.value.fix == (f"{fix} r{leave}" if fix else f"R{leave}")
     other = f"train.precision={'auto' if 'train.precision' in fix else precision}"
     for way in re.findall(r"speedups=([^ ]+?)(?:[,.:] |\.?$)", refused.value.fix):
         assemble(on(way, machine, shard, other, device=device))
@@ -288,7 +288,7 @@ def test_train_precision_and_speedups_must_agree():
         on("auto,+bf16", CPU, "train.precision=fp32")
 
 
-def test_a_precision_is_never_provided_by_a_speedup_that_is_left_out():
+def test_a_precision_is_never_provided_by_a_speedup_that_is_omitted():
     found = on("auto,-bf16-products", NARROW, "train.precision=bf16")
     assert found & {"bf16", "bf16-products"} == {"bf16"}
     for request, machine in (("auto,-bf16", HOPPER), ("auto,-bf16,-bf16-products", NARROW)):
@@ -345,6 +345,6 @@ def test_underscores_are_accepted_for_hyphens():
         ("auto,-fused_adamw,+fused-adamw", "'fused-adamw' and omits it"),
     ],
 )
-def test_an_invalid_request_is_refused(request_, message):
+def test_an_invalid_request_is_rejected(request_, message):
     with pytest.raises(ConfigError, match=message):
         parse_request(request_)

@@ -102,7 +102,7 @@ def case(
     spoil: Callable[[World], None] = nothing,
     **more: object,
 ) -> Case:
-    """Return a case; a single text need not be a tuple."""
+    """Return a case. A single text need not be a tuple."""
     names, fix = ((texts,) if isinstance(texts, str) else texts for texts in (names, fix))
     return Case(wrong, line, names, fix, spoil, **more)
 

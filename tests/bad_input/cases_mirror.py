@@ -86,7 +86,7 @@ a mirror in memory
     Case(
         "the directory of the run as its mirror",
         "train my.yaml --run-dir runs/new",
-        ("the mirror would be ", "runs/new has the run itself"),
+        ("the mirror would be ", "runs/new contains the run itself"),
         ("a directory elsewhere",),
         in_runs,
     ),

@@ -148,7 +148,7 @@ CASES = [
     Case(
         "a model with a value that is not a number",
         LINE,
-        ("up_proj.weight of theirs has values that are not finite",),
+        ("up_proj.weight of theirs contains values that are not finite",),
         ("damaged", "diverged"),
         lambda w: with_weights(w, "nan"),
         progress="Starting with the weights",
@@ -178,7 +178,7 @@ CASES = [
         "a model of an unknown architecture",
         LINE,
         ("the architecture 'mamba', which flatout does not read",),
-        ("Start from a different model; docs/import-models.md",),
+        ("Start from a different model. docs/import-models.md",),
         lambda w: model(w, model_type="mamba"),
     ),
     Case(
@@ -213,7 +213,7 @@ CASES = [
         "a file of weights that do not tell what they are",
         "train bare.yaml train.init_from=best_model.pt",
         ("best_model.pt has no config.json", "do not tell its architecture"),
-        ("Put the model's config.json beside the weights",),
+        ("Put the model's config.json next to the weights",),
         unnamed,
     ),
     Case(

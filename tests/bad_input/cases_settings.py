@@ -177,7 +177,7 @@ nothing to tune
     Case(
         "aliases that stand for millions of values",
         "train aliases.yaml",
-        ("aliases.yaml has more than 50,000 values",),
+        ("aliases.yaml contains more than 50,000 values",),
         ("what an alias (*name) stands for counts each time",),
         lambda w: w.write("aliases.yaml", ALIASES),
     ),

@@ -12,7 +12,7 @@ another tool's switch, turned off
     'bf16' -> train.precision=fp32
 another tool's key, misspelt
     train my.yaml gradient_clp=1
-    'gradient_clp' | other tools have 'gradient_clip' -> 'optim.clip'
+    'gradient_clp' | Other tools have 'gradient_clip' -> 'optim.clip'
 another tool's key that flatout does not need
     train my.yaml pin_memory=true
     'pin_memory' -> Remove it | pinned memory

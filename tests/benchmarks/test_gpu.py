@@ -111,7 +111,7 @@ def test_no_step_starts_that_would_end_too_late(gpu, programs, rows, tmp_path, m
     assert rows() == {}
 
 
-def test_figures_are_compared_with_predictions_for_this_gpu(gpu, monkeypatch):
+def test_numbers_are_compared_with_predictions_for_this_gpu(gpu, monkeypatch):
     rows = {
         "environment": {"figures": {"matmul_tflops": gpu.H200_TFLOPS / 2}},
         "theirs": {"figures": {"tokens_per_s": 40.0}},

@@ -75,7 +75,7 @@ def test_an_export_answers_as_its_run_does(run, tmp_path, to):
         generate(made.path, checkpoint="last")
 
 
-def test_a_model_without_a_tokenizer_or_a_template_is_refused(run, tmp_path):
+def test_a_model_without_a_tokenizer_or_a_template_is_rejected(run, tmp_path):
     made = Path(export(run, "huggingface", tmp_path / "export").path)
     settings = json.loads((made / "tokenizer_config.json").read_text())
     (made / "flatout.json").unlink()
@@ -164,7 +164,7 @@ def test_an_unknown_command_is_answered_with_the_commands(run, monkeypatch):
     assert "/quit ends" in found.value.fix
 
 
-def test_what_does_not_fit_the_context_is_refused(run, monkeypatch, capsys):
+def test_what_does_not_fit_the_context_is_rejected(run, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", Keyboard("x" * 100 + "\nHi\n"))
     pieces = []
     result = chat(run, max_tokens=4, write=pieces.append)
@@ -175,7 +175,7 @@ def test_what_does_not_fit_the_context_is_refused(run, monkeypatch, capsys):
     assert "The system prompt does not fit" in err
 
 
-def test_turns_left_out_are_reported_on_standard_error(run, capsys, monkeypatch):
+def test_turns_omitted_are_reported_on_standard_error(run, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO(f"{'a' * 20}\n{'b' * 20}\n{'c' * 20}\n"))
     code, out, err = typed(capsys, run, "--max-tokens", 4)
     assert code == 0

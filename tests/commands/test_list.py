@@ -166,7 +166,7 @@ def test_the_predicted_gain_is_shown_until_one_is_measured(with_gpus, monkeypatc
     assert "2%: half of 4%" not in list_entries("speedups", all=True).summary()
 
 
-def test_this_machine_is_listed_first_and_an_unknown_kind_refused():
+def test_this_machine_is_listed_first_and_an_unknown_kind_rejected():
     assert list_entries("machines").items[0]["name"] == "(this machine)"
     with pytest.raises(ConfigError, match="Did you mean 'recipes'"):
         list_entries("recipe")

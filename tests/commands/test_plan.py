@@ -82,7 +82,7 @@ def test_the_parts_of_the_memory_add_up(recipe):
         (["model.vocab_size=101", "lora.rank=2"], r"train\.init_from names none"),
     ],
 )
-def test_what_cannot_be_planned_is_refused_as_in_training(recipe, words, message):
+def test_what_cannot_be_planned_is_rejected_as_in_training(recipe, words, message):
     with pytest.raises(ConfigError, match=message):
         plan(recipe, [*ON_CPU, *words])
 
@@ -228,7 +228,7 @@ def test_a_custom_model_that_needs_values_has_no_memory_estimate(recipe, monkeyp
         (["train.device=cpu"], "H100", "contradict"),
     ],
 )
-def test_a_wrong_machine_is_refused_without_torch(words, machine, fix):
+def test_a_wrong_machine_is_rejected_without_torch(words, machine, fix):
     with pytest.raises(ConfigError, match=fix):
         plan("gpt2-124m", words, machine)
 

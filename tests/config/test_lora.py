@@ -42,7 +42,7 @@ def test_a_config_without_adapters_has_no_section():
         ("load_in_4bit=true", "load_in_4bit", "lora.base_dtype=bf16"),
     ],
 )
-def test_contradictions_are_refused(overrides, message, fix):
+def test_contradictions_are_rejected(overrides, message, fix):
     with pytest.raises(ConfigError) as refused:
         load_config(None, overrides.split())
     assert message in refused.value.what

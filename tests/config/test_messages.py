@@ -55,7 +55,7 @@ def test_the_message_states_the_valid_values(override, value, rule):
         ("schedule.warmup=1.5", "1.5 is neither a number of steps nor a fraction of the run."),
         ("optim.betas=[0.9,1.5]", "optim.betas=[0.9, 1.5] must be in [0, 1)."),
         ("schedule.min_lr=1", "schedule.min_lr=1 is above optim.lr=0.001."),
-        ("format_version=9", "has format_version 9; this version of flatout reads up to 1."),
+        ("format_version=9", "has format_version 9. This version of flatout reads up to 1."),
     ],
 )
 def test_what_contradicts_is_named(override, message):
@@ -134,7 +134,7 @@ def test_a_switch_or_value_of_another_tool_is_answered_with_flatouts(override, f
 )
 def test_a_misspelt_word_of_another_tool_is_answered_with_its_counterpart(key, word, expected):
     error = error_of(f"{key}=1")
-    assert error.what == f"There is no config key {key!r}; other tools have {word!r}."
+    assert error.what == f"There is no config key {key!r}. Other tools have {word!r}."
     assert error.fix.startswith(expected)
 
 

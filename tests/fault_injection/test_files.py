@@ -86,11 +86,11 @@ def resumed_with(changes, target, folder):
     return count, problems
 
 
-def test_a_damaged_file_of_a_run_is_refused_or_replaced(victim, tmp_path, survived):
+def test_a_damaged_file_of_a_run_is_rejected_or_replaced(victim, tmp_path, survived):
     survived("run-file", *resumed_with(damages, victim(STEPS), tmp_path))
 
 
-def test_text_from_a_run_with_a_damaged_file_is_the_same_or_refused(victim, tmp_path, survived):
+def test_text_from_a_run_with_a_damaged_file_is_the_same_or_rejected(victim, tmp_path, survived):
     target, run, count, problems = victim(STEPS), tmp_path / "run", 0, []
 
     def generated():
@@ -133,7 +133,7 @@ def trained_on(changes, target, folder, source, key):
     return count, problems
 
 
-def test_a_damaged_file_of_a_dataset_is_refused_by_train(victim, tiny_set, tmp_path, survived):
+def test_a_damaged_file_of_a_dataset_is_rejected_by_train(victim, tiny_set, tmp_path, survived):
     survived("data-file", *trained_on(damages, victim(), tmp_path, tiny_set, "data.path"))
 
 
@@ -157,7 +157,7 @@ def export(victim, tmp_path_factory):
     return out
 
 
-def test_a_damaged_export_is_refused(victim, export, tmp_path, survived):
+def test_a_damaged_export_is_rejected(victim, export, tmp_path, survived):
     found = trained_on(damages, victim(), tmp_path, export, "train.init_from")
     survived("export-file", *found)
 

@@ -76,7 +76,7 @@ def test_a_killed_rank_ends_the_other_and_both_resume_exactly(
     survived("rank", kills, problems)
 
 
-def test_a_second_process_in_a_run_directory_is_refused_and_changes_nothing(
+def test_a_second_process_in_a_run_directory_is_rejected_and_changes_nothing(
     victim, tmp_path, survived
 ):
     target, run, tries, problems = victim(STEPS), tmp_path / "run", 3, []

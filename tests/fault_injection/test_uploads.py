@@ -51,7 +51,7 @@ class Mirrored:
         return problems
 
     def continued(self):
-        """Train to the end, and return what is wrong; the mirror must then be complete."""
+        """Train to the end, and return what is wrong. The mirror must then be complete."""
         problems = self.target.lost(self.run, saved_step(self.run))
         problems += self.target.end(self.run, *self.settings)
         steps = catalog.steps(self.run)
@@ -191,7 +191,7 @@ def restored_with(changes, mirrored, kept):
 
 
 @pytest.mark.parametrize("more", [(), ("checkpoint.compress=zstd",)], ids=["plain", "compressed"])
-def test_a_damaged_file_of_a_mirror_is_refused_or_replaced(more, mirror, tmp_path, survived):
+def test_a_damaged_file_of_a_mirror_is_rejected_or_replaced(more, mirror, tmp_path, survived):
     marker = tmp_path / "opened"
 
     def damaged(data):

@@ -35,7 +35,7 @@ def sample_rows():
     gain, none, slower = (Figure(median=m, low=m - 0.03, high=m + 0.03) for m in (2.1, 1.01, 0.87))
     unsure = Figure(median=1.02, low=None, high=None)
     unchecked = {"within_tolerance": None, "tolerance_reason": "not checked: two repeats"}
-    late = "timed-out in one repeat: It had not ended after 60 s."
+    late = "timed-out in one repeat: It did not end within 60 s."
     absent = "cannot run here, because: it is a CPU."
     broken = {"within_tolerance": False, "loss_difference": 0.2, "repeats": 1}
     return [
@@ -55,7 +55,7 @@ def sample_rows():
         unmeasured("all but wrong", "leave-one-out", "not-measured", LATE),
         row("all, with bf16 for fp16", "add-one", 24_000.0, slower, replaced=["fp16"], reason=late),
         unmeasured("all and liger", "add-one", "not-measured", LATE),
-        unmeasured("all and compile", "add-one", "timed-out", "It had not ended after 90 s."),
+        unmeasured("all and compile", "add-one", "timed-out", "It did not end within 90 s."),
         unmeasured("tf32", "absent", "not-measured", absent, speedup="tf32"),
     ]
 

@@ -204,7 +204,7 @@ def sure_of_their_targets(vocab=11, width=6, targets=24):
 
 @pytest.mark.parametrize("name", sorted(VARIANTS))
 def test_float16_keeps_small_gradients_that_the_loss_scale_preserves(name, chunks):
-    """6e-9 is below the range of float16; a loss scale of 2^15 raises it to 2e-4."""
+    """6e-9 is below the range of float16. A loss scale of 2^15 raises it to 2e-4."""
     inputs = sure_of_their_targets()
     (hidden, weight), (expected_hidden, expected_weight) = (
         scaled_gradients(function, *inputs, scale=2.0**15, dtype=dtype)

@@ -193,7 +193,7 @@ def test_losses_without_all_logits_match_the_reference(name, dtype, limit, extra
 @pytest.mark.gpu_essential
 @pytest.mark.parametrize("groups", [12, 4])
 def test_torch_chooses_cudnn_on_hopper(groups):
-    """This makes a separate speedup unnecessary; the test fails if torch changes the order."""
+    """This makes a separate speedup unnecessary. The test fails if torch changes the order."""
     if torch.cuda.get_device_capability()[0] not in (9, 10):
         pytest.skip("torch takes flash first on other GPUs")
     for head_dim, is_cudnn in ((64, True), (128, True), (60, False)):

@@ -48,7 +48,7 @@ def test_optimizer_state_resumes_from_its_state_dict(report):
     assert report["resumed"] == 0
 
 
-def test_sums_are_exact_and_objects_come_from_the_main_process(report):
+def test_sums_are_exact_and_objects_come_from_the_rank_0(report):
     world_size = report["world_size"]
     assert report["exchanges"] == {
         "loss": sum(0.5 + rank for rank in range(world_size)),

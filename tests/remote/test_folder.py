@@ -113,7 +113,7 @@ def two_files(tmp_path):
     return send
 
 
-def test_a_folder_is_claimed_first_and_its_manifest_comes_last(store, two_files):
+def test_a_directory_is_claimed_first_and_its_manifest_comes_last(store, two_files):
     remote = RemoteFolder(URL)
     with push(remote, b"{}", Claim(manifest="1"), None) as sent:
         two_files(remote, sent)
@@ -169,7 +169,7 @@ def test_a_manifest_that_arrives_cut_is_removed_and_sent_again(store, two_files,
     assert sorted(remote.files()) == ["a", "b", "manifest.json"]
 
 
-def test_a_folder_is_fetched_with_its_manifest_last_and_continued_by_content(
+def test_a_directory_is_fetched_with_its_manifest_last_and_continued_by_content(
     store, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(parallel, "MAX_PARALLEL", 1)

@@ -135,7 +135,7 @@ def test_text_that_is_not_in_the_encoding_is_a_bad_row(tmp_path, name):
     assert row.what == "is not utf-16: byte 0x74 at offset 8"
 
 
-def test_an_unknown_encoding_is_refused(parquet, tmp_path):
+def test_an_unknown_encoding_is_rejected(parquet, tmp_path):
     assert [
         codec_of(name) for name in (None, "UTF-8", "utf8", "UTF-8-SIG", "CP1252", "Latin-1")
     ] == [None] * 4 + ["cp1252", "iso8859-1"]

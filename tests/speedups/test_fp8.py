@@ -85,13 +85,13 @@ def test_a_bad_step_leaves_no_trace(low, build_run, tiny_config, tmp_path):
     assert all(map(torch.equal, run.core.parameters(), twin.core.parameters()))
 
 
-SMALL = "The largest matmul of a block has 2.4 million weights; fp8 pays off from 4.2"
+SMALL = "The largest matmul of a block has 2.4 million weights. fp8 pays off from 4.2"
 
 
 @pytest.mark.parametrize(
     ("name", "capability", "settings", "reason"),
     [
-        ("fp8", (8, 0), {}, "fp8 needs compute capability 8.9; the NVIDIA Test has 8.0. Use bf16"),
+        ("fp8", (8, 0), {}, "fp8 needs compute capability 8.9. The NVIDIA Test has 8.0. Use bf16"),
         (
             "fp8",
             (9, 0),
@@ -106,7 +106,7 @@ SMALL = "The largest matmul of a block has 2.4 million weights; fp8 pays off fro
             "bf16",
             (7, 5),
             {},
-            "8.0; the NVIDIA Test has 7.5. Use fp16 instead: train.precision=fp16.",
+            "8.0. The NVIDIA Test has 7.5. Use fp16 instead: train.precision=fp16.",
         ),
         ("bf16", (8, 0), {}, None),
     ],

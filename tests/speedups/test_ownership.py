@@ -80,7 +80,7 @@ def test_every_speedup_is_found_and_works():
 
 
 @pytest.mark.parametrize("path", ["brand_new.py", "brand_new/__init__.py"])
-def test_a_file_or_a_folder_is_all_that_adding_takes(path, copied):
+def test_a_file_or_a_directory_is_all_that_adding_takes(path, copied):
     folder, read_again = copied
     before = {*SPEEDUPS.names()}
     (folder / path).parent.mkdir(exist_ok=True)
@@ -147,7 +147,7 @@ def imported_modules(path: Path) -> set[str]:
 
 
 @pytest.mark.slow
-def test_nothing_but_its_own_folder_imports_a_speedup():
+def test_nothing_but_its_own_directory_imports_a_speedup():
     for source in SPEEDUPS._files.values():
         module = f"flatout.speedups.{registry._module(source)}"
         own = source.parent if source.name == "__init__.py" else source
@@ -159,7 +159,7 @@ def test_nothing_but_its_own_folder_imports_a_speedup():
 
 
 @pytest.mark.slow
-def test_no_name_of_a_speedup_is_wired_into_another_folder():
+def test_no_name_of_a_speedup_is_wired_into_another_directory():
     """Names as whole strings; `compile`, `bf16` and the like are also words of torch."""
     words = {"bf16", "checkpointing", "collector", "compile", "cuda-graphs", "fp16", "fp8"}
     words |= {"micro-batch", "onednn", "prefetch", "tf32"}

@@ -1,4 +1,4 @@
-"""Every speedup in the registry stays within its tolerance; a new one needs no new test code."""
+"""Every speedup in the registry stays within its tolerance. A new one needs no new test code."""
 
 from __future__ import annotations
 

@@ -229,7 +229,7 @@ class Picky(transformer.MODEL):
 """
 
 
-def test_a_damaged_list_of_left_out_data_is_refused(tmp_path):
+def test_a_damaged_list_of_omitted_data_is_rejected(tmp_path):
     (tmp_path / "left_out.json").write_text('{"format_version": 1, "rewinds": [{"from_step": 3}]}')
     with pytest.raises(CheckpointError, match=r"left_out\.json is damaged"):
         read_left_out(tmp_path)

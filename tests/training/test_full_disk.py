@@ -45,7 +45,7 @@ def test_a_run_whose_exit_code_cannot_be_written_still_finishes(tiny_config, tmp
     [(errno.ENOSPC, "Free space"), (errno.EIO, "failed to read or write")],
     ids=["full", "broken"],
 )
-def test_a_refused_summary_is_named_and_the_same_command_completes_the_run(
+def test_a_rejected_summary_is_named_and_the_same_command_completes_the_run(
     error, fix, tiny_config, tmp_path, monkeypatch
 ):
     config = tiny_config(train__steps=2)
@@ -58,7 +58,7 @@ def test_a_refused_summary_is_named_and_the_same_command_completes_the_run(
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl"])
-def test_lines_that_the_disk_refuses_are_written_later_and_training_continues(
+def test_lines_that_the_disk_rejects_are_written_later_and_training_continues(
     name, tiny_config, tmp_path, monkeypatch, messages, records, events
 ):
     """The disk rejects the file from its third line to its sixth, of which it takes a part."""
@@ -185,7 +185,7 @@ def run_with_each_operation_refused(survived, library, disk, error, start, strid
 @pytest.mark.faults
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO], ids=errno.errorcode.get)
 @pytest.mark.parametrize("share", range(4))
-def test_a_run_ends_cleanly_whichever_file_operation_is_refused(
+def test_a_run_ends_cleanly_whichever_file_operation_is_rejected(
     error, share, refusing_disk, tiny_set, tmp_path, survived
 ):
     disk = tmp_path / "disk"
@@ -196,7 +196,7 @@ def test_a_run_ends_cleanly_whichever_file_operation_is_refused(
 
 @pytest.mark.faults
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO], ids=errno.errorcode.get)
-def test_a_prepare_ends_cleanly_whichever_file_operation_is_refused(
+def test_a_prepare_ends_cleanly_whichever_file_operation_is_rejected(
     error, refusing_disk, tmp_path, survived
 ):
     (tmp_path / "book.txt").write_text("The quick brown fox jumps over the lazy dog. " * 100)
@@ -208,7 +208,7 @@ def test_a_prepare_ends_cleanly_whichever_file_operation_is_refused(
 
 @pytest.mark.faults
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO], ids=errno.errorcode.get)
-def test_an_export_ends_cleanly_whichever_file_operation_is_refused(
+def test_an_export_ends_cleanly_whichever_file_operation_is_rejected(
     error, refusing_disk, fox_run, tmp_path, survived
 ):
     disk = tmp_path / "disk"

@@ -68,7 +68,7 @@ def test_zero_minutes_turn_it_off(idle_run):
         assert threading.active_count() == before
 
 
-def test_a_process_that_stops_says_so_in_its_exit_code(idle_run):
+def test_a_process_that_stops_shows_so_in_its_exit_code(idle_run):
     run, codes = idle_run(watchdog_minutes=0.0005, watchdog_stop="true"), []
     with Watchdog(run, end=codes.append):
         wait_until(lambda: codes)

@@ -299,7 +299,7 @@ def runs(ends: Array, drops: Array) -> list[tuple[int, int]]:
 
 
 def _divided(spans: Iterable[Span], size: int) -> Iterator[list[Span]]:
-    """Divide spans into lists of `size` tokens; the last may have fewer."""
+    """Divide spans into lists of `size` tokens. The last may have fewer."""
     inside: list[Span] = []
     room = size
     for number, split, start, stop in spans:

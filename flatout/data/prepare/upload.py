@@ -53,7 +53,7 @@ def prepare_upload(
     engine: Engine = local,
     **access: Unpack[Access],
 ) -> Prepared:
-    """Prepare a dataset and send it to a URL; the manifest appears once it is complete.
+    """Prepare a dataset and send it to a URL. The manifest appears once it is complete.
 
     Both steps resume where an earlier call stopped. A URL that already contains this dataset is
     left unchanged.

@@ -28,7 +28,7 @@ class Problem(NamedTuple):
 
 
 def file_problems(folder: Path, manifest: Manifest) -> Iterator[Problem]:
-    """Yield the problems with a folder's file sizes, manifest and tokenizer."""
+    """Yield the problems with a directory's file sizes, manifest and tokenizer."""
     for entry in manifest.files:
         if what := _size_problem(folder / entry.name, entry):
             yield Problem(entry.name, what)
@@ -123,7 +123,7 @@ class ValueCheck:
     limit: int
     """Values are at least 0 and below this."""
     complaint: str
-    """Message for a value outside the range; the value replaces the braces."""
+    """Message for a value outside the range. The value replaces the braces."""
 
     def problem(self, block: Array, path: Path | str, start: int) -> str | None:
         """Return the problem with a file's block that starts at byte `start`, or None.

@@ -105,7 +105,7 @@ class SkippedRows(Stored):
     """Locations of the first few."""
 
     def named(self) -> SkippedRows:
-        """Return these rows for a manifest, with locations as text; their files are read again."""
+        """Return these rows for a manifest, with locations as text. Their files are read again."""
         return self.model_copy(update={"first": tuple(storable(str(one)) for one in self.first)})
 
 
@@ -113,11 +113,11 @@ class Manifest(Stored):
     """The content of a complete dataset directory."""
 
     format_version: int = FORMAT_VERSION
-    """Version of the folder's format."""
+    """Version of the directory's format."""
     dtype: Literal["uint16", "uint32"]
     """Type of a stored token, little-endian."""
     vocab_size: int = Field(ge=1)
-    """Number of token ids; every id is below it."""
+    """Number of token ids. Every id is below it."""
     tokenizer: TokenizerEntry
     """The tokenizer that made the tokens."""
     splits: dict[SplitName, SplitEntry]
@@ -153,7 +153,7 @@ class Manifest(Stored):
 
     @property
     def documents(self) -> int:
-        """Documents in all splits; a document cut between them counts once."""
+        """Documents in all splits. A document cut between them counts once."""
         return sum(split.documents for split in self.splits.values()) - self.cut_documents
 
     @property
@@ -235,8 +235,8 @@ def parse_manifest(text: str, path: Path | str) -> Manifest:
             what, fix="Prepare the dataset again into a different directory."
         ) from error
     raise DataError(
-        f"{path} has format_version {version}; "
-        f"this version of flatout reads up to {FORMAT_VERSION}.",
+        f"{path} has format_version {version}. "
+        f"This version of flatout reads up to {FORMAT_VERSION}.",
         fix="Install a newer flatout, or prepare the dataset again.",
     )
 

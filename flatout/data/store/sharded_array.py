@@ -1,4 +1,4 @@
-"""Reads several files as one array; each 4 MiB block is checked when it is first read from."""
+"""Reads several files as one array. Each 4 MiB block is checked when it is first read from."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ class ShardedArray:
             return
         if starts.min() < 0 or starts.max() + width > self._first[-1]:
             raise DataError(
-                f"Items {int(starts.min())} to {int(starts.max()) + width} were requested; "
-                f"there are {int(self._first[-1])}.",
+                f"Items {int(starts.min())} to {int(starts.max()) + width} were requested. "
+                f"There are {int(self._first[-1])}.",
                 fix="Read sequences below num_sequences(seq_len).",
             )
         file_of = self._first.searchsorted(starts, "right") - 1
@@ -163,7 +163,7 @@ def _map_file(path: Path, size: int) -> mmap.mmap:
 def _require_size(path: Path, found: int, size: int) -> None:
     if found != size:
         raise DataError(
-            f"{path} now has {found} bytes; it had {size} when the dataset was opened.",
-            fix="Restore the file, or prepare the dataset again; then run the same command: "
+            f"{path} now has {found} bytes. It had {size} when the dataset was opened.",
+            fix="Restore the file, or prepare the dataset again. Then run the same command: "
             "a run resumes from its last checkpoint.",
         )

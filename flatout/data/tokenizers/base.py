@@ -43,7 +43,7 @@ CUT = re.compile(r"(?<=\S)(?= )|(?<=[A-Za-z0-9])(?=[\r\n])|(?<=\S\n)(?=[^\s/])")
 r"""Positions where a text can be cut without changing its ids, for the known patterns.
 
 Those (GPT-2's, cl100k's and its relatives in Llama 3 and Qwen 2, o200k's) look ahead and never
-behind. When a split falls on a cut, the right side therefore splits as before; the left side does
+behind. When a split falls on a cut, the right side therefore splits as before. The left side does
 too if its last piece ends in the same way without what follows. By the patterns, both hold
 - before a space that follows a non-space, since no alternative matches across the two;
 - before a line end that follows an ASCII letter or digit, for the same reason;
@@ -99,7 +99,7 @@ class Tokenizer(ABC):
     """
 
     kind: ClassVar[str]
-    """The name of the Python file that defines this kind; it is stored on disk."""
+    """The name of the Python file that defines this kind. It is stored on disk."""
     needs_corpus: ClassVar[bool] = False
     """Whether `from_corpus` reads the corpus."""
     engines: tuple[str, ...] = ()
@@ -132,12 +132,12 @@ class Tokenizer(ABC):
     def from_corpus(
         cls, argument: str, sample: Sample, train_on: BoundedSample, progress: Progress
     ) -> Tokenizer:
-        """Return the tokenizer that SPEC names; `argument` is the part of it after the colon."""
+        """Return the tokenizer that SPEC names. `argument` is the part of it after the colon."""
         raise NotImplementedError
 
     @classmethod
     def from_file(cls, file: TokenizerFile) -> Tokenizer:
-        """Return the tokenizer in a file that another tool wrote; its name ends in SUFFIX."""
+        """Return the tokenizer in a file that another tool wrote. Its name ends in SUFFIX."""
         raise NotImplementedError
 
     @classmethod
@@ -267,7 +267,7 @@ class Tokenizer(ABC):
 
     @final
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of `ids`; bytes that are not UTF-8 become U+FFFD."""
+        """Return the text of `ids`. Bytes that are not UTF-8 become U+FFFD."""
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
     def __reduce__(self) -> tuple[Callable[..., Tokenizer], tuple[object, ...]]:
@@ -349,14 +349,14 @@ def require_ids(name: str, vocab_size: int) -> None:
     """
     if not 0 < vocab_size <= MAX_VOCAB_SIZE:
         raise DataError(
-            f"The tokenizer {name!r} has the id {vocab_size - 1:,}; "
-            f"ids must be below {MAX_VOCAB_SIZE:,}.",
+            f"The tokenizer {name!r} has the id {vocab_size - 1:,}. "
+            f"Ids must be below {MAX_VOCAB_SIZE:,}.",
             fix="Number its ids from 0 without gaps.",
         )
 
 
 def join_pieces(table: Sequence[bytes], ids: Sequence[int]) -> bytes:
-    """Return the concatenated bytes of `ids`; an id outside the table becomes U+FFFD."""
+    """Return the concatenated bytes of `ids`. An id outside the table becomes U+FFFD."""
     size = len(table)
     return b"".join([table[i] if 0 <= i < size else UNKNOWN for i in map(int, ids)])
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 GROWTH_CHECK_BYTES = 1_000_000
 """Bytes of text between two checks of the memory of the process."""
 MAX_GROWTH_BYTES = 32 << 20
-"""gigatoken caches every word it meets; it is reloaded when the process has grown by this much."""
+"""gigatoken caches every word it meets. It is reloaded when the process has grown by this much."""
 
 _LAST_ALTERNATIVES = re.compile(r"\|\\s\+(\+\$|\(\?!)")
 r"""Where the known patterns go on with `|\s++$` or `|\s+(?!`, for white space."""

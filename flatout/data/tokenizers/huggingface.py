@@ -48,7 +48,7 @@ USUAL_NAMES = (
 )
 """Usual names of the end-of-text token, most likely first."""
 UNUSED = {"post_processor": None, "truncation": None, "padding": None}
-"""Parts of a tokenizer.json that flatout does not apply; they may be nested without limit."""
+"""Parts of a tokenizer.json that flatout does not apply. They may be nested without limit."""
 MAX_STRINGS = 256
 """The maximum number of a file's own strings to try it on."""
 MAX_STRING_CHARACTERS = 5_000
@@ -142,7 +142,7 @@ class HuggingFaceTokenizer(Tokenizer):
                 waiting += value.values() if isinstance(value, dict) else value
 
     def special_tokens(self) -> dict[str, int]:
-        """Return the special tokens of the file, with their ids; the unknown token is not one."""
+        """Return the special tokens of the file, with their ids. The unknown token is not one."""
         return dict(self._special)
 
     def document(self) -> Document:

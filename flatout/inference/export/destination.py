@@ -15,7 +15,7 @@ from flatout.json_io import Result
 from flatout.progress import readable_size
 
 DEFAULT_SHARD_MIB = 4096
-"""Size of the largest file of an export; its tensors are in memory while it is written."""
+"""Size of the largest file of an export. Its tensors are in memory while it is written."""
 
 
 class Export(Result):
@@ -68,11 +68,11 @@ def require_free(out: Path, *, overwrite: bool = False) -> None:
         return
     if not (out / MARK).is_file():
         raise OutputInUse(
-            f"{out} has files that are not of an export.", fix="Choose a different --out DIR."
+            f"{out} contains files that are not of an export.", fix="Choose a different --out DIR."
         )
     if not overwrite:
         raise OutputInUse(
-            f"{out} has an export already.",
+            f"{out} already contains an export.",
             fix="Add --overwrite to replace it, or choose a different --out DIR.",
         )
 

@@ -31,7 +31,7 @@ _SCHEME_NAMES = {"gpt4": "llama-bpe", "o200k": "gpt-4o"}
 def write_vocabulary(
     writer: GGUFWriter, document: Document, eot_id: int, named: Mapping[str, int], rows: int
 ) -> None:
-    """Write tokens, merges and the way to split text; `rows` are those of the embedding.
+    """Write tokens, merges and the way to split text. `rows` are those of the embedding.
 
     `named` are the ids of special tokens by name, such as bos_token.
 

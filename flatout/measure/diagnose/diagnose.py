@@ -49,7 +49,7 @@ def diagnose_recipe(
     def on_preflight(evidence: Evidence) -> bool:
         stops = any(finding.harm == "fails" for finding in diagnosis_of(evidence).findings)
         if not stops:
-            progress.say("Nothing keeps the run from starting; measuring its steps.")
+            progress.say("Nothing keeps the run from starting. Measuring its steps.")
         return not stops
 
     with measurement_of(config, seconds, cache=cache and str(cache)) as spec:
@@ -123,7 +123,7 @@ def measure_apart(
         return found[1]
     kind: Literal["hang", "killed", "error"] = "error"
     if ended.timed_out:
-        kind, message = "hang", "The run had not ended in time."
+        kind, message = "hang", "The run did not end in time."
     elif ended.signal == "SIGKILL":
         kind = "killed"
         message = "The process was killed by SIGKILL: the usual cause is too little memory."

@@ -135,12 +135,12 @@ class Rule:
 
 
 def rule(*, unless: tuple[str, ...] = ()) -> Callable[[Look], Rule]:
-    """Make a rule of a function; its docstring describes what it looks for."""
+    """Make a rule of a function. Its docstring describes what it looks for."""
     return lambda look: Rule(look, look.__name__.replace("_", "-"), unless)
 
 
 def fix(text: str, gain: float | None = None, gain_from: str | None = None, **more: Any) -> Fix:
-    """Return a fix; `gain_from` counts only if there is a gain."""
+    """Return a fix. `gain_from` counts only if there is a gain."""
     return Fix(text=text, gain=gain, gain_from=None if gain is None else gain_from, **more)
 
 
@@ -380,7 +380,7 @@ HALF = 0.5
 def _healthy(evidence: Evidence) -> str:
     """Return in one line that nothing was found, and how well the steps use the device."""
     if evidence.step_s is None:
-        return "Nothing stands in the way of this run."
+        return "Nothing keeps this run from starting."
     shares = evidence.phase_shares()
     work = sum(shares.get(name, 0.0) for name in WORK)
     parts = [f"{work:.0%} of each step is computation"] if work else []

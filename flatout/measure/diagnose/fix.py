@@ -59,7 +59,7 @@ def try_fixes(
     *,
     progress: Progress = SILENT,
 ) -> list[FixOutcome]:
-    """Try fixes that keep the run's result until one holds, the best first; return those tried.
+    """Try fixes that keep the run's result until one holds, the best first, and return those tried.
 
     `measure` returns the evidence of a configuration, from a separate process.
     """
@@ -87,7 +87,7 @@ def try_fixes(
 def compare(
     before: RunConfig | None, after: RunConfig, measure: Measure, task: Task
 ) -> dict[str, Any]:
-    """Measure both configurations in turns; return the fields of the outcome.
+    """Measure both configurations in turns, and return the fields of the outcome.
 
     Without `before`, which is a run that does not work, the second only has to work.
     """
@@ -116,7 +116,7 @@ def compare(
         logs.append(math.log(new / old))
     low, gain, high = (math.exp(value) for value in mean_of(logs))
     kept = low > 1
-    verdict = "kept." if kept else "not kept, it may be no gain."
+    verdict = "kept." if kept else "not kept: it may not be a gain."
     return {
         "kept": kept,
         "gain": gain,

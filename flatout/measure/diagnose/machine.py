@@ -16,7 +16,7 @@ from flatout.roofline import copy_rate, measure
 
 
 def machine_evidence(folder: Path = Path(), *, progress: Progress = SILENT) -> Evidence:
-    """Return what can be known of this machine without a run; it needs no network.
+    """Return what can be known of this machine without a run. It needs no network.
 
     The rates of a matmul and of a copy are measured, which takes some seconds. `folder` is
     on the disk of the checkpoints.

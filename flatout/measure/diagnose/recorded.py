@@ -1,6 +1,6 @@
 """What the files of a run directory show about where its time went. No torch.
 
-`metrics.jsonl` divides steps into data wait, host and device; `events.jsonl` has saves, skipped
+`metrics.jsonl` divides steps into data wait, host and device. `events.jsonl` has saves, skipped
 updates and compilations. Damaged lines, such as a kill leaves, are skipped, and a note reports
 them.
 """
@@ -107,12 +107,12 @@ def recorded_evidence(folder: Path) -> Evidence:
 
 
 def series_of(records: Records, name: str) -> tuple[tuple[int, float], ...]:
-    """Return (step, value) of each record; a value that a record omits was not finite."""
+    """Return (step, value) of each record. A value that a record omits was not finite."""
     return tuple((int(record["step"]), record.get(name, math.nan)) for record in records)
 
 
 def _of_steps(records: Records, events: Events, *, on_gpu: bool) -> dict[str, Any]:
-    """Return the evidence of the recorded steps; the first record is warm-up.
+    """Return the evidence of the recorded steps. The first record is warm-up.
 
     On a GPU, the phases are only those that the host waited for. What remains of the time between
     the first and the last record, without steps and saves, is that of evaluations and samples.
@@ -206,7 +206,7 @@ def _other_processes(records: Records, events: Events) -> HostFacts:
 
 
 def _failure(folder: Path, events: Events, records: Records) -> Failure | None:
-    """Return why the run ended, if it failed; records omit a loss that is not a number."""
+    """Return why the run ended, if it failed. Records omit a loss that is not a number."""
     if layout.read_exit_code(folder) != FAILED:
         return None
     is_lost = bool(records) and "train/loss" not in records[-1]

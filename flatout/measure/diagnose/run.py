@@ -69,7 +69,7 @@ def collect(request: str, answer: Answer) -> None:
     def report_hang() -> None:
         if done.wait(spec.limit_s):
             return
-        message = f"The run had not ended after {spec.limit_s:.0f} s."
+        message = f"The run did not end within {spec.limit_s:.0f} s."
         site = site_at(user_line(read_stacks().get(thread, ())))
         failure = Failure(kind="hang", message=message, site=site)
         known = {"source": "measured run", "failure": failure}
@@ -85,7 +85,7 @@ def collect(request: str, answer: Answer) -> None:
 
 
 def measured(spec: MeasureSpec, prepared: Prepared, callbacks: Sequence[Observer] = ()) -> Evidence:
-    """Return the evidence of a measured run; an error of the run is part of it."""
+    """Return the evidence of a measured run. An error of the run is part of it."""
     resolved = prepared.resolved
     assert resolved is not None
     Path(spec.folder).mkdir(parents=True, exist_ok=True)
@@ -137,7 +137,7 @@ class RunWindows(Windows):
         self._late_s = time.monotonic() + spec.limit_s / 2
 
     def requested(self, run: Run) -> bool:
-        """Return whether the measurement is over; the loop calls it before each step."""
+        """Return whether the measurement is over. The loop calls it before each step."""
         return not self.start_step()
 
     def _windows(self) -> Generator[None, None, None]:
@@ -207,7 +207,7 @@ class FixedFeed:
 def evidence_of(
     before: Evidence, run: Run, log: Log, windows: RunWindows, planned: RunConfig
 ) -> Evidence:
-    """Return the evidence of a measured run; it saves and evaluates once for this.
+    """Return the evidence of a measured run. It saves and evaluates once for this.
 
     Their times are divided by the steps between them in the run that is `planned`.
     """

@@ -51,7 +51,7 @@ WHERE = {
     "add-one": "added to the full set",
     "leave-one-out": "in the full set",
 }
-"""Where each kind of row measured a speedup; later kinds, closer to a real run, take precedence."""
+"""Where each kind of row measured a speedup. Later kinds, closer to a real run, take precedence."""
 
 
 def run_bench(
@@ -151,7 +151,7 @@ def notes(experiment: Experiment, schedule: Schedule, rows: Sequence[Row]) -> li
     found, done = [], schedule.trials.done
     is_complete = schedule.ended_by_signal is None
     if not is_complete:
-        found.append("The bench was interrupted; these are the trials that had ended by then.")
+        found.append("The bench was interrupted. These are the trials that had ended by then.")
     counts = [row.repeats for row in rows if row.repeats]
     if counts and min(counts) < max(counts):
         found.append(
@@ -217,7 +217,7 @@ def commit_of_package() -> str | None:
 
 
 def results_dir(config: RunConfig, kind: str, out: Path | None) -> Path:
-    """Return the results directory: `out`, or the next free bench/RECIPE-DIGEST; it is not created.
+    """Return the results directory: `out`, or the next free bench/RECIPE-DIGEST. It is not created.
 
     Raises: ConfigError when `out` contains other files, or the bench of another configuration or
             kind.
@@ -243,7 +243,7 @@ def results_dir(config: RunConfig, kind: str, out: Path | None) -> Path:
             for name, what, digest in (found, requested)
         )
         raise ConfigError(
-            f"{out} contains the bench of {one}; this one is of {other}.",
+            f"{out} contains the bench of {one}. This one is of {other}.",
             fix="Choose a different directory with --out DIR.",
         )
     return out
@@ -295,8 +295,8 @@ def write(found: Bench, progress: Progress = SILENT) -> None:
             earlier = len(read_json(out / JSON)["trials"])
     if earlier > len(found.trials):
         progress.say(
-            f"{out} keeps the report of an earlier bench, which has more trials; "
-            f"the new trials are in {out / TRIALS}."
+            f"{out} keeps the report of an earlier bench, which has more trials. "
+            f"The new trials are in {out / TRIALS}."
         )
         return
     write_json(out / JSON, found.model_dump(mode="json"))

@@ -34,7 +34,7 @@ DETERMINISTIC_STEPS = 10
 buffers is reused.
 """
 FINAL_LOSSES = 5
-"""Number of last losses whose mean is taken as the final loss; a single one is too noisy."""
+"""Number of last losses whose mean is taken as the final loss. A single one is too noisy."""
 STRICTNESS = ("exact", "rounding", "statistical")
 LossPairs = Sequence[tuple[Sequence[float], Sequence[float]]]
 """Losses (with, without) on the same batches, one pair per repeat."""
@@ -179,7 +179,7 @@ class Trials:
 
 
 def paired(losses: Iterable[tuple[list[float], list[float]]]) -> LossPairs:
-    """Return pairs of losses cut to one length; a pair with an empty side is omitted."""
+    """Return pairs of losses cut to one length. A pair with an empty side is omitted."""
     return [(one[: len(other)], other[: len(one)]) for one, other in losses if one and other]
 
 

@@ -2,7 +2,7 @@
 
 The ablation starts at the plain `Recipe()`, with a typical hand-written micro-batch
 (`recipe.rows_people_write`), and adds one speedup at a time up to the full set, which is the one
-that `train` would use; `micro-batch` is one of them. Then each speedup is removed from the full set
+that `train` would use. `micro-batch` is one of them. Then each speedup is removed from the full set
 (leave one out), and each one that `auto` leaves off but that can run here is added to it (add one).
 A sweep measures the full set at several values of a setting.
 """
@@ -75,7 +75,7 @@ def plan_ablation(
     """Return the rows of the ablation of the speedups that are on in `decisions`, without results.
 
     A speedup that is off is added to the full set if `speedups` leaves the choice to auto and does
-    not drop it; otherwise its row has the reason.
+    not drop it. Otherwise its row has the reason.
     """
     full = in_order(decision.name for decision in decisions if decision.on)
     rows = [Row(name=BASELINE, kind="baseline")]
@@ -120,7 +120,7 @@ def unmeasured(name: str, reason: str, *, speedup: str | None = None) -> Row:
 
 
 def full_set(rows: Sequence[Row]) -> Row:
-    """Return the row of the full set; without speedups, it is the baseline."""
+    """Return the row of the full set. Without speedups, it is the baseline."""
     return [row for row in rows if row.kind in ("baseline", "added")][-1]
 
 
@@ -320,7 +320,7 @@ SWEEPS: Mapping[str, Callable[[RunConfig, Resolved], Points]] = {
     "accumulation": accumulation,
     "prefetch": prefetch,
 }
-"""The sweeps by name; each returns its points."""
+"""The sweeps by name. Each returns its points."""
 
 
 def rows_of(rows: int, resolved: Resolved) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from pydantic import Field
 from flatout.files import Stored
 
 PARTS = ("batch", "checkpointing", "speedups", "prefetch")
-"""What `flatout tune` varies; the order is that of the first measurements."""
+"""What `flatout tune` varies. The order is that of the first measurements."""
 LEAST_MINUTES = 1.0
 """The shortest time limit of tune: in less, hardly more than the start of one trial fits."""
 UNSURE = "unsure: too few repeats"
@@ -30,7 +30,7 @@ class TrialSpec(Stored):
     seconds: float = 5.0
     """Seconds of measured steps, after the warm-up."""
     loss_steps: int = 20
-    """Number of first losses to record; the trial runs until it has them."""
+    """Number of first losses to record. The trial runs until it has them."""
     warmup_s: float = 20.0
     """Latest end of the warm-up, counted from the end of the first step."""
     limit_s: float = 300.0
@@ -76,7 +76,7 @@ class TrialResult(Steps):
     warmup_s: float | None = None
     """Seconds of the warm-up."""
     settled: bool | None = None
-    """Whether the step time was steady at its end; if not, the results may be too low."""
+    """Whether the step time was steady at its end. If not, the results may be too low."""
     measured_steps: int | None = None
     """Steps that were measured."""
     speedups: list[str] = Field([])
@@ -102,7 +102,7 @@ class Trial(Stored):
     point: str
     """The set of speedups, the value of a sweep, or the setting."""
     round: int
-    """Counted from 0; points are compared within rounds."""
+    """Counted from 0. Points are compared within rounds."""
     seed: int
     """train.seed, the same for all points of a round."""
     result: TrialResult
@@ -110,7 +110,7 @@ class Trial(Stored):
     deterministic: bool = False
     """Whether it ran with train.deterministic=true to check an exact tolerance.
 
-    Only its losses are used; its other results are in no row."""
+    Only its losses are used. Its other results are in no row."""
 
 
 class Figure(Stored):
@@ -206,13 +206,13 @@ class Choice(Row):
     part: str
     """batch, checkpointing, speedups or prefetch."""
     leaves_out: bool
-    """Whether it leaves the speedup out; `gain` is that of leaving it out."""
+    """Whether it leaves the speedup out. `gain` is that of leaving it out."""
     taken: bool
     """Whether tuned.yaml has it."""
 
 
 class Best(Row):
-    """The setting that tuned.yaml states; its gain is over the first setting, null for that one."""
+    """The setting that tuned.yaml states. Its gain is over the first setting, null for that one."""
 
     prefetch: int
     """Optimizer steps that the feed reads ahead."""

@@ -164,7 +164,7 @@ class Bench(Measurement):
         return "\n".join([*lines, "", *filter(None, ends)]).strip()
 
     def picture(self) -> str:
-        """Return the bars as SVG, without what cannot be measured; the background is its own."""
+        """Return the bars as SVG, without what cannot be measured. The background is its own."""
         from rich.console import Console
         from rich.text import Text
 
@@ -238,7 +238,7 @@ class Bench(Measurement):
 
 
 def row_lines(rows: Sequence[Row]) -> list[str]:
-    """Return rows as a Markdown table; a row without results shows the reason."""
+    """Return rows as a Markdown table. A row without results shows the reason."""
     is_sweep = rows[0].kind == "point"
     names = [name for name in COLUMNS if not (is_sweep and name in ("gain", "losses"))]
     lines = [f"| {' | '.join(names)} |", f"|{'---|' * len(names)}"]
@@ -325,7 +325,7 @@ class Tuning(Measurement):
 
     def summary(self) -> str:
         """Return what each choice gained, and the command that trains the recipe."""
-        ended = "" if self.complete else "Interrupted; these are the results so far.\n\n"
+        ended = "" if self.complete else "Interrupted. These are the results so far.\n\n"
         trials = f"{counted(len(self.trials), 'trial')} in {duration(self.wall_s)}"
         command = f"train it with: flatout train {in_shell(self.path)}"
         return f"{ended}{chr(10).join(self.lines())}\n\n{trials}; {command}"
@@ -352,7 +352,7 @@ class Tuning(Measurement):
         late = sum(each.reason == NO_TIME for each in self.not_tried)
         if late:
             others = counted(late, "other")
-            lines += ["", f"There was not enough time for {others}; add --minutes."]
+            lines += ["", f"There was not enough time for {others}. Add --minutes."]
         return lines
 
     def _total(self) -> str:

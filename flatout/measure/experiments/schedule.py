@@ -50,14 +50,14 @@ SLACK = 1.1
 CLOSING_S = 1.5
 """Reserved for evaluating and writing the results."""
 SHARE = 2.0
-"""A trial may train for this multiple of its fair share of the time; most take less."""
+"""A trial may train for this multiple of its fair share of the time. Most take less."""
 MIN_LIMIT_S = 3.0
 
 
 class Budget:
     """Divides minutes over rounds of trials; without minutes, `repeats` rounds of five seconds.
 
-    With minutes, there are at least two rounds if possible and at most `repeats`; the seconds of a
+    With minutes, there are at least two rounds if possible and at most `repeats`. The seconds of a
     trial shrink until they fit, and its overhead is estimated from earlier trials. Points that do
     not fit into a round are dropped from it, starting with the last.
     """
@@ -222,7 +222,7 @@ class Schedule:
     scratch: str | None = None
     """Where the trials write; the system's directory for temporary files until `running`."""
     ended_by_signal: int | None = None
-    """The signal that interrupted it, if any; no further trial starts."""
+    """The signal that interrupted it, if any. No further trial starts."""
     _failed: set[str] = field(default_factory=set)
     """Points that failed in their first round of an experiment."""
 

@@ -1,6 +1,6 @@
 """The settings that `flatout tune` can choose from, and the moves from one to another.
 
-A setting is a micro-batch, a number of steps to read ahead, and a set of speedups; the policy of
+A setting is a micro-batch, a number of steps to read ahead, and a set of speedups. The policy of
 activation checkpointing is one of these speedups. The tokens per optimizer step never change, so
 the number of micro-batches follows from the rows.
 """

@@ -2,7 +2,7 @@
 
 The search is a coordinate descent from what `auto` chose. Every move is measured beside the start.
 The moves that may be faster, given the noise, are repeated until their interval decides or the time
-is up; the others are dropped. The winners are then applied one after the other, largest gain first,
+is up. The others are dropped. The winners are then applied one after the other, largest gain first,
 and each must be faster than the setting that the ones before it led to. In the end, the best
 setting is measured beside the start again.
 """
@@ -63,11 +63,11 @@ ROUNDS, COMBINED_ROUNDS, CONFIRM_ROUNDS = 5, 3, 3
 """Most measurements of a move beside the start, of a winner on top of the other winners, and of the
 best setting beside the start in the end."""
 LEAST_GAIN = 1.005
-"""A move is repeated and tried with others from this ratio on; less is not worth a change."""
+"""A move is repeated and tried with others from this ratio on. Less is not worth a change."""
 SCREEN_SHARE, RACE_SHARE = 0.6, 0.8
 """Shares of the time after which no further move is measured first, and none is repeated."""
 DATA_WAIT = 0.01
-"""Share of a step; reading ahead is tuned where waiting for data takes more."""
+"""Share of a step. Reading ahead is tuned where waiting for data takes more."""
 
 
 def run_tune(
@@ -84,7 +84,7 @@ def run_tune(
 ) -> Tuning:
     """Search, write the recipe to `out`, and return what was found.
 
-    Gains of speedups are also kept in `cache`, unless that is None; `auto` then uses them.
+    Gains of speedups are also kept in `cache`, unless that is None. `auto` then uses them.
     Raises: UsageError before anything is measured; RunFailed when no setting gives results;
             Interrupted when a signal arrives before that.
     """
@@ -101,8 +101,8 @@ def run_tune(
     batch = requested.batch
     if "batch" in only and (batch.rows_per_device != "auto" or batch.accumulate):
         progress.say(
-            f"The recipe states {space.start.rows} rows per micro-batch; tune varies the rows and "
-            "the accumulation, and keeps the tokens per optimizer step."
+            f"The recipe sets {space.start.rows} rows per micro-batch. `tune` varies the rows "
+            "and the accumulation, and keeps the tokens per optimizer step."
         )
     budget = Budget(len(space.moves) + 5, minutes=minutes, repeats=2, began_s=start_s, clock=clock)
     schedule = Schedule(requested, Trials.of(resolved.config), budget, trial)
@@ -365,7 +365,7 @@ class Search:
         return self.schedule.trials.check(tried.tolerance, *(point.name for point in pair))
 
     def _start(self) -> None:
-        """Measure what `auto` chose; where that fails, the nearest setting that can run.
+        """Measure what `auto` chose. Where that fails, the nearest setting that can run.
 
         These have fewer rows while memory is short, otherwise one speedup less. Where one row is
         too many, activation checkpointing may make room.

@@ -97,7 +97,7 @@ def make_plan(
     cache: Path | None = None,
     progress: Progress = SILENT,
 ) -> Plan:
-    """Plan a run on a named machine or this one; the dataset is used if it is here.
+    """Plan a run on a named machine or this one. The dataset is used if it is here.
 
     `rows` are micro-batches to compare.
 
@@ -208,7 +208,7 @@ def predicted(
 def meshes(requested: RunConfig, target: Target, runs: Sequence[PastRun]) -> list[MeshChoice]:
     """Return arrangements of several processes, the fastest that fit first, unless one is set.
 
-    Weights are sharded over none, a machine or all GPUs; rows are shared where they are long,
+    Weights are sharded over none, a machine or all GPUs. Rows are shared where they are long,
     layers inside a machine.
     """
     if target.world_size == 1 or requested.parallel != ParallelConfig():
@@ -376,7 +376,7 @@ def memory_fields(
 
 
 def memory_at_peak(memory: MemoryPrediction, capacity: Capacity | None) -> dict[str, Any]:
-    """Return the parts of the predicted peak in GiB; they add up to what is allocated."""
+    """Return the parts of the predicted peak in GiB. They add up to what is allocated."""
     found, moment = memory.estimate, memory.estimate.peak
     logits = min(found.logits, moment.transient) if moment.name == "the loss" else 0
     sizes = {
@@ -401,11 +401,11 @@ def memory_at_peak(memory: MemoryPrediction, capacity: Capacity | None) -> dict[
 
 @dataclass(frozen=True)
 class Target:
-    """The machine and the data that a run is planned for; neither needs to be here."""
+    """The machine and the data that a run is planned for. Neither needs to be here."""
 
     machine: Machine
     device: str
-    """cpu or cuda; what the configuration asks for, if this machine has none."""
+    """cpu or cuda, or what the configuration asks for if this machine has none."""
     world_size: int
     """Processes, one per GPU."""
     dataset: AnyDataset | None
@@ -475,7 +475,7 @@ class PlannedRun:
     """Bytes of the process besides."""
 
     def changes(self, on: Sequence[str]) -> list[Change]:
-        """Return the changes that save memory, the largest saving first; then a set that fits.
+        """Return the changes that save memory, the largest saving first. Then a set that fits.
 
         `on` are the speedups that are on. A set is built when no single change is enough: sharding
         over all GPUs, the speedups that save most, one by one, then fewer rows.

@@ -85,7 +85,7 @@ class MeshChoice(Stored):
 
 
 class Plan(Result):
-    """What a run will need; unknown numbers are null."""
+    """What a run will need. Unknown numbers are null."""
 
     recipe: str
     """Name of the recipe."""
@@ -98,7 +98,7 @@ class Plan(Result):
     params: int
     """Parameters of the model."""
     params_by_part: dict[str, int]
-    """Embedding, the parts of the blocks, head, and the rest; a tied head is in the embedding."""
+    """Embedding, the parts of the blocks, head, and the rest. A tied head is in the embedding."""
     flops_per_token: float
     """Training FLOPs per token, causal-exact: each query with the keys that it sees."""
     flops_per_token_palm: float
@@ -107,8 +107,8 @@ class Plan(Result):
     """The predicted peak of one device in GiB, by part.
 
     weights, gradients, optimizer, activations, logits, workspace and the correction by earlier runs
-    add up to `allocated`; `reserved` is what the allocator holds for it, `context` what the process
-    needs besides, `total` is their sum; `available` is what the device has, `host` what is in the
+    add up to `allocated`. `reserved` is what the allocator holds for it, `context` what the process
+    needs besides, `total` is their sum. `available` is what the device has, `host` what is in the
     memory of the machine instead. null for a model that cannot be traced."""
     memory_from: str | None
     """How the memory was predicted."""

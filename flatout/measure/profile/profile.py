@@ -62,7 +62,7 @@ MAX_GAPS = 3
 """Most gaps of the device that are listed."""
 NOT_PERMITTED = (
     "The driver shows no kernels: it reserves profiling for administrators. Step times, memory and "
-    "the trace of the host are complete; the table and the device's gaps are missing. Allow it "
+    "the trace of the host are complete. The table and the device's gaps are missing. Allow it "
     "with the driver option NVreg_RestrictProfilingToAdminUsers=0, or in a container with "
     "--cap-add=SYS_ADMIN."
 )
@@ -171,7 +171,7 @@ class ProfileWindows(Windows):
         timer.on_change = self._keep_gradients
 
     def requested(self, run: Run) -> bool:
-        """Return whether to stop; the loop calls it before each step."""
+        """Return whether to stop. The loop calls it before each step."""
         self._range.close()
         goes_on = self.start_step()
         if self.name == "recorded":

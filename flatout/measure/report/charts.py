@@ -15,7 +15,7 @@ NUM_COLORS = 8
 """Colours in page.css; they repeat after that."""
 DASHES = ("solid", "dashed", "dotted", "dotdash")
 MAX_OTHER_CHARTS = 12
-"""Charts of metrics that this file does not name; a run from elsewhere may have thousands."""
+"""Charts of metrics that this file does not name. A run from elsewhere may have thousands."""
 SPARSE = 60
 """Curves of up to this many points are drawn with a marker at each."""
 
@@ -120,7 +120,7 @@ EVENTS = {
     "early_stop": "end",
     "end": "end",
 }
-"""Events that stand on the axis, and the row of each; the others are in the table only."""
+"""Events that stand on the axis, and the row of each. The others are in the table only."""
 ROWS = ("start", "save", "sample", "score", "compile", "skip", "alarm", "end")
 MAX_MARKS = 400
 """Marks of one kind in one run; of more, evenly spaced ones are drawn."""
@@ -241,7 +241,7 @@ def described(event: Mapping[str, Any]) -> str:
 
 
 def _details(event: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the fields of an event that have a value; `end` repeats the summary and has none."""
+    """Yield the fields of an event that have a value. `end` repeats the summary and has none."""
     if event.get("event") == "end":
         return
     for name, value in event.items():

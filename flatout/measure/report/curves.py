@@ -27,7 +27,7 @@ NUMBERS = {int, float, NoneType}
 MAX_EVENTS = 20_000
 """Events beyond this number are omitted."""
 INTERVALS = 600
-"""Intervals of a long curve; each contributes its lowest and its highest point."""
+"""Intervals of a long curve. Each contributes its lowest and its highest point."""
 TREND_INTERVALS = 150
 """Intervals whose means are the trend."""
 MIN_FOR_TREND = 4 * TREND_INTERVALS
@@ -36,7 +36,7 @@ MIN_FOR_TREND = 4 * TREND_INTERVALS
 
 @dataclass(frozen=True)
 class Curve:
-    """One metric of a run at each record that has it; all arrays have the same length."""
+    """One metric of a run at each record that has it. All arrays have the same length."""
 
     step: Array
     tokens: Array
@@ -57,7 +57,7 @@ class RunData(RunLog):
     """
 
     def __init__(self, path: Path, name: str) -> None:
-        """Read the directory; `name` is what the page calls the run."""
+        """Read the directory. `name` is what the page calls the run."""
         super().__init__(path)
         self.name = name
         self.curves: dict[str, Curve] = {}

@@ -188,7 +188,7 @@ def _figures(run: Path) -> dict[tuple[int, str], float]:
 
 
 def _changed(left: Mapping[Any, object], right: Mapping[Any, object], key: object) -> str:
-    """Return how two values differ, empty when they are equal; long ones are not shown."""
+    """Return how two values differ, empty when they are equal. Long ones are not shown."""
     if left.get(key) == right.get(key):
         return ""
     shown = [json.dumps(each.get(key), default=str) for each in (left, right)]

@@ -202,7 +202,7 @@ def host_sync(evidence: Evidence) -> Finding | None:
         return None
     else:
         verdict = (
-            f"Each step reads {reads:.0f} values of tensors{where}. On a CPU that costs little; on "
+            f"Each step reads {reads:.0f} values of tensors{where}. On a CPU that costs little. On "
             "a GPU each makes the host wait."
         )
     text = "Keep values on the device, and read them every few steps, one step late."
@@ -333,7 +333,7 @@ def throttling(evidence: Evidence) -> Finding | None:
         reasons = ()
     harm: Harm = "slows"
     share = None
-    text = "Raise its power limit with `nvidia-smi -pl WATTS`, if you may."
+    text = "Raise its power limit with `nvidia-smi -pl WATTS`, if you have permission."
     if reasons:
         share = None if clock is None else max(1 - clock, 0.0)
         at = "" if clock is None else f" It runs at {clock:.0%} of its clock."
@@ -343,7 +343,7 @@ def throttling(evidence: Evidence) -> Finding | None:
     elif lowered:
         harm = "warns"
         verdict = f"The GPU's power limit is lowered to {gpu.power_limit_share:.0%}."
-        text = "Raise it with `nvidia-smi -pl WATTS`, if you may."
+        text = "Raise it with `nvidia-smi -pl WATTS`, if you have permission."
     else:
         return None
     return Finding(

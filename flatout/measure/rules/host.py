@@ -60,7 +60,7 @@ def busy_machine(evidence: Evidence) -> Finding | None:
     left = max(cores - others, 0.0)
     return Finding(
         verdict=f"Other processes keep {others:.1f} of {cores} cores busy{when}, which leaves "
-        f"{left:.1f} for {counted(threads, 'thread')}; rates measured then are too low.",
+        f"{left:.1f} for {counted(threads, 'thread')}. Rates measured then are too low.",
         figures={
             "other_busy_cores": others,
             "cores": cores,

@@ -43,7 +43,7 @@ def out_of_memory(evidence: Evidence) -> Finding | None:
         per_rank = (config.batch.tokens_per_step or 0) // config.data.seq_len // evidence.world_size
         fewer = next((each for each in range(most, 0, -1) if per_rank % each == 0), None)
         if fewer is not None:
-            text = f"Set batch.rows_per_device={fewer}; the tokens per step stay the same."
+            text = f"Set batch.rows_per_device={fewer}. The tokens per step stay the same."
             fixes.append(fix(text, overrides=with_rows(config, fewer)))
     if evidence.lacks("checkpointing"):
         text = "Add activation checkpointing (the speedup `checkpointing`): it recomputes the "
@@ -81,7 +81,7 @@ def full_memory(evidence: Evidence) -> Finding | None:
     }
     if used < CLOSE and not fewer:
         return None
-    verdict = f"The tensors take {used:.0%} of the GPU's memory: such a run is close to its end, "
+    verdict = f"The tensors take {used:.0%} of the GPU's memory: such a run is about to run out of memory, "
     verdict += (
         "and a driver that moves memory to the host (Windows, WSL) makes it many times slower."
     )
@@ -101,7 +101,7 @@ def full_memory(evidence: Evidence) -> Finding | None:
         most = best or max(int(rows * CLOSE / used) - 1, 1)
         per_rank = (config.batch.tokens_per_step or 0) // config.data.seq_len // evidence.world_size
         fit = next(each for each in range(most, 0, -1) if per_rank % each == 0)
-        text = f"Set batch.rows_per_device={fit}; the tokens per step stay the same."
+        text = f"Set batch.rows_per_device={fit}. The tokens per step stay the same."
         fixes = [fix(text, share, "the faster run", overrides=with_rows(config, fit))]
     return Finding(
         verdict=verdict,

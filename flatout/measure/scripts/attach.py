@@ -2,7 +2,7 @@
 
 A step lasts from one step of the script's main optimizer to the next, so that accumulation and
 further optimizers are part of it. Everything that a step does is measured by `flatout.watch`'s own
-timer; what is found goes to a file, after which the script ends, or runs on unmeasured.
+timer. What is found goes to a file, after which the script ends, or runs on unmeasured.
 
 Nothing is stored in the script's models, which it may copy, compile or save.
 """
@@ -185,7 +185,7 @@ class Attachment:
         register_optimizer_step_post_hook(self._on_optimizer_step)
 
     def answer(self) -> None:
-        """Write what was measured, once; only the process that takes the steps writes."""
+        """Write what was measured, once. Only the process that takes the steps writes."""
         loop = self._loop
         if self._is_done or loop is None or loop.rank or os.getpid() != self._process:
             return

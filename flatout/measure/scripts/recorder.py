@@ -258,7 +258,7 @@ def _marks_in(value: Any) -> Iterator[int]:
 
 
 def _adding(frame: FrameType, name: str) -> Line:
-    """Return the line of a function that adds to a variable; its first line if none is found."""
+    """Return the line of a function that adds to a variable, or its first line if none is found."""
     file, first = frame.f_code.co_filename, frame.f_code.co_firstlineno
     adds = re.compile(rf"{re.escape(name)}\b\s*(\+=|=|\.(append|extend|update)\()")
     numbers = sorted({number for _, _, number in frame.f_code.co_lines() if number})

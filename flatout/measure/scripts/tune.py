@@ -107,7 +107,7 @@ class Search:
         return past_s + trials * usual_s <= share * self.total_s
 
     def run(self, point: Point) -> Answer:
-        """Run a trial; the answer has a `problem` if it failed, or took no step."""
+        """Run a trial. The answer has a `problem` if it failed, or took no step."""
         self.scratch.reset()
         if point.is_patched and self.patch is not None:
             apply(self.patch, self.scratch.path)
@@ -159,7 +159,7 @@ class Search:
     ) -> Figure | str:
         """Measure two points in turns, until it is decided how many times faster `one` is.
 
-        They start with the `known` ratios; steps of `one` have so many times the samples. Returns
+        They start with the `known` ratios. Steps of `one` have so many times the samples. Returns
         the reason if a trial failed.
         """
         ratios = [*known]
@@ -471,7 +471,7 @@ def writable(out: Path, patch: Path | str | None) -> Path:
 
 
 def scaled(words: Sequence[str], flag: str, factor: float) -> tuple[float, list[str]]:
-    """Multiply the number after an argument, as the next word or after `=`; return both.
+    """Multiply the number after an argument, as the next word or after `=`, and return both.
 
     Raises: ConfigError when there is none.
     """

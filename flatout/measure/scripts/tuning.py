@@ -104,7 +104,7 @@ class ScriptTuning(Result):
             lines.append(f"{noise} their losses.")
         late = [one.name for one in self.not_tried if one.reason == NO_TIME]
         if late:
-            lines.append(f"There was not enough time for {', '.join(late)}; add --minutes.")
+            lines.append(f"There was not enough time for {', '.join(late)}. Add --minutes.")
         if self.withheld:
             lines.append(self.withheld)
         if self.patch:

@@ -58,7 +58,7 @@ class Phases(Stored):
     host_s: float | None = None
     """Python and the queueing of operations; on a GPU, while the device idles."""
     compute_s: float | None = None
-    """Forward and backward; without memory-bound operations if those were measured."""
+    """Forward and backward, without memory-bound operations if those were measured."""
     memory_bound_s: float | None = None
     """Operations limited by memory bandwidth: elementwise, norms, reductions, copies."""
     communication_s: float | None = None
@@ -109,7 +109,7 @@ class Counts(Stored):
     pageable_copy_bytes: float | None = None
     """Their size."""
     empty_cache: float | None = None
-    """Calls of `torch.cuda.empty_cache()`; on a CPU they do nothing but count."""
+    """Calls of `torch.cuda.empty_cache()`. On a CPU they do nothing but count."""
     empty_cache_s: float | None = None
     """Their seconds."""
     allocations: float | None = None
@@ -344,7 +344,7 @@ FAILURES = {
 
 
 class Evidence(Stored):
-    """Everything that findings may look at; what is not known is None."""
+    """Everything that findings may look at. What is not known is None."""
 
     # NaN and infinity pass between processes; a loss may be either
     model_config = ConfigDict(ser_json_inf_nan="constants")
@@ -412,7 +412,7 @@ class Evidence(Stored):
     failure: Failure | None = None
     """Why there are no numbers, or why the run ended."""
     remaining_s: float | None = None
-    """Seconds that the run has left; gains are weighed against them."""
+    """Seconds that the run has left. Gains are weighed against them."""
     machine_lines: tuple[tuple[str, str], ...] = ()
     """What was found on the machine when no run was asked for, as a name and a text."""
     notes: tuple[str, ...] = ()

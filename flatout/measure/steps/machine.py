@@ -44,7 +44,7 @@ BUSY_S = 0.3
 
 
 def host_facts(folder: Path) -> HostFacts:
-    """Return facts of the host; `folder` is on the disk of the checkpoints."""
+    """Return facts of the host. `folder` is on the disk of the checkpoints."""
     available = torch.cuda.is_available()
     return HostFacts(
         cores=probe().cores,

@@ -155,7 +155,7 @@ def new_folder(folder: Path | str) -> Path:
         raise OutputInUse(f"{folder} is a file.", fix="Name a new directory.")
     if (folder / METRICS).exists():
         raise OutputInUse(
-            f"{folder} has the records of another run.",
+            f"{folder} contains the records of another run.",
             fix="Name a new directory, or delete that one.",
         )
     folder.mkdir(parents=True, exist_ok=True)

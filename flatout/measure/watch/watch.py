@@ -121,7 +121,7 @@ class Watched(Generic[Batch]):
 class Watch:
     """Watches one loop. Make it with `flatout.watch`.
 
-    Use it as a context to print the findings when the loop ends; without one, they are printed
+    Use it as a context to print the findings when the loop ends. Without one, they are printed
     when the process exits, unless `verdict`, `diagnosis` or `report` was called before.
     """
 
@@ -139,7 +139,7 @@ class Watch:
         return self._loop.steps
 
     def __call__(self, batches: Iterable[Batch]) -> Watched[Batch]:
-        """Return the batches; the time that the loop waits for each is measured."""
+        """Return the batches. The time that the loop waits for each is measured."""
         return Watched(self._loop, batches)
 
     @contextmanager

@@ -1,7 +1,7 @@
 """The checkpoints of a run: which exist, are complete, and stay. No torch: listing is fast.
 
 A checkpoint is a directory `step-N`. Directories being written or deleted have `.tmp-` in their
-names, those from an abandoned branch of the run have `.aside-`; neither counts as a checkpoint.
+names, those from an abandoned branch of the run have `.aside-`. Neither counts as a checkpoint.
 The functions take the run directory, and find its checkpoints in `location.checkpoints_folder`.
 """
 
@@ -103,7 +103,7 @@ class Index(BaseModel, frozen=True):
 
 
 class CheckpointInfo(Stored, extra="ignore"):
-    """The content of info.json, which lists of checkpoints show; what was not measured is None."""
+    """The content of info.json, which lists of checkpoints show. What was not measured is None."""
 
     step: int
     """Optimizer steps so far."""
@@ -201,7 +201,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
     version = document.get("format_version") if isinstance(document, dict) else None
     if isinstance(version, int) and version > FORMAT_VERSION:
         raise NewerVersion(
-            f"{checkpoint} has format_version {version}; this flatout reads up to "
+            f"{checkpoint} has format_version {version}. This flatout reads up to "
             f"{FORMAT_VERSION}.",
             fix="Install a newer flatout.",
         )
@@ -466,7 +466,7 @@ def prune(
 ) -> list[int]:
     """Delete the checkpoints that are not to be kept, and return their steps.
 
-    The newest `keep` complete ones stay, and all that are newer than these; so do the best one and
+    The newest `keep` complete ones stay, and all that are newer than these. So do the best one and
     the multiples of `keep_every`. With `keep=None`, or fewer complete ones than `keep`, all stay:
     incomplete ones do not count, so the last complete one is never deleted.
     Each one is renamed before it is deleted, so that a kill never leaves a partial checkpoint.
@@ -507,7 +507,7 @@ def aside_paths(run_folder: Path) -> list[Path]:
 
 
 def delete_aside(path: Path) -> None:
-    """Delete a checkpoint that was set aside; after a kill, the run's next start does the rest."""
+    """Delete a checkpoint that was set aside. After a kill, the run's next start does the rest."""
     original = path.with_name(path.name.partition(".")[0])
     shutil.rmtree(path.rename(renamed(original, "tmp-delete")))
 

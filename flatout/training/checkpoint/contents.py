@@ -95,8 +95,8 @@ def _tensor_problems(checkpoint: Path, index: Index) -> Iterator[str]:
             wanted = STORED_DTYPES.get(entry.dtype, stored[0]), piece.shape
             if stored != wanted:
                 yield (
-                    f"{checkpoint / piece.file}: {name} is {stored[0]} {list(stored[1])}; "
-                    f"the index lists {wanted[0]} {list(wanted[1])}."
+                    f"{checkpoint / piece.file}: {name} is {stored[0]} {list(stored[1])}. "
+                    f"The index lists {wanted[0]} {list(wanted[1])}."
                 )
             covered += math.prod(piece.shape)
         else:

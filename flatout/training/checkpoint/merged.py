@@ -96,7 +96,7 @@ class MergedWeights:
         return (self._base.aliases if self._base else {}) | self._aliases
 
     def dtype_of(self, name: str) -> torch.dtype:
-        """Return the type of one weight; with adapters, all are fp32."""
+        """Return the type of one weight. With adapters, all are fp32."""
         return torch.float32 if self._base else tensors.dtype_of(self._index[name])
 
     def read(self, name: str) -> Tensor:

@@ -264,7 +264,7 @@ class Saver:
     def abandon(self) -> None:
         """Let a thread that still writes remove the files instead of completing the checkpoint.
 
-        Returns at once; if the process ends first, the run's next start removes them. Earlier
+        Returns at once. If the process ends first, the run's next start removes them. Earlier
         checkpoints are not affected.
         """
         if self._pending is not None:
@@ -308,7 +308,7 @@ class Saver:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One rank's share of a run's state at one step; writing it does not read the run."""
+    """One rank's share of a run's state at one step. Writing it does not read the run."""
 
     rank: int
     world_size: int

@@ -22,7 +22,7 @@ MIN_FALL, MIN_WAIT = 0.08, 0.10
 SAMPLE_S = 1.25
 """Records are combined until they cover this time, so that no change shorter than 7.5 s counts."""
 THROTTLING_EVERY_S = 5.0
-"""Time between two looks at what slows the device down; two in a row are an alarm."""
+"""Time between two looks at what slows the device down. Two in a row are an alarm."""
 MEMORY = {
     "mem/allocated_gib": ("memory", "The GPU memory of this run"),
     "mem/process_gib": ("host_memory", "The memory of this process"),
@@ -69,7 +69,7 @@ class Alarms:
         self.num_alarms = 0
 
     def see(self, record: Mapping[str, float]) -> list[Alarm]:
-        """Take a line of metrics.jsonl; return the alarms that begin or are over with it."""
+        """Take a line of metrics.jsonl, and return the alarms that begin or are over with it."""
         found = [
             *self._see_loss(record),
             *self._see_memory(record),
@@ -138,7 +138,7 @@ class Alarms:
         yield _event("throttling", step, change, f"Throttled since step {began:,}", reason, over)
 
     def _see_speed(self, record: Mapping[str, float]) -> Iterator[Alarm]:
-        """Yield changes of speed and data wait; where both have one cause, only one of them."""
+        """Yield changes of speed and data wait. Where both have one cause, only one of them."""
         sample = self._sampled(record)
         if sample is None:
             return

@@ -90,7 +90,7 @@ def gpu_figures(device: torch.device) -> dict[str, float]:
 
 
 class GpuDriver:
-    """Asks the driver about one GPU; nothing that it does waits for the GPU's work."""
+    """Asks the driver about one GPU. Nothing that it does waits for the GPU's work."""
 
     def __init__(self, device: torch.device) -> None:
         self.handle: object = None

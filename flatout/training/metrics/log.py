@@ -52,12 +52,12 @@ LOCAL_LOGGERS = ("tensorboard",)
 
 
 LESS_STEEP = (
-    "Lower optim.lr or raise schedule.warmup, and start a new run with --run-dir DIR; earlier "
+    "Lower optim.lr or raise schedule.warmup, and start a new run with --run-dir DIR. Earlier "
     "checkpoints are not affected."
 )
 """What to do when training has diverged."""
 SKIPPED = "train/skipped_steps"
-"""All bad steps of the run so far; a record has it if there were any."""
+"""All bad steps of the run so far. A record has it if there were any."""
 
 
 class Rates(NamedTuple):
@@ -78,7 +78,7 @@ class PendingRecord(NamedTuple):
 
 
 class Log:
-    """Writes a run's records and events on rank 0; other ranks only keep their clocks.
+    """Writes a run's records and events on rank 0. Other ranks only keep their clocks.
 
     A record is due every `log.every` steps and at the last step. `close` writes the pending ones;
     leaving the context closes the files and the loggers, even after an error. `loggers` names those
@@ -183,7 +183,7 @@ class Log:
         self.last_evaluation = self._run.step, evaluation
 
     def compiled(self, seconds: float) -> None:
-        """Log the warm-up's compilations, which took `seconds`; later ones are recompilations."""
+        """Log the warm-up's compilations, which took `seconds`. Later ones are recompilations."""
         self._compilations("compiled", round(seconds, 3))
 
     def _compilations(self, kind: str, seconds: float | None = None) -> Compilations:
@@ -255,7 +255,7 @@ class Log:
             return
         self._refused.add(lines.path)
         text = (
-            f"{lines.path} cannot be written ({reason_of(lines.refusal)}). Training continues; its "
+            f"{lines.path} cannot be written ({reason_of(lines.refusal)}). Training continues. Its "
             "lines are written when the disk accepts them."
         )
         self.progress.say(text)
@@ -352,7 +352,7 @@ class Log:
         return PendingRecord(figures, interval.host_times(now_s), interval.spans)
 
     def _write_ready(self, *, flush: bool) -> None:
-        """Write the records whose device metrics have arrived; with `flush`, wait for all."""
+        """Write the records whose device metrics have arrived. With `flush`, wait for all."""
         with self.clock.reading():
             bad_steps = self.bad_steps.ready(flush=flush)
             ready = self._run.readback.ready(flush=flush)

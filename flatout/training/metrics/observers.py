@@ -30,7 +30,7 @@ class Observer(Protocol):
         return
 
     def on_event(self, event: JsonObject) -> None:
-        """Receive a line of events.jsonl; its `event` is the kind."""
+        """Receive a line of events.jsonl. Its `event` is the kind."""
         return
 
     def on_end(self, summary: JsonObject) -> None:

@@ -21,11 +21,11 @@ REPEATED = ("early_stop", "evaluation", "sample", "end")
 """Events that a run logs again when it resumes before them."""
 
 MOST_UNWRITTEN = 2**24
-"""Bytes of lines that wait for a disk that fails; later ones are lost."""
+"""Bytes of lines that wait for a disk that fails. Later ones are lost."""
 
 
 class Lines:
-    """Appends JSON lines to a file of a run directory; no error of the disk stops the run.
+    """Appends JSON lines to a file of a run directory. No error of the disk stops the run.
 
     What the disk fails to write comes before the next line.
     """
@@ -40,7 +40,7 @@ class Lines:
         self._descriptor: int | None = None
 
     def append(self, line: Mapping[str, object]) -> bytes:
-        """Append one line, or keep it until the disk accepts it; return its bytes.
+        """Append one line, or keep it until the disk accepts it, and return its bytes.
 
         Raises: CheckpointError when the file is a link.
         """
@@ -135,7 +135,7 @@ def forget_events(run_folder: Path, step: int, *, at_end: bool) -> None:
 
 
 def _keep(path: Path, stays: Callable[[JsonObject], bool]) -> list[str]:
-    """Remove the damaged lines and those that do not stay from a file; return the others."""
+    """Remove the damaged lines and those that do not stay from a file, and return the others."""
     if not path.exists():
         return []
     with os.fdopen(open_own(path, os.O_RDONLY), encoding="utf-8", errors="replace") as file:
@@ -168,7 +168,7 @@ def _damage(path: Path, kept: Sequence[str], saved: CheckpointInfo | None) -> st
         return None
     what = f"has lost {counted(lost, 'record')}" if lost > 0 else "was changed or damaged"
     return (
-        f"{path} {what} since the checkpoint of step {saved.step} was saved. Training continues; "
-        "curves and reports have gaps or wrong metrics before that step, unless you restore the "
+        f"{path} {what} since the checkpoint of step {saved.step} was saved. Training continues. "
+        "Curves and reports have gaps or wrong metrics before that step, unless you restore the "
         "file from a copy."
     )

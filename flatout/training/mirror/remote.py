@@ -7,7 +7,7 @@ URL/NAME/              NAME is the name of the run directory
 ├── step-N/            the files of a checkpoint, with `.zst` appended when they are compressed;
 │                      manifest.json comes last, until then upload.json is there
 └── step-N.1/          the same step, saved again with other content; once it is complete, step-N is
-                       deleted; then comes step-N.2
+                       deleted. Then comes step-N.2
 """
 
 from __future__ import annotations
@@ -120,8 +120,8 @@ def require_elsewhere(config: CheckpointConfig, run_folder: Path) -> None:
     for own in (run_folder.resolve(), folder_in(config.dir, run_folder).resolve()):
         if mirror == own or own in mirror.parents or mirror in own.parents:
             raise ConfigError(
-                f"checkpoint.mirror={config.mirror}: the mirror would be {mirror}, and {own} has "
-                "the run itself. What deletes one would delete the other.",
+                f"checkpoint.mirror={config.mirror}: the mirror would be {mirror}, and {own} "
+                "contains the run itself. What deletes one would delete the other.",
                 fix="Set checkpoint.mirror to a directory elsewhere, on a different disk if "
                 "possible.",
             )

@@ -211,7 +211,7 @@ def _there(error: FlatoutError, copy: Path, url: str) -> str:
 
 
 def _restore_config(copy: Path, folder: Path, requested: RunConfig, trust_code: bool) -> None:
-    """Store the configuration; `requested` may set a different checkpoint.dir if a disk is gone.
+    """Store the configuration. `requested` may set a different checkpoint.dir if a disk is gone.
 
     It replaces one that is here: the checkpoints were trained with it.
     """

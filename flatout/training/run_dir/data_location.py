@@ -154,7 +154,7 @@ def keep_text_format(dataset: AnyDataset, run_folder: Path, *, progress: Progres
     write_text(run_folder / CHAT_TEMPLATE, templates[0].model_dump_json(indent=1) + "\n")
     if any(not template.writes_as(templates[0]) for template in templates):
         progress.say(
-            "The conversations of this mix have different chat templates; `flatout chat` will use "
+            "The conversations of this mix have different chat templates. `flatout chat` will use "
             f"the first one, {templates[0].name}."
         )
 

@@ -126,7 +126,7 @@ def write_requested(folder: Path, requested: RunConfig) -> None:
 
 
 def trusted_config(folder: Path, *, trust_code: bool = False) -> RunConfig | None:
-    """Return the resolved configuration of a run for use; any code it names must be trusted.
+    """Return the resolved configuration of a run for use. Any code it names must be trusted.
 
     None when the directory contains no run. flatout/trust.py decides what is trusted.
     Raises: UntrustedCode; ConfigError when the model in it was changed after the run had started.
@@ -178,7 +178,7 @@ def append_event(folder: Path, event: str, /, **fields: Json) -> JsonObject:
 
 
 def read_events(folder: Path) -> list[JsonObject]:
-    """Return the run's events in order; each names its kind, and may lack every other field."""
+    """Return the run's events in order. Each names its kind, and may lack every other field."""
     return [line for line in read_lines(folder / EVENTS) if isinstance(line.get("event"), str)]
 
 
@@ -261,8 +261,8 @@ def require_free_disk(folder: Path, needed_bytes: int, *, directory: str | None 
     if free < needed_bytes:
         fewer = "keep fewer checkpoints (checkpoint.keep, checkpoint.keep_every)"
         raise HardwareError(
-            f"The checkpoints of this run need {readable_memory(needed_bytes)} more; "
-            f"the disk of {disk} has {readable_memory(free)} free.",
+            f"The checkpoints of this run need {readable_memory(needed_bytes)} more. "
+            f"The disk of {disk} has {readable_memory(free)} free.",
             fix=f"Free space there, or {fewer}."
             if saved
             else f"Free space there, {fewer}, or set checkpoint.dir to a larger disk.",

@@ -26,7 +26,7 @@ LOCK_WAIT_S = 1.0
 
 @contextmanager
 def hold_lock(folder: Path, *, progress: Progress = SILENT) -> Iterator[None]:
-    """Hold the lock of a run directory, creating it if necessary; only rank 0 calls it.
+    """Hold the lock of a run directory, creating it if necessary. Only rank 0 calls it.
 
     The system releases the lock when the process ends, however it ends. If no run has started by
     then, the files and directories created for it are deleted.

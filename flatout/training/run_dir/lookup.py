@@ -38,7 +38,7 @@ def find_run(run: str | Path) -> Path:
     if step.isdecimal() and (above / layout.CONFIG).exists():
         raise CheckpointError(
             f"{run} is a checkpoint of the run {above}.",
-            fix=f"Name {in_shell(above)}, and add --checkpoint {step} if the command has it.",
+            fix=f"Name {in_shell(above)}, and add --checkpoint {step} if the command accepts it.",
         )
     found = next(filter(None, map(recognise, candidates)), None)
     if found is not None:
@@ -46,7 +46,7 @@ def find_run(run: str | Path) -> Path:
     if Path(run).is_dir():
         raise CheckpointError(
             f"{str(run) or 'An empty name'} is not a run directory: it has no config.yaml.",
-            fix="`flatout runs` lists the runs; `flatout demo` makes one.",
+            fix="`flatout runs` lists the runs. `flatout demo` makes one.",
         )
     if Path(run).is_file():
         raise CheckpointError(

@@ -58,7 +58,7 @@ FREE_KEYS = (
 except for the last bits of sums. Some decide when the run ends, or whether it goes back.
 """
 LENGTH_KEYS = ("train.steps", "train.tokens", "train.epochs")
-"""One of them sets the length of a run; `lengthen` decides when it may grow."""
+"""One of them sets the length of a run. `lengthen` decides when it may grow."""
 NAMELESS_KEYS = (*FREE_KEYS, "checkpoint.dir")
 """Prefixes of the keys that do not affect a run's name."""
 UNSEALED_KEYS = (*NAMELESS_KEYS, "data.path")
@@ -123,7 +123,7 @@ def config_to_resume(
     if stored is None and catalog.has_saved(folder):
         copy = folder / COPY
         raise ConfigError(
-            f"{folder} has checkpoints and no {CONFIG}, which has the settings of its run.",
+            f"{folder} contains checkpoints, but no {CONFIG} with the settings of the run.",
             fix=f"Restore it: `cp {in_shell(copy)} {in_shell(folder / CONFIG)}`."
             if copy.is_file()
             else "Restore it from a copy, or start a new run from this one: "
@@ -144,7 +144,7 @@ def config_to_resume(
         first,
         requested,
         place=str(folder),
-        fix="Keep the stored settings, or start a new run; "
+        fix="Keep the stored settings, or start a new run. "
         f"`--resume {in_shell(folder)} --run-dir DIR` starts it from this one.",
     )
 
@@ -160,7 +160,7 @@ def continued(
 ) -> RunConfig:
     """Return `stored` with the free keys, data paths and micro-batch of `requested`.
 
-    `first` is the request that the run started with, if it is known; `place` is where the run is,
+    `first` is the request that the run started with, if it is known. `place` is where the run is,
     a path or a URL, and `sent_by` the end of that sentence.
     Raises: ConfigError, with `fix`, that names each key that contradicts the run and both values.
     """
@@ -230,8 +230,8 @@ def read_origin(folder: Path) -> Origin | None:
 def resume_from(folder: Path, resume: str = "auto", *, progress: Progress = SILENT) -> Path | None:
     """Return the checkpoint to resume from, or None to start; call it only under the lock.
 
-    `auto` resumes from the newest complete checkpoint of this run, or starts when it has none;
-    `never` starts, and rejects a directory that is not empty; anything else is a checkpoint or a
+    `auto` resumes from the newest complete checkpoint of this run, or starts when it has none.
+    `never` starts, and rejects a directory that is not empty. Anything else is a checkpoint or a
     run directory to resume from. A checkpoint of another run is stored as this run's origin, and
     checkpoints that are here are set aside: the same call, or `auto`, then resumes from the newest
     checkpoint saved since, or else from the origin. The leftovers of killed saves are deleted.
@@ -474,5 +474,5 @@ def _bound_to_its_length(
         f"since step {equal + 1}.",
         fix=f"Add `--resume {in_shell(folder)} --run-dir {in_shell(other)}` to the same command: "
         f"a new run then continues from step {done} with the learning rates of a run of "
-        f"{steps} steps; the rate changes from {last_rate:.3g} to {next_rate:.3g}.",
+        f"{steps} steps. The rate changes from {last_rate:.3g} to {next_rate:.3g}.",
     )

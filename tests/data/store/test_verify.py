@@ -47,7 +47,7 @@ def problems(folder):
     return list(verify_dataset(folder).problems)
 
 
-def test_an_intact_folder_is_read_completely(folder):
+def test_an_intact_directory_is_read_completely(folder):
     found = verify_dataset(folder)
     assert found.problems == ()
     entries = [
@@ -148,8 +148,8 @@ def test_all_damage_at_a_url_is_listed(folder, url, store):
     )
 
 
-def test_a_url_is_checked_as_strictly_as_a_folder(folder, url, store):
-    """Checksums, sizes and the manifest's digest all match; the values they cover are wrong."""
+def test_a_url_is_checked_as_strictly_as_a_directory(folder, url, store):
+    """Checksums, sizes and the manifest's digest all match. The values they cover are wrong."""
     files = {
         "train-00000.bin": (100, b"\xff\xff"),
         "val-00000.mask.bin": (7, b"\x02"),

@@ -47,7 +47,7 @@ def test_every_file_arrives_in_one_commit(folder):
         (400, ConfigError, "The hub rejects acme/demo"),
     ],
 )
-def test_a_refusal_is_explained(folder, status, error, words):
+def test_a_rejection_is_explained(folder, status, error, words):
     with running_hub(refuses=status) as hub, pytest.raises(error) as refused:
         push_folder(folder, "acme/demo", private=False, message="x", endpoint=hub.url)
     assert words in refused.value.what

@@ -66,7 +66,7 @@ def test_a_healthy_run_has_a_verdict_and_no_findings(with_rules):
         "Nothing holds this run back: 90% of each step is computation, 41% of the peak matmul rate."
     )
     before = diagnosis_of(Evidence(source="preflight"))
-    assert before.verdict == "Nothing stands in the way of this run."
+    assert before.verdict == "Nothing keeps this run from starting."
     assert before.step_s is None
     assert before.shares == {}
 

@@ -77,7 +77,7 @@ def test_a_healthy_run_has_no_findings(run):
     assert names(found) == []
 
 
-def test_damaged_lines_are_left_out_and_mentioned(run):
+def test_damaged_lines_are_omitted_and_mentioned(run):
     folder = run(events=[{"event": "recompiled", "graphs": 3, "compile_s": 1.0}])
     first, second = (folder / layout.EVENTS).read_text().splitlines()
     (folder / layout.EVENTS).write_text(f'{first}\n{{"event": "sa\n{{"x": 1}}\n{second}\n')
@@ -93,7 +93,7 @@ def test_damaged_lines_are_left_out_and_mentioned(run):
     assert found.notes == diagnosis_of(found).notes
 
 
-def test_values_of_other_types_are_left_out(run):
+def test_values_of_other_types_are_omitted(run):
     wrong = [
         {"step": None, "perf/step_ms": 3},
         {"perf/step_ms": 5},
@@ -194,7 +194,7 @@ def test_an_idle_gpu_is_named_by_its_utilisation(run):
         ("CheckpointError", "failure", "The run fails at step 400: It broke."),
     ],
 )
-def test_a_run_that_failed_says_why(run, kind, name, verdict):
+def test_a_run_that_failed_shows_why(run, kind, name, verdict):
     events = [{"event": "error", "kind": kind, "what": "It broke.", "fix": "Mend it."}]
     (finding,) = diagnosis_of(recorded_evidence(run(events=events, exit_code=1))).findings
     assert (finding.name, finding.verdict) == (name, verdict)

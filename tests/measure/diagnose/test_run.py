@@ -208,7 +208,7 @@ def test_frequent_evaluation_is_named(measured, monkeypatch):
         ("no-data", None, None, {"data__path": "absent"}),
     ],
 )
-def test_a_run_that_fails_says_why_and_where(measured, name, kind, line, changes):
+def test_a_run_that_fails_shows_why_and_where(measured, name, kind, line, changes):
     if "model__kind" in changes:
         changes = {"model__kind": f"{__name__}:{changes['model__kind']}"}
     found, evidence = measured(optim__clip=0, **changes)

@@ -62,7 +62,7 @@ def test_the_ablation_adds_one_speedup_at_a_time_up_to_the_full_set():
     assert below.speedups == [each.name for each in all_speedups() if each.name in on]
 
 
-def test_each_speedup_is_left_out_of_the_full_set():
+def test_each_speedup_is_omitted_of_the_full_set():
     ablation = ablation_of(HOPPER, device="cuda")
     full, left_out = full_set(ablation), named(ablation, "leave-one-out")
     assert [row.speedup for row in left_out] == list(full.speedups)
@@ -128,7 +128,7 @@ def test_the_length_of_the_recipe_decides_which_speedups_are_on():
     assert "compile" in next(row for row in long if row.name == "all but tf32").speedups
 
 
-def test_a_speedup_follows_its_needs_and_is_left_out_with_them():
+def test_a_speedup_follows_its_needs_and_is_omitted_with_them():
     names = ["prefetch", "bf16", "compile", "fp8"]
     assert in_order(["prefetch", "fp8", "bf16", "compile"]) == names
     assert needing({"compile"}, names) == {"compile", "fp8"}

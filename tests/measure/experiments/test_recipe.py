@@ -70,7 +70,7 @@ def test_the_header_states_what_was_taken_and_what_was_not():
 def test_the_header_counts_what_there_was_no_time_for():
     late = [Left(name=name, reason=NO_TIME) for name in ("+ fp8", "+ compile")]
     lines = tuning(choice(), not_tried=[*late, Left(name="x", reason="No.")]).lines()
-    assert lines[-1] == "There was not enough time for 2 others; add --minutes."
+    assert lines[-1] == "There was not enough time for 2 others. Add --minutes."
     best = tuning().best.model_copy(update={"name": "auto", "gain": None})
     assert "nothing else was measured" in tuning(best=best).lines()[1]
     assert "nothing that was measured is faster" in tuning(choice(), best=best).lines()[1]

@@ -38,7 +38,7 @@ def test_every_kind_of_row_is_in_the_table(sample_report):
         ("+ huge", "Out of memory at step 0: it needs 91 GiB."),
         ("all but prefetch", "not checked: two repeats"),
         ("all, with bf16 for fp16", "slower, x0.87 (0.84 to 0.90)"),
-        ("all and compile", "took too long: It had not ended after 90 s."),
+        ("all and compile", "took too long: It did not end within 90 s."),
         ("tf32", "- tf32: cannot run here, because: it is a CPU."),
     ):
         assert shown in line_of(text, name)
@@ -111,7 +111,7 @@ def test_bars_of_nothing(sample_report):
         (0.9, 4.5, "The full set is not measurably faster than the baseline (0.90 to 4.50)."),
     ],
 )
-def test_a_gain_that_its_interval_does_not_support_is_no_figure(sample_report, low, high, sentence):
+def test_a_gain_that_its_interval_does_not_support_is_no_number(sample_report, low, high, sentence):
     """One outlier among few repeats gives a median of 4.37."""
     gain = Figure(median=4.37, low=low, high=high)
     rows = [

@@ -66,7 +66,7 @@ def test_reasons_are_those_of_the_resolved_device(tiny_config, monkeypatch):
     assert "on a GPU" not in str(found)
 
 
-def test_two_named_speedups_for_one_slot_are_refused_as_in_training(tiny_config, monkeypatch):
+def test_two_named_speedups_for_one_slot_are_rejected_as_in_training(tiny_config, monkeypatch):
     monkeypatch.setattr(hardware, "_multiplies_bf16", lambda: True)
     found = choose(tiny_config(train__precision="auto", speedups="auto,+onednn"))
     assert "both fill the slot" in found.additions["bf16-products"]

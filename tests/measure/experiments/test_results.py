@@ -27,7 +27,7 @@ def test_results_get_their_own_directory(tmp_path, monkeypatch):
     assert results_dir(CONFIG, "batch", None).name == f"{first.name}-batch"
 
 
-def test_a_directory_with_other_files_is_refused(tmp_path):
+def test_a_directory_with_other_files_is_rejected(tmp_path):
     (tmp_path / "thesis.txt").touch()
     with pytest.raises(ConfigError, match="contains other files"):
         results_dir(CONFIG, "ablation", tmp_path)
@@ -47,7 +47,7 @@ def test_only_the_same_bench_is_repeated_in_its_directory(tmp_path):
     results.keep(trial, [CONFIG.name, "ablation", CONFIG.digest()], "2026-11-20", tmp_path)
     assert results_dir(CONFIG, "ablation", tmp_path) == tmp_path
     for config, kind in ((CONFIG, "batch"), (CONFIG.with_values({"train.seed": 5}), "ablation")):
-        words = f"bench of shakespeare-char .ablation, .*; this one is of shakespeare-char .{kind}"
+        words = f"bench of shakespeare-char .ablation, .*. This one is of shakespeare-char .{kind}"
         with pytest.raises(ConfigError, match=words) as refused:
             results_dir(config, kind, tmp_path)
         assert "--out" in refused.value.fix

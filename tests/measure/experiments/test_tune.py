@@ -214,7 +214,7 @@ def test_no_recipe_is_written_when_every_trial_fails(config, tmp_path, machine, 
     assert not (tmp_path / "tuned.yaml").exists()
 
 
-def test_a_model_that_cannot_fit_is_refused_without_a_trial(config, tmp_path, monkeypatch):
+def test_a_model_that_cannot_fit_is_rejected_without_a_trial(config, tmp_path, monkeypatch):
     monkeypatch.setattr(tune_space, "USED_MEMORY", 1e-9)
     machine = MadeUpSpeeds()
     with pytest.raises(HardwareError, match=r"Nothing fits\. .* GiB by estimate"):
@@ -251,7 +251,7 @@ def test_a_stated_batch_is_tuned_and_said(tiny_config, tmp_path):
     machine = MadeUpSpeeds(rows={8: 1.5})
     found = tune(tiny_config(), machine, tmp_path, progress=progress, only=["batch"])
     assert found.best.rows_per_device == 8
-    assert any("The recipe states 4 rows per micro-batch" in line for line in lines)
+    assert any("The recipe sets 4 rows per micro-batch" in line for line in lines)
 
 
 def test_a_file_of_another_program_is_not_replaced(config, tmp_path):

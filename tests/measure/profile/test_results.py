@@ -59,7 +59,7 @@ def test_a_gpu_has_gaps_and_its_own_memory():
     assert "The device idles 63% of a step." in found.text()
 
 
-def test_without_kernels_the_rest_remains_and_a_note_says_why():
+def test_without_kernels_the_rest_remains_and_a_note_shows_why():
     made = document()
     made["traceEvents"] = [
         one for one in made["traceEvents"] if one.get("cat") not in {"kernel", "gpu_memcpy"}

@@ -32,7 +32,7 @@ from flatout.sources import FIRST_NAMED, BadRow
 def count_skipped(
     skipped: list[SkippedRows], reason: str, locations: Sequence[StoredLocation], count: int = 1
 ) -> None:
-    """Count rows in `skipped`, which has one entry per reason; `locations` are of the first."""
+    """Count rows in `skipped`, which has one entry per reason. `locations` are of the first."""
     for rows in skipped:
         if rows.reason == reason:
             rows.count += count
@@ -82,7 +82,7 @@ class RangeSplit(Stored):
 
 
 class RangeRecord(Stored):
-    """The record of a packed range; it is filled while the range is packed."""
+    """The record of a packed range. It is filled while the range is packed."""
 
     model_config = ConfigDict(frozen=False)
 
@@ -114,7 +114,7 @@ class RangeRecord(Stored):
 
     @property
     def documents(self) -> int:
-        """Documents of both splits; a cut one counts once."""
+        """Documents of both splits. A cut one counts once."""
         return sum(split.documents for split in self.splits.values()) - self.cut_documents
 
     @property
@@ -159,7 +159,7 @@ def read_stored(path: Path, model: type[Document], *, work_dir: Path) -> Documen
 
 
 class SplitWriter:
-    """Writes the files of one split of a range; a file is created when it has content."""
+    """Writes the files of one split of a range. A file is created when it has content."""
 
     def __init__(self, folder: Path, stem: str, vocab_size: int) -> None:
         self._folder = folder

@@ -108,7 +108,7 @@ def pack(
 def pack_range(
     item: WorkItem, packing: Packing, report: Report = lambda _: None
 ) -> Callable[[], RangeRecord]:
-    """Pack an item into files; return a function, callable from any thread, that records them.
+    """Pack an item into files, and return a function, callable from any thread, that records them.
 
     Raises: DataError for the first unusable row, unless such rows are skipped; Unfinished for a
             full disk.

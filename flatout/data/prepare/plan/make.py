@@ -46,7 +46,7 @@ from flatout.progress import SILENT, Progress, readable_size
 from flatout.sources import BadRow, Document, LeftOut, ReadTask
 
 SHARD_BYTES = 128 * 1024 * 1024
-"""Size of a shard; joining needs this much space besides the tokens."""
+"""Size of a shard. Joining needs this much space besides the tokens."""
 TEXT_BYTES_PER_TOKEN = 3.0
 """Cautious estimate for subword tokenizers: most text has more bytes per token."""
 RANGE_BYTES = 8 << 20
@@ -193,8 +193,8 @@ class _Survey:
 def make_plan(corpus: Corpus, options: Options, progress: Progress = SILENT) -> WorkPlan:
     """Return the work plan of a corpus.
 
-    Documents are taken in order, up to `max_documents`, and until their text reaches `max_bytes`;
-    the last one is cut there. Separate validation text is taken whole.
+    Documents are taken in order, up to `max_documents`, and until their text reaches `max_bytes`.
+    The last one is cut there. Separate validation text is taken whole.
 
     `tail F` takes the end as validation, starting at character int(n * (1 - F)) of the n characters
     of all documents. It cuts the document there, unless its start or end is close enough (`NEAR`).
@@ -240,7 +240,7 @@ def make_plan(corpus: Corpus, options: Options, progress: Progress = SILENT) -> 
 def _items(
     tasks: Sequence[ReadTask], assignment: Assignment, documents: Iterable[int], number: int
 ) -> list[WorkItem]:
-    """Return items of about `RANGE_BYTES`, numbered from `number`; `documents` are of each task.
+    """Return items of about `RANGE_BYTES`, numbered from `number`. `documents` are of each task.
 
     A task of unknown size is an item by itself.
     """

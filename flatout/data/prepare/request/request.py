@@ -135,7 +135,7 @@ def chat_renderer(options: Options, progress: Progress = SILENT) -> Renderer | N
     elif template is None:
         name = "chatml" if set(special) >= CHATML_TOKENS else "plain"
         template = named_template(name, defaults)
-        progress.say(f"The tokenizer has no chat template; using {name}.")
+        progress.say(f"The tokenizer has no chat template. Using {name}.")
     renderer = Renderer(template, special)
     _ = renderer.end  # rejects an unusable template before anything is read
     return renderer

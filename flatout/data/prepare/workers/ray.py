@@ -49,7 +49,7 @@ WAIT_S = 1.0
 NODE_PATIENCE_S = 300.0
 """Seconds to wait for a node with a CPU: one that is started on demand takes minutes."""
 HEAD_PATIENCE_S = 30.0
-"""Seconds to wait for the head node; after 60 seconds Ray ends this process without our message."""
+"""Seconds to wait for the head node. After 60 seconds Ray ends this process without our message."""
 
 
 def ray_package() -> ModuleType:

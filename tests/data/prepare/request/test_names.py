@@ -93,7 +93,7 @@ def test_an_unknown_name_is_answered_with_the_nearest(tmp_path, monkeypatch):
         open_corpus(["novel.txt"])
 
 
-def test_an_option_without_effect_on_a_source_is_refused():
+def test_an_option_without_effect_on_a_source_is_rejected():
     for options in ({"include": ["*.py"]}, {"encoding": "cp1252"}):
         with pytest.raises(
             DataError,
