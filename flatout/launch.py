@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 
@@ -48,6 +48,11 @@ MOST_PER_CORE = 4
 """Processes that a CPU may be asked for, per core: more than one each is only a trial."""
 QUIT_AFTER_S = 3.0
 """Seconds after a second SIGINT until the processes are killed."""
+
+
+def stated_variables(names: Iterable[str]) -> dict[str, str]:
+    """Return the environment variables among `names` that are set, with their values."""
+    return {name: os.environ[name] for name in names if name in os.environ}
 
 
 def own_environment() -> dict[str, str]:

@@ -13,7 +13,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -298,11 +298,6 @@ def disconnect() -> None:
     dist.destroy_process_group()
     gc.collect()  # sharded models keep their groups in cycles; freeing a group joins its threads
     time.sleep(RELEASE_S)
-
-
-def stated_variables(names: Iterable[str]) -> dict[str, str]:
-    """Return the environment variables among `names` that are set, with their values."""
-    return {name: os.environ[name] for name in names if name in os.environ}
 
 
 def silence_profiler() -> None:

@@ -15,7 +15,7 @@ import time
 import psutil
 
 from flatout.hardware import BUSY_CORES, CpuTimes, usable_cores
-from flatout.parallel.rendezvous import stated_variables
+from flatout.launch import stated_variables
 from flatout.progress import Progress
 
 EVERY_S = 1.0

@@ -81,9 +81,10 @@ def full_memory(evidence: Evidence) -> Finding | None:
     }
     if used < CLOSE and not fewer:
         return None
-    verdict = f"The tensors take {used:.0%} of the GPU's memory: such a run is about to run out of memory, "
-    verdict += (
-        "and a driver that moves memory to the host (Windows, WSL) makes it many times slower."
+    verdict = (
+        f"The tensors take {used:.0%} of the GPU's memory: such a run is about to run out of "
+        "memory, and a driver that moves memory to the host (Windows, WSL) makes it many times "
+        "slower."
     )
     harm: Harm = "slows" if used > 1 or fewer else "warns"
     share, best = None, None

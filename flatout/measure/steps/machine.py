@@ -17,8 +17,8 @@ import psutil
 import torch
 
 from flatout.hardware import GIB, CpuTimes, Machine, probe, usable_cores
+from flatout.launch import stated_variables
 from flatout.measure.steps.evidence import GpuFacts, HostFacts
-from flatout.parallel.rendezvous import stated_variables
 from flatout.training.metrics.device import GpuDriver
 
 VARIABLES = (
