@@ -30,7 +30,7 @@ def config(tiny_config):
 @pytest.fixture(autouse=True)
 def without_warnings(monkeypatch):
     """Skip the look at other processes, which takes a fifth of a second."""
-    monkeypatch.setattr(resolving, "warn_of_busy_cores", lambda machine, progress: None)
+    monkeypatch.setattr(resolving, "spin_less_beside_others", lambda *_: None)
 
 
 def tune(config, machine, tmp_path, **options):

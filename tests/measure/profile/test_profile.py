@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 def quick(tiny_config, tmp_path, monkeypatch):
     """Return a function that profiles the tiny recipe after a short warm-up."""
     monkeypatch.setattr(profiles, "MAX_WARM_S", 0.0)
-    monkeypatch.setattr(profiles, "warn_of_busy_cores", lambda *_: None)
+    monkeypatch.setattr(profiles, "spin_less_beside_others", lambda *_: None)
 
     def measure(steps=2, skip=None, **changes):
         config = tiny_config(**changes)
