@@ -114,7 +114,7 @@ test-faults: .venv/test/.installed
 	@$(ONE_THREAD) .venv/test/bin/python $(PYTEST) --dist worksteal -m faults --timeout 1800 $(ARGS)
 
 soak: .venv/test/.installed
-	@$(ONE_THREAD) PYTHONPATH=. .venv/test/bin/python tests/attack/soak.py --minutes $(MINUTES)
+	@$(ONE_THREAD) PYTHONPATH=. .venv/test/bin/python tests/fault_injection/soak.py --minutes $(MINUTES)
 
 test-extras: .venv/extras/.installed
 	@$(ONE_THREAD) .venv/extras/bin/python $(PYTEST) $(ARGS)

@@ -49,7 +49,7 @@ NOISES: dict[str, Noise] = {
 
 
 def raised(name: str, by: float) -> Change:
-    """Return a change that adds to a figure."""
+    """Return a change that adds to a value."""
 
     def change(record: Record) -> None:
         record[name] += by

@@ -5,7 +5,7 @@
 It needs transformers. The models are the tiny ones of tests/foreign_models.py, with random weights:
 the largest difference of a logit, and the largest difference of a gradient relative to the largest
 gradient of its tensor, in fp32. For the import, a Llama-shaped model of 1 GB in fp32 is written to
-a temporary directory, and its tensors are read under flatout's names into a model; the file has
+a temporary directory, and its tensors are read under flatout's names into a model. The file has
 just been written, so it is read from memory rather than from the disk.
 """
 
@@ -89,7 +89,7 @@ def time_import(folder: Path) -> dict[str, Any]:
 
 
 def table(found: dict[str, Any]) -> str:
-    """Return the figures as a table in Markdown."""
+    """Return the results as a table in Markdown."""
     large = found["import"]
     return markdown(
         "model | largest difference of a logit | of a gradient, relative",
@@ -105,7 +105,7 @@ def table(found: dict[str, Any]) -> str:
 
 
 def measure() -> dict[str, Any]:
-    """Return all figures."""
+    """Return all results."""
     import transformers
 
     sys.path[:0] = [str(TESTS), str(TESTS / "architectures")]

@@ -135,7 +135,7 @@ def measure(folder: Path, seed: int, steps: list[int], base_steps: int, asked: i
 
 
 def table(found: dict[str, Any]) -> str:
-    """Return the figures as Markdown."""
+    """Return the results as Markdown."""
     lines = []
     for step in found["steps"]:
         for way, name in WAYS.items():

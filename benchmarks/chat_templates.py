@@ -86,7 +86,7 @@ def measure(name: str, text: str, rows: list[Conversation], rounds: int) -> dict
 
 
 def table(found: dict[str, Any]) -> str:
-    """Return the figures as Markdown."""
+    """Return the results as Markdown."""
     here, there = ([row[key] for row in found["rows"]] for key in ("here_us", "there_us"))
     slower, ways = ratios(there, here), (here, there)
     medians = (f"{statistics.median(us):.0f} µs" for us in ways)

@@ -7,11 +7,11 @@ on random tokens, uncompiled, alternating `speedups=auto,-async-checkpoints`,
 `auto,+async-checkpoints`, and the latter with `checkpoint.mirror`, and saves every few steps. The
 event of each save states how long the loop was blocked and when the checkpoint was complete. The
 first save is reported separately, the last one, for which the run waits, is not counted. An
-asynchronous save uses memory reserved before the first step, a column of its own. Figures are
-medians over all saves; the ratio is that of the medians per repeat. To resume, `flatout train`
+asynchronous save uses memory reserved before the first step, a separate column. Results are
+medians over all saves. The ratio is that of the medians per repeat. To resume, `flatout train`
 starts in a new process on a run that was killed after a save, until the record of its first step,
 whose own time is subtracted. The mirror is an S3 server on this machine if moto and s3fs are
-installed, else a directory; its cost is the difference in tokens/s, saves aside. A resume from the
+installed, else a directory. Its cost is the difference in tokens/s, saves aside. A resume from the
 mirror starts without the run directory; since moto copies a whole file for every range of it, one
 from a directory as mirror is timed too. Writes benchmarks/results/checkpoints.json and .md.
 """
@@ -200,15 +200,15 @@ def started_until(command: list[Any], folder: Path, true: Callable[[], object]) 
 
 
 def table(found: dict[str, Any]) -> str:
-    """Return the figures as Markdown.
+    """Return the results as Markdown.
 
     Raises: SystemExit when the variants trained different weights.
     """
     rows = found["rows"]
     if len({row["weights_sha256"] for way in rows.values() for row in way}) > 1:
         raise SystemExit(
-            "The variants did not train the same weights: a promise is broken, and the times"
-            " mean nothing."
+            "The variants did not train the same weights: their losses are out of tolerance, "
+            "and the times mean nothing."
         )
     medians = {
         way: [statistics.median(row["blocked_ms"][1:]) for row in runs]
@@ -240,12 +240,12 @@ def table(found: dict[str, Any]) -> str:
 
 
 def later(runs: list[dict[str, Any]], name: str = "blocked_ms") -> list[float]:
-    """Return a figure of every save but the first of each run."""
+    """Return a value of every save but the first of each run."""
     return [figure for row in runs for figure in row[name][1:]]
 
 
 def goals(found: dict[str, Any]) -> list[str]:
-    """Return the figures that have a goal, with it, and the cost of the mirror, as sentences."""
+    """Return the results that have a goal, with it, and the cost of the mirror, as sentences."""
     without, with_it = found["rows"][BESIDE], found["rows"][MIRRORED]
     first = without[0]
     blocked_ms = statistics.median(later(without))

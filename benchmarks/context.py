@@ -7,7 +7,7 @@ what models say (`shared_bytes`), for GPT-2 124M and the eigenstate network of t
 `eigenstate-small-32k`, and beside it what the collectives of a small model of each kind were given.
 Length: one optimizer step in fp32 of a small transformer and of a small eigenstate network, on rows
 of growing length, alone and on four ranks over gloo. After loading torch, building the model and
-connecting, each process may map `--gib` more memory (RLIMIT_AS); a longer row does not train.
+connecting, each process may map `--gib` more memory (RLIMIT_AS). A longer row does not train.
 Writes benchmarks/results/context.json and .md. Takes about ten minutes on 2 cores.
 """
 
@@ -138,7 +138,7 @@ def main() -> None:
 
 
 def table(found: dict[str, Any]) -> str:
-    """Return the figures as Markdown."""
+    """Return the results as Markdown."""
     sent = [
         (name, *(f"{each:,.0f}" if each > 100 else f"{each:g}" for each in by_length.values()))
         for name, by_length in found["sent"].items()

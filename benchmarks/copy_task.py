@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 python benchmarks/copy_task.py
 
-A row is a symbol, filler, and a token that queries the symbol; only the answer counts in the loss.
+A row is a symbol, filler, and a token that queries the symbol. Only the answer counts in the loss.
 There is a row for each of the eight symbols, so a step covers the whole task, and guessing has a
 loss of log 8 = 2.079. One layer is trained with Muon from each initialisation and each seed, for
 all the steps or until every answer is right with a loss below 0.02. Writes
@@ -111,7 +111,7 @@ def trained(distance: int, keys: dict, seed: int, steps: int) -> dict:
 
 
 def table(found: dict[str, Any]) -> str:
-    """Return the figures as Markdown."""
+    """Return the results as Markdown."""
     rows = []
     for distance, form in dict.fromkeys((run["distance"], run["form"]) for run in found["runs"]):
         runs = [run for run in found["runs"] if (run["distance"], run["form"]) == (distance, form)]

@@ -1,4 +1,4 @@
-"""The ladder of `shakespeare-char` on this machine's CPU: the gain of each optimisation.
+"""The ablation of `shakespeare-char` on this machine's CPU: the gain of each optimisation.
 
     python benchmarks/cpu.py --text shakespeare.txt --repeats 5
 

@@ -33,7 +33,7 @@ import numpy as np
 from gpu_worker import PEERS, data
 from measurement import facts, in_turns, json_lines, markdown, parser, publish, spread, verdict
 
-from flatout import roof
+from flatout import roofline
 from flatout.config.schema import load_config
 from flatout.hardware import usable_cores
 from flatout.models.language_model import model_of
@@ -78,7 +78,7 @@ def main(words: Sequence[str] | None = None) -> None:
             if not (peers / name).exists():
                 subprocess.run(["git", "clone", "-q", url, peers / name], check=True)
                 subprocess.run(["git", "checkout", "-q", commit], cwd=peers / name, check=True)
-        peak = roof.measure("cpu", "bf16")[0]
+        peak = roofline.measure("cpu", "bf16")[0]
         flops = {name: flops_of(name) for name in given.shapes}
         found = {**facts(), "rounds": given.rounds, "shapes": {}, "busy": {}}
         found |= {"peak_tflops": peak, "flops_per_token": flops}
@@ -251,7 +251,7 @@ def build_llmc(name: str, folder: Path, source: Path) -> Path:
 
 
 def table(found: dict[str, Any]) -> str:
-    """Return the figures as Markdown."""
+    """Return the results as Markdown."""
     parts = []
     for name, ways in found["shapes"].items():
         rates = {

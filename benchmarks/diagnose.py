@@ -5,11 +5,11 @@
 Each trial is a new process: a plain PyTorch loop under `flatout.watch` with one fault of
 `diagnose_loop.FAULTS`, or `flatout diagnose RECIPE` with one of RECIPE_FAULTS, at one of three
 strengths. There a slow source is planted by a `sitecustomize.py`, which Python imports at its
-start; the other faults are settings of the recipe or of the environment. A trial is right when the
+start. The other faults are settings of the recipe or of the environment. A trial is right when the
 first finding is the fault's own. TraceML watches the loops beside it where it is installed. Run it
 on a quiet machine: a busy one is itself a finding. Results are written after every trial to
 benchmarks/results/diagnose.json and .md. Faults that only a GPU can
-have are left out on a CPU. A slow disk is planted by limiting the rate of reads, as root.
+have are omitted on a CPU. A slow disk is planted by limiting the rate of reads, as root.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def trial(fault: str, strength: int, steps: int) -> dict[str, Any]:
 
 
 class Recipe:
-    """A small recipe with its data; the first trial measures the time of a healthy step."""
+    """A small recipe with its data. The first trial measures the time of a healthy step."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -1,4 +1,4 @@
-"""A plain PyTorch training loop with a planted fault, in a process of its own.
+"""A plain PyTorch training loop with a planted fault, in a separate process.
 
     python benchmarks/diagnose_loop.py FAULT STRENGTH [--way watch|traceml] [--steps 70]
 
@@ -29,7 +29,7 @@ SHARES = (0.15, 0.3, 0.6)
 """Share of a step that a fault takes at each strength."""
 SAVE_EVERY = 10
 MOST_TINY = 60_000
-"""Operations in a step; the profiler keeps each of them."""
+"""Operations in a step. The profiler keeps each of them."""
 
 
 class Model(nn.Module):
@@ -143,7 +143,7 @@ def limit_reads(path: Path, bytes_per_s: int) -> None:
 
 
 def plant_item(loop: Loop, strength: int) -> None:
-    """Read values of tensors; on a GPU each read waits for it."""
+    """Read values of tensors. On a GPU each read waits for it."""
     value = torch.ones((), device=loop.device)
     number = (4, 16, 64)[strength - 1]
 
@@ -217,7 +217,7 @@ def plant_recompile(loop: Loop, strength: int) -> None:
 
 
 def plant_threads(loop: Loop, strength: int) -> None:
-    """Use one thread; a stronger fault is a larger step, which loses more."""
+    """Use one thread. A stronger fault is a larger step, which loses more."""
     torch.set_num_threads(1)
     original = loop.batches
     loop.batches = lambda steps: (  # type: ignore[method-assign]

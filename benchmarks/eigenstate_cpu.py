@@ -40,7 +40,7 @@ Evaluate = Callable[[], tuple[float, Tensor]]
 
 @dataclass(frozen=True)
 class Comparison:
-    """Variants of one computation; the first is the baseline."""
+    """Variants of one computation. The first is the baseline."""
 
     name: str
     title: str
@@ -195,7 +195,7 @@ def compared(comparison: Comparison) -> dict[str, Any]:
 
 
 def table(found: dict[str, Any]) -> str:
-    """Return the figures as Markdown."""
+    """Return the results as Markdown."""
     rows = []
     for comparison in found["comparisons"].values():
         plain = next(iter(comparison["seconds"].values()))

@@ -2,7 +2,7 @@
 
     python benchmarks/elastic.py
 
-Two torchrun agents on this machine, with two processes each over gloo, stand for two machines; the
+Two torchrun agents on this machine, with two processes each over gloo, stand for two machines. The
 first is the host of the rendezvous. When the run has logged a step that is drawn at random,
 
 - process: one of the four processes is killed (SIGKILL);
@@ -10,7 +10,7 @@ first is the host of the rendezvous. When the run has logged a step that is draw
 - machine lost: the second agent and its processes are killed, and two processes remain;
 - machine back: so, and the agent is started again after some seconds drawn at random;
 - machine back later: so, once the run goes on with two processes, at a step drawn at random;
-- host lost: the first agent and its processes are killed; every agent that ends with an error
+- host lost: the first agent and its processes are killed. Every agent that ends with an error
   starts again, as a scheduler does.
 
 Nobody intervenes: each run must end at its last step with the losses of an undisturbed run, to the
@@ -201,7 +201,7 @@ def main() -> None:
 
 
 def table(found: dict[str, Any]) -> str:
-    """Return the figures as Markdown."""
+    """Return the results as Markdown."""
     rows = []
     for kind in KINDS:
         tries = [each for each in found["tries"] if each["kind"] == kind]

@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 PYTHONPATH=. python benchmarks/export.py --repeats 3
 
 Saves Llama-shaped runs of 5 and 20 layers (0.25 and 1 GB) with random weights in a temporary
-directory, and exports each in a process of its own, alternating the formats. The time is that of
+directory, and exports each in a separate process, alternating the formats. The time is that of
 `flatout export` without starting the program: checking the checkpoint's digests, reading,
 converting and writing every weight, and syncing the files. The memory is the peak of the process's
 resident memory during the export, less the peak before it. The last row copies the checkpoint's
@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def measure(folder: Path, layers: list[int], repeats: int) -> dict[str, Any]:
-    """Return every figure of every repeat, by number of layers."""
+    """Return every result of every repeat, by number of layers."""
     data = make_data(folder / "data", 1 << 16, shards=1)
     sizes = {}
     for count in layers:
@@ -97,7 +97,7 @@ def weights(run: Path) -> Path:
 
 
 def worker(run: Path, way: str, folder: Path) -> dict[str, float]:
-    """Export in a process of its own, and return its figures."""
+    """Export in a separate process, and return its results."""
     found = json_of([sys.executable, __file__, "--worker", run, way, folder / "out"])
     shutil.rmtree(folder / "out")
     return found
@@ -140,7 +140,7 @@ def copied(run: Path, out: Path) -> dict:
 
 
 def table(found: dict[str, Any]) -> str:
-    """Return the figures as Markdown."""
+    """Return the results as Markdown."""
     sizes = list(found["sizes"].values())
     rows = [[way] for way in WAYS]
     for size in sizes:

@@ -5,7 +5,7 @@
 Takes a small transformer with fresh weights and a prompt that leaves room for the sampled tokens in
 the context, and samples them with and without the cache, alternating in one process on one thread.
 Writes benchmarks/results/generate.json and .md. Rates are medians over the repeats, with minimum
-and maximum; the sampled tokens are compared too.
+and maximum. The sampled tokens are compared too.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def timed(
 
 
 def table(found: dict[str, Any]) -> str:
-    """Return the figures as Markdown."""
+    """Return the results as Markdown."""
     lines, same = [], True
     for context, rows in found["rows"].items():
         rates = [

@@ -2,14 +2,14 @@
 
     # everything; the same command continues after an interruption
     python benchmarks/gpu.py --out results --nanogpt path/to/nanoGPT
-    # where a command may take ten minutes at most, and starts with an empty folder
+    # where a command may take ten minutes at most, and starts with an empty directory
     python benchmarks/gpu.py --out "$OUT" --minutes 9.5 --earlier results/results.jsonl
     # check on a CPU, at toy shapes, that every step runs
     python benchmarks/gpu.py --out FOLDER --tiny
 
-Each step answers one question (`--list` prints them) in a process of its own. OUT/results.jsonl
+Each step answers one question (`--list` prints them) in a separate process. OUT/results.jsonl
 gets a line per step as it ends, OUT/output.txt all that the steps printed, full tracebacks too, and
-OUT/table.md a table of the figures beside what was predicted: the ranges in gpu_steps.yaml, which
+OUT/table.md a table of the results beside what was predicted: the ranges in gpu_steps.yaml, which
 are for an H200 and are scaled by the rate of a bf16 matmul on other GPUs, and what `train` predicts
 for itself. A step with a line is not run again, unless `--again` names it or the time was up.
 """
@@ -47,13 +47,13 @@ H200_TFLOPS = 790.0
 NEEDED, MOST = 1.1, 2.5
 """A step starts if NEEDED times its expected seconds are left, and is stopped after MOST times."""
 LEAST_LIMIT_S, LONGEST_S = 120.0, 300.0
-"""The ladder takes what time there is, if it is this much."""
+"""The ablation takes what time there is, if it is this much."""
 LEAST_FALL = 0.01
 """The loss must end this share below that of a uniform guess to show that the model trains."""
 VOCABULARY, TINY_VOCABULARY = 50_257, 512
 STEPS, TINY_STEPS = 48, 12
 OWN = ("tokens_per_s", "peak_gib")
-"""Figures that `train` predicts for itself."""
+"""Results that `train` predicts for itself."""
 LONG_VALUE = 40_000
 """Characters of JSON from which a field of a result is left to the log."""
 TINY = (
@@ -132,7 +132,7 @@ def main(words: Sequence[str] | None = None) -> None:
     for path in filter(None, (given.earlier, results)):
         if path.exists():  # a last line that a killed command left torn is dropped
             rows |= {row["step"]: row for row in read_lines(path)}
-    write_rows(results, rows.values())  # so that this folder alone is enough to continue
+    write_rows(results, rows.values())  # so that this directory alone is enough to continue
     versions = {"torch": version("torch"), "commit": given.commit or facts()["commit"]}
     end_s, has_gpu = began_s + 60 * (given.minutes or math.inf), bool(probe().gpus)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no step is left running
@@ -145,7 +145,7 @@ def main(words: Sequence[str] | None = None) -> None:
         if not given.tiny and not has_gpu:
             row |= skipped("There is no NVIDIA GPU; --tiny uses the CPU.")
         elif step.words[1:2] == ("nanogpt",) and given.nanogpt is None:
-            row |= skipped("Give nanoGPT's folder with --nanogpt.")
+            row |= skipped("Give nanoGPT's directory with --nanogpt.")
         elif left_s < (0 if given.tiny else NEEDED * min(step.seconds, LONGEST_S)):
             print(f"{name}: no time left.", file=sys.stderr)
             continue
@@ -167,12 +167,12 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    made.add_argument("--out", type=Path, help="folder of the results: three files")
+    made.add_argument("--out", type=Path, help="directory of the results: three files")
     made.add_argument("--minutes", type=float, help="start no step that would end later")
     made.add_argument("--only", default="*", help="names of steps, with * and ?, and commas")
     made.add_argument("--again", default="", help="names of steps to run again")
     made.add_argument("--earlier", type=Path, help="results.jsonl of an earlier command")
-    made.add_argument("--nanogpt", type=Path, help="a folder with nanoGPT's model.py")
+    made.add_argument("--nanogpt", type=Path, help="a directory with nanoGPT's model.py")
     made.add_argument("--commit", help="commit to record if there is no repository")
     made.add_argument("--tiny", action="store_true", help="toy shapes on the CPU")
     made.add_argument("--list", action="store_true", help="print the steps")
@@ -198,7 +198,7 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]], mode: str = "w") -
 
 
 def run(name: str, step: Step, given: argparse.Namespace, left_s: float) -> dict[str, Any]:
-    """Run a step in a process of its own, and return its outcome; its output goes to the log."""
+    """Run a step in a separate process, and return its outcome. Its output goes to the log."""
     limit_s = max(MOST * step.seconds, LEAST_LIMIT_S)
     log = given.out / "output.txt"
     began_s = time.monotonic()
@@ -246,7 +246,7 @@ def run(name: str, step: Step, given: argparse.Namespace, left_s: float) -> dict
         # an exception is the last line of what was written to standard error
         lines = (complaints.strip() or printed).decode(errors="replace").splitlines()
         last = next((line.strip()[:300] for line in reversed(lines) if line.strip()), "nothing")
-        reason = f"It exited with code {code} and without figures: {last}"
+        reason = f"It exited with code {code} and without results: {last}"
         return row | {"status": "failed", "reason": reason}
     figures = {k: v for k, v in found.items() if len(json.dumps(v)) < LONG_VALUE}
     loss, guess = figures.get("train_loss"), math.log(TINY_VOCABULARY if given.tiny else VOCABULARY)
@@ -302,7 +302,7 @@ def filled(
 
 
 def compared(name: str, rows: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return the figures of a step beside its predictions and targets, on this machine.
+    """Return the results of a step beside its predictions and targets, on this machine.
 
     `off_by` is relative to the middle of the predicted range.
     """
@@ -310,8 +310,8 @@ def compared(name: str, rows: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     theirs = figures_of(rows, step.against or "").get("tokens_per_s")
     if theirs and found.get("tokens_per_s"):
         found["times"] = found["tokens_per_s"] / theirs
-    roof = figures_of(rows, "environment").get("roof_tflops") or H200_TFLOPS
-    scale = {"tokens_per_s": roof / H200_TFLOPS}
+    roofline = figures_of(rows, "environment").get("matmul_tflops") or H200_TFLOPS
+    scale = {"tokens_per_s": roofline / H200_TFLOPS}
     own = found.get("predicted") or {}
     spans = {f"{key}, by train": (own[key],) * 2 for key in OWN if own.get(key)}
     for key, span in step.expected.items():
@@ -330,7 +330,7 @@ def compared(name: str, rows: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def figures_of(rows: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return the figures of a step, or none."""
+    """Return the results of a step, or none."""
     return (rows.get(name) or {}).get("figures") or {}
 
 

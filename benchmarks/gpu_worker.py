@@ -32,8 +32,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from flatout import prepare, roof
-from flatout.assembly.recipe import Promise, Speedup, lazy
+from flatout import prepare, roofline
+from flatout.assembly.recipe import Speedup, Tolerance, lazy
 from flatout.config.schema import RunConfig, load_config
 from flatout.data.prepare.writer import DatasetWriter
 from flatout.data.tokenizers.char import CharTokenizer
@@ -63,12 +63,12 @@ FFT_SCAN = Speedup(
     name="fft-scan",
     fills={"ops.scan": lazy("gpu_worker:fft")},
     saves="nothing: a baseline that computes the recurrence by FFT, as public code does",
-    promise=Promise.rounding(rtol=1e-3),
+    tolerance=Tolerance.rounding(rtol=1e-3),
 )
 
 
 def main(words: Sequence[str]) -> None:
-    """Run one step and print its figures."""
+    """Run one step and print its results."""
     does = {"environment": environment, "tests": tests, "data": data}
     kind, *rest = words
     found = does[kind](*rest) if kind in does else train_peer(kind, *rest)
@@ -89,7 +89,7 @@ def environment() -> dict[str, Any]:
         "packages": packages,
         "flatout": version("flatout"),
         "fingerprint": fingerprint(device),
-        "roof_tflops": roof.measure(device, "bf16" if on_gpu else "fp32")[0],
+        "matmul_tflops": roofline.measure(device, "bf16" if on_gpu else "fp32")[0],
     }
     if on_gpu:
         found["free_gib"] = torch.cuda.mem_get_info()[0] / 2**30
@@ -105,7 +105,7 @@ def environment() -> dict[str, Any]:
 
 
 def tests(which: str) -> dict[str, Any]:
-    """Run GPU tests and return the number of each outcome; what failed is in the log."""
+    """Run GPU tests and return the number of each outcome. What failed is in the log."""
     marker = "gpu_essential" if which == "--essential" else "gpu"
     files = [
         str(path.relative_to(ROOT))

@@ -2,13 +2,13 @@
 
     OMP_NUM_THREADS=1 PYTHONPATH=. python benchmarks/guards.py
 
-The guards: a step with bad figures, spikes included, is skipped and reported; a copy of the random
-generators lets a step that runs out of memory, or that a signal drops, start again; the watchdog
+The guards: a step with bad results, spikes included, is skipped and reported. A copy of the random
+generators lets a step that runs out of memory, or that a signal drops, start again. The watchdog
 counts the work done; alarms watch every record. A run of the recipe `shakespeare-char` takes steps
 with all of them and with none in turns, in random order within each pair; pairs of two steps
 without show the noise. As that is larger than the cost, the calls that each guard adds to a step
-are also timed by themselves, thousands of times; the share is that of these calls in the median
-step. Figures are CPU time of the process, on one core. Writes benchmarks/results/guards.json and
+are also timed by themselves, thousands of times. The share is that of these calls in the median
+step. Results are CPU time of the process, on one core. Writes benchmarks/results/guards.json and
 .md. Ends after `--minutes` and the calls.
 """
 
@@ -190,7 +190,7 @@ def timed(call: Callable[[int], object], calls: int) -> float:
 
 
 def table(found: dict[str, Any]) -> str:
-    """Return the figures as Markdown."""
+    """Return the results as Markdown."""
     step = statistics.median(plain_s for _, plain_s in found["pairs"])
     middles = {what: statistics.median(seconds) for what, seconds in found["call_s"].items()}
     total = sum(middles.values()) - next(iter(middles.values()))  # the second includes the first

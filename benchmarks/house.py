@@ -3,7 +3,7 @@
 `python benchmarks/house.py` measures the package that Python imports, so
 `PYTHONPATH=CHECKOUT python benchmarks/house.py` measures another commit the same way.
 
-- Code tokens, in all and by room (the folders of flatout; `top` has the files beside them):
+- Code tokens, in all and by room (the directories of flatout; `top` has the files beside them):
   Python's own tokens without comments, docstrings, layout and trailing commas, so
   that line length and documentation do not count.
 - Frames: functions of flatout on the stack from `main` to the call of `backward`, both counted.
@@ -61,7 +61,7 @@ def code_tokens(text: str) -> int:
 
 
 def rooms(package: Path) -> dict[str, int]:
-    """Return the code tokens of each folder in a package, and of the files beside them."""
+    """Return the code tokens of each directory in a package, and of the files beside them."""
     found: Counter[str] = Counter()
     for path in package.rglob("*.py"):
         parts = path.relative_to(package).parts
@@ -89,7 +89,7 @@ def frames_to_backward(words: list[str]) -> list[str]:
 
 
 def measure(folder: Path) -> dict[str, Any]:
-    """Return every figure; works in an empty directory."""
+    """Return every result; works in an empty directory."""
     texts = [path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")]
     (folder / "text.txt").write_text("All happy families are alike. " * 400, encoding="utf-8")
     flatout.prepare([folder / "text.txt"], folder / "data", tokenizer="byte", workers=1)

@@ -7,7 +7,7 @@ reads it once to fill the page cache, and reads sequences of 1,024 and of 32,768
 tokens per batch, in the caller's thread. Each repeat reopens the dataset. The time to the first
 batch starts there and includes sizes, the tokenizer, and the checksums of the blocks it touches.
 Seeking moves to the last of 10^9 sequences and reads one. Writes benchmarks/results/loader.json and
-.md; figures are medians over the repeats.
+.md; results are medians over the repeats.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def measure(
     seq_lens: tuple[int, ...] = SEQ_LENS,
     batch_tokens: int = BATCH_TOKENS,
 ) -> dict[str, Any]:
-    """Return every figure of every repeat."""
+    """Return every result of every repeat."""
     manifest = Dataset.open(data).manifest
     ways = {str(length): partial(read, data, length, batch_tokens, steps) for length in seq_lens}
     return {
@@ -135,7 +135,7 @@ def seek() -> float:
 
 
 def table(found: dict[str, Any]) -> str:
-    """Return the figures as Markdown with their targets."""
+    """Return the results as Markdown with their targets."""
     rows = []
     for seq_len, read_rows in found["rows"].items():
         rates = spread(row["tokens_per_s"] / 1e6 for row in read_rows)

@@ -4,8 +4,8 @@
 
 Each case builds a run of one model, takes three steps while torch's profiler records the CPU
 allocator (weights, optimizer state and scratch space count), and saves a checkpoint. Then all cases
-take steps in turns; their time is that of the processor, with one thread, so that other programs
-hardly matter. Weights are random: they do not affect any of these figures.
+take steps in turns. Their time is that of the processor, with one thread, so that other processes
+hardly matter. Weights are random: they do not affect any of these results.
 Writes benchmarks/results/lora.json and .md. It takes about a minute on two cores.
 """
 
@@ -58,7 +58,7 @@ def main() -> None:
 def measure(
     data: Path, folder: Path, cases: dict[str, tuple[str, ...]], rounds: int
 ) -> dict[str, Any]:
-    """Return the figures of every case."""
+    """Return the results of every case."""
     rows, runs = [], []
     for number, (name, overrides) in enumerate(cases.items()):
         words = [*MODEL, EAGER, f"data.path={data}", "train.device=cpu", "train.steps=2000"]
@@ -95,7 +95,7 @@ def timed_step(run: Run) -> float:
 
 
 def table(found: dict[str, Any]) -> str:
-    """Return the figures as Markdown."""
+    """Return the results as Markdown."""
     whole = found["rows"][0]
     return markdown(
         "| trained parameters | allocated, MiB | predicted, MiB | of all weights' "

@@ -61,7 +61,7 @@ def prepared(data: Path, text: Path) -> Path:
 
 
 def measure(folder: Path, text: Path, repeats: int, steps: int, long_steps: int) -> dict[str, Any]:
-    """Return every figure of every repeat."""
+    """Return every result of every repeat."""
     data = prepared(folder / "data", text)
     ways = {
         "baseline": partial(train, folder / "run", data, steps, "none"),
@@ -84,7 +84,7 @@ def train(run: Path, data: Path, steps: int, speedups: str) -> dict[str, Any]:
 
 
 def table(found: dict[str, Any]) -> str:
-    """Return the figures as Markdown."""
+    """Return the results as Markdown."""
     plain, fast, long = (found["rows"][name] for name in ("baseline", "flatout", "flatout, long"))
     rates = [[row["tokens_per_s"] for row in rows] for rows in (plain, long)]
     mfu = [spread([100 * row["mfu"] for row in rows if row["mfu"]], 1) for rows in (plain, long)]

@@ -24,7 +24,7 @@ Found = TypeVar("Found")
 def parser(about: str | None, **options: float | str | Sequence[int]) -> argparse.ArgumentParser:
     """Return the parser of a benchmark's command line, whose help is its docstring, `about`.
 
-    Each of `options` becomes an option with that default; a list takes several numbers.
+    Each of `options` becomes an option with that default. A list takes several numbers.
     """
     made = argparse.ArgumentParser(
         description=about, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -43,7 +43,7 @@ def facts() -> dict[str, str]:
 
 
 def publish(out: Path, name: str, found: Mapping[str, Any], text: str) -> None:
-    """Write the figures to OUT/NAME.json and their table to OUT/NAME.md, and print it."""
+    """Write the results to OUT/NAME.json and their table to OUT/NAME.md, and print it."""
     out.mkdir(parents=True, exist_ok=True)
     (out / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     (out / f"{name}.md").write_text(text, encoding="utf-8")

@@ -8,12 +8,12 @@ attention's weights), and every step sees 4,096 characters, whatever the sequenc
 learning rate of each model and optimizer is tuned at one length on a separate seed, over a grid of
 factors of two that grows while the best rate is at its edge. That rate is used at every length with
 other seeds. At the longest length half and twice the rate are tried too, to check that the choice
-transfers; at the shortest, one run takes four times the steps.
+transfers. At the shortest, one run takes four times the steps.
 
-`loss` compares validation losses and takes about 45 minutes on one core; the machine may be busy.
-Each finished run is stored in WORK/models.jsonl; the same code does not repeat it. `speed` times
+`loss` compares validation losses and takes about 45 minutes on one core. The machine may be busy.
+Each finished run is stored in WORK/models.jsonl. The same code does not repeat it. `speed` times
 training steps of 16,384 tokens, alternating in fresh processes, with the peak memory above that
-before the first step; the machine must be idle. Each part updates its section of
+before the first step. The machine must be idle. Each part updates its section of
 benchmarks/results/models.json, and models.md from both, after every run.
 """
 
@@ -48,7 +48,7 @@ LENGTHS = (256, 1024, 4096)
 STEPS, LONGER = 200, 800
 SHARED = {"model.num_layers": 4, "model.d_model": 128, "train.device": "cpu"}
 SHARED |= {"schedule.warmup": 0.05, "speedups": "auto,-compile"}
-"""Settings of all runs; the rest are the defaults of flatout/config/schema.py."""
+"""Settings of all runs. The rest are the defaults of flatout/config/schema.py."""
 SHAPES: dict[str, dict[str, Any]] = {
     "transformer": {
         "model.kind": "transformer",
@@ -66,7 +66,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 TOKENS_PER_STEP = 4096
 TUNED_AT, TUNING_SEED = 1024, 1000
 RATES = {"muon": (4e-3, 8e-3, 16e-3), "adamw": (2e-3, 4e-3, 8e-3)}
-"""Initial learning rates; the grid grows by factors of two while the best is at its edge."""
+"""Initial learning rates. The grid grows by factors of two while the best is at its edge."""
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "muon": {"optim.momentum": 0.9},
     "adamw": {"optim.betas": [0.9, 0.99]},
@@ -125,7 +125,7 @@ def main() -> None:
 
 
 def keep(part: str, found: dict[str, Any]) -> None:
-    """Write the current figures of a part; those of the other part stay."""
+    """Write the current results of a part; those of the other part stay."""
     path = RESULTS / "models.json"
     whole = read_json(path) if path.exists() else {}
     machine = {"torch": torch.__version__, "threads": torch.get_num_threads()}
@@ -142,7 +142,7 @@ def configured(trial: Trial, dataset: Dataset) -> RunConfig:
 
 
 def measure_loss(dataset: Dataset, cache: Path) -> None:
-    """Tune, then run the seeds; the figures are written after every run."""
+    """Tune, then run the seeds. The results are written after every run."""
     rows: list[dict[str, Any]] = []
     fixed = {"tokens_per_step": TOKENS_PER_STEP, "tuned_at": TUNED_AT, "tuning_seed": TUNING_SEED}
 
@@ -183,7 +183,7 @@ def tuned(model: str, optimizer: str, run: Run) -> float:
 def measure_speed(words: list[str], rounds: int, cache: Path) -> None:
     """Time both models at every length, alternating in fresh processes.
 
-    The figures are written after every measurement.
+    The results are written after every measurement.
     """
     rows: list[dict[str, Any]] = []
     for number, seq_len in itertools.product(range(rounds), SPEED_LENGTHS):
@@ -222,7 +222,7 @@ def timed(model: str, seq_len: int, dataset: Dataset) -> dict[str, Any]:
 
 
 def table(whole: dict[str, Any]) -> str:
-    """Return the figures of the parts that were measured as Markdown."""
+    """Return the results of the parts that were measured as Markdown."""
     parts = {"loss": loss_table, "speed": speed_table}
     return "\n".join(write(whole[part]) for part, write in parts.items() if part in whole)
 
@@ -255,7 +255,7 @@ def loss_table(found: dict[str, Any]) -> str:
         "Characters of Shakespeare, nats per token on the whole validation split;"
         f" {' and '.join(sizes.values())} parameters; steps of {found['tokens_per_step']:,}"
         f" tokens at every length; learning rates tuned at T = {found['tuned_at']:,}, {STEPS}"
-        f" steps, on another seed: {rates}. {beside(runs, best)}{found['machine']}, one thread,"
+        f" steps, on a different seed: {rates}. {beside(runs, best)}{found['machine']}, one thread,"
         f" torch {found['torch']}; commit {found['commit']}; `python benchmarks/models.py"
         " --part loss`.",
     )

@@ -9,7 +9,7 @@ schedule of its own length. Both are tuned on one seed over the same grid: AdamW
 tokens, also with another beta2, Muon with 0.65 of them, also with another momentum. Then both run
 on three new seeds with their best setting, at several fractions of the tokens. Every run is in
 benchmarks/results/optimisers.json, from which the table and the picture next to it are made.
-WORK/runs.jsonl has each finished run; the same code does not repeat it. About an hour on one core.
+WORK/runs.jsonl has each finished run. The same code does not repeat it. About an hour on one core.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ SHARED = {
     "train.precision": "fp32",
     "speedups": "auto,-compile",
 }
-"""Settings of both optimisers and corpora; the rest are the defaults of the schema."""
+"""Settings of both optimisers and corpora. The rest are the defaults of the schema."""
 RATES = (1e-3, 2e-3, 4e-3, 8e-3, 16e-3)
-"""Initial learning rates; the grid grows by factors of two while the best is at its edge."""
+"""Initial learning rates. The grid grows by factors of two while the best is at its edge."""
 WEIGHT_DECAYS = (0.1, 0.0)
 """The first is tried with every rate, the other around the best rate of the first."""
 OTHER_DECAY = {"adamw": ("beta2", 0.99), "muon": ("momentum", 0.9)}
@@ -174,7 +174,7 @@ def tuned(kind: str, trial: Trial) -> Setting:
 
 
 def lowest(rows: list[dict[str, Any]]) -> Setting:
-    """Return the setting with the lowest loss; a diverged run counts as infinite."""
+    """Return the setting with the lowest loss. A diverged run counts as infinite."""
     row = min(rows, key=loss_of)
     return Setting(row["kind"], row["lr"], row["weight_decay"], row["beta2"], row["momentum"])
 
@@ -258,7 +258,7 @@ def crossing(points: Sequence[tuple[float, float]], target: float) -> float | No
 
 
 def table(found: dict[str, Any]) -> str:
-    """Return the figures as Markdown."""
+    """Return the results as Markdown."""
     lines = []
     for corpus in found["corpora"]:
         losses = [loss_cell(corpus, "adamw", 1.0), loss_cell(corpus, "muon", 0.65)]

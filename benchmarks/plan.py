@@ -8,7 +8,7 @@ kernels count. For a compiled model, the estimate of eager mode is corrected by 
 micro-batch of the same model needed, as an earlier run would correct it.
 
 Time: each case trains twice with `flatout train` in fresh processes with an empty cache. The first
-run is short; the second lasts about 15 seconds, and its summary has what was predicted for it.
+run is short. The second lasts about 15 seconds, and its summary has what was predicted for it.
 Writes benchmarks/results/plan.json and .md. It takes about ten minutes on two cores.
 """
 
@@ -39,7 +39,7 @@ from flatout.training.step import train_step
 MIB = 2**20
 TARGETS = {"memory": 0.1, "time": 0.15}
 STEPS = 3
-"""Steps whose memory is recorded; the optimizer state exists from the second on."""
+"""Steps whose memory is recorded. The optimizer state exists from the second on."""
 SHORT_STEPS = 40
 """Steps of the earlier run."""
 RUN_S = 15.0
@@ -189,7 +189,7 @@ def time_of(case: Case, data: Path, folder: Path, seconds: float) -> dict[str, A
 
 
 def table(found: dict[str, Any]) -> str:
-    """Return the figures as Markdown, with the errors of both predictions against their targets."""
+    """Return the results as Markdown, with the errors of both predictions against their targets."""
     lines, verdicts = [], []
     for row in found["rows"]:
         seq_len = next(w for w in row["overrides"] if w.startswith("data.seq_len=")).split("=")[1]

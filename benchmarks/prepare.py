@@ -6,7 +6,7 @@
 Makes a directory of at least 150 MB of JSONL from copies of the rows, and converts it to packed
 tokens with every tool in benchmarks/prepare_ways.py, alternating: fresh processes, fresh
 directories, 2 workers, timed from the start of Python to its end. `--peers` names the Python of an
-environment with `datasets tiktoken datatrove litdata tokenizers`; nothing is installed, and missing
+environment with `datasets tiktoken datatrove litdata tokenizers`. Nothing is installed, and missing
 packages are reported. A first pass, which fills the page cache, is dropped. Then a feed reads
 sequences of the result in one thread, with and without tokenising each sequence's text in the step.
 Writes benchmarks/results/prepare.json and .md.
@@ -79,7 +79,7 @@ def main() -> None:
 
 
 def measure(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
-    """Return every figure of every repeat; the tools alternate."""
+    """Return every result of every repeat; the tools alternate."""
     corpus = make_corpus(folder / "corpus", given.rows)
     missing: dict[str, str] = {}
 
@@ -182,7 +182,7 @@ def feed_rates(data: Path, vocabulary: Path, ranks: Path, repeats: int) -> dict[
 
 
 def table(found: dict[str, Any]) -> str:
-    """Return the figures as Markdown with their targets."""
+    """Return the results as Markdown with their targets."""
     lines: list[tuple[object, ...]] = []
     for way, rows in found["rows"].items():
         if way in found["missing"]:
@@ -216,7 +216,7 @@ def ratios(found: dict[str, Any], way: str, other: str) -> list[float]:
 
 
 def kept(found: dict[str, Any]) -> list[str]:
-    """Return the verdict on each target; refuses a comparison of different tokens."""
+    """Return the verdict on each target; rejects a comparison of different tokens."""
     counts = {row["tokens"] for rows in found["rows"].values() for row in rows}
     if len(counts) > 1:
         raise SystemExit(f"The tools wrote different numbers of tokens: {counts}.")

@@ -95,7 +95,7 @@ def main() -> None:
 
 
 def table(found: dict[str, Any]) -> str:
-    """Return the figures as Markdown, by source and GPU."""
+    """Return the results as Markdown, by source and GPU."""
     rows = found["runs"]
     groups = defaultdict(list)
     for row in rows:

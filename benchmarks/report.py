@@ -2,7 +2,7 @@
 
     python benchmarks/report.py --repeats 5
 
-Writes run directories with the figures that training on a GPU records, and reports them, each time
+Writes run directories with the metrics that training on a GPU records, and reports them, each time
 in a fresh process: the time includes starting Python and loading Bokeh. Writes
 benchmarks/results/report.json and .md. Takes about a minute.
 """
@@ -48,7 +48,7 @@ def measure(folder: Path, num_runs: int, records: int, repeats: int) -> dict[str
 
 
 def write_run(folder: Path, records: int, *, seed: int) -> Path:
-    """Write a run directory with every figure that a run on a GPU records."""
+    """Write a run directory with every metric that a run on a GPU records."""
     draw = random.Random(seed)
     folder.mkdir()
     (folder / "config.yaml").write_text(
@@ -95,7 +95,7 @@ def record(step: int, steps: int, draw: random.Random) -> dict:
 
 
 def table(found: dict[str, Any]) -> str:
-    """Return the figures as Markdown."""
+    """Return the results as Markdown."""
     longest = max(found["rows"], key=lambda row: row["records"])
     is_kept = statistics.median(longest["seconds"]) < MAX_S and longest["bytes"] < 1e6 * MAX_MB
     return markdown(

@@ -3,7 +3,7 @@
     python benchmarks/scaling.py
 
 The processes share two cores and have one thread each, so that two are at most twice as fast as
-one, and four no faster than two: the figures show what a way costs, not how it scales. A small
+one, and four no faster than two: the results show what a way costs, not how it scales. A small
 transformer trains with every way in turns, in fresh processes: copies (DDP), shards (FSDP2), and
 processes that share rows. Each way has the same sequences per step; losses are compared with those
 of one process. The time in communication is that in which at least one collective of gloo is in
@@ -136,7 +136,7 @@ def main() -> None:
 
 
 def table(found: dict[str, Any]) -> str:
-    """Return the figures as Markdown."""
+    """Return the results as Markdown."""
     alone = found["rows"]["1 process"]
     lines = []
     for way, runs in found["rows"].items():

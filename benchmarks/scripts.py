@@ -8,12 +8,12 @@ directories in DIR (DIR/OWNER+NAME/repo), and run on synthetic data (benchmarks/
 they are, and with three planted faults each. `loops` are the two sets of twenty loops with
 a fault and five healthy ones in script_faults.yaml, on which rules were improved afterwards, and
 script_faults2.yaml, on which they were not. `tune` takes a slow fault of each script, and the
-script as it is; the patch that it writes is measured again here, in turns with the script.
+script as it is. The patch that it writes is measured again here, in turns with the script.
 
-A fault is named when a finding names one of the expected lines or is itself an expected one; a
+A fault is named when a finding names one of the expected lines or is itself an expected one. A
 warning that a line may cost something elsewhere is not enough.
 `busy-machine` is not counted: it speaks of other processes. Writes benchmarks/results/scripts.json
-and .md. Every trial is written to scripts-trials.jsonl as soon as it ends; after an interruption,
+and .md. Every trial is written to scripts-trials.jsonl as soon as it ends. After an interruption,
 the same command continues from there. Takes about two hours on 2 cores.
 """
 
@@ -263,7 +263,7 @@ def diagnose(
 
 
 def names(finding: Row, fault: Row) -> bool:
-    """Return whether a finding names a fault; one that only warns of later harm does not."""
+    """Return whether a finding names a fault. One that only warns of later harm does not."""
     text = f"{finding['line']} {finding['verdict']}"
     can_be = finding["harm"] != "warns" and finding["name"] not in BY_NAME_ONLY
     is_there = can_be and any(part in text for part in fault["at"])
@@ -333,7 +333,7 @@ def apart(losses: list[float], others: list[float]) -> float:
 
 
 def table(found: Row) -> str:
-    """Return the figures as Markdown."""
+    """Return the results as Markdown."""
     plain = [row for row in found["diagnose"] if row["fault"] == "as it is"]
     planted = [row for row in found["diagnose"] if row["fault"] != "as it is"]
     loops = {

@@ -49,7 +49,7 @@ LABELS = {
 
 def main() -> None:
     made = text_parser(__doc__, repeats=5, first_seed=0, few_steps=120)
-    made.add_argument("--nanogpt", type=Path, required=True, help="folder with nanoGPT")
+    made.add_argument("--nanogpt", type=Path, required=True, help="directory with nanoGPT")
     given = made.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         runs = measure(Path(folder), given)
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def measure(folder: Path, given: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
-    """Return every curve of every repeat; each repeat has a seed of its own."""
+    """Return every curve of every repeat. Each repeat has a seed of its own."""
     data = prepared(folder / "data", given.text)
     few = (f"train.steps={given.few_steps}", "train.eval_every=0")
     runs: dict[str, list[dict[str, Any]]] = {}
@@ -101,7 +101,7 @@ def train(run: Path, recipe: str, *overrides: str) -> dict[str, Any]:
 
 
 def nanogpt(source: Path, folder: Path, text: Path, *, seed: int) -> dict[str, Any]:
-    """Train nanoGPT's recipe in a copy of its folder; return the validation losses by seconds."""
+    """Train nanoGPT's recipe in a copy of its directory. Return validation losses by seconds."""
     shutil.copytree(source, folder)
     shutil.copyfile(text, folder / "data" / "shakespeare_char" / "input.txt")
     prepare = [sys.executable, "data/shakespeare_char/prepare.py"]
@@ -146,7 +146,7 @@ def fractions(found: dict[str, Any], loss: float) -> list[float] | None:
 
 
 def table(found: dict[str, Any]) -> str:
-    """Return the figures as Markdown."""
+    """Return the results as Markdown."""
     lines = []
     for name, runs in found["runs"].items():
         cells = [spread((run["val_loss"] for run in runs), 3)]

@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def measure(folder: Path, text: Path, repeats: int) -> dict[str, list[dict[str, float]]]:
-    """Return the figures of each command but `plan`, by repeat."""
+    """Return the results of each command but `plan`, by repeat."""
     data, talk, run = prepared(folder / "data", text), folder / "talk", folder / "runs" / "chat"
     flatout("prepare", "capitals:documents=200", "--chat", "auto", "--out", talk)
     flatout("train", "chat-demo", f"data.path={talk}", f"train.steps={STEPS}", "--run-dir", run)
@@ -128,7 +128,7 @@ def planned(recipe: str) -> dict[str, float]:
 
 
 def table(found: dict[str, Any]) -> str:
-    """Return the figures as Markdown."""
+    """Return the results as Markdown."""
     plans = [row for rows in found["plans"].values() for row in rows]
     slowest = max(found["plans"], key=lambda name: max(row["plan"] for row in found["plans"][name]))
     lines = []

@@ -6,7 +6,7 @@ The grid measures every micro-batch with every checkpointing policy, with and wi
 attention and fused AdamW, once. tune then gets a fifth of that time, twice: from what `auto`
 chooses, and from a recipe that states one row. In the end, the best two settings of the grid and
 what tune found are measured again, in alternation. Writes benchmarks/results/tune.json and .md.
-Every trial is written to tune-trials.jsonl as soon as it ends; after an interruption, the same
+Every trial is written to tune-trials.jsonl as soon as it ends. After an interruption, the same
 command continues from there. Takes about half an hour on 2 cores.
 """
 
@@ -31,7 +31,7 @@ from flatout.config.schema import RunConfig, load_config
 from flatout.measure.experiments.points import filling
 from flatout.measure.experiments.records import TrialSpec
 from flatout.measure.experiments.resolving import resolve_here
-from flatout.measure.experiments.space import Setting, rows_ladder
+from flatout.measure.experiments.space import Setting, rows_to_try
 from flatout.measure.experiments.trial import run_trial
 from flatout.measure.experiments.tune import run_tune
 
@@ -143,7 +143,7 @@ def settings_of(config: RunConfig, only_rows: Sequence[int] | None = None) -> li
     resolved = resolve_here(config)
     fixed = {*resolved.speedups} - {*filling("micro_batch"), *SWITCHES}
     sequences = (resolved.config.batch.tokens_per_step or 0) // resolved.config.data.seq_len
-    rows = rows_ladder(int(resolved.config.batch.rows_per_device), sequences)
+    rows = rows_to_try(int(resolved.config.batch.rows_per_device), sequences)
     switches = itertools.product(*([name, None] for name in SWITCHES))
     return [
         Setting(count, config.data.prefetch, frozenset({*fixed, policy, *on} - {None}))
@@ -172,7 +172,7 @@ def described(setting: Setting) -> str:
 
 
 def table(found: dict[str, Any]) -> str:
-    """Return the figures as Markdown."""
+    """Return the results as Markdown."""
     best = found["best_of_grid"]
     shares = [
         statistics.median(row["rates"]) / statistics.median(best["rates"]) for row in found["tuned"]

@@ -2,9 +2,9 @@
 
 Every command is a function here (`flatout.prepare`, `flatout.train`, `flatout.evaluate`, ...),
 together with the base classes for your own models, sources and observers, and `flatout.watch` for
-training loops of your own. Names are loaded on first
-use, so `import flatout` never imports torch. In a notebook the functions show their progress in the
-cell; elsewhere they are silent unless `progress` and `observers` are passed.
+your own training loops. Names are loaded on first use, so `import flatout` never imports torch. In
+a notebook the functions show their progress in the cell. Elsewhere they are silent unless
+`progress` and `observers` are passed.
 """
 
 from __future__ import annotations

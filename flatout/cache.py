@@ -9,9 +9,9 @@ from flatout.errors import ConfigError
 from flatout.recognised import require_local
 
 VARIABLE = "FLATOUT_CACHE"
-"""The environment variable that names another directory."""
+"""The environment variable that names a different directory."""
 DEFAULT = Path("~/.cache/flatout")
-ELSEWHERE = f"name another cache directory with the environment variable {VARIABLE}"
+ELSEWHERE = f"name a different cache directory with the environment variable {VARIABLE}"
 """How to continue when the cache cannot be written."""
 
 

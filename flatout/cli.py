@@ -57,11 +57,11 @@ NO_MEMORY = re.compile(
     r"|_ALLOC_FAILED|could not (create|execute) a (primitive|memory object)$",
     re.IGNORECASE | re.MULTILINE,
 )
-"""What torch, its libraries, threads and the loader of libraries say when memory runs out."""
+"""Messages of torch, its libraries, threads and the loader of libraries when memory runs out."""
 OTHER_RANKS_WAIT_S = 3.0
 """Seconds that other ranks hold back a usage error, and twice that all but the first of a machine.
 
-The main rank usually has the same error; when it exits, torchrun ends the others of its machine. An
+Rank 0 usually has the same error. When it exits, torchrun ends the others of its machine. An
 error on one rank alone is still reported."""
 HELP = """\
 Usage: flatout COMMAND [ARGUMENTS] [section.key=value ...]
@@ -95,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def execute(words: list[str]) -> int:
-    """Run the program and return its exit code; a `FlatoutError` is printed without traceback."""
+    """Run the program and return its exit code. A `FlatoutError` is printed without traceback."""
     as_json = "--json" in words
     if words[:1] == ["--json"] and len(words) > 1:  # it belongs to the command, if there is one
         words = [words[1], words[0], *words[2:]]
@@ -219,13 +219,13 @@ def _interrupted(interruption: KeyboardInterrupt) -> Interrupted:
 
 def _out_of_memory(error: Exception) -> OutOfMemory:
     """Return an error of any type that means that memory ran out, with the process's own limit."""
-    import resource  # not on Windows, which `require_posix` refuses
+    import resource  # not on Windows, which `require_posix` rejects
 
     if not isinstance(error, OutOfMemory):
         said = (str(error).splitlines() or [""])[0].rpartition("DefaultCPUAllocator: ")[2]
         error = OutOfMemory(
             f"Out of memory: {said.rstrip('.')}." if said else "Out of memory.",
-            fix="End other programs that use memory, or set fewer rows, a shorter sequence or a "
+            fix="End other processes that use memory, or set fewer rows, a shorter sequence or a "
             "smaller model.",
         )
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
@@ -240,7 +240,7 @@ def _out_of_memory(error: Exception) -> OutOfMemory:
 @contextlib.contextmanager
 def _handled(stop: Callable[[int, FrameType | None], object], *names: str) -> Iterator[None]:
     """Let `stop` handle signals, except those that are ignored."""
-    # Windows, which `require_posix` refuses, lacks SIGUSR1.
+    # Windows, which `require_posix` rejects, lacks SIGUSR1.
     numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
     handlers = {number: signal.getsignal(number) for number in numbers}
     before = {number: one for number, one in handlers.items() if one is not signal.SIG_IGN}
@@ -275,7 +275,7 @@ def _signals_exit(
 
 
 def refuse_undecodable(words: list[str]) -> None:
-    """Refuse arguments whose bytes could not be decoded: they could not be stored either."""
+    """Reject arguments whose bytes could not be decoded: they could not be stored either."""
     bad = next((w for w in words if any("\ud800" <= c <= "\udfff" for c in w)), None)
     if bad is None:
         return
@@ -284,7 +284,7 @@ def refuse_undecodable(words: list[str]) -> None:
     if encoding == "utf-8":
         raise ConfigError(
             f"{shown} is not UTF-8.",
-            fix="Write it in UTF-8; if it is a file name, rename the file.",
+            fix="Write it in UTF-8. If it is a file name, rename the file.",
         )
     raise ConfigError(
         f"{shown} cannot be decoded: the locale's encoding is {encoding}.",
@@ -320,7 +320,7 @@ class _TorchFinder:
 def _python_parameters(
     command: Command, terminal: Terminal, is_main: bool, as_json: bool, verbose: bool
 ) -> dict[str, Any]:
-    """Return the values of a command's Python-only parameters; other ranks are silent."""
+    """Return the values of a command's Python-only parameters. Other ranks are silent."""
     from flatout.terminal import RunReport
 
     stream = sys.stderr if as_json else sys.stdout
@@ -358,7 +358,7 @@ def _show(result: Result, as_json: bool) -> None:
 
 def _fail(error: FlatoutError, as_json: bool) -> int:
     rank = os.environ.get("RANK", "0")
-    if rank != "0" and isinstance(error, Stopped):  # all stop together, and the main rank says so
+    if rank != "0" and isinstance(error, Stopped):  # all stop together, and rank 0 reports it
         return error.exit_code
     if rank != "0" and isinstance(error, UsageError):
         is_first = os.environ.get("LOCAL_RANK") == "0"

@@ -54,8 +54,8 @@ class _Loader(yaml.SafeLoader):
             self._sizes[node] = self._num_values - before
         if self._num_values > MOST_VALUES:
             raise ConfigError(
-                f"{self.name} has more than {MOST_VALUES:,} values.",
-                fix=f"Shorten it; a text counts once more for every {CHARS_PER_VALUE} characters, "
+                f"{self.name} contains more than {MOST_VALUES:,} values.",
+                fix=f"Shorten it. A text counts once more for every {CHARS_PER_VALUE} characters, "
                 "and what an alias (*name) stands for counts each time.",
             )
         return node
@@ -181,7 +181,7 @@ def read_text(path: Path, wanted: str = "a YAML file") -> str:
 
 
 def read_document(path: Path) -> JsonObject:
-    """Return the mapping in a YAML file; an empty file is an empty mapping.
+    """Return the mapping in a YAML file. An empty file is an empty mapping.
 
     Raises: ConfigError when the file does not exist, is not YAML, or is not a mapping.
     """

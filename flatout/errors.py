@@ -1,4 +1,4 @@
-"""All errors of flatout. Each says what happened and how to fix it.
+"""All errors of flatout. Each describes what happened and how to fix it.
 
 FlatoutError
 ├── UsageError            exit 2: the command, the config or the input is wrong
@@ -29,7 +29,7 @@ import signal
 from typing import Any
 
 _SCHEME = re.compile(r"(?i)(?<![a-z0-9+.-])([a-z][a-z0-9+.-]*:(?://+|/(?=[^/\s]*:[^/\s]*@)))")
-"""The start of a URL; a Path made from a URL has one slash."""
+"""The start of a URL. A Path made from a URL has one slash."""
 _USER = re.compile(r"(?i)[^\s:]*:\S*@|[^/\n@:]*:(?!\d+\b)[^\n]*?@")
 """User and password: one word up to its last `@`, or several words."""
 _WEB_USER = re.compile(r"[^\s@/]*@")
@@ -73,13 +73,13 @@ def in_shell(word: object) -> str:
 class FlatoutError(Exception):
     """Something the user can fix. Reads as: what happened, then the fix.
 
-    `what` says what is wrong and `fix` what to do about it. Both are complete sentences on one
+    `what` describes what is wrong and `fix` what to do about it. Both are complete sentences on one
     line, with secrets removed from URLs.
     """
 
     exit_code = 1
     advice = "Fix"
-    """The word before `fix`; `Next` when nothing is wrong."""
+    """The word before `fix`. `Next` when nothing is wrong."""
 
     def __init__(self, what: str, *, fix: str) -> None:
         self.what = on_one_line(without_secrets(what))
@@ -92,7 +92,7 @@ class FlatoutError(Exception):
 
 
 class UsageError(FlatoutError):
-    """The command, the config or the input is wrong; nothing was changed."""
+    """The command, the config or the input is wrong. Nothing was changed."""
 
     exit_code = 2
 
@@ -118,7 +118,7 @@ class CheckpointError(UsageError):
 
 
 class UntrustedCode(UsageError):
-    """A run directory names code that the user has not allowed; nothing was imported."""
+    """A run directory names code that the user has not allowed. Nothing was imported."""
 
 
 class HardwareError(UsageError):
@@ -130,11 +130,11 @@ class ShapeError(UsageError):
 
 
 class MissingPackage(UsageError):
-    """An optional package is not installed; the fix is its install line."""
+    """An optional package is not installed. The fix is its install line."""
 
 
 class RunFailed(FlatoutError):
-    """The run failed; what was saved before stays intact."""
+    """The run failed. What was saved before stays intact."""
 
 
 class OutOfMemory(RunFailed):
@@ -142,7 +142,7 @@ class OutOfMemory(RunFailed):
 
 
 class SmallerBatch(OutOfMemory):
-    """One of several processes ran out of memory; the run directory has a smaller micro-batch.
+    """One of several processes ran out of memory. The run directory has a smaller micro-batch.
 
     All of them must start again: the others wait inside a collective for the one that failed.
     """
@@ -155,7 +155,7 @@ class DiskFull(RunFailed):
 
 
 class Stopped(FlatoutError):
-    """Stopped on request after saving; the same command resumes."""
+    """Stopped on request after saving. The same command resumes."""
 
     exit_code = 75
     advice = "Next"
@@ -208,6 +208,6 @@ def require_posix() -> None:
         importlib.import_module("fcntl")
     except ImportError as error:
         raise HardwareError(
-            "flatout needs Linux or macOS, and this Python runs on another system.",
+            "flatout needs Linux or macOS, and this Python runs on a different system.",
             fix="On Windows, install WSL (`wsl --install`), and install and run flatout in it.",
         ) from error

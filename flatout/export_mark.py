@@ -53,9 +53,9 @@ def format_of(folder: Path) -> str:
 
 
 def require_as_exported(folder: Path, *, progress: Progress = SILENT) -> None:
-    """Check that the files of a directory are as they were exported, if its flatout.json says so.
+    """Check the files of a directory against the digests in its flatout.json, if it has them.
 
-    Files that are missing are not looked for: a reader refuses the lack of one that it needs.
+    Files that are missing are not looked for: a reader rejects the lack of one that it needs.
     Raises: CheckpointError naming the first file that differs, or flatout.json when it is damaged.
     Cost: reads every file.
     """

@@ -1,4 +1,4 @@
-"""Durable writes, checksums, locks, links, and the errors of a disk that refuses a write."""
+"""Durable writes, checksums, locks, links, and the errors of failed writes."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ from flatout.errors import CheckpointError, DataError, RunFailed, in_shell
 from flatout.recognised import open_regular, require_local
 
 BLOCK_BYTES = 4 * 1024 * 1024
-"""Each block of this size has its own CRC-32; the last block of a file may be shorter."""
+"""Each block of this size has its own CRC-32. The last block of a file may be shorter."""
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
 PART = ".part"
 """Suffix of a file that is not complete yet."""
 BROKEN = (
-    "The disk failed to read or write (see `dmesg`): check it, or use another one; "
-    "then run the same command again."
+    "The disk failed to read or write (see `dmesg`): check it, or use a different one. "
+    "Then run the same command again."
 )
 """The fix for EIO."""
-TOO_LARGE = "A file may not be that large here: raise `ulimit -f`, or use another file system."
+TOO_LARGE = "A file may not be that large here: raise `ulimit -f`, or use a different file system."
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _READ_ONLY = {errno.EACCES, errno.EPERM, errno.EROFS}
 _DISK_ERRORS = _FULL | _READ_ONLY | {errno.EIO}
 
 
 class Stored(BaseModel):
-    """Base class of frozen values that are written as JSON; unknown keys are errors."""
+    """Base class of frozen values that are written as JSON. Unknown keys are errors."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", defer_build=True, protected_namespaces=()
@@ -274,7 +274,7 @@ def expanded(path: Path | str) -> Path:
 
 
 def open_own(path: Path, flags: int) -> int:
-    """Open a file of a run directory and return its descriptor; links are not followed.
+    """Open a file of a run directory and return its descriptor. Links are not followed.
 
     Opening a pipe does not block.
     Raises: CheckpointError when it is a link, is not a regular file, or has a second hard link and
@@ -291,7 +291,7 @@ def open_own(path: Path, flags: int) -> int:
         os.close(descriptor)
         raise CheckpointError(
             f"{path} is not a regular file.",
-            fix=f"Delete {path}, or choose another directory with --run-dir DIR.",
+            fix=f"Delete {path}, or choose a different directory with --run-dir DIR.",
         )
     if status.st_nlink > 1 and flags & (os.O_WRONLY | os.O_RDWR):
         os.close(descriptor)
@@ -299,7 +299,7 @@ def open_own(path: Path, flags: int) -> int:
         raise CheckpointError(
             f"{path} has another hard link: writing to it would change the other file too.",
             fix=f"Replace it with a copy, `cp {own} {copy} && mv {copy} {own}`, "
-            "or choose another directory with --run-dir DIR.",
+            "or choose a different directory with --run-dir DIR.",
         )
     return descriptor
 
@@ -318,8 +318,8 @@ def _link_error(path: Path) -> CheckpointError:
     target = os.readlink(path) if path.is_symlink() else "another file"
     return CheckpointError(
         f"{path} is a symbolic link to {target}: a run does not write through links.",
-        fix=f"Replace {path} with what it points to, or delete it; checkpoint.dir=DIR keeps the "
-        "checkpoints of a new run on another disk.",
+        fix=f"Replace {path} with what it points to, or delete it. checkpoint.dir=DIR keeps the "
+        "checkpoints of a new run on a different disk.",
     )
 
 
@@ -368,22 +368,22 @@ def unless_broken(error: OSError, fix: str) -> str:
 
 
 def disk_fix(error: Exception) -> str:
-    """Return the fix for a disk that refuses to read or write in a run directory."""
+    """Return the fix for a disk that fails to read or write in a run directory."""
     number = _number_of(error)
     if number == errno.EIO:
         return (
             "The disk failed to read or write (see `dmesg`): check it, "
-            "or copy the run directory to another disk."
+            "or copy the run directory to a different disk."
         )
     if number in _READ_ONLY:
         return (
-            "Make it writable, then run the same command again; "
-            "or choose another directory with --run-dir DIR."
+            "Make it writable, then run the same command again. "
+            "Or choose a different directory with --run-dir DIR."
         )
     if number in {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}:
         return (
-            "Do not move the run directory during training, and use the same one in all processes; "
-            "then run the same command again."
+            "Do not move the run directory during training, and use the same one in all processes. "
+            "Then run the same command again."
         )
     if number == errno.ENAMETOOLONG:
         return "Choose a shorter path with --run-dir DIR."
@@ -392,7 +392,7 @@ def disk_fix(error: Exception) -> str:
 
 
 def is_full(error: Exception) -> bool:
-    """Return whether a disk refused a write because it is full, or its quota is used up."""
+    """Return whether a write failed because the disk is full, or its quota is used up."""
     return _number_of(error) in _FULL or "No space left" in str(error)
 
 

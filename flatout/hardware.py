@@ -1,4 +1,4 @@
-"""This machine: its CPU, memory and GPUs, and their data sheets; what is unknown stays unknown.
+"""This machine: its CPU, memory and GPUs, and their data sheets. What is unknown stays unknown.
 
 torch is imported only inside the functions that need it.
 """
@@ -49,19 +49,19 @@ class MachineRow(Section):
     name: str
     """The name of the file."""
     gpu_names: tuple[str, ...]
-    """The exact names that drivers report for this GPU; a similar name is another GPU."""
+    """The exact names that drivers report for this GPU. A similar name is another GPU."""
     memory_gb: Figure
     """Memory in 10^9 bytes, as in data sheets."""
     bandwidth_gb_per_s: Figure
     """Memory bandwidth."""
     peak_tflops: dict[str, Figure]
-    """Rate of dense matrix products in fp32, tf32, fp16, bf16 and fp8; a missing dtype has no
+    """Rate of dense matmuls in fp32, tf32, fp16, bf16 and fp8. A missing dtype has no
     hardware units.
     """
     power_w: Figure | None = None
     """Highest power of the board; None if unknown."""
     short_names: tuple[str, ...] = ()
-    """Names by which people ask for it, such as H100; each belongs to one row."""
+    """Names by which people ask for it, such as H100. Each belongs to one row."""
     compute_capability: tuple[int, int] | None = None
     """CUDA compute capability; None if unknown."""
     link_gb_per_s: Figure | None = None
@@ -95,7 +95,7 @@ class Machine:
     gpus: tuple[Gpu, ...]
     python: str
     cpu_multiplies_bf16: bool = False
-    """Whether its CPU has instructions for bfloat16 products."""
+    """Whether its CPU has instructions for bfloat16 matmuls."""
     is_here: bool = True
     """Whether this process runs on it; False for a machine that is only planned for."""
     gpus_per_node: int = MOST_GPUS
@@ -196,7 +196,7 @@ def machine_named(text: str) -> Machine:
 
 
 def _word(name: str) -> str:
-    """Return a name without case, punctuation and the words that everyone leaves out."""
+    """Return a name without case, punctuation and the words that everyone omits."""
     return re.sub(r"nvidia|geforce|tesla|[^a-z0-9]", "", name.lower())
 
 
@@ -290,7 +290,7 @@ class CpuTimes(NamedTuple):
 
     @classmethod
     def read(cls, children: Iterable[psutil.Process] = ()) -> CpuTimes:
-        """Return the times now; `children` are those that are still running."""
+        """Return the times now. `children` are those that are still running."""
         own_s = sum(os.times()[:4])  # with children that have ended
         for child in children:
             with suppress(psutil.Error):
@@ -311,9 +311,9 @@ class CpuTimes(NamedTuple):
 
 
 def pick_device(wanted: str, machine: Machine) -> tuple[str, str]:
-    """Return (device, reason) for `auto`, `cpu`, `cuda`, `cuda:N` or `mps`; `auto` is never `mps`.
+    """Return (device, reason) for `auto`, `cpu`, `cuda`, `cuda:N` or `mps`. `auto` is never `mps`.
 
-    Raises: HardwareError for another name, or when a GPU is requested and cannot be used.
+    Raises: HardwareError for a different name, or when a GPU is requested and cannot be used.
     """
     if wanted == "cpu":
         return "cpu", "requested"
@@ -325,7 +325,7 @@ def pick_device(wanted: str, machine: Machine) -> tuple[str, str]:
             raise HardwareError(
                 "train.device=mps cannot be used: it is the GPU of a Mac with macOS 14 or newer, "
                 "and torch finds none.",
-                fix="Leave train.device out.",
+                fix="Remove train.device.",
             )
         return "mps", "requested: the GPU of a Mac, on which flatout has never been run"
     obstacle = _cuda_obstacle(machine)
@@ -401,7 +401,7 @@ def _cuda_obstacle(machine: Machine) -> str | None:
 
 
 def _gpus() -> tuple[Gpu, ...]:
-    """Return the GPUs that the driver reports; without a driver or pynvml there are none."""
+    """Return the GPUs that the driver reports. Without a driver or pynvml there are none."""
     try:
         import pynvml
     except ImportError:

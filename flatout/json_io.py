@@ -21,9 +21,9 @@ Document = TypeVar("Document", bound=BaseModel)
 Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
 """A value to be written as JSON."""
 JsonObject: TypeAlias = dict[str, Any]
-"""A mapping with string keys, read from JSON or YAML; code that reads a key checks its value."""
+"""A mapping with string keys, read from JSON or YAML. Code that reads a key checks its value."""
 
-RESTORE = "Restore it from a copy, or use another checkpoint or run."
+RESTORE = "Restore it from a copy, or use a different checkpoint or run."
 """The fix for a damaged file."""
 
 
@@ -35,7 +35,7 @@ def is_finite(value: object) -> TypeGuard[int | float]:
 
 
 class Result(Stored):
-    """The result of a command: `--json` prints its fields; its `summary` is for people."""
+    """The result of a command: `--json` prints its fields. Its `summary` is for people."""
 
     def summary(self) -> str:
         """Return the closing lines as plain text; none if everything has been printed already."""
@@ -91,7 +91,7 @@ def _first(error: ValidationError) -> str:
 
 @contextmanager
 def parsing(path: Path) -> Iterator[None]:
-    """Turn errors inside the block into a CheckpointError that says `path` is damaged.
+    """Turn errors inside the block into a CheckpointError that reports `path` as damaged.
 
     For code that parses a document read from `path`: a missing key, or a value of the wrong type
     or nesting, means that the file is damaged.
@@ -137,7 +137,7 @@ def finite_numbers(line: Mapping[str, Any]) -> dict[str, float]:
 class LineReader:
     """Reads a file of JSON lines, which may still grow.
 
-    A line that is not a JSON object is left out, and listed in `damaged`. A missing file has no
+    A line that is not a JSON object is omitted, and listed in `damaged`. A missing file has no
     lines.
     """
 
@@ -146,23 +146,21 @@ class LineReader:
         self.path = path
         self._tail_bytes = tail_bytes
         self.damaged: list[int] = []
-        """The numbers of the lines that were left out, counted from 1."""
+        """The numbers of the lines that were omitted, counted from 1."""
         self.is_cut_off = False
         """Whether the file ends within a line."""
         self.lines = 0
         """Lines read so far, without the one that is cut off."""
 
     def notes(self, *, is_growing: bool = False) -> list[str]:
-        """Return what was left out, as sentences; the last line of a file that grows may be cut."""
+        """Return what was omitted, as sentences. The last line of a file that grows may be cut."""
         name, damaged = self.path.name, len(self.damaged)
         found = []
         if self.is_cut_off and not is_growing:
-            found.append(
-                f"The last line of {name} (line {self.lines + 1}) is incomplete, left out."
-            )
+            found.append(f"The last line of {name} (line {self.lines + 1}) is incomplete, skipped.")
         if damaged:
             lines = f"{damaged:,} damaged line{'s' * (damaged > 1)}"
-            found.append(f"{name} has {lines} (the first is line {self.damaged[0]}), left out.")
+            found.append(f"{name} has {lines} (the first is line {self.damaged[0]}), skipped.")
         return found
 
     def read(self) -> Iterator[JsonObject]:

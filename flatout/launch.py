@@ -1,7 +1,7 @@
 """Starts the processes of `train.devices` on this machine, and ends them together.
 
 Each process is a rank: it runs the same command line, with the environment variables that torchrun
-sets. The main rank has the terminal; of the others, only errors are shown.
+sets. Rank 0 has the terminal; of the others, only errors are shown.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 
@@ -50,6 +50,11 @@ QUIT_AFTER_S = 3.0
 """Seconds after a second SIGINT until the processes are killed."""
 
 
+def stated_variables(names: Iterable[str]) -> dict[str, str]:
+    """Return the environment variables among `names` that are set, with their values."""
+    return {name: os.environ[name] for name in names if name in os.environ}
+
+
 def own_environment() -> dict[str, str]:
     """Return a copy of this process's environment variables, for processes that it starts."""
     return dict(os.environ)
@@ -67,7 +72,7 @@ def num_processes(devices: int | str | None, device: str, machine: Machine) -> i
     if ":" in device:
         raise ConfigError(
             f"train.device={device} is one GPU, and train.devices={devices} asks for more.",
-            fix="Set train.device=cuda, or leave train.devices out.",
+            fix="Set train.device=cuda, or remove train.devices.",
         )
     chosen, _ = pick_device(device, machine)
     if chosen == "cpu":
@@ -111,7 +116,7 @@ def replicas(config: ParallelConfig, world_size: int) -> int:
             raise ConfigError(
                 f"parallel.context={config.context} does not divide parallel.{key}={among}: the "
                 "processes that share rows are among them.",
-                fix=f"Set parallel.context to a divisor of {among}, or leave it out.",
+                fix=f"Set parallel.context to a divisor of {among}, or remove it.",
             )
         return replicate
     launch = f"with `torchrun --nproc-per-node {processes} -m flatout ...`"
@@ -258,7 +263,7 @@ def _exit_code(codes: Sequence[int], failed: int, received: _Received) -> int:
         return SmallerBatch.exit_code
     main_code, code = codes[0], codes[failed]
     if received.ended(main_code):
-        if main_code > 0:  # it has said so
+        if main_code > 0:  # it has reported that
             return main_code
         raise _interrupted(received.numbers[-1] if main_code == -signal.SIGKILL else -main_code)
     if _is_orderly(main_code) and received.ended(code):
@@ -268,7 +273,7 @@ def _exit_code(codes: Sequence[int], failed: int, received: _Received) -> int:
             return code
         error = RunFailed(
             f"Rank {failed} failed with exit code {code}, and the others were ended.",
-            fix=f"See its message above; it starts with [rank {failed}].",
+            fix=f"See its message above. It starts with [rank {failed}].",
         )
         error.exit_code = code
         raise error
@@ -291,7 +296,7 @@ def _interrupted(number: int) -> Interrupted:
 
 
 def _first_failed(ranks: Sequence[subprocess.Popen[bytes]]) -> int | None:
-    """Return the rank that failed, of several at once one that could not say why."""
+    """Return the rank that failed, of several at once one that could not report why."""
     failed = [rank for rank, process in enumerate(ranks) if not _is_orderly(process.returncode)]
     return min(failed, key=lambda rank: (ranks[rank].returncode > 0, rank), default=None)
 
@@ -307,7 +312,7 @@ def _signal_all(ranks: Sequence[subprocess.Popen[bytes]], number: int) -> None:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> bool:
-    """Kill a process with those that it started; return whether it was still running."""
+    """Kill a process with those that it started, and return whether it was still running."""
     is_running = process.poll() is None
     if is_running:
         with contextlib.suppress(ProcessLookupError):

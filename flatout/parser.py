@@ -178,7 +178,7 @@ def _unknown_options(
 
 def _explained(error: click.ClickException, name: str, parser: click.Command) -> ConfigError:
     """Return a click error as a ConfigError: one sentence and its fix."""
-    see = f"`flatout {name} --help` shows how; for example `{COMMANDS.get(name).example}`."
+    see = f"`flatout {name} --help` shows how. Example: `{COMMANDS.get(name).example}`."
     if not isinstance(error, click.NoSuchOption):
         message = error.format_message().rstrip(".")
         param = error.param if isinstance(error, click.BadParameter) else None
@@ -188,7 +188,7 @@ def _explained(error: click.ClickException, name: str, parser: click.Command) ->
             default = f" for the default, {param.default}" if param.show_default else ""
             least = getattr(param.type, "min", None)
             other = "" if least is None else f", or give a number from {least:g}"
-            see = f"Leave {param.opts[0]} out{default}{other}; `flatout {name} --help` explains it."
+            see = f"Remove {param.opts[0]}{default}{other}. `flatout {name} --help` explains it."
         elif isinstance(param, click.Argument):
             see = f"{param.make_metavar(click.Context(parser))}: {param.help} {see}"
         return ConfigError(f"`flatout {name}`: {message[:1].lower()}{message[1:]}.", fix=see)

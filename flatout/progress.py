@@ -1,4 +1,4 @@
-"""The interface by which long operations report; `terminal` decides what is shown."""
+"""The interface by which long operations report. `terminal` decides what is shown."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Progress(Protocol):
     def task(
         self, what: str, *, total: float | None = None, unit: str = ""
     ) -> AbstractContextManager[Task]:
-        """Start an operation called `what`; with a known `total`, the time left is shown."""
+        """Start an operation called `what`. With a known `total`, the time left is shown."""
 
     def say(self, line: str) -> None:
         """Print one permanent line."""
@@ -67,5 +67,5 @@ def readable_memory(num_bytes: float) -> str:
 
 
 def counted(number: int, one: str, more: str = "") -> str:
-    """Return a number with its noun; `more` is an irregular plural."""
+    """Return a number with its noun. `more` is an irregular plural."""
     return f"{number:,} {one if number == 1 else more or one + 's'}"

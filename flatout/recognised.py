@@ -25,7 +25,7 @@ MOST_ENTRIES = 1000
 LEGACY_TORCH = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 """Start of a file that torch.save wrote before it used zip: a pickled number."""
 LLM_C = {struct.pack("<i", 20240520): "uint16", struct.pack("<i", 20240801): "uint32"}
-"""Start of an llm.c token file (GPT-2, Llama 3) and its dtype; the header has 1,024 bytes."""
+"""Start of an llm.c token file (GPT-2, Llama 3) and its dtype. The header has 1,024 bytes."""
 NOT_TOKENS = (
     b"PK\x03\x04",
     LEGACY_TORCH,
@@ -45,12 +45,12 @@ _MEGATRON = (b"MMIDIDX\x00\x00", b"TNTIDX\x00\x00")
 """Start of an index of Megatron."""
 _WIDE_ENCODINGS = ("utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be")
 _MOST_IDS = 1 << 20
-"""Ids of the largest vocabularies in use, about; larger numbers are not taken for tokens."""
+"""Ids of the largest vocabularies in use, about. Larger numbers are not taken for tokens."""
 _MOST_SHORT_IDS = 60_000
 """The same for ids of two bytes: in other binary files, some numbers are larger."""
 _LEAST_IDS = 16
 """Different ids that make a file look like tokens."""
-ADDRESS_FIX = "Give a local path; a mounted store is one too."
+ADDRESS_FIX = "Give a local path. A mounted store is one too."
 TORCH_FILE = "a PyTorch file"
 """Name of a file that torch.save wrote."""
 _GGUF = "flatout does not read GGUF. Start from the safetensors that the file was made from."
@@ -112,7 +112,7 @@ def require_local(
         slashes = "///" if match[1].lower() == "file:" else "//"  # a Path keeps only one of them
         url = str(path) if "//" in match[0] else f"{match[1]}{slashes}{str(path)[match.end() :]}"
         raise error(
-            f"{option}{url} is a URL; only a local path can be used here.",
+            f"{option}{url} is a URL. Only a local path can be used here.",
             fix=ADDRESS_FIX,
         )
 
@@ -122,7 +122,7 @@ def require_recipe_path(path: Path | str, option: str = "") -> None:
 
     `option` is the option or key that gave it, as the message shows it.
 
-    Raises: UsageError for a URL; ConfigError for another ending.
+    Raises: UsageError for a URL; ConfigError for a different ending.
     """
     require_local(path, option)
     if Path(path).suffix not in (".yaml", ".yml"):
@@ -227,7 +227,7 @@ def _folder(path: Path) -> Found | None:
     if _has(path, "flatout.json") and ".gguf" not in suffixes.values():
         return (
             "an export",
-            f"Start a run from its weights: train.init_from={shown}; or score one for transformers "
+            f"Start a run from its weights: train.init_from={shown}. Or score one for transformers "
             f"on tasks: `flatout eval {shown} --tasks hellaswag`.",
         )
     if not {*suffixes.values()} <= _LOOKED_INTO | _BESIDE:
@@ -277,7 +277,7 @@ def _file(path: Path) -> Found | None:
 
 
 def _archive(path: Path) -> Found | None:
-    """Return what a zip file is; torch and NumPy both write them."""
+    """Return what a zip file is. Torch and NumPy both write them."""
     import zipfile  # and five compressors, which `flatout --help` does not need
 
     try:
@@ -294,7 +294,7 @@ def _archive(path: Path) -> Found | None:
 
 
 def _start_from(path: Path) -> str:
-    """Return how to use a file of weights; a config.json beside it means the whole directory."""
+    """Return how to use a file of weights. A config.json beside it means the whole directory."""
     model = path.parent if _has(path.parent, "config.json") else path
     return f"If it contains weights, start a run from them: train.init_from={in_shell(model)}."
 
@@ -343,7 +343,7 @@ def _looks_like_tokens(head: bytes) -> bool:
 
 
 def _is_printable(head: bytes, encoding: str) -> bool:
-    """Return whether bytes are printable text; a character cut at the end does not count."""
+    """Return whether bytes are printable text. A character cut at the end does not count."""
     try:
         text = codecs.getincrementaldecoder(encoding)().decode(head)
     except UnicodeDecodeError:

@@ -19,7 +19,7 @@ TOKENS_PER_PARAMETER = 20
 MAX_SYMBOLS = 1024
 """Largest vocabulary taken to be one of characters or bytes."""
 CHAT, TUNE = "chat-demo", "chat-tune"
-"""The recipes for conversations: from random weights, and from those of a model."""
+"""The recipes for chat data: from random weights, and from those of a model."""
 UNKNOWN_TIME = "unknown before a run: train shows the time left once it has started"
 GPT2_VOCABULARY = range(MAX_SYMBOLS, 50_304 + 1)
 """Vocabulary sizes that suit the recipes of GPT-2's shape."""
@@ -54,8 +54,8 @@ def recommend(
     """Return a run for the dataset at `path`; None when its training text is too short.
 
     The recipe is the largest model that gets TOKENS_PER_PARAMETER tokens from MAX_EPOCHS passes
-    over the text, or else the smallest one; conversations have one of their own. `init_from` is a
-    model to tune instead; a run is tuned with its own settings. The time is estimated from a
+    over the text, or else the smallest one. Chat data has a recipe too. `init_from` is a
+    model to tune instead. A run is tuned with its own settings. The time is estimated from a
     finished run in `runs` with the same model, or from the GPU's data sheet.
     """
     name = "demo-gpu" if machine.gpus else "demo"

@@ -1,8 +1,8 @@
-"""Finds objects by name. A plural folder is an open list: drop in a file and it exists.
+"""Finds objects by name. A plural directory is an open list: drop in a file and it exists.
 
-An entry is a file, or a folder if it is large. In Python folders each entry assigns one object to
-the folder's attribute name (`models/transformer.py` assigns `MODEL`, `speedups/fp8.py`
-`SPEEDUP`); in YAML folders each file is one document. Names are file names with `-` for `_`.
+An entry is a file, or a directory if it is large. In Python directories each entry assigns one
+object to the directory's attribute name (`models/transformer.py` assigns `MODEL`, `speedups/fp8.py`
+`SPEEDUP`). In YAML directories each file is one document. Names are file names with `-` for `_`.
 Listing parses the files and imports nothing, so it is fast and never loads torch; `get` imports
 only the requested file. Wherever a Python entry's name is accepted, `package.module:attribute`
 refers to an object of the user.
@@ -148,7 +148,7 @@ class Folder:
 
     @cached_property
     def _files(self) -> dict[str, Path]:
-        """Entries by name: the file, or the folder's `__init__.py`. import_.py is `import`, a
+        """Entries by name: the file, or the directory's `__init__.py`. import_.py is `import`, a
         Python keyword.
         """
         root, files = PACKAGE_DIR / self.folder, {}
@@ -188,7 +188,7 @@ class Folder:
         return set(fields) - {ast.unparse(n.target) for n in nodes if isinstance(n, ast.AnnAssign)}
 
     def require(self, name: str) -> None:
-        """Check that the entry exists; a `package.module:attribute` is checked when it is imported.
+        """Check that the entry exists. A `package.module:attribute` is checked when it is imported.
 
         Raises: ConfigError with the nearest name.
         """
@@ -257,7 +257,7 @@ class YamlFolder:
 
 
 def _module(path: Path) -> str:
-    """Return the name of an entry's module within its folder."""
+    """Return the name of an entry's module within its directory."""
     return path.parent.name if path.name == "__init__.py" else path.stem
 
 
@@ -301,7 +301,7 @@ MODELS = Folder(
 )
 OPTIMIZERS = Folder("optimizers", "OPTIMIZER", "optimizer", has=("__call__",))
 SOURCES = Folder("sources", "SOURCE", "source", has=("__call__",))
-SPEEDUPS = Folder("speedups", "SPEEDUP", "speedup", has=("fills", "promise"))
+SPEEDUPS = Folder("speedups", "SPEEDUP", "speedup", has=("fills", "tolerance"))
 TOKEN_FORMATS = Folder("token_formats", "FORMAT", "token format", has=("takes", "files", "open"))
 TOKENIZERS = Folder("data/tokenizers", "TOKENIZER", "tokenizer")
 DATASETS = YamlFolder("datasets", "dataset")
@@ -349,7 +349,7 @@ def recipe_path(recipe: str | Path) -> Path:
         raise ConfigError(
             f"There is no recipe named {name!r}: it is {what}.",
             fix=f"Prepare it with `flatout prepare {dataset} --out {here}`, then train a recipe on "
-            f"it: `flatout train RECIPE data.path={here}`; `flatout list recipes` shows the "
+            f"it: `flatout train RECIPE data.path={here}`. `flatout list recipes` shows the "
             "recipes.",
         )
     if not path.exists():
@@ -361,6 +361,6 @@ def recipe_path(recipe: str | Path) -> Path:
             f"There is no file {path}.",
             fix=f"Did you mean {str(path.with_name(guess))!r}?"
             if guess
-            else "Check the path; `flatout list recipes` shows the built-in recipes.",
+            else "Check the path. `flatout list recipes` shows the built-in recipes.",
         )
     return path

@@ -45,7 +45,7 @@ class Option:
     def __init__(self, help: str, *names: str, min: float | None = None) -> None:
         self.help = help
         self.names = names
-        """Its names, if they differ from the parameter's; a short one (`-v`) comes last."""
+        """Its names, if they differ from the parameter's. A short one (`-v`) comes last."""
         self.min = min
         """The smallest number it accepts."""
 
@@ -54,7 +54,7 @@ def checked(call: Callable[Parameters, Returned]) -> Callable[Parameters, Return
     """Let a command's function check its arguments by its annotations, for every caller.
 
     Only what is annotated with `Argument` or `Option` is checked. The command line goes through
-    this too; its parser takes types, choices and limits from the same annotations.
+    this too. Its parser takes types, choices and limits from the same annotations.
 
     Raises: ConfigError that names the parameter, its value and what is allowed.
     """

@@ -60,7 +60,7 @@ def open_streams() -> None:
 
 
 def write_output(write: Callable[[], object]) -> bool:
-    """Call `write` and flush standard output; return whether it worked, and print why if not."""
+    """Call `write`, flush standard output, and return whether it worked; if not, print why."""
     try:
         write()
         sys.stdout.flush()

@@ -34,7 +34,7 @@ REFERENCES = (
 them imports the user's own code.
 """
 BY_ARGUMENT = "pass trust_code=True (on the command line: --trust-code)"
-"""How to trust code in Python; the command line replaces it with the full command."""
+"""How to trust code in Python. The command line replaces it with the full command."""
 CONFIG = "config.yaml"
 FORMAT_VERSION = 2
 MOST_BYTES = 1 << 20
@@ -42,7 +42,7 @@ MOST_BYTES = 1 << 20
 
 
 def memory() -> Path:
-    """Return the directory with one file per trusted run directory; only the user has access."""
+    """Return the directory with one file per trusted run directory. Only the user has access."""
     return default_cache().expanduser() / "trusted"
 
 
@@ -94,7 +94,7 @@ def require_trusted(
 
 
 def remember(run_folder: Path, references: Set[str]) -> bool:
-    """Store that the user named these references for a run; return whether that was possible.
+    """Store that the user named these references for a run, and return whether that was possible.
 
     Others that are stored stay. If several processes do this at once, the last one wins. If it
     cannot be stored, the user is asked next time.
@@ -135,7 +135,7 @@ def is_run_folder(folder: Path) -> bool:
 
 
 def source_of(reference: str) -> Path | None:
-    """Return the file that a reference would be imported from, or None; nothing is imported."""
+    """Return the file that a reference would be imported from, or None. Nothing is imported."""
     parts = reference.partition(":")[0].split(".")
     if not all(part.isidentifier() for part in parts):
         return None

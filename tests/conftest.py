@@ -39,7 +39,7 @@ def tokenizers_are_trusted(monkeypatch):
 def pytest_configure(config):
     """Set HOME to an empty directory, so that tests do not read the user's cache.
 
-    Other programs keep their paths in the user's home.
+    Other processes keep their paths in the user's home.
     """
     home = Path.home()
     for name, folder in {
@@ -183,16 +183,16 @@ def write_tiny_set(out: Path, *, num_documents: int = 40, masked: bool = False) 
 
 @pytest.fixture
 def survived(request):
-    """Return a function that counts the tries of an attack, and fails with the problems found."""
+    """Return a function that counts the tries of a fault, and fails with the problems found."""
 
-    def count(attack, tries, problems):
-        import attack_records
+    def count(fault, tries, problems):
+        import fault_records
 
-        assert attack in attack_records.ATTACKS
+        assert fault in fault_records.FAULTS
         writes = request.config.getoption("--write-tables")
         if writes and request.node.get_closest_marker("faults"):
             case = request.node.nodeid.removeprefix("tests/")
-            attack_records.record(attack, case, tries, max(tries - len(problems), 0))
+            fault_records.record(fault, case, tries, max(tries - len(problems), 0))
         assert not problems
         assert tries
 

@@ -1,4 +1,4 @@
-"""Tiny models of other programs, whose weights depend only on the names of their tensors."""
+"""Tiny models of other tools, whose weights depend only on the names of their tensors."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def test_json_is_the_only_line_on_stdout(run):
     assert "streamed" in err
 
 
-def test_json_is_valid_when_a_figure_is_nan(run):
+def test_json_is_valid_when_a_number_is_nan(run):
     _, out, _ = run("shout", "hello", "--loss", "nan", "--json")
     assert json.loads(out)["loss"] is None
     assert "NaN" not in out
@@ -149,9 +149,9 @@ def test_bugs_show_their_traceback(monkeypatch):
         (
             ["shout", "hi", "--times", "many"],
             "`flatout shout`: invalid value for",
-            "Leave --times out for the default, 1",
+            "Remove --times for the default, 1",
         ),
-        (["shout", "hi", "--times"], "`flatout shout`: ", "Leave --times out for the default, 1"),
+        (["shout", "hi", "--times"], "`flatout shout`: ", "Remove --times for the default, 1"),
         (["shout"], "`flatout shout`: missing argument", "flatout shout hello --times 2"),
         (["--vesion"], "flatout has no option '--vesion'.", "Did you mean '--version'?"),
     ],
@@ -221,7 +221,7 @@ def test_help_describes_only_the_command_line(name):
     ("mode", "fix"),
     [
         ("0", "Set PYTHONUTF8=1."),
-        ("1", "Write it in UTF-8; if it is a file name, rename the file."),
+        ("1", "Write it in UTF-8. If it is a file name, rename the file."),
     ],
 )
 def test_undecodable_words_are_an_error_without_traceback(mode, fix):
@@ -404,7 +404,7 @@ def test_other_errors_of_these_types_show_their_traceback(error, run, monkeypatc
 
 
 @pytest.mark.parametrize("words", [["train", "demo"], ["prepare", "a.txt", "--out", "b"]])
-def test_a_system_without_file_locks_is_refused(words, monkeypatch, capsys):
+def test_a_system_without_file_locks_is_rejected(words, monkeypatch, capsys):
     for module in ("fcntl", "resource"):
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(SystemExit) as stopped:

@@ -21,16 +21,16 @@ def nested_aliases(levels, each):
 
 
 @pytest.mark.parametrize("indent", ["", "unknown:\n  "])
-def test_aliases_that_stand_for_millions_of_values_are_refused(indent):
+def test_aliases_that_stand_for_millions_of_values_are_rejected(indent):
     text = indent + nested_aliases(9, 9).replace("\n", "\n  " if indent else "\n")
-    with pytest.raises(ConfigError, match=r"a\.yaml has more than 50,000 values\.") as caught:
+    with pytest.raises(ConfigError, match=r"a\.yaml contains more than 50,000 values\.") as caught:
         parse_yaml(text, name="a.yaml")
     assert "*name" in caught.value.fix
 
 
-def test_aliases_of_one_long_text_are_refused():
+def test_aliases_of_one_long_text_are_rejected():
     text = f"x0: &a {'A' * 100_000}\nmodel: [{', '.join(['*a'] * 500)}]"
-    with pytest.raises(ConfigError, match="has more than 50,000 values"):
+    with pytest.raises(ConfigError, match="contains more than 50,000 values"):
         parse_yaml(text, name="a.yaml")
 
 
@@ -40,12 +40,12 @@ def test_a_few_aliases_are_read():
 
 
 @pytest.mark.parametrize("number", ["0x" + "f" * 4000, "1" + ":59" * 3000, "1" + ":59" * 400_000])
-def test_numbers_that_python_cannot_print_are_refused(number):
+def test_numbers_that_python_cannot_print_are_rejected(number):
     with pytest.raises(ConfigError, match="a number has more than 4,300 digits"):
         parse_yaml(f"a: {number}", name="a.yaml")
 
 
-def test_a_file_too_large_for_settings_is_refused(tmp_path):
+def test_a_file_too_large_for_settings_is_rejected(tmp_path):
     path = tmp_path / "a.yaml"
     path.write_text("#" * (MOST_BYTES + 1))
     with pytest.raises(ConfigError, match="1,048,577 bytes"):
@@ -160,7 +160,7 @@ def test_an_empty_file_is_an_empty_mapping(tmp_path, content):
         (b"just words\n", "not a mapping"),
     ],
 )
-def test_files_without_a_mapping_are_refused(tmp_path, content, about):
+def test_files_without_a_mapping_are_rejected(tmp_path, content, about):
     path = tmp_path / "a.yaml"
     if content is not None:
         path.write_bytes(content)
@@ -169,6 +169,6 @@ def test_files_without_a_mapping_are_refused(tmp_path, content, about):
     assert str(path) in caught.value.what
 
 
-def test_a_directory_is_refused(tmp_path):
+def test_a_directory_is_rejected(tmp_path):
     with pytest.raises(ConfigError, match="directory"):
         read_document(tmp_path)

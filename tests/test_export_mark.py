@@ -25,7 +25,7 @@ def test_the_mark_says_what_the_export_was_made_from_and_lists_its_files(export)
 
 
 @pytest.mark.parametrize("content", [b"weighty", b"weight"])
-def test_a_file_with_another_content_is_refused_by_name(export, content):
+def test_a_file_with_another_content_is_rejected_by_name(export, content):
     (export / "model.safetensors").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"model\.safetensors was changed") as refused:
         require_as_exported(export)
@@ -35,7 +35,7 @@ def test_a_file_with_another_content_is_refused_by_name(export, content):
 
 
 @pytest.mark.parametrize("content", ['{"files": 3}', '{"files": {"a": {}}}', "[]", "{"])
-def test_a_damaged_mark_is_refused_by_name(export, content):
+def test_a_damaged_mark_is_rejected_by_name(export, content):
     (export / MARK).write_text(content)
     with pytest.raises(CheckpointError, match=MARK):
         require_as_exported(export)

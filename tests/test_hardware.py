@@ -217,7 +217,7 @@ def test_a_container_of_cgroups_v1_counts_its_own_processes(cgroups, monkeypatch
 
 
 def test_only_the_cores_of_this_process_count(monkeypatch):
-    """Others are busy on core 0; this process may use core 1 alone."""
+    """Others are busy on core 0. This process may use core 1 alone."""
     Core = namedtuple("scputimes", "user nice system idle iowait irq softirq steal guest")
     seconds = iter([(0.0, 0.0), (10.0, 4.0)])
     own = iter([(1.0, 0, 0, 0, 0), (4.5, 0, 0, 0, 0)])

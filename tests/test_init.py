@@ -139,7 +139,7 @@ def test_paths_may_be_strings_or_path_objects(form, fox_run, tmp_path):
 
 
 @pytest.mark.parametrize("form", [str, Path])
-def test_wrong_paths_are_refused_in_either_form(form, tmp_path, tiny_set):
+def test_wrong_paths_are_rejected_in_either_form(form, tmp_path, tiny_set):
     empty = tmp_path / "empty.txt"
     empty.touch()
     with pytest.raises(flatout.FlatoutError, match="is empty"):

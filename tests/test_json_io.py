@@ -8,7 +8,7 @@ from flatout.errors import CheckpointError
 from flatout.json_io import LineReader
 
 
-def test_a_line_that_is_still_being_written_is_left_out(tmp_path):
+def test_a_line_that_is_still_being_written_is_omitted(tmp_path):
     path = tmp_path / "lines"
     assert list(LineReader(path).read()) == []
     path.write_text('{"a": 1}\n{"a": 2}\n{"a"')

@@ -50,7 +50,7 @@ def nothing_is_left():
 
 
 def test_all_start_again_when_one_has_recorded_a_smaller_micro_batch(tmp_path):
-    """The other one waits for it, and is ended; the third start succeeds."""
+    """The other one waits for it, and is ended. The third start succeeds."""
     code = f"""
 import pathlib, time
 count = pathlib.Path({str(tmp_path)!r}, f'{{rank}}')
@@ -87,7 +87,7 @@ def test_the_processes_of_train_devices_are_counted(monkeypatch, devices, device
     assert num_processes(devices, device, MACHINE) == count
 
 
-def test_more_devices_than_gpus_are_refused(monkeypatch):
+def test_more_devices_than_gpus_are_rejected(monkeypatch):
     monkeypatch.setattr(module, "pick_device", lambda device, _: (device, ""))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(HardwareError, match=r"train\.devices=3 needs as many GPUs.*sees 2"):
@@ -121,7 +121,7 @@ def test_all_ranks_have_one_free_port_and_the_launchers_id(tmp_path):
     assert int(first[1]) == os.getpid()
 
 
-def test_only_the_main_rank_prints_and_every_rank_reports_errors(capfd):
+def test_only_rank_0_prints_and_every_rank_reports_errors(capfd):
     # one write each: processes share the terminal
     text = "print('out', rank, flush=True); os.write(2, b'error %d\\n' % int(rank))"
     assert start(text, count=3) == 0
@@ -132,7 +132,7 @@ def test_only_the_main_rank_prints_and_every_rank_reports_errors(capfd):
 
 @pytest.mark.parametrize("code", [0, 75])
 def test_ranks_that_end_well_are_waited_for(tmp_path, code):
-    """The main rank may still write when the others have finished: it waits for rank 1 to end."""
+    """Rank 0 may still write when the others have finished: it waits for rank 1 to end."""
     text = (
         "import time\n"
         f"folder = {str(tmp_path)!r}\n"
@@ -150,7 +150,7 @@ def test_ranks_that_end_well_are_waited_for(tmp_path, code):
     assert (tmp_path / "done").exists()
 
 
-def test_an_error_of_the_main_rank_ends_the_others_and_keeps_its_code():
+def test_an_error_of_rank_0_ends_the_others_and_keeps_its_code():
     assert start(f"sys.exit(2) if rank == 0 else None\n{WAIT}", count=3) == 2
 
 

@@ -139,7 +139,7 @@ def test_the_suggested_command_imports_the_tokens(tmp_path, monkeypatch, name):
 
 
 @pytest.mark.parametrize("name", sorted(FILES))
-def test_import_reads_every_token_file_and_refuses_weights(tmp_path, name):
+def test_import_reads_every_token_file_and_rejects_weights(tmp_path, name):
     (tmp_path / name).write_bytes(FILES[name])
     if name == "model.safetensors":
         with pytest.raises(FlatoutError, match="a file of model weights, not tokens"):
@@ -308,7 +308,7 @@ def test_the_error_shows_a_url_as_written(url, kind):
         require_local(kind(url), "--run-dir ")
 
 
-def test_a_recipe_at_a_url_is_refused():
+def test_a_recipe_at_a_url_is_rejected():
     for url in ("http://host/r.yaml", "s3://bucket/recipe"):
         with pytest.raises(ConfigError, match=f"^{url} is a URL"):
             recipe_path(url)
@@ -353,6 +353,6 @@ CALLS = {
 def test_a_url_is_never_used_as_a_directory(call, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "book.txt").write_text("some text " * 50)
-    with pytest.raises(UsageError, match=r"(s3|gs)://bucket/\S+ is a URL; only a local path"):
+    with pytest.raises(UsageError, match=r"(s3|gs)://bucket/\S+ is a URL. Only a local path"):
         CALLS[call]()
     assert [path.name for path in tmp_path.iterdir()] == ["book.txt"]

@@ -224,7 +224,7 @@ def test_a_reference_imports_a_users_own_file(tmp_path, monkeypatch):
         ("json:a:b", "package.module:attribute"),
     ],
 )
-def test_wrong_references_are_refused(reference, about):
+def test_wrong_references_are_rejected(reference, about):
     with pytest.raises(ConfigError, match=about):
         load_reference(reference)
 

@@ -56,7 +56,7 @@ from flatout.errors import ConfigError
         (lambda: flatout.prepare("a", "b", workers=0), "workers=0 must be a whole number from 1"),
     ],
 )
-def test_values_that_a_parameter_does_not_take_are_refused_by_name(call, what):
+def test_values_that_a_parameter_does_not_take_are_rejected_by_name(call, what):
     with pytest.raises(ConfigError) as refused:
         call()
     assert refused.value.what.startswith(what)
@@ -69,7 +69,7 @@ def test_numbers_of_numpy_paths_and_tuples_are_taken(tmp_path):
         flatout.sample(tmp_path / "none", top_k=numpy.int64(3), stop=("a",), temperature=1)
 
 
-def test_values_are_refused_before_torch_is_loaded():
+def test_values_are_rejected_before_torch_is_loaded():
     program = (
         "import sys, flatout\ntry:\n    flatout.tune('demo', minutes=-1)\n"
         "except flatout.FlatoutError:\n    print('torch' in sys.modules)"

@@ -26,9 +26,9 @@ def test_printable_replaces_control_characters():
         ),
         ("a first column, wide  of text", 24, "a first column, wide  of\n  text"),
         (
-            "  left out: 3 empty documents (first: a.txt)",
+            "  omitted: 3 empty documents (first: a.txt)",
             30,
-            "  left out: 3 empty documents\n    (first: a.txt)",
+            "  omitted: 3 empty documents\n    (first: a.txt)",
         ),
         (
             "Saved runs/a-name-that-is-long/checkpoints/step-1",

@@ -27,7 +27,7 @@ CONTEXT.set_forkserver_preload(
 
 
 class Process:
-    """`python WORDS...` in a process of its own; used like `subprocess.Popen` with pipes."""
+    """`python WORDS...` in a separate process; used like `subprocess.Popen` with pipes."""
 
     def __init__(self, words, *, env=None, cwd="."):
         folder = Path(tempfile.mkdtemp(prefix="flatout-"))
@@ -120,7 +120,7 @@ def start_ranks(words, count=2, *, env=None, cwd="."):
 
 
 def run_ranks(words, count=2, *, env=None, cwd=".", timeout=240):
-    """Run `python WORDS...` as the ranks of a run; when one fails, the others are terminated.
+    """Run `python WORDS...` as the ranks of a run. When one fails, the others are terminated.
 
     Returns: a `subprocess.CompletedProcess` with the output of all, and the first code that is
              not 0.

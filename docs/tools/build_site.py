@@ -203,8 +203,6 @@ def stage(folder: Path) -> Path:
     for source, page in staged.items():
         text = with_reference(source.read_text(encoding="utf-8"), page)
         text = with_site_links(with_bars_in_code(text), source, staged, pages_dir / "assets")
-        if page == "index.md":  # its comparison table needs the width
-            text = f"---\nhide: [toc]\n---\n\n{text}"
         (pages_dir / page).parent.mkdir(parents=True, exist_ok=True)
         (pages_dir / page).write_text(text, encoding="utf-8")
     config = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))

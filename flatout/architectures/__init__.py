@@ -1,4 +1,4 @@
-"""Architectures of other programs: one file per family, with its config.json and its tensors.
+"""Architectures of other tools: one file per family, with its config.json and its tensors.
 
 A family states both directions, so that import and export use one table: from config.json to the
 keys under `model.` and back, and from its tensors to flatout's and back. `table.py` has what such

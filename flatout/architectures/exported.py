@@ -23,7 +23,7 @@ def read(document: JsonObject, _keys: JsonObject) -> JsonObject:
         raise ConfigError(
             f"config.json of the imported model names the model {kind!r}, which is not a part of "
             "flatout.",
-            fix="Export the run again; a model of your own code is not imported.",
+            fix="Export the run again. A model defined by your own code is not imported.",
         )
     return dict(found)
 

@@ -1,6 +1,6 @@
-"""The tensors of another program's model: safetensors files, or files that torch.save wrote.
+"""The tensors of another tool's model: safetensors files, or files that torch.save wrote.
 
-Nothing is executed: a file of torch.save is read with `weights_only=True`, which refuses pickled
+Nothing is executed: a file of torch.save is read with `weights_only=True`, which rejects pickled
 code, and only its tensors and plain values are used.
 """
 
@@ -30,13 +30,13 @@ SINGLE = ("model.safetensors", "pytorch_model.bin", "ckpt.pt")
 WRAPPERS = ("module.", "_orig_mod.")
 """Prefixes that DDP and torch.compile insert into names."""
 NESTED = ("model", "state_dict", "model_state_dict", "module")
-"""Keys under which training programs save the weights, beside other state."""
+"""Keys under which training tools save the weights, beside other state."""
 GET_AGAIN = "Get the file again from where it was published."
 
 
 @dataclass(frozen=True)
 class TensorFiles:
-    """The tensors of a model by name, without the prefixes in WRAPPERS; each is read when asked."""
+    """The tensors of a model by name, without the prefixes in WRAPPERS. Each is read when asked."""
 
     path: Path
     readers: dict[str, Callable[[], Tensor]]
@@ -133,8 +133,8 @@ def _open_torch(file: Path, found: TensorFiles) -> None:
     except pickle.UnpicklingError as error:
         safe = in_shell(file.with_suffix(SAFETENSORS).name)
         raise CheckpointError(
-            f"{file} contains Python code or objects in a pickle; reading them would execute code.",
-            fix=f"If you trust the file, load it with the program that wrote it, and save only the "
+            f"{file} contains Python code or objects in a pickle. Reading them would execute code.",
+            fix=f"If you trust the file, load it with the tool that wrote it, and save only the "
             f"tensors, with safetensors.torch.save_file, as {safe}.",
         ) from error
     if not isinstance(document, Mapping):

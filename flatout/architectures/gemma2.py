@@ -39,7 +39,8 @@ def layer_types(count: int) -> list[str]:
 def read(document: JsonObject, keys: JsonObject) -> JsonObject:
     """Return the keys of what Gemma lacks.
 
-    Raises: ConfigError for other layers with windows, or another scale of scores than flatout's.
+    Raises: ConfigError for other layers with windows, or a different scale of scores than
+    flatout's.
     """
     document = DEFAULTS | document
     scale = document["query_pre_attn_scalar"]

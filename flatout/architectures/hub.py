@@ -65,7 +65,7 @@ def model_folder(
         if not isinstance(known, str) or isinstance(error, HfHubHTTPError):  # the hub has answered
             raise _explained(error, reference) from error
         folder = Path(known).parent
-        progress.say(f"The hub cannot be reached; using the copy of {repository} in {folder}.")
+        progress.say(f"The hub cannot be reached. Using the copy of {repository} in {folder}.")
         return folder
     listed = [sibling.rfilename for sibling in info.siblings or ()]
     wanted = wanted_files(listed) if whole else [CONFIG]

@@ -99,8 +99,8 @@ def read_variant(document: JsonObject, keys: JsonObject) -> JsonObject:
     if len(biases) > 1:
         raise ConfigError(
             "The imported model has biases in its attention or its MLP, but not in both.",
-            fix="Start from another model: flatout has biases in all linear layers, or in those of "
-            "queries, keys and values.",
+            fix="Start from a different model: flatout has biases in all linear layers, or in "
+            "those of queries, keys and values.",
         )
     size, is_qwen = document.get("sliding_window", WINDOW), kind.startswith("qwen")
     if kind == "llama" or (is_qwen and not document.get("use_sliding_window")):
@@ -112,7 +112,7 @@ def read_variant(document: JsonObject, keys: JsonObject) -> JsonObject:
     if size is not None and len({*types}) > 1:
         raise ConfigError(
             "Some layers of the imported model have an attention window and others do not.",
-            fix="Start from another model: model.window applies to every layer.",
+            fix="Start from a different model: model.window applies to every layer.",
         )
     return {
         "bias": biases == {True},

@@ -46,7 +46,7 @@ ARCHITECTURE = Architecture(
         "activation": "gelu_exact",
         "tied_head": True,
     },
-    not_exported="Checkpoints of nanoGPT are only imported; export it as GPT-2.",
+    not_exported="Checkpoints of nanoGPT are only imported. Export it as GPT-2.",
     tensors=lambda config: [
         TensorMap(one.name, one.foreign[:1], *SAME) for one in gpt2.ARCHITECTURE.tensors(config)
     ],

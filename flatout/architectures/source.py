@@ -26,12 +26,12 @@ CONFIGURED = (SAFETENSORS, ".bin")
 """Endings of files that a config.json beside them describes."""
 MOST_NAMED = 3
 HEADS = ("unembedding.weight", "token_embedding.weight")
-"""The output head of flatout's models; a tied model has only the second."""
+"""The output head of flatout's models. A tied model has only the second."""
 
 
 @dataclass(frozen=True)
 class ForeignModel:
-    """A model that another program saved."""
+    """A model that another tool saved."""
 
     path: Path
     architecture: Architecture
@@ -40,7 +40,7 @@ class ForeignModel:
 
 
 def is_foreign(init_from: str) -> bool:
-    """Return whether `train.init_from` names a model that another program saved."""
+    """Return whether `train.init_from` names a model that another tool saved."""
     if init_from.startswith(PREFIX):
         return True
     path = Path(init_from)
@@ -56,7 +56,7 @@ def is_foreign(init_from: str) -> bool:
 
 
 def find_model(init_from: str, *, whole: bool = True, progress: Progress = SILENT) -> ForeignModel:
-    """Return what `train.init_from` names; a model of the hub is downloaded.
+    """Return what `train.init_from` names. A model of the hub is downloaded.
 
     Without `whole`, only its config.json is.
 
@@ -80,7 +80,7 @@ def find_model(init_from: str, *, whole: bool = True, progress: Progress = SILEN
         raise CheckpointError(
             f"{path} has no config.json, and its tensors ({first}, ...) do not tell its "
             "architecture.",
-            fix="Put the model's config.json beside the weights, as model.safetensors or "
+            fix="Put the model's config.json next to the weights, as model.safetensors or "
             f"pytorch_model.bin. {OTHER_MODEL}",
         )
     document = read_json(config)
@@ -91,7 +91,7 @@ def find_model(init_from: str, *, whole: bool = True, progress: Progress = SILEN
         raise ConfigError(
             f"{config} names code that defines the model (auto_map), and flatout never executes "
             "code of a model's directory.",
-            fix="Start from another model. If the model is one of the architectures of "
+            fix="Start from a different model. If the model is one of the architectures of "
             "docs/import-models.md, delete auto_map from config.json.",
         )
     if "quantization_config" in document:
@@ -120,7 +120,7 @@ class ForeignWeights:
     """The tensors of a foreign model under flatout's names, each computed when it is asked for."""
 
     def __init__(self, model: ForeignModel, config: Any) -> None:
-        """Open the files of a model; `config` is the checked configuration of flatout's model."""
+        """Open the files of a model. `config` is the checked configuration of flatout's model."""
         self.path = model.path
         self._files = open_tensors(model.path)
         self._architecture = model.architecture
@@ -141,8 +141,9 @@ class ForeignWeights:
         for foreign, part in zip(one.foreign, parts, strict=True):
             if not torch.isfinite(part).all():
                 raise CheckpointError(
-                    f"{foreign} of {self.path} has values that are not finite.",
-                    fix="Start from another model: this one is damaged, or its training diverged.",
+                    f"{foreign} of {self.path} contains values that are not finite.",
+                    fix="Start from a different model: this one is damaged, or its training "
+                    "diverged.",
                 )
         return one.join(parts)
 
@@ -191,8 +192,8 @@ class ForeignWeights:
                 raise CheckpointError(
                     f"{self.path} has an output head, {name}, with other values than {source}, "
                     "which its configuration makes the head.",
-                    fix="If the model has a head of its own, set tie_word_embeddings to false in "
-                    f"its config.json; otherwise remove {name}.",
+                    fix="If the model has a separate head, set tie_word_embeddings to false in "
+                    f"its config.json. Otherwise remove {name}.",
                 )
 
     def _stored(self, name: str) -> str:

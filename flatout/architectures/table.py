@@ -21,7 +21,7 @@ from flatout.models.transformer import TransformerConfig
 from flatout.ops import Ops
 from flatout.registry import MODELS
 
-OTHER_MODEL = "Start from another model; docs/import-models.md lists those that flatout reads."
+OTHER_MODEL = "Start from a different model. docs/import-models.md lists those that flatout reads."
 RESOLVED = {
     "d_ff": "mlp_width",
     "head_dim": "head_size",
@@ -118,7 +118,7 @@ class Architecture:
     heads: tuple[str, ...] = ("lm_head.weight",)
     """Names under which files may repeat the output head, such as that of a tied model."""
     recognise: Callable[[Shapes, JsonObject], JsonObject | None] = lambda _shapes, _others: None
-    """Returns the keys under `model.` of a file without config.json, or None for another family.
+    """Returns the `model.` keys of a file without config.json, or None for a different family.
 
     It gets the shapes of the file's tensors and its other values.
     """
@@ -177,12 +177,12 @@ def resolved(config: TransformerConfig, key: str) -> Any:
 def required(document: JsonObject, key: str, kind: type = int) -> Any:
     """Return the value of a key.
 
-    Raises: ConfigError when config.json lacks it, or its value has another type.
+    Raises: ConfigError when config.json lacks it, or its value has a different type.
     """
     value = document.get(key)
     if not isinstance(value, kind) or isinstance(value, bool):
         raise ConfigError(
-            f"config.json of the imported model states {key}={value!r}."
+            f"config.json of the imported model sets {key}={value!r}."
             if key in document
             else f"config.json of the imported model has no {key}.",
             fix="Restore config.json from the model's repository.",
@@ -193,12 +193,12 @@ def required(document: JsonObject, key: str, kind: type = int) -> Any:
 def require(document: JsonObject, key: str, *values: Any) -> None:
     """Check that a key is absent or has one of these values.
 
-    Raises: ConfigError: flatout's model would compute another function.
+    Raises: ConfigError: flatout's model would compute a different function.
     """
     value = document.get(key)
     if value is not None and value not in values:
         raise ConfigError(
-            f"The imported model has {key}={value!r} in config.json; flatout reads "
+            f"The imported model has {key}={value!r} in config.json. flatout reads "
             f"{' or '.join(map(repr, values))}.",
             fix=OTHER_MODEL,
         )
@@ -238,7 +238,7 @@ def sizes(names: str) -> list[Field]:
 
 
 def only(theirs: str, *values: Any, written: bool = True, **ours: Any) -> Field:
-    """Return the field of an entry that is absent or has one of `values`; the first is written.
+    """Return the field of an entry that is absent or has one of `values`. The first is written.
 
     `ours` are the keys that it means.
     """
@@ -251,7 +251,7 @@ def only(theirs: str, *values: Any, written: bool = True, **ours: Any) -> Field:
 
 
 def rotary(base: str = "rope_theta") -> Field:
-    """Return the field of rotary positions; `base` is the entry of the longest wavelength.
+    """Return the field of rotary positions. `base` is the entry of the longest wavelength.
 
     transformers 5 writes one mapping, `rope_parameters`; earlier versions `base` and
     `rope_scaling`. The field raises ConfigError for a scaling that flatout does not compute.
@@ -264,7 +264,7 @@ def rotary(base: str = "rope_theta") -> Field:
         kind = scaling.get("rope_type") or scaling.get("type") or "default"
         if kind not in SCALINGS:
             raise ConfigError(
-                f"The imported model scales rotary positions by {kind!r}; flatout computes linear "
+                f"The imported model scales rotary positions by {kind!r}. flatout computes linear "
                 "and llama3.",
                 fix=OTHER_MODEL,
             )
@@ -302,7 +302,7 @@ def tensors_of(rows: str, **transforms: Any) -> Callable[[Any], list[TensorMap]]
 
     A row has a name in flatout's model, a transform if the values differ, and the family's names.
     `{}` is the number of a block: the row is repeated for each. Rows of tensors that the model
-    lacks are left out. A transform is the two functions of a TensorMap, or returns them for a
+    lacks are omitted. A transform is the two functions of a TensorMap, or returns them for a
     configuration. `*` stands for the weight and the bias of a layer: if the model has no bias, the
     family's is 0, with a number per row of the weight.
     """
@@ -324,7 +324,7 @@ def tensors_of(rows: str, **transforms: Any) -> Callable[[Any], list[TensorMap]]
 
 
 def _maps(names: list[str], transform: Any, config: Any, there: Collection[str]) -> list[TensorMap]:
-    """Return the tensors of one row; the first name is flatout's."""
+    """Return the tensors of one row. The first name is flatout's."""
     join, split = transform(config) if callable(transform) else transform
     weight, bias = ([name.replace("*", part) for name in names] for part in ("weight", "bias"))
     if weight == bias or bias[0] in there:

@@ -21,16 +21,17 @@ FIRST = "layers.0"
 
 
 def recognise(shapes: Shapes, _others: JsonObject) -> JsonObject | None:
-    """Return the `model.` keys that the shapes tell, or None for another family.
+    """Return the `model.` keys that the shapes tell, or None for a different family.
 
-    Raises: ConfigError for a selective layer: its eigenvalues depend on the token in another way.
+    Raises: ConfigError for a selective layer: its eigenvalues depend on the token in a different
+    way.
     """
     known = (f"{FIRST}.in_proj.weight", f"{FIRST}.log_decay", "token_emb.weight", "pos_emb.weight")
     if not all(name in shapes for name in known):
         return None
     if f"{FIRST}.select_proj.weight" in shapes:
         raise ConfigError(
-            "The imported model has selective eigenvalues; flatout reads the FFT layer, whose "
+            "The imported model has selective eigenvalues. flatout reads the FFT layer, whose "
             "eigenvalues are fixed.",
             fix=OTHER_MODEL,
         )
@@ -103,7 +104,7 @@ so both are divided out here; biases that the FFT layer lacks are 0.
 
 
 def tensors(config: EigenstateConfig) -> list[TensorMap]:
-    """Return the tensors of a model; the last row has a block for each head."""
+    """Return the tensors of a model. The last row has a block for each head."""
     heads = (f" layers.{{}}.coupling_blocks.{head}" for head in range(config.num_heads))
     return tensors_of(
         TENSORS + "".join(heads),

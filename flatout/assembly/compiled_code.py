@@ -31,7 +31,7 @@ def is_cached(config: RunConfig) -> bool:
 
 
 def mark_as_cached(config: RunConfig) -> None:
-    """Record that the code of a run has been compiled; a cache that is read-only stays unmarked."""
+    """Record that the code of a run has been compiled. A cache that is read-only stays unmarked."""
     with suppress(OSError):
         mark = _mark(config)
         mark.parent.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""Predicts the time of a step on GPUs: matrix products, attention, memory traffic, communication.
+"""Predicts the time of a step on GPUs: matmuls, attention, memory traffic, communication.
 
 It needs torch only when it is called.
 
@@ -17,9 +17,9 @@ from flatout.config.schema import RunConfig
 from flatout.hardware import Machine, MachineRow
 
 MATMUL_SHARE = {8: 0.65, 9: 0.5}
-"""Share of the peak that matrix products reach, by major compute capability; the newest: others."""
+"""Share of the peak that matmuls reach, by major compute capability; the newest: others."""
 ATTENTION_SHARE = 0.5
-"""Rate of attention as a share of that of other products."""
+"""Rate of attention as a share of that of matmuls."""
 MOVED_BYTES = {True: 100, False: 300}
 """Bytes that other operations move per token, layer and component of the width, compiled or not."""
 RECOMPUTED = {"checkpointing": 1 / 3, "half-checkpointing": 1 / 6, "selective-checkpointing": 0.12}
@@ -27,7 +27,7 @@ RECOMPUTED = {"checkpointing": 1 / 3, "half-checkpointing": 1 / 6, "selective-ch
 INSIDE_SHARE, BETWEEN_SHARE = 0.8, 0.8
 """Share of a link's rate that collectives reach."""
 PCIE_GB_PER_S = 25.0
-"""Rate between GPUs without links of their own."""
+"""Rate between GPUs without direct links."""
 EXCHANGES = 8
 """Times that a layer gathers or adds up hidden states among ranks that share it: four forward."""
 HOST_GB_PER_S = {7: 12.0, 8: 24.0, 9: 48.0}
@@ -78,7 +78,7 @@ def gpu_time(
     world_size: int,
     speedups: Collection[str],
 ) -> GpuTime:
-    """Return the time of a step of a resolved configuration; `peak_flops` are those of one GPU."""
+    """Return the time of a step of a resolved configuration. `peak_flops` are those of one GPU."""
     from flatout.models.language_model import model_of
     from flatout.ops import Ops
 
@@ -91,7 +91,7 @@ def gpu_time(
     generation = row.compute_capability[0] if row.compute_capability else 0
 
     def newest(figures: dict[int, float]) -> float:
-        """Return the figure of this generation of GPUs, or of the newest."""
+        """Return the value for this generation of GPUs, or for the newest."""
         return figures.get(generation, figures[max(figures)])
 
     rate = peak_flops * newest(MATMUL_SHARE)

@@ -1,9 +1,9 @@
-"""Estimate the memory of a run, part by part, and say whether it fits its device.
+"""Estimate the memory of a run, part by part, and check whether it fits its device.
 
 The embedding, each kind of block, the head with the loss, and the optimizer's step run on tensors
 that have shapes but no storage, and their bytes are counted while they exist. The peak of a step
 follows by arithmetic, for any number of blocks. The estimate therefore works for any model, op and
-precision, without a GPU and without formulas. It is for eager mode; a compiled model usually needs
+precision, without a GPU and without formulas. It is for eager mode. A compiled model usually needs
 less. It excludes the device's context (about half a GiB on a GPU), scratch space inside kernels,
 the allocator's fragmentation, and copies of the state in host memory.
 """
@@ -81,7 +81,7 @@ class Workload:
     seq_len: int
     ops: Ops
     autocast: torch.dtype | None
-    """Dtype of the matrix products if it differs from the weights'."""
+    """Dtype of the matmuls if it differs from the weights'."""
     moments: Callable[[int], int]
     """Number of weights of a tensor -> bytes that AdamW keeps for it."""
     num_shards: int
@@ -231,7 +231,7 @@ def _micro_batch(traced: _Traced, gradients: int) -> Iterator[Moment]:
 def _sharded(
     traced: _Traced, workload: Workload, gradients: int, own: Callable[[Tensor], int]
 ) -> Iterator[Moment]:
-    """Yield the moments of a micro-batch under fully_shard; `own` returns the weights of a shard.
+    """Yield the moments of a micro-batch under fully_shard. `own` returns the weights of a shard.
 
     Gathered are the weights outside of blocks, and two blocks, of which one is prefetched, or all
     between their passes. The gradients of a block exist whole, and in fp32 to be summed.
@@ -383,7 +383,7 @@ def _trace_part(
             left = call(given)
         del given
         if left.requires_grad:  # not after an embedding that is frozen
-            # Its gradient has memory of its own.
+            # Its gradient has separate memory.
             left.register_hook(Tensor.contiguous)  # type: ignore[no-untyped-call]
         end = left.sum()
         del left
@@ -468,7 +468,7 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of the tensors' storages; each storage counts once."""
+    """Return the bytes of the tensors' storages. Each storage counts once."""
     return sum({storage_id(each): each.untyped_storage().nbytes() for each in tensors}.values())
 
 
@@ -655,7 +655,7 @@ def trace_memory(
 def recompute_blocks(
     model: LanguageModel, _mesh: Mesh | None = None, **options: Any
 ) -> LanguageModel:
-    """Wrap each block in torch's `checkpoint` with these options; parameter names do not change."""
+    """Wrap each block in torch's `checkpoint` with these options. Parameter names do not change."""
 
     def recomputed(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
         # dynamo traces a function that calls `checkpoint`, and no partial of it

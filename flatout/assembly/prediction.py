@@ -2,8 +2,8 @@
 
 One file per GPU or CPU in flatout's cache has the gains that `bench` measured, which `auto` prefers
 to the defaults in the speedups' own files and `list speedups` shows, and what finished runs needed,
-which corrects the arithmetic. A figure that neither they nor a data sheet support is None, and
-every figure says where it comes from. Nothing here imports torch.
+which corrects the arithmetic. A value that neither they nor a data sheet support is None, and
+every number has a source. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from flatout.registry import SPEEDUPS
 
 if TYPE_CHECKING:
     from flatout.assembly.gpu_rate import GpuTime
-    from flatout.roof import Peak
+    from flatout.roofline import Peak
 
 GIB = 2**30
 FORMAT_VERSION = 1
@@ -40,14 +40,14 @@ MINUTES = 30
 compilation; two rounds.
 """
 MOST_RUNS = 200
-"""Runs kept per file; older ones are dropped."""
+"""Runs kept per file. Older ones are dropped."""
 LAST_RUNS = 5
 """How many of the latest runs of one kind are used."""
 SIMILAR = 4
 """Largest ratio of FLOPs per token at which a model's rate of FLOPs is taken for another's."""
 EAGER_MFU, COMPILED_MFU = 0.22, 0.42
 """Measured on an H100 with 124 M parameters: 0.224 eager, 0.410 compiled, and 0.463 for the
-eigenstate network on sequences of 32,768 tokens (docs/gpu.md)."""
+eigenstate network on sequences of 32,768 tokens (docs/numbers/gpu.md)."""
 STARTING_S = 15e-6
 """Assumed seconds to start an operation in eager mode, from Python to its backward pass."""
 EVALUATION_COST = 3
@@ -104,11 +104,11 @@ class MemoryEstimate:
     workspace: int
     """Excess of one block's backward over `logits`, and gathered weights if sharded."""
     peak: Moment
-    """The moment of the step at which most memory exists; parts do not all exist at once."""
+    """The moment of the step at which most memory exists. Parts do not all exist at once."""
     largest: int
     """The largest tensor that a micro-batch creates."""
     operations: int
-    """Operations that an eager step starts, without views; the optimizer's are assumed."""
+    """Operations that an eager step starts, without views. The optimizer's are assumed."""
     host: int = 0
     """Weights, gradients and optimizer state of this process in host memory."""
 
@@ -242,7 +242,7 @@ def advice(gpu: str, recipe: str, cache: Path) -> str | None:
     with suppress(OSError):  # the hint is then repeated at the next run
         keep(gpu, cache, {})
     return (
-        f"No speedup has been measured on this GPU ({gpu}); `flatout bench {recipe} --minutes "
+        f"No speedup has been measured on this GPU ({gpu}). `flatout bench {recipe} --minutes "
         f"{MINUTES}`, with this run's settings, measures them in about {MINUTES} minutes."
     )
 
@@ -304,7 +304,7 @@ class MemoryPrediction:
     error: float | None
     """Relative error to expect of the total; None if it is unknown."""
     source: str
-    """Where the figures come from."""
+    """Where the numbers come from."""
     on_gpu: bool
 
     @property
@@ -314,7 +314,7 @@ class MemoryPrediction:
 
     @property
     def peak_gib(self) -> float:
-        """The figure that `train` reports: allocated on a GPU, the whole process on a CPU."""
+        """The number that `train` reports: allocated on a GPU, the whole process on a CPU."""
         return (self.allocated if self.on_gpu else self.total) / GIB
 
 
@@ -430,7 +430,7 @@ def predict_time(
 ) -> TimePrediction:
     """Return the rate and the duration of `this`, a run of `config` without measurements.
 
-    A run of the same shape with the same speedups decides; otherwise figures of bench for it, the
+    A run of the same shape with the same speedups decides. Otherwise rates from bench for it, the
     rate of FLOPs that models of similar size reached here, what published runs took on the GPUs of
     a `machine` (`gpu_time`), or an assumed share of the peak. A run whose micro-batch also is the
     same is preferred, and one that had the cores to itself. With the `memory` of an eager run, the
@@ -503,9 +503,9 @@ def assumed_rate(
 ) -> tuple[float, str]:
     """Return the tokens per second of all devices, and what was assumed.
 
-    `whole` is the rate at the peak of matrix products. With the `operations` of an eager step,
+    `whole` is the token rate at the peak matmul rate. With the `operations` of an eager step,
     small ones count: a CPU computes after it has started an operation, a GPU meanwhile. GPUs that
-    are not `known` are assumed to reach what an H100 was measured to (docs/gpu.md).
+    are not `known` are assumed to reach what an H100 was measured to (docs/numbers/gpu.md).
     """
     on_gpu = config.train.device.startswith("cuda")
     share = (EAGER_MFU if operations else COMPILED_MFU) if on_gpu else ASSUMED_MFU

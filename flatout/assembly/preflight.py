@@ -122,13 +122,13 @@ def require_machine(config: RunConfig, machine: str) -> Machine:
     if config.train.device == "cpu":
         raise ConfigError(
             f"train.device=cpu and --machine {machine!r} contradict each other.",
-            fix="Leave one of the two out.",
+            fix="Remove one of the two.",
         )
     return named
 
 
 def open_dataset(config: RunConfig, *, progress: Progress = SILENT) -> AnyDataset:
-    """Open the dataset or mix of a configuration; datasets at a URL are downloaded first.
+    """Open the dataset or mix of a configuration. Datasets at a URL are downloaded first.
 
     Raises: ConfigError when it names none; DataError when one is not a dataset, cannot be
             downloaded, or is shorter than one sequence.
@@ -139,8 +139,8 @@ def open_dataset(config: RunConfig, *, progress: Progress = SILENT) -> AnyDatase
         if tokens <= seq_len:
             shorter = 1 << max((tokens // 8).bit_length() - 1, 0)  # it fits several times
             raise DataError(
-                f"{part.dataset.origin} has {tokens:,} tokens for training; "
-                f"one sequence of data.seq_len={seq_len} needs {seq_len + 1:,}.",
+                f"{part.dataset.origin} has {tokens:,} tokens for training. "
+                f"One sequence of data.seq_len={seq_len} needs {seq_len + 1:,}.",
                 fix=f"Set data.seq_len={shorter}, or prepare more text."
                 if tokens > 1
                 else "Prepare more text.",
@@ -161,7 +161,7 @@ def resolve_batch(config: RunConfig, world_size: int) -> RunConfig:
         processes = counted(world_size, "process", "processes")
         raise ConfigError(
             f"parallel.{key}={per_row} does not divide {processes}.",
-            fix=f"Set train.devices to a multiple of {per_row}, or leave parallel.{key} out.",
+            fix=f"Set train.devices to a multiple of {per_row}, or remove parallel.{key}.",
         )
     if seq_len % per_row:
         key, unit = ("context", 2 * per_row) if context > 1 else ("tensor", per_row)
@@ -204,7 +204,7 @@ def sizes_of(config: RunConfig) -> list[int]:
 
 
 def for_world_size(config: RunConfig, world_size: int) -> RunConfig:
-    """Return a resolved configuration for another number of processes, with the same steps.
+    """Return a resolved configuration for a different number of processes, with the same steps.
 
     The micro-batch keeps its rows, or shrinks to the most that divide a process's share.
     Raises: ConfigError when the sequences of a step cannot be divided.
@@ -219,7 +219,7 @@ def for_world_size(config: RunConfig, world_size: int) -> RunConfig:
         raise ConfigError(
             f"A step of {sequences} sequences cannot be divided among {world_size} processes "
             f"with {', '.join(stated)}.",
-            fix=f"Start {sizes} processes." if sizes else "Leave out these keys.",
+            fix=f"Start {sizes} processes." if sizes else "Remove these keys.",
         )
     share = sequences // (world_size // per_row)
     rows = next(divisors(share, int(config.batch.rows_per_device)))

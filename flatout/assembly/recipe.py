@@ -44,17 +44,17 @@ PLAIN_ROWS, PLAIN_TOKENS = 12, 131_072
 
 @dataclass(frozen=True)
 class Precision:
-    """Arithmetic of matrix products. Weights, gradients and optimizer state stay in fp32."""
+    """Arithmetic of matmuls. Weights, gradients and optimizer state stay in fp32."""
 
     name: Literal["fp32", "bf16", "fp16"]
     """The value of train.precision in the resolved config."""
     autocast: str | None = None
-    """torch dtype of the products; None leaves them in fp32."""
+    """torch dtype of the matmuls; None leaves them in fp32."""
     loss_scale: float | None = None
     """Initial loss scale; None where gradients cannot underflow."""
 
     def dtype(self) -> torch.dtype | None:
-        """Return the torch dtype of the products, or None."""
+        """Return the torch dtype of the matmuls, or None."""
         import torch
 
         return getattr(torch, self.autocast) if self.autocast else None
@@ -73,13 +73,13 @@ class Readback(Protocol):
     """Brings metrics from the device to the host."""
 
     def push(self, step: int, values: Mapping[str, Tensor], *, due: bool) -> None:
-        """Take the metrics of a step (name to 0-D tensor); only those that are `due` are kept.
+        """Take the metrics of a step (name to 0-D tensor). Only those that are `due` are kept.
 
         Shapes: each value is 0-D.
         """
 
     def ready(self, *, flush: bool = False) -> list[tuple[int, dict[str, float]]]:
-        """Return the metrics that have reached the host; with `flush`, wait for all of them."""
+        """Return the metrics that have reached the host. With `flush`, wait for all of them."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class ImmediateReadback:
             self._read.append((step, metrics))
 
     def ready(self, *, flush: bool = False) -> list[tuple[int, dict[str, float]]]:
-        """Return the metrics since the last call; `flush` has no effect, as nothing is pending."""
+        """Return the metrics since the last call. `flush` has no effect, as nothing is pending."""
         read, self._read = self._read, []
         return read
 
@@ -173,7 +173,7 @@ def zero_in_place(parameters: Iterable[nn.Parameter]) -> None:
 
 @contextmanager
 def automatic_gc() -> Iterator[Callable[[int], None]]:
-    """Leave Python's garbage collector on; the callback for each step does nothing."""
+    """Leave Python's garbage collector on. The callback for each step does nothing."""
     yield lambda _step: None
 
 
@@ -227,11 +227,11 @@ class Recipe:
     matmul: Literal["highest", "high"] = "highest"
     """torch's float32 matmul precision."""
     precision: Precision = FP32
-    """Arithmetic of the matrix products."""
+    """Arithmetic of the matmuls."""
     attention: Callable[..., Tensor] = lazy("flatout.ops.attention:reference")
     """Attention inside the blocks."""
     linear: Callable[..., Tensor] = lazy("flatout.ops.linear:reference")
-    """Matrix products inside the blocks."""
+    """Matmuls inside the blocks."""
     heads: Callable[..., tuple[Tensor, Tensor, Tensor]] = lazy("flatout.ops.heads:reference")
     """Splits a projection into query, key and value heads, normalised and rotated."""
     scan: Callable[..., Tensor] = lazy("flatout.ops.scan:reference")
@@ -245,9 +245,9 @@ class Recipe:
     moments: Callable[[int], int] = lazy("flatout.assembly.memory:two_in_fp32")
     """Returns the bytes of AdamW's moments for a tensor, given its number of weights."""
     low_precision: Transform | None = None
-    """Narrows the products of some layers."""
+    """Narrows the matmuls of some layers."""
     activations: Transform | None = None
-    """Makes blocks keep less for backward; without it they keep all."""
+    """Makes blocks keep less for backward. Without it they keep all."""
     compilation: Transform | None = None
     """Compiles the model, or its blocks."""
     cuda_graphs: Transform | None = None
@@ -271,12 +271,12 @@ class Recipe:
     cudnn_benchmark: Callable[[], AbstractContextManager[None]] = nullcontext
     """Context of the training loop in which cuDNN chooses its algorithms."""
     filled_by: Mapping[str, str] = field(default_factory=dict)
-    """Maps each filled slot to its speedup; a slot is filled at most once."""
+    """Maps each filled slot to its speedup. A slot is filled at most once."""
 
     if not TYPE_CHECKING:
 
         def __getattribute__(self, name):
-            """Import a `Lazy` part when it is read; `vars()` shows the stored reference."""
+            """Import a `Lazy` part when it is read. `vars()` shows the stored reference."""
             value = super().__getattribute__(name)
             return load_reference(value.reference) if isinstance(value, Lazy) else value
 
@@ -293,7 +293,7 @@ class Recipe:
         return self.with_parts(**parts, filled_by=filled_by)
 
     def with_parts(self, **parts: Any) -> Recipe:
-        """Return this recipe with other values for some slots; parts are not imported for it."""
+        """Return this recipe with other values for some slots. Parts are not imported for it."""
         return Recipe(**vars(self) | parts)
 
     def ops(self) -> Ops:
@@ -303,7 +303,7 @@ class Recipe:
         return Ops(**{each.name: getattr(self, each.name) for each in fields(Ops)})
 
     def arithmetic(self, device: str) -> str:
-        """Return the arithmetic of the matrix products on `device`: fp32, tf32, bf16 or fp16."""
+        """Return the arithmetic of the matmuls on `device`: fp32, tf32, bf16 or fp16."""
         is_tf32 = self.matmul == "high" and device.startswith("cuda")
         return "tf32" if is_tf32 and self.precision.name == "fp32" else self.precision.name
 
@@ -330,12 +330,12 @@ def both_fill(first: str, second: str, slot: str, fix: str = "") -> ConfigError:
     """Return the error for two speedups that fill one slot."""
     return ConfigError(
         f"The speedups {first!r} and {second!r} both fill the slot {slot!r}.",
-        fix=f"Leave out one of the two{fix}.",
+        fix=f"Remove one of the two{fix}.",
     )
 
 
 @dataclass(frozen=True)
-class Promise:
+class Tolerance:
     """How far a speedup may change the losses."""
 
     kind: Literal["exact", "rounding", "statistical"]
@@ -343,7 +343,7 @@ class Promise:
     """Largest relative difference between losses on the same batches; rounding only."""
 
     @classmethod
-    def exact(cls) -> Promise:
+    def exact(cls) -> Tolerance:
         """Bit-equal losses on the same batches.
 
         This holds wherever two runs of one command are bit-equal: on a GPU, with
@@ -352,20 +352,20 @@ class Promise:
         return cls("exact")
 
     @classmethod
-    def rounding(cls, *, rtol: float) -> Promise:
+    def rounding(cls, *, rtol: float) -> Tolerance:
         """Losses on the same batches differ by at most `rtol` in relative terms."""
         return cls("rounding", rtol)
 
     @classmethod
-    def statistical(cls) -> Promise:
-        """Different batches or arithmetic; the final loss is within the spread over seeds."""
+    def statistical(cls) -> Tolerance:
+        """Different batches or arithmetic. The final loss is within the spread over seeds."""
         return cls("statistical")
 
     def holds(self, fast: Sequence[float], plain: Sequence[float]) -> bool:
-        """Return whether two runs' losses, step by step, keep an exact or rounding promise.
+        """Return whether two runs' losses, step by step, stay within this tolerance.
 
-        An exact promise needs bit-reproducible runs: on a CPU, or with train.deterministic=true. A
-        statistical promise cannot be checked with two runs; `bench` compares over seeds.
+        An exact tolerance needs bit-reproducible runs: on a CPU, or with train.deterministic=true.
+        A statistical tolerance cannot be checked with two runs: `bench` compares over seeds.
         """
         if len(fast) != len(plain):
             return False
@@ -374,7 +374,7 @@ class Promise:
 
 @dataclass(frozen=True)
 class On:
-    """A default of `auto`: on, unless an earlier speedup of the ladder fills one of its slots."""
+    """A default of `auto`: on, unless a speedup of a lower rank fills one of its slots."""
 
     because: str | None = None
     """The reason, in words; None means the speedup's `saves`."""
@@ -405,7 +405,7 @@ class Off:
 
 
 UNRANKED = 10_000
-"""Rank of a speedup that states none: last on the ladder."""
+"""Rank of a speedup that states none: last."""
 
 
 @dataclass(frozen=True)
@@ -416,7 +416,7 @@ class Speedup:
     """The file's name, with hyphens for underscores."""
     saves: str
     """One line on what it saves."""
-    promise: Promise
+    tolerance: Tolerance
     """How far it may change the losses."""
     fills: Mapping[str, Any] = field(default_factory=dict)
     """Maps each slot that it fills to its value."""
@@ -425,7 +425,7 @@ class Speedup:
     compiles: bool = False
     """Whether it uses torch.compile.
 
-    Compiled code is called once before training; if that fails, every speedup that compiles is
+    Compiled code is called once before training. If that fails, every speedup that compiles is
     turned off.
     """
     why_not: Check = lambda _machine, _config: None
@@ -438,8 +438,9 @@ class Speedup:
     """
 
     rank: int = UNRANKED
-    """Position on the ladder, equal ranks by name: of two defaults for one slot, the first that can
-    run is on, and `bench` adds them in this order.
+    """Position among the speedups; equal ranks go by name.
+
+    Of two defaults for one slot, the first that can run is on. `bench` adds them in this order.
     """
     auto: Mapping[Literal["cpu", "cuda"], On | Off] = field(default_factory=dict)
     """Its default under `speedups=auto` on each device; off if not stated."""
@@ -498,8 +499,8 @@ def gpu_below(machine: Machine, capability: tuple[int, int], what: str) -> str |
         return None
     have = ".".join(str(part) for part in too_old[0].compute_capability)
     return (
-        f"{what} needs compute capability {capability[0]}.{capability[1]}; "
-        f"the {too_old[0].name} has {have}."
+        f"{what} needs compute capability {capability[0]}.{capability[1]}. "
+        f"The {too_old[0].name} has {have}."
     )
 
 

@@ -37,7 +37,7 @@ from flatout.parallel.context import Context
 from flatout.parallel.tensor import Split
 from flatout.progress import counted, readable_memory
 from flatout.registry import MODELS
-from flatout.roof import peak_tflops
+from flatout.roofline import peak_tflops
 
 known_peak = functools.cache(peak_tflops)
 """Like `peak_tflops`, but measures at most once per process."""
@@ -62,7 +62,7 @@ EVALUATIONS, MIN_BETWEEN_EVALUATIONS = 20, 10
 EVALUATION_SHARE, MIN_SEQUENCES = 0.05, 32
 """Most of the run's work that they take, and the fewest sequences that one of them scores."""
 FREE_OF_IMPORTED = (*FREE_OF_WEIGHTS, "z_loss")
-"""Keys that may differ from an imported model, whose files say nothing about training."""
+"""Keys that may differ from an imported model, whose files do not describe training."""
 
 
 def resolve(
@@ -112,8 +112,8 @@ def resolve(
     if config.lora.base_dtype == "bf16" and recipe.precision.autocast != "bfloat16":
         raise ConfigError(
             "lora.base_dtype=bf16 needs matmuls in bf16 by autocast, and this run has "
-            f"{recipe.precision.name} products of fp32 weights.",
-            fix="Set lora.base_dtype=fp32; a GPU has such matmuls, with the speedup bf16.",
+            f"{recipe.precision.name} matmuls of fp32 weights.",
+            fix="Set lora.base_dtype=fp32. A GPU has such matmuls, with the speedup bf16.",
         )
     chooser = recipe.filled_by.get("micro_batch")
     if config.batch.rows_per_device == "auto":
@@ -278,7 +278,7 @@ def with_evaluations(
 
     If the configuration states neither, they are an epoch of a run of at least two `epochs`, and
     1/EVALUATIONS of another, and each scores so much that they take EVALUATION_SHARE of the run at
-    most. Without a dataset, which says how long an epoch is, the configuration stays as it is.
+    most. Without a dataset, which defines the length of an epoch, the configuration stays as it is.
     """
     train, steps = config.train, config.train.steps
     if dataset is None or steps is None:
@@ -304,7 +304,7 @@ def with_evaluations(
 
 
 def expected_minutes(config: RunConfig, tflops: float) -> float | None:
-    """Return the minutes of a run's matrix products, or None if its length depends on the data.
+    """Return the minutes of a run's matmuls, or None if its length depends on the data.
 
     Units:  tflops is the rate of all processes together.
     """
@@ -372,7 +372,7 @@ def _resolve_model(config: RunConfig, dataset: AnyDataset | None) -> RunConfig:
     vocab_size = config.model.vocab_size or (dataset.vocab_size if dataset else None)
     if vocab_size is None:
         raise ConfigError(
-            "The vocabulary size is not known: neither model.vocab_size nor a dataset states it"
+            "The vocabulary size is not known: neither model.vocab_size nor a dataset sets it"
             + (f", and {config.data.path} is not a dataset yet." if config.data.path else "."),
             fix="Set model.vocab_size, such as 50304 for GPT-2's tokenizer, or data.path to a "
             "prepared dataset.",
@@ -381,7 +381,7 @@ def _resolve_model(config: RunConfig, dataset: AnyDataset | None) -> RunConfig:
         raise ConfigError(
             f"model.vocab_size={vocab_size} is smaller than the vocabulary of "
             f"{members_of(dataset)[0].dataset.origin}, {dataset.vocab_size}.",
-            fix="Leave model.vocab_size out, or prepare the data with the model's own tokenizer.",
+            fix="Remove model.vocab_size, or prepare the data with the model's own tokenizer.",
         )
     _, model_config = model_of(config, vocab_size=vocab_size)
     return config.with_values(
@@ -390,7 +390,7 @@ def _resolve_model(config: RunConfig, dataset: AnyDataset | None) -> RunConfig:
 
 
 def _check_divides(config: RunConfig) -> None:
-    """Check that processes can share rows and layers as `parallel` says.
+    """Check that processes can share rows and layers as `parallel` requires.
 
     Raises: ConfigError, as the model's `share_rows` and `share_layers`.
     """
@@ -400,7 +400,7 @@ def _check_divides(config: RunConfig) -> None:
     if parallel.tensor > 1 and config.lora.rank:
         raise ConfigError(
             f"parallel.tensor={parallel.tensor} does not support lora.rank={config.lora.rank}.",
-            fix="Leave one of them out.",
+            fix="Remove one of them.",
         )
     model_class, model_config = model_of(config)
     model = model_class.on_meta(model_config, Ops.plain())
@@ -450,7 +450,7 @@ def with_imported_shape(config: RunConfig, dataset: AnyDataset | None) -> RunCon
                 f"{sizes} of {origin} only {known}: {imported - known} rows of its embedding have "
                 "no token.",
                 fix="Prepare the data with the model's own tokenizer. If it is that tokenizer, and "
-                f"the embedding is only padded, say so: model.vocab_size={imported}.",
+                f"the embedding is only padded, set model.vocab_size={imported}.",
             )
     model_class = MODELS.get(kind)
     theirs = model_class.check(own, seq_len=1).model_dump(mode="json")
@@ -461,7 +461,7 @@ def with_imported_shape(config: RunConfig, dataset: AnyDataset | None) -> RunCon
     }:
         raise _different(differing, init_from)
     own |= stated
-    model_class.check(own, seq_len=config.data.seq_len)  # refuses unknown keys
+    model_class.check(own, seq_len=config.data.seq_len)  # rejects unknown keys
     values = own | {"kind": kind}
     return config.with_values({f"model.{key}": value for key, value in values.items()})
 
@@ -473,6 +473,6 @@ def _different(keys: dict[str, tuple[object, object]], init_from: str) -> Config
     words = (f"model.{key}={json.dumps(theirs)}" for key, (_, theirs) in keys.items())
     return ConfigError(
         f"The configuration does not fit the imported model {init_from}: {listed}.",
-        fix="Leave the model's shape out of the recipe: it comes from the imported model. Or set "
+        fix="Remove the model's shape from the recipe: it comes from the imported model. Or set "
         f"{' '.join(words)}.".replace('"', ""),
     )

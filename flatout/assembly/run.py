@@ -31,7 +31,7 @@ from flatout.optimizers.loss_scale import LossScaler
 from flatout.optimizers.step_guard import StepGuard
 from flatout.parallel.mesh import Mesh, wrap
 from flatout.progress import SILENT, Progress, readable_memory
-from flatout.roof import Peak
+from flatout.roofline import Peak
 
 if TYPE_CHECKING:
     from flatout.data.load.feed import DirectFeed, PrefetchFeed
@@ -56,7 +56,7 @@ class StateSaver(Protocol):
     """The last step that this process saved or started to save."""
 
     def reserve(self, run: Run, progress: Progress = SILENT) -> int:
-        """Allocate the memory for saves, before training starts; return its bytes."""
+        """Allocate the memory for saves, before training starts, and return its bytes."""
 
     def save(
         self,
@@ -93,7 +93,7 @@ class StateSaver(Protocol):
         """Wait for the pending checkpoint, without communicating with other ranks."""
 
     def abandon(self) -> None:
-        """Give up the pending checkpoint without waiting; earlier checkpoints are not affected."""
+        """Give up the pending checkpoint without waiting. Earlier checkpoints are not affected."""
 
 
 class Pulse:
@@ -147,7 +147,7 @@ class Run:
     guard: StepGuard = field(default_factory=StepGuard)
     """Skips the updates of bad steps."""
     left_out: Mapping[int, int] = field(default_factory=dict)
-    """Positions of data that the feed leaves out, and those at which it continues."""
+    """Positions of data that are skipped, and those at which it continues."""
     step: int = 0
     tokens: int = 0
     elapsed_s: float = 0.0
@@ -203,7 +203,7 @@ class Run:
 
     @property
     def arithmetic(self) -> str:
-        """Arithmetic of the matrix products: fp32, tf32, bf16 or fp16."""
+        """Arithmetic of the matmuls: fp32, tf32, bf16 or fp16."""
         return self.recipe.arithmetic(self.mesh.device.type)
 
     def autocast(self) -> AbstractContextManager[Any]:
@@ -225,7 +225,7 @@ def build(
 ) -> Run:
     """Return the run that a resolved configuration describes, at step 0.
 
-    Weights are initialised with train.seed, identically on every rank; then each rank's generators
+    Weights are initialised with train.seed, identically on every rank. Then each rank's generators
     get a different seed. `left_out` maps positions in the data to those to continue at instead.
     `peak` is the peak rate of the device if it is known. Without `draws` the weights are arbitrary,
     because a checkpoint replaces them.

@@ -1,8 +1,9 @@
-"""Select the speedups of a run, given the configuration and the machine, and say why.
+"""Select the speedups of a run, given the configuration and the machine, with the reasons.
 
 A speedup is on if the configuration names it. Under `auto`, the default in the speedup's file
 decides, unless `bench` measured otherwise on this hardware. Of several for one slot, the first one
-that can run is on: those that are named, then those that measured faster here, then the ladder.
+that can run is on: those that are named, then those that measured faster here, then the rest by
+rank.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Decision:
 
 
 class Gain(Stored):
-    """What a speedup gained in the last ladder that measured it."""
+    """What a speedup gained in the last ablation that measured it."""
 
     gain: float
     """How many times faster training is with it."""
@@ -37,11 +38,11 @@ class Gain(Stored):
     high: float | None
     """Upper end."""
     where: str
-    """What it was added to or left out of."""
+    """What it was added to or removed from."""
     recipe: str
-    """Recipe of that ladder."""
+    """Recipe of that ablation."""
     date: str
-    """When the ladder started."""
+    """When the ablation started."""
     commit: str | None
     """Commit of flatout; null outside a checkout."""
     torch: str
@@ -100,18 +101,18 @@ def parse_request(speedups: str | Sequence[str]) -> Request:
             raise unknown_name("speedup", name, [*SPEEDUPS.names(), "auto", "none"])
         (dropped if word.startswith("-") else named).append(name)
     if "none" in words and (auto or named):
-        raise ConfigError(f"{asked} none and for others.", fix="Write none alone, or leave it out.")
+        raise ConfigError(f"{asked} none and for others.", fix="Write none alone, or remove it.")
     for name in named:
         if name in dropped:
             raise ConfigError(
-                f"{asked} {name!r} and leaves it out.",
+                f"{asked} {name!r} and excludes it.",
                 fix=f"Write {name} once, with + or with -.",
             )
     return Request(auto, tuple(named), tuple(dropped))
 
 
 def adding(speedups: str | Sequence[str], names: Iterable[str]) -> str:
-    """Return the request with `names` added and no longer left out."""
+    """Return the request with `names` added and no longer excluded."""
     added = list(names)
     sign = "+" if parse_request(speedups).auto else ""
     kept = [word for word in _words(speedups) if word[0] != "-" or _name(word) not in added]
@@ -136,7 +137,7 @@ def _name(word: str) -> str:
 
 
 def speedup_named(name: str) -> Speedup:
-    """Return the speedup `name`; a custom one is named by its `package.module:attribute`.
+    """Return the speedup `name`. A custom one is named by its `package.module:attribute`.
 
     Raises: ConfigError that suggests the nearest name when there is none.
     """
@@ -145,10 +146,10 @@ def speedup_named(name: str) -> Speedup:
 
 
 def all_speedups(named: Iterable[str] = ()) -> list[Speedup]:
-    """Return the built-in speedups in ladder order, by rank, and the custom ones among `named`."""
+    """Return the built-in speedups by rank, and the custom ones among `named`."""
     found = map(speedup_named, SPEEDUPS.names())
-    ladder = sorted(found, key=lambda speedup: (speedup.rank, speedup.name))
-    return ladder + [speedup_named(name) for name in named if ":" in name]
+    ranked = sorted(found, key=lambda speedup: (speedup.rank, speedup.name))
+    return ranked + [speedup_named(name) for name in named if ":" in name]
 
 
 def default_of(speedup: Speedup, device: str) -> On | Off | None:
@@ -181,14 +182,14 @@ def decide(
 ) -> Decision:
     """Decide a speedup that can run, for a run of `minutes` (None: unknown).
 
-    `is_cached` says whether code for this run has been compiled before.
+    `is_cached` tells whether code for this run has been compiled before.
 
     `gain` is the one measured on this hardware, if any. It decides if its interval lies entirely
-    above or below 1, but turns on no speedup with a statistical promise: a measured rate says
+    above or below 1, but turns on no speedup with a statistical tolerance: a measured rate shows
     nothing about the loss.
     """
     default = default_of(speedup, device)
-    if gain and (gain.is_slower or (gain.is_faster and speedup.promise.kind != "statistical")):
+    if gain and (gain.is_slower or (gain.is_faster and speedup.tolerance.kind != "statistical")):
         on, reason = gain.is_faster, f"measured here: {gain.describe()}"
     elif default is None:
         return Decision(speedup.name, False, "off unless named, because it has not been measured")
@@ -245,7 +246,7 @@ def select(
 ) -> list[Decision]:
     """Decide on every speedup for a run on `device` of about `minutes` (None: unknown).
 
-    `measured` contains the gains that `bench` measured on this hardware, by name. `is_cached` says
+    `measured` contains the gains that `bench` measured on this hardware, by name. `is_cached` tells
     whether code for this run has been compiled before.
     Raises: ConfigError when the request contradicts itself; HardwareError when a speedup that was
             named cannot run here.
@@ -256,12 +257,12 @@ def select(
         measured or {},
     )
     named, excluded = _with_precision(request, config, machine)
-    ladder = {speedup.name: speedup for speedup in all_speedups(named)}
+    by_name = {speedup.name: speedup for speedup in all_speedups(named)}
     found: dict[str, Decision] = {}
-    for name, speedup in ladder.items():
+    for name, speedup in by_name.items():
         against: str | None = "not among speedups"
         if name in request.dropped:
-            against = "left out by speedups"
+            against = "excluded by speedups"
         elif name in excluded:
             against = f"train.precision={precision}"
         elif request.auto or name in named:
@@ -269,7 +270,7 @@ def select(
         if against and name in named:
             raise HardwareError(
                 f"The speedup {name!r} cannot be used: {against}",
-                fix=f"Leave it out: {_without(name, config)}.",
+                fix=f"Remove it: {_without(name, config)}.",
             )
         if name in named:
             found[name] = Decision(name, True, "requested")
@@ -280,11 +281,11 @@ def select(
     faster = [
         name
         for name in sorted(found.keys() & gains, key=lambda name: (-gains[name].gain, name))
-        if found[name].on and not isinstance(default_of(ladder[name], device), On)
+        if found[name].on and not isinstance(default_of(by_name[name], device), On)
     ]
     taken: dict[str, str] = {}
-    for name in dict.fromkeys([*named, *faster, *ladder]):
-        fills = ladder[name].fills if found[name].on else {}
+    for name in dict.fromkeys([*named, *faster, *by_name]):
+        fills = by_name[name].fills if found[name].on else {}
         slot = next((slot for slot in fills if slot in taken), None)
         if slot is None:
             taken |= dict.fromkeys(fills, name)
@@ -300,7 +301,7 @@ def select(
             reason = f"{rival}, which measured faster here, takes its place"
         found[name] = Decision(name, False, reason)
     on = {name for name, decision in found.items() if decision.on}
-    for name, speedup in ladder.items():
+    for name, speedup in by_name.items():
         default, gain = default_of(speedup, device), gains.get(name)
         is_sure = name in named or (gain is not None and gain.is_faster)
         beside = default.beside if isinstance(default, On) and not is_sure else None
@@ -312,14 +313,14 @@ def select(
         if name in on and missing:
             if name in named:
                 reason = found[missing].reason if missing in found else "not among speedups"
-                rivals = [ladder[other] for other in named if other != name]
+                rivals = [by_name[other] for other in named if other != name]
                 raise _missing_need(name, missing, reason, rivals, config, machine)
             found[name] = Decision(name, False, f"needs {missing}, which is off")
     return [*found.values()]
 
 
 def _without(name: str, config: RunConfig) -> str:
-    """Return the setting that leaves out `name`, from speedups or from train.precision."""
+    """Return the setting that excludes `name`, from speedups or from train.precision."""
     if name in parse_request(config.speedups).named:
         return f"speedups={removing(name, config.speedups)}"
     return "train.precision=auto"
@@ -340,17 +341,17 @@ def _missing_need(
     need, stated = speedup_named(missing), config.train.precision
     precision = need.fills.get("precision")
     rival = next((other.name for other in others if other.fills.keys() & need.fills.keys()), None)
-    leave_out = f"eave {name} out: {_without(name, config)}."
+    without = f"emove {name}: {_without(name, config)}."
     if need.reason_against(machine, config):
-        fix = f"L{leave_out}"
+        fix = f"R{without}"
     elif precision and stated not in ("auto", precision.name):
-        fix = f"Set train.precision={precision.name}, or l{leave_out}"
+        fix = f"Set train.precision={precision.name}, or r{without}"
     elif rival:
         reason = f"{rival}, which was named, takes its place"
         instead = adding(removing(rival, config.speedups), [missing])
-        fix = f"Replace {rival} with {missing}: speedups={instead}, or l{leave_out}"
+        fix = f"Replace {rival} with {missing}: speedups={instead}, or r{without}"
     else:
-        fix = f"Add {missing}: speedups={adding(config.speedups, [missing])}, or l{leave_out}"
+        fix = f"Add {missing}: speedups={adding(config.speedups, [missing])}, or r{without}"
     return ConfigError(
         f"The speedup {name!r} needs {missing!r}, which is off: {reason.rstrip('.')}.", fix=fix
     )
@@ -359,9 +360,9 @@ def _missing_need(
 def stored_decisions(
     config: RunConfig, machine: Machine, *, requested: RunConfig | None = None
 ) -> list[Decision]:
-    """Return the decisions stored in a resolved configuration; a resumed run makes no new ones.
+    """Return the decisions stored in a resolved configuration. A resumed run makes no new ones.
 
-    `requested` is the configuration that the run was started with; it shows whether the micro-batch
+    `requested` is the configuration that the run was started with. It shows whether the micro-batch
     was stated or chosen, and what chose it: the resolved one has only the rows.
     """
     on = parse_request(config.speedups).named
@@ -384,7 +385,7 @@ def stored_decisions(
 
 
 def providers() -> dict[str, str]:
-    """Return the train.precision that each speedup for it provides; the last on the ladder first.
+    """Return the train.precision that each speedup for it provides, the last rank first.
 
     If several can run, that one is preferred.
     """
@@ -397,8 +398,8 @@ def _with_precision(
 ) -> tuple[Sequence[str], Iterable[str]]:
     """Return the named speedups with train.precision's, and those that it excludes.
 
-    Of several that provide it, one that a named speedup needs is preferred, then the last one on
-    the ladder that can run.
+    Of several that provide it, one that a named speedup needs is preferred, then the one with
+    the last rank that can run.
     Raises: ConfigError when train.precision and `speedups` contradict each other.
     """
     wanted, provides, named = config.train.precision, providers(), request.named
@@ -412,7 +413,7 @@ def _with_precision(
     if contrary := next((name for name in named if provides.get(name, wanted) != wanted), None):
         raise ConfigError(
             f"train.precision={wanted} and speedups={contrary} contradict each other.",
-            fix=f"Set train.precision={provides[contrary]}, or leave {contrary!r} out of speedups.",
+            fix=f"Set train.precision={provides[contrary]}, or remove {contrary!r} from speedups.",
         )
     chosen = [name for name in able if name in named]
     if able and not chosen:

@@ -30,22 +30,26 @@ __all__ = [
 
 
 RecipeName = Annotated[str | Path | RunConfig, Argument("A recipe's name, or a YAML file.")]
-Overrides = Annotated[list[str] | str | None, Argument("section.key=value; overrides the recipe.")]
+Overrides = Annotated[
+    list[str] | str | None, Argument("section.key=value, which overrides the recipe.")
+]
 RunName = Annotated[
     str | Path | None,
-    Argument("A run directory, or its name under runs/; the newest run there by default."),
+    Argument("A run directory, or its name under runs/ (default: the newest run there)."),
 ]
 ModelName = Annotated[
     str | Path | None,
     Argument(
-        "A run directory, or its name under runs/; the newest run there by default. Also an "
-        "export, or another model that train.init_from reads."
+        "A run directory, or its name under runs/ (default: the newest run there). Also an "
+        "export, or any model that train.init_from reads."
     ),
 ]
 CheckpointName = Annotated[str, Option("best, last, or a step.")]
 TrustCode = Annotated[
     bool,
-    Option("Allow a run from elsewhere to import the code it names, this once (SECURITY.md)."),
+    Option(
+        "Allow a run from a different machine to import the code that it names, once (SECURITY.md)."
+    ),
 ]
 Pattern = Annotated[
     str | None,
@@ -65,7 +69,7 @@ class Command:
     example: str
     """A command line that shows its use, such as `flatout prepare book.txt --out data/book`."""
     processes: Callable[..., int] | None = None
-    """Returns how many processes of this machine run the call; the command line starts them.
+    """Returns how many processes of this machine run the call. The command line starts them.
 
     It receives those of the command's values that match its parameters.
     """

@@ -24,21 +24,22 @@ def bench(
         float | None,
         Option("Time limit: trials become shorter and repeats fewer to stay within it.", min=0.1),
     ] = None,
-    repeats: Annotated[int | None, Option("Maximum number of rounds; 5 by default.", min=1)] = None,
+    repeats: Annotated[int | None, Option("Maximum number of rounds (default: 5).", min=1)] = None,
     sweep: Annotated[Sweep | None, Option("Sweep one setting instead.")] = None,
     out: Annotated[
-        Path | str | None, Option("Directory for the results; bench/RECIPE-DIGEST by default.")
+        Path | str | None, Option("Directory for the results (default: bench/RECIPE-DIGEST).")
     ] = None,
     *,
     progress: Progress = SILENT,
 ) -> Bench:
     """Measure what each speedup gains on this machine, or what a setting costs.
 
-    The ladder starts at the baseline, without speedups, and adds one speedup at a time, up to the
-    set that `train` would use; then it leaves each one out of that set, and adds each one that is
-    off. speedups=... chooses the full set. Every trial runs in its own process, and repeats are
-    interleaved. Ctrl+C stops measuring and shows the results so far. Each trial is written to
-    trials.jsonl as soon as it ends. The measured gains are kept for `flatout list speedups`.
+    The ablation starts at the baseline, without speedups, and adds one speedup at a time, up to the
+    set that `train` would use. Then it removes each one from that set (leave one out), and adds
+    each one that is off (add one). speedups=... chooses the full set. Every trial runs in its own
+    process, and repeats are interleaved. Ctrl+C stops measuring and shows the results so far. Each
+    trial is written to trials.jsonl as soon as it ends. The measured gains are kept for `flatout
+    list speedups`.
 
     Raises: UsageError before anything is measured; RunFailed when nothing could be measured;
             Interrupted when a signal arrives before anything was measured.

@@ -50,7 +50,7 @@ class ChatTurn(Stored):
 
 
 class ChatResult(Result):
-    """What was said, in the form of chat data."""
+    """The turns, in the form of chat data."""
 
     conversations: list[list[ChatTurn]]
     """The conversations; /reset starts another."""
@@ -67,7 +67,7 @@ def chat(
     max_tokens: Annotated[int, Option("Maximum tokens of a reply.", min=1)] = 256,
     chat_template: Annotated[
         str | None,
-        Option("chatml, plain or a Jinja file, for a run that was not trained on conversations."),
+        Option("chatml, plain or a Jinja file, for a run that was not trained on chat data."),
     ] = None,
     checkpoint: CheckpointName = "best",
     trust_code: TrustCode = False,
@@ -79,19 +79,19 @@ def chat(
     """Talk to a trained model: each line of standard input is a turn, and its reply is printed.
 
     The line /reset starts a new conversation, and /quit or the end of the input ends; another
-    /word at the start of a line is refused. Turns are written with the chat template that the run
+    /word at the start of a line is rejected. Turns are written with the chat template that the run
     was trained with.
 
     The model keeps its state between turns, so that only new tokens are computed. When a
-    conversation does not fit the context, its oldest turns are left out, except the system prompt,
-    and a message says so the first time. A system prompt or a turn that does not fit on its own is
-    refused. On a terminal, a refused line is left out and the chat continues.
+    conversation does not fit the context, its oldest turns are omitted, except the system prompt,
+    and a message reports that the first time. A system prompt or a turn that does not fit on its
+    own is rejected. On a terminal, a rejected line is skipped and the chat continues.
 
     Returns: the conversations; `write` receives the pieces of replies as they are written, and
              `lines` replaces standard input.
     Raises: CheckpointError when the run has no such checkpoint; ConfigError when a setting is out
             of range or the system prompt does not fit; DataError when a template cannot be used, or
-            a line is refused; UntrustedCode.
+            a line is rejected; UntrustedCode.
     """
     require_sampling(top_p, seed)
     if is_run(run):
@@ -126,7 +126,7 @@ def _converse(
 ) -> list[list[ChatTurn]]:
     """Reply to each line, and return the conversations.
 
-    Raises: DataError for a line that is refused; on a terminal, it is shown instead.
+    Raises: DataError for a line that is rejected; on a terminal, it is shown instead.
     """
     conversations: list[list[ChatTurn]] = []
     for line in lines:
@@ -183,7 +183,7 @@ def _spoken(session: ChatSession) -> list[list[ChatTurn]]:
 
 
 def _template(folder: Path, name: str | None, tokenizer: Tokenizer) -> ChatTemplate:
-    """Return the template of a run or of another program's model, or the named one.
+    """Return the template of a run or of another tool's model, or the named one.
 
     Raises: ConfigError when there is none and none is named; DataError when it is unusable.
     """
@@ -196,7 +196,7 @@ def _template(folder: Path, name: str | None, tokenizer: Tokenizer) -> ChatTempl
         return named_template(name, own.variables if own else defaults)
     if own is None:
         raise ConfigError(
-            f"{folder} has no chat template: it was not trained on conversations.",
+            f"{folder} has no chat template: it was not trained on chat data.",
             fix="Train it on data that was prepared with --chat auto, or name a template: "
             "--chat-template chatml, plain or FILE.",
         )

@@ -39,7 +39,7 @@ class CheckpointItem(Stored):
     """Why it is not valid: one sentence per file."""
     best: bool | None = None
     """Whether it has the lowest validation loss of the run; null with --quick, which does not check
-    the file that says so."""
+    the file with that loss."""
     train_loss: float | None
     """Training loss at this step, in nats per token."""
     val_loss: float | None
@@ -71,7 +71,7 @@ class CheckpointsResult(Result):
     items: list[CheckpointItem]
     """One object per checkpoint."""
     aside: list[AsideItem]
-    """Checkpoints that were set aside; they do not count, and take space."""
+    """Checkpoints that were set aside. They do not count, and take space."""
     removed: list[str]
     """The directories that this command deleted."""
 
@@ -96,7 +96,7 @@ class CheckpointsResult(Result):
         else:
             lines.append(
                 f"{self.run} has no checkpoint yet: `flatout train` saves every ten minutes, or as "
-                "checkpoint.every_steps says, and at the end."
+                "checkpoint.every_steps sets, and at the end."
             )
         if self.aside:
             lines.append("Set aside, because the run went back to an earlier step:")
@@ -114,7 +114,7 @@ class CheckpointsResult(Result):
 def checkpoints(
     run: RunName = None,
     quick: Annotated[
-        bool, Option("Compare the sizes of files only; otherwise each is read in full.")
+        bool, Option("Compare the sizes of files only. Otherwise each is read in full.")
     ] = False,
     keep: Annotated[
         int | None,
@@ -142,7 +142,7 @@ def checkpoints(
         raise ConfigError(
             "--keep deletes all but the newest valid checkpoints, and --quick does not find out "
             "which ones are valid.",
-            fix="Leave --quick out.",
+            fix="Remove --quick.",
         )
     folder = lookup.run_or_newest(run, progress=progress)
     items = _items(folder, progress, quick=quick)
@@ -159,7 +159,7 @@ def checkpoints(
 
 
 def _items(folder: Path, progress: Progress, *, quick: bool) -> list[CheckpointItem]:
-    """Return the checkpoints of a run; those that a running process deletes meanwhile are left out.
+    """Return the checkpoints of a run; those that a running process deletes meanwhile are omitted.
 
     A loss that a checkpoint does not state is that of the record of its step in metrics.jsonl.
     """
@@ -227,8 +227,8 @@ def _remove(
     if is_locked(folder):
         raise CheckpointError(
             f"{folder} is in use: its checkpoints change while it trains.",
-            fix="Wait until it has finished, or stop it: its own command resumes it. "
-            "checkpoint.keep says which ones a run keeps by itself.",
+            fix="Wait until it finishes, or stop it: its own command resumes it. "
+            "checkpoint.keep sets which ones a run keeps by itself.",
         )
     require_own_folder(folder)
     removed = []

@@ -37,14 +37,14 @@ from flatout.training.metrics.observers import Observer
 from flatout.training.run_dir.layout import read_summary, trusted_config
 
 LARGE_TEXT = 1_500_000
-"""Bytes from which a text gets a trained vocabulary; a shorter one is tokenised by character."""
+"""Bytes from which a text gets a trained vocabulary. A shorter one is tokenised by character."""
 MAX_TEXT = {"cpu": 16_000_000, "cuda": 200_000_000}
 """Maximum bytes that a demo reads from a user's file: more than it can train on."""
 MIN_TOKENS = 16
 """Minimum number of training tokens."""
 MIN_STEPS = 20
 TRAINING_SHARE = 0.95
-"""Share of the time for steps and evaluations; the rest is for saves and samples."""
+"""Share of the time for steps and evaluations. The rest is for saves and samples."""
 SAMPLES = 3
 """Number of samples in a demo, the last at the end."""
 EVALUATIONS = 5
@@ -60,7 +60,7 @@ class DemoResult(TrainResult):
     """The summary of a demo's run."""
 
     def summary(self) -> str:
-        """Return a sample, what to try next, the loss curve and the figures of the run."""
+        """Return a sample, what to try next, the loss curve and the metrics of the run."""
         from flatout.streams import columns
         from flatout.terminal import closing
 
@@ -107,7 +107,7 @@ class Subject:
 @checked
 def demo(
     file: Annotated[
-        Path | str | None, Argument("A text file; Python's own standard library by default.")
+        Path | str | None, Argument("A text file (default: Python's own standard library).")
     ] = None,
     minutes: Annotated[float, Option("Approximate training time.", min=0.001)] = 2.0,
     *,
@@ -132,7 +132,7 @@ def demo(
     if config is None:
         config = _new_config(subject, device, minutes, progress)
     elif is_finished:
-        progress.say(f"{subject.run} is finished; see below. Delete it to train again.")
+        progress.say(f"{subject.run} is finished. See below. Delete it to train again.")
     else:
         progress.say(f"Resuming {subject.run}.")
     result = train(config, run=subject.run, observers=observers, progress=progress)
@@ -162,7 +162,7 @@ def _timed_again(
     if (longer.train.steps or 0) <= 2 * MIN_STEPS:
         return subject, config
     progress.say(
-        f"{subject.run} has only {MIN_STEPS} steps, because it was timed on a busy machine; "
+        f"{subject.run} has only {MIN_STEPS} steps, because it was timed on a busy machine. "
         f"{other.run} has {longer.train.steps}."
     )
     return other, longer
@@ -176,8 +176,8 @@ def require_text_file(file: Path) -> None:
     if str(file).startswith(("http:/", "https:/")):
         url = str(file).replace(":/", "://", 1)
         raise DataError(
-            f"{url} is a URL; demo takes one text file.",
-            fix=f"Download it with `curl -LO {in_shell(url)}`; `flatout prepare` reads URLs.",
+            f"{url} is a URL. `demo` takes one text file.",
+            fix=f"Download it with `curl -LO {in_shell(url)}`. `flatout prepare` reads URLs.",
         )
     require_local(file, error=DataError)
     known = recognise(file)
@@ -185,15 +185,15 @@ def require_text_file(file: Path) -> None:
         raise DataError(known.instead_of("text"), fix=known.fix)
     if file.is_dir():
         raise DataError(
-            f"{file} is a directory; demo takes one text file.",
-            fix="Name one file in it; `flatout prepare` takes directories.",
+            f"{file} is a directory. `demo` takes one text file.",
+            fix="Name one file in it. `flatout prepare` takes directories.",
         )
     if not file.exists():
         raise missing(file)
     if not file.is_file():
         raise DataError(
             f"{file} is not a regular file.",
-            fix="Name one text file; `flatout prepare` takes directories and several files.",
+            fix="Name one text file. `flatout prepare` takes directories and several files.",
         )
     if not file.stat().st_size:
         raise DataError(f"{file} is empty.", fix=MORE_TEXT)

@@ -1,4 +1,4 @@
-"""Say what holds a run back, with evidence, and how to fix it."""
+"""Show what slows a run down, with evidence, and how to fix it."""
 
 from __future__ import annotations
 
@@ -73,24 +73,26 @@ class DiagnoseResult(Diagnosis, Result):
 def diagnose(
     recipe: Annotated[
         str | Path | None,
-        Argument("A recipe's name, a YAML file, a run directory, or a run; none: this machine."),
+        Argument(
+            "A recipe's name, a YAML file, a run directory, or a run (default: this machine)."
+        ),
     ] = None,
     overrides: Overrides = None,
     fix: Annotated[
-        bool, Option("Try the best fixes, measure again, and write a recipe with one that holds.")
+        bool, Option("Try the best fixes, measure again, and write a recipe with a fix that helps.")
     ] = False,
     seconds: Annotated[
         float, Option("Seconds of ordinary steps to measure.", min=0.1)
     ] = DEFAULT_SECONDS,
     out: Annotated[
         Path | str | None,
-        Option("File for the recipe that --fix writes; NAME-fixed.yaml by default."),
+        Option("File for the recipe that --fix writes (default: NAME-fixed.yaml)."),
     ] = None,
     steps: Annotated[
-        int | None, Option("Of a script: steps to measure, in place of --seconds.", min=1)
+        int | None, Option("Of a script: steps to measure, instead of --seconds.", min=1)
     ] = None,
     to_the_end: Annotated[
-        bool, Option("Of a script: let it run on after it was measured.")
+        bool, Option("Of a script: let it run to its end after the measurement.")
     ] = False,
     *,
     script: Sequence[str] = (),
@@ -98,15 +100,15 @@ def diagnose(
     as_json: bool = False,
     progress: Progress = SILENT,
 ) -> DiagnoseResult:
-    """Say what holds a run back, with evidence, and how to fix it.
+    """Show what slows a run down, with evidence, and how to fix it.
 
     Without a recipe, it checks this machine and measures its rates. For a recipe, it checks the
-    machine, the environment, the memory and the data, runs the recipe for some seconds in a process
-    of its own, and divides each step into waiting for data, host, computation, optimizer, logging,
-    saving, garbage collection and compiling. For a run, it reads what the run has recorded; for a
-    loop watched with `flatout.watch`, what the watch has found.
-    Nothing is trained, and only findings.json is written, into a run directory. What was not
-    measured is null. Exit codes: 2 if a recipe cannot start, 1 if its measured steps fail.
+    machine, the environment, the memory and the data, runs the recipe for some seconds in a
+    separate process, and divides each step into waiting for data, host, computation, optimizer,
+    logging, saving, garbage collection and compiling. For a run, it reads what the run has
+    recorded, and for a loop watched with `flatout.watch`, the findings of the watch. Nothing is
+    trained, and only findings.json is written, into a run directory. What was not measured is null.
+    Exit codes: 2 if a recipe cannot start, 1 if its measured steps fail.
 
     Raises: UsageError when there is no such recipe or run, or it cannot be resolved, or `out` is
             another file; RunFailed.
@@ -114,7 +116,7 @@ def diagnose(
     After `--` comes the command of any PyTorch training script, which is measured without an edit
     and ends once enough steps are measured: `flatout diagnose -- python train.py --epochs 3`.
     In Python, `script` are its words (`as_json`: it prints to standard error), and `callbacks`
-    observe the measured run, which then has no process of its own, and the slow lines are named.
+    observe the measured run, which then runs in this process, and the slow lines are named.
     """
     if script:
         require_only_script(recipe is not None or overrides or fix or out is not None)
@@ -122,11 +124,11 @@ def diagnose(
         found, code = diagnose_script(script, request, as_json=as_json, progress=progress)
         return DiagnoseResult(**dict(found), script_code=code)
     if steps is not None or to_the_end:
-        how = "Write `flatout diagnose --steps 50 -- python train.py`, or leave them out."
+        how = "Write `flatout diagnose --steps 50 -- python train.py`, or remove them."
         raise ConfigError("--steps and --to-the-end are for a script.", fix=how)
     if recipe is None:
         if fix or out is not None:
-            raise ConfigError("--fix and --out need a recipe.", fix="Name one, or leave them out.")
+            raise ConfigError("--fix and --out need a recipe.", fix="Name one, or remove them.")
         try:
             from flatout.measure.diagnose.machine import machine_evidence
         except ImportError as error:
@@ -136,7 +138,7 @@ def diagnose(
         return DiagnoseResult(**dict(diagnosis_of(machine_evidence(progress=progress))))
     folder, watched = find_recorded(recipe)
     if out is not None and not fix:
-        raise ConfigError("--out has no effect without --fix.", fix="Add --fix, or leave it out.")
+        raise ConfigError("--out has no effect without --fix.", fix="Add --fix, or remove it.")
     if out is not None:
         require_recipe_path(out, "--out ")
     if watched is not None and not fix and not overrides:
@@ -158,7 +160,7 @@ def diagnose(
     tried = try_fixes(evidence, found, measure, progress=progress) if fix else []
     kept = next((outcome for outcome in tried if outcome.kept), None)
     if fix and kept is None:
-        progress.say(f"No fix holds here, so {written} is not written.")
+        progress.say(f"No fix helps here, so {written} is not written.")
     if kept is not None:
         write_recipe(written, applied(config, kept.overrides), tried)
     return DiagnoseResult(
@@ -196,7 +198,7 @@ def _write(diagnosis: Diagnosis, folder: Path, progress: Progress) -> str | None
 def find_recorded(name: str | Path) -> tuple[Path | None, Path | None]:
     """Return the run directory, or that of a loop without a recipe, that a name means.
 
-    It is a path, or a name under runs/; both are None for a recipe. Such a loop has records and no
+    It is a path, or a name under runs/. Both are None for a recipe. Such a loop has records and no
     configuration.
     """
     paths = (Path(name), RUNS / name) if str(name) else ()
@@ -213,8 +215,8 @@ def read_watched(folder: Path) -> Diagnosis:
     found = read_diagnosis(folder)
     if found is None:
         raise ConfigError(
-            f"{folder} has the records of a loop without a recipe, and no findings.",
-            fix="`flatout.watch` writes its findings when the loop ends; `flatout report "
+            f"{folder} contains the records of a loop without a recipe, and no findings.",
+            fix="`flatout.watch` writes its findings when the loop ends. `flatout report "
             f"{in_shell(folder)}` shows the curves.",
         )
     return found
@@ -235,8 +237,9 @@ def _config(
     path, name, known = Path(recipe), str(recipe), RECIPES.names()
     if watched is not None:
         raise ConfigError(
-            f"{watched} has the records of a loop without a recipe, and flatout cannot repeat it.",
-            fix=f"Leave out --fix and the settings: `flatout diagnose {in_shell(name)}` shows what "
+            f"{watched} contains the records of a loop without a recipe, and flatout cannot repeat "
+            "it.",
+            fix=f"Remove --fix and the settings: `flatout diagnose {in_shell(name)}` shows what "
             "`flatout.watch` found.",
         )
     if len(path.parts) > 1 and path.parent == RUNS and not path.exists():

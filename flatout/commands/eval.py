@@ -100,7 +100,7 @@ class EvalResult(Result):
             return f"{head_line}\n{score_table(scores)}"
         loss, perplexity, bits = _figures(scores[-1])
         if self.bits_per_byte is None:
-            bits = "unknown: only a part was scored, or the dataset does not state its bytes"
+            bits = "unknown: only a part was scored, or the dataset does not record its bytes"
         return (
             f"{head_line}\nLoss           {loss} nats per token\nPerplexity     {perplexity}\n"
             f"Bits per byte  {bits}"
@@ -123,7 +123,7 @@ def _figures(score: DatasetScore) -> tuple[str, str, str]:
 OtherData = Annotated[
     list[str] | list[Path] | str | Path | None,
     Option(
-        "Score on this dataset, a directory or a URL, instead of the run's own; repeatable. "
+        "Score on this dataset, a directory or a URL, instead of the run's own (repeatable). "
         "It must have the run's tokenizer."
     ),
 ]
@@ -147,14 +147,14 @@ Fewshot = Annotated[
     Option("With --tasks: examples in front of each question, if not the task's own.", min=0),
 ]
 TaskDir = Annotated[
-    Path | str | None, Option("With --tasks: a directory with task files (YAML) of your own.")
+    Path | str | None, Option("With --tasks: a directory with your own task files (YAML).")
 ]
 
 
 RunOrExport = Annotated[
     str | Path | None,
     Argument(
-        "A run directory, or its name under runs/; the newest run there by default. With --tasks, "
+        "A run directory, or its name under runs/ (default: the newest run there). With --tasks, "
         "also a directory that `flatout export` wrote for transformers."
     ),
 ]
@@ -184,7 +184,7 @@ def evaluate(
     """Score a trained model on its validation text, in the precision that it was trained in.
 
     Each dataset of a mix is also scored by itself. With --tasks, the model is scored on tasks of
-    lm-evaluation-harness instead; it may then be an export for transformers, and a run is exported
+    lm-evaluation-harness instead. It may then be an export for transformers, and a run is exported
     to a temporary directory, in the type of its weights.
 
     Raises: CheckpointError when the run has no such checkpoint; DataError when a dataset cannot be
@@ -194,7 +194,7 @@ def evaluate(
     names = [name.strip() for word in words for name in word.split(",") if name.strip()]
     if tasks is not None and not names:
         raise ConfigError(
-            "--tasks names no task.", fix="Name tasks, with commas between them, or leave it out."
+            "--tasks names no task.", fix="Name tasks, with commas between them, or remove it."
         )
     of_text = {"data": data, "max_tokens": max_tokens}
     of_tasks = {"limit": limit, "num_fewshot": num_fewshot, "task_dir": task_dir}
@@ -266,9 +266,9 @@ def _require_fitting(excluded: Mapping[str, object], *, has_tasks: bool) -> None
                 f"--tasks and {option} exclude each other."
                 if has_tasks
                 else f"{option} is for the questions of --tasks.",
-                fix=f"Leave {option} out; --limit bounds the questions of a task."
+                fix=f"Remove {option}. --limit limits the questions of a task."
                 if has_tasks
-                else f"Leave {option} out, or add --tasks.",
+                else f"Remove {option}, or add --tasks.",
             )
 
 

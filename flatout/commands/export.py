@@ -24,7 +24,7 @@ Format = Annotated[
 ]
 Dtype = Annotated[
     Literal["float32", "bfloat16", "float16"] | None,
-    Option("Convert the weights; by default they keep the type of the checkpoint."),
+    Option("Convert the weights (default: the type of the checkpoint)."),
 ]
 ShardSize = Annotated[int, Option("Size of the largest safetensors file, in MiB.", min=1)]
 
@@ -35,7 +35,7 @@ def export(
     to: Format = "huggingface",
     out: Annotated[
         Path | str | None,
-        Option("Directory to write; by default export-FORMAT in the run directory."),
+        Option("Directory to write (default: export-FORMAT in the run directory)."),
     ] = None,
     checkpoint: CheckpointName = "best",
     dtype: Dtype = None,
@@ -48,7 +48,7 @@ def export(
     """Export a trained model for transformers, llama.cpp, or any reader of safetensors.
 
     The directory has the weights, the configuration, the tokenizer, and a model card with the
-    figures that the run measured. A shape that no class of transformers has is exported with a
+    numbers that the run measured. A shape that no class of transformers has is exported with a
     file that wraps flatout's own model. Weights are read one file of the export at a time
     (--shard-mib), so the size of the model does not matter. The directory is complete or absent.
 

@@ -17,10 +17,10 @@ from flatout.training.run_dir.lookup import run_or_newest
 MAX_SEED = 2**62
 """Limit of the seed; leaves room for the seeds of several samples."""
 
-Prompt = Annotated[str, Option("Text to continue; empty starts a new document.")]
+Prompt = Annotated[str, Option("Text to continue. Empty text starts a new document.")]
 Temperature = Annotated[
     float,
-    Option("0 always takes the most likely token; 1 samples the model's distribution.", min=0),
+    Option("0 always takes the most likely token, 1 samples the model's distribution.", min=0),
 ]
 TopK = Annotated[int | None, Option("Sample from the K most likely tokens only.", min=1)]
 TopP = Annotated[
@@ -28,9 +28,9 @@ TopP = Annotated[
 ]
 MaxTokens = Annotated[
     int,
-    Option("Maximum tokens of a text; it may exceed the sequence length used in training.", min=1),
+    Option("Maximum tokens of a text. It may exceed the sequence length used in training.", min=1),
 ]
-Stop = Annotated[list[str] | None, Option("Stop before this text; repeatable.")]
+Stop = Annotated[list[str] | None, Option("Stop before this text (repeatable).")]
 
 
 class GenerateResult(Result):
@@ -59,10 +59,10 @@ def generate(
 ) -> GenerateResult:
     """Write text with a trained model, and print it as it is written.
 
-    The model is that of a run, an export, or another program's model: what train.init_from reads,
+    The model is that of a run, an export, or another tool's model: what train.init_from reads,
     with its tokenizer.json.
 
-    A model with attention sees at most as many tokens as its training sequences had; a longer text
+    A model with attention sees at most as many tokens as its training sequences had. A longer text
     continues from the second half of them. An eigenstate network has no such limit: its state
     summarises everything it has read. Several samples are printed one after another.
 
@@ -74,7 +74,7 @@ def generate(
     require_sampling(top_p, seed)
     if stop and not all(stop):
         raise ConfigError(
-            "--stop must not be empty.", fix="Give the text that ends a sample, or leave it out."
+            "--stop must not be empty.", fix="Give the text that ends a sample, or remove it."
         )
     if is_run(run):
         trusted_config(run_or_newest(run), trust_code=trust_code)
@@ -82,7 +82,7 @@ def generate(
     from flatout.inference.load import load_model
 
     loaded = load_model(run, checkpoint, trust_code=trust_code, progress=progress)
-    loaded.tokenizer.encode(prompt)  # refuses a bad prompt before anything is printed
+    loaded.tokenizer.encode(prompt)  # rejects a bad prompt before anything is printed
     show = write or (lambda _piece: None)
     samples = []
     for number in range(num_samples):
@@ -111,7 +111,7 @@ def require_sampling(top_p: float | None, seed: int) -> None:
     if top_p is not None and not 0 < top_p <= 1:
         raise ConfigError(
             f"--top-p {top_p} must be greater than 0 and at most 1.",
-            fix="Leave it out to sample from all tokens; 0.9 is a usual value.",
+            fix="Omit it to sample from all tokens. 0.9 is a usual value.",
         )
     if abs(seed) >= MAX_SEED:
         raise ConfigError(f"--seed {seed} is too large.", fix=f"Use a number below {MAX_SEED}.")

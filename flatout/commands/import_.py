@@ -1,4 +1,4 @@
-"""Import tokens that another program wrote."""
+"""Import tokens that another tool wrote."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ TokenFiles = Annotated[
 ]
 Out = Annotated[
     Path | str,
-    Option("Directory to write; it must be absent, empty, or contain this same dataset."),
+    Option("Directory to write. It must be absent, empty, or contain this same dataset."),
 ]
 TokenizerName = Annotated[
     str | Path | None,
     Option(
         "The tokenizer that made the tokens: a tokenizer.json, a .tiktoken file, a Hugging Face "
-        "repository, byte, or ids:N for N ids without text. Not needed beside nanoGPT's meta.pkl "
+        "repository, byte, or ids:N for N ids without text. Not needed next to nanoGPT's meta.pkl "
         "with characters."
     ),
 ]
@@ -51,15 +51,17 @@ Split = Annotated[
 Validation = Annotated[Path | str | None, Option("Token files for validation.")]
 FormatName = Annotated[
     str | None,
-    Option("The format, if the names of the files do not show it; `flatout list token-formats`."),
+    Option(
+        "The format, if the names of the files do not show it. See `flatout list token-formats`."
+    ),
 ]
 Dtype = Annotated[
     str | None,
-    Option("The type of tokens in files without a header, such as uint16; guessed by default."),
+    Option("The type of tokens in files without a header, such as uint16 (default: guessed)."),
 ]
 FieldName = Annotated[
     str | None,
-    Option("The array or key with the tokens; input_ids, tokens or the only one."),
+    Option("The array or key with the tokens (default: input_ids, tokens or the only one)."),
 ]
 
 
@@ -102,7 +104,7 @@ def import_chunks(
     *,
     progress: Progress = SILENT,
 ) -> ImportResult:
-    """Import tokens that another program wrote.
+    """Import tokens that another tool wrote.
 
     Files and subdirectories with train or val in their names keep that split. What a metadata.json
     beside chunks states must be correct. No pickle is loaded.

@@ -79,7 +79,7 @@ class InspectResult(Result):
             beginning = beginning[:SHOWN_LINES]
         recipe = facts.pop("recipe", None)
         lines = [f"Dataset {self.path}", ""]
-        if isinstance(recipe, dict):  # the command on a line of its own, to be copied
+        if isinstance(recipe, dict):  # the command on a separate line, to be copied
             rest = {name: value for name, value in recipe.items() if name != "command"}
             lines += [f"  {recipe['command']}", f"  {_one_line(rest)}", ""]
         elif recipe:
@@ -102,7 +102,9 @@ class InspectResult(Result):
 def inspect(
     data: Annotated[str | Path, Argument("Directory written by `flatout prepare`, or its URL.")],
     tokens: Annotated[int, Option("How many of the first tokens to show as text.", min=0)] = 64,
-    all: Annotated[bool, Option("Show every fact that --json has, and document lengths.")] = False,
+    all: Annotated[
+        bool, Option("Show every fact in the output of --json, and document lengths.")
+    ] = False,
     *,
     progress: Progress = SILENT,
 ) -> InspectResult:

@@ -158,13 +158,15 @@ def launch(
     nodes: Annotated[int, Option("Machines.", min=1)] = 1,
     gpus: Annotated[int, Option("GPUs of each machine.", min=1)] = 8,
     min_nodes: Annotated[
-        int | None, Option("Fewest machines to continue with; all by default.", min=1)
+        int | None, Option("Fewest machines to continue with (default: all).", min=1)
     ] = None,
     gpu: Annotated[str, Option("Of SkyPilot: the kind of GPU.")] = "H100",
-    time: Annotated[str, Option("Of Slurm: the time limit of a job; runs continue.")] = "04:00:00",
+    time: Annotated[
+        str, Option("With Slurm: the time limit of a job. Runs continue in the next one.")
+    ] = "04:00:00",
     image: Annotated[str, Option("Of Kubernetes: an image with flatout.")] = "flatout:latest",
     run_dir: Annotated[
-        str | None, Option("Directory of the run, runs/NAME by default.", "--run-dir")
+        str | None, Option("Directory of the run (default: runs/NAME).", "--run-dir")
     ] = None,
     out: Annotated[Path | str | None, Option("File to write.")] = None,
 ) -> LaunchFile:
@@ -202,7 +204,7 @@ def launch(
         "train": f"-m flatout train {shlex.join(words)} --run-dir {run}",
     }
     if path.exists():
-        raise OutputInUse(f"{path} exists.", fix="Remove it, or choose another --out.")
+        raise OutputInUse(f"{path} exists.", fix="Remove it, or choose a different --out.")
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, Template(content).substitute(values))
     return LaunchFile(path=str(path), start=Template(start).substitute(values))
@@ -228,18 +230,18 @@ def _check(
                 f"A step cannot be divided among {count * gpus} processes, if {count} of {nodes} "
                 "machines are left.",
                 fix="Set batch.tokens_per_step to a multiple of data.seq_len and of every number "
-                "of processes, or leave --min-nodes out.",
+                "of processes, or remove --min-nodes.",
             )
     if config.train.devices is not None:
         raise ConfigError(
             f"train.devices={config.train.devices} starts processes by itself, and --nodes and "
-            "--gpus say how many the file starts.",
-            fix="Leave train.devices out.",
+            "--gpus set how many the file starts.",
+            fix="Remove train.devices.",
         )
     for option, value in options.items():
         if not re.fullmatch(r"[\w.:/@+-]+", value):
             raise ConfigError(
-                f"{option} {value!r} has characters that the file cannot contain.",
+                f"{option} {value!r} contains characters that the file cannot.",
                 fix="Use letters, digits and any of . : / @ + - _.",
             )
 

@@ -194,7 +194,7 @@ def _speedups(recipe: str | Path | None, progress: Progress) -> ListResult:
                 "description": speedup.saves,
                 "on": decision.on,
                 "reason": decision.reason,
-                "promise": speedup.promise.kind,
+                "tolerance": speedup.tolerance.kind,
                 "measured": True if gain else is_measured(speedup, config, machine, device),
                 "gain": gain and gain.describe(),
                 "predicted": speedup.predicted,
@@ -209,7 +209,7 @@ def _expected_length(
     """Return the expected minutes of a run on one GPU, and a sentence on how they were estimated.
 
     Both are None when they are unknown. On a GPU that is present, `train` uses the same estimate.
-    Without one, no run is shorter than on the fastest known GPU at its peak rate; if even that is
+    Without one, no run is shorter than on the fastest known GPU at its peak rate. If even that is
     long enough for every speedup that pays off only in long runs, it is returned, otherwise None.
     """
     if config.train.steps is None and config.train.tokens is None:

@@ -1,4 +1,4 @@
-"""Say what a run will need: memory, time, energy, cost."""
+"""Predict what a run needs: memory, time, energy, cost."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def plan(
         str | None,
         Option(
             "Plan for another machine, such as '8x H100', or '4x8 H100, 400 Gb/s': machines x "
-            "GPUs, and the network of each GPU; this one by default."
+            "GPUs, and the network of each GPU (default: this machine)."
         ),
     ] = None,
     rows: Annotated[
@@ -34,10 +34,10 @@ def plan(
     *,
     progress: Progress = SILENT,
 ) -> Plan:
-    """Say what a run will need before it starts: memory, time, energy, cost.
+    """Predict what a run needs before it starts: memory, time, energy, cost.
 
     It needs neither the data nor a GPU. A dataset that is here gives the vocabulary size and the
-    length of an epoch; otherwise model.vocab_size must be set. The memory is traced on tensors
+    length of an epoch. Otherwise model.vocab_size must be set. The memory is traced on tensors
     without values. The rate comes from earlier runs of the same shape on this hardware, then from
     bench, then from an assumed share of the peak rate. A run that does not fit gets a list of
     changes, each with what it saves and what it costs in speed. `rows` compares micro-batches.

@@ -31,7 +31,7 @@ from flatout.remote.urls import is_url
 from flatout.signature import Argument, Option, checked
 
 Paths = list[str] | list[Path] | str | Path
-"""One or several, as strings or paths; the command line passes a list of strings."""
+"""One or several, as strings or paths. The command line passes a list of strings."""
 Sources = Annotated[
     Paths,
     Argument(
@@ -42,7 +42,7 @@ Sources = Annotated[
 Out = Annotated[
     str | Path,
     Option(
-        "Directory or URL (s3://, gs://) to write; it must be absent, empty, or contain this same "
+        "Directory or URL (s3://, gs://) to write. It must be absent, empty, or contain this same "
         "dataset."
     ),
 ]
@@ -50,19 +50,19 @@ TokenizerName = Annotated[
     str | Path | None,
     Option(
         "char, byte, train:N, a tokenizer.json or .tiktoken file, a Hugging Face repository, "
-        "ORG/NAME[@REVISION], or ids:N for numbers; train:4096 by default."
+        "ORG/NAME[@REVISION], or ids:N for numbers (default: train:4096)."
     ),
 ]
 ForRecipe = Annotated[
     str | Path | None, Option("Use the tokenizer that this recipe names (data.tokenizer).")
 ]
 TextField = Annotated[
-    str | None, Option("Field or column of a row that contains the text; 'text' by default.")
+    str | None, Option("Field or column of a row that contains the text (default: 'text').")
 ]
 Include = Annotated[
     Paths | None,
     Option(
-        "Files to read from directories in addition to text and rows, such as '*.py'; repeatable."
+        "Files to read from directories in addition to text and rows, such as '*.py' (repeatable)."
     ),
 ]
 Encoding = Annotated[
@@ -73,19 +73,19 @@ Split = Annotated[
     Option("'tail F' or 'hash F': the fraction used for validation, from the end or by document."),
 ]
 Val = Annotated[
-    Paths | None, Option("Text for validation only, exempt from the limits; repeatable.")
+    Paths | None, Option("Text for validation only, exempt from the limits (repeatable).")
 ]
 MaxDocuments = Annotated[
     int | None, Option("Take at most this many documents from SOURCES.", min=1)
 ]
 MaxBytes = Annotated[
     int | None,
-    Option("Take at most this many bytes of text; the last document is cut there.", min=1),
+    Option("Take at most this many bytes of text. The last document is cut there.", min=1),
 ]
 OnBadRow = Annotated[Literal["raise", "skip"], Option("What to do with an unusable row.")]
 MaxBadRows = Annotated[
     int | None,
-    Option("With --on-bad-row skip, fail above this many; 1% by default, but at least 100.", min=0),
+    Option("With --on-bad-row skip, fail above this many (default: 1%, but at least 100).", min=0),
 ]
 MaskField = Annotated[
     str | None,
@@ -94,7 +94,7 @@ MaskField = Annotated[
 Chat = Annotated[
     str | None,
     Option(
-        "Rows are conversations, in the form of OpenAI or ShareGPT, and only the assistant's turns "
+        "Rows are chat data in the form of OpenAI or ShareGPT, and only the assistant's turns "
         "count in the loss. The chat template: auto (the tokenizer's own), chatml, plain, or a "
         "Jinja file.",
         "--chat",
@@ -108,15 +108,15 @@ FromFile = Annotated[
     str | Path | None,
     Option("The dataset's downloaded file, for a machine without network.", "--from"),
 ]
-NumWorkers = Annotated[int | None, Option("Processes; one per usable core by default.", min=1)]
+NumWorkers = Annotated[int | None, Option("Processes (default: one per usable core).", min=1)]
 Part = Annotated[
     str | None,
     Option(
-        "I/N: do only this part of the work, beside other processes that share the directory, as "
-        "in a Slurm array; then --join."
+        "I/N: do only this part of the work, along with other processes that share the directory, "
+        "as in a Slurm array; then --join."
     ),
 ]
-Join = Annotated[bool, Option("Join the parts made with --part; reports missing ones.")]
+Join = Annotated[bool, Option("Join the parts made with --part. Reports missing ones.")]
 EngineName = Annotated[
     str,
     Option(
@@ -128,7 +128,7 @@ EngineName = Annotated[
 Cache = Annotated[
     Path | str | None,
     Option(
-        "Directory for downloads and for uploads in preparation; FLATOUT_CACHE or ~/.cache/flatout "
+        "Directory for downloads and for uploads in preparation. FLATOUT_CACHE or ~/.cache/flatout "
         "by default."
     ),
 ]
@@ -140,7 +140,7 @@ class PrepareResult(Result):
     path: Path | str
     """The dataset directory, or the URL."""
     documents: int
-    """Documents of both splits; one that is cut where validation starts counts once."""
+    """Documents of both splits. One that is cut where validation starts counts once."""
     tokens: int
     """Tokens of both splits, including one end-of-text token per document."""
     bytes: int
@@ -150,7 +150,7 @@ class PrepareResult(Result):
     tokens_per_s: float
     """Tokens divided by that time; 0 when the dataset already existed."""
     skipped: int
-    """Rows and files left out; the manifest says which and why."""
+    """Omitted rows and files. The manifest lists which and why."""
     skipped_by_reason: dict[str, int]
     """The same by reason, such as `.png file` for a file that is not read from directories."""
     closing: str = Field(exclude=True, repr=False)
@@ -216,12 +216,12 @@ def prepare(
     if shares and engine != "local":
         raise UsageError(
             f"--engine {engine} and {shares} cannot be combined: each divides the whole work.",
-            fix="Leave one of the two out.",
+            fix="Remove one of the two.",
         )
     if shares and is_url(str(out)):
         raise UsageError(
             f"{shares} needs a directory that all parts share, and {out} is a URL.",
-            fix="Name a shared directory with --out, or leave out --part and --join.",
+            fix="Name a shared directory with --out, or remove --part and --join.",
         )
     require_local(cache or "", "--cache ")
     names = _names(sources)
@@ -263,7 +263,7 @@ def _result(made: Prepared) -> PrepareResult:
         what = entry.reason  # in the plural if it names a kind of thing, such as `.py file`
         if entry.count != 1:
             what = re.sub(r"^(\S+ )?(file|document)\b", r"\g<0>s", what)
-        lines.append(f"  left out: {entry.count:,} {what}{first}")
+        lines.append(f"  omitted: {entry.count:,} {what}{first}")
     return PrepareResult(
         path=made.path,
         documents=manifest.documents,

@@ -25,10 +25,10 @@ def profile(
     steps: Annotated[int, Option("Steps to profile.", min=1)] = 3,
     skip: Annotated[
         int | None,
-        Option("Steps before them; by default until the step time is steady.", min=0),
+        Option("Steps before them (default: until the step time is steady).", min=0),
     ] = None,
     out: Annotated[
-        Path | str | None, Option("Directory for the files; profile/RECIPE-DIGEST by default.")
+        Path | str | None, Option("Directory for the files (default: profile/RECIPE-DIGEST).")
     ] = None,
     *,
     progress: Progress = SILENT,
@@ -36,8 +36,8 @@ def profile(
     """Show where the time and the memory of a few training steps go.
 
     The steps are those of training, after warm-up and compilation, without evaluations and saves.
-    The trace opens in Perfetto; the table shows kernels by class with their share, TFLOP/s and GB/s
-    against what this machine can do; memory is told apart at its peak. Nothing is saved but the
+    The trace opens in Perfetto. The table shows kernels by class with their share, TFLOP/s and GB/s
+    against what this machine can do. Memory is told apart at its peak. Nothing is saved but the
     profile.
 
     Raises: UsageError before anything is measured; OutOfMemory; RunFailed when the disk is full.
@@ -45,7 +45,7 @@ def profile(
     if steps > MOST_STEPS:
         raise UsageError(
             f"--steps {steps}: the operations of that many steps may not fit in memory.",
-            fix=f"Profile at most {MOST_STEPS} steps; a few show the same.",
+            fix=f"Profile at most {MOST_STEPS} steps. A few show the same.",
         )
     require_local(out or "", "--out ")
     config = load_checked(recipe, overrides, progress=progress)

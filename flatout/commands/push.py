@@ -38,10 +38,10 @@ def push(
 ) -> Export:
     """Export a trained model and upload it to the Hugging Face hub.
 
-    The export is what `flatout export` writes, in one commit; it is made in the run directory and
+    The export is what `flatout export` writes, in one commit. It is made in the run directory and
     deleted afterwards. The token is that of `hf auth login`, or HF_TOKEN.
 
-    Raises: CheckpointError when the run has no such checkpoint; ConfigError when the hub refuses
+    Raises: CheckpointError when the run has no such checkpoint; ConfigError when the hub rejects
             the name or the token; RunFailed when it cannot be reached; MissingPackage.
     """
     folder = find_run(run)

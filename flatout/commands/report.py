@@ -46,11 +46,13 @@ class ReportResult(Result):
 def report(
     runs: Annotated[
         list[str] | str | Path | None,
-        Argument("Run directories, or their names under runs/; the newest run there by default."),
+        Argument("Run directories, or their names under runs/ (default: the newest run there)."),
     ] = None,
     out: Annotated[
         Path | str | None,
-        Option("The HTML file; report.html in the run directory (of several runs: here)."),
+        Option(
+            "The HTML file (default: report.html in the run directory, or here for several runs)."
+        ),
     ] = None,
     *,
     progress: Progress = SILENT,
@@ -122,7 +124,7 @@ def _require_ours(path: Path) -> None:
 
     if not path.parent.is_dir():
         raise DataError(
-            f"There is no directory {path.parent}.", fix="Create it, or choose another --out."
+            f"There is no directory {path.parent}.", fix="Create it, or choose a different --out."
         )
     if not path.exists():
         return
@@ -132,7 +134,7 @@ def _require_ours(path: Path) -> None:
                 return
     raise OutputInUse(
         f"{path} exists and is not a report.",
-        fix="Choose another file with --out, or move that one away.",
+        fix="Choose a different file with --out, or move that one away.",
     )
 
 

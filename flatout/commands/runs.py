@@ -26,7 +26,7 @@ DEFAULT_ROOT = Path("runs")
 TAIL_BYTES = 256 * 1024
 """How much of metrics.jsonl is read: its end has the last losses."""
 WRITTEN = (layout.METRICS, layout.EVENTS, layout.SUMMARY, layout.EXIT_CODE, layout.CONFIG)
-"""Files whose times say when a run was last written."""
+"""Files whose times show when a run was last written."""
 
 
 class RunItem(Stored):
@@ -97,7 +97,7 @@ def runs(
     if not root.is_dir() and root != DEFAULT_ROOT:
         raise CheckpointError(
             f"There is no directory {root}.",
-            fix="Name a directory of runs; without one, `flatout runs` lists those in ./runs.",
+            fix="Name a directory of runs. Without one, `flatout runs` lists those in ./runs.",
         )
     paths = layout.list_runs(root)
     settings = differing([_settings(path) for path in paths])
@@ -134,7 +134,7 @@ def _settings(path: Path) -> JsonObject:
 
 
 def _settings_text(item: RunItem) -> str:
-    """Return a run's settings as text; its recipe only if the directory's name does not show it."""
+    """Return a run's settings as text, with its recipe if the directory's name does not show it."""
     shown = {
         key: value
         for key, value in item.settings.items()

@@ -39,14 +39,15 @@ def tune(
         ),
     ] = None,
     statistical: Annotated[
-        bool, Option("Also try speedups with a statistical promise, over several seeds.")
+        bool, Option("Also try speedups with a statistical tolerance, over several seeds.")
     ] = False,
     out: Annotated[
         Path | str | None,
-        Option("The recipe to write, tuned.yaml by default; of a script, the directory."),
+        Option("The recipe to write (default: tuned.yaml). Of a script, the directory."),
     ] = None,
     patch: Annotated[
-        Path | str | None, Option("Of a script: file for the unified diff; empty if it has none.")
+        Path | str | None,
+        Option("Of a script: file for the unified diff, which is empty without changes."),
     ] = None,
     batch_flag: Annotated[
         str | None, Option("Of a script: its argument for the batch size, such as --batch-size.")
@@ -63,17 +64,17 @@ def tune(
     It starts from what `train` would choose, and varies the micro-batch, activation checkpointing,
     the speedups and the prefetch by measured tokens per second. The tokens per optimizer step never
     change: other rows per micro-batch mean other accumulation. Every trial runs in its own process
-    and also evaluates one batch, so that a setting does not run out of memory later; the fastest
-    setting saves once, too. A change is taken if it is faster, and its losses are as promised.
-    Speedups that the recipe names or leaves out stay as they are. Ctrl+C writes the best setting so
-    far. The measured gains are kept for `auto`.
+    and also evaluates one batch, so that a setting does not run out of memory later. The fastest
+    setting saves once, too. A change is taken if it is faster and its losses stay within the
+    tolerance. Speedups that the recipe names or excludes stay as they are. Ctrl+C writes the best
+    setting so far. The measured gains are kept for `auto`.
 
-    Raises: UsageError before anything is measured; RunFailed when no setting gives figures;
+    Raises: UsageError before anything is measured; RunFailed when no setting gives results;
             Interrupted when a signal arrives before that.
 
     After `--` comes the command of any PyTorch training script, to make that faster without an
     edit: `flatout tune --patch faster.patch -- python train.py`. Its changes are applied from
-    outside, in trials that run in a copy of the current directory; `flatout list changes` shows
+    outside, in trials that run in a copy of the current directory. `flatout list changes` shows
     them, and `--only` selects some. In Python, `script` are the words of that command.
     """
     flags = {"patch": patch, "batch-flag": batch_flag, "accumulate-flag": accumulate_flag}
@@ -132,7 +133,7 @@ def parse_only(text: str | None) -> tuple[str, ...]:
     if text is not None and not words:
         raise ConfigError(
             "--only names nothing to tune.",
-            fix=f"Name {', '.join(PARTS)}, or speedups, with commas between them; or leave it out.",
+            fix=f"Name {', '.join(PARTS)}, or speedups, with commas between them; or remove it.",
         )
     return words or PARTS
 

@@ -106,7 +106,7 @@ def verify(
     path: Annotated[
         str | Path,
         Argument(
-            "A dataset or its URL, a checkpoint, or a run or its name under runs/; with --resume, "
+            "A dataset or its URL, a checkpoint, or a run or its name under runs/. With --resume, "
             "a recipe or a run."
         ),
     ],
@@ -117,7 +117,7 @@ def verify(
     ] = False,
     steps: Annotated[
         str | None,
-        Option("With --resume: N,M, the steps before and after the stop; 5,5 by default."),
+        Option("With --resume: N,M, the steps before and after the stop (default: 5,5)."),
     ] = None,
     trust_code: TrustCode = False,
     *,
@@ -125,7 +125,7 @@ def verify(
 ) -> VerifyResult:
     """Check a dataset, a checkpoint or a run; or prove that a recipe resumes exactly.
 
-    Of a dataset, it reads every block: file sizes, checksums, tokens and counts; at a URL it is
+    Of a dataset, it reads every block: file sizes, checksums, tokens and counts. At a URL it is
     streamed and not stored. Of a checkpoint, every file, its digest, and the dtype and shape of
     each tensor; of a run, all checkpoints, and which is the newest valid one.
 
@@ -166,7 +166,7 @@ def verify(
     if given:
         raise ConfigError(
             f"`flatout verify` uses {given[0]} only with --resume, which trains a recipe.",
-            fix=f"Leave {given[0]} out, or add --resume.",
+            fix=f"Remove {given[0]}, or add --resume.",
         )
     folder, run = Path(path), None if is_url(shown) else run_at(Path(path))
     if run is not None or catalog.is_checkpoint(folder):
@@ -272,7 +272,7 @@ def _run_problems(run: Path, newest_valid: Path | None) -> list[str]:
     known, kept = newest_valid and catalog.tokenizer_of(newest_valid), run / TOKENIZER
     if known is not None and kept.exists() and sha256(kept) != known:
         problems.append(
-            f"{kept} is damaged or was replaced: the model was trained with another tokenizer."
+            f"{kept} is damaged or was replaced: the model was trained with a different tokenizer."
         )
     return problems
 

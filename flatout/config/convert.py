@@ -51,7 +51,7 @@ SECRETS = ("hub_token", "api_key", "password", "secret")
 """Ends of keys whose values are not repeated."""
 EVERY_MODEL = {"model.kind", "model.vocab_size", "model.logit_softcap", "model.z_loss"}
 BESIDE_WEIGHTS = {"model.kind", "model.dropout", "model.z_loss", "model.chunk_size"}
-"""Keys of the model that stay beside train.init_from; the weights have a shape of their own."""
+"""Keys of the model that stay beside train.init_from; the weights define their shape."""
 DEPENDENT = ("schedule.min_lr", "train.patience", "lora.alpha", "lora.dropout", "lora.targets")
 """Keys that are valid only beside others."""
 NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
@@ -62,7 +62,7 @@ OPERATORS: dict[type[ast.operator], Any] = {
     ast.Div: operator.truediv,
     ast.FloorDiv: operator.floordiv,
 }
-"""Arithmetic that a Python file may contain; powers are left out, since they can be very large."""
+"""Arithmetic that a Python file may contain. Powers are omitted, since they can be very large."""
 
 
 class Item(Stored):
@@ -184,7 +184,7 @@ def convert(document: JsonObject, computed: list[str]) -> Conversion:
 
 
 def _flat(document: JsonObject, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield dotted keys and their values; a section without a counterpart is one key."""
+    """Yield dotted keys and their values. A section without a counterpart is one key."""
     for key, value in document.items():
         word = word_for(f"{prefix}{key}")
         as_one = word is not None and (not word.key or word.key in MAPPINGS)
@@ -247,7 +247,7 @@ class _Reading:
         self._values: JsonObject = {}
         self._implied: JsonObject = {}
         self._dropped: dict[str, str] = {}
-        """Why a key of flatout was left out again."""
+        """Why a key of flatout was omitted again."""
 
     def read(self, entry: _Entry) -> None:
         """Convert one entry, and keep what no earlier one has set."""
@@ -262,7 +262,7 @@ class _Reading:
         if isinstance(result, Refused):
             raise ConfigError(
                 f"{entry.key}={entry.value!r} {result}.",
-                fix="Convert the config of a training on text or conversations.",
+                fix="Convert the config of a training on text or chat data.",
             )
         if isinstance(result, Reason):
             entry.why = result
@@ -373,7 +373,7 @@ class _Reading:
         elif word.group == "prepare":
             outcome, why = "missing" if word.option else "unnecessary", word.advice
         else:
-            why = "Another key states it." if entry.wrote else "flatout does this by default."
+            why = "Another key sets it." if entry.wrote else "flatout does this by default."
         if entry.is_default:
             why += " It is the tool's default."
         shown = "(hidden)" if entry.key.endswith(SECRETS) else value

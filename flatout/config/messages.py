@@ -27,11 +27,11 @@ _KINDS = {
     "finite": "a finite number",
 }
 _SPELT = {"[]": "none", "True": "true", "False": "false"}
-"""How an override has a value that Python writes in another way."""
+"""How an override has a value that Python writes in a different way."""
 
 
 class ForeignKeys(ConfigError):
-    """Several keys are another tool's; the fix has an answer for each."""
+    """Several keys are another tool's. The fix has an answer for each."""
 
 
 def explain(error: ValidationError, section: type[BaseModel], prefix: str = "") -> ConfigError:
@@ -46,7 +46,7 @@ def explain(error: ValidationError, section: type[BaseModel], prefix: str = "") 
         known = all_keys(section, prefix)
         answers = (f"{key}: {unknown_key(key, value, known).fix}" for key, value in names.items())
         return ForeignKeys(
-            f"There are no config keys {', '.join(names)}; other tools have such.",
+            f"There are no config keys {', '.join(names)}. Other tools have them.",
             fix=" ".join(answers),
         )
     if kind == "extra_forbidden":
@@ -76,7 +76,7 @@ def explain(error: ValidationError, section: type[BaseModel], prefix: str = "") 
         if meant is not None
         else f"Change it, or leave it at its default, {default}."
         if default is not None
-        else "Change it, or leave it out."
+        else "Change it, or remove it."
     )
     return ConfigError(
         f"{key}={shown} is not valid: it must be {' or '.join(expected)}.",
@@ -115,7 +115,7 @@ def unknown_key(key: str, value: object, known: list[str]) -> ConfigError:
     theirs = None if guess or near else misspelt(last, known_words())
     if theirs:
         return ConfigError(
-            f"There is no config key {key!r}; other tools have {theirs!r}.",
+            f"There is no config key {key!r}. Other tools have {theirs!r}.",
             fix=_advice(known_words()[theirs], value),
         )
     near += [names[close] for names in known_as if (close := nearest(last, names))]

@@ -67,7 +67,7 @@ class RunConfig(Section):
     rules = (
         (
             lambda run: run.format_version > FORMAT_VERSION,
-            "This config has format_version {0.format_version}; this version of flatout reads up "
+            "This config has format_version {0.format_version}. This version of flatout reads up "
             f"to {FORMAT_VERSION}.",
             "Install a newer flatout.",
         ),
@@ -95,20 +95,20 @@ class RunConfig(Section):
             "lora.base_dtype={0.lora.base_dtype} stores weights in two dtypes, and "
             "parallel.shard={0.parallel.shard} and parallel.offload={0.parallel.offload} expect a "
             "single one.",
-            "Set lora.base_dtype=fp32, or leave out parallel.shard and parallel.offload.",
+            "Set lora.base_dtype=fp32, or remove parallel.shard and parallel.offload.",
         ),
         (
             lambda run: run.parallel.tensor > 1 and run.parallel.context > 1,
             "parallel.tensor={0.parallel.tensor} and parallel.context={0.parallel.context} cannot "
             "be set together: both divide the tokens of each row.",
-            "Leave one of them out.",
+            "Remove one of them.",
         ),
     )
 
     format_version: int = FORMAT_VERSION
     """Version of the config format."""
     name: str = "run"
-    """Name of the recipe; the default name of the run directory starts with it."""
+    """Name of the recipe. The default name of the run directory starts with it."""
     model: ModelConfig = ModelConfig()
     """The model."""
     data: DataConfig = DataConfig()
@@ -273,7 +273,7 @@ def merge(document: JsonObject, layer: JsonObject, prefix: str = "") -> None:
 
 
 def validate(document: JsonObject, *, file: Path | None = None) -> RunConfig:
-    """Return the validated config; an empty section means its defaults.
+    """Return the validated config. An empty section means its defaults.
 
     Raises: ConfigError naming the key, the nearest known key when it is unknown, and `file`.
     """
@@ -281,7 +281,7 @@ def validate(document: JsonObject, *, file: Path | None = None) -> RunConfig:
         if document.get("speedups", "auto") in (None, ""):
             raise ConfigError(
                 "speedups is empty.",
-                fix="Write speedups=none for no speedup, or leave it out for auto.",
+                fix="Write speedups=none for no speedup, or remove it for auto.",
             )
         return RunConfig.model_validate(
             {key: value for key, value in document.items() if value is not None}

@@ -86,7 +86,7 @@ class Section(BaseModel):
 
 
 class ModelConfig(Section):
-    """Which model to train; the model checks its own keys when the run is built."""
+    """Which model to train. The model checks its own keys when the run is built."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -108,11 +108,11 @@ class DataConfig(Section):
     mix: dict[str, float] | None = None
     """Several datasets prepared with one tokenizer, and the weight of each: {data/book: 3,
     data/code: 1} reads three sequences of the first for each sequence of the second. At any step of
-    the run the proportion is exact to less than one sequence; weights are rounded to multiples of
+    the run the proportion is exact to less than one sequence. Weights are rounded to multiples of
     1/65,536, which is the smallest share. Each dataset has its own epochs and its own score, and
     the validation loss is the mean of the scores with these weights."""
     tokenizer: str | None = None
-    """Tokenizer to prepare the text with, as `--tokenizer` of `flatout prepare` takes it; `prepare
+    """Tokenizer to prepare the text with, as `--tokenizer` of `flatout prepare` takes it. `prepare
     --recipe` reads it. Training uses that of the dataset."""
     cache: str | None = None
     """Directory for the copies of datasets at URLs. None means the cache directory: FLATOUT_CACHE,
@@ -143,7 +143,7 @@ class DataConfig(Section):
 
 
 class BatchConfig(Section):
-    """How many tokens each optimizer step sees. Set two of the three keys; the third follows."""
+    """How many tokens each optimizer step sees. Set two of the three keys. The third follows."""
 
     tokens_per_step: Count | None = None
     """Tokens per optimizer step, summed over ranks and micro-batches."""
@@ -214,18 +214,18 @@ class TrainConfig(Section):
         (
             lambda train: train.watchdog_stop and not train.watchdog_minutes,
             "train.watchdog_stop has no effect: train.watchdog_minutes=0 turns the watchdog off.",
-            "Set train.watchdog_minutes=5, or leave train.watchdog_stop out.",
+            "Set train.watchdog_minutes=5, or remove train.watchdog_stop.",
         ),
         (
             lambda train: train.patience and train.eval_every == 0 and not train.eval_every_epochs,
             "train.patience={0.patience} counts evaluations during the run, but "
             "train.eval_every=0 means that there are none.",
-            "Set train.eval_every or train.eval_every_epochs, or leave train.patience out.",
+            "Set train.eval_every or train.eval_every_epochs, or remove train.patience.",
         ),
     )
 
     steps: Count | None = None
-    """Optimizer steps. Set one of steps, tokens and epochs; without any, the run is one epoch."""
+    """Optimizer steps. Set one of steps, tokens and epochs. Without any, the run is one epoch."""
     tokens: Count | None = None
     """Training tokens, rounded up to whole steps."""
     epochs: PositiveFloat | None = None
@@ -233,10 +233,10 @@ class TrainConfig(Section):
     seed: int = Field(0, ge=0, lt=2**62)
     """Seed of the initial weights, the order of the data and dropout."""
     deterministic: bool = False
-    """Use only deterministic operations, and refuse others. On a GPU this is slower, but the only
-    way to make two runs, or a run and its resumed copy, bit-identical."""
+    """Use only deterministic operations, and fail on others. Slower on a GPU, and the only way to
+    make two runs there, or a run and its resumed copy, bit-identical."""
     device: str = "auto"
-    """auto, cpu, cuda, cuda:N, or mps, the GPU of a Mac, which is untried."""
+    """auto, cpu, cuda, cuda:N, or mps, the GPU of a Mac, which is untested."""
     devices: Count | Literal["all"] | None = None
     """Devices of this machine to train on: `flatout train` starts a process for each. A number, or
     all GPUs; on a CPU, a number of processes. None means one, or as many as torchrun starts."""
@@ -248,14 +248,14 @@ class TrainConfig(Section):
     eval_every_epochs: PositiveFloat | None = None
     """Epochs between evaluations, in place of eval_every; rounded up to whole steps."""
     eval_tokens: Count | Literal["all"] | None = None
-    """Validation tokens per evaluation during the run; the final one always uses all. None means
+    """Validation tokens per evaluation during the run. The final one always uses all. None means
     all if the interval is stated, or else at most what takes 5% of the run."""
     patience: NonNegativeInt = 0
     """Stop after this many evaluations in a row without a better validation loss; 0 turns this off.
     The learning rate is scheduled for the whole run, so it is still high at an early stop."""
     init_from: str | None = None
     """Where the initial weights come from: a run directory (its best checkpoint), a checkpoint, or
-    another program's model (hf:ORG/NAME, its directory, or a file). Data, schedule, optimizer state
+    another tool's model (hf:ORG/NAME, its directory, or a file). Data, schedule, optimizer state
     and step start anew."""
     sample_every: NonNegativeInt = 0
     """Steps between text samples; 0 samples once, at the end."""
@@ -263,13 +263,13 @@ class TrainConfig(Section):
     """Prompt of the samples; empty starts a new document."""
     max_bad_steps: Count = 10
     """Bad steps in a row that stop the run. A step is bad when its loss or its gradient norm is not
-    finite; its update is skipped, and the run continues with the next step."""
+    finite. Its update is skipped, and the run continues with the next step."""
     skip_spikes: float | None = Field(None, ge=3)
     """Take a step for bad, too, when its gradient norm is that many robust standard deviations
     above the median of the last 128, and at least twice that median. None skips no spikes."""
     on_divergence: Literal["stop", "rewind"] = "stop"
     """What happens after max_bad_steps: stop with a report, or go back to the last good checkpoint
-    and leave out the sequences of the bad steps."""
+    and skip the sequences of the bad steps."""
     max_rewinds: Count = 3
     """How many times on_divergence=rewind may go back, over all resumes of a run."""
     watchdog_minutes: NonNegativeFloat = 5.0
@@ -302,7 +302,7 @@ class LoraConfig(Section):
                 ]
             ),
             "lora.{1[0]} has no effect without lora.rank.",
-            "Set lora.rank=8, or leave lora.{1[0]} out.",
+            "Set lora.rank=8, or remove lora.{1[0]}.",
         ),
     )
 
@@ -314,9 +314,9 @@ class LoraConfig(Section):
     """Share of components dropped from the input of the adapters."""
     targets: Names = ("all-linear",)
     """Layers with adapters: some of q, k, v, o (attention), gate, up, down (MLP), or another linear
-    layer of the blocks by its name; all-linear means every one."""
+    layer of the blocks by its name. All-linear means every one."""
     base_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Dtype of the frozen matrices of the blocks. bf16 halves their memory and rounds them; it
+    """Dtype of the frozen matrices of the blocks. bf16 halves their memory and rounds them. It
     needs matmuls in bf16 by autocast (the speedup bf16)."""
 
     @property
@@ -336,7 +336,7 @@ class CheckpointConfig(Section):
         (
             lambda checkpoint: checkpoint.compress and checkpoint.mirror is None,
             "checkpoint.compress={0.compress} has no effect without checkpoint.mirror.",
-            "Set checkpoint.mirror=s3://BUCKET/FOLDER, or leave checkpoint.compress out.",
+            "Set checkpoint.mirror=s3://BUCKET/FOLDER, or remove checkpoint.compress.",
         ),
     )
 
@@ -347,7 +347,7 @@ class CheckpointConfig(Section):
     every_epochs: PositiveFloat | None = None
     """Epochs between saves."""
     keep: Count | Literal["all"] = 2
-    """Number of newest checkpoints to keep, or all; the best one is kept in addition. Incomplete
+    """Number of newest checkpoints to keep, or all. The best one is kept in addition. Incomplete
     ones do not count, so the last complete one is never deleted."""
     keep_every: Count | None = None
     """Steps between checkpoints that stay for good: the run also saves at each multiple."""
@@ -370,7 +370,7 @@ class LogConfig(Section):
         (
             lambda log: [name for name in log.observers if ":" not in name],
             "log.observers names {1[0]!r}, which is not an object in a Python module.",
-            "Write log.observers=package.module:MyObserver; for tensorboard, csv, wandb and mlflow "
+            "Write log.observers=package.module:MyObserver. For tensorboard, csv, wandb and mlflow "
             "set log.to.",
         ),
     )
@@ -392,12 +392,12 @@ class LogConfig(Section):
     """offline keeps W&B's files in the run directory, for `wandb sync`. None means what WANDB_MODE
     states, or else online."""
     observers: Names = ()
-    """Observers of your own, each as package.module:MyObserver; a class is called without
+    """Your own observers, each as package.module:MyObserver. A class is called without
     arguments. They are called as those passed to `flatout.train` are."""
 
 
 class ParallelConfig(Section):
-    """How processes share the work; the product of the sizes is the number of processes."""
+    """How processes share the work. The product of the sizes is the number of processes."""
 
     replicate: Count | Literal["auto"] = "auto"
     """Replicas of the model (DDP); auto is the number of processes divided by `shard`."""
@@ -405,7 +405,7 @@ class ParallelConfig(Section):
     """Processes that weights, gradients and optimizer state are sharded over (fully_shard)."""
     reshard: bool = True
     """Free the gathered weights of a block after its forward pass, and gather them again in
-    backward; false keeps them until then (ZeRO-2), which is faster and takes the memory of all of
+    backward. False keeps them until then (ZeRO-2), which is faster and takes the memory of all of
     them.
     """
     offload: Literal["none", "cpu"] = "none"
@@ -413,7 +413,7 @@ class ParallelConfig(Section):
     the optimizer steps, and copies blocks to the GPU as they are used. One process may do so too.
     """
     tensor: Count = 1
-    """Processes that share every layer, by heads and columns, best within one machine; they have
+    """Processes that share every layer, by heads and columns, best within one machine. They have
     the same rows, and `replicate` and `shard` count them as one.
     """
     context: Count = 1

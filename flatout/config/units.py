@@ -124,7 +124,7 @@ def _by_unit(value: Any, word: Word, known: Known) -> Any:
             numbers = [factor for factor in factors if factor and isinstance(factor, int | float)]
             if len(numbers) < len(keys):
                 return Reason(
-                    f"It is multiplied by {' and '.join(keys)}, which the config does not state."
+                    f"It is multiplied by {' and '.join(keys)}, which the config does not set."
                 )
             product = (value + 0) * math.prod(numbers)  # text plus 0 is an error
             return product if isinstance(numbers[0], float) else round(product)
@@ -136,7 +136,7 @@ def _by_unit(value: Any, word: Word, known: Known) -> Any:
             width, heads = known.get("model.d_model"), known.get("model.num_heads")
             size = known.get("model.head_dim") or (width // heads if width and heads else None)
             if not size:
-                return Reason("It is a share of a head whose size is not stated.")
+                return Reason("It is a share of a head whose size is not set.")
             return round((value + 0) * (size + 0) / 2) * 2
         case ["scales"]:  # a list or text states them; a switch may turn them off
             parts = re.findall(r"\d+", value) if isinstance(value, str) else value
@@ -148,7 +148,7 @@ def _by_unit(value: Any, word: Word, known: Known) -> Any:
             found = text if text in names else name_for(noun, text, names)
             found = found or value_for(word.key, text)
             if found is None:
-                return Reason(f"There is no {noun} {first}; flatout has {', '.join(names)}.")
+                return Reason(f"There is no {noun} {first}. flatout has {', '.join(names)}.")
             if noun == "schedule" and found == "linear" and known.get("schedule.decay", 1) < 1:
                 found = "wsd"  # a line that starts late
             return {word.key: found} | ({"speedups": "+adamw-8bit"} if "8bit" in text else {})
@@ -160,7 +160,7 @@ def _by_unit(value: Any, word: Word, known: Known) -> Any:
                 return {}
             if there or all(map(is_off, given)):
                 return there
-            return Reason(f"There is no logger {', '.join(given)}; flatout has {', '.join(names)}.")
+            return Reason(f"There is no logger {', '.join(given)}. flatout has {', '.join(names)}.")
         case ["targets"]:
             return _targets(value, word, known)
         case ["weights"]:  # ORG/NAME is a repository of the hub
@@ -174,7 +174,7 @@ def _by_unit(value: Any, word: Word, known: Known) -> Any:
 
 
 def _targets(value: Any, word: Word, known: Known) -> Any:
-    """Return the names of the layers, which litgpt's switches choose; the output has no adapter."""
+    """Return the names of the layers, which litgpt's switches choose. The output has no adapter."""
     given = value if isinstance(value, list) else str(value).split(",")
     if "lora_query" in word.names:
         given = [
@@ -193,13 +193,13 @@ def _shape(value: Any, word: Word, known: Known) -> Any:
     if "flavor" in word.names:
         model = f"{known.get(f'{THEIRS}model.name')}_{value}"
     elif any(key.startswith(f"{THEIRS}model_config.") for key in known):
-        return Unneeded("The keys of model_config state the shape.")
+        return Unneeded("The keys of model_config set the shape.")
     elif f"{THEIRS}model.flavor" in known:
-        return Unneeded("model.flavor states the shape with it.")
+        return Unneeded("model.flavor sets the shape with it.")
     keys = dict(shape_for(model) or {})
     if not keys:
         return Reason(
-            f"The name {model} does not state a shape: set the keys of model, or start from a "
+            f"The name {model} does not determine a shape: set the keys of model, or start from a "
             "recipe that `flatout list recipes` shows."
         )
     note, recipe = keys.pop("note", ""), keys.pop("recipe", None)
@@ -252,7 +252,7 @@ def _of_the_run(value: Any, word: Word, known: Known) -> Any:
             if value == total:
                 return Unneeded("The decay ends with the run.")
             if not total:
-                return Reason("The decay ends with the run, whose length in steps is not stated.")
+                return Reason("The decay ends with the run, whose length in steps is not set.")
             shorter = f" train.steps={value} ends both there." if value < total else ""
             return Reason(
                 f"The decay ends with the run, at step {total}, not at step {value}.{shorter}"
@@ -291,7 +291,7 @@ def _of_the_data(value: Any, word: Word, known: Known) -> Any:
             if any(ON_HUB.fullmatch(str(one)) for one in _hub_names(known)):
                 return Unneeded("The source of `flatout prepare` names it.")
             return Reason(
-                "`flatout prepare hub:ORG/NAME:config=CONFIG` reads it; the dataset has no "
+                "`flatout prepare hub:ORG/NAME:config=CONFIG` reads it. The dataset has no "
                 "ORG/NAME."
             )
         case ["as_option"]:  # a field, a file or another text
@@ -302,7 +302,7 @@ def _of_the_data(value: Any, word: Word, known: Known) -> Any:
             return name_for("tokenizer", text, TOKENIZERS) or text
         case ["template"]:
             if form not in {None, *CONVERSATIONS}:
-                return Unneeded("The rows are not conversations.")
+                return Unneeded("The rows are not chat data.")
             text = str(value).replace("tokenizer_default", "auto")
             if text in ("auto", "chatml", "plain") or text.endswith((".jinja", ".jinja2")):
                 return text
@@ -317,7 +317,7 @@ def _of_the_data(value: Any, word: Word, known: Known) -> Any:
             if is_trained or form in TEXTS:
                 return Unneeded("The loss counts all of the text.")
             return Reason(
-                f"`flatout prepare {word.option} FIELD` leaves the prompt of each row out; name "
+                f"`flatout prepare {word.option} FIELD` omits the prompt of each row. Name "
                 "its field."
             )
     raise KeyError(word.unit)

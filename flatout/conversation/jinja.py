@@ -4,7 +4,7 @@ A template can read the conversation and nothing else: it cannot call Python's f
 what it was given, or read a file. `strftime_now` is not defined, so that a template that would
 write today's date writes its own fixed one, and equal conversations are equal text on any day.
 
-`flatout.conversation.rendering_process` starts this module in a process of its own, which it ends
+`flatout.conversation.rendering_process` starts this module in a separate process, which it ends
 when the template takes too much time or memory. It imports little, so that it starts quickly.
 """
 
@@ -35,7 +35,7 @@ Asked = tuple[Text, Sequence[Text]]
 
 
 class _Refusal(TemplateError):
-    """The template itself refuses a conversation, by calling `raise_exception`."""
+    """The template itself rejects a conversation, by calling `raise_exception`."""
 
 
 class _Generation(Extension):

@@ -124,7 +124,7 @@ class Renderer:
         follow, each assistant turn that counts has its own example, which starts with the prompt
         for that turn.
 
-        The error is BadConversation when the template refuses the conversation, or does not write
+        The error is BadConversation when the template rejects the conversation, or does not write
         a turn after its prompt, and DataError when the template fails.
         """
         rendered = self._render([one.message for one in requests])
@@ -195,8 +195,8 @@ class Renderer:
                 continue
             why = " ".join(str(found).split()).rstrip(".")
             yield BadConversation(
-                f"is refused by the chat template {self.template.name}: {why}",
-                reason="refused by the chat template",
+                f"is rejected by the chat template {self.template.name}: {why}",
+                reason="rejected by the chat template",
             )
 
     def _rendered(self, message: bytes) -> list[Rendered]:
@@ -214,7 +214,7 @@ class Renderer:
     ) -> Examples | None:
         """Return all turns as one example; None when some are rendered differently later.
 
-        `shared` says what the text has in common with the prompt for each assistant turn, and with
+        `shared` is what the text has in common with the prompt for each assistant turn, and with
         the text that ends after it.
         """
         if START in text:
@@ -290,8 +290,8 @@ class Renderer:
     def _after_tag(self, prompt: str, turn: JsonObject) -> str | None:
         """Return a turn after a prompt that ends with a tag such as <think>; None after others.
 
-        The template itself drops thoughts, so the text of the turn is taken as the row states it;
-        a turn without a thought has an empty one.
+        The template itself drops thoughts, so the text of the turn is taken as the row states it.
+        A turn without a thought has an empty one.
         """
         tag = _TAG.search(prompt)
         if tag is None or "tool_calls" in turn:

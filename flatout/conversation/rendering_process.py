@@ -1,4 +1,4 @@
-"""Renders chat templates in processes of their own, with limits of time, memory and output.
+"""Renders chat templates in separate processes, with limits of time, memory and output.
 
 A template comes with a tokenizer from elsewhere, and it is a program: text of any length is a
 short expression in it. One process for each template serves all its conversations.
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from flatout.conversation.jinja import Asked
 
 CPU_S = 10
-"""CPU time of one call; most conversations take less than a millisecond."""
+"""CPU time of one call. Most conversations take less than a millisecond."""
 MEMORY_BYTES = 1 << 30
 MOST_CHARACTERS = 1 << 24
 """Characters that a template may write: twice as many as the longest row has."""
@@ -38,7 +38,7 @@ _BOOT = (
 
 
 class Refused(Exception):
-    """The template itself refuses a conversation, in its own words."""
+    """The template itself rejects a conversation, in its own words."""
 
 
 class Rendered(NamedTuple):
@@ -60,7 +60,7 @@ def render(
     """Yield the texts that a template makes for each request, or the error, which names it `name`.
 
     An error is Refused with the template's own words; DataError when the template cannot be parsed,
-    fails, or exceeds a limit. The limits are those of one call; a call that exceeds them is
+    fails, or exceeds a limit. The limits are those of one call. A call that exceeds them is
     repeated request by request.
     """
     answers = _process(template).ask(requests)
@@ -75,14 +75,15 @@ def render(
             where = f", line {answer['line']}," if answer.get("line") else ""
             yield DataError(
                 f"The chat template {name}{where} fails: {answer['fails']}.",
-                fix="Correct it, or use another: --chat chatml, --chat plain or --chat FILE.",
+                fix="Correct it, or use a different one: --chat chatml, --chat plain or --chat "
+                "FILE.",
             )
         else:
             yield [Rendered(text, shared) for text, shared in answer["rendered"]]
 
 
 class _Process:
-    """A process that renders one template; it starts at the first request, and again after one
+    """A process that renders one template. It starts at the first request, and again after one
     that ended it.
     """
 

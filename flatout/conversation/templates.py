@@ -70,11 +70,11 @@ class ChatTemplate(Stored):
 
 
 def named_template(name: str, variables: dict[str, str]) -> ChatTemplate:
-    """Return the template of a name, chatml or plain, or of a file; `variables` are defaults.
+    """Return the template of a name, chatml or plain, or of a file. `variables` are defaults.
 
     A file is a Jinja template, a tokenizer_config.json, or the chat_template.json of a run.
 
-    Raises: DataError for another name, or a file that cannot be read.
+    Raises: DataError for a different name, or a file that cannot be read.
     """
     if name in BUILT_IN:
         return ChatTemplate(name=name, text=BUILT_IN[name], variables=variables)
@@ -129,16 +129,16 @@ def template_beside(
 
 
 def stored_template(source: JsonObject) -> ChatTemplate | None:
-    """Return the template in the `source` of a manifest; None when its rows were not conversations.
+    """Return the template in the `source` of a manifest; None when its rows were not chat data.
 
-    Raises: DataError when another version wrote it.
+    Raises: DataError when a different version wrote it.
     """
     stored = source.get("chat_template")
     return None if stored is None else _made(Path("manifest.json"), stored)
 
 
 def config_in(path: Path) -> JsonObject:
-    """Return a tokenizer_config.json; it is empty when there is no such file.
+    """Return a tokenizer_config.json. It is empty when there is no such file.
 
     Raises: DataError when it cannot be read.
     """

@@ -22,7 +22,7 @@ INSTRUCTION, OUTPUT = "instruction", "output"
 ALPACA_FIELDS = (INSTRUCTION, "input", OUTPUT, "history")
 """Fields of a row that is one question with its answer, after earlier ones."""
 PROMPT, COMPLETION = "prompt", "completion"
-"""Fields of a row with its turns in two lists; the loss counts none of the first."""
+"""Fields of a row with its turns in two lists. The loss counts none of the first."""
 ASSISTANT = "assistant"
 START, STOP, GUARD = "\ufdd0", "\ufdd1", "\ufdd2"
 """Noncharacters in rendered text: around `{% generation %}` blocks, and inside names of special
@@ -46,7 +46,7 @@ _REPAIR = "Repair the row, or skip such rows with --on-bad-row skip."
 
 
 class BadConversation(DataError):
-    """A conversation cannot be used; `reason` is the short form under which it is counted."""
+    """A conversation cannot be used. `reason` is the short form under which it is counted."""
 
     def __init__(self, what: str, *, fix: str = _REPAIR, reason: str) -> None:
         super().__init__(what, fix=fix)

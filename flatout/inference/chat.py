@@ -42,12 +42,12 @@ class Sampling:
 class ChatSession:
     """A conversation with a model, which keeps its state of all turns so far.
 
-    When the conversation does not fit the context, the oldest turns are left out, except the system
+    When the conversation does not fit the context, the oldest turns are omitted, except the system
     prompt, so that a quarter of the context, or `max_tokens` if that is less, is free for the
-    reply. `progress` is told the first time. What does not fit on its own is refused, never cut.
+    reply. `progress` is told the first time. What does not fit on its own is rejected, never cut.
 
     Raises: ConfigError when the system prompt does not fit; BadConversation when the template
-            refuses it; DataError when the template fails.
+            rejects it; DataError when the template fails.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class ChatSession:
     def reply(self, content: str) -> Iterator[str]:
         """Yield the reply to a user's turn in pieces of whole characters; both join the messages.
 
-        Raises: BadConversation when the template refuses the turn; DataError when it fails, when
+        Raises: BadConversation when the template rejects the turn; DataError when it fails, when
                 the tokenizer cannot encode the turn, or when the turn does not fit the context. The
                 conversation is then as before.
         """

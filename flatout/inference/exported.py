@@ -24,7 +24,7 @@ def is_export(path: Path | str | None) -> bool:
 
 
 def is_run(path: Path | str | None) -> bool:
-    """Return whether a command reads a run, not another program's model; None is the newest run.
+    """Return whether a command reads a run, not another tool's model; None is the newest run.
 
     What does not exist counts as the name of a run.
     """
@@ -36,13 +36,14 @@ def is_run(path: Path | str | None) -> bool:
 def require_scorable(folder: Path, *, trust_code: bool = False) -> None:
     """Check that transformers can load an export, and that the code in it may be imported.
 
-    Raises: ConfigError for an export of another format; UntrustedCode; CheckpointError when a file
+    Raises: ConfigError for an export of a different format; UntrustedCode; CheckpointError when a
+    file
             of the configuration is missing or damaged.
     """
     made_for = format_of(folder)
     if made_for != "huggingface":
         raise ConfigError(
-            f"{folder} is an export for {made_for or 'an unknown format'}; transformers, which "
+            f"{folder} is an export for {made_for or 'an unknown format'}. transformers, which "
             "asks the questions of the tasks, cannot load it.",
             fix="Score the run itself, or export it with --to huggingface.",
         )
@@ -75,9 +76,9 @@ def require_tasks(folder: Path, checkpoint: str, *, has_tasks: bool) -> None:
         )
     if checkpoint != "best":
         raise ConfigError(
-            f"{folder} is an export of one checkpoint; --checkpoint {checkpoint} cannot choose "
+            f"{folder} is an export of one checkpoint. --checkpoint {checkpoint} cannot choose "
             "another.",
-            fix="Leave --checkpoint out, or score the run.",
+            fix="Remove --checkpoint, or score the run.",
         )
 
 

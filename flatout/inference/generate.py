@@ -106,7 +106,7 @@ class Context:
         return self._decoder.max_tokens
 
     def read_text(self, ids: Sequence[int]) -> Tensor:
-        """Return the logits after a text; only the part after what was already read is computed.
+        """Return the logits after a text. Only the part after what was already read is computed.
 
         A text longer than the context loses its beginning.
 
@@ -156,7 +156,7 @@ def draw_token(
     top_p: float | None,
     generator: torch.Generator,
 ) -> int:
-    """Sample one token below `vocab_size`; the padding of a vocabulary is never sampled.
+    """Sample one token below `vocab_size`. The padding of a vocabulary is never sampled.
 
     Shapes:  logits_V (V,).
     """

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from flatout.data.tokenizers import Tokenizer
 
 MOST_CONTEXT = 4096
-"""Positions of a model of another program that are used: the cache has room for all of them."""
+"""Positions of a model of another tool that are used: the cache has room for all of them."""
 Arithmetic = Literal["fp32", "trained"]
 """Precision of a loaded model: fp32, or the one that the run was trained in."""
 
@@ -53,7 +53,7 @@ class LoadedRun:
 
     @cached_property
     def dataset(self) -> AnyDataset:
-        """The training data, opened on first use; it may have moved together with the run.
+        """The training data, opened on first use. It may have moved together with the run.
 
         Raises: DataError when it is missing or cannot be downloaded.
         """
@@ -126,7 +126,7 @@ def load_model(
     trust_code: bool = False,
     progress: Progress = SILENT,
 ) -> LoadedRun:
-    """Return a run, None for the newest, or a model of another program, exports included.
+    """Return a run, None for the newest, or a model of another tool, exports included.
 
     Such a model is what `train.init_from` reads, with its tokenizer.json beside it. No code of its
     directory is executed. Its context is that of its configuration, up to MOST_CONTEXT.
@@ -138,8 +138,8 @@ def load_model(
         return load_run(folder, checkpoint, trust_code=trust_code, progress=progress)
     if checkpoint != "best":
         raise ConfigError(
-            f"{model} is a single model; --checkpoint {checkpoint} cannot choose another.",
-            fix="Leave --checkpoint out, or name a run.",
+            f"{model} is a single model. --checkpoint {checkpoint} cannot choose a different one.",
+            fix="Remove --checkpoint, or name a run.",
         )
     found = find_model(str(model), progress=progress)
     folder = found.path if found.path.is_dir() else found.path.parent
@@ -176,7 +176,7 @@ def _usable_speedups(config: RunConfig, precision: Arithmetic) -> Iterator[str]:
     machine = probe()
     names = () if isinstance(config.speedups, str) else config.speedups
     for name in names:
-        if ":" not in name and name not in SPEEDUPS.names():  # of another version
+        if ":" not in name and name not in SPEEDUPS.names():  # of a different version
             continue
         speedup = SPEEDUPS.get(name)
         if precision == "fp32" and _lowers_precision(speedup):

@@ -57,8 +57,8 @@ def _warn_of_template(folder: Path, member: Member, progress: Progress) -> None:
     other = stored_template(member.dataset.manifest.source)
     if own is not None and other is not None and not own.writes_as(other):
         progress.say(
-            f"{member.dataset.origin} was prepared with another chat template than the training "
-            f"data of {folder}: the model has not seen its form."
+            f"{member.dataset.origin} was prepared with a different chat template than the "
+            f"training data of {folder}: the model has not seen its form."
         )
 
 

@@ -1,4 +1,4 @@
-"""A table in RUN/metrics.csv: a row per record and a column per figure, for spreadsheets."""
+"""A table in RUN/metrics.csv: a row per record and a column per metric, for spreadsheets."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Csv(Logger):
         self._copy()
 
     def on_record(self, record: Mapping[str, float]) -> None:
-        """Append a row; a new figure needs a new column, and so the whole file again."""
+        """Append a row. A new metric needs a new column, and so the whole file again."""
         if not record.keys() <= set(self._names):
             self._copy()
             return

@@ -20,13 +20,13 @@ _VERSION = "brain.Event:2"
 
 
 class TensorBoard(Logger):
-    """Writes the figures of each record to a new event file.
+    """Writes the metrics of each record to a new event file.
 
     TensorBoard's own writer is not used: it runs in a thread and prints a traceback for each error.
     """
 
     def on_start(self, run: Run) -> None:
-        """Open the file; where a run resumes, TensorBoard ignores later steps in older files."""
+        """Open the file. Where a run resumes, TensorBoard ignores later steps in older files."""
         from tensorboard.compat.proto.event_pb2 import SessionLog
 
         name = f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"
@@ -39,7 +39,7 @@ class TensorBoard(Logger):
             self._add(step=run.step + 1, session_log=SessionLog(status=SessionLog.START))
 
     def on_record(self, record: Mapping[str, float]) -> None:
-        """Write the figures; TensorBoard shows the step and the time by itself."""
+        """Write the metrics; TensorBoard shows the step and the time by itself."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         figures = {name: value for name, value in record.items() if "/" in name}

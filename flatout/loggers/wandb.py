@@ -18,7 +18,7 @@ PACKAGE = "wandb"
 CONNECT_S, FINISH_S = 30.0, 50.0
 """How long to try to reach the server before the run is kept in files, and to send the rest."""
 POSITIONS = ("tokens", "elapsed_s")
-"""Names without a slash that are sent as figures; W&B has its own step and time."""
+"""Names without a slash that are sent as metrics; W&B has its own step and time."""
 
 
 class WeightsAndBiases(Logger):
@@ -86,7 +86,7 @@ class WeightsAndBiases(Logger):
             self._run.summary["checkpoint"] = event["path"]
 
     def on_end(self, summary: JsonObject) -> None:
-        """Show the figures of summary.json under `result`."""
+        """Show the metrics of summary.json under `result`."""
         plain = {k: v for k, v in summary.items() if isinstance(v, int | float | str)}
         self._run.summary.update({"result": plain})
 

@@ -1,8 +1,8 @@
-"""Measures in a process of its own, so that nothing that it compiles, caches or leaks outlives it.
+"""Measures in a separate process, so that nothing that it compiles, caches or leaks outlives it.
 
 `ask` starts a Python process that calls a function of flatout, sends it a request as JSON, and
 receives its answers, one line of JSON each. Whatever happens to the process, there is an `Ended`
-that says how it ended; an error of ours is raised here as it was there. No torch.
+that reports how it ended. An error of ours is raised here as it was there. No torch.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Told(Stored):
         return cls(error=errors.kind_of(error), what=error.what, fix=error.fix)
 
     def raised(self) -> FlatoutError:
-        """Return the error, to be raised here; what is no usage error becomes a failed run."""
+        """Return the error, to be raised here. What is no usage error becomes a failed run."""
         kind: type[FlatoutError] = getattr(errors, self.error, RunFailed)
         is_usage = issubclass(kind, UsageError)
         return (kind if is_usage else RunFailed)(self.what, fix=self.fix)
@@ -144,7 +144,7 @@ def end_group(process: subprocess.Popen[str]) -> None:
 def main(function: str) -> None:
     """Answer the request on standard input by `package.module:function(request, answer)`.
 
-    Standard output is for the answers; everything else goes to standard error.
+    Standard output is for the answers. Everything else goes to standard error.
     """
     results = os.fdopen(os.dup(1), "w", encoding="utf-8")
 

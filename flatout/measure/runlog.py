@@ -1,4 +1,4 @@
-"""Reads what a run directory recorded; nothing in it is trusted, and damage becomes a note.
+"""Reads what a run directory recorded. Nothing in it is trusted, and damage becomes a note.
 
 A directory without config.yaml is read too, if it has a metrics.jsonl: other training loops write
 one.
@@ -27,7 +27,7 @@ WATCHED = "watched"
 
 
 class RunLog:
-    """What a run directory recorded; `notes` says what was damaged in the files that were read."""
+    """What a run directory recorded. `notes` lists what was damaged in the files that were read."""
 
     def __init__(self, path: Path, *, tail_bytes: int | None = None) -> None:
         """Read the lines of files whole, or only their last `tail_bytes`."""
@@ -55,7 +55,7 @@ class RunLog:
                 without += 1
         if without:
             records = counted(without, "record")
-            self.notes.append(f"{records} of metrics.jsonl without a step, left out.")
+            self.notes.append(f"{records} of metrics.jsonl without a step, skipped.")
 
     def records(self) -> Iterator[dict[str, float]]:
         """Yield the finite numbers of each line of metrics.jsonl that states a step."""
@@ -63,7 +63,7 @@ class RunLog:
 
     @cached_property
     def events(self) -> list[JsonObject]:
-        """The lines of events.jsonl; each names its kind, and may lack every other field."""
+        """The lines of events.jsonl. Each names its kind, and may lack every other field."""
         return [line for line in self._read(layout.EVENTS) if isinstance(line.get("event"), str)]
 
     @cached_property

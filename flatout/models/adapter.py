@@ -30,7 +30,7 @@ EXAMPLE = "def build(vocab_size: int, block_size: int = 256, width: int = 64): r
 class AdaptedModel(LanguageModel):
     """Runs a module whose `forward(idx, targets)` or `forward(idx)` returns logits.
 
-    The logits may be the first element of a tuple. The loss is computed from them; a loss that the
+    The logits may be the first element of a tuple. The loss is computed from them. A loss that the
     module returns is ignored.
     """
 
@@ -120,7 +120,7 @@ class AdaptedModel(LanguageModel):
         return hidden_BTD, hidden_BTD.new_empty(0)
 
     def logits(self, tokens_BT: Tensor, doc_ids_BT: Tensor | None = None) -> Tensor:
-        """Return the module's logits; there is no separate output weight.
+        """Return the module's logits. There is no separate output weight.
 
         Shapes:  as `LanguageModel.logits`.
         """
@@ -140,9 +140,9 @@ class AdaptedModel(LanguageModel):
     def flops_per_token(self, seq_len: int) -> Flops:
         """Return torch's count of the FLOPs of the module's forward pass, times 3 for training.
 
-        The count covers matrix products and attention, masked scores included, so both figures
+        The count covers matmuls and attention, masked scores included, so both numbers
         follow PaLM's convention. Custom kernels are not counted.
-        Raises: ConfigError when the module creates a tensor on another device than its input.
+        Raises: ConfigError when the module creates a tensor on a different device than its input.
         """
         twin = type(self).on_meta(self.config, self.ops)
         with FlopCounterMode(display=False) as counter:
@@ -156,7 +156,7 @@ class AdaptedModel(LanguageModel):
                 raise ConfigError(
                     f"{at}the model uses a tensor that is not on the device of its input.",
                     fix="Create tensors there: torch.zeros(..., device=tokens.device), or "
-                    "x.new_zeros(...); register constants with register_buffer.",
+                    "x.new_zeros(...). Register constants with register_buffer.",
                 ) from error
         per_token = Fraction(3 * counter.get_total_flops(), seq_len)
         return Flops(palm=round(per_token), causal_exact=per_token)

@@ -38,7 +38,7 @@ UNLIMITED = 2**40
 
 
 AUTO_CHUNK = {"cpu": 32, "cuda": 128}
-"""Tokens per chunk by device: products of small matrices are slow on a GPU, and large ones are more
+"""Tokens per chunk by device: small matmuls are slow on a GPU, and large ones are more
 work on a CPU.
 """
 RESONANCE = 0.01
@@ -81,13 +81,13 @@ class EigenstateConfig(LanguageModelConfig):
     d_ff: int | None = Field(None, ge=1)
     """Width inside the MLP (F); None means 4 d_model."""
     bias: bool = False
-    """Biases in the linear layers and the norms; the gate always has one."""
+    """Biases in the linear layers and the norms. The gate always has one."""
     positions: Literal["none", "learned"] = "none"
     """none (the recurrence knows the order) or learned (a vector per position, added to the
     embedding, which limits the sequence length).
     """
     max_seq_len: int | None = Field(None, ge=1)
-    """Learned positions of the model; sequences and prompts may be shorter. None means
+    """Learned positions of the model. Sequences and prompts may be shorter. None means
     data.seq_len.
     """
     tied_head: bool = True
@@ -126,7 +126,7 @@ class EigenstateConfig(LanguageModelConfig):
             raise ConfigError(
                 f"model.max_seq_len={self.max_seq_len} has no effect: without learned positions, "
                 "an eigenstate network takes sequences of any length.",
-                fix="Leave it out, or set model.positions=learned.",
+                fix="Remove it, or set model.positions=learned.",
             )
         return self
 
@@ -236,7 +236,7 @@ class Eigenstate(EmbeddingModel):
 
         Matrices are normal(0, 0.02), biases 0, norms 1, gate biases -2, and eigenvalues follow
         `model.initialisation`. The two matrices of a block that add to the hidden states get 0.02 /
-        sqrt(2 L), as in GPT-2; the drive's, which follows a norm, gets 1 / sqrt(D): a drive of unit
+        sqrt(2 L), as in GPT-2. The drive's, which follows a norm, gets 1 / sqrt(D): a drive of unit
         variance at any width.
         """
         residual_std = INIT_STD / math.sqrt(2 * self.config.num_layers)
@@ -263,7 +263,7 @@ class Eigenstate(EmbeddingModel):
         """Return the training FLOPs per token, which do not depend on the sequence length.
 
         The coupling multiplies both real and imaginary parts, so it counts twice. The recurrence
-        itself is not a matrix product and does not count.
+        itself is not a matmul and does not count.
         """
         couplings = (p.numel() for name, p in self.named_parameters() if name.endswith("coupling"))
         total = self.matmul_flops() + 6 * sum(couplings)
@@ -284,7 +284,7 @@ class Eigenstate(EmbeddingModel):
 
 
 class Block(layers.ResidualBlock):
-    """A gated recurrence and an MLP; each reads normalised hidden states and adds to them."""
+    """A gated recurrence and an MLP. Each reads normalised hidden states and adds to them."""
 
     def __init__(self, config: EigenstateConfig, ops: Ops) -> None:
         super().__init__()
@@ -520,7 +520,7 @@ class Memory(nn.Module):
     def eigenvalues(self, pace_BTK: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return logarithms of magnitudes, and angles.
 
-        The initial angles are spread over the whole circle; learned angles are relative to them, in
+        The initial angles are spread over the whole circle. Learned angles are relative to them, in
         units of the decay rate. If angles were learned in radians, one optimizer step would rotate
         old states by whole circles. An angle near zero would accumulate what all tokens have in
         common, and drown what distinguishes them.
@@ -592,7 +592,7 @@ class Groups:
     row: Tensor
     """The index of each row (B, 1)."""
     members: Tensor
-    """The tokens of each group (B, N, S); arbitrary tokens where there is no group."""
+    """The tokens of each group (B, N, S). Arbitrary tokens where there is no group."""
     document: Tensor
     """The document of each group (B, N), counted from 1 in its row; 0 where there is no group."""
     known: Tensor

@@ -51,7 +51,7 @@ class _Undrawn(TorchFunctionMode):
 
 @dataclass(frozen=True)
 class Flops:
-    """Training FLOPs per token of the matrix products; backward costs twice as much as forward."""
+    """Training FLOPs per token of the matmuls; backward costs twice as much as forward."""
 
     palm: int
     """Every query against all T keys: the usual convention for MFU (Chowdhery et al. 2022,
@@ -69,7 +69,7 @@ class LanguageModelConfig(Section):
     logit_softcap: float | None = Field(None, gt=0)
     """Limit the logits to plus or minus this value with a tanh; None means no limit."""
     z_loss: float = Field(0.0, ge=0)
-    """Weight of the squared log of the softmax denominator in the training loss; a small one, such
+    """Weight of the squared log of the softmax denominator in the training loss. A small one, such
     as 1e-4, keeps logits from drifting.
     """
 
@@ -111,7 +111,7 @@ class Decoder(ABC):
             raise ShapeError(
                 f"Cannot read {num_tokens} more tokens: the decoder has read {self.num_tokens} of "
                 f"at most {self.max_tokens}.",
-                fix="Pass at least one token; when the decoder is full, start a new one with the "
+                fix="Pass at least one token. When the decoder is full, start a new one with the "
                 "last part of the text.",
             )
         logits_BV = self.scores_after(tokens_BT)
@@ -120,7 +120,7 @@ class Decoder(ABC):
 
     @abstractmethod
     def scores_after(self, tokens_BT: Tensor) -> Tensor:
-        """Read tokens and return the logits after them; `num_tokens` does not count them yet.
+        """Read tokens and return the logits after them. `num_tokens` does not count them yet.
 
         Shapes:  tokens_BT (B, T) integers.
         Returns: logits_BV.
@@ -274,7 +274,7 @@ class LanguageModel(nn.Module, ABC):
         """Return a decoder of at most `max_tokens` tokens; None means the limit of the model.
 
         This default works for any model and recomputes every token at each step. A model that can
-        keep state returns its own decoder; one with a recurrent state needs no limit.
+        keep state returns its own decoder. One with a recurrent state needs no limit.
         """
         return RecomputingDecoder(self.next_logits, self.token_limit(max_tokens))
 
@@ -331,13 +331,13 @@ class LanguageModel(nn.Module, ABC):
             raise ConfigError(
                 f"parallel.context={context.size} needs a model that divides rows, and "
                 f"{type(self).__name__} does not.",
-                fix="Leave parallel.context out, or choose model.kind=transformer or eigenstate.",
+                fix="Remove parallel.context, or choose model.kind=transformer or eigenstate.",
             )
         context.spans(seq_len)
         self.context = context
 
     def tensor_cuts(self) -> dict[str, Cut]:
-        """Return how ranks share parameters, by name; the others are whole on every rank.
+        """Return how ranks share parameters, by name. The others are whole on every rank.
 
         An empty dictionary means that ranks cannot share layers. They are cut before they are
         drawn, so the class must state `draws_everything`.
@@ -354,7 +354,7 @@ class LanguageModel(nn.Module, ABC):
             raise ConfigError(
                 f"parallel.tensor={split.size} needs a model with tensor_cuts() and "
                 f"draws_everything, and {type(self).__name__} lacks one of them.",
-                fix="Leave parallel.tensor out, or choose model.kind=transformer or eigenstate.",
+                fix="Remove parallel.tensor, or choose model.kind=transformer or eigenstate.",
             )
         self.check_shares(split, "model.vocab_size", self.config.vocab_size)
         self.check_shares(split, "data.seq_len", seq_len)
@@ -477,7 +477,7 @@ class EmbeddingModel(LanguageModel):
         return hidden_BTD, local(output.weight)
 
     def parameter_kinds(self) -> dict[str, ParameterKind]:
-        """Return the kind of every parameter by its name; a tied head is an embedding."""
+        """Return the kind of every parameter by its name. A tied head is an embedding."""
         return {name: kind_by_name(name, parameter) for name, parameter in self.named_parameters()}
 
     def stacked_rows(self) -> dict[str, tuple[int, ...]]:
@@ -509,9 +509,9 @@ class EmbeddingModel(LanguageModel):
         """Return the row counts for `stacked_rows`, by the ending of the parameter name."""
 
     def matmul_flops(self) -> int:
-        """Return the training FLOPs per token of the products with hidden matrices and the head.
+        """Return the training FLOPs per token of the matmuls with hidden matrices and the head.
 
-        Each weight of a matrix product costs 2 FLOPs forward and 4 backward: 6 N in all, also for a
+        Each weight of a matmul costs 2 FLOPs forward and 4 backward: 6 N in all, also for a
         tied head. A frozen weight needs no gradient and costs 4. The embedding look-up is not a
         product.
         """
@@ -542,7 +542,7 @@ def model_of(
 def kind_by_name(name: str, parameter: Tensor) -> ParameterKind:
     """Return the kind of a parameter by flatout's naming conventions.
 
-    Tables have `embedding` in their names; the untied output weight is `unembedding`.
+    Tables have `embedding` in their names. The untied output weight is `unembedding`.
 
     Shapes:  parameter any.
     """
@@ -565,7 +565,7 @@ def _keys_of_another_kind(error: ValidationError) -> ConfigError | None:
         return None
     keys = " and ".join(f"model.{key}" for key in unknown)
     return ConfigError(
-        f"The requested model.kind has no {keys}; the model {others[0]!r} does.",
+        f"The requested model.kind has no {keys}. The model {others[0]!r} does.",
         fix="Remove it. If a recipe sets it, start from a recipe for the kind that you want, or "
         "write your own.",
     )

@@ -20,12 +20,12 @@ from flatout.parallel.tensor import Split, local
 
 
 class Linear(nn.Linear):
-    """torch's linear layer with the product of `ops.linear`; the model initialises the weights."""
+    """torch's linear layer with the matmul of `ops.linear`; the model initialises the weights."""
 
     before: Callable[[Tensor], Tensor] | None = None
     """Gathers the tokens of all ranks, where they share the output's features."""
     after: Callable[[Tensor], Tensor] | None = None
-    """Adds up the products of all ranks, where they share the input's features."""
+    """Adds up the results of all ranks, where they share the input's features."""
 
     def __init__(
         self,
@@ -145,7 +145,7 @@ class LayerNorm(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """RMS normalisation in fp32, returned in the input's dtype; `eps` is added to the mean square.
+    """RMS normalisation in fp32, returned in the input's dtype. `eps` is added to the mean square.
 
     Source: Zhang and Sennrich 2019, arXiv:1910.07467.
     """
@@ -190,11 +190,11 @@ def relu2(hidden: Tensor) -> Tensor:
 
 
 class _SquaredReLU(torch.autograd.Function):
-    """Computes the gradient in one pass; autograd needs four for a product and a ReLU."""
+    """Computes the gradient in one pass. Autograd needs four for a matmul and a ReLU."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor) -> Tensor:
-        """Return the square; the positive part is kept for backward."""
+        """Return the square. The positive part is kept for backward."""
         positive = hidden.relu()
         ctx.save_for_backward(positive)
         return positive * positive

@@ -28,7 +28,7 @@ from flatout.registry import nearest
 from flatout.words import value_for
 
 PARTS = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up"), "output": ("o",)}
-"""Names of the parts of a layer, each of which gets its own adapter; other layers are one part with
+"""Names of the parts of a layer, each of which gets its own adapter. Other layers are one part with
 the layer's name.
 """
 EVERY = "all-linear"
@@ -60,7 +60,7 @@ class Adapter(nn.Module):
 
 
 class LoraLinear(Linear):
-    """A frozen linear layer with adapters, in its place; the name of its weight stays."""
+    """A frozen linear layer with adapters, in its place. The name of its weight stays."""
 
     def __init__(self, layer: Linear, parts: Mapping[str, Rows], config: LoraConfig) -> None:
         nn.Module.__init__(self)  # Linear's own would allocate another weight
@@ -87,7 +87,7 @@ class LoraLinear(Linear):
         if not self.adapters:
             return self.ops.linear(hidden, weight, self.bias, activation=self.activation)
         product = self.ops.linear(hidden, weight, self.bias)
-        # The adapters are stacked, so that two products are enough for all of them.
+        # The adapters are stacked, so that two matmuls are enough for all of them.
         narrow: list[Tensor] = []
         widen: list[Tensor] = []
         done = 0
@@ -118,7 +118,7 @@ def require_weights(config: LoraConfig, init_from: str | None) -> None:
         raise ConfigError(
             f"lora.rank={config.rank} trains adapters of existing weights, and train.init_from "
             "names none.",
-            fix="Set train.init_from=RUN, or leave lora.rank out.",
+            fix="Set train.init_from=RUN, or remove lora.rank.",
         )
 
 
@@ -161,7 +161,7 @@ def with_adapters(model: M, config: LoraConfig) -> M:
 def adaptable(model: LanguageModel) -> dict[str, dict[str, Rows]]:
     """Return the linear layers of the blocks by name, each with the rows of its parts.
 
-    Layers of a subclass are left out: the model may read their weights without calling them.
+    Layers of a subclass are omitted: the model may read their weights without calling them.
     """
     stacked = model.stacked_rows()
     found: dict[str, dict[str, Rows]] = {}
@@ -189,7 +189,7 @@ def _checked_targets(targets: Sequence[str], layers: Mapping[str, Mapping[str, R
     if not known:
         raise ConfigError(
             "The blocks of this model have no linear layers that can be adapted.",
-            fix="Leave lora.rank out, or build them from flatout.models.layers.Linear.",
+            fix="Remove lora.rank, or build them from flatout.models.layers.Linear.",
         )
     for target in targets:
         if target != EVERY and target not in known:

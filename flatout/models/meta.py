@@ -17,7 +17,7 @@ from flatout.parallel.tensor import TENSOR, Cut, is_shared
 
 
 def new_model(config: RunConfig, ops: Ops) -> LanguageModel:
-    """Return the model of a configuration on the meta device, if its class says that it can be.
+    """Return the model of a configuration on the meta device, if its class allows it.
 
     Any other is built on the CPU: it may compute buffers in its constructor, or draw otherwise.
     """
@@ -67,7 +67,7 @@ def allocate(
 def boxes_of(tensor: Tensor, cut: Cut | None = None) -> list[tuple[tuple[int, ...], Tensor]]:
     """Return this rank's boxes of a tensor: where each starts in the whole, and its values.
 
-    It is one box, unless ranks share several matrices that the tensor stacks, as `cut` says.
+    It is one box, unless ranks share several matrices that the tensor stacks, as `cut` describes.
 
     Shapes: tensor of any shape; the values share its memory.
     """

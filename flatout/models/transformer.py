@@ -54,7 +54,7 @@ class TransformerConfig(LanguageModelConfig):
     up to a multiple of 64.
     """
     max_seq_len: int | None = Field(None, ge=1)
-    """Positions of the model; sequences and prompts may be shorter. None means data.seq_len."""
+    """Positions of the model. Sequences and prompts may be shorter. None means data.seq_len."""
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     """layernorm or rmsnorm, before attention, before the MLP and after the last block."""
     parallel_residual: bool = False
@@ -176,13 +176,13 @@ class TransformerConfig(LanguageModelConfig):
             raise ConfigError(
                 f"model.rotary_dims={self.rotary_dims} must be even and at most the head size, "
                 f"{self.head_size}.",
-                fix=f"Set model.rotary_dims={max(self.head_size // 4 * 2, 2)}, or leave it out.",
+                fix=f"Set model.rotary_dims={max(self.head_size // 4 * 2, 2)}, or remove it.",
             )
         if self.full_attention_every and self.window is None:
             raise ConfigError(
                 f"model.full_attention_every={self.full_attention_every} has no effect without "
                 "model.window: every layer sees all tokens.",
-                fix="Set model.window, or leave it out.",
+                fix="Set model.window, or remove it.",
             )
         if self.rotary_low_factor >= self.rotary_high_factor:
             raise ConfigError(
@@ -306,7 +306,7 @@ class Attention(nn.Module):
         cache: KeyValueCache | None = None,
         start: int = 0,
     ) -> Tensor:
-        """Return the output of attention for each token; `shared` has `attention.masks`.
+        """Return the output of attention for each token. `shared` has `attention.masks`.
 
         With a context, the tokens are this rank's, and the document ids those of whole rows.
 
@@ -350,7 +350,7 @@ class Attention(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """Two linear layers with an activated gate between them; gate and value are one product.
+    """Two linear layers with an activated gate between them. Gate and value are one matmul.
 
     With SiLU it is SwiGLU, with GELU GeGLU. Source: Shazeer 2020, arXiv:2002.05202.
     """
@@ -374,7 +374,7 @@ class GatedMLP(nn.Module):
 
 
 class Block(layers.ResidualBlock):
-    """Attention and an MLP; each reads normalised hidden states and adds to them."""
+    """Attention and an MLP. Each reads normalised hidden states and adds to them."""
 
     def __init__(
         self, config: TransformerConfig, layer: int, rotary: Rotary | None, ops: Ops
@@ -404,7 +404,7 @@ class Block(layers.ResidualBlock):
         shared: dict[int | None, Mask] | None = None,
         context: Context | None = None,
     ) -> Tensor:
-        """Return the hidden states after this block; `shared` has `attention.masks`.
+        """Return the hidden states after this block. `shared` has `attention.masks`.
 
         Shapes:  hidden_BTD (B, T, D); doc_ids_BT (B, T) integers.
         Returns: hidden_BTD.
@@ -535,7 +535,7 @@ class Transformer(EmbeddingModel):
 
         Besides `matmul_flops`, scores and values cost 4 H C per visible key forward, 12 H C in
         training. The input gradient of the first layer counts in full, since the embedding below it
-        is trained; so do the products of the loss with the output weight.
+        is trained. So do the matmuls of the loss with the output weight.
         """
         config, matmul = self.config, self.matmul_flops()
         per_key = 12 * config.num_heads * config.head_size

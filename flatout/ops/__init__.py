@@ -24,7 +24,7 @@ class Ops:
     cross_entropy: Callable[..., tuple[Tensor, Tensor]]
     """Defined by `flatout.ops.cross_entropy.reference`."""
     linear: Callable[..., Tensor]
-    """Defined by `flatout.ops.linear.reference`: the matrix products inside the blocks."""
+    """Defined by `flatout.ops.linear.reference`: the matmuls inside the blocks."""
     heads: Callable[..., tuple[Tensor, Tensor, Tensor]]
     """Defined by `flatout.ops.heads.reference`."""
     scan: Callable[..., Tensor]
@@ -41,7 +41,7 @@ class Ops:
 
 
 def at_least_fp32(tensor: Tensor) -> Tensor:
-    """Return the tensor widened to fp32; fp32 and fp64 tensors are returned unchanged.
+    """Return the tensor widened to fp32. Fp32 and fp64 tensors are returned unchanged.
 
     Shapes:  any.
     """
@@ -49,7 +49,7 @@ def at_least_fp32(tensor: Tensor) -> Tensor:
 
 
 def product_dtype(left: Tensor, right: Tensor) -> torch.dtype:
-    """Return the dtype in which the product of two tensors is computed: autocast's, or their own.
+    """Return the dtype in which the matmul of two tensors is computed: autocast's, or their own.
 
     Shapes:  any.
     """

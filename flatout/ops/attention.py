@@ -27,7 +27,7 @@ product.
 MOST_KEYS = 512
 """With more keys, the scores of a micro-batch no longer fit into the caches."""
 BLOCK_TOKENS = 128
-"""Tokens per block of FlexAttention, the unit that is computed or skipped; its kernels are tuned
+"""Tokens per block of FlexAttention, the unit that is computed or skipped. Its kernels are tuned
 for this size.
 """
 FLEX_HEADS = range(16, 257)
@@ -60,12 +60,12 @@ def reference(
     positions of its own document. Query head h reads key head h // (H / G). `softcap` limits the
     scaled scores to plus or minus that value with a tanh. `mask` is the mask of these documents
     and this window, if `masks` has built it for all layers. Masked keys and values have no effect
-    as long as they are finite: their weight is 0, and 0 x NaN is NaN. These plain matrix products
-    over all pairs are the definition; every variant must match them, gradients included.
+    as long as they are finite: their weight is 0, and 0 x NaN is NaN. These plain matmuls
+    over all pairs are the definition. Every variant must match them, gradients included.
 
     Shapes:  q_BHTC (B, H, T, C); k_BGSC, v_BGSC (B, G, S, C), G divides H, S >= T; doc_ids_BS (B,
              S) integers.
-    Returns: out_BHTC in the dtype of v; scores and softmax are fp32 (fp64 for fp64).
+    Returns: out_BHTC in the dtype of v. Scores and softmax are fp32 (fp64 for fp64).
     Units:   window counts keys, the query's own included.
     Cost:    4 B H T S C FLOP forward, twice that backward; B H T S scores are kept for backward.
     Raises:  ShapeError when the shapes do not match.
@@ -97,7 +97,7 @@ def fused(
     torch tries cuDNN first on GPUs of capability 9.x and 10.x (from cuDNN 9.15.1 on, which torch
     2.11 to 2.13 ship), flash elsewhere, and falls back to the next kernel: cuDNN does not support
     heads above 128 or head sizes that are not a multiple of 8. No mask is needed without documents
-    when the window covers everything and there is one query or as many as keys; with more keys,
+    when the window covers everything and there is one query or as many as keys. With more keys,
     when the flash kernel can be called by name, whose causal mask ends at the last query and key.
     Otherwise the mask is added, and the kernel skips nothing. `reference` handles a softcap, which
     the kernel does not support.
@@ -234,7 +234,7 @@ def _masks_blocks(num_tokens: int, doc_ids_BS: Tensor | None, window: int | None
 def block_mask(tokens_BT: Tensor, doc_ids_BS: Tensor | None, window: int | None) -> BlockMask:
     """Return the BlockMask of a micro-batch.
 
-    It says which key blocks a query block reads, and which of these need no masking. It is derived
+    It lists which key blocks a query block reads, and which of these need no masking. It is derived
     from the first and last position and the smallest and largest document id of each block, so no
     T x T mask is built. A block is skipped only if no pair in it is visible; the converse holds if
     ids never decrease along a row, as in packed rows. An incomplete last block never counts as
@@ -314,7 +314,7 @@ def bf16(
     softcap: float | None = None,
     mask: Mask = None,
 ) -> Tensor:
-    """`reference` with products in bfloat16 and the softmax in fp32, for CPUs with bf16 products.
+    """`reference` with matmuls in bfloat16 and the softmax in fp32, for CPUs with bf16 matmuls.
 
     On such CPUs it is faster than the fused kernel as long as the scores fit into the caches.
     `fused` handles longer sequences, in bfloat16 too, and dtypes other than fp32, few queries and a
@@ -344,13 +344,13 @@ def bf16(
 
 
 class _Bf16(torch.autograd.Function):
-    """Softmax of the biased scores times the values; each factor of a product is rounded once."""
+    """Softmax of the biased scores times the values. Each factor of a product is rounded once."""
 
     @staticmethod
     def forward(
         ctx: Any, q_BHTC: Tensor, k_BHSC: Tensor, v_BHSC: Tensor, bias_TS: Tensor
     ) -> Tensor:
-        """Return the output of each query; the rounded factors are kept for backward."""
+        """Return the output of each query. The rounded factors are kept for backward."""
         ctx.scale = 1 / math.sqrt(q_BHTC.shape[-1])
         q_BHTC, k_BHSC, v_BHSC = q_BHTC.bfloat16(), k_BHSC.bfloat16(), v_BHSC.bfloat16()
         scores_BHTS = (q_BHTC @ k_BHSC.mT).float()
@@ -421,6 +421,6 @@ def _check(q_BHTC: Tensor, k_BGSC: Tensor, v_BGSC: Tensor, doc_ids_BS: Tensor | 
         raise ShapeError(
             "Attention got queries {}, keys {}, values {} and document ids {}.".format(*given),
             fix="Keys and values must have one shape, with the rows and the head size of the "
-            "queries, a divisor of their heads and at least as many positions; with document ids, "
+            "queries, a divisor of their heads and at least as many positions. With document ids, "
             "one per row and key.",
         )

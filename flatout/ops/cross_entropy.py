@@ -1,7 +1,7 @@
 """The loss of a language model, from the last hidden states and the output weight.
 
 In a compiled model the loop over chunks of `chunked` is one custom op. If the compiler traced the
-loop, it would move all products to the front and hold all logits in memory again.
+loop, it would move all matmuls to the front and hold all logits in memory again.
 
 Letters: B rows, T tokens, N = B T targets, C targets per chunk, D width, V vocabulary.
 """
@@ -25,14 +25,14 @@ from flatout.parallel.tensor import Split
 IGNORED = -1
 """The target of positions that the loss ignores."""
 LOGITS_AT_ONCE = {"cuda": 2**29, "cpu": 2**24}
-"""How many logits to hold at once: enough rows for full-rate products, few enough to save memory.
+"""How many logits to hold at once: enough rows for full-rate matmuls, few enough to save memory.
 """
 LOGITS_IN_CACHE = 2**20
 """How many logits `bf16` turns into gradients at a time."""
 FAKE_CHUNKS = 3
 """Chunks of a loss on fake tensors: by the second, everything that a chunk holds exists."""
 SCALES = {torch.float16: 2.0**12}
-"""Factors that scale the gradients of the logits before they are rounded to a dtype; the products
+"""Factors that scale the gradients of the logits before they are rounded to a dtype; the matmuls
 divide by them in fp32.
 
 The gradients are computed before the loss scale is known, and float16 represents nothing below
@@ -54,7 +54,7 @@ def reference(
     The loss is the negative log-likelihood. A target of -1 is ignored: its hidden state, even NaN,
     affects neither the loss nor a gradient. With `softcap` c the logits are c tanh(logits / c);
     `z_loss` z adds z times the squared log of the softmax denominator for each target. This code,
-    with all logits in memory and plain functions, is the definition; every variant must match it,
+    with all logits in memory and plain functions, is the definition. Every variant must match it,
     gradients included.
 
     Shapes:  hidden_BTD (B, T, D); weight_VD (V, D); targets_BT (B, T) int64 in [-1, V).
@@ -162,9 +162,9 @@ def _in_bf16(hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor, *others:
 fused = _variant(_with_all_logits(functional.linear))
 """`reference` through torch's cross_entropy, which gathers and sums in one pass over the logits."""
 onednn = _variant(_with_all_logits(linear.onednn))
-"""`fused` with the products of `flatout.ops.linear.onednn`, for fp32 on a CPU."""
+"""`fused` with the matmuls of `flatout.ops.linear.onednn`, for fp32 on a CPU."""
 bf16 = _variant(_in_bf16)
-"""`reference` with the products of `flatout.ops.linear.bf16`, for CPUs with bf16 products.
+"""`reference` with the matmuls of `flatout.ops.linear.bf16`, for CPUs with bf16 matmuls.
 
 All logits exist in bf16 only. Their gradients replace them a few rows at a time, in fp32 in the
 cache, while the loss is computed. Where `linear.bf16` computes in fp32, this is `fused`.
@@ -172,9 +172,9 @@ cache, while the loss is computed. Where `linear.bf16` computes in fp32, this is
 chunked = _variant(_with_chunks)
 """`reference` in chunks of a few thousand targets, so that all logits never exist at once.
 
-The gradients are computed together with the loss, before backward needs them; a weight that is not
-trained costs a third less. In a compiled model the work on the logits of a chunk is compiled too;
-the loop is not traced.
+The gradients are computed together with the loss, before backward needs them. A weight that is not
+trained costs a third less. In a compiled model the work on the logits of a chunk is compiled too.
+The loop is not traced.
 
 Cost:    6 B T D V FLOP, all of it forward; keeps the gradients of hidden states and weight, the
          latter in fp32.
@@ -182,7 +182,7 @@ Cost:    6 B T D V FLOP, all of it forward; keeps the gradients of hidden states
 liger = _variant(_with_liger)
 """`reference` through Liger's kernel, which replaces logits by gradients, summed in fp32.
 
-It processes a few hundred targets at a time. For GPUs with the package liger-kernel; on a CPU and
+It processes a few hundred targets at a time, for GPUs with the package liger-kernel. On a CPU and
 in fp64 it is `chunked`. Each call reads the number of targets back and so waits for the device.
 Compilers do not trace it.
 
@@ -241,7 +241,7 @@ class _Chunked(torch.autograd.Function):
         split: Split | None,
         is_trained: bool,
     ) -> Tensor:
-        """Return the loss; both gradients are kept for backward, unless the weight is frozen."""
+        """Return the loss. Both gradients are kept for backward, unless the weight is frozen."""
         ctx.dtypes = (hidden_ND.dtype, weight_VD.dtype, product_dtype(hidden_ND, weight_VD))
         ctx.is_trained = is_trained
         given = (hidden_ND, weight_VD, targets_N, softcap, z_loss, split)
@@ -253,7 +253,7 @@ class _Chunked(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, *tuple[None, ...]]:
         """Return the kept gradients times the gradient of the loss, multiplied in at least fp32.
 
-        The gradient of the hidden states is rounded to the dtype of their product with the weight,
+        The gradient of the hidden states is rounded to the dtype of their matmul with the weight,
         so that values beyond the range of float16 become infinite.
         """
         grad_ND, grad_VD = ctx.saved_tensors
@@ -276,7 +276,7 @@ class _OverRows(torch.autograd.Function):
         z_loss: float,
         has_gradients: bool,
     ) -> Tensor:
-        """Return the loss; the gradients of the logits are kept for backward."""
+        """Return the loss. The gradients of the logits are kept for backward."""
         narrow_VD = weight_VD.bfloat16()
         over_rows: Any = _opaque_rows if torch.compiler.is_compiling() else _over_rows
         given = (hidden_ND.bfloat16(), narrow_VD, targets_N, softcap, z_loss, has_gradients)
@@ -287,7 +287,7 @@ class _OverRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, *tuple[None, ...]]:
-        """Return both gradients, each of one product; `grad` is multiplied in fp32."""
+        """Return both gradients, each of one matmul. `grad` is multiplied in fp32."""
         hidden_ND, narrow_VD, grad_NV = ctx.saved_tensors
         grad_ND = grad_VD = None
         if ctx.needs_input_grad[0]:
@@ -358,7 +358,7 @@ def _in_chunks(
     split: Split | None,
     *others: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the result of `_loop`, with products in autocast's dtype."""
+    """Return the result of `_loop`, with matmuls in autocast's dtype."""
     dtype = product_dtype(hidden_ND, weight_VD)
     loop: Any = _opaque_loop if torch.compiler.is_compiling() else partial(_loop, _of_chunk)
     if split is not None:
@@ -513,7 +513,7 @@ def _results(hidden_ND: Tensor, weight_VD: Tensor, *others: Any) -> tuple[Tensor
 def _add_product(total: Tensor, left: Tensor, right: Tensor, *, alpha: float, beta: float) -> None:
     """Set an fp32 `total` to beta total + alpha left @ right, accumulated in fp32.
 
-    CPUs have no such product of narrower factors, so they are widened first.
+    CPUs have no such matmul of narrower factors, so they are widened first.
     """
     if left.is_cuda:
         torch.addmm(total, left, right, out_dtype=total.dtype, alpha=alpha, beta=beta, out=total)
@@ -527,8 +527,8 @@ def _chunks(
     """Yield equal chunks of the targets, which are halved until the logits of a chunk fit.
 
     This keeps the number of different lengths small, so that chunks share compiled code. Fake
-    tensors estimate the memory of a run, on a GPU unless their mode says otherwise; only a few of
-    their chunks are yielded, since all need the same memory.
+    tensors estimate the memory of a run, on a GPU unless their mode sets a different one. Only a
+    few of their chunks are yielded, since all need the same memory.
     """
     device, most = "cuda" if hidden_ND.is_cuda else "cpu", len(targets_N)
     if isinstance(hidden_ND, FakeTensor):

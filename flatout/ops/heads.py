@@ -1,4 +1,4 @@
-"""Query, key and value heads from one product: normalised, rotated and laid out for attention.
+"""Query, key and value heads from one matmul: normalised, rotated and laid out for attention.
 
 Letters: B rows, T tokens, H query heads, G key and value heads, N = H + G heads that are rotated, C
          head size.
@@ -36,7 +36,7 @@ def reference(
     Component i is paired with i + C/2, and the pair is rotated by an angle whose cosine and sine
     the tables contain: each cosine twice, the sines with the first half negated. Without a gain
     nothing is normalised, without tables nothing is rotated. The computation is in fp32, the result
-    in the product's dtype. This code is the definition; every variant must match it, gradients
+    in the product's dtype. This code is the definition. Every variant must match it, gradients
     included.
 
     Shapes:  qkv_BTE (B, T, (H + 2 G) C), queries first, then keys, then values; gain_NC (N, C);
@@ -115,7 +115,7 @@ class _Rotated(torch.autograd.Function):
         num_rotated: int,
         eps: float,
     ) -> tuple[Tensor, Tensor]:
-        """Return rotated heads and values; the product and the scales are kept for backward."""
+        """Return rotated heads and values. The product and the scales are kept for backward."""
         heads_BTNC, v_BTGC = qkv_BTMC[:, :, :num_rotated], qkv_BTMC[:, :, num_rotated:]
         wide_BTNC = at_least_fp32(heads_BTNC)
         scale_BTN1 = None

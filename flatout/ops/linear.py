@@ -15,7 +15,7 @@ from torch.nn import functional
 Activation = Callable[[Tensor], Tensor]
 """An elementwise function, such as GELU."""
 FEWEST_ROWS = 8
-"""With fewer rows, as in token-by-token decoding, calling oneDNN costs more than the product."""
+"""With fewer rows, as in token-by-token decoding, calling oneDNN costs more than the matmul."""
 
 
 def reference(
@@ -28,7 +28,7 @@ def reference(
     """Return the activations times the transposed weight, plus the bias, through the activation.
 
     This is torch's linear, and the definition. The activation is an argument so that a variant can
-    return its result in a narrower dtype for the next product.
+    return its result in a narrower dtype for the next matmul.
 
     Shapes:  hidden (..., I); weight_OI (O, I); bias_O (O,).
     Returns: (..., O).
@@ -42,7 +42,7 @@ def with_matmul(matmul: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return the variant of `reference` with the matmul (hidden, weight_OI, bias_O, stays_narrow).
 
     The matmul adds the bias. It may return its result in a narrower dtype if `stays_narrow`: an
-    activation follows, and then the next product.
+    activation follows, and then the next matmul.
     """
 
     def linear(
@@ -77,16 +77,16 @@ def _in_bf16(
 onednn = with_matmul(_by_onednn)
 """`reference` by oneDNN for fp32 on a CPU, forward and backward; otherwise `reference`.
 
-torch uses MKL for fp32 products on a CPU, which on CPUs not made by Intel uses 256-bit vectors;
+torch uses MKL for fp32 matmuls on a CPU, which on CPUs not made by Intel uses 256-bit vectors;
 oneDNN, which torch also includes, uses 512-bit vectors where they exist. The order of summation
 differs, so results are equal up to rounding.
 """
 bf16 = with_matmul(_in_bf16)
-"""`reference` with fp32 factors rounded to bfloat16, for CPUs with bf16 products.
+"""`reference` with fp32 factors rounded to bfloat16, for CPUs with bf16 matmuls.
 
 Factors and results are rounded, sums are not, forward and backward. Unlike with autocast, only the
-products are narrow: everything else stays fp32, which CPUs handle well. An activated result without
-a bias stays in bfloat16 for the next product, which would round it anyway; so does its gradient.
+matmuls are narrow: everything else stays fp32, which CPUs handle well. An activated result without
+a bias stays in bfloat16 for the next matmul, which would round it anyway. So does its gradient.
 `reference` handles factors of other dtypes and few rows. It runs at twice the rate, and keeps both
 factors in two bytes.
 """
@@ -120,7 +120,7 @@ def _has_few_rows(hidden: Tensor) -> bool:
 
 
 def onednn_product(left_NI: Tensor, right_OI: Tensor) -> Tensor:
-    """Return left times right transposed by oneDNN, if `onednn_fits`; it has no gradient.
+    """Return left times right transposed by oneDNN, if `onednn_fits`. It has no gradient.
 
     Shapes:  left_NI (N, I); right_OI (O, I), either may be a transposed view.
     Returns: (N, O).
@@ -157,7 +157,7 @@ def _multiplied(
 
 
 class _Matmul(torch.autograd.Function):
-    """A matmul of left and transposed right, for the product and both its gradients.
+    """A matmul of left and transposed right, for the result and both its gradients.
 
     Each factor is rounded once, to the dtype `factors`.
     """
@@ -171,7 +171,7 @@ class _Matmul(torch.autograd.Function):
         factors: torch.dtype,
         result: torch.dtype,
     ) -> Tensor:
-        """Return the product in the dtype `result`; the rounded factors are kept for backward."""
+        """Return the product in the dtype `result`. The rounded factors are kept for backward."""
         ctx.matmul, ctx.hidden_dtype = matmul, hidden_NI.dtype
         hidden_NI, weight_OI = hidden_NI.to(factors), weight_OI.to(factors)
         ctx.save_for_backward(hidden_NI, weight_OI)

@@ -1,4 +1,4 @@
-"""Newton-Schulz iterations: nearly orthogonal matrices from matrix products alone.
+"""Newton-Schulz iterations: nearly orthogonal matrices from matmuls alone.
 
 Letters: N matrices of one shape, R rows, C columns.
 """
@@ -27,7 +27,7 @@ def reference(matrices_NRC: Tensor) -> Tensor:
     Shapes:  matrices_NRC (N, R, C); R <= C is cheaper.
     Returns: (N, R, C) in bfloat16 on CUDA, else in the input's dtype and at least float32; zero
              matrices stay zero.
-    Cost:    5 N (4 R R C + 2 R R R) FLOP, in 15 N products.
+    Cost:    5 N (4 R R C + 2 R R R) FLOP, in 15 N matmuls.
     Source:  Jordan et al. 2024, kellerjordan.github.io/posts/muon.
     """
     a, b, c = QUINTIC
@@ -41,23 +41,23 @@ def reference(matrices_NRC: Tensor) -> Tensor:
 
 
 def batched(matrices_NRC: Tensor) -> Tensor:
-    """`reference` on all matrices at once: a product of the stack takes one launch instead of N.
+    """`reference` on all matrices at once: a matmul of the stack takes one launch instead of N.
 
     Shapes:  as `reference`.
     Returns: as `reference`.
-    Cost:    as `reference`, in 15 batched products.
+    Cost:    as `reference`, in 15 batched matmuls.
     """
     return _iterated(_normalised(matrices_NRC))
 
 
 def onednn(matrices_NRC: Tensor) -> Tensor:
-    """`reference` with the products of `flatout.ops.linear.onednn_product`, for fp32 on a CPU.
+    """`reference` with the matmuls of `flatout.ops.linear.onednn_product`, for fp32 on a CPU.
 
     oneDNN computes left @ right'; G is symmetric, so no copy is needed.
 
     Shapes:  as `reference`.
     Returns: as `reference`.
-    Cost:    as `reference`; aX is part of the product, since a is added to the factor's diagonal.
+    Cost:    as `reference`; aX is part of the matmul, since a is added to the factor's diagonal.
     """
     stack_NRC = _normalised(matrices_NRC)
     if not linear.onednn_fits(stack_NRC, stack_NRC):
@@ -75,7 +75,7 @@ def onednn(matrices_NRC: Tensor) -> Tensor:
 
 
 def bf16(matrices_NRC: Tensor) -> Tensor:
-    """`batched` in bfloat16 as on a GPU, for CPUs with bf16 products.
+    """`batched` in bfloat16 as on a GPU, for CPUs with bf16 matmuls.
 
     Shapes:  as `reference`.
     Returns: (N, R, C) in bfloat16.

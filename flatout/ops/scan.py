@@ -37,11 +37,11 @@ def reference(
 
     The first state continues from `start_BE`: s[-1] = start. At the first token of a document,
     s[t-1] is zero. All tokens share the eigenvalues, or each token has its own (selective). This
-    loop is the definition; every variant must match it, gradients included.
+    loop is the definition. Every variant must match it, gradients included.
 
     Shapes:  log_decay, angle (K,), or both (B, T, K); drive_BTE (B, T, 2 K); doc_ids_BT (B, T)
              integers; start_BE (B, 2 K), zeros when None.
-    Returns: states_BTE, fp32 (fp64 for fp64); the last state is states_BTE[:, -1].
+    Returns: states_BTE, fp32 (fp64 for fp64). The last state is states_BTE[:, -1].
     Units:   log_decay is the logarithm of a factor per token, finite and at most 0; angle is in
              radians per token.
     Cost:    8 B T K FLOP; T steps that cannot overlap. chunk_size is for variants that work in
@@ -72,7 +72,7 @@ def chunked(
     start_BE: Tensor | None = None,
     chunk_size: int = 128,
 ) -> Tensor:
-    """`reference` in chunks of `chunk_size` tokens, by products with matrices of eigenvalue powers.
+    """`reference` in chunks of `chunk_size` tokens, by matmuls with matrices of eigenvalue powers.
 
     Within a chunk, the state is a product with a triangular matrix of the powers i - j, one real
     and one imaginary matrix per eigenstate, which all chunks share. The states carried between
@@ -213,17 +213,17 @@ def _states(
     resets_BT: Tensor | None,
     chunk_size: int,
 ) -> Tensor:
-    """Return the states starting from zero, without a gradient; `resets_BT` are document starts."""
+    """Return the states starting from zero, without a gradient. `resets_BT` are document starts."""
     if log_decay.dim() > 1 or resets_BT is not None:
         return _in_parallel(log_decay, angle, drive_BT2K, resets_BT)
     return _in_chunks(log_decay.double(), angle.double(), drive_BT2K, chunk_size)
 
 
 def _in_chunks(log_decay_K: Tensor, angle_K: Tensor, drive_BT2K: Tensor, chunk_size: int) -> Tensor:
-    """Return the states by four products per eigenstate.
+    """Return the states by four matmuls per eigenstate.
 
     The powers are computed in fp64, since the angle over many tokens is a large number. Eigenstates
-    are the first dimension in memory during the computation, so that the products read and write
+    are the first dimension in memory during the computation, so that the matmuls read and write
     contiguous memory.
     """
     rows, tokens, _, num_eigenstates = drive_BT2K.shape
@@ -275,7 +275,7 @@ def _in_parallel(
 
     Each chunk then gets the state carried in from the chunks before it. Everything is computed in
     fp64: in a state that lasts ten thousand tokens, the rounding error of an eigenvalue counts ten
-    thousand times. At the start of a document the state is replaced by zero; multiplying it by zero
+    thousand times. At the start of a document the state is replaced by zero. Multiplying it by zero
     would keep a NaN.
     """
     tokens = drive_BT2K.shape[1]

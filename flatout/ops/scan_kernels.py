@@ -29,7 +29,7 @@ def _times(a, b, c, d):
 
 @triton.jit
 def _reset(left, right, reset, CUT: tl.constexpr):
-    """Both values, or zero where a document starts; multiplying by zero would keep a NaN."""
+    """Both values, or zero where a document starts. Multiplying by zero would keep a NaN."""
     if CUT:
         left, right = tl.where(reset, 0.0, left), tl.where(reset, 0.0, right)
     return left, right
@@ -64,7 +64,7 @@ def _store_polar(
 
 @triton.jit
 def _program(chunks, COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    """Row, chunk and eigenstates of this program; programs of one chunk are adjacent."""
+    """Row, chunk and eigenstates of this program. Programs of one chunk are adjacent."""
     blocks = (COUNT + BLOCK - 1) // BLOCK
     program = tl.program_id(0)
     row, chunk = program // (blocks * chunks), (program // blocks) % chunks

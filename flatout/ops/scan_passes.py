@@ -87,7 +87,7 @@ class _Steps:
     def above(self) -> _Steps:
         """Return the same recurrence with chunks as its steps.
 
-        The drive of a chunk is its final state when it starts from zero; its eigenvalue is the
+        The drive of a chunk is its final state when it starts from zero. Its eigenvalue is the
         product of those of its steps.
         """
         rows, _, parts = self.drive.shape
@@ -167,7 +167,7 @@ def states(
     start_BE: Tensor | None,
     chunk_size: int,
 ) -> Tensor:
-    """Return the state after each token; a custom op, which compilers do not trace.
+    """Return the state after each token. A custom op, which compilers do not trace.
 
     Shapes:  log_decay, angle (K,) or (B, T, K), fp32; drive_BTE (B, T, 2 K) in fp32, bf16 or fp16;
              resets_BT (B, T) bool; start_BE (B, 2 K) fp32.

@@ -94,7 +94,7 @@ class AdamW8bit(Optimizer):
         return loss
 
     def _step_quantised(self, p: Tensor, settings: tuple[Any, ...], skip: Tensor | None) -> None:
-        """Update one parameter; its moments are zeros before the first update."""
+        """Update one parameter. Its moments are zeros before the first update."""
         device = p.device
         if device not in self._tables:
             self._tables[device] = [
@@ -132,7 +132,7 @@ def _update_with(codec: ModuleType) -> Callable[..., None]:
         weight_decay: float,
         eps: float,
     ) -> None:
-        """Take a step of AdamW in place: weight, codes and scales; nothing where `skip` is 1."""
+        """Take a step of AdamW in place: weight, codes and scales. Nothing where `skip` is 1."""
         stays = skip > 0
         mean, square = [
             codec.dequant_with_qmap(codes, table, scale) for codes, scale, table in moments

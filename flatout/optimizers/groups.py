@@ -55,7 +55,7 @@ def optimizers_of(
 ) -> tuple[Optimizer, ...]:
     """Return the optimizers of a run, created by the function that `optim.kind` names.
 
-    Raises: ConfigError when it has another signature, or does not return a tuple of torch
+    Raises: ConfigError when it has a different signature, or does not return a tuple of torch
             optimizers with peak_lr in each group.
     """
     kind, build = config.optim.kind, OPTIMIZERS.get(config.optim.kind)

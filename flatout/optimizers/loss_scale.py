@@ -1,6 +1,6 @@
 """Dynamic loss scaling for float16.
 
-The loss is multiplied by a scale so that small gradients do not underflow; the gradients are
+The loss is multiplied by a scale so that small gradients do not underflow. The gradients are
 divided by it before they are clipped. A step whose gradients are not finite is skipped and the
 scale is halved; after `growth_interval` finite steps in a row the scale doubles.
 

@@ -61,7 +61,7 @@ def stored_as(fields: Collection[str]) -> Moments:
 
 
 def how_to_resume(stored: Moments, kept: Moments) -> str:
-    """Return the words after "Resume" that name an optimizer for `stored`; this run uses `kept`."""
+    """Return the words after "Resume" that name an optimizer for `stored`. This run uses `kept`."""
     if stored.speedup is not None:
         return f"with {stored.speedup} in speedups"
     if stored == FP32 and kept.speedup is not None:

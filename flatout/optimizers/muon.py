@@ -142,7 +142,7 @@ class Muon(LightOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every matrix that has a gradient; gradients are not changed."""
+        """Update every matrix that has a gradient. Gradients are not changed."""
         with torch.enable_grad():
             loss = None if closure is None else closure()
         for group in self.param_groups:
@@ -313,7 +313,7 @@ def _add_batch(
 def _assign_unless(
     skip: Tensor | None, targets: Sequence[Tensor], values: Sequence[Tensor]
 ) -> None:
-    """Copy each value into its target; every bit of the targets stays if `skip` is 1.
+    """Copy each value into its target. Every bit of the targets stays if `skip` is 1.
 
     The values may contain anything then, NaN included.
 

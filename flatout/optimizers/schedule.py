@@ -53,14 +53,14 @@ def linear(config: ScheduleConfig, floor: float, step: int, last: int) -> float:
 def wsd(config: ScheduleConfig, floor: float, step: int, last: int) -> float:
     """Return the peak, then a straight line to `floor` over the last `decay` of the steps.
 
-    WSD stands for warm-up, stable, decay; `decay` is a fraction of the steps after the warm-up.
+    WSD stands for warm-up, stable, decay. `decay` is a fraction of the steps after the warm-up.
     """
     falling = min(last, max(1, round(config.decay * last)))
     return floor + (1 - floor) * min(1.0, (last - step) / falling)
 
 
 def constant(config: ScheduleConfig, floor: float, step: int, last: int) -> float:
-    """Return the peak; `min_lr` is not used."""
+    """Return the peak. `min_lr` is not used."""
     return 1.0
 
 
@@ -70,6 +70,6 @@ SCHEDULES: dict[str, Callable[[ScheduleConfig, float, int, int], float]] = {
     "wsd": wsd,
     "constant": constant,
 }
-"""Each returns the factor `step` steps after the warm-up, of `last` such steps; `floor` is min_lr
+"""Each returns the factor `step` steps after the warm-up, of `last` such steps. `floor` is min_lr
 divided by the peak.
 """

@@ -1,7 +1,7 @@
-"""Skips the update of a step with bad figures, so that weights and optimizer state keep every bit.
+"""Skips the update of a step with bad values, so that weights and optimizer state keep every bit.
 
 A step is bad when its loss or its gradient norm is not finite and, with a threshold, when the norm
-is a spike: far above the median of the norms before it. All ranks have the same figures, so all
+is a spike: far above the median of the norms before it. All ranks have the same values, so all
 skip the same steps. The schedule and the position in the data advance as after any step.
 
 Letters: W norms of the window.
@@ -80,13 +80,13 @@ class StepGuard:
         ]
 
     def begin(self) -> None:
-        """Copy the buffers before a step; most models have none."""
+        """Copy the buffers before a step. Most models have none."""
         self.waited_s = 0.0
         self._before = [buffer.detach().clone() for buffer in self.buffers]
 
     @torch.no_grad()
     def judge(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
-        """Count a step; return 1 if its update must be skipped, 0 otherwise.
+        """Count a step, and return 1 if its update must be skipped, 0 otherwise.
 
         Shapes: loss, grad_norm and the result are 0-D.
         """
@@ -166,6 +166,6 @@ def reads_flag(optimizer: Optimizer) -> bool:
     """Return whether a step of an optimizer changes nothing if its attribute `found_inf` is 1.
 
     The protocol is torch's, for its loss scaler (`torch.amp.GradScaler`): an optimizer that follows
-    it says so by an attribute. Ours do, and torch's fused ones.
+    it declares that by an attribute. Ours do, and torch's fused ones.
     """
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))

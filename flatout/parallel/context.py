@@ -1,7 +1,7 @@
 """Context parallelism: the ranks of a group share the tokens of each row.
 
 Every rank is given whole rows, computes its own tokens, and returns the loss of these alone.
-Attention gathers the keys and values of all tokens; a recurrence gathers the last state of each
+Attention gathers the keys and values of all tokens. A recurrence gathers the last state of each
 rank, a number of bytes that does not depend on the length.
 
 Letters: B rows, T tokens of this rank, S tokens of the row, G key and value heads, C head size,
@@ -202,7 +202,7 @@ def _real(values: Tensor) -> Tensor:
 
 
 class Gather(torch.autograd.Function):
-    """The tensors of all ranks; the gradient of a rank's tensor is the sum over all ranks."""
+    """The tensors of all ranks. The gradient of a rank's tensor is the sum over all ranks."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, group: Any, size: int) -> Tensor:

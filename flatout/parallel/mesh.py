@@ -2,9 +2,9 @@
 
 Processes form a rectangle of `replicate` rows and `shard` columns: each row shares one copy of the
 model. It is copied to every process (DDP), sharded (fully_shard), or both (HSDP). `context`
-consecutive processes share the tokens of each row of a batch; the others have rows of their own.
+consecutive processes share the tokens of each row of a batch. The others have separate rows.
 With `tensor`, that many consecutive processes stand in each place: they share every layer. Losses
-and counts are summed over all processes; each has those of its own tokens.
+and counts are summed over all processes. Each has those of its own tokens.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from flatout.parallel.rendezvous import Ranks, connect_alone, stated_ranks
 from flatout.parallel.tensor import TENSOR, cut, split_of
 
 BESIDE_FORWARD = ("logits",)
-"""Methods besides `forward` that need gathered weights; all processes must call them together."""
+"""Methods besides `forward` that need gathered weights. All processes must call them together."""
 
 BUFFER_SWITCH = (
     "forward_sync_buffers"
@@ -65,7 +65,7 @@ class Mesh(Ranks):
 
     @property
     def dp_size(self) -> int:
-        """Processes, or groups of them, with rows of their own."""
+        """Processes, or groups of them, with separate rows."""
         return self.world_size // (self.context * self.tensor)
 
     @property
@@ -100,7 +100,7 @@ class Mesh(Ranks):
     def sum(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Return the sums over all processes, by one all-reduce in float64, exact up to 2^53.
 
-        Shapes:  any; meant for the few figures of a step.
+        Shapes:  any; meant for the few numbers of a step.
         Returns: one tensor per argument, with its shape and dtype.
         """
         if self.world_size == 1:
@@ -119,7 +119,7 @@ class Mesh(Ranks):
             dist.barrier()
 
     def broadcast_object(self, value: T) -> T:
-        """Return the main process's value, on every process."""
+        """Return rank 0's value, on every process."""
         if self.world_size == 1:
             return value
         box = [value if self.is_main else None]
@@ -139,7 +139,7 @@ def make_mesh(config: ParallelConfig, device: str, ranks: Ranks | None = None) -
     if offloads and own.type == "mps":
         raise ConfigError(
             "parallel.offload=cpu has no use on a Mac, whose GPU uses the memory of the CPU.",
-            fix="Leave parallel.offload out.",
+            fix="Remove parallel.offload.",
         )
     if offloads and ranks.world_size == 1:
         connect_alone(own)
@@ -171,7 +171,7 @@ def make_mesh(config: ParallelConfig, device: str, ranks: Ranks | None = None) -
 
 
 def wrap(model: nn.Module, mesh: Mesh, *, gathers: torch.dtype | None = None) -> nn.Module:
-    """Return the module that training calls in place of `model`, with the main process's weights.
+    """Return the module that training calls in place of `model`, with rank 0's weights.
 
     With one process this is the model itself, unless its weights stay in host memory. A copied
     model is wrapped in DDP. A sharded model is the model itself, with its `blocks` and the rest of

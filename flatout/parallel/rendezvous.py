@@ -13,7 +13,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -30,24 +30,24 @@ from flatout.launch import LAUNCHER
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 USE_TORCHRUN = "Start with `torchrun --nproc-per-node N -m flatout ...`, which sets all of them."
 OTHER_PORT = (
-    "Set another MASTER_PORT for all processes of the run; `torchrun --standalone` finds a free "
-    "one."
+    "Set a different MASTER_PORT for all processes of the run. `torchrun --standalone` finds a "
+    "free one."
 )
 OF_A_GPU = "cpu:gloo,cuda:nccl"
 """NCCL moves tensors of GPUs; objects, such as the plan of a run, and offloaded tensors take the
 CPU's way.
 """
 START_TIMEOUT_S = 600.0
-"""How long a process waits for the others to start; nodes of a cluster can start minutes apart."""
+"""How long a process waits for the others to start. Nodes of a cluster can start minutes apart."""
 REPORT_EVERY_S = 10.0
 TIMEOUT = timedelta(hours=6)
 """How long connected processes wait for each other: rank 0 may download a dataset or a checkpoint,
 or hash large ones. A process that ends is noticed at once, and the watchdog reports one that hangs.
 """
 ANSWER_S = 20.0
-"""How long the main process may take to answer the others once its port accepts connections."""
+"""How long rank 0 may take to answer the others once its port accepts connections."""
 RELEASE_S = 0.2
-"""A thread waits for at most a few of Python's 5 ms switch intervals; the rest is a margin for a
+"""A thread waits for at most a few of Python's 5 ms switch intervals. The rest is a margin for a
 busy machine.
 """
 
@@ -105,7 +105,7 @@ def stated_ranks() -> Ranks:
 
 
 def connect(device: str) -> Ranks:
-    """Join the other processes over NCCL or, on CPUs, Gloo; a single process does nothing.
+    """Join the other processes over NCCL or, on CPUs, Gloo. A single process does nothing.
 
     Raises: ConfigError when several processes would share one GPU, the environment is incomplete,
             or MASTER_PORT is in use; RunFailed when the other processes do not join in time.
@@ -188,7 +188,7 @@ def _join(backend: str, ranks: Ranks, **options: Any) -> None:
     except (RuntimeError, OSError) as error:  # torch has no common class for these errors
         if "EADDRINUSE" in str(error):
             raise ConfigError(
-                f"MASTER_PORT={os.environ['MASTER_PORT']} is in use by another program on this "
+                f"MASTER_PORT={os.environ['MASTER_PORT']} is in use by a different process on this "
                 "machine.",
                 fix=OTHER_PORT,
             ) from error
@@ -209,9 +209,9 @@ def _join(backend: str, ranks: Ranks, **options: Any) -> None:
 
 
 def _require_main_process(address: str) -> None:
-    """Wait until something listens at MASTER_ADDR, and check that it is the run's main process.
+    """Wait until something listens at MASTER_ADDR, and check that it is rank 0 of the run.
 
-    torch waits without end for a program that does not answer, and START_TIMEOUT_S for one that
+    torch waits without end for a process that does not answer, and START_TIMEOUT_S for one that
     answers something else.
     Raises: ConfigError; OSError when nothing listens.
     """
@@ -237,9 +237,7 @@ def _require_main_process(address: str) -> None:
     thread.start()
     thread.join(2 * ANSWER_S)
     if not answered.is_set():
-        raise ConfigError(
-            f"The program at {address} is not the main process of this run.", fix=OTHER_PORT
-        )
+        raise ConfigError(f"The process at {address} is not rank 0 of this run.", fix=OTHER_PORT)
 
 
 @contextmanager
@@ -300,11 +298,6 @@ def disconnect() -> None:
     dist.destroy_process_group()
     gc.collect()  # sharded models keep their groups in cycles; freeing a group joins its threads
     time.sleep(RELEASE_S)
-
-
-def stated_variables(names: Iterable[str]) -> dict[str, str]:
-    """Return the environment variables among `names` that are set, with their values."""
-    return {name: os.environ[name] for name in names if name in os.environ}
 
 
 def silence_profiler() -> None:

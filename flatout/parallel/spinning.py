@@ -15,7 +15,7 @@ import time
 import psutil
 
 from flatout.hardware import BUSY_CORES, CpuTimes, usable_cores
-from flatout.parallel.rendezvous import stated_variables
+from flatout.launch import stated_variables
 from flatout.progress import Progress
 
 EVERY_S = 1.0
@@ -26,7 +26,7 @@ NAME = "flatout-spinning"
 
 
 def spin_less_beside_others(progress: Progress, began: CpuTimes | None = None) -> None:
-    """Watch the use of the cores from now on, in the background; the first look is at once.
+    """Watch the use of the cores from now on, in the background. The first look is at once.
 
     It counts the use since `began`. Does nothing when called again, with one core, and when the
     environment states how many threads there are or how they wait.
@@ -52,7 +52,7 @@ def _watch(progress: Progress, before: CpuTimes) -> None:
             threading.Thread(target=_keep_a_team, args=(freed,), daemon=True).start()
             if not was_said:
                 progress.say(
-                    f"Other processes use {others:.1f} of {usable_cores()} cores; while they do, "
+                    f"Other processes use {others:.1f} of {usable_cores()} cores. While they do, "
                     "threads that wait for each other sleep sooner. OMP_NUM_THREADS=1 may be "
                     "faster still."
                 )
@@ -65,7 +65,7 @@ def _watch(progress: Progress, before: CpuTimes) -> None:
 
 
 def _keep_a_team(freed: threading.Event) -> None:
-    """Keep one more team of OpenMP threads until `freed` is set; it ends with this thread."""
+    """Keep one more team of OpenMP threads until `freed` is set. It ends with this thread."""
     import torch
 
     torch.zeros(1 << 17, dtype=torch.int8).add_(1)  # large enough for two threads

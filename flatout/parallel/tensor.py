@@ -1,7 +1,7 @@
 """Tensor parallelism: the ranks of a group share each matrix, and between matrices the tokens.
 
 A rank has some of the heads, of the columns inside the MLP and of the vocabulary. A matrix that
-reads hidden states gathers the tokens of all ranks; one that writes them adds up what the ranks
+reads hidden states gathers the tokens of all ranks. One that writes them adds up what the ranks
 have computed, and each keeps its own tokens. Parameters are DTensors of the group: cut, or whole
 on every rank, where each has a part of the gradient.
 
@@ -62,7 +62,7 @@ class Split:
         return [(self.rank * share, (self.rank + 1) * share)]
 
     def gathered(self, own_BSD: Tensor, dim: int = 1) -> Tensor:
-        """Return the tokens of all ranks; their gradients are added up.
+        """Return the tokens of all ranks. Their gradients are added up.
 
         Shapes:  any, S in `dim`; returns T in its place.
         """
@@ -88,7 +88,7 @@ class Split:
         return values
 
     def add_parts(self, gradients: list[Tensor]) -> None:
-        """Add up the gradients of parameters that are whole on every rank; each has a part of them.
+        """Add up the gradients of parameters that are whole on every rank. Each has a part of them.
 
         Shapes:  any: this rank's shards.
         Cost:    one all-reduce of all of them.
@@ -145,8 +145,8 @@ def local(parameter: P) -> P:
 def cut(model: nn.Module, mesh: DeviceMesh, cuts: Mapping[str, Cut]) -> None:
     """Replace the parameters of a model on the meta device by DTensors, cut or whole.
 
-    The rows of a parameter that stacks matrices are in another order there: those of rank 0 first.
-    `boxes_of` says where this rank's are.
+    The rows of a parameter that stacks matrices are in a different order there: those of rank 0
+    first. `boxes_of` returns where this rank's are.
     """
     from torch.distributed.tensor import DTensor, Replicate, Shard
 

@@ -60,7 +60,7 @@ _PRESENT_PARTICIPLE = {"read": "Reading", "write": "Writing"}
 
 
 class Unreachable(DataError):
-    """A server failed on every attempt, or a disk is full; it may answer later."""
+    """A server failed on every attempt, or a disk is full. It may answer later."""
 
 
 class NothingThere(DataError):
@@ -106,7 +106,7 @@ def open_filesystem(url: str, access: Access = "read") -> tuple[AbstractFileSyst
     protocol = protocol_of(url)
     if "::" in url or protocol in _INTERPRETING:
         raise DataError(
-            f"{url} would be read through another filesystem, "
+            f"{url} would be read through a different filesystem, "
             "which may execute instructions in the files that it reads.",
             fix="Name the URL itself, in a single store, without `::`.",
         )
@@ -209,10 +209,10 @@ def _permanent_error(url: str, error: BaseException, access: Access) -> DataErro
         fix = "Name a directory: a part of that path is a file."
         return DataError(f"Cannot {access} {url}: {message}.", fix=fix)
     if is_local(url) and access == "write" and isinstance(error, OSError) and is_full(error):
-        fix = "Free space there, or name another directory."
+        fix = "Free space there, or name a different directory."
         return Unreachable(f"Cannot write {url}: its disk is full ({message}).", fix=fix)
     if is_local(url) and access == "write" and getattr(error, "errno", None) in _REFUSED:
-        fix = "Make it writable for this user, or name another directory."
+        fix = "Make it writable for this user, or name a different directory."
         return DataError(f"Cannot write {url}: {message}.", fix=fix)
     if (
         isinstance(error, PermissionError)
@@ -233,8 +233,8 @@ def _permanent_error(url: str, error: BaseException, access: Access) -> DataErro
     if isinstance(error, NotImplementedError):
         return DataError(
             f"{doing} {url} is not possible: {protocol_of(url)} does not support it.",
-            fix="Use a URL with another protocol.",
+            fix="Use a URL with a different protocol.",
         )
     if isinstance(status, int) and 400 <= status < 500 and status not in (408, 425, 429):
-        return DataError(f"The server refuses {url}: {message}.", fix="Check the URL.")
+        return DataError(f"The server rejects {url}: {message}.", fix="Check the URL.")
     return None

@@ -1,7 +1,7 @@
-"""Sends a folder to a URL (`push`) and fetches one (`pull`): its manifest comes last.
+"""Sends a directory to a URL (`push`) and fetches one (`pull`): its manifest comes last.
 
-A folder with a manifest is complete. Until then, the claim there names the manifest that will come:
-only a call with the same claim continues, and the others start again or are refused.
+A directory with a manifest is complete. Until then, the claim there names the manifest that will
+come: only a call with the same claim continues, and the others start again or are rejected.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ _READ_ONLY = ("http", "https", "hf")
 
 
 class Claim(Stored):
-    """upload.json: which folder is being sent to a URL."""
+    """upload.json: which directory is being sent to a URL."""
 
     format_version: Literal[1] = 1
     """Version of this file's format."""
     manifest: str
     """SHA-256 of the manifest that comes last."""
     source: JsonObject = Field(default_factory=dict)
-    """What the folder was made from: whose it is."""
+    """What the directory was made from: whose it is."""
 
     def text(self) -> str:
         """Return the content of the file."""
@@ -62,11 +62,11 @@ class Claim(Stored):
 
 
 class Wanted(NamedTuple):
-    """A file of a folder, as its manifest describes it."""
+    """A file of a directory, as its manifest describes it."""
 
     name: str
     size_bytes: int | None
-    """Its size; None when the manifest does not say it."""
+    """Its size; None when the manifest does not have it."""
     problem: Callable[[Path], str | None]
     """Returns what is wrong with a copy of it, as a sentence that names its path, or None."""
 
@@ -92,7 +92,7 @@ class RemoteFolder:
         self._options = _WRITE_OPTIONS.get(protocol_of(url), {})
 
     def files(self) -> dict[str, Description]:
-        """Return the descriptions of the folder's files by name; empty when it does not exist.
+        """Return the descriptions of the directory's files by name; empty when it does not exist.
 
         What a kill left of a file that was being written does not count.
         """
@@ -171,7 +171,7 @@ class RemoteFolder:
         """Return the error for a file that differs from the one that was sent."""
         return DataError(
             f"{self.url}/{name} differs from the file that was sent.",
-            fix="Run the same command again; if this repeats, the store or the network alters "
+            fix="Run the same command again. If this repeats, the store or the network alters "
             "files.",
         )
 
@@ -221,7 +221,8 @@ def push(
     `found` is the claim that is there. Yields what an earlier call with the same claim has sent,
     for `RemoteFolder.send`. A kill or an error leaves the claim, and no manifest.
 
-    Raises: DataError when the server does not answer or refuses, or the manifest arrives altered.
+    Raises: DataError when the server does not answer or rejects the request, or the manifest
+    arrives altered.
     """
     sent = remote.files() if found == claim else {}
     if not sent:
@@ -248,9 +249,9 @@ def pull(
     progress: Progress,
     open_file: Callable[[str], IO[bytes]] = open_remote,
 ) -> None:
-    """Fetch the files of a folder that `target` lacks, several at once, then write the manifest.
+    """Fetch the files of a directory that `target` lacks, several at once, then write the manifest.
 
-    Each file is checked when it has arrived; after a kill or an error, the whole ones stay.
+    Each file is checked when it has arrived. After a kill or an error, the whole ones stay.
     `open_file` opens one by its URL. `fix` is the advice for an altered file, `more_space` that for
     a full disk.
 
@@ -309,8 +310,8 @@ def receive(
             while block := source.read(BLOCK_BYTES):
                 if file.size + len(block) > most_bytes:
                     raise Altered(
-                        f"{url} is damaged: it has more than the {most_bytes:,.0f} bytes that the "
-                        "manifest says.",
+                        f"{url} is damaged: it has more than the {most_bytes:,.0f} bytes in the "
+                        "manifest.",
                         fix=fix,
                     )
                 file.write(np.frombuffer(block, np.uint8))

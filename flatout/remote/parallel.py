@@ -1,4 +1,4 @@
-"""Runs several transfers at once; the first failure stops the others."""
+"""Runs several transfers at once. The first failure stops the others."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flatout.progress import Progress
 MAX_PARALLEL = 8
 """Files transferred at the same time: a transfer mostly waits for a server."""
 INTERRUPTED_WAIT_S = 2.0
-"""How long an interrupted caller waits for the threads; each stops at its next block."""
+"""How long an interrupted caller waits for the threads. Each stops at its next block."""
 
 Advance = Callable[[int], None]
 """Reports bytes as transferred; raises CancelledError when another transfer has failed."""

@@ -1,4 +1,4 @@
-"""Reads remote files in blocks; a block that fails or arrives short is requested again."""
+"""Reads remote files in blocks. A block that fails or arrives short is requested again."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def open_remote(url: str) -> IO[bytes]:
 
 
 class RemoteFile(io.RawIOBase):
-    """A seekable remote file; a short response is requested again, not taken as the file's end.
+    """A seekable remote file. A short response is requested again, not taken as the file's end.
 
     Each request of a sequential reader is twice as large as the one before, up to 16 MiB.
 
@@ -140,9 +140,9 @@ class RemoteFile(io.RawIOBase):
 
 
 def find_remote(url: str, wanted: Callable[[str], bool]) -> list[RemoteEntry]:
-    """Return the files at a URL, sorted: a single file, the matches of a pattern, or a folder's.
+    """Return the files at a URL, sorted: a single file, the matches of a pattern, or a directory's.
 
-    `wanted` selects the files of a directory by their names inside it; a pattern matches any file.
+    `wanted` selects the files of a directory by their names inside it. A pattern matches any file.
 
     Raises: DataError when there are none, they may not be read, or the server fails;
             MissingPackage.
@@ -220,17 +220,17 @@ def checked_blocks(url: str, entry: FileEntry) -> Iterator[tuple[Array, str | No
 
     Raises: DataError when the file cannot be read.
     """
-    expected = f"the manifest says {entry.size_bytes} bytes"
+    expected = f"The manifest lists {entry.size_bytes} bytes"
     nothing = np.empty(0, np.uint8)
     try:
         file = open_remote(url)
     except NothingThere:
-        yield nothing, f"{url} is missing; {expected}."
+        yield nothing, f"{url} is missing. {expected}."
         return
     with file:
         size = file.seek(0, os.SEEK_END)
         if size != entry.size_bytes:
-            yield nothing, f"{url} has {size} bytes; {expected}."
+            yield nothing, f"{url} has {size} bytes. {expected}."
             return
         file.seek(0)
         for number, crc in enumerate(entry.block_crc32):

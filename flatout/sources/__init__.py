@@ -25,16 +25,16 @@ from flatout.sources.long import NotUtf8, Text
 from flatout.sources.packed import open_bytes
 
 FIRST_NAMED = 10
-"""Number of rows named among those left out for the same reason."""
+"""Number of rows named among those omitted for the same reason."""
 RENDERED_ROWS = 64
-"""Conversations that are rendered at once: a process of its own renders them."""
+"""Conversations that are rendered at once: a separate process renders them."""
 RENDERED_BYTES = 1 << 20
 """Bytes of conversations after which no other is added to those."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowLocation:
-    """The location of a row in a file; its line number is found only for messages."""
+    """The location of a row in a file. Its line number is found only for messages."""
 
     name: str
     """The file."""
@@ -103,7 +103,7 @@ class BadRow:
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """A document that a source leaves out by its own rule: counted, never an error."""
+    """A document that a source omits by its own rule: counted, never an error."""
 
     reason: str
     location: Location
@@ -132,7 +132,7 @@ class ReadTask:
     """Files that were skipped while searching for those of all tasks."""
 
     def rows(self) -> Iterator[Row]:
-        """Yield the skipped files, then the rows; a document without text becomes a `LeftOut`."""
+        """Yield the skipped files, then the rows. A document without text becomes a `LeftOut`."""
         yield from self.skipped
         found = enumerate(self.read(*self.arguments))
         rows = (Document(row, f"document {i}") if isinstance(row, str) else row for i, row in found)
@@ -156,7 +156,7 @@ def _rendered(rows: Iterable[Row]) -> Iterator[Row]:
 
 
 def _batches(rows: Iterable[Row]) -> Iterator[list[Row]]:
-    """Yield rows in lists; a list has several only if conversations are among them."""
+    """Yield rows in lists. A list has several only if conversations are among them."""
     batch: list[Row] = []
     num_bytes = 0
     for row in rows:
@@ -196,7 +196,7 @@ def require_counts(source: str, **counts: tuple[object, int]) -> None:
 
 
 def read_tasks_of(source: Source, name: str, parameters: JsonObject) -> list[ReadTask]:
-    """Call a source with `parameters` and return its tasks; a source of documents is one task.
+    """Call a source with `parameters` and return its tasks. A source of documents is one task.
 
     Raises: DataError when the source does not take these parameters.
     """

@@ -130,7 +130,7 @@ def _is_utf8(path: str) -> bool:
 
 
 def _as_utf8(path: str, file: IO[bytes], encoding: str) -> Iterator[bytes]:
-    """Yield the content of a file in another encoding, as UTF-8.
+    """Yield the content of a file in a different encoding, as UTF-8.
 
     Raises: WrongEncoding.
     """
@@ -146,7 +146,8 @@ def _as_utf8(path: str, file: IO[bytes], encoding: str) -> Iterator[bytes]:
                 where = f"byte 0x{error.object[error.start]:02x} at offset {start + error.start}"
             raise WrongEncoding(
                 f"{path} is not {encoding}: {where}.",
-                fix=f"Name another --encoding; without it, the error names a likely one{OR_SKIP}.",
+                fix="Name a different --encoding. Without it, the error names a likely "
+                f"one{OR_SKIP}.",
             ) from error
 
 

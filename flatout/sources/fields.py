@@ -139,12 +139,12 @@ def _conversation(row: JsonObject, fields: Fields, chat: Renderer, where: Locati
 def no_text(where: Location, field: str, turns: str) -> BadRow:
     """Return the bad row for a conversation, in the field `turns`, that is read as text."""
     what = f"has no field {field!r}, but a list called {turns!r}"
-    fix = "If the rows are conversations, add --chat auto."
+    fix = "If the rows are chat data, add --chat auto."
     return BadRow(what, fix, f"no field {field!r}", where)
 
 
 def no_field(where: Location, field: str, names: list[str], option: str) -> BadRow:
-    """Return the bad row for a missing field; `names` are the candidates, most likely first."""
+    """Return the bad row for a missing field. `names` are the candidates, most likely first."""
     guess = nearest(field, names) or (names[0] if names else None)
     fix = f"Name the field that contains the text with {option}."
     if guess:
@@ -172,7 +172,7 @@ def _unusable(row: JsonObject, value: Any, where: Location, field: str, option: 
         return no_field(where, field, names, option)
     kind = _KINDS.get(type(value), type(value).__name__)
     fix = (
-        f"Repair the row, name another field with {option}, "
+        f"Repair the row, name a different field with {option}, "
         "or skip such rows with --on-bad-row skip."
     )
     what = f"has {field!r}, but it is {kind}, not text"

@@ -28,7 +28,7 @@ LONG_BYTES = 8 << 20
 """A longer text file is read in chunks instead of being loaded into memory."""
 HTML_SUFFIXES = frozenset({".html", ".htm", ".xhtml"})
 PAGE_BYTES = 32 << 20
-"""A page is parsed as a whole; a longer one is a bad row."""
+"""A page is parsed as a whole. A longer one is a bad row."""
 ROW_SUFFIXES = {".jsonl", ".ndjson"}
 _WITH_ROWS = ROW_SUFFIXES | PARQUET_SUFFIXES | TABLE_SUFFIXES | JSON_SUFFIXES
 _CONVERTIBLE = {
@@ -62,7 +62,8 @@ def read_pieces(pieces: tuple[Piece, ...], fields: Fields) -> Iterator[Row]:
 
     A damaged piece is one bad row that counts the whole piece as lost: the true extent is unknown.
 
-    Raises: DataError when a server or the system refuses a file, because the text is not at fault.
+    Raises: DataError when a server or the system does not let flatout read a file, because the text
+    is not at fault.
     """
     for piece in pieces:
         try:
@@ -78,7 +79,7 @@ def read_pieces(pieces: tuple[Piece, ...], fields: Fields) -> Iterator[Row]:
 
 
 def _read(piece: Piece, fields: Fields) -> Iterable[Row]:
-    """Return the rows of a piece, by its suffix; a file with an unknown suffix is text."""
+    """Return the rows of a piece, by its suffix. A file with an unknown suffix is text."""
     path, suffix = piece.path, suffix_of(piece.path)
     if suffix in PARQUET_SUFFIXES:
         return read_row_groups(piece, fields)

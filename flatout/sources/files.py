@@ -33,12 +33,12 @@ from flatout.sources.packed import is_packed, require_opener
 from flatout.sources.parquet import PARQUET_SUFFIXES, cut_parquet, require_parquet
 
 PART_BYTES = 4 << 20
-"""Approximate bytes of text per task; a file of rows is split, a text file is not."""
+"""Approximate bytes of text per task. A file of rows is split, a text file is not."""
 REMOTE_PART_BYTES = 32 << 20
 """The same for remote files: each task reads up to a block too much, and Parquet's footer again."""
 TEXT_SUFFIXES = {".txt", ".text", ".md", ".markdown", ".rst", ".tex"}
 _SEARCHED_SUFFIXES = frozenset(TEXT_SUFFIXES | ROW_SUFFIXES | PARQUET_SUFFIXES)
-"""Suffixes searched for in a directory; a file named directly or by a pattern may have any."""
+"""Suffixes searched for in a directory. A file named directly or by a pattern may have any."""
 FINGERPRINT_BYTES = 256 << 20
 COMPARED_BYTES = 1 << 20
 """Bytes read, at most, to tell whether a file is a copy of another."""
@@ -56,8 +56,8 @@ def files(
 ) -> list[ReadTask]:
     """Return the tasks of a file, a directory (searched recursively), a glob, or a URL of these.
 
-    Files are sorted. `include` lists patterns of other names to read; `encoding` is
-    the encoding of text that is not UTF-8; `chat` writes rows that are conversations as text.
+    Files are sorted. `include` lists patterns of other names to read. `encoding` is
+    the encoding of text that is not UTF-8. `chat` writes rows of chat data as text.
 
     Raises: DataError with the nearest name when nothing is there; MissingPackage.
     """
@@ -72,15 +72,15 @@ def files(
     if mask_field is not None and not any(holds_rows(file.name) for file in found):
         raise DataError(
             f"{path} has no rows, so it has no field {mask_field!r}.",
-            fix="Leave --mask-field out, or name JSONL, JSON, CSV or Parquet.",
+            fix="Remove --mask-field, or name JSONL, JSON, CSV or Parquet.",
         )
     if chat is not None and not any(holds_rows(file.name) for file in found):
         raise DataError(
-            f"{path} has no rows, so it has no conversations.",
-            fix="Leave --chat out, or name JSONL, JSON or Parquet.",
+            f"{path} has no rows, so it contains no chat data.",
+            fix="Remove --chat, or name JSONL, JSON or Parquet.",
         )
     if encoding is not None and all(is_parquet(file.name) for file in found):
-        raise DataError(f"{path}: text in Parquet is always UTF-8.", fix="Leave --encoding out.")
+        raise DataError(f"{path}: text in Parquet is always UTF-8.", fix="Remove --encoding.")
     per_file = max(4096, FINGERPRINT_BYTES // len(found))
     with ThreadPoolExecutor(PARALLEL_FILES) as threads:
         try:
@@ -97,7 +97,7 @@ SOURCE = files
 
 
 def _count_skipped(skipped: Sequence[str]) -> tuple[LeftOut, ...]:
-    """Return the skipped files, counted by suffix; the first few of each are named."""
+    """Return the skipped files, counted by suffix. The first few of each are named."""
     by_suffix: dict[str, list[str]] = {}
     for name in skipped:
         by_suffix.setdefault(full_suffix_of(name), []).append(name)
@@ -128,7 +128,7 @@ def _cut(file: InputFile, fields: Fields, encoding: str | None) -> list[Piece]:
 
 
 def _tasks(cut: list[tuple[InputFile, list[Piece]]], fields: Fields) -> Iterator[ReadTask]:
-    """Yield tasks of about PART_BYTES; a file's fingerprint goes to the task of its first piece."""
+    """Yield tasks of about PART_BYTES. A file's fingerprint goes to the task of its first piece."""
     pieces: list[Piece] = []
     started: list[InputFile] = []
     num_bytes = 0
@@ -212,7 +212,7 @@ def first_changed(tasks: Iterable[ReadTask]) -> str | None:
 
 
 def has_rows(task: ReadTask) -> bool:
-    """Return whether a task may contain rows; for files, their names decide."""
+    """Return whether a task may contain rows. For files, their names decide."""
     return not task.paths or any(map(holds_rows, task.paths))
 
 

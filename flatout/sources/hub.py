@@ -28,7 +28,7 @@ def hub(
 ) -> list[ReadTask]:
     """Return the tasks of a dataset, one per shard, all at the current commit of `revision`.
 
-    `chat` writes rows that are conversations as text.
+    `chat` writes rows of chat data as text.
 
     Raises: DataError when there is no such dataset, configuration, split or field, with a list of
             those that exist; MissingPackage.
@@ -97,12 +97,12 @@ def _cannot_open(name: str, which: str, error: Exception) -> DataError:
     message = " ".join(str(error).split()).rstrip(".") or type(error).__name__
     return DataError(
         f"The dataset {name} {which} cannot be opened: {message}.",
-        fix="Check the name; write it as hub:ORG/NAME:config=...,split=...,revision=....",
+        fix="Check the name. Write it as hub:ORG/NAME:config=...,split=...,revision=....",
     )
 
 
 def _check_fields(dataset: str, columns: list[str], fields: Fields) -> None:
-    """Refuse a field that is not a column, if the columns are known before a row is read."""
+    """Reject a field that is not a column, if the columns are known before a row is read."""
     for field, option in fields.named:
         if not columns or field in columns or field.partition(".")[0] in columns:
             continue

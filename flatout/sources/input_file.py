@@ -40,7 +40,7 @@ class InputFile:
     """The server's checksum or date of its content; for a local file, the fingerprint with `limit`.
     """
     listed: str = ""
-    """The URL that was listed to find it: its own, a folder's, or a pattern."""
+    """The URL that was listed to find it: its own, a directory's, or a pattern."""
     stat: os.stat_result | None = None
     """The status of a local file."""
     limit: int = 0

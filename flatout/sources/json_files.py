@@ -1,4 +1,4 @@
-"""JSON: each object of an array or of a series of objects is a row; a single object is one row."""
+"""JSON: each object of an array or of a series of objects is a row. A single object is one row."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flatout.sources.packed import Unread
 
 JSON_SUFFIXES = frozenset({".json"})
 _BYTE_ORDER_MARK = "\ufeff"
-_FIX = "Repair the file; --on-bad-row skip leaves out the unreadable rest."
+_FIX = "Repair the file. --on-bad-row skip skips the unreadable rest."
 
 
 def read_json(path: str, fields: Fields, encoding: str | None) -> Iterator[Row]:

@@ -51,9 +51,9 @@ def matches(name: str, pattern: str) -> bool:
 
 
 def find_local(path: str, wanted: Wanted) -> Search:
-    """Return the files at a path or pattern; directories are searched for wanted files.
+    """Return the files at a path or pattern. Directories are searched for wanted files.
 
-    Links are followed, also to directories; a directory is searched once, even if several links
+    Links are followed, also to directories. A directory is searched once, even if several links
     lead to it. Each file that matches a pattern is returned once, under its shortest path.
 
     Raises: DataError when there are none, or a file or directory cannot be read.
@@ -96,11 +96,11 @@ def find_local(path: str, wanted: Wanted) -> Search:
 
 
 def _nothing(target: Path, wanted: Wanted, others: list[str]) -> DataError:
-    """Return the error for a path where no file is wanted; `others` are names in a directory."""
+    """Return the error for a path where no file is wanted. `others` are names in a directory."""
     if not target.is_dir():
         return DataError(
             f"No file matches {str(target)!r}.",
-            fix="Quote the pattern and check it with `ls`; `**` crosses directories.",
+            fix="Quote the pattern and check it with `ls`. `**` crosses directories.",
         )
     known = recognise(target)
     if known is not None:
@@ -109,7 +109,7 @@ def _nothing(target: Path, wanted: Wanted, others: list[str]) -> DataError:
     if not others:
         return DataError(
             f"{target} is an empty directory.",
-            fix=f"Put files that end in {endings} there, or name another directory.",
+            fix=f"Put files that end in {endings} there, or name a different directory.",
         )
     ((suffix, _),) = Counter(map(full_suffix_of, others)).most_common(1)
     return DataError(
@@ -182,7 +182,7 @@ def _walk(folder: Path, searched: set[str]) -> Iterator[Path]:
 
 
 def _require_text(files: list[Path], wanted: Wanted) -> None:
-    """Refuse files that are all recognised as something other than text.
+    """Reject files that are all recognised as something other than text.
 
     Next to text files, such a file is a bad row instead, which `--on-bad-row` handles.
 

@@ -13,7 +13,7 @@ from flatout.sources.encodings import OR_SKIP, explain, open_utf8
 from flatout.sources.packed import Unread, unreadable
 
 CHUNK_BYTES = 1 << 20
-"""Bytes read at a time; a chunk of text has at most this many characters."""
+"""Bytes read at a time. A chunk of text has at most this many characters."""
 _BYTE_ORDER_MARK = "\ufeff"
 _HEAD = 4096
 _TEXT_PER_NUL = 8
@@ -85,7 +85,7 @@ _last_utf8 = ("", b"")
 
 
 def utf8(text: str, errors: str = "strict") -> bytes:
-    """Return the UTF-8 of a text; `errors` is what `str.encode` does about surrogates.
+    """Return the UTF-8 of a text. `errors` is what `str.encode` does about surrogates.
 
     The last result is kept: packing hashes, measures and tokenises one document after another.
     """
@@ -100,7 +100,7 @@ def utf8(text: str, errors: str = "strict") -> bytes:
 
 
 def chunks_of(text: Text) -> Iterable[str]:
-    """Return the chunks of a text; a short string is its own chunk."""
+    """Return the chunks of a text. A short string is its own chunk."""
     if isinstance(text, LongText):
         return text.chunks()
     if len(text) <= CHUNK_BYTES:
@@ -141,7 +141,7 @@ def _read_again(path: str, start: int, stop: int, encoding: str | None) -> Itera
     if position < stop:
         raise DataError(
             f"{path} changed while it was being read.",
-            fix="Stop the program that writes to it, and run the same command again.",
+            fix="Stop the process that writes to it, and run the same command again.",
         )
 
 
@@ -193,8 +193,8 @@ def _require_text(path: str, text: str) -> None:
     wide = "UTF-32" if nuls * 2 > len(head) + 1 else "UTF-16"
     guess = wide + ("LE" if head[0] != "\0" else "BE")
     what = (
-        f"{path} is not UTF-8 text: {nuls} of its first {len(head)} characters are NUL; "
-        f"it looks like {guess}."
+        f"{path} is not UTF-8 text: {nuls} of its first {len(head)} characters are NUL. "
+        f"It looks like {guess}."
     )
     raise NotUtf8(what, fix=f"Add --encoding {guess}{OR_SKIP}.", encoding=guess)
 

@@ -35,7 +35,7 @@ class Unread(DataError):
 
 
 class NotHandedOut(DataError):
-    """A file that the system refuses to read: not a bad row, because the text is not at fault."""
+    """A file that cannot be read: not a bad row, because the text is not at fault."""
 
 
 def open_bytes(path: str) -> IO[bytes]:
@@ -82,7 +82,7 @@ def require_opener(path: str) -> ModuleType | None:
 
 
 def unreadable(path: str, error: Exception) -> DataError:
-    """Return the error for a file that the system refuses to read (NotHandedOut) or is damaged."""
+    """Return the error for a damaged file, or for one that cannot be opened (NotHandedOut)."""
     of_system = isinstance(error, OSError) and error.errno is not None
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     kind = NotHandedOut if of_system else DataError

@@ -58,7 +58,7 @@ def cut_parquet(path: str, size: int, fields: Fields, limit: int) -> list[Piece]
 
 
 def _columns_of(parquet: Any, fields: Fields) -> dict[str, list[int]]:
-    """Return the numbers of the columns that each field consists of; a struct has several."""
+    """Return the numbers of the columns that each field consists of. A struct has several."""
     paths = [parquet.schema.column(number).path for number in range(len(parquet.schema))]
     return {
         field: [
@@ -76,7 +76,7 @@ def _chunks(group: Any, columns: dict[str, list[int]]) -> list[Any]:
 
 
 def read_row_groups(groups: Piece, fields: Fields) -> Iterator[Row]:
-    """Yield the rows of row groups; an unreadable file or rest of a row group is one bad row."""
+    """Yield the rows of row groups. An unreadable file or rest of a row group is one bad row."""
     try:
         with open_bytes(groups.path) as file:
             parquet = _open_parquet(groups.path, file)
@@ -165,12 +165,12 @@ def _too_large(page: Page, where: str, num_bytes: int) -> BadRow:
 def _unread(path: str, where: str, error: Exception, num_bytes: int) -> BadRow:
     """Return the bad row for a damaged part, which counts as lost entirely.
 
-    Raises: DataError when the system refuses to read the file.
+    Raises: DataError when the system does not let flatout read the file.
     """
     if isinstance(unread := unreadable(path, error), NotHandedOut):
         raise unread from error
     message = " ".join(str(error).split()).rstrip(".")
-    fix = "Check that the file is complete; --on-bad-row skip leaves out the unreadable rest."
+    fix = "Check that the file is complete. --on-bad-row skip skips the unreadable rest."
     return BadRow(f"cannot be read: {message}", fix, CANNOT_BE_READ, where, unread_bytes=num_bytes)
 
 

@@ -99,7 +99,7 @@ def _struct(file: IO[bytes]) -> dict[int, Any]:
 
 
 def _value(file: IO[bytes], kind: int, *, inside: bool = False) -> Any:
-    """Read a value of the given type; values that cannot contain a size are skipped.
+    """Read a value of the given type. Values that cannot contain a size are skipped.
 
     A boolean is encoded in the type of a field, and as a byte `inside` a list.
     """

@@ -85,7 +85,7 @@ def _task(root: Path, names: list[str]) -> ReadTask:
 
 
 def read_modules(root: str, names: tuple[str, ...]) -> Iterator[Row]:
-    """Yield modules as documents, in their declared encoding; undecodable modules are left out."""
+    """Yield modules as documents, in their declared encoding. Undecodable modules are omitted."""
     for name in names:
         try:
             with tokenize.open(str(Path(root, name))) as file:

@@ -18,9 +18,9 @@ from flatout.sources.packed import is_packed
 def read_rows(
     path: str, start: int, end: int, fields: Fields, encoding: str | None = None
 ) -> Iterator[Row]:
-    """Yield the rows of a JSONL file that start in [start, end); blank lines are skipped.
+    """Yield the rows of a JSONL file that start in [start, end). Blank lines are skipped.
 
-    A compressed file, or one in another encoding, is read as a whole.
+    A compressed file, or one in a different encoding, is read as a whole.
 
     Raises: WrongEncoding.
     """

@@ -21,7 +21,7 @@ TABLE_SUFFIXES = frozenset(_DELIMITERS)
 
 
 def read_table(path: str, suffix: str, fields: Fields, encoding: str | None) -> Iterator[Row]:
-    """Yield the rows of a table; blank lines are skipped.
+    """Yield the rows of a table. Blank lines are skipped.
 
     Raises: Unread when the rest cannot be read, including WrongEncoding.
     """

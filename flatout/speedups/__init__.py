@@ -1,1 +1,1 @@
-"""One speedup per file, which owns its code, its promise and its default."""
+"""One speedup per file, with its code, its tolerance and its default."""

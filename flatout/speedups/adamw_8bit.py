@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from flatout.assembly.recipe import (
     Off,
-    Promise,
     Speedup,
+    Tolerance,
     first_of,
     lazy,
     load_package,
@@ -37,7 +37,7 @@ def _sharded(_machine: Machine, config: RunConfig) -> str | None:
     if not config.parallel.is_sharded:
         return None
     return (
-        "Checkpoints do not support sharded or offloaded 8-bit moments: leave out parallel.shard, "
+        "Checkpoints do not support sharded or offloaded 8-bit moments: remove parallel.shard, "
         "parallel.tensor and parallel.offload, or adamw-8bit."
     )
 
@@ -50,7 +50,7 @@ SPEEDUP = Speedup(
     },
     saves="memory: AdamW's moments take 2 bytes per weight instead of 8; those of small "
     "tensors stay in fp32",
-    promise=Promise.statistical(),
+    tolerance=Tolerance.statistical(),
     why_not=first_of(needs_package("torchao", extra="adamw-8bit"), without_compiler, _sharded),
     rank=720,
     auto={

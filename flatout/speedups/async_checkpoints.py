@@ -1,13 +1,13 @@
 """Write checkpoints in a background thread, from a copy of the state in host memory."""
 
-from flatout.assembly.recipe import Off, On, Promise, Speedup, lazy
+from flatout.assembly.recipe import Off, On, Speedup, Tolerance, lazy
 
 SPEEDUP = Speedup(
     name="async-checkpoints",
     fills={"state_saver": lazy("flatout.training.checkpoint.savers:in_background")},
     saves="time: training waits for a copy of the state, not for the disk; the copy takes as "
     "much host memory as the state",
-    promise=Promise.exact(),
+    tolerance=Tolerance.exact(),
     rank=1030,
     auto={
         "cpu": Off("the writing thread takes cores and memory that training uses"),

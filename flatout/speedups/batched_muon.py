@@ -1,12 +1,12 @@
 """Run Muon's iterations on all matrices of one shape at once."""
 
-from flatout.assembly.recipe import On, Promise, Speedup, lazy
+from flatout.assembly.recipe import On, Speedup, Tolerance, lazy
 
 SPEEDUP = Speedup(
     name="batched-muon",
     fills={"ops.newton_schulz": lazy("flatout.ops.newton_schulz:batched")},
     saves="time: 15 matmuls per shape and step instead of 15 per matrix",
-    promise=Promise.rounding(rtol=1e-4),
+    tolerance=Tolerance.rounding(rtol=1e-4),
     why_not=lambda _machine, config: (
         None
         if config.optim.kind == "muon"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flatout.assembly.recipe import Off, On, Precision, Promise, Speedup, gpu_below, uses_gpu
+from flatout.assembly.recipe import Off, On, Precision, Speedup, Tolerance, gpu_below, uses_gpu
 from flatout.config.schema import RunConfig
 from flatout.hardware import Machine
 
@@ -17,7 +17,7 @@ SPEEDUP = Speedup(
     fills={"precision": Precision("bf16", autocast="bfloat16")},
     saves="time and memory: matmuls run on tensor cores, and activations take 2 bytes; "
     "bfloat16 has the range of fp32, so the loss needs no scaling",
-    promise=Promise.rounding(rtol=2e-2),
+    tolerance=Tolerance.rounding(rtol=2e-2),
     why_not=_why_not,
     rank=220,
     auto={

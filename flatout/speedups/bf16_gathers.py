@@ -1,13 +1,13 @@
 """Gather sharded weights in bfloat16 under parallel.shard: two bytes per weight instead of four.
 
 Matmuls under autocast round their weights to bfloat16 anyway, so for them the rounding only
-happens earlier. The gains of norms, which autocast leaves in fp32, are rounded too; the promise
+happens earlier. The gains of norms, which autocast leaves in fp32, are rounded too. The tolerance
 allows for that. Gradients are summed in fp32.
 """
 
 from __future__ import annotations
 
-from flatout.assembly.recipe import Off, On, Promise, Speedup, lazy
+from flatout.assembly.recipe import Off, On, Speedup, Tolerance, lazy
 from flatout.config.schema import RunConfig
 from flatout.hardware import Machine
 
@@ -33,7 +33,7 @@ SPEEDUP = Speedup(
     fills={"gather_dtype": lazy("torch:bfloat16")},
     saves="time and memory under parallel.shard: the blocks' weights are gathered in bf16, so "
     "autocast makes no bf16 copy of them",
-    promise=Promise.rounding(rtol=2e-2),
+    tolerance=Tolerance.rounding(rtol=2e-2),
     needs=("bf16",),
     why_not=_why_not,
     predicted=(
@@ -41,7 +41,7 @@ SPEEDUP = Speedup(
         "billion weights are in blocks, gathered twice per micro-batch (forward and backward); "
         "each process receives 7/8 of them, 52 GB in fp32 and 26 GB in bf16, which at the 370 GB/s "
         "that NCCL reaches over NVLink is 71 ms less traffic per micro-batch, hidden behind "
-        "products while these take longer; and rounding 7.5 billion weights, 6 bytes each, 10 ms "
+        "matmuls while these take longer; and rounding 7.5 billion weights, 6 bytes each, 10 ms "
         "at 4.3 TB/s, shrinks to an eighth"
     ),
     rank=260,

@@ -1,6 +1,6 @@
-"""Matmuls in bfloat16 on a CPU with instructions for it; everything else stays fp32."""
+"""Matmuls in bfloat16 on a CPU with instructions for it. Everything else stays fp32."""
 
-from flatout.assembly.recipe import On, Precision, Promise, Speedup, first_of, lazy, needs_cpu
+from flatout.assembly.recipe import On, Precision, Speedup, Tolerance, first_of, lazy, needs_cpu
 
 SPEEDUP = Speedup(
     name="bf16-products",
@@ -13,7 +13,7 @@ SPEEDUP = Speedup(
     },
     saves="time: matmuls run at twice the rate of fp32; unlike autocast, it keeps everything "
     "else in fp32, which is faster on a CPU",
-    promise=Promise.rounding(rtol=2e-2),
+    tolerance=Tolerance.rounding(rtol=2e-2),
     why_not=first_of(
         needs_cpu,
         lambda machine, _config: (

@@ -1,6 +1,6 @@
 """Full activation checkpointing: a block keeps only its input, and backward recomputes the rest."""
 
-from flatout.assembly.recipe import Off, Promise, Speedup, lazy
+from flatout.assembly.recipe import Off, Speedup, Tolerance, lazy
 
 OFF = Off("it costs a third more compute; use it where memory is short", when_short=True)
 
@@ -9,7 +9,7 @@ SPEEDUP = Speedup(
     fills={"activations": lazy("flatout.assembly.memory:recompute_blocks")},
     saves="memory: each block keeps only its input between forward and backward, for a third "
     "more compute",
-    promise=Promise.exact(),
+    tolerance=Tolerance.exact(),
     rank=1010,
     auto={"cpu": OFF, "cuda": OFF},
 )

@@ -6,7 +6,7 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from flatout.assembly.recipe import Off, On, Promise, Speedup
+from flatout.assembly.recipe import Off, On, Speedup, Tolerance
 
 STEPS_BETWEEN = 100
 """Steps between collections, for which a reference cycle can keep its tensors' memory. Frozen
@@ -45,7 +45,7 @@ SPEEDUP = Speedup(
     fills={"gc": at_fixed_steps},
     saves="time: no step waits while Python's garbage collector scans every object, and all "
     "ranks collect at the same steps",
-    promise=Promise.exact(),
+    tolerance=Tolerance.exact(),
     rank=820,
     auto={
         "cpu": Off(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from flatout.assembly.recipe import On, Promise, Speedup, compile_blocks, without_compiler
+from flatout.assembly.recipe import On, Speedup, Tolerance, compile_blocks, without_compiler
 
 if TYPE_CHECKING:
     from flatout.models.language_model import LanguageModel
@@ -17,7 +17,7 @@ whole, and takes 20 seconds more to compile.
 
 
 def _compile(model: LanguageModel, mesh: Mesh | None) -> LanguageModel:
-    """Compile in place, which keeps parameter names; by block if it is wrapped, or if deep.
+    """Compile in place, which keeps parameter names. By block if it is wrapped, or if deep.
 
     The hooks of fully_shard break a whole graph. Under DDP, the backward pass of a whole graph is
     one piece: all gradients arrive at its end, and their synchronisation overlaps with nothing. By
@@ -40,7 +40,7 @@ SPEEDUP = Speedup(
     saves="time: elementwise operations are fused, and the model runs without Python's "
     "overhead; with several processes, or more than 6 blocks on a CPU and 16 on a GPU, each block "
     "is compiled by itself",
-    promise=Promise.rounding(rtol=1e-3),
+    tolerance=Tolerance.rounding(rtol=1e-3),
     compiles=True,
     why_not=without_compiler,
     rank=910,

@@ -1,6 +1,6 @@
 """torch.compile by block: blocks of one shape share a graph, so a deep model compiles as fast."""
 
-from flatout.assembly.recipe import Off, Promise, Speedup, compile_blocks, without_compiler
+from flatout.assembly.recipe import Off, Speedup, Tolerance, compile_blocks, without_compiler
 
 OFF = Off(
     "compile fuses more; use compile-blocks where compiling a deep model takes too long",
@@ -13,7 +13,7 @@ SPEEDUP = Speedup(
     fills={"compilation": compile_blocks},
     saves="time, as compile but without fusion across blocks; compiling 48 blocks takes as "
     "long as compiling one",
-    promise=Promise.rounding(rtol=1e-3),
+    tolerance=Tolerance.rounding(rtol=1e-3),
     compiles=True,
     why_not=without_compiler,
     rank=940,

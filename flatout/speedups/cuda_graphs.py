@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from flatout.assembly.recipe import Off, Promise, Speedup, first_of, needs_gpu, zero_in_place
+from flatout.assembly.recipe import Off, Speedup, Tolerance, first_of, needs_gpu, zero_in_place
 from flatout.config.schema import RunConfig
 from flatout.hardware import Machine
 
@@ -54,7 +54,7 @@ SPEEDUP = Speedup(
     fills={"zero_grad": zero_in_place, "cuda_graphs": _record},
     saves="time where kernels are short: the host launches one graph, not hundreds of kernels; "
     "the memory of gradients and activations stays reserved",
-    promise=Promise.rounding(rtol=1e-3),
+    tolerance=Tolerance.rounding(rtol=1e-3),
     needs=("compile",),
     compiles=True,
     why_not=first_of(needs_gpu("Recording CUDA graphs"), _with_processes),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from flatout.assembly.recipe import Off, Promise, Speedup, first_of, needs_gpu
+from flatout.assembly.recipe import Off, Speedup, Tolerance, first_of, needs_gpu
 
 
 @contextmanager
@@ -26,7 +26,7 @@ SPEEDUP = Speedup(
     fills={"cudnn_benchmark": benchmarking},
     saves="time in your own models with convolutions; flatout's models have none and should "
     "gain nothing",
-    promise=Promise.rounding(rtol=1e-3),
+    tolerance=Tolerance.rounding(rtol=1e-3),
     why_not=first_of(
         needs_gpu("cuDNN"),
         lambda _machine, config: (

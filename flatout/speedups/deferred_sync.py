@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from flatout.assembly.recipe import On, Promise, Speedup
+from flatout.assembly.recipe import On, Speedup, Tolerance
 from flatout.config.schema import RunConfig
 from flatout.hardware import Machine
 
@@ -49,7 +49,7 @@ SPEEDUP = Speedup(
     name="deferred-sync",
     fills={"grad_sync": sync_with_the_last},
     saves="time: with N micro-batches per step, gradients are all-reduced once, not N times",
-    promise=Promise.rounding(rtol=1e-4),
+    tolerance=Tolerance.rounding(rtol=1e-4),
     why_not=_why_not,
     rank=830,
     auto={

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from flatout.assembly.recipe import (
     On,
-    Promise,
     Speedup,
+    Tolerance,
     first_of,
     lazy,
     needs_gpu,
@@ -31,7 +31,7 @@ SPEEDUP = Speedup(
     fills={"ops.attention": lazy("flatout.ops.attention:flex")},
     saves="time and memory: blocks of tokens in other documents or outside the window are "
     "skipped, and there is no T x T mask",
-    promise=Promise.rounding(rtol=1e-3),
+    tolerance=Tolerance.rounding(rtol=1e-3),
     why_not=first_of(
         without_softcap,
         _without_mask,

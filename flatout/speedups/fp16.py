@@ -1,17 +1,17 @@
 """Matmuls in float16 (autocast) with dynamic loss scaling, for GPUs without bfloat16."""
 
-from flatout.assembly.recipe import Off, On, Precision, Promise, Speedup
+from flatout.assembly.recipe import Off, On, Precision, Speedup, Tolerance
 
 SPEEDUP = Speedup(
     name="fp16",
     fills={"precision": Precision("fp16", autocast="float16", loss_scale=2.0**16)},
     saves="time and memory, as bf16; the loss is scaled so that small gradients do not "
     "underflow, and a step that overflows is skipped",
-    promise=Promise.rounding(rtol=2e-2),
+    tolerance=Tolerance.rounding(rtol=2e-2),
     rank=270,
     auto={
         "cpu": Off(
-            "40 times slower than bf16-products on one CPU (docs/numbers.md)", measured=True
+            "40 times slower than bf16-products on a CPU (docs/numbers/training.md)", measured=True
         ),
         "cuda": On(),
     },

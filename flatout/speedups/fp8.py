@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from flatout.assembly.recipe import (
     Off,
-    Promise,
     Speedup,
+    Tolerance,
     first_of,
     load_package,
     needs_gpu,
@@ -109,7 +109,7 @@ def _too_small(_machine: Machine, config: RunConfig) -> str | None:
     if largest >= FEWEST_WEIGHTS:
         return None
     return (
-        f"The largest matmul of a block has {largest / 1e6:.1f} million weights; "
+        f"The largest matmul of a block has {largest / 1e6:.1f} million weights. "
         f"fp8 pays off from {FEWEST_WEIGHTS / 1e6:.1f} (model.d_model=1024)."
     )
 
@@ -119,7 +119,7 @@ SPEEDUP = Speedup(
     fills={"low_precision": to_fp8},
     saves="time: matmuls in the blocks with at least 4 million weights run at up to twice the "
     "rate of bf16; the others do not change",
-    promise=Promise.statistical(),
+    tolerance=Tolerance.statistical(),
     needs=("bf16", "compile"),
     why_not=first_of(
         needs_gpu("fp8", (8, 9), instead="bf16"), needs_package("torchao", extra="fp8"), _too_small

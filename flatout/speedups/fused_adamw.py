@@ -1,12 +1,12 @@
 """Update all parameters with AdamW in one kernel, instead of a dozen small operations for each."""
 
-from flatout.assembly.recipe import On, Promise, Speedup, lazy
+from flatout.assembly.recipe import On, Speedup, Tolerance, lazy
 
 SPEEDUP = Speedup(
     name="fused-adamw",
     fills={"optimizer": lazy("flatout.optimizers.adamw:fused")},
     saves="time: each step makes one pass over weights, gradients and moments",
-    promise=Promise.rounding(rtol=1e-4),
+    tolerance=Tolerance.rounding(rtol=1e-4),
     rank=710,
     auto={"cpu": On(measured=True), "cuda": On()},
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import platform
 
-from flatout.assembly.recipe import On, Promise, Speedup, first_of, needs_cpu
+from flatout.assembly.recipe import On, Speedup, Tolerance, first_of, needs_cpu
 
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4
 """Numbers of mallopt's settings in glibc's malloc.h."""
@@ -18,7 +18,8 @@ def keep_freed_memory() -> None:
     """Tell glibc's allocator to return no memory to the system, for the rest of this process.
 
     By default it maps each large tensor anew, and the system clears every page at first touch.
-    With another C library, on which a run that started with glibc may resume, this does nothing.
+    With a different C library, on which a run that started with glibc may resume, this does
+    nothing.
     Cost: the process keeps the peak of the memory it used.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
@@ -32,13 +33,13 @@ SPEEDUP = Speedup(
     name="kept-memory",
     fills={"allocator": keep_freed_memory},
     saves="time: steps reuse memory instead of mapping, clearing and returning pages",
-    promise=Promise.exact(),
+    tolerance=Tolerance.exact(),
     why_not=first_of(
         needs_cpu,
         lambda _machine, _config: (
             None
             if platform.libc_ver()[0] == "glibc"
-            else "It needs glibc's allocator, and this Python uses another C library."
+            else "It needs glibc's allocator, and this Python uses a different C library."
         ),
     ),
     rank=810,

@@ -3,8 +3,8 @@
 For data that must not be packed. A document longer than data.seq_len is split into rows of that
 many inputs. Rows are padded to one of a few lengths: seq_len and its halves. All rows of a step
 have the same length, and rows of half the length come twice as many to a step, so every step has
-the same number of positions. Rows left over at the end of an epoch join those of the next length;
-only the last step of the longest may contain empty rows. Every target of the split is read once
+the same number of positions. Rows left over at the end of an epoch join those of the next length.
+Only the last step of the longest may contain empty rows. Every target of the split is read once
 per epoch.
 
 An epoch's batch plan (which rows form which step, in what order) is a function of (seed, epoch,
@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from flatout.assembly.recipe import Promise, Speedup
+from flatout.assembly.recipe import Speedup, Tolerance
 from flatout.config.schema import RunConfig
 from flatout.data.load.batches import BatchPlan, Shape, StepRead
 from flatout.data.store.integrity import Array
@@ -55,7 +55,7 @@ class _Bucket(NamedTuple):
 
 
 class BucketedSteps:
-    """Steps of documents, one per row, in a few fixed shapes; a position counts steps over epochs.
+    """Steps of documents, one per row, in a few fixed shapes. A position counts steps over epochs.
 
     Memory: 12 bytes per row.
     """
@@ -207,7 +207,7 @@ SPEEDUP = Speedup(
     fills={"batching": BucketedSteps},
     saves="time where every row must be one document: short documents use short rows of a few "
     "fixed lengths instead of being padded to the longest",
-    promise=Promise.statistical(),
+    tolerance=Tolerance.statistical(),
     needs=("pretokenised",),
     why_not=_why_not,
 )

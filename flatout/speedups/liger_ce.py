@@ -1,13 +1,21 @@
 """Compute the loss and its gradients with Liger's kernel, never holding all logits."""
 
-from flatout.assembly.recipe import Off, Promise, Speedup, first_of, lazy, needs_gpu, needs_package
+from flatout.assembly.recipe import (
+    Off,
+    Speedup,
+    Tolerance,
+    first_of,
+    lazy,
+    needs_gpu,
+    needs_package,
+)
 
 SPEEDUP = Speedup(
     name="liger-ce",
     fills={"ops.cross_entropy": lazy("flatout.ops.cross_entropy:liger")},
     saves="memory: logits exist one chunk at a time, and one kernel turns a chunk into its "
     "gradients",
-    promise=Promise.rounding(rtol=1e-4),
+    tolerance=Tolerance.rounding(rtol=1e-4),
     why_not=first_of(
         needs_gpu("Liger's kernel", (8, 0)), needs_package("liger-kernel", extra="liger")
     ),

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from flatout.assembly.recipe import MicroBatchPlan, On, Promise, Speedup, divisors
+from flatout.assembly.recipe import MicroBatchPlan, On, Speedup, Tolerance, divisors
 from flatout.config.schema import RunConfig
 from flatout.hardware import Machine
 
 ENOUGH_TOKENS = {"cuda": 65_536, "cpu": 4_096}
-"""Tokens per micro-batch beyond which more bring nothing: on a CPU the caches are full (LOG.md); on
+"""Tokens per micro-batch beyond which more bring nothing: on a CPU the caches are full (LOG.md). On
 a GPU the kernels are, which is not measured yet.
 """
 
@@ -34,7 +34,7 @@ SPEEDUP = Speedup(
     fills={"micro_batch": largest_useful},
     saves="time: a micro-batch has as many rows as the device uses efficiently; the baseline "
     "has at most 12",
-    promise=Promise.rounding(rtol=1e-4),
+    tolerance=Tolerance.rounding(rtol=1e-4),
     why_not=_why_not,
     rank=140,
     auto={"cpu": On(measured=True), "cuda": On()},

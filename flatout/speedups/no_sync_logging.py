@@ -1,13 +1,13 @@
 """Read a step's metrics one step late, so that the host never waits for the device."""
 
-from flatout.assembly.recipe import On, Promise, Speedup
+from flatout.assembly.recipe import On, Speedup, Tolerance
 from flatout.training.metrics.readback import DelayedReadback
 
 SPEEDUP = Speedup(
     name="no-sync-logging",
     fills={"readback": DelayedReadback},
     saves="time: the host reads the loss one step late, so the device never waits for it",
-    promise=Promise.exact(),
+    tolerance=Tolerance.exact(),
     rank=130,
     auto={"cpu": On(measured=True), "cuda": On()},
 )

@@ -1,6 +1,6 @@
 """Run fp32 matmuls of the model, its loss and Muon through oneDNN instead of MKL, on a CPU."""
 
-from flatout.assembly.recipe import On, Promise, Speedup, first_of, lazy, needs_cpu
+from flatout.assembly.recipe import On, Speedup, Tolerance, first_of, lazy, needs_cpu
 
 SPEEDUP = Speedup(
     name="onednn",
@@ -10,7 +10,7 @@ SPEEDUP = Speedup(
         "ops.newton_schulz": lazy("flatout.ops.newton_schulz:onednn"),
     },
     saves="time: matmuls use 512-bit vectors on processors where torch's MKL uses 256-bit ones",
-    promise=Promise.rounding(rtol=1e-4),
+    tolerance=Tolerance.rounding(rtol=1e-4),
     why_not=first_of(
         needs_cpu,
         lambda _machine, config: (

@@ -1,13 +1,13 @@
 """Read the next steps' sequences in a background thread while the device computes."""
 
-from flatout.assembly.recipe import On, Promise, Speedup, lazy
+from flatout.assembly.recipe import On, Speedup, Tolerance, lazy
 
 SPEEDUP = Speedup(
     name="prefetch",
     fills={"feed": lazy("flatout.data.load.feed:PrefetchFeed")},
     saves="time: batches for the next steps are read while the device computes, and copied to "
     "a GPU asynchronously from pinned memory",
-    promise=Promise.exact(),
+    tolerance=Tolerance.exact(),
     rank=120,
     auto={"cpu": On(measured=True), "cuda": On()},
 )

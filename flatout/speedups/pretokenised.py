@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from flatout.assembly.recipe import On, Promise, Speedup
+from flatout.assembly.recipe import On, Speedup, Tolerance
 
 if TYPE_CHECKING:
     from flatout.data.load.batches import SequenceReader
@@ -22,7 +22,7 @@ SPEEDUP = Speedup(
     name="pretokenised",
     fills={"reader": shard_reader},
     saves="time: text is tokenised once, before training, not in every step",
-    promise=Promise.exact(),
+    tolerance=Tolerance.exact(),
     rank=110,
     auto={"cpu": On(measured=True), "cuda": On()},
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from flatout.assembly.recipe import Off, Promise, Speedup
+from flatout.assembly.recipe import Off, Speedup, Tolerance
 
 if TYPE_CHECKING:
     from flatout.models.language_model import LanguageModel
@@ -45,7 +45,7 @@ SPEEDUP = Speedup(
     fills={"activations": _recompute},
     saves="memory: backward recomputes norms, activations and sums, but not matmuls, attention "
     "and scans, which are nearly all of the work",
-    promise=Promise.exact(),
+    tolerance=Tolerance.exact(),
     rank=1020,
     auto={"cpu": OFF, "cuda": OFF},
 )

@@ -1,12 +1,12 @@
 """Run fp32 matmuls on tensor cores, with inputs rounded to TF32's 10 bits of mantissa."""
 
-from flatout.assembly.recipe import On, Promise, Speedup, needs_gpu
+from flatout.assembly.recipe import On, Speedup, Tolerance, needs_gpu
 
 SPEEDUP = Speedup(
     name="tf32",
     fills={"matmul": "high"},
     saves="time: fp32 matmuls run on tensor cores; bf16 and fp16 matmuls already do",
-    promise=Promise.rounding(rtol=5e-3),
+    tolerance=Tolerance.rounding(rtol=5e-3),
     why_not=needs_gpu("TF32", (8, 0)),
     rank=210,
     auto={"cuda": On()},

@@ -1,6 +1,6 @@
 """Terminal output: the progress of long operations and runs, and a small loss curve.
 
-Everything here goes to standard error; standard output is for results. On a terminal, each
+Everything here goes to standard error. Standard output is for results. On a terminal, each
 operation has one line that is redrawn; in a log file or a pipe, it prints a plain line every five
 seconds.
 """

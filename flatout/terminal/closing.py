@@ -1,4 +1,4 @@
-"""The closing lines of a run: its last sample, its loss curve and its figures."""
+"""The closing lines of a run: its last sample, its loss curve and its metrics."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ UNDER_PICTURE = 3
 SHORT_SAMPLE, SHORTEST_SAMPLE = 4, 3
 """Lines reserved for a sample, and the minimum: its title, its text, and an empty one."""
 FACT_NAMES = 11
-"""Columns of the names of the figures."""
+"""Columns of the names of the metrics."""
 COMPARED_FROM_S = 10.0
 """Seconds of a run from which its rate and duration are compared with the prediction."""
 
@@ -41,9 +41,9 @@ def closing(
     width: int | None = None,
     height: int | None = None,
 ) -> str:
-    """Return the closing lines of a run: last sample, `next_steps`, loss curve and figures.
+    """Return the closing lines of a run: last sample, `next_steps`, loss curve and metrics.
 
-    `summary` is the run's summary.json; the curve and the sample come from the run directory that
+    `summary` is the run's summary.json. The curve and the sample come from the run directory that
     it names. The curve uses characters of `encoding` (None: that of standard output). Lines are
     wrapped to `width` (None: the terminal's), except words such as paths. If `height` (None: the
     terminal's) is small, the curve is less tall and the sample is cut, so that everything fits on
@@ -75,7 +75,7 @@ def closing(
 
 
 def _points(log: RunLog, *names: str) -> list[list[tuple[float, float]]]:
-    """Return (step, figure) of the records that have both, for each figure.
+    """Return (step, metric) of the records that have both, for each metric.
 
     The records of a long run would not fit into memory.
     """
@@ -101,7 +101,7 @@ def _cut(sample: str, room: float) -> str:
 
 
 def closing_facts(summary: JsonObject) -> Iterator[tuple[str, str]]:
-    """Yield (name, text) for the figures of the summary; an unknown MFU has its reason."""
+    """Yield (name, text) for the metrics of the summary. An unknown MFU has its reason."""
     value: Callable[[str], Any] = summary.get
     yield "Run", str(summary["run"])
     has_total = value("resumed_from") and value("elapsed_s")

@@ -32,7 +32,7 @@ REDRAWS_PER_S = 6
 RATE_WINDOW_S = 10.0
 CELL_COLUMNS = 100
 MAX_BAR, MIN_BAR = 24, 6
-"""Columns of a progress bar; with fewer than MIN_BAR left, there is none."""
+"""Columns of a progress bar. With fewer than MIN_BAR left, there is none."""
 
 
 class OpenTask:
@@ -107,7 +107,7 @@ class OpenTask:
         return found
 
     def closing_line(self) -> str | None:
-        """Return the permanent line for the end of the operation; None if it would say nothing."""
+        """Return the permanent line for the end of the operation; None if it would be empty."""
         is_in_log = self.shown_s is not None and not self.is_counted
         if self.elapsed < 1 or (is_in_log and self.elapsed < UNCOUNTED_EVERY_S):
             return None
@@ -181,7 +181,7 @@ class CellBlock:
 class Terminal:
     """Shows the progress of long operations; implements `progress.Progress`.
 
-    On a terminal and in a notebook's cell the lines are redrawn; a log gets plain lines.
+    On a terminal and in a notebook's cell the lines are redrawn. A log gets plain lines.
     """
 
     def __init__(

@@ -26,7 +26,7 @@ from flatout.terminal.picture import sparkline
 NAMES = 10
 """Columns of the names of the panel's lines, with the margin before them."""
 MIN_COLUMNS = 40
-"""A narrower terminal has no panel; the line of the steps shows the main figures."""
+"""A narrower terminal has no panel. The line of the steps shows the main metrics."""
 WIDE = 72
 """Columns from which the sparkline is long."""
 LONG_SPARK, SHORT_SPARK = 20, 12
@@ -37,7 +37,7 @@ RECORDS = 5
 MIN_CLOCK_S = 1.0
 """Minimum time before the rate is taken from the clock."""
 EPOCHS_EVERY_S = 5.0
-"""Minimum time between lines about epochs; a short text has many epochs per second."""
+"""Minimum time between lines about epochs. A short text has many epochs per second."""
 MEMORY = (
     ("mem/allocated_gib", "{:.2f} GiB"),
     ("mem/peak_gib", "{:.2f} GiB peak"),
@@ -45,7 +45,7 @@ MEMORY = (
     ("gpu/power_w", "{:.0f} W"),
     ("mem/reserved_gib", "{:.2f} GiB held"),
 )
-"""Figures of the panel's line about memory; those that a run lacks have no place on it."""
+"""Metrics of the panel's line about memory; those that a run lacks have no place on it."""
 
 
 def settings_of(run: Any) -> str:
@@ -141,7 +141,7 @@ class RunReport:
         self._task.note(" · ".join([where, *facts, *self._rates(), *left]))
 
     def on_record(self, record: Mapping[str, float]) -> None:
-        """Keep the latest figures for the line; print evaluations and new epochs."""
+        """Keep the latest metrics for the line; print evaluations and new epochs."""
         self._figures = {**self._figures, **record}
         self._pace.record(record)
         if "train/loss" in record:
@@ -159,7 +159,7 @@ class RunReport:
             self.terminal.say(line)
 
     def on_event(self, event: JsonObject) -> None:
-        """Print a line about an event; the last sample is part of the closing lines."""
+        """Print a line about an event. The last sample is part of the closing lines."""
         kind = event.get("event")
         if kind == "sample" and self._step == self._last_step:
             return
@@ -249,7 +249,7 @@ class RunReport:
 
 
 def _fitting(facts: Sequence[str], room: int) -> str:
-    """Return as many facts as fit; the first one is cut if it must be."""
+    """Return as many facts as fit. The first one is cut if it must be."""
     shown = facts[0]
     for fact in facts[1:]:
         if len(shown) + len(fact) + 3 > room:
@@ -265,14 +265,14 @@ LINES = {
     "alarm": "Alarm: {text}",
     "alarm_over": "{text}",
     "logger": "{logger}: {text}",
-    "no_tensorboard": "TensorBoard's event file can no longer be written ({reason}); "
-    "metrics.jsonl has the same figures.",
-    "upload_failed": "Checkpoints cannot be sent to {url} now ({reason}). Training continues; they "
+    "no_tensorboard": "TensorBoard's event file can no longer be written ({reason}). "
+    "metrics.jsonl has the same metrics.",
+    "upload_failed": "Checkpoints cannot be sent to {url} now ({reason}). Training continues. They "
     "are sent later.",
     "upload_dropped": "Step {step:,} was deleted here before it could be sent to {url}: saves are "
     "faster than uploads.",
 }
-"""The line about each event that needs nothing but its figures."""
+"""The line about each event that needs nothing but its metrics."""
 
 
 def event_line(event: JsonObject) -> str | None:
@@ -285,7 +285,7 @@ def event_line(event: JsonObject) -> str | None:
         case "compiled" if event["graph_breaks"] or event["cuda_graphs_skipped"]:
             pieces = f"{event['graph_breaks']} breaks, "
             pieces += f"{event['cuda_graphs_skipped']} without CUDA graphs"
-            why = event["first_break"] or "the compiler's log says why"
+            why = event["first_break"] or "the compiler's log shows why"
             return f"Compiled in pieces: {pieces}: {why}"
         case "recompiled":
             why = "; ".join(event["reasons"]) or "first call"
@@ -313,8 +313,8 @@ def event_line(event: JsonObject) -> str | None:
             return LINES[kind].format_map(event)
     if "logger" in event:
         return (
-            f"The logger {event['logger']} has failed and is left out ({event['reason']}). "
-            "Training continues; metrics.jsonl has the same figures."
+            f"The logger {event['logger']} has failed and is disabled ({event['reason']}). "
+            "Training continues. metrics.jsonl has the same metrics."
         )
     return None
 
@@ -367,7 +367,7 @@ class Pace:
 
 
 class Epochs:
-    """Says when epochs are done, with time and samples/s where `total` epochs were requested."""
+    """Shows when epochs are done, with time and samples/s where `total` epochs were requested."""
 
     def __init__(self, done: float, *, total: float | None, last_step: int) -> None:
         self._epoch = int(done)
@@ -377,7 +377,7 @@ class Epochs:
         self._rates: list[float] = []
 
     def line(self, record: Mapping[str, float]) -> str | None:
-        """Take a line of metrics.jsonl; return the line that is due about epochs, if any."""
+        """Take a line of metrics.jsonl, and return the line that is due about epochs, if any."""
         for name, values in (("train/loss", self._losses), ("perf/samples_per_s", self._rates)):
             values += [record[name]] if name in record else []
         epoch, first = int(record.get("train/epoch", self._epoch)), self._epoch + 1

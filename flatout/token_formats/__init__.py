@@ -1,4 +1,4 @@
-"""Formats in which other programs store tokens, one per file.
+"""Formats in which other tools store tokens, one per file.
 
 A format is a `TokenFormat`, which its file exports as `FORMAT`. `flatout import` finds the format
 of a path, and writes the tokens to a dataset.
@@ -18,7 +18,7 @@ from flatout.files import Array
 from flatout.json_io import JsonObject
 
 Documents = Literal["end-of-text", "stored", "chunk"]
-"""Where documents end: at end-of-text tokens, where the format says, or with each chunk."""
+"""Where documents end: at end-of-text tokens, where the format has them, or with each chunk."""
 FIELDS = ("input_ids", "tokens", "token_ids", "ids")
 """Usual names of the field that contains the tokens."""
 DTYPES = ("uint16", "uint32", "uint64", "int16", "int32", "int64", "uint8")
@@ -31,7 +31,7 @@ class Reading:
     """How to read token files, for formats that do not state it."""
 
     vocab_size: int
-    """Number of ids; it decides between types that a file without a header may contain."""
+    """Number of ids. It decides between types that a file without a header may contain."""
     dtype: str | None = None
     """The type of the tokens of a file without a header; guessed when None."""
     field: str | None = None
@@ -44,13 +44,13 @@ class Piece:
     """The tokens of one file."""
 
     tokens: Array
-    """Shape (T,), any integer type; it may be memory-mapped."""
+    """Shape (T,), any integer type. It may be memory-mapped."""
     name: str
     """Where they come from, for messages: a path."""
     weight: int = 1
     """Its share of `Tokens.weight`."""
     ends: Array | None = None
-    """The positions in `tokens` after each document's last token; None if the format does not say.
+    """The positions in `tokens` after each document's last token; None if unknown.
     """
 
 
@@ -65,32 +65,32 @@ class Tokens:
     pieces: Callable[[], Iterator[Piece]]
     """Read the tokens; raises DataError when they contradict the metadata."""
     metadata: JsonObject = field(default_factory=dict)
-    """What the other program says about them, for the manifest."""
+    """What the other tool recorded about them, for the manifest."""
     note: str | None = None
     """A guess that the user should know of."""
 
 
 @dataclass(frozen=True)
 class TokenFormat:
-    """How to find and read the token files of another program."""
+    """How to find and read the token files of another tool."""
 
     takes: Callable[[Path], bool]
     """Whether a file or directory is in this format; reads little and raises nothing."""
     files: Callable[[Path], Sequence[Path]]
-    """Return the files to read, in order; raises DataError when one is missing."""
+    """Return the files to read, in order. Raises DataError when one is missing."""
     open: Callable[[Path, Reading], Tokens]
     """Open a path that the format takes."""
     documents: Documents = "end-of-text"
-    """Where documents end unless --documents says otherwise."""
+    """Where documents end unless --documents is set."""
 
 
 def damaged(path: Path | str, what: str) -> DataError:
-    """Return the error for a file that is not what its format promises: `PATH WHAT.`"""
+    """Return the error for a file that is not what its format requires: `PATH WHAT.`"""
     return DataError(f"{path} {what}.", fix=COPY)
 
 
 def tokens_field(names: Sequence[str], reading: Reading, path: Path, kind: str) -> str:
-    """Return the name of the field that contains the tokens; `kind` is what such fields are called.
+    """Return the name of the field that contains the tokens. `kind` is what such fields are called.
 
     Raises: DataError when the named one does not exist, or the choice is not clear.
     """
@@ -100,7 +100,8 @@ def tokens_field(names: Sequence[str], reading: Reading, path: Path, kind: str) 
     shown = ", ".join(map(repr, names[:10])) or "none"
     if reading.field is not None:
         raise DataError(
-            f"{path} has no {kind} {reading.field!r}.", fix=f"Name another with --field: {shown}."
+            f"{path} has no {kind} {reading.field!r}.",
+            fix=f"Name a different one with --field: {shown}.",
         )
     if usual or len(names) == 1:
         return usual[0] if usual else names[0]

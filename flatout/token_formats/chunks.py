@@ -28,7 +28,7 @@ STATED = {
     "tokens": ("num_tokens", "total_tokens", "n_tokens"),
     "ids": ("vocab_size", "vocabulary_size"),
 }
-"""Counts that a metadata.json may state, and their keys; other keys are not checked."""
+"""Counts that a metadata.json may state, and their keys. Other keys are not checked."""
 PICKLE_BYTES = 1 << 20
 """Maximum size of the pickle that describes a tensor, which takes a few hundred bytes."""
 LEGACY_PICKLES = 5
@@ -37,7 +37,7 @@ _ALLOWED = re.compile(
     r"torch\._utils _rebuild_(tensor|parameter)\w*|torch(\.storage)? \w+Storage"
     r"|torch \w*\d\w*|collections OrderedDict"
 )
-"""Names allowed in a tensor's pickle; torch's own list includes some, such as bytearray, that can
+"""Names allowed in a tensor's pickle. Torch's own list includes some, such as bytearray, that can
 allocate any amount of memory.
 """
 
@@ -94,15 +94,15 @@ def open_chunks(path: Path, reading: Reading) -> Tokens:
     metadata = _metadata(path / METADATA) if path.is_dir() else {}
 
     def check(what: str, found: int) -> None:
-        """Check a count against the one that the metadata states; ids may be padded there."""
+        """Check a count against the one that the metadata states. Ids may be padded there."""
         for key in STATED[what]:
             stated = metadata.get(key)
             if isinstance(stated, int) and stated != found and (what != "ids" or stated < found):
-                there = f"the tokenizer has {found}" if what == "ids" else f"there are {found}"
+                there = f"The tokenizer has {found}" if what == "ids" else f"There are {found}"
                 fix = f"Copy the missing chunks there, or correct {METADATA}."
                 if what == "ids":
                     fix = "Name the tokenizer that made the chunks."
-                raise DataError(f"{path / METADATA} says {key} {stated}; {there}.", fix=fix)
+                raise DataError(f"{path / METADATA} has {key} {stated}. {there}.", fix=fix)
 
     check("chunks", len(chunks))
     check("ids", reading.vocab_size)
@@ -199,12 +199,12 @@ def read_chunk(path: Path, reading: Reading) -> Array:
 
 
 def _error(what: str) -> DataError:
-    fix = "Copy or write the chunk again; it must be one tensor saved with torch.save."
+    fix = "Copy or write the chunk again. It must be one tensor saved with torch.save."
     return DataError(what, fix=fix)
 
 
 def _check(path: Path) -> None:
-    """Refuse a file that could make torch use more memory or time than its size justifies."""
+    """Reject a file that could make torch use more memory or time than its size justifies."""
     with path.open("rb") as file:
         if file.read(4) != b"PK\x03\x04":
             file.seek(0)
@@ -217,7 +217,7 @@ def _check(path: Path) -> None:
                 or sum(entry.file_size for entry in entries) > path.stat().st_size
             ):
                 raise _error(
-                    f"{path} is compressed, or its entries overlap; torch.save writes neither."
+                    f"{path} is compressed, or its entries overlap. torch.save writes neither."
                 )
             for entry in entries:
                 if entry.filename.endswith("data.pkl"):

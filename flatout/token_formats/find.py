@@ -34,7 +34,7 @@ class Found:
 
     train: tuple[Input, ...]
     val: tuple[Input, ...] = ()
-    """Separate validation tokens; without them, they are taken from the end."""
+    """Separate validation tokens. Without them, they are taken from the end."""
     left_out: tuple[str, ...] = ()
     """Test files, which are not read."""
 
@@ -47,7 +47,7 @@ class Found:
 def find_tokens(path: Path, val: Path | None = None, form: str | None = None) -> Found:
     """Return the token files of a path: a file, a directory in some format, or of such inputs.
 
-    In a directory of several, `val` in a name marks validation tokens, and `test` is left out.
+    In a directory of several, `val` in a name marks validation tokens, and `test` is omitted.
     `form` names the format, for files with unusual names.
 
     Raises: DataError when there are none, a file is missing, or formats are mixed; ConfigError for
@@ -58,14 +58,14 @@ def find_tokens(path: Path, val: Path | None = None, form: str | None = None) ->
         return found
     if found.val:
         raise DataError(
-            f"{path} has validation tokens, {found.val[0].path.name}, and --val names others.",
-            fix="Leave --val out, or name the training tokens alone.",
+            f"{path} contains validation tokens, {found.val[0].path.name}, and --val names others.",
+            fix="Remove --val, or name the training tokens alone.",
         )
     other = _found(val, form)
     if {file.resolve() for file in other.files} & {file.resolve() for file in found.files}:
         raise DataError(
             f"--val {val} is also training data: validating on it measures nothing.",
-            fix="Name other tokens, or leave --val out to use the last tenth.",
+            fix="Name other tokens, or remove --val to use the last tenth.",
         )
     return Found(found.train, (*other.train, *other.val), (*found.left_out, *other.left_out))
 
@@ -86,7 +86,7 @@ def _found(path: Path, form: str | None) -> Found:
         examples = {found.name: found.path.name for found in inputs.values()}
         shown = " and ".join(f"{examples[name]} ({name})" for name in formats[:2])
         raise DataError(
-            f"{path} has tokens in several formats: {shown}.",
+            f"{path} contains tokens in several formats: {shown}.",
             fix="Name one of the files, or the format: --format NAME.",
         )
     by_split: dict[str, list[Input]] = {}
@@ -98,7 +98,7 @@ def _found(path: Path, form: str | None) -> Found:
     train, val = by_split.get("train", []), by_split.get("val", [])
     if not train:
         raise DataError(
-            f"{path} has only tokens for {'validation' if val else 'tests'}.",
+            f"{path} contains only tokens for {'validation' if val else 'tests'}.",
             fix="Name a file as training tokens, and another with --val.",
         )
     left_out = tuple(found.path.name for found in by_split.get("test", []))
@@ -127,7 +127,7 @@ def _unknown(path: Path) -> DataError:
     """Return the error for a path without tokens."""
     known = recognise(path)
     if known is not None:
-        return DataError(known.instead_of("tokens that another program wrote"), fix=known.fix)
+        return DataError(known.instead_of("tokens that another tool wrote"), fix=known.fix)
     if not path.exists():
         return DataError(
             f"There is no file or directory {path}.",

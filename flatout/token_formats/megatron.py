@@ -97,7 +97,7 @@ def _read_index(path: Path, data: Path) -> tuple[np.dtype[np.generic], Array]:
     version, code, count, num_documents = struct.unpack_from("<QBQQ", head.ljust(34, b"\0"), 9)
     if version != 1:
         raise DataError(
-            f"{path} is an index of version {version}; version 1 is known.",
+            f"{path} is an index of version {version}. Version 1 is known.",
             fix="Write the dataset again with a released version of Megatron-LM.",
         )
     if code not in DTYPES:

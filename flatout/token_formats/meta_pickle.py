@@ -1,6 +1,6 @@
 """Reads the characters in nanoGPT's meta.pkl, a pickle of dicts, strings and numbers.
 
-A pickle that names a class or a function is refused, so that nothing in it is called.
+A pickle that names a class or a function is rejected, so that nothing in it is called.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class _PlainValues(pickle._Unpickler):
     """Python's own unpickler, whose memory the file bounds; the one in C allocates by an index."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Refuse every class and function."""
+        """Reject every class and function."""
         raise pickle.UnpicklingError(f"{module}.{name}")
 
 

@@ -32,7 +32,7 @@ def takes(path: Path) -> bool:
 
 
 def open_numpy(path: Path, reading: Reading) -> Tokens:
-    """Open an array; the rows of a two-dimensional one follow each other.
+    """Open an array. The rows of a two-dimensional one follow each other.
 
     Raises: DataError when it is damaged, needs a pickle, or does not contain integers.
     """
@@ -96,7 +96,7 @@ def _header(file: IO[bytes], where: str) -> tuple[tuple[int, ...], np.dtype[np.g
     head = file.read(1)
     if head.startswith(_PICKLED):
         raise DataError(
-            f"{where} is a pickle, which could run code; it is never read.",
+            f"{where} is a pickle, which could run code. It is never read.",
             fix="Save the tokens as an array of integers: numpy.save(path, tokens).",
         )
     file.seek(0)

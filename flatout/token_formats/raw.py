@@ -71,8 +71,8 @@ def dtype_of(path: Path, reading: Reading) -> tuple[np.dtype[np.generic], bool]:
     if not size or size % dtype.itemsize:
         raise DataError(
             f"{path} has {size:,} bytes, which is not a whole number of {dtype.name} tokens.",
-            fix="Copy the file again: it is probably truncated. If its tokens have another type, "
-            f"name it: --dtype {' or '.join(DTYPES[:3])}.",
+            fix="Copy the file again: it is probably truncated. If its tokens have a different "
+            f"type, name it: --dtype {' or '.join(DTYPES[:3])}.",
         )
     return dtype, reading.dtype is None
 
@@ -85,7 +85,9 @@ def open_raw(path: Path, reading: Reading) -> Tokens:
     def pieces() -> Iterator[Piece]:
         yield Piece(np.memmap(path, dtype, "r"), str(path), weight=count)
 
-    note = f"{path.name} is read as {dtype.name}; --dtype names another type." if guessed else None
+    note = (
+        f"{path.name} is read as {dtype.name}. --dtype names a different type." if guessed else None
+    )
     return Tokens(count, "tokens", pieces, note=note)
 
 

@@ -1,6 +1,6 @@
 """Agreement between ranks: work that fails on all ranks if it fails on one, and votes.
 
-Only the training loop calls collectives, in the same order on every rank; other threads never do.
+Only the training loop calls collectives, in the same order on every rank. Other threads never do.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def together(mesh: Mesh, work: Callable[[], Result], what: str) -> Result:
 
 
 def require_shared(ranks: Ranks, lock: Path, *, wait_s: float = SHARED_WAIT_S) -> None:
-    """Check, by its lock file, that all processes see the main process's run directory.
+    """Check, by its lock file, that all processes see rank 0's run directory.
 
     Raises: RunFailed when a process sees no lock file, or one with different content.
     """
@@ -86,14 +86,14 @@ def require_shared(ranks: Ranks, lock: Path, *, wait_s: float = SHARED_WAIT_S) -
     while (
         not (seen := lock.exists() and _text(lock) in {"", written}) and time.monotonic() < give_up
     ):
-        time.sleep(0.2)  # a network file system may show another machine's files late
+        time.sleep(0.2)  # a network file system may show the files of other machines late
     found: list[bool] = [False] * ranks.world_size
     dist.all_gather_object(found, seen)
     if not seen:
         raise RunFailed(
             f"Process {ranks.rank} on {socket.gethostname()} "
-            f"cannot see the run directory of the main process, {main_folder} on {host}; "
-            f"it uses {run_folder}.",
+            f"cannot see the run directory of rank 0, {main_folder} on {host}. "
+            f"It uses {run_folder}.",
             fix=SHARED_FIX,
         )
     if not all(found):
@@ -116,7 +116,7 @@ class Vote:
     """A yes or no from each rank, counted on the device and read one step later.
 
     Every rank votes at the same point in the loop. Reading the count immediately would stall the
-    GPU; one step later it has long been computed.
+    GPU. One step later it has long been computed.
     """
 
     def __init__(self, mesh: Mesh, yes: bool) -> None:

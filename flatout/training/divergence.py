@@ -35,7 +35,7 @@ class Rewind(Stored):
     to_step: int
     """The step of the checkpoint; 0 for the start of the run."""
     steps: list[Annotated[list[Position], Field(min_length=2, max_length=2)]]
-    """Position of each step to leave out, and of the step after it."""
+    """Position of each step to skip, and of the step after it."""
 
 
 class LeftOut(Stored):
@@ -47,12 +47,12 @@ class LeftOut(Stored):
     """Every return, in order."""
 
     def positions(self) -> dict[int, int]:
-        """Return the position of each step to leave out, and that of the step after it."""
+        """Return the position of each step to skip, and that of the step after it."""
         return {start: stop for rewind in self.rewinds for start, stop in rewind.steps}
 
 
 def read_left_out(folder: Path) -> LeftOut:
-    """Return what a run leaves out; nothing when it never went back.
+    """Return the data that a run skips; nothing when it never went back.
 
     Raises: CheckpointError when the file is damaged: without it the run would read other data.
     """
@@ -126,7 +126,7 @@ def _rewind(
     start = catalog.step_of(Path(origin.checkpoint)) if origin else 0
     to_step = start if good is None else catalog.step_of(good)
     steps = [[one.start, one.stop] for one in bad]
-    text = f"The run goes back to step {to_step} and leaves out the data of "
+    text = f"The run goes back to step {to_step} and skips the data of "
     text += f"{counted(len(bad), 'step')}."
     if run.mesh.is_main:
         left_out.rewinds.append(Rewind(from_step=run.step, to_step=to_step, steps=steps))

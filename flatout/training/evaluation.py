@@ -51,7 +51,7 @@ class SplitScore:
         return self.loss * self.tokens / math.log(2) / self.text_bytes if self.text_bytes else None
 
     def to_dict(self) -> JsonObject:
-        """Return the figures under the names used by commands with --json."""
+        """Return the metrics under the names used by commands with --json."""
         return {
             "name": self.name,
             "path": self.path,
@@ -94,7 +94,7 @@ class Evaluation:
         return self.loss * self._total_share / math.log(2) / bytes_per_token
 
     def record(self) -> dict[str, float]:
-        """Return the figures for metrics.jsonl: `val/loss`, and `val/loss/NAME` in a mix."""
+        """Return the metrics for metrics.jsonl: `val/loss`, and `val/loss/NAME` in a mix."""
         by_name = {f"val/loss/{score.name}": score.loss for score in self.by_dataset}
         return {"val/loss": self.loss} | (by_name if len(by_name) > 1 else {})
 
@@ -119,7 +119,7 @@ class Evaluator:
     config: RunConfig
     """Sets the batch shape, and whether attention is masked by document."""
     model: nn.Module
-    """The wrapped model to call; its training mode is restored afterwards."""
+    """The wrapped model to call. Its training mode is restored afterwards."""
     mesh: Mesh
     reader: SequenceReader
     precision: Precision

@@ -5,7 +5,7 @@ from __future__ import annotations
 from flatout.assembly.run import Run
 from flatout.json_io import JsonObject
 from flatout.progress import counted
-from flatout.roof import Peak, peak_tflops
+from flatout.roofline import Peak, peak_tflops
 from flatout.training.checkpoint import catalog
 from flatout.training.checkpoint.read_write import weights_sha256
 from flatout.training.evaluation import Evaluation
@@ -85,7 +85,7 @@ def early_stop_reason(run: Run) -> str | None:
 
 
 def summarise(run: Run, log: Log, evaluation: Evaluation | None) -> JsonObject:
-    """Return the run's results; anything not measured is None."""
+    """Return the run's results. Anything not measured is None."""
     wall_s = log.wall_s
     run.peak = best_peak(run, log)
     steady = log.steady_rates()
@@ -131,7 +131,7 @@ def summarise(run: Run, log: Log, evaluation: Evaluation | None) -> JsonObject:
 
 
 def best_peak(run: Run, log: Log) -> Peak | None:
-    """Return the run's peak; if it was measured, measure again and return the higher of the two.
+    """Return the run's peak. If it was measured, measure again and return the higher of the two.
 
     On a busy machine, the measured peak is too low. In a run of a few seconds the machine is as
     busy at the end as at the start, so there is no second measurement.

@@ -28,7 +28,7 @@ from flatout.training.warmup import compiled_speedups, warm_up
 class Attempt:
     """A context for work that may run out of memory, and leaves the run unchanged if it does.
 
-    Such an error does not leave the context if fewer rows can help; `rows` is then their number.
+    Such an error does not leave the context if fewer rows can help. `rows` is then their number.
     Raises: SmallerBatch in its place when there are other ranks.
     """
 
@@ -108,7 +108,7 @@ def _end_for_fewer_rows(run: Run, rows: int, error: Exception) -> NoReturn:
         "step.",
         fix="All processes start again, from the last checkpoint: by themselves with "
         "train.devices, or torchrun with --max-restarts=9 and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 "
-        "in its environment; otherwise run the same command again.",
+        "in its environment. Otherwise run the same command again.",
     ) from error
 
 

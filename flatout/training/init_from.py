@@ -1,4 +1,4 @@
-"""`train.init_from`: a new run takes the weights of a run or of another program, or adapts them."""
+"""`train.init_from`: a new run takes the weights of a run or of another tool, or adapts them."""
 
 from __future__ import annotations
 
@@ -126,12 +126,12 @@ def load_initial(run: Run, checkpoint: Path | None, *, progress: Progress = SILE
     """Load the weights that a newly built run starts from, if there are any. Every rank calls it.
 
     These are those of train.init_from, unless the run resumes from `checkpoint`. A LoRA run needs
-    the weights beside its adapters at every start; the checkpoint names them.
+    the weights beside its adapters at every start. The checkpoint names them.
     Raises: CheckpointError when the weights are missing, damaged or have changed, or `checkpoint`
-            is one of another kind of run.
+            is one of a different kind of run.
     """
     mesh = run.mesh
-    # The digest of a base costs a pass over its files: only the main rank computes it.
+    # The digest of a base costs a pass over its files: only rank 0 computes it.
     found = together(mesh, lambda: _source(run, checkpoint) if mesh.is_main else None, READING)
     source, run.base = mesh.broadcast_object(found) or (None, None)
     if source is not None:
@@ -170,7 +170,7 @@ def _another_kind(checkpoint: Path, rank: int | None) -> CheckpointError:
     return CheckpointError(
         f"{checkpoint} contains whole weights, and this run trains LoRA adapters "
         f"(lora.rank={rank}).",
-        fix=f"Leave lora.rank out, or {start}",
+        fix=f"Remove lora.rank, or {start}",
     )
 
 
@@ -199,7 +199,9 @@ def _require_fit(
     fix = f"Add these overrides: {overrides} (the values of that run)." if keys else SET_KEYS
     if references_in({"model": {"kind": keys.get("model.kind")}}):
         fix = READ_CODE
-    raise ConfigError(f"The weights of {checkpoint} belong to another model: {listed}.", fix=fix)
+    raise ConfigError(
+        f"The weights of {checkpoint} belong to a different model: {listed}.", fix=fix
+    )
 
 
 def _shapes_that_differ(

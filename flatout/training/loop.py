@@ -17,7 +17,7 @@ from flatout.training.step import StepDropped, train_step
 
 
 def fit(session: Session) -> Run:
-    """Train to run.last_step, until patience runs out, or until a stop; return the run.
+    """Train to run.last_step, until patience runs out, or until a stop, and return the run.
 
     A dropped step leaves the run unchanged and ends the loop. A dropped evaluation also ends it,
     and `run.evaluation_due` is then True: the next process starts with it.
@@ -57,7 +57,7 @@ def fit(session: Session) -> Run:
 
 
 def between_steps(session: Session, saves: SaveSchedule) -> None:
-    """Evaluate, sample and save, whichever is due; a dropped evaluation stays due."""
+    """Evaluate, sample and save, whichever is due. A dropped evaluation stays due."""
     run, log = session.run, session.log
     run.evaluation_due = False
     if due(run.config.train.eval_every, run):
@@ -83,7 +83,7 @@ def due(every: int | None, run: Run) -> bool:
 
 
 def ends_early(run: Run) -> bool:
-    """Return whether patience ran out before the last step; all ranks have the same losses."""
+    """Return whether patience ran out before the last step. All ranks have the same losses."""
     return run.step < run.last_step and out_of_patience(run.config.train, run.step, run.best_step)
 
 
@@ -115,8 +115,8 @@ def evaluate(session: Session, max_tokens: int | None) -> Evaluation | None:
 def log_evaluation(session: Session) -> Evaluation | None:
     """Evaluate, write the record, and save if the loss is the best so far.
 
-    With `checkpoint.best=false` only the last step is saved, so that its checkpoint says whether it
-    is the best.
+    With `checkpoint.best=false` only the last step is saved, so that its checkpoint shows whether
+    it is the best.
 
     Returns: None when there is no validation text.
     Raises: RunFailed when the loss is not finite: the weights are unusable, earlier checkpoints are
@@ -138,7 +138,7 @@ def log_evaluation(session: Session) -> Evaluation | None:
 
 
 def log_sample(session: Session) -> None:
-    """Log a sample on the main rank; with sharded weights, no rank has the whole model.
+    """Log a sample on rank 0. With sharded weights, no rank has the whole model.
 
     A sample that a stop request interrupts is not logged.
     """

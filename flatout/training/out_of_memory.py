@@ -30,13 +30,13 @@ OUT_OF_MEMORY = (
     "CUDA error: out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
 )
-"""Words of torch's errors without a type of their own: of the CPU's allocator, and of libraries."""
+"""Words of torch's errors without a separate type: of the CPU's allocator, and of libraries."""
 ONEDNN_OUT_OF_MEMORY = (
     "could not create a primitive",
     "could not execute a primitive",
     "could not create a memory object",
 )
-"""All that oneDNN says when memory for its code or its buffers runs out.
+"""The whole message of oneDNN when memory for its code or its buffers runs out.
 
 "could not create a primitive descriptor for ...", of an unsupported operation, is another error.
 """
@@ -56,7 +56,7 @@ OTHERWISE = (
 def explained(run: Run) -> Iterator[None]:
     """Replace torch's errors with a RunFailed that has a fix.
 
-    Covers running out of memory, and operations that train.deterministic refuses.
+    Covers running out of memory, and operations that train.deterministic rejects.
     """
     try:
         yield
@@ -130,7 +130,7 @@ def out_of_memory(run: Run) -> OutOfMemory:
 
 
 def _capacity(run: Run) -> Capacity:
-    """Return the memory of this process; what it has already counts as free."""
+    """Return the memory of this process. What it has already counts as free."""
     device, ranks = run.config.train.device, run.mesh.local_world_size
     on_gpu = run.mesh.device.type == "cuda"
     reserved = torch.cuda.memory_reserved(run.mesh.device) if on_gpu else 0

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from flatout.hardware import Machine
-from flatout.roof import MEASURED, Peak
+from flatout.roofline import MEASURED, Peak
 from flatout.training.run_dir import layout
 
 

@@ -42,7 +42,7 @@ class Forecast:
 
 
 def forecast(request: RunRequest, plan: RunPlan) -> Forecast:
-    """Return the predicted memory of a planned run; warn when it may not fit.
+    """Return the predicted memory of a planned run. Warn when it may not fit.
 
     Raises: HardwareError when a new run certainly does not fit.
     """
@@ -66,7 +66,7 @@ def forecast(request: RunRequest, plan: RunPlan) -> Forecast:
 def predict(run: Run, known: Forecast) -> JsonObject:
     """Return what is predicted for a run that is built and restored, with the sources.
 
-    The names are those of the summary's measured figures.
+    The names are those of the summary's measured metrics.
     """
     memory = known.memory
     time = predict_time(
@@ -96,7 +96,7 @@ def _flops_per_token(run: Run) -> float:
 def record(
     run: Run, request: RunRequest, known: Forecast, summary: JsonObject, cached_s: float
 ) -> None:
-    """Store what a finished run took, for later predictions; a resumed one says too little.
+    """Store what a finished run took, for later predictions. A resumed one tells too little.
 
     `cached_s` is the part of its time in which torch compiled what it then kept on disk.
     """

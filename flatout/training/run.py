@@ -64,7 +64,7 @@ from flatout.training.warmup import warm_up
 from flatout.training.watchdog import Watchdog
 
 FEW_ROWS = 0.1
-"""Share of the embedding below which a dataset was probably prepared with another tokenizer."""
+"""Share of the embedding below which a dataset was probably prepared with a different tokenizer."""
 
 
 def run_training(
@@ -78,7 +78,7 @@ def run_training(
     cache: Path | None = None,
     progress: Progress = SILENT,
 ) -> JsonObject:
-    """Train a configuration, or resume it in its run directory; return the run's summary.
+    """Train a configuration, or resume it in its run directory, and return the run's summary.
 
     `cache` contains measurements on this hardware, which `auto` uses; None means there are none.
     Raises: Stopped when a signal ended the run after a save; UsageError before anything was
@@ -244,12 +244,12 @@ def require_devices(train: TrainConfig, machine: Machine) -> None:
     raise ConfigError(
         f"train.devices={train.devices} asks for {wanted} processes on this machine, and "
         f"{ranks.local_world_size} were started.",
-        fix="Leave train.devices out, or start without torchrun.",
+        fix="Remove train.devices, or start without torchrun.",
     )
 
 
 def require_mps_model(config: RunConfig, progress: Progress) -> None:
-    """Say that MPS is untried, and check that the model does without float64.
+    """Warn that MPS is untested, and check that the model does without float64.
 
     Raises: ConfigError for the eigenstate model.
     """
@@ -266,10 +266,10 @@ def require_mps_model(config: RunConfig, progress: Progress) -> None:
 
 
 def say_idle_gpus(progress: Progress) -> None:
-    """Say how to use the other GPUs, if there are any."""
+    """Show how to use the other GPUs, if there are any."""
     count = torch.cuda.device_count()
     if count > 1:
-        progress.say(f"This run uses 1 of {count} GPUs; train.devices=all uses all of them.")
+        progress.say(f"This run uses 1 of {count} GPUs. train.devices=all uses all of them.")
 
 
 @contextmanager
@@ -322,7 +322,7 @@ def build_run(request: RunRequest, plan: RunPlan) -> Run:
 
 
 def restore(run: Run, plan: RunPlan, progress: Progress) -> list[str]:
-    """Load the planned checkpoint or initial weights; return the differences to report.
+    """Load the planned checkpoint or initial weights, and return the differences to report.
 
     Raises: CheckpointError when it does not fit, before anything is written.
     """
@@ -392,7 +392,7 @@ def log_start(
         trained, whole = sum(p.numel() for p in run.trained()), num_parameters(run)
         log.event("lora", base=run.base["path"], digest=run.base["digest"], trained=trained)
         log.progress.say(
-            f"LoRA: {trained:,} of {whole:,} parameters are trained ({trained / whole:.2%}); the "
+            f"LoRA: {trained:,} of {whole:,} parameters are trained ({trained / whole:.2%}). The "
             f"others stay as in {run.base['path']}."
         )
     if plan.longer is not None:

@@ -1,4 +1,4 @@
-"""The run plan: the config to train and where to start, decided on the main rank."""
+"""The run plan: the config to train and where to start, decided on rank 0."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class RunPlan:
 def require_same_settings(ranks: Ranks, config: RunConfig, dataset: AnyDataset) -> None:
     """Check that all processes have the same settings, tokens, and versions of flatout and torch.
 
-    Only the main process's are used; the paths of datasets may differ between machines.
+    Only rank 0's are used. The paths of datasets may differ between machines.
     Raises: ConfigError, on every rank, that names a process and what differs.
     """
     if ranks.world_size == 1:
@@ -97,10 +97,10 @@ def require_same_settings(ranks: Ranks, config: RunConfig, dataset: AnyDataset) 
 
 
 def agree_on_plan(request: RunRequest) -> RunPlan:
-    """Return the main rank's plan on every rank: clocks and measurements differ between ranks.
+    """Return rank 0's plan on every rank: clocks and measurements differ between ranks.
 
-    Raises: on the main rank, as `plan_run`; on the others, UsageError when planning failed,
-            which the command line shows later than the main rank's error.
+    Raises: on rank 0, as `plan_run`; on the others, UsageError when planning failed,
+            which the command line shows later than rank 0's error.
     """
     if request.ranks.world_size == 1:
         return plan_run(request)
@@ -109,10 +109,10 @@ def agree_on_plan(request: RunRequest) -> RunPlan:
         if request.ranks.rank == 0:
             box[0] = plan_run(request)
     finally:
-        # even if the main rank failed: the others would wait forever
+        # even if rank 0 failed: the others would wait forever
         torch.distributed.broadcast_object_list(box, src=0)
     if box[0] is None:
-        raise UsageError("The main process could not start the run.", fix="See its own message.")
+        raise UsageError("Rank 0 could not start the run.", fix="See the message of rank 0.")
     return box[0]
 
 
@@ -134,7 +134,7 @@ def plan_run(request: RunRequest) -> RunPlan:
 
 
 def _restore_lost(request: RunRequest, *, are_damaged: bool = False) -> bool:
-    """Restore the run from its mirror if that is needed and possible; return whether."""
+    """Restore the run from its mirror if that is needed and possible, and return whether."""
     with writing_run(request.folder):
         return restore_lost(
             request.folder,
@@ -181,7 +181,7 @@ def _plan_new(request: RunRequest, checkpoint: Path | None) -> RunPlan:
     if config.train.patience and not with_validation(members_of(dataset)):
         raise DataError(
             "train.patience needs a validation loss, but there is no validation text.",
-            fix="Leave train.patience out.",
+            fix="Remove train.patience.",
         )
     if checkpoint is not None and config.train.init_from is not None:
         raise ConfigError(
@@ -215,7 +215,7 @@ def _with_fewer_rows(request: RunRequest, config: RunConfig) -> RunConfig:
     if not isinstance(chosen, int) or not isinstance(rows, int) or rows >= chosen:
         return config
     per_step = chosen * (config.batch.accumulate or 1)
-    if per_step % rows:  # from another number of processes
+    if per_step % rows:  # from a different number of processes
         return config
     return config.with_values({"batch.rows_per_device": rows, "batch.accumulate": per_step // rows})
 
@@ -241,7 +241,7 @@ def _plan_stored(
         advice = how_to_train_on(folder, config, checkpoint, summary)
         if advice is not None:
             send_rest(folder, config.checkpoint, progress)
-            progress.say(f"{folder} is finished; results are below. To train further, {advice}.")
+            progress.say(f"{folder} is finished. Results are below. To train further, {advice}.")
             decisions = stored_decisions(config, request.machine, requested=requested)
             return RunPlan(config, decisions, checkpoint, summary=summary)
     if longer is not None:
@@ -263,7 +263,7 @@ def _plan_stored(
 
 
 def dataset_of(request: RunRequest, config: RunConfig) -> AnyDataset:
-    """Return the dataset of a planned run; a mix is read in the order of the stored config."""
+    """Return the dataset of a planned run. A mix is read in the order of the stored config."""
     if config.data.model_dump_json() == request.config.data.model_dump_json():
         return request.dataset
     return open_dataset(config)
@@ -277,7 +277,7 @@ def how_to_train_on(
     if step >= (train.steps or 0):
         if config.schedule.kind in {"cosine", "linear"}:
             other = f"--resume {in_shell(folder)} --run-dir DIR"
-            return f"start another run: {other}, with a larger train.steps"
+            return f"start a new run: {other}, with a larger train.steps"
         return f"set train.steps to more than {train.steps}"
     with parsing(folder / layout.SUMMARY):
         stopped_early = summary.get("stopped_early") and step == summary["steps"]
@@ -298,7 +298,7 @@ def require_run_directory(folder: Path) -> None:
     others = [name for name in found if name not in layout.STARTED]
     if others and not {layout.CONFIG, layout.REQUESTED}.intersection(found):
         raise CheckpointError(
-            f"{folder} is not a run directory; it contains {', '.join(others[:4])}.",
+            f"{folder} is not a run directory. It contains {', '.join(others[:4])}.",
             fix="Choose a new directory with --run-dir DIR.",
         )
 

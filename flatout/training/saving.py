@@ -1,4 +1,4 @@
-"""When a run saves its state, and the work around a save; `run.saver` does the saving."""
+"""When a run saves its state, and the work around a save. `run.saver` does the saving."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ DEFAULT_MINUTES_BETWEEN_SAVES = 10.0
 
 
 class SaveSchedule:
-    """Decides when to save: every N steps or epochs, or every N minutes on the main rank.
+    """Decides when to save: every N steps or epochs, or every N minutes on rank 0.
 
     The checkpoints that `checkpoint.keep_every` keeps for good are saved in addition.
     """
@@ -52,7 +52,7 @@ class SaveSchedule:
         self._is_owed = False
 
     def due(self, run: Run) -> bool:
-        """Return whether to save after this step; the last and best steps are saved elsewhere.
+        """Return whether to save after this step. The last and best steps are saved elsewhere.
 
         A save that is due after a bad step waits for the next good one, so that a rewind finds a
         checkpoint from before the bad steps.

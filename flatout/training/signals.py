@@ -45,7 +45,7 @@ class WorkInterrupted(BaseException):
 class StopRequests:
     """A context in which SIGNALS stop the loop; a second SIGINT interrupts at once.
 
-    The previous handlers are restored at the end. Only the main thread may set handlers; in any
+    The previous handlers are restored at the end. Only the main thread may set handlers. In any
     other, this does nothing.
     """
 
@@ -58,7 +58,7 @@ class StopRequests:
     ) -> None:
         """`say` is called with one line, from another thread, as soon as a request arrives.
 
-        `launcher` is the id of the parent process; if it ends first, that is also a request.
+        `launcher` is the id of the parent process. If it ends first, that is also a request.
         """
         self.signal_number: int | None = None
         """The first signal that this rank received."""

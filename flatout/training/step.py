@@ -1,6 +1,6 @@
 """One optimizer step: forward and backward on every micro-batch, then one update.
 
-An update from figures that are not finite is skipped (`optimizers/step_guard.py`). Nothing here
+An update from values that are not finite is skipped (`optimizers/step_guard.py`). Nothing here
 waits for the device, except with float16 and with optimizers that cannot read the guard's flag.
 """
 
@@ -37,7 +37,7 @@ class StepDropped(Exception):
 
 @dataclass(frozen=True)
 class StepResult:
-    """The figures of one step, still on the device."""
+    """The results of one step, still on the device."""
 
     loss: Tensor
     """Mean loss per valid token over all micro-batches and ranks, in nats."""
@@ -48,7 +48,7 @@ class StepResult:
     learning_rate: float
     """The peak learning rate times the schedule's factor."""
     skipped: bool = False
-    """Whether float16 overflowed, so the update was skipped; the guard counts other skips."""
+    """Whether float16 overflowed, so the update was skipped. The guard counts other skips."""
 
 
 class StepStart:
@@ -56,7 +56,7 @@ class StepStart:
 
     Contains the generators in `state.STATE` and the model's persistent buffers; weights and
     optimizers change only at the end of a step. Cost: about 30 microseconds of host time, and a
-    queued copy of each persistent buffer; nothing waits for the device.
+    queued copy of each persistent buffer. Nothing waits for the device.
     """
 
     def __init__(self, run: Run) -> None:
@@ -94,7 +94,7 @@ def train_step(
     number of valid tokens is known only at the end, when `correct_gradients` substitutes it. The
     result therefore does not depend on how the step is divided into micro-batches and ranks.
 
-    `drop` is called before every micro-batch but the first; `phase` returns a context that
+    `drop` is called before every micro-batch but the first. `phase` returns a context that
     times forward, backward or optimizer.
     Raises: StepDropped when it returns True; gradients are cleared, and generators and buffers are
             restored to their values before the step. After another error they are restored too if
@@ -138,10 +138,10 @@ def train_step(
 
 
 def update(run: Run, loss: Tensor, grad_norm: Tensor) -> bool:
-    """Update the weights unless the figures are bad; return whether float16 overflowed.
+    """Update the weights unless the values are bad, and return whether float16 overflowed.
 
     An overflow at the smallest loss scale counts as a bad step. So does a loss that is not finite,
-    which says nothing about the loss scale: only gradients are scaled.
+    which tells nothing about the loss scale: only gradients are scaled.
 
     Shapes:  loss and grad_norm are 0-D.
     """
@@ -158,7 +158,7 @@ def update(run: Run, loss: Tensor, grad_norm: Tensor) -> bool:
 
 
 def set_learning_rate(run: Run) -> float:
-    """Set the learning rate of every parameter group; return it as a fraction of the peak."""
+    """Set the learning rate of every parameter group, and return it as a fraction of the peak."""
     share = factor(run.config.schedule, run.config.optim.lr, run.step, run.last_step)
     for optimizer in run.optimizers:
         for group in optimizer.param_groups:
@@ -167,7 +167,7 @@ def set_learning_rate(run: Run) -> float:
 
 
 def correct_gradients(run: Run, num_valid: Tensor, loss_scale: float) -> Tensor:
-    """Rescale gradients to the mean loss per valid token and clip them; return their norm.
+    """Rescale gradients to the mean loss per valid token and clip them, and return their norm.
 
     DDP and fully_shard average over the ranks that do not share layers, so the factor is their
     number times nominal / (num_valid * loss_scale). Scaling and clipping take one pass over the

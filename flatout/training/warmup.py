@@ -21,7 +21,7 @@ from flatout.training.signals import StopRequests, WorkInterrupted
 PASSES = 2
 """Training passes per shape: CUDA graphs are recorded at the second call."""
 MAX_SHAPES = 64
-"""Static shapes per function; a run with length buckets has more than torch's own limit of 8."""
+"""Static shapes per function. A run with length buckets has more than torch's own limit of 8."""
 
 
 def warm_up(
@@ -33,7 +33,7 @@ def warm_up(
 ) -> None:
     """Compile now, by running training and evaluation passes in the shapes of the run.
 
-    RNG, weights and gradients do not change. `eval_shapes` comes from `evaluation.batch_shapes`; if
+    RNG, weights and gradients do not change. `eval_shapes` comes from `evaluation.batch_shapes`. If
     it is empty, no graph is compiled for evaluation.
 
     torch.compile is lazy, so its errors appear at the first call. If it fails on any rank and the

@@ -1,4 +1,4 @@
-"""A watchdog: it says when a run does nothing for too long, where it hangs, and on which rank.
+"""A watchdog: it reports when a run does nothing for too long, where it hangs, and on which rank.
 
 A thread compares `run.pulse.beats` at intervals, so that a step pays one addition for it. Time is
 counted in those intervals: a process that was suspended has not hung.
@@ -38,7 +38,7 @@ PATIENCE = 4
 TICKS = 10
 """Looks at the pulse in the time of the limit."""
 SILENT_S = 10.0
-"""By how much a rank's report may be late; the clocks of machines differ."""
+"""By how much a rank's report may be late. The clocks of machines differ."""
 STUCK_DISK_S = 30.0
 """How long the end of a process waits for a report to be written."""
 PACKAGE = str(Path(__file__).parents[1])
@@ -62,10 +62,10 @@ class Sign:
 class Watchdog:
     """A context in which a thread reports when a run does nothing for `train.watchdog_minutes`.
 
-    Every rank has one, and writes the stacks of its own threads; the main rank says which is
-    behind, or, if it says nothing itself, the others. With `train.watchdog_stop`, the process then
-    ends with exit code 75, without saving: the loop is stuck. Steps since the last checkpoint are
-    lost.
+    Every rank has one, and writes the stacks of its own threads. Rank 0 reports which is
+    behind, or, if it reports nothing itself, the others. With `train.watchdog_stop`, the process
+    then ends with exit code 75, without saving: the loop is stuck. Steps since the last checkpoint
+    are lost.
     """
 
     def __init__(
@@ -75,11 +75,11 @@ class Watchdog:
         say: Callable[[str], object] | None = None,
         end: Callable[[int], object] = os._exit,
     ) -> None:
-        """`say` is called from another thread; `end` ends the process with an exit code."""
+        """`say` is called from another thread. `end` ends the process with an exit code."""
         self._run, self._say, self._end = run, say, end
         self._limit_s = 60 * run.config.train.watchdog_minutes
         self._stops = run.config.train.watchdog_stop
-        # The main rank ends first: the others would be taken for the cause.
+        # Rank 0 ends first: the others would be taken for the cause.
         self._grace_s = self._limit_s / TICKS * (2 if run.mesh.is_main else 5)
         self._speaks = run.mesh.is_main
         self._loop_id = 0
@@ -92,7 +92,7 @@ class Watchdog:
         if self._limit_s:
             self._loop_id = threading.get_ident()
             self._threads.append(_started("flatout-watchdog", self._watch))
-            if self._run.mesh.world_size > 1:  # a thread of its own: it may wait for a stuck disk
+            if self._run.mesh.world_size > 1:  # a separate thread: it may wait for a stuck disk
                 self._threads.append(_started("flatout-signs", self._give_signs))
         return self
 
@@ -132,7 +132,7 @@ class Watchdog:
                 self._report(idle_s, end if self._stops else "")
 
     def _give_up(self, idle_s: float) -> None:
-        """Report for a main rank that has not, and end the process where that is wanted."""
+        """Report when rank 0 has not, and end the process where that is wanted."""
 
         def last_words() -> None:
             since_s = time.time() - idle_s - self._grace_s
@@ -171,7 +171,7 @@ class Watchdog:
         self._tell("stall", where, seconds=round(idle_s), text=" ".join(lines), path=str(path))
 
     def _tell(self, kind: str, line: str, **fields: str | float) -> None:
-        """Say a line and record an event, on the rank that speaks."""
+        """Show a line and record an event, on the rank that reports."""
         self._say_it(line)
         if self._speaks:
             with suppress(OSError):

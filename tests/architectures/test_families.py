@@ -72,7 +72,7 @@ def test_every_gradient_is_that_of_transformers(name, tmp_path):
 
 
 def gradients_of_both(document, ours, theirs):
-    """Return the gradients by flatout's names; every map is linear, up to a constant."""
+    """Return the gradients by flatout's names. Every map is linear, up to a constant."""
     loss_and_gradients(ours)
     tokens = torch.tensor(TOKENS)
     logits = theirs(tokens[:, :-1]).logits
@@ -174,7 +174,7 @@ UNREADABLE = [
 
 
 @pytest.mark.parametrize(("family", "changes", "reason"), UNREADABLE)
-def test_what_flatout_cannot_compute_is_refused(family, changes, reason):
+def test_what_flatout_cannot_compute_is_rejected(family, changes, reason):
     document = LLAMA if family is llama else DOCUMENTS["gemma 2"]
     with pytest.raises(ConfigError, match=reason):
         family.ARCHITECTURE.keys(document | changes)
@@ -227,7 +227,7 @@ def test_defaults_are_those_of_transformers(name):
         try:
             keys = read(shorter)
         except ConfigError:
-            continue  # refused, not read otherwise
+            continue  # rejected, not read otherwise
         kind = shorter.pop("model_type")
         assert keys == read(config.for_model(kind, **shorter).to_dict()), absent
         compared += 1

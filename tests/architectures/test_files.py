@@ -1,4 +1,4 @@
-"""Weights of other programs are read from every kind of file, and nothing in a file is executed."""
+"""Weights of other tools are read from every kind of file, and nothing in a file is executed."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_several_files_are_found_by_their_index(tmp_path, index, files):
 @pytest.mark.parametrize(
     "document", [{}, {"weight_map": {}}, {"weight_map": {"a": "../x.bin"}}, []]
 )
-def test_an_index_without_usable_names_is_refused(tmp_path, document):
+def test_an_index_without_usable_names_is_rejected(tmp_path, document):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(document))
     (tmp_path.parent / "x.bin").write_bytes(b"")
     with pytest.raises(CheckpointError, match="lists"):
@@ -113,7 +113,7 @@ class Attack:
         return Path.touch, (self.path,)
 
 
-def test_pickled_code_is_refused_and_not_executed(tmp_path):
+def test_pickled_code_is_rejected_and_not_executed(tmp_path):
     for attack in (WEIGHTS | {"x": Attack(tmp_path / "executed")}, torch.nn.Linear(2, 2)):
         path = write(tmp_path, "pytorch_model.bin", attack)
         with pytest.raises(CheckpointError, match=r"Python code or objects.*execute code\."):
@@ -125,7 +125,7 @@ def test_pickled_code_is_refused_and_not_executed(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
-def test_a_damaged_file_is_refused(tmp_path, name):
+def test_a_damaged_file_is_rejected(tmp_path, name):
     path = write(tmp_path, name)
     path.write_bytes(path.read_bytes()[:-60])
     with pytest.raises(CheckpointError, match="Cannot read the weights of"):
@@ -133,7 +133,7 @@ def test_a_damaged_file_is_refused(tmp_path, name):
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn])
-def test_quantised_weights_are_refused(tmp_path, dtype):
+def test_quantised_weights_are_rejected(tmp_path, dtype):
     path = write(tmp_path, "model.safetensors", {"a": torch.zeros(3).to(dtype)})
     with pytest.raises(CheckpointError, match="the weights are quantised"):
         open_tensors(path).read("a")

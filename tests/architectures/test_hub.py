@@ -124,7 +124,7 @@ def test_an_earlier_download_is_used_without_the_hub(hub, tmp_path, monkeypatch)
         ("hf:../x/y", "does not name a repository"),
     ],
 )
-def test_wrong_names_are_refused(hub, tmp_path, name, message):
+def test_wrong_names_are_rejected(hub, tmp_path, name, message):
     with pytest.raises(CheckpointError, match=message):
         model_folder(name, whole=True, cache=tmp_path, endpoint=hub.address)
 

@@ -77,7 +77,7 @@ def test_a_checkpoint_computes_the_same_logits(tmp_path, bias):
         )
 
 
-def test_arguments_of_another_program_are_refused():
+def test_arguments_of_another_program_are_rejected():
     document = checkpoint(use_rmsnorm=True)
     shapes = {"transformer.wte.weight": (61, 32)}
     with pytest.raises(ConfigError, match="a changed nanoGPT: its model_args has use_rmsnorm"):

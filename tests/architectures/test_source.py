@@ -1,4 +1,4 @@
-"""Which paths are models of other programs, and what is refused before a tensor is read."""
+"""Which paths are models of other tools, and what is rejected before a tensor is read."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_file_is_described_by_the_config_beside_it(theirs):
     assert fit(theirs / "pytorch_model.bin").names() == fit(theirs).names()
 
 
-def test_a_head_that_differs_from_the_tied_embedding_is_refused(tmp_path):
+def test_a_head_that_differs_from_the_tied_embedding_is_rejected(tmp_path):
     document = LLAMA | {"tie_word_embeddings": True}
     weights = foreign_weights(document)
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
@@ -129,8 +129,8 @@ WRONG = (
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
-def test_damaged_values_of_config_json_are_refused_or_tolerated(theirs, name):
-    """The checks of the configuration come after the reader of config.json, and refuse the rest."""
+def test_damaged_values_of_config_json_are_rejected_or_tolerated(theirs, name):
+    """The checks of the configuration come after the reader of config.json, and reject the rest."""
     keys = {*DOCUMENTS[name], "rope_scaling", "rope_parameters", "layer_types", "head_dim"}
     for key in sorted(keys - {"model_type"}):
         for wrong in WRONG:
@@ -170,13 +170,13 @@ def test_code_of_the_directory_is_never_imported(theirs, monkeypatch):
         ("{", CheckpointError, "not JSON"),
     ],
 )
-def test_other_files_named_config_are_refused(theirs, text, error, message):
+def test_other_files_named_config_are_rejected(theirs, text, error, message):
     (theirs / "config.json").write_text(text)
     with pytest.raises(error, match=message):
         find_model(str(theirs))
 
 
-def test_a_file_of_unknown_tensors_is_refused(tmp_path):
+def test_a_file_of_unknown_tensors_is_rejected(tmp_path):
     save_file({"a": torch.zeros(2), "b": torch.zeros(2)}, tmp_path / "x.safetensors")
     with pytest.raises(CheckpointError, match=r"has no config\.json, and its tensors \(a, b, "):
         find_model(str(tmp_path / "x.safetensors"))

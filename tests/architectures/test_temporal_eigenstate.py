@@ -108,7 +108,7 @@ def test_the_angles_stay_within_half_a_circle():
     assert (detuning * rate).abs().max() <= math.pi
 
 
-def test_selective_layers_are_refused():
+def test_selective_layers_are_rejected():
     shapes = {name: tuple(tensor.shape) for name, tensor in checkpoint().items()}
     with pytest.raises(ConfigError, match="selective eigenvalues"):
         recognise(shapes | {"layers.0.select_proj.weight": (16, 24)}, {})

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from flatout.assembly.compiled_code import is_cached, mark_as_cached
-from flatout.assembly.recipe import Off, On, Promise, Speedup
+from flatout.assembly.recipe import Off, On, Speedup, Tolerance
 from flatout.assembly.selection import (
     Gain,
     all_speedups,
@@ -27,7 +27,7 @@ HOPPER = Machine("a CPU", 2, 8.0, (Gpu("NVIDIA H200", 141.0, (9, 0), "1"),), "3.
 
 def gain(low: float | None, high: float | None, mean: float = 1.0) -> Gain:
     about = {"recipe": "gpt2-124m", "date": "2026-11-22T08:00:00", "torch": "2.13.0"}
-    return Gain(gain=mean, low=low, high=high, where="put into the full set", commit=None, **about)
+    return Gain(gain=mean, low=low, high=high, where="added to the full set", commit=None, **about)
 
 
 FASTER, SLOWER, UNCLEAR, UNSURE = gain(1.1, 1.2), gain(0.8, 0.9), gain(0.9, 1.1), gain(None, None)
@@ -40,8 +40,8 @@ def chosen(measured: dict[str, Gain], *more: str, machine=HOPPER, device="cuda",
     return {decision.name: decision for decision in decisions}
 
 
-def speedup(default: On | Off | None, promise: Promise = Promise.exact()) -> Speedup:  # noqa: B008
-    return Speedup("new", "time", promise, auto={"cpu": default} if default else {})
+def speedup(default: On | Off | None, tolerance: Tolerance = Tolerance.exact()) -> Speedup:  # noqa: B008
+    return Speedup("new", "time", tolerance, auto={"cpu": default} if default else {})
 
 
 def test_ranks_are_unique_and_every_speedup_that_is_off_has_a_reason():
@@ -91,7 +91,7 @@ def test_a_gain_whose_interval_excludes_1_overrides_the_default(default, measure
 
 
 def test_the_reason_gives_the_date_and_the_recipe_of_the_measurement():
-    where = "put into the full set of gpt2-124m, 2026-11-22"
+    where = "added to the full set of gpt2-124m, 2026-11-22"
     for default, minutes, measured, interval in (
         (Off("x"), None, FASTER, "1.10 to 1.20"),
         (On(), 1, SLOWER, "0.80 to 0.90"),
@@ -101,7 +101,7 @@ def test_the_reason_gives_the_date_and_the_recipe_of_the_measurement():
 
 
 def test_a_measured_gain_does_not_turn_on_a_speedup_that_may_change_the_loss():
-    assert not decide(speedup(Off("x"), Promise.statistical()), "cpu", None, FASTER).on
+    assert not decide(speedup(Off("x"), Tolerance.statistical()), "cpu", None, FASTER).on
     assert not chosen({"fp8": FASTER, "length-buckets": FASTER})["fp8"].on
 
 
@@ -151,7 +151,7 @@ def test_a_speedup_that_measured_faster_takes_its_slot_from_the_default():
     found = chosen({"compile-blocks": FASTER}, "speedups=auto,+compile")
     assert (found["compile-blocks"].on, found["compile"].on) == (False, True), "it is named"
     found = chosen({"compile-blocks": FASTER, "onednn": FASTER}, "speedups=auto,-compile-blocks")
-    assert found["compile-blocks"].reason == "left out by speedups"
+    assert found["compile-blocks"].reason == "excluded by speedups"
     assert "uses a GPU" in found["onednn"].reason
     both = {"checkpointing": gain(1.01, 1.2, 1.1), "selective-checkpointing": gain(1.1, 1.3, 1.2)}
     found = chosen(both)

@@ -53,14 +53,16 @@ def test_the_shape_comes_from_the_imported_model(theirs, imported):
         ("data.seq_len=128", r"data\.seq_len=128 exceeds the model's 96 positions"),
     ],
 )
-def test_a_stated_key_that_differs_is_refused_with_both_values(theirs, imported, override, message):
+def test_a_stated_key_that_differs_is_rejected_with_both_values(
+    theirs, imported, override, message
+):
     with pytest.raises(ConfigError, match=message):
         imported(theirs, override)
 
 
-def test_another_vocabulary_is_refused_and_a_larger_one_accepted_if_stated(tmp_path, imported):
+def test_another_vocabulary_is_rejected_and_a_larger_one_accepted_if_stated(tmp_path, imported):
     padded = str(write_model(tmp_path / "padded", MODEL | {"vocab_size": 320}))
-    with pytest.raises(ConfigError, match=r"63 rows.*say so: model\.vocab_size=320\."):
+    with pytest.raises(ConfigError, match=r"63 rows.*set model\.vocab_size=320\."):
         imported(padded)
     assert imported(padded, "model.vocab_size=320").model.vocab_size == 320
     small = str(write_model(tmp_path / "small", LLAMA))

@@ -197,7 +197,7 @@ def test_the_estimated_peak_is_that_of_a_real_step(ops, vocab_size, tied_head, a
 def test_the_peak_of_the_optimizers_step_is_that_of_a_real_one(
     kind, speedups, build_run, tiny_config
 ):
-    """With one short row, the step needs more than the loss; the fused one needs nothing."""
+    """With one short row, the step needs more than the loss. The fused one needs nothing."""
     wide = {"model__d_model": 256, "model__num_layers": 3, "batch__rows_per_device": 1}
     run = build_run(tiny_config(**wide, optim__kind=kind, speedups=speedups))
     for parameter in run.core.parameters():
@@ -379,7 +379,7 @@ def asked(build_run, tiny_config):
     return run.config, workload, predict_memory(this, estimate(workload, 8))
 
 
-def test_a_micro_batch_that_cannot_fit_is_refused_with_rows_that_do(asked):
+def test_a_micro_batch_that_cannot_fit_is_rejected_with_rows_that_do(asked):
     _, workload, memory = asked
     assert require_fitting(*asked, Capacity(GIB, GIB, "machine")) is None
     free = int(0.95 * memory.total)

@@ -1,4 +1,4 @@
-"""Known, irrelevant log messages of other packages are hidden; all others are shown."""
+"""Known, irrelevant log messages of other packages are hidden. All others are shown."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ from flatout.assembly.prediction import (
 from flatout.assembly.resolve import workload_of
 from flatout.assembly.selection import Decision, Gain
 from flatout.hardware import ASSUMED_MFU, Gpu, Machine
-from flatout.roof import Peak
+from flatout.roofline import Peak
 
 FLOPS, PEAK = 1e6, Peak(1.0, "a data sheet")
 
@@ -135,7 +135,7 @@ def test_a_compiled_model_on_a_gpu_is_corrected_by_what_one_needed(memory, run, 
 
 
 def test_a_compiled_model_on_a_cpu_may_need_much_less_whatever_was_measured(memory, run, past):
-    """Its process is measured, not its tensors; a run that would fit must not be refused."""
+    """Its process is measured, not its tensors. A run that would fit must not be rejected."""
     compiled = [*run.decisions, Decision("compile", True, "")]
     part = memory().estimate
     sizes = {"context_gib": 0.5, "peak_gib": 0.5 + part.total / GIB}

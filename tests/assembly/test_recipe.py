@@ -1,4 +1,4 @@
-"""Slots are filled at most once, transforms have a fixed order, promises are checked."""
+"""Slots are filled at most once, transforms have a fixed order, tolerances are checked."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from flatout.assembly.recipe import (
     ImmediateReadback,
     Lazy,
     MicroBatchPlan,
-    Promise,
     Recipe,
     Speedup,
+    Tolerance,
     gpu_below,
     rows_people_write,
     uses_gpu,
@@ -27,7 +27,7 @@ TURING = Machine("a CPU", 2, 8.0, (Gpu("a T4", 16.0, (7, 5), "1"),), "3.11")
 
 def speedup(name: str, *slots: str) -> Speedup:
     return Speedup(
-        name=name, saves="nothing", promise=Promise.exact(), fills=dict.fromkeys(slots, name)
+        name=name, saves="nothing", tolerance=Tolerance.exact(), fills=dict.fromkeys(slots, name)
     )
 
 
@@ -72,7 +72,7 @@ def test_a_speedup_replaces_its_slots_and_no_other():
     assert Recipe().matmul == "highest"
 
 
-def test_two_speedups_that_fill_one_slot_are_refused_by_name():
+def test_two_speedups_that_fill_one_slot_are_rejected_by_name():
     with pytest.raises(ConfigError, match="'a' and 'b' both fill the slot 'matmul'"):
         Recipe().with_speedup(speedup("a", "matmul")).with_speedup(speedup("b", "feed", "matmul"))
     with pytest.raises(ConfigError, match="'nowhere', which is not a slot"):
@@ -86,24 +86,24 @@ def test_transforms_have_one_order_however_they_were_added():
     assert recipe.transforms() == list(TRANSFORMS)
 
 
-def test_exact_and_rounding_promises_are_checked_step_by_step():
-    tenth = Promise.rounding(rtol=0.1)
-    for promise, losses, expected, holds in (
-        (Promise.exact(), [1.0, 2.0], [1.0, 2.0], True),
-        (Promise.exact(), [1.0, 2.0000001], [1.0, 2.0], False),
+def test_exact_and_rounding_tolerances_are_checked_step_by_step():
+    tenth = Tolerance.rounding(rtol=0.1)
+    for tolerance, losses, expected, holds in (
+        (Tolerance.exact(), [1.0, 2.0], [1.0, 2.0], True),
+        (Tolerance.exact(), [1.0, 2.0000001], [1.0, 2.0], False),
         (tenth, [1.05], [1.0], True),
         (tenth, [1.2], [1.0], False),
         (tenth, [float("nan")], [1.0], False),
         (tenth, [1.0], [1.0, 1.0], False),
     ):
-        assert promise.holds(losses, expected) is holds
+        assert tolerance.holds(losses, expected) is holds
 
 
 def test_the_device_of_a_run_is_known_without_torch():
     assert not uses_gpu(CPU, load_config())
     assert uses_gpu(TURING, load_config())
     assert not uses_gpu(TURING, load_config(None, ["train.device=cpu"]))
-    too_old = "bfloat16 needs compute capability 8.0; the a T4 has 7.5."
+    too_old = "bfloat16 needs compute capability 8.0. The a T4 has 7.5."
     assert gpu_below(TURING, (8, 0), "bfloat16") == too_old
     assert gpu_below(TURING, (7, 0), "float16") is None
 

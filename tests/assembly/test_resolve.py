@@ -1,4 +1,4 @@
-"""Open settings are resolved, and contradictory sizes are refused."""
+"""Open settings are resolved, and contradictory sizes are rejected."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_two_of_the_batch_keys_give_the_third(resolved, stated, world_size, expe
         ({"schedule__kind": "cosin"}, r"no schedule named 'cosin'.*cosine"),
     ],
 )
-def test_invalid_sizes_and_names_are_refused_with_valid_ones(resolved, stated, message):
+def test_invalid_sizes_and_names_are_rejected_with_valid_ones(resolved, stated, message):
     with pytest.raises(ConfigError, match=message):
         resolved(**stated)
 
@@ -200,7 +200,7 @@ def test_a_run_on_the_cpu_of_a_gpu_machine_uses_no_gpu_speedups(resolved):
     assert not {"bf16", "tf32"} & set(config.speedups)
 
 
-def test_a_model_larger_than_memory_is_refused_before_it_is_built(build_run, tiny_config):
+def test_a_model_larger_than_memory_is_rejected_before_it_is_built(build_run, tiny_config):
     words = r"weights alone take [\d,.]+ GiB, and only [\d,.]+ GiB are available"
     with pytest.raises(HardwareError, match=words) as refused:
         build_run(tiny_config(model__vocab_size=10**13))

@@ -57,7 +57,7 @@ def test_the_request_is_followed():
 
 
 @pytest.mark.parametrize("machine", [CPU, HOPPER], ids=["cpu", "gpu"])
-def test_attention_kernels_are_refused_where_scores_are_capped(machine):
+def test_attention_kernels_are_rejected_where_scores_are_capped(machine):
     """No kernel limits the scores, so attention is the plain one."""
     kernels, packed = {"fused-attention", "flex-attention"}, "data.document_mask=true"
     assert kernels & on("auto", machine, packed)
@@ -67,7 +67,7 @@ def test_attention_kernels_are_refused_where_scores_are_capped(machine):
         assert "model.attention_softcap" in found[name].reason
 
 
-def test_a_speedup_that_cannot_run_is_off_under_auto_and_refused_when_named():
+def test_a_speedup_that_cannot_run_is_off_under_auto_and_rejected_when_named():
     off = decided(CPU)["tf32"]
     assert not off.on
     assert "uses a CPU" in off.reason
@@ -137,10 +137,10 @@ def test_a_named_speedup_takes_its_slot_from_one_that_auto_chose():
         ("+bf16,+fp16", {"+fp16", "+bf16"}),
     ],
 )
-def test_two_named_speedups_for_one_slot_are_refused_with_a_fix_for_each(request_, fixes):
+def test_two_named_speedups_for_one_slot_are_rejected_with_a_fix_for_each(request_, fixes):
     with pytest.raises(ConfigError, match="both fill the slot 'precision'") as refused:
         on(request_, HOPPER, device="cuda")
-    fix = refused.value.fix.removeprefix("Leave out one of the two: ").removesuffix(".")
+    fix = refused.value.fix.removeprefix("Remove one of the two: ").removesuffix(".")
     assert {way.removeprefix("speedups=") for way in fix.split(" or ")} == fixes
     for way in fixes:
         assert len(on(way, HOPPER, device="cuda") & {"bf16", "fp16"}) == 1
@@ -157,10 +157,10 @@ def test_two_named_speedups_for_one_slot_are_refused_with_a_fix_for_each(request
         ("prefetch,tf32", "speedups=prefetch"),
     ],
 )
-def test_the_fix_leaves_out_the_speedup_that_cannot_run(request_, fix):
+def test_the_fix_omits_the_speedup_that_cannot_run(request_, fix):
     with pytest.raises(HardwareError, match="'tf32' cannot be used") as refused:
         on(request_)
-    assert refused.value.fix == f"Leave it out: {fix}."
+    assert refused.value.fix == f"Remove it: {fix}."
 
 
 GATHERS, GRAPHS = "auto,+bf16-gathers", "auto,+cuda-graphs"
@@ -172,7 +172,7 @@ GATHERS, GRAPHS = "auto,+bf16-gathers", "auto,+cuda-graphs"
         (HOPPER, f"{GATHERS},+fp16", "auto", "fp16, which was named, takes",
          f"Replace fp16 with bf16: speedups={GATHERS},+bf16, or", "auto,+fp16"),
         (HOPPER, GATHERS, "fp16", "train.precision=fp16", "Set train.precision=bf16, or", "auto"),
-        (HOPPER, f"{GRAPHS},-compile", "auto", "left out",
+        (HOPPER, f"{GRAPHS},-compile", "auto", "omitted",
          f"Add compile: speedups={GRAPHS},+compile, or", "auto,-compile"),
         (HOPPER, GRAPHS, "auto", "the run's duration is unknown",
          f"Add compile: speedups={GRAPHS},+compile, or", "auto"),
@@ -193,8 +193,8 @@ def test_a_needed_speedup_that_is_off_is_reported_with_a_working_fix(
     shard = f"parallel.shard={2 if name == 'bf16-gathers' else 1}"
     with pytest.raises(ConfigError, match=f"needs '[a-z0-9]+', which is off: .*{why}") as refused:
         on(request_, machine, shard, f"train.precision={precision}", device=device)
-    leave = f"eave {name} out: speedups={without}."
-    assert refused.value.fix == (f"{fix} l{leave}" if fix else f"L{leave}")
+    leave = f"emove {name}: speedups={without}."
+    assert refused.value.fix == (f"{fix} r{leave}" if fix else f"R{leave}")
     other = f"train.precision={'auto' if 'train.precision' in fix else precision}"
     for way in re.findall(r"speedups=([^ ]+?)(?:[,.:] |\.?$)", refused.value.fix):
         assemble(on(way, machine, shard, other, device=device))
@@ -231,8 +231,8 @@ def test_a_resumed_run_has_the_speedups_of_its_start(speedups, tiny_set):
 
 def test_a_users_speedup_is_named_by_its_reference(tmp_path, monkeypatch):
     (tmp_path / "my_own.py").write_text(
-        "from flatout.assembly.recipe import Promise, Speedup\n"
-        'FAST = Speedup(name="fast", saves="time", promise=Promise.exact(), '
+        "from flatout.assembly.recipe import Tolerance, Speedup\n"
+        'FAST = Speedup(name="fast", saves="time", tolerance=Tolerance.exact(), '
         'fills={"matmul": "high"})\n'
         "class Model: ...\n"
     )
@@ -288,12 +288,12 @@ def test_train_precision_and_speedups_must_agree():
         on("auto,+bf16", CPU, "train.precision=fp32")
 
 
-def test_a_precision_is_never_provided_by_a_speedup_that_is_left_out():
+def test_a_precision_is_never_provided_by_a_speedup_that_is_omitted():
     found = on("auto,-bf16-products", NARROW, "train.precision=bf16")
     assert found & {"bf16", "bf16-products"} == {"bf16"}
     for request, machine in (("auto,-bf16", HOPPER), ("auto,-bf16,-bf16-products", NARROW)):
         device = "cuda" if machine.gpus else "cpu"
-        with pytest.raises(ConfigError, match="speedups leaves out") as refused:
+        with pytest.raises(ConfigError, match="speedups omits") as refused:
             on(request, machine, "train.precision=bf16", device=device)
         assert "Set train.precision=auto, or speedups=auto" in refused.value.fix
     with pytest.raises(HardwareError, match=r"bfloat16 needs compute capability 8\.0"):
@@ -341,10 +341,10 @@ def test_underscores_are_accepted_for_hyphens():
     [
         ("auto,-fusedadamw", "Did you mean 'fused-adamw'"),
         ("none,bf16", "none and for others"),
-        ("compile,-compile", "'compile' and leaves it out"),
-        ("auto,-fused_adamw,+fused-adamw", "'fused-adamw' and leaves it out"),
+        ("compile,-compile", "'compile' and omits it"),
+        ("auto,-fused_adamw,+fused-adamw", "'fused-adamw' and omits it"),
     ],
 )
-def test_an_invalid_request_is_refused(request_, message):
+def test_an_invalid_request_is_rejected(request_, message):
     with pytest.raises(ConfigError, match=message):
         parse_request(request_)

@@ -52,7 +52,7 @@ class World:
             file.write(data)
 
     def protect(self, name: str) -> None:
-        """Refuse to write in a directory; file permissions do not apply to every user."""
+        """Reject to write in a directory; file permissions do not apply to every user."""
         folder = self.path / name
 
         def refused(path: object) -> bool:
@@ -102,7 +102,7 @@ def case(
     spoil: Callable[[World], None] = nothing,
     **more: object,
 ) -> Case:
-    """Return a case; a single text need not be a tuple."""
+    """Return a case. A single text need not be a tuple."""
     names, fix = ((texts,) if isinstance(texts, str) else texts for texts in (names, fix))
     return Case(wrong, line, names, fix, spoil, **more)
 

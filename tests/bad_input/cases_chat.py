@@ -154,14 +154,14 @@ CASES = [
     Case(
         "--chat for text without rows",
         f"prepare book.txt {NEW} --chat chatml",
-        ("book.txt", "no conversations"),
-        ("Leave --chat out",),
+        ("book.txt", "no chat data"),
+        ("Remove --chat",),
     ),
     Case(
         "--chat and --mask-field",
         f"prepare chat.jsonl {NEW} --chat chatml --mask-field prompt",
         ("--mask-field", "--chat"),
-        ("Leave one of the two out",),
+        ("Remove one of the two",),
         chat_rows(),
     ),
     Case(
@@ -179,9 +179,9 @@ CASES = [
         chat_rows(),
     ),
     Case(
-        "a chat with a run that was not trained on conversations",
+        "a chat with a run that was not trained on chat data",
         "chat runs/first",
-        ("runs/first", "not trained on conversations"),
+        ("runs/first", "not trained on chat data"),
         ("--chat-template chatml",),
     ),
     Case("a chat with a run that does not exist", "chat frist", ("frist",), ("runs/first",)),

@@ -52,7 +52,7 @@ an export of a step that was not saved
     no checkpoint of step 77 -> Steps that have one: 2
 an export into a directory with other files
     export first --out data
-    data has files that are not of an export -> another --out DIR
+    data contains files that are not of an export -> a different --out DIR
 an export in place of a file
     export first --out book.txt
     book.txt is not a directory -> --out DIR
@@ -60,7 +60,7 @@ an export in place of a file
     Case(
         "an export in place of an earlier one",
         "export first --out hf",
-        ("hf has an export already",),
+        ("hf already contains an export",),
         ("--overwrite",),
         spoil=exported,
     ),

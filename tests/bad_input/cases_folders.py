@@ -277,7 +277,7 @@ a file instead of the run directory
         foreign_code,
     ),
     Case(
-        "a URL that is read through another file system",
+        "a URL that is read through a different file system",
         "inspect reference://data::https://example.org/data.json",
         ("reference://data",),
         ("without `::`",),

@@ -16,7 +16,7 @@ CASES = [
     *table("""
 a rank of 0
     train my.yaml lora.rank=0 train.init_from=runs/first
-    lora.rank=0 | at least 1 -> leave it out
+    lora.rank=0 | at least 1 -> remove it
 a rank above that of a layer
     train my.yaml lora.rank=17 train.init_from=runs/first
     lora.rank=17 | q | 16 x 16 -> Set lora.rank to 16 or less
@@ -34,7 +34,7 @@ Muon
     optim.kind=muon -> optim.kind=adamw
 a base in bf16 without matmuls in bf16
     train my.yaml lora.rank=4 lora.base_dtype=bf16 train.init_from=runs/first
-    lora.base_dtype=bf16 | fp32 products -> lora.base_dtype=fp32
+    lora.base_dtype=bf16 | fp32 matmuls -> lora.base_dtype=fp32
 """),
     Case(
         "adapters whose base was deleted",

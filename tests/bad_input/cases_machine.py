@@ -21,7 +21,7 @@ CASES = [
         "the GPU of a Mac on another machine",
         "train my.yaml train.device=mps",
         ("train.device=mps", "a Mac"),
-        ("Leave train.device out",),
+        ("Remove train.device",),
         lambda w: w.patch.setattr("torch.backends.mps.is_available", lambda: False),
     ),
     *table("""
@@ -58,7 +58,7 @@ a stored run on processes that its steps do not divide among
         "more processes than torchrun started",
         "train my.yaml train.devices=3",
         ("train.devices=3", "2 were started"),
-        ("Leave train.devices out",),
+        ("Remove train.devices",),
         lambda w: [w.patch.setenv(*one) for one in UNDER_TORCHRUN.items()],
     ),
     Case(
@@ -84,7 +84,7 @@ a stored run on processes that its steps do not divide among
     *table("""
 a speedup that needs a GPU
     train my.yaml speedups=tf32
-    'tf32' -> Leave it out: speedups=none
+    'tf32' -> Remove it: speedups=none
 a plan for a machine that is not known
     plan my.yaml --machine '8x H1000'
     'H1000' -> 'H100'
@@ -93,7 +93,7 @@ a plan for a card of several kinds
     'A800' | several -> a800-pcie-80gb
 a plan of a CPU run for a GPU
     plan my.yaml --machine H100
-    train.device=cpu | H100 -> Leave one of the two out
+    train.device=cpu | H100 -> Remove one of the two
 a plan without a vocabulary size
     plan my.yaml data.path=data/none
     vocabulary size -> model.vocab_size

@@ -86,7 +86,7 @@ a mirror in memory
     Case(
         "the directory of the run as its mirror",
         "train my.yaml --run-dir runs/new",
-        ("the mirror would be ", "runs/new has the run itself"),
+        ("the mirror would be ", "runs/new contains the run itself"),
         ("a directory elsewhere",),
         in_runs,
     ),
@@ -101,7 +101,7 @@ a mirror in memory
         "a mirror with another run of that name",
         "train my.yaml --run-dir runs/new train.seed=5",
         ("/mirror/new contains a run with other settings", "train.seed: 0 -> 5"),
-        ("--run-dir DIR", "another checkpoint.mirror"),
+        ("--run-dir DIR", "a different checkpoint.mirror"),
         with_run,
         progress="has no checkpoint: restoring it from file://",
     ),

@@ -1,4 +1,4 @@
-"""Models of other programs as train.init_from."""
+"""Models of other tools as train.init_from."""
 
 import json
 import pathlib
@@ -40,7 +40,7 @@ def pickled_code(world: World) -> None:
 
 
 def with_weights(world: World, change: str) -> None:
-    """Remove a tensor, give it another shape, or spoil one of its values."""
+    """Remove a tensor, give it a different shape, or spoil one of its values."""
     weights = foreign_weights(MODEL)
     name = "model.layers.1.mlp.up_proj.weight"
     if change == "missing":
@@ -53,7 +53,7 @@ def with_weights(world: World, change: str) -> None:
 
 
 def to_convert(world: World, *names: str) -> None:
-    """Write a recipe without a shape, and files that identify another program's model."""
+    """Write a recipe without a shape, and files that identify another tool's model."""
     world.write("bare.yaml", BARE)
     for name in names:
         world.write(f"theirs/{name}", b"GGUF" + bytes(60) if name.endswith("gguf") else "{}")
@@ -139,7 +139,7 @@ CASES = [
         lambda w: with_weights(w, "missing"),
     ),
     Case(
-        "a model with a tensor of another shape",
+        "a model with a tensor of a different shape",
         LINE,
         ("up_proj.weight is [40, 32], and its configuration means [48, 32]",),
         ("Get all files again",),
@@ -148,7 +148,7 @@ CASES = [
     Case(
         "a model with a value that is not a number",
         LINE,
-        ("up_proj.weight of theirs has values that are not finite",),
+        ("up_proj.weight of theirs contains values that are not finite",),
         ("damaged", "diverged"),
         lambda w: with_weights(w, "nan"),
         progress="Starting with the weights",
@@ -178,14 +178,14 @@ CASES = [
         "a model of an unknown architecture",
         LINE,
         ("the architecture 'mamba', which flatout does not read",),
-        ("Start from another model; docs/import-models.md",),
+        ("Start from a different model. docs/import-models.md",),
         lambda w: model(w, model_type="mamba"),
     ),
     Case(
         "a model that flatout cannot compute",
         LINE,
         ("scales rotary positions by 'yarn'",),
-        ("Start from another model",),
+        ("Start from a different model",),
         lambda w: model(w, rope_scaling={"rope_type": "yarn", "factor": 4.0}),
     ),
     Case(
@@ -196,10 +196,10 @@ CASES = [
         lambda w: model(w, quantization_config={"bits": 4}),
     ),
     Case(
-        "a recipe with another shape than the model",
+        "a recipe with a different shape than the model",
         "train my.yaml train.init_from=theirs",
         ("model.d_model is 16 here and 32 there",),
-        ("Leave the model's shape out of the recipe",),
+        ("Remove the model's shape from the recipe",),
         model,
     ),
     Case(
@@ -213,7 +213,7 @@ CASES = [
         "a file of weights that do not tell what they are",
         "train bare.yaml train.init_from=best_model.pt",
         ("best_model.pt has no config.json", "do not tell its architecture"),
-        ("Put the model's config.json beside the weights",),
+        ("Put the model's config.json next to the weights",),
         unnamed,
     ),
     Case(

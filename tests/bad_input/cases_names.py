@@ -166,7 +166,7 @@ a step without a checkpoint
     'newest' -> best, last
 an empty text to stop at
     generate runs/first --stop ''
-    --stop must not be empty -> leave it out
+    --stop must not be empty -> remove it
 a directory of runs that does not exist
     runs rnus
     rnus -> flatout runs
@@ -181,7 +181,7 @@ a directory of runs that does not exist
     *table("""
 a limit of questions, and no tasks
     eval runs/first --limit 5
-    --limit | --tasks -> Leave --limit out, or add --tasks
+    --limit | --tasks -> Remove --limit, or add --tasks
 tasks together with validation text
     eval runs/first --tasks hellaswag --max-tokens 100
     --tasks and --max-tokens exclude each other -> --limit

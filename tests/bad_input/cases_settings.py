@@ -19,28 +19,28 @@ NaN written as in Python
     optim.lr='nan' -> 0.001
 a negative number of steps
     train my.yaml train.steps=-5
-    train.steps=-5 | at least 1 -> leave it out
+    train.steps=-5 | at least 1 -> remove it
 a fractional number of steps
     train my.yaml train.steps=1.5
-    train.steps=1.5 | a whole number -> leave it out
+    train.steps=1.5 | a whole number -> remove it
 a profile of steps beyond the end of the run
     profile my.yaml --skip 50
-    Steps 51 to 53 do not exist | 2 steps -> Leave out --skip | train.steps=53
+    Steps 51 to 53 do not exist | 2 steps -> Remove --skip | train.steps=53
 an infinite time limit of `tune`
     tune my.yaml --minutes inf
-    '--minutes' | not finite -> Leave --minutes out for the default, 15
+    '--minutes' | not finite -> Remove --minutes for the default, 15
 a time limit in which `tune` cannot measure anything
     tune my.yaml --minutes 0.5
-    '--minutes' | x>=1 -> Leave --minutes out for the default, 15
+    '--minutes' | x>=1 -> Remove --minutes for the default, 15
 a price per hour that is not a number
     plan my.yaml --price-per-hour nan
-    '--price-per-hour' | not finite -> Leave --price-per-hour out
+    '--price-per-hour' | not finite -> Remove --price-per-hour
 a profile of thousands of steps
     profile my.yaml --steps 2000
     --steps 2000 | may not fit in memory -> Profile at most 100 steps
 a profile of no steps
     profile my.yaml --steps 0
-    '--steps' | x>=1 -> Leave --steps out for the default, 3
+    '--steps' | x>=1 -> Remove --steps for the default, 3
 an unknown precision
     train my.yaml train.precision=bf17
     train.precision='bf17' | 'bf16' -> auto
@@ -52,7 +52,7 @@ no bad step allowed
     train.max_bad_steps=0 | at least 1 -> default, 10
 a limit that ordinary steps exceed
     train my.yaml train.skip_spikes=1
-    train.skip_spikes=1 | at least 3 -> leave it out
+    train.skip_spikes=1 | at least 3 -> remove it
 an unknown answer to divergence
     train my.yaml train.on_divergence=restart
     train.on_divergence='restart' | 'rewind' -> stop
@@ -73,7 +73,7 @@ a width that the heads do not divide
     model.d_model=16 | model.num_heads=3 -> model.num_heads=
 a vocabulary smaller than the data's
     train my.yaml model.vocab_size=10
-    model.vocab_size=10 | data/book | 257 -> Leave model.vocab_size out
+    model.vocab_size=10 | data/book | 257 -> Remove model.vocab_size
 """),
     Case(
         "two lengths for one run",
@@ -109,13 +109,13 @@ only one beta
     none,tf32 -> none alone
 two speedups for one slot
     train my.yaml speedups=bf16,fp16
-    'bf16' | 'fp16' -> Leave out one of the two: speedups=bf16 or speedups=fp16
+    'bf16' | 'fp16' -> Remove one of the two: speedups=bf16 or speedups=fp16
 a precision and a speedup that contradict each other
     train my.yaml train.precision=fp32 speedups=auto,+bf16
     train.precision=fp32 | bf16 -> train.precision=bf16
-a precision whose speedup is left out
+a precision whose speedup is omitted
     train my.yaml train.precision=bf16 speedups=auto,-bf16
-    train.precision=bf16 | 'bf16' | leaves out -> train.precision=auto | speedups=auto
+    train.precision=bf16 | 'bf16' | omits -> train.precision=auto | speedups=auto
 a negative temperature
     generate runs/first --temperature -1
     -1 -> 0
@@ -136,7 +136,7 @@ two run directories
     --run-dir and --run | runs/a | runs/b -> --run-dir once
 an empty run directory
     train my.yaml --run-dir ''
-    '--run-dir' | empty -> Leave --run-dir out
+    '--run-dir' | empty -> Remove --run-dir
 --resume that is neither a word nor a run
     train my.yaml --resume no
     --resume no -> 'never' | auto, never, or the path
@@ -157,14 +157,14 @@ a share of a mix that is too small
     data/code | the smallest share is 1 sequence in 65,536 -> 15.4 or more
 an empty --stop
     generate runs/first --stop ''
-    --stop must -> leave it out
+    --stop must -> remove it
 a seed for `generate` that is too large
     generate runs/first --seed 99999999999999999999
     seed 99999999999999999999 -> below
 a URL as --out of `tune`
     tune my.yaml --out s3://bucket/tuned.yaml
     --out s3://bucket/tuned.yaml is a URL -> a local path
-a file of another program as --out of `tune`
+a file of another tool as --out of `tune`
     tune my.yaml --out my.yaml
     my.yaml exists | did not write it -> --out FILE
 a misspelt word of `tune --only`
@@ -177,7 +177,7 @@ nothing to tune
     Case(
         "aliases that stand for millions of values",
         "train aliases.yaml",
-        ("aliases.yaml has more than 50,000 values",),
+        ("aliases.yaml contains more than 50,000 values",),
         ("what an alias (*name) stands for counts each time",),
         lambda w: w.write("aliases.yaml", ALIASES),
     ),

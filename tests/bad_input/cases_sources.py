@@ -11,7 +11,7 @@ NEW = "--out data/new --tokenizer byte"
 
 
 def unreadable_tokenizer(world: World) -> None:
-    """Refuse to read a tokenizer; file permissions do not apply to every user."""
+    """Reject to read a tokenizer; file permissions do not apply to every user."""
     read = Path.read_bytes
 
     def guarded(path: Path) -> bytes:

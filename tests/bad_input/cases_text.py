@@ -94,10 +94,10 @@ CASES = [
         "cp1253",
     ),
     case(
-        "text in another encoding than the one stated",
+        "text in a different encoding than the one stated",
         f"prepare notes.txt {NEW} --encoding UTF-32",
         ("notes.txt", "is not utf-32", "offset 0"),
-        "another --encoding",
+        "a different --encoding",
         written("notes.txt", "some text".encode("utf-16")),
     ),
     case(
@@ -202,16 +202,21 @@ CASES = [
         "--out that contains another dataset",
         "prepare rows.jsonl --out data/book --tokenizer byte",
         ("data/book", "book.txt", "rows.jsonl"),
-        "another --out",
+        "a different --out",
     ),
     case(
-        "another tokenizer for an existing dataset",
+        "a different tokenizer for an existing dataset",
         "prepare book.txt --out data/book --tokenizer char",
         ("data/book", "'byte'", "'char'"),
-        "another --out",
+        "a different --out",
     ),
-    case("--out that contains other files", "prepare book.txt --out runs", "runs", "another --out"),
-    case("a file as --out", "prepare book.txt --out my.yaml", "my.yaml", "another --out"),
+    case(
+        "--out that contains other files",
+        "prepare book.txt --out runs",
+        "runs",
+        "a different --out",
+    ),
+    case("a file as --out", "prepare book.txt --out my.yaml", "my.yaml", "a different --out"),
     case(
         "--out without write permission",
         "prepare book.txt --out closed/new --tokenizer byte",
@@ -244,7 +249,7 @@ CASES = [
         "a tokenizer whose characters share an id",
         "prepare book.txt --out data/new --tokenizer shared.json",
         ("shared.json", "'a' and 'b' the same id, 1"),
-        "an id of its own",
+        "a separate id",
         written(
             "shared.json",
             '{"version": "1.0", "added_tokens": [], "model": {"type": "BPE", "merges": [], '
@@ -261,7 +266,7 @@ CASES = [
         "--max-documents 0",
         f"prepare book.txt {NEW} --max-documents 0",
         ("'--max-documents'", "x>=1"),
-        "Leave --max-documents out",
+        "Remove --max-documents",
     ),
     case(
         "a source with an unknown parameter",

@@ -1,4 +1,4 @@
-"""Tokens and weights that other programs wrote."""
+"""Tokens and weights that other tools wrote."""
 
 import json
 
@@ -31,7 +31,7 @@ def expanded_chunk(world: World, size: int) -> None:
 
 
 def weights(world: World, name: str) -> None:
-    """Write another program's model with torch.save."""
+    """Write another tool's model with torch.save."""
     import torch
 
     torch.save({"model": torch.zeros(3)}, world.path / name)
@@ -110,7 +110,7 @@ CASES = [
         written("train.bin", bytes(range(256)) * 8 + b"\0"),
     ),
     case(
-        "raw tokens of another tokenizer",
+        "raw tokens of a different tokenizer",
         "import train.bin --out data/new --tokenizer byte",
         ("train.bin, token 1", "outside the vocabulary"),
         "--tokenizer",
@@ -149,7 +149,7 @@ CASES = [
         "a split of tokens that have one",
         "import . --out data/new --tokenizer byte --split 'tail 0.5'",
         ("val.bin", "'tail 0.5'"),
-        "Leave --split out",
+        "Remove --split",
         lambda w: (w.write("train.bin", b"\1\0" * 9), w.write("val.bin", b"\1\0" * 9)),
     ),
     case(
@@ -167,7 +167,7 @@ CASES = [
         lambda w: mapped_index(w, sequences=9),
     ),
     case(
-        "a Megatron index of another program",
+        "a Megatron index of another tool",
         "import old.bin --out data/new --tokenizer byte",
         ("old.idx", "not an index of Megatron"),
         "move the .idx file away",
@@ -188,7 +188,7 @@ CASES = [
         litdata,
     ),
     case(
-        "weights of another program for `inspect`",
+        "weights of another tool for `inspect`",
         "inspect best_model.pt",
         "best_model.pt is a PyTorch file",
         "train.init_from=best_model.pt",
@@ -284,7 +284,7 @@ CASES = [
         lambda w: expanded_chunk(w, 9_000),
     ),
     case(
-        "a chunk from another tokenizer",
+        "a chunk from a different tokenizer",
         IMPORT,
         ("chunk_000000.pt, token 2", "999", "257"),
         "--tokenizer",
@@ -304,7 +304,7 @@ CASES = [
         "an import into a directory with another dataset",
         f"{IMPORT} --split 'tail 0.5'",
         ("data/new", "split is 'tail 0.1', and 'tail 0.5' is requested"),
-        "another --out",
+        "a different --out",
         lambda w: (tensor(w, [1, 2, 256] * 10), chunks_imported(w)),
     ),
     case(
@@ -333,7 +333,7 @@ CASES = [
         "length-buckets with a mix",
         "train my.yaml speedups=+length-buckets 'data.mix={data/book: 3, data/more: 1}'",
         ("'length-buckets'", "mix"),
-        "Leave it out: speedups=auto",
+        "Remove it: speedups=auto",
         second_dataset,
     ),
 ]

@@ -24,7 +24,7 @@ CASES = [
     *table("""
 a key for `verify` without --resume
     verify data/book optim.lr=1
-    uses optim.lr=1 only with --resume -> Leave optim.lr=1 out
+    uses optim.lr=1 only with --resume -> Remove optim.lr=1
 --steps of `verify` that are not two numbers
     verify --resume my.yaml --steps ten
     --steps 'ten' is not two numbers -> --steps 5,5
@@ -48,7 +48,7 @@ a key for `verify` without --resume
     my.yaml is a recipe -> `flatout verify --resume my.yaml`
 --keep of `checkpoints` with --quick
     checkpoints first --keep 1 --quick
-    --quick does not find out which ones are valid -> Leave --quick out
+    --quick does not find out which ones are valid -> Remove --quick
 """),
     Case(
         "`verify` of a run without checkpoints",

@@ -12,10 +12,10 @@ another tool's switch, turned off
     'bf16' -> train.precision=fp32
 another tool's key, misspelt
     train my.yaml gradient_clp=1
-    'gradient_clp' | other tools have 'gradient_clip' -> 'optim.clip'
+    'gradient_clp' | Other tools have 'gradient_clip' -> 'optim.clip'
 another tool's key that flatout does not need
     train my.yaml pin_memory=true
-    'pin_memory' -> Leave it out | pinned memory
+    'pin_memory' -> Remove it | pinned memory
 another tool's key without a counterpart
     train my.yaml model.shared_attention_norm=true
     'model.shared_attention_norm' -> no counterpart | norms of their own
@@ -46,13 +46,13 @@ the recipe as an option
     '--config' -> flatout train RECIPE
 `--resume` as a switch
     train my.yaml --resume
-    '--resume' requires an argument -> Leave --resume out for the default, auto
+    '--resume' requires an argument -> Remove --resume for the default, auto
 another tool's option of preparation
     prepare book.txt --out data/new --num_proc 8
     '--num_proc' -> Did you mean '--workers'?
 an option of preparation that nothing needs
     prepare book.txt --out data/new --chunk_size 1024
-    '--chunk_size' -> Leave it out | data.seq_len
+    '--chunk_size' -> Remove it | data.seq_len
 a config to convert that does not exist
     convert old.yaml --out new.yaml
     old.yaml -> Check the path

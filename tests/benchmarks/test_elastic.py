@@ -13,7 +13,7 @@ def test_runs_that_lose_a_process_or_a_machine_end_with_the_same_losses(benchmar
     assert process["is_complete"]
     assert machine["is_complete"]
     assert process["error"] == 0.0, "the number of processes stays"
-    assert machine["error"] < 1e-4, "fewer processes add in another order"
+    assert machine["error"] < 1e-4, "fewer processes add in a different order"
 
 
 def test_the_table_counts_runs_that_end(benchmark):

@@ -9,7 +9,7 @@ from flatout.commands.prepare import prepare
 pytestmark = pytest.mark.slow
 
 
-def test_every_guard_is_timed_and_left_out(benchmark, tmp_path):
+def test_every_guard_is_timed_and_omitted(benchmark, tmp_path):
     prepare(["synthetic:documents=2000,words=300,seed=0"], out=tmp_path / "data", tokenizer="byte")
     found = benchmark.measure(tmp_path / "data", 0.0, 20)
     assert len(found["pairs"]) == 1

@@ -24,7 +24,7 @@ def test_ways_take_turns_in_alternating_order(benchmark):
     assert found == {"a": [3, 6], "b": [4, 5]}
 
 
-def test_a_table_has_its_figures_in_cells_and_notes_below(benchmark):
+def test_a_table_has_its_numbers_in_cells_and_notes_below(benchmark):
     rows = [("first", "", benchmark.spread([3.0, 1.0, 2.0], 1)), ("second", 7, "")]
     assert benchmark.markdown("| a | b", rows, "A note.", "Another.") == (
         "| | a | b |\n|---|---|---|\n| first | | 2.0 (1.0 to 3.0) |\n| second | 7 | |\n\n"
@@ -38,7 +38,7 @@ def test_a_failed_command_ends_the_benchmark_with_its_errors(benchmark):
         benchmark.json_of([sys.executable, "-c", "1 / 0"])
 
 
-def test_figures_are_saved_without_git_too(benchmark, tmp_path, monkeypatch):
+def test_numbers_are_saved_without_git_too(benchmark, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     found = benchmark.facts()
     assert found["commit"] == "unknown"

@@ -18,15 +18,21 @@ def sample_report():
     gain = Figure(median=1.01, low=0.98, high=1.04)
     known = {"repeats": 5, "tokens_per_s": rate}
     prefetch = known | {"gain": gain, "verdict": gain.verdict()}
-    rungs = [
+    rows = [
         Row(name="baseline", kind="baseline", **known),
         Row(name="+ prefetch", kind="added", **prefetch),
     ]
-    about = {"kind": "ladder", "recipe": "mine", "config": {}, "config_digest": "", "commit": None}
+    about = {
+        "kind": "ablation",
+        "recipe": "mine",
+        "config": {},
+        "config_digest": "",
+        "commit": None,
+    }
     machine = {"machine": "a CPU", "environment": {}, "path": "bench/mine", "began": "now"}
     limits = {"wall_s": 1.0, "minutes": 6.0, "repeats": 5, "complete": True}
     total = {"total_speedup": 2.16, "total_speedup_low": 2.1, "total_speedup_high": 2.2}
-    return Bench(**about, **machine, **limits, **total, notes=[], rungs=rungs, trials=[])
+    return Bench(**about, **machine, **limits, **total, notes=[], rows=rows, trials=[])
 
 
 @pytest.fixture
@@ -49,7 +55,7 @@ def run(*words):
     return stopped.value.code
 
 
-def test_json_contains_the_rungs_and_the_total(measured, capsys, tmp_path, tiny_set):
+def test_json_contains_the_rows_and_the_total(measured, capsys, tmp_path, tiny_set):
     out = str(tmp_path / "out")
     words = ("shakespeare-char", f"data.path={tiny_set}", "--minutes", "6", "--out", out)
     assert run(*words, "--json") == 0
@@ -57,8 +63,8 @@ def test_json_contains_the_rungs_and_the_total(measured, capsys, tmp_path, tiny_
     assert found["total_speedup"] == 2.16
     assert (found["total_speedup_low"], found["total_speedup_high"]) == (2.1, 2.2)
     assert found["path"] == out
-    assert [rung["name"] for rung in found["rungs"]] == ["baseline", "+ prefetch"]
-    assert found["rungs"][1]["gain"] == {"median": 1.01, "low": 0.98, "high": 1.04}
+    assert [row["name"] for row in found["rows"]] == ["baseline", "+ prefetch"]
+    assert found["rows"][1]["gain"] == {"median": 1.01, "low": 0.98, "high": 1.04}
     assert (measured["minutes"], measured["repeats"]) == (6, None)
     assert measured["config"].data.path == str(tiny_set)
 

@@ -75,7 +75,7 @@ def test_an_export_answers_as_its_run_does(run, tmp_path, to):
         generate(made.path, checkpoint="last")
 
 
-def test_a_model_without_a_tokenizer_or_a_template_is_refused(run, tmp_path):
+def test_a_model_without_a_tokenizer_or_a_template_is_rejected(run, tmp_path):
     made = Path(export(run, "huggingface", tmp_path / "export").path)
     settings = json.loads((made / "tokenizer_config.json").read_text())
     (made / "flatout.json").unlink()
@@ -164,7 +164,7 @@ def test_an_unknown_command_is_answered_with_the_commands(run, monkeypatch):
     assert "/quit ends" in found.value.fix
 
 
-def test_what_does_not_fit_the_context_is_refused(run, monkeypatch, capsys):
+def test_what_does_not_fit_the_context_is_rejected(run, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", Keyboard("x" * 100 + "\nHi\n"))
     pieces = []
     result = chat(run, max_tokens=4, write=pieces.append)
@@ -175,7 +175,7 @@ def test_what_does_not_fit_the_context_is_refused(run, monkeypatch, capsys):
     assert "The system prompt does not fit" in err
 
 
-def test_turns_left_out_are_reported_on_standard_error(run, capsys, monkeypatch):
+def test_turns_omitted_are_reported_on_standard_error(run, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO(f"{'a' * 20}\n{'b' * 20}\n{'c' * 20}\n"))
     code, out, err = typed(capsys, run, "--max-tokens", 4)
     assert code == 0
@@ -184,7 +184,7 @@ def test_turns_left_out_are_reported_on_standard_error(run, capsys, monkeypatch)
 
 
 def test_a_run_without_conversations_needs_a_named_template(tiny_run):
-    with pytest.raises(ConfigError, match="not trained on conversations") as found:
+    with pytest.raises(ConfigError, match="not trained on chat data") as found:
         chat(tiny_run, lines=["It was"])
     assert "--chat-template chatml" in found.value.fix
     letters = tiny_run.parent / "letters.jinja"
@@ -226,7 +226,7 @@ def test_another_chat_template_is_reported(run, tmp_path):
     assert load_template(run / "chat_template.json").name == "plain"
     prepare("capitals:documents=20", other, tokenizer="byte", chat="chatml", workers=1)
     assert evaluate(run, data=[other], progress=progress).tokens > 0
-    assert any("another chat template" in line for line in said)
+    assert any("a different chat template" in line for line in said)
     mix = f"data.mix={{{other}: 1, {run.parents[1] / 'data'}: 1}}"
     train(load_config(None, [*SHAPE, mix]), run=tmp_path / "mixed", progress=progress)
     assert load_template(tmp_path / "mixed" / "chat_template.json").name == "chatml"

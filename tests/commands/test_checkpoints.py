@@ -42,7 +42,7 @@ def test_every_checkpoint_is_listed_with_its_losses(fox):
     assert [row.split()[0] for row in rows] == ["1", "2", "3"]
 
 
-def test_a_damaged_one_is_not_valid_and_says_why(fox):
+def test_a_damaged_one_is_not_valid_and_shows_why(fox):
     spoil(fox, 2)
     (catalog.checkpoint_path(fox, 1) / "state.json").unlink()
     first, second, third = checkpoints(fox).items

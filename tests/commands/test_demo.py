@@ -173,7 +173,7 @@ def test_a_demo_that_was_timed_on_a_busy_machine_is_timed_again(quick, monkeypat
         (bytes(range(256)), "it looks like a binary file", "Name a text file"),
     ],
 )
-def test_unusable_files_are_refused(quick, content, message, fix):
+def test_unusable_files_are_rejected(quick, content, message, fix):
     if content is not None:
         (quick / "a.txt").write_bytes(content)
     with pytest.raises(DataError, match=message) as raised:
@@ -182,11 +182,11 @@ def test_unusable_files_are_refused(quick, content, message, fix):
     assert "--" not in raised.value.fix
 
 
-def test_paths_that_are_not_text_files_are_refused(quick):
+def test_paths_that_are_not_text_files_are_rejected(quick):
     for path, message in (
-        (quick, "is a directory; demo takes one text file"),
+        (quick, "is a directory. `demo` takes one text file"),
         ("/dev/null", "/dev/null is not a regular file"),
-        ("https://example.org/book.txt", "is a URL; demo takes one text file"),
+        ("https://example.org/book.txt", "is a URL. `demo` takes one text file"),
     ):
         with pytest.raises(DataError, match=message):
             demo(Path(path))

@@ -16,7 +16,7 @@ from flatout.config.schema import load_config
 from flatout.measure.diagnose import diagnosis
 from flatout.measure.diagnose.diagnose import diagnose_recipe
 from flatout.measure.diagnose.diagnosis import diagnosis_of
-from flatout.measure.steps.evidence import Evidence, Failure, Phases, Roof
+from flatout.measure.steps.evidence import Evidence, Failure, Phases, Roofline
 
 
 @pytest.fixture
@@ -33,7 +33,9 @@ def measured(monkeypatch, tiny_config):
             device="cpu",
             step_s=0.09 + wait_s,
             phases=Phases(data_wait_s=wait_s, compute_s=0.09),
-            roof=Roof(peak_tflops=0.2, peak_source="measured here", mfu=0.5, tokens_per_s=1000),
+            roofline=Roofline(
+                peak_tflops=0.2, peak_source="measured here", mfu=0.5, tokens_per_s=1000
+            ),
             tokens_per_step=128,
             remaining_s=600,
             notes=("No profiler.",),
@@ -58,14 +60,14 @@ def result_of(capsys):
     return json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
-def test_json_has_verdict_shares_roof_and_findings(measured, capsys, tiny_set):
+def test_json_contains_verdict_shares_roofline_and_findings(measured, capsys, tiny_set):
     assert run("demo-char", f"data.path={tiny_set}", "--json") == 0
     out = capsys.readouterr().out
     found = json.loads(out.splitlines()[-1], parse_constant=lambda word: pytest.fail(word))
     assert found["verdict"] == "25% of each step waits for data: 30 ms."
     assert found["shares"] == {"data_wait": 0.25, "compute": 0.75}
-    assert found["roof"]["mfu"] == 0.5
-    assert found["roof"]["achieved_tflops"] is None
+    assert found["roofline"]["mfu"] == 0.5
+    assert found["roofline"]["achieved_tflops"] is None
     assert [finding["name"] for finding in found["findings"]] == ["slow-data"]
     assert found["notes"] == ["No profiler."]
     assert found["recipe"] is None
@@ -77,7 +79,7 @@ def test_the_summary_fits_a_terminal(measured, capsys, tiny_set):
     out = capsys.readouterr().out
     assert out.startswith("25% of each step waits for data: 30 ms.\n")
     assert "  data wait   25%      30 ms  #####\n" in out
-    assert "50.0% of the roof of 0.2 TFLOP/s (measured here)" in out
+    assert "50.0% of the peak of 0.2 TFLOP/s (measured here)" in out
     assert "Fix: Read ahead in the background: add the speedup prefetch." in out
     assert "Note: No profiler." in out
     assert measured[0][1]["seconds"] == 2
@@ -140,8 +142,8 @@ def test_the_exit_code_is_that_of_training(measured, monkeypatch, tiny_set, sour
 
 def test_the_step_and_the_rate_beside_it_are_of_the_same_time():
     phases = Phases(compute_s=0.1, evaluation_s=0.06, checkpoint_s=0.04)
-    roof = Roof(tokens_per_s=1000.0)
-    found = Evidence(source="recorded run", step_s=0.2, phases=phases, roof=roof)
+    roofline = Roofline(tokens_per_s=1000.0)
+    found = Evidence(source="recorded run", step_s=0.2, phases=phases, roofline=roofline)
     text = diagnosis_of(found).text()
     assert "  500 tokens/s, saves and evaluations included\n  1,000 tokens/s without them\n" in text
 

@@ -77,10 +77,10 @@ def test_given_datasets_are_weighted_by_their_tokens(tiny_run, mixed_run):
     assert both.bits_per_byte == pytest.approx(bits / sum(sizes))
 
 
-def test_data_with_another_tokenizer_and_missing_data_are_refused(tiny_run, tmp_path):
+def test_data_with_another_tokenizer_and_missing_data_are_rejected(tiny_run, tmp_path):
     (tmp_path / "book.txt").write_text("It was a dark and stormy night. " * 50)
     prepare([str(tmp_path / "book.txt")], tmp_path / "bytes", tokenizer="byte", workers=1)
-    with pytest.raises(CheckpointError, match=r"another tokenizer.*--tokenizer"):
+    with pytest.raises(CheckpointError, match=r"a different tokenizer.*--tokenizer"):
         evaluate(str(tiny_run), data=[tmp_path / "bytes"])
     with pytest.raises(DataError, match="nowhere"):
         evaluate(str(tiny_run), data=[tmp_path / "nowhere"])
@@ -88,7 +88,7 @@ def test_data_with_another_tokenizer_and_missing_data_are_refused(tiny_run, tmp_
 
 @pytest.fixture
 def moved(tiny_run, tmp_path):
-    """Return the run in a copy of its project; the original path of its data does not exist."""
+    """Return the run in a copy of its project. The original path of its data does not exist."""
     run = shutil.copytree(tiny_run, tmp_path / "new" / "runs" / "tiny")
     shutil.copytree(tiny_run.parent.parent / "data", tmp_path / "new" / "data")
     config = read_config(run)
@@ -106,7 +106,7 @@ def test_data_that_was_moved_with_its_run_is_found(tiny_run, moved, monkeypatch)
     assert evaluate(moved, "last").val_loss == evaluate(tiny_run, "last").val_loss
 
 
-def test_other_data_at_the_same_path_is_refused(moved):
+def test_other_data_at_the_same_path_is_rejected(moved):
     elsewhere = moved.parent.parent / "data"
     shutil.rmtree(elsewhere)
     (moved.parent / "book.txt").write_text("It was a dark and stormy night. " * 50)

@@ -1,4 +1,4 @@
-"""`flatout export`: where it writes, what it says, and what it refuses."""
+"""`flatout export`: where it writes, what it says, and what it rejects."""
 
 import json
 import shutil
@@ -31,7 +31,7 @@ def test_an_export_is_described(tiny_run, tmp_path):
         f"| validation loss | {summary['val_loss']:.4f} nats per token |",
         f"| tokens trained on | {summary['tokens']:,} |",
         "| dataset | data |",
-        "AutoModelForCausalLM.from_pretrained(FOLDER)",
+        "AutoModelForCausalLM.from_pretrained(DIR)",
     ):
         assert part in card
     assert str(tiny_run.parent) not in card

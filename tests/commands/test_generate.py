@@ -87,7 +87,7 @@ def test_options_reach_the_sampler(tiny_run):
     ],
     ids=str,
 )
-def test_wrong_options_are_refused(tiny_run, options, error):
+def test_wrong_options_are_rejected(tiny_run, options, error):
     with pytest.raises(error):
         generate(str(tiny_run), **options)
 
@@ -159,7 +159,7 @@ def test_short_and_long_texts_have_the_requested_length(tiny_run, typed):
     assert found[len(long) :] == text(long[-32:], 20)[32:]
 
 
-def test_a_prompt_of_unknown_characters_is_refused_before_anything_is_shown(tiny_run, typed):
+def test_a_prompt_of_unknown_characters_is_rejected_before_anything_is_shown(tiny_run, typed):
     code, result, err = typed(tiny_run, "--prompt", "It \u00fcber")
     assert code == 2
     assert "U+00FC" in result["error"]

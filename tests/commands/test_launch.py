@@ -52,7 +52,7 @@ def test_odd_names_are_quoted_and_directories_are_made(tmp_path):
         ([], {"time": "later'; rm x"}, "--time"),
     ],
 )
-def test_options_that_the_file_cannot_contain_are_refused(words, options, said):
+def test_options_that_the_file_cannot_contain_are_rejected(words, options, said):
     with pytest.raises(ConfigError, match=said):
         launch("kubernetes", "gpt2-124m", [*WORDS, *words], **options)
 

@@ -85,8 +85,8 @@ def test_speedups_are_on_or_off_with_a_reason_and_fit_one_screen():
 
 def test_a_speedup_of_your_own_is_listed(tmp_path, monkeypatch, recipe):
     (tmp_path / "listed_own.py").write_text(
-        "from flatout.assembly.recipe import Promise, Speedup\n"
-        'FAST = Speedup(name="fast", saves="time", promise=Promise.exact())\n'
+        "from flatout.assembly.recipe import Tolerance, Speedup\n"
+        'FAST = Speedup(name="fast", saves="time", tolerance=Tolerance.exact())\n'
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     own = list_entries("speedups", recipe("speedups: auto,+listed_own:FAST\n")).items[-1]
@@ -166,7 +166,7 @@ def test_the_predicted_gain_is_shown_until_one_is_measured(with_gpus, monkeypatc
     assert "2%: half of 4%" not in list_entries("speedups", all=True).summary()
 
 
-def test_this_machine_is_listed_first_and_an_unknown_kind_refused():
+def test_this_machine_is_listed_first_and_an_unknown_kind_rejected():
     assert list_entries("machines").items[0]["name"] == "(this machine)"
     with pytest.raises(ConfigError, match="Did you mean 'recipes'"):
         list_entries("recipe")

@@ -82,7 +82,7 @@ def test_the_parts_of_the_memory_add_up(recipe):
         (["model.vocab_size=101", "lora.rank=2"], r"train\.init_from names none"),
     ],
 )
-def test_what_cannot_be_planned_is_refused_as_in_training(recipe, words, message):
+def test_what_cannot_be_planned_is_rejected_as_in_training(recipe, words, message):
     with pytest.raises(ConfigError, match=message):
         plan(recipe, [*ON_CPU, *words])
 
@@ -95,7 +95,7 @@ def test_a_dataset_that_is_here_gives_vocabulary_and_length(recipe, tiny_set, tm
     assert found.params_by_part["embedding"] == 32 * 257
     missing = tmp_path / "none"
     found = plan(recipe, [*ON_CPU, "model.vocab_size=101", f"data.path={missing}"])
-    note = f"{missing} is not a dataset yet, so the time leaves out the evaluations."
+    note = f"{missing} is not a dataset yet, so the time omits the evaluations."
     assert found.notes == [note]
     found = plan(recipe, [*overrides, "model.vocab_size=101"])
     assert (found.steps, found.tokens, found.wall_s, found.kwh, found.cost) == (None,) * 5
@@ -228,7 +228,7 @@ def test_a_custom_model_that_needs_values_has_no_memory_estimate(recipe, monkeyp
         (["train.device=cpu"], "H100", "contradict"),
     ],
 )
-def test_a_wrong_machine_is_refused_without_torch(words, machine, fix):
+def test_a_wrong_machine_is_rejected_without_torch(words, machine, fix):
     with pytest.raises(ConfigError, match=fix):
         plan("gpt2-124m", words, machine)
 

@@ -40,7 +40,7 @@ def test_the_summary_describes_the_dataset(book, tmp_path):
         f"{out}  written in",
         "10,502 tokens of 1 document (its end is for validation), 0.01 MB of text",
         "tokenizer char, vocabulary 15; split by tail 0.1",
-        "left out: 1 empty document",
+        "omitted: 1 empty document",
     ):
         assert part in result.summary()
     assert result.skipped == 1
@@ -58,7 +58,7 @@ def test_files_that_are_not_read_are_in_the_result_the_summary_and_the_manifest(
     texts = str(folder)
     result = prepare(texts, tmp_path / "out", tokenizer="byte")
     assert (result.skipped, result.skipped_by_reason) == (3, {".html file": 2, ".py file": 1})
-    left_out = f"left out: 2 .html files (first: {texts}/a.html)\n  left out: 1 .py file"
+    left_out = f"omitted: 2 .html files (first: {texts}/a.html)\n  omitted: 1 .py file"
     assert left_out in result.summary()
     skipped = Dataset.open(tmp_path / "out").manifest.skipped
     assert [(one.reason, one.count) for one in skipped] == [(".html file", 2), (".py file", 1)]
@@ -107,7 +107,7 @@ def test_duplicates_are_counted_in_the_summary(tmp_path):
     options = {"tokenizer": "byte", "split": "tail 0.7", "duplicates": "drop"}
     result = prepare([path], tmp_path / "out", **options)
     assert (result.documents, result.skipped) == (30, 20)
-    assert result.summary().endswith(f"left out: 20 duplicate documents (first: {path}, line 31)")
+    assert result.summary().endswith(f"omitted: 20 duplicate documents (first: {path}, line 31)")
 
 
 def test_val_is_repeatable_and_duplicates_of_training_text_are_dropped(book, tmp_path):
@@ -125,7 +125,7 @@ def test_val_is_repeatable_and_duplicates_of_training_text_are_dropped(book, tmp
     with pytest.raises(DataError, match=r"a.txt is both training and validation text"):
         made([str(tmp_path)], "new", val=[str(first)])
     dropped = made([str(book), str(first)], "new", val=[str(first)], duplicates="drop")
-    assert dropped.summary().endswith(f"left out: 1 duplicate document (first: {first})")
+    assert dropped.summary().endswith(f"omitted: 1 duplicate document (first: {first})")
 
 
 def test_the_engine_is_local_or_ray_and_excludes_parts(book, tmp_path):
@@ -135,7 +135,7 @@ def test_the_engine_is_local_or_ray_and_excludes_parts(book, tmp_path):
     with pytest.raises(UsageError, match=r"no engine named 'rai'.*Did you mean 'ray'"):
         made(engine="rai")
     for name, value in (("part", "1/2"), ("join", True)):
-        words = rf"--engine ray and --{name} cannot be combined.*Leave one of the two out"
+        words = rf"--engine ray and --{name} cannot be combined.*Remove one of the two"
         with pytest.raises(UsageError, match=words):
             made(engine="ray", **{name: value})
     assert made(engine="local").documents == 1

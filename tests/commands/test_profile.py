@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 def test_it_prints_the_profile_and_its_fields(tiny_run, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(profiles, "MAX_WARM_S", 0.0)
-    monkeypatch.setattr(profiles, "warn_of_busy_cores", lambda *_: None)
+    monkeypatch.setattr(profiles, "spin_less_beside_others", lambda *_: None)
     config, out = tiny_run / "config.yaml", tmp_path / "out"
     words = ["profile", str(config), "--steps", "1", "--out", str(out), "--json"]
     assert cli.execute(words) == 0

@@ -25,7 +25,7 @@ def test_a_run_is_uploaded_and_nothing_stays_behind(tiny_run, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["tiny", "acme/", "acme/a b", "https://x.org/acme/tiny"])
-def test_a_name_that_is_no_repository_is_refused(tiny_run, name):
+def test_a_name_that_is_no_repository_is_rejected(tiny_run, name):
     with pytest.raises(ConfigError, match="does not name a repository"):
         push(tiny_run, name)
 

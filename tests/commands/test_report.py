@@ -1,4 +1,4 @@
-"""`flatout report`: what it reads, where it writes, and what it refuses."""
+"""`flatout report`: what it reads, where it writes, and what it rejects."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ def sample_tuning():
     figures = {"tokens_per_s": rate, "gain": gain, "verdict": "x1.12", "peak_gib": 0.5}
     choice = Choice(
         name="batch.rows_per_device=8",
-        kind="put-in",
+        kind="add-one",
         part="batch",
         speedup=None,
         leaves_out=False,
@@ -27,9 +27,9 @@ def sample_tuning():
         status="ok",
         taken=True,
         repeats=5,
-        promise="rounding",
-        promise_kept=True,
-        promise_reason="20 losses, within 1e-04 promised",
+        tolerance="rounding",
+        within_tolerance=True,
+        tolerance_reason="20 losses, tolerance: 1e-04",
         **figures,
     )
     slower = {"name": "+ checkpointing", "taken": False, "verdict": "slower, x0.70"}

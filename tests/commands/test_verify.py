@@ -112,6 +112,6 @@ def test_a_changed_configuration_or_tokenizer_is_a_problem_of_the_run(run):
         ({"trust_code": True}, "--trust-code"),
     ],
 )
-def test_what_only_resume_uses_is_refused_without_it(folder, more, word):
+def test_what_only_resume_uses_is_rejected_without_it(folder, more, word):
     with pytest.raises(ConfigError, match=f"uses {word} only with --resume"):
         verify(folder, **more)

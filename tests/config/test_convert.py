@@ -211,7 +211,7 @@ def test_a_value_that_cannot_be_is_missing_and_leaves_the_others(key, value, why
 
 
 @pytest.mark.parametrize("name", [tool.name for tool in tools()])
-def test_what_a_config_leaves_out_is_what_its_tool_does(name):
+def test_what_a_config_omits_is_what_its_tool_does(name):
     found = converted(TOOLS[name])
     assert found.tool.name == name
     config = validate(nested(found.values))
@@ -277,7 +277,7 @@ def test_axolotl_has_no_adapters_without_its_switch(switch):
         ("num_generations", 8, None),
     ],
 )
-def test_a_config_that_trains_nothing_or_something_else_is_refused(key, stated, off):
+def test_a_config_that_trains_nothing_or_something_else_is_rejected(key, stated, off):
     with pytest.raises(ConfigError, match=key):
         convert(TOOLS["nanoGPT"] | {key: stated}, [])
     assert convert(TOOLS["nanoGPT"] | {key: off}, []).values
@@ -440,7 +440,7 @@ def test_a_length_in_steps_wins_over_epochs():
     assert found.items[0].why == "train.steps is set."
 
 
-def test_invalid_and_unknown_keys_are_listed_and_left_out():
+def test_invalid_and_unknown_keys_are_listed_and_omitted():
     document = {"learning_rate": "fast", "max_steps": 10, "dtype": "int4", "flux_capacitor": 3}
     found = converted(document | {"hub_token": "hf_abc"})
     assert found.values == {"train.steps": 10}
@@ -486,7 +486,7 @@ def test_python_values_are_literals_and_arithmetic(tmp_path):
         ("a.json", "{}", "a.json is not a mapping"),
     ],
 )
-def test_an_unreadable_config_is_refused(tmp_path, name, text, message):
+def test_an_unreadable_config_is_rejected(tmp_path, name, text, message):
     (tmp_path / name).write_text(text)
     with pytest.raises(ConfigError, match=message):
         read_settings(tmp_path / name)

@@ -87,4 +87,4 @@ def test_a_template_without_conversations_is_not_passed_on():
     document = {"datasets": [{"path": "a", "type": "alpaca"}], "chat_template": "chatml"}
     found = found_of(document)
     assert "--chat" not in found.options
-    assert item_of(found, "chat_template").why == "The rows are not conversations."
+    assert item_of(found, "chat_template").why == "The rows are not chat data."

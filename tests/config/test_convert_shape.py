@@ -55,7 +55,7 @@ def test_a_name_without_an_exact_shape_is_not_converted(name):
     found = converted({"model_name": name, **LITGPT})
     item = item_of(found, "model_name")
     assert item.outcome == "missing"
-    assert f"The name {name} does not state a shape" in item.why
+    assert f"The name {name} does not determine a shape" in item.why
     assert shape_of(found) == {"tied_head": False}
 
 
@@ -86,7 +86,7 @@ def test_litgpts_config_keeps_biases_and_parallel_residuals():
         "tied_head": False,
     }
     assert found.defaults["model_config.bias"] is True
-    assert item_of(found, "model_name").why == "The keys of model_config state the shape."
+    assert item_of(found, "model_name").why == "The keys of model_config set the shape."
     own = sizes | {"bias": False, "parallel_residual": False, "mlp_class_name": "LLaMAMLP"}
     stated = shape_of(converted({"model_config": own, **LITGPT}))
     assert (stated["bias"], stated["parallel_residual"]) == (False, False)

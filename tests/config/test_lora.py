@@ -28,7 +28,7 @@ def test_a_config_without_adapters_has_no_section():
 @pytest.mark.parametrize(
     ("overrides", "message", "fix"),
     [
-        ("lora.rank=0", "lora.rank=0 is not valid: it must be at least 1", "leave it out"),
+        ("lora.rank=0", "lora.rank=0 is not valid: it must be at least 1", "remove it"),
         ("lora.alpha=16", "lora.alpha has no effect without lora.rank", "lora.rank=8"),
         ("lora.rank=4 lora.targets=[]", "names no layer", "all-linear"),
         ("lora.rank=4 lora.dropout=1", "less than 1", "lora.dropout"),
@@ -42,7 +42,7 @@ def test_a_config_without_adapters_has_no_section():
         ("load_in_4bit=true", "load_in_4bit", "lora.base_dtype=bf16"),
     ],
 )
-def test_contradictions_are_refused(overrides, message, fix):
+def test_contradictions_are_rejected(overrides, message, fix):
     with pytest.raises(ConfigError) as refused:
         load_config(None, overrides.split())
     assert message in refused.value.what

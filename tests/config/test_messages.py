@@ -55,7 +55,7 @@ def test_the_message_states_the_valid_values(override, value, rule):
         ("schedule.warmup=1.5", "1.5 is neither a number of steps nor a fraction of the run."),
         ("optim.betas=[0.9,1.5]", "optim.betas=[0.9, 1.5] must be in [0, 1)."),
         ("schedule.min_lr=1", "schedule.min_lr=1 is above optim.lr=0.001."),
-        ("format_version=9", "has format_version 9; this version of flatout reads up to 1."),
+        ("format_version=9", "has format_version 9. This version of flatout reads up to 1."),
     ],
 )
 def test_what_contradicts_is_named(override, message):
@@ -67,7 +67,7 @@ def test_what_contradicts_is_named(override, message):
     [
         ("data.prefetch=0", "Change it, or leave it at its default, 4. data.prefetch: ", "ahead."),
         ("optim.betas=1", "Change it, or leave it at its default, [0.9, 0.95].", ""),
-        ("train.steps=x", "Change it, or leave it out. train.steps: Optimizer steps.", ""),
+        ("train.steps=x", "Change it, or remove it. train.steps: Optimizer steps.", ""),
         ("train.devices=two", "", "None means one, or as many as torchrun starts."),
     ],
 )
@@ -106,10 +106,10 @@ def test_an_unknown_key_suggests_the_nearest(expected, keys):
     [
         ("bf16=false", "Did you mean 'train.precision'? Write train.precision=fp32."),
         ("bf16=true", "Did you mean 'train.precision'? train.precision=bf16."),
-        ("wandb=false", "Leave it out: it is off unless log.to asks for it."),
-        ("wandb.enabled=false", "Leave it out: it is off unless log.to asks for it."),
-        ("use_cpu=no", "Leave it out: it is off unless train.device asks for it."),
-        ("no_compile=false", "Leave it out: it is off unless speedups asks for it."),
+        ("wandb=false", "Remove it: it is off unless log.to asks for it."),
+        ("wandb.enabled=false", "Remove it: it is off unless log.to asks for it."),
+        ("use_cpu=no", "Remove it: it is off unless train.device asks for it."),
+        ("no_compile=false", "Remove it: it is off unless speedups asks for it."),
         ("compile=false", "Did you mean 'speedups'? Write speedups=auto,-compile."),
         ("tensorboard=off", "Did you mean 'log.to'? Write log.to=none."),
         ("packing=false", "Did you mean 'data.document_mask'? Write data.document_mask=true."),
@@ -129,12 +129,12 @@ def test_a_switch_or_value_of_another_tool_is_answered_with_flatouts(override, f
     [
         ("gradient_clp", "gradient_clip", "Did you mean 'optim.clip'?"),
         ("num_layerz", "num_layers", "Did you mean 'model.num_layers'?"),
-        ("pin_memmory", "pin_memory", "Leave it out: tokens go to a GPU"),
+        ("pin_memmory", "pin_memory", "Remove it: tokens go to a GPU"),
     ],
 )
 def test_a_misspelt_word_of_another_tool_is_answered_with_its_counterpart(key, word, expected):
     error = error_of(f"{key}=1")
-    assert error.what == f"There is no config key {key!r}; other tools have {word!r}."
+    assert error.what == f"There is no config key {key!r}. Other tools have {word!r}."
     assert error.fix.startswith(expected)
 
 

@@ -105,7 +105,7 @@ def test_a_share_of_decay_needs_a_schedule_that_has_one(kind, ratio, values, why
         (NANOGPT | {"lr_decay_iters": 30}, "missing", "at step 20, not at step 30"),
         (NANOGPT, "missing", "not at step 600000. It is the tool's default."),
         (NANOGPT | {"lr_decay_iters": 10, "decay_lr": False}, "unnecessary", "is constant"),
-        ({"epochs": 2, "lr_decay_steps": 10}, "missing", "is not stated"),
+        ({"epochs": 2, "lr_decay_steps": 10}, "missing", "is not set"),
     ],
 )
 def test_a_decay_that_does_not_end_with_the_run_is_reported(document, outcome, why):

@@ -39,7 +39,7 @@ def test_half_of_a_surrogate_pair_passes():
     assert written("{{ x }}", x="\ud800") == "\ud800"
 
 
-def test_a_template_may_refuse():
+def test_a_template_may_reject():
     found = written("{{ raise_exception('roles must alternate') }}")
     assert isinstance(found, Refused)
     assert "roles must alternate" in str(found)

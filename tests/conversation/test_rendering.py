@@ -117,7 +117,7 @@ def test_special_names_inside_other_fields_are_text_too():
     assert sum(piece.is_special for piece in found) == 2
 
 
-def test_a_noncharacter_is_refused():
+def test_a_noncharacter_is_rejected():
     with pytest.raises(BadConversation, match="noncharacters"):
         pieces(built_in("chatml"), [{"role": "assistant", "content": "a\ufdd2b"}])
 
@@ -201,24 +201,24 @@ def test_a_template_that_rewrites_the_past_is_rendered_for_each_turn():
     assert [targets(one)[0] for one in found] == ["Hello", "See you"]
 
 
-def test_a_template_that_refuses_a_row_is_quoted():
+def test_a_template_that_rejects_a_row_is_quoted():
     template = (
         "{% if messages | length > 2 %}{{ raise_exception('Too long.') }}{% endif %}"
         "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
     )
-    with pytest.raises(BadConversation, match="refused by the chat template mine: Too long"):
+    with pytest.raises(BadConversation, match="rejected by the chat template mine: Too long"):
         pieces(renderer(template))
 
 
 @pytest.mark.parametrize("end", ["", "\n", ".", "x" * 5000], ids=len)
-def test_a_template_without_an_end_of_turn_is_refused(end):
+def test_a_template_without_an_end_of_turn_is_rejected(end):
     what = "5,000 characters" if len(end) == 5000 else "nothing"
     with pytest.raises(DataError, match=f"writes {what} after .*could not learn to end"):
         _ = renderer("{% for m in messages %}{{ m.content }}" + end + "{% endfor %}").end
 
 
-def test_a_template_that_refuses_a_question_and_its_answer_is_refused():
-    with pytest.raises(DataError, match="A question with its answer is refused"):
+def test_a_template_that_rejects_a_question_and_its_answer_is_rejected():
+    with pytest.raises(DataError, match="A question with its answer is rejected"):
         _ = renderer("{{ raise_exception('no') }}").end
 
 
@@ -237,7 +237,7 @@ def test_a_renderer_can_be_sent_to_a_worker():
     assert pieces(pickle.loads(pickle.dumps(found))) == pieces(found)
 
 
-def test_built_in_templates_refuse_tool_calls():
+def test_built_in_templates_reject_tool_calls():
     turns = [{"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}]
     for name in ("chatml", "plain"):
         with pytest.raises(BadConversation, match="no form for tool calls"):

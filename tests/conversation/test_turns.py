@@ -29,7 +29,7 @@ def test_content_in_parts_is_joined():
     assert found.messages[0]["content"] == "one two"
 
 
-def test_fields_that_are_null_are_left_out_and_others_reach_the_template():
+def test_fields_that_are_null_are_omitted_and_others_reach_the_template():
     found = read_conversation(
         [{"role": "assistant", "content": "x", "name": None, "reasoning_content": "because"}]
     )
@@ -113,7 +113,7 @@ def test_an_unusable_conversation_is_explained(value, reason, said):
     )
 
 
-def test_tools_that_are_not_a_list_are_refused():
+def test_tools_that_are_not_a_list_are_rejected():
     with pytest.raises(BadConversation, match="not JSON"):
         read_conversation(turns(("assistant", "x")), {"tools": "["})
     with pytest.raises(BadConversation, match="not a list"):

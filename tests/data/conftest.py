@@ -23,7 +23,7 @@ CONTENT = b'{"stub": true}'
 
 
 class StubTokenizer:
-    """Enough of a tokenizer to write a dataset; every token is one letter."""
+    """Enough of a tokenizer to write a dataset. Every token is one letter."""
 
     name = "stub"
     eot_id = 0

@@ -62,7 +62,7 @@ def test_the_names_of_new_directories_are_synced(tmp_path, done):
     assert len(done) == 2
 
 
-def test_write_text_syncs_the_folder_and_write_whole_does_not(tmp_path, done):
+def test_write_text_syncs_the_directory_and_write_whole_does_not(tmp_path, done):
     files.write_whole(tmp_path / "f", "text")
     assert done == [("sync", "f"), ("rename", "f")]
     files.write_text(tmp_path / "f", "text")
@@ -146,7 +146,7 @@ def test_a_missing_file_is_named(tmp_path):
         json_io.read_json(tmp_path / "f")
 
 
-def test_the_size_of_a_folder_is_that_of_its_files(tmp_path):
+def test_the_size_of_a_directory_is_that_of_its_files(tmp_path):
     (tmp_path / "a" / "b").mkdir(parents=True)
     (tmp_path / "a" / "x").write_bytes(bytes(10))
     (tmp_path / "a" / "b" / "y").write_bytes(bytes(7))

@@ -39,7 +39,9 @@ def stopping_source(folder, monkeypatch):
 
 
 @pytest.mark.parametrize("error", [Unreachable, NotHandedOut], ids=lambda error: error.__name__)
-def test_finished_ranges_survive_a_refusal_by_a_server_or_the_system(tmp_path, monkeypatch, error):
+def test_finished_ranges_survive_a_rejection_by_a_server_or_the_system(
+    tmp_path, monkeypatch, error
+):
     (tmp_path / "failing_source.py").write_text(
         f"from pathlib import Path\nfrom flatout.sources import ReadTask\nfrom "
         f"{error.__module__} import {error.__name__} as Refused\n"
@@ -118,7 +120,7 @@ def test_leftovers_of_a_finished_dataset_are_removed(rows, tmp_path):
 
 
 @pytest.mark.parametrize("step", ["Counting documents", "Training"])
-def test_a_second_prepare_into_the_same_directory_is_refused_early(rows, tmp_path, step):
+def test_a_second_prepare_into_the_same_directory_is_rejected_early(rows, tmp_path, step):
     options = Options(tokenizer="train:300")
     refused = []
 
@@ -163,7 +165,7 @@ def test_a_failed_start_leaves_no_directory(rows, tmp_path):
         assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_mount_point_is_refused_before_anything_is_read(rows, tmp_path, monkeypatch):
+def test_a_mount_point_is_rejected_before_anything_is_read(rows, tmp_path, monkeypatch):
     out = tmp_path / "volume"
     out.mkdir()
     monkeypatch.setattr(os.path, "ismount", lambda path: str(path) == str(out))

@@ -1,4 +1,4 @@
-"""prepare with killed processes and a full disk; most cases need the marker `faults`."""
+"""prepare with killed processes and a full disk. Most cases need the marker `faults`."""
 
 import contextlib
 import json

@@ -179,7 +179,7 @@ def test_an_unknown_character_is_found_before_anything_is_written(corpus, tmp_pa
     assert [entry.reason for entry in made.manifest.skipped] == ["cannot be tokenised"]
 
 
-def test_a_word_of_3_mib_is_refused(tmp_path):
+def test_a_word_of_3_mib_is_rejected(tmp_path):
     (tmp_path / "a.txt").write_text("a" * (3 << 20))
     with pytest.raises(
         DataError,

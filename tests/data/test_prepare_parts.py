@@ -48,7 +48,7 @@ def test_joined_parts_give_the_same_bytes(rows, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "rows.jsonl", "whole"]
 
 
-def test_a_replaced_tokenizer_in_the_work_directory_is_refused(rows, tmp_path):
+def test_a_replaced_tokenizer_in_the_work_directory_is_rejected(rows, tmp_path):
     prepare_part([rows], tmp_path / "out", OPTIONS, WorkPart(1, 2))
     work = tmp_path / ".out.part"
     prepare_part([rows], tmp_path / "other", replace(OPTIONS, tokenizer="byte"), WorkPart(1, 2))
@@ -68,7 +68,7 @@ def test_one_process_can_finish_what_parts_started(rows, tmp_path):
     assert content(tmp_path / "out") == content(tmp_path / "whole")
 
 
-def test_parts_of_a_different_dataset_are_refused(rows, tmp_path):
+def test_parts_of_a_different_dataset_are_rejected(rows, tmp_path):
     prepare_part([rows], tmp_path / "out", OPTIONS, WorkPart(1, 2))
     other = Options(tokenizer="byte", split="hash 0.2")
     for call in (
@@ -137,7 +137,7 @@ def part_of(rows, number):
     raise AssertionError(number)
 
 
-def test_a_join_without_parts_is_refused(rows, tmp_path):
+def test_a_join_without_parts_is_rejected(rows, tmp_path):
     with pytest.raises(DataError, match="No part of"):
         join_parts([rows], tmp_path / "out", OPTIONS)
     assert not list(tmp_path.glob(".out*"))

@@ -102,7 +102,7 @@ def test_validation_text_may_have_several_sources_and_is_masked_too(tmp_path):
     assert np.array_equal(mask, ([False] * 5 + [True] * 9) * 3)
 
 
-def test_an_existing_dataset_is_kept_and_other_validation_text_refused(train, val, tmp_path):
+def test_an_existing_dataset_is_kept_and_other_validation_text_rejected(train, val, tmp_path):
     options = Options(tokenizer="byte", val=(val,))
     prepare_dataset([train], tmp_path / "out", options)
     moved = str((tmp_path / "valid.jsonl").rename(tmp_path / "moved.jsonl"))

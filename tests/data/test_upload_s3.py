@@ -55,7 +55,7 @@ def test_an_uploaded_dataset_equals_a_local_one(send, bucket, tmp_path, text):
 
 
 def test_a_file_that_goes_in_parts_is_known_by_the_checksum_of_its_parts(between, bucket, tmp_path):
-    """The store's checksum of such a file is one of its parts; if it is right, nothing is read."""
+    """The store's checksum of such a file is one of its parts. If it is right, nothing is read."""
     (tmp_path / "long.jsonl").write_text((json.dumps({"text": "word " * 20_000}) + "\n") * 250)
     made = prepare_upload(
         [str(tmp_path / "long.jsonl")],

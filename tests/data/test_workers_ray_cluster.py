@@ -84,7 +84,7 @@ def cluster():
 
 @pytest.fixture
 def other(cluster, monkeypatch):
-    """Another node with one CPU; both are ready when the test starts."""
+    """Another node with one CPU. Both are ready when the test starts."""
     monkeypatch.setenv("RAY_ADDRESS", cluster.address)
     node = cluster.add_node(num_cpus=1)
     yield node

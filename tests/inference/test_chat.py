@@ -122,7 +122,7 @@ def test_reset_keeps_the_system_prompt_alone():
     assert model.reads[len("Hello") + 1] == model.reads[0]
 
 
-def test_the_oldest_turns_are_left_out_when_the_context_is_full():
+def test_the_oldest_turns_are_omitted_when_the_context_is_full():
     script = [*b"one", EOT, *b"two", EOT, *b"three", EOT]
     model = Model(script, max_seq_len=100)
     talk = session(model, seq_len=100, system="S")
@@ -133,7 +133,7 @@ def test_the_oldest_turns_are_left_out_when_the_context_is_full():
     assert len(talk.messages) == 7, "what was said is kept"
 
 
-def test_turns_left_out_are_reported_once():
+def test_turns_omitted_are_reported_once():
     model = Model([*b"one", EOT, *b"two", EOT, *b"three", EOT], max_seq_len=100)
     said_lines = Lines()
     talk = session(model, seq_len=100, system="S", progress=said_lines)
@@ -145,7 +145,7 @@ def test_turns_left_out_are_reported_once():
     assert "does not see its oldest turns" in said_lines.lines[0]
 
 
-def test_a_turn_longer_than_the_context_is_refused():
+def test_a_turn_longer_than_the_context_is_rejected():
     model = Model([*b"ok", EOT], max_seq_len=32)
     talk = session(model, seq_len=32)
     with pytest.raises(DataError, match=r"has 101 tokens, and .* of 32 has room for 24") as found:
@@ -155,7 +155,7 @@ def test_a_turn_longer_than_the_context_is_refused():
     assert said(talk.reply("x" * 5)) == "ok", "a prompt of 24 tokens"
 
 
-def test_a_refused_turn_leaves_out_no_earlier_one():
+def test_a_rejected_turn_omits_no_earlier_one():
     model = Model([*b"ok", EOT, *b"yes", EOT], max_seq_len=100)
     said_lines = Lines()
     talk = session(model, seq_len=100, system="S", progress=said_lines)
@@ -169,7 +169,7 @@ def test_a_refused_turn_leaves_out_no_earlier_one():
     assert model.seen[len("ok") + 1][: len(beginning)] == beginning
 
 
-def test_a_system_prompt_longer_than_the_context_is_refused():
+def test_a_system_prompt_longer_than_the_context_is_rejected():
     model = Model([*b"ok", EOT], max_seq_len=64)
     with pytest.raises(ConfigError, match="system prompt does not fit") as found:
         session(model, seq_len=64, system="S" * 60)

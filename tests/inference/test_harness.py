@@ -170,7 +170,7 @@ def test_an_export_is_scored_by_the_class_of_the_harness(asked, export_of_fox):
 
 
 @pytest.mark.usefixtures("complete")
-def test_code_of_an_export_is_imported_only_if_the_user_says_so(asked, export_of_fox, tmp_path):
+def test_code_of_an_export_is_imported_only_if_the_user_shows_so(asked, export_of_fox, tmp_path):
     out = shutil.copytree(export_of_fox, tmp_path / "own")
     (out / "flatout.json").write_text('{"format_version": 1, "to": "huggingface"}')
     (out / "modeling_own.py").touch()
@@ -191,14 +191,14 @@ def test_an_export_has_no_text_and_one_checkpoint(export_of_fox):
 
 @pytest.mark.usefixtures("complete")
 @pytest.mark.parametrize("to", ["gguf", "safetensors"])
-def test_exports_of_other_formats_are_refused(tmp_path, to):
+def test_exports_of_other_formats_are_rejected(tmp_path, to):
     (tmp_path / "flatout.json").write_text(json.dumps({"format_version": 1, "to": to}))
-    with pytest.raises(ConfigError, match=f"an export for {to}; transformers.* cannot load it"):
+    with pytest.raises(ConfigError, match=rf"an export for {to}\. transformers.* cannot load it"):
         evaluate(tmp_path, tasks=["hellaswag"])
 
 
 @pytest.mark.usefixtures("complete")
-def test_an_export_that_was_changed_is_refused(export_of_fox, tmp_path):
+def test_an_export_that_was_changed_is_rejected(export_of_fox, tmp_path):
     out = shutil.copytree(export_of_fox, tmp_path / "fox")
     (out / "tokenizer.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"tokenizer\.json was changed"):

@@ -55,7 +55,7 @@ def test_speedups_that_do_not_work_here_are_skipped(fox_run):
     assert [*load._usable_speedups(wanted, "trained")] == ["fused-attention"]
 
 
-def test_a_config_that_does_not_fit_the_weights_is_refused(fox_run, tmp_path):
+def test_a_config_that_does_not_fit_the_weights_is_rejected(fox_run, tmp_path):
     folder = tmp_path / "fox"
     shutil.copytree(fox_run[0] / "runs" / "fox", folder)
     config = folder / "config.yaml"
@@ -138,7 +138,7 @@ def test_a_checkpoint_without_a_tokenizer_digest_still_loads(copied_run, monkeyp
     load.load_run(copied_run, device="cpu")
 
 
-def test_data_prepared_with_another_tokenizer_is_refused(copied_run, fox_run, tmp_path):
+def test_data_prepared_with_another_tokenizer_is_rejected(copied_run, fox_run, tmp_path):
     """Both when scoring the run's data, prepared again, and when resuming its checkpoint."""
     shutil.copytree(fox_run[0] / "data", tmp_path / "data")
     config = load.trusted_config(copied_run).with_values({"data.path": str(tmp_path / "data")})
@@ -151,10 +151,10 @@ def test_data_prepared_with_another_tokenizer_is_refused(copied_run, fox_run, tm
         Options(tokenizer="char", split="tail 0.1"),
         workers=1,
     )
-    with pytest.raises(CheckpointError, match="was prepared with another tokenizer"):
+    with pytest.raises(CheckpointError, match="was prepared with a different tokenizer"):
         run_training(config, tmp_path / "on", resume=str(copied_run))
     write_config(copied_run, config)
-    with pytest.raises(CheckpointError, match="was prepared with another tokenizer"):
+    with pytest.raises(CheckpointError, match="was prepared with a different tokenizer"):
         evaluate(copied_run)
 
 
@@ -201,6 +201,6 @@ def test_speedups_that_need_a_low_precision_are_skipped_with_it():
     assert not {"fused-attention", "triton-scan", "chunked-ce", "compile"} & narrow
 
 
-def test_stored_speedups_that_this_version_does_not_have_are_left_out():
+def test_stored_speedups_that_this_version_does_not_have_are_omitted():
     config = RunConfig().with_values({"speedups": ["fused-adamw", "of-another-version"]})
     assert [*load._usable_speedups(config, "trained")] == ["fused-adamw"]

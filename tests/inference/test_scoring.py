@@ -31,7 +31,7 @@ def test_part_of_the_text_has_no_bits_per_byte(fox_run):
     assert found.tokens < loaded.dataset.split("val").num_tokens - 1
 
 
-def test_data_without_validation_text_is_refused(fox_run, tmp_path):
+def test_data_without_validation_text_is_rejected(fox_run, tmp_path):
     loaded = load_run(fox_run[0] / "runs" / "fox", device="cpu")
     tokens = np.array(loaded.tokenizer.encode("the quick brown fox " * 9))
     with DatasetWriter(tmp_path / "data", vocab_size=loaded.tokenizer.vocab_size) as writer:

@@ -25,7 +25,7 @@ def write(folder, logger, record):
         logger.on_record(record)
 
 
-def test_a_new_figure_becomes_a_new_column(tmp_path):
+def test_a_new_number_becomes_a_new_column(tmp_path):
     logger = Csv()
     logger.on_start(SimpleNamespace(folder=tmp_path))
     assert not (tmp_path / "metrics.csv").exists()

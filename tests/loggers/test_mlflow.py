@@ -1,4 +1,4 @@
-"""MLflow: one remote run per run directory, with parameters, figures and tags."""
+"""MLflow: one remote run per run directory, with parameters, metrics and tags."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def run(tmp_path, tiny_config):
     return make
 
 
-def test_a_run_is_sent_with_its_parameters_figures_and_tags(server, run):
+def test_a_run_is_sent_with_its_parameters_numbers_and_tags(server, run):
     logger = MLflow()
     logger.on_start(run(log__project="mine", log__tags=["tiny"], optim__lr=0.5))
     logger.on_record({"step": 3, "tokens": 9, "train/loss": 2.5})
@@ -159,7 +159,7 @@ def test_the_package_keeps_a_stopped_and_resumed_run_as_one(
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")
-def test_a_server_that_refuses_does_not_stop_the_run(tiny_config, tmp_path, monkeypatch):
+def test_a_server_that_rejects_does_not_stop_the_run(tiny_config, tmp_path, monkeypatch):
     pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")

@@ -26,7 +26,7 @@ def curves(folder):
     }
 
 
-def test_tensorboard_reads_the_figures_and_drops_steps_repeated_after_a_resume(tmp_path):
+def test_tensorboard_reads_the_numbers_and_drops_steps_repeated_after_a_resume(tmp_path):
     first, second = TensorBoard(), TensorBoard()
     first.on_start(SimpleNamespace(folder=tmp_path, step=0))
     for step in (1, 2, 3):

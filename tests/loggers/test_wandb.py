@@ -102,7 +102,7 @@ def news(logger):
     return [logger.news.get() for _ in range(logger.news.qsize())]
 
 
-def test_a_run_is_sent_with_its_config_links_and_figures(fake, run):
+def test_a_run_is_sent_with_its_config_links_and_numbers(fake, run):
     logger = WeightsAndBiases()
     wanted = run(log__project="mine", log__run_name="named", log__tags=["a", "b"], optim__lr=0.5)
     logger.on_start(wanted)

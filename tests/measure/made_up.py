@@ -11,7 +11,7 @@ SLOW = {"pretokenised": 1.3, "micro-batch": 2.0, "onednn": 1.2}
 class MadeUp:
     """Runs trials on an imaginary clock.
 
-    `fails` maps a speedup to the result of the sets that contain it; on a GPU no run repeats.
+    `fails` maps a speedup to the result of the sets that contain it. On a GPU no run repeats.
     """
 
     def __init__(

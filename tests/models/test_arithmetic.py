@@ -1,4 +1,4 @@
-"""Every model with other matrix products, autocast, bf16 weights and torch.compile."""
+"""Every model with other matmuls, autocast, bf16 weights and torch.compile."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def require_equal(product, actual, expected, call=None):
 
 
 def assert_close(product, actual, expected):
-    """Compare within the precision of the product."""
+    """Compare within the precision of the matmul."""
     limit = {"bf16": 3e-2}.get(product, 1e-4)
     torch.testing.assert_close(
         actual, expected, rtol=limit, atol=limit * max(float(expected.detach().abs().max()), 1)
@@ -80,7 +80,7 @@ def test_autocast_keeps_loss_norms_and_hidden_states_fp32(shape):
 def test_it_compiles_without_a_graph_break(kind, product):
     """Loss and gradients equal those of eager mode.
 
-    Generated code is tested with the promises of the speedups that compile.
+    Generated code is tested with the tolerances of the speedups that compile.
     """
     losses, gathers = variants(cross_entropy), variants(attention)
     ops = Ops.plain(

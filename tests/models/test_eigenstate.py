@@ -68,7 +68,7 @@ def test_results_do_not_depend_on_the_chunk_size(changes, chunk_size):
     [("cpu", "auto", 32), ("meta", "auto", 128), ("cpu", 256, 256), ("meta", 7, 7)],
 )
 def test_auto_chooses_the_chunk_size_by_device(device, configured, chosen):
-    """Any device but a CPU counts as a GPU; a run that resumes elsewhere chooses again."""
+    """Any device but a CPU counts as a GPU. A run that resumes elsewhere chooses again."""
     seen = []
 
     def noted(decay, angle, drive, *, chunk_size, **_):

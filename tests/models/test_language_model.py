@@ -1,6 +1,6 @@
 """Tests that every model must pass.
 
-A model is any file in flatout/models with MODEL; a new one needs no new test code.
+A model is any file in flatout/models with MODEL. A new one needs no new test code.
 
 Letters: B rows, T tokens, D width, V vocabulary.
 """

@@ -184,7 +184,7 @@ def test_parts_have_the_rows_of_their_heads():
         ("query_key_value", "Did you mean 'q, k, v'"),
     ],
 )
-def test_an_unknown_target_is_refused(target, fix):
+def test_an_unknown_target_is_rejected(target, fix):
     with pytest.raises(ConfigError, match=r"the linear layers of this model are q, k, v") as error:
         adapted(targets=(target,))
     assert fix in error.value.fix
@@ -237,7 +237,7 @@ def test_adapters_equal_those_of_peft():
     peft = pytest.importorskip("peft")
 
     class Attention(nn.Module):
-        """The layers of one block, as other programs define them."""
+        """The layers of one block, as other tools define them."""
 
         def __init__(self, own):
             super().__init__()

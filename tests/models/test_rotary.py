@@ -26,7 +26,7 @@ def test_all_components_rotate_by_default():
 
 
 def test_a_part_of_each_head_rotates_as_a_head_of_that_size():
-    """The rotated components are the first of each half; the others keep their values."""
+    """The rotated components are the first of each half. The others keep their values."""
     cos, sin = tables(rotary_dims=4)
     small_cos, small_sin = tables(head_dim=4)
     for whole, part in ((cos, small_cos), (sin, small_sin)):

@@ -283,7 +283,7 @@ LIMITS = {
 @pytest.mark.parametrize("limits", LIMITS)
 @pytest.mark.parametrize("name", variants(attention))
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-# torch's compiler uses deprecated features of its own.
+# torch itself uses deprecated features when it compiles.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_every_attention_gives_the_loss_and_gradients_of_the_reference(name, limits, device):
     """The model has grouped heads of 128, query and key norms, squared ReLU and a window."""

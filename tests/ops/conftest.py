@@ -25,7 +25,7 @@ def interpreted(monkeypatch):
     """Run Triton kernels in Triton's interpreter, on the CPU.
 
     No environment variable is set, so torch's own use of Triton is unaffected. Functions that
-    kernels call are rewritten once; otherwise the interpreter would search all of Triton on each
+    kernels call are rewritten once. Otherwise the interpreter would search all of Triton on each
     call.
     """
     jit = pytest.importorskip("triton.runtime.jit", reason="the package triton is not installed")

@@ -117,7 +117,7 @@ def test_masked_keys_affect_neither_outputs_nor_gradients(name, options):
         assert torch.equal(plain, poisoned)
 
 
-# torch's compiler uses deprecated features of its own.
+# torch itself uses deprecated features when it compiles.
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("case", ["documents", "window"])
@@ -210,7 +210,7 @@ class Called(TorchDispatchMode):
 
 
 def test_a_mask_of_long_sequences_has_the_dtype_of_the_kernel(monkeypatch):
-    """Otherwise each layer would keep a copy of its own."""
+    """Otherwise each layer would keep a separate copy."""
     monkeypatch.setattr(attention, "MOST_KEYS", 8)
     ids = torch.zeros(1, 16, dtype=torch.int64)
     for length, attend, dtype in (

@@ -168,7 +168,7 @@ def test_at_least_fp32_never_narrows():
     assert at_least_fp32(torch.ones(1, dtype=torch.float64)).dtype == torch.float64
 
 
-# torch's compiler uses deprecated features of its own.
+# torch itself uses deprecated features when it compiles.
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_compiled_chunked_loss_has_gradients():
@@ -204,7 +204,7 @@ def sure_of_their_targets(vocab=11, width=6, targets=24):
 
 @pytest.mark.parametrize("name", sorted(VARIANTS))
 def test_float16_keeps_small_gradients_that_the_loss_scale_preserves(name, chunks):
-    """6e-9 is below the range of float16; a loss scale of 2^15 raises it to 2e-4."""
+    """6e-9 is below the range of float16. A loss scale of 2^15 raises it to 2e-4."""
     inputs = sure_of_their_targets()
     (hidden, weight), (expected_hidden, expected_weight) = (
         scaled_gradients(function, *inputs, scale=2.0**15, dtype=dtype)

@@ -36,7 +36,7 @@ def as_on_gpu(monkeypatch):
     monkeypatch.setattr(attention, "_compiled", lambda: compiled)
 
 
-# torch's compiler uses deprecated features of its own.
+# torch itself uses deprecated features when it compiles.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("case", [name for name in LONG if name != "last queries"])
 def test_values_and_gradients_match_the_reference(case, as_on_gpu, monkeypatch):
@@ -47,7 +47,7 @@ def test_values_and_gradients_match_the_reference(case, as_on_gpu, monkeypatch):
     assert_close_to_largest(actual, expected, 1e-5, 5e-6)
 
 
-# torch's compiler uses deprecated features of its own.
+# torch itself uses deprecated features when it compiles.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_another_first_document_changes_no_bit_of_the_others(as_on_gpu):
     tensors, options = random_inputs(**LONG["documents"] | {"rows": 1})
@@ -121,7 +121,7 @@ def built(as_on_gpu, monkeypatch):
     return windows
 
 
-# torch's compiler uses deprecated features of its own.
+# torch itself uses deprecated features when it compiles.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("way", [(), ("checkpointing",), ("checkpointing", "compile-blocks")])
@@ -149,7 +149,7 @@ def test_a_micro_batch_builds_each_mask_once(built, monkeypatch, way):
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-4)
 
 
-# torch's compiler uses deprecated features of its own.
+# torch itself uses deprecated features when it compiles.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_layers_of_a_compiled_model_share_a_mask(as_on_gpu):
     """Each layer builds the mask, and the compiler eliminates all but one.

@@ -24,7 +24,7 @@ ATTENTION = {
     for name, function in variants(attention).items()
     if name not in {"reference", "bf16"}
 }
-"""All variants except the reference, whose plain products round more than kernels, and the one for
+"""All variants except the reference, whose plain matmuls round more than kernels, and the one for
 CPUs.
 """
 EVERY = {
@@ -193,7 +193,7 @@ def test_losses_without_all_logits_match_the_reference(name, dtype, limit, extra
 @pytest.mark.gpu_essential
 @pytest.mark.parametrize("groups", [12, 4])
 def test_torch_chooses_cudnn_on_hopper(groups):
-    """This makes a separate speedup unnecessary; the test fails if torch changes the order."""
+    """This makes a separate speedup unnecessary. The test fails if torch changes the order."""
     if torch.cuda.get_device_capability()[0] not in (9, 10):
         pytest.skip("torch takes flash first on other GPUs")
     for head_dim, is_cudnn in ((64, True), (128, True), (60, False)):

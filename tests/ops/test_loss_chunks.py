@@ -33,7 +33,7 @@ def test_chunks_have_equal_lengths_and_cover_all_targets(monkeypatch, targets, l
     assert torch.equal(torch.cat([chunk for _, _, chunk in actual]), expected)
 
 
-# torch's compiler uses deprecated features of its own.
+# torch itself uses deprecated features when it compiles.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_compiled_model_calls_one_op_for_all_chunks(monkeypatch):
     """The work on a chunk is compiled once for all of them."""

@@ -66,7 +66,7 @@ def random_inputs(
 
 
 def cast(given, to):
-    """Return the inputs in another dtype, or on another device."""
+    """Return the inputs in a different dtype, or on a different device."""
     return {name: tensor.to(to) for name, tensor in given.items()}
 
 

@@ -46,7 +46,7 @@ def test_it_is_chunked_where_triton_does_not_run():
     assert all(map(torch.equal, *results))
 
 
-# torch's compiler uses deprecated features of its own.
+# torch itself uses deprecated features when it compiles.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("drive_dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_it_compiles_as_one_op_without_a_graph_break(interpreted, drive_dtype):

@@ -219,7 +219,7 @@ def test_an_optimizer_without_parameters_is_omitted():
     ] == [LightAdamW]
 
 
-# torch's compiler uses deprecated features of its own.
+# torch itself uses deprecated features when it compiles.
 def test_large_stacks_are_divided(monkeypatch):
     monkeypatch.setattr(muon, "STACK_ELEMENTS", 4 * 12)
     sizes = []

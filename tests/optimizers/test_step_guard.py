@@ -1,4 +1,4 @@
-"""Bad steps are found, counted and skipped; nothing else changes."""
+"""Bad steps are found, counted and skipped. Nothing else changes."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_a_bad_step_leaves_buffers_as_they_were():
 
 LR = 0.1
 SHAPES = [(64, 64), (96, 64), (7, 5)]
-"""The first two are large enough for 8-bit moments; the second is a stack of three matrices."""
+"""The first two are large enough for 8-bit moments. The second is a stack of three matrices."""
 no_warning = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own compiler
 needs_torchao = pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao")
 
@@ -245,7 +245,7 @@ def test_on_a_cpu_the_host_reads_the_flag(fused):
 
 
 def test_a_flag_on_a_device_is_not_read_by_the_host():
-    """One without a value stands for it; one on the host is read, and no step is taken."""
+    """One without a value stands for it. One on the host is read, and no step is taken."""
     seen = []
     optimizer = SimpleNamespace(_step_supports_amp_scaling=True)
     optimizer.step = lambda: seen.append(optimizer.found_inf)

@@ -48,7 +48,7 @@ def test_optimizer_state_resumes_from_its_state_dict(report):
     assert report["resumed"] == 0
 
 
-def test_sums_are_exact_and_objects_come_from_the_main_process(report):
+def test_sums_are_exact_and_objects_come_from_the_rank_0(report):
     world_size = report["world_size"]
     assert report["exchanges"] == {
         "loss": sum(0.5 + rank for rank in range(world_size)),
@@ -83,7 +83,7 @@ def group_of_one():
 
 
 def test_the_buckets_of_ddp_do_not_change_after_the_first_reduction(group_of_one):
-    """Otherwise three or more processes would sum in another order after a resume."""
+    """Otherwise three or more processes would sum in a different order after a resume."""
     core = nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 300), nn.Linear(300, 2))
     model = wrap(core, Mesh(world_size=2, replicate=2))
     assert all(not parameter.grad.any() for parameter in core.parameters())

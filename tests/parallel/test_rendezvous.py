@@ -153,9 +153,7 @@ def test_another_program_at_the_address_is_named(environment, monkeypatch, answe
         threading.Thread(target=serve, daemon=True).start()
         port = taken.getsockname()[1]
         environment(**COMPLETE | {"RANK": 1, "LOCAL_RANK": 1, "MASTER_PORT": port})
-        with pytest.raises(
-            ConfigError, match=f"program at 127.0.0.1:{port} is not the main process"
-        ):
+        with pytest.raises(ConfigError, match=f"process at 127.0.0.1:{port} is not rank 0"):
             connect("cpu")
     assert not dist.is_initialized()
 

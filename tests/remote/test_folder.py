@@ -27,7 +27,7 @@ def test_a_directory_that_cannot_be_written_is_not_tried_again(tmp_path, monkeyp
     monkeypatch.setattr(type(folder._filesystem), "put_file", refuse)
     with pytest.raises(DataError, match=f"Cannot write file://.*{os.strerror(number)}") as raised:
         folder.put_text("a", "b")
-    assert raised.value.fix == "Make it writable for this user, or name another directory."
+    assert raised.value.fix == "Make it writable for this user, or name a different directory."
     assert pauses == []
 
 
@@ -77,7 +77,7 @@ def test_a_full_disk_is_named_and_not_tried_again(tmp_path, monkeypatch):
     monkeypatch.setattr(type(folder._filesystem), "put_file", refuse)
     with pytest.raises(Unreachable, match=r"its disk is full .*No space left") as raised:
         folder.put_text("a", "b")
-    assert raised.value.fix == "Free space there, or name another directory."
+    assert raised.value.fix == "Free space there, or name a different directory."
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def two_files(tmp_path):
     return send
 
 
-def test_a_folder_is_claimed_first_and_its_manifest_comes_last(store, two_files):
+def test_a_directory_is_claimed_first_and_its_manifest_comes_last(store, two_files):
     remote = RemoteFolder(URL)
     with push(remote, b"{}", Claim(manifest="1"), None) as sent:
         two_files(remote, sent)
@@ -143,7 +143,7 @@ def test_a_failure_leaves_the_claim_and_only_the_same_claim_continues(store, two
 
 
 def test_a_manifest_that_arrives_cut_is_removed_and_sent_again(store, two_files, monkeypatch):
-    """The store refuses to read it, as S3 does when a checksum does not match."""
+    """The store rejects to read it, as S3 does when a checksum does not match."""
     remote, mine, put, get = RemoteFolder(URL), Claim(manifest="1"), store.put_file, store.cat_file
 
     def cut(lpath, rpath, **options):
@@ -169,7 +169,7 @@ def test_a_manifest_that_arrives_cut_is_removed_and_sent_again(store, two_files,
     assert sorted(remote.files()) == ["a", "b", "manifest.json"]
 
 
-def test_a_folder_is_fetched_with_its_manifest_last_and_continued_by_content(
+def test_a_directory_is_fetched_with_its_manifest_last_and_continued_by_content(
     store, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(parallel, "MAX_PARALLEL", 1)

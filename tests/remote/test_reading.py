@@ -50,8 +50,8 @@ def test_the_protocol_may_be_written_in_capitals():
     assert type(open_filesystem("HTTP://host/a")[0]) is type(open_filesystem("http://host/a")[0])
 
 
-def test_a_server_that_refuses_the_connection_is_unreachable():
-    with pytest.raises(Unreachable, match=r"Cannot read ftp://127\.0\.0\.1:1/a: .*refused"):
+def test_a_server_that_rejects_the_connection_is_unreachable():
+    with pytest.raises(Unreachable, match=r"Cannot read ftp://127\.0\.0\.1:1/a: .*rejected"):
         open_filesystem("ftp://u:PASS@127.0.0.1:1/a")
 
 
@@ -136,7 +136,7 @@ def test_permanent_errors_are_not_retried(web, pauses):
         (404, "There is nothing at http"),
         (403, "is not allowed"),
         (401, "is not allowed"),
-        (400, "refuses http"),
+        (400, "rejects http"),
     ):
         web.files["/a.txt"] = b"text"
         web.statuses["/a.txt"] = status
@@ -149,7 +149,7 @@ def test_permanent_errors_are_not_retried(web, pauses):
     assert len(pauses) == 4
 
 
-def test_a_file_of_unknown_length_is_refused(memory, monkeypatch):
+def test_a_file_of_unknown_length_is_rejected(memory, monkeypatch):
     memory.pipe("/data/a.txt", b"text")
     monkeypatch.setattr(memory, "info", lambda path: {"name": path, "type": "file", "size": None})
     with pytest.raises(
@@ -158,7 +158,7 @@ def test_a_file_of_unknown_length_is_refused(memory, monkeypatch):
         find_remote("memory://data/a.txt", bool)
 
 
-def test_a_folder_cannot_be_opened(memory):
+def test_a_directory_cannot_be_opened(memory):
     memory.pipe("/data/a.txt", b"text")
     with pytest.raises(DataError, match=r"memory://data is a directory.*Name a file in it"):
         open_remote("memory://data")
@@ -185,11 +185,11 @@ def test_an_unsupported_operation_is_not_retried(memory, monkeypatch):
         "dir::reference://{}",
     ],
 )
-def test_filesystems_that_execute_what_they_read_are_refused(address, tmp_path):
+def test_filesystems_that_execute_what_they_read_are_rejected(address, tmp_path):
     """Older fsspec renders the templates of reference:// with full Jinja, which can run code."""
     (tmp_path / "refs.json").write_text(
         json.dumps(HOSTILE_REFERENCES).replace("MARKER", str(tmp_path / "ran"))
     )
-    with pytest.raises(DataError, match="through another filesystem"):
+    with pytest.raises(DataError, match="through a different filesystem"):
         reading.read_remote(address.format(tmp_path / "refs.json"))
     assert not (tmp_path / "ran").exists()

@@ -31,7 +31,7 @@ HOUSE = (
     "conversation",
     "config",
     "hardware",
-    "roof",
+    "roofline",
     "launch",
     "parallel",
     "sources",

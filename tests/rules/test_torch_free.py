@@ -16,7 +16,7 @@ HEAVY_PARTS = {
     "architectures",
     "optimizers",
     "parallel",
-    "roof",
+    "roofline",
     "memory",
     "run",
     "resolve",

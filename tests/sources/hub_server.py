@@ -12,7 +12,7 @@ from web_server import WebServer
 
 
 class HubServer(WebServer):
-    """Serves the repositories that files were `put` into; each has one commit, its `main`."""
+    """Serves the repositories that files were `put` into. Each has one commit, its `main`."""
 
     COMMIT = "c0ffee" + "0" * 34
 

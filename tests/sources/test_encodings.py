@@ -135,7 +135,7 @@ def test_text_that_is_not_in_the_encoding_is_a_bad_row(tmp_path, name):
     assert row.what == "is not utf-16: byte 0x74 at offset 8"
 
 
-def test_an_unknown_encoding_is_refused(parquet, tmp_path):
+def test_an_unknown_encoding_is_rejected(parquet, tmp_path):
     assert [
         codec_of(name) for name in (None, "UTF-8", "utf8", "UTF-8-SIG", "CP1252", "Latin-1")
     ] == [None] * 4 + ["cp1252", "iso8859-1"]
@@ -148,7 +148,7 @@ def test_an_unknown_encoding_is_refused(parquet, tmp_path):
             codec_of(name)
     (tmp_path / "a.parquet").write_bytes(parquet({"text": ["a"]}))
     with pytest.raises(
-        DataError, match=r"text in Parquet is always UTF-8\. Fix: Leave --encoding out"
+        DataError, match=r"text in Parquet is always UTF-8\. Fix: Remove --encoding"
     ):
         files(str(tmp_path / "a.parquet"), encoding="cp1252")
 

@@ -41,7 +41,7 @@ def test_a_byte_order_mark_is_not_text(tmp_path):
     assert texts(tmp_path / "b.jsonl") == ["x"]
 
 
-def test_a_folder_is_read_recursively_in_sorted_order(tmp_path):
+def test_a_directory_is_read_recursively_in_sorted_order(tmp_path):
     names = "b.txt a/z.md a/b/c.rst rows.jsonl .hidden/x.txt .secret.txt picture.png"
     for name in names.split():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -51,7 +51,7 @@ def test_a_folder_is_read_recursively_in_sorted_order(tmp_path):
     assert left_out == LeftOut(".png file", str(tmp_path / "picture.png"))
 
 
-def test_skipped_files_of_a_folder_are_counted_by_suffix_and_change_nothing_else(tmp_path):
+def test_skipped_files_of_a_directory_are_counted_by_suffix_and_change_nothing_else(tmp_path):
     (tmp_path / "a.txt").write_text("a")
     (before,) = files.files(str(tmp_path))
     for number in range(25):
@@ -75,7 +75,7 @@ def test_skipped_files_of_a_folder_are_counted_by_suffix_and_change_nothing_else
 
 
 @pytest.mark.parametrize("name", ["a.ipynb", "a.rtf", "a.RTF", "a.pdf", "a.docx"])
-def test_documents_of_other_programs_are_refused_with_a_command_that_converts_them(tmp_path, name):
+def test_documents_of_other_programs_are_rejected_with_a_command_that_converts_them(tmp_path, name):
     (tmp_path / name).write_text('{"cells": []}')
     (tmp_path / "b.log").write_text("text")
     bad, text = rows(f"{tmp_path}/*")
@@ -106,7 +106,7 @@ def test_rows_before_a_fault_are_kept_and_the_next_file_is_read(tmp_path):
     assert (bad.reason, after.text) == ("cannot be read", "after")
 
 
-def test_an_empty_file_is_left_out_and_counted(tmp_path):
+def test_an_empty_file_is_omitted_and_counted(tmp_path):
     (tmp_path / "a.txt").write_text("")
     (tmp_path / "b.txt").write_text("b")
     assert rows(tmp_path) == [
@@ -184,7 +184,7 @@ def test_lines_are_counted_only_for_the_bad_rows_that_are_shown(tmp_path, monkey
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.jsonl.gz"])
-def test_a_file_that_the_system_refuses_is_not_a_bad_row(tmp_path, name):
+def test_a_file_that_the_system_rejects_is_not_a_bad_row(tmp_path, name):
     write_rows(tmp_path / name, ["x"])
     (part,) = files.files(str(tmp_path))
     (tmp_path / name).unlink()
@@ -202,7 +202,7 @@ def test_a_missing_file_is_reported_with_the_nearest_name(tmp_path):
         rows(tmp_path / "nowhere" / "a.txt")
 
 
-def test_a_folder_without_text_names_what_it_contains(tmp_path):
+def test_a_directory_without_text_names_what_it_contains(tmp_path):
     with pytest.raises(DataError, match="empty directory"):
         rows(tmp_path)
     (tmp_path / "a.py").write_text("x")

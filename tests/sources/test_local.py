@@ -24,14 +24,14 @@ def names(path):
     return [name for _, name in found(path)]
 
 
-def test_links_to_folders_are_followed(tmp_path):
+def test_links_to_directorys_are_followed(tmp_path):
     write(tmp_path, "texts/b.txt", "elsewhere/a.txt", "elsewhere/deep/c.txt")
     (tmp_path / "texts" / "a").symlink_to(tmp_path / "elsewhere")
     assert names(tmp_path / "texts") == ["a/a.txt", "a/deep/c.txt", "b.txt"]
 
 
 @pytest.mark.slow
-def test_a_folder_is_searched_once_even_with_several_links(tmp_path):
+def test_a_directory_is_searched_once_even_with_several_links(tmp_path):
     write(tmp_path, "texts/a/x.txt", "texts/b/y.txt")
     (tmp_path / "texts" / "a" / "up").symlink_to("..")
     (tmp_path / "texts" / "a" / "across").symlink_to("../b")
@@ -68,7 +68,7 @@ def test_a_broken_link_that_is_not_searched_for_is_skipped(tmp_path):
         ("*", "texts"),
     ],
 )
-def test_a_folder_that_cannot_be_listed_is_named(tmp_path, monkeypatch, path, closed):
+def test_a_directory_that_cannot_be_listed_is_named(tmp_path, monkeypatch, path, closed):
     write(tmp_path, "texts/a.txt", "texts/closed/b.txt")
     scandir = os.scandir
 
@@ -92,13 +92,13 @@ def test_a_system_error_is_reported(monkeypatch, path):
         found(path)
 
 
-def test_an_unknown_home_folder_is_an_error():
+def test_an_unknown_home_directory_is_an_error():
     for call in (expanded, files):
         with pytest.raises(DataError, match=r"no home directory is known for '~nosuch'"):
             call("~nosuch/x.txt")
 
 
-def test_a_pattern_searches_folders_that_match(tmp_path):
+def test_a_pattern_searches_directorys_that_match(tmp_path):
     hidden = ("texts/sub/.e.txt", "texts/sub/deep/f.txt")
     write(tmp_path, "texts/a.txt", "texts/b.py", "texts/sub/c.txt", "texts/sub/d.py", *hidden)
     assert names(f"{tmp_path}/texts/*") == ["a.txt", "b.py", "c.txt", "deep/f.txt"]
@@ -109,7 +109,7 @@ def test_a_pattern_searches_folders_that_match(tmp_path):
     assert [Path(file.path).name for file in python] == ["b.py", "d.py"]
 
 
-def test_skipped_files_of_a_folder_are_listed(tmp_path):
+def test_skipped_files_of_a_directory_are_listed(tmp_path):
     inside = ("texts/sub/c.txt", "texts/sub/d.py", "texts/sub/.e.py")
     write(tmp_path, "texts/a.txt", "texts/b.py", *inside)
     folder = tmp_path / "texts"

@@ -78,7 +78,7 @@ def test_a_bad_row_of_a_remote_file_is_located_by_its_byte(memory):
     assert str(bad.location) == "memory://a.jsonl, byte 16"
 
 
-def test_remote_folders_and_patterns_are_read_in_sorted_order(memory):
+def test_remote_directorys_and_patterns_are_read_in_sorted_order(memory):
     hidden = [".hidden/x.txt", "a/.secret.txt"]
     for name in ["b.txt", "a/z.md", "a/b/c.txt.gz", "picture.png", *hidden]:
         memory.pipe(
@@ -107,7 +107,7 @@ def test_the_fingerprint_of_a_remote_file_is_its_servers_tag(web):
     assert files.files(f"{web.address}/a.txt")[0].fingerprint != before.fingerprint
 
 
-def test_an_unknown_protocol_is_refused():
+def test_an_unknown_protocol_is_rejected():
     with pytest.raises(DataError, match=r"s4://bucket/a\.txt: Protocol not known: s4\. Fix: .*s3"):
         files.files("s4://bucket/a.txt")
 

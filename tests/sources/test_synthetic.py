@@ -50,6 +50,6 @@ def test_there_is_something_to_learn():
         {"documents": True},
     ],
 )
-def test_parameters_that_are_not_counts_are_refused(parameters):
+def test_parameters_that_are_not_counts_are_rejected(parameters):
     with pytest.raises(DataError, match=f"{next(iter(parameters))}="):
         synthetic.synthetic(**parameters)

@@ -40,7 +40,7 @@ def test_columns_may_be_named_as_fields(tmp_path):
     assert row.fix == "Did you mean --text-field answer?"
 
 
-def test_duplicate_column_names_are_refused(tmp_path):
+def test_duplicate_column_names_are_rejected(tmp_path):
     (row,) = rows(tmp_path / "a.csv", "text,text\na,b\n")
     assert row.what == "has two columns called 'text'"
 

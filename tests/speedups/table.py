@@ -7,10 +7,10 @@ from flatout.assembly.selection import all_speedups
 
 def row(speedup) -> str:
     """Return the table row of one speedup."""
-    promise = speedup.promise.kind
-    promise += f", {speedup.promise.rtol:g}" if promise == "rounding" else ""
+    tolerance = speedup.tolerance.kind
+    tolerance += f", {speedup.tolerance.rtol:g}" if tolerance == "rounding" else ""
     needs = ", ".join(f"`{name}`" for name in speedup.needs)
-    return f"| `{speedup.name}` | {speedup.saves} | {promise} | {needs} |\n"
+    return f"| `{speedup.name}` | {speedup.saves} | {tolerance} | {needs} |\n"
 
 
 def tables() -> str:
@@ -22,7 +22,7 @@ def tables() -> str:
         if speedup.predicted
     ]
     return (
-        "| speedup | what it saves | promise | needs |\n|---|---|---|---|\n"
+        "| speedup | what it saves | tolerance | needs |\n|---|---|---|---|\n"
         + "".join(map(row, found))
         + "\nNot measured on a GPU yet; what arithmetic predicts for one H200:\n\n"
         + "| speedup | predicted gain |\n|---|---|\n"

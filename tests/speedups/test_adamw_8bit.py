@@ -132,7 +132,9 @@ KINDS = {"baseline": "none", "fused": "fused-adamw", "torchao": NAME}
 
 @pytest.mark.parametrize("kept", KINDS)
 @pytest.mark.parametrize("stored", KINDS)
-def test_a_checkpoint_with_other_moments_is_refused(stored, kept, build_run, tiny_config, tmp_path):
+def test_a_checkpoint_with_other_moments_is_rejected(
+    stored, kept, build_run, tiny_config, tmp_path
+):
     before, run = (
         build_run(tiny_config(model__vocab_size=264, speedups=KINDS[kind]), tmp_path / name)
         for name, kind in (("before", stored), ("after", kept))
@@ -187,6 +189,6 @@ def test_a_missing_package_is_reported_with_its_install_line(monkeypatch, tiny_c
 
 
 @pytest.mark.parametrize("key", [{"parallel__shard": 2}, {"parallel__offload": "cpu"}])
-def test_sharded_weights_are_refused(tiny_config, key):
+def test_sharded_weights_are_rejected(tiny_config, key):
     refused = SPEEDUPS.get(NAME).why_not(probe(), tiny_config(**key))
-    assert "leave out parallel.shard" in refused
+    assert "remove parallel.shard" in refused

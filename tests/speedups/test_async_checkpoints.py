@@ -67,7 +67,7 @@ def losses(folder):
 
 
 def digests(folder):
-    """Digest of every file; the state and the info without what varies, no manifest."""
+    """Digest of every file. The state and the info without what varies, no manifest."""
     found = {}
     for step in catalog.steps(folder):
         path = catalog.checkpoint_path(folder, step)

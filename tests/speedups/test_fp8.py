@@ -1,4 +1,4 @@
-"""fp8 replaces large products, lets a model learn, and refuses machines that cannot run it.
+"""fp8 replaces large matmuls, lets a model learn, and rejects machines that cannot run it.
 
 Without a GPU the rounding is emulated.
 """
@@ -21,7 +21,7 @@ from flatout.training.checkpoint import read_write, savers
 from flatout.training.step import train_step
 
 LARGE = 4_096
-"""Weights of the smallest product replaced in tests: those of the tiny models' MLPs."""
+"""Weights of the smallest matmul replaced in tests: those of the tiny models' MLPs."""
 
 
 def machine(capability):
@@ -30,7 +30,7 @@ def machine(capability):
 
 @pytest.fixture
 def low(monkeypatch):
-    """Replace small products too, on a CPU."""
+    """Replace small matmuls too, on a CPU."""
     pytest.importorskip("torchao")
     monkeypatch.setattr(fp8, "FEWEST_WEIGHTS", LARGE)
     return fp8.to_fp8
@@ -85,13 +85,13 @@ def test_a_bad_step_leaves_no_trace(low, build_run, tiny_config, tmp_path):
     assert all(map(torch.equal, run.core.parameters(), twin.core.parameters()))
 
 
-SMALL = "The largest matmul of a block has 2.4 million weights; fp8 pays off from 4.2"
+SMALL = "The largest matmul of a block has 2.4 million weights. fp8 pays off from 4.2"
 
 
 @pytest.mark.parametrize(
     ("name", "capability", "settings", "reason"),
     [
-        ("fp8", (8, 0), {}, "fp8 needs compute capability 8.9; the NVIDIA Test has 8.0. Use bf16"),
+        ("fp8", (8, 0), {}, "fp8 needs compute capability 8.9. The NVIDIA Test has 8.0. Use bf16"),
         (
             "fp8",
             (9, 0),
@@ -106,7 +106,7 @@ SMALL = "The largest matmul of a block has 2.4 million weights; fp8 pays off fro
             "bf16",
             (7, 5),
             {},
-            "8.0; the NVIDIA Test has 7.5. Use fp16 instead: train.precision=fp16.",
+            "8.0. The NVIDIA Test has 7.5. Use fp16 instead: train.precision=fp16.",
         ),
         ("bf16", (8, 0), {}, None),
     ],

@@ -215,6 +215,6 @@ def test_rows_of_documents_start_at_documents_and_are_cut_at_seq_len():
     assert {seq_len: row_lengths(seq_len) for seq_len in lengths} == lengths
 
 
-def test_a_split_without_documents_of_two_tokens_is_refused(train_split):
+def test_a_split_without_documents_of_two_tokens_is_rejected(train_split):
     with pytest.raises(DataError, match="no document of two or more tokens"):
         BucketedSteps(train_split([1, 2], ends=[1, 2]), plan(), None)

@@ -18,7 +18,7 @@ from flatout.commands.list import list_entries
 from flatout.config.schema import load_config
 from flatout.errors import ConfigError
 from flatout.hardware import Gpu, Machine
-from flatout.measure.experiments.points import SWEEPS, filling, make_ladder, precisions
+from flatout.measure.experiments.points import SWEEPS, filling, plan_ablation, precisions
 from flatout.registry import PACKAGE_DIR, RECIPES, SPEEDUPS
 
 MACHINES = {
@@ -28,13 +28,13 @@ MACHINES = {
 CONFIGS = ([], ["optim.kind=muon"], ["model.kind=eigenstate"], ["data.document_mask=true"])
 ADDED = '''"""Adds nothing."""
 
-from flatout.assembly.recipe import Off, On, Promise, Speedup
+from flatout.assembly.recipe import Off, On, Tolerance, Speedup
 
 SPEEDUP = Speedup(
     name="brand-new",
     fills={"cudnn_benchmark": None},
     saves="nothing",
-    promise=Promise.exact(),
+    tolerance=Tolerance.exact(),
     rank=205,
     auto={"cpu": On("it is new"), "cuda": Off("it is not for GPUs")},
 )
@@ -43,7 +43,7 @@ SPEEDUP = Speedup(
 
 @pytest.fixture
 def copied(tmp_path, monkeypatch):
-    """A copy of flatout/speedups in a package directory of its own, which the registry reads."""
+    """A copy of flatout/speedups in a separate package directory, which the registry reads."""
     folder = tmp_path / "speedups"
     shutil.copytree(PACKAGE_DIR / "speedups", folder, ignore=shutil.ignore_patterns("__pycache__"))
 
@@ -58,7 +58,7 @@ def copied(tmp_path, monkeypatch):
 
 
 def require_everything_works(names: set[str]) -> None:
-    """Check that listing, selection, recipes, configs, tables, ladder and sweeps know `names`."""
+    """Check that listing, selection, recipes, configs, tables, ablation and sweeps know `names`."""
     assert {item["name"] for item in list_entries("speedups").items} == names
     assert {speedup.name for speedup in all_speedups()} == names
     assert all(f"| `{name}` |" in tables() for name in names)
@@ -68,8 +68,8 @@ def require_everything_works(names: set[str]) -> None:
             decisions = select(config, machine, device=device, minutes=60.0)
             assert {decision.name for decision in decisions} == names
             assemble(d.name for d in decisions if d.on)
-            ladder = make_ladder(config, decisions, {})
-            assert ladder
+            ablation = plan_ablation(config, decisions, {})
+            assert ablation
     assert {*precisions(), *filling("feed"), *filling("micro_batch")} <= names
     for name in names:
         assert parse_request(f"auto,-{name}").dropped == (name,)
@@ -80,7 +80,7 @@ def test_every_speedup_is_found_and_works():
 
 
 @pytest.mark.parametrize("path", ["brand_new.py", "brand_new/__init__.py"])
-def test_a_file_or_a_folder_is_all_that_adding_takes(path, copied):
+def test_a_file_or_a_directory_is_all_that_adding_takes(path, copied):
     folder, read_again = copied
     before = {*SPEEDUPS.names()}
     (folder / path).parent.mkdir(exist_ok=True)
@@ -132,7 +132,7 @@ def test_without_a_provider_there_is_no_precision_and_no_prefetch(without):
         select(load_config(None, ["train.precision=fp16"]), MACHINES["cuda"], device="cuda")
     points = SWEEPS["prefetch"](load_config(), SimpleNamespace(speedups=()))
     assert list(points) == ["no prefetch"]
-    assert not isinstance(points["no prefetch"], str)  # which would be a reason to leave it out
+    assert not isinstance(points["no prefetch"], str)  # which would be a reason to remove it
 
 
 @cache
@@ -147,7 +147,7 @@ def imported_modules(path: Path) -> set[str]:
 
 
 @pytest.mark.slow
-def test_nothing_but_its_own_folder_imports_a_speedup():
+def test_nothing_but_its_own_directory_imports_a_speedup():
     for source in SPEEDUPS._files.values():
         module = f"flatout.speedups.{registry._module(source)}"
         own = source.parent if source.name == "__init__.py" else source
@@ -159,7 +159,7 @@ def test_nothing_but_its_own_folder_imports_a_speedup():
 
 
 @pytest.mark.slow
-def test_no_name_of_a_speedup_is_wired_into_another_folder():
+def test_no_name_of_a_speedup_is_wired_into_another_directory():
     """Names as whole strings; `compile`, `bf16` and the like are also words of torch."""
     words = {"bf16", "checkpointing", "collector", "compile", "cuda-graphs", "fp16", "fp8"}
     words |= {"micro-batch", "onednn", "prefetch", "tf32"}

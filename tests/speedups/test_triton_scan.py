@@ -41,7 +41,7 @@ def test_auto_prefers_it_to_fast_scan_on_a_gpu():
         (
             gpu((6, 1)),
             [],
-            "needs compute capability 7.0; the a GPU has 6.1. Use fast-scan instead.",
+            "needs compute capability 7.0. The a GPU has 6.1. Use fast-scan instead.",
         ),
         (gpu((9, 0)), ["model.kind=transformer"], "makes no use of ops.scan"),
     ],

@@ -50,7 +50,7 @@ def report_of(last_step):
 
 
 def wait_for(text, notebook):
-    """Wait until the last block contains a text; the test's time limit ends the wait."""
+    """Wait until the last block contains a text. The test's time limit ends the wait."""
     while text not in "".join(notebook.blocks[-1:]):
         time.sleep(0.01)
 

@@ -38,7 +38,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_closing_shows_the_figures(folder):
+def test_closing_shows_the_numbers(folder):
     for step in (250, 500):
         event = {"event": "sample", "step": step, "text": f"text {step}"}
         append_line(folder / "events.jsonl", event)
@@ -84,7 +84,7 @@ PREDICTED = {"wall_s": 130.24, "tokens_per_s": 19_110.6, "peak_gib": 0.9}
         ({"predicted": PREDICTED, "wall_s": 3.0}, "Predicted  0.90 GiB (0% too low)"),
     ],
 )
-def test_each_figure_is_worded_as_it_is(tmp_path, summary, line):
+def test_each_number_is_worded_as_it_is(tmp_path, summary, line):
     assert any(line in each for each in lines_of(tmp_path, **summary))
 
 
@@ -98,7 +98,7 @@ def test_each_figure_is_worded_as_it_is(tmp_path, summary, line):
         ({}, "Predicted"),
     ],
 )
-def test_what_says_nothing_is_left_out(tmp_path, summary, word):
+def test_what_says_nothing_is_omitted(tmp_path, summary, word):
     assert not any(word in each for each in lines_of(tmp_path, **summary))
 
 
@@ -128,7 +128,7 @@ LONG = {
     ["one line", "\n\ndef f(x):\n\n    return x\n" * 12, "word " * 200],
     ids=["short", "lines", "wide"],
 )
-def test_closing_fits_a_screen_of_24_lines_and_ends_with_the_figures(
+def test_closing_fits_a_screen_of_24_lines_and_ends_with_the_numbers(
     folder, monkeypatch, text, summary
 ):
     monkeypatch.chdir(folder)
@@ -153,7 +153,7 @@ def test_a_log_contains_the_whole_sample(tmp_path):
     assert lines_of(tmp_path).count("  | a") == 60
 
 
-def test_a_summary_is_shown_even_if_the_figures_cannot_be_read(tmp_path):
+def test_a_summary_is_shown_even_if_the_numbers_cannot_be_read(tmp_path):
     for name in ("metrics.jsonl", "events.jsonl"):
         (tmp_path / name).mkdir()  # cannot be read as a file
     text = closing(SUMMARY | {"run": str(tmp_path)}, encoding="ascii", width=120)

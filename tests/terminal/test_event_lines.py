@@ -17,7 +17,7 @@ URL = "s3://bucket/runs/x"
         (
             {"event": "upload_failed", "reason": "no route"},
             "Checkpoints cannot be sent to s3://bucket/runs/x now (no route). "
-            "Training continues; they are sent later.",
+            "Training continues. They are sent later.",
         ),
         (
             {"event": "upload_failed", "reason": "It continues on nodeB", "fix": "Do that."},
@@ -48,13 +48,13 @@ URL = "s3://bucket/runs/x"
         ({"event": "logger", "logger": "wandb", "text": "https://a/b"}, "wandb: https://a/b"),
         (
             {"event": "no_tensorboard", "logger": "tensorboard", "reason": "Disk full"},
-            "TensorBoard's event file can no longer be written (Disk full); metrics.jsonl has the "
-            "same figures.",
+            "TensorBoard's event file can no longer be written (Disk full). metrics.jsonl has the "
+            "same metrics.",
         ),
         (
-            {"event": "no_mlflow", "logger": "mlflow", "reason": "refused"},
-            "The logger mlflow has failed and is left out (refused). Training continues; "
-            "metrics.jsonl has the same figures.",
+            {"event": "no_mlflow", "logger": "mlflow", "reason": "rejected"},
+            "The logger mlflow has failed and is disabled (rejected). Training continues. "
+            "metrics.jsonl has the same metrics.",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""In a notebook a call shows its progress in the cell; elsewhere it is silent."""
+"""In a notebook a call shows its progress in the cell. Elsewhere it is silent."""
 
 import sys
 from types import SimpleNamespace

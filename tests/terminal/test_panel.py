@@ -67,7 +67,7 @@ def test_all_that_is_known_is_shown(panel):
     ]
 
 
-def test_figures_that_a_run_lacks_are_left_out(panel):
+def test_numbers_that_a_run_lacks_are_omitted(panel):
     assert texts(report()) == texts(panel, 39) == [], "no loss yet, or a sliver"
     short = report("ascii")
     short.on_record(record(1, 2.0))

@@ -83,7 +83,7 @@ def rewritten(path, change):
     return path
 
 
-def test_a_compressed_archive_is_refused(tmp_path):
+def test_a_compressed_archive_is_rejected(tmp_path):
     path = saved(tmp_path / "a.pt", torch.zeros(1_000_000, dtype=torch.int64))
     rewritten(path, lambda _, content: (content, zipfile.ZIP_DEFLATED))
     assert path.stat().st_size < 20_000
@@ -91,7 +91,7 @@ def test_a_compressed_archive_is_refused(tmp_path):
         read(path)
 
 
-def test_a_pickle_too_large_for_a_tensor_is_refused(tmp_path):
+def test_a_pickle_too_large_for_a_tensor_is_rejected(tmp_path):
     path = saved(tmp_path / "a.pt")
     rewritten(
         path,
@@ -105,7 +105,7 @@ def test_a_pickle_too_large_for_a_tensor_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["fifo", "device"])
-def test_special_files_are_refused_without_waiting(tmp_path, kind):
+def test_special_files_are_rejected_without_waiting(tmp_path, kind):
     path = tmp_path / "chunk_000000.pt"
     os.mkfifo(path) if kind == "fifo" else path.symlink_to("/dev/zero")
     with pytest.raises(DataError, match=r"chunk_000000\.pt is not a regular file"):
@@ -115,7 +115,7 @@ def test_special_files_are_refused_without_waiting(tmp_path, kind):
     assert files(tmp_path) == [path]
 
 
-def test_special_files_as_metadata_are_refused_without_waiting(tmp_path):
+def test_special_files_as_metadata_are_rejected_without_waiting(tmp_path):
     saved(tmp_path / "chunk_000000.pt")
     os.mkfifo(tmp_path / METADATA)
     with pytest.raises(DataError, match=r"metadata\.json is not a regular file"):

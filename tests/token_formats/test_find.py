@@ -59,7 +59,9 @@ def test_an_unknown_format_is_answered_with_the_nearest(tmp_path):
 
 def test_validation_tokens_are_not_named_twice(tmp_path):
     touch(tmp_path, "train.bin", "val.bin")
-    with pytest.raises(DataError, match=r"has validation tokens, val\.bin, and --val names others"):
+    with pytest.raises(
+        DataError, match=r"contains validation tokens, val\.bin, and --val names others"
+    ):
         find_tokens(tmp_path, tmp_path / "val.bin")
     with pytest.raises(DataError, match="is also training data"):
         find_tokens(tmp_path / "train.bin", tmp_path / "train.bin")
@@ -67,8 +69,8 @@ def test_validation_tokens_are_not_named_twice(tmp_path):
     assert names(found) == [["train.bin"], ["val.bin"]]
 
 
-def test_validation_tokens_alone_are_refused(tmp_path):
-    with pytest.raises(DataError, match="has only tokens for validation"):
+def test_validation_tokens_alone_are_rejected(tmp_path):
+    with pytest.raises(DataError, match="contains only tokens for validation"):
         find_tokens(touch(tmp_path, "val.bin"))
 
 
@@ -81,7 +83,7 @@ def test_validation_tokens_alone_are_refused(tmp_path):
         (["a.gguf"], "a.gguf", "is not a token file of a known format"),
     ],
 )
-def test_other_paths_are_refused(tmp_path, files, path, wanted):
+def test_other_paths_are_rejected(tmp_path, files, path, wanted):
     for name in files:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("plain text")

@@ -18,7 +18,7 @@ def write_data(prefix, sequences, dtype):
 
 
 def write_mapped(prefix, sequences, documents, dtype="uint16", modes=b""):
-    """Write a dataset of Megatron-LM; without `documents`, as fairseq does."""
+    """Write a dataset of Megatron-LM. Without `documents`, as fairseq does."""
     write_data(prefix, sequences, dtype)
     sizes = np.array([len(sequence) for sequence in sequences], "<i4")
     starts = np.cumsum([0, *sizes])[:-1] * np.dtype(dtype).itemsize
@@ -127,7 +127,7 @@ def spoiled(index, data, kind):
         ("truncated index", r"a\.idx is truncated or damaged: it states 6 sequences"),
         ("header only", r"a\.idx is truncated"),
         ("wrong magic", r"a\.idx is not an index of Megatron: it starts with b'XX"),
-        ("version", "an index of version 7; version 1 is known"),
+        ("version", "an index of version 7. Version 1 is known"),
         ("type", "states the type 6, which is not one of integers"),
         ("truncated data", r"a\.bin has 218 bytes, and its index describes 110 tokens of uint16"),
         ("missing data", r"a\.idx is the index of .*a\.bin, which does not exist"),
@@ -150,7 +150,7 @@ def test_any_truncation_of_an_index_is_an_error(tmp_path, imported, nothing_kept
             imported(prefix)
 
 
-def test_documents_out_of_order_are_refused(tmp_path, imported, nothing_kept):
+def test_documents_out_of_order_are_rejected(tmp_path, imported, nothing_kept):
     with pytest.raises(DataError, match="lists documents out of order"):
         imported(write_mapped(tmp_path / "a", SEQUENCES, [0, 3, 2, 6]))
     with pytest.raises(DataError, match="lists a document after the last of 6 sequences"):

@@ -66,7 +66,7 @@ def test_an_unclear_choice_is_asked_for(tmp_path, imported, nothing_kept):
 OBJECTS = np.array([{"a": 1}, None], dtype=object)
 
 
-def test_arrays_that_need_a_pickle_are_refused(tmp_path, imported, nothing_kept):
+def test_arrays_that_need_a_pickle_are_rejected(tmp_path, imported, nothing_kept):
     np.save(tmp_path / "objects.npy", OBJECTS, allow_pickle=True)
     np.savez(tmp_path / "objects.npz", OBJECTS)
     (tmp_path / "list.npy").write_bytes(pickle.dumps([1, 2, 3]))
@@ -89,7 +89,7 @@ def test_arrays_that_need_a_pickle_are_refused(tmp_path, imported, nothing_kept)
         (np.zeros(0, np.int64), "contains no tokens"),
     ],
 )
-def test_other_arrays_are_refused(tmp_path, imported, nothing_kept, array, wanted):
+def test_other_arrays_are_rejected(tmp_path, imported, nothing_kept, array, wanted):
     np.save(tmp_path / "a.npy", array)
     with pytest.raises(DataError, match=wanted):
         imported(tmp_path / "a.npy")

@@ -81,7 +81,7 @@ def records():
 
 @pytest.fixture
 def losses(records):
-    """Return a function that reads the figures of one name from a run, its losses by default."""
+    """Return a function that reads the metrics of one name from a run, its losses by default."""
     return lambda run, name="train/loss": [line[name] for line in records(run) if name in line]
 
 

@@ -1,4 +1,4 @@
-"""One of two processes; the second is signalled in a step: drop_worker.py FOLDER VALUES."""
+"""One of two processes. The second is signalled in a step: drop_worker.py FOLDER VALUES."""
 
 import json
 import os

@@ -25,7 +25,7 @@ class Limit(Quiet):
         resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
 
     def on_tick(self, step, last_step):
-        """Lift the limit after the step: reading the checkpoint needs memory of its own."""
+        """Lift the limit after the step: reading the checkpoint needs more memory."""
         resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
 

@@ -1,4 +1,4 @@
-"""Print what oneDNN says when the operating system refuses it memory.
+"""Print what oneDNN says when the operating system rejects it memory.
 
 It runs until the first of its errors that is not one of torch's own allocator.
 """

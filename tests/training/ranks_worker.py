@@ -199,7 +199,7 @@ def failing_save_beside(run):
 
 
 def failing_load(run, path):
-    """Return whether every rank refuses a checkpoint if one rank finds a damaged file."""
+    """Return whether every rank rejects a checkpoint if one rank finds a damaged file."""
     run.mesh.barrier()
     file = path / f"model-{run.mesh.world_size - 1:05d}.safetensors"
     if run.mesh.is_main and not file.exists():

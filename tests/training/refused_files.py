@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch  # noqa: F401  # imported once, not in every child
 
-from flatout import cli, roof
+from flatout import cli, roofline
 
 disk = ctypes.CDLL(None)
 disk.refused.restype = ctypes.c_char_p
@@ -88,7 +88,7 @@ def problems(first, codes, error):
 def main():
     place, error, start, stride, *words = sys.argv[1:]
     place, error = Path(place), int(error)
-    roof.measure = lambda *_: (0.1, 512)  # the hardware is not probed here
+    roofline.measure = lambda *_: (0.1, 512)  # the hardware is not probed here
 
     def fresh():
         shutil.rmtree(place, ignore_errors=True)
@@ -118,7 +118,7 @@ def main():
         failed += bool(found)
         for problem in found:
             print(f"{number}, {first['refused']}: {problem}")
-    print(f"{len(tried)} operations refused, {failed} with a wrong end")
+    print(f"{len(tried)} operations rejected, {failed} with a wrong end")
 
 
 main()

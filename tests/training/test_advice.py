@@ -123,7 +123,7 @@ def test_a_foreign_lock_gives_no_command(tmp_path, holder):
 
 
 @pytest.mark.parametrize("key", ["model.kind", "optim.kind", "speedups"])
-def test_code_named_in_an_edited_config_is_refused_before_advice_repeats_it(
+def test_code_named_in_an_edited_config_is_rejected_before_advice_repeats_it(
     edited, key, tmp_path, monkeypatch
 ):
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -139,7 +139,7 @@ def test_code_named_in_an_edited_config_is_refused_before_advice_repeats_it(
     assert "=runs.gift" not in refused.value.fix
 
 
-def test_a_disk_that_refuses_to_delete_the_exit_code_is_named(tmp_path, monkeypatch):
+def test_a_disk_that_rejects_to_delete_the_exit_code_is_named(tmp_path, monkeypatch):
     def refused(_folder):
         raise OSError(5, "Input/output error", str(tmp_path / "exit_code"))
 

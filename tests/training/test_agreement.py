@@ -37,7 +37,7 @@ def test_a_disk_error_becomes_an_error_with_a_fix(error):
 
 
 class Failing(Mesh):
-    """One of two ranks; the other one fails, and not because its disk is full."""
+    """One of two ranks. The other one fails, and not because its disk is full."""
 
     def sum(self, failed, full):
         return failed + 1, full
@@ -105,7 +105,7 @@ def test_votes_are_counted_over_all_ranks():
 
 @pytest.fixture
 def check_shared(tmp_path, monkeypatch):
-    """Return a check of require_shared with the main process in tmp_path and the given answers."""
+    """Return a check of require_shared with rank 0 in tmp_path and the given answers."""
     (tmp_path / "lock").write_text("process 7")
 
     def check(rank, folder, answers):
@@ -122,13 +122,13 @@ def check_shared(tmp_path, monkeypatch):
     return check
 
 
-def test_processes_in_different_folders_are_an_error_on_each(tmp_path, check_shared):
+def test_processes_in_different_directorys_are_an_error_on_each(tmp_path, check_shared):
     for folder in (tmp_path / "elsewhere", tmp_path / "copy"):
         (tmp_path / "copy").mkdir(exist_ok=True)
         (tmp_path / "copy" / "lock").write_text("process 6 of an earlier run")
         with pytest.raises(
             RunFailed,
-            match=f"Process 1 .* cannot see the run directory of the main process, {tmp_path} "
+            match=f"Process 1 .* cannot see the run directory of rank 0, {tmp_path} "
             f"on a-host.*{folder.name}",
         ):
             check_shared(1, folder, [True, False])
@@ -136,7 +136,7 @@ def test_processes_in_different_folders_are_an_error_on_each(tmp_path, check_sha
         check_shared(0, tmp_path, [True, False])
 
 
-def test_processes_in_one_folder_continue(tmp_path, check_shared):
+def test_processes_in_one_directory_continue(tmp_path, check_shared):
     check_shared(0, tmp_path, [True, True])
     check_shared(1, tmp_path, [True, True])
     (tmp_path / "lock").write_text("")  # the content may arrive late from another machine

@@ -104,7 +104,7 @@ FILES = {
 
 @pytest.mark.parametrize("most_keys", [FEW_KEYS, pytest.param(MANY_KEYS, marks=pytest.mark.faults)])
 @pytest.mark.parametrize("name", FILES)
-def test_every_damaged_key_is_tolerated_or_refused_with_a_fix(
+def test_every_damaged_key_is_tolerated_or_rejected_with_a_fix(
     name, most_keys, finished_run, tmp_path, survived
 ):
     root, config = finished_run

@@ -1,4 +1,4 @@
-"""train.deterministic: bit-equal runs; operations that cannot be deterministic are refused by name.
+"""train.deterministic: bit-equal runs; nondeterministic operations are rejected by name.
 
 tests/training/test_gpu.py tests it on a GPU.
 """
@@ -51,7 +51,7 @@ def test_deterministic_algorithms_are_set_before_processes_connect(
 
 
 def test_an_operation_without_a_deterministic_form_is_named(tiny_config, tmp_path, monkeypatch):
-    """This operation has none on a CPU either, so torch refuses it."""
+    """This operation has none on a CPU either, so torch rejects it."""
 
     def fail(run, batch, *_):
         torch.zeros(4).put_(torch.tensor([0]), torch.ones(1))

@@ -1,4 +1,4 @@
-"""Bad steps in a whole run: skipped, logged, reported, and left out after a rewind."""
+"""Bad steps in a whole run: skipped, logged, reported, and omitted after a rewind."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def test_a_signal_before_a_rewind_stops_the_run(allergic, tmp_path, stop_at):
     [pytest.param(1, id="ddp", marks=pytest.mark.faults), pytest.param(2, id="fully-shard")],
 )
 def test_two_processes_are_rewound_together(allergic, tmp_path, shard, losses):
-    """Only the first process reads the bad sequences, and both leave out the same data."""
+    """Only the first process reads the bad sequences, and both remove the same data."""
     config = rewinding(allergic, 6, 7)
     run_training(config, tmp_path / "one")
     (tmp_path / "bad.json").write_text(json.dumps([*map(list, Allergic.bad)]))
@@ -229,7 +229,7 @@ class Picky(transformer.MODEL):
 """
 
 
-def test_a_damaged_list_of_left_out_data_is_refused(tmp_path):
+def test_a_damaged_list_of_omitted_data_is_rejected(tmp_path):
     (tmp_path / "left_out.json").write_text('{"format_version": 1, "rewinds": [{"from_step": 3}]}')
     with pytest.raises(CheckpointError, match=r"left_out\.json is damaged"):
         read_left_out(tmp_path)

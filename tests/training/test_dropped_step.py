@@ -1,4 +1,4 @@
-"""A signal during an optimiser step drops the step; the resumed run repeats it exactly."""
+"""A signal during an optimiser step drops the step. The resumed run repeats it exactly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A disk that refuses a run's small files ends it with a message, except for exit_code."""
+"""A disk that rejects a run's small files ends it with a message, except for exit_code."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_run_whose_exit_code_cannot_be_written_still_finishes(tiny_config, tmp
     [(errno.ENOSPC, "Free space"), (errno.EIO, "failed to read or write")],
     ids=["full", "broken"],
 )
-def test_a_refused_summary_is_named_and_the_same_command_completes_the_run(
+def test_a_rejected_summary_is_named_and_the_same_command_completes_the_run(
     error, fix, tiny_config, tmp_path, monkeypatch
 ):
     config = tiny_config(train__steps=2)
@@ -58,10 +58,10 @@ def test_a_refused_summary_is_named_and_the_same_command_completes_the_run(
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl"])
-def test_lines_that_the_disk_refuses_are_written_later_and_training_continues(
+def test_lines_that_the_disk_rejects_are_written_later_and_training_continues(
     name, tiny_config, tmp_path, monkeypatch, messages, records, events
 ):
-    """The disk refuses the file from its third line to its sixth, of which it takes a part."""
+    """The disk rejects the file from its third line to its sixth, of which it takes a part."""
     write, tries = os.write, []
 
     def sometimes(descriptor, data):
@@ -143,7 +143,7 @@ def test_a_full_disk_while_locking_is_named_and_leaves_nothing(tiny_config, tmp_
 
 
 HERE = Path(__file__).parent
-ATTACKS = {errno.ENOSPC: "full", errno.EIO: "broken"}
+DISKS = {errno.ENOSPC: "full", errno.EIO: "broken"}
 SMALL = [
     *("model.num_layers=1", "model.d_model=16", "model.num_heads=1", "data.seq_len=32"),
     *("batch.rows_per_device=4", "batch.tokens_per_step=128", "train.steps=2", "train.device=cpu"),
@@ -154,7 +154,7 @@ SMALL = [
 
 @pytest.fixture(scope="session")
 def refusing_disk(tmp_path_factory):
-    """Return the path of a library that, when preloaded, refuses one file operation."""
+    """Return the path of a library that, when preloaded, rejects one file operation."""
     if sys.platform != "linux" or shutil.which("cc") is None:
         pytest.skip("needs Linux and a C compiler")
     library = tmp_path_factory.mktemp("disk") / "refusing_disk.so"
@@ -179,13 +179,13 @@ def run_with_each_operation_refused(survived, library, disk, error, start, strid
     *problems, counts = done.stdout.splitlines()
     refused, wrong = map(int, re.findall(r"\d+", counts))
     assert wrong == 0 or problems, done.stdout
-    survived(ATTACKS[error], refused, problems[:wrong])
+    survived(DISKS[error], refused, problems[:wrong])
 
 
 @pytest.mark.faults
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO], ids=errno.errorcode.get)
 @pytest.mark.parametrize("share", range(4))
-def test_a_run_ends_cleanly_whichever_file_operation_is_refused(
+def test_a_run_ends_cleanly_whichever_file_operation_is_rejected(
     error, share, refusing_disk, tiny_set, tmp_path, survived
 ):
     disk = tmp_path / "disk"
@@ -196,7 +196,7 @@ def test_a_run_ends_cleanly_whichever_file_operation_is_refused(
 
 @pytest.mark.faults
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO], ids=errno.errorcode.get)
-def test_a_prepare_ends_cleanly_whichever_file_operation_is_refused(
+def test_a_prepare_ends_cleanly_whichever_file_operation_is_rejected(
     error, refusing_disk, tmp_path, survived
 ):
     (tmp_path / "book.txt").write_text("The quick brown fox jumps over the lazy dog. " * 100)
@@ -208,7 +208,7 @@ def test_a_prepare_ends_cleanly_whichever_file_operation_is_refused(
 
 @pytest.mark.faults
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO], ids=errno.errorcode.get)
-def test_an_export_ends_cleanly_whichever_file_operation_is_refused(
+def test_an_export_ends_cleanly_whichever_file_operation_is_rejected(
     error, refusing_disk, fox_run, tmp_path, survived
 ):
     disk = tmp_path / "disk"

@@ -121,10 +121,10 @@ def test_a_deterministic_run_resumes_bit_for_bit(tiny_config, tmp_path, name, st
 @ESSENTIAL
 @pytest.mark.parametrize(
     "speedup",
-    [speedup for speedup in all_speedups() if speedup.promise.kind == "exact"],
+    [speedup for speedup in all_speedups() if speedup.tolerance.kind == "exact"],
     ids=lambda s: s.name,
 )
-def test_an_exact_promise_holds_bit_for_bit_in_deterministic_runs(
+def test_an_exact_tolerance_holds_bit_for_bit_in_deterministic_runs(
     tiny_config, tmp_path, speedup, losses
 ):
     config = tiny_config(

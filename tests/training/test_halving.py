@@ -172,7 +172,7 @@ def test_two_processes_with_rows_of_the_user_end(tiny_config, tmp_path, events, 
 
 @pytest.mark.faults
 def test_a_process_with_little_memory_finds_rows_that_fit(tiny_set, tmp_path):
-    """The operating system refuses the memory: the limit is set when the run is built."""
+    """The operating system rejects the memory: the limit is set when the run is built."""
     script = Path(__file__).with_name("little_memory.py")
     done = subprocess.run(
         [sys.executable, str(script), str(tiny_set), str(tmp_path / "run")],

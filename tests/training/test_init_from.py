@@ -1,4 +1,4 @@
-"""`train.init_from` takes only another run's weights, and refuses models that do not fit."""
+"""`train.init_from` takes only another run's weights, and rejects models that do not fit."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_the_weights_are_loaded_before_the_first_step(tiny_config, source, tmp_p
         ({"model__vocab_size": 320}, r"model\.vocab_size=257"),
     ],
 )
-def test_another_model_is_refused_with_the_overrides_to_paste(
+def test_another_model_is_rejected_with_the_overrides_to_paste(
     tiny_config, source, tmp_path, changes, message
 ):
     with pytest.raises(ConfigError, match=message) as refused:
@@ -143,7 +143,7 @@ def test_another_model_is_refused_with_the_overrides_to_paste(
     assert not (tmp_path / "run").exists()
 
 
-def test_learned_positions_of_another_length_are_refused(tiny_config, tmp_path):
+def test_learned_positions_of_another_length_are_rejected(tiny_config, tmp_path):
     run_training(tiny_config(model__positions="learned", train__steps=1), tmp_path / "source")
     longer = {"model__positions": "learned", "data__seq_len": 32, "batch__tokens_per_step": 256}
     with pytest.raises(
@@ -192,7 +192,7 @@ def test_other_chunks_and_first_memories_are_the_same_model(tiny_config, tmp_pat
     assert summary["steps"] == 1
 
 
-def test_another_tokenizer_of_the_same_size_is_refused(tiny_config, source, tmp_path):
+def test_another_tokenizer_of_the_same_size_is_rejected(tiny_config, source, tmp_path):
     letters = [chr(32 + number) for number in range(95)]
     folders = []
     for name, text in (("one", letters), ("two", [*letters[1:], "é"])):
@@ -206,7 +206,7 @@ def test_another_tokenizer_of_the_same_size_is_refused(tiny_config, source, tmp_
     assert read_config(tmp_path / "source").model.vocab_size == tokenizer.vocab_size
     with pytest.raises(
         CheckpointError,
-        match=r"two was prepared with another tokenizer.*--tokenizer .*source/tokenizer\.json",
+        match=r"two was prepared with a different tokenizer.*--tokenizer .*source/tokenizer\.json",
     ):
         run_training(
             tiny_config(data__path=folders[1], train__init_from=str(tmp_path / "source")),
@@ -214,7 +214,9 @@ def test_another_tokenizer_of_the_same_size_is_refused(tiny_config, source, tmp_
         )
 
 
-def test_a_missing_run_is_refused_with_the_nearest_name(tiny_config, source, tmp_path, monkeypatch):
+def test_a_missing_run_is_rejected_with_the_nearest_name(
+    tiny_config, source, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(source, tmp_path / "runs" / "shakespeare")
     assert find_weights("shakespeare") == catalog.checkpoint_path(
@@ -230,11 +232,11 @@ def test_a_missing_run_is_refused_with_the_nearest_name(tiny_config, source, tmp
         find_weights("runs/shakespeare")
 
 
-def test_a_damaged_checkpoint_is_refused(tiny_config, source, tmp_path):
+def test_a_damaged_checkpoint_is_rejected(tiny_config, source, tmp_path):
     copy = shutil.copytree(catalog.checkpoint_path(source, 2), tmp_path / "step-2")
     weights = next(copy.glob("model-*"))
     weights.write_bytes(weights.read_bytes()[:-1])
-    with pytest.raises(CheckpointError, match="bytes; the manifest says"):
+    with pytest.raises(CheckpointError, match=r"bytes\. The manifest lists"):
         run_training(tiny_config(train__init_from=str(copy)), tmp_path / "run")
 
 

@@ -25,7 +25,7 @@ ORIGINAL = "the original content\n"
 
 
 @pytest.mark.parametrize("name", layout.WRITTEN)
-def test_a_run_refuses_a_link_among_its_files(name, tiny_config, tmp_path):
+def test_a_run_rejects_a_link_among_its_files(name, tiny_config, tmp_path):
     run, target = tmp_path / "run", tmp_path / "elsewhere"
     run_training(tiny_config(train__steps=2), run)
     if (run / name).is_dir():
@@ -39,7 +39,7 @@ def test_a_run_refuses_a_link_among_its_files(name, tiny_config, tmp_path):
     assert target.is_dir() or target.read_text() == ORIGINAL
 
 
-def test_a_checkpoint_that_is_a_link_is_refused(tiny_config, tmp_path):
+def test_a_checkpoint_that_is_a_link_is_rejected(tiny_config, tmp_path):
     run_training(tiny_config(train__steps=2), tmp_path / "run")
     (tmp_path / "run" / "checkpoints" / "step-2").rename(tmp_path / "elsewhere")
     (tmp_path / "run" / "checkpoints" / "step-2").symlink_to(tmp_path / "elsewhere")
@@ -71,7 +71,7 @@ def test_metrics_are_not_appended_through_a_link(tiny_config, build_run, tmp_pat
     assert not (tmp_path / "elsewhere").exists()
 
 
-def test_a_pipe_instead_of_a_file_is_refused_without_blocking(tmp_path):
+def test_a_pipe_instead_of_a_file_is_rejected_without_blocking(tmp_path):
     os.mkfifo(tmp_path / "events.jsonl")
     with pytest.raises(CheckpointError, match="not a regular file"):
         append_line(tmp_path / "events.jsonl", {})

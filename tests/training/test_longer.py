@@ -1,6 +1,6 @@
-"""An extended run equals one that had that length from the start, or is refused.
+"""An extended run equals one that had that length from the start, or is rejected.
 
-It is refused if its learning rates already depended on its length.
+It is rejected if its learning rates already depended on its length.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def test_wsd_continues_from_before_its_decay(tiny_config, tmp_path, folder):
     [{"schedule__kind": "cosine"}, {**FALLING, "checkpoint__keep": 1}],
     ids=["cosine", "wsd"],
 )
-def test_a_run_bound_to_its_length_is_refused_with_an_alternative(tiny_config, folder, schedule):
+def test_a_run_bound_to_its_length_is_rejected_with_an_alternative(tiny_config, folder, schedule):
     first = run_training(tiny_config(train__steps=8, **schedule), folder)
     before = {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
     with pytest.raises(ConfigError, match="cannot be made longer, 8 -> 12 steps") as refused:
@@ -140,7 +140,7 @@ def test_a_run_bound_to_its_length_is_refused_with_an_alternative(tiny_config, f
     assert words == ["--resume", str(folder), "--run-dir", f"{folder}-12"]
 
 
-def test_the_alternative_that_the_refusal_names_works(tiny_config, folder):
+def test_the_alternative_that_the_rejection_names_works(tiny_config, folder):
     run_training(tiny_config(train__steps=3), folder)
     with pytest.raises(ConfigError) as refused:
         run_training(tiny_config(train__steps=5), folder)
@@ -149,7 +149,7 @@ def test_the_alternative_that_the_refusal_names_works(tiny_config, folder):
     assert steps_trained(Path(run)) == [4, 5]
 
 
-def test_resuming_a_checkpoint_from_the_decay_is_refused(tiny_config, folder):
+def test_resuming_a_checkpoint_from_the_decay_is_rejected(tiny_config, folder):
     run_training(tiny_config(train__steps=8, checkpoint__keep=6, **FALLING), folder)
     with pytest.raises(
         ConfigError,
@@ -200,7 +200,7 @@ def test_a_kill_while_the_length_is_written_loses_nothing(
     assert (longer["steps"], longer["weights_sha256"]) == (6, whole["weights_sha256"])
 
 
-def test_another_changed_setting_is_still_refused(tiny_config, folder):
+def test_another_changed_setting_is_still_rejected(tiny_config, folder):
     run_training(tiny_config(train__steps=4, **OPEN), folder)
     with pytest.raises(
         ConfigError,

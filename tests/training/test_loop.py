@@ -188,7 +188,7 @@ def test_a_run_that_reaches_its_last_step_did_not_stop_early(patient, tmp_path):
     assert (summary["steps"], summary["stopped_early"]) == (8, False)
 
 
-def test_without_validation_text_patience_is_refused_and_nothing_is_evaluated(
+def test_without_validation_text_patience_is_rejected_and_nothing_is_evaluated(
     tiny_config, tmp_path
 ):
     tokenizer = make_tokenizer("byte", lambda _: [])

@@ -231,7 +231,7 @@ def test_other_ranks_are_told_the_base_and_read_none_of_its_files():
     assert run.base == base
 
 
-def test_a_run_without_a_base_is_refused(tiny_config, tmp_path):
+def test_a_run_without_a_base_is_rejected(tiny_config, tmp_path):
     with pytest.raises(ConfigError, match=r"lora\.rank=2 .*train\.init_from names none") as refused:
         run_training(tiny_config(**LORA), tmp_path / "run")
     assert "train.init_from=RUN" in refused.value.fix
@@ -239,7 +239,7 @@ def test_a_run_without_a_base_is_refused(tiny_config, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["whole", "adapters"])
-def test_a_checkpoint_of_another_kind_is_refused(lora_config, tiny_config, source, tmp_path, kind):
+def test_a_checkpoint_of_another_kind_is_rejected(lora_config, tiny_config, source, tmp_path, kind):
     if kind == "whole":
         config, resume = tiny_config(**LORA, train__steps=8), source
     else:
@@ -269,7 +269,7 @@ def test_a_base_with_damaged_weights_is_an_error(copied):
 
 
 @pytest.mark.parametrize("rows", [[0, 9999], [4, 4], None])
-def test_rows_that_the_weight_lacks_are_refused(lora_config, tmp_path, rows):
+def test_rows_that_the_weight_lacks_are_rejected(lora_config, tmp_path, rows):
     run_training(lora_config(), tmp_path / "run")
     path = last(tmp_path / "run") / catalog.INDEX
     index = json.loads(path.read_text())

@@ -1,4 +1,4 @@
-"""A run is predicted before its first step, refused if it cannot fit, and recorded at its end."""
+"""A run is predicted before its first step, rejected if it cannot fit, and recorded at its end."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_resumed_run_is_predicted_and_not_recorded(tiny_config, tmp_path, stop
     assert recorded() == []
 
 
-def test_a_micro_batch_that_cannot_fit_is_refused_before_anything_is_written(
+def test_a_micro_batch_that_cannot_fit_is_rejected_before_anything_is_written(
     tiny_config, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(
@@ -70,7 +70,7 @@ def test_a_micro_batch_that_cannot_fit_is_refused_before_anything_is_written(
     assert not (tmp_path / "run" / "config.yaml").exists()
 
 
-def test_a_stored_run_is_never_refused(tiny_config, tmp_path, monkeypatch, stop_at):
+def test_a_stored_run_is_never_rejected(tiny_config, tmp_path, monkeypatch, stop_at):
     config = tiny_config(train__steps=20)
     with pytest.raises(Stopped):
         run_training(config, tmp_path / "run", observers=[stop_at(4)])

@@ -71,7 +71,7 @@ def losses(records):
     return read
 
 
-def test_a_run_writes_all_files_and_figures(tiny_config, tmp_path, records, events, losses):
+def test_a_run_writes_all_files_and_numbers(tiny_config, tmp_path, records, events, losses):
     folder = tmp_path / "run"
     summary = run_training(tiny_config(train__eval_every=2, train__eval_tokens=64), folder)
     assert summary["steps"] == 6
@@ -121,7 +121,7 @@ def test_idle_gpus_are_mentioned(monkeypatch):
     for count in (1, 2):
         monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
         training.say_idle_gpus(SimpleNamespace(say=lines.append))
-    assert lines == ["This run uses 1 of 2 GPUs; train.devices=all uses all of them."]
+    assert lines == ["This run uses 1 of 2 GPUs. train.devices=all uses all of them."]
 
 
 WITHOUT_LINUX = """
@@ -163,7 +163,7 @@ def test_a_run_needs_nothing_that_only_linux_has(tmp_path, tiny):
     assert "mem/process_gib" not in first
 
 
-def test_mps_is_said_to_be_untried_and_refused_for_the_eigenstate_model():
+def test_mps_is_said_to_be_untried_and_rejected_for_the_eigenstate_model():
     lines = []
     progress = SimpleNamespace(say=lines.append)
     training.require_mps_model(load_config(None), progress)
@@ -368,7 +368,7 @@ def test_the_first_run_on_an_unmeasured_gpu_suggests_bench(tiny_config, tmp_path
     assert lines(cache=None) == lines(device="cpu") == lines(checkpoint=tmp_path) == []
     (line,) = lines()
     assert line.startswith(
-        "No speedup has been measured on this GPU (NVIDIA H200); `flatout bench "
+        "No speedup has been measured on this GPU (NVIDIA H200). `flatout bench "
     )
     assert lines() == [], "once"
 

@@ -1,4 +1,4 @@
-"""The plan for a run directory and a request: a new run, a resume, a summary or a refusal."""
+"""The plan for a run directory and a request: a new run, a resume, a summary or a rejection."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("steps", [2, 3])
-def test_a_checkpoint_past_the_last_step_of_a_new_run_is_refused(steps, tiny_config, tmp_path):
+def test_a_checkpoint_past_the_last_step_of_a_new_run_is_rejected(steps, tiny_config, tmp_path):
     run_training(tiny_config(train__steps=3), tmp_path / "first")
     config, other = tiny_config(train__steps=steps), tmp_path / "runs" / "second"
     message = f"step-3 is at step 3, and this run has {steps} steps"
@@ -59,9 +59,9 @@ def test_a_checkpoint_that_does_not_fit_leaves_no_run_directory(tiny_config, tmp
     assert [path.name for path in tmp_path.iterdir()] == ["first"]
 
 
-def test_a_directory_with_other_files_is_refused(tiny_config, tmp_path):
+def test_a_directory_with_other_files_is_rejected(tiny_config, tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(CheckpointError, match=r"is not a run directory; it contains notes\.txt"):
+    with pytest.raises(CheckpointError, match=r"is not a run directory. It contains notes\.txt"):
         run_training(tiny_config(), tmp_path)
     assert not (tmp_path / "config.yaml").exists()
 
@@ -89,7 +89,7 @@ def stopped(tiny_config, tmp_path, write_tiny, stop_at):
     return config, tmp_path / "run"
 
 
-def test_changed_data_is_refused_with_the_difference(stopped, tmp_path, write_tiny, events):
+def test_changed_data_is_rejected_with_the_difference(stopped, tmp_path, write_tiny, events):
     config, folder = stopped
     shutil.rmtree(config.data.path)
     write_tiny(tmp_path / "data", num_documents=48)
@@ -108,7 +108,7 @@ def test_changed_data_is_refused_with_the_difference(stopped, tmp_path, write_ti
     ]
 
 
-def test_other_data_for_a_finished_run_is_refused(tiny_config, tmp_path, write_tiny):
+def test_other_data_for_a_finished_run_is_rejected(tiny_config, tmp_path, write_tiny):
     """Its results would be taken for those of the other data."""
     run_training(tiny_config(), tmp_path / "run")
     other = write_tiny(tmp_path / "other", num_documents=32)
@@ -127,10 +127,10 @@ def test_other_validation_tokens_are_no_other_training(stopped, events):
     assert events(folder, "difference") == []
 
 
-def test_another_tokenizer_is_refused(stopped):
+def test_another_tokenizer_is_rejected(stopped):
     config, folder = stopped
     (folder / "tokenizer.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="another tokenizer"):
+    with pytest.raises(CheckpointError, match="a different tokenizer"):
         run_training(config, folder)
 
 
@@ -178,14 +178,14 @@ def gain(times):
     )
 
 
-def test_more_shards_than_processes_are_refused_with_the_command(tiny_config, tmp_path):
+def test_more_shards_than_processes_are_rejected_with_the_command(tiny_config, tmp_path):
     message = r"parallel\.shard=2 does not fit 1 process.*train\.devices=2, .*--nproc-per-node 2"
     with pytest.raises(ConfigError, match=message):
         run_training(tiny_config(parallel__shard=2), tmp_path / "run")
     assert not (tmp_path / "run" / "config.yaml").exists()
 
 
-def test_a_config_without_data_is_refused_with_the_command(tiny_config, tmp_path):
+def test_a_config_without_data_is_rejected_with_the_command(tiny_config, tmp_path):
     with pytest.raises(ConfigError, match=r"data\.path is not set.*flatout prepare"):
         run_training(tiny_config(data__path=None), tmp_path / "run")
     assert not (tmp_path / "run" / "config.yaml").exists()
@@ -200,7 +200,7 @@ def test_a_config_without_data_is_refused_with_the_command(tiny_config, tmp_path
         ({"data__path": "copy"}, None),
     ],
 )
-def test_processes_with_different_settings_are_refused(
+def test_processes_with_different_settings_are_rejected(
     tiny_config, tiny_set, ragged_set, tmp_path, monkeypatch, changes, named
 ):
     copy = shutil.copytree(tiny_set, tmp_path / "copy")

@@ -66,7 +66,7 @@ def several(recipe, folder, *overrides, launch=launch, **options):
     done = launch(recipe, folder, *overrides, **options)
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if line.strip()]
-    assert len(lines) == 1, "only the main rank prints"
+    assert len(lines) == 1, "only rank 0 prints"
     return json.loads(lines[0])
 
 
@@ -317,7 +317,7 @@ def test_a_killed_launcher_lets_the_run_save_and_stop(endless):
     assert "The launcher, process" in launcher.stderr.read()
 
 
-def test_a_setting_that_is_refused_is_reported_once(recipe, tmp_path):
+def test_a_setting_that_is_rejected_is_reported_once(recipe, tmp_path):
     launcher = own_launch(recipe, tmp_path / "run", "batch.tokens_per_step=100")
     out, err = launcher.communicate(timeout=240)
     assert launcher.returncode == 2
@@ -325,7 +325,7 @@ def test_a_setting_that_is_refused_is_reported_once(recipe, tmp_path):
     assert json.loads(out)["exit_code"] == 2
 
 
-def test_sizes_that_do_not_divide_are_refused_before_a_process_starts(recipe, tmp_path):
+def test_sizes_that_do_not_divide_are_rejected_before_a_process_starts(recipe, tmp_path):
     """Each process would load torch first."""
     from flatout.commands.train import processes
 
@@ -341,7 +341,7 @@ def test_sizes_that_do_not_divide_are_refused_before_a_process_starts(recipe, tm
 
 
 @pytest.mark.faults
-def test_ranks_with_different_settings_are_refused(recipe, tmp_path):
+def test_ranks_with_different_settings_are_rejected(recipe, tmp_path):
     """Each rank gets the same message, and nothing is written."""
     code = "import os; words = ['optim.lr=0.5'] if os.environ['RANK'] == '1' else []\n"
     code += "from flatout.__main__ import main; import sys; sys.argv += words; main()"

@@ -1,4 +1,4 @@
-"""Signals to real processes, in every phase; no process stays, and the run continues exactly."""
+"""Signals to real processes, in every phase. No process stays, and the run continues exactly."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ main(sys.argv[1:])
 
 @pytest.fixture
 def start(tmp_path):
-    """Return a function that starts a command in a new process; what it started ends with it."""
+    """Return a function that starts a command in a new process. What it started ends with it."""
     processes = []
 
     def begin(*command, **variables):

@@ -207,7 +207,7 @@ BAD_STEPS = {
 def test_a_bad_step_changes_no_weight_and_no_optimizer_state(
     kind, build_run, tiny_config, tmp_path
 ):
-    """Schedule and data advance; the next step is that of a run that passed the batch over."""
+    """Schedule and data advance. The next step is that of a run that passed the batch over."""
     if kind == "adamw-8bit":
         pytest.importorskip("torchao")
     run, twin = (build_run(tiny_config(**BAD_STEPS[kind]), tmp_path / name) for name in "ab")

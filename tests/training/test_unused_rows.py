@@ -1,4 +1,4 @@
-"""A dataset that was prepared with another tokenizer than the recipe's is named at the start."""
+"""A dataset that was prepared with other tokenizers than the recipe's is named at the start."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def test_zero_minutes_turn_it_off(idle_run):
         assert threading.active_count() == before
 
 
-def test_a_process_that_stops_says_so_in_its_exit_code(idle_run):
+def test_a_process_that_stops_shows_so_in_its_exit_code(idle_run):
     run, codes = idle_run(watchdog_minutes=0.0005, watchdog_stop="true"), []
     with Watchdog(run, end=codes.append):
         wait_until(lambda: codes)
@@ -273,7 +273,7 @@ def run_hanging(model, tiny_set, tiny, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.faults
-def test_a_stopped_main_rank_is_named_by_another(tiny_set, tiny, tmp_path, events):
+def test_a_stopped_rank_0_is_named_by_another(tiny_set, tiny, tmp_path, events):
     model = HANGING_MODEL.replace("== 5", "< 0")
     run, errors = run_hanging(model, tiny_set, tiny, tmp_path)
     assert read_exit_code(run) == 75
@@ -292,6 +292,6 @@ def test_the_rank_that_hangs_is_named_and_the_run_can_be_started_again(
     assert read_exit_code(run) == 75
     (stall,) = events(run, "stall")
     assert "The others wait for rank 1" in stall["text"]
-    assert "In your code" not in stall["text"], "the main rank waits in flatout"
+    assert "In your code" not in stall["text"], "rank 0 waits in flatout"
     (stacks,) = (run / "watchdog").glob("*-rank-1.txt")
     assert "In your code, that is in forward (hanging.py:11)." in stacks.read_text()

@@ -20,9 +20,9 @@ from pathlib import Path
 Path({marker!r}).touch()
 from flatout.models.transformer import MODEL as Model
 from flatout.optimizers.adamw import OPTIMIZER as Optimizer
-from flatout.assembly.recipe import Promise, Speedup as Kind
+from flatout.assembly.recipe import Tolerance, Speedup as Kind
 from flatout.training.metrics.loggers import Logger
-Speedup = Kind(name="gift", saves="nothing", promise=Promise.exact())
+Speedup = Kind(name="gift", saves="nothing", tolerance=Tolerance.exact())
 """
 
 

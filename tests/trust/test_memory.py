@@ -1,4 +1,4 @@
-"""What the user named for a run is stored per run directory; a flag is not remembered."""
+"""What the user named for a run is stored per run directory. A flag is not remembered."""
 
 from __future__ import annotations
 

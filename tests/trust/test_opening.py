@@ -78,13 +78,13 @@ def test_advice_never_repeats_a_reference_of_an_untrusted_run(gift):
         {"train.init_from": str(gift.folder), "model.d_model": 32, "speedups": "none"}
     )
     gift.names(WAYS["model.kind"]("runs.gift.weights"))
-    with pytest.raises(ConfigError, match="belong to another model") as refused:
+    with pytest.raises(ConfigError, match="belong to a different model") as refused:
         train(asked, run="runs/mine")
     assert "model.kind=" not in refused.value.fix
     assert not gift.ran
 
 
-def test_demo_refuses_a_run_directory_that_names_code(gift, tmp_path):
+def test_demo_rejects_a_run_directory_that_names_code(gift, tmp_path):
     gift.names(WAYS["model.kind"]("runs.gift.weights"))
     gift.folder.rename(tmp_path / "runs" / "demo")
     with pytest.raises(CheckpointError, match=r"names code that opening.*move it away"):
@@ -222,7 +222,7 @@ def test_several_ranks_import_nothing(gift, tmp_path):
 
 
 def test_every_key_that_can_name_code_is_checked():
-    """The help text of such a key mentions it; a new key must be added to trust.REFERENCES."""
+    """The help text of such a key mentions it. A new key must be added to trust.REFERENCES."""
     fields = {("speedups",)}
     for section, field in RunConfig.model_fields.items():
         inner = getattr(field.annotation, "model_fields", {})

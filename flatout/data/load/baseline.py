@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from flatout.data.tokenizers import Tokenizer
 
 KEPT_TEXTS = 65_536
-"""Sequences per split whose text is cached; the oldest is dropped beyond this number."""
+"""Sequences per split whose text is cached. The oldest is dropped beyond this number."""
 
 
 class TokenisingReader:
@@ -21,7 +21,7 @@ class TokenisingReader:
 
     It returns the packed tokens, not the ids it computes: the text of a sequence cut mid-document
     may tokenise to other ids, and losses are only comparable on identical sequences. `prime` caches
-    the text, so that decoding is not measured as tokenising; a sequence that was not primed is
+    the text, so that decoding is not measured as tokenising. A sequence that was not primed is
     decoded on first read.
     """
 

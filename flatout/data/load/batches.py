@@ -1,4 +1,4 @@
-"""Reads the rows of each step in a seekable order, as numpy arrays; feed.py makes tensors of them.
+"""Reads the rows of each step in a seekable order, as numpy arrays. Feed.py makes tensors of them.
 
 Letters in names: A micro-batches, B rows of one, T tokens of one row, W = T + 1, N = A * B rows of
 a rank's step.
@@ -37,7 +37,7 @@ class PrimedReader(SequenceReader, Protocol):
     """A reader that can prepare sequences before the steps that read them."""
 
     def prime(self, split: SplitReader, indices: Array, seq_len: int) -> bool:
-        """Prepare to read the sequences `indices`; return whether there is room for more.
+        """Prepare to read the sequences `indices`, and return whether there is room for more.
 
         Shapes:  indices (N,).
         """
@@ -69,7 +69,7 @@ class BatchPlan:
     prefetch: int
     device: str
     left_out: Mapping[int, int] = field(default_factory=dict)
-    """The position of each step to leave out, and that of the step after it."""
+    """The position of each step to skip, and that of the step after it."""
 
     @property
     def sequences_per_step(self) -> int:
@@ -241,8 +241,8 @@ class SequenceSteps:
 def too_short(split: SplitReader, seq_len: int) -> DataError:
     """Return the error for a split without a single sequence."""
     return DataError(
-        f"The {split.name} split has {split.num_tokens} tokens; "
-        f"one sequence of data.seq_len={seq_len} needs {seq_len + 1}.",
+        f"The {split.name} split has {split.num_tokens} tokens. "
+        f"One sequence of data.seq_len={seq_len} needs {seq_len + 1}.",
         fix=f"Set data.seq_len={split.num_tokens - 1} or less, or prepare more text."
         if split.num_tokens > 1
         else f"Prepare more text: the {split.name} split is empty.",

@@ -131,7 +131,7 @@ class _Buffer:
         self._copied = torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]
 
     def read(self, position: int) -> StepBatch:
-        """Read this rank's rows of the first step from `position` on that is not left out.
+        """Read this rank's rows of the first step from `position` on that is not skipped.
 
         Returns a copy on the device.
         On a GPU the copy is queued on the current stream, and the buffer is reused only after it
@@ -198,7 +198,7 @@ class _Feed:
         raise NotImplementedError
 
     def seek(self, position: int) -> None:
-        """Continue at another position; steps read ahead are dropped."""
+        """Continue at another position. Steps read ahead are dropped."""
         if position != self.position:
             self.close()
             self.position = position
@@ -249,7 +249,7 @@ class PrefetchFeed(_Feed):
     """Reads the next `prefetch` steps in a background thread.
 
     On a GPU, copies run on a separate stream from two pinned buffers. The thread starts with the
-    first requested step; an error in it is raised at the step where it occurred.
+    first requested step. An error in it is raised at the step where it occurred.
     """
 
     def __init__(self, steps: StepReader) -> None:
@@ -268,7 +268,7 @@ class PrefetchFeed(_Feed):
             raise
 
     def close(self) -> None:
-        """Stop the background thread; reading again starts a new one at the same position."""
+        """Stop the background thread. Reading again starts a new one at the same position."""
         if self._ahead is not None:
             self._stop()
             self._ahead = None
@@ -305,7 +305,7 @@ class _ReadAhead:
             self._ready.put(error)
 
     def take(self) -> StepBatch:
-        """Return the next step, or raise the thread's error; only the stream waits for the copy."""
+        """Return the next step, or raise the thread's error. Only the stream waits for the copy."""
         ready = self._ready.get()
         if isinstance(ready, BaseException):
             try:
@@ -325,7 +325,7 @@ class _ReadAhead:
         return batch
 
     def stop(self) -> None:
-        """Stop the thread and wait for it; a second call does nothing."""
+        """Stop the thread and wait for it. A second call does nothing."""
         self._stopping.set()
         self._room.release()
         # Garbage collection may finalise a dropped feed in the thread itself.

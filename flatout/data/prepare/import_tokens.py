@@ -1,4 +1,4 @@
-"""Import tokens that another program wrote, in any of the formats of `token_formats`."""
+"""Import tokens that another tool wrote, in any of the formats of `token_formats`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ImportOptions:
     """How to read the tokens, and how to divide them."""
 
     tokenizer: str | None = None
-    """The tokenizer that made them; nanoGPT's meta.pkl may replace it."""
+    """The tokenizer that made them. NanoGPT's meta.pkl may replace it."""
     pattern: str | None = None
     """Regular expression that splits text, for an unknown .tiktoken file."""
     end_of_text: str | None = None
@@ -62,7 +62,7 @@ def import_tokens(
 
     Tokens are stored unchanged. A directory that already contains this dataset is left unchanged.
 
-    Memory: one chunk or one array of an .npz; other files are mapped.
+    Memory: one chunk or one array of an .npz. Other files are mapped.
     Raises: DataError naming the file that is missing or unusable, or the token that is outside the
             vocabulary.
     """
@@ -79,7 +79,7 @@ def import_tokens(
         raise DataError(
             f"There are validation tokens, {found.val[0].path}, and --split {options.split!r} "
             "takes them from the training tokens.",
-            fix="Leave --split out, or name the training tokens alone.",
+            fix="Remove --split, or name the training tokens alone.",
         )
     known = _tokenizer(path, options, progress)
     first = found.train[0]
@@ -161,7 +161,7 @@ def _tokenizer(path: Path, options: ImportOptions, progress: Progress) -> Tokeni
     characters = characters_in(meta) if spec in (None, CharTokenizer.kind) else None
     if characters is not None:
         progress.say(
-            f"The tokenizer is char, with the {len(characters)} characters in {meta}; no code in "
+            f"The tokenizer is char, with the {len(characters)} characters in {meta}. No code in "
             "that file is run."
         )
         return CharTokenizer(characters)
@@ -204,7 +204,7 @@ class _Written:
         fraction: float,
         progress: Progress,
     ) -> None:
-        """Write all tokens; without validation tokens, `fraction` of them, at the end, are."""
+        """Write all tokens. Without validation tokens, `fraction` of them, at the end, are."""
         weight = sum(tokens.weight for tokens in train)
         # in units of weight: of 10 chunks, 9.5 is the middle of the tenth
         cut = math.inf if val else weight * (1 - fraction)

@@ -61,7 +61,7 @@ COPIED = 1 << 20
 """Tokens copied at a time."""
 
 Dropped = dict[tuple[int, SplitName], Array]
-"""A flag per document of each range's split: True if it is left out."""
+"""A flag per document of each range's split: True if it is omitted."""
 Span = tuple[int, RangeSplit, int, int]
 """The tokens [start, stop) in the files of a range: its number, its split, start and stop."""
 
@@ -172,7 +172,7 @@ def join(
 ) -> Manifest:
     """Join all ranges in order into the dataset, publish it, and return its manifest.
 
-    Documents in `dropped` are left out, and `records` must not count them. Check the files of
+    Documents in `dropped` are omitted, and `records` must not count them. Check the files of
     ranges that another process wrote first (`check_files`).
 
     Raises: Unfinished when the disk is full.
@@ -299,7 +299,7 @@ def runs(ends: Array, drops: Array) -> list[tuple[int, int]]:
 
 
 def _divided(spans: Iterable[Span], size: int) -> Iterator[list[Span]]:
-    """Divide spans into lists of `size` tokens; the last may have fewer."""
+    """Divide spans into lists of `size` tokens. The last may have fewer."""
     inside: list[Span] = []
     room = size
     for number, split, start, stop in spans:

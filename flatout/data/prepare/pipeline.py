@@ -129,7 +129,7 @@ def prepare_dataset(
 def prepare_request(
     request: Request, out: Path, workers: int | None, engine: Engine
 ) -> tuple[Manifest, bool]:
-    """Prepare the dataset of a request as `prepare_dataset` does; return whether it existed."""
+    """Prepare the dataset of a request as `prepare_dataset` does, and return whether it existed."""
     with WorkDir(out) as work:
         manifest = _existing_or_claimed(request, work)
         if manifest is not None:

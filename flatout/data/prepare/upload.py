@@ -53,7 +53,7 @@ def prepare_upload(
     engine: Engine = local,
     **access: Unpack[Access],
 ) -> Prepared:
-    """Prepare a dataset and send it to a URL; the manifest appears once it is complete.
+    """Prepare a dataset and send it to a URL. The manifest appears once it is complete.
 
     Both steps resume where an earlier call stopped. A URL that already contains this dataset is
     left unchanged.
@@ -112,7 +112,7 @@ def prepare_upload(
 def _refuse(url: str) -> NoReturn:
     raise DataError(
         f"Another process on this machine is preparing or fetching {url}.",
-        fix="Wait for it, or choose another --out.",
+        fix="Wait for it, or choose a different --out.",
     )
 
 

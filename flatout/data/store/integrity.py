@@ -28,7 +28,7 @@ class Problem(NamedTuple):
 
 
 def file_problems(folder: Path, manifest: Manifest) -> Iterator[Problem]:
-    """Yield the problems with a folder's file sizes, manifest and tokenizer."""
+    """Yield the problems with a directory's file sizes, manifest and tokenizer."""
     for entry in manifest.files:
         if what := _size_problem(folder / entry.name, entry):
             yield Problem(entry.name, what)
@@ -63,7 +63,7 @@ def _size_problem(path: Path, entry: FileEntry) -> str | None:
     if size == entry.size_bytes:
         return None
     found = "is missing" if size is None else f"has {size} bytes"
-    return f"{path} {found}; the manifest says {entry.size_bytes} bytes."
+    return f"{path} {found}. The manifest lists {entry.size_bytes} bytes."
 
 
 def manifest_problems(origin: Path | str, manifest: Manifest) -> Iterator[Problem]:
@@ -123,7 +123,7 @@ class ValueCheck:
     limit: int
     """Values are at least 0 and below this."""
     complaint: str
-    """Message for a value outside the range; the value replaces the braces."""
+    """Message for a value outside the range. The value replaces the braces."""
 
     def problem(self, block: Array, path: Path | str, start: int) -> str | None:
         """Return the problem with a file's block that starts at byte `start`, or None.

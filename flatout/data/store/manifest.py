@@ -93,7 +93,7 @@ file again; as text in a manifest.
 
 
 class SkippedRows(Stored):
-    """Rows of the source that were left out for one reason."""
+    """Rows of the source that were omitted for one reason."""
 
     model_config = ConfigDict(frozen=False)
 
@@ -105,7 +105,7 @@ class SkippedRows(Stored):
     """Locations of the first few."""
 
     def named(self) -> SkippedRows:
-        """Return these rows for a manifest, with locations as text; their files are read again."""
+        """Return these rows for a manifest, with locations as text. Their files are read again."""
         return self.model_copy(update={"first": tuple(storable(str(one)) for one in self.first)})
 
 
@@ -113,11 +113,11 @@ class Manifest(Stored):
     """The content of a complete dataset directory."""
 
     format_version: int = FORMAT_VERSION
-    """Version of the folder's format."""
+    """Version of the directory's format."""
     dtype: Literal["uint16", "uint32"]
     """Type of a stored token, little-endian."""
     vocab_size: int = Field(ge=1)
-    """Number of token ids; every id is below it."""
+    """Number of token ids. Every id is below it."""
     tokenizer: TokenizerEntry
     """The tokenizer that made the tokens."""
     splits: dict[SplitName, SplitEntry]
@@ -127,7 +127,7 @@ class Manifest(Stored):
     split_rule: str
     """How documents were divided into train and val."""
     skipped: tuple[SkippedRows, ...] = ()
-    """Rows that were left out, by reason."""
+    """Rows that were omitted, by reason."""
     cut_documents: int = Field(0, ge=0)
     """Documents cut at the start of validation; both splits count them."""
     sha256: str | None = None
@@ -153,7 +153,7 @@ class Manifest(Stored):
 
     @property
     def documents(self) -> int:
-        """Documents in all splits; a document cut between them counts once."""
+        """Documents in all splits. A document cut between them counts once."""
         return sum(split.documents for split in self.splits.values()) - self.cut_documents
 
     @property
@@ -174,7 +174,7 @@ def read_manifest(folder: Path) -> Manifest:
             version of flatout.
     """
     path = folder / MANIFEST
-    if (folder / "index.json").is_file():  # a checkpoint has a manifest.json of another kind
+    if (folder / "index.json").is_file():  # a checkpoint has a manifest.json of a different kind
         raise _no_dataset(folder)
     try:
         text = read_regular(path)
@@ -198,7 +198,7 @@ def _no_dataset(folder: Path) -> DataError:
         fix = f"Prepare it with `flatout prepare {in_shell(folder)} --out {out}`, then use {out}."
         return DataError(f"{folder} is a file, not a dataset directory.", fix=fix)
     if folder.is_dir() and any(folder.iterdir()):
-        fix = "Name another one, or prepare one with `flatout prepare SOURCE --out data/mine`."
+        fix = "Name a different one, or prepare one with `flatout prepare SOURCE --out data/mine`."
         return DataError(f"{folder} has no {MANIFEST}: it is not a complete dataset.", fix=fix)
     beside = (
         [path.parent.name for path in folder.parent.glob(f"*/{MANIFEST}")] if folder.name else []
@@ -231,10 +231,12 @@ def parse_manifest(text: str, path: Path | str) -> Manifest:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         what = f"{path} is not a manifest: {where + ': ' if where else ''}{first['msg'].lower()}."
-        raise DataError(what, fix="Prepare the dataset again into another directory.") from error
+        raise DataError(
+            what, fix="Prepare the dataset again into a different directory."
+        ) from error
     raise DataError(
-        f"{path} has format_version {version}; "
-        f"this version of flatout reads up to {FORMAT_VERSION}.",
+        f"{path} has format_version {version}. "
+        f"This version of flatout reads up to {FORMAT_VERSION}.",
         fix="Install a newer flatout, or prepare the dataset again.",
     )
 
@@ -248,7 +250,7 @@ def _require_own_digest(manifest: Manifest, text: str, path: Path | str) -> None
     if sealed and _digest(json.loads(text)) != manifest.sha256:
         raise DataError(
             f"{path} is damaged: its content does not match its digest.",
-            fix="Restore it from a copy, or prepare the dataset again into another directory.",
+            fix="Restore it from a copy, or prepare the dataset again into a different directory.",
         )
 
 

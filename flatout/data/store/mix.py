@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from flatout.data.tokenizers import Tokenizer
 
 LONGEST_PERIOD = 65_536
-"""A ratio that needs a longer period is rounded to this one; the smallest share is 1 turn in it."""
+"""A ratio that needs a longer period is rounded to this one. The smallest share is 1 turn in it."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class MixedDataset:
 
     @property
     def vocab_size(self) -> int:
-        """Number of token ids; every id is below it."""
+        """Number of token ids. Every id is below it."""
         return self.members[0].dataset.vocab_size
 
     @property
@@ -189,9 +189,9 @@ class MixedSplit:
         for split, count in zip(self._splits, counts, strict=True):
             if not count:
                 raise DataError(
-                    f"{split.folder} has {split.num_tokens} tokens of {self.name}; "
-                    f"one sequence of data.seq_len={seq_len} needs {seq_len + 1}.",
-                    fix="Leave it out of data.mix, set a smaller data.seq_len, "
+                    f"{split.folder} has {split.num_tokens} tokens of {self.name}. "
+                    f"One sequence of data.seq_len={seq_len} needs {seq_len + 1}.",
+                    fix="Remove it from data.mix, set a smaller data.seq_len, "
                     "or prepare more text.",
                 )
         return np.cumsum([0, *counts])
@@ -223,7 +223,7 @@ def open_data(data: DataConfig, *, progress: Progress = SILENT) -> AnyDataset:
 
 
 def members_of(dataset: AnyDataset) -> tuple[Member, ...]:
-    """Return the members of a mix; a single dataset is one member."""
+    """Return the members of a mix. A single dataset is one member."""
     if isinstance(dataset, MixedDataset):
         return dataset.members
     return (Member(distinct_names([dataset.origin])[0], dataset, 1.0),)
@@ -246,7 +246,7 @@ def whole_turns(mix: Mapping[str, float]) -> tuple[int, ...]:
         raise ConfigError(
             f"data.mix gives {name} the weight {weight:g} of {float(total):g}; "
             f"the smallest share is 1 sequence in {LONGEST_PERIOD:,}.",
-            fix=f"Give it a weight of {enough:.3g} or more, or leave it out.",
+            fix=f"Give it a weight of {enough:.3g} or more, or remove it.",
         )
     scale = math.lcm(*((weight / total).denominator for weight in exact))
     if scale > LONGEST_PERIOD:
@@ -256,7 +256,7 @@ def whole_turns(mix: Mapping[str, float]) -> tuple[int, ...]:
 
 @cache
 def deal_turns(turns: tuple[int, ...]) -> Array:
-    """Return the dataset of each turn of the period; dataset k has turns[k] of them.
+    """Return the dataset of each turn of the period. Dataset k has turns[k] of them.
 
     After every turn each dataset is less than one turn from its share.
 

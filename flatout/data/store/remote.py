@@ -33,7 +33,7 @@ ATTEMPTS_WITH_COPY = 1
 def open_dataset(
     path_or_url: str | Path, *, cache: Path | None = None, progress: Progress = SILENT
 ) -> Dataset:
-    """Open a dataset in a directory or at a URL; a remote dataset is fetched unless it is cached.
+    """Open a dataset in a directory or at a URL. A remote dataset is fetched unless it is cached.
 
     `cache` is the directory of copies; None means the user's cache.
 
@@ -144,14 +144,14 @@ def fetch_dataset(url: str, *, cache: Path, progress: Progress = SILENT) -> Path
         progress.say(f"{error.what} Reading the copy in {last}.")
         return last
     copy = copy_dir_of(cache_dir, content)
-    waiting = f"Another process is fetching or preparing {url}; waiting for it."
+    waiting = f"Another process is fetching or preparing {url}. Waiting for it."
     if not _is_complete(copy, manifest):
         with locked(cache_dir, lambda: progress.say(waiting)):
             if not _is_complete(copy, manifest):
                 if last is not None and last != copy:
                     progress.say(
-                        f"{url} has changed. The earlier version stays in {last}; "
-                        "remove it when no run uses it."
+                        f"{url} has changed. The earlier version stays in {last}. "
+                        "Remove it when no run uses it."
                     )
                 _fetch(url, copy, manifest, content, progress)
     with contextlib.suppress(OSError):  # the cache may belong to another user
@@ -215,5 +215,5 @@ def _fetch(url: str, copy: Path, manifest: Manifest, content: bytes, progress: P
 def _verify_fix(url: str) -> str:
     return (
         f"Check the whole dataset with `flatout verify {in_shell(url)}`, "
-        "and prepare it again at another URL."
+        "and prepare it again at a different URL."
     )

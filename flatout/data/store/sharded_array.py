@@ -1,4 +1,4 @@
-"""Reads several files as one array; each 4 MiB block is checked when it is first read from."""
+"""Reads several files as one array. Each 4 MiB block is checked when it is first read from."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flatout.files import BLOCK_BYTES, FileEntry
 CHECK_THREADS = 4
 """Threads that check blocks when several are first read at once, as in a run's first step."""
 JOINED_BYTES = 16 << 10
-"""Rows up to this size are joined and copied at once: a copy of its own costs more for each."""
+"""Rows up to this size are joined and copied at once: a separate copy costs more for each."""
 SIZE_CHECK_INTERVAL_S = 1.0
 """Interval between size checks of open files: one costs as much as reading a few sequences."""
 
@@ -70,8 +70,8 @@ class ShardedArray:
             return
         if starts.min() < 0 or starts.max() + width > self._first[-1]:
             raise DataError(
-                f"Items {int(starts.min())} to {int(starts.max()) + width} were requested; "
-                f"there are {int(self._first[-1])}.",
+                f"Items {int(starts.min())} to {int(starts.max()) + width} were requested. "
+                f"There are {int(self._first[-1])}.",
                 fix="Read sequences below num_sequences(seq_len).",
             )
         file_of = self._first.searchsorted(starts, "right") - 1
@@ -111,7 +111,7 @@ class ShardedArray:
         out[np.arange(width) >= lengths[:, np.newaxis]] = 0
 
     def _check_sizes(self) -> None:
-        """Refuse a file resized while mapped: reading past its end would kill the process."""
+        """Reject a file resized while mapped: reading past its end would kill the process."""
         if time.monotonic() < self._next_size_check_s:
             return
         for path, entry, mapped in zip(self._paths, self._entries, self._maps, strict=True):
@@ -163,7 +163,7 @@ def _map_file(path: Path, size: int) -> mmap.mmap:
 def _require_size(path: Path, found: int, size: int) -> None:
     if found != size:
         raise DataError(
-            f"{path} now has {found} bytes; it had {size} when the dataset was opened.",
-            fix="Restore the file, or prepare the dataset again; then run the same command: "
+            f"{path} now has {found} bytes. It had {size} when the dataset was opened.",
+            fix="Restore the file, or prepare the dataset again. Then run the same command: "
             "a run resumes from its last checkpoint.",
         )

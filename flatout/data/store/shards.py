@@ -59,7 +59,7 @@ class Dataset:
 
     @property
     def vocab_size(self) -> int:
-        """Number of token ids; every id is below it."""
+        """Number of token ids. Every id is below it."""
         return self.manifest.vocab_size
 
     @cached_property
@@ -72,7 +72,7 @@ class Dataset:
         )
 
     def split(self, name: SplitName) -> Split:
-        """Return `train` or `val`; a split without documents has no tokens."""
+        """Return `train` or `val`. A split without documents has no tokens."""
         if name not in self._splits:
             self._splits[name] = Split(self.path, name, self.manifest)
         return self._splits[name]

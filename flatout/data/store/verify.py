@@ -164,6 +164,6 @@ def _tokenizer_problems(content: bytes, where: str, manifest: Manifest) -> Itera
     if tokenizer.vocab_size != manifest.vocab_size:
         yield Problem(
             name,
-            f"{where} has {tokenizer.vocab_size:,} tokens; "
-            f"the manifest says {manifest.vocab_size:,}.",
+            f"{where} has {tokenizer.vocab_size:,} tokens. "
+            f"The manifest lists {manifest.vocab_size:,}.",
         )

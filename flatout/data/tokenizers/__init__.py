@@ -45,7 +45,7 @@ RESTORE = (
 )
 """The fix for a tokenizer that was damaged or replaced."""
 MAX_FILE_BYTES = 128 << 20
-"""Tokenizer files are read whole; the largest in use have about 40 MB."""
+"""Tokenizer files are read whole. The largest in use have about 40 MB."""
 _JSON_KIND = "huggingface"
 """The kind of a JSON file that flatout did not write."""
 _FILES = "Give a file that flatout saved, a Hugging Face tokenizer.json, or a .tiktoken file."
@@ -190,11 +190,11 @@ def load_tokenizer(
 ) -> Tokenizer:
     """Return the tokenizer in a file: a saved one, a tokenizer.json, or a .tiktoken file.
 
-    `pattern` splits text for an unpublished .tiktoken file; `end_of_text` is the name of that token
-    in a tokenizer.json; `name` stands for the file in messages and defaults to its path; `sha256`
+    `pattern` splits text for an unpublished .tiktoken file. `end_of_text` is the name of that token
+    in a tokenizer.json; `name` stands for the file in messages and defaults to its path. `sha256`
     is the digest that the file must have.
 
-    Raises: DataError when the file cannot be read, is none of these, or has another digest.
+    Raises: DataError when the file cannot be read, is none of these, or has a different digest.
     """
     known = recognise(path)
     if known is not None:

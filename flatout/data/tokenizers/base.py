@@ -30,7 +30,7 @@ END_OF_TEXT = "<|endoftext|>"
 PIECE_CHARACTERS = 1 << 18
 """Longer texts are encoded in pieces of this size, to save memory."""
 MAX_PIECE_CHARACTERS = 1 << 20
-"""A text that cannot be cut within this length is refused: encoding it would have no bound."""
+"""A text that cannot be cut within this length is rejected: encoding it would have no bound."""
 LOOKAHEAD_CHARACTERS = 4096
 """Characters after a cut that a tokenizer may inspect to decide whether the cut is safe."""
 MAX_VOCAB_SIZE = 1 << 24
@@ -43,7 +43,7 @@ CUT = re.compile(r"(?<=\S)(?= )|(?<=[A-Za-z0-9])(?=[\r\n])|(?<=\S\n)(?=[^\s/])")
 r"""Positions where a text can be cut without changing its ids, for the known patterns.
 
 Those (GPT-2's, cl100k's and its relatives in Llama 3 and Qwen 2, o200k's) look ahead and never
-behind. When a split falls on a cut, the right side therefore splits as before; the left side does
+behind. When a split falls on a cut, the right side therefore splits as before. The left side does
 too if its last piece ends in the same way without what follows. By the patterns, both hold
 - before a space that follows a non-space, since no alternative matches across the two;
 - before a line end that follows an ASCII letter or digit, for the same reason;
@@ -69,7 +69,7 @@ class NotEncodable(DataError):
 
 @dataclass(frozen=True)
 class TokenizerFile:
-    """A tokenizer file that another program wrote."""
+    """A tokenizer file that another tool wrote."""
 
     name: str
     """Its name in error messages."""
@@ -94,12 +94,12 @@ class Tokenizer(ABC):
 
     Text is never encoded as `eot_id` or as another special id. The file of a kind assigns its class
     to TOKENIZER. A kind that `--tokenizer` selects by name also assigns SPEC (`"char"`, or
-    `"train:N"` with an argument), and one that reads another program's files assigns SUFFIX.
+    `"train:N"` with an argument), and one that reads another tool's files assigns SUFFIX.
     LISTED_AS is what `flatout list tokenizers` shows instead of SPEC.
     """
 
     kind: ClassVar[str]
-    """The name of the Python file that defines this kind; it is stored on disk."""
+    """The name of the Python file that defines this kind. It is stored on disk."""
     needs_corpus: ClassVar[bool] = False
     """Whether `from_corpus` reads the corpus."""
     engines: tuple[str, ...] = ()
@@ -132,12 +132,12 @@ class Tokenizer(ABC):
     def from_corpus(
         cls, argument: str, sample: Sample, train_on: BoundedSample, progress: Progress
     ) -> Tokenizer:
-        """Return the tokenizer that SPEC names; `argument` is the part of it after the colon."""
+        """Return the tokenizer that SPEC names. `argument` is the part of it after the colon."""
         raise NotImplementedError
 
     @classmethod
     def from_file(cls, file: TokenizerFile) -> Tokenizer:
-        """Return the tokenizer in a file that another program wrote; its name ends in SUFFIX."""
+        """Return the tokenizer in a file that another tool wrote. Its name ends in SUFFIX."""
         raise NotImplementedError
 
     @classmethod
@@ -168,7 +168,7 @@ class Tokenizer(ABC):
         return {}
 
     def tokenizer_json(self) -> Document | None:
-        """Return a tokenizer.json with the same ids, for other programs; None if there is none."""
+        """Return a tokenizer.json with the same ids, for other tools; None if there is none."""
         return None
 
     @abstractmethod
@@ -196,7 +196,7 @@ class Tokenizer(ABC):
 
     @final
     def with_engine(self, engine: str) -> Self:
-        """Return a copy of this tokenizer that uses another engine."""
+        """Return a copy of this tokenizer that uses a different engine."""
         copy = object.__new__(type(self))
         copy.__dict__ |= self.__dict__ | {"engine": engine}
         copy.__dict__.pop("encoder", None)
@@ -267,7 +267,7 @@ class Tokenizer(ABC):
 
     @final
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of `ids`; bytes that are not UTF-8 become U+FFFD."""
+        """Return the text of `ids`. Bytes that are not UTF-8 become U+FFFD."""
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
     def __reduce__(self) -> tuple[Callable[..., Tokenizer], tuple[object, ...]]:
@@ -338,7 +338,7 @@ def engine_failures(name: str, offset: int = 0) -> Iterator[None]:
         reason = str(error).strip().partition("\n")[0].rstrip(".")
         raise NotEncodable(
             f"The tokenizer {name!r} fails: {reason}.",
-            fix=f"Use another tokenizer, or {SKIP_DOCUMENTS}",
+            fix=f"Use a different tokenizer, or {SKIP_DOCUMENTS}",
         ) from error
 
 
@@ -349,14 +349,14 @@ def require_ids(name: str, vocab_size: int) -> None:
     """
     if not 0 < vocab_size <= MAX_VOCAB_SIZE:
         raise DataError(
-            f"The tokenizer {name!r} has the id {vocab_size - 1:,}; "
-            f"ids must be below {MAX_VOCAB_SIZE:,}.",
+            f"The tokenizer {name!r} has the id {vocab_size - 1:,}. "
+            f"Ids must be below {MAX_VOCAB_SIZE:,}.",
             fix="Number its ids from 0 without gaps.",
         )
 
 
 def join_pieces(table: Sequence[bytes], ids: Sequence[int]) -> bytes:
-    """Return the concatenated bytes of `ids`; an id outside the table becomes U+FFFD."""
+    """Return the concatenated bytes of `ids`. An id outside the table becomes U+FFFD."""
     size = len(table)
     return b"".join([table[i] if 0 <= i < size else UNKNOWN for i in map(int, ids)])
 

@@ -24,7 +24,7 @@ SPEC = "byte"
 
 
 class ByteTokenizer(Tokenizer):
-    """One id per UTF-8 byte; end-of-text is 256."""
+    """One id per UTF-8 byte. End-of-text is 256."""
 
     kind: ClassVar[str] = "byte"
 

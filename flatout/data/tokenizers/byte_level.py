@@ -45,7 +45,7 @@ UNSPLIT: Document = {
     "trim_offsets": False,
     "use_regex": False,
 }
-"""The step that writes bytes as printable characters; the decoder that reads them is equal."""
+"""The step that writes bytes as printable characters. The decoder that reads them is equal."""
 GPT2_SPLIT: Document = {**UNSPLIT, "use_regex": True}
 """The same step, after splitting the text by GPT-2's pattern."""
 

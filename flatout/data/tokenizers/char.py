@@ -27,7 +27,7 @@ _CODE_POINTS = 0x110000
 
 
 class CharTokenizer(Tokenizer):
-    """One id per character, in the order of code points; end-of-text is last."""
+    """One id per character, in the order of code points. End-of-text is last."""
 
     kind: ClassVar[str] = "char"
     needs_corpus = True
@@ -60,7 +60,7 @@ class CharTokenizer(Tokenizer):
         return {"characters": self.characters}
 
     def tokenizer_json(self) -> Document:
-        """Return a BPE of characters without merges; it drops characters that it does not know."""
+        """Return a BPE of characters without merges. It drops characters that it does not know."""
         ids = {character: index for index, character in enumerate(self.characters)}
         decoder: Document = {"type": "Fuse"}
         return bpe_document(ids, [], self.eot_id, pre_tokenizer=None, decoder=decoder)

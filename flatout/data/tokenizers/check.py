@@ -53,7 +53,7 @@ REFUSED = 3
 """The exit code of a process that reports an error."""
 _PROGRAM = """import sys; sys.path[:] = {path!r}
 from flatout.data.tokenizers import try_out; sys.exit(try_out({name!r}, {cpu_s}))"""
-_FIX = "Use another tokenizer, or get the file again from where it was published."
+_FIX = "Use a different tokenizer, or get the file again from where it was published."
 _PATTERN_FIX = "Correct --pattern: it must match every part of a text, and never the empty string."
 
 
@@ -121,7 +121,7 @@ def bound_pieces(tokenizer: object) -> None:
 def encode_texts(tokenizer: Tokenizer, strings: Iterable[str], name: str) -> None:
     """Encode a few texts, some of them built from `strings`, which come from the file itself.
 
-    Raises: DataError when the engine fails, or the pattern leaves out text.
+    Raises: DataError when the engine fails, or the pattern omits text.
     """
     fix = _PATTERN_FIX if tokenizer.splits_all_text else _FIX
     for text in _texts(strings):
@@ -135,7 +135,7 @@ def encode_texts(tokenizer: Tokenizer, strings: Iterable[str], name: str) -> Non
         decoded = tokenizer.decode(ids)
         if tokenizer.splits_all_text and decoded != text:
             raise DataError(
-                f"The pattern of the tokenizer {name} leaves out text: {text[:20]!a} is decoded "
+                f"The pattern of the tokenizer {name} omits text: {text[:20]!a} is decoded "
                 f"as {decoded[:20]!a}.",
                 fix=fix,
             )

@@ -3,7 +3,7 @@
 The tests prove that engines agree where the pattern of a tokenizer is a known one, and only such a
 tokenizer has more than one. They are compared again on the vocabulary, once for each tokenizer and
 version, and on text of the corpus: an engine that is missing, fails or differs is skipped with a
-message; it is never an error.
+message. It is never an error.
 """
 
 from __future__ import annotations

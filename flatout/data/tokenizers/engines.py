@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 GROWTH_CHECK_BYTES = 1_000_000
 """Bytes of text between two checks of the memory of the process."""
 MAX_GROWTH_BYTES = 32 << 20
-"""gigatoken caches every word it meets; it is reloaded when the process has grown by this much."""
+"""gigatoken caches every word it meets. It is reloaded when the process has grown by this much."""
 
 _LAST_ALTERNATIVES = re.compile(r"\|\\s\+(\+\$|\(\?!)")
 r"""Where the known patterns go on with `|\s++$` or `|\s+(?!`, for white space."""
@@ -57,7 +57,7 @@ def cannot_encode(engine: str, why: str) -> DataError:
     """Return the error for an engine that cannot encode for a tokenizer."""
     return DataError(
         f"{engine} cannot encode for this tokenizer: {why}.",
-        fix="Use another engine: the ids are the same.",
+        fix="Use a different engine: the ids are the same.",
     )
 
 

@@ -48,7 +48,7 @@ USUAL_NAMES = (
 )
 """Usual names of the end-of-text token, most likely first."""
 UNUSED = {"post_processor": None, "truncation": None, "padding": None}
-"""Parts of a tokenizer.json that flatout does not apply; they may be nested without limit."""
+"""Parts of a tokenizer.json that flatout does not apply. They may be nested without limit."""
 MAX_STRINGS = 256
 """The maximum number of a file's own strings to try it on."""
 MAX_STRING_CHARACTERS = 5_000
@@ -74,7 +74,7 @@ class HuggingFaceTokenizer(Tokenizer):
         self.definition = definition
         self.eot_id = eot_id
         self.named = dict(named or {})
-        """Special tokens by the names that programs give them, such as bos_token."""
+        """Special tokens by the names that tools give them, such as bos_token."""
         self.proven = _is_proven(definition)
         self.vocab_size = self._largest_id() + 1
         require_ids(name, self.vocab_size)
@@ -142,7 +142,7 @@ class HuggingFaceTokenizer(Tokenizer):
                 waiting += value.values() if isinstance(value, dict) else value
 
     def special_tokens(self) -> dict[str, int]:
-        """Return the special tokens of the file, with their ids; the unknown token is not one."""
+        """Return the special tokens of the file, with their ids. The unknown token is not one."""
         return dict(self._special)
 
     def document(self) -> Document:
@@ -165,7 +165,7 @@ class HuggingFaceTokenizer(Tokenizer):
     def _largest_id(self) -> int:
         """Return the largest id.
 
-        A byte-level BPE is not loaded for this, since another engine may encode.
+        A byte-level BPE is not loaded for this, since a different engine may encode.
         """
         added = [int(entry["id"]) for entry in self.definition.get("added_tokens") or []]
         known: dict[str, int] = (
@@ -220,7 +220,7 @@ class HuggingFaceTokenizer(Tokenizer):
         if self._has_special(ids):
             raise NotEncodable(
                 f"The tokenizer {self.name!r} encodes plain text as a special token.",
-                fix=f"Use another tokenizer, or {SKIP_DOCUMENTS}",
+                fix=f"Use a different tokenizer, or {SKIP_DOCUMENTS}",
             )
         return ids
 
@@ -300,7 +300,7 @@ def _vocabulary_of(definition: Document, name: str) -> dict[str, int]:
         one, other, index = next((one, two, i) for (one, i), (two, j) in pairs if i == j)
         raise DataError(
             f"{name} gives {one!r} and {other!r} the same id, {index}, so that text is lost.",
-            fix="Give each token an id of its own, or use another tokenizer.",
+            fix="Give each token a separate id, or use a different tokenizer.",
         )
     return vocabulary
 

@@ -1,4 +1,4 @@
-"""Ids without text: for tokens whose tokenizer is unknown; text is the numbers."""
+"""Ids without text: for tokens whose tokenizer is unknown. Text is the numbers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NUMBER = re.compile(r"\d{1,9}", re.ASCII)
 
 
 class IdsTokenizer(Tokenizer):
-    """Text is ids in decimal, separated by spaces; the last id is end-of-text, or the one named."""
+    """Text is ids in decimal, separated by spaces. The last id is end-of-text, or the one named."""
 
     kind: ClassVar[str] = "ids"
     has_text: ClassVar[bool] = False
@@ -48,7 +48,7 @@ class IdsTokenizer(Tokenizer):
         eot_id = int(match[2]) if match and match[2] else size - 1
         if not 1 < size <= MAX_VOCAB_SIZE or eot_id >= size:
             raise DataError(
-                f"The tokenizer ids:{argument} does not state a number of ids.",
+                f"The tokenizer ids:{argument} does not contain a number of ids.",
                 fix="Write ids:50257, or ids:50257:50256 if another id than the last is "
                 "end-of-text.",
             )

@@ -1,1 +1,1 @@
-"""Write a trained model in the formats of other programs, tensor by tensor."""
+"""Write a trained model in the formats of other tools, tensor by tensor."""

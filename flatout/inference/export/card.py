@@ -19,7 +19,7 @@ NOT_MEASURED = "not measured"
 def model_card(source: Source, usage: str, notes: list[str], *, library: str | None) -> str:
     """Return the card as Markdown, with the metadata that the Hugging Face hub reads.
 
-    `usage` is a code block; `library` is the hub's name of the library that loads the model.
+    `usage` is a code block. `library` is the hub's name of the library that loads the model.
     """
     head: JsonObject = {"tags": ["flatout"], "pipeline_tag": "text-generation"}
     head |= {"library_name": library} if library else {}
@@ -39,7 +39,7 @@ def model_card(source: Source, usage: str, notes: list[str], *, library: str | N
 
 
 def figures(source: Source) -> dict[str, str]:
-    """Return the figures of the run that produced the weights, by name."""
+    """Return the numbers of the run that produced the weights, by name."""
     summary = _summary(source)
     start = _start(source)
     loss = validation_loss(source, summary)

@@ -15,7 +15,7 @@ from flatout.json_io import Result
 from flatout.progress import readable_size
 
 DEFAULT_SHARD_MIB = 4096
-"""Size of the largest file of an export; its tensors are in memory while it is written."""
+"""Size of the largest file of an export. Its tensors are in memory while it is written."""
 
 
 class Export(Result):
@@ -61,17 +61,19 @@ def require_free(out: Path, *, overwrite: bool = False) -> None:
     if not out.exists() and not out.is_symlink():
         return
     if not out.is_dir() or out.is_symlink():
-        raise OutputInUse(f"{out} is not a directory.", fix="Choose another one with --out DIR.")
+        raise OutputInUse(
+            f"{out} is not a directory.", fix="Choose a different one with --out DIR."
+        )
     if not any(out.iterdir()):
         return
     if not (out / MARK).is_file():
         raise OutputInUse(
-            f"{out} has files that are not of an export.", fix="Choose another --out DIR."
+            f"{out} contains files that are not of an export.", fix="Choose a different --out DIR."
         )
     if not overwrite:
         raise OutputInUse(
-            f"{out} has an export already.",
-            fix="Add --overwrite to replace it, or choose another --out DIR.",
+            f"{out} already contains an export.",
+            fix="Add --overwrite to replace it, or choose a different --out DIR.",
         )
 
 

@@ -103,14 +103,14 @@ def _usage(to: Format, written: Written) -> str:
         return f"```sh\nllama-cli -m {gguf.FILE} -p 'Once upon a time'\n```"
     if to == "safetensors":
         return (
-            "The weights have flatout's names: `flatout train RECIPE train.init_from=FOLDER` "
+            "The weights have flatout's names: `flatout train RECIPE train.init_from=DIR` "
             "starts from them."
         )
     trust = ", trust_remote_code=True" if written.needs_code else ""
     return (
         f"```python\nfrom transformers import AutoModelForCausalLM, {written.tokenizer_class}\n\n"
-        f"tokenizer = {written.tokenizer_class}.from_pretrained(FOLDER)\n"
-        f"model = AutoModelForCausalLM.from_pretrained(FOLDER{trust})\n```"
+        f"tokenizer = {written.tokenizer_class}.from_pretrained(DIR)\n"
+        f"model = AutoModelForCausalLM.from_pretrained(DIR{trust})\n```"
     )
 
 
@@ -122,7 +122,7 @@ def _require_disk(source: Source, out: Path) -> None:
     free = shutil.disk_usage(disk).free
     if needed > free:
         raise HardwareError(
-            f"The export needs {readable_size(needed)}; the disk of {disk} has "
+            f"The export needs {readable_size(needed)}. The disk of {disk} has "
             f"{readable_size(free)} free.",
-            fix="Free space there, choose --out DIR on another disk, or add --dtype bfloat16.",
+            fix="Free space there, choose --out DIR on a different disk, or add --dtype bfloat16.",
         )

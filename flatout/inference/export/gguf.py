@@ -1,4 +1,4 @@
-"""A GGUF file for llama.cpp and the programs built on it, written through the `gguf` package.
+"""A GGUF file for llama.cpp and the tools built on it, written through the `gguf` package.
 
 Letters: H heads, C head size, D width.
 """
@@ -147,7 +147,7 @@ def family_of(config: LanguageModelConfig) -> str:
     if wrong[family]:
         differing = " and ".join(f"model.{key}" for key in wrong[family])
         raise ConfigError(
-            f"No family of llama.cpp that flatout writes has the shape of this model; the nearest, "
+            f"No family of llama.cpp that flatout writes has the shape of this model. The nearest, "
             f"{family}, differs in {differing.replace('has_qkv_bias', 'qkv_bias')}.",
             fix=INSTEAD,
         )

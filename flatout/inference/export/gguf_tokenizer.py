@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from gguf import GGUFWriter
 
 NO_MERGE = "\u0100 \u0100"
-"""A merge of two zero bytes without a piece: llama.cpp refuses a file without merges."""
+"""A merge of two zero bytes without a piece: llama.cpp rejects a file without merges."""
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
 """GGUF's types of tokens."""
 _SCHEME_NAMES = {"gpt4": "llama-bpe", "o200k": "gpt-4o"}
@@ -31,7 +31,7 @@ _SCHEME_NAMES = {"gpt4": "llama-bpe", "o200k": "gpt-4o"}
 def write_vocabulary(
     writer: GGUFWriter, document: Document, eot_id: int, named: Mapping[str, int], rows: int
 ) -> None:
-    """Write tokens, merges and the way to split text; `rows` are those of the embedding.
+    """Write tokens, merges and the way to split text. `rows` are those of the embedding.
 
     `named` are the ids of special tokens by name, such as bos_token.
 

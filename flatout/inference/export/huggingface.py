@@ -97,7 +97,7 @@ def write_huggingface(
         found.notes.append(
             f"AutoTokenizer of transformers 5 replaces the tokenizer of a {config['model_type']} "
             "model by that of the published ones, which gives other ids: load this one with "
-            f"{TOKENIZER_CLASS}.from_pretrained(FOLDER)."
+            f"{TOKENIZER_CLASS}.from_pretrained(DIR)."
         )
         found = replace(found, tokenizer_class=TOKENIZER_CLASS)
     write_weights(planned, folder, max_bytes, progress)
@@ -122,14 +122,15 @@ def stock_family(source: Source) -> tuple[Architecture | None, dict[str, str]]:
 
 
 def no_stock_class(reasons: dict[str, str]) -> str:
-    """Return the sentences that say why the export has a modeling file, and how to load it."""
+    """Return the sentences on why the export has a modeling file, and how to load it."""
     names: dict[str, list[str]] = {}
     for name, reason in reasons.items():
         names.setdefault(reason, []).append(name)
     why = " ".join(f"{', '.join(each)}: {reason}" for reason, each in names.items())
     return (
-        f"No class of transformers has the shape of this model, so the export has {MODELING}.py, "
-        "which wraps flatout's own: load it with trust_remote_code=True where flatout is "
+        "No class of transformers has the shape of this model, so the export contains "
+        f"{MODELING}.py, which wraps flatout's own: load it with trust_remote_code=True where "
+        "flatout is "
         f"installed. {why}".rstrip()
     )
 
@@ -185,7 +186,7 @@ def _whole(source: Source, name: str) -> Callable[[], Tensor]:
 
 
 def own_config(source: Source) -> JsonObject:
-    """Return the config.json of a model in flatout's own names; `model` has every key of it."""
+    """Return the config.json of a model in flatout's own names. `model` has every key of it."""
     stated = source.model.model_dump(mode="json", exclude=set(TRAINING_KEYS))
     keys = {"kind": source.config.model.kind} | stated
     shape: JsonObject = {}
@@ -222,12 +223,12 @@ def _wrapper(source: Source) -> Path:
 
 
 def write_tokenizer(source: Source, folder: Path, chat_template: str | None) -> list[str]:
-    """Write tokenizer.json and its settings, or flatout's own file; return what to say about it."""
+    """Write tokenizer.json and its settings, or flatout's own file, and return a note on it."""
     try:
         document = tokenizer_json(source.tokenizer)
     except DataError as error:
         source.tokenizer.save(folder / OWN_TOKENIZER)
-        return [f"{error.what} The export has {OWN_TOKENIZER} instead."]
+        return [f"{error.what} The export contains {OWN_TOKENIZER} instead."]
     write_json(folder / "tokenizer.json", document)
     max_tokens = getattr(source.model, "max_seq_len", None)
     token = end_of_text(document, source.tokenizer.eot_id)

@@ -11,7 +11,7 @@ EXTRAS = {"gguf": "gguf", "huggingface_hub": "hub"}
 
 
 def require_package(package: str, purpose: str) -> None:
-    """Check that a package is installed; `purpose` is the start of the sentence about it.
+    """Check that a package is installed. `purpose` is the start of the sentence about it.
 
     Raises: MissingPackage with the install line.
     """

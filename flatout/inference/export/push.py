@@ -23,7 +23,7 @@ def push_folder(
 
     The repository is created if it does not exist. `endpoint` defaults to that of huggingface_hub.
 
-    Raises: ConfigError when the hub refuses the name or the token; RunFailed when it cannot be
+    Raises: ConfigError when the hub rejects the name or the token; RunFailed when it cannot be
             reached.
     """
     from huggingface_hub import HfApi
@@ -51,7 +51,7 @@ def _explained(error: Exception, repository: str) -> FlatoutError:
         return ConfigError(f"Your token may not write to {repository}.", fix=LOGIN)
     if isinstance(error, errors.HFValidationError) or status == 400:
         return ConfigError(
-            f"The hub refuses {repository}: {_reason(error)}.",
+            f"The hub rejects {repository}: {_reason(error)}.",
             fix="Name a repository as ORG/NAME: letters, digits, dashes, underscores and dots.",
         )
     return RunFailed(

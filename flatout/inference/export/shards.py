@@ -49,7 +49,7 @@ class Planned:
 def write_shards(folder: Path, planned: Sequence[Planned], max_bytes: int, task: Task) -> None:
     """Write tensors to one file, or to files of at most `max_bytes` with an index.
 
-    A tensor is never divided: a larger one gets a file of its own.
+    A tensor is never divided: a larger one gets a separate file.
     """
     shards = list(_shards(planned, max_bytes))
     files: dict[str, str] = {}

@@ -53,13 +53,13 @@ class Source:
         result = weight.to(self.dtype_of(name))
         if result.dtype == torch.float16 and result.isinf().any() and weight.isfinite().all():
             raise CheckpointError(
-                f"{name} has numbers that float16 cannot express: they are above 65,504.",
+                f"{name} contains numbers that float16 cannot express: they are above 65,504.",
                 fix="Export with --dtype bfloat16, or without --dtype.",
             )
         return result
 
     def dtype_of(self, name: str) -> torch.dtype:
-        """Return the type of one weight in the export; only floating-point ones are converted."""
+        """Return the type of one weight in the export. Only floating-point ones are converted."""
         stored = self.weights.dtype_of(name)
         return self.dtype if self.dtype and stored.is_floating_point else stored
 

@@ -26,7 +26,7 @@ SAMPLES = (
 TOKENIZER_CLASS = "PreTrainedTokenizerFast"
 """The class of transformers that uses a tokenizer.json as it is."""
 SAMPLE_IDS = 2000
-"""Ids of the vocabulary, drawn at random, whose text is another sample."""
+"""Ids of the vocabulary, drawn at random, whose text is a different sample."""
 
 
 def tokenizer_json(tokenizer: Tokenizer) -> Document:
@@ -38,14 +38,14 @@ def tokenizer_json(tokenizer: Tokenizer) -> Document:
     if document is None:
         raise DataError(
             f"The tokenizer {tokenizer.name!r} has no counterpart as a tokenizer.json.",
-            fix="Encode with flatout's own tokenizer.json, as the run directory has it.",
+            fix="Encode with flatout's own tokenizer.json, as it is in the run directory.",
         )
     difference = first_difference(tokenizer, document)
     if difference is not None:
         raise DataError(
             f"A tokenizer.json of {tokenizer.name!r} gives other ids than the tokenizer itself for "
             f"{difference[:60]!r}.",
-            fix="Encode with flatout's own tokenizer.json, as the run directory has it.",
+            fix="Encode with flatout's own tokenizer.json, as it is in the run directory.",
         )
     return document
 
@@ -60,7 +60,7 @@ def loaded(document: Document) -> tokenizers.Tokenizer:
 def first_difference(tokenizer: Tokenizer, document: Document) -> str | None:
     """Return the first sample text that a tokenizer.json encodes otherwise, or None.
 
-    Texts that the tokenizer cannot encode are left out: the model never sees them.
+    Texts that the tokenizer cannot encode are omitted: the model never sees them.
     """
     other = loaded(document)
     special = {int(entry["id"]) for entry in document.get("added_tokens") or []}
@@ -123,7 +123,7 @@ def tokenizer_config(
     """Return the tokenizer_config.json beside a tokenizer.json.
 
     `token` is the end-of-text token, which also pads unless `named`, the special tokens by name,
-    has another; `max_tokens` are the positions of the model, None for any.
+    has a different one. `max_tokens` are the positions of the model, None for any.
     """
     result: JsonObject = {
         "tokenizer_class": TOKENIZER_CLASS,

@@ -1,6 +1,6 @@
 """Measures a recipe on a CPU with other settings, where those may be faster.
 
-The recipe and its alternatives take turns, each in a process of its own. No torch, except where
+The recipe and its alternatives take turns, each in a separate process. No torch, except where
 they are measured.
 """
 

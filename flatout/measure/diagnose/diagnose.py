@@ -1,6 +1,6 @@
 """Measures a recipe, or reads a run, and returns the evidence. No torch.
 
-A recipe runs in a process of its own, which answers with evidence before the first step, and again
+A recipe runs in a separate process, which answers with evidence before the first step, and again
 after the last. Whatever happens to it, there is evidence: a process that is killed, hangs or prints
 nonsense is a finding.
 """
@@ -40,16 +40,16 @@ def diagnose_recipe(
 ) -> Evidence:
     """Check a configuration on this machine, run it for some seconds, and return the evidence.
 
-    No step is taken when something already known keeps the run from starting. The run has a process
-    of its own, unless there are callbacks, which only exist in this one. What may be faster on a
-    CPU is tried after it, for at most four times `seconds` and the starts of its processes.
+    No step is taken when something already known keeps the run from starting. The run has a
+    separate process, unless there are callbacks, which only exist in this one. What may be faster
+    on a CPU is tried after it, for at most four times `seconds` and the starts of its processes.
     Raises: UsageError when the configuration cannot be resolved; RunFailed.
     """
 
     def on_preflight(evidence: Evidence) -> bool:
         stops = any(finding.harm == "fails" for finding in diagnosis_of(evidence).findings)
         if not stops:
-            progress.say("Nothing keeps the run from starting; measuring its steps.")
+            progress.say("Nothing keeps the run from starting. Measuring its steps.")
         return not stops
 
     with measurement_of(config, seconds, cache=cache and str(cache)) as spec:
@@ -123,7 +123,7 @@ def measure_apart(
         return found[1]
     kind: Literal["hang", "killed", "error"] = "error"
     if ended.timed_out:
-        kind, message = "hang", "The run had not ended in time."
+        kind, message = "hang", "The run did not end in time."
     elif ended.signal == "SIGKILL":
         kind = "killed"
         message = "The process was killed by SIGKILL: the usual cause is too little memory."

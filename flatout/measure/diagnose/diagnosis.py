@@ -5,7 +5,7 @@ A rule is a function in a file of `measure/rules/`:
     @rule()
     def slow_save(evidence: Evidence) -> Finding | None:
 
-It must be silent on a healthy run, and when the figures that it needs are None.
+It must be silent on a healthy run, and when the values that it needs are None.
 `diagnosis_of(evidence)` calls every rule, for `diagnose` and for `flatout.watch`. No torch.
 """
 
@@ -24,7 +24,7 @@ from flatout.config.schema import RunConfig
 from flatout.figures import digits, duration, milliseconds
 from flatout.files import Stored, write_text
 from flatout.measure import rules as package
-from flatout.measure.steps.evidence import CallSite, Evidence, Roof
+from flatout.measure.steps.evidence import CallSite, Evidence, Roofline
 from flatout.progress import counted
 
 FORMAT_VERSION = 1
@@ -47,7 +47,7 @@ WORDS = {
 }
 """Phases whose name is not their word."""
 SHOWN = 0.005
-"""Phases below this share of the step are left out of the text."""
+"""Phases below this share of the step are omitted of the text."""
 BAR = 20
 """Characters of a full bar."""
 
@@ -135,12 +135,12 @@ class Rule:
 
 
 def rule(*, unless: tuple[str, ...] = ()) -> Callable[[Look], Rule]:
-    """Make a rule of a function; its docstring says what it looks for."""
+    """Make a rule of a function. Its docstring describes what it looks for."""
     return lambda look: Rule(look, look.__name__.replace("_", "-"), unless)
 
 
 def fix(text: str, gain: float | None = None, gain_from: str | None = None, **more: Any) -> Fix:
-    """Return a fix; `gain_from` counts only if there is a gain."""
+    """Return a fix. `gain_from` counts only if there is a gain."""
     return Fix(text=text, gain=gain, gain_from=None if gain is None else gain_from, **more)
 
 
@@ -153,7 +153,8 @@ def speedup_fixes(
 ) -> list[Fix]:
     """Return a fix per speedup that fills `slot` and is off; [] for loops without a recipe.
 
-    `text` says what it does, without a full stop. By its slot, a finding needs no speedup's name.
+    `text` describes what it does, without a full stop. By its slot, a finding needs no speedup's
+    name.
     """
     on = evidence.speedups or ()
     return [
@@ -195,7 +196,7 @@ class Diagnosis(Stored):
     """Share of an average step by phase; only measured phases."""
     step_s: float | None
     """Seconds of an average step."""
-    roof: Roof
+    roofline: Roofline
     """The distance to what the device can do."""
     counterfactual_s: Mapping[str, float]
     """Seconds of an average step with one thing replaced."""
@@ -227,7 +228,7 @@ class Diagnosis(Stored):
         width = max((len(name) for name, _ in self.about), default=0) + 2
         parts = [[self.verdict], [f"{name:<{width}}{text}" for name, text in self.about]]
         if self.step_s is not None and self.shares:
-            parts.append([*self._breakdown(self.step_s), *self._roof()])
+            parts.append([*self._breakdown(self.step_s), *self._roofline()])
         parts += [[*finding.lines(at)] for at, finding in enumerate(self.findings, 1)]
         parts.append([f"Note: {note}" for note in self.notes])
         return "\n\n".join("\n".join(lines) for lines in parts if lines)
@@ -245,24 +246,25 @@ class Diagnosis(Stored):
         if synthetic_s is not None:
             yield f"  on data in memory already: {milliseconds(synthetic_s)}"
 
-    def _roof(self) -> Iterator[str]:
-        """Yield the rate with and without the saves and evaluations of a step, and the roof."""
-        roof = self.roof
-        if roof.tokens_per_s is not None:
-            rate = f"  {roof.tokens_per_s:,.0f} tokens/s"
+    def _roofline(self) -> Iterator[str]:
+        """Yield the rate with and without saves and evaluations, and the share of the peak."""
+        roofline = self.roofline
+        if roofline.tokens_per_s is not None:
+            rate = f"  {roofline.tokens_per_s:,.0f} tokens/s"
             between = self.shares.get("checkpoint", 0.0) + self.shares.get("evaluation", 0.0)
             if between >= SHOWN:
-                overall = (1 - between) * roof.tokens_per_s
+                overall = (1 - between) * roofline.tokens_per_s
                 yield f"  {overall:,.0f} tokens/s, saves and evaluations included"
                 rate += " without them"
-            if roof.expected_tokens_per_s is not None:
-                rate += f"; expected about {roof.expected_tokens_per_s:,.0f} ({roof.expected_from})"
+            if roofline.expected_tokens_per_s is not None:
+                expected = f"{roofline.expected_tokens_per_s:,.0f} ({roofline.expected_from})"
+                rate += f"; expected about {expected}"
             yield rate
-        if roof.peak_tflops is None:
-            yield "  roof: unknown"
-        elif roof.mfu is not None:
-            peak = f"{roof.peak_tflops:.3g} TFLOP/s ({roof.peak_source})"
-            yield f"  {roof.mfu:.1%} of the roof of {peak}"
+        if roofline.peak_tflops is None:
+            yield "  peak: unknown"
+        elif roofline.mfu is not None:
+            peak = f"{roofline.peak_tflops:.3g} TFLOP/s ({roofline.peak_source})"
+            yield f"  {roofline.mfu:.1%} of the peak of {peak}"
 
 
 def read_diagnosis(folder: Path) -> Diagnosis | None:
@@ -313,7 +315,7 @@ def diagnosis_of(evidence: Evidence) -> Diagnosis:
         source=evidence.source,
         shares=evidence.phase_shares(),
         step_s=evidence.step_s,
-        roof=evidence.roof,
+        roofline=evidence.roofline,
         counterfactual_s=evidence.counterfactual_s,
         findings=tuple(findings),
         about=(*evidence.machine_lines, *_about(evidence, {one.name for one in findings})),
@@ -346,7 +348,7 @@ RATINGS = {0.9: "excellent", 0.7: "good", 0.4: "fair", 0.0: "poor"}
 
 def _about(evidence: Evidence, found: set[str]) -> Iterator[tuple[str, str]]:
     """Yield the length of the run and its data, how good its rate is, and what passed."""
-    data, roof, steps = evidence.data, evidence.roof, evidence.planned_steps
+    data, roofline, steps = evidence.data, evidence.roofline, evidence.planned_steps
     if evidence.source not in ("measured run", "preflight"):
         return
     if steps and evidence.step_s:
@@ -356,8 +358,8 @@ def _about(evidence: Evidence, found: set[str]) -> Iterator[tuple[str, str]]:
         passes = f", read {evidence.epochs:.3g} times" if evidence.epochs else ""
         held_out = f", and {data.val_tokens:,} for validation" if data.val_tokens else ""
         yield "Dataset", f"{data.train_tokens:,} tokens{passes}{held_out}"
-    if roof.tokens_per_s and roof.expected_tokens_per_s:
-        share = roof.tokens_per_s / roof.expected_tokens_per_s
+    if roofline.tokens_per_s and roofline.expected_tokens_per_s:
+        share = roofline.tokens_per_s / roofline.expected_tokens_per_s
         word = next(word for least, word in RATINGS.items() if share >= least)
         yield "Rating", f"{word}: {share:.0%} of the tokens/s that this device should give"
     passed = [
@@ -378,15 +380,15 @@ HALF = 0.5
 def _healthy(evidence: Evidence) -> str:
     """Return in one line that nothing was found, and how well the steps use the device."""
     if evidence.step_s is None:
-        return "Nothing stands in the way of this run."
+        return "Nothing keeps this run from starting."
     shares = evidence.phase_shares()
     work = sum(shares.get(name, 0.0) for name in WORK)
     parts = [f"{work:.0%} of each step is computation"] if work else []
     if 0 < work < HALF:
         most = max(shares.keys() - WORK, key=lambda name: shares[name])
         return f"Nothing was found, but only {parts[0]}, and {shares[most]:.0%} is {most}."
-    if evidence.roof.mfu is not None:
-        parts.append(f"{evidence.roof.mfu:.0%} of the peak of matrix products")
+    if evidence.roofline.mfu is not None:
+        parts.append(f"{evidence.roofline.mfu:.0%} of the peak matmul rate")
     found = f": {', '.join(parts)}." if parts else "."
     gpu = evidence.gpu
     if (gpu and gpu.other_processes if evidence.on_gpu else evidence.host.other_busy_cores) is None:

@@ -1,6 +1,6 @@
 """Applies a fix, measures again, and keeps it if it holds.
 
-The run without the fix and the run with it take turns, each in a process of its own, so that a
+The run without the fix and the run with it take turns, each in a separate process, so that a
 machine that becomes slower or faster affects both.
 """
 
@@ -59,9 +59,9 @@ def try_fixes(
     *,
     progress: Progress = SILENT,
 ) -> list[FixOutcome]:
-    """Try fixes that keep the run's result until one holds, the best first; return those tried.
+    """Try fixes that keep the run's result until one holds, the best first, and return those tried.
 
-    `measure` returns the evidence of a configuration, from a process of its own.
+    `measure` returns the evidence of a configuration, from a separate process.
     """
     base, works = evidence.config, evidence.step_s is not None
     outcomes: list[FixOutcome] = []
@@ -87,7 +87,7 @@ def try_fixes(
 def compare(
     before: RunConfig | None, after: RunConfig, measure: Measure, task: Task
 ) -> dict[str, Any]:
-    """Measure both configurations in turns; return the fields of an outcome that say the result.
+    """Measure both configurations in turns, and return the fields of the outcome.
 
     Without `before`, which is a run that does not work, the second only has to work.
     """
@@ -116,7 +116,7 @@ def compare(
         logs.append(math.log(new / old))
     low, gain, high = (math.exp(value) for value in mean_of(logs))
     kept = low > 1
-    verdict = "kept." if kept else "not kept, it may be no gain."
+    verdict = "kept." if kept else "not kept: it may not be a gain."
     return {
         "kept": kept,
         "gain": gain,
@@ -150,7 +150,7 @@ def require_writable(path: Path) -> None:
 
     Raises: ConfigError when the path has a file that `--fix` did not write, or has no directory.
     """
-    other = "Choose another file with --out FILE."
+    other = "Choose a different file with --out FILE."
     if not path.parent.is_dir():
         raise ConfigError(f"There is no directory {path.parent}.", fix=f"Create it. {other}")
     if path.is_dir():

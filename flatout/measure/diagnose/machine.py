@@ -12,13 +12,13 @@ from flatout.hardware import GIB, pick_device, probe
 from flatout.measure.steps.evidence import Evidence, MemoryFacts
 from flatout.measure.steps.machine import VARIABLES, gpu_facts, host_facts
 from flatout.progress import SILENT, Progress, counted
-from flatout.roof import copy_rate, measure
+from flatout.roofline import copy_rate, measure
 
 
 def machine_evidence(folder: Path = Path(), *, progress: Progress = SILENT) -> Evidence:
-    """Return what can be known of this machine without a run; it needs no network.
+    """Return what can be known of this machine without a run. It needs no network.
 
-    The rates of matrix products and of a copy are measured, which takes some seconds. `folder` is
+    The rates of a matmul and of a copy are measured, which takes some seconds. `folder` is
     on the disk of the checkpoints.
     """
     machine, host = probe(), host_facts(folder)
@@ -27,7 +27,7 @@ def machine_evidence(folder: Path = Path(), *, progress: Progress = SILENT) -> E
     dtypes = ["fp32", *(["tf32"] if on_gpu else []), "bf16"]
     if on_gpu and torch.cuda.get_device_capability()[0] < 8:
         dtypes = ["fp32", "fp16"]
-    with progress.task("Measuring matrix products and copies"):
+    with progress.task("Measuring matmuls and copies"):
         rates = [f"{measure(device, dtype)[0]:,.3g} TFLOP/s in {dtype}" for dtype in dtypes]
         copied = f"{copy_rate(device):,.0f} GB/s"
     free = psutil.virtual_memory().available

@@ -23,7 +23,7 @@ from flatout.measure.steps.evidence import (
     Failure,
     HostFacts,
     MemoryFacts,
-    Roof,
+    Roofline,
 )
 from flatout.measure.steps.lines import site_of
 from flatout.measure.steps.machine import gpu_facts, host_facts
@@ -66,7 +66,7 @@ def failure_of(error: BaseException, step: int, has_diverged: bool = False) -> F
 
 
 def prepare(spec: MeasureSpec) -> Prepared:
-    """Resolve the configuration here, and return what is known; a run that cannot start is known.
+    """Resolve the configuration here, and return what is known. A run that cannot start is known.
 
     Raises: ConfigError when the configuration contradicts itself.
     """
@@ -99,7 +99,7 @@ def prepare(spec: MeasureSpec) -> Prepared:
     except MissingPackage as error:
         return Prepared(Evidence(**known, failure=failure_of(error, 0)))
     except HardwareError as error:
-        # once the device is known, only the memory can be refused
+        # once the device is known, only the memory can be too small
         kind = "out-of-memory" if chosen else "error"
         failure = Failure(kind=kind, message=error.what, fix=error.fix, step=0)
         return Prepared(Evidence(**known, failure=failure))
@@ -127,16 +127,16 @@ def _facts(resolved: Resolved, host: HostFacts, cache: Path | None) -> dict[str,
     members = [member.dataset for member in members_of(dataset)]
 
     arithmetic = "bf16" if config.train.precision in ("bf16", "fp16") else "fp32"
-    peak, roof = known_peak(machine, device, arithmetic), Roof()
+    peak, roofline = known_peak(machine, device, arithmetic), Roofline()
     if peak is not None:
-        roof = Roof(peak_tflops=peak.tflops, peak_source=peak.source)
+        roofline = Roofline(peak_tflops=peak.tflops, peak_source=peak.source)
     if peak is not None and on_gpu:  # how much of it a CPU reaches depends on the model's size
         flops = float(model_class.count_flops(model_config, config.data.seq_len).causal_exact)
         expected = {
             "expected_tokens_per_s": peak.tflops * 1e12 * ASSUMED_MFU / flops,
             "expected_from": f"{ASSUMED_MFU:.0%} of the peak, {peak.source}",
         }
-        roof = roof.model_copy(update=expected)
+        roofline = roofline.model_copy(update=expected)
     return {
         "config": config,
         "speedups": tuple(resolved.speedups),
@@ -163,5 +163,5 @@ def _facts(resolved: Resolved, host: HostFacts, cache: Path | None) -> dict[str,
             for run in runs_here(machine, device, cache)
             if run.digest == this.digest and run.tokens_per_s and not run.is_busy
         },
-        "roof": roof,
+        "roofline": roofline,
     }

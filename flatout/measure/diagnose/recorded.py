@@ -1,7 +1,8 @@
-"""What the files of a run directory say about where its time went. No torch.
+"""What the files of a run directory show about where its time went. No torch.
 
-`metrics.jsonl` divides steps into data wait, host and device; `events.jsonl` has saves, skipped
-updates and compilations. Damaged lines, such as a kill leaves, are left out, and a note says so.
+`metrics.jsonl` divides steps into data wait, host and device. `events.jsonl` has saves, skipped
+updates and compilations. Damaged lines, such as a kill leaves, are skipped, and a note reports
+them.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from flatout.measure.steps.evidence import (
     HostFacts,
     MemoryFacts,
     Phases,
-    Roof,
+    Roofline,
     lasting_s,
 )
 from flatout.training.run_dir import layout
@@ -45,7 +46,7 @@ FAILED = 1
 
 
 class Events:
-    """The lines of events.jsonl; fields of another type than expected are left out."""
+    """The lines of events.jsonl; fields of a different type than expected are omitted."""
 
     def __init__(self, lines: Sequence[Mapping[str, Any]]) -> None:
         self.lines = lines
@@ -55,7 +56,7 @@ class Events:
         return [line for line in self.lines if line["event"] in kinds]
 
     def numbers(self, name: str, *kinds: str) -> list[float]:
-        """Return a figure of all events of some kinds that have it."""
+        """Return a value of all events of some kinds that have it."""
         found = (finite_numbers(line).get(name) for line in self.of(*kinds))
         return [number for number in found if number is not None]
 
@@ -106,12 +107,12 @@ def recorded_evidence(folder: Path) -> Evidence:
 
 
 def series_of(records: Records, name: str) -> tuple[tuple[int, float], ...]:
-    """Return (step, figure) of each record; a figure that a record leaves out was not finite."""
+    """Return (step, value) of each record. A value that a record omits was not finite."""
     return tuple((int(record["step"]), record.get(name, math.nan)) for record in records)
 
 
 def _of_steps(records: Records, events: Events, *, on_gpu: bool) -> dict[str, Any]:
-    """Return the evidence of the recorded steps; the first record is warm-up.
+    """Return the evidence of the recorded steps. The first record is warm-up.
 
     On a GPU, the phases are only those that the host waited for. What remains of the time between
     the first and the last record, without steps and saves, is that of evaluations and samples.
@@ -161,7 +162,7 @@ def _of_steps(records: Records, events: Events, *, on_gpu: bool) -> dict[str, An
             peak_gib=last.get("mem/peak_gib"), reserved_gib=last.get("mem/reserved_gib")
         ),
         "gpu": None if used is None else GpuFacts(utilisation=used),
-        "roof": Roof(
+        "roofline": Roofline(
             peak_tflops=next(iter(events.numbers("peak_tflops", *STARTS)), None),
             peak_source=next((one for one in sources if isinstance(one, str)), None),
             mfu=rate("perf/mfu"),
@@ -205,7 +206,7 @@ def _other_processes(records: Records, events: Events) -> HostFacts:
 
 
 def _failure(folder: Path, events: Events, records: Records) -> Failure | None:
-    """Return why the run ended, if it failed; records leave out a loss that is not a number."""
+    """Return why the run ended, if it failed. Records omit a loss that is not a number."""
     if layout.read_exit_code(folder) != FAILED:
         return None
     is_lost = bool(records) and "train/loss" not in records[-1]
@@ -218,7 +219,7 @@ def _failure(folder: Path, events: Events, records: Records) -> Failure | None:
     elif is_lost and any("train/loss" in record for record in records):
         kind, what, fix = "diverged", "The loss is not a number: training has diverged.", None
     else:
-        kind, what, fix = "error", "The run failed; its output says why.", None
+        kind, what, fix = "error", "The run failed. Its output shows why.", None
     step = int(records[-1]["step"]) if records else None
     known = {"kind": kind, "message": what, "fix": fix, "step": step}
     return Failure.model_validate(known)

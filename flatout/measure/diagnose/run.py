@@ -1,4 +1,4 @@
-"""The measured run of `diagnose`, in a process of its own: preflight, then timed steps."""
+"""The measured run of `diagnose`, in a separate process: preflight, then timed steps."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ SCORED_ROWS = 8
 def collect(request: str, answer: Answer) -> None:
     """Answer with what is known before the first step, and then with what the steps show.
 
-    A failure is evidence too: whatever happens, there is a last answer that says so. A run that
+    A failure is evidence too: whatever happens, there is a last answer that reports it. A run that
     hangs ends the process.
     """
     spec = MeasureSpec.model_validate_json(request)
@@ -69,7 +69,7 @@ def collect(request: str, answer: Answer) -> None:
     def report_hang() -> None:
         if done.wait(spec.limit_s):
             return
-        message = f"The run had not ended after {spec.limit_s:.0f} s."
+        message = f"The run did not end within {spec.limit_s:.0f} s."
         site = site_at(user_line(read_stacks().get(thread, ())))
         failure = Failure(kind="hang", message=message, site=site)
         known = {"source": "measured run", "failure": failure}
@@ -85,7 +85,7 @@ def collect(request: str, answer: Answer) -> None:
 
 
 def measured(spec: MeasureSpec, prepared: Prepared, callbacks: Sequence[Observer] = ()) -> Evidence:
-    """Return the evidence of a measured run; an error of the run is part of it."""
+    """Return the evidence of a measured run. An error of the run is part of it."""
     resolved = prepared.resolved
     assert resolved is not None
     Path(spec.folder).mkdir(parents=True, exist_ok=True)
@@ -117,7 +117,7 @@ def measured(spec: MeasureSpec, prepared: Prepared, callbacks: Sequence[Observer
             return evidence_of(before, run, log, windows, resolved.config)
     except Exception as error:  # whatever the run raises is evidence
         last_record = next(iter([*RunLog(Path(spec.folder)).records()][-1:]), FIGURES)
-        has_diverged = not {*FIGURES} <= {*last_record}  # what is not finite is left out
+        has_diverged = not {*FIGURES} <= {*last_record}  # what is not finite is omitted
         failure = failure_of(error, run.step if run is not None else 0, has_diverged)
         return before.model_copy(update={"failure": failure})
     finally:
@@ -137,7 +137,7 @@ class RunWindows(Windows):
         self._late_s = time.monotonic() + spec.limit_s / 2
 
     def requested(self, run: Run) -> bool:
-        """Return whether the measurement is over; the loop calls it before each step."""
+        """Return whether the measurement is over. The loop calls it before each step."""
         return not self.start_step()
 
     def _windows(self) -> Generator[None, None, None]:
@@ -168,7 +168,7 @@ class RunWindows(Windows):
         return steps < (min(at_least, 2) if self._is_late() else at_least) or spent_s < seconds
 
     def _is_late(self) -> bool:
-        """Return whether the steps are so slow that what is not measured yet must be left out."""
+        """Return whether the steps are so slow that what is not measured yet must be omitted."""
         return time.monotonic() > self._late_s
 
     @contextmanager
@@ -207,7 +207,7 @@ class FixedFeed:
 def evidence_of(
     before: Evidence, run: Run, log: Log, windows: RunWindows, planned: RunConfig
 ) -> Evidence:
-    """Return the evidence of a measured run; it saves and evaluates once for this.
+    """Return the evidence of a measured run. It saves and evaluates once for this.
 
     Their times are divided by the steps between them in the run that is `planned`.
     """
@@ -245,7 +245,7 @@ def evidence_of(
     tokens_per_s = run.tokens_per_step / windows.step_s
     flops_per_token = run.core.flops_per_token(run.config.data.seq_len)
     flops_per_s = float(flops_per_token.causal_exact) * tokens_per_s
-    roof = {
+    roofline = {
         "peak_tflops": run.peak and run.peak.tflops,
         "peak_source": run.peak and run.peak.source,
         "achieved_tflops": flops_per_s / 1e12,
@@ -260,7 +260,7 @@ def evidence_of(
         },
         "sites": {**found.sites, **sampler.sites(1)},
         "memory": before.memory.model_copy(update={"peak_gib": log.peak_gib()}),
-        "roof": before.roof.model_copy(update=roof),
+        "roofline": before.roofline.model_copy(update=roofline),
         "remaining_s": (before.planned_steps or 0) * (found.step_s or 0.0),
     }
     return found.model_copy(update=update)

@@ -1,4 +1,4 @@
-"""Measures a ladder or a sweep, writes its results, and keeps the gains that `auto` uses.
+"""Measures an ablation or a sweep, writes its results, and keeps the gains that `auto` uses.
 
 Repeats are interleaved, each trial runs in a fresh process.
 """
@@ -24,8 +24,8 @@ from flatout.files import sync, unless_broken, write_text
 from flatout.json_io import append_line, read_json, read_lines, write_json
 from flatout.measure.experiments.losses import DETERMINISTIC_STEPS, Trials
 from flatout.measure.experiments.points import (
-    LADDER,
-    ladder_experiment,
+    ABLATION,
+    ablation_experiment,
     sweep_experiment,
 )
 from flatout.measure.experiments.records import Choice, Row, Trial
@@ -46,8 +46,12 @@ from flatout.training.run_dir.resume import run_name
 JSON, TABLE, PICTURE, TRIALS = "bench.json", "table.md", "bench.svg", "trials.jsonl"
 BENCHES = Path("bench")
 """Parent directory of results without --out."""
-WHERE = {"added": "on the way up", "put-in": "put into the full set", "left-out": "in the full set"}
-"""Where each kind of row measured a speedup; later kinds, closer to a real run, take precedence."""
+WHERE = {
+    "added": "on the way up",
+    "add-one": "added to the full set",
+    "leave-one-out": "in the full set",
+}
+"""Where each kind of row measured a speedup. Later kinds, closer to a real run, take precedence."""
 
 
 def run_bench(
@@ -62,7 +66,7 @@ def run_bench(
     trial: RunTrial = run_trial,
     clock: Callable[[], float] = time.monotonic,
 ) -> Bench:
-    """Measure the ladder of a recipe, or a sweep, and return what was found.
+    """Measure the ablation of a recipe, or a sweep, and return the result.
 
     bench.json, table.md and bench.svg are written to its directory, and each trial to trials.jsonl
     when it ends. After an interruption, the trials so far are evaluated and written. Gains are also
@@ -72,12 +76,12 @@ def run_bench(
     """
     start_s, began = clock(), datetime.now().astimezone().isoformat(timespec="seconds")
     require_one_process("bench")
-    out = results_dir(requested, sweep or LADDER, out)
+    out = results_dir(requested, sweep or ABLATION, out)
     resolved = resolve_apart(requested, cache, progress)
     experiment = (
         sweep_experiment(sweep, requested, resolved)
         if sweep
-        else ladder_experiment(requested, resolved)
+        else ablation_experiment(requested, resolved)
     )
     num_points = len(experiment.points)
     budget = Budget(num_points, minutes=minutes, repeats=repeats, began_s=start_s, clock=clock)
@@ -105,7 +109,7 @@ def run_bench(
         minutes=minutes,
         repeats=max(each.round for each in trials.done) + 1,
         notes=notes(experiment, schedule, rows),
-        rungs=rows,
+        rows=rows,
         total_speedup=total and total.median,
         total_speedup_low=total and total.low,
         total_speedup_high=total and total.high,
@@ -116,7 +120,7 @@ def run_bench(
 
 
 def require_figures(schedule: Schedule, out: Path) -> None:
-    """Check that at least one trial gave figures.
+    """Check that at least one trial gave results.
 
     Raises: Interrupted after a signal; otherwise RunFailed, with the result of the first trial.
     """
@@ -143,11 +147,11 @@ def require_figures(schedule: Schedule, out: Path) -> None:
 
 
 def notes(experiment: Experiment, schedule: Schedule, rows: Sequence[Row]) -> list[str]:
-    """Return notes for the reader on how the figures were measured."""
+    """Return notes for the reader on how the results were measured."""
     found, done = [], schedule.trials.done
     is_complete = schedule.ended_by_signal is None
     if not is_complete:
-        found.append("The bench was interrupted; these are the trials that had ended by then.")
+        found.append("The bench was interrupted. These are the trials that had ended by then.")
     counts = [row.repeats for row in rows if row.repeats]
     if counts and min(counts) < max(counts):
         found.append(
@@ -155,11 +159,11 @@ def notes(experiment: Experiment, schedule: Schedule, rows: Sequence[Row]) -> li
             "n is the number of repeats."
         )
     if is_complete and any(row.is_unreached for row in rows):
-        leave_out = ", or leave some out: speedups=auto,-NAME" if experiment.kind == LADDER else ""
+        leave_out = ", or remove some: speedups=auto,-NAME" if experiment.kind == ABLATION else ""
         found.append(f"There was not enough time for all: add --minutes{leave_out}.")
     if any(trial.deterministic for trial in done):
         found.append(
-            "Two runs of one command differ in their last bits here, so exact promises were "
+            "Two runs of one command differ in their last bits here, so exact tolerances were "
             f"checked on {DETERMINISTIC_STEPS} steps of separate, untimed runs with "
             "train.deterministic=true."
         )
@@ -213,13 +217,13 @@ def commit_of_package() -> str | None:
 
 
 def results_dir(config: RunConfig, kind: str, out: Path | None) -> Path:
-    """Return the results directory: `out`, or the next free bench/RECIPE-DIGEST; it is not created.
+    """Return the results directory: `out`, or the next free bench/RECIPE-DIGEST. It is not created.
 
     Raises: ConfigError when `out` contains other files, or the bench of another configuration or
             kind.
     """
     if out is None:
-        stem = run_name(config) + ("" if kind == "ladder" else f"-{kind}")
+        stem = run_name(config) + ("" if kind == "ablation" else f"-{kind}")
         names = (stem, *(f"{stem}-{number}" for number in range(2, 1_000_000)))
         return next(path for name in names if not (path := BENCHES / name).exists())
     if out.exists() and not out.is_dir():
@@ -239,8 +243,8 @@ def results_dir(config: RunConfig, kind: str, out: Path | None) -> Path:
             for name, what, digest in (found, requested)
         )
         raise ConfigError(
-            f"{out} contains the bench of {one}; this one is of {other}.",
-            fix="Choose another directory with --out DIR.",
+            f"{out} contains the bench of {one}. This one is of {other}.",
+            fix="Choose a different directory with --out DIR.",
         )
     return out
 
@@ -291,8 +295,8 @@ def write(found: Bench, progress: Progress = SILENT) -> None:
             earlier = len(read_json(out / JSON)["trials"])
     if earlier > len(found.trials):
         progress.say(
-            f"{out} keeps the report of an earlier bench, which has more trials; "
-            f"the new trials are in {out / TRIALS}."
+            f"{out} keeps the report of an earlier bench, which has more trials. "
+            f"The new trials are in {out / TRIALS}."
         )
         return
     write_json(out / JSON, found.model_dump(mode="json"))
@@ -310,7 +314,7 @@ def remember(
     hardware = hardware_name(resolved.machine, resolved.config.train.device)
     gains, run = gains_of(found), None
     full = set(speedups_on(resolved.decisions))
-    for row in found.rungs if isinstance(found, Bench) else ():
+    for row in found.rows if isinstance(found, Bench) else ():
         on = speedups_on(Decision(name, True, "") for name in row.speedups)
         if row.tokens_per_s and set(on) == full:
             rate = row.tokens_per_s.median
@@ -330,13 +334,13 @@ def remember(
 def gains_of(found: Bench | Tuning) -> dict[str, Gain]:
     """Return the gain of each speedup, by name.
 
-    Speedups whose gain has no interval, and those whose losses broke their promise, are left out.
+    Speedups whose gain has no interval, and those whose losses exceed their tolerance, are omitted.
     """
     gains: dict[str, Gain] = {}
-    rows: Sequence[Row] = found.rungs if isinstance(found, Bench) else found.choices
+    rows: Sequence[Row] = found.rows if isinstance(found, Bench) else found.choices
     for row in (row for kind in WHERE for row in rows if row.kind == kind):
         gain = row.gain
-        if not row.speedup or gain is None or row.promise_kept is False:
+        if not row.speedup or gain is None or row.within_tolerance is False:
             continue
         low, median, high = gain.low, gain.median, gain.high
         if low is None or high is None:

@@ -1,8 +1,8 @@
-"""The trials of an experiment: figures, gains within rounds, and whether loss promises were kept.
+"""The trials of an experiment: results, gains within rounds, and whether losses are in tolerance.
 
 On a GPU, two runs of one command differ in their last bits, because attention and the embedding
 accumulate gradients in no fixed order. If the losses of two points differ there despite an exact
-promise, both run once more, untimed, with train.deterministic=true, and those losses decide. The
+tolerance, both run once more, untimed, with train.deterministic=true, and those losses decide. The
 alternative, comparing the difference with that between repeats, takes more runs and cannot tell a
 small error from noise.
 """
@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from flatout.assembly.recipe import Promise
+from flatout.assembly.recipe import Tolerance
 from flatout.config.schema import RunConfig
 from flatout.measure.experiments.noise import MIN_SEEDS, Spread, mean_of, median_of, spread
 from flatout.measure.experiments.records import (
@@ -34,7 +34,7 @@ DETERMINISTIC_STEPS = 10
 buffers is reused.
 """
 FINAL_LOSSES = 5
-"""Number of last losses whose mean is taken as the final loss; a single one is too noisy."""
+"""Number of last losses whose mean is taken as the final loss. A single one is too noisy."""
 STRICTNESS = ("exact", "rounding", "statistical")
 LossPairs = Sequence[tuple[Sequence[float], Sequence[float]]]
 """Losses (with, without) on the same batches, one pair per repeat."""
@@ -50,7 +50,7 @@ class Trials:
     dropout: float = 0.0
     """model.dropout; where it is on, losses cannot be compared up to rounding."""
     loss_steps: int = LOSS_STEPS
-    """Number of losses that decide a promise."""
+    """Number of losses that decide a loss check."""
     stopped_by: str = TIME_WAS_UP
     """Why a point may have no trial."""
 
@@ -81,7 +81,7 @@ class Trials:
         return [trial for trial in self.done if trial.point == point and not trial.deterministic]
 
     def ok(self, point: str) -> dict[int, TrialResult]:
-        """Return the point's timed results with figures, by round."""
+        """Return the point's successful timed results, by round."""
         return {trial.round: trial.result for trial in self.timed(point) if trial.result.is_ok}
 
     def deterministic(self, point: str) -> TrialResult | None:
@@ -103,7 +103,7 @@ class Trials:
         return [(one.tokens_per_s or 0.0) / (other.tokens_per_s or 1.0) for one, other in pairs]
 
     def noise(self) -> Spread:
-        """Return the noise of a ratio: of all points to the first one that has figures."""
+        """Return the noise of a ratio: of all points to the first one that has results."""
         points = dict.fromkeys(trial.point for trial in self.done if self.ok(trial.point))
         base, *others = points or [""]
         return spread(self.ratios(point, base) for point in others)
@@ -117,16 +117,16 @@ class Trials:
         """Return the losses of two points on the same batches, one pair per common round."""
         return paired((a.losses, b.losses) for a, b in self.pairs(one, other))
 
-    def needs_deterministic(self, promise: Promise, one: str, other: str) -> bool:
-        """Return whether only deterministic runs can decide the promise about two points."""
-        exact = promise.kind == "exact" and not self.repeats_to_the_bit
+    def needs_deterministic(self, tolerance: Tolerance, one: str, other: str) -> bool:
+        """Return whether only deterministic runs can compare the losses of two points."""
+        exact = tolerance.kind == "exact" and not self.repeats_to_the_bit
         return exact and any(fast != plain for fast, plain in self.loss_pairs(one, other))
 
-    def check(self, promise: Promise, one: str, other: str) -> LossCheck:
-        """Return whether the losses of two points keep a promise."""
+    def check(self, tolerance: Tolerance, one: str, other: str) -> LossCheck:
+        """Return whether the losses of two points stay within a tolerance."""
         pairs, loss_steps = self.loss_pairs(one, other), self.loss_steps
         why_not = "" if pairs else "no losses to compare"
-        apart = self.needs_deterministic(promise, one, other)
+        apart = self.needs_deterministic(tolerance, one, other)
         if apart:
             runs = [run for name in (one, other) if (run := self.deterministic(name))]
             failed = [str(run.reason) for run in runs if not run.is_ok]
@@ -140,18 +140,18 @@ class Trials:
                 pairs, loss_steps = paired([(runs[0].losses, runs[1].losses)]), DETERMINISTIC_STEPS
         kept, reason = None, why_not
         if not why_not:
-            kept, reason = keeps(promise, pairs, loss_steps=loss_steps, dropout=self.dropout)
+            kept, reason = is_within(tolerance, pairs, loss_steps=loss_steps, dropout=self.dropout)
         return LossCheck(
-            promise=promise.kind,
-            promise_kept=kept,
-            promise_reason=reason,
+            tolerance=tolerance.kind,
+            within_tolerance=kept,
+            tolerance_reason=reason,
             deterministic=apart and not why_not,
             loss_difference=largest_difference(pairs),
             compared_losses=max((len(fast) for fast, _ in pairs), default=None),
         )
 
     def measured(self, row: Row, point: str) -> Row:
-        """Return a row with the figures of a point, or the reason why there are none."""
+        """Return a row with the results of a point, or the reason why there are none."""
         results, rates = list(self.ok(point).values()), self.rates(point)
         failed = next((t.result for t in self.timed(point) if not t.result.is_ok), None)
         if not results:
@@ -179,36 +179,38 @@ class Trials:
 
 
 def paired(losses: Iterable[tuple[list[float], list[float]]]) -> LossPairs:
-    """Return pairs of losses cut to one length; a pair with an empty side is left out."""
+    """Return pairs of losses cut to one length. A pair with an empty side is omitted."""
     return [(one[: len(other)], other[: len(one)]) for one, other in losses if one and other]
 
 
-def promise_between(one: Iterable[str], other: Iterable[str]) -> Promise:
-    """Return the promise about the losses of two sets: the loosest of the unshared speedups.
+def tolerance_between(one: Iterable[str], other: Iterable[str]) -> Tolerance:
+    """Return the tolerance between the losses of two sets: the loosest of the unshared speedups.
 
     Rounding tolerances add up, and include the largest one of the shared speedups: a difference in
     the last bit of fp32 flips some later roundings to bfloat16, and the losses differ by those.
     """
     shared, unshared = set(one) & set(other), set(one) ^ set(other)
-    promises = [SPEEDUPS.get(name).promise for name in unshared]
-    loosest = max(promises, key=lambda p: STRICTNESS.index(p.kind), default=Promise.exact())
+    tolerances = [SPEEDUPS.get(name).tolerance for name in unshared]
+    loosest = max(tolerances, key=lambda p: STRICTNESS.index(p.kind), default=Tolerance.exact())
     kind = loosest.kind
-    amplified = (SPEEDUPS.get(name).promise.rtol for name in shared if kind == "rounding")
-    return Promise(kind, sum(promise.rtol for promise in promises) + max(amplified, default=0.0))
+    amplified = (SPEEDUPS.get(name).tolerance.rtol for name in shared if kind == "rounding")
+    return Tolerance(
+        kind, sum(tolerance.rtol for tolerance in tolerances) + max(amplified, default=0.0)
+    )
 
 
-def keeps(
-    promise: Promise, pairs: LossPairs, *, loss_steps: int, dropout: float = 0.0
+def is_within(
+    tolerance: Tolerance, pairs: LossPairs, *, loss_steps: int, dropout: float = 0.0
 ) -> tuple[bool | None, str]:
-    """Return whether losses keep a promise, and how that was decided.
+    """Return whether losses stay within a tolerance, and how that was decided.
 
-    Exact and rounding must hold in every repeat. A statistical promise is kept unless the interval
+    Exact and rounding must hold in every repeat. A statistical tolerance holds unless the interval
     of the difference of the final losses, over at least three seeds, is above 0. None means
     undecided, for example when fewer than `loss_steps` losses show no violation.
     """
     steps = max(len(fast) for fast, _ in pairs)
     too_few = f"{steps} of {loss_steps} losses: not checked"
-    if promise.kind == "statistical":
+    if tolerance.kind == "statistical":
         if steps < loss_steps:
             return None, too_few
         if len(pairs) < MIN_SEEDS:
@@ -217,13 +219,13 @@ def keeps(
         low, mean, high = mean_of([fast - plain for fast, plain in final])
         seeds = f"({low:+.4f} to {high:+.4f}) over {len(pairs)} seeds"
         return low <= 0, f"final loss {mean:+.4f} {seeds}"
-    if promise.kind == "rounding" and dropout:
+    if tolerance.kind == "rounding" and dropout:
         return None, f"not checked: model.dropout={dropout:g} draws other random numbers"
-    allowed = "bit-equal" if promise.kind == "exact" else f"within {promise.rtol:.0e}"
-    kept = all(promise.holds(fast, plain) for fast, plain in pairs)
+    allowed = "bit-equal" if tolerance.kind == "exact" else f"{tolerance.rtol:.0e}"
+    kept = all(tolerance.holds(fast, plain) for fast, plain in pairs)
     if kept and steps < loss_steps:
         return None, too_few
-    return kept, f"{steps} losses, {allowed} promised"
+    return kept, f"{steps} losses, tolerance: {allowed}"
 
 
 def largest_difference(pairs: LossPairs) -> float | None:

@@ -85,10 +85,10 @@ def spread(groups: Iterable[Sequence[float]]) -> Spread:
 def median_of(values: Sequence[float], *, shared: Spread) -> Figure:
     """Return the median of positive `values` with its interval.
 
-    With five repeats or more, the interval is that of the sign test, which holds for any noise; for
+    With five repeats or more, the interval is that of the sign test, which holds for any noise. For
     five it is their range. Fewer repeats do not show their own spread (half of the time, two of
     them are on the same side of the true value), so the interval is Student's, from the noise of
-    all points; it is unknown if that has too few repeats as well. A single repeat has no interval:
+    all points. It is unknown if that has too few repeats as well. A single repeat has no interval:
     the machine's load may have changed between the two measurements.
     """
     logs = sorted(map(math.log, values))

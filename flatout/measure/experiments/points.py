@@ -1,10 +1,10 @@
-"""Chooses what `bench` measures: the ladder of speedups, or the values of one setting (a sweep).
+"""Chooses what `bench` measures: an ablation of the speedups, or a sweep over one setting.
 
-The ladder starts at the plain `Recipe()`, with a typical hand-written micro-batch
+The ablation starts at the plain `Recipe()`, with a typical hand-written micro-batch
 (`recipe.rows_people_write`), and adds one speedup at a time up to the full set, which is the one
-that `train` would use; `micro-batch` is one of them. The ablations follow: each speedup is left out
-of the full set, and each one that `auto` leaves off but that can run here is added to it. A sweep
-measures the full set at several values of a setting.
+that `train` would use. `micro-batch` is one of them. Then each speedup is removed from the full set
+(leave one out), and each one that `auto` leaves off but that can run here is added to it (add one).
+A sweep measures the full set at several values of a setting.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from flatout.assembly.selection import (
 )
 from flatout.config.schema import RunConfig
 from flatout.errors import ConfigError, FlatoutError
-from flatout.measure.experiments.losses import Trials, promise_between
+from flatout.measure.experiments.losses import Trials, tolerance_between
 from flatout.measure.experiments.records import Row
 from flatout.measure.experiments.resolving import Resolved
 from flatout.measure.experiments.schedule import Experiment, Point, with_speedups
@@ -32,64 +32,68 @@ from flatout.models.language_model import model_of
 from flatout.progress import counted
 from flatout.registry import SPEEDUPS
 
-BASELINE, LADDER = "baseline", "ladder"
+BASELINE, ABLATION = "baseline", "ablation"
 Points = dict[str, dict[str, Any] | str]
 """Name -> the configuration keys of a point, or the reason why it cannot be measured."""
 
 MAX_ACCUMULATE = 8
 
 
-def ladder_experiment(requested: RunConfig, resolved: Resolved) -> Experiment:
-    """Return the points of the ladder; rungs with equal sets of speedups share one.
+def ablation_experiment(requested: RunConfig, resolved: Resolved) -> Experiment:
+    """Return the points of the ablation. Rows with equal sets of speedups share one.
 
     The full set comes right after the baseline, so that even the shortest bench finds the total.
     """
-    ladder = make_ladder(requested, resolved.decisions, resolved.additions)
-    rungs = {rung.name: rung for rung in ladder if rung.kind != "absent"}
+    planned = plan_ablation(requested, resolved.decisions, resolved.additions)
+    rows = {row.name: row for row in planned if row.kind != "absent"}
     first: dict[frozenset[str], str] = {}
-    points = {
-        name: first.setdefault(frozenset(rung.speedups), name) for name, rung in rungs.items()
-    }
-    full = points[full_set(ladder).name]
+    points = {name: first.setdefault(frozenset(row.speedups), name) for name, row in rows.items()}
+    full = points[full_set(planned).name]
     return Experiment(
-        LADDER,
+        ABLATION,
         tuple(
-            Point(name, with_speedups(rungs[name].speedups), rungs[name].kind == "put-in")
+            Point(name, with_speedups(rows[name].speedups), rows[name].kind == "add-one")
             for name in dict.fromkeys((BASELINE, full, *points.values()))
         ),
-        lambda found: ladder_rows(ladder, points, found),
+        lambda found: ablation_rows(planned, points, found),
         pairs=tuple(
             (
                 points[name],
                 points[other],
-                promise_between(rung.speedups, rungs[other].speedups).kind,
+                tolerance_between(row.speedups, rows[other].speedups).kind,
             )
-            for name, rung in rungs.items()
-            if (other := rung.against)
+            for name, row in rows.items()
+            if (other := row.against)
         ),
         total=None if full == BASELINE else (full, BASELINE),
     )
 
 
-def make_ladder(
+def plan_ablation(
     config: RunConfig, decisions: Sequence[Decision], additions: Mapping[str, Sequence[str] | str]
 ) -> list[Row]:
-    """Return the ladder for the speedups that are on in `decisions`, as rows without figures.
+    """Return the rows of the ablation of the speedups that are on in `decisions`, without results.
 
     A speedup that is off is added to the full set if `speedups` leaves the choice to auto and does
-    not drop it; otherwise its row has the reason.
+    not drop it. Otherwise its row has the reason.
     """
     full = in_order(decision.name for decision in decisions if decision.on)
-    rungs = [Row(name=BASELINE, kind="baseline")]
+    rows = [Row(name=BASELINE, kind="baseline")]
     for count, name in enumerate(full, 1):
-        below, on = rungs[-1].name, full[:count]
-        rungs.append(Row(name=f"+ {name}", kind="added", speedup=name, speedups=on, against=below))
-    top = rungs[-1].name
+        below, on = rows[-1].name, full[:count]
+        rows.append(Row(name=f"+ {name}", kind="added", speedup=name, speedups=on, against=below))
+    top = rows[-1].name
     for name in full:
         gone = needing({name}, full)
         rest = [other for other in full if other not in gone]
-        rungs.append(
-            Row(name=f"all but {name}", kind="left-out", speedup=name, speedups=rest, against=top)
+        rows.append(
+            Row(
+                name=f"all but {name}",
+                kind="leave-one-out",
+                speedup=name,
+                speedups=rest,
+                against=top,
+            )
         )
     absent, request = [], parse_request(config.speedups)
     precision = config.train.precision
@@ -104,10 +108,10 @@ def make_ladder(
         elif precision != "auto" and "precision" in SPEEDUPS.get(name).fills:
             reason = f"not measured: train.precision={precision} is set."
         else:
-            rungs.append(added_to_full(name, in_order(added), full, top))
+            rows.append(added_to_full(name, in_order(added), full, top))
             continue
         absent.append(unmeasured(name, reason, speedup=name))
-    return rungs + absent
+    return rows + absent
 
 
 def unmeasured(name: str, reason: str, *, speedup: str | None = None) -> Row:
@@ -115,13 +119,13 @@ def unmeasured(name: str, reason: str, *, speedup: str | None = None) -> Row:
     return Row(name=name, kind="absent", speedup=speedup, status="not-measured", reason=reason)
 
 
-def full_set(ladder: Sequence[Row]) -> Row:
-    """Return the rung of the full set; without speedups, it is the baseline."""
-    return [rung for rung in ladder if rung.kind in ("baseline", "added")][-1]
+def full_set(rows: Sequence[Row]) -> Row:
+    """Return the row of the full set. Without speedups, it is the baseline."""
+    return [row for row in rows if row.kind in ("baseline", "added")][-1]
 
 
 def added_to_full(name: str, speedups: list[str], full: Sequence[str], top: str) -> Row:
-    """Return the rung of the full set with one speedup added.
+    """Return the row of the full set with one speedup added.
 
     Its name lists what else was added with it, and what they replaced.
     """
@@ -130,12 +134,12 @@ def added_to_full(name: str, speedups: list[str], full: Sequence[str], top: str)
     added = " and ".join([name, *others])
     title = f"all, with {added} for {' and '.join(replaced)}" if replaced else f"all and {added}"
     return Row(
-        name=title, kind="put-in", speedup=name, speedups=speedups, against=top, replaced=replaced
+        name=title, kind="add-one", speedup=name, speedups=speedups, against=top, replaced=replaced
     )
 
 
 def in_order(names: Iterable[str]) -> list[str]:
-    """Return names in the order of the ladder, each after the ones that it needs."""
+    """Return names in the order of `all_speedups`, each after the ones that it needs."""
     wanted = list(names)
     order = [speedup.name for speedup in all_speedups(wanted)]
     wanted.sort(key=order.index)
@@ -157,34 +161,35 @@ def needing(names: Collection[str], among: Iterable[str]) -> set[str]:
     return found
 
 
-def ladder_rows(ladder: Sequence[Row], points: Mapping[str, str], found: Trials) -> list[Row]:
-    """Return the rows of a ladder with their figures.
+def ablation_rows(planned: Sequence[Row], points: Mapping[str, str], found: Trials) -> list[Row]:
+    """Return the rows of an ablation with their results.
 
-    `points` maps each rung to the point whose trials it uses. A rung that adds a speedup is
-    compared with the nearest one below that gave figures, an ablation with the full set only.
+    `points` maps each row to the point whose trials it uses. A row that adds a speedup to the
+    previous ones is compared with the nearest one above that was measured, every other row with
+    the full set only.
     """
-    rungs = {rung.name: rung for rung in ladder if rung.kind != "absent"}
-    full, rows = full_set(ladder).name, []
-    for name, rung in rungs.items():
+    measured = {row.name: row for row in planned if row.kind != "absent"}
+    full, rows = full_set(planned).name, []
+    for name, row in measured.items():
         update: dict[str, object] = {}
-        below = rung.against
+        below = row.against
         while below and not found.ok(points[below]):
-            below = rungs[below].against if rung.kind == "added" else None
-        left_out = rung.kind == "left-out"
+            below = measured[below].against if row.kind == "added" else None
+        left_out = row.kind == "leave-one-out"
         pair = points[name], points[below or name]
         gain = found.gain(*(pair[::-1] if left_out else pair)) if below else None
         if below and gain:
             verdict = gain.verdict(left_out=left_out)
-            if below != rung.against:
-                verdict += f", together with the rungs without figures, against {below}"
-            promise = promise_between(rung.speedups, rungs[below].speedups)
-            update = found.check(promise, *pair).model_dump()
+            if below != row.against:
+                verdict += f", together with the rows that failed, against {below}"
+            tolerance = tolerance_between(row.speedups, measured[below].speedups)
+            update = found.check(tolerance, *pair).model_dump()
             update |= {"against": below, "gain": gain, "verdict": verdict}
-        elif rung.against and not found.ok(points[rung.against]):
-            which = "the full set" if rung.against == full else rung.against
-            update = {"verdict": f"{which} gave no figures"}
-        rows.append(found.measured(rung, points[name]).model_copy(update=update))
-    return rows + [rung for rung in ladder if rung.kind == "absent"]
+        elif row.against and not found.ok(points[row.against]):
+            which = "the full set" if row.against == full else row.against
+            update = {"verdict": f"{which} was not measured"}
+        rows.append(found.measured(row, points[name]).model_copy(update=update))
+    return rows + [row for row in planned if row.kind == "absent"]
 
 
 def sweep_experiment(what: str, requested: RunConfig, resolved: Resolved) -> Experiment:
@@ -259,7 +264,7 @@ def seq_len(requested: RunConfig, resolved: Resolved) -> Points:
 
 
 def precision(requested: RunConfig, resolved: Resolved) -> Points:
-    """Vary the precision of matrix products: fp32, and each speedup that changes it."""
+    """Vary the precision of matmuls: fp32, and each speedup that changes it."""
     choices, machine, device = precisions(), resolved.machine, resolved.config.train.device
     requested = requested.with_values({"train.device": device, "train.precision": "auto"})
     speedups = requested.speedups
@@ -293,12 +298,12 @@ def prefetch(requested: RunConfig, resolved: Resolved) -> Points:
 
 
 def filling(slot: str) -> list[str]:
-    """Return the speedups that fill a slot, in the order of the ladder."""
+    """Return the speedups that fill a slot, in the order of `all_speedups`."""
     return [speedup.name for speedup in all_speedups() if slot in speedup.fills]
 
 
 def precisions() -> list[str]:
-    """Return the speedups that change the precision of products, grouped by precision."""
+    """Return the speedups that change the precision of matmuls, grouped by precision."""
     provides = providers()
     return filling("matmul") + [
         name
@@ -315,7 +320,7 @@ SWEEPS: Mapping[str, Callable[[RunConfig, Resolved], Points]] = {
     "accumulation": accumulation,
     "prefetch": prefetch,
 }
-"""The sweeps by name; each returns its points."""
+"""The sweeps by name. Each returns its points."""
 
 
 def rows_of(rows: int, resolved: Resolved) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The records of experiments, as JSON has them: a trial, a figure, a row of a table. No torch."""
+"""The records of experiments, as JSON has them: a trial, a number, a row of a table. No torch."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pydantic import Field
 from flatout.files import Stored
 
 PARTS = ("batch", "checkpointing", "speedups", "prefetch")
-"""What `flatout tune` varies; the order is that of the first measurements."""
+"""What `flatout tune` varies. The order is that of the first measurements."""
 LEAST_MINUTES = 1.0
 """The shortest time limit of tune: in less, hardly more than the start of one trial fits."""
 UNSURE = "unsure: too few repeats"
-"""A gain without an interval, which is not shown as a figure."""
+"""A gain without an interval, which is not shown as a number."""
 TIME_WAS_UP, INTERRUPTED = "the time was up", "it was interrupted"
 """Why a point has no trial."""
 Status = Literal["ok", "out-of-memory", "failed", "timed-out"]
@@ -30,7 +30,7 @@ class TrialSpec(Stored):
     seconds: float = 5.0
     """Seconds of measured steps, after the warm-up."""
     loss_steps: int = 20
-    """Number of first losses to record; the trial runs until it has them."""
+    """Number of first losses to record. The trial runs until it has them."""
     warmup_s: float = 20.0
     """Latest end of the warm-up, counted from the end of the first step."""
     limit_s: float = 300.0
@@ -40,7 +40,7 @@ class TrialSpec(Stored):
 
 
 class Steps(Stored):
-    """The figures of a trial's steps, or their medians over repeats."""
+    """The results of a trial's steps, or their medians over repeats."""
 
     step_ms: float | None = None
     """Mean time of a measured step."""
@@ -76,7 +76,7 @@ class TrialResult(Steps):
     warmup_s: float | None = None
     """Seconds of the warm-up."""
     settled: bool | None = None
-    """Whether the step time was steady at its end; if not, the figures may be too low."""
+    """Whether the step time was steady at its end. If not, the results may be too low."""
     measured_steps: int | None = None
     """Steps that were measured."""
     speedups: list[str] = Field([])
@@ -92,7 +92,7 @@ class TrialResult(Steps):
 
     @property
     def is_ok(self) -> bool:
-        """Whether there are figures."""
+        """Whether there are results."""
         return self.status == "ok"
 
 
@@ -102,15 +102,15 @@ class Trial(Stored):
     point: str
     """The set of speedups, the value of a sweep, or the setting."""
     round: int
-    """Counted from 0; points are compared within rounds."""
+    """Counted from 0. Points are compared within rounds."""
     seed: int
     """train.seed, the same for all points of a round."""
     result: TrialResult
-    """Its figures, or why there are none."""
+    """Its results, or why there are none."""
     deterministic: bool = False
-    """Whether it ran with train.deterministic=true to check an exact promise.
+    """Whether it ran with train.deterministic=true to check an exact tolerance.
 
-    Only its losses are used; its other figures are in no row."""
+    Only its losses are used. Its other results are in no row."""
 
 
 class Figure(Stored):
@@ -124,7 +124,7 @@ class Figure(Stored):
     """Upper end of the interval; null with too few repeats."""
 
     def verdict(self, *, left_out: bool = False) -> str:
-        """Return a gain in words; that of a speedup that was left out is what it is worth."""
+        """Return a gain in words; that of a speedup that was removed is what it is worth."""
         if self.low is None or self.high is None:
             return UNSURE
         if self.low <= 1 <= self.high:
@@ -142,13 +142,13 @@ class Figure(Stored):
 
 
 class LossCheck(Stored):
-    """Whether the losses of two points differ by no more than promised."""
+    """Whether the losses of two points stay within the tolerance."""
 
-    promise: str | None = None
+    tolerance: str | None = None
     """exact, rounding or statistical; null if the losses were not compared."""
-    promise_kept: bool | None = None
+    within_tolerance: bool | None = None
     """null if it was not decided."""
-    promise_reason: str | None = None
+    tolerance_reason: str | None = None
     """How it was decided, or why not."""
     loss_difference: float | None = None
     """Largest relative difference of a loss from that of `against`, on the same batches."""
@@ -166,7 +166,7 @@ class Row(Steps, LossCheck):
     name: str
     """Name of the set, the value or the change."""
     kind: str
-    """baseline, added (one more), left-out or put-in (ablations of the full set), point (of a
+    """baseline, added (one more), leave-one-out or add-one (from or to the full set), point (of a
     sweep), best (of tune), or absent (never measured)."""
     speedup: str | None = None
     """The speedup that it measures."""
@@ -181,7 +181,7 @@ class Row(Steps, LossCheck):
     reason: str | None = None
     """Why it is not ok, or why it has fewer repeats."""
     repeats: int = 0
-    """Trials with figures."""
+    """Trials with results."""
     tokens_per_s: Figure | None = None
     """Tokens per second of measured time."""
     gain: Figure | None = None
@@ -206,18 +206,18 @@ class Choice(Row):
     part: str
     """batch, checkpointing, speedups or prefetch."""
     leaves_out: bool
-    """Whether it leaves the speedup out; `gain` is that of leaving it out."""
+    """Whether it leaves the speedup out. `gain` is that of leaving it out."""
     taken: bool
     """Whether tuned.yaml has it."""
 
 
 class Best(Row):
-    """The setting that tuned.yaml states; its gain is over the first setting, null for that one."""
+    """The setting that tuned.yaml states. Its gain is over the first setting, null for that one."""
 
     prefetch: int
     """Optimizer steps that the feed reads ahead."""
     precision: str
-    """Precision of the matrix products."""
+    """Precision of the matmuls."""
     rehearsed: list[str]
     """What its trials did besides training: evaluation, save."""
 

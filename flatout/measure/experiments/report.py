@@ -30,8 +30,8 @@ FORMAT_VERSION = 3
 NO_TIME = "not measured: the time was up before its turn."
 HEADINGS = {
     ("baseline", "added"): "Add one: each speedup on top of the previous ones",
-    ("left-out",): "Leave one out: what each speedup is worth in the full set",
-    ("put-in",): "Add one to the full set: speedups that are off by default",
+    ("leave-one-out",): "Leave one out: what each speedup is worth in the full set",
+    ("add-one",): "Add one to the full set: speedups that are off by default",
     ("point",): "",
     ("absent",): "Not measured",
 }
@@ -74,7 +74,7 @@ class Measurement(Result):
     ended_by_signal: int | None = None
     """The signal that interrupted it: 2 for Ctrl+C, 15 for SIGTERM; null for none."""
     trials: list[Trial]
-    """Every trial: the point, the round, the seed and the figures."""
+    """Every trial: the point, the round, the seed and the results."""
 
     @property
     def exit_code(self) -> int:
@@ -89,7 +89,7 @@ class Bench(Measurement):
     """
 
     kind: str
-    """ladder, or the setting that was swept."""
+    """ablation, or the setting that was swept."""
     config: dict[str, Any]
     """The requested configuration."""
     config_digest: str
@@ -99,13 +99,13 @@ class Bench(Measurement):
     repeats: int
     """Rounds that were started."""
     notes: list[str]
-    """Notes for the reader on how the figures were measured."""
-    rungs: list[Row]
+    """Notes for the reader on how the results were measured."""
+    rows: list[Row]
     """The lines of the table."""
     total_speedup: float | None = None
     """Speed of the full set relative to the baseline.
 
-    null in a sweep, or when one of the two has no figures."""
+    null in a sweep, or when one of the two has no results."""
     total_speedup_low: float | None = None
     """Lower end of its 94% interval; null with too few repeats."""
     total_speedup_high: float | None = None
@@ -136,13 +136,13 @@ class Bench(Measurement):
     def bars(self, encoding: str = "utf-8") -> str:
         """Return the report for a terminal: one bar per row with its rate and its gain.
 
-        Broken promises and unmeasured rows follow.
+        Rows out of tolerance and unmeasured rows follow.
         """
         groups = self._groups()
-        most = max((row.tokens_per_s.median for row in self.rungs if row.tokens_per_s), default=1.0)
+        most = max((row.tokens_per_s.median for row in self.rows if row.tokens_per_s), default=1.0)
         width = max((len(row.short_name) for _, rows in groups for row in rows), default=0)
         full = FULL if can_show(FULL, encoding) else "#"
-        lines, promises = [f"{self._title()}, tokens/s"], []
+        lines, exceeded = [f"{self._title()}, tokens/s"], []
         for heading, rows in groups:
             lines += ["", heading] if heading else []
             for row in rows:
@@ -152,51 +152,51 @@ class Bench(Measurement):
                     continue
                 bar = full * max(round(BAR_COLUMNS * rate.median / most), 1)
                 shown += f"{bar:<{BAR_COLUMNS}}  {rate.median:>11,.0f}  {gain_text(row)}".rstrip()
-                if row.promise_kept is False:
-                    shown += "  PROMISE BROKEN"
-                    why = f"{row.promise} promise broken: {row.promise_reason}"
-                    promises.append(f"{row.short_name}: {why}")
+                if row.within_tolerance is False:
+                    shown += "  OUT OF TOLERANCE"
+                    why = f"{row.tolerance} tolerance exceeded: {row.tolerance_reason}"
+                    exceeded.append(f"{row.short_name}: {why}")
                 lines.append(shown)
         missing = self._unreached()
         lines += ["", *missing] if missing else []
-        lines += ["", "Promises", *promises] if promises else []
+        lines += ["", "Out of tolerance", *exceeded] if exceeded else []
         ends = self._total(), self._baseline().capitalize(), *self.notes
         return "\n".join([*lines, "", *filter(None, ends)]).strip()
 
     def picture(self) -> str:
-        """Return the bars as SVG, without what cannot be measured; the background is its own."""
+        """Return the bars as SVG, without what cannot be measured. The background is its own."""
         from rich.console import Console
         from rich.text import Text
 
-        measured = [row for row in self.rungs if row.kind != "absent"]
-        bars = self.model_copy(update={"rungs": measured}).bars()
+        measured = [row for row in self.rows if row.kind != "absent"]
+        bars = self.model_copy(update={"rows": measured}).bars()
         console = Console(width=PICTURE_COLUMNS, file=io.StringIO(), record=True)
         text = Text(f"{bars}\n\n{self._setting()}")
         text.highlight_regex(f"{FULL}+", "bright_blue")
-        text.highlight_regex("PROMISE BROKEN", "bold bright_red")
+        text.highlight_regex("OUT OF TOLERANCE", "bold bright_red")
         console.print(text)
         return console.export_svg(title=self._title())
 
     def _groups(self) -> list[tuple[str, list[Row]]]:
         """Return the groups of rows, each with its heading.
 
-        Empty groups are left out, as are the rows that `_unreached` lists.
+        Empty groups are omitted, as are the rows that `_unreached` lists.
         """
         found = [
-            (heading, [row for row in self.rungs if row.kind in kinds and not row.is_unreached])
+            (heading, [row for row in self.rows if row.kind in kinds and not row.is_unreached])
             for kinds, heading in HEADINGS.items()
         ]
         return [(heading, rows) for heading, rows in found if rows]
 
     def _unreached(self) -> list[str]:
         """Return the rows that the bench did not reach, and why, in at most one line."""
-        late = [row for row in self.rungs if row.is_unreached]
+        late = [row for row in self.rows if row.is_unreached]
         why = INTERRUPTED if not self.complete else TIME_WAS_UP
         names = ", ".join(row.short_name for row in late)
         return [f"Not measured, {why}: {names}."] if late else []
 
     def _title(self) -> str:
-        what = "the ladder" if self.kind == "ladder" else f"a sweep of {self.kind}"
+        what = "ablation" if self.kind == "ablation" else f"a sweep of {self.kind}"
         return f"{self.recipe}: {what}"
 
     def _total(self) -> str:
@@ -212,8 +212,8 @@ class Bench(Measurement):
         return f"The full set is {median:.2f} times as fast as the baseline{between}."
 
     def _baseline(self) -> str:
-        """Return a description of a ladder's baseline, or an empty string if it has no figures."""
-        rows = (row for row in self.rungs if row.kind == "baseline" and row.rows_per_device)
+        """Return a description of an ablation's baseline, or an empty string without results."""
+        rows = (row for row in self.rows if row.kind == "baseline" and row.rows_per_device)
         row = next(rows, None)
         if row is None:
             return ""
@@ -223,14 +223,14 @@ class Bench(Measurement):
         )
 
     def _setting(self) -> str:
-        """Return where and how the figures were measured, in one line."""
+        """Return where and how the results were measured, in one line."""
         versions = {name: self.environment.get(name) for name in ("torch", "threads")}
         facts = [
             self.machine,
             *(f"{name} {value}" for name, value in versions.items() if value is not None),
             f"{self.repeats} interleaved rounds, each trial in its own process",
             "medians with 94% intervals",
-            "gains are medians of the ratios within rounds" if self.kind == "ladder" else "",
+            "gains are medians of the ratios within rounds" if self.kind == "ablation" else "",
             f"commit {self.commit}" if self.commit else "",
             self.began,
         ]
@@ -238,7 +238,7 @@ class Bench(Measurement):
 
 
 def row_lines(rows: Sequence[Row]) -> list[str]:
-    """Return rows as a Markdown table; a row without figures shows the reason."""
+    """Return rows as a Markdown table. A row without results shows the reason."""
     is_sweep = rows[0].kind == "point"
     names = [name for name in COLUMNS if not (is_sweep and name in ("gain", "losses"))]
     lines = [f"| {' | '.join(names)} |", f"|{'---|' * len(names)}"]
@@ -264,7 +264,7 @@ def row_lines(rows: Sequence[Row]) -> list[str]:
 
 
 def absence(row: Row) -> str:
-    """Return why a row has no figures."""
+    """Return why a row has no results."""
     prefix = {"timed-out": "took too long: ", "failed": "failed: "}.get(row.status, "")
     return f"{prefix}{row.reason}"
 
@@ -282,8 +282,8 @@ def gain_text(row: Row) -> str:
 
 
 def loss_text(row: Row) -> str:
-    """Return how much the losses differ, and whether the promise was kept."""
-    if row.promise is None:
+    """Return how much the losses differ, and whether that is within the tolerance."""
+    if row.tolerance is None:
         return ""
     apart = ""
     if row.loss_difference is not None:
@@ -291,11 +291,11 @@ def loss_text(row: Row) -> str:
     if row.compared_losses:
         how = " with train.deterministic" * row.deterministic
         apart = f"{apart} over {row.compared_losses}{how}"
-    if row.promise_kept is None:
-        return ", ".join(filter(None, (apart, row.promise_reason)))
-    if row.promise_kept:
-        return f"{apart}, {row.promise} kept"
-    return f"**{row.promise} BROKEN**: {apart}; {row.promise_reason}"
+    if row.within_tolerance is None:
+        return ", ".join(filter(None, (apart, row.tolerance_reason)))
+    if row.within_tolerance:
+        return f"{apart}, within tolerance ({row.tolerance})"
+    return f"**out of tolerance ({row.tolerance})**: {apart}; {row.tolerance_reason}"
 
 
 def step_text(row: Row) -> str:
@@ -325,7 +325,7 @@ class Tuning(Measurement):
 
     def summary(self) -> str:
         """Return what each choice gained, and the command that trains the recipe."""
-        ended = "" if self.complete else "Interrupted; these are the results so far.\n\n"
+        ended = "" if self.complete else "Interrupted. These are the results so far.\n\n"
         trials = f"{counted(len(self.trials), 'trial')} in {duration(self.wall_s)}"
         command = f"train it with: flatout train {in_shell(self.path)}"
         return f"{ended}{chr(10).join(self.lines())}\n\n{trials}; {command}"
@@ -352,7 +352,7 @@ class Tuning(Measurement):
         late = sum(each.reason == NO_TIME for each in self.not_tried)
         if late:
             others = counted(late, "other")
-            lines += ["", f"There was not enough time for {others}; add --minutes."]
+            lines += ["", f"There was not enough time for {others}. Add --minutes."]
         return lines
 
     def _total(self) -> str:
@@ -371,6 +371,6 @@ class Tuning(Measurement):
 def choice_text(choice: Choice) -> str:
     """Return what a change gained, or why it has no gain, and whether its losses are wrong."""
     text = choice.verdict if choice.gain is None else gain_text(choice)
-    if choice.promise_kept is False:
-        text += f"; the losses break the promise ({choice.promise_reason})"
+    if choice.within_tolerance is False:
+        text += f"; the losses exceed the tolerance ({choice.tolerance_reason})"
     return text if len(text) <= TEXT_COLUMNS else f"{text[: TEXT_COLUMNS - 3]}..."

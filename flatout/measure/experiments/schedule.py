@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from flatout.assembly.recipe import Promise
+from flatout.assembly.recipe import Tolerance
 from flatout.config.schema import RunConfig
 from flatout.errors import ConfigError, Interrupted, signal_of
 from flatout.measure.experiments.losses import DETERMINISTIC_STEPS, LOSS_STEPS, Trials
@@ -50,14 +50,14 @@ SLACK = 1.1
 CLOSING_S = 1.5
 """Reserved for evaluating and writing the results."""
 SHARE = 2.0
-"""A trial may train for this multiple of its fair share of the time; most take less."""
+"""A trial may train for this multiple of its fair share of the time. Most take less."""
 MIN_LIMIT_S = 3.0
 
 
 class Budget:
     """Divides minutes over rounds of trials; without minutes, `repeats` rounds of five seconds.
 
-    With minutes, there are at least two rounds if possible and at most `repeats`; the seconds of a
+    With minutes, there are at least two rounds if possible and at most `repeats`. The seconds of a
     trial shrink until they fit, and its overhead is estimated from earlier trials. Points that do
     not fit into a round are dropped from it, starting with the last.
     """
@@ -188,12 +188,12 @@ class Experiment:
     """All points, the most important first: when time is short, the last ones are dropped."""
 
     kind: str
-    """ladder, or the setting that is swept."""
+    """ablation, or the setting that is swept."""
     points: tuple[Point, ...]
     rows: Callable[[Trials], list[Row]]
     """Makes the table from the trials."""
     pairs: tuple[tuple[str, str, str], ...] = ()
-    """Points whose losses are compared, with the kind of the promise about them."""
+    """Points whose losses are compared, with the kind of tolerance."""
     total: tuple[str, str] | None = None
     """The full set and the baseline, whose ratio is the total speedup."""
 
@@ -222,7 +222,7 @@ class Schedule:
     scratch: str | None = None
     """Where the trials write; the system's directory for temporary files until `running`."""
     ended_by_signal: int | None = None
-    """The signal that interrupted it, if any; no further trial starts."""
+    """The signal that interrupted it, if any. No further trial starts."""
     _failed: set[str] = field(default_factory=set)
     """Points that failed in their first round of an experiment."""
 
@@ -240,13 +240,13 @@ class Schedule:
             self.ended_by_signal, self.trials.stopped_by = signal_of(interruption), INTERRUPTED
 
     def require_uninterrupted(self) -> None:
-        """Check that no signal came before there were figures.
+        """Check that no signal came before there were results.
 
         Raises: Interrupted.
         """
         if self.ended_by_signal is not None:
             raise Interrupted(
-                "Interrupted before any trial had given figures.",
+                "Interrupted before any trial had a result.",
                 fix="Run it again.",
                 signal_number=self.ended_by_signal,
             )
@@ -292,11 +292,11 @@ class Schedule:
         return trial.result
 
     def decide_exact(self, one: Point, other: Point, *, reserve_s: float = 0.0) -> None:
-        """Run two points with train.deterministic=true, if only that decides an exact promise.
+        """Run two points with train.deterministic=true, if only that decides an exact tolerance.
 
         A point runs once, for a few untimed steps, if there is time.
         """
-        if self.trials.needs_deterministic(Promise.exact(), one.name, other.name):
+        if self.trials.needs_deterministic(Tolerance.exact(), one.name, other.name):
             for point in (one, other):
                 has_run = self.trials.deterministic(point.name) is not None
                 if not has_run and self.budget.allows(point.name, reserve_s=reserve_s):
@@ -307,8 +307,8 @@ class Schedule:
         """Measure an experiment in rounds, as many as the budget has time for.
 
         A point that fails in its first round is not tried again. Its losses are recorded in its
-        first round, and in each round for a statistical promise, which needs seeds. The
-        deterministic runs that decide exact promises follow a round in which every point takes
+        first round, and in each round for a statistical tolerance, which needs seeds. The
+        deterministic runs that decide exact tolerances follow a round in which every point takes
         part.
         """
         budget, known = self.budget, {point.name: point for point in experiment.points}

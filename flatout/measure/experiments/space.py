@@ -1,6 +1,6 @@
 """The settings that `flatout tune` can choose from, and the moves from one to another.
 
-A setting is a micro-batch, a number of steps to read ahead, and a set of speedups; the policy of
+A setting is a micro-batch, a number of steps to read ahead, and a set of speedups. The policy of
 activation checkpointing is one of these speedups. The tokens per optimizer step never change, so
 the number of micro-batches follows from the rows.
 """
@@ -19,7 +19,7 @@ from flatout.assembly.resolve import workload_of
 from flatout.assembly.selection import assemble, parse_request, speedup_named
 from flatout.config.schema import RunConfig
 from flatout.errors import ConfigError
-from flatout.measure.experiments.points import filling, in_order, make_ladder, needing
+from flatout.measure.experiments.points import filling, in_order, needing, plan_ablation
 from flatout.measure.experiments.records import PARTS, Left
 from flatout.measure.experiments.resolving import Resolved
 from flatout.measure.experiments.schedule import with_speedups
@@ -43,7 +43,7 @@ class Setting:
     speedups: frozenset[str]
 
     def in_order(self) -> list[str]:
-        """Return the speedups in the order of the ladder, custom ones last."""
+        """Return the speedups by rank, custom ones last."""
         return in_order(sorted(self.speedups))
 
     def values(self, tokens_per_step: int) -> dict[str, Any]:
@@ -76,7 +76,7 @@ class Move:
 
     @property
     def is_leaving_out(self) -> bool:
-        """Whether it only leaves out speedups."""
+        """Whether it only removes speedups."""
         return bool(self.drops) and not self.adds
 
     def apply(self, setting: Setting) -> Setting | None:
@@ -107,7 +107,7 @@ class Space:
     moves: tuple[Move, ...]
     """The moves that change speedups or the steps ahead, the most promising ones first."""
     left: tuple[Left, ...]
-    ladder: tuple[int, ...]
+    row_counts: tuple[int, ...]
     """Rows to choose from, about twice as many each time; all divide the step."""
     obstacle: Obstacle
 
@@ -119,8 +119,8 @@ class Space:
         """
         if "batch" not in self.only:
             return list(self.moves)
-        here, most = self.ladder.index(setting.rows), self.most_rows(setting)
-        wanted = (*self.ladder[here + 1 : here + 2], *self.ladder[:here][-1:], most)
+        here, most = self.row_counts.index(setting.rows), self.most_rows(setting)
+        wanted = (*self.row_counts[here + 1 : here + 2], *self.row_counts[:here][-1:], most)
         batch = [
             rows_move(rows)
             for rows in dict.fromkeys(wanted)
@@ -131,11 +131,13 @@ class Space:
 
     def most_rows(self, setting: Setting) -> int:
         """Return the most rows with which a setting fits by estimate, 0 without any."""
-        fitting = (rows for rows in self.ladder if not self.obstacle(replace(setting, rows=rows)))
+        fitting = (
+            rows for rows in self.row_counts if not self.obstacle(replace(setting, rows=rows))
+        )
         return max(fitting, default=0)
 
     def with_room(self, move: Move, setting: Setting) -> Move | None:
-        """Return a checkpointing move together with the larger micro-batch that it makes room for.
+        """Return a move to activation checkpointing, with the larger micro-batch that then fits.
 
         None for other moves, and where memory does not limit the rows.
         """
@@ -148,10 +150,10 @@ class Space:
     def further(self, before: Setting, after: Setting) -> Move | None:
         """Return the move to the next rows in the direction of an earlier move, None at the end."""
         step = (after.rows > before.rows) - (after.rows < before.rows)
-        index = self.ladder.index(after.rows) + step
-        if "batch" not in self.only or not step or not 0 <= index < len(self.ladder):
+        index = self.row_counts.index(after.rows) + step
+        if "batch" not in self.only or not step or not 0 <= index < len(self.row_counts):
             return None
-        return rows_move(self.ladder[index])
+        return rows_move(self.row_counts[index])
 
 
 def rows_move(rows: int) -> Move:
@@ -168,8 +170,8 @@ def make_space(
 ) -> Space:
     """Return the settings that can be reached from what `auto` chose.
 
-    A speedup that is off is added, one that is on is left out; speedups that the request names or
-    leaves out stay as they are. One with a statistical promise is tried only when `statistical`.
+    A speedup that is off is added, one that is on is removed; speedups that the request names or
+    excludes stay as they are. One with a statistical tolerance is tried only when `statistical`.
     """
     config, chooser = resolved.config, {*filling("micro_batch")}
     rows, ahead = int(config.batch.rows_per_device), config.data.prefetch
@@ -177,7 +179,7 @@ def make_space(
     request = parse_request(requested.speedups)
     moves: list[Move] = []
     left: list[Left] = []
-    for row in make_ladder(requested, resolved.decisions, resolved.additions):
+    for row in plan_ablation(requested, resolved.decisions, resolved.additions):
         name = row.speedup
         if name is None or row.kind == "added" or name in chooser:
             continue
@@ -188,16 +190,16 @@ def make_space(
             continue
         wanted, why_not = frozenset(row.speedups) - chooser, row.reason
         new, gone = wanted - start.speedups, start.speedups - wanted
-        kinds = {speedup_named(one).promise.kind for one in new}
+        kinds = {speedup_named(one).tolerance.kind for one in new}
         if NOT_TIMED & fills.keys():
             why_not = "not tried: a trial does not time saves."
         elif "statistical" in kinds and not statistical:
-            why_not = "not tried: its promise is statistical; --statistical tries it."
+            why_not = "not tried: its tolerance is statistical. Add --statistical to try it."
         if why_not:
             left.append(Left(name=name, reason=why_not))
             continue
         title = f"+ {row.short_name.removeprefix('all and ')}"
-        if row.kind == "left-out":
+        if row.kind == "leave-one-out":
             title = f"- {name}"
         moves.append(Move(title, part, adds=new, drops=gone, speedup=name))
     if "prefetch" in only and start.speedups & {*filling("feed")}:
@@ -205,12 +207,12 @@ def make_space(
         moves += [Move(f"data.prefetch={each}", "prefetch", prefetch=each) for each in others]
     moves.sort(key=lambda move: (PARTS.index(move.part), move.is_leaving_out))
     sequences = (config.batch.tokens_per_step or 0) // config.data.seq_len
-    ladder = rows_ladder(rows, sequences)
+    row_counts = rows_to_try(rows, sequences)
     obstacle = memory_obstacle(resolved)
-    return Space(start, tuple(only), tuple(moves), tuple(left), ladder, obstacle)
+    return Space(start, tuple(only), tuple(moves), tuple(left), row_counts, obstacle)
 
 
-def rows_ladder(start: int, sequences: int) -> tuple[int, ...]:
+def rows_to_try(start: int, sequences: int) -> tuple[int, ...]:
     """Return the divisors of a step's sequences around `start`, each about twice the one before."""
     known = [*divisors(sequences, sequences)][::-1]
     up, down = [start], [start]

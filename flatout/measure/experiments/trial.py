@@ -1,4 +1,4 @@
-"""A trial: builds and trains a run with the training code in a process of its own, and times it.
+"""A trial: builds and trains a run with the training code in a separate process, and times it.
 
 There is a result even if that process dies, hangs or prints nonsense. A trial writes only to a
 scratch directory.
@@ -72,7 +72,7 @@ def run_trial(spec: TrialSpec, timeout_s: float, *, command: Sequence[str] = ())
         f"{ended.last_words}"
     )
     if ended.timed_out:
-        status, reason = "timed-out", f"It had not ended after {timeout_s:.0f} s."
+        status, reason = "timed-out", f"It did not end within {timeout_s:.0f} s."
     elif ended.signal is not None:
         why = ": the usual cause is too little memory" * (ended.signal == "SIGKILL")
         reason = f"The process was killed by {ended.signal}{why}."
@@ -87,7 +87,7 @@ def answer(request: str, answer: Answer) -> None:
 
 
 def measured(spec: TrialSpec) -> TrialResult:
-    """Measure in this process; return an error as a result."""
+    """Measure in this process, and return an error as a result."""
     status: Status = "failed"
     try:
         return measure(spec)
@@ -107,7 +107,7 @@ def measured(spec: TrialSpec) -> TrialResult:
 
 
 def measure(spec: TrialSpec) -> TrialResult:
-    """Train for as long as the spec says, and return the figures.
+    """Train for as long as the spec requests, and return the results.
 
     Raises: OutOfMemory, and whatever building and training raise.
     """
@@ -186,7 +186,7 @@ def _rehearse(run: Run, log: Log, wanted: Sequence[Rehearsal]) -> list[Rehearsal
 class Pace:
     """Decides when a run stops: detects the end of the warm-up, then allows `seconds` of steps.
 
-    During warm-up it waits for every step, so that each has its own time; measured steps are queued
+    During warm-up it waits for every step, so that each has its own time. Measured steps are queued
     as in any run, and are waited for once, at the end. Warm-up ends at the latest `warmup_s`
     seconds after the first step, or after half of `limit_s` or of the run's steps. A trial also
     continues until it has taken `loss_steps` steps. After `limit_s`, counted from its first step,
@@ -210,7 +210,7 @@ class Pace:
         self._course: Iterator[None] | None = None
 
     def requested(self, run: Run) -> bool:
-        """Return whether the trial is over; the loop calls it before each step."""
+        """Return whether the trial is over. The loop calls it before each step."""
         if self._log.last_result and len(self.losses) < self._spec.loss_steps:
             self.losses.append(self._log.last_result.loss)
         if self._course is None:

@@ -2,7 +2,7 @@
 
 The search is a coordinate descent from what `auto` chose. Every move is measured beside the start.
 The moves that may be faster, given the noise, are repeated until their interval decides or the time
-is up; the others are dropped. The winners are then applied one after the other, largest gain first,
+is up. The others are dropped. The winners are then applied one after the other, largest gain first,
 and each must be faster than the setting that the ones before it led to. In the end, the best
 setting is measured beside the start again.
 """
@@ -20,14 +20,14 @@ from pathlib import Path
 import yaml
 
 from flatout.assembly.memory import smallest_machine
-from flatout.assembly.recipe import Promise
+from flatout.assembly.recipe import Tolerance
 from flatout.assembly.resolve import workload_of
 from flatout.assembly.selection import assemble
 from flatout.config.schema import RunConfig
 from flatout.errors import ConfigError, HardwareError, RunFailed
 from flatout.files import write_text
 from flatout.measure.experiments.bench import facts_of, remember
-from flatout.measure.experiments.losses import LOSS_STEPS, Trials, promise_between
+from flatout.measure.experiments.losses import LOSS_STEPS, Trials, tolerance_between
 from flatout.measure.experiments.noise import EXPECTED, Spread, interval_of, pooled, spread
 from flatout.measure.experiments.points import filling
 from flatout.measure.experiments.records import (
@@ -63,11 +63,11 @@ ROUNDS, COMBINED_ROUNDS, CONFIRM_ROUNDS = 5, 3, 3
 """Most measurements of a move beside the start, of a winner on top of the other winners, and of the
 best setting beside the start in the end."""
 LEAST_GAIN = 1.005
-"""A move is repeated and tried with others from this ratio on; less is not worth a change."""
+"""A move is repeated and tried with others from this ratio on. Less is not worth a change."""
 SCREEN_SHARE, RACE_SHARE = 0.6, 0.8
 """Shares of the time after which no further move is measured first, and none is repeated."""
 DATA_WAIT = 0.01
-"""Share of a step; reading ahead is tuned where waiting for data takes more."""
+"""Share of a step. Reading ahead is tuned where waiting for data takes more."""
 
 
 def run_tune(
@@ -84,8 +84,8 @@ def run_tune(
 ) -> Tuning:
     """Search, write the recipe to `out`, and return what was found.
 
-    Gains of speedups are also kept in `cache`, unless that is None; `auto` then uses them.
-    Raises: UsageError before anything is measured; RunFailed when no setting gives figures;
+    Gains of speedups are also kept in `cache`, unless that is None. `auto` then uses them.
+    Raises: UsageError before anything is measured; RunFailed when no setting gives results;
             Interrupted when a signal arrives before that.
     """
     start_s, began = clock(), datetime.now().astimezone().isoformat(timespec="seconds")
@@ -101,8 +101,8 @@ def run_tune(
     batch = requested.batch
     if "batch" in only and (batch.rows_per_device != "auto" or batch.accumulate):
         progress.say(
-            f"The recipe states {space.start.rows} rows per micro-batch; tune varies the rows and "
-            "the accumulation, and keeps the tokens per optimizer step."
+            f"The recipe sets {space.start.rows} rows per micro-batch. `tune` varies the rows "
+            "and the accumulation, and keeps the tokens per optimizer step."
         )
     budget = Budget(len(space.moves) + 5, minutes=minutes, repeats=2, began_s=start_s, clock=clock)
     schedule = Schedule(requested, Trials.of(resolved.config), budget, trial)
@@ -151,9 +151,9 @@ def run_tune(
 def require_writable(out: Path) -> None:
     """Check, before anything is measured, that tuned.yaml can be written.
 
-    Raises: ConfigError when the path has another file, or cannot be written.
+    Raises: ConfigError when the path has a different file, or cannot be written.
     """
-    other = "Choose another file with --out FILE."
+    other = "Choose a different file with --out FILE."
     if out.is_dir():
         raise ConfigError(f"{out} is a directory.", fix=other)
     try:
@@ -167,7 +167,7 @@ def require_writable(out: Path) -> None:
 
 
 def require_figures(search: Search, resolved: Resolved) -> Setting:
-    """Return the best setting, once some setting has given figures.
+    """Return the best setting, once some setting has a result.
 
     Raises: Interrupted after a signal; HardwareError when nothing fits by estimate; otherwise
             RunFailed, with the last failure.
@@ -197,7 +197,7 @@ def choice_of(tried: Tried, search: Search) -> Choice:
     """Return what was measured about a move."""
     result, move, trials = search.results[tried.after], tried.move, search.schedule.trials
     after, before = search.name(tried.after), search.name(tried.before)
-    kind = "left-out" if move.is_leaving_out else "put-in"
+    kind = "leave-one-out" if move.is_leaving_out else "add-one"
     row = Row(name=move.name, kind=kind, speedup=move.speedup, against=before)
     gain = trials.gain(after, before) if result.is_ok else None
     failure = result.status + (f": {result.reason}" if result.reason else "")
@@ -235,13 +235,13 @@ class Tried:
     """How the losses compare; None for a move that was not worth the comparison."""
 
     @property
-    def promise(self) -> Promise:
-        """The promise about the losses of the two settings.
+    def tolerance(self) -> Tolerance:
+        """The tolerance between the losses of the two settings.
 
-        Other rows per micro-batch add the promise of the speedup that chooses them.
+        Other rows per micro-batch add the tolerance of the speedup that chooses them.
         """
         rows = set(filling("micro_batch")) if self.before.rows != self.after.rows else set()
-        return promise_between(self.after.speedups | rows, self.before.speedups)
+        return tolerance_between(self.after.speedups | rows, self.before.speedups)
 
 
 class Search:
@@ -262,7 +262,7 @@ class Search:
         self.start = space.start
         """The first setting that could be measured: what `auto` chose, unless that failed."""
         self.best: Setting | None = None
-        """None until a setting has given figures."""
+        """None until a setting has a result."""
         self.round = 0
         self._run_tokens = (resolved.train.steps or 1) * self.tokens_per_step
         self._total_s = schedule.budget.left_s
@@ -313,7 +313,7 @@ class Search:
         return max(rest_s, SAFETY * max(map(self.schedule.budget.expected_s, ok), default=0.0))
 
     def is_ok(self, setting: Setting) -> bool:
-        """Return whether the setting was measured, and its last trial gave figures."""
+        """Return whether the setting was measured, and its last trial gave results."""
         return setting in self.results and self.results[setting].is_ok
 
     def _point(self, setting: Setting) -> Point:
@@ -358,14 +358,14 @@ class Search:
         return interval_of(ratios, pooled([EXPECTED, found.noise(), twice]))
 
     def check_losses(self, tried: Tried) -> LossCheck:
-        """Return whether the losses before and after a move differ by no more than promised."""
+        """Return whether the losses before and after a move are within the tolerance."""
         pair = self._point(tried.after), self._point(tried.before)
-        if tried.promise.kind == "exact":
+        if tried.tolerance.kind == "exact":
             self.schedule.decide_exact(*pair, reserve_s=self._slowest_s())
-        return self.schedule.trials.check(tried.promise, *(point.name for point in pair))
+        return self.schedule.trials.check(tried.tolerance, *(point.name for point in pair))
 
     def _start(self) -> None:
-        """Measure what `auto` chose; where that fails, the nearest setting that can run.
+        """Measure what `auto` chose. Where that fails, the nearest setting that can run.
 
         These have fewer rows while memory is short, otherwise one speedup less. Where one row is
         too many, activation checkpointing may make room.
@@ -390,9 +390,9 @@ class Search:
                 continue
             changes, smallest = [m for m in moves if m.is_leaving_out], first
             if status == "out-of-memory":
-                fewer = [rows for rows in self.space.ladder if rows < first.rows]
+                fewer = [rows for rows in self.space.row_counts if rows < first.rows]
                 candidates += [replace(first, rows=rows) for rows in reversed(fewer)]
-                smallest = replace(first, rows=self.space.ladder[0])
+                smallest = replace(first, rows=self.space.row_counts[0])
                 changes = [move for move in moves if move.part == "checkpointing"]
             candidates += [after for move in changes if (after := move.apply(smallest))]
 
@@ -447,7 +447,7 @@ class Search:
             with_losses = [
                 tried
                 for tried in due
-                if tried.promise.kind == "statistical"
+                if tried.tolerance.kind == "statistical"
                 or not trials.loss_pairs(self.name(tried.after), self.name(before))
             ]
             for setting in first:  # its repeats show the noise, which decides what else to repeat
@@ -463,7 +463,7 @@ class Search:
         return self.interval(tried.after, tried.before) if self.is_ok(tried.after) else None
 
     def _ranked(self, moves: Sequence[Tried]) -> list[Tried]:
-        """Return the moves, the largest gain first, those without figures last."""
+        """Return the moves, the largest gain first, those without results last."""
         return sorted(moves, key=lambda tried: -(self._gain(tried) or (0.0, 0.0, 0.0))[1])
 
     def _is_decided(self, tried: Tried) -> bool:
@@ -473,23 +473,23 @@ class Search:
             return tried.after in self.results and not self.is_ok(tried.after)
         if found[2] < LEAST_GAIN:
             return True
-        if tried.promise.kind == "statistical":
+        if tried.tolerance.kind == "statistical":
             return len(self.schedule.trials.ok(self.name(tried.after))) >= ROUNDS
         return found[0] > LEAST_GAIN
 
     def _combine(self) -> None:
         """Apply the winners one after the other, and follow the rows in their direction.
 
-        The first ones leave out speedups whose losses break their promise. The time that is then
+        The first ones remove speedups whose losses exceed their tolerance. The time that is then
         left is for the moves that had none before.
         """
         queue: list[Move] = []
         for tried in self.tried:
             if tried.move.is_leaving_out and self.is_ok(tried.after):
                 names = self.name(tried.after), self.name(tried.before)
-                found = self.schedule.trials.check(tried.promise, *names)
-                tried.parity = None if found.promise_kept is None else found
-                queue += [tried.move] if found.promise_kept is False else []
+                found = self.schedule.trials.check(tried.tolerance, *names)
+                tried.parity = None if found.within_tolerance is None else found
+                queue += [tried.move] if found.within_tolerance is False else []
         for tried in self._ranked(self.tried):
             gain = self._gain(tried)
             if gain and gain[1] > LEAST_GAIN and tried.move not in queue:
@@ -528,7 +528,7 @@ class Search:
         return tried
 
     def _take(self, tried: Tried) -> bool:
-        """Make a move if it is faster and keeps its promise; return whether it was made.
+        """Make a move if it is faster and within its tolerance, and return whether it was made.
 
         It is faster if its whole interval lies above 1.
         """
@@ -536,8 +536,8 @@ class Search:
         if found is None:
             return False
         parity = tried.parity = self.check_losses(tried)
-        kept = parity.promise_kept
-        is_sure = kept or (kept is None and parity.promise != "statistical")
+        kept = parity.within_tolerance
+        is_sure = kept or (kept is None and parity.tolerance != "statistical")
         leaves_out_broken = kept is False and tried.move.is_leaving_out
         if not leaves_out_broken and not (found[0] > 1 and is_sure):
             return False
@@ -574,7 +574,7 @@ class Search:
                 self.interval(best, start),
                 self.taken[-1].parity if self.taken else None,
             )
-            is_broken = parity is not None and parity.promise_kept is False
+            is_broken = parity is not None and parity.within_tolerance is False
             is_slower = found is not None and found[0] <= 1 and not is_broken
             if not self.is_ok(best) or (confirmed == CONFIRM_ROUNDS and is_slower):
                 confirmed = 0

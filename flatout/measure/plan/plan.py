@@ -66,10 +66,10 @@ from flatout.models.lora import INSIDE, require_weights, with_adapters
 from flatout.ops import Ops, cross_entropy
 from flatout.progress import SILENT, Progress
 from flatout.remote.urls import is_url
-from flatout.roof import Peak
+from flatout.roofline import Peak
 
 LEAST_SAVING = 0.02
-"""Changes that save less of the memory are left out."""
+"""Changes that save less of the memory are omitted."""
 LONG = 8_192
 """Tokens of rows from which several GPUs may share one."""
 NOT_MEASURED = "not measured"
@@ -97,7 +97,7 @@ def make_plan(
     cache: Path | None = None,
     progress: Progress = SILENT,
 ) -> Plan:
-    """Plan a run on a named machine or this one; the dataset is used if it is here.
+    """Plan a run on a named machine or this one. The dataset is used if it is here.
 
     `rows` are micro-batches to compare.
 
@@ -208,7 +208,7 @@ def predicted(
 def meshes(requested: RunConfig, target: Target, runs: Sequence[PastRun]) -> list[MeshChoice]:
     """Return arrangements of several processes, the fastest that fit first, unless one is set.
 
-    Weights are sharded over none, a machine or all GPUs; rows are shared where they are long,
+    Weights are sharded over none, a machine or all GPUs. Rows are shared where they are long,
     layers inside a machine.
     """
     if target.world_size == 1 or requested.parallel != ParallelConfig():
@@ -316,14 +316,14 @@ def find_data(config: RunConfig, progress: Progress) -> tuple[AnyDataset | None,
         elif not (Path(path).expanduser() / MANIFEST).exists():
             why = why or f"{path} is not a dataset yet"
     if why:
-        return None, f"{why}, so the time leaves out the evaluations."
+        return None, f"{why}, so the time omits the evaluations."
     return open_dataset(config, progress=progress), None
 
 
 def parameters_by_part(model: LanguageModel) -> dict[str, int]:
     """Return the parameters of the embedding, of each child of the blocks, of the head, the rest.
 
-    Adapters (LoRA) are a part of their own. A tied head counts as the embedding.
+    Adapters (LoRA) are a separate part. A tied head counts as the embedding.
     """
     kinds, found = model.parameter_kinds(), Counter[str]()
     for name, parameter in model.named_parameters():
@@ -376,7 +376,7 @@ def memory_fields(
 
 
 def memory_at_peak(memory: MemoryPrediction, capacity: Capacity | None) -> dict[str, Any]:
-    """Return the parts of the predicted peak in GiB; they add up to what is allocated."""
+    """Return the parts of the predicted peak in GiB. They add up to what is allocated."""
     found, moment = memory.estimate, memory.estimate.peak
     logits = min(found.logits, moment.transient) if moment.name == "the loss" else 0
     sizes = {
@@ -401,11 +401,11 @@ def memory_at_peak(memory: MemoryPrediction, capacity: Capacity | None) -> dict[
 
 @dataclass(frozen=True)
 class Target:
-    """The machine and the data that a run is planned for; neither needs to be here."""
+    """The machine and the data that a run is planned for. Neither needs to be here."""
 
     machine: Machine
     device: str
-    """cpu or cuda; what the configuration asks for, if this machine has none."""
+    """cpu or cuda, or what the configuration asks for if this machine has none."""
     world_size: int
     """Processes, one per GPU."""
     dataset: AnyDataset | None
@@ -475,7 +475,7 @@ class PlannedRun:
     """Bytes of the process besides."""
 
     def changes(self, on: Sequence[str]) -> list[Change]:
-        """Return the changes that save memory, the largest saving first; then a set that fits.
+        """Return the changes that save memory, the largest saving first. Then a set that fits.
 
         `on` are the speedups that are on. A set is built when no single change is enough: sharding
         over all GPUs, the speedups that save most, one by one, then fewer rows.
@@ -553,7 +553,7 @@ class PlannedRun:
             batch = rows, sequences // rows
             values |= {"batch.rows_per_device": rows, "batch.accumulate": batch[1]}
         speedups, target = [speedup_named(name) for name in names], self.target
-        weak = ", ".join(s.name for s in speedups if s.promise.kind == "statistical")
+        weak = ", ".join(s.name for s in speedups if s.tolerance.kind == "statistical")
         gains, speed = gains_here(target.machine, target.device, target.cache), NOT_MEASURED
         if names and all(name in gains for name in names):
             speed = "measured: " + "; ".join(f"{name}: {gains[name].describe()}" for name in names)
@@ -567,7 +567,7 @@ class PlannedRun:
             need_gib=self._in_all_gib(need),
             fits=need <= self.available,
             speed=speed,
-            promise=f"{weak}: other losses, equal in the mean" if weak else None,
+            tolerance=f"{weak}: other losses, equal in the mean" if weak else None,
         )
 
 

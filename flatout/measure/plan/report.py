@@ -34,8 +34,8 @@ class Change(Stored):
     fits: bool
     speed: str
     """Its cost or gain in speed, and where that comes from."""
-    promise: str | None
-    """The promise of its speedups about the losses, if it is weaker than rounding."""
+    tolerance: str | None
+    """The loss tolerance of its speedups, if it is weaker than rounding."""
 
 
 class MicroBatch(Stored):
@@ -85,7 +85,7 @@ class MeshChoice(Stored):
 
 
 class Plan(Result):
-    """What a run will need; unknown figures are null."""
+    """What a run will need. Unknown numbers are null."""
 
     recipe: str
     """Name of the recipe."""
@@ -98,7 +98,7 @@ class Plan(Result):
     params: int
     """Parameters of the model."""
     params_by_part: dict[str, int]
-    """Embedding, the parts of the blocks, head, and the rest; a tied head is in the embedding."""
+    """Embedding, the parts of the blocks, head, and the rest. A tied head is in the embedding."""
     flops_per_token: float
     """Training FLOPs per token, causal-exact: each query with the keys that it sees."""
     flops_per_token_palm: float
@@ -107,15 +107,15 @@ class Plan(Result):
     """The predicted peak of one device in GiB, by part.
 
     weights, gradients, optimizer, activations, logits, workspace and the correction by earlier runs
-    add up to `allocated`; `reserved` is what the allocator holds for it, `context` what the process
-    needs besides, `total` is their sum; `available` is what the device has, `host` what is in the
+    add up to `allocated`. `reserved` is what the allocator holds for it, `context` what the process
+    needs besides, `total` is their sum. `available` is what the device has, `host` what is in the
     memory of the machine instead. null for a model that cannot be traced."""
     memory_from: str | None
     """How the memory was predicted."""
     memory_error: float | None
     """Relative error to expect of the memory; null: not known."""
     peak_gib: float | None
-    """The figure that `train` will report as peak_gib."""
+    """The number that `train` will report as peak_gib."""
     fits: bool | None
     """Whether it fits in the memory that is available now; null: not known."""
     rows_per_device: int
@@ -158,7 +158,7 @@ class Plan(Result):
     """For several GPUs of --machine, without keys under `parallel`: the mesh that was chosen, and
     those that were not, the fastest that fit first."""
     notes: list[str]
-    """What the plan leaves out, and why."""
+    """What the plan omits, and why."""
 
     def summary(self) -> str:
         """Return the plan as aligned lines."""
@@ -248,7 +248,7 @@ class Plan(Result):
         for change in self.changes[:MOST_CHANGES]:
             fits = "fits" if change.fits else "not enough"
             facts = f"{change.saves_gib:.2f} GiB less, {fits}", f"speed {change.speed}"
-            told = "; ".join(filter(None, (*facts, change.promise)))
+            told = "; ".join(filter(None, (*facts, change.tolerance)))
             yield "", f"{' '.join(change.overrides)}: {told}"
         if self.smallest_machine:
             yield "Smallest", f"{self.smallest_machine}: one row per device fits"

@@ -1,6 +1,6 @@
 """Profiles some steps of a run: trace, memory, kernels by class, what the device waits for.
 
-The steps are those of the training loop, in this process, with evaluations and saves left out.
+The steps are those of the training loop, in this process, with evaluations and saves omitted.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from flatout.measure.experiments.resolving import resolve_here
 from flatout.measure.experiments.schedule import require_one_process
 from flatout.measure.experiments.trial import QUIET
 from flatout.measure.profile.memory import CATEGORIES, Blocks, Moment, Named, peak_of, timeline
-from flatout.measure.profile.report import PHASES, Gap, Profile, ProfileRoof
+from flatout.measure.profile.report import PHASES, Gap, Profile, ProfileRoofline
 from flatout.measure.steps.trace import PREFIX, STEP, Range, Trace, exported, profiling, read_trace
 from flatout.measure.steps.windows import MIN_WARM_STEPS, Windows, unprofiled
 from flatout.parallel.rendezvous import silence_profiler
 from flatout.parallel.spinning import spin_less_beside_others
 from flatout.progress import SILENT, Progress
-from flatout.roof import peak_bandwidth, peak_tflops
+from flatout.roofline import peak_bandwidth, peak_tflops
 from flatout.training.checkpoint.tensors import local_part
 from flatout.training.loop import fit
 from flatout.training.metrics.log import Log
@@ -62,7 +62,7 @@ MAX_GAPS = 3
 """Most gaps of the device that are listed."""
 NOT_PERMITTED = (
     "The driver shows no kernels: it reserves profiling for administrators. Step times, memory and "
-    "the trace of the host are complete; the table and the device's gaps are missing. Allow it "
+    "the trace of the host are complete. The table and the device's gaps are missing. Allow it "
     "with the driver option NVreg_RestrictProfilingToAdminUsers=0, or in a container with "
     "--cap-add=SYS_ADMIN."
 )
@@ -142,7 +142,7 @@ def long_enough(config: RunConfig, wanted: Wanted) -> RunConfig:
     first, last = wanted.skip + 1, wanted.at_least
     which = f"Step {last} does" if first == last else f"Steps {first} to {last} do"
     most = planned - wanted.steps
-    choice = f"Use --skip {most} or less" if most >= 0 else "Leave out --skip"
+    choice = f"Use --skip {most} or less" if most >= 0 else "Remove --skip"
     raise ConfigError(
         f"{which} not exist: the run has {planned} step{'s' * (planned != 1)}.",
         fix=f"{choice}, or set train.steps={last}.",
@@ -171,7 +171,7 @@ class ProfileWindows(Windows):
         timer.on_change = self._keep_gradients
 
     def requested(self, run: Run) -> bool:
-        """Return whether to stop; the loop calls it before each step."""
+        """Return whether to stop. The loop calls it before each step."""
         self._range.close()
         goes_on = self.start_step()
         if self.name == "recorded":
@@ -316,7 +316,7 @@ def summarise(run: Run, windows: ProfileWindows, raw: Path, out: Path) -> Profil
         step_ms=1e3 * ordinary.seconds / ordinary.steps if ordinary.steps else None,
         profiled_step_ms=1e3 * windows.profiled_s / steps,
         phases_ms={name: 1e3 * phases[name] for name in PHASES if name in phases} or None,
-        roof=ProfileRoof(
+        roofline=ProfileRoofline(
             peak_tflops=peak.tflops if peak else None,
             peak_source=peak.source if peak else None,
             gb_per_s=bandwidth.gb_per_s,
@@ -346,7 +346,7 @@ def with_trace(profile: Profile, trace: Trace, moments: Sequence[Moment]) -> Pro
     if on_gpu and not trace.kernels:
         found["notes"] = (*profile.notes, NOT_PERMITTED)
         return profile.model_copy(update=found)
-    table = trace.table(profile.roof.peak_tflops, profile.roof.gb_per_s)
+    table = trace.table(profile.roofline.peak_tflops, profile.roofline.gb_per_s)
     busy_s = trace.busy_s() or sum(row.seconds for row in table)
     found["table"] = table
     found["outside_ms"] = max(profile.profiled_step_ms - 1e3 * busy_s, 0.0)

@@ -1,4 +1,4 @@
-"""What a profile found: its figures, as `--json` and profile.json have them, and their text."""
+"""What a profile found: its numbers, as `--json` and profile.json have them, and their text."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ COLUMNS = 80
 MAX_NAME = 36
 
 
-class ProfileRoof(Stored):
+class ProfileRoofline(Stored):
     """What this device can do at most."""
 
     peak_tflops: float | None = None
-    """Rate of matrix products in the run's arithmetic."""
+    """Rate of matmuls in the run's arithmetic."""
     peak_source: str | None = None
     """Where that comes from: a data sheet or a measurement here."""
     gb_per_s: float | None = None
@@ -76,7 +76,7 @@ class Profile(Result):
     device: str
     """cpu, cuda or cuda:N."""
     arithmetic: str
-    """Arithmetic of the matrix products."""
+    """Arithmetic of the matmuls."""
     speedups: tuple[str, ...]
     """Speedups that are on."""
     environment: Mapping[str, str | int]
@@ -95,8 +95,8 @@ class Profile(Result):
     """Kernels by class; null: the profiler could not see them."""
     outside_ms: float | None = None
     """Time of an average profiled step outside of kernels: a GPU idles, a CPU runs Python."""
-    roof: ProfileRoof
-    """What this device can do at most, and the source of each figure."""
+    roofline: ProfileRoofline
+    """What this device can do at most, and the source of each number."""
     gaps: tuple[Gap, ...] | None = None
     """The longest times of one step at which the device idles; null without a GPU."""
     device_idle: float | None = None
@@ -151,7 +151,7 @@ class Profile(Result):
         return "\n".join(lines)
 
     def _table(self, rows: tuple[KernelRow, ...]) -> str:
-        roof = self.roof
+        roofline = self.roofline
         lines = ["class           ms/step  share   calls   TFLOP/s  of peak     GB/s  of peak"]
         lines += [
             f"{row.kind:<14}{1e3 * row.seconds:>9.3g}{row.share:>7.0%}{row.calls:>8,.0f}"
@@ -165,13 +165,13 @@ class Profile(Result):
             outside = milliseconds(self.outside_ms / 1e3)
             lines.append(f"outside of them {outside} per step, {share:.0%}: {where}")
         lines.append(
-            f"peak: {roof.peak_tflops:.3g} TFLOP/s ({roof.peak_source})"
-            if roof.peak_tflops is not None
-            else "peak of matrix products: unknown"
+            f"peak: {roofline.peak_tflops:.3g} TFLOP/s ({roofline.peak_source})"
+            if roofline.peak_tflops is not None
+            else "peak matmul rate: unknown"
         )
         lines.append(
-            f"      {roof.gb_per_s:.3g} GB/s ({roof.bandwidth_source})"
-            if roof.gb_per_s is not None
+            f"      {roofline.gb_per_s:.3g} GB/s ({roofline.bandwidth_source})"
+            if roofline.gb_per_s is not None
             else "memory bandwidth: unknown"
         )
         if any((row.of_bandwidth or 0.0) > 1.0 for row in rows):

@@ -15,7 +15,7 @@ NUM_COLORS = 8
 """Colours in page.css; they repeat after that."""
 DASHES = ("solid", "dashed", "dotted", "dotdash")
 MAX_OTHER_CHARTS = 12
-"""Charts of figures that this file does not name; a run from elsewhere may have thousands."""
+"""Charts of metrics that this file does not name. A run from elsewhere may have thousands."""
 SPARSE = 60
 """Curves of up to this many points are drawn with a marker at each."""
 
@@ -36,7 +36,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Chart:
-    """One chart: figures of metrics.jsonl that share a unit."""
+    """One chart: metrics of metrics.jsonl that share a unit."""
 
     key: str
     title: str
@@ -96,7 +96,7 @@ CHARTS = (
     Chart("power", "GPU power", "W", {"gpu/power_w": "power"}),
 )
 NOT_DRAWN = {"cpu/cores", "train/epoch", "perf/samples_per_s", "perf/steps_per_s"}
-"""Figures that repeat the shape of another chart."""
+"""Metrics that repeat the shape of another chart."""
 EVENTS = {
     "start": "start",
     "resume": "start",
@@ -120,12 +120,12 @@ EVENTS = {
     "early_stop": "end",
     "end": "end",
 }
-"""Events that stand on the axis, and the row of each; the others are in the table only."""
+"""Events that stand on the axis, and the row of each. The others are in the table only."""
 ROWS = ("start", "save", "sample", "score", "compile", "skip", "alarm", "end")
 MAX_MARKS = 400
 """Marks of one kind in one run; of more, evenly spaced ones are drawn."""
 LONGEST_LINE = 200
-"""Characters of what one event says."""
+"""Characters shown of one event."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class Marks:
 def drawn_charts(runs: Sequence[RunData]) -> list[Chart]:
     """Return the charts that have something to show, in the order of the page.
 
-    A colour stands for a figure in a report about one run, and for a run in one about several.
+    A colour stands for a metric in a report about one run, and for a run in one about several.
     """
     curves = [dict(run.curves) | _shares(run.curves) for run in runs]
     charts = (*CHARTS, *_other_charts(curves))
@@ -187,7 +187,7 @@ def _shares(curves: Mapping[str, Curve]) -> dict[str, Curve]:
 
 
 def _other_charts(curves: Sequence[Mapping[str, Curve]]) -> list[Chart]:
-    """Return charts for the figures that CHARTS does not name: val/loss/NAME, a user's own."""
+    """Return charts for the metrics that CHARTS does not name: val/loss/NAME, a user's own."""
     known = NOT_DRAWN.union(*(chart.figures for chart in CHARTS))
     names = sorted({name for each in curves for name in each} - known)
     return [
@@ -229,7 +229,7 @@ def _marks(index: int, run: RunData, num_runs: int) -> Iterator[Marks]:
 
 
 def described(event: Mapping[str, Any]) -> str:
-    """Return one line about an event: its step, its kind and its figures."""
+    """Return one line about an event: its step, its kind and its metrics."""
     kind = str(event.get("event"))
     if kind == "sample":
         details = str(event.get("text", "")).strip().partition("\n")[0]
@@ -241,7 +241,7 @@ def described(event: Mapping[str, Any]) -> str:
 
 
 def _details(event: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the fields of an event that have a value; `end` repeats the summary and has none."""
+    """Yield the fields of an event that have a value. `end` repeats the summary and has none."""
     if event.get("event") == "end":
         return
     for name, value in event.items():

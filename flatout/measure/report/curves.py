@@ -23,11 +23,11 @@ Array = NDArray[np.float64]
 POSITIONS = ("step", "tokens", "elapsed_s")
 """What a curve can be drawn against."""
 NUMBERS = {int, float, NoneType}
-"""Types of a figure; null is a value that was not finite."""
+"""Types of a metric; null is a value that was not finite."""
 MAX_EVENTS = 20_000
-"""Events beyond this number are left out."""
+"""Events beyond this number are omitted."""
 INTERVALS = 600
-"""Intervals of a long curve; each contributes its lowest and its highest point."""
+"""Intervals of a long curve. Each contributes its lowest and its highest point."""
 TREND_INTERVALS = 150
 """Intervals whose means are the trend."""
 MIN_FOR_TREND = 4 * TREND_INTERVALS
@@ -36,13 +36,13 @@ MIN_FOR_TREND = 4 * TREND_INTERVALS
 
 @dataclass(frozen=True)
 class Curve:
-    """One figure of a run at each record that has it; all arrays have the same length."""
+    """One metric of a run at each record that has it. All arrays have the same length."""
 
     step: Array
     tokens: Array
-    """NaN where a record does not say."""
+    """NaN where a record does not have it."""
     elapsed_s: Array
-    """NaN where a record does not say."""
+    """NaN where a record does not have it."""
     value: Array
 
     def at(self, rows: NDArray[np.int64]) -> Curve:
@@ -51,13 +51,13 @@ class Curve:
 
 
 class RunData(RunLog):
-    """What the directory of one run says at one moment, with its figures as curves.
+    """What the directory of one run contains at one moment, with its metrics as curves.
 
     Numbers are read into columns, which take a tenth of the memory of the records.
     """
 
     def __init__(self, path: Path, name: str) -> None:
-        """Read the directory; `name` is what the page calls the run."""
+        """Read the directory. `name` is what the page calls the run."""
         super().__init__(path)
         self.name = name
         self.curves: dict[str, Curve] = {}
@@ -106,17 +106,17 @@ class RunData(RunLog):
 
     @property
     def longest(self) -> Curve | None:
-        """The curve with the most records, which say where a step stands."""
+        """The curve with the most records, which define where a step stands."""
         return max(self.curves.values(), key=lambda curve: len(curve.step), default=None)
 
     def values(self, figure: str) -> Array:
-        """Return the finite values of a figure."""
+        """Return the finite values of a metric."""
         curve = self.curves.get(figure)
         return np.array([]) if curve is None else curve.value[np.isfinite(curve.value)]
 
 
 def read_runs(paths: list[Path]) -> list[RunData]:
-    """Return what run directories say, each with a short name that no other one has."""
+    """Return the contents of run directories, each with a unique short name."""
     parts = [path.absolute().parts for path in paths]
     for length in range(1, max(map(len, parts), default=0) + 1):
         names = ["/".join(each[-length:]) for each in parts]

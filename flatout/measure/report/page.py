@@ -1,6 +1,6 @@
 """The page: one HTML file that needs nothing else, and runs no script but its own.
 
-page.html lays out and escapes what this file says about runs as rows of plain text.
+page.html lays out and escapes what this file describes as rows of plain text.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def results(runs: Sequence[RunData]) -> list[Row]:
 
 
 def _results(run: RunData) -> dict[str, str]:
-    """Return what a run reached; of an unfinished one, what its records say."""
+    """Return what a run reached; of an unfinished one, what its records show."""
 
     def reached(
         name: str, form: str, figure: str = "", reduce: Callable[[Any], Any] = lambda v: v[-1]

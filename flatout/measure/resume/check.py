@@ -142,7 +142,7 @@ def prove_resume(
 def to_compare(config: RunConfig, *, stop: int, end: int) -> RunConfig:
     """Return a recipe that records every step, and saves at the stop and at the end.
 
-    Its loggers, observers and checkpoints elsewhere are left out; what it computes stays the same.
+    Its loggers, observers and checkpoints elsewhere are disabled. What it computes stays the same.
     """
     kept = end // stop + 1
     if config.train.devices not in (None, 1):
@@ -211,7 +211,7 @@ def _train(config: RunConfig, folder: Path, stop_after: int, what: str, progress
 
 
 def _run(command: list[str], count: int) -> tuple[int, str]:
-    """Run a command as `count` ranks; return its exit code, and the last line of its errors."""
+    """Run a command as `count` ranks, and return its exit code, and the last line of its errors."""
     if count > 1:
         return launch(command, count, own_environment(), usable_cores()), "see its messages above"
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as complaints:
@@ -250,7 +250,7 @@ class Job(Stored):
     stop_after: int
     """The step after which to stop, as Ctrl+C does."""
     outcome: str
-    """File for the error that ended the process; one that did what it should writes none."""
+    """File for the error that ended the process. One that did what it should writes none."""
 
 
 class StopAfter(Quiet):
@@ -260,13 +260,13 @@ class StopAfter(Quiet):
         self._step = step
 
     def on_tick(self, step: int, last_step: int) -> None:
-        """Send SIGINT to this process; all ranks then stop at the same step."""
+        """Send SIGINT to this process. All ranks then stop at the same step."""
         if step == self._step and step < last_step:
             os.kill(os.getpid(), signal.SIGINT)
 
 
 def main() -> None:
-    """Train as the file named on the command line says, and exit with the run's code."""
+    """Train as the file named on the command line describes, and exit with the run's code."""
     start_child()
     job = read_model(Path(sys.argv[1]), Job)
     raise SystemExit(train(validate(job.config), job))
@@ -275,7 +275,7 @@ def main() -> None:
 def train(config: RunConfig, job: Job) -> int:
     """Train or resume the run of a job until it stops, and return the exit code.
 
-    The main rank writes the outcome after an error.
+    Rank 0 writes the outcome after an error.
     """
     stopper = StopAfter(job.stop_after)
     try:

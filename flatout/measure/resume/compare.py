@@ -1,6 +1,6 @@
 """Compares two runs of the same steps: every bit of their checkpoints, and their records. No torch.
 
-The elapsed time is the only value that is left out. What differs, and when, suggests the causes.
+The elapsed time is the only value that is omitted. What differs, and when, suggests the causes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from flatout.training.run_dir.layout import read_records
 TIMES = ("values.elapsed_s",)
 """Values of a state that differ between any two runs."""
 RECORDED = ("train/", "val/", "tokens")
-"""Prefixes of the figures in metrics.jsonl that do not depend on speed."""
+"""Prefixes of the values in metrics.jsonl that do not depend on speed."""
 KERNELS = (
     "kernels of the GPU that sum in no fixed order. Set train.deterministic=true, which is slower, "
     "and verify again."
@@ -44,7 +44,7 @@ HIDDEN_STATE = (
     "(self.register_buffer), or as a parameter."
 )
 OWN_GENERATOR = (
-    "dropout or noise from a torch.Generator of your own, whose state is not saved. Use torch's "
+    "dropout or noise from your own torch.Generator, whose state is not saved. Use torch's "
     "default generator, which is."
 )
 OPTIMIZER = (
@@ -52,25 +52,25 @@ OPTIMIZER = (
     "there: checkpoints contain both."
 )
 DATA = (
-    "a dataset that is read differently the second time: a file that changed meanwhile, or a feed "
-    "of your own whose position does not say what it yields next. Make it a function of the seed "
-    "and the position."
+    "a dataset that is read differently the second time: a file that changed meanwhile, or your "
+    "own data loader, whose position does not determine what it yields next. Make it a function of "
+    "the seed and the position."
 )
 RANDOM = (
-    "code that draws another number of random values after a resume, for example once per process "
-    "instead of once per step. Draw the same numbers in every step."
+    "code that draws a different number of random values after a resume, for example once per "
+    "process instead of once per step. Draw the same numbers in every step."
 )
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A tensor, a value or a recorded figure that is not equal in two runs."""
+    """A tensor, a value or a recorded value that is not equal in two runs."""
 
     step: int
     kind: Literal["figure", "tensor", "value"]
-    """A recorded figure, or a tensor or value of the checkpoint of that step."""
+    """A recorded value, or a tensor or value of the checkpoint of that step."""
     name: str
-    """`model/NAME`, `optimizer/N/NAME/FIELD`, the key of a value, or the name of a figure."""
+    """`model/NAME`, `optimizer/N/NAME/FIELD`, the key of a value, or the name of a metric."""
     text: str
     """What differs, to follow the name."""
 
@@ -89,9 +89,9 @@ class Comparison:
     values: int = 0
     """Values compared: random states, data position, counters, learning rates."""
     figures: int = 0
-    """Recorded figures compared."""
+    """Recorded values compared."""
     different: list[Difference] = field(default_factory=list)
-    """Figures by step, then the tensors and values of each checkpoint, weights first."""
+    """Values by step, then the tensors and values of each checkpoint, weights first."""
 
     @property
     def first_step(self) -> int | None:
@@ -144,7 +144,7 @@ def _compare_tensors(
             continue
         if known[0] != known[1]:
             shapes = " -> ".join(f"{entry.dtype} {list(entry.shape)}" for entry in known)
-            yield name, 0, f"has another dtype, shape or division: {shapes}"
+            yield name, 0, f"has a different dtype, shape or division: {shapes}"
             continue
         num_bytes, elements, largest = 0, 0, 0.0
         for piece in known[0].slices:
@@ -188,7 +188,7 @@ def _figures(run: Path) -> dict[tuple[int, str], float]:
 
 
 def _changed(left: Mapping[Any, object], right: Mapping[Any, object], key: object) -> str:
-    """Return how two values differ, empty when they are equal; long ones are not shown."""
+    """Return how two values differ, empty when they are equal. Long ones are not shown."""
     if left.get(key) == right.get(key):
         return ""
     shown = [json.dumps(each.get(key), default=str) for each in (left, right)]
@@ -220,7 +220,7 @@ def causes_of(comparison: Comparison, config: RunConfig) -> list[str]:
         found += [HIDDEN_STATE, OWN_GENERATOR]
         found += [OPTIMIZER] * config.optim.kind.count(":") + [DATA] * (not is_data)
     references = ", ".join(sorted(config.references()))
-    return [*found, f"Code of your own in this recipe: {references}."] if references else found
+    return [*found, f"Your own code in this recipe: {references}."] if references else found
 
 
 def is_deterministic(config: RunConfig) -> bool:

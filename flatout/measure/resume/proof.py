@@ -33,7 +33,7 @@ class ResumeProof(Stored):
     values: int
     """Values compared: random states, position in the data, counters, learning rates."""
     figures: int
-    """Recorded figures compared: losses, gradient norms, learning rates, token counts."""
+    """Recorded values compared: losses, gradient norms, learning rates, token counts."""
     first_step: int | None
     """The first step after which something differs."""
     first_tensor: str | None
@@ -51,7 +51,7 @@ class ResumeProof(Stored):
             f"Compared: {self.tensors:,} tensors of weights and optimizer state "
             f"({readable_size(self.bytes)}) at the stop and at the end, "
             f"{self.values:,} values (random states, position in the data, counters), "
-            f"{self.figures:,} recorded figures."
+            f"{self.figures:,} recorded values."
         )
         compared += f"\n{FIXED.replace('Checking', 'Checked')}" * self.made_deterministic
         if self.is_equal:
@@ -59,7 +59,7 @@ class ResumeProof(Stored):
             lines = ["Resuming is exact.", equal, compared]
             if not self.deterministic:
                 lines.append(
-                    "train.deterministic=false: kernels may sum in another order another time; "
+                    "train.deterministic=false: kernels may sum in a different order another time; "
                     "here they did not."
                 )
             return "\n".join(lines)

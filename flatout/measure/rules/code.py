@@ -100,7 +100,7 @@ def anomaly_detection(evidence: Evidence) -> Finding | None:
         figures={"step_without_it_ms": ms(off_s), "step_ms": ms(step_s)},
         share=share,
         site=evidence.site("anomaly"),
-        fixes=[fix("Remove it; it is for finding a NaN.", share, "the same steps without it")],
+        fixes=[fix("Remove it. It is for finding a NaN.", share, "the same steps without it")],
     )
 
 
@@ -152,7 +152,7 @@ def unfused_attention(evidence: Evidence) -> Finding | None:
         return None
     text = "Use torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=...)."
     return Finding(
-        verdict=f"Attention keeps the scores of all pairs of tokens in memory; their softmax alone "
+        verdict=f"Attention keeps the scores of all pairs of tokens in memory. Their softmax alone "
         f"takes {share:.0%} of each step.",
         figures={"softmax_ms": ms(spent_s), "calls_per_step": site.count_per_step},
         share=share,
@@ -170,7 +170,7 @@ def padding(evidence: Evidence) -> Finding | None:
     if share is None:
         return None
     text = (
-        "Pad each batch to its longest row, in collate_fn or with padding='longest'; batches of "
+        "Pad each batch to its longest row, in collate_fn or with padding='longest'. Batches of "
         "rows of similar length, or packed rows, need less still."
     )
     return Finding(
@@ -192,7 +192,7 @@ def decomposition(evidence: Evidence) -> Finding | None:
         return None
     text = (
         "If the largest singular value is enough, use power iteration, as torch.nn.utils."
-        "parametrizations.spectral_norm does; otherwise compute it every few steps."
+        "parametrizations.spectral_norm does. Otherwise compute it every few steps."
     )
     return Finding(
         verdict=f"{share:.0%} of each step decomposes matrices, at {site.describe()}.",
@@ -270,7 +270,7 @@ def double_precision(evidence: Evidence) -> Finding | None:
     if site is None or share is None:
         return None
     lost = (evidence.share(_work_s(evidence)) or share) * OF_DOUBLE
-    text = "Compute in float32: convert inputs with .float(), and leave out .double()."
+    text = "Compute in float32: convert inputs with .float(), and remove .double()."
     return Finding(
         verdict="The model computes in float64, which takes twice the memory and time of float32.",
         figures={"forward_in_float64_ms": ms(evidence.loop.float64_s)},

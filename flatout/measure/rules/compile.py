@@ -18,12 +18,12 @@ def compile_failure(evidence: Evidence) -> Finding | None:
         return None
     fixes = [
         fix(
-            "Read the error: on a CPU, torch.compile needs a C++ compiler (`apt install g++`); in "
+            "Read the error: on a CPU, torch.compile needs a C++ compiler (`apt install g++`). In "
             "your own model, it names the line that it cannot compile."
         )
     ]
     if evidence.config is not None:
-        text = "Or leave it off, which saves the failed attempt at every start."
+        text = "Or turn it off, which saves the failed attempt at every start."
         fixes.append(fix(text, overrides=OFF))
     if failure is not None:
         return Finding(verdict=failure.message, harm="fails", site=failure.site, fixes=fixes)
@@ -51,7 +51,7 @@ def recompiles(evidence: Evidence) -> Finding | None:
         )
     ]
     if evidence.config is not None:
-        fixes.append(fix("Or leave compile off: speedups=auto,-compile.", overrides=OFF))
+        fixes.append(fix("Or turn compile off: speedups=auto,-compile.", overrides=OFF))
     return Finding(
         verdict=f"torch.compile takes {share:.0%} of each step: it compiles {graphs:.2g} graphs "
         "per step after the warm-up.",

@@ -191,5 +191,5 @@ def vocabulary(evidence: Evidence) -> Finding | None:
         verdict=f"The model has {of_model:,} tokens, and the dataset only {of_data:,}: embedding "
         "and loss compute the rest for nothing.",
         figures={"model.vocab_size": of_model, "dataset_vocab_size": of_data},
-        fixes=[fix("Leave model.vocab_size out.", overrides=overrides, same_result=False)],
+        fixes=[fix("Remove model.vocab_size.", overrides=overrides, same_result=False)],
     )

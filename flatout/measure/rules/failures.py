@@ -27,7 +27,7 @@ def hang(evidence: Evidence) -> Finding | None:
     failure = evidence.failed("hang")
     if failure is None:
         return None
-    where, text = "", "Start it with `flatout train`, and look at it with `py-spy dump --pid PID`."
+    where, text = "", "Start it with `flatout train`, and inspect it with `py-spy dump --pid PID`."
     if failure.site is not None:
         where = f" It was at {failure.site.describe()}."
         text = "Look at the line: a lock, a read from a network, or a loop without an end."

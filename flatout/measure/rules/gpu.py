@@ -107,7 +107,7 @@ def _less_overhead(evidence: Evidence, share: float) -> list[Fix]:
 @rule(unless=("slow-data", "slow-disk", "host-sync"))
 def small_batch(evidence: Evidence) -> Finding | None:
     """Micro-batches are small for the GPU, which has room for larger ones."""
-    config, mfu, most = evidence.config, evidence.roof.mfu, evidence.memory.rows_that_fit
+    config, mfu, most = evidence.config, evidence.roofline.mfu, evidence.memory.rows_that_fit
     if not evidence.on_gpu or config is None or mfu is None or mfu > SMALL_BATCH_MFU:
         return None
     rows, accumulate = config.batch.rows_per_device, config.batch.accumulate or 1
@@ -202,10 +202,10 @@ def host_sync(evidence: Evidence) -> Finding | None:
         return None
     else:
         verdict = (
-            f"Each step reads {reads:.0f} values of tensors{where}. On a CPU that costs little; on "
+            f"Each step reads {reads:.0f} values of tensors{where}. On a CPU that costs little. On "
             "a GPU each makes the host wait."
         )
-    text = "Keep figures on the device, and read them every few steps, one step late."
+    text = "Keep values on the device, and read them every few steps, one step late."
     return Finding(
         verdict=verdict,
         harm=harm,
@@ -317,7 +317,7 @@ def gpu_shared(evidence: Evidence) -> Finding | None:
         verdict=f"{who} {gpu.other_memory_gib:.1f} GiB of its memory, and may take its time.",
         harm="warns",
         figures={"processes": count, "memory_gib": gpu.other_memory_gib},
-        fixes=[fix("End them (`nvidia-smi` lists them), or use another GPU.")],
+        fixes=[fix("End them (`nvidia-smi` lists them), or use a different GPU.")],
     )
 
 
@@ -333,7 +333,7 @@ def throttling(evidence: Evidence) -> Finding | None:
         reasons = ()
     harm: Harm = "slows"
     share = None
-    text = "Raise its power limit with `nvidia-smi -pl WATTS`, if you may."
+    text = "Raise its power limit with `nvidia-smi -pl WATTS`, if you have permission."
     if reasons:
         share = None if clock is None else max(1 - clock, 0.0)
         at = "" if clock is None else f" It runs at {clock:.0%} of its clock."
@@ -343,7 +343,7 @@ def throttling(evidence: Evidence) -> Finding | None:
     elif lowered:
         harm = "warns"
         verdict = f"The GPU's power limit is lowered to {gpu.power_limit_share:.0%}."
-        text = "Raise it with `nvidia-smi -pl WATTS`, if you may."
+        text = "Raise it with `nvidia-smi -pl WATTS`, if you have permission."
     else:
         return None
     return Finding(

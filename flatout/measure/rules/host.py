@@ -60,7 +60,7 @@ def busy_machine(evidence: Evidence) -> Finding | None:
     left = max(cores - others, 0.0)
     return Finding(
         verdict=f"Other processes keep {others:.1f} of {cores} cores busy{when}, which leaves "
-        f"{left:.1f} for {counted(threads, 'thread')}; figures measured then are too slow.",
+        f"{left:.1f} for {counted(threads, 'thread')}. Rates measured then are too low.",
         figures={
             "other_busy_cores": others,
             "cores": cores,
@@ -130,7 +130,7 @@ def environment(evidence: Evidence) -> Finding | None:
         if name in stated and stated[name].lower() not in OFF
     }
     if evidence.on_gpu and stated.get("NVIDIA_TF32_OVERRIDE") == "0":
-        harmful["NVIDIA_TF32_OVERRIDE"] = "products in fp32 cannot use TF32"
+        harmful["NVIDIA_TF32_OVERRIDE"] = "matmuls in fp32 cannot use TF32"
     if harmful:
         name, why = next(iter(harmful.items()))
         return Finding(
@@ -189,7 +189,7 @@ def slow_logging(evidence: Evidence) -> Finding | None:
     fixes, why = [], (share, "the time of logging")
     if site is not None:
         fixes.append(fix(f"Do less at {site.describe()}, or do it every few steps.", *why))
-    fixes += speedup_fixes(evidence, "readback", "Read figures one step late", *why)
+    fixes += speedup_fixes(evidence, "readback", "Read values one step late", *why)
     every = evidence.setting("log.every")
     if every is not None and every < 10:
         text, gain = "Write fewer records: log.every=10.", share * (1 - every / 10)

@@ -43,11 +43,11 @@ def out_of_memory(evidence: Evidence) -> Finding | None:
         per_rank = (config.batch.tokens_per_step or 0) // config.data.seq_len // evidence.world_size
         fewer = next((each for each in range(most, 0, -1) if per_rank % each == 0), None)
         if fewer is not None:
-            text = f"Set batch.rows_per_device={fewer}; the tokens per step stay the same."
+            text = f"Set batch.rows_per_device={fewer}. The tokens per step stay the same."
             fixes.append(fix(text, overrides=with_rows(config, fewer)))
     if evidence.lacks("checkpointing"):
-        text = "Add the speedup checkpointing: it recomputes the blocks' activations, for about a "
-        text += "third more computation."
+        text = "Add activation checkpointing (the speedup `checkpointing`): it recomputes the "
+        text += "blocks' activations, for about a third more computation."
         fixes.append(fix(text, overrides={"speedups": "+checkpointing"}))
     if not fixes:
         advice = ended.fix if ended is not None else None
@@ -70,7 +70,7 @@ def out_of_memory(evidence: Evidence) -> Finding | None:
 @rule(unless=("out-of-memory", "fragmentation"))
 def full_memory(evidence: Evidence) -> Finding | None:
     """The GPU's memory is nearly full, or fewer rows are faster, as when memory spills."""
-    memory, config, now = evidence.memory, evidence.config, evidence.roof.tokens_per_s
+    memory, config, now = evidence.memory, evidence.config, evidence.roofline.tokens_per_s
     held, total = memory.reserved_gib or memory.peak_gib, memory.total_gib
     used = held / total if evidence.on_gpu and held and total else 0.0
     rows = None if config is None else config.batch.rows_per_device
@@ -81,9 +81,10 @@ def full_memory(evidence: Evidence) -> Finding | None:
     }
     if used < CLOSE and not fewer:
         return None
-    verdict = f"The tensors take {used:.0%} of the GPU's memory: such a run is close to its end, "
-    verdict += (
-        "and a driver that moves memory to the host (Windows, WSL) makes it many times slower."
+    verdict = (
+        f"The tensors take {used:.0%} of the GPU's memory: such a run is about to run out of "
+        "memory, and a driver that moves memory to the host (Windows, WSL) makes it many times "
+        "slower."
     )
     harm: Harm = "slows" if used > 1 or fewer else "warns"
     share, best = None, None
@@ -94,13 +95,14 @@ def full_memory(evidence: Evidence) -> Finding | None:
         verdict += f"{fewer[best]:,.0f} here: the larger ones probably exceed the device's memory."
     fixes = [fix(f"Use a smaller batch: at most {CLOSE / max(used, CLOSE):.0%} of this one.")]
     if config is not None and isinstance(rows, int) and rows == 1:
-        text = "Add the speedup checkpointing, or use a smaller model or shorter sequences."
+        text = "Add activation checkpointing (the speedup `checkpointing`), or use a smaller model "
+        text += "or shorter sequences."
         fixes = [fix(text)]
     elif config is not None and isinstance(rows, int):
         most = best or max(int(rows * CLOSE / used) - 1, 1)
         per_rank = (config.batch.tokens_per_step or 0) // config.data.seq_len // evidence.world_size
         fit = next(each for each in range(most, 0, -1) if per_rank % each == 0)
-        text = f"Set batch.rows_per_device={fit}; the tokens per step stay the same."
+        text = f"Set batch.rows_per_device={fit}. The tokens per step stay the same."
         fixes = [fix(text, share, "the faster run", overrides=with_rows(config, fit))]
     return Finding(
         verdict=verdict,

@@ -2,7 +2,7 @@
 
 A step lasts from one step of the script's main optimizer to the next, so that accumulation and
 further optimizers are part of it. Everything that a step does is measured by `flatout.watch`'s own
-timer; what is found goes to a file, after which the script ends, or runs on unmeasured.
+timer. What is found goes to a file, after which the script ends, or runs on unmeasured.
 
 Nothing is stored in the script's models, which it may copy, compile or save.
 """
@@ -185,7 +185,7 @@ class Attachment:
         register_optimizer_step_post_hook(self._on_optimizer_step)
 
     def answer(self) -> None:
-        """Write what was measured, once; only the process that takes the steps writes."""
+        """Write what was measured, once. Only the process that takes the steps writes."""
         loop = self._loop
         if self._is_done or loop is None or loop.rank or os.getpid() != self._process:
             return
@@ -397,7 +397,7 @@ class Attachment:
             return
         self._has_loss = True
         self._has_anomaly_detection |= torch.is_anomaly_enabled()
-        with suppress(AttributeError):  # a graph of another kind
+        with suppress(AttributeError):  # a graph of a different kind
             self._graphs.mark(loss)
         self._is_true_loss |= recording is not None and recording.loss() is loss
         loop.log({"loss": loss}, step=loop.steps + 1)
@@ -430,7 +430,7 @@ class Attachment:
         few_s = phases.evaluation_s or 0.0
         if 0 < self._lines.total("evaluation") < MIN_SAVES and few_s:
             phases = phases.model_copy(update={"evaluation_s": None})
-            note = "Too few evaluations were seen to say what share they take of a longer run."
+            note = "Too few evaluations were seen to tell what share of a longer run they take."
             notes.append(note)
         else:
             few_s = 0.0
@@ -554,7 +554,7 @@ def _mentioned() -> dict[str, tuple[CallSite, ...]]:
 
 
 def attach(path: str) -> None:
-    """Change and follow this process as the request in a file says."""
+    """Change and follow this process as the request in a file asks."""
     request = Request.model_validate_json(Path(path).read_text(encoding="utf-8"))
     models, guard = Models(), Guard(request) if request.guarded else None
     failed = apply(request.changes, models)
@@ -567,6 +567,6 @@ def attach(path: str) -> None:
 
 
 def _tell(path: Path, failed: dict[str, str]) -> None:
-    """Say at the end which changes could not be applied."""
+    """Report at the end which changes could not be applied."""
     with suppress(OSError):
         write_text(path, Answer(failed=failed).model_dump_json())

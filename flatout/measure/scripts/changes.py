@@ -28,7 +28,7 @@ HEAP = {
 """Settings of glibc with which freed memory stays with the process, mapped: those that a speedup
 makes for flatout's own runs, as variables, since they come before a script's first tensor."""
 FP32, BF16 = 1e-3, 2e-2
-"""How far losses may differ because sums of these types are rounded in another order."""
+"""How far losses may differ because sums of these types are rounded in a different order."""
 NO_CONVOLUTIONS = "There are no convolutions."
 
 

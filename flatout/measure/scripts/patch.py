@@ -217,7 +217,7 @@ class _Source:
                 text = text.replace(f"{{{key}}}", name)
             after = site.is_direct and not isinstance(statement, ast.Return)
             if not has_own_lines or (after and hasattr(statement, "body")):  # in a block's head
-                return "there is no place for a line of its own"
+                return "there is no place for a separate line"
             newline, at = b"\r\n" if b"\r\n" in self.data else b"\n", lines[after]
             head, *more = text.encode().split(b"\n")
             new = [head + f"  # flatout: {change}".encode(), *more]

@@ -32,7 +32,7 @@ MIN_ATTENTION = 32
 """Fewest tokens from which a softmax over all pairs of them, or padding, counts."""
 DECOMPOSITION = re.compile(r"(linalg_)?(svd|eig|p?inv|qr|matrix_exp)")
 """Start of the names of functions that decompose a matrix, in many passes over it. Those that are
-the cheapest way to what they compute, such as Cholesky's, are left out.
+the cheapest way to what they compute, such as Cholesky's, are omitted.
 """
 NORMS = {"norm": ("nuc",), "linalg_norm": ("nuc",), "linalg_matrix_norm": ("nuc", "2", "-2")}
 """Norms of matrices, by the orders that are computed from singular values."""
@@ -153,7 +153,7 @@ def padding_of(inputs: Any) -> list[float]:
 
     In a column of padding, and in all from there to an end of the rows, every row of each of these
     inputs has that input's one value, so masks and labels only confirm the padding of the tokens.
-    Masks without tokens say nothing. Reading values waits for the device.
+    Masks without tokens show nothing. Reading values waits for the device.
     Shapes: each integer input (B, T), anywhere in a tree of containers.
     """
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
@@ -258,7 +258,7 @@ def _marks_in(value: Any) -> Iterator[int]:
 
 
 def _adding(frame: FrameType, name: str) -> Line:
-    """Return the line of a function that adds to a variable; its first line if none is found."""
+    """Return the line of a function that adds to a variable, or its first line if none is found."""
     file, first = frame.f_code.co_filename, frame.f_code.co_firstlineno
     adds = re.compile(rf"{re.escape(name)}\b\s*(\+=|=|\.(append|extend|update)\()")
     numbers = sorted({number for _, _, number in frame.f_code.co_lines() if number})

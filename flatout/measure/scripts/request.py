@@ -8,7 +8,7 @@ from flatout.files import Stored
 from flatout.measure.steps.evidence import Evidence
 
 SEEN = ".seen"
-"""Added to the name of the answer's file: a file that says how far the script has come: `torch` or
+"""Added to the name of the answer's file: how far the script has come: `torch` or
 `step`.
 """
 
@@ -19,7 +19,7 @@ class Timing(Stored):
     steps: int
     """Steps after which the trial ends."""
     seed_offset: int = 0
-    """Added to every seed that the script sets; a script without seeds gets this one."""
+    """Added to every seed that the script sets. A script without seeds gets this one."""
 
 
 class Request(Stored):
@@ -40,7 +40,7 @@ class Request(Stored):
     measures: bool = True
     """Whether to collect evidence, if no steps are timed."""
     guarded: tuple[str, ...] = ()
-    """What belongs to the user, into which links of the copy lead; it is not changed."""
+    """What belongs to the user, into which links of the copy lead. It is not changed."""
 
 
 class Site(Stored):
@@ -62,7 +62,7 @@ class Site(Stored):
     end_column: int = 0
     """Where it ends in the last one; 0: not known."""
     is_direct: bool = True
-    """Whether this line makes the call itself; otherwise a library does that it calls."""
+    """Whether this line makes the call itself. Otherwise a library does that it calls."""
     parameters: tuple[str, ...] = ()
     """Parameters of the call, in order; () when they are not known."""
     names: dict[str, str] = Field(default_factory=dict)

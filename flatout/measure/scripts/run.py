@@ -29,7 +29,7 @@ POLL_S = 0.1
 GRACE_S = 20.0
 """How long a script may take to end after it was measured."""
 SLOW_START_S = 60.0
-"""Time without a step after which the command says so."""
+"""Time without a step after which the command reports that."""
 REQUEST = "FLATOUT_ATTACH"
 """The environment variable by which a process finds what is asked of it."""
 NOT_IMPORTED = "torch was not imported"
@@ -58,7 +58,7 @@ def run_script(
     """Run a script until it answers a request, and return the answer.
 
     Its code and its directory are not changed, and of its environment only what its changes set.
-    Standard input and output are its own; with `as_json` its output goes to standard error. In
+    Standard input and output are its own. With `as_json` its output goes to standard error. In
     another `folder` there is no input, and the output is captured. After `limit_s` it is ended.
     Nothing that it started runs on, however the call ends.
     Raises: ConfigError when the program does not exist.
@@ -127,7 +127,7 @@ def _wait(
             late_s = math.inf
             if request.timing is None and _seen(request) != "step":
                 progress.say(
-                    f"No optimizer step was seen in {SLOW_START_S:.0f} s; waiting for one. "
+                    f"No optimizer step was seen in {SLOW_START_S:.0f} s. Waiting for one. "
                     "Ctrl+C ends the script."
                 )
 
@@ -147,7 +147,7 @@ def diagnose_script(
     as_json: bool = False,
     progress: Progress = SILENT,
 ) -> tuple[Diagnosis, int | None]:
-    """Measure a training script without an edit; return the findings and its exit code.
+    """Measure a training script without an edit, and return the findings and its exit code.
 
     The code is None for a script that was ended.
 
@@ -181,7 +181,7 @@ def evidence_in(name: str, answer: Answer, code: int | None) -> Evidence:
         what = f"was killed by signal {-code}, and nothing could be measured."
         fix = "Signal 9 is what the system sends when memory runs out: use a smaller batch."
     elif failed:
-        what = f"{ended} before its first step was over; its own error is above."
+        what = f"{ended} before its first step was over. Its own error is above."
         fix = "Run it alone first, and repair that."
     elif answer.steps:
         what = f"took {answer.steps} steps, and they cannot be evaluated: {answer.problem}"
@@ -197,7 +197,7 @@ def evidence_in(name: str, answer: Answer, code: int | None) -> Evidence:
         )
     error = RunFailed(f"`{name}` {what}", fix=fix)
     if code:
-        error.exit_code = code if code > 0 else 128 - code  # as a shell says it of a signal
+        error.exit_code = code if code > 0 else 128 - code  # as a shell reports a signal
     raise error
 
 

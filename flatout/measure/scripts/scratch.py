@@ -77,11 +77,11 @@ class Scratch:
             if num_bytes > MOST_BYTES or num_files > MOST_FILES:
                 raise ConfigError(
                     f"{self.source} has too many files to copy it for trials.",
-                    fix="Start from a directory that has the script and its data alone.",
+                    fix="Start from a directory that contains only the script and its data.",
                 )
 
     def _place(self, name: Path | str) -> int:
-        """Copy a file, or link what is large or leads elsewhere; return the copied bytes."""
+        """Copy a file, or link what is large or leads elsewhere, and return the copied bytes."""
         original, own = self.source / name, self.path / name
         size = original.lstat().st_size
         if size > LARGE_BYTES or original.is_symlink() or original.is_dir():

@@ -58,7 +58,7 @@ class Sites:
         self._calls: dict[tuple[str, int, int], _Calls] = {}
 
     def install(self) -> None:
-        """Record from now on, until the process ends; the calls behave as before."""
+        """Record from now on, until the process ends. The calls behave as before."""
         for kind, calls in CALLS.items():
             for owner, name in calls:
                 self._watch(owner, name, kind)

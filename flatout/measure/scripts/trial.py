@@ -1,4 +1,4 @@
-"""Times the steps of a script inside its process, and says what the script is made of."""
+"""Times the steps of a script inside its process, and records what the script is made of."""
 
 from __future__ import annotations
 

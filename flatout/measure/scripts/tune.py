@@ -57,7 +57,7 @@ ROUNDS, LAST_ROUNDS = 3, 5
 SCREEN_SHARE = 0.6
 """Share of the time after which no further change is measured first."""
 SEEDS = 3
-DIFFERENT = "its losses differ by more than promised"
+DIFFERENT = "its losses exceed the tolerance"
 INSTEAD = {"prefetch": "data-workers", "compile-each-block": "compile"}
 """Changes that are only tried where another one fails or is not tried."""
 FRAME = re.compile(r'^ +File "(.+)", line (\d+).*\n +(.+)', re.MULTILINE)
@@ -107,7 +107,7 @@ class Search:
         return past_s + trials * usual_s <= share * self.total_s
 
     def run(self, point: Point) -> Answer:
-        """Run a trial; the answer has a `problem` if it failed, or took no step."""
+        """Run a trial. The answer has a `problem` if it failed, or took no step."""
         self.scratch.reset()
         if point.is_patched and self.patch is not None:
             apply(self.patch, self.scratch.path)
@@ -159,7 +159,7 @@ class Search:
     ) -> Figure | str:
         """Measure two points in turns, until it is decided how many times faster `one` is.
 
-        They start with the `known` ratios; steps of `one` have so many times the samples. Returns
+        They start with the `known` ratios. Steps of `one` have so many times the samples. Returns
         the reason if a trial failed.
         """
         ratios = [*known]
@@ -224,7 +224,7 @@ class Search:
             self.task.note(f"{name} on top of {', '.join(self.taken) or 'nothing'}")
             for key, value in self.check(Point((name,)), CHANGES[name].rtol):
                 setattr(row, key, value)
-            if row.promise_kept is False:
+            if row.within_tolerance is False:
                 row.reason = DIFFERENT
                 continue
             known = () if self.taken else (gains[name],)
@@ -278,7 +278,7 @@ class Search:
         apart, noise = difference(changed, plain[0]), noise_of(plain) or 0.0
         kind = "rounding" if rtol else "exact"
         is_kept = apart <= rtol + 2 * noise and noise <= MOST_NOISE
-        reason = f"{rtol:.0e} promised, {noise:.0e} between unchanged runs"
+        reason = f"tolerance: {rtol:.0e}, {noise:.0e} between unchanged runs"
         if not is_kept and math.isfinite(apart):
             means: list[float] = []
             for number in range(SEEDS):
@@ -292,15 +292,15 @@ class Search:
             reason = f"the mean of the last losses is {mean:.4f}, and {low:.4f} to {high:.4f}"
             reason += f" over {SEEDS} seeds"
         return LossCheck(
-            promise=kind,
-            promise_kept=is_kept,
+            tolerance=kind,
+            within_tolerance=is_kept,
             loss_difference=apart if math.isfinite(apart) else None,
             compared_losses=min(len(changed), len(plain[0]), LOSS_STEPS),
-            promise_reason=reason,
+            tolerance_reason=reason,
         )
 
     def finish(self, sites: Sequence[Site], device: str) -> dict[str, Any]:
-        """Measure the patched files, and what no patch can say, beside the unchanged script."""
+        """Measure the patched files, and what no patch can express, beside the unchanged script."""
         taken = self.taken
         if not taken:
             return {}
@@ -323,7 +323,7 @@ class Search:
             found |= {key: gain, f"{key}_losses": check}
             if not made.by_hand:
                 found |= {"gain": gain, "gain_losses": check}
-            if check.promise_kept is False:
+            if check.within_tolerance is False:
                 reason = DIFFERENT
             elif gain.median < 1:
                 reason = "it is not faster"
@@ -346,7 +346,7 @@ def ratio(one: Answer, other: Answer) -> float:
 
 
 def last_words(output: str) -> str:
-    """Return the last line of an output, with the user's own line if it is an error that says no
+    """Return the last line of an output, with the user's own line if it is an error that names no
     more than its name.
     """
     last = output.rpartition("\n")[2]
@@ -461,17 +461,17 @@ def writable(out: Path, patch: Path | str | None) -> Path:
     for path in (out, Path(patch or out)):
         if not path.absolute().parent.is_dir():
             raise ConfigError(
-                f"There is no directory {path.parent}.", fix="Create it, or name another path."
+                f"There is no directory {path.parent}.", fix="Create it, or name a different path."
             )
     if out.exists() and not (out / FILE).is_file() and (out.is_file() or any(out.iterdir())):
         raise OutputInUse(
-            f"{out} exists and is not of an earlier tune.", fix="Choose another --out."
+            f"{out} exists and is not of an earlier tune.", fix="Choose a different --out."
         )
     return out
 
 
 def scaled(words: Sequence[str], flag: str, factor: float) -> tuple[float, list[str]]:
-    """Multiply the number after an argument, as the next word or after `=`; return both.
+    """Multiply the number after an argument, as the next word or after `=`, and return both.
 
     Raises: ConfigError when there is none.
     """

@@ -54,7 +54,7 @@ class ScriptTuning(Result):
     """The script's command."""
     machine: str
     verdict: str
-    """What `diagnose` says of the unchanged script."""
+    """What `diagnose` finds in the unchanged script."""
     step_ms: float | None
     """Time of an unchanged step."""
     steps: int
@@ -104,7 +104,7 @@ class ScriptTuning(Result):
             lines.append(f"{noise} their losses.")
         late = [one.name for one in self.not_tried if one.reason == NO_TIME]
         if late:
-            lines.append(f"There was not enough time for {', '.join(late)}; add --minutes.")
+            lines.append(f"There was not enough time for {', '.join(late)}. Add --minutes.")
         if self.withheld:
             lines.append(self.withheld)
         if self.patch:
@@ -152,15 +152,15 @@ def row_text(row: ChangeRow) -> str:
     if row.gain is None and row.first_gain:
         parts.append(f"{row.first_gain:.2f} times as fast in one trial")
     parts += [row.reason] if row.reason else []
-    parts += [f"losses {loss_words(row)}"] if row.promise_kept is not None else []
+    parts += [f"losses {loss_words(row)}"] if row.within_tolerance is not None else []
     parts += [f"compiles for {row.compile_s:.0f} s"] if row.compile_s else []
     parts += [f"peak {row.peak_gib:.2f} GiB"] if row.peak_gib else []
     return "; ".join(parts)
 
 
 def loss_words(check: LossCheck) -> str:
-    """Return how far losses are apart, and whether that is as promised."""
+    """Return how far losses are apart, and why, if that exceeds the tolerance."""
     apart = f"{check.loss_difference:.0e} apart" if check.loss_difference else "equal"
     if check.loss_difference is None:
         apart = "not comparable"
-    return f"{apart}{'' if check.promise_kept else f' ({check.promise_reason})'}"
+    return f"{apart}{'' if check.within_tolerance else f' ({check.tolerance_reason})'}"

@@ -2,7 +2,7 @@
 
 The calls are those in which the host reads a tensor's value, synchronises, empties the allocator's
 cache, collects garbage, or copies memory that is not pinned to a GPU. It needs no profiler and no
-permission. A marked call costs about two microseconds more; nothing else becomes slower.
+permission. A marked call costs about two microseconds more. Nothing else becomes slower.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class MarkedCalls:
 
     @contextmanager
     def recording_rare(self) -> Iterator[None]:
-        """Count only the calls that no step should make; it costs nothing where there are none."""
+        """Count only the calls that no step should make. It costs nothing where there are none."""
         with ExitStack() as stack:
             stack.enter_context(self._marked(torch.cuda, "synchronize", lambda *_: "sync"))
             stack.enter_context(self._marked(torch.cuda, "empty_cache", lambda *_: "empty-cache"))

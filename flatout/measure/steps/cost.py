@@ -1,6 +1,6 @@
 """Counts the FLOPs and bytes of an operation from the shapes that the profiler recorded. No torch.
 
-FLOPs are counted for matrix products and attention; causal attention counts only the pairs of
+FLOPs are counted for matmuls and attention. Causal attention counts only the pairs of
 tokens that it needs. Bytes are a lower bound: each argument is read once, and
 each result is written once. What has no formula here is None, unknown.
 """
@@ -59,7 +59,7 @@ READ_ONLY = frozenset({"linalg_vector_norm", "_foreach_norm"})
 ELEMENTWISE = frozenset({"masked_fill", "masked_fill_", "bitwise_not", "bitwise_and", "reciprocal"})
 """Elementwise operations whose names are those of another class."""
 WRITTEN_LISTS = {"aten::_fused_adamw_": 3, "aten::_fused_adam_": 3, "aten::_fused_sgd_": 2}
-"""Lists of tensors that fused optimizers write; they read one more, the gradients."""
+"""Lists of tensors that fused optimizers write. They read one more, the gradients."""
 
 Shape = list[int]
 
@@ -181,7 +181,7 @@ def _addmm(shapes: list[Shape]) -> Shape | None:
 
 
 def _linear(shapes: list[Shape]) -> Shape | None:
-    """The weight is (out, in); in the fused variant another operand comes before it."""
+    """The weight is (out, in). In the fused variant another operand comes before it."""
     rows = shapes[0]
     weight = next(
         (one for one in shapes[1:3] if len(one) == 2 and one[1] == rows[-1] and one != rows),
@@ -199,11 +199,11 @@ _MATMULS: dict[str, Callable[[list[Shape]], Shape | None]] = {
     "aten::linear": _linear,
     "mkldnn::_linear_pointwise": _linear,
 }
-"""Matrix products, with a function from shapes to [rows..., columns, size that is summed over]."""
+"""Matmuls, with a function from shapes to [rows..., columns, size that is summed over]."""
 
 
 def _product_sizes(call: Call) -> Shape | None:
-    """Return [rows..., columns, size that is summed over] of a matrix product."""
+    """Return [rows..., columns, size that is summed over] of a matmul."""
     formula = _MATMULS.get(call.name)
     shapes = [shape for shape in call.shapes if shape]
     return formula(shapes) if formula and len(shapes) > 1 + (formula is _addmm) else None

@@ -4,9 +4,10 @@
 RECIPE` from a short measured run, `diagnose RUN` from the files of a recorded run, and
 `flatout.watch` from somebody else's loop. Nothing here depends on how the steps are taken.
 
-To fill it from another tool: set what was measured and leave out the rest, which is then None. A
-finding whose figures are missing says nothing. Never write 0 for something that was not measured.
-Times are seconds of an average step, so a save of 2 s every 100 steps is 0.02 in `checkpoint_s`.
+To fill it from another tool: set what was measured and omit the rest, which is then None. A
+finding whose numbers are missing is not reported. Never write 0 for something that was not
+measured. Times are seconds of an average step, so a save of 2 s every 100 steps is 0.02 in
+`checkpoint_s`.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class Phases(Stored):
     host_s: float | None = None
     """Python and the queueing of operations; on a GPU, while the device idles."""
     compute_s: float | None = None
-    """Forward and backward; without memory-bound operations if those were measured."""
+    """Forward and backward, without memory-bound operations if those were measured."""
     memory_bound_s: float | None = None
     """Operations limited by memory bandwidth: elementwise, norms, reductions, copies."""
     communication_s: float | None = None
@@ -65,7 +66,7 @@ class Phases(Stored):
     optimizer_s: float | None = None
     """The optimizer's steps, with gradient clipping where it can be told apart."""
     logging_s: float | None = None
-    """Reading figures back, writing them, callbacks."""
+    """Reading values back, writing them, callbacks."""
     evaluation_s: float | None = None
     """Evaluation and samples, divided by the steps between them."""
     checkpoint_s: float | None = None
@@ -108,7 +109,7 @@ class Counts(Stored):
     pageable_copy_bytes: float | None = None
     """Their size."""
     empty_cache: float | None = None
-    """Calls of `torch.cuda.empty_cache()`; on a CPU they do nothing but count."""
+    """Calls of `torch.cuda.empty_cache()`. On a CPU they do nothing but count."""
     empty_cache_s: float | None = None
     """Their seconds."""
     allocations: float | None = None
@@ -138,11 +139,11 @@ class KernelRow(Stored):
     tflops: float | None = None
     """Achieved 10^12 operations per second; null: unknown."""
     of_peak: float | None = None
-    """The same as a share of the roof; null: unknown."""
+    """The same as a share of the peak; null: unknown."""
     gb_per_s: float | None = None
     """Achieved 10^9 bytes per second, at least; null: unknown."""
     of_bandwidth: float | None = None
-    """The same as a share of the roof; null: unknown."""
+    """The same as a share of the peak; null: unknown."""
     slowest: str
     """The name that takes the most time."""
 
@@ -276,11 +277,11 @@ class LoopFacts(Stored):
     """Memory that each step adds, where it grows steadily; 0: it does not."""
 
 
-class Roof(Stored):
+class Roofline(Stored):
     """The distance to what this device can do at most."""
 
     peak_tflops: float | None = None
-    """Rate of matrix products that counts as 100%."""
+    """Rate of matmuls that counts as 100%."""
     peak_source: str | None = None
     """Where that comes from: a data sheet or a measurement here."""
     achieved_tflops: float | None = None
@@ -323,7 +324,7 @@ MIN_SAVES = 3
 """Fewest saves, or full collections of garbage, by which their time is judged.
 
 The first one allocates its buffers and opens its directory, and the last one comes at the end of
-every run however long it is: two say nothing about what saves take of a longer run.
+every run however long it is: two tell nothing about what saves take of a longer run.
 """
 
 
@@ -343,7 +344,7 @@ FAILURES = {
 
 
 class Evidence(Stored):
-    """Everything that findings may look at; what is not known is None."""
+    """Everything that findings may look at. What is not known is None."""
 
     # NaN and infinity pass between processes; a loss may be either
     model_config = ConfigDict(ser_json_inf_nan="constants")
@@ -366,7 +367,7 @@ class Evidence(Stored):
     world_size: int = 1
     """Processes of the run."""
     steps: int | None = None
-    """Steps that the figures are averages of."""
+    """Steps that the numbers are averages of."""
     step_s: float | None = None
     """Seconds from the start of a step to the start of the next, on average, all included."""
     phases: Phases = Phases()
@@ -375,7 +376,7 @@ class Evidence(Stored):
     """Time of the operations by class, from a profiler."""
     counterfactual_s: Mapping[str, float] = {}
     """Seconds of an average step with one thing replaced. `synthetic-data`: batches that are in
-    memory already. `all-threads`, `no-observers`, `no-anomaly`: what they say. `short-turns`:
+    memory already. `all-threads`, `no-observers`, `no-anomaly`: see their names. `short-turns`:
     threads give Python's lock to each other at once. Of a recipe on a CPU also settings, such as
     `speedups=auto`."""
     sites: Mapping[str, tuple[CallSite, ...]] = {}
@@ -400,7 +401,7 @@ class Evidence(Stored):
     """Length of the run."""
     epochs: float | None = None
     """Passes over the training tokens in the whole run."""
-    roof: Roof = Roof()
+    roofline: Roofline = Roofline()
     loop: LoopFacts = LoopFacts()
     losses: tuple[tuple[int, float], ...] | None = None
     """(step, training loss); NaN and infinity included."""
@@ -409,9 +410,9 @@ class Evidence(Stored):
     skipped_steps: int | None = None
     """Updates that float16 skipped."""
     failure: Failure | None = None
-    """Why there are no figures, or why the run ended."""
+    """Why there are no numbers, or why the run ended."""
     remaining_s: float | None = None
-    """Seconds that the run has left; gains are weighed against them."""
+    """Seconds that the run has left. Gains are weighed against them."""
     machine_lines: tuple[tuple[str, str], ...] = ()
     """What was found on the machine when no run was asked for, as a name and a text."""
     notes: tuple[str, ...] = ()

@@ -22,7 +22,7 @@ NOT_COMPUTE = frozenset({"optimizer", "other", "evaluation", "checkpoint", "data
 
 
 def gathered(known: Evidence, windows: Windows, periodic_s: Mapping[str, float | None]) -> Evidence:
-    """Return the evidence with what the windows have measured; there are ordinary steps.
+    """Return the evidence with what the windows have measured. There are ordinary steps.
 
     `periodic_s` is like `Windows.periodic_s`; None is what was not measured.
     """
@@ -90,7 +90,7 @@ def compute_on_cpu(trace: Trace, compute_s: float) -> dict[str, float]:
 def step_on_gpu(trace: Trace, step_s: float, host: Mapping[str, float]) -> dict[str, float]:
     """Divide a step by the GPU's kernels, and the time at which it idles by the host's phases.
 
-    The device's time comes from the recorded steps, the step's from ordinary ones; `host` has the
+    The device's time comes from the recorded steps, the step's from ordinary ones. `host` has the
     seconds of the host's phases in an average step.
     """
     by_kind = {row.kind: row.seconds for row in trace.table()}

@@ -100,7 +100,7 @@ class LineTotals:
     ) -> dict[str, tuple[CallSite, ...]]:
         """Return the costliest lines by kind, as in `Evidence.sites`, averaged over some steps.
 
-        Lines that were counted less often than `at_least` are left out.
+        Lines that were counted less often than `at_least` are omitted.
         """
         found: dict[str, tuple[CallSite, ...]] = {}
         for kind, counts in self.counts.items():
@@ -212,7 +212,7 @@ def pause_s(interval_s: float, elapsed_s: float) -> float:
 class LineSampler:
     """Attributes the time of a thread to lines of user code, by the phase that it is in.
 
-    `phase` is called in the sampling thread; `PhaseTimer.current` is one. `thread` is the thread
+    `phase` is called in the sampling thread. `PhaseTimer.current` is one. `thread` is the thread
     to watch, by default the one that creates the sampler. While it waits for data or a save, lines
     of user code in other threads count.
     """

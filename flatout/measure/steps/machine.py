@@ -17,8 +17,8 @@ import psutil
 import torch
 
 from flatout.hardware import GIB, CpuTimes, Machine, probe, usable_cores
+from flatout.launch import stated_variables
 from flatout.measure.steps.evidence import GpuFacts, HostFacts
-from flatout.parallel.rendezvous import stated_variables
 from flatout.training.metrics.device import GpuDriver
 
 VARIABLES = (
@@ -44,7 +44,7 @@ BUSY_S = 0.3
 
 
 def host_facts(folder: Path) -> HostFacts:
-    """Return facts of the host; `folder` is on the disk of the checkpoints."""
+    """Return facts of the host. `folder` is on the disk of the checkpoints."""
     available = torch.cuda.is_available()
     return HostFacts(
         cores=probe().cores,

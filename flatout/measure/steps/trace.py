@@ -41,7 +41,7 @@ LAUNCH_S = 5e-6
 KNOWN_SHARE = 0.8
 """A rate is stated when at least this share of the class's time has known FLOPs or bytes."""
 SEPARATE = frozenset({"communication", "copy"})
-"""Classes that operations in the optimizer's step keep; the others become `optimizer`."""
+"""Classes that operations in the optimizer's step keep. The others become `optimizer`."""
 NOT_WORK = ("autograd::", "torch::autograd::")
 """Start of the names of operations that only call others."""
 DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
@@ -237,7 +237,7 @@ def _rate(amounts: list[tuple[float, int | None]], unit: float) -> float | None:
 
 @contextmanager
 def profiling(device: str, **options: Any) -> Iterator[profile]:
-    """Record the operations inside the block; `options` are those of `torch.profiler.profile`."""
+    """Record the operations inside the block. `options` are those of `torch.profiler.profile`."""
     activities = [ProfilerActivity.CPU]
     if device.startswith("cuda"):
         activities.append(ProfilerActivity.CUDA)
@@ -286,8 +286,8 @@ def exported(profiler: profile, path: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError) as error:
         raise RunFailed(
             f"The profiler could not write its trace to {path.parent}.",
-            fix="The usual cause is a full disk: free space there, use --out on another disk, or "
-            "profile fewer steps with --steps.",
+            fix="The usual cause is a full disk: free space there, use --out on a different disk, "
+            "or profile fewer steps with --steps.",
         ) from error
     return document
 
@@ -422,7 +422,7 @@ def _tree(
 def _kernels(
     events: Sequence[Event], place: Callable[[Event], Range], nodes: Sequence[_Node], trace: Trace
 ) -> Iterator[Op]:
-    """Yield kernels and copies; the cost of an operation belongs to its first kernel."""
+    """Yield kernels and copies. The cost of an operation belongs to its first kernel."""
     by_id = {node.event.get("args", {}).get("External id"): node for node in nodes}
     launches = {
         one.get("args", {}).get("correlation"): one for one in events if one.get("cat") in RUNTIME

@@ -1,8 +1,9 @@
 """The windows over the steps of a loop: warm-up, ordinary steps, marked calls, recorded operations.
 
-Whoever runs the loop says when a step starts; each start moves the windows forward by one step.
-Every window is a generator that yields once per step. A subclass puts them in order: `diagnose` for
-a run of its own, `profile` for one with a trace, `watch` for the loop of somebody else.
+The caller that runs the loop reports when a step starts. Each start moves the windows forward by
+one step. Every window is a generator that yields once per step. A subclass puts them in order:
+`diagnose` for the run that it starts, `profile` for one with a trace, `watch` for the loop of
+somebody else.
 """
 
 from __future__ import annotations
@@ -138,7 +139,7 @@ class Windows(ABC):
         return not is_over
 
     def end_step(self) -> bool:
-        """End the current step without starting another; return whether there was one."""
+        """End the current step without starting another, and return whether there was one."""
         if self._since_s is None:
             return False
         seconds = time.perf_counter() - self._since_s
@@ -155,7 +156,7 @@ class Windows(ABC):
         self._since_s = None
 
     def close(self) -> None:
-        """End the current window; the step that it interrupts does not count."""
+        """End the current window. The step that it interrupts does not count."""
         self._course.close()
         self._stack.close()
 
@@ -267,7 +268,7 @@ class Windows(ABC):
     def _recorded(
         self, steps: int, *, longest_s: float = MAX_TRACED_S, **options: Any
     ) -> Iterator[None]:
-        """Record the operations of some steps; `options` are the profiler's."""
+        """Record the operations of some steps. `options` are the profiler's."""
         if self.step_s > longest_s:
             self.notes.append(f"A step takes {self.step_s:.0f} s: operations were not recorded.")
             return
@@ -295,7 +296,7 @@ class Windows(ABC):
         self.profiler, self.recorded_steps = profiler, steps
 
     def _is_late(self) -> bool:
-        """Return whether the steps are so slow that what is not measured yet must be left out."""
+        """Return whether the steps are so slow that what is not measured yet must be omitted."""
         return False
 
     def _counterfactual(
@@ -336,13 +337,13 @@ def unprofiled(why: str) -> str:
     """Return the note that the profiler could not be used."""
     return (
         f"The profiler could not be used: {why.splitlines()[0] if why else 'unknown reason'}. Step "
-        "times and phases were measured without it; operations by class were not."
+        "times and phases were measured without it. Operations by class were not."
     )
 
 
 @contextmanager
 def threads(number: int) -> Iterator[None]:
-    """Use another number of threads for an operation inside the block."""
+    """Use a different number of threads for an operation inside the block."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:
@@ -353,7 +354,7 @@ def threads(number: int) -> Iterator[None]:
 
 @contextmanager
 def giving_way(stack: ExitStack) -> Iterator[list[object]]:
-    """Close `stack`, which records, when another profiler starts; return a list of those."""
+    """Close `stack`, which records, when another profiler starts, and return a list of those."""
     others: list[object] = []
 
     def watched(plain: Callable[..., Any]) -> Callable[..., Any]:

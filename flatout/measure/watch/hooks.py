@@ -93,7 +93,7 @@ class Hooks:
     def _before_optimizer(
         self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Start the phase; a closure, which computes gradients, is not part of it."""
+        """Start the phase. A closure, which computes gradients, is not part of it."""
         if not self._is_ours():
             return None
         self._timer.enter("optimizer")

@@ -18,7 +18,7 @@ import torch
 
 from flatout.errors import ConfigError, FlatoutError
 from flatout.hardware import GIB, probe
-from flatout.measure.steps.evidence import Evidence, Failure, GpuFacts, MemoryFacts, Roof
+from flatout.measure.steps.evidence import Evidence, Failure, GpuFacts, MemoryFacts, Roofline
 from flatout.measure.steps.gathering import gathered
 from flatout.measure.steps.lines import site_of
 from flatout.measure.steps.machine import gpu_facts, host_facts
@@ -84,7 +84,7 @@ class Settings:
 
 
 class LoopWindows(Windows):
-    """The windows of a watched loop; they last as long as it does.
+    """The windows of a watched loop. They last as long as it does.
 
     All steps after the warm-up are ordinary, except for a few near the start of the loop, which are
     slower and do not count for the averages.
@@ -143,7 +143,7 @@ class LoopWindows(Windows):
 class LoopTimer:
     """Times a loop by the calls that it makes here.
 
-    An error of ours is logged, and ends the measurement; the loop continues. Calls from other
+    An error of ours is logged, and ends the measurement. The loop continues. Calls from other
     threads than the one that takes the steps are ignored.
     """
 
@@ -215,13 +215,13 @@ class LoopTimer:
         return found.model_copy(
             update={
                 "sites": {**found.sites, **saves},
-                "roof": Roof(tokens_per_s=tokens and tokens / windows.step_s),
+                "roofline": Roofline(tokens_per_s=tokens and tokens / windows.step_s),
                 "remaining_s": planned and max(planned - self.steps, 0) * (found.step_s or 0.0),
             }
         )
 
     def close(self) -> bool:
-        """Remove all hooks and measure no longer; return whether a step has been watched."""
+        """Remove all hooks and measure no longer, and return whether a step has been watched."""
         was_on = self.windows is not None and not self._is_off
         self._stop()
         self._is_off = True
@@ -263,7 +263,7 @@ class LoopTimer:
 
     @safe
     def learn(self, *, model: Any, planned_steps: int | None) -> None:
-        """Note what a framework knows of its loop, unless the user has said it.
+        """Note what a framework knows of its loop, unless the user has set it.
 
         All torch DataLoaders are timed: such loops hide theirs, and state their steps.
         """
@@ -279,7 +279,7 @@ class LoopTimer:
 
     @safe
     def begin_step(self) -> None:
-        """Start a step; steps inside a step are part of it."""
+        """Start a step. Steps inside a step are part of it."""
         windows = self._started()
         if windows is None:
             return
@@ -294,7 +294,7 @@ class LoopTimer:
 
     @safe
     def end_step(self, error: BaseException | None = None) -> None:
-        """End the work of a step; the step lasts until the next one starts."""
+        """End the work of a step. The step lasts until the next one starts."""
         if not self._started() or not self._depth:
             return
         self._depth -= 1
@@ -310,7 +310,7 @@ class LoopTimer:
 
     @safe
     def begin_wait(self, *, starts_step: bool = True) -> bool:
-        """Start waiting for a batch, or for a loader that opens; return whether it is timed."""
+        """Start waiting for a batch, or for a loader that opens, and return whether it is timed."""
         windows = self._started()
         if windows is None or not self._hooks.starts("data_wait"):
             return False
@@ -352,7 +352,7 @@ class LoopTimer:
 
     @safe
     def log(self, figures: Mapping[str, Any], *, step: int) -> None:
-        """Keep figures of a step for the records.
+        """Keep metrics of a step for the records.
 
         Shapes: each tensor has one element.
         """

@@ -35,11 +35,11 @@ NAMES = {
     "val_loss": "val/loss",
     "eval_loss": "val/loss",
 }
-"""Usual names of figures, and what they are called in metrics.jsonl."""
+"""Usual names of metrics, and what they are called in metrics.jsonl."""
 
 
 class LoopRecords:
-    """Averages over `every` steps, with the figures that the loop logs.
+    """Averages over `every` steps, with the metrics that the loop logs.
 
     Tensors are copied when they are logged and read one record later, so that nothing waits.
     """
@@ -68,7 +68,7 @@ class LoopRecords:
             self._totals = Totals()
 
     def log(self, step: int, figures: Mapping[str, Any]) -> None:
-        """Keep figures of a step for its record.
+        """Keep metrics of a step for its record.
 
         Shapes: each tensor has one element.
         """
@@ -91,7 +91,7 @@ class LoopRecords:
     def report(self, path: Path, diagnosis: Diagnosis, *, name: str) -> None:
         """Write the HTML page.
 
-        Raises: OSError when the disk refuses.
+        Raises: OSError when the disk fails.
         """
         self.flush()
         if self._folder is not None:
@@ -132,7 +132,7 @@ class LoopRecords:
         self._due = None
 
     def _write(self, record: dict[str, float]) -> None:
-        """Write a record with the last figures logged up to its step."""
+        """Write a record with the last metrics logged up to its step."""
         for logged in sorted(number for number in self._read if number <= record["step"]):
             figures = self._read.pop(logged)
             for name, kept in (("train/loss", self.losses), ("train/grad_norm", self.grad_norms)):
@@ -155,7 +155,7 @@ def new_folder(folder: Path | str) -> Path:
         raise OutputInUse(f"{folder} is a file.", fix="Name a new directory.")
     if (folder / METRICS).exists():
         raise OutputInUse(
-            f"{folder} has the records of another run.",
+            f"{folder} contains the records of another run.",
             fix="Name a new directory, or delete that one.",
         )
     folder.mkdir(parents=True, exist_ok=True)

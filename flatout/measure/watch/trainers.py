@@ -1,6 +1,6 @@
 """Callbacks for the Trainers of Hugging Face and of Lightning, which watch their loops.
 
-Lightning has two names; its callback is for the one that is imported already.
+Lightning has two names. Its callback is for the one that is imported already.
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ class LightningEvents:
         self._loop.leave("evaluation")
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
-        """Say what was measured."""
+        """Show what was measured."""
         self._finish()
 
     def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
-        """Say what was measured until an error."""
+        """Show what was measured until an error."""
         self._loop.end_step(exception)
         self._finish()
 
@@ -84,7 +84,7 @@ class TrainerEvents:
     def __init__(self, loop: LoopTimer, finish: Callable[[], None]) -> None:
         self._loop, self._finish = loop, finish
         self._ahead: list[str] = []
-        """What the Trainer does before its next step, in order; the first is running."""
+        """What the Trainer does before its next step, in order. The first is running."""
         self._steps_before = 0
         """Steps of the run that a resumed Trainer continues."""
 
@@ -99,7 +99,7 @@ class TrainerEvents:
         self._loop.begin_step()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """End a step; the Trainer then logs, evaluates and saves, in this order."""
+        """End a step. The Trainer then logs, evaluates and saves, in this order."""
         self._loop.end_step()
         wanted = {
             "logging": control.should_log,
@@ -129,7 +129,7 @@ class TrainerEvents:
         self._end("checkpoint")
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Say what was measured."""
+        """Show what was measured."""
         self._end_all()
         self._finish()
 

@@ -44,7 +44,7 @@ def watch(
     log_every: int = 10,
     recorded_steps: int = 2,
 ) -> Watch:
-    """Return a watch over a PyTorch training loop, which says at the end where its time goes.
+    """Return a watch over a PyTorch training loop, which shows at the end where its time goes.
 
     `model` is only read: its size and device are part of the evidence. `run` is a directory for
     metrics.jsonl, which `flatout report` reads, and findings.json. `steps` is the planned length
@@ -121,7 +121,7 @@ class Watched(Generic[Batch]):
 class Watch:
     """Watches one loop. Make it with `flatout.watch`.
 
-    Use it as a context to print the findings when the loop ends; without one, they are printed
+    Use it as a context to print the findings when the loop ends. Without one, they are printed
     when the process exits, unless `verdict`, `diagnosis` or `report` was called before.
     """
 
@@ -139,7 +139,7 @@ class Watch:
         return self._loop.steps
 
     def __call__(self, batches: Iterable[Batch]) -> Watched[Batch]:
-        """Return the batches; the time that the loop waits for each is measured."""
+        """Return the batches. The time that the loop waits for each is measured."""
         return Watched(self._loop, batches)
 
     @contextmanager
@@ -171,7 +171,7 @@ class Watch:
             self._loop.leave(name)
 
     def log(self, **figures: Any) -> None:
-        """Log figures of the current step, such as loss=loss, lr=lr. Tensors are read later.
+        """Log metrics of the current step, such as loss=loss, lr=lr. Tensors are read later.
 
         Shapes: each tensor has one element.
         """
@@ -206,7 +206,7 @@ class Watch:
     def report(self, path: Path | str = "report.html") -> Path:
         """Write an HTML page with the curves and the findings, and return its path.
 
-        Without bokeh, which draws the curves, a warning says so, and no page is written.
+        Without bokeh, which draws the curves, there is a warning, and no page is written.
         Raises: ConfigError when no step has been watched.
         """
         path = Path(path)
@@ -231,7 +231,7 @@ class Watch:
             try:
                 self._tell()
             except Exception as error:  # the loop is over, and its own result matters more
-                LOG.warning("flatout.watch could not say what it measured: %r", error)
+                LOG.warning("flatout.watch could not show what it measured: %r", error)
 
     def trainer_callback(self) -> Any:
         """Return a callback for the Trainer of Hugging Face transformers.

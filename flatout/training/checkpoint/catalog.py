@@ -1,7 +1,7 @@
 """The checkpoints of a run: which exist, are complete, and stay. No torch: listing is fast.
 
 A checkpoint is a directory `step-N`. Directories being written or deleted have `.tmp-` in their
-names, those from an abandoned branch of the run have `.aside-`; neither counts as a checkpoint.
+names, those from an abandoned branch of the run have `.aside-`. Neither counts as a checkpoint.
 The functions take the run directory, and find its checkpoints in `location.checkpoints_folder`.
 """
 
@@ -82,7 +82,7 @@ class Base(BaseModel, frozen=True):
     """The base of a LoRA checkpoint, and how the adapters are added to it."""
 
     path: str
-    """The base: another checkpoint, or the files of another program's model."""
+    """The base: another checkpoint, or the files of another tool's model."""
     digest: str
     """Digest of its weights."""
     scale: Annotated[float, Field(allow_inf_nan=False)]
@@ -103,7 +103,7 @@ class Index(BaseModel, frozen=True):
 
 
 class CheckpointInfo(Stored, extra="ignore"):
-    """The content of info.json, which lists of checkpoints show; what was not measured is None."""
+    """The content of info.json, which lists of checkpoints show. What was not measured is None."""
 
     step: int
     """Optimizer steps so far."""
@@ -122,7 +122,7 @@ class CheckpointInfo(Stored, extra="ignore"):
     config_digest: str
     """Digest of the run's resolved configuration."""
     host: str
-    """The machine that wrote it; with several, that of the main rank."""
+    """The machine that wrote it; with several, that of rank 0."""
     world_size: int
     """Number of processes."""
     flatout: str
@@ -201,15 +201,15 @@ def read_manifest(checkpoint: Path) -> Manifest:
     version = document.get("format_version") if isinstance(document, dict) else None
     if isinstance(version, int) and version > FORMAT_VERSION:
         raise NewerVersion(
-            f"{checkpoint} has format_version {version}; this flatout reads up to "
+            f"{checkpoint} has format_version {version}. This flatout reads up to "
             f"{FORMAT_VERSION}.",
             fix="Install a newer flatout.",
         )
-    manifest = read_model(path, Manifest, fix="Use another checkpoint.")
+    manifest = read_model(path, Manifest, fix="Use a different checkpoint.")
     if manifest.step != step:
         raise CheckpointError(
             f"{path} is damaged: it is the manifest of step {manifest.step}.",
-            fix="Use another checkpoint.",
+            fix="Use a different checkpoint.",
         )
     return manifest
 
@@ -267,7 +267,7 @@ def check_size(path: Path, facts: FileFacts) -> str | None:
         return f"{path} is missing."
     size = path.stat().st_size
     if size != facts.bytes:
-        return f"{path} has {size} bytes; the manifest says {facts.bytes}."
+        return f"{path} has {size} bytes. The manifest lists {facts.bytes}."
     return None
 
 
@@ -338,7 +338,7 @@ def require_complete(
     if problems:
         raise CheckpointError(
             problems[0],
-            fix=f"Use another checkpoint than {checkpoint}, or restore that file from a copy.",
+            fix=f"Use a different checkpoint than {checkpoint}, or restore that file from a copy.",
         )
 
 
@@ -466,7 +466,7 @@ def prune(
 ) -> list[int]:
     """Delete the checkpoints that are not to be kept, and return their steps.
 
-    The newest `keep` complete ones stay, and all that are newer than these; so do the best one and
+    The newest `keep` complete ones stay, and all that are newer than these. So do the best one and
     the multiples of `keep_every`. With `keep=None`, or fewer complete ones than `keep`, all stay:
     incomplete ones do not count, so the last complete one is never deleted.
     Each one is renamed before it is deleted, so that a kill never leaves a partial checkpoint.
@@ -507,7 +507,7 @@ def aside_paths(run_folder: Path) -> list[Path]:
 
 
 def delete_aside(path: Path) -> None:
-    """Delete a checkpoint that was set aside; after a kill, the run's next start does the rest."""
+    """Delete a checkpoint that was set aside. After a kill, the run's next start does the rest."""
     original = path.with_name(path.name.partition(".")[0])
     shutil.rmtree(path.rename(renamed(original, "tmp-delete")))
 

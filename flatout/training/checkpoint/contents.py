@@ -25,7 +25,7 @@ from flatout.training.checkpoint.location import moved_with
 WEIGHTS = "model/"
 """Prefix of the weights' names in an index."""
 IMPORTED = ("config.json", ".safetensors", ".bin", ".pt", ".pth", ".ckpt")
-"""Endings of files of another program's model."""
+"""Endings of files of another tool's model."""
 STORED_DTYPES = {
     "bool": "BOOL",
     "uint8": "U8",
@@ -63,8 +63,8 @@ def stored_tensors(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
 def content_problems(checkpoint: Path) -> list[str]:
     """Return what is wrong with the content of a checkpoint whose files match its manifest.
 
-    Tensors that the files lack or have with another dtype or shape, slices that do not cover their
-    tensor, a state of another step, and a missing base of LoRA adapters.
+    Tensors that the files lack or have with a different dtype or shape, slices that do not cover
+    their tensor, a state of another step, and a missing base of LoRA adapters.
     """
     try:
         index = read_index(checkpoint)
@@ -95,8 +95,8 @@ def _tensor_problems(checkpoint: Path, index: Index) -> Iterator[str]:
             wanted = STORED_DTYPES.get(entry.dtype, stored[0]), piece.shape
             if stored != wanted:
                 yield (
-                    f"{checkpoint / piece.file}: {name} is {stored[0]} {list(stored[1])}; "
-                    f"the index says {wanted[0]} {list(wanted[1])}."
+                    f"{checkpoint / piece.file}: {name} is {stored[0]} {list(stored[1])}. "
+                    f"The index lists {wanted[0]} {list(wanted[1])}."
                 )
             covered += math.prod(piece.shape)
         else:
@@ -138,7 +138,7 @@ def read_state(checkpoint: Path) -> JsonObject:
 def digest_of(checkpoint: Path) -> str:
     """Return a digest of the weights of a checkpoint, from the digests of their files.
 
-    The files of another program's model, which has no manifest of them, are read.
+    The files of another tool's model, which has no manifest of them, are read.
 
     Raises: CheckpointError when the manifest of a checkpoint is damaged.
     """

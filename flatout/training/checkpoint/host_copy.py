@@ -90,12 +90,12 @@ class HostCopy:
             self._sources = []
 
     def before_update(self) -> None:
-        """Make work queued on the GPU from now on wait for the copy; the host does not wait."""
+        """Make work queued on the GPU from now on wait for the copy. The host does not wait."""
         if self._copied is not None:
             self._copied.wait()
 
     def make_room_beside(self, num_bytes: int) -> None:
-        """Start to allocate memory on the host in a thread; the first copy waits for it.
+        """Start to allocate memory on the host in a thread. The first copy waits for it.
 
         Not for a GPU: pinning memory would break a CUDA graph that is being captured.
         """
@@ -167,7 +167,7 @@ def _copy(pairs: list[tuple[Tensor, Tensor]]) -> None:
 
 
 def _pin(block: Tensor, device: torch.device) -> bool:
-    """Pin the block through the driver and return whether it did; unpinned copies are only slower.
+    """Pin the block through the driver and return whether it did. Unpinned copies are only slower.
 
     torch's own allocator rounds sizes up to a power of two, which would take up to twice the
     memory.

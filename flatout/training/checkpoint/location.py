@@ -158,6 +158,6 @@ def _require_same_owner(run_folder: Path, folder: Path) -> None:
         raise CheckpointError(
             f"{folder} contains the checkpoints of another run, {owner.run}, not those of "
             f"{run_folder}.",
-            fix="Choose a run directory with another name with --run-dir DIR, set another "
+            fix="Choose a run directory with a different name with --run-dir DIR, set a different "
             "checkpoint.dir, or delete that directory.",
         )

@@ -25,7 +25,7 @@ from flatout.training.checkpoint.weights import cuts_of, initial_weights, weight
 
 
 class _ImportedWeights:
-    """Reads the weights of another program's model by flatout's names, as `MergedWeights` does."""
+    """Reads the weights of another tool's model by flatout's names, as `MergedWeights` does."""
 
     def __init__(self, path: Path) -> None:
         found = find_model(str(path))
@@ -96,7 +96,7 @@ class MergedWeights:
         return (self._base.aliases if self._base else {}) | self._aliases
 
     def dtype_of(self, name: str) -> torch.dtype:
-        """Return the type of one weight; with adapters, all are fp32."""
+        """Return the type of one weight. With adapters, all are fp32."""
         return torch.float32 if self._base else tensors.dtype_of(self._index[name])
 
     def read(self, name: str) -> Tensor:
@@ -132,11 +132,11 @@ def read_merged(checkpoint: Path) -> dict[str, Tensor]:
 
 
 def load_initial_weights(core: LanguageModel, source: Path, progress: Progress = SILENT) -> None:
-    """Copy the weights of a checkpoint, or of another program's model, into a newly built model.
+    """Copy the weights of a checkpoint, or of another tool's model, into a newly built model.
 
     Every rank calls it and keeps its part. Memory: one tensor at a time, besides the model.
 
-    Raises: CheckpointError when a tensor cannot be read or has another shape.
+    Raises: CheckpointError when a tensor cannot be read or has a different shape.
     """
     weights = (
         ForeignWeights(find_model(str(source)), core.config)

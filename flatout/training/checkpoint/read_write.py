@@ -9,7 +9,7 @@ checkpoints/step-N/
 └── manifest.json                 size and SHA-256 of every file, written last; then the directory
                                   is renamed to its final name
 
-All ranks share one file system; a single rank is no special case. Nothing is ever pickled or
+All ranks share one file system. A single rank is no special case. Nothing is ever pickled or
 unpickled. Functions that do not need torch are in catalog.py.
 """
 
@@ -45,8 +45,8 @@ def load(
 ) -> list[str]:
     """Restore a checkpoint into a newly built run, and return the differences as sentences.
 
-    Every rank calls it. Any number of ranks, however sharded, reads what any other number wrote;
-    each reads only the slices it needs. The caller has verified the files, as `resume_from` does.
+    Every rank calls it. Any number of ranks, however sharded, reads what any other number wrote.
+    Each reads only the slices it needs. The caller has verified the files, as `resume_from` does.
     Raises: CheckpointError, before the weights change, when it does not fit this run; RunFailed, on
             all ranks, when one of them cannot read a file.
     """
@@ -80,7 +80,7 @@ def read_weights(checkpoint: Path) -> dict[str, Tensor]:
 
 
 def weights_sha256(checkpoint: Path) -> str:
-    """Return a digest of all stored weights; it does not depend on how many ranks wrote them."""
+    """Return a digest of all stored weights. It does not depend on how many ranks wrote them."""
     digest = hashlib.sha256()
     for name, tensor in sorted(read_weights(checkpoint).items()):
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
@@ -106,7 +106,7 @@ def _prepare(
         elif item.name != "rng_cuda":  # a run on a GPU resumes from a checkpoint written on a CPU
             raise CheckpointError(
                 f"{checkpoint} has no {item.name}.",
-                fix="Use another checkpoint, or the version of flatout that wrote this one.",
+                fix="Use a different checkpoint, or the version of flatout that wrote this one.",
             )
         if item.targets and is_stored:
             with parsing(checkpoint / catalog.STATE):
@@ -172,7 +172,7 @@ def _differences(run: Run, state: JsonObject, environment: JsonObject | None) ->
 
 
 def _forget_best(run: Run, state: JsonObject, environment: JsonObject) -> list[str]:
-    """Reset the best loss if it was measured on other validation tokens; return the message."""
+    """Reset the best loss if it was measured on other validation tokens, and return the message."""
     before, here = state["environment"].get("validation"), environment.get("validation")
     if run.best_step is None or before is None or here is None or before == here:
         return []

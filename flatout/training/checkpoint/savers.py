@@ -1,6 +1,6 @@
 """Savers of a run's state: one waits for the disk, one writes a copy of the state in a thread.
 
-A save has stages: a snapshot in the loop, a write on every rank, a merge on the main rank. All
+A save has stages: a snapshot in the loop, a write on every rank, a merge on rank 0. All
 ranks agree between stages, in the loop. A kill at any moment leaves earlier checkpoints untouched.
 """
 
@@ -264,7 +264,7 @@ class Saver:
     def abandon(self) -> None:
         """Let a thread that still writes remove the files instead of completing the checkpoint.
 
-        Returns at once; if the process ends first, the run's next start removes them. Earlier
+        Returns at once. If the process ends first, the run's next start removes them. Earlier
         checkpoints are not affected.
         """
         if self._pending is not None:
@@ -308,7 +308,7 @@ class Saver:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One rank's share of a run's state at one step; writing it does not read the run."""
+    """One rank's share of a run's state at one step. Writing it does not read the run."""
 
     rank: int
     world_size: int
@@ -319,7 +319,7 @@ class Snapshot:
     entries: Mapping[str, Entry]
     """Index entries of the tensors."""
     values: JsonObject
-    """The JSON values: all of them on the main rank, only the per-rank ones on the others."""
+    """The JSON values: all of them on rank 0, only the per-rank ones on the others."""
     index: JsonObject
     """What index.json has besides the tensors."""
     state: JsonObject
@@ -391,7 +391,7 @@ def tensors_to_save(run: Run) -> Files | None:
 
 
 def write_share(snapshot: Snapshot, temporary: Path) -> None:
-    """Write this rank's slices and values, and a description of them for the main rank."""
+    """Write this rank's slices and values, and a description of them for rank 0."""
     files: JsonObject = {}
     for name, tensors in snapshot.tensors.items():
         path = temporary / name
@@ -404,7 +404,7 @@ def write_share(snapshot: Snapshot, temporary: Path) -> None:
 
 
 def complete(snapshot: Snapshot, temporary: Path, final: Path, run_folder: Path) -> list[Path]:
-    """Merge the shares of all ranks into the checkpoint `final`; the main rank only.
+    """Merge the shares of all ranks into the checkpoint `final`; rank 0 only.
 
     Call it after every rank has written its share.
     Returns: the new paths of the checkpoints of later steps, which are set aside.
@@ -451,7 +451,7 @@ def complete(snapshot: Snapshot, temporary: Path, final: Path, run_folder: Path)
 def sync_logs(run_folder: Path) -> None:
     """Sync the lines that a run has logged, which nothing else does while it trains.
 
-    So no power loss leaves a checkpoint without the records up to its step. A disk that refuses is
+    So no power loss leaves a checkpoint without the records up to its step. A disk that fails is
     ignored: logs never stop a run.
     """
     with suppress(OSError):

@@ -247,7 +247,7 @@ def _target_of(key: str, parameters: list[dict[str, Tensor]]) -> Target:
     name, _, field = rest.rpartition("/")
     if int(number) >= len(parameters) or name not in parameters[int(number)]:
         raise CheckpointError(
-            f"The checkpoint has {field} of {name} in optimizer {number}; this run's optimizer "
+            f"The checkpoint has {field} of {name} in optimizer {number}. This run's optimizer "
             f"{number} does not update {name}.",
             fix=f"Resume with the model and the optimizer that wrote it, {WEIGHTS_ALONE}.",
         )
@@ -267,7 +267,7 @@ def _require_same_moments(run: Run, targets: list[Target]) -> None:
         stored, kept = stored_as(found), kept_by(run.optimizers[number], parameter)
         if kept is not None and kept != stored:
             raise CheckpointError(
-                f"For {parameter_names(run)[parameter]} the checkpoint has {stored.what}; this run "
+                f"For {parameter_names(run)[parameter]} the checkpoint has {stored.what}. This run "
                 f"keeps {kept.what}.",
                 fix=f"Resume {how_to_resume(stored, kept)}, {WEIGHTS_ALONE}.",
             )

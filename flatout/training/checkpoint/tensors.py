@@ -1,6 +1,6 @@
 """Tensors as slices in safetensors files: each rank writes its part and reads only what it needs.
 
-A tensor has one dtype and one global shape; a slice is a box of it, given by offset and shape.
+A tensor has one dtype and one global shape. A slice is a box of it, given by offset and shape.
 DTensors are sliced as they are sharded; of equal copies exactly one rank writes each, and the ranks
 share the work. Any number of ranks can read what any other number wrote.
 """
@@ -69,7 +69,7 @@ def pieces(
 ) -> Iterator[tuple[str, str, tuple[int, ...], Tensor]]:
     """Yield the boxes that this rank has: the tensor's name, the box's, its offset and its values.
 
-    `cuts` has the tensors of which it may have several; their names are numbered.
+    `cuts` has the tensors of which it may have several. Their names are numbered.
 
     Shapes: tensors of any shape; the values share their memory.
     """
@@ -173,7 +173,7 @@ def fill(
             if covered != wanted:
                 raise CheckpointError(
                     f"The slices of {name} in {folder} do not cover it.",
-                    fix="Use another checkpoint.",
+                    fix="Use a different checkpoint.",
                 )
             if task:
                 task.advance(wanted * target.element_size())

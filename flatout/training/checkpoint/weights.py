@@ -34,8 +34,8 @@ def parameter_names(run: Run) -> dict[Tensor, str]:
 def weights_and_aliases(core: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return every parameter and saved buffer once, and the other names of shared ones.
 
-    A tied head, for example, has two names. With LoRA, the frozen weights are left out: a
-    checkpoint contains the adapters and says which weights they belong to.
+    A tied head, for example, has two names. With LoRA, the frozen weights are omitted: a
+    checkpoint contains the adapters and names which weights they belong to.
 
     Shapes: as in the model.
     """

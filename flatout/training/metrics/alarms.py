@@ -1,7 +1,7 @@
 """Alarms of a run: something got worse and stays so, with the step and the most likely cause.
 
 An alarm is an event `alarm`, its end an event `alarm_over`. There is one per episode. They come
-from the figures of the run's records, so that a step pays nothing for them.
+from the metrics of the run's records, so that a step pays nothing for them.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ MIN_FALL, MIN_WAIT = 0.08, 0.10
 SAMPLE_S = 1.25
 """Records are combined until they cover this time, so that no change shorter than 7.5 s counts."""
 THROTTLING_EVERY_S = 5.0
-"""Time between two looks at what slows the device down; two in a row are an alarm."""
+"""Time between two looks at what slows the device down. Two in a row are an alarm."""
 MEMORY = {
     "mem/allocated_gib": ("memory", "The GPU memory of this run"),
     "mem/process_gib": ("host_memory", "The memory of this process"),
 }
-"""Kind of an alarm and its subject, by the figure that creeps."""
+"""Kind of an alarm and its subject, by the metric that creeps."""
 RATE, STEP, WAIT, HOST, DEVICE = (
     "perf/tokens_per_s",
     "perf/step_ms",
@@ -44,7 +44,7 @@ Sample = dict[str, float]
 
 
 class Alarms:
-    """Watches the records of a run of `last_step` steps, and says when something gets worse."""
+    """Watches the records of a run of `last_step` steps, and reports when something gets worse."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Alarms:
         last_step: int,
         have_gib: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
-        """`have_gib` is the memory that there is, by the figure that creeps."""
+        """`have_gib` is the memory that there is, by the metric that creeps."""
         self._surroundings = surroundings
         self._last_step = last_step
         self._have_gib = have_gib
@@ -69,7 +69,7 @@ class Alarms:
         self.num_alarms = 0
 
     def see(self, record: Mapping[str, float]) -> list[Alarm]:
-        """Take a line of metrics.jsonl; return the alarms that begin or are over with it."""
+        """Take a line of metrics.jsonl, and return the alarms that begin or are over with it."""
         found = [
             *self._see_loss(record),
             *self._see_memory(record),
@@ -138,7 +138,7 @@ class Alarms:
         yield _event("throttling", step, change, f"Throttled since step {began:,}", reason, over)
 
     def _see_speed(self, record: Mapping[str, float]) -> Iterator[Alarm]:
-        """Yield changes of speed and data wait; where both have one cause, only one of them."""
+        """Yield changes of speed and data wait. Where both have one cause, only one of them."""
         sample = self._sampled(record)
         if sample is None:
             return
@@ -220,7 +220,7 @@ def _median(samples: list[Sample]) -> Sample:
 
 
 def _event(kind: str, step: int, change: Change, begun: str, cause: str | None, over: str) -> Alarm:
-    """Return the event of a change; `begun` and `over` say what happened, whichever did."""
+    """Return the event of a change; `begun` and `over` describe what happened, whichever did."""
     usual, now = (None if math.isnan(value) else value for value in (change.usual, change.now))
     return {
         "event": "alarm_over" if change.is_over else "alarm",

@@ -89,7 +89,7 @@ class BadSteps:
         self._positions[run.step] = batch.start, batch.position
 
     def ready(self, *, flush: bool) -> list[BadStep]:
-        """Return the bad steps that are known since the last call; with `flush`, wait for all."""
+        """Return the bad steps that are known since the last call. With `flush`, wait for all."""
         found = []
         for step, figures in self._readback.ready(flush=flush or self._at_once):
             start, stop = self._positions.pop(step)

@@ -63,7 +63,7 @@ class StepClock:
 
     On a CPU the whole step is device work; that costs under 2 us per step. On a GPU there is one
     event on the stream before each step and one after, without waiting. A GPU that idles because
-    the host queues too slowly therefore counts as busy; `perf/host_ms` is then close to
+    the host queues too slowly therefore counts as busy. `perf/host_ms` is then close to
     `perf/step_ms`. The same happens when the launch queue is full, so `perf/host_ms` is an upper
     bound on the time that the host needed.
     """
@@ -101,7 +101,7 @@ class StepClock:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Count the time inside as waiting for a GPU; a CPU's figures are here already."""
+        """Count the time inside as waiting for a GPU. A CPU's metrics are here already."""
         began_s = time.perf_counter()
         yield
         if self._stream is not None:

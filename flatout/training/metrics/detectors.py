@@ -1,7 +1,7 @@
-"""Change detection in the figures of a run: a shift that stays, a creep, a spike.
+"""Change detection in the metrics of a run: a shift that stays, a creep, a spike.
 
 All use medians and ranks, which single outliers do not move, and compare with the noise of the
-figure itself. They need constant memory and a few microseconds per value. benchmarks/alarms.py
+metric itself. They need constant memory and a few microseconds per value. benchmarks/alarms.py
 measures how often they are wrong and how late they are right.
 """
 
@@ -36,7 +36,7 @@ MIN_GROWTH_GIB, MIN_GROWTH_SHARE = 1 / 32, 0.02
 MIN_CONCORDANCE = 0.9
 """Minimum of Kendall's tau of a creep: 4.9 standard deviations for 16 independent values."""
 MIN_QUARTER = 0.25
-"""Minimum share of the growth in each of the later three quarters; it is 1/3 when it is even."""
+"""Minimum share of the growth in each of the later three quarters. It is 1/3 when it is even."""
 SPIKE_WINDOW, MIN_SPIKE_WINDOW = 32, 16
 """Most and fewest earlier losses that a spike is compared with."""
 SPIKE_DEVIATIONS, SPIKE_OVER = 6.0, 3.0
@@ -49,7 +49,7 @@ MIN_SPIKE = 0.03
 
 @dataclass(frozen=True)
 class Change:
-    """A figure that has left its usual range, or has returned to it."""
+    """A metric that has left its usual range, or has returned to it."""
 
     since_step: int
     """Step of the first value of the change."""
@@ -69,9 +69,9 @@ def deviation(values: Iterable[float], center: float) -> float:
 
 
 class Shift:
-    """Detects that a figure rises (`direction` 1) or falls (-1) by more than `margin`, and stays.
+    """Detects that a metric rises (`direction` 1) or falls (-1) by more than `margin`, and stays.
 
-    The figure must also leave its noise: three standard deviations of single values, six of the
+    The metric must also leave its noise: three standard deviations of single values, six of the
     recent ones together, which noise that lasts for several values does not exceed either.
     """
 
@@ -88,7 +88,7 @@ class Shift:
         """When the change that is not over began."""
 
     def see(self, step: int, value: float) -> Change | None:
-        """Take the next value; return a change that begins or is over with it."""
+        """Take the next value, and return a change that begins or is over with it."""
         if len(self._recent) == RECENT and self._since is None:
             self._learn(self._recent[0].value, self._together())
         self._recent.append(_Point(step, value * self._direction))
@@ -158,7 +158,7 @@ class Creep:
         """The size of the blocks in which a creep that is not over was found."""
 
     def see(self, step: int, value: float) -> Change | None:
-        """Take the next value; return a creep that begins or is over with it."""
+        """Take the next value, and return a creep that begins or is over with it."""
         if self._left_to_skip:
             self._left_to_skip -= 1
             return None
@@ -226,7 +226,7 @@ class Spike:
         """When the spike that is not over began."""
 
     def see(self, step: int, loss: float, grad_norm: float | None) -> Change | None:
-        """Take the next loss; return a spike that begins or is over with it."""
+        """Take the next loss, and return a spike that begins or is over with it."""
         if self._since is not None:
             height = max(SPIKE_OVER * self._spread, MIN_SPIKE / 2 * abs(self._trend))
             self._calm = self._calm + 1 if loss <= self._trend + height else 0
@@ -251,7 +251,7 @@ class Spike:
         return None
 
     def _is_far_above(self, loss: float) -> bool:
-        """Return whether a loss is above its trend; a steep trend counts as noise."""
+        """Return whether a loss is above its trend. A steep trend counts as noise."""
         losses = list(self._losses)
         newest = losses[-MIN_SPIKE_WINDOW:]
         if len(newest) < MIN_SPIKE_WINDOW or loss <= max(newest):

@@ -28,7 +28,7 @@ class OtherProcesses:
         self._before = CpuTimes.read()
 
     def figures(self, cores: int) -> dict[str, float]:
-        """Return the figures since the last ones; none within a second, as the system counts ticks.
+        """Return the metrics since the last ones; none within a second, as the system counts ticks.
 
         `cores` is the number that this process may use.
         """
@@ -39,7 +39,7 @@ class OtherProcesses:
 
 
 def memory_gib(device: torch.device) -> dict[str, float]:
-    """Return the device's memory figures, and this process's; on a CPU, only those."""
+    """Return the device's memory metrics, and this process's; on a CPU, only those."""
     own_gib = process_gib()
     own = {} if own_gib is None else {"mem/process_gib": own_gib}
     if device.type == "cuda":
@@ -90,7 +90,7 @@ def gpu_figures(device: torch.device) -> dict[str, float]:
 
 
 class GpuDriver:
-    """Asks the driver about one GPU; nothing that it does waits for the GPU's work."""
+    """Asks the driver about one GPU. Nothing that it does waits for the GPU's work."""
 
     def __init__(self, device: torch.device) -> None:
         self.handle: object = None

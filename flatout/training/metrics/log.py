@@ -1,6 +1,6 @@
-"""The log of a run: times steps, reads their figures back, and writes records and events.
+"""The log of a run: times steps, reads their metrics back, and writes records and events.
 
-A record combines host figures, taken when the step is queued, with device figures, read back later.
+A record combines host metrics, taken when the step is queued, with device metrics, read back later.
 Evaluation, samples and saves are timed separately, so tokens/s covers training only; `clocks.py`
 breaks down the time of a step.
 """
@@ -52,12 +52,12 @@ LOCAL_LOGGERS = ("tensorboard",)
 
 
 LESS_STEEP = (
-    "Lower optim.lr or raise schedule.warmup, and start another run with --run-dir DIR; earlier "
+    "Lower optim.lr or raise schedule.warmup, and start a new run with --run-dir DIR. Earlier "
     "checkpoints are not affected."
 )
 """What to do when training has diverged."""
 SKIPPED = "train/skipped_steps"
-"""All bad steps of the run so far; a record has it if there were any."""
+"""All bad steps of the run so far. A record has it if there were any."""
 
 
 class Rates(NamedTuple):
@@ -70,7 +70,7 @@ class Rates(NamedTuple):
 
 
 class PendingRecord(NamedTuple):
-    """A record whose device figures have not been read back yet."""
+    """A record whose device metrics have not been read back yet."""
 
     figures: dict[str, float]
     host_times: TimeBreakdown
@@ -78,7 +78,7 @@ class PendingRecord(NamedTuple):
 
 
 class Log:
-    """Writes a run's records and events on its main rank; other ranks only keep their clocks.
+    """Writes a run's records and events on rank 0. Other ranks only keep their clocks.
 
     A record is due every `log.every` steps and at the last step. `close` writes the pending ones;
     leaving the context closes the files and the loggers, even after an error. `loggers` names those
@@ -109,7 +109,7 @@ class Log:
         self._flops_per_token = functools.cache(run.core.flops_per_token)
         """Cached by row length."""
         self.last_result: StepResult | None = None
-        """The figures of the last step, still on the device."""
+        """The metrics of the last step, still on the device."""
         self._compilation = CompilationWatch()
         self.compile_s: float | None = None
         """Seconds spent compiling, before and after the first step; None if nothing compiled."""
@@ -183,7 +183,7 @@ class Log:
         self.last_evaluation = self._run.step, evaluation
 
     def compiled(self, seconds: float) -> None:
-        """Log the warm-up's compilations, which took `seconds`; later ones are recompilations."""
+        """Log the warm-up's compilations, which took `seconds`. Later ones are recompilations."""
         self._compilations("compiled", round(seconds, 3))
 
     def _compilations(self, kind: str, seconds: float | None = None) -> Compilations:
@@ -247,15 +247,15 @@ class Log:
         for lines in (self.records.lines, self._events) if self.records else ():
             lines.close()
             if lines.lacks_lines:
-                self.progress.say(f"{lines.path} lacks lines that the disk refused.")
+                self.progress.say(f"{lines.path} lacks lines that could not be written.")
 
     def _tell_refusal(self, lines: Lines) -> None:
-        """Say once when the disk refuses lines, which does not stop the run."""
+        """Report once that lines cannot be written, which does not stop the run."""
         if lines.refusal is None or lines.path in self._refused:
             return
         self._refused.add(lines.path)
         text = (
-            f"{lines.path} cannot be written ({reason_of(lines.refusal)}). Training continues; its "
+            f"{lines.path} cannot be written ({reason_of(lines.refusal)}). Training continues. Its "
             "lines are written when the disk accepts them."
         )
         self.progress.say(text)
@@ -300,7 +300,7 @@ class Log:
 
     @property
     def is_steady(self) -> bool:
-        """Whether `steady_rates` leaves out the first interval, in which everything warms up."""
+        """Whether `steady_rates` omits the first interval, in which everything warms up."""
         return len(self.rates) > 1
 
     def _log_recompilations(self) -> None:
@@ -328,7 +328,7 @@ class Log:
         self._interval.spans += spans
 
     def _close_interval(self, result: StepResult) -> PendingRecord:
-        """Start a new interval, and return the host's figures of the previous one."""
+        """Start a new interval, and return the host's metrics of the previous one."""
         self._collect_spans()
         run, interval, now_s = self._run, self._interval, time.perf_counter()
         train_s = interval.train_s(now_s)
@@ -352,7 +352,7 @@ class Log:
         return PendingRecord(figures, interval.host_times(now_s), interval.spans)
 
     def _write_ready(self, *, flush: bool) -> None:
-        """Write the records whose device figures have arrived; with `flush`, wait for all."""
+        """Write the records whose device metrics have arrived. With `flush`, wait for all."""
         with self.clock.reading():
             bad_steps = self.bad_steps.ready(flush=flush)
             ready = self._run.readback.ready(flush=flush)
@@ -391,7 +391,7 @@ def _alarms(run: Run) -> Alarms:
 
 
 def require_finite(name: str, value: float, step: int) -> None:
-    """Check that a figure is finite. All ranks have the same figures, so all fail together.
+    """Check that a metric is finite. All ranks have the same metrics, so all fail together.
 
     Raises: RunFailed when it is not.
     """

@@ -32,12 +32,12 @@ Outcome = Literal["finished", "stopped", "failed"]
 Report = Callable[..., object]
 """`Log.event`: the kind of an event, and its fields."""
 WAIT_S: Mapping[Outcome, float] = {"finished": 60.0, "stopped": 10.0, "failed": 10.0}
-"""How long the end of a run waits for a remote logger; whoever stops a run is in a hurry."""
+"""How long the end of a run waits for a remote logger. Whoever stops a run is in a hurry."""
 OBSERVER_METHODS = ("on_start", "on_tick", "on_record", "on_event", "on_end")
 
 
 class Logger(Quiet):
-    """An observer that copies the metrics of a run to another place; its `on_tick` is not called.
+    """An observer that copies the metrics of a run to another place. Its `on_tick` is not called.
 
     `on_start` comes first. After an exception in any method the logger is not called again, and the
     run continues.
@@ -48,7 +48,7 @@ class Logger(Quiet):
 
     def __init__(self) -> None:
         self.news: SimpleQueue[str] = SimpleQueue()
-        """What `say` received; the run shows it."""
+        """What `say` received. The run shows it."""
 
     def say(self, text: str) -> None:
         """Tell the user something, such as where the run is shown."""
@@ -59,7 +59,7 @@ class Logger(Quiet):
 
 
 class Guard(Observer):
-    """Calls one logger, in a thread if it is remote, and reports what it says and its failure."""
+    """Calls one logger, in a thread if it is remote, and reports its messages and its failure."""
 
     def __init__(self, name: str, logger: Logger, report: Report) -> None:
         self._name = name
@@ -79,7 +79,7 @@ class Guard(Observer):
         self._call("on_start", copy.copy(run))
 
     def on_tick(self, step: int, last_step: int) -> None:
-        """Report what the thread has to say."""
+        """Report the messages of the thread."""
         self._tell()
 
     def on_record(self, record: Mapping[str, float]) -> None:
@@ -173,7 +173,7 @@ def require_loggers(config: LogConfig) -> None:
 
 
 def configured_observers(config: LogConfig) -> list[Observer]:
-    """Return the observers of `log.observers`; a class or function is called without arguments."""
+    """Return the observers of `log.observers`. A class or function is called without arguments."""
     found = [(reference, _observer_at(reference)) for reference in config.observers]
     return [_checked(one() if callable(one) else one, reference) for reference, one in found]
 
@@ -189,7 +189,7 @@ def _checked(found: Any, reference: str) -> Any:
     if lacking:
         raise ConfigError(
             f"log.observers={reference} is not an observer: it has no {lacking[0]!r}.",
-            fix="Derive it from flatout.Quiet; docs/extend.md shows an observer.",
+            fix="Derive it from flatout.Quiet. docs/extend.md shows an observer.",
         )
     return found
 
@@ -204,7 +204,7 @@ class RemoteRun:
         self._path = run_folder / LOGGER_STATES / f"{logger}.json"
 
     def read(self) -> JsonObject:
-        """Return what was stored; nothing for a new run, or when the file is damaged."""
+        """Return what was stored. Nothing for a new run, or when the file is damaged."""
         if not self._path.exists():
             return {}
         document = read_json(self._path)

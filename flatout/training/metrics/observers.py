@@ -15,22 +15,22 @@ if TYPE_CHECKING:
 
 
 class Observer(Protocol):
-    """Watches one run on its main rank. Methods must return quickly: the device may be idle."""
+    """Watches one run on rank 0. Methods must return quickly: the device may be idle."""
 
     def on_start(self, run: Run) -> None:
         """Receive the run, built and restored, just before its first step."""
         return  # an empty body would make the method abstract for type checkers
 
     def on_tick(self, step: int, last_step: int) -> None:
-        """Called every step, without figures, when step `step` of `last_step` is queued."""
+        """Called every step, without metrics, when step `step` of `last_step` is queued."""
         return
 
     def on_record(self, record: Mapping[str, float]) -> None:
-        """Receive a line of metrics.jsonl: the run's position and its figures."""
+        """Receive a line of metrics.jsonl: the run's position and its metrics."""
         return
 
     def on_event(self, event: JsonObject) -> None:
-        """Receive a line of events.jsonl; its `event` is the kind."""
+        """Receive a line of events.jsonl. Its `event` is the kind."""
         return
 
     def on_end(self, summary: JsonObject) -> None:

@@ -7,7 +7,7 @@
         ...
 
 Phases may nest: the inner one's time does not count for the outer one. With `collecting_gc`, runs
-of Python's garbage collector are a phase of their own wherever they happen. A phase costs about a
+of Python's garbage collector are a separate phase wherever they happen. A phase costs about a
 microsecond.
 """
 
@@ -85,7 +85,7 @@ class PhaseTimer:
             self.leave()
 
     def reset(self) -> None:
-        """Forget everything so far; a running phase starts anew."""
+        """Forget everything so far. A running phase starts anew."""
         self.seconds.clear()
         self.calls.clear()
         self.full_collections = 0

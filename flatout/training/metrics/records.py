@@ -21,13 +21,13 @@ REPEATED = ("early_stop", "evaluation", "sample", "end")
 """Events that a run logs again when it resumes before them."""
 
 MOST_UNWRITTEN = 2**24
-"""Bytes of lines that wait for a disk that refuses them; later ones are lost."""
+"""Bytes of lines that wait for a disk that fails. Later ones are lost."""
 
 
 class Lines:
-    """Appends JSON lines to a file of a run directory; no error of the disk stops the run.
+    """Appends JSON lines to a file of a run directory. No error of the disk stops the run.
 
-    What the disk refuses is written before the next line.
+    What the disk fails to write comes before the next line.
     """
 
     def __init__(self, path: Path) -> None:
@@ -40,7 +40,7 @@ class Lines:
         self._descriptor: int | None = None
 
     def append(self, line: Mapping[str, object]) -> bytes:
-        """Append one line, or keep it until the disk accepts it; return its bytes.
+        """Append one line, or keep it until the disk accepts it, and return its bytes.
 
         Raises: CheckpointError when the file is a link.
         """
@@ -84,9 +84,9 @@ class Lines:
 
 
 class Records:
-    """Writes the records of a run that starts at or resumes from `step`, on its main rank.
+    """Writes the records of a run that starts at or resumes from `step`, on rank 0.
 
-    `saved` is what the checkpoint that it resumes from says about metrics.jsonl.
+    `saved` is what the checkpoint that it resumes from records about metrics.jsonl.
     """
 
     def __init__(self, run_folder: Path, step: int, saved: CheckpointInfo | None = None) -> None:
@@ -105,7 +105,7 @@ class Records:
         self._evaluated = last["step"] if "val/loss" in last else None
 
     def write(self, record: Mapping[str, float]) -> tuple[JsonObject, bool]:
-        """Write a record without its non-finite figures, which JSON cannot represent.
+        """Write a record without its non-finite metrics, which JSON cannot represent.
 
         The evaluation at the step of the resume is not written a second time: a run that is killed
         after its last evaluation evaluates again.
@@ -123,7 +123,7 @@ class Records:
 def forget_events(run_folder: Path, step: int, *, at_end: bool) -> None:
     """Remove the events that a run which resumes at `step` logs again: those of later steps.
 
-    `at_end` says that it resumes at its end: then it also repeats those of `step`.
+    `at_end` tells that it resumes at its end: then it also repeats those of `step`.
     """
 
     def stays(line: JsonObject) -> bool:
@@ -135,7 +135,7 @@ def forget_events(run_folder: Path, step: int, *, at_end: bool) -> None:
 
 
 def _keep(path: Path, stays: Callable[[JsonObject], bool]) -> list[str]:
-    """Remove the damaged lines and those that do not stay from a file; return the others."""
+    """Remove the damaged lines and those that do not stay from a file, and return the others."""
     if not path.exists():
         return []
     with os.fdopen(open_own(path, os.O_RDONLY), encoding="utf-8", errors="replace") as file:
@@ -168,7 +168,7 @@ def _damage(path: Path, kept: Sequence[str], saved: CheckpointInfo | None) -> st
         return None
     what = f"has lost {counted(lost, 'record')}" if lost > 0 else "was changed or damaged"
     return (
-        f"{path} {what} since the checkpoint of step {saved.step} was saved. Training continues; "
-        "curves and reports have gaps or wrong figures before that step, unless you restore the "
+        f"{path} {what} since the checkpoint of step {saved.step} was saved. Training continues. "
+        "Curves and reports have gaps or wrong metrics before that step, unless you restore the "
         "file from a copy."
     )

@@ -27,7 +27,7 @@ class GpuState(NamedTuple):
     """What the driver reports of the GPU now; None: not reported."""
 
     slowed_by: tuple[str, ...] | None
-    """Heat and other faults that slow it down; its power cap is not one."""
+    """Heat and other faults that slow it down. Its power cap is not one."""
     is_at_power_cap: bool | None
     processes: int | None
     clock_mhz: float | None
@@ -54,7 +54,7 @@ class Surroundings:
         self._gpu: GpuState | None = None
 
     def suspect(self, is_suspicious: bool) -> None:
-        """Note whether the latest figures are unusual; the first such moment divides the times."""
+        """Note whether the latest metrics are unusual. The first such moment divides the times."""
         if not is_suspicious:
             self._suspected = None
         elif self._suspected is None:

@@ -7,7 +7,7 @@ URL/NAME/              NAME is the name of the run directory
 ├── step-N/            the files of a checkpoint, with `.zst` appended when they are compressed;
 │                      manifest.json comes last, until then upload.json is there
 └── step-N.1/          the same step, saved again with other content; once it is complete, step-N is
-                       deleted; then comes step-N.2
+                       deleted. Then comes step-N.2
 """
 
 from __future__ import annotations
@@ -120,9 +120,10 @@ def require_elsewhere(config: CheckpointConfig, run_folder: Path) -> None:
     for own in (run_folder.resolve(), folder_in(config.dir, run_folder).resolve()):
         if mirror == own or own in mirror.parents or mirror in own.parents:
             raise ConfigError(
-                f"checkpoint.mirror={config.mirror}: the mirror would be {mirror}, and {own} has "
-                "the run itself. What deletes one would delete the other.",
-                fix="Set checkpoint.mirror to a directory elsewhere, on another disk if possible.",
+                f"checkpoint.mirror={config.mirror}: the mirror would be {mirror}, and {own} "
+                "contains the run itself. What deletes one would delete the other.",
+                fix="Set checkpoint.mirror to a directory elsewhere, on a different disk if "
+                "possible.",
             )
 
 
@@ -134,7 +135,7 @@ def read_record(run_folder: Path, url: str) -> Record | None:
     path = run_folder / MIRROR
     if not path.exists():
         return None
-    fix = f"Delete {path} and set another checkpoint.mirror."
+    fix = f"Delete {path} and set a different checkpoint.mirror."
     record = read_model(path, Record, fix=fix)
     return record if record.url == url else None
 
@@ -148,7 +149,7 @@ class MirrorStore:
     """The mirror at a URL.
 
     Raises: DataError when URLs of that kind are read-only; MissingPackage. Its methods raise
-            Unreachable when the server does not answer, and DataError when it refuses.
+            Unreachable when the server does not answer, and DataError when it rejects the request.
     """
 
     def __init__(self, url: str) -> None:
@@ -198,7 +199,7 @@ class MirrorStore:
         except ValidationError as error:
             raise CheckpointError(
                 f"{self.url}/{MIRROR} was not written by this version of flatout.",
-                fix="Set another checkpoint.mirror.",
+                fix="Set a different checkpoint.mirror.",
             ) from error
 
     def write_sender(self, sender: Sender) -> None:

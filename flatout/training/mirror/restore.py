@@ -48,12 +48,12 @@ from flatout.training.run_dir.data_location import require_same_data, require_to
 from flatout.training.run_dir.resume import UNSEALED_KEYS, continued
 
 START_WITHOUT = (
-    "Choose another run directory with --run-dir DIR, or set checkpoint.mirror=none to start "
+    "Choose a different run directory with --run-dir DIR, or set checkpoint.mirror=none to start "
     "without it."
 )
 OTHER_NAME = (
-    "If it is another run, choose a run directory with another name with --run-dir DIR, or set "
-    "another checkpoint.mirror."
+    "If it is another run, choose a run directory with a different name with --run-dir DIR, or set "
+    "a different checkpoint.mirror."
 )
 CONFIGURATION = (layout.REQUESTED, layout.CONFIG, COPY)
 
@@ -72,7 +72,7 @@ def restore_lost(
 
     Fetched are the newest checkpoint, the best one, and the missing files of the run directory.
     `dataset_of` returns the dataset with which this command trains a configuration. `are_damaged`
-    says that the checkpoints here cannot be used.
+    reports that the checkpoints here cannot be used.
 
     Raises: CheckpointError when no checkpoint there is usable, or `resume` is `never`; ConfigError
             and CheckpointError when the mirror has a run of other settings or data, or is inside
@@ -93,8 +93,8 @@ def restore_lost(
         raise CheckpointError(
             f"--resume never would overwrite {url}, which contains the checkpoint of step "
             f"{max(there)}.",
-            fix="Choose another directory with --run-dir DIR, another checkpoint.mirror, or resume "
-            "with --resume auto.",
+            fix="Choose a different directory with --run-dir DIR, a different checkpoint.mirror, "
+            "or resume with --resume auto.",
         )
     usable = "usable checkpoint" if are_damaged else "checkpoint"
     progress.say(f"{folder} has no {usable}: restoring it from {url}.")
@@ -128,7 +128,7 @@ def restore_lost(
     if info is not None:
         saved = time.strftime(", saved %Y-%m-%d %H:%M:%S UTC", time.gmtime(info.saved_at))
     progress.say(f"Restored {folder} from {url}: step {newest}{saved}{_sent_by(sender)}.")
-    if (folder / layout.SUMMARY).exists():  # else the resume that follows says it
+    if (folder / layout.SUMMARY).exists():  # else the resume that follows reports it
         damage = damage_of(folder, checkpoint)
         if damage is not None:
             progress.say(damage)
@@ -136,9 +136,9 @@ def restore_lost(
 
 
 def _fetch_description(store: MirrorStore, stored: Mirrored, checkpoint: Path) -> None:
-    """Fetch what says which run this is: its configuration, its tokenizer, a checkpoint's state.
+    """Fetch what identifies the run: its configuration, its tokenizer, a checkpoint's state.
 
-    They are put beside and in `checkpoint`. If it is damaged, it is left out: it is reported when
+    They are put beside and in `checkpoint`. If it is damaged, it is omitted: it is reported when
     it is fetched.
     """
     there = store.top.files()
@@ -211,7 +211,7 @@ def _there(error: FlatoutError, copy: Path, url: str) -> str:
 
 
 def _restore_config(copy: Path, folder: Path, requested: RunConfig, trust_code: bool) -> None:
-    """Store the configuration; `requested` may set another checkpoint.dir: its disk may be gone.
+    """Store the configuration. `requested` may set a different checkpoint.dir if a disk is gone.
 
     It replaces one that is here: the checkpoints were trained with it.
     """
@@ -300,7 +300,7 @@ def _pull(
             if only in ("", name)
         ],
         target,
-        fix="Use another checkpoint.",
+        fix="Use a different checkpoint.",
         more_space="set checkpoint.dir to a directory on a larger disk",
         progress=progress,
         open_file=open_file,

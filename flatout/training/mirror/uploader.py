@@ -1,8 +1,8 @@
 """Sends the checkpoints of a run to its mirror in a thread, while training continues.
 
-The thread sends the newest checkpoint that the mirror lacks, until it lacks none; so an interrupted
+The thread sends the newest checkpoint that the mirror lacks, until it lacks none. So an interrupted
 upload, also one of an earlier process, is continued. What waits is in the run directory: a
-checkpoint that is deleted here before its turn is left out. Only the main rank has a thread; all
+checkpoint that is deleted here before its turn is omitted. Only rank 0 has a thread. All
 ranks write to one file system.
 """
 
@@ -55,7 +55,7 @@ process 30 seconds after the signal, or later."""
 STALL_S = 240.0
 """A finished run waits for its uploads until nothing has been sent for this long."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 15.0, 600.0
-"""Pauses after failed attempts; each is twice as long as the one before."""
+"""Pauses after failed attempts. Each is twice as long as the one before."""
 POLL_S = 0.05
 Report = Callable[..., object]
 """Receives the kind of an event, and its fields."""
@@ -111,15 +111,15 @@ class Uploader(Quiet):
         if sender is None and self._store.top.files():
             raise CheckpointError(
                 f"{self.url} is not empty and is not the mirror of a run.",
-                fix="Set another checkpoint.mirror, or remove what is there.",
+                fix="Set a different checkpoint.mirror, or remove what is there.",
             )
         if record is None:
             if sender is not None and self._store.complete():
                 raise CheckpointError(
                     f"{self.url} contains the checkpoints of another run, {sender.run} on "
                     f"{sender.host}.",
-                    fix="Choose a run directory with another name with --run-dir DIR, or set "
-                    "another checkpoint.mirror.",
+                    fix="Choose a run directory with a different name with --run-dir DIR, or set "
+                    "a different checkpoint.mirror.",
                 )
             replaces = sender.id if sender else None
             record = Record(id=secrets.token_hex(16), url=self._store.url, replaces=replaces)
@@ -132,7 +132,7 @@ class Uploader(Quiet):
         self._record = record
 
     def start(self, report: Report) -> None:
-        """Start the thread; `report` is called in this one."""
+        """Start the thread. `report` is called in this one."""
         self._report = report
         self._thread.start()
 
@@ -317,7 +317,7 @@ class Uploader(Quiet):
     def _send_run_files(self, names: Iterable[str]) -> None:
         """Send the files of the run directory that have changed.
 
-        The summary, which says that the run is finished, comes after the last checkpoint. Copies
+        The summary, which marks the run as finished, comes after the last checkpoint. Copies
         are sent: metrics and events grow meanwhile.
         """
         self._require_own()
@@ -351,7 +351,7 @@ class Uploader(Quiet):
     def _taken_over(self, sender: Sender) -> TakenOver:
         return TakenOver(
             f"The run was restored from {self.url} and continues as {sender.run} on {sender.host}.",
-            fix=f"Continue it there; or set checkpoint.mirror=none to continue "
+            fix=f"Continue it there. Or set checkpoint.mirror=none to continue "
             f"{in_shell(self._run_folder)} without a mirror.",
         )
 
@@ -396,7 +396,7 @@ class Uploader(Quiet):
 def _pinned(checkpoint: Path) -> Iterator[tuple[Path | None, Path]]:
     """Yield a directory with a checkpoint's files, and one for temporary files.
 
-    The former has hard links, so that deleting the checkpoint does not end its upload; where the
+    The former has hard links, so that deleting the checkpoint does not end its upload. Where the
     file system has none, it is the checkpoint itself. It is None when the checkpoint is gone.
     """
     work = checkpoint.with_name(f"{checkpoint.name}.tmp-upload-{secrets.token_hex(4)}")
@@ -447,7 +447,7 @@ def sending(
     """Send checkpoints in the background inside the block, and the rest at its end.
 
     `since_stop_s` and `advanced` are those of `Uploader.close`. A run that fails has as little time
-    as one that was asked to stop; one that a second Ctrl+C ends has none.
+    as one that was asked to stop. One that a second Ctrl+C ends has none.
     """
     if uploader is None:
         yield
@@ -466,7 +466,7 @@ def sending(
 
 
 def send_rest(run_folder: Path, config: CheckpointConfig, progress: Progress) -> None:
-    """Send what the mirror of a finished run lacks; a failure is reported, not raised."""
+    """Send what the mirror of a finished run lacks. A failure is reported, not raised."""
     try:
         uploader = claimed(run_folder, config, True, progress)
     except FlatoutError as error:

@@ -1,7 +1,7 @@
 """Detects edits of config.yaml: its first line is a digest, and a copy shows what was changed.
 
 The digest is in the file itself, so that a kill cannot separate the two, and at its beginning, so
-that a file that was cut short has it too. The copy has the same text, digest included; asked.yaml
+that a file that was cut short has it too. The copy has the same text, digest included. Asked.yaml
 has a digest and no copy. No torch.
 """
 
@@ -36,7 +36,7 @@ _SEAL = re.compile(
 
 
 def write_sealed(text: str, *paths: Path) -> None:
-    """Write `text` to files, with its digest in the line before it; a copy comes first."""
+    """Write `text` to files, with its digest in the line before it. A copy comes first."""
     for path in paths:
         write_text(path, f"# sha256 of the lines below: {_digest(text)}\n{text}")
 
@@ -51,7 +51,7 @@ def require_whole(path: Path) -> None:
         raise ConfigError(
             f"{path} was changed after the run had started, or is damaged: it does not match the "
             "SHA-256 in its first line.",
-            fix="Restore it from a copy, or start another run: "
+            fix="Restore it from a copy, or start a new run: "
             f"--resume {in_shell(path.parent)} --run-dir DIR starts it from this one.",
         )
 
@@ -68,7 +68,7 @@ def require_unedited(path: Path, config: RunConfig, *, free: Iterable[str]) -> N
     if edits is None:
         raise ConfigError(
             f"{refused}, {_LOST_COPY}",
-            fix="Restore the file. To train with it as it is, start another run: "
+            fix="Restore the file. To train with it as it is, start a new run: "
             f"--resume {in_shell(path.parent)} --run-dir DIR, with the settings you want.",
         )
     changed = {key: line for key, line in edits.items() if not key.startswith(tuple(free))}
@@ -79,7 +79,7 @@ def require_unedited(path: Path, config: RunConfig, *, free: Iterable[str]) -> N
         raise ConfigError(
             f"{refused}: {'; '.join(changed.values())}.",
             fix=f"Restore it with `{_restore_command(path)}`. "
-            "To change settings on purpose, restore it and start another run: --resume "
+            "To change settings on purpose, restore it and start a new run: --resume "
             f"{in_shell(path.parent)} --run-dir DIR {settings}",
         )
 
@@ -88,7 +88,7 @@ def require_as_trained(path: Path, config: RunConfig) -> None:
     """Check that `config`, read from `path`, describes the model that was trained.
 
     With other settings its weights produce other text and losses. Settings that only matter in
-    training may differ; a file with neither digest nor copy is accepted.
+    training may differ. A file with neither digest nor copy is accepted.
     Raises: ConfigError naming the changed settings, and how to use the model with them on purpose.
     """
     edits = _edits(path, config)

@@ -154,7 +154,7 @@ def keep_text_format(dataset: AnyDataset, run_folder: Path, *, progress: Progres
     write_text(run_folder / CHAT_TEMPLATE, templates[0].model_dump_json(indent=1) + "\n")
     if any(not template.writes_as(templates[0]) for template in templates):
         progress.say(
-            "The conversations of this mix have different chat templates; `flatout chat` will use "
+            "The conversations of this mix have different chat templates. `flatout chat` will use "
             f"the first one, {templates[0].name}."
         )
 
@@ -173,12 +173,12 @@ def require_tokenizer(
     known = (catalog.tokenizer_of(checkpoint) if checkpoint is not None else None) or found
     if found not in (known, None):
         raise CheckpointError(
-            f"{kept} is damaged or was replaced: the model was trained with another tokenizer.",
+            f"{kept} is damaged or was replaced: the model was trained with a different tokenizer.",
             fix=RESTORE,
         )
     if known not in (data.manifest.tokenizer.digest, None):
         raise CheckpointError(
-            f"{data.origin} was prepared with another tokenizer than the one {run_folder} was "
+            f"{data.origin} was prepared with a different tokenizer than the one {run_folder} was "
             f"trained with{_tokenizer_change(kept, data)}.",
             fix=f"Prepare the text with --tokenizer {in_shell(kept)}.",
         )
@@ -219,7 +219,7 @@ def require_same_data(run_folder: Path, dataset: AnyDataset, checkpoint: Path) -
             f"The training tokens of {run_folder} have changed since {checkpoint.name} was "
             f"written: {'; '.join(changed)}.",
             fix="Restore the dataset, or name its new path (data.path=PATH). To train on other "
-            f"tokens on purpose, start another run: --resume {in_shell(run_folder)} --run-dir DIR.",
+            f"tokens on purpose, start a new run: --resume {in_shell(run_folder)} --run-dir DIR.",
         )
 
 
@@ -259,7 +259,7 @@ def require_tokenizer_of(folder: Path, data: Dataset, *, progress: Progress = SI
             continue
         if theirs.encode(text) != expected:
             raise CheckpointError(
-                f"{data.origin} was prepared with another tokenizer than {path}, that of the "
+                f"{data.origin} was prepared with a different tokenizer than {path}, that of the "
                 f"imported model: {text[:20]!a} has other tokens.",
                 fix=f"Prepare the text with --tokenizer {in_shell(path)}.",
             )

@@ -15,7 +15,7 @@ RUN/
 ├── findings.json     written by `flatout diagnose`
 ├── report.html       written by `flatout report`
 ├── divergence.json   why training diverged: the bad steps, their data, the largest gradients
-├── left_out.json     with train.on_divergence=rewind: the data that the run leaves out
+├── left_out.json     with train.on_divergence=rewind: the data that the run skips
 ├── exit_code         of the last process, for schedulers: torchrun rewrites exit codes
 ├── checkpoints/      see checkpoint/read_write.py
 ├── watchdog/         written when a run makes no progress: the stacks of its threads, by rank
@@ -126,7 +126,7 @@ def write_requested(folder: Path, requested: RunConfig) -> None:
 
 
 def trusted_config(folder: Path, *, trust_code: bool = False) -> RunConfig | None:
-    """Return the resolved configuration of a run for use; any code it names must be trusted.
+    """Return the resolved configuration of a run for use. Any code it names must be trusted.
 
     None when the directory contains no run. flatout/trust.py decides what is trusted.
     Raises: UntrustedCode; ConfigError when the model in it was changed after the run had started.
@@ -178,7 +178,7 @@ def append_event(folder: Path, event: str, /, **fields: Json) -> JsonObject:
 
 
 def read_events(folder: Path) -> list[JsonObject]:
-    """Return the run's events in order; each names its kind, and may lack every other field."""
+    """Return the run's events in order. Each names its kind, and may lack every other field."""
     return [line for line in read_lines(folder / EVENTS) if isinstance(line.get("event"), str)]
 
 
@@ -235,7 +235,7 @@ def read_exit_code(folder: Path) -> int | None:
 
 
 def record_error(folder: Path, error: BaseException) -> None:
-    """Append the event `error`, which says why a run failed, ignoring errors of the disk."""
+    """Append the event `error`, which records why a run failed, ignoring errors of the disk."""
     what, fix = (str(error).splitlines() or [""])[0][:300], None
     if isinstance(error, FlatoutError):
         what, fix = error.what, error.fix
@@ -252,7 +252,7 @@ def require_free_disk(folder: Path, needed_bytes: int, *, directory: str | None 
     """Check that checkpoints of `needed_bytes` in total fit on the disk of the run's checkpoints.
 
     Existing checkpoints count as free space. `directory` is the run's `checkpoint.dir`.
-    Raises: HardwareError with both figures.
+    Raises: HardwareError with both numbers.
     """
     disk = existing(folder_in(directory, folder))
     saved = [catalog.checkpoint_path(folder, step) for step in catalog.steps(folder)]
@@ -261,8 +261,8 @@ def require_free_disk(folder: Path, needed_bytes: int, *, directory: str | None 
     if free < needed_bytes:
         fewer = "keep fewer checkpoints (checkpoint.keep, checkpoint.keep_every)"
         raise HardwareError(
-            f"The checkpoints of this run need {readable_memory(needed_bytes)} more; "
-            f"the disk of {disk} has {readable_memory(free)} free.",
+            f"The checkpoints of this run need {readable_memory(needed_bytes)} more. "
+            f"The disk of {disk} has {readable_memory(free)} free.",
             fix=f"Free space there, or {fewer}."
             if saved
             else f"Free space there, {fewer}, or set checkpoint.dir to a larger disk.",

@@ -26,7 +26,7 @@ LOCK_WAIT_S = 1.0
 
 @contextmanager
 def hold_lock(folder: Path, *, progress: Progress = SILENT) -> Iterator[None]:
-    """Hold the lock of a run directory, creating it if necessary; only the main rank calls it.
+    """Hold the lock of a run directory, creating it if necessary. Only rank 0 calls it.
 
     The system releases the lock when the process ends, however it ends. If no run has started by
     then, the files and directories created for it are deleted.
@@ -112,7 +112,7 @@ def in_use(folder: Path) -> CheckpointError:
         who, stop = "another process", "kill it"
     return CheckpointError(
         f"{folder} is in use by {who}.",
-        fix=f"Wait until it has finished, stop it ({stop}), or choose another directory with "
+        fix=f"Wait until it has finished, stop it ({stop}), or choose a different directory with "
         "--run-dir DIR.",
     )
 
@@ -128,7 +128,7 @@ def run_state(run_folder: Path) -> str:
         return "killed" if (run_folder / layout.EVENTS).exists() else "new"
     if (
         code == UsageError.exit_code
-    ):  # the last command may have been refused, which changes nothing
+    ):  # the last command may have been rejected, which changes nothing
         if (run_folder / layout.SUMMARY).exists():
             return "finished"
         ends = ("start", "resume", "stop", "error")

@@ -38,7 +38,7 @@ def find_run(run: str | Path) -> Path:
     if step.isdecimal() and (above / layout.CONFIG).exists():
         raise CheckpointError(
             f"{run} is a checkpoint of the run {above}.",
-            fix=f"Name {in_shell(above)}, and add --checkpoint {step} if the command has it.",
+            fix=f"Name {in_shell(above)}, and add --checkpoint {step} if the command accepts it.",
         )
     found = next(filter(None, map(recognise, candidates)), None)
     if found is not None:
@@ -46,7 +46,7 @@ def find_run(run: str | Path) -> Path:
     if Path(run).is_dir():
         raise CheckpointError(
             f"{str(run) or 'An empty name'} is not a run directory: it has no config.yaml.",
-            fix="`flatout runs` lists the runs; `flatout demo` makes one.",
+            fix="`flatout runs` lists the runs. `flatout demo` makes one.",
         )
     if Path(run).is_file():
         raise CheckpointError(
@@ -165,8 +165,8 @@ def find_checkpoint(
 def metrics(run: str | Path | None = None) -> Table:
     """Return the metrics of a run as columns, for `pandas.DataFrame(flatout.metrics(run))`.
 
-    Each row is a line of metrics.jsonl: `step` and the other positions, then the figures that were
-    measured at that step. Training and evaluation at one step are two rows, and figures that a row
+    Each row is a line of metrics.jsonl: `step` and the other positions, then the metrics that were
+    measured at that step. Training and evaluation at one step are two rows, and metrics that a row
     lacks are None.
 
     Raises: CheckpointError when there is no such run; for None, the newest run with a checkpoint.

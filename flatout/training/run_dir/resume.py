@@ -58,7 +58,7 @@ FREE_KEYS = (
 except for the last bits of sums. Some decide when the run ends, or whether it goes back.
 """
 LENGTH_KEYS = ("train.steps", "train.tokens", "train.epochs")
-"""One of them sets the length of a run; `lengthen` decides when it may grow."""
+"""One of them sets the length of a run. `lengthen` decides when it may grow."""
 NAMELESS_KEYS = (*FREE_KEYS, "checkpoint.dir")
 """Prefixes of the keys that do not affect a run's name."""
 UNSEALED_KEYS = (*NAMELESS_KEYS, "data.path")
@@ -114,19 +114,19 @@ def config_to_resume(
     None when the directory contains no run, or one that has never saved: the next start is a new
     run and may change any setting. The stored length is kept, whatever `requested` sets: whether a
     run can be made longer depends on its data (`lengthen`). Another micro-batch is accepted
-    if a step keeps its tokens, and moved data: `require_tokenizer` refuses another tokenizer, and
-    `require_same_data` other training tokens.
+    if a step keeps its tokens, and moved data: `require_tokenizer` rejects a different tokenizer,
+    and `require_same_data` other training tokens.
     Raises: UntrustedCode, before advice can repeat what config.yaml names; ConfigError for an
-            edited config.yaml, and for keys that contradict it, such as another mix.
+            edited config.yaml, and for keys that contradict it, such as a different mix.
     """
     stored = read_config(folder)
     if stored is None and catalog.has_saved(folder):
         copy = folder / COPY
         raise ConfigError(
-            f"{folder} has checkpoints and no {CONFIG}, which has the settings of its run.",
+            f"{folder} contains checkpoints, but no {CONFIG} with the settings of the run.",
             fix=f"Restore it: `cp {in_shell(copy)} {in_shell(folder / CONFIG)}`."
             if copy.is_file()
-            else "Restore it from a copy, or start another run from this one: "
+            else "Restore it from a copy, or start a new run from this one: "
             f"--resume {in_shell(folder)} --run-dir DIR.",
         )
     if stored is None:
@@ -144,7 +144,7 @@ def config_to_resume(
         first,
         requested,
         place=str(folder),
-        fix="Keep the stored settings, or start another run; "
+        fix="Keep the stored settings, or start a new run. "
         f"`--resume {in_shell(folder)} --run-dir DIR` starts it from this one.",
     )
 
@@ -160,7 +160,7 @@ def continued(
 ) -> RunConfig:
     """Return `stored` with the free keys, data paths and micro-batch of `requested`.
 
-    `first` is the request that the run started with, if it is known; `place` is where the run is,
+    `first` is the request that the run started with, if it is known. `place` is where the run is,
     a path or a URL, and `sent_by` the end of that sentence.
     Raises: ConfigError, with `fix`, that names each key that contradicts the run and both values.
     """
@@ -230,8 +230,8 @@ def read_origin(folder: Path) -> Origin | None:
 def resume_from(folder: Path, resume: str = "auto", *, progress: Progress = SILENT) -> Path | None:
     """Return the checkpoint to resume from, or None to start; call it only under the lock.
 
-    `auto` resumes from the newest complete checkpoint of this run, or starts when it has none;
-    `never` starts, and refuses a directory that is not empty; anything else is a checkpoint or a
+    `auto` resumes from the newest complete checkpoint of this run, or starts when it has none.
+    `never` starts, and rejects a directory that is not empty. Anything else is a checkpoint or a
     run directory to resume from. A checkpoint of another run is stored as this run's origin, and
     checkpoints that are here are set aside: the same call, or `auto`, then resumes from the newest
     checkpoint saved since, or else from the origin. The leftovers of killed saves are deleted.
@@ -277,7 +277,7 @@ def _require_empty(folder: Path) -> None:
     if found:
         raise CheckpointError(
             f"--resume never would overwrite {folder}, which contains {', '.join(found[:4])}.",
-            fix="Choose another directory with --run-dir DIR, delete this one, or resume with "
+            fix="Choose a different directory with --run-dir DIR, delete this one, or resume with "
             "--resume auto.",
         )
 
@@ -297,7 +297,7 @@ def _checkpoint_at(path: Path, progress: Progress) -> Path:
         if newest is None:
             raise CheckpointError(
                 f"The run {path} has no checkpoint.",
-                fix="Name another run, or a directory such as RUN/checkpoints/step-100.",
+                fix="Name a different run, or a directory such as RUN/checkpoints/step-100.",
             )
         return newest
     catalog.step_of(path)
@@ -314,8 +314,8 @@ def _origin_checkpoint(folder: Path, origin: Origin, progress: Progress) -> Path
     if not path.is_dir():
         raise CheckpointError(
             f"{folder} started from {path}, which no longer exists, and has saved nothing since.",
-            fix=f"Name another with --resume PATH, or delete {folder / ORIGIN} to start without "
-            "one.",
+            fix=f"Name a different one with --resume PATH, or delete {folder / ORIGIN} to start "
+            "without one.",
         )
     progress.say(
         f"Resuming from {path}, where this run started. To start without it, delete "
@@ -388,7 +388,7 @@ def lengthen(
         raise ConfigError(
             f"{folder} is planned for {counted(before, 'step')}, and {steps} were requested.",
             fix=f"Set train.steps={before}, or more to make it longer. "
-            "For a shorter run, choose another directory with --run-dir DIR.",
+            "For a shorter run, choose a different directory with --run-dir DIR.",
         )
     warmup = warmup_steps(stored.schedule, before)
     keeps_warmup = warmup != warmup_steps(stored.schedule, steps)
@@ -474,5 +474,5 @@ def _bound_to_its_length(
         f"since step {equal + 1}.",
         fix=f"Add `--resume {in_shell(folder)} --run-dir {in_shell(other)}` to the same command: "
         f"a new run then continues from step {done} with the learning rates of a run of "
-        f"{steps} steps; the rate changes from {last_rate:.3g} to {next_rate:.3g}.",
+        f"{steps} steps. The rate changes from {last_rate:.3g} to {next_rate:.3g}.",
     )

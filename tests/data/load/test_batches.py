@@ -79,8 +79,8 @@ def test_row_indices_are_divided_among_ranks_for_any_rows():
         assert indices[1][:rows].tolist() == list(range(rows, 2 * rows))
 
 
-def test_a_split_shorter_than_one_sequence_is_refused(train_split):
-    short = r"has 8 tokens; one sequence of data\.seq_len=8 needs 9.*data\.seq_len=7"
+def test_a_split_shorter_than_one_sequence_is_rejected(train_split):
+    short = r"has 8 tokens. One sequence of data\.seq_len=8 needs 9.*data\.seq_len=7"
     with pytest.raises(DataError, match=short):
         SequenceSteps(train_split(np.arange(8)), plan(), ShardReader())
     with pytest.raises(DataError, match="the train split is empty"):

@@ -181,7 +181,7 @@ def test_duplicates_are_dropped_by_their_whole_text(tmp_path):
     assert made.manifest.text_bytes == 4 * len("It is 0.")
 
 
-def test_options_that_contradict_conversations_are_refused(rows, tmp_path):
+def test_options_that_contradict_conversations_are_rejected(rows, tmp_path):
     with pytest.raises(DataError, match="--mask-field and --chat"):
         prepared(rows, tmp_path, mask_field="prompt")
     with pytest.raises(DataError, match="--max-bytes and --chat"):
@@ -191,5 +191,5 @@ def test_options_that_contradict_conversations_are_refused(rows, tmp_path):
 
 def test_text_without_rows_has_no_conversations(tmp_path):
     (tmp_path / "book.txt").write_text("Hi")
-    with pytest.raises(DataError, match="has no conversations"):
+    with pytest.raises(DataError, match="contains no chat data"):
         prepared(tmp_path / "book.txt", tmp_path)

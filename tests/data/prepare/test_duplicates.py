@@ -99,7 +99,7 @@ def test_prompts_and_their_ends_distinguish_documents(tmp_path):
     assert mask.tolist() == [False, True, True, True, True] * 3
 
 
-def test_validation_text_of_duplicates_alone_is_refused(tmp_path):
+def test_validation_text_of_duplicates_alone_is_rejected(tmp_path):
     path = write(tmp_path / "rows.jsonl", ["same text"] * 20)
     with pytest.raises(DataError, match="for validation"):
         prepared(path, out=tmp_path / "out", split="tail 0.5", duplicates="drop")

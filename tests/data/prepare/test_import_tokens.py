@@ -78,7 +78,7 @@ def test_each_chunk_can_be_a_document(chunks):
     assert of_split(folder, "val") == ([EOT, 5, 6, 7], [2, 4])
 
 
-def test_importing_again_does_nothing_and_a_different_dataset_is_refused(chunks):
+def test_importing_again_does_nothing_and_a_different_dataset_is_rejected(chunks):
     folder = chunks({0: np.arange(200)})
     bring_in(folder)
     assert bring_in(folder).existed
@@ -177,11 +177,11 @@ def test_missing_numbers_are_named(chunks):
         files(chunks({5: [1]}, name="late"))
     with pytest.raises(DataError, match="17, 19 and 40 more gaps"):
         files(chunks({number: [1] for number in range(0, 101, 2)}, name="even"))
-    with pytest.raises(DataError, match="num_chunks 7; there are 2"):
+    with pytest.raises(DataError, match=r"num_chunks 7\. There are 2"):
         bring_in(chunks({0: [1], 1: [1]}, {"num_chunks": 7}, name="fewer"))
 
 
-def test_duplicate_numbers_are_refused(chunks):
+def test_duplicate_numbers_are_rejected(chunks):
     folder = chunks({0: [1], 1: [2]})
     torch.save(torch.tensor([1]), folder / "chunk_1.pt")
     with pytest.raises(DataError, match="more than one chunk number 1"):
@@ -241,12 +241,12 @@ def test_an_unusable_chunk_is_named_and_nothing_is_kept(chunks, capsys, content,
 @pytest.mark.parametrize(
     ("metadata", "wanted"),
     [
-        ({"total_tokens": 9}, "says total_tokens 9; there are 4"),
-        ({"vocab_size": 100}, "says vocab_size 100; the tokenizer has 257"),
+        ({"total_tokens": 9}, "has total_tokens 9. There are 4"),
+        ({"vocab_size": 100}, "has vocab_size 100. The tokenizer has 257"),
         ([1], "is not a JSON object"),
     ],
 )
-def test_metadata_that_contradicts_the_chunks_is_refused(chunks, metadata, wanted):
+def test_metadata_that_contradicts_the_chunks_is_rejected(chunks, metadata, wanted):
     folder = chunks({0: [1, 2], 1: [3, 4]}, metadata)
     with pytest.raises(DataError, match=wanted):
         bring_in(folder)

@@ -106,7 +106,7 @@ def test_a_higher_limit_resumes_the_work(tmp_path):
     )
 
 
-def test_a_limit_of_bad_rows_that_are_not_skipped_is_refused(tmp_path):
+def test_a_limit_of_bad_rows_that_are_not_skipped_is_rejected(tmp_path):
     with pytest.raises(DataError, match="--max-bad-rows"):
         prepare_dataset(["missing.txt"], tmp_path / "out", Options(max_bad_rows=5))
 

@@ -81,14 +81,14 @@ def test_bad_rows_raise_by_name_or_are_counted_in_the_manifest(tmp_path):
 
 @pytest.mark.parametrize("tokenizer", ["char", "byte", "train:300"])
 @pytest.mark.parametrize("name", ["empty.txt", "blank.jsonl"])
-def test_an_empty_corpus_is_refused_and_leaves_nothing(tmp_path, tokenizer, name):
+def test_an_empty_corpus_is_rejected_and_leaves_nothing(tmp_path, tokenizer, name):
     (tmp_path / name).write_text("\n\n" if name.endswith("l") else "")
     with pytest.raises(DataError, match=r"contains no documents|corpus is empty"):
         prepared(tmp_path / name, out=tmp_path / "out", tokenizer=tokenizer)
     assert [entry.name for entry in tmp_path.iterdir()] == [name]
 
 
-def test_a_rule_with_an_empty_split_is_refused_and_leaves_nothing(rows, tmp_path):
+def test_a_rule_with_an_empty_split_is_rejected_and_leaves_nothing(rows, tmp_path):
     with pytest.raises(DataError, match=r"none of the 300 documents for validation.*tail 0\.1"):
         prepared(rows, out=tmp_path / "out", split="hash 1e-9")
     with pytest.raises(DataError, match="for training"):
@@ -111,7 +111,7 @@ def test_limits_take_the_beginning(rows, tmp_path, monkeypatch):
         assert "".join(documents(out, "train") + documents(out, "val")) == "".join(values)[:1000]
 
 
-def test_a_compressed_tokenizer_is_refused(book, tmp_path):
+def test_a_compressed_tokenizer_is_rejected(book, tmp_path):
     with pytest.raises(DataError, match=r"x\.json\.gz is compressed") as raised:
         prepared(book, out=tmp_path / "out", tokenizer="x.json.gz")
     assert raised.value.fix.startswith("Decompress it first")

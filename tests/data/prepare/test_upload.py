@@ -1,4 +1,4 @@
-"""Preparing at a URL: the bytes of a local dataset, the manifest last, resuming, early refusal."""
+"""Preparing at a URL: the bytes of a local dataset, the manifest last, resuming, early errors."""
 
 import base64
 import hashlib
@@ -70,7 +70,7 @@ def puts(store):
     return [Path(name.removeprefix("put ")).name for name in store.asked if name.startswith("put ")]
 
 
-def test_the_files_are_those_of_a_folder_and_the_manifest_comes_last(
+def test_the_files_are_those_of_a_directory_and_the_manifest_comes_last(
     send, text, store, tmp_path, said
 ):
     made = send(progress=said)
@@ -94,7 +94,7 @@ def test_the_uploaded_dataset_becomes_this_machines_copy(send, store, tmp_path):
     assert store.asked == ["get /bucket/set/manifest.json"]
 
 
-def test_the_same_dataset_is_left_unchanged_and_a_different_one_is_refused(
+def test_the_same_dataset_is_left_unchanged_and_a_different_one_is_rejected(
     send, store, tmp_path, said
 ):
     made = send()
@@ -114,7 +114,7 @@ def test_the_same_dataset_is_left_unchanged_and_a_different_one_is_refused(
     assert puts(store) == []
 
 
-def test_a_url_with_other_files_is_refused_before_the_text_is_read(send, store):
+def test_a_url_with_other_files_is_rejected_before_the_text_is_read(send, store):
     store.pipe_file(f"{URL}/picture.png", b"png")
     for url in (URL, f"{URL}/picture.png"):
         with pytest.raises(OutputInUse, match=f"{url} is not empty and is not a dataset"):
@@ -122,7 +122,7 @@ def test_a_url_with_other_files_is_refused_before_the_text_is_read(send, store):
     assert puts(store) == []
 
 
-def test_a_url_that_cannot_be_written_is_refused_before_the_text_is_read(send, store):
+def test_a_url_that_cannot_be_written_is_rejected_before_the_text_is_read(send, store):
     store.faults[:] = [PermissionError("Access Denied")]
     with pytest.raises(
         DataError, match="Writing faulty://bucket/set is not allowed: Access Denied"
@@ -179,8 +179,8 @@ def test_unusable_text_leaves_the_url_empty(send, store, tmp_path):
 def test_an_interrupted_upload_resumes_and_sends_nothing_twice(
     send, store, monkeypatch, tags, tmp_path, said
 ):
-    """Stores report only sizes, an MD5, S3's MD5 of parts, Google's MD5, or another number."""
-    """Stores report only sizes, an MD5, S3's MD5 of parts, Google's MD5, or another number."""
+    """Stores report only sizes, an MD5, S3's MD5 of parts, Google's MD5, or a different number."""
+    """Stores report only sizes, an MD5, S3's MD5 of parts, Google's MD5, or a different number."""
     monkeypatch.setattr(parallel, "MAX_PARALLEL", 1)
     monkeypatch.setattr(folder, "PART_BYTES", 6_000)
     reports = {
@@ -290,7 +290,7 @@ def test_failed_sends_are_retried_and_counted_once(send, store):
     )
 
 
-def test_a_second_process_is_refused(send, tmp_path):
+def test_a_second_process_is_rejected(send, tmp_path):
     import fcntl
 
     home = cache_dir_of(URL, tmp_path / "cache")
@@ -306,7 +306,7 @@ def test_a_second_process_is_refused(send, tmp_path):
     assert not send().existed
 
 
-def test_a_claim_of_another_version_is_refused(send, store):
+def test_a_claim_of_another_version_is_rejected(send, store):
     store.pipe_file(f"{URL}/{CLAIM}", b'{"format_version": 2}')
     with pytest.raises(
         OutputInUse, match=r"set/upload\.json was not written by this version of flatout"

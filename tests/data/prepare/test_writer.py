@@ -128,7 +128,7 @@ def test_leftovers_of_a_killed_process_are_removed(tmp_path, stub_tokenizer):
     assert "train-00007.bin" not in contents(tmp_path / "set")
 
 
-def test_two_writers_of_one_directory_are_refused(tmp_path):
+def test_two_writers_of_one_directory_are_rejected(tmp_path):
     (tmp_path / ".set.part").mkdir()
     other = os.open(tmp_path / ".set.part", os.O_RDONLY)
     fcntl.flock(other, fcntl.LOCK_EX)
@@ -174,7 +174,7 @@ def test_a_full_disk_is_an_error(tmp_path, stub_tokenizer, monkeypatch):
 
 
 @pytest.mark.parametrize("token", [300, -1])
-def test_an_id_outside_the_vocabulary_is_refused(tmp_path, token):
+def test_an_id_outside_the_vocabulary_is_rejected(tmp_path, token):
     with (
         pytest.raises(DataError, match="states a vocabulary of 300"),
         DatasetWriter(tmp_path / "set", vocab_size=300) as writer,

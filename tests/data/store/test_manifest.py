@@ -52,21 +52,21 @@ def test_a_missing_manifest_names_the_prepare_command(tmp_path):
         (lambda m: json.loads(json.dumps(m).replace("train-0", "../train-0")), "not a manifest"),
     ],
 )
-def test_an_unusable_manifest_is_refused(write_set, edit, message):
+def test_an_unusable_manifest_is_rejected(write_set, edit, message):
     path = write_set(np.arange(10)) / "manifest.json"
     path.write_text(json.dumps(edit(json.loads(path.read_text()))))
     with pytest.raises(DataError, match=message):
         Dataset.open(path.parent)
 
 
-def test_a_truncated_manifest_is_refused(write_set):
+def test_a_truncated_manifest_is_rejected(write_set):
     path = write_set(np.arange(10)) / "manifest.json"
     path.write_text(path.read_text()[:100])
     with pytest.raises(DataError, match="not a manifest"):
         Dataset.open(path.parent)
 
 
-def test_a_manifest_that_is_not_text_is_refused(write_set):
+def test_a_manifest_that_is_not_text_is_rejected(write_set):
     path = write_set(np.arange(10)) / "manifest.json"
     path.write_bytes(b"\xff\xfe")
     with pytest.raises(

@@ -32,7 +32,7 @@ def plan(**changes):
 
 @pytest.fixture
 def three(write_set):
-    """Three datasets of 30, 10 and 5 sequences with distinct tokens; the second has a mask."""
+    """Three datasets of 30, 10 and 5 sequences with distinct tokens. The second has a mask."""
     first, second, third = np.arange(241), 1000 + np.arange(81), 2000 + np.arange(41)
     mask = (np.arange(81) % 3 > 0).astype(np.uint8)
     return {
@@ -95,7 +95,7 @@ def test_an_odd_ratio_is_rounded():
 @pytest.mark.parametrize(
     ("least", "others"), [(1e-9, 1.0), (1, 65_536), (1, 1e6), (1e-12, 3e-7), (0.5, 7e9)]
 )
-def test_a_share_that_is_too_small_is_refused_with_a_sufficient_weight(least, others):
+def test_a_share_that_is_too_small_is_rejected_with_a_sufficient_weight(least, others):
     with pytest.raises(
         ConfigError, match=r"data/least the weight .* smallest share is 1 sequence in 65,536\."
     ) as refused:
@@ -161,11 +161,11 @@ def test_masks_and_documents_follow_their_sequences(three, feed_class):
 
 def test_a_dataset_shorter_than_one_sequence_is_named(three):
     split = MixedDataset.open(three).split("train")
-    with pytest.raises(DataError, match=r"/c has 41 tokens.*data\.seq_len=64.*Leave it out"):
+    with pytest.raises(DataError, match=r"/c has 41 tokens.*data\.seq_len=64.*Remove it"):
         split.num_sequences(64)
 
 
-def test_different_tokenizers_are_refused_with_the_command_that_unifies_them(write_set, three):
+def test_different_tokenizers_are_rejected_with_the_command_that_unifies_them(write_set, three):
     path = write_set(np.arange(100), vocab_size=300, name="other")
     with pytest.raises(
         DataError,
@@ -175,7 +175,7 @@ def test_different_tokenizers_are_refused_with_the_command_that_unifies_them(wri
         MixedDataset.open({**three, str(path): 1})
 
 
-def test_one_folder_named_twice_is_refused(three):
+def test_one_directory_named_twice_is_rejected(three):
     path = next(iter(three))
     with pytest.raises(ConfigError, match="twice"):
         MixedDataset.open({path: 1, f"{path}/../a": 1})

@@ -1,4 +1,4 @@
-"""A dataset at a URL reads like the original folder; it is fetched once, checked and resumable."""
+"""A dataset at a URL reads like the original folder. It is fetched once, checked and resumable."""
 
 import fcntl
 import json
@@ -53,7 +53,7 @@ def contents(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_a_remote_dataset_is_fetched_once_and_reads_like_its_folder(
+def test_a_remote_dataset_is_fetched_once_and_reads_like_its_directory(
     uploaded, store, tmp_path, said
 ):
     dataset = open_dataset(URL + "/", cache=tmp_path / "cache")
@@ -84,7 +84,7 @@ def test_a_config_and_the_environment_choose_the_directory_of_copies(
     assert store.asked == ["get /bucket/set/manifest.json"]
 
 
-def test_a_local_folder_is_opened_in_place(uploaded, store):
+def test_a_local_directory_is_opened_in_place(uploaded, store):
     assert open_dataset(uploaded).path == uploaded
     assert open_dataset(str(uploaded)).origin == str(uploaded)
     assert store.asked == []
@@ -114,7 +114,7 @@ def test_a_changed_dataset_is_fetched_again_and_the_old_copy_stays(
     assert Dataset.open(new).split("train").read_tokens(0, 3).tolist() == [5, 6, 7]
     assert contents(old) == contents(uploaded)
     assert said.lines == [
-        f"{URL} has changed. The earlier version stays in {old}; remove it when no run uses it."
+        f"{URL} has changed. The earlier version stays in {old}. Remove it when no run uses it."
     ]
 
 
@@ -172,12 +172,12 @@ def test_a_damaged_or_short_remote_file_is_named(uploaded, store, tmp_path):
         fetch_dataset(URL, cache=tmp_path / "cache")
     store.pipe_file(f"{URL}/train-00001.bin", whole[:-1])
     with pytest.raises(
-        DataError, match=r"set/train-00001\.bin has 199 bytes; the manifest says 200 bytes"
+        DataError, match=r"set/train-00001\.bin has 199 bytes\. The manifest lists 200 bytes"
     ):
         fetch_dataset(URL, cache=tmp_path / "cache")
     store.rm_file(f"{URL}/train-00001.bin")
     with pytest.raises(
-        DataError, match=r"set/train-00001\.bin is missing; the manifest says 200 bytes"
+        DataError, match=r"set/train-00001\.bin is missing\. The manifest lists 200 bytes"
     ):
         fetch_dataset(URL, cache=tmp_path / "cache")
     store.pipe_file(f"{URL}/train-00001.bin", whole)
@@ -199,7 +199,7 @@ def test_a_damaged_copy_is_repaired(uploaded, store, tmp_path):
     ]
 
 
-def test_a_url_without_a_dataset_is_refused(uploaded, store, tmp_path):
+def test_a_url_without_a_dataset_is_rejected(uploaded, store, tmp_path):
     with pytest.raises(
         DataError,
         match=r"There is no dataset at faulty://bucket/none: it has no manifest\.json.*--out faulty://bucket/none",
@@ -265,7 +265,7 @@ def test_one_process_fetches_and_the_other_waits(uploaded, store, tmp_path, said
     thread.start()
     while not said.lines:
         thread.join(0.01)
-    assert said.lines == [f"Another process is fetching or preparing {URL}; waiting for it."]
+    assert said.lines == [f"Another process is fetching or preparing {URL}. Waiting for it."]
     shutil.copytree(uploaded, copy)
     os.close(lock)
     thread.join()

@@ -76,7 +76,7 @@ def test_a_missing_split_is_empty(write_set):
     ) == (0, 0, 0, [])
 
 
-def test_reading_beyond_the_end_is_refused(train_split):
+def test_reading_beyond_the_end_is_rejected(train_split):
     split = train_split(np.arange(100))
     with pytest.raises(DataError, match="there are 100"):
         read(split, 10, [9, 10])
@@ -110,14 +110,14 @@ def test_document_ids_count_from_zero_in_each_sequence(train_split):
 
 
 @pytest.mark.parametrize("name", ["train-00001.bin", "train-documents.bin", "train-00002.mask.bin"])
-def test_sizes_are_checked_when_a_folder_is_opened(write_set, name):
+def test_sizes_are_checked_when_a_directory_is_opened(write_set, name):
     folder = write_set(np.arange(100), mask=np.ones(100), shard_bytes=64)
     whole = (folder / name).read_bytes()
     for torn in (whole[:-1], whole + b"x"):
         (folder / name).write_bytes(torn)
         with pytest.raises(
             DataError,
-            match=rf"{name} has {len(torn)} bytes; the manifest says {len(whole)}.*flatout prepare",
+            match=rf"{name} has {len(torn)} bytes\. The manifest lists {len(whole)}.*prepare",
         ):
             Dataset.open(folder)
     (folder / name).unlink()
@@ -125,7 +125,7 @@ def test_sizes_are_checked_when_a_folder_is_opened(write_set, name):
         Dataset.open(folder)
 
 
-def test_counts_that_do_not_match_the_files_are_refused(write_set):
+def test_counts_that_do_not_match_the_files_are_rejected(write_set):
     path = write_set(np.arange(100)) / "manifest.json"
     path.write_text(path.read_text().replace('"tokens": 100', '"tokens": 101'))
     seal(path)
@@ -203,7 +203,7 @@ def test_a_shard_resized_while_open_is_named(write_set, length, touched, monkeyp
         read(split, 1000)
     os.truncate(folder / "train-00000.bin", length)
     with pytest.raises(
-        DataError, match=rf"train-00000\.bin now has {length} bytes; it had {2 * BLOCK_BYTES} when"
+        DataError, match=rf"train-00000\.bin now has {length} bytes. It had {2 * BLOCK_BYTES} when"
     ):
         read(split, 1000)
 

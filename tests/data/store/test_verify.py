@@ -47,7 +47,7 @@ def problems(folder):
     return list(verify_dataset(folder).problems)
 
 
-def test_an_intact_folder_is_read_completely(folder):
+def test_an_intact_directory_is_read_completely(folder):
     found = verify_dataset(folder)
     assert found.problems == ()
     entries = [
@@ -69,8 +69,8 @@ def test_all_damage_is_listed(folder):
     (folder / "tokenizer.json").write_text("{}")
     found = problems(folder)
     wanted = [
-        "val-00000.bin has 5 bytes; the manifest says 600 bytes.",
-        "val-00000.mask.bin is missing; the manifest says 300 bytes.",
+        "val-00000.bin has 5 bytes. The manifest lists 600 bytes.",
+        "val-00000.mask.bin is missing. The manifest lists 300 bytes.",
         "tokenizer.json is not the tokenizer that made these tokens.",
         f"train-00000.bin, byte {BLOCK_BYTES}: the 4096-byte block at this offset fails its "
         "checksum.",
@@ -86,7 +86,7 @@ def test_ids_beyond_the_vocabulary(folder):
     edit(folder, lambda document: document.update(vocab_size=256))
     found = problems(folder)
     assert any(
-        "tokenizer.json has 257 tokens; the manifest says 256." in problem for problem in found
+        "tokenizer.json has 257 tokens. The manifest lists 256." in problem for problem in found
     )
     assert any("the token id 256 is outside the vocabulary" in problem for problem in found)
 
@@ -142,14 +142,14 @@ def test_all_damage_at_a_url_is_listed(folder, url, store):
         "checksum.",
         f"{url}/train-00000.bin, byte {BLOCK_BYTES}: the {size}-byte block at this offset fails "
         "its checksum.",
-        f"{url}/train-00000.mask.bin is missing; "
-        f"the manifest says {(BLOCK_BYTES + 4096) // 2} bytes.",
-        f"{url}/val-00000.bin has 5 bytes; the manifest says 600 bytes.",
+        f"{url}/train-00000.mask.bin is missing. "
+        f"The manifest lists {(BLOCK_BYTES + 4096) // 2} bytes.",
+        f"{url}/val-00000.bin has 5 bytes. The manifest lists 600 bytes.",
     )
 
 
-def test_a_url_is_checked_as_strictly_as_a_folder(folder, url, store):
-    """Checksums, sizes and the manifest's digest all match; the values they cover are wrong."""
+def test_a_url_is_checked_as_strictly_as_a_directory(folder, url, store):
+    """Checksums, sizes and the manifest's digest all match. The values they cover are wrong."""
     files = {
         "train-00000.bin": (100, b"\xff\xff"),
         "val-00000.mask.bin": (7, b"\x02"),

@@ -1,4 +1,4 @@
-"""The fastest correct engine is chosen; a missing, wrong or failing one is skipped and reported."""
+"""The fastest correct engine is chosen. A missing, wrong or failing one is skipped and reported."""
 
 from __future__ import annotations
 
@@ -278,7 +278,7 @@ def test_fallback_encodes_what_the_engine_cannot_split():
         either("\ud800")
 
 
-def test_unreadable_definition_is_refused():
+def test_unreadable_definition_is_rejected():
     with pytest.raises(DataError, match="gigatoken cannot encode"):
         engines.gigatoken_of_json({"model": {}})
 

@@ -102,7 +102,7 @@ def test_the_tokens_that_a_tokenizer_config_names_are_kept(tmp_path):
     assert load_tokenizer(tmp_path / "saved.json").named_tokens() == named.named_tokens()
 
 
-def test_tokens_that_share_an_id_are_refused():
+def test_tokens_that_share_an_id_are_rejected():
     for style in END:
         shared = definition(style)
         first, second = list(shared["model"]["vocab"])[40:42]
@@ -247,7 +247,7 @@ def test_cuts_change_no_ids(text):
                 assert ids_of(style, text[:cut]) + ids_of(style, text[cut:]) == whole
 
 
-def test_long_text_that_cannot_be_cut_is_refused(tokenizer, monkeypatch):
+def test_long_text_that_cannot_be_cut_is_rejected(tokenizer, monkeypatch):
     monkeypatch.setattr(base, "PIECE_CHARACTERS", 10)
     monkeypatch.setattr(base, "MAX_PIECE_CHARACTERS", 100)
     monkeypatch.setattr(base, "LOOKAHEAD_CHARACTERS", 50)

@@ -28,12 +28,12 @@ def test_text_is_numbers():
 
 
 @pytest.mark.parametrize("text", ["300", "299", "-1", "a", "1,2", "1" * 30])
-def test_other_text_is_refused(text):
+def test_other_text_is_rejected(text):
     with pytest.raises(NotEncodable, match="is not an id of the tokenizer ids:300"):
         ids("ids:300").encode(f"1 2 {text}")
 
 
 @pytest.mark.parametrize("spec", ["ids:", "ids:x", "ids:1", "ids:5:5", "ids:99999999999", "ids:-3"])
-def test_a_wrong_number_is_refused(spec):
-    with pytest.raises(DataError, match="does not state a number of ids"):
+def test_a_wrong_number_is_rejected(spec):
+    with pytest.raises(DataError, match="does not contain a number of ids"):
         ids(spec)

@@ -87,7 +87,7 @@ def test_saves_to_one_file_that_loads_as_an_equal_tokenizer(tokenizer, tmp_path)
     assert travelled.digest() == tokenizer.digest()
 
 
-def test_half_a_surrogate_pair_is_refused(tokenizer):
+def test_half_a_surrogate_pair_is_rejected(tokenizer):
     with pytest.raises(DataError, match=r"U\+D800"):
         tokenizer.encode("ok \ud800")
 
@@ -160,14 +160,14 @@ def test_training_reports_a_smaller_vocabulary_than_requested():
 @pytest.mark.parametrize(
     "spec", ["train:", "train:x", "train:257", "train:-5", "train:1e4", "train:99999999"]
 )
-def test_invalid_vocabulary_size_is_refused(spec):
+def test_invalid_vocabulary_size_is_rejected(spec):
     with pytest.raises(DataError, match="does not name a vocabulary size"):
         make_tokenizer(spec, give)
 
 
 @pytest.mark.parametrize("spec", ["char", "train:300"])
 @pytest.mark.parametrize("texts", [[], ["", ""]])
-def test_empty_corpus_is_refused(spec, texts):
+def test_empty_corpus_is_rejected(spec, texts):
     with pytest.raises(DataError, match="corpus is empty"):
         make_tokenizer(spec, lambda limit: texts)
 
@@ -209,7 +209,7 @@ def test_published_tiktoken_file_needs_no_pattern(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("content", [b"", b"YQ== 0\n"])
-def test_tiktoken_file_without_all_bytes_is_refused(tmp_path, content):
+def test_tiktoken_file_without_all_bytes_is_rejected(tmp_path, content):
     (tmp_path / "a.tiktoken").write_bytes(content)
     with pytest.raises(DataError, match="of the 256 single bytes"):
         load_tokenizer(tmp_path / "a.tiktoken", pattern=GPT2_PATTERN)
@@ -283,13 +283,13 @@ def test_post_processing_truncation_and_padding_are_ignored(tmp_path):
         '{"format": "flatout-tokenizer", "format_version": 1, "kind": "char"}',
     ],
 )
-def test_file_without_a_tokenizer_is_refused(tmp_path, content):
+def test_file_without_a_tokenizer_is_rejected(tmp_path, content):
     (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(DataError, match=r"tokenizer\.json"):
         load_tokenizer(tmp_path / "tokenizer.json")
 
 
-def test_newer_format_is_refused():
+def test_newer_format_is_rejected():
     document = {"format": "flatout-tokenizer", "format_version": 99, "kind": "byte"}
     with pytest.raises(DataError, match=r"99.*newer flatout"):
         parse_tokenizer(json.dumps(document), "x.json")
@@ -322,7 +322,7 @@ def test_small_chunks_do_not_repeat_the_search_for_a_cut(monkeypatch):
     assert len(searched) < 50
 
 
-def test_directory_without_a_tokenizer_is_refused(tmp_path):
+def test_directory_without_a_tokenizer_is_rejected(tmp_path):
     with pytest.raises(
         DataError,
         match=rf"The directory {tmp_path} has no tokenizer\.json\. "
@@ -334,7 +334,7 @@ def test_directory_without_a_tokenizer_is_refused(tmp_path):
         make_tokenizer(str(tmp_path), give)
 
 
-def test_file_without_read_permission_is_refused(tmp_path, monkeypatch):
+def test_file_without_read_permission_is_rejected(tmp_path, monkeypatch):
     path = huggingface_file(tmp_path / "tokenizer.json")
 
     def closed(path):

@@ -78,7 +78,7 @@ def test_an_earlier_export_is_replaced_only_on_request(make_run, export_to, tmp_
     run = make_run("llama", SHAPES["llama"])
     out, _ = export_to(run, dtype="bfloat16")
     before = contents(out)
-    with pytest.raises(OutputInUse, match="has an export already"):
+    with pytest.raises(OutputInUse, match="already contains an export"):
         export_to(run)
     assert contents(out) == before
     export_to(run, overwrite=True)

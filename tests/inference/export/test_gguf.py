@@ -40,7 +40,7 @@ def test_the_family_of_a_shape(shape, family):
         (SHAPES["gpt2"] | {"num_kv_heads": 1}, "gpt2, differs in model.num_kv_heads"),
     ],
 )
-def test_a_shape_without_a_family_is_refused_with_the_nearest(keys, named):
+def test_a_shape_without_a_family_is_rejected_with_the_nearest(keys, named):
     with pytest.raises(ConfigError) as refused:
         family_of(config_of(keys))
     assert named in refused.value.what
@@ -101,7 +101,7 @@ def test_published_patterns_have_a_name(scheme, name):
     assert vocabulary(RankTokenizer("made", pieces, pattern, 257))["tokenizer_pre_"] == name
 
 
-def test_other_characters_are_refused():
+def test_other_characters_are_rejected():
     with pytest.raises(DataError, match=r"llama\.cpp has no tokenizer like"):
         vocabulary(make_tokenizer("char", lambda _: ["naïve"]))
 

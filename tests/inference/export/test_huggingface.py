@@ -146,7 +146,7 @@ def test_the_named_tokens_of_an_imported_tokenizer_stay(make_run, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_shape_without_a_class_is_exported_with_its_code_and_says_so(make_run, export_to):
+def test_a_shape_without_a_class_is_exported_with_its_code_and_shows_so(make_run, export_to):
     out, written = export_to(make_run("relu2", OWN_SHAPES["relu2"]))
     (note,) = written.notes
     assert "trust_remote_code=True" in note

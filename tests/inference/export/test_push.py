@@ -44,17 +44,17 @@ def test_every_file_arrives_in_one_commit(folder):
     [
         (401, ConfigError, "needs a token"),
         (403, ConfigError, "may not write"),
-        (400, ConfigError, "The hub refuses acme/demo"),
+        (400, ConfigError, "The hub rejects acme/demo"),
     ],
 )
-def test_a_refusal_is_explained(folder, status, error, words):
+def test_a_rejection_is_explained(folder, status, error, words):
     with running_hub(refuses=status) as hub, pytest.raises(error) as refused:
         push_folder(folder, "acme/demo", private=False, message="x", endpoint=hub.url)
     assert words in refused.value.what
 
 
 def test_a_name_that_the_hub_forbids_is_a_mistake(folder):
-    with running_hub() as hub, pytest.raises(ConfigError, match="The hub refuses acme/demo--x"):
+    with running_hub() as hub, pytest.raises(ConfigError, match="The hub rejects acme/demo--x"):
         push_folder(folder, "acme/demo--x", private=False, message="x", endpoint=hub.url)
 
 

@@ -37,12 +37,14 @@ def test_weights_are_converted(make_run):
 def test_numbers_beyond_float16_are_an_error(make_run):
     source = open_source(make_run(), dtype="float16")
     name = "token_embedding.weight"
-    with pytest.raises(CheckpointError, match=r"token_embedding\.weight has numbers that float16"):
+    with pytest.raises(
+        CheckpointError, match=r"token_embedding\.weight contains numbers that float16"
+    ):
         source.converted(name, torch.tensor([1e6]))
     assert source.converted(name, torch.tensor([float("inf")])).isinf()
 
 
-def test_a_run_without_a_whole_checkpoint_is_refused(make_run):
+def test_a_run_without_a_whole_checkpoint_is_rejected(make_run):
     run = make_run()
     checkpoint = run / "checkpoints" / "step-0"
     (checkpoint / "model-00000.safetensors").unlink()

@@ -37,12 +37,12 @@ def test_tokenizers_of_flatout_pass_the_check(spec):
     assert end_of_text(document, tokenizer.eot_id) == "<|endoftext|>"
 
 
-def test_a_tokenizer_with_other_ids_is_refused_with_the_text():
+def test_a_tokenizer_with_other_ids_is_rejected_with_the_text():
     with pytest.raises(DataError, match=r"other ids than the tokenizer itself for .Hello"):
         tokenizer_json(Caseless())
 
 
-def test_a_tokenizer_without_a_counterpart_is_refused():
+def test_a_tokenizer_without_a_counterpart_is_rejected():
     tokenizer = RankTokenizer("mine", [bytes([value]) for value in range(256)], r"\w+|\W+", 256)
     with pytest.raises(DataError, match="'mine' has no counterpart"):
         tokenizer_json(tokenizer)

@@ -10,14 +10,14 @@ from flatout.json_io import append_line
 from flatout.measure.diagnose import diagnosis
 from flatout.measure.diagnose.diagnosis import Finding, Fix, Rule, diagnosis_of, rules
 from flatout.measure.diagnose.recorded import recorded_evidence
-from flatout.measure.steps.evidence import Evidence, GpuFacts, HostFacts, Phases, Roof
+from flatout.measure.steps.evidence import Evidence, GpuFacts, HostFacts, Phases, Roofline
 from flatout.training.run_dir import layout
 
 STEPS = Evidence(
     source="measured run",
     step_s=0.1,
     phases=Phases(compute_s=0.08, optimizer_s=0.01, data_wait_s=0.001),
-    roof=Roof(mfu=0.41),
+    roofline=Roofline(mfu=0.41),
 )
 
 
@@ -63,11 +63,10 @@ def test_a_healthy_run_has_a_verdict_and_no_findings(with_rules):
     found = diagnosis_of(STEPS.model_copy(update={"host": HostFacts(other_busy_cores=0.1)}))
     assert found.is_healthy
     assert found.verdict == (
-        "Nothing holds this run back: 90% of each step is computation, 41% of the peak of matrix"
-        " products."
+        "Nothing holds this run back: 90% of each step is computation, 41% of the peak matmul rate."
     )
     before = diagnosis_of(Evidence(source="preflight"))
-    assert before.verdict == "Nothing stands in the way of this run."
+    assert before.verdict == "Nothing keeps this run from starting."
     assert before.step_s is None
     assert before.shares == {}
 
@@ -143,4 +142,4 @@ def test_findings_json_is_strict_json_with_a_format_version(with_rules, tmp_path
     assert stored["format_version"] == 1
     assert stored["verdict"] == "a is the cause."
     assert stored["findings"][0]["share"] == 0.2
-    assert stored["roof"]["peak_tflops"] is None
+    assert stored["roofline"]["peak_tflops"] is None

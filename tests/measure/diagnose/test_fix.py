@@ -8,7 +8,7 @@ from flatout.config.schema import load_config
 from flatout.errors import ConfigError
 from flatout.measure.diagnose.diagnosis import Diagnosis, Finding, Fix
 from flatout.measure.diagnose.fix import applied, try_fixes, write_recipe
-from flatout.measure.steps.evidence import Evidence, Failure, Roof
+from flatout.measure.steps.evidence import Evidence, Failure, Roofline
 
 PREFETCH = Fix(text="Add prefetch.", overrides={"speedups": "+prefetch"}, gain=0.3)
 ROWS = Fix(text="More rows.", overrides={"log.every": 7}, gain=0.2)
@@ -18,7 +18,12 @@ BY_HAND = Fix(text="Buy a disk.", gain=0.9)
 
 def diagnosis(*fixes, harm="slows"):
     finding = Finding(name="slow-data", verdict="It waits.", harm=harm, fixes=fixes)
-    facts = {"verdict": "It waits.", "source": "measured run", "step_s": 0.1, "roof": Roof()}
+    facts = {
+        "verdict": "It waits.",
+        "source": "measured run",
+        "step_s": 0.1,
+        "roofline": Roofline(),
+    }
     nothing = {"shares": {}, "counterfactual_s": {}, "notes": ()}
     return Diagnosis(**facts, **nothing, findings=(finding,))
 

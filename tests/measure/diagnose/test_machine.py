@@ -12,7 +12,7 @@ from flatout.errors import ConfigError, MissingPackage
 from flatout.hardware import Gpu, Machine
 from flatout.measure.diagnose import machine
 from flatout.measure.diagnose.diagnosis import diagnosis_of
-from flatout.measure.steps.evidence import DataFacts, Evidence, HostFacts, Phases, Roof
+from flatout.measure.steps.evidence import DataFacts, Evidence, HostFacts, Phases, Roofline
 
 DEAD = Machine("a CPU", 2, 8.0, (Gpu("NVIDIA L4", 22.0, (8, 9), "580.1"),), "3.11")
 
@@ -63,7 +63,7 @@ def test_a_measured_run_says_its_length_its_data_its_rating_and_what_passed():
         data=DataFacts(train_tokens=1_000_000, val_tokens=10_000),
         phases=Phases(data_wait_s=0.06, gc_s=0.0),
         host=HostFacts(threads=2),
-        roof=Roof(tokens_per_s=750.0, expected_tokens_per_s=1000.0),
+        roofline=Roofline(tokens_per_s=750.0, expected_tokens_per_s=1000.0),
     )
     about = dict(diagnosis_of(evidence).about)
     assert about["Training"] == "about 1 h 00 min for 36,000 steps"

@@ -72,12 +72,12 @@ def test_a_healthy_run_has_no_findings(run):
     assert found.phases.gc_s is None
     assert found.remaining_s == pytest.approx(40)
     assert found.epochs == pytest.approx(8)
-    assert found.roof.mfu == pytest.approx(0.4)
+    assert found.roofline.mfu == pytest.approx(0.4)
     assert found.notes == ()
     assert names(found) == []
 
 
-def test_damaged_lines_are_left_out_and_mentioned(run):
+def test_damaged_lines_are_omitted_and_mentioned(run):
     folder = run(events=[{"event": "recompiled", "graphs": 3, "compile_s": 1.0}])
     first, second = (folder / layout.EVENTS).read_text().splitlines()
     (folder / layout.EVENTS).write_text(f'{first}\n{{"event": "sa\n{{"x": 1}}\n{second}\n')
@@ -87,13 +87,13 @@ def test_damaged_lines_are_left_out_and_mentioned(run):
     assert found.steps == 400
     assert found.counts.recompiles == 3 / 400
     assert found.notes == (
-        "The last line of metrics.jsonl (line 41) is incomplete, left out.",
-        "events.jsonl has 1 damaged line (the first is line 2), left out.",
+        "The last line of metrics.jsonl (line 41) is incomplete, skipped.",
+        "events.jsonl has 1 damaged line (the first is line 2), skipped.",
     )
     assert found.notes == diagnosis_of(found).notes
 
 
-def test_values_of_other_types_are_left_out(run):
+def test_values_of_other_types_are_omitted(run):
     wrong = [
         {"step": None, "perf/step_ms": 3},
         {"perf/step_ms": 5},
@@ -110,8 +110,8 @@ def test_values_of_other_types_are_left_out(run):
     for line in wrong:
         append_line(folder / layout.METRICS, line)
     found = recorded_evidence(folder)
-    assert (found.steps, found.roof.peak_tflops) == (400, None)
-    assert found.notes == ("3 records of metrics.jsonl without a step, left out.",)
+    assert (found.steps, found.roofline.peak_tflops) == (400, None)
+    assert found.notes == ("3 records of metrics.jsonl without a step, skipped.",)
     assert names(found) == []
 
 
@@ -130,7 +130,7 @@ def test_the_rate_is_that_of_the_average_step(run):
     ]
     found = recorded_evidence(run(records=records))
     assert found.step_s == pytest.approx(0.2)
-    assert found.roof.tokens_per_s == pytest.approx(128 / 0.2)
+    assert found.roofline.tokens_per_s == pytest.approx(128 / 0.2)
 
 
 def test_recorded_waits_saves_and_evaluations_are_named(run):
@@ -194,7 +194,7 @@ def test_an_idle_gpu_is_named_by_its_utilisation(run):
         ("CheckpointError", "failure", "The run fails at step 400: It broke."),
     ],
 )
-def test_a_run_that_failed_says_why(run, kind, name, verdict):
+def test_a_run_that_failed_shows_why(run, kind, name, verdict):
     events = [{"event": "error", "kind": kind, "what": "It broke.", "fix": "Mend it."}]
     (finding,) = diagnosis_of(recorded_evidence(run(events=events, exit_code=1))).findings
     assert (finding.name, finding.verdict) == (name, verdict)

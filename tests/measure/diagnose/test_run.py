@@ -89,7 +89,7 @@ def test_a_healthy_run_has_no_findings_and_phases_that_fill_the_step(measured):
     assert (
         evidence.phases.communication_s is evidence.counts.pageable_copies is evidence.gpu is None
     )
-    assert evidence.roof.tokens_per_s > 0
+    assert evidence.roofline.tokens_per_s > 0
     assert evidence.counterfactual_s["synthetic-data"] > 0
     assert {share.kind for share in evidence.kernels} >= {"matmul", "elementwise"}
     assert evidence.notes == ()
@@ -208,7 +208,7 @@ def test_frequent_evaluation_is_named(measured, monkeypatch):
         ("no-data", None, None, {"data__path": "absent"}),
     ],
 )
-def test_a_run_that_fails_says_why_and_where(measured, name, kind, line, changes):
+def test_a_run_that_fails_shows_why_and_where(measured, name, kind, line, changes):
     if "model__kind" in changes:
         changes = {"model__kind": f"{__name__}:{changes['model__kind']}"}
     found, evidence = measured(optim__clip=0, **changes)

@@ -1,4 +1,4 @@
-"""The ladder and its results, with imaginary trials, and once with real ones."""
+"""The ablation and its results, with imaginary trials, and once with real ones."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def test_repeats_are_interleaved_and_a_round_shares_its_seed(auto_config, tmp_pa
 
 def test_equal_sets_are_measured_once(auto_config, tmp_path):
     report, _ = bench(auto_config, MadeUp(), tmp_path, repeats=1)
-    rows = {row.name: row for row in report.rungs}
-    last, below = [row for row in report.rungs if row.kind == "added"][:-3:-1]
+    rows = {row.name: row for row in report.rows}
+    last, below = [row for row in report.rows if row.kind == "added"][:-3:-1]
     assert rows[f"all but {last.speedup}"].tokens_per_s == below.tokens_per_s
     sets = [json.dumps(spec) for spec in {tuple(trial.result.speedups) for trial in report.trials}]
     assert len(sets) == len(report.trials)
@@ -61,12 +61,12 @@ def test_equal_sets_are_measured_once(auto_config, tmp_path):
 
 def test_gains_are_found_and_written(auto_config, tmp_path):
     report, place = bench(auto_config, MadeUp(), tmp_path)
-    rows = {row.name: row for row in report.rungs}
+    rows = {row.name: row for row in report.rows}
     for name, gain in SLOW.items():
         assert rows[f"+ {name}"].gain.median == pytest.approx(gain, rel=0.05)
         assert rows[f"all but {name}"].gain.low > 1
     assert rows["+ prefetch"].verdict == "no measurable gain"
-    assert rows["+ prefetch"].promise_kept is True
+    assert rows["+ prefetch"].within_tolerance is True
     assert any(note.startswith("In 1 of ") for note in report.notes)
     assert report.total_speedup == pytest.approx(1.3 * 2.0 * 1.2, rel=0.05)
     assert report.repeats == 5
@@ -81,28 +81,28 @@ def test_the_time_limit_is_kept_and_unreached_points_are_listed(auto_config, tmp
     made_up = MadeUp(overhead_s=20.0)
     report, _ = bench(auto_config, made_up, tmp_path, minutes=3)
     assert made_up.now <= 180
-    assert any(row.status == "not-measured" and "time was up" in row.reason for row in report.rungs)
+    assert any(row.status == "not-measured" and "time was up" in row.reason for row in report.rows)
     assert any("speedups=auto,-NAME" in note for note in report.notes)
     made_up = MadeUp(overhead_s=4.0)
     report, _ = bench(auto_config, made_up, tmp_path, minutes=6)
     assert made_up.now <= 360
-    assert min(row.repeats for row in report.rungs if row.kind not in {"absent", "put-in"}) >= 2
+    assert min(row.repeats for row in report.rows if row.kind not in {"absent", "add-one"}) >= 2
     limits = {"minutes": 1, "sweep": "prefetch"}
     report, _ = bench(auto_config, MadeUp(overhead_s=20.0), tmp_path / "sweep", **limits)
     assert any("--minutes" in note for note in report.notes)
     assert not any("speedups=" in note for note in report.notes)
 
 
-def test_only_statistical_promises_record_losses_after_the_first_round(auto_config, tmp_path):
+def test_only_statistical_tolerances_record_losses_after_the_first_round(auto_config, tmp_path):
     made_up = MadeUp()
     report, _ = bench(auto_config, made_up, tmp_path, repeats=2)
     half = len(made_up.specs) // 2
     assert {spec.loss_steps for spec in made_up.specs[:half]} == {20}
-    full = [row.name for row in report.rungs if row.kind == "added"][-1]
+    full = [row.name for row in report.rows if row.kind == "added"][-1]
     over_seeds = {
         row.name
-        for row in report.rungs
-        if row.kind == "put-in" and SPEEDUPS.get(row.speedup).promise.kind == "statistical"
+        for row in report.rows
+        if row.kind == "add-one" and SPEEDUPS.get(row.speedup).tolerance.kind == "statistical"
     }
     assert "all and length-buckets" in over_seeds
     for trial, spec in zip(report.trials[half:], made_up.specs[half:], strict=True):
@@ -115,14 +115,14 @@ def on_a_gpu(monkeypatch):
     monkeypatch.setattr(Trials, "of", lambda config: Trials([], config.train.deterministic))
 
 
-def test_deterministic_runs_decide_exact_promises_where_runs_do_not_repeat(
+def test_deterministic_runs_decide_exact_tolerances_where_runs_do_not_repeat(
     auto_config, tmp_path, on_a_gpu
 ):
     made_up = MadeUp(is_gpu=True)
     report, place = bench(auto_config, made_up, tmp_path, repeats=2)
-    exact = [row for row in report.rungs if row.promise == "exact"]
+    exact = [row for row in report.rows if row.tolerance == "exact"]
     assert len(exact) > 6
-    assert {(row.promise_kept, row.deterministic, row.compared_losses) for row in exact} == {
+    assert {(row.within_tolerance, row.deterministic, row.compared_losses) for row in exact} == {
         (True, True, 10)
     }
     apart = [
@@ -136,43 +136,48 @@ def test_deterministic_runs_decide_exact_promises_where_runs_do_not_repeat(
         assert trial.seed == auto_config.train.seed
         assert spec.config["train"]["deterministic"]
         assert (spec.loss_steps, spec.seconds, spec.warmup_s) == (10, 0.0, 0.0)
-    assert {row.repeats for row in report.rungs if row.repeats} == {2}
-    assert "equal over 10 with train.deterministic, exact kept" in (place / "table.md").read_text()
+    assert {row.repeats for row in report.rows if row.repeats} == {2}
+    assert (
+        "equal over 10 with train.deterministic, within tolerance (exact)"
+        in (place / "table.md").read_text()
+    )
     assert any("train.deterministic=true" in note for note in report.notes)
-    assert not any(row.deterministic for row in report.rungs if row.promise != "exact")
+    assert not any(row.deterministic for row in report.rows if row.tolerance != "exact")
 
     stated = auto_config.with_values({"train.deterministic": True})
     report, _ = bench(stated, MadeUp(is_gpu=True), tmp_path / "stated", repeats=1)
     assert not any(trial.deterministic for trial in report.trials)
-    assert all(row.promise_kept for row in report.rungs if row.promise == "exact")
+    assert all(row.within_tolerance for row in report.rows if row.tolerance == "exact")
 
 
-def test_a_short_bench_prefers_repeats_to_exact_promises(auto_config, tmp_path, on_a_gpu):
+def test_a_short_bench_prefers_repeats_to_exact_tolerances(auto_config, tmp_path, on_a_gpu):
     made_up = MadeUp(overhead_s=20.0, is_gpu=True)
     report, _ = bench(auto_config, made_up, tmp_path, minutes=12)
     assert made_up.now <= 12 * 60
     timed = itertools.takewhile(lambda trial: not trial.deterministic, report.trials)
     assert {trial.round for trial in timed} >= {0, 1}
-    judged = [row for row in report.rungs if row.promise == "exact"]
-    assert all(row.promise_kept is not False for row in judged)
-    assert all("no time" in row.promise_reason for row in judged if row.promise_kept is None)
+    judged = [row for row in report.rows if row.tolerance == "exact"]
+    assert all(row.within_tolerance is not False for row in judged)
+    assert all("no time" in row.tolerance_reason for row in judged if row.within_tolerance is None)
 
 
 def test_extras_come_in_the_third_round_and_only_there_if_they_fail(auto_config, tmp_path):
     gone = TrialResult(status="timed-out", reason="It took too long.")
     made_up = MadeUp(overhead_s=4.0, fails={"compile": gone})
     report, _ = bench(auto_config, made_up, tmp_path, minutes=30)
-    extras = [row for row in report.rungs if row.kind == "put-in" and row.status == "ok"]
+    extras = [row for row in report.rows if row.kind == "add-one" and row.status == "ok"]
     assert min(trial.round for trial in report.trials if trial.point == extras[0].name) == 2
-    assert all(row.promise_kept is not None for row in extras), "their losses and the full set's"
+    assert all(row.within_tolerance is not None for row in extras), (
+        "their losses and the full set's"
+    )
     assert report.repeats > 3
     assert [trial.round for trial in report.trials if trial.point == "all and compile"] == [2]
 
 
-def test_a_failure_is_a_row_and_the_ladder_continues(auto_config, tmp_path):
+def test_a_failure_is_a_row_and_the_ablation_continues(auto_config, tmp_path):
     gone = TrialResult(status="out-of-memory", reason="Out of memory at step 0: it needs more.")
     report, _ = bench(auto_config, MadeUp(fails={"onednn": gone}), tmp_path, repeats=3)
-    rows = {row.name: row for row in report.rungs}
+    rows = {row.name: row for row in report.rows}
     assert rows["+ onednn"].status == "out-of-memory"
     assert rows["all but onednn"].status == "ok"
     assert rows["+ micro-batch"].repeats == 3
@@ -190,11 +195,11 @@ def test_an_interruption_keeps_the_trials(auto_config, tmp_path, error):
     assert len(report.trials) == 4
     assert read(place) == report
     assert "interrupted" in report.notes[0]
-    assert next(row.name for row in report.rungs if row.status == "ok") == "baseline"
+    assert next(row.name for row in report.rows if row.status == "ok") == "baseline"
 
 
 def test_an_interrupted_bench_does_not_replace_a_better_one(auto_config, tmp_path):
-    with pytest.raises(Interrupted, match="before any trial had given figures") as stopped:
+    with pytest.raises(Interrupted, match="before any trial had a result") as stopped:
         bench(auto_config, MadeUp(stops_after=0), tmp_path)
     assert stopped.value.exit_code == 130
     assert not (tmp_path / "bench").exists()
@@ -229,7 +234,7 @@ def test_a_trial_is_on_disk_as_soon_as_it_ends(auto_config, tmp_path):
     lines = list(read_lines(file))
     assert lines[0]["point"] == "baseline"
     assert lines[0]["result"]["tokens_per_s"] > 0
-    assert lines[0]["bench"] == ["tiny", "ladder", auto_config.digest()]
+    assert lines[0]["bench"] == ["tiny", "ablation", auto_config.digest()]
     report, _ = bench(auto_config, MadeUp(), tmp_path, repeats=1)
     kept = list(read_lines(file))
     assert kept[:3] == lines, "a second bench appends to them"
@@ -249,17 +254,17 @@ def test_failures_are_written_when_every_trial_fails(auto_config, tmp_path):
 
 def test_the_shortest_bench_finds_the_total_if_there_is_one(auto_config, tmp_path):
     report, place = bench(auto_config, MadeUp(overhead_s=20.0), tmp_path, minutes=0.8)
-    full = [row for row in report.rungs if row.kind == "added"][-1].name
+    full = [row for row in report.rows if row.kind == "added"][-1].name
     assert [trial.point for trial in report.trials] == ["baseline", full]
     assert "is unsure: too few repeats." in (place / "table.md").read_text()
     plain = auto_config.with_values({"speedups": "none"})
     assert bench(plain, MadeUp(), tmp_path / "plain", repeats=2)[0].total_speedup is None
 
 
-def test_a_sweep_is_measured_like_a_ladder(auto_config, tmp_path):
+def test_a_sweep_is_measured_like_an_ablation(auto_config, tmp_path):
     report, place = bench(auto_config, MadeUp(), tmp_path, sweep="prefetch", repeats=2)
     assert (report.kind, report.total_speedup) == ("prefetch", None)
-    assert [row.name for row in report.rungs] == [
+    assert [row.name for row in report.rows] == [
         "no prefetch",
         "1 step ahead",
         *(f"{steps} steps ahead" for steps in (2, 4, 8)),
@@ -267,30 +272,28 @@ def test_a_sweep_is_measured_like_a_ladder(auto_config, tmp_path):
     assert "gain" not in (place / "table.md").read_text()
 
 
-def test_a_speedup_that_breaks_its_promise_is_caught_in_real_trials(
-    tiny_config, tmp_path, monkeypatch
-):
-    """Real trials, in this process: a loss that is a little wrong breaks an exact promise."""
+def test_a_speedup_out_of_tolerance_is_caught_in_real_trials(tiny_config, tmp_path, monkeypatch):
+    """Real trials, in this process: a loss that is a little wrong exceeds an exact tolerance."""
     (tmp_path / "alittleoff.py").write_text(
         "from flatout.ops.cross_entropy import fused\n"
-        "from flatout.assembly.recipe import Promise, Speedup\n"
+        "from flatout.assembly.recipe import Tolerance, Speedup\n"
         "def off(*arguments, **named):\n"
         "    loss_sum, num_valid = fused(*arguments, **named)\n"
         "    return loss_sum * (1 + 1e-5), num_valid\n"
-        "SPEEDUP = Speedup(name='alittleoff:SPEEDUP', saves='', promise=Promise.exact(), "
+        "SPEEDUP = Speedup(name='alittleoff:SPEEDUP', saves='', tolerance=Tolerance.exact(), "
         "fills={'ops.cross_entropy': off})\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     config = tiny_config(speedups="prefetch,alittleoff:SPEEDUP")
     report = run_bench(config, repeats=1, out=tmp_path / "bench", trial=quick)
-    rows = {row.name: row for row in report.rungs}
-    assert {row.status for row in report.rungs if row.kind != "absent"} == {"ok"}, [
-        row.reason for row in report.rungs
+    rows = {row.name: row for row in report.rows}
+    assert {row.status for row in report.rows if row.kind != "absent"} == {"ok"}, [
+        row.reason for row in report.rows
     ]
-    assert rows["+ alittleoff:SPEEDUP"].promise_kept is False
+    assert rows["+ alittleoff:SPEEDUP"].within_tolerance is False
     assert rows["+ alittleoff:SPEEDUP"].loss_difference == pytest.approx(1e-5, rel=0.2)
-    assert rows["+ prefetch"].promise_kept is True
-    assert "**exact BROKEN**" in (tmp_path / "bench" / "table.md").read_text()
+    assert rows["+ prefetch"].within_tolerance is True
+    assert "**out of tolerance (exact)**" in (tmp_path / "bench" / "table.md").read_text()
     assert not (tmp_path / "runs").exists()
     sys.modules.pop("alittleoff")
 

@@ -73,7 +73,7 @@ def test_it_stays_within_its_minutes(minutes, overhead_s):
     assert len(rounds) <= REPEATS
 
 
-def test_six_minutes_are_enough_for_a_ladder_with_the_longest_warm_ups():
+def test_six_minutes_are_enough_for_an_ablation_with_the_longest_warm_ups():
     rounds, seconds, _ = rounds_of(
         points(18),
         num_points=23,

@@ -67,10 +67,10 @@ def test_the_spread_is_that_of_one_measurement():
     assert spread([]) == UNKNOWN
 
 
-@pytest.mark.parametrize(("repeats", "rungs"), [(2, 4), (3, 20), (5, 4), (10, 20)])
-def test_intervals_have_their_stated_coverage(repeats, rungs):
-    """2,000 benches of pure noise give the coverage to within 1%; one-sided, 3% is allowed."""
-    noise = np.exp(np.random.default_rng(repeats).normal(0, 0.05, (2000, rungs, repeats))).tolist()
+@pytest.mark.parametrize(("repeats", "rows"), [(2, 4), (3, 20), (5, 4), (10, 20)])
+def test_intervals_have_their_stated_coverage(repeats, rows):
+    """2,000 benches of pure noise give the coverage to within 1%. One-sided, 3% is allowed."""
+    noise = np.exp(np.random.default_rng(repeats).normal(0, 0.05, (2000, rows, repeats))).tolist()
     found = [median_of(bench[0], shared=spread(bench)) for bench in noise]
     assert np.mean([figure.low <= 1 <= figure.high for figure in found]) > CONFIDENCE - 0.016
 

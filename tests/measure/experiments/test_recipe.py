@@ -14,12 +14,12 @@ GAIN = Figure(median=1.25, low=1.2, high=1.3)
 def choice(name="+ compile", **changes):
     is_left_out = name.startswith("-")
     facts = {
-        "kind": "left-out" if is_left_out else "put-in",
+        "kind": "leave-one-out" if is_left_out else "add-one",
         "speedup": name.split()[1],
         "leaves_out": is_left_out,
         "verdict": "x1.25",
         "gain": GAIN,
-        "promise_kept": True,
+        "within_tolerance": True,
         "taken": False,
         "status": "ok",
     }
@@ -70,7 +70,7 @@ def test_the_header_states_what_was_taken_and_what_was_not():
 def test_the_header_counts_what_there_was_no_time_for():
     late = [Left(name=name, reason=NO_TIME) for name in ("+ fp8", "+ compile")]
     lines = tuning(choice(), not_tried=[*late, Left(name="x", reason="No.")]).lines()
-    assert lines[-1] == "There was not enough time for 2 others; add --minutes."
+    assert lines[-1] == "There was not enough time for 2 others. Add --minutes."
     best = tuning().best.model_copy(update={"name": "auto", "gain": None})
     assert "nothing else was measured" in tuning(best=best).lines()[1]
     assert "nothing that was measured is faster" in tuning(choice(), best=best).lines()[1]
@@ -91,7 +91,7 @@ def test_only_sure_gains_of_single_speedups_are_kept():
         tuning(
             choice("+ compile"),
             choice("- prefetch", gain=Figure(median=0.8, low=0.5, high=0.9)),
-            choice("+ fp8", promise_kept=False),
+            choice("+ fp8", within_tolerance=False),
             choice("+ bf16", gain=unsure),
             choice("+ checkpointing, batch.rows_per_device=8", speedup=None),
             choice("+ fp16", gain=None),

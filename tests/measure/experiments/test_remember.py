@@ -1,4 +1,4 @@
-"""The last gain of each speedup of a ladder is stored for the GPU or CPU that measured it."""
+"""The last gain of each speedup of an ablation is stored for the GPU or CPU that measured it."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def resolved(device):
 
 def changed(report, name, **changes):
     """Return the report with changes to one line."""
-    rows = [row.model_copy(update=changes) if row.name == name else row for row in report.rungs]
-    return report.model_copy(update={"rungs": rows})
+    rows = [row.model_copy(update=changes) if row.name == name else row for row in report.rows]
+    return report.model_copy(update={"rows": rows})
 
 
 def test_the_gain_in_the_full_set_counts_most(sample_report):
@@ -40,14 +40,14 @@ def test_the_gain_in_the_full_set_counts_most(sample_report):
     assert below["prefetch"].where == "on the way up"
     within = gains_of(changed(report, "all but prefetch", speedup="prefetch"))
     assert within["prefetch"].where == "in the full set"
-    broken = changed(report, "+ prefetch", promise_kept=False)
+    broken = changed(report, "+ prefetch", within_tolerance=False)
     assert set(gains_of(broken)) == {"pretokenised"}
 
 
 def test_it_is_stored_for_the_hardware_that_measured(sample_report, tmp_path):
     remember(sample_report, resolved("cuda:1"), tmp_path)
     assert not list(tmp_path.iterdir()), "there is one GPU"
-    without_gains = sample_report.model_copy(update={"rungs": sample_report.rungs[:1]})
+    without_gains = sample_report.model_copy(update={"rows": sample_report.rows[:1]})
     remember(without_gains, resolved("cuda"), tmp_path)
     assert not list(tmp_path.iterdir())
     for device, hardware in (("cuda", "NVIDIA H200"), ("cpu", "a CPU, 2 cores")):
@@ -61,7 +61,7 @@ def test_it_is_stored_for_the_hardware_that_measured(sample_report, tmp_path):
 
 
 def test_the_rate_of_the_full_set_predicts_the_next_run(sample_report, tmp_path, tiny_config):
-    full = max(sample_report.rungs, key=lambda row: len(row.speedups))
+    full = max(sample_report.rows, key=lambda row: len(row.speedups))
     decisions = [Decision(name, True, "") for name in full.speedups]
     config = tiny_config(train__device="cpu")
     recipe = SimpleNamespace(config=config, decisions=decisions, machine=MACHINE)

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from flatout import hardware
-from flatout.assembly.recipe import Promise, Speedup
+from flatout.assembly.recipe import Speedup, Tolerance
 from flatout.errors import ConfigError, RunFailed
 from flatout.hardware import Gpu, Machine
 from flatout.measure.experiments import resolving
@@ -38,7 +38,7 @@ def test_speedups_are_added_only_where_auto_decides(tiny_config):
 
 def test_a_speedup_is_added_with_its_needs(tiny_config, monkeypatch):
     def made_up(name, *needs, **more):
-        return Speedup(name, "", Promise.exact(), needs=needs, **more)
+        return Speedup(name, "", Tolerance.exact(), needs=needs, **more)
 
     speedups = [
         made_up("fp8", "compile"),
@@ -66,7 +66,7 @@ def test_reasons_are_those_of_the_resolved_device(tiny_config, monkeypatch):
     assert "on a GPU" not in str(found)
 
 
-def test_two_named_speedups_for_one_slot_are_refused_as_in_training(tiny_config, monkeypatch):
+def test_two_named_speedups_for_one_slot_are_rejected_as_in_training(tiny_config, monkeypatch):
     monkeypatch.setattr(hardware, "_multiplies_bf16", lambda: True)
     found = choose(tiny_config(train__precision="auto", speedups="auto,+onednn"))
     assert "both fill the slot" in found.additions["bf16-products"]

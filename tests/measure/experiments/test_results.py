@@ -18,36 +18,36 @@ CONFIG = load_config("shakespeare-char")
 
 def test_results_get_their_own_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    first = results_dir(CONFIG, "ladder", None)
+    first = results_dir(CONFIG, "ablation", None)
     assert first.parts[0] == "bench"
     assert first.name.startswith("shakespeare-char-")
     for expected in (first, first.with_name(f"{first.name}-2"), first.with_name(f"{first.name}-3")):
-        assert results_dir(CONFIG, "ladder", None) == expected
+        assert results_dir(CONFIG, "ablation", None) == expected
         expected.mkdir(parents=True)
     assert results_dir(CONFIG, "batch", None).name == f"{first.name}-batch"
 
 
-def test_a_directory_with_other_files_is_refused(tmp_path):
+def test_a_directory_with_other_files_is_rejected(tmp_path):
     (tmp_path / "thesis.txt").touch()
     with pytest.raises(ConfigError, match="contains other files"):
-        results_dir(CONFIG, "ladder", tmp_path)
+        results_dir(CONFIG, "ablation", tmp_path)
     with pytest.raises(ConfigError, match="is a file"):
-        results_dir(CONFIG, "ladder", tmp_path / "thesis.txt")
-    assert results_dir(CONFIG, "ladder", tmp_path / "new") == tmp_path / "new"
+        results_dir(CONFIG, "ablation", tmp_path / "thesis.txt")
+    assert results_dir(CONFIG, "ablation", tmp_path / "new") == tmp_path / "new"
     (tmp_path / "new").mkdir()
     for line in [{"something": "else"}, *({"bench": each} for each in ("abc", 3, ["a", "b"]))]:
         (tmp_path / "new" / "trials.jsonl").write_text(json.dumps(line) + "\n")
         with pytest.raises(ConfigError, match="contains other files"):
-            results_dir(CONFIG, "ladder", tmp_path / "new")
+            results_dir(CONFIG, "ablation", tmp_path / "new")
 
 
 def test_only_the_same_bench_is_repeated_in_its_directory(tmp_path):
     failed = TrialResult(status="failed", reason="It fell over.")
     trial = Trial(point="baseline", round=0, seed=0, result=failed)
-    results.keep(trial, [CONFIG.name, "ladder", CONFIG.digest()], "2026-11-20", tmp_path)
-    assert results_dir(CONFIG, "ladder", tmp_path) == tmp_path
-    for config, kind in ((CONFIG, "batch"), (CONFIG.with_values({"train.seed": 5}), "ladder")):
-        words = f"bench of shakespeare-char .ladder, .*; this one is of shakespeare-char .{kind}"
+    results.keep(trial, [CONFIG.name, "ablation", CONFIG.digest()], "2026-11-20", tmp_path)
+    assert results_dir(CONFIG, "ablation", tmp_path) == tmp_path
+    for config, kind in ((CONFIG, "batch"), (CONFIG.with_values({"train.seed": 5}), "ablation")):
+        words = f"bench of shakespeare-char .ablation, .*. This one is of shakespeare-char .{kind}"
         with pytest.raises(ConfigError, match=words) as refused:
             results_dir(config, kind, tmp_path)
         assert "--out" in refused.value.fix

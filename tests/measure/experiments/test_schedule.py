@@ -22,7 +22,7 @@ from flatout.measure.experiments.schedule import (
 def test_a_slow_extra_does_not_reduce_the_repeats_of_others():
     late = (Point("slow", {}, is_late=True), Point("late", {}, is_late=True))
     points = (*(Point(name, {}) for name in "abcdef"), *late)
-    experiment = Experiment("ladder", points, lambda found: [], total=("b", "a"))
+    experiment = Experiment("ablation", points, lambda found: [], total=("b", "a"))
     clock = MadeUp()
     budget = Budget(8, minutes=3, repeats=None, clock=clock.clock)
     schedule, done = Schedule(None, Trials(), budget, clock), []
@@ -44,7 +44,7 @@ def test_a_slow_extra_does_not_reduce_the_repeats_of_others():
 
 def test_a_round_with_time_for_one_point_is_not_started():
     experiment = Experiment(
-        "ladder", (Point("a", {}), Point("b", {})), lambda found: [], total=("b", "a")
+        "ablation", (Point("a", {}), Point("b", {})), lambda found: [], total=("b", "a")
     )
     clock = MadeUp()
     budget = Budget(2, minutes=1, repeats=None, clock=clock.clock)

@@ -43,8 +43,8 @@ def test_settings_are_named_by_their_difference_from_auto(search_of):
     assert search.name(START) == "auto"
     other = Setting(2, 8, frozenset({"prefetch", "checkpointing"}))
     assert search.name(other) == "rows 2, prefetch 8, + checkpointing, - fused-adamw"
-    assert move_to(START).promise.kind == move_to(Setting(4, 8, START.speedups)).promise.kind
-    assert (move_to(START).promise.kind, move_to(FEWER).promise.rtol) == ("exact", 2e-4)
+    assert move_to(START).tolerance.kind == move_to(Setting(4, 8, START.speedups)).tolerance.kind
+    assert (move_to(START).tolerance.kind, move_to(FEWER).tolerance.rtol) == ("exact", 2e-4)
 
 
 def test_one_measurement_decides_only_large_differences(search_of):
@@ -79,13 +79,15 @@ def test_settings_of_different_rounds_are_not_compared(search_of):
     assert gain_of(search, FEWER) is None
 
 
-def test_deterministic_runs_decide_exact_promises_where_runs_do_not_repeat(search_of, monkeypatch):
+def test_deterministic_runs_decide_exact_tolerances_where_runs_do_not_repeat(
+    search_of, monkeypatch
+):
     monkeypatch.setattr(Trials, "of", lambda config: Trials([], repeats_to_the_bit=False))
     machine = MadeUpSpeeds(losses={"prefetch": 1e-9})
     search, without = search_of(machine), Setting(4, 4, frozenset({"fused-adamw"}))
     for setting in (START, without):
         search.measure(setting, losses=True)
-    assert search.check_losses(move_to(without)).promise_kept is False
+    assert search.check_losses(move_to(without)).within_tolerance is False
     search.check_losses(move_to(without))
     modes = [spec.config["train"]["deterministic"] for spec in machine.specs]
     assert modes == [False, False, True, True], "each runs once"

@@ -17,7 +17,7 @@ from flatout.measure.experiments.space import (
     Space,
     make_space,
     memory_obstacle,
-    rows_ladder,
+    rows_to_try,
 )
 
 pytestmark = pytest.mark.slow
@@ -44,14 +44,14 @@ def names(moves):
     return [move.name for move in moves]
 
 
-def test_every_divisor_ladder_contains_the_start_and_doubles():
-    assert rows_ladder(4, 16) == (1, 2, 4, 8, 16)
-    assert rows_ladder(12, 12) == (1, 3, 6, 12)
-    assert rows_ladder(1, 7) == (1, 7)
-    assert all(90 % rows == 0 for rows in rows_ladder(9, 90))
+def test_the_rows_to_try_contain_the_start_and_double():
+    assert rows_to_try(4, 16) == (1, 2, 4, 8, 16)
+    assert rows_to_try(12, 12) == (1, 3, 6, 12)
+    assert rows_to_try(1, 7) == (1, 7)
+    assert all(90 % rows == 0 for rows in rows_to_try(9, 90))
 
 
-def test_only_refuses_unknown_words():
+def test_only_rejects_unknown_words():
     assert parse_only(None) == PARTS
     assert parse_only("batch, compile") == ("batch", "compile")
     with pytest.raises(ConfigError, match="bacth"):
@@ -70,7 +70,7 @@ def test_the_moves_leave_out_what_is_on_and_add_what_is_off(space_of):
     assert any("length-buckets" in name for name in names(space_of(statistical=True).moves))
 
 
-def test_what_the_request_names_or_leaves_out_stays(space_of):
+def test_what_the_request_names_or_omits_stays(space_of):
     space = space_of(speedups="auto,-fused-adamw,+checkpointing")
     assert not any("fused-adamw" in name for name in names(space.moves))
     assert not any(name.endswith(" checkpointing") for name in names(space.moves))

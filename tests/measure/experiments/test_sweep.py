@@ -1,4 +1,4 @@
-"""The values that a sweep measures; each is a configuration that can be built."""
+"""The values that a sweep measures. Each is a configuration that can be built."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_prefetch_is_swept_from_off_to_eight_steps(swept):
     assert [c.data.prefetch for c in configs.values()][1:] == [1, 2, 4, 8]
 
 
-def test_a_sweep_with_nothing_to_measure_is_refused(tiny_config, monkeypatch):
+def test_a_sweep_with_nothing_to_measure_is_rejected(tiny_config, monkeypatch):
     requested = tiny_config()
     monkeypatch.setitem(SWEEPS, "batch", lambda *_: {"1 rows": "no room."})
     with pytest.raises(ConfigError, match="nothing to measure"):

@@ -85,7 +85,7 @@ def test_a_trial_ends_with_the_bench_that_started_it(tmp_path):
 
 
 def wait_for_end_of(pid):
-    """Wait until a process is gone or a zombie; the test's own time limit ends the wait."""
+    """Wait until a process is gone or a zombie. The test's own time limit ends the wait."""
     while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
         time.sleep(0.05)
 

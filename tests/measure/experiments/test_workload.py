@@ -81,12 +81,12 @@ def test_a_run_that_diverges_is_reported(tiny_config, tmp_path):
 
 def test_a_speedup_that_fell_back_fails_its_trial(tiny_config, tmp_path, monkeypatch):
     (tmp_path / "fallsback.py").write_text(
-        "from flatout.assembly.recipe import Promise, Speedup\n"
+        "from flatout.assembly.recipe import Tolerance, Speedup\n"
         "def broken(model, mesh):\n"
         "    model._compiled_call_impl = lambda *a, **k: (_ for _ in ()).throw(RuntimeError('no "
         "compiler'))\n"
         "    return model\n"
-        "SPEEDUP = Speedup(name='fallsback:SPEEDUP', saves='', promise=Promise.exact(), "
+        "SPEEDUP = Speedup(name='fallsback:SPEEDUP', saves='', tolerance=Tolerance.exact(), "
         "fills={'compilation': broken}, compiles=True)\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))

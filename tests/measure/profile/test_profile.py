@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 def quick(tiny_config, tmp_path, monkeypatch):
     """Return a function that profiles the tiny recipe after a short warm-up."""
     monkeypatch.setattr(profiles, "MAX_WARM_S", 0.0)
-    monkeypatch.setattr(profiles, "warn_of_busy_cores", lambda *_: None)
+    monkeypatch.setattr(profiles, "spin_less_beside_others", lambda *_: None)
 
     def measure(steps=2, skip=None, **changes):
         config = tiny_config(**changes)
@@ -109,7 +109,7 @@ def test_weights_in_host_memory_are_profiled(quick):
     assert found.memory.parts_gib["weights"] > 0
 
 
-def test_steps_beyond_the_end_of_the_run_are_refused(tiny_config):
+def test_steps_beyond_the_end_of_the_run_are_rejected(tiny_config):
     config, words = tiny_config(train__steps=10), "Steps 9 to 11 do not exist: the run has 10 steps"
     with pytest.raises(ConfigError, match=words) as bad:
         long_enough(config, Wanted(3, 8))
@@ -131,7 +131,7 @@ def test_without_a_profiler_step_times_and_phases_remain(quick, monkeypatch):
     assert not (out / "trace.json.gz").exists()
 
 
-def test_a_trace_that_the_disk_refused_is_an_error(quick, monkeypatch):
+def test_a_trace_that_the_disk_rejected_is_an_error(quick, monkeypatch):
     def cut(path):
         with open(path, "w", encoding="utf-8") as file:
             file.write('{"traceEvents": [')
@@ -143,7 +143,7 @@ def test_a_trace_that_the_disk_refused_is_an_error(quick, monkeypatch):
     assert "full disk" in bad.value.fix
 
 
-def test_several_processes_are_refused(tiny_config, monkeypatch, tmp_path):
+def test_several_processes_are_rejected(tiny_config, monkeypatch, tmp_path):
     ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
     for name, value in (ranks | {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}).items():
         monkeypatch.setenv(name, value)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flatout.measure.profile.report import Gap, MemoryPeak, Profile, ProfileRoof
+from flatout.measure.profile.report import Gap, MemoryPeak, Profile, ProfileRoofline
 from flatout.measure.steps.evidence import KernelRow
 
 
@@ -17,7 +17,9 @@ PEAK = MemoryPeak(
     gib=4.0, parts_gib=PARTS, phase="backward", step=12, share_of_step=0.4, reserved_gib=4.5
 )
 SHEET = "data sheet"
-ROOF = ProfileRoof(peak_tflops=989.5, peak_source=SHEET, gb_per_s=3350, bandwidth_source=SHEET)
+ROOFLINE = ProfileRoofline(
+    peak_tflops=989.5, peak_source=SHEET, gb_per_s=3350, bandwidth_source=SHEET
+)
 
 
 def profile(**more):
@@ -37,7 +39,7 @@ def profile(**more):
         "phases_ms": {"forward": 4.0, "data": 1.0},
         "table": (row("matmul"), row("normalisation", tflops=None, of_peak=None)),
         "outside_ms": 4.0,
-        "roof": ROOF,
+        "roofline": ROOFLINE,
         "gaps": (Gap(start_s=0.0, seconds=0.002, phase="data", host_op=None),),
         "device_idle": 0.2,
         "memory": PEAK,
@@ -58,8 +60,8 @@ def test_it_fits_into_80_columns_of_ascii():
     ]
     assert "Host: data 6%, forward 22%, waiting for the device and others 72%" in text
     assert "waiting" not in profile(device="cpu").text()
-    unknown = profile(roof=ProfileRoof()).text()
-    assert "peak of matrix products: unknown" in unknown
+    unknown = profile(roofline=ProfileRoofline()).text()
+    assert "peak matmul rate: unknown" in unknown
     assert "memory bandwidth: unknown" in unknown
 
 

@@ -1,4 +1,4 @@
-"""From a trace file to figures: a made-up GPU, and what happens without kernels."""
+"""From a trace file to numbers: a made-up GPU, and what happens without kernels."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from flatout.measure.profile.profile import (
     with_trace,
     write_trace,
 )
-from flatout.measure.profile.report import Profile, ProfileRoof
+from flatout.measure.profile.report import Profile, ProfileRoofline
 from flatout.measure.steps.trace import exported, read_trace
 
 BEFORE = Profile(
@@ -38,7 +38,7 @@ BEFORE = Profile(
     step_ms=90e3 * US,
     profiled_step_ms=100e3 * US,
     phases_ms=None,
-    roof=ProfileRoof(),
+    roofline=ProfileRoofline(),
     notes=(),
 )
 
@@ -59,7 +59,7 @@ def test_a_gpu_has_gaps_and_its_own_memory():
     assert "The device idles 63% of a step." in found.text()
 
 
-def test_without_kernels_the_rest_remains_and_a_note_says_why():
+def test_without_kernels_the_rest_remains_and_a_note_shows_why():
     made = document()
     made["traceEvents"] = [
         one for one in made["traceEvents"] if one.get("cat") not in {"kernel", "gpu_memcpy"}

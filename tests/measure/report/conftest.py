@@ -18,7 +18,7 @@ def record(step, **figures):
 
 
 def training(step):
-    """A line with the figures of a CPU."""
+    """A line with the metrics of a CPU."""
     return record(
         step,
         train__loss=4.0 / step,

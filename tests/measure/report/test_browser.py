@@ -55,7 +55,7 @@ class Tab:
         self.page.wait_for_selector("html[data-ready]", timeout=WAIT_MS)
 
     def wait_for(self, condition):
-        """Wait until a JavaScript expression is true; the page's policy forbids what Playwright's
+        """Wait until a JavaScript expression is true. The page's policy forbids what Playwright's
         own function for it does.
         """
         deadline_s = time.monotonic() + WAIT_MS / 1e3

@@ -12,7 +12,7 @@ def by_key(charts):
     return {chart.key: chart for chart in charts}
 
 
-def test_a_run_has_the_charts_of_its_figures(make_run, read):
+def test_a_run_has_the_charts_of_its_numbers(make_run, read):
     charts = by_key(drawn_charts(read(make_run())))
     assert [*charts] == ["loss", "throughput", "step", "wait", "memory", "norm", "lr"]
     labels = [line.label for line in charts["step"].lines]
@@ -25,7 +25,7 @@ def test_a_run_has_the_charts_of_its_figures(make_run, read):
     assert drawn_charts(read(make_run("none", records=[{"step": 1, "train/loss": None}]))) == []
 
 
-def test_one_run_is_coloured_by_figure_and_several_by_run(make_run, read):
+def test_one_run_is_coloured_by_number_and_several_by_run(make_run, read):
     one, two = make_run("one"), make_run("two")
     lines = by_key(drawn_charts(read(one)))["step"].lines
     assert [line.color for line in lines] == [0, 1, 2, 3]
@@ -40,7 +40,7 @@ def test_one_run_is_coloured_by_figure_and_several_by_run(make_run, read):
     assert len({chart.key for chart in CHARTS}) == len(CHARTS)
 
 
-def test_other_figures_have_charts_of_their_own_up_to_a_number(make_run, read):
+def test_other_numbers_have_charts_of_their_own_up_to_a_number(make_run, read):
     records = [{"step": 1, "val/loss/book": 2.0} | {f"my/f{n:03}": 1.0 for n in range(100)}]
     charts = drawn_charts(read(make_run(records=records)))
     assert len(charts) == MAX_OTHER_CHARTS

@@ -1,4 +1,4 @@
-"""What a run directory says, whatever state it is in; a long curve keeps its peaks and its gaps."""
+"""What a run directory says, whatever state it is in. A long curve keeps its peaks and its gaps."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def test_records_become_curves(make_run, read):
     assert math.isnan(run.curves["val/loss"].tokens[0])
 
 
-def test_damaged_lines_are_left_out_and_said(make_run, read):
+def test_damaged_lines_are_omitted_and_said(make_run, read):
     lines = 'not json\n[1]\n{"step": 22, "train/loss": 1.0}\n'
     for name, text, records, note in (
         ("cut", '{"step": 21, "train/lo', 20, "The last line of metrics.jsonl (line 21) is inc"),
-        ("damaged", lines, 21, "metrics.jsonl has 2 damaged lines (the first is line 21), left"),
+        ("damaged", lines, 21, "metrics.jsonl has 2 damaged lines (the first is line 21), skip"),
     ):
         folder = make_run(name)
         append(folder / "metrics.jsonl", text)
@@ -41,7 +41,7 @@ def test_damaged_lines_are_left_out_and_said(make_run, read):
         assert [note in found for found in run.notes] == [True]
 
 
-def test_figures_that_are_not_finite_are_gaps_and_counted(make_run, read):
+def test_numbers_that_are_not_finite_are_gaps_and_counted(make_run, read):
     values = [1.0, math.nan, math.inf, None, 2.0, 10**400, "text", True]
     records = [{"step": step, "train/loss": value} for step, value in enumerate(values)]
     (run,) = read(make_run(records=records))
@@ -51,11 +51,11 @@ def test_figures_that_are_not_finite_are_gaps_and_counted(make_run, read):
     assert run.notes == ["train/loss is not a finite number in 4 records: gaps in its curve."]
 
 
-def test_records_without_a_step_are_left_out(make_run, read):
+def test_records_without_a_step_are_omitted(make_run, read):
     folder = make_run(records=[{"train/loss": 1.0}, {"step": math.nan, "train/loss": 1.0}])
     (run,) = read(folder)
     assert run.curves == {}
-    assert run.notes[0] == "2 records of metrics.jsonl without a step, left out."
+    assert run.notes[0] == "2 records of metrics.jsonl without a step, skipped."
     (folder / "metrics.jsonl").unlink()
     (run,) = read(folder)
     assert run.num_records == 0

@@ -46,4 +46,4 @@ def test_an_optimizer_and_a_model_of_the_users_own_are_suspected():
     config = config.with_values({"train.device": "cpu"})
     found = causes_of(comparison(), config)
     assert causes.OPTIMIZER in found
-    assert found[-1] == "Code of your own in this recipe: mine:SHAMPOO."
+    assert found[-1] == "Your own code in this recipe: mine:SHAMPOO."

@@ -87,7 +87,7 @@ def test_steps_are_stated_or_fit_the_recipe(tiny_config, text, total, expected):
         (None, 1, r"1 step cannot be stopped.*train\.steps=2"),
     ],
 )
-def test_steps_that_cannot_be_stopped_between_are_refused(tiny_config, text, total, message):
+def test_steps_that_cannot_be_stopped_between_are_rejected(tiny_config, text, total, message):
     with pytest.raises(ConfigError, match=message):
         steps_of(text, tiny_config(train__steps=total))
 

@@ -105,7 +105,7 @@ def test_values_are_compared_and_short_ones_shown(two):
     assert found.first_step == 2
 
 
-def test_the_first_recorded_figure_that_differs_is_named(two):
+def test_the_first_recorded_number_that_differs_is_named(two):
     path = two[1] / "metrics.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     for line in lines:

@@ -6,7 +6,7 @@ import pytest
 
 from flatout.config.schema import load_config
 from flatout.measure.diagnose.diagnosis import diagnosis_of
-from flatout.measure.steps.evidence import Evidence, MemoryFacts, Roof
+from flatout.measure.steps.evidence import Evidence, MemoryFacts, Roofline
 
 
 def found(rows, held_gib, rate=None, known=None):
@@ -18,7 +18,7 @@ def found(rows, held_gib, rate=None, known=None):
         config=config,
         device="cuda",
         memory=MemoryFacts(reserved_gib=held_gib, peak_gib=held_gib - 0.3, total_gib=15.6),
-        roof=Roof(tokens_per_s=rate),
+        roofline=Roofline(tokens_per_s=rate),
         rates_by_rows=known or {},
     )
     return next((f for f in diagnosis_of(evidence).findings if f.name == "full-memory"), None)

@@ -23,7 +23,7 @@ from flatout.measure.steps.evidence import (
     LoopFacts,
     MemoryFacts,
     Phases,
-    Roof,
+    Roofline,
 )
 
 ROW = KernelRow(kind="elementwise", seconds=0.05, share=1.0, calls=300.0, slowest="aten::add")
@@ -100,7 +100,7 @@ ON_A_CPU = {
     "tokens_per_step": 128,
     "planned_steps": 1000,
     "epochs": 2.0,
-    "roof": Roof(peak_tflops=800.0, mfu=0.5, tokens_per_s=1e4),
+    "roofline": Roofline(peak_tflops=800.0, mfu=0.5, tokens_per_s=1e4),
     "losses": LOSSES,
     "grad_norms": tuple((step, 1.0) for step, _ in LOSSES),
     "remaining_s": 3600.0,
@@ -237,7 +237,7 @@ GPU_CASES = {
         "sites": {"copy": (SITE,)},
     },
     "precision": {"config": {"train.precision": "fp16"}},
-    "small-batch": {"roof__mfu": 0.1},
+    "small-batch": {"roofline__mfu": 0.1},
     "throttling": {"gpu__slowed_by": ("heat (driver)",), "gpu__clock_share": 0.6},
 }
 PLANTED = {name: ("cpu", facts) for name, facts in CPU_CASES.items()}

@@ -130,7 +130,7 @@ HEALTHY = {
 
 
 def test_the_line_of_a_busy_thread_is_seen(write):
-    """How long the loop waits for it depends on the machine; the rule is tested on its own."""
+    """How long the loop waits for it depends on the machine. The rule is tested on its own."""
     before = "import threading\ndef poll():\n    while len(kept) < 9: pass\n"
     text = script(before=before + "threading.Thread(target=poll, daemon=True).start()")
     answer, _, _ = run_script(write(text), Request(seconds=0.8))
@@ -208,7 +208,7 @@ def test_an_environment_without_flatout_is_told_what_to_install(write, tmp_path)
 
 
 def test_interrupting_leaves_nothing_running(tmp_path):
-    """Ctrl+C reaches the command; a child that ignores it and has lost its parent ends too."""
+    """Ctrl+C reaches the command. A child that ignores it and has lost its parent ends too."""
     mark = tmp_path / "pid"
     child = f"import os, time; open({str(mark)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
     command = f"setsid {sys.executable} -c {child!r} & exec sleep 600"

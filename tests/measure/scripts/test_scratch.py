@@ -68,7 +68,7 @@ def test_a_large_file_is_a_link_which_survives_a_trial(project, monkeypatch):
     assert (project / "tokens.bin").exists()
 
 
-def test_too_many_files_are_refused(project, monkeypatch):
+def test_too_many_files_are_rejected(project, monkeypatch):
     monkeypatch.setattr(scratch, "MOST_FILES", 1)
     with pytest.raises(ConfigError, match="too many files"), Scratch(project):
         pass

@@ -103,7 +103,7 @@ def test_a_change_that_alters_the_losses_is_not_taken(search):
     found = search(script)
     assert found.taken == ("bf16",)
     row = found.rows["fused-optimizer"]
-    assert row.promise_kept is False
+    assert row.within_tolerance is False
     assert row.loss_difference == pytest.approx(0.01)
     assert "losses differ" in row.reason
 
@@ -129,7 +129,7 @@ def test_blocks_are_compiled_only_where_the_model_cannot_be(search):
     assert search(script).taken == ("compile-each-block",)
 
 
-def test_the_time_limit_leaves_out_what_does_not_fit_but_the_best_is_repeated(search):
+def test_the_time_limit_omits_what_does_not_fit_but_the_best_is_repeated(search):
     script = Script(speed={"tf32": 1.5, "compile": 1.7, "bf16": 1.6})
     found = search(script, minutes=0.9)
     assert [*found.rows] == ["tf32", "compile"]
@@ -204,7 +204,7 @@ def test_a_failure_without_a_message_has_the_line_of_the_user(tmp_path):
     assert last_words("killed") == "killed"
 
 
-def test_a_ratio_leaves_out_the_start_and_what_compiles():
+def test_a_ratio_omits_the_start_and_what_compiles():
     slow = Answer(step_s=[9.0] * 4 + [2.0] * 6)
     fast = Answer(step_s=[1.0] * 4 + [1.0, 1.0, 50.0, 1.0, 1.0, 1.0], compiled=[6])
     assert ratio(fast, slow) == pytest.approx(2.0)
@@ -262,5 +262,5 @@ def test_changes_that_there_was_no_time_for_are_named():
         path="tuned-train",
         wall_s=60.0,
     )
-    assert "There was not enough time for bf16, compile; add --minutes." in found.summary()
+    assert "There was not enough time for bf16, compile. Add --minutes." in found.summary()
     assert "tf32" not in found.summary()

@@ -74,7 +74,7 @@ def test_a_slow_script_gets_a_patch_that_is_proved(tmp_path):
         ("input()", "standard input"),
     ],
 )
-def test_a_script_that_cannot_be_tuned_says_why(tmp_path, source, message):
+def test_a_script_that_cannot_be_tuned_shows_why(tmp_path, source, message):
     (tmp_path / "train.py").write_text(source)
     done = flatout(tmp_path, "tune", "--", sys.executable, "train.py", code=1)
     assert message in done.stderr

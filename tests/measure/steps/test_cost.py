@@ -1,4 +1,4 @@
-"""FLOPs and bytes from recorded shapes; what has no formula is unknown."""
+"""FLOPs and bytes from recorded shapes. What has no formula is unknown."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ def test_other_threads_that_do_not_wait_are_seen():
     assert texts <= {"while not leave.is_set():", "sum(range(1000))"}
 
 
-def test_lines_are_averaged_and_those_seen_by_chance_left_out():
+def test_lines_are_averaged_and_those_seen_by_chance_omitted():
     totals = LineTotals()
     for line, seconds in ((7, 0.5), (7, 0.5), (9, 3.0), (7, 1.0), (8, 0.1), (8, 0.1), (8, 0.1)):
         totals.add("data", ("a.py", line), seconds)

@@ -1,4 +1,4 @@
-"""What the driver reports becomes facts about the GPU; what it does not report stays unknown."""
+"""What the driver reports becomes facts about the GPU. What it does not report stays unknown."""
 
 from __future__ import annotations
 

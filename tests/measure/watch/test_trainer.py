@@ -46,7 +46,7 @@ def test_what_follows_a_step_is_named_in_the_trainers_order(events, calls):
     ]
 
 
-def test_figures_belong_to_the_trainers_step_of_this_process(events, calls):
+def test_numbers_belong_to_the_trainers_step_of_this_process(events, calls):
     events.on_train_begin(None, SimpleNamespace(max_steps=90, global_step=50), None, model=None)
     events.on_log(None, SimpleNamespace(global_step=60), None, logs={"loss": 2.5})
     calls.log.assert_called_once_with({"loss": 2.5}, step=10)

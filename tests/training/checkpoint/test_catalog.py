@@ -55,7 +55,7 @@ def test_verify_says_what_is_wrong_with_an_index(tmp_path):
     assert "index.json is damaged" in problem
 
 
-def test_a_run_of_a_newer_version_says_so(tmp_path):
+def test_a_run_of_a_newer_version_shows_so(tmp_path):
     path = make(tmp_path, 3)
     manifest = json.loads((path / "manifest.json").read_text())
     (path / "manifest.json").write_text(json.dumps(manifest | {"format_version": 9}))

@@ -80,8 +80,8 @@ def outside(index):
     ("change", "problem"),
     [
         (renamed, "model-00000.safetensors has no tensor model/other."),
-        (another_shape, "the index says F32"),
-        (another_dtype, "the index says F64"),
+        (another_shape, "the index lists F32"),
+        (another_dtype, "the index lists F64"),
         (uncovered, "do not cover it"),
         (outside, "do not cover it"),
         (lambda index: index.pop("tensors"), "index.json is damaged"),
@@ -110,7 +110,7 @@ def test_a_state_that_does_not_fit_is_a_problem(checkpoint, change, problem):
 @pytest.mark.parametrize(
     "content", [b"", b"\xff" * 64, b"\x02\0\0\0\0\0\0\0[]", b"\4\0\0\0\0\0\0\0{"]
 )
-def test_another_file_is_refused_by_name(tmp_path, content):
+def test_another_file_is_rejected_by_name(tmp_path, content):
     path = tmp_path / "x.safetensors"
     path.write_bytes(content)
     with pytest.raises(CheckpointError, match=r"x\.safetensors is damaged"):
@@ -191,7 +191,7 @@ def test_a_base_that_moved_with_the_adapters_is_found(pair, tmp_path):
     assert find_base(moved, base) == tmp_path / "there/base/checkpoints/step-6"
 
 
-def test_a_missing_base_is_refused(pair, tmp_path):
+def test_a_missing_base_is_rejected(pair, tmp_path):
     adapters, base = pair
     gone = base.model_copy(update={"path": str(tmp_path / "far" / "checkpoints" / "step-3")})
     with pytest.raises(CheckpointError, match="contains LoRA adapters, and the weights") as refused:
@@ -199,14 +199,14 @@ def test_a_missing_base_is_refused(pair, tmp_path):
     assert "Restore them there" in refused.value.fix
 
 
-def test_a_damaged_base_is_refused(pair):
+def test_a_damaged_base_is_rejected(pair):
     adapters, base = pair
     (Path(base.path) / "model-00000.safetensors").write_bytes(b"WEIGHTS")
     with pytest.raises(CheckpointError, match="SHA-256"):
         find_base(adapters, base)
 
 
-def test_a_changed_base_is_refused(pair, tmp_path):
+def test_a_changed_base_is_rejected(pair, tmp_path):
     adapters, base = pair
     with pytest.raises(CheckpointError, match="have changed since the LoRA adapters in") as refused:
         find_base(adapters, base.model_copy(update={"digest": "0" * 64}))

@@ -1,4 +1,4 @@
-"""A run starts with the weights of another program's model."""
+"""A run starts with the weights of another tool's model."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_a_model_that_does_not_fit_writes_nothing(tmp_path, theirs, fine_tuning)
     assert not (tmp_path / "run").exists()
 
 
-def test_another_tokenizer_is_refused(tmp_path, theirs, fine_tuning, messages):
+def test_another_tokenizer_is_rejected(tmp_path, theirs, fine_tuning, messages):
     run_training(fine_tuning(theirs), tmp_path / "run", progress=messages)
     assert any("There is no tokenizer.json in" in line for line in messages.lines)
     byte = make_tokenizer("byte", lambda _: [])
@@ -91,11 +91,11 @@ def test_another_tokenizer_is_refused(tmp_path, theirs, fine_tuning, messages):
     run_training(fine_tuning(theirs), tmp_path / "same")
     char = make_tokenizer("char", lambda _: ["The quick brown fox jumps over the lazy dog."])
     (theirs / "tokenizer.json").write_text(char.text)
-    with pytest.raises(CheckpointError, match="prepared with another tokenizer"):
+    with pytest.raises(CheckpointError, match="prepared with a different tokenizer"):
         run_training(fine_tuning(theirs), tmp_path / "other")
 
 
-def test_a_tensor_of_another_shape_is_refused_while_loading(
+def test_a_tensor_of_another_shape_is_rejected_while_loading(
     theirs, fine_tuning, build_run, monkeypatch
 ):
     run = build_run(fine_tuning(theirs))

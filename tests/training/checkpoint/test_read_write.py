@@ -1,4 +1,4 @@
-"""Checkpoints: saved and loaded bit for bit, and refused when they are damaged or do not fit."""
+"""Checkpoints: saved and loaded bit for bit, and rejected when they are damaged or do not fit."""
 
 import json
 import random
@@ -118,7 +118,7 @@ def test_a_damaged_manifest_is_found(tmp_path, text):
     assert any("manifest.json" in problem for problem in catalog.verify(path))
 
 
-def test_load_refuses_another_model_and_names_the_tensor(tmp_path):
+def test_load_rejects_another_model_and_names_the_tensor(tmp_path):
     _, path = saved(tmp_path)
     again = build(tmp_path / "run")
     again.core.blocks[1].matrix.extra = torch.nn.Parameter(torch.zeros(2))
@@ -126,7 +126,7 @@ def test_load_refuses_another_model_and_names_the_tensor(tmp_path):
         read_write.load(again, path)
 
 
-def test_load_refuses_another_shape_and_names_both(tmp_path):
+def test_load_rejects_another_shape_and_names_both(tmp_path):
     _, path = saved(tmp_path)
     again = build(tmp_path / "run")
     again.core.blocks[0].matrix.weight = torch.nn.Parameter(torch.zeros(8, 9))
@@ -135,7 +135,7 @@ def test_load_refuses_another_shape_and_names_both(tmp_path):
         read_write.load(again, path)
 
 
-def test_load_refuses_another_dtype_of_the_weights(tmp_path):
+def test_load_rejects_another_dtype_of_the_weights(tmp_path):
     _, path = saved(tmp_path)
     again = build(tmp_path / "run")
     again.core.blocks[0].norm.bfloat16()
@@ -143,7 +143,7 @@ def test_load_refuses_another_dtype_of_the_weights(tmp_path):
         read_write.load(again, path)
 
 
-def test_load_refuses_other_parameter_groups(tmp_path):
+def test_load_rejects_other_parameter_groups(tmp_path):
     _, path = saved(tmp_path)
     again = build(tmp_path / "run")
     first, second = again.optimizers[0].param_groups
@@ -152,7 +152,7 @@ def test_load_refuses_other_parameter_groups(tmp_path):
         read_write.load(again, path)
 
 
-def test_load_refuses_another_assignment_to_optimizers(tmp_path):
+def test_load_rejects_another_assignment_to_optimizers(tmp_path):
     _, path = saved(tmp_path)
     again = build(tmp_path / "run")
     again.optimizers = (again.optimizers[1], again.optimizers[0])
@@ -203,7 +203,7 @@ def test_tensor_hyperparameters_and_scalars_of_optimizers_are_restored(tmp_path)
     assert again.optimizers[1].state[again.core.embedding.weight]["note"] == 7
 
 
-def test_save_refuses_state_that_a_checkpoint_cannot_hold(tmp_path):
+def test_save_rejects_state_that_a_checkpoint_cannot_hold(tmp_path):
     run = build(tmp_path / "run")
     train(run, 1)
     run.optimizers[1].state[run.core.embedding.weight]["history"] = [1, 2]

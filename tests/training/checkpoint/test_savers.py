@@ -62,7 +62,7 @@ def files(path):
 
 
 def saved_in_the_loop(run, folder):
-    """Return the files that a save in the loop writes now, in another directory."""
+    """Return the files that a save in the loop writes now, in a different directory."""
     own, run.folder = run.folder, folder
     path = savers.save(run, environment=ENVIRONMENT)
     run.folder = own

@@ -170,7 +170,7 @@ def test_a_checkpoint_holds_exactly_the_items_of_state(checkpoints):
     [part for part in STATE if part.name not in {"rng_cuda", "scaler"}],
     ids=lambda part: part.name,
 )
-def test_load_refuses_a_checkpoint_that_lacks_an_item(part, checkpoints, tmp_path):
+def test_load_rejects_a_checkpoint_that_lacks_an_item(part, checkpoints, tmp_path):
     copy = tmp_path / "step-5"
     shutil.copytree(checkpoints["cpu"][0], copy)
     facts = json.loads((copy / "state.json").read_text())
@@ -182,7 +182,7 @@ def test_load_refuses_a_checkpoint_that_lacks_an_item(part, checkpoints, tmp_pat
         read_write.load(build(tmp_path), copy)
 
 
-def test_extra_state_of_a_model_is_refused():
+def test_extra_state_of_a_model_is_rejected():
     class Odd(torch.nn.Module):
         def get_extra_state(self):
             return {"a": 1}
@@ -191,7 +191,7 @@ def test_extra_state_of_a_model_is_refused():
         weights.weights_and_aliases(torch.nn.Sequential(Odd()))
 
 
-def test_an_optimizer_of_other_tensors_is_refused(tmp_path):
+def test_an_optimizer_of_other_tensors_is_rejected(tmp_path):
     run = build(tmp_path)
     run.optimizers = (torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1),)
     with pytest.raises(CheckpointError, match="not a parameter of the model"):

@@ -110,7 +110,7 @@ def test_whole_tensors_are_distributed_once_and_evenly():
     assert [sum(t.numel() for t in share.values()) for share in shares] == [100, 61, 60]
 
 
-def test_an_unknown_dtype_is_refused():
+def test_an_unknown_dtype_is_rejected():
     with pytest.raises(CheckpointError, match="float2"):
         slices.dtype_of(Entry(dtype="float2", shape=(), slices=()))
     with pytest.raises(CheckpointError, match="nn"):

@@ -210,7 +210,7 @@ def test_a_spike_without_gradients_is_the_text(machine):
     assert "probably the text" in begun["cause"]
 
 
-def test_evaluations_and_records_without_figures_are_ignored(machine):
+def test_evaluations_and_records_without_numbers_are_ignored(machine):
     alarms = Alarms(machine.surroundings(), last_step=10)
     assert alarms.see({"step": 1, "val/loss": 3.0, "wall_s": 100.0}) == []
     assert alarms.see({"step": 2}) == []

@@ -33,7 +33,7 @@ def test_other_processes_are_measured_once_a_second(monkeypatch):
     assert others.figures(cores=2) == {"cpu/other_cores": 1.0, "cpu/cores": 2}
 
 
-def test_a_system_without_proc_leaves_the_figure_out(monkeypatch, tmp_path):
+def test_a_system_without_proc_leaves_the_number_out(monkeypatch, tmp_path):
     monkeypatch.setattr(module, "OWN_PAGES", tmp_path / "missing")
     assert process_gib() is None
     assert set(memory_gib(torch.device("cpu"))) == {"mem/peak_gib"}

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flatout.json_io import read_lines
-from flatout.roof import Peak
+from flatout.roofline import Peak
 from flatout.training import finish
 from flatout.training.metrics import detectors, device
 from flatout.training.metrics.log import Log, Rates
@@ -21,7 +21,7 @@ from flatout.training.step import StepResult
 pytestmark = pytest.mark.slow
 
 
-def test_figures_are_read_back_one_step_late_and_in_order():
+def test_numbers_are_read_back_one_step_late_and_in_order():
     readback = DelayedReadback()
     readback.push(1, {"loss": torch.tensor(3.0)}, due=True)
     assert readback.ready() == []
@@ -33,7 +33,7 @@ def test_figures_are_read_back_one_step_late_and_in_order():
     assert readback.ready(flush=True) == []
 
 
-def test_a_figure_keeps_its_value_when_its_tensor_changes_later():
+def test_a_number_keeps_its_value_when_its_tensor_changes_later():
     readback = DelayedReadback()
     loss = torch.tensor(3.0)
     readback.push(1, {"loss": loss}, due=True)

@@ -286,7 +286,7 @@ def test_a_mistake_of_an_observer_ends_the_run_and_one_of_a_logger_does_not(tiny
         ({"to": "wandbb"}, "no logger named 'wandbb'"),
     ],
 )
-def test_other_objects_are_refused(config, message):
+def test_other_objects_are_rejected(config, message):
     with pytest.raises(ConfigError, match=message):
         require_loggers(LogConfig(**config))
 

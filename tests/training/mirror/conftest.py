@@ -81,7 +81,7 @@ def mirrored(store):
 
 @pytest.fixture
 def refusing(store, monkeypatch):
-    """Return a function that makes the store refuse files of a name, or none."""
+    """Return a function that makes the store reject files of a name, or none."""
     put_file = type(store).put_file
 
     def refuse(name):

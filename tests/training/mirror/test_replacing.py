@@ -83,7 +83,7 @@ def test_of_two_complete_copies_of_a_step_the_last_counts_and_the_first_is_delet
     assert (mirrored(5), mirrored("step-5.1"), mirrored(6)) == (set(), FILES, FILES)
 
 
-def test_steps_ascend_by_number_and_other_names_are_left_out(run, store):
+def test_steps_ascend_by_number_and_other_names_are_omitted(run, store):
     for name in ("step-10", "step-9.10", "step-9.9", "step-9", "step-9.0", "step-09", "step-9.x"):
         store.pipe_file(f"/bucket/runs/run/{name}/manifest.json", name.encode())
     found = MirrorStore(run.url)

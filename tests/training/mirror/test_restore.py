@@ -23,7 +23,7 @@ STATE = json.dumps({"values": {"best": {"step": 1}}}).encode()
 
 @pytest.fixture
 def lost(run):
-    """A run with two checkpoints in its mirror, the first of which is the best; nothing is here."""
+    """A run with two checkpoints in its mirror, the first of which is the best. Nothing is here."""
     for step in (1, 2):
         run.checkpoint(step, state=STATE, info=INFO)
     for name in ("tokenizer.json", "left_out.json"):
@@ -186,7 +186,7 @@ def test_a_server_that_fails_is_an_error_and_the_next_start_continues(
     assert not [line for line in store.asked if "step-2/model" in line], "it was here already"
 
 
-def test_resume_never_refuses_to_replace_what_the_mirror_has(lost, restore):
+def test_resume_never_rejects_to_replace_what_the_mirror_has(lost, restore):
     with pytest.raises(CheckpointError, match=r"--resume never would overwrite .*step 2"):
         restore(resume="never")
 
@@ -204,7 +204,7 @@ def test_checkpoints_come_back_on_another_disk(lost, restore, tmp_path):
     assert layout.read_config(lost.path).checkpoint.dir == str(tmp_path / "disk")
 
 
-def test_another_run_of_that_name_is_refused_before_anything_is_written(
+def test_another_run_of_that_name_is_rejected_before_anything_is_written(
     lost, restore, store, tmp_path
 ):
     before = dict(store.store)
@@ -216,13 +216,13 @@ def test_another_run_of_that_name_is_refused_before_anything_is_written(
     assert what.startswith(f"{URL}/run contains a run with other settings, sent by {lost.path} on ")
     assert "optim.lr: " in what
     assert "--run-dir DIR" in fix
-    assert "another checkpoint.mirror" in fix
+    assert "a different checkpoint.mirror" in fix
     assert list(elsewhere.iterdir()) == []
     assert store.store == before
     restore("log.every=3", path=elsewhere)
 
 
-def test_a_mirror_without_the_requested_settings_says_so(lost, restore):
+def test_a_mirror_without_the_requested_settings_shows_so(lost, restore):
     with pytest.raises(
         ConfigError, match=rf"optim\.lr: .* {URL}/run/asked\.yaml, with the settings"
     ):

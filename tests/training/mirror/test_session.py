@@ -70,7 +70,7 @@ def test_damaged_records_in_the_mirror_are_named_once(
     assert "has lost 1 record since the checkpoint of step 4 was saved" in line
 
 
-def test_a_refused_start_keeps_the_results_and_records_its_exit_code(tiny_config, tmp_path, store):
+def test_a_rejected_start_keeps_the_results_and_records_its_exit_code(tiny_config, tmp_path, store):
     config = tiny_config(train__steps=2, schedule__kind="constant")
     run_training(config, tmp_path / "run")
     before = read_summary(tmp_path / "run")
@@ -123,7 +123,7 @@ def test_a_finished_run_sends_the_rest_when_it_is_started_again(
     assert store.exists("/bucket/runs/run/summary.json")
 
 
-def test_settings_that_contradict_the_mirror_are_refused(tiny_config, tmp_path, store):
+def test_settings_that_contradict_the_mirror_are_rejected(tiny_config, tmp_path, store):
     config = tiny_config(checkpoint__mirror=URL)
     run_training(config, tmp_path / "run")
     shutil.rmtree(tmp_path / "run")
@@ -132,7 +132,7 @@ def test_settings_that_contradict_the_mirror_are_refused(tiny_config, tmp_path, 
     assert not (tmp_path / "run").exists()
 
 
-def test_a_run_of_the_same_settings_on_other_data_is_refused(
+def test_a_run_of_the_same_settings_on_other_data_is_rejected(
     tiny_config, write_tiny, tmp_path, store
 ):
     config = tiny_config(checkpoint__mirror=URL)
@@ -170,11 +170,11 @@ def test_a_server_that_does_not_answer_stops_a_new_run_but_not_a_resumed_one(
     assert 6 in MirrorStore(f"{URL}/run").complete()
 
 
-def test_a_mirror_inside_the_directories_of_the_run_is_refused(tiny_config, tmp_path):
+def test_a_mirror_inside_the_directories_of_the_run_is_rejected(tiny_config, tmp_path):
     disk = tmp_path / "disk"
     for mirror in (tmp_path, tmp_path / "run" / "checkpoints", disk, disk / "run"):
         config = tiny_config(checkpoint__mirror=f"file://{mirror}", checkpoint__dir=str(disk))
-        with pytest.raises(ConfigError, match=r"has the run itself.*directory elsewhere"):
+        with pytest.raises(ConfigError, match=r"contains the run itself.*directory elsewhere"):
             run_training(config, tmp_path / "run")
     assert list(tmp_path.iterdir()) == []
     run_training(

@@ -225,7 +225,7 @@ def test_a_server_that_takes_nothing_holds_a_finished_run_for_a_bounded_time(
     assert run.of_kind("upload_pending", "steps") == [[5]]
 
 
-def test_a_mirror_of_another_run_is_refused(run, store, tmp_path):
+def test_a_mirror_of_another_run_is_rejected(run, store, tmp_path):
     run.checkpoint(5)
     run.send()
     (run.path / "mirror.json").unlink()

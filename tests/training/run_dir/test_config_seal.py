@@ -1,4 +1,4 @@
-"""Resume refuses an edited config.yaml, names the difference, and says how to change a setting."""
+"""Resume rejects an edited config.yaml, names the difference, and says how to change a setting."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def edit(folder, key, value):
     ("key", "value"),
     [("optim.lr", 0.02), ("train.steps", 8), ("data.seq_len", 32)],
 )
-def test_resume_refuses_an_edited_setting_and_says_how_to_change_it(
+def test_resume_rejects_an_edited_setting_and_says_how_to_change_it(
     tiny_config, stopped, key, value
 ):
     written = yaml.safe_load((stopped / "config.yaml").read_text())
@@ -52,7 +52,7 @@ def test_resume_refuses_an_edited_setting_and_says_how_to_change_it(
 
 
 @pytest.mark.parametrize("key", ["lr", "steps"])
-def test_resume_refuses_a_removed_setting(tiny_config, stopped, key):
+def test_resume_rejects_a_removed_setting(tiny_config, stopped, key):
     path = stopped / "config.yaml"
     path.write_text(
         "".join(
@@ -86,7 +86,7 @@ def test_a_damaged_digest_with_an_intact_copy_is_accepted(tiny_config, stopped):
     assert run_training(tiny_config(), stopped)["steps"] == 6
 
 
-def test_without_the_copy_an_edit_is_still_refused(tiny_config, stopped):
+def test_without_the_copy_an_edit_is_still_rejected(tiny_config, stopped):
     edit(stopped, "optim.lr", 0.02)
     (stopped / COPY).unlink()
     with pytest.raises(
@@ -116,7 +116,7 @@ def test_a_file_without_its_digest_and_copy_is_accepted_as_it_is(tiny_config, st
         lambda text: text.replace("sha256", "sha257", 1),
     ],
 )
-def test_a_changed_request_is_refused_by_name(tiny_config, stopped, damage):
+def test_a_changed_request_is_rejected_by_name(tiny_config, stopped, damage):
     path = stopped / "asked.yaml"
     assert damage(path.read_text()) != path.read_text()
     path.write_text(damage(path.read_text()))

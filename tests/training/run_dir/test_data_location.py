@@ -1,4 +1,4 @@
-"""A run on a mix resumes bit for bit, also with moved data; a changed mix is refused."""
+"""A run on a mix resumes bit for bit, also with moved data. A changed mix is rejected."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_datasets_may_be_given_in_any_order_and_move(mixed_config, mix, tmp_path
     assert not [event for event in read_events(tmp_path / "run") if event["event"] == "difference"]
 
 
-def test_resume_refuses_another_mix_and_names_the_difference(
+def test_resume_rejects_another_mix_and_names_the_difference(
     mixed_config, tiny_config, mix, tmp_path
 ):
     run_training(mixed_config(), tmp_path / "run")
@@ -124,7 +124,7 @@ def test_resume_refuses_another_mix_and_names_the_difference(
         run_training(tiny_config(), tmp_path / "run")
 
 
-def test_bad_mixes_are_refused_before_anything_is_written(
+def test_bad_mixes_are_rejected_before_anything_is_written(
     mixed_config, tiny_set, write_tiny, tmp_path
 ):
     short = write_tiny(tmp_path / "short", num_documents=1)
@@ -143,11 +143,13 @@ def test_bad_mixes_are_refused_before_anything_is_written(
     assert not (tmp_path / "run").exists()
 
 
-def test_resume_refuses_another_tokenizer_and_accepts_a_missing_copy(mixed_config, tmp_path):
+def test_resume_rejects_another_tokenizer_and_accepts_a_missing_copy(mixed_config, tmp_path):
     dataset = open_data(mixed_config().data)
     require_tokenizer(tmp_path, dataset)
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"another tokenizer.*--tokenizer .*tokenizer\.json"):
+    with pytest.raises(
+        CheckpointError, match=r"a different tokenizer.*--tokenizer .*tokenizer\.json"
+    ):
         require_tokenizer(tmp_path, dataset)
 
 

@@ -42,7 +42,7 @@ def test_free_keys_do_not_change_the_name_of_a_run(override):
 
 
 @pytest.mark.parametrize(("name", "stem"), [("a/b c", "a-b-c-"), ("../x", "x-"), ("...", "run-")])
-def test_a_recipe_name_becomes_a_valid_folder_name(name, stem):
+def test_a_recipe_name_becomes_a_valid_directory_name(name, stem):
     assert run_name(RunConfig(name=name)).startswith(stem)
 
 

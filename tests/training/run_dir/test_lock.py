@@ -39,7 +39,7 @@ while True:
 
 
 @pytest.mark.slow
-def test_a_second_process_is_refused_and_the_first_one_named(tmp_path):
+def test_a_second_process_is_rejected_and_the_first_one_named(tmp_path):
     run = tmp_path / "run"
     holder = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(run)], stdout=subprocess.PIPE, text=True
@@ -78,7 +78,7 @@ def test_testing_the_lock_does_not_stop_a_run_from_starting(tmp_path):
         looking.stdout.close()
 
 
-def test_a_folder_without_a_run_is_not_locked(tmp_path):
+def test_a_directory_without_a_run_is_not_locked(tmp_path):
     assert not is_locked(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
@@ -178,7 +178,7 @@ def test_a_damaged_summary_is_an_error(tmp_path):
         (["start"], "failed"),
     ],
 )
-def test_a_request_that_was_refused_leaves_the_state(tmp_path, kinds, state):
+def test_a_request_that_was_rejected_leaves_the_state(tmp_path, kinds, state):
     for kind in kinds:
         layout.append_event(tmp_path, kind)
     layout.write_exit_code(tmp_path, 2)

@@ -12,7 +12,7 @@ from flatout.training.run_dir.config_seal import COPY
 from flatout.training.run_dir.layout import CONFIG
 
 
-def test_a_run_without_its_settings_is_refused_with_the_command_that_restores_them(
+def test_a_run_without_its_settings_is_rejected_with_the_command_that_restores_them(
     tiny_config, tmp_path
 ):
     config = tiny_config(train__steps=4)
@@ -21,7 +21,7 @@ def test_a_run_without_its_settings_is_refused_with_the_command_that_restores_th
     run_training(config, run)
     (run / "summary.json").unlink()
     (run / CONFIG).unlink()
-    with pytest.raises(ConfigError, match=rf"has checkpoints and no {CONFIG}") as refused:
+    with pytest.raises(ConfigError, match=rf"contains checkpoints, but no {CONFIG}") as refused:
         run_training(config.with_values({"optim.lr": 0.5}), run)
     assert f"cp {run / COPY} {run / CONFIG}" in refused.value.fix
     shutil.copyfile(run / COPY, run / CONFIG)

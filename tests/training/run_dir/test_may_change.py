@@ -30,7 +30,7 @@ VALUES = (*VALUES, "cpu", 1e-4, ["wandb"], ["a:b"], [0.5, 0.5], {"data/a": 1})
 
 
 def changed(key):
-    """Return the stored configuration with another value of one key."""
+    """Return the stored configuration with a different value of one key."""
     for value in VALUES:
         with suppress(ConfigError):
             config = STORED.with_values({key: value})
@@ -41,7 +41,7 @@ def changed(key):
 
 @pytest.fixture(scope="module")
 def accepted(tmp_path_factory):
-    """The keys that a resume accepts with another value."""
+    """The keys that a resume accepts with a different value."""
     folder = tmp_path_factory.mktemp("run")
     layout.write_config(folder, STORED, requested=STORED)
     fake_checkpoint(folder, 5)

@@ -12,7 +12,7 @@ from flatout.training.run_dir.lock import hold_lock
 from flatout.training.run_dir.resume import config_to_resume, keys_that_may_change, resume_from
 
 
-def test_resume_refuses_and_names_a_contradiction_and_the_keys_that_may_change(tmp_path):
+def test_resume_rejects_and_names_a_contradiction_and_the_keys_that_may_change(tmp_path):
     layout.write_config(tmp_path, load_config(None, ["train.steps=10", "optim.lr=0.001"]))
     fake_checkpoint(tmp_path, 5)
     with pytest.raises(ConfigError, match=r"optim\.lr: 0\.001 -> 0\.01.*Fix.*--run-dir") as refused:
@@ -93,7 +93,7 @@ def test_another_micro_batch_is_accepted_if_a_step_keeps_its_tokens(tmp_path, st
         ["batch.tokens_per_step=4096", "batch.rows_per_device=2"],
     ],
 )
-def test_a_micro_batch_that_changes_the_step_is_refused(tmp_path, stated):
+def test_a_micro_batch_that_changes_the_step_is_rejected(tmp_path, stated):
     asked = load_config(None, ["batch.tokens_per_step=2048"])
     layout.write_config(tmp_path, asked.with_values(TWO_OF_FOUR), requested=asked)
     fake_checkpoint(tmp_path, 5)
@@ -125,7 +125,7 @@ def test_checkpoint_dir_cannot_change(tmp_path):
     assert config_to_resume(tmp_path / "run", RunConfig()).checkpoint.dir == str(tmp_path / "one")
 
 
-def test_an_empty_folder_has_no_stored_configuration(tmp_path):
+def test_an_empty_directory_has_no_stored_configuration(tmp_path):
     assert config_to_resume(tmp_path, RunConfig()) is None
     assert layout.read_config(tmp_path) is None
 
@@ -164,7 +164,7 @@ def test_resume_auto_takes_the_newest_complete_checkpoint_and_reports_skipped_on
     assert "state.json is damaged" in recorder.lines[0]
 
 
-def test_resume_auto_starts_in_an_empty_folder(tmp_path):
+def test_resume_auto_starts_in_an_empty_directory(tmp_path):
     assert resume_from(tmp_path / "none") is None
     assert resume_from(tmp_path) is None
 
@@ -195,7 +195,7 @@ def test_a_checkpoint_whose_replacement_was_killed_is_restored(tmp_path):
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-5"]
 
 
-def test_resume_never_refuses_a_folder_that_is_not_empty(tmp_path):
+def test_resume_never_rejects_a_directory_that_is_not_empty(tmp_path):
     with hold_lock(tmp_path):
         assert resume_from(tmp_path, "never") is None
     assert resume_from(tmp_path / "none", "never") is None

@@ -2,7 +2,7 @@
 
 They contain the tokens, the position after each document's last token (from the range's start), the
 loss mask, and the marks that identify duplicates. The record is written last, so a range with a
-record is complete. It counts rows that are left out by reason, with the locations of the first.
+record is complete. It counts rows that are omitted by reason, with the locations of the first.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from flatout.sources import FIRST_NAMED, BadRow
 def count_skipped(
     skipped: list[SkippedRows], reason: str, locations: Sequence[StoredLocation], count: int = 1
 ) -> None:
-    """Count rows in `skipped`, which has one entry per reason; `locations` are of the first."""
+    """Count rows in `skipped`, which has one entry per reason. `locations` are of the first."""
     for rows in skipped:
         if rows.reason == reason:
             rows.count += count
@@ -82,7 +82,7 @@ class RangeSplit(Stored):
 
 
 class RangeRecord(Stored):
-    """The record of a packed range; it is filled while the range is packed."""
+    """The record of a packed range. It is filled while the range is packed."""
 
     model_config = ConfigDict(frozen=False)
 
@@ -93,9 +93,9 @@ class RangeRecord(Stored):
     splits: dict[SplitName, RangeSplit] = Field(default_factory=dict)
     """train and val."""
     skipped: list[SkippedRows] = Field(default_factory=list)
-    """Rows left out."""
+    """Rows omitted."""
     bad_rows: int = Field(0, ge=0)
-    """Number of these that were bad, rather than left out by a rule."""
+    """Number of these that were bad, rather than omitted by a rule."""
     first_bad: tuple[StoredLocation, str] | None = None
     """Location of the first bad row, and its error."""
     unread_bytes: int = Field(0, ge=0)
@@ -114,7 +114,7 @@ class RangeRecord(Stored):
 
     @property
     def documents(self) -> int:
-        """Documents of both splits; a cut one counts once."""
+        """Documents of both splits. A cut one counts once."""
         return sum(split.documents for split in self.splits.values()) - self.cut_documents
 
     @property
@@ -136,7 +136,7 @@ def record_path(folder: Path, number: int) -> Path:
 def read_records(folder: Path) -> dict[int, RangeRecord]:
     """Return the records in a directory by their numbers.
 
-    Raises: DataError when one is damaged, or was written by another version of flatout.
+    Raises: DataError when one is damaged, or was written by a different version of flatout.
     """
     records = (
         read_stored(path, RangeRecord, work_dir=folder.parent) for path in folder.glob(f"*{RECORD}")
@@ -147,7 +147,7 @@ def read_records(folder: Path) -> dict[int, RangeRecord]:
 def read_stored(path: Path, model: type[Document], *, work_dir: Path) -> Document:
     """Return the JSON in a file of the work directory as a `model`.
 
-    Raises: DataError when it is damaged, or was written by another version of flatout.
+    Raises: DataError when it is damaged, or was written by a different version of flatout.
     """
     try:
         return model.model_validate_json(path.read_text(encoding="utf-8"))
@@ -159,7 +159,7 @@ def read_stored(path: Path, model: type[Document], *, work_dir: Path) -> Documen
 
 
 class SplitWriter:
-    """Writes the files of one split of a range; a file is created when it has content."""
+    """Writes the files of one split of a range. A file is created when it has content."""
 
     def __init__(self, folder: Path, stem: str, vocab_size: int) -> None:
         self._folder = folder
@@ -235,7 +235,7 @@ class RangeWriter:
     def __init__(self, folder: Path, number: int, *, vocab_size: int, num_bytes: int = 0) -> None:
         self._folder = folder
         self.record = RangeRecord(number=number, num_bytes=num_bytes)
-        """Counts the rows left out, and receives the splits at the end."""
+        """Counts the rows omitted, and receives the splits at the end."""
         self.splits = {
             name: SplitWriter(folder, f"{number:06d}.{name}", vocab_size) for name in SPLITS
         }

@@ -64,7 +64,7 @@ def pack(
     record: RangeRecord,
     report: Report = lambda _: None,
 ) -> None:
-    """Tokenise an item into the sinks of both splits, and record the rows left out.
+    """Tokenise an item into the sinks of both splits, and record the rows omitted.
 
     Raises: DataError for the first unusable row, unless such rows are skipped.
     """
@@ -108,7 +108,7 @@ def pack(
 def pack_range(
     item: WorkItem, packing: Packing, report: Report = lambda _: None
 ) -> Callable[[], RangeRecord]:
-    """Pack an item into files; return a function, callable from any thread, that records them.
+    """Pack an item into files, and return a function, callable from any thread, that records them.
 
     Raises: DataError for the first unusable row, unless such rows are skipped; Unfinished for a
             full disk.

@@ -34,7 +34,7 @@ class ByHash:
 
 @dataclass(frozen=True)
 class ByPosition:
-    """`tail F`: validation starts at a character of a document; each side becomes a document."""
+    """`tail F`: validation starts at a character of a document. Each side becomes a document."""
 
     document: int
     character: int

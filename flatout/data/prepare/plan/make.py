@@ -46,7 +46,7 @@ from flatout.progress import SILENT, Progress, readable_size
 from flatout.sources import BadRow, Document, LeftOut, ReadTask
 
 SHARD_BYTES = 128 * 1024 * 1024
-"""Size of a shard; joining needs this much space besides the tokens."""
+"""Size of a shard. Joining needs this much space besides the tokens."""
 TEXT_BYTES_PER_TOKEN = 3.0
 """Cautious estimate for subword tokenizers: most text has more bytes per token."""
 RANGE_BYTES = 8 << 20
@@ -103,13 +103,13 @@ def check_same(work: WorkDir, stored: WorkPlan, request: Request) -> None:
     if different:
         raise OutputInUse(
             f"{work.path} contains an unfinished, different dataset: {different}.",
-            fix="Request the same dataset, choose another --out, or remove the directory "
+            fix="Request the same dataset, choose a different --out, or remove the directory "
             f"{work.path}, which discards the work done so far.",
         )
     if stored.mtime_digest != corpus.mtime_digest:
         raise DataError(
-            f"The text has changed since the work in {work.path} started: a file has another size "
-            "or modification time.",
+            f"The text has changed since the work in {work.path} started: a file has a different "
+            "size or modification time.",
             fix="Restore the text, including its modification times, or remove the directory "
             f"{work.path}, which discards the work done so far.",
         )
@@ -128,7 +128,7 @@ def check_space(out: Path, task_bytes: Sequence[int], tokenizer: Tokenizer) -> N
         raise DataError(
             f"Preparing the dataset needs about {readable_size(needed)} of disk space, and "
             f"{readable_size(free)} are free in {directory}.",
-            fix="Free space there, choose another --out, or take less text with --max-bytes.",
+            fix="Free space there, choose a different --out, or take less text with --max-bytes.",
         )
 
 
@@ -193,8 +193,8 @@ class _Survey:
 def make_plan(corpus: Corpus, options: Options, progress: Progress = SILENT) -> WorkPlan:
     """Return the work plan of a corpus.
 
-    Documents are taken in order, up to `max_documents`, and until their text reaches `max_bytes`;
-    the last one is cut there. Separate validation text is taken whole.
+    Documents are taken in order, up to `max_documents`, and until their text reaches `max_bytes`.
+    The last one is cut there. Separate validation text is taken whole.
 
     `tail F` takes the end as validation, starting at character int(n * (1 - F)) of the n characters
     of all documents. It cuts the document there, unless its start or end is close enough (`NEAR`).
@@ -240,7 +240,7 @@ def make_plan(corpus: Corpus, options: Options, progress: Progress = SILENT) -> 
 def _items(
     tasks: Sequence[ReadTask], assignment: Assignment, documents: Iterable[int], number: int
 ) -> list[WorkItem]:
-    """Return items of about `RANGE_BYTES`, numbered from `number`; `documents` are of each task.
+    """Return items of about `RANGE_BYTES`, numbered from `number`. `documents` are of each task.
 
     A task of unknown size is an item by itself.
     """

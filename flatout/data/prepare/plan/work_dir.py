@@ -110,7 +110,7 @@ class WorkDir:
     def _own(self) -> None:
         """Lock the directory until the process ends: exclusively, or shared with other parts.
 
-        All parts have the same count; the first part sets it.
+        All parts have the same count. The first part sets it.
 
         Raises: DataError when another process has the lock, or the counts differ.
         """
@@ -129,7 +129,7 @@ class WorkDir:
             raise DataError(
                 f"--part {part.index}/{part.count}: the work in {self.path} is divided into "
                 f"{count} parts.",
-                fix=f"Use the same N in all parts, here --part I/{count}; or remove that "
+                fix=f"Use the same N in all parts, here --part I/{count}. Or remove that "
                 "directory, which discards the work done so far.",
             )
         mark = self.path / _PART_MARK.format(part.index, part.count)
@@ -151,7 +151,7 @@ class WorkDir:
         if path.is_symlink():
             raise DataError(
                 f"{path} is a symbolic link, and prepare does not write through links.",
-                fix=f"Delete {path}, or choose another --out.",
+                fix=f"Delete {path}, or choose a different --out.",
             )
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
         self._locks.append(descriptor)
@@ -161,7 +161,7 @@ class WorkDir:
             self.close()
             raise DataError(
                 f"Another process is writing {self.out}.",
-                fix="Wait for it, or choose another --out.",
+                fix="Wait for it, or choose a different --out.",
             ) from error
         if not is_open_at(path, descriptor):
             self.close()
@@ -190,7 +190,7 @@ class WorkDir:
     def discard(self, error: DataError) -> DataError:
         """Remove the directory after an error in the text, and return the error to raise.
 
-        A directory shared with other parts stays; the error then tells the user what to do.
+        A directory shared with other parts stays. The error then tells the user what to do.
         """
         if self._part is None:
             self.clear()
@@ -204,7 +204,7 @@ class WorkDir:
     def plan(self) -> WorkPlan | None:
         """Return the stored plan, None when there is none.
 
-        Raises: DataError when it is damaged, or was written by another version of flatout.
+        Raises: DataError when it is damaged, or was written by a different version of flatout.
         """
         path = self.path / PLAN
         if not self._locks or not path.is_file():

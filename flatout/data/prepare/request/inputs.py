@@ -65,7 +65,7 @@ class Card(Section):
     license: str
     """License of the text."""
     source: str = "files"
-    """Source that reads it; it is called with `path`."""
+    """Source that reads it. It is called with `path`."""
     text_field: str = "text"
     """Field of a row that contains the text."""
     split: str | None = None
@@ -105,7 +105,7 @@ class Corpus:
     split: str | None = None
     """The requested split rule, or the card's when the corpus is one card."""
     validation: Corpus | None = None
-    """Separate validation text; with it, no split rule applies."""
+    """Separate validation text. With it, no split rule applies."""
     mtime_digest: str = ""
     """Digest of the sizes and mtimes of local files, validation included; empty without any.
 
@@ -166,15 +166,15 @@ def open_corpus(
     if options.text_field is not None and tasks and not any(map(has_rows, tasks)):
         raise DataError(
             f"{' '.join(all_names)} has no rows, so it has no field {options.text_field!r}.",
-            fix="Leave --text-field out, or rename files that hold a JSON object per line to "
+            fix="Remove --text-field, or rename files that hold a JSON object per line to "
             "end in .jsonl.",
         )
     for pattern in options.include:
         if not any(matches(path, pattern) for task in tasks for path in task.paths):
             raise DataError(
                 f"--include {pattern!r} matches no file.",
-                fix=f"Quote the pattern, and check it with `find FOLDER -name {in_shell(pattern)}`"
-                "; it applies to directories that are named as sources.",
+                fix=f"Quote the pattern, and check it with `find DIR -name {in_shell(pattern)}`"
+                ". It applies to directories that are named as sources.",
             )
     stats: dict[str, os.stat_result] = {}
     for name, found in zip(all_names, opened, strict=True):
@@ -252,7 +252,7 @@ def _card_tasks(
     fields = {**card.fields, **fields}
     if from_file is None and Path(name).exists():
         progress.say(
-            f"{name} is the dataset card of that name; write ./{name} to use the local file "
+            f"{name} is the dataset card of that name. Write ./{name} to use the local file "
             "or directory."
         )
     if card.url is None or card.sha256 is None:
@@ -304,7 +304,7 @@ def source_tasks(name: str, parameters: Parameters, fields: Parameters) -> list[
                 if key.endswith("_field")
                 else f"does not read your files, so {option} has no effect"
             )
-            raise DataError(f"The source {name!r} {why}.", fix=f"Leave {option} out.")
+            raise DataError(f"The source {name!r} {why}.", fix=f"Remove {option}.")
     return read_tasks_of(source, name, {**fields, **parameters})
 
 

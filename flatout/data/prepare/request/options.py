@@ -70,8 +70,8 @@ class Options:
         if self.chat is not None and self.mask_field is not None:
             raise DataError(
                 "--mask-field and --chat cannot be combined: the roles of a conversation decide "
-                "what the loss leaves out.",
-                fix="Leave one of the two out.",
+                "what the loss omits.",
+                fix="Remove one of the two.",
             )
         if self.chat is not None and self.max_bytes is not None:
             raise DataError(
@@ -89,5 +89,5 @@ class Options:
                 raise DataError(
                     f"--val names the validation text, and --split {self.split!r} takes it from "
                     "the training text.",
-                    fix="Leave one of the two out.",
+                    fix="Remove one of the two.",
                 )

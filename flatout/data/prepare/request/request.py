@@ -41,7 +41,7 @@ from flatout.progress import SILENT, Progress
 from flatout.registry import DATASETS
 from flatout.sources.encodings import codec_of
 
-CHOOSE_ANOTHER = "Choose another --out, or remove what is there."
+CHOOSE_ANOTHER = "Choose a different --out, or remove what is there."
 _TEXTS = {"fingerprint": ("names", "text"), "val_fingerprint": ("val", "validation text")}
 """The digests of texts in a description, with the key of their names, and what they are."""
 CHATML_TOKENS = {"<|im_start|>", "<|im_end|>"}
@@ -87,7 +87,7 @@ def open_request(
         raise DataError(
             f"{shared} is both training and validation text: validating on training text measures "
             "nothing.",
-            fix="Leave it out of one of them, or add --duplicates drop to remove validation "
+            fix="Remove it from one of them, or add --duplicates drop to remove validation "
             "documents from the training text.",
         )
     return Request(corpus, options, describe(corpus, options, chat), progress)
@@ -135,9 +135,9 @@ def chat_renderer(options: Options, progress: Progress = SILENT) -> Renderer | N
     elif template is None:
         name = "chatml" if set(special) >= CHATML_TOKENS else "plain"
         template = named_template(name, defaults)
-        progress.say(f"The tokenizer has no chat template; using {name}.")
+        progress.say(f"The tokenizer has no chat template. Using {name}.")
     renderer = Renderer(template, special)
-    _ = renderer.end  # refuses an unusable template before anything is read
+    _ = renderer.end  # rejects an unusable template before anything is read
     return renderer
 
 

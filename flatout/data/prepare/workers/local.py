@@ -39,7 +39,7 @@ RESUMES = "Run the same command again: it continues where it stopped."
 
 
 class WorkerFailed(RunFailed):
-    """An unexpected error in a worker; its traceback is a note."""
+    """An unexpected error in a worker. Its traceback is a note."""
 
 
 class Workers(Protocol):
@@ -89,7 +89,7 @@ def in_order(
 def attempt(
     call: Callable[[], T],
     failed: str = "A worker of prepare failed",
-    fix: str = "The traceback above names the line; --workers 1 shows it in one process.",
+    fix: str = "The traceback above names the line. --workers 1 shows it in one process.",
 ) -> T | FlatoutError:
     """Return the result of a call, or its error; for an unexpected one, what `failed`."""
     try:
@@ -126,7 +126,7 @@ sys.exit(code)
 @dataclass
 class _Worker:
     process: subprocess.Popen[bytes]
-    """The parent of all workers, which are the process group of its number; it ends after them."""
+    """The parent of all workers, which are the process group of its number. It ends after them."""
     connection: Connection
     held: int = 0
     """Number of items that were sent to it and have not finished."""
@@ -166,7 +166,7 @@ class _Worker:
         if code == -signal.SIGXCPU:
             return RunFailed(
                 f"The tokenizer took more than {PIECE_CPU_S} s of CPU time for one piece of text.",
-                fix="Use another tokenizer: one of its patterns does not terminate.",
+                fix="Use a different tokenizer: one of its patterns does not terminate.",
             )
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
         return RunFailed(

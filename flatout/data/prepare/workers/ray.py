@@ -49,7 +49,7 @@ WAIT_S = 1.0
 NODE_PATIENCE_S = 300.0
 """Seconds to wait for a node with a CPU: one that is started on demand takes minutes."""
 HEAD_PATIENCE_S = 30.0
-"""Seconds to wait for the head node; after 60 seconds Ray ends this process without our message."""
+"""Seconds to wait for the head node. After 60 seconds Ray ends this process without our message."""
 
 
 def ray_package() -> ModuleType:
@@ -85,7 +85,7 @@ class RayWorkers:
     def __enter__(self) -> Self:
         if not self._ray.is_initialized():
             with contextlib.ExitStack() as context:
-                # Ray prints about dead processes; our standard output may be read by a program
+                # Ray prints about dead processes; our standard output may be read by a tool
                 context.enter_context(contextlib.redirect_stdout(sys.stderr))
                 context.callback(self._ray.shutdown)
                 before = _raylets()
@@ -268,8 +268,8 @@ def _version() -> str:
 def _remote_function() -> Callable[..., tuple[str, Any]]:
     """Return the function that a node runs.
 
-    It is defined here so that Ray sends its code: the node may have another version of flatout, or
-    none.
+    It is defined here so that Ray sends its code: the node may have a different version of flatout,
+    or none.
     """
 
     def run(version: str, search_path: list[str], *rest: Any) -> tuple[str, Any]:

@@ -1,6 +1,6 @@
-"""A model that flatout trained, as a model of transformers; it needs flatout installed.
+"""A model that flatout trained, as a model of transformers. It needs flatout installed.
 
-    AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)
+    AutoModelForCausalLM.from_pretrained(DIR, trust_remote_code=True)
 
 Generation computes the whole text for each token; `flatout generate` keeps the state of the model.
 """
@@ -27,7 +27,7 @@ class FlatoutConfig(PretrainedConfig):
 
 
 class FlatoutForCausalLM(PreTrainedModel, GenerationMixin):
-    """A model of flatout; its weights keep their names."""
+    """A model of flatout. Its weights keep their names."""
 
     config_class = FlatoutConfig
     _no_split_modules = ("Block",)

@@ -46,7 +46,7 @@ class ListSink:
 
 
 class Packed:
-    """The tokens of some read tasks by split, and the rows left out."""
+    """The tokens of some read tasks by split, and the rows omitted."""
 
     def __init__(self, tasks, tokenizer, assignment, report=lambda _: None, first=0, **options):
         sinks = {name: ListSink() for name in SPLITS}
@@ -126,7 +126,7 @@ def test_a_bad_row_raises_or_is_counted(tokenizer):
     assert byte_tokens(packed, "train") == "a|b|"
     assert counts(packed) == {"bad": 1, "too dull": 1}
     assert [rows.first for rows in packed.record.skipped] == [("row 7",), ("row 8",)]
-    assert packed.record.bad_rows == 1, "rows left out by a source are not bad"
+    assert packed.record.bad_rows == 1, "rows omitted by a source are not bad"
 
 
 def test_an_untokenisable_document_is_named_and_leaves_no_tokens():

@@ -120,7 +120,7 @@ def test_document_indices_count_documents_only(monkeypatch):
     )
     assert [item.first for item in plan.items] == [0, 3, 4, 4]
     assert plan.items[0].assignment == ByPosition(4, 4)
-    assert plan.take is None, "rows left out at the end are still read"
+    assert plan.take is None, "rows omitted at the end are still read"
 
 
 def test_a_hash_rule_is_planned_without_reading():
@@ -173,12 +173,12 @@ def test_the_tail_is_of_the_documents_within_the_limits():
 
 
 @pytest.mark.parametrize("groups", [[["x"]], [["ab"]]])
-def test_a_text_too_short_to_split_is_refused(groups):
+def test_a_text_too_short_to_split_is_rejected(groups):
     with pytest.raises(DataError, match="cannot be split"):
         make_plan(tasks_of(*groups), split="tail 0.9")
 
 
-def test_an_invalid_rule_is_refused():
+def test_an_invalid_rule_is_rejected():
     wrong = "|tail|tail 0|tail 1|tail 1.5|head 0.1|hash x|hash -0.1|0.1|tail 0.1.2|tail nan"
     for text in wrong.split("|"):
         with pytest.raises(DataError, match="is not a split rule"):

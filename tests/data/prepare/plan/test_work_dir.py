@@ -141,7 +141,7 @@ def test_parts_share_a_work_directory(tmp_path, parts, stub_tokenizer):
         assert work.plan().restore(parts) == plan
 
 
-def test_a_part_with_another_count_is_refused(tmp_path, parts, stub_tokenizer):
+def test_a_part_with_another_count_is_rejected(tmp_path, parts, stub_tokenizer):
     plan = planned(parts)
     out = tmp_path / "out"
     with WorkDir(out, WorkPart(1, 2)) as work:

@@ -61,7 +61,7 @@ def test_the_shakespeare_card_names_its_file():
         load_card("shakespear")
 
 
-def test_an_invalid_card_is_refused_with_its_key(cards):
+def test_an_invalid_card_is_rejected_with_its_key(cards):
     cards["play"]["sha265"] = "x"
     with pytest.raises(DataError, match=r"play\.yaml: sha265"):
         load_card("play")
@@ -109,7 +109,7 @@ def test_from_replaces_a_cards_download(cards, tmp_path):
     assert corpus.split == "tail 0.2"
 
 
-def test_from_refuses_a_different_file(cards, tmp_path):
+def test_from_rejects_a_different_file(cards, tmp_path):
     (tmp_path / "mine.txt").write_text(TEXT + "x")
     with pytest.raises(DataError, match="SHA-256"):
         open_corpus(["play"], from_file=str(tmp_path / "mine.txt"))
@@ -139,7 +139,7 @@ def test_from_needs_exactly_one_card(cards, tmp_path):
             open_corpus(sources, from_file=str(tmp_path / "mine.txt"))
 
 
-def test_a_card_takes_precedence_over_a_folder_of_its_name(cards, said, tmp_path, monkeypatch):
+def test_a_card_takes_precedence_over_a_directory_of_its_name(cards, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "play").mkdir()
     (tmp_path / "play" / "a.txt").write_text("mine")

@@ -26,7 +26,7 @@ def test_a_tokenizer_without_chat_tokens_gets_the_plain_template(tokenizer):
     listener = Listener()
     found = chosen(tokenizer, progress=listener)
     assert (found.template.name, found.special) == ("plain", ("<|endoftext|>",))
-    assert listener.said == ["The tokenizer has no chat template; using plain."]
+    assert listener.said == ["The tokenizer has no chat template. Using plain."]
 
 
 def test_a_tokenizer_with_chat_tokens_gets_its_own_template_or_chatml(tmp_path):
@@ -56,7 +56,7 @@ def test_the_tokenizer_of_a_run_or_a_dataset_brings_its_template(tmp_path):
     assert chosen(tmp_path / "tokenizer.json").template == template
 
 
-def test_an_unusable_template_is_refused_before_anything_is_read(tmp_path):
+def test_an_unusable_template_is_rejected_before_anything_is_read(tmp_path):
     folder = write_tokenizer(tmp_path / "hf", "{% if %}")
     with pytest.raises(DataError, match=r"tokenizer_config\.json, line 1, fails"):
         chosen(folder)

@@ -36,7 +36,7 @@ def test_moved_text_is_the_same_dataset(book, tmp_path):
         ({"text_field": "body"}, "text_field is 'text', and 'body' is requested"),
     ],
 )
-def test_a_different_dataset_is_refused_and_kept(tmp_path, changed, message):
+def test_a_different_dataset_is_rejected_and_kept(tmp_path, changed, message):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"text": "one two three", "body": "two"}\n' * 20)
     prepared(rows, out=tmp_path / "out")
@@ -67,7 +67,7 @@ def test_a_tokenizer_file_is_identified_by_its_content(book, tmp_path):
         prepared(book, out=tmp_path / "second", tokenizer=str(other.path))
 
 
-def test_an_occupied_directory_is_refused_before_any_work(book, tmp_path):
+def test_an_occupied_directory_is_rejected_before_any_work(book, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.txt").write_text("precious")
     listener = Listener()

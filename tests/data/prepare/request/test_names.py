@@ -37,7 +37,7 @@ def test_a_source_receives_the_fields_it_accepts(tmp_path, monkeypatch):
     assert texts(open_corpus(["fielded:rows:text_field=own"], text_field="content")) == ["own"]
     with pytest.raises(
         DataError,
-        match=r"'fielded:rows' has no rows, so it has no field 'q'.*Leave --mask-field out",
+        match=r"'fielded:rows' has no rows, so it has no field 'q'.*Remove --mask-field",
     ):
         open_corpus(["fielded:rows"], mask_field="q")
 
@@ -93,15 +93,15 @@ def test_an_unknown_name_is_answered_with_the_nearest(tmp_path, monkeypatch):
         open_corpus(["novel.txt"])
 
 
-def test_an_option_without_effect_on_a_source_is_refused():
+def test_an_option_without_effect_on_a_source_is_rejected():
     for options in ({"include": ["*.py"]}, {"encoding": "cp1252"}):
         with pytest.raises(
             DataError,
-            match=rf"'synthetic' does not read your files.*Leave --{next(iter(options))} out",
+            match=rf"'synthetic' does not read your files.*Remove --{next(iter(options))}",
         ):
             open_corpus(["synthetic:documents=3"], **options)
     with pytest.raises(
         DataError,
-        match=r"'synthetic' has no rows, so it has no field 'body'\. Fix: Leave --text-field out",
+        match=r"'synthetic' has no rows, so it has no field 'body'\. Fix: Remove --text-field",
     ):
         open_corpus(["synthetic:documents=3"], text_field="body")

@@ -296,7 +296,7 @@ def test_a_missing_ray_is_reported_with_its_install_line(monkeypatch):
         engine_named("ray")
 
 
-def test_an_unknown_engine_is_refused_with_the_nearest_name():
+def test_an_unknown_engine_is_rejected_with_the_nearest_name():
     with pytest.raises(
         ConfigError, match=r"no engine named 'rey'.*Did you mean 'ray'\? Known: local, ray"
     ):

@@ -76,7 +76,7 @@ def records_lost(tree, step):
     return [f"the records end at step {last}, and step {step} is saved"] if last < step else []
 
 
-def checked(attacked, found, folder):
+def checked(target, found, folder):
     """Check the newest checkpoint on each disk; return the tries, the problems, the disks by kind.
 
     `found` yields the disks as `surviving` does, with the run in the directory `run`.
@@ -86,7 +86,7 @@ def checked(attacked, found, folder):
         tries += 1
         local = {path: data for path, data in tree.items() if not path.startswith("/mirror")}
         run = write(local, folder) / "run"
-        lost = attacked.lost(run, saved_in(whole))
+        lost = target.lost(run, saved_in(whole))
         lost += records_lost(tree, max(catalog.steps(run), default=0))
         problems += [f"{number}, {kind}: {problem}" for problem in lost]
         shutil.rmtree(folder)
@@ -107,19 +107,19 @@ def ended(kept, most, folder, end):
 
 @pytest.mark.parametrize("way", ["loop", "beside"])
 def test_a_power_loss_loses_no_saved_step(way, victim, tmp_path, survived):
-    attacked, disk = victim(way=way), tmp_path / "disk"
-    log = recorded(lambda: attacked.start(disk / "run", stopped=True), tmp_path)
-    tries, problems, kept = checked(attacked, surviving(log, disk), tmp_path / "after")
-    problems += ended(kept, RESUMED, disk, lambda disk: attacked.end(disk / "run"))
+    target, disk = victim(way=way), tmp_path / "disk"
+    log = recorded(lambda: target.start(disk / "run", stopped=True), tmp_path)
+    tries, problems, kept = checked(target, surviving(log, disk), tmp_path / "after")
+    problems += ended(kept, RESUMED, disk, lambda disk: target.end(disk / "run"))
     survived("power", tries, problems)
 
 
 @pytest.mark.parametrize("shard", [1, 2], ids=["ddp", "fully-sharded"])
 def test_a_power_loss_of_two_ranks_loses_no_saved_step(shard, victim, tmp_path, survived):
-    attacked, disk = victim(4, ranks=2, shard=shard), tmp_path / "disk"
-    log = recorded(lambda: attacked.start(disk / "run", stopped=True), tmp_path)
-    tries, problems, kept = checked(attacked, surviving(log, disk), tmp_path / "after")
-    problems += ended(kept, FEW_RESUMED, disk, lambda disk: attacked.end(disk / "run"))
+    target, disk = victim(4, ranks=2, shard=shard), tmp_path / "disk"
+    log = recorded(lambda: target.start(disk / "run", stopped=True), tmp_path)
+    tries, problems, kept = checked(target, surviving(log, disk), tmp_path / "after")
+    problems += ended(kept, FEW_RESUMED, disk, lambda disk: target.end(disk / "run"))
     survived("rank-power", tries, problems)
 
 
@@ -134,14 +134,14 @@ def with_mirror(found):
 def test_a_power_loss_during_uploads_loses_neither_the_run_nor_its_mirror(
     victim, tmp_path, survived
 ):
-    attacked, disk = victim(4), tmp_path / "disk"
+    target, disk = victim(4), tmp_path / "disk"
     settings = f"checkpoint.mirror=file://{disk / 'mirror'}"
-    log = recorded(lambda: attacked.start(disk / "run", settings, stopped=True), tmp_path)
-    found = with_mirror(surviving(log, disk, attacked.children.scratch))
-    tries, problems, kept = checked(attacked, found, tmp_path / "after")
+    log = recorded(lambda: target.start(disk / "run", settings, stopped=True), tmp_path)
+    found = with_mirror(surviving(log, disk, target.children.scratch))
+    tries, problems, kept = checked(target, found, tmp_path / "after")
 
     def end(disk):
-        problems = attacked.end(disk / "run", settings)
+        problems = target.end(disk / "run", settings)
         there = disk / "mirror" / "run"
         newest = there / MirrorStore(f"file://{there}").complete()[4].folder
         local = {
@@ -150,7 +150,7 @@ def test_a_power_loss_during_uploads_loses_neither_the_run_nor_its_mirror(
         if {path.name: path.read_bytes() for path in newest.iterdir()} != local:
             problems.append("the mirror lacks the last checkpoint")
         shutil.rmtree(disk / "run")
-        return problems + attacked.end(disk / "run", settings)
+        return problems + target.end(disk / "run", settings)
 
     problems += ended(kept, FEW_RESUMED, disk, end)
     survived("upload-power", tries, problems)

@@ -26,15 +26,15 @@ KILLS_PER_CALL = 2
 
 
 class Mirrored:
-    """A run directory with a mirror in another directory, which has its name."""
+    """A run directory with a mirror in a different directory, which has its name."""
 
-    def __init__(self, attacked, folder, *more):
-        self.attacked, self.run, self.there = attacked, folder / "run", folder / "mirror" / "run"
+    def __init__(self, target, folder, *more):
+        self.target, self.run, self.there = target, folder / "run", folder / "mirror" / "run"
         self.settings = (f"checkpoint.mirror=file://{folder / 'mirror'}", *more)
 
     def start(self, **options):
         """Start to train."""
-        (child,) = self.attacked.start(self.run, *self.settings, **options)
+        (child,) = self.target.start(self.run, *self.settings, **options)
         return child
 
     def after(self):
@@ -44,16 +44,16 @@ class Mirrored:
         """
         sent = saved_step(self.run, "upload")
         shutil.rmtree(self.run, ignore_errors=True)
-        problems = self.attacked.end(self.run, *self.settings)
+        problems = self.target.end(self.run, *self.settings)
         restored = saved_step(self.run, "restore")
         if restored < sent:
             problems.append(f"step {sent} was sent, and {restored} was restored")
         return problems
 
     def continued(self):
-        """Train to the end, and return what is wrong; the mirror must then be complete."""
-        problems = self.attacked.lost(self.run, saved_step(self.run))
-        problems += self.attacked.end(self.run, *self.settings)
+        """Train to the end, and return what is wrong. The mirror must then be complete."""
+        problems = self.target.lost(self.run, saved_step(self.run))
+        problems += self.target.end(self.run, *self.settings)
         steps = catalog.steps(self.run)
         wanted = {f"step-{step}" for step in steps}
         there = {f"step-{step}" for step in MirrorStore(f"file://{self.there}").complete()}
@@ -70,10 +70,10 @@ def after_a_kill(mirrored, number):
 
 @pytest.mark.parametrize("more", [(), ("checkpoint.compress=zstd",)], ids=["plain", "compressed"])
 def test_a_run_killed_while_it_sends_loses_nothing(more, victim, tmp_path, survived):
-    attacked, draw, kills, problems = victim(STEPS), random.Random(len(more)), 0, []
-    assert attacked.whole
+    target, draw, kills, problems = victim(STEPS), random.Random(len(more)), 0, []
+    assert target.whole
     for number in range(3 * KILLS):
-        mirrored = Mirrored(attacked, tmp_path / str(number), *more)
+        mirrored = Mirrored(target, tmp_path / str(number), *more)
         child, uploads = mirrored.start(), draw.randint(1, 3)
         seen = set()
 
@@ -103,21 +103,21 @@ def killed_at_calls(mirrored, names, places, per_call, folder):
     numbers = counted(log, *places)
     for name in names:
         for number in spread_out(numbers.get(name, []), per_call):
-            attacked = mirrored(f"{name}-{number}")
-            child = attacked.start(stopped=True)
+            target = mirrored(f"{name}-{number}")
+            child = target.start(stopped=True)
             fault = f"inject={name}:signal=KILL:when={number}"
             with traced([child], folder / "log", "-e", f"trace={name}", "-e", fault):
                 killed = child.wait().code < 0
             if killed:
-                yield attacked
+                yield target
 
 
 def test_a_kill_between_two_file_operations_of_an_upload_loses_nothing(victim, tmp_path, survived):
-    attacked, kills, problems = victim(), 0, []
-    assert attacked.whole
+    target, kills, problems = victim(), 0, []
+    assert target.whole
 
     def mirrored(name):
-        return Mirrored(attacked, tmp_path / name)
+        return Mirrored(target, tmp_path / name)
 
     places = ("/mirror/run", ".tmp-upload-", "/run/mirror.json")
     for one in killed_at_calls(mirrored, CALLS, places, KILLS_PER_CALL, tmp_path):
@@ -128,17 +128,17 @@ def test_a_kill_between_two_file_operations_of_an_upload_loses_nothing(victim, t
 
 
 def test_a_kill_while_old_checkpoints_are_deleted_loses_nothing(victim, tmp_path, survived):
-    attacked, kills, problems = victim(), 0, []
-    assert attacked.whole
+    target, kills, problems = victim(), 0, []
+    assert target.whole
 
     def mirrored(name):
-        return Mirrored(attacked, tmp_path / name, "checkpoint.mirror=none")
+        return Mirrored(target, tmp_path / name, "checkpoint.mirror=none")
 
     names = ("rename", "openat", "unlinkat", "rmdir", "unlink")
     for one in killed_at_calls(mirrored, names, [".tmp-delete-"], 4, tmp_path):
         kills += 1
-        problems += attacked.lost(one.run, saved_step(one.run))
-        problems += attacked.end(one.run)
+        problems += target.lost(one.run, saved_step(one.run))
+        problems += target.end(one.run)
     assert kills >= 4, "the calls differ from run to run"
     survived("prune-kill", kills, problems)
 
@@ -165,7 +165,7 @@ def mirror(victim, tmp_path_factory):
 def restored_with(changes, mirrored, kept):
     """Restore the run with each change of each file of its mirror; return tries and problems."""
     count, problems = 0, []
-    assert mirrored.attacked.whole
+    assert mirrored.target.whole
     for path, what, content in tries(kept, changes):
         if path.parts[0] == "step-36":
             continue
@@ -182,7 +182,7 @@ def restored_with(changes, mirrored, kept):
         is_upload = path.name != catalog.MANIFEST or content
         found = refusal(ended, name, must=path.parts[0] == "step-38" and bool(is_upload))
         if ended.code == 0:
-            found += mirrored.attacked.unequal(mirrored.run, ended)
+            found += mirrored.target.unequal(mirrored.run, ended)
         elif path.parts[0] == "step-38":
             found.append(f"no other checkpoint was restored: {ended.err[-2000:]}")
         count += 1
@@ -191,7 +191,7 @@ def restored_with(changes, mirrored, kept):
 
 
 @pytest.mark.parametrize("more", [(), ("checkpoint.compress=zstd",)], ids=["plain", "compressed"])
-def test_a_damaged_file_of_a_mirror_is_refused_or_replaced(more, mirror, tmp_path, survived):
+def test_a_damaged_file_of_a_mirror_is_rejected_or_replaced(more, mirror, tmp_path, survived):
     marker = tmp_path / "opened"
 
     def damaged(data):

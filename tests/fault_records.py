@@ -13,9 +13,9 @@ from pathlib import Path
 from flatout.files import lock
 
 ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "attacks.json"
+RESULTS = ROOT / "benchmarks" / "results" / "faults.json"
 
-ATTACKS = {
+FAULTS = {
     "kill": "`kill -9` at a random moment, mostly within a save",
     "call": "`kill -9` between two file operations of a save, or at an exact system call of a run",
     "rank": "`kill -9` of one of two processes of a run",
@@ -27,7 +27,7 @@ ATTACKS = {
     "upload-power": "the same while checkpoints are sent to a mirror",
     "rank-power": "the same with two processes, DDP and fully sharded",
     "prepare-power": "power loss during `prepare`",
-    "full": "a write refused because the disk is full (ENOSPC), once or from then on",
+    "full": "a write rejected because the disk is full (ENOSPC), once or from then on",
     "broken": "a failed read or write (EIO), once or from then on",
     "small": "a file system that fills up while training or `prepare` runs",
     "run-file": "a file of a run cut to 0, 50 or 99%, or with a flipped bit",
@@ -35,21 +35,21 @@ ATTACKS = {
     "data-file": "a file of a dataset cut to 0, 50 or 99%, or with a flipped bit",
     "export-file": "the same in an export that starts another run",
     "pickle": "a pickle in place of a file of a checkpoint, a dataset or an export",
-    "key": "a key of a JSON or YAML file of a run deleted, renamed or given another value",
+    "key": "a key of a JSON or YAML file of a run deleted, renamed or given a different value",
     "read-only": "a read-only file system",
     "two": "a second process in a run directory that is in use",
 }
-"""What each attack does, in the order of the table."""
+"""What each fault does, in the order of the table."""
 
 
-def record(attack: str, case: str, tries: int, survived: int, *, results: Path = RESULTS) -> None:
+def record(fault: str, case: str, tries: int, survived: int, *, results: Path = RESULTS) -> None:
     """Store the counts of one test, and write the table beside them."""
     results.parent.mkdir(parents=True, exist_ok=True)
     folder = os.open(results.parent, os.O_RDONLY)
     try:
         lock(folder, wait_s=60)
-        found = json.loads(results.read_text()) if results.exists() else {"attacks": {}}
-        found["attacks"].setdefault(attack, {})[case] = [tries, survived]
+        found = json.loads(results.read_text()) if results.exists() else {"faults": {}}
+        found["faults"].setdefault(fault, {})[case] = [tries, survived]
         found |= measured()
         results.write_text(json.dumps(found, indent=1) + "\n")
         results.with_suffix(".md").write_text(table(found))
@@ -67,9 +67,9 @@ def measured() -> dict[str, str]:
 
 def table(found: dict) -> str:
     """Return the counts as Markdown."""
-    rows = ["| attack | tries | survived |", "|---|---|---|"]
-    for attack, what in ATTACKS.items():
-        cases = found["attacks"].get(attack, {}).values()
+    rows = ["| fault | tries | survived |", "|---|---|---|"]
+    for fault, what in FAULTS.items():
+        cases = found["faults"].get(fault, {}).values()
         tries, survived = (sum(case[place] for case in cases) for place in (0, 1))
         if cases:
             rows.append(f"| {what} | {tries:,} | {survived:,} |")

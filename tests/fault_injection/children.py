@@ -48,7 +48,7 @@ class Child:
         return False
 
     def send(self, number: int) -> None:
-        """Send a signal; a child that has ended ignores it."""
+        """Send a signal. A child that has ended ignores it."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, number)
 

@@ -1,4 +1,4 @@
-"""A small training run to attack, and what is wrong with it after an attack."""
+"""A small training run to inject faults into, and what is wrong with it afterwards."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SPEEDUPS = {
 }
 """Saves in the loop, and beside training."""
 KEPT = ("tokens", "train_loss", "val_loss", "weights_sha256")
-"""What an attack must not change in the result of a run."""
+"""What a fault must not change in the result of a run."""
 ONCE = ("evaluation", "end")
 """Events that a run has once, at its last step."""
 
@@ -121,11 +121,11 @@ class Victim:
             return [f"step {least} was saved, and {step} is the newest"]
         same = self.whole / "checkpoints" / f"step-{step}"
         if newest and self.digests(newest) != self.digests(same):
-            return [f"{newest.name} differs from that of the run without an attack"]
+            return [f"{newest.name} differs from that of the run without faults"]
         return []
 
     def unequal(self, run: Path, ended: Ended) -> list[str]:
-        """Return how a run's end differs from that of the run without an attack, bit by bit."""
+        """Return how a run's end differs from that of the run without faults, bit by bit."""
         whole = self.whole
         if ended.code:
             return [f"ended in {ended.code}: {ended.err[-2000:]}"]
@@ -152,8 +152,8 @@ class Victim:
     def wrong_lines(self, run: Path) -> dict[str, int]:
         """Return how many records and events a run lacks, has twice, or has with other losses.
 
-        Which ones it must have follows from the settings, their losses from the run without an
-        attack.
+        Which ones it must have follows from the settings, their losses from the run without
+        faults.
         """
         every = {
             "train/loss": self.settings["log.every"],
@@ -169,7 +169,7 @@ class Victim:
             | {(kind, self.steps): 1 for kind in ONCE}
         )
         (found, losses), (_, right) = logged(run), logged(self.whole)
-        assert right.keys() == wanted.keys(), "the run without an attack is complete"
+        assert right.keys() == wanted.keys(), "the run without faults is complete"
         return {
             "missing": (wanted - found).total(),
             "doubled": (found - wanted).total(),

@@ -1,4 +1,4 @@
-"""Damaged and foreign files: each is refused by name, or an undamaged one takes its place."""
+"""Damaged and foreign files: each is rejected by name, or an undamaged one takes its place."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def tries(folder, changes):
 
 
 def refusal(ended, name, *, must=False):
-    """Return what is wrong with how a command refused a file; [] also when it went on instead."""
+    """Return what is wrong with how a command rejected a file; [] also when it went on instead."""
     said = ended.out + ended.err
     if "Traceback" in said or ended.code not in (0, 1, 2):
         return [f"ended in {ended.code}: {said[-2000:]}"]
@@ -69,16 +69,16 @@ def fresh(source, to, path=None, content=None):
     return to
 
 
-def resumed_with(changes, attacked, folder):
+def resumed_with(changes, target, folder):
     """Resume a killed run with each change of each file; return the tries and the problems."""
     run, count, problems = folder / "run", 0, []
-    newest = catalog.latest(attacked.halfway).name
-    for path, what, content in tries(attacked.halfway, changes):
-        fresh(attacked.halfway, run, path, content)
-        ended = attacked.train(run)
+    newest = catalog.latest(target.halfway).name
+    for path, what, content in tries(target.halfway, changes):
+        fresh(target.halfway, run, path, content)
+        ended = target.train(run)
         found = refusal(ended, path.name, must=newest in path.parts)
         if ended.code == 0:
-            found += attacked.unequal(run, ended)
+            found += target.unequal(run, ended)
         elif newest in path.parts:
             found.append(f"no other checkpoint was used: {ended.err[-2000:]}")
         count += 1
@@ -86,21 +86,21 @@ def resumed_with(changes, attacked, folder):
     return count, problems
 
 
-def test_a_damaged_file_of_a_run_is_refused_or_replaced(victim, tmp_path, survived):
+def test_a_damaged_file_of_a_run_is_rejected_or_replaced(victim, tmp_path, survived):
     survived("run-file", *resumed_with(damages, victim(STEPS), tmp_path))
 
 
-def test_text_from_a_run_with_a_damaged_file_is_the_same_or_refused(victim, tmp_path, survived):
-    attacked, run, count, problems = victim(STEPS), tmp_path / "run", 0, []
+def test_text_from_a_run_with_a_damaged_file_is_the_same_or_rejected(victim, tmp_path, survived):
+    target, run, count, problems = victim(STEPS), tmp_path / "run", 0, []
 
     def generated():
         words = ("generate", run, "--prompt", "the", "--max-tokens", 8, "--seed", 1, "--json")
-        return attacked.children.run(*words)
+        return target.children.run(*words)
 
-    fresh(attacked.halfway, run)
+    fresh(target.halfway, run)
     wanted = generated().result["samples"]
-    for path, what, content in tries(attacked.halfway, damages):
-        fresh(attacked.halfway, run, path, content)
+    for path, what, content in tries(target.halfway, damages):
+        fresh(target.halfway, run, path, content)
         ended = generated()
         found = refusal(ended, path.name)
         if ended.code == 0 and ended.result["samples"] != wanted and path.name not in ended.err:
@@ -110,14 +110,14 @@ def test_text_from_a_run_with_a_damaged_file_is_the_same_or_refused(victim, tmp_
     survived("run-file", count, problems)
 
 
-def trained_on(changes, attacked, folder, source, key):
+def trained_on(changes, target, folder, source, key):
     """Train with each change of each file of a directory that `key` names; as `resumed_with`."""
     used, count, problems = folder / "used", 0, []
 
     def result():
         run = folder / "run"
         shutil.rmtree(run, ignore_errors=True)
-        return attacked.train(run, f"{key}={used}")
+        return target.train(run, f"{key}={used}")
 
     fresh(source, used)
     whole = result()
@@ -133,7 +133,7 @@ def trained_on(changes, attacked, folder, source, key):
     return count, problems
 
 
-def test_a_damaged_file_of_a_dataset_is_refused_by_train(victim, tiny_set, tmp_path, survived):
+def test_a_damaged_file_of_a_dataset_is_rejected_by_train(victim, tiny_set, tmp_path, survived):
     survived("data-file", *trained_on(damages, victim(), tmp_path, tiny_set, "data.path"))
 
 
@@ -151,25 +151,25 @@ def test_a_damaged_file_of_a_dataset_is_found_by_verify(children, tiny_set, tmp_
 @pytest.fixture(scope="module")
 def export(victim, tmp_path_factory):
     """The directory of an export for transformers."""
-    attacked, out = victim(), tmp_path_factory.mktemp("export") / "model"
-    ended = attacked.children.run("export", attacked.whole, "--out", out, "--json")
+    target, out = victim(), tmp_path_factory.mktemp("export") / "model"
+    ended = target.children.run("export", target.whole, "--out", out, "--json")
     assert ended.code == 0, ended.err
     return out
 
 
-def test_a_damaged_export_is_refused(victim, export, tmp_path, survived):
+def test_a_damaged_export_is_rejected(victim, export, tmp_path, survived):
     found = trained_on(damages, victim(), tmp_path, export, "train.init_from")
     survived("export-file", *found)
 
 
 def test_no_pickle_is_opened(victim, export, tiny_set, tmp_path, survived):
-    attacked, marker = victim(STEPS), tmp_path / "opened"
+    target, marker = victim(STEPS), tmp_path / "opened"
     content = pickle.dumps(Payload(marker))
 
     def pickled(_data):
         return [("pickle", content)]
 
-    count, problems = resumed_with(pickled, attacked, tmp_path)
+    count, problems = resumed_with(pickled, target, tmp_path)
     for source, key in ((tiny_set, "data.path"), (export, "train.init_from")):
         more = trained_on(pickled, victim(), tmp_path, source, key)
         count, problems = count + more[0], problems + more[1]

@@ -34,20 +34,20 @@ def killed_near_a_save(child, run, draw):
 
 @pytest.mark.parametrize("way", ["loop", "beside"])
 def test_training_killed_at_random_moments_ends_as_if_never_killed(way, victim, tmp_path, survived):
-    attacked, draw = victim(STEPS, way), random.Random(way)
-    assert attacked.whole
+    target, draw = victim(STEPS, way), random.Random(way)
+    assert target.whole
     kills, runs, problems = 0, 0, []
     while kills < KILLS:
         run = tmp_path / f"run-{runs}"
         runs += 1
         ended = None
         while kills < KILLS and (ended is None or ended.code < 0):
-            ended = killed_near_a_save(attacked.children.start(*attacked.words(run)), run, draw)
+            ended = killed_near_a_save(target.children.start(*target.words(run)), run, draw)
             kills += ended.code < 0
-            problems += attacked.lost(run, saved_step(run))
+            problems += target.lost(run, saved_step(run))
             if ended.code > 0:
                 problems.append(f"resuming ended in {ended.code}: {ended.err[-2000:]}")
-        problems += attacked.end(run)
+        problems += target.end(run)
     survived("kill", kills, problems)
 
 
@@ -55,12 +55,12 @@ def test_training_killed_at_random_moments_ends_as_if_never_killed(way, victim, 
 def test_a_killed_rank_ends_the_other_and_both_resume_exactly(
     victim_rank, victim, tmp_path, survived
 ):
-    attacked, draw, kills = victim(40, ranks=2), random.Random(victim_rank), 3
-    wanted = attacked.train(tmp_path / "whole")
+    target, draw, kills = victim(40, ranks=2), random.Random(victim_rank), 3
+    wanted = target.train(tmp_path / "whole")
     assert wanted.code == 0, wanted.err
     run, problems = tmp_path / "run", []
     for _ in range(kills):
-        ranks = attacked.start(run)
+        ranks = target.start(run)
         before = saved_step(run)
         wait_until(lambda before=before: saved_step(run) > before, child=ranks[0])
         time.sleep(draw.uniform(0, 0.05))
@@ -68,7 +68,7 @@ def test_a_killed_rank_ends_the_other_and_both_resume_exactly(
         codes = [child.wait().code for child in ranks]
         if codes[1 - victim_rank] < 0:
             problems.append(f"the other rank ended in {codes[1 - victim_rank]}")
-    ended = attacked.train(run)
+    ended = target.train(run)
     if ended.code:
         problems.append(ended.err[-2000:])
     elif ended.result["weights_sha256"] != wanted.result["weights_sha256"]:
@@ -76,15 +76,15 @@ def test_a_killed_rank_ends_the_other_and_both_resume_exactly(
     survived("rank", kills, problems)
 
 
-def test_a_second_process_in_a_run_directory_is_refused_and_changes_nothing(
+def test_a_second_process_in_a_run_directory_is_rejected_and_changes_nothing(
     victim, tmp_path, survived
 ):
-    attacked, run, tries, problems = victim(STEPS), tmp_path / "run", 3, []
-    first = attacked.children.start(*attacked.words(run))
+    target, run, tries, problems = victim(STEPS), tmp_path / "run", 3, []
+    first = target.children.start(*target.words(run))
     assert wait_until(lambda: saving(run), child=first)
     for _ in range(tries):
-        second = attacked.train(run)
+        second = target.train(run)
         if second.code == 0 or f"{run} is in use by process {first.pid}" not in second.err:
             problems.append(f"the second ended in {second.code}: {second.err}")
-    problems += attacked.unequal(run, first.wait())
+    problems += target.unequal(run, first.wait())
     survived("two", tries, problems)

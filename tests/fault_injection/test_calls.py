@@ -9,7 +9,7 @@ from victim import saved_step
 pytestmark = [pytest.mark.slow, pytest.mark.faults]
 
 MAKING = ("write", "pwrite64", "fsync", "mkdir", "rename")
-"""Calls that a full or failing disk refuses."""
+"""Calls that a full or failing disk rejects."""
 KILLED_AT = (*MAKING, "openat", "unlink", "unlinkat", "rmdir")
 KILLS, REFUSALS = 6, 3
 """Tries per call."""
@@ -18,9 +18,9 @@ KILLS, REFUSALS = 6, 3
 @pytest.fixture(scope="module")
 def numbers(victim, tmp_path_factory):
     """Which calls of a run concern its directory."""
-    attacked, folder = victim(), tmp_path_factory.mktemp("calls")
+    target, folder = victim(), tmp_path_factory.mktemp("calls")
     run, log = folder / "run", folder / "log"
-    child = attacked.children.start(*attacked.words(run), stopped=True)
+    child = target.children.start(*target.words(run), stopped=True)
     with traced([child], log, "-y", "-e", f"trace={','.join(KILLED_AT)}"):
         assert child.wait().code == 0
     found = counted(log, run)
@@ -28,40 +28,40 @@ def numbers(victim, tmp_path_factory):
     return found
 
 
-def attacks(numbers, names, most):
-    """Return the calls to attack, with their numbers."""
+def chosen_calls(numbers, names, most):
+    """Return the calls to fail, with their numbers."""
     return [(name, n) for name in names for n in spread_out(numbers.get(name, []), most)]
 
 
 def test_a_kill_at_an_exact_call_loses_nothing(numbers, victim, tmp_path, survived):
-    attacked, kills, problems = victim(), 0, []
-    for name, number in attacks(numbers, KILLED_AT, KILLS):
+    target, kills, problems = victim(), 0, []
+    for name, number in chosen_calls(numbers, KILLED_AT, KILLS):
         run = tmp_path / f"{name}-{number}"
-        child = attacked.children.start(*attacked.words(run), stopped=True)
+        child = target.children.start(*target.words(run), stopped=True)
         fault = f"inject={name}:signal=KILL:when={number}"
         with traced([child], tmp_path / "log", "-e", f"trace={name}", "-e", fault):
             killed = child.wait().code < 0
         kills += killed
-        found = [*attacked.lost(run, saved_step(run)), *attacked.end(run)]
+        found = [*target.lost(run, saved_step(run)), *target.end(run)]
         problems += [f"{name} {number}: {problem}" for problem in found]
     assert kills >= 20, "the calls differ from run to run"
     survived("call", kills, problems)
 
 
-@pytest.mark.parametrize(("attack", "error"), [("full", "ENOSPC"), ("broken", "EIO")])
+@pytest.mark.parametrize(("disk", "error"), [("full", "ENOSPC"), ("broken", "EIO")])
 def test_a_disk_that_fails_from_one_call_on_loses_nothing(
-    attack, error, numbers, victim, tmp_path, survived
+    disk, error, numbers, victim, tmp_path, survived
 ):
-    attacked, tries, problems = victim(), 0, []
-    for name, number in attacks(numbers, MAKING, REFUSALS):
+    target, tries, problems = victim(), 0, []
+    for name, number in chosen_calls(numbers, MAKING, REFUSALS):
         run = tmp_path / f"{name}-{number}"
-        child = attacked.children.start(*attacked.words(run), stopped=True)
+        child = target.children.start(*target.words(run), stopped=True)
         fault = f"inject={name}:error={error}:when={number}+"
         with traced([child], tmp_path / "log", "-e", f"trace={name}", "-e", fault):
             ended = child.wait()
         tries += 1
         found = [] if ended.code >= 0 else [f"the process ended in {ended.code}"]
         found += ["a traceback"] if "Traceback" in ended.err else []
-        found += [*attacked.lost(run, saved_step(run)), *attacked.end(run)]
+        found += [*target.lost(run, saved_step(run)), *target.end(run)]
         problems += [f"{name} {number}: {problem}" for problem in found]
-    survived(attack, tries, problems)
+    survived(disk, tries, problems)

@@ -1,4 +1,4 @@
-"""A dataset, a run to attack, and the process that commands are forked from."""
+"""A dataset, a run to inject faults into, and the process that commands are forked from."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def children(tmp_path_factory, settings):
 
 @pytest.fixture(scope="session")
 def victim(children, settings, tmp_path_factory):
-    """Return a function that returns the run to attack, by its steps, saver and ranks."""
+    """Return a function that returns the run to inject faults into."""
     made = {}
 
     def make(steps=8, way="beside", *, ranks=1, shard=1):

@@ -18,7 +18,7 @@ import traceback
 
 import psutil
 
-from flatout import cli, roof
+from flatout import cli, roofline
 
 PR_SET_PTRACER, ANY_PROCESS = 0x59616D61, -1
 
@@ -59,7 +59,7 @@ def wait(pid, seconds):
 
 
 def main():
-    roof.measure = lambda *_: (0.1, 512)  # the hardware is not probed here
+    roofline.measure = lambda *_: (0.1, 512)  # the hardware is not probed here
     psutil.cpu_percent = lambda **_: 0.0
     for line in sys.stdin:
         request = json.loads(line)

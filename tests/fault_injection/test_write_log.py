@@ -52,7 +52,7 @@ def test_only_synced_data_under_synced_names_survives(disk):
     assert disk(CREATED, WRITTEN, SYNCED, FOLDER_SYNCED).tree(only_synced)["/a"] == b"word"
 
 
-def test_a_renamed_file_has_its_old_name_until_the_folder_is_synced(disk):
+def test_a_renamed_file_has_its_old_name_until_the_directory_is_synced(disk):
     before = (CREATED, WRITTEN, SYNCED, FOLDER_SYNCED, RENAMED)
     assert disk(*before).tree(only_synced) == {"": None, "/a": b"word"}
     assert disk(*before, FOLDER_SYNCED).tree(only_synced) == {"": None, "/b": b"word"}
@@ -69,7 +69,7 @@ def test_a_torn_file_begins_with_what_was_synced(disk):
     assert found == {(b"word" * 2)[:length] for length in range(4, 9)}
 
 
-def test_appends_seeks_cuts_links_and_folders_are_followed(disk):
+def test_appends_seeks_cuts_links_and_directorys_are_followed(disk):
     tree = disk(
         'mkdir("{f}", 0777) = 0',
         CREATED,

@@ -1,7 +1,7 @@
 """Kill and resume a training run for an hour, and watch its memory and its open files.
 
-    python tests/attack/soak.py --minutes 60
-    python tests/attack/soak.py --kills 100
+    python tests/fault_injection/soak.py --minutes 60
+    python tests/fault_injection/soak.py --kills 100
 
 `make soak` runs the first. With --kills, short runs are killed that often instead: as they start,
 between steps, in a save, during an upload to their mirror, and after their last step; some lose
@@ -9,7 +9,7 @@ their directory too. Each run must end with the same bits, every record exactly 
 of each kind.
 
 What the first does: First a run trains without a kill, evaluation, sample and report at its end
-included; its memory and its number of open files must not exceed those of the same run of a few
+included. Its memory and its number of open files must not exceed those of the same run of a few
 steps. Then the same run is killed at random moments and resumed, over and over, until the time
 is up: no saved step may be lost, every checkpoint must equal that of the first run, and each run
 must end with the same bits. The exit code is 1 when something is wrong.

@@ -5,10 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from flatout import hardware, roof
+from flatout import hardware, roofline
 from flatout.errors import HardwareError
 from flatout.hardware import Gpu, Machine
-from flatout.roof import Peak
+from flatout.roofline import Peak
 
 H200 = Gpu("NVIDIA H200", 139.8, (9, 0), "580.1")
 WITH_GPU = Machine("Some CPU", 16, 128.0, (H200,), "3.11.7")
@@ -25,7 +25,7 @@ def test_measuring_a_cpu_is_quick_and_keeps_the_random_state():
     torch.manual_seed(5)
     before = torch.get_rng_state()
     start = time.perf_counter()
-    tflops = roof.measure("cpu", "fp32")[0]
+    tflops = roofline.measure("cpu", "fp32")[0]
     assert time.perf_counter() - start < 5
     assert 1e-4 < tflops < 100
     assert torch.equal(before, torch.get_rng_state())
@@ -33,12 +33,12 @@ def test_measuring_a_cpu_is_quick_and_keeps_the_random_state():
 
 def test_a_dtype_without_a_matrix_product_cannot_be_measured():
     with pytest.raises(HardwareError, match="fp8"):
-        roof.measure("cpu", "fp8")
+        roofline.measure("cpu", "fp8")
 
 
 @pytest.mark.slow
 def test_a_cpu_has_a_measured_peak():
-    peak = roof.peak_tflops(WITH_GPU, "cpu", "fp32")
+    peak = roofline.peak_tflops(WITH_GPU, "cpu", "fp32")
     assert peak is not None
     assert peak.source.startswith("measured here, matmul ")
     assert peak.source.endswith("³, fp32")
@@ -46,7 +46,7 @@ def test_a_cpu_has_a_measured_peak():
 
 def test_a_known_gpu_has_the_peak_of_its_data_sheet(monkeypatch):
     seen_by_torch(monkeypatch, count=1)
-    peak = roof.peak_tflops(dataclasses.replace(WITH_GPU, gpus=()), "cuda", "bf16")
+    peak = roofline.peak_tflops(dataclasses.replace(WITH_GPU, gpus=()), "cuda", "bf16")
     assert peak is not None
     assert peak.tflops == 989.5
     assert peak.source.startswith("data sheet: NVIDIA H200 Tensor Core GPU data sheet, H200 SXM")
@@ -54,17 +54,19 @@ def test_a_known_gpu_has_the_peak_of_its_data_sheet(monkeypatch):
 
 def test_without_torch_the_name_comes_from_the_driver(monkeypatch):
     seen_by_torch(monkeypatch)
-    peak = roof.peak_tflops(WITH_GPU, "cuda", "fp8")
+    peak = roofline.peak_tflops(WITH_GPU, "cuda", "fp8")
     assert peak is not None
     assert peak.tflops == 1979
 
 
 def test_a_rate_missing_from_the_data_sheet_is_measured_or_unknown(monkeypatch):
-    monkeypatch.setattr(roof, "measure", lambda device, dtype: (1.5, 4096))
+    monkeypatch.setattr(roofline, "measure", lambda device, dtype: (1.5, 4096))
     seen_by_torch(monkeypatch)
     old = dataclasses.replace(WITH_GPU, gpus=(dataclasses.replace(H200, name="Tesla T4"),))
-    assert roof.peak_tflops(old, "cuda", "bf16") == Peak(1.5, "measured here, matmul 4096³, bf16")
-    assert roof.peak_tflops(old, "cuda", "fp8") is None
+    assert roofline.peak_tflops(old, "cuda", "bf16") == Peak(
+        1.5, "measured here, matmul 4096³, bf16"
+    )
+    assert roofline.peak_tflops(old, "cuda", "fp8") is None
 
 
 @pytest.mark.gpu
@@ -73,20 +75,20 @@ def test_a_gpu_is_not_faster_than_its_data_sheet():
     assert machine.gpus
     device, _ = hardware.pick_device("auto", machine)
     before = torch.get_float32_matmul_precision()
-    peak = roof.peak_tflops(machine, device, "bf16")
+    peak = roofline.peak_tflops(machine, device, "bf16")
     if machine.row is not None and peak is not None:
         # Other tests use the GPU at the same time.
-        assert 0.05 < roof.measure(device, "bf16")[0] / peak.tflops < 1.1
-    assert roof.measure(device, "tf32")[0] > 1.5 * roof.measure(device, "fp32")[0]
+        assert 0.05 < roofline.measure(device, "bf16")[0] / peak.tflops < 1.1
+    assert roofline.measure(device, "tf32")[0] > 1.5 * roofline.measure(device, "fp32")[0]
     assert torch.get_float32_matmul_precision() == before
 
 
 def test_memory_bandwidth_is_measured_or_from_the_data_sheet(monkeypatch):
     seen_by_torch(monkeypatch)
-    monkeypatch.setattr(roof, "COPY_BYTES", 1 << 20)
-    found = roof.peak_bandwidth(WITH_GPU, "cpu")
+    monkeypatch.setattr(roofline, "COPY_BYTES", 1 << 20)
+    found = roofline.peak_bandwidth(WITH_GPU, "cpu")
     assert 0 < found.gb_per_s < 10_000
     assert found.source == "measured here, copy of 1 MiB"
-    known = roof.peak_bandwidth(WITH_GPU, "cuda")
+    known = roofline.peak_bandwidth(WITH_GPU, "cuda")
     assert known.gb_per_s == 4800
     assert known.source.startswith("data sheet")

@@ -1,4 +1,4 @@
-"""Peak rates of matrix products: the data sheet's, or the fastest product measured here."""
+"""Peak rates of matmuls: the data sheet's, or the fastest measured here."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flatout.errors import HardwareError
 from flatout.hardware import GIB, Machine, MachineRow, row_of
 
 DTYPES = ("fp32", "tf32", "fp16", "bf16")
-"""Arithmetic that a plain matrix product can measure."""
+"""Arithmetic that a plain matmul can measure."""
 COPY_BYTES = 256 << 20
 """Size of the copy that measures memory bandwidth: more than caches hold."""
 
@@ -34,7 +34,7 @@ class Peak:
 def peak_tflops(machine: Machine, device: str, dtype: str) -> Peak | None:
     """Return the peak rate from the data sheet of a known GPU, or else measured here.
 
-    None, unknown, remains for fp8 on an unknown GPU, which no plain matrix product can measure, and
+    None, unknown, remains for fp8 on an unknown GPU, which no plain matmul can measure, and
     for a dtype that the data sheet of a machine elsewhere does not list. MPS is not measured.
     """
     row = _row_of_device(machine, device) if device.startswith("cuda") else None
@@ -67,7 +67,7 @@ def peak_bandwidth(machine: Machine, device: str) -> Bandwidth:
 def copy_rate(device: str) -> float:
     """Return the measured 10^9 bytes per second of a copy within the device's memory.
 
-    A large tensor is copied a few times, with all threads; reads and writes count.
+    A large tensor is copied a few times, with all threads. Reads and writes count.
     """
     source = torch.ones(COPY_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -82,10 +82,10 @@ def copy_rate(device: str) -> float:
 
 
 def measure(device: str, dtype: str) -> tuple[float, int]:
-    """Return the TFLOP/s of the fastest of several square matrix products, and their size.
+    """Return the TFLOP/s of the fastest of several square matmuls, and their size.
 
-    It takes a fifth of a second. The matrices grow until one product takes a fair share of
-    that time; their values are random, since zeros draw less power.
+    It takes a fifth of a second. The matrices grow until one matmul takes a fair share of
+    that time. Their values are random, since zeros draw less power.
     Raises: HardwareError when `dtype` is not one of fp32, tf32, fp16 and bf16.
     """
     if dtype not in DTYPES:
@@ -107,7 +107,7 @@ def measure(device: str, dtype: str) -> tuple[float, int]:
 
 
 def _matmul_s(device: str, dtype: str, size: int, repeats: int) -> float:
-    """Return the seconds of the fastest product, after one warm-up of each kind."""
+    """Return the seconds of the fastest matmul, after one warm-up of each kind."""
     # The global generator belongs to the run.
     generator = torch.Generator(device).manual_seed(0)
     kind = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(dtype, torch.float32)
@@ -129,7 +129,7 @@ def _matmul_s(device: str, dtype: str, size: int, repeats: int) -> float:
 def _products(device: str, dtype: str) -> list[Callable[[Tensor, Tensor], Tensor]]:
     """Return torch's ways to multiply two matrices.
 
-    On a CPU, fp32 products use MKL, and on request oneDNN, which can be twice as fast.
+    On a CPU, fp32 matmuls use MKL, and on request oneDNN, which can be twice as fast.
     """
     products: list[Callable[[Tensor, Tensor], Tensor]] = [torch.mm]
     if device == "cpu" and dtype == "fp32" and hasattr(torch.ops.mkldnn, "_linear_pointwise"):
@@ -145,7 +145,7 @@ def _wait(device: str) -> None:
 
 @contextmanager
 def _matmul_precision(dtype: str, on_cuda: bool) -> Iterator[None]:
-    """Set the precision of fp32 products on CUDA by `dtype`, whatever the run has set."""
+    """Set the precision of fp32 matmuls on CUDA by `dtype`, whatever the run has set."""
     before = torch.get_float32_matmul_precision()
     if on_cuda:
         torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")

@@ -49,32 +49,32 @@ def fill(file):
 
 @pytest.mark.parametrize("way", ["loop", "beside"])
 def test_a_disk_that_fills_up_during_training_loses_no_saved_step(way, disk, victim, survived):
-    (folder, _), attacked, problems = disk, victim(STEPS, way), []
+    (folder, _), target, problems = disk, victim(STEPS, way), []
     draw, ballast = random.Random(way), folder / "ballast"
-    assert attacked.whole
+    assert target.whole
     for number in range(FILLED):
         run = folder / f"run-{number}"
-        child = attacked.children.start(*attacked.words(run))
+        child = target.children.start(*target.words(run))
         wait_until(lambda run=run: saving(run), child=child)
         time.sleep(draw.uniform(0, 0.1))
         fill(ballast)
         ended = child.wait()
         found = ["a traceback: " + ended.err[-2000:]] if "Traceback" in ended.err else []
         found += [f"ended in {ended.code}"] if ended.code not in (0, 1) else []
-        found += attacked.lost(run, saved_step(run))
+        found += target.lost(run, saved_step(run))
         ballast.unlink()
-        problems += [*found, *attacked.end(run)]
+        problems += [*found, *target.end(run)]
     survived("small", FILLED, problems)
 
 
 def test_a_read_only_run_can_be_used_but_not_changed(disk, victim, tmp_path, survived):
-    (folder, remount), attacked, problems = disk, victim(STEPS), []
-    run = attacked.copy(attacked.halfway, folder / "run")
+    (folder, remount), target, problems = disk, victim(STEPS), []
+    run = target.copy(target.halfway, folder / "run")
     text = tmp_path / "book.txt"
     text.write_text("The quick brown fox jumps over the lazy dog. " * 100)
     writing = (
-        attacked.words(run),
-        attacked.words(folder / "new"),
+        target.words(run),
+        target.words(folder / "new"),
         ["export", run, "--json"],
         ["prepare", text, "--out", folder / "data", "--tokenizer", "byte", "--json"],
     )
@@ -87,15 +87,15 @@ def test_a_read_only_run_can_be_used_but_not_changed(disk, victim, tmp_path, sur
     remount("ro")
     try:
         for words in writing:
-            ended = attacked.children.run(*words)
+            ended = target.children.run(*words)
             said = ended.out + ended.err
             if ended.code not in (1, 2) or "Fix:" not in said or "Traceback" in said:
                 problems.append(f"{words[0]} ended in {ended.code}: {said[-2000:]}")
         for words in reading:
-            ended = attacked.children.run(*words)
+            ended = target.children.run(*words)
             if ended.code:
                 problems.append(f"{words[0]} ended in {ended.code}: {ended.err[-2000:]}")
     finally:
         remount("rw")
-    problems += attacked.end(run)
+    problems += target.end(run)
     survived("read-only", len(writing) + len(reading), problems)
