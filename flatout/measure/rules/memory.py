@@ -81,7 +81,7 @@ def full_memory(evidence: Evidence) -> Finding | None:
     }
     if used < CLOSE and not fewer:
         return None
-    verdict = f"The tensors take {used:.0%} of the GPU's memory: such a run is about to run out of memory, "
+    verdict = f"The tensors take {used:.0%} of the GPU's memory: such a run is close to the limit, "
     verdict += (
         "and a driver that moves memory to the host (Windows, WSL) makes it many times slower."
     )
