@@ -27,7 +27,7 @@ FAULTS = {
     "upload-power": "the same while checkpoints are sent to a mirror",
     "rank-power": "the same with two processes, DDP and fully sharded",
     "prepare-power": "power loss during `prepare`",
-    "full": "a write rejected because the disk is full (ENOSPC), once or from then on",
+    "full": "a write refused because the disk is full (ENOSPC), once or from then on",
     "broken": "a failed read or write (EIO), once or from then on",
     "small": "a file system that fills up while training or `prepare` runs",
     "run-file": "a file of a run cut to 0, 50 or 99%, or with a flipped bit",
