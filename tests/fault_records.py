@@ -35,7 +35,7 @@ FAULTS = {
     "data-file": "a file of a dataset cut to 0, 50 or 99%, or with a flipped bit",
     "export-file": "the same in an export that starts another run",
     "pickle": "a pickle in place of a file of a checkpoint, a dataset or an export",
-    "key": "a key of a JSON or YAML file of a run deleted, renamed or given a different value",
+    "key": "a key of a JSON or YAML file of a run deleted, renamed or given another value",
     "read-only": "a read-only file system",
     "two": "a second process in a run directory that is in use",
 }
