@@ -27,7 +27,7 @@ FAULTS = {
     "upload-power": "the same while checkpoints are sent to a mirror",
     "rank-power": "the same with two processes, DDP and fully sharded",
     "prepare-power": "power loss during `prepare`",
-    "full": "a write rejected because the disk is full (ENOSPC), once or from then on",
+    "full": "a write refused because the disk is full (ENOSPC), once or from then on",
     "broken": "a failed read or write (EIO), once or from then on",
     "small": "a file system that fills up while training or `prepare` runs",
     "run-file": "a file of a run cut to 0, 50 or 99%, or with a flipped bit",
@@ -35,7 +35,7 @@ FAULTS = {
     "data-file": "a file of a dataset cut to 0, 50 or 99%, or with a flipped bit",
     "export-file": "the same in an export that starts another run",
     "pickle": "a pickle in place of a file of a checkpoint, a dataset or an export",
-    "key": "a key of a JSON or YAML file of a run deleted, renamed or given a different value",
+    "key": "a key of a JSON or YAML file of a run deleted, renamed or given another value",
     "read-only": "a read-only file system",
     "two": "a second process in a run directory that is in use",
 }

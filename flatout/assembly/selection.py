@@ -424,8 +424,8 @@ def _with_precision(
         if best not in runs and (not best or {*runs} - {*allowed}):
             left_out = [*runs, *able][0]
             raise ConfigError(
-                f"train.precision={wanted} needs the speedup {left_out!r}, which speedups leaves "
-                "out.",
+                f"train.precision={wanted} needs the speedup {left_out!r}, which speedups "
+                "excludes.",
                 fix=f"Set train.precision=auto, or speedups={removing(left_out, config.speedups)}.",
             )
         chosen = [best]

@@ -143,8 +143,8 @@ def with_adapters(model: M, config: LoraConfig) -> M:
                 raise ConfigError(
                     f"lora.rank={config.rank} is more than the layer {part} can have: its weight "
                     f"is {end - start} x {layer.in_features}.",
-                    fix=f"Set lora.rank to {most} or less, such as {min(8, most)}, or leave {part} "
-                    "out of lora.targets.",
+                    fix=f"Set lora.rank to {most} or less, such as {min(8, most)}, or remove "
+                    f"{part} from lora.targets.",
                 )
         setattr(model.get_submodule(parent), own, LoraLinear(layer, chosen, config))
     kinds_of_base = model.parameter_kinds

@@ -307,7 +307,7 @@ def test_the_digest_covers_what_decides_the_arithmetic(run):
 def test_the_hint_is_given_once_per_gpu(tmp_path, past):
     keep(H200, tmp_path, run=past())  # a run alone has measured no speedup
     line = advice(H200, "gpt2-124m", tmp_path)
-    assert line.startswith(f"No speedup has been measured on this GPU ({H200}); ")
+    assert line.startswith(f"No speedup has been measured on this GPU ({H200}). ")
     assert f"`flatout bench gpt2-124m --minutes {MINUTES}`" in line
     assert "\n" not in line
     assert advice(H200, "gpt2-124m", tmp_path) is None

@@ -172,7 +172,7 @@ GATHERS, GRAPHS = "auto,+bf16-gathers", "auto,+cuda-graphs"
         (HOPPER, f"{GATHERS},+fp16", "auto", "fp16, which was named, takes",
          f"Replace fp16 with bf16: speedups={GATHERS},+bf16, or", "auto,+fp16"),
         (HOPPER, GATHERS, "fp16", "train.precision=fp16", "Set train.precision=bf16, or", "auto"),
-        (HOPPER, f"{GRAPHS},-compile", "auto", "omitted",
+        (HOPPER, f"{GRAPHS},-compile", "auto", "excluded",
          f"Add compile: speedups={GRAPHS},+compile, or", "auto,-compile"),
         (HOPPER, GRAPHS, "auto", "the run's duration is unknown",
          f"Add compile: speedups={GRAPHS},+compile, or", "auto"),
@@ -293,7 +293,7 @@ def test_a_precision_is_never_provided_by_a_speedup_that_is_omitted():
     assert found & {"bf16", "bf16-products"} == {"bf16"}
     for request, machine in (("auto,-bf16", HOPPER), ("auto,-bf16,-bf16-products", NARROW)):
         device = "cuda" if machine.gpus else "cpu"
-        with pytest.raises(ConfigError, match="speedups omits") as refused:
+        with pytest.raises(ConfigError, match="speedups excludes") as refused:
             on(request, machine, "train.precision=bf16", device=device)
         assert "Set train.precision=auto, or speedups=auto" in refused.value.fix
     with pytest.raises(HardwareError, match=r"bfloat16 needs compute capability 8\.0"):
@@ -341,8 +341,8 @@ def test_underscores_are_accepted_for_hyphens():
     [
         ("auto,-fusedadamw", "Did you mean 'fused-adamw'"),
         ("none,bf16", "none and for others"),
-        ("compile,-compile", "'compile' and omits it"),
-        ("auto,-fused_adamw,+fused-adamw", "'fused-adamw' and omits it"),
+        ("compile,-compile", "'compile' and excludes it"),
+        ("auto,-fused_adamw,+fused-adamw", "'fused-adamw' and excludes it"),
     ],
 )
 def test_an_invalid_request_is_rejected(request_, message):

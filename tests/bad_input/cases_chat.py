@@ -49,7 +49,7 @@ CASES = [
         ("chat.jsonl, line 2", "no assistant turn"),
         ("--on-bad-row skip",),
         chat_rows(row(("user", "Hi"))),
-        progress="using plain",
+        progress="Using plain",
     ),
     Case(
         "a conversation whose assistant turns do not count",
@@ -71,7 +71,7 @@ CASES = [
         ("chat.jsonl, line 2", "'bot'", "turn 2"),
         ("system, user, assistant or tool",),
         chat_rows(row(("user", "Hi"), ("bot", "Hello"))),
-        progress="using plain",
+        progress="Using plain",
     ),
     Case(
         "a turn whose content is not text",

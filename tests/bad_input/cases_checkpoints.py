@@ -34,7 +34,7 @@ a URL as the run of `checkpoints`
         "deleting checkpoints of a run that trains",
         "checkpoints runs/first --keep 1",
         ("runs/first is in use",),
-        ("Wait until it has finished", "checkpoint.keep"),
+        ("Wait until it finishes", "checkpoint.keep"),
         run_in_use,
     ),
     Case(

@@ -111,7 +111,7 @@ CASES = [
         "--val and --split together",
         f"prepare good.jsonl {NEW} --val held.jsonl --split 'tail 0.1'",
         ("--val", "--split 'tail 0.1'"),
-        ("Leave one",),
+        ("Remove one",),
         validation_files,
     ),
     Case(

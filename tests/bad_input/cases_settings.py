@@ -115,7 +115,7 @@ a precision and a speedup that contradict each other
     train.precision=fp32 | bf16 -> train.precision=bf16
 a precision whose speedup is omitted
     train my.yaml train.precision=bf16 speedups=auto,-bf16
-    train.precision=bf16 | 'bf16' | omits -> train.precision=auto | speedups=auto
+    train.precision=bf16 | 'bf16' | excludes -> train.precision=auto | speedups=auto
 a negative temperature
     generate runs/first --temperature -1
     -1 -> 0

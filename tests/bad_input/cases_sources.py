@@ -208,7 +208,7 @@ a directory without a tokenizer
         "--engine ray and --part together",
         f"prepare book.txt {NEW} --engine ray --part 1/2",
         ("--engine ray", "--part"),
-        ("Leave one",),
+        ("Remove one",),
     ),
     Case("an unknown engine", f"prepare book.txt {NEW} --engine spark", ("'spark'",), ("ray",)),
     Case(

@@ -15,7 +15,7 @@ another tool's key, misspelt
     'gradient_clp' | Other tools have 'gradient_clip' -> 'optim.clip'
 another tool's key that flatout does not need
     train my.yaml pin_memory=true
-    'pin_memory' -> Remove it | pinned memory
+    'pin_memory' -> Leave it out | pinned memory
 another tool's key without a counterpart
     train my.yaml model.shared_attention_norm=true
     'model.shared_attention_norm' -> no counterpart | norms of their own
@@ -52,7 +52,7 @@ another tool's option of preparation
     '--num_proc' -> Did you mean '--workers'?
 an option of preparation that nothing needs
     prepare book.txt --out data/new --chunk_size 1024
-    '--chunk_size' -> Remove it | data.seq_len
+    '--chunk_size' -> Leave it out | data.seq_len
 a config to convert that does not exist
     convert old.yaml --out new.yaml
     old.yaml -> Check the path

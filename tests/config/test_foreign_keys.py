@@ -34,7 +34,7 @@ def test_a_file_of_another_tool_is_to_be_converted(old):
 def test_overrides_of_another_tool_are_answered_one_by_one():
     with pytest.raises(ConfigError) as refused:
         load_config(None, ["training.batch_size=4", "learning_rate=3", "what=2"])
-    assert "no config keys training.batch_size, learning_rate, what;" in refused.value.what
+    assert "no config keys training.batch_size, learning_rate, what." in refused.value.what
     assert "training.batch_size: Did you mean 'batch.rows_per_device'?" in refused.value.fix
     assert "learning_rate: Did you mean 'optim.lr'?" in refused.value.fix
 

@@ -106,10 +106,10 @@ def test_an_unknown_key_suggests_the_nearest(expected, keys):
     [
         ("bf16=false", "Did you mean 'train.precision'? Write train.precision=fp32."),
         ("bf16=true", "Did you mean 'train.precision'? train.precision=bf16."),
-        ("wandb=false", "Remove it: it is off unless log.to asks for it."),
-        ("wandb.enabled=false", "Remove it: it is off unless log.to asks for it."),
-        ("use_cpu=no", "Remove it: it is off unless train.device asks for it."),
-        ("no_compile=false", "Remove it: it is off unless speedups asks for it."),
+        ("wandb=false", "Leave it out: it is off unless log.to asks for it."),
+        ("wandb.enabled=false", "Leave it out: it is off unless log.to asks for it."),
+        ("use_cpu=no", "Leave it out: it is off unless train.device asks for it."),
+        ("no_compile=false", "Leave it out: it is off unless speedups asks for it."),
         ("compile=false", "Did you mean 'speedups'? Write speedups=auto,-compile."),
         ("tensorboard=off", "Did you mean 'log.to'? Write log.to=none."),
         ("packing=false", "Did you mean 'data.document_mask'? Write data.document_mask=true."),
@@ -129,7 +129,7 @@ def test_a_switch_or_value_of_another_tool_is_answered_with_flatouts(override, f
     [
         ("gradient_clp", "gradient_clip", "Did you mean 'optim.clip'?"),
         ("num_layerz", "num_layers", "Did you mean 'model.num_layers'?"),
-        ("pin_memmory", "pin_memory", "Remove it: tokens go to a GPU"),
+        ("pin_memmory", "pin_memory", "Leave it out: tokens go to a GPU"),
     ],
 )
 def test_a_misspelt_word_of_another_tool_is_answered_with_its_counterpart(key, word, expected):

@@ -244,7 +244,7 @@ def test_unknown_and_wrong_keys_are_named(kind):
 def test_a_key_of_another_kind_names_that_kind():
     """It happens when model.kind=eigenstate overrides a recipe for a transformer."""
     check = MODELS.get("eigenstate").check
-    words = r"has no model.activation and model.qk_norm; .*'transformer' does.*start from"
+    words = r"has no model.activation and model.qk_norm\. .*'transformer' does.*start from"
     with pytest.raises(ConfigError, match=words):
         check({"vocab_size": 10, "activation": "relu2", "qk_norm": True}, seq_len=8)
     with pytest.raises(ConfigError, match=r"Did you mean 'model.d_model'"):

@@ -51,7 +51,7 @@ def test_the_protocol_may_be_written_in_capitals():
 
 
 def test_a_server_that_rejects_the_connection_is_unreachable():
-    with pytest.raises(Unreachable, match=r"Cannot read ftp://127\.0\.0\.1:1/a: .*rejected"):
+    with pytest.raises(Unreachable, match=r"Cannot read ftp://127\.0\.0\.1:1/a: .*refused"):
         open_filesystem("ftp://u:PASS@127.0.0.1:1/a")
 
 

@@ -74,7 +74,7 @@ def test_ascii_as_utf_16_or_32_without_a_mark_is_not_read_as_utf_8(
     called = f"{encoding[:6]}{encoding[7:]}".upper()
     (tmp_path / "note.txt").write_bytes(("Plain English text.\n" * 9).encode(encoding))
     row = bad_row(tmp_path / "note.txt")
-    assert f"it looks like {called}" in row.what
+    assert f"It looks like {called}" in row.what
     assert texts(tmp_path / "note.txt", called) == ["Plain English text.\n" * 9]
 
 

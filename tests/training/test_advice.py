@@ -73,7 +73,7 @@ def test_commands_after_an_edited_config_quote_the_path(edited):
 
 @pytest.mark.parametrize(
     ("kind", "advice"),
-    [("cosine", "another run"), ("linear", "another run"), ("constant", "set train.steps to more")],
+    [("cosine", "a new run"), ("linear", "a new run"), ("constant", "set train.steps to more")],
 )
 def test_a_rate_that_depends_on_the_length_needs_another_run(kind, advice):
     finished = config(f"schedule.kind={kind}")

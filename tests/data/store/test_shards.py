@@ -78,7 +78,7 @@ def test_a_missing_split_is_empty(write_set):
 
 def test_reading_beyond_the_end_is_rejected(train_split):
     split = train_split(np.arange(100))
-    with pytest.raises(DataError, match="there are 100"):
+    with pytest.raises(DataError, match="There are 100"):
         read(split, 10, [9, 10])
     with pytest.raises(DataError, match="num_sequences"):
         read(split, 10, [-1])

@@ -80,8 +80,8 @@ def outside(index):
     ("change", "problem"),
     [
         (renamed, "model-00000.safetensors has no tensor model/other."),
-        (another_shape, "the index lists F32"),
-        (another_dtype, "the index lists F64"),
+        (another_shape, "The index lists F32"),
+        (another_dtype, "The index lists F64"),
         (uncovered, "do not cover it"),
         (outside, "do not cover it"),
         (lambda index: index.pop("tensors"), "index.json is damaged"),

@@ -103,7 +103,7 @@ def test_existing_checkpoints_count_as_free_space(tmp_path, monkeypatch):
     layout.require_free_disk(tmp_path, size + 600 * 1024)
     with pytest.raises(
         HardwareError,
-        match=r"need 1\.5 MiB more; .* has 0\.6 MiB free"
+        match=r"need 1\.5 MiB more\. .* has 0\.6 MiB free"
         r".*Fix: Free space there, or keep fewer checkpoints \(checkpoint\.keep, ",
     ):
         layout.require_free_disk(tmp_path, size + 1536 * 1024)
