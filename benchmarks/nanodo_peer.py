@@ -15,15 +15,16 @@ import sys
 import time
 from functools import partial
 
-import jax
 import numpy as np
-import optax
-from jax import numpy as jnp
 
 WARM_UP = 3
 
 
 def main(source: str, dtype: str, steps: str, described: str) -> None:
+    import jax
+    import optax
+    from jax import numpy as jnp
+
     sys.path.insert(0, source)
     from nanodo.model import DoConfig, TransformerDo
 

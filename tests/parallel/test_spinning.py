@@ -17,6 +17,7 @@ def stated(monkeypatch):
     for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(spinning, "usable_cores", lambda: 2)
+    monkeypatch.setattr(spinning.threading, "enumerate", list)  # another test may have started one
     return monkeypatch
 
 

@@ -23,7 +23,7 @@ def failure(evidence: Evidence) -> Finding | None:
 
 @rule()
 def hang(evidence: Evidence) -> Finding | None:
-    """The run does not get on."""
+    """The run makes no progress."""
     failure = evidence.failed("hang")
     if failure is None:
         return None
