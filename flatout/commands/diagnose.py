@@ -73,9 +73,7 @@ class DiagnoseResult(Diagnosis, Result):
 def diagnose(
     recipe: Annotated[
         str | Path | None,
-        Argument(
-            "A recipe's name, a YAML file, a run directory, or a run (default: this machine)."
-        ),
+        Argument("A recipe's name, a YAML file, a run, or its directory (default: this machine)."),
     ] = None,
     overrides: Overrides = None,
     fix: Annotated[

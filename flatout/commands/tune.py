@@ -46,8 +46,7 @@ def tune(
         Option("The recipe to write (default: tuned.yaml). Of a script, the directory."),
     ] = None,
     patch: Annotated[
-        Path | str | None,
-        Option("Of a script: file for the unified diff, which is empty without changes."),
+        Path | str | None, Option("Of a script: file for the unified diff (empty if no change).")
     ] = None,
     batch_flag: Annotated[
         str | None, Option("Of a script: its argument for the batch size, such as --batch-size.")
