@@ -182,6 +182,20 @@ def write_tiny_set(out: Path, *, num_documents: int = 40, masked: bool = False) 
 
 
 @pytest.fixture
+def is_current(request):
+    """Return a function that fails unless a generated file is current, or writes it."""
+
+    def check(path, wanted):
+        if request.config.getoption("--write-tables"):
+            path.write_text(wanted, encoding="utf-8")
+        elif path.read_text(encoding="utf-8") != wanted:
+            test = request.node.nodeid.partition("::")[0]
+            pytest.fail(f"{path} is out of date: `python -m pytest {test} --write-tables`.")
+
+    return check
+
+
+@pytest.fixture
 def survived(request):
     """Return a function that counts the tries of a fault, and fails with the problems found."""
 

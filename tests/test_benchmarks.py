@@ -21,19 +21,13 @@ MARKED = [
 
 
 @pytest.mark.parametrize(("path", "name"), MARKED, ids=lambda value: getattr(value, "name", value))
-def test_a_marked_table_equals_the_measured_one(path, name, request):
+def test_a_marked_table_equals_the_measured_one(path, name, is_current):
     text = path.read_text(encoding="utf-8")
     before, begin, rest = text.partition(f"<!-- figures: {name} -->\n")
     _, end, after = rest.partition(END)
     assert end, f"{path.name}: {END.strip()} is missing after the table of {name}"
     wanted = f"{before}{begin}{(ROOT / name).read_text(encoding='utf-8')}{end}{after}"
-    if request.config.getoption("--write-tables"):
-        path.write_text(wanted, encoding="utf-8")
-    elif text != wanted:
-        pytest.fail(
-            f"{path.name} has an old version of {name}. Update it: "
-            "`python -m pytest tests/test_benchmarks.py --write-tables`."
-        )
+    is_current(path, wanted)
 
 
 def test_the_documentation_has_marked_tables():

@@ -82,17 +82,14 @@ def test_cases_have_different_names():
     assert sorted(set(names)) == sorted(names)
 
 
-def test_the_table_shows_the_messages(answers, request):
+def test_the_table_shows_the_messages(answers, is_current):
     parts = [f"# Messages\n\n{WRITE} writes this file.\n"]
     for topic in TOPICS:
         rows = "".join(f"{row(case, answers(case))}\n" for case in topic.CASES)
         heading = topic.__doc__.removesuffix(".")
         parts.append(f"## {heading}\n\n| mistake | message | fix |\n|---|---|---|\n{rows}")
     wanted = "\n".join(parts)
-    if request.config.getoption("--write-tables"):
-        MESSAGES.write_text(wanted, encoding="utf-8")
-    elif MESSAGES.read_text(encoding="utf-8") != wanted:
-        pytest.fail(f"The messages have changed. Update {MESSAGES.name}: {WRITE}.")
+    is_current(MESSAGES, wanted)
 
 
 @pytest.mark.slow

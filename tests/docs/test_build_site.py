@@ -21,17 +21,11 @@ def tool(monkeypatch):
 
 
 @pytest.mark.parametrize("page", ["reference/config.md", "reference/commands.md"])
-def test_the_references_are_current(tool, page, request):
+def test_the_references_are_current(tool, page, is_current):
     path = ROOT / "docs" / page
     text = path.read_text(encoding="utf-8")
     wanted = tool("build_site").with_reference(text, page)
-    if request.config.getoption("--write-tables"):
-        path.write_text(wanted, encoding="utf-8")
-    elif text != wanted:
-        pytest.fail(
-            f"{page} is not current. Update it: "
-            "`python -m pytest tests/docs/test_build_site.py --write-tables`."
-        )
+    is_current(path, wanted)
 
 
 @pytest.mark.slow

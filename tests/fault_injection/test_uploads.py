@@ -9,7 +9,7 @@ import time
 
 import pytest
 from children import wait_until
-from test_files import Payload, damages, refusal, tries
+from damage import Payload, damages, refusal, tries
 from tracing import counted, spread_out, traced
 from victim import saved_step, saving
 

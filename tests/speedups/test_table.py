@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 from table import tables
 
 PAGE = Path(__file__).parents[2] / "docs" / "speedups.md"
@@ -14,15 +13,9 @@ BEGIN, END = (
 )
 
 
-def test_the_page_lists_every_speedup(request):
+def test_the_page_lists_every_speedup(is_current):
     text = PAGE.read_text(encoding="utf-8")
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     wanted = f"{before}{BEGIN}\n{tables()}\n{END}{after}"
-    if request.config.getoption("--write-tables"):
-        PAGE.write_text(wanted, encoding="utf-8")
-    elif text != wanted:
-        pytest.fail(
-            "The speedups have changed: `python -m pytest tests/speedups --write-tables` "
-            "writes them into docs/speedups.md."
-        )
+    is_current(PAGE, wanted)

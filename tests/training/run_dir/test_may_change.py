@@ -53,7 +53,7 @@ def accepted(tmp_path_factory):
     return sorted(keys)
 
 
-def test_the_page_lists_every_key_that_may_change(accepted, request):
+def test_the_page_lists_every_key_that_may_change(accepted, is_current):
     text = PAGE.read_text(encoding="utf-8")
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
@@ -63,10 +63,7 @@ def test_the_page_lists_every_key_that_may_change(accepted, request):
     ]
     table = "\n".join(["| section | keys |", "|---|---|", *rows])
     wanted = f"{before}{BEGIN}\n{table}\n\n{END}{after}"
-    if request.config.getoption("--write-tables"):
-        PAGE.write_text(wanted, encoding="utf-8")
-    elif text != wanted:
-        pytest.fail(f"The keys have changed: `python -m pytest {__file__} --write-tables`.")
+    is_current(PAGE, wanted)
 
 
 def test_the_keys_that_may_change_are_those_that_the_message_and_the_reference_name(accepted):
