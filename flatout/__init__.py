@@ -1,4 +1,4 @@
-"""flatout trains language models at the limit of the hardware, and proves it.
+"""flatout trains language models and speeds up PyTorch training scripts, with each gain measured.
 
 Every command is a function here (`flatout.prepare`, `flatout.train`, `flatout.evaluate`, ...),
 together with the base classes for your own models, sources and observers, and `flatout.watch` for
