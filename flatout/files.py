@@ -332,16 +332,25 @@ def writing(out: Path | str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        reason = error.strerror or str(error)
-        if error.errno in _FULL or error.errno == errno.EIO:
-            fix = unless_broken(error, "Free space there.")
-            if error.errno != errno.EIO:
-                fix += " Then run the same command again."
-            raise Unfinished(f"Cannot write {out}: {reason}.", fix=fix) from error
-        raise DataError(
-            f"Cannot write {out}: {reason}.",
-            fix="Use --out to choose a writable directory on a disk with free space.",
-        ) from error
+        raise not_written(out, error) from error
+
+
+def not_written(out: Path | str, error: Exception) -> DataError:
+    """Return the error to raise when `out` could not be written.
+
+    It is Unfinished when the disk is full or has failed.
+    """
+    number = _number_of(error)
+    reason = os.strerror(number) if number else str(error)
+    if number in _FULL or number == errno.EIO:
+        fix = unless_broken(error, "Free space there.")
+        if number != errno.EIO:
+            fix += " Then run the same command again."
+        return Unfinished(f"Cannot write {out}: {reason}.", fix=fix)
+    return DataError(
+        f"Cannot write {out}: {reason}.",
+        fix="Use --out to choose a writable directory on a disk with free space.",
+    )
 
 
 @contextlib.contextmanager
@@ -362,9 +371,9 @@ def writing_run(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def unless_broken(error: OSError, fix: str) -> str:
+def unless_broken(error: Exception, fix: str) -> str:
     """Return `fix`, or BROKEN when the disk failed (EIO), TOO_LARGE for a limit of size (EFBIG)."""
-    return {errno.EIO: BROKEN, errno.EFBIG: TOO_LARGE}.get(error.errno or 0, fix)
+    return {errno.EIO: BROKEN, errno.EFBIG: TOO_LARGE}.get(_number_of(error) or 0, fix)
 
 
 def disk_fix(error: Exception) -> str:
@@ -399,4 +408,4 @@ def is_full(error: Exception) -> bool:
 def _number_of(error: Exception) -> int | None:
     """Return the error number; safetensors and torch state it only in the text of their errors."""
     stated = re.search(r"(?:os error |\()(\d+)\)", str(error))
-    return int(stated[1]) if stated else getattr(error, "errno", None)
+    return getattr(error, "errno", None) or (int(stated[1]) if stated else None)

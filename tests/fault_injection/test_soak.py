@@ -27,7 +27,7 @@ def test_a_long_run_may_not_need_more_than_a_short_one():
 @pytest.mark.parametrize("words", [("--minutes", "0.5"), ("--kills", "10")], ids=" ".join)
 def test_a_short_soak_finds_nothing(words):
     done = subprocess.run(
-        [sys.executable, str(ROOT / "tests" / "disk" / "soak.py"), *words],
+        [sys.executable, str(ROOT / "tests" / "fault_injection" / "soak.py"), *words],
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},

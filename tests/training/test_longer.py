@@ -177,7 +177,7 @@ class Killed(BaseException):
     "killed_in",
     [
         (resume, "write_requested"),
-        pytest.param((layout, "write_config"), marks=pytest.mark.faults),
+        pytest.param((resume, "write_config"), marks=pytest.mark.faults),
         pytest.param((training, "claimed"), marks=pytest.mark.faults),
     ],
 )

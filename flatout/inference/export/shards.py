@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from flatout.files import sync
+from flatout.files import not_written, sync
 from flatout.json_io import write_json
 from flatout.progress import Task
 
@@ -50,6 +51,7 @@ def write_shards(folder: Path, planned: Sequence[Planned], max_bytes: int, task:
     """Write tensors to one file, or to files of at most `max_bytes` with an index.
 
     A tensor is never divided: a larger one gets a separate file.
+    Raises: OSError of the disk; Unfinished and DataError as `writing`.
     """
     shards = list(_shards(planned, max_bytes))
     files: dict[str, str] = {}
@@ -60,7 +62,10 @@ def write_shards(folder: Path, planned: Sequence[Planned], max_bytes: int, task:
         for tensor in shard:
             loaded[tensor.name] = tensor.loaded()
             task.advance(tensor.num_bytes)
-        save_file(loaded, path, METADATA)
+        try:
+            save_file(loaded, path, METADATA)
+        except SafetensorError as error:
+            raise not_written(path, error) from error
         sync(path)
         files |= {tensor.name: path.name for tensor in shard}
     if len(shards) > 1:
