@@ -66,7 +66,7 @@ error on one rank alone is still reported."""
 HELP = """\
 Usage: flatout COMMAND [ARGUMENTS] [section.key=value ...]
 
-flatout trains language models and speeds up PyTorch training scripts, with each gain measured.
+Train language models and speed up PyTorch scripts, with each gain measured.
 
 Commands:
 {commands}

@@ -53,7 +53,9 @@ class CallRecorder(TorchFunctionMode):
     def __init__(self, phase: Callable[[], str | None]) -> None:
         super().__init__()
         self.trains: set[Line] = set()
-        """Lines whose calls use weights, or compute something that a backward pass goes through."""
+        """Lines whose calls use weights, compute something that a backward pass goes through, or
+        start one.
+        """
         self.found = LineTotals()
         """Lines of `op`, `softmax`, `float64`, `decomposition`, as in `Evidence.sites`."""
         self.classes: int | None = None
@@ -78,6 +80,8 @@ class CallRecorder(TorchFunctionMode):
                 reached.add(node)
                 nodes += [each for each, _ in node.next_functions]
         self.trains |= {line for node, line in self._open if node in reached}
+        if (line := user_frame(sys._getframe(1))) is not None:  # the pass also starts there
+            self.trains.add(line)
         self._open = [each for each in self._open if each[0] not in reached]
 
     def __torch_function__(

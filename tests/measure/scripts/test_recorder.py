@@ -26,6 +26,7 @@ def test_lines_that_train_are_told_from_others(weights):
         recorder.note_backward(loss)
     lines = [(file, here + 2), (file, here + 3), (file, here + 4)]
     assert [line in recorder.trains for line in lines] == [True, False, False]
+    assert (file, here + 5) in recorder.trains, "it calls the backward pass"
     sampled = LineTotals()
     for line in lines * 3:
         sampled.add("python", line, 0.1)
