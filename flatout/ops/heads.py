@@ -56,11 +56,17 @@ def reference(
     if gain_NC is not None:
         qk_BTNC = rms_normed(qk_BTNC, gain_NC, eps)
     if cos_TC is not None and sin_TC is not None:
-        wide_BTNC = at_least_fp32(qk_BTNC)
-        swapped_BTNC = wide_BTNC.roll(cos_TC.shape[-1] // 2, dims=-1)
-        qk_BTNC = torch.addcmul(wide_BTNC * cos_TC[:, None], swapped_BTNC, sin_TC[:, None]).to(
-            qkv_BTE.dtype
+        # in halves, because the compiler vectorises neither `roll` nor its gradient
+        first, second, cos_1, cos_2, sin_1, sin_2 = (
+            half
+            for tensor in (at_least_fp32(qk_BTNC), cos_TC[:, None], sin_TC[:, None])
+            for half in tensor.unflatten(-1, (2, -1)).unbind(-2)
         )
+        rotated_BTN2 = (
+            torch.addcmul(first * cos_1, second, sin_1),
+            torch.addcmul(second * cos_2, first, sin_2),
+        )
+        qk_BTNC = torch.stack(rotated_BTN2, dim=-2).flatten(-2).to(qkv_BTE.dtype)
     return _transposed(*torch.split(qk_BTNC, list(counts), dim=2), v_BTGC)
 
 
