@@ -253,6 +253,14 @@ class ResidualBlock(nn.Module):
         return sum_BTD + dropped(mlp_BTD, self.dropout, self.training)
 
 
+def unchanged(hidden: Tensor) -> Tensor:
+    """Return the hidden states: the activation of a layer whose result the next matmul rounds.
+
+    Shapes:  hidden (...).
+    """
+    return hidden
+
+
 def normed(hidden_BTD: Tensor, norm: nn.Module | None) -> Tensor:
     """Return the hidden states after a norm; unchanged without one.
 

@@ -285,7 +285,9 @@ class Attention(nn.Module):
         self.softcap = config.attention_softcap
         self.ops = ops
         stacked = (config.num_heads + 2 * config.kv_heads) * size
-        self.qkv = layers.Linear(width, stacked, bias=config.has_qkv_bias, ops=ops)
+        self.qkv = layers.Linear(
+            width, stacked, bias=config.has_qkv_bias, ops=ops, activation=layers.unchanged
+        )
         self.output = layers.Linear(config.num_heads * size, width, bias=config.bias, ops=ops)
         self.rms_norm_eps = eps
         self.query_norm = layers.RMSNorm(size, eps=eps) if config.qk_norm else None
@@ -322,6 +324,8 @@ class Attention(nn.Module):
                 [local(gain).expand(n, -1) for gain, n in zip(gains, self.head_counts, strict=True)]
             )
         qkv_BTE = self.qkv(hidden_BTD)
+        if cache is not None and not torch.is_autocast_enabled(qkv_BTE.device.type):
+            qkv_BTE = qkv_BTE.to(hidden_BTD.dtype)  # a matmul of few rows has this dtype
         tokens = qkv_BTE.shape[1]
         spans = [(start, start + tokens)] if context is None else context.spans_of(tokens)
         if self.rotary is not None:

@@ -326,18 +326,21 @@ def bf16(
     Raises:  ShapeError as `reference`.
     """
     _check(q_BHTC, k_BGSC, v_BGSC, doc_ids_BS)
-    is_fp32 = (
-        q_BHTC.dtype == k_BGSC.dtype == v_BGSC.dtype == torch.float32
+    may_round = (
+        q_BHTC.dtype == k_BGSC.dtype == v_BGSC.dtype
+        and q_BHTC.dtype in (torch.float32, torch.bfloat16)
         and not torch.is_autocast_enabled(q_BHTC.device.type)
+        and softcap is None
+        and q_BHTC.shape[2] >= FEWEST_QUERIES
     )
-    may_round = is_fp32 and softcap is None and q_BHTC.shape[2] >= FEWEST_QUERIES
     if not may_round or k_BGSC.shape[2] > MOST_KEYS:
         options: Any = {"window": window, "softcap": softcap, "mask": mask}
+        dtype = q_BHTC.dtype
         if may_round:
             q_BHTC, k_BGSC, v_BGSC = q_BHTC.bfloat16(), k_BGSC.bfloat16(), v_BGSC.bfloat16()
         out_BHTC = fused(q_BHTC, k_BGSC, v_BGSC, doc_ids_BS=doc_ids_BS, **options)
-        return out_BHTC.float() if may_round else out_BHTC
-    added = _added(q_BHTC, k_BGSC, doc_ids_BS, window, mask)
+        return out_BHTC.to(dtype) if may_round else out_BHTC
+    added = _added(q_BHTC, k_BGSC, doc_ids_BS, window, mask).float()
     if q_BHTC.shape[1] != k_BGSC.shape[1]:
         k_BGSC, v_BGSC = _repeat_groups(q_BHTC, k_BGSC), _repeat_groups(q_BHTC, v_BGSC)
     return _Bf16.apply(q_BHTC, k_BGSC, v_BGSC, added)  # type: ignore[no-any-return, no-untyped-call]
@@ -351,26 +354,26 @@ class _Bf16(torch.autograd.Function):
         ctx: Any, q_BHTC: Tensor, k_BHSC: Tensor, v_BHSC: Tensor, bias_TS: Tensor
     ) -> Tensor:
         """Return the output of each query. The rounded factors are kept for backward."""
-        ctx.scale = 1 / math.sqrt(q_BHTC.shape[-1])
+        ctx.scale, ctx.dtype = 1 / math.sqrt(q_BHTC.shape[-1]), q_BHTC.dtype
         q_BHTC, k_BHSC, v_BHSC = q_BHTC.bfloat16(), k_BHSC.bfloat16(), v_BHSC.bfloat16()
         scores_BHTS = (q_BHTC @ k_BHSC.mT).float()
         weights_BHTS = torch.add(bias_TS, scores_BHTS, alpha=ctx.scale).softmax(dim=-1).bfloat16()
         ctx.save_for_backward(q_BHTC, k_BHSC, v_BHSC, weights_BHTS)
-        return (weights_BHTS @ v_BHSC).float()
+        return (weights_BHTS @ v_BHSC).to(ctx.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad_BHTC: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         """Return the gradients of queries, keys and values."""
         q_BHTC, k_BHSC, v_BHSC, weights_BHTS = ctx.saved_tensors
         grad_BHTC = grad_BHTC.bfloat16()
-        grad_v_BHSC = (weights_BHTS.mT @ grad_BHTC).float()
+        grad_v_BHSC = (weights_BHTS.mT @ grad_BHTC).to(ctx.dtype)
         grad_weights_BHTS = (grad_BHTC @ v_BHSC.mT).float()
         wide_BHTS = weights_BHTS.float()
         centred_BHTS = grad_weights_BHTS - (grad_weights_BHTS * wide_BHTS).sum(dim=-1, keepdim=True)
         grad_scores_BHTS = (wide_BHTS * centred_BHTS).mul_(ctx.scale).bfloat16()
         return (
-            (grad_scores_BHTS @ k_BHSC).float(),
-            (grad_scores_BHTS.mT @ q_BHTC).float(),
+            (grad_scores_BHTS @ k_BHSC).to(ctx.dtype),
+            (grad_scores_BHTS.mT @ q_BHTC).to(ctx.dtype),
             grad_v_BHSC,
             None,
         )
