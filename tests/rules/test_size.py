@@ -22,7 +22,7 @@ ROOMS = {
     "assembly": 19_500,
     "models": 15_700,
     "sources": 15_500,
-    "ops": 15_400,
+    "ops": 15_500,
     "inference": 13_200,
     "config": 10_100,
     "architectures": 7_800,
