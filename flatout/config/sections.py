@@ -120,7 +120,7 @@ class DataConfig(Section):
     seq_len: Count = 256
     """Tokens per training sequence (T)."""
     prefetch: int = Field(4, ge=1, le=1000)
-    """Optimizer steps that the feed reads ahead."""
+    """Optimizer steps that the data loader reads ahead."""
     document_mask: bool = False
     """Restrict attention to the document that a token belongs to."""
 

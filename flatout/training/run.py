@@ -148,7 +148,7 @@ def train_plan(request: RunRequest, plan: RunPlan) -> JsonObject:
         spin_less_beside_others(progress, request.began)
     say = progress.say if mesh.is_main else None
     with ExitStack() as stack:
-        stack.callback(lambda: run.feed.close())  # a smaller micro-batch replaces the feed
+        stack.callback(lambda: run.loader.close())  # a smaller micro-batch replaces the data loader
         stack.enter_context(explained(run))
         differences = restore(run, plan, progress)
         observers, uploader = [*request.observers], None
@@ -184,7 +184,7 @@ def train_plan(request: RunRequest, plan: RunPlan) -> JsonObject:
         sample = stop.interrupting(request.sample) if request.sample else None
         session = Session(run, log, stop.requested, stop.requested_within_step, sample)
         try:
-            run.feed.prime(run.last_step - run.step, progress=progress)
+            run.loader.prime(run.last_step - run.step, progress=progress)
             for attempt in attempts(session):
                 with attempt:
                     warm_up(run, log, eval_shapes=batch_shapes(run), stop=stop)
