@@ -1,10 +1,10 @@
-"""Imported models against transformers, and the time to import 1 GB.
+"""Base models against transformers, and the time to load 1 GB.
 
     python benchmarks/architectures.py
 
 It needs transformers. The models are the tiny ones of tests/foreign_models.py, with random weights:
 the largest difference of a logit, and the largest difference of a gradient relative to the largest
-gradient of its tensor, in fp32. For the import, a Llama-shaped model of 1 GB in fp32 is written to
+gradient of its tensor, in fp32. To time loading, a Llama-shaped model of 1 GB in fp32 is written to
 a temporary directory, and its tensors are read under flatout's names into a model. The file has
 just been written, so it is read from memory rather than from the disk.
 """
@@ -59,8 +59,8 @@ def compare(name: str) -> dict[str, float]:
     return {"logits": float(logits.detach()), "gradients": gradients}
 
 
-def time_import(folder: Path) -> dict[str, Any]:
-    """Write a large model, import it several times, and return the seconds and the memory."""
+def time_loading(folder: Path) -> dict[str, Any]:
+    """Write a large model, load it several times, and return the seconds and the memory."""
     keys = llama.ARCHITECTURE.keys(LARGE)
     own = {key: value for key, value in keys.items() if key != "kind"}
     model = Transformer(Transformer.check(own, seq_len=2048), Ops.plain())
@@ -90,14 +90,14 @@ def time_import(folder: Path) -> dict[str, Any]:
 
 def table(found: dict[str, Any]) -> str:
     """Return the results as a table in Markdown."""
-    large = found["import"]
+    large = found["loading"]
     return markdown(
         "model | largest difference of a logit | of a gradient, relative",
         [
             (name, f"{row['logits']:.1e}", f"{row['gradients']:.1e}")
             for name, row in found["models"].items()
         ],
-        f"Import of {large['bytes'] / 1e9:.2f} GB: {spread(large['seconds'], 2)} s.",
+        f"Loading {large['bytes'] / 1e9:.2f} GB: {spread(large['seconds'], 2)} s.",
         f"Measured with transformers {found['transformers']} and torch {found['torch']} on "
         f"{found['machine']}, commit {found['commit']}; "
         "`python benchmarks/architectures.py` measures it.",
@@ -112,10 +112,10 @@ def measure() -> dict[str, Any]:
     from foreign_models import DOCUMENTS
 
     with tempfile.TemporaryDirectory() as folder:
-        large = time_import(Path(folder))
+        large = time_loading(Path(folder))
     return {
         "models": {name: compare(name) for name in DOCUMENTS},
-        "import": large,
+        "loading": large,
         "transformers": transformers.__version__,
         "torch": torch.__version__,
         **facts(),

@@ -4,16 +4,16 @@
 
 Trains a transformer of 124 million parameters (the shape of GPT-2, 1.5 GB of weights and moments)
 on random tokens, uncompiled, alternating `speedups=auto,-async-checkpoints`,
-`auto,+async-checkpoints`, and the latter with `checkpoint.mirror`, and saves every few steps. The
+`auto,+async-checkpoints`, and the latter with `checkpoint.upload`, and saves every few steps. The
 event of each save states how long the loop was blocked and when the checkpoint was complete. The
 first save is reported separately, the last one, for which the run waits, is not counted. An
 asynchronous save uses memory reserved before the first step, a separate column. Results are
 medians over all saves. The ratio is that of the medians per repeat. To resume, `flatout train`
 starts in a new process on a run that was killed after a save, until the record of its first step,
-whose own time is subtracted. The mirror is an S3 server on this machine if moto and s3fs are
-installed, else a directory. Its cost is the difference in tokens/s, saves aside. A resume from the
-mirror starts without the run directory; since moto copies a whole file for every range of it, one
-from a directory as mirror is timed too. Writes benchmarks/results/checkpoints.json and .md.
+whose own time is subtracted. Uploads go to an S3 server on this machine if moto and s3fs are
+installed, else to a directory. Their cost is the difference in tokens/s, saves aside. A resume from
+the remote copy starts without the run directory; since moto copies a whole file for every range of
+it, one from a directory is timed too. Writes benchmarks/results/checkpoints.json and .md.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ TOKENIZER = "ids:50257"
 WAYS = {
     "in the loop": "auto,-compile,-async-checkpoints",
     "beside training": "auto,-compile,+async-checkpoints",
-    "beside training, with a mirror": "auto,-compile,+async-checkpoints",
+    "beside training, with uploads": "auto,-compile,+async-checkpoints",
 }
-LOOP, BESIDE, MIRRORED = WAYS
+LOOP, BESIDE, UPLOADED = WAYS
 STATE_BYTES = 12
 """fp32 weights and AdamW's two moments, per parameter."""
 LIMITS = {"share": 0.01, "bytes": 0.01, "resume_s": 5.0, "blocked_ms on a GPU": 50.0}
@@ -67,24 +67,24 @@ def main() -> None:
     given = made.parse_args()
     with (
         tempfile.TemporaryDirectory(dir=given.folder) as folder,
-        mirror(Path(folder)) as (url, kind),
+        upload_url(Path(folder)) as (url, kind),
     ):
         found = measure(Path(folder), url, given.repeats, given.saves, given.every, given.device)
-    found |= {"mirror": kind, "threads": torch.get_num_threads(), **facts()}
+    found |= {"upload": kind, "threads": torch.get_num_threads(), **facts()}
     publish(given.out, "checkpoints", found, table(found))
 
 
 def measure(
     folder: Path, url: str, repeats: int, saves: int, every: int, device: str
 ) -> dict[str, Any]:
-    """Return every save and every resume of every repeat; `url` is that of the mirror."""
+    """Return every save and every resume of every repeat; uploads go to `url`."""
     data = make_data(folder / "data", 1 << 20, shards=1, tokenizer_name=TOKENIZER)
     run = folder / "run"
 
     def saved(way: str) -> dict[str, Any]:
         config = settings(data, saves, every, device, WAYS[way])
-        if way == MIRRORED:
-            config = config.with_values({"checkpoint.mirror": url})
+        if way == UPLOADED:
+            config = config.with_values({"checkpoint.upload": url})
         row = train(run, config)
         subprocess.run(["rm", "-r", run], check=True)
         os.sync()  # the next run must not pay for the deletion
@@ -94,13 +94,13 @@ def measure(
     rows = in_turns({way: partial(saved, way) for way in WAYS}, repeats)
     longer = {"log.every": 1, "train.steps": LONG_STEPS}  # it does not end before it is killed
     config = settings(data, saves, every, device, WAYS[BESIDE]).with_values(longer)
-    mirrors = {"url": url, "directory": f"file://{folder / 'mirror'}"}
+    urls = {"url": url, "directory": f"file://{folder / 'backup'}"}
     counts = {"repeats": repeats, "saves": saves, "every": every, "device": device, "rows": rows}
     return counts | {
         "resumes": resumed(folder, config, repeats),
         "restores": {
-            where: resumed(folder, config.with_values({"checkpoint.mirror": at}), repeats)
-            for where, at in mirrors.items()
+            where: resumed(folder, config.with_values({"checkpoint.upload": at}), repeats)
+            for where, at in urls.items()
         },
     }
 
@@ -142,13 +142,13 @@ def train(run: Path, config: RunConfig) -> dict:
 def resumed(folder: Path, config: RunConfig, repeats: int) -> list[dict]:
     """Kill a run after its first save, then start it again and again; return the times.
 
-    With a mirror, it is killed after its first upload, and its directory is lost before each start.
+    With uploads, it is killed after its first upload, and its directory is lost before each start.
     """
-    has_mirror = config.checkpoint.mirror is not None
+    uploads = config.checkpoint.upload is not None
     run, recipe = folder / "killed", folder / "recipe.yaml"
     shutil.rmtree(run, ignore_errors=True)
-    if config.checkpoint.mirror is not None:
-        empty(config.checkpoint.mirror)
+    if config.checkpoint.upload is not None:
+        empty(config.checkpoint.upload)
     recipe.write_text(yaml.safe_dump(config.to_dict()))
     command = [sys.executable, "-m", "flatout", "train", recipe, "--run-dir", run]
     saved = config.checkpoint.every_steps or 1
@@ -157,12 +157,12 @@ def resumed(folder: Path, config: RunConfig, repeats: int) -> list[dict]:
     def is_sent() -> bool:
         return any(event["event"] == "upload" for event in read_events(run))
 
-    started_until(command, folder, is_sent if has_mirror else first.exists)
+    started_until(command, folder, is_sent if uploads else first.exists)
     rows = []
     for number in range(1, repeats + 1):
-        if has_mirror:
+        if uploads:
             shutil.rmtree(run)
-        starts = 1 if has_mirror else number
+        starts = 1 if uploads else number
         record = partial(first_record, run, starts)
         seconds = started_until(command, folder, record)
         step_s = record()["perf/step_ms"] / 1e3
@@ -245,8 +245,8 @@ def later(runs: list[dict[str, Any]], name: str = "blocked_ms") -> list[float]:
 
 
 def goals(found: dict[str, Any]) -> list[str]:
-    """Return the results that have a goal, with it, and the cost of the mirror, as sentences."""
-    without, with_it = found["rows"][BESIDE], found["rows"][MIRRORED]
+    """Return the results that have a goal, with it, and the cost of uploads, as sentences."""
+    without, with_it = found["rows"][BESIDE], found["rows"][UPLOADED]
     first = without[0]
     blocked_ms = statistics.median(later(without))
     share = blocked_ms / (6e4 * DEFAULT_MINUTES_BETWEEN_SAVES)
@@ -272,11 +272,11 @@ def goals(found: dict[str, Any]) -> list[str]:
         f" {100 * beyond:.2f}% more than weights and moments; {under(beyond, 'bytes', '1%')}",
         f"A killed run begins its first step {spread(seconds, 2)} s after its start;"
         f" {under(statistics.median(seconds), 'resume_s', '5 s')}",
-        f"With a mirror, {found['mirror']}, training has {spread(rates[0], 1)} tokens/s, and"
+        f"With uploads to {found['upload']}, training has {spread(rates[0], 1)} tokens/s, and"
         f" {spread(rates[1], 1)} without: {spread(slower, 1)}% less. An upload of"
         f" {with_it[0]['bytes'] / 1e9:.2f} GB takes {spread(uploads, 1)} s beside training. When"
         f" the run directory is lost, the first step begins {restores['url']} s after the start"
-        f" that restores it, and {restores['directory']} s with a directory as mirror.",
+        f" that restores it, and {restores['directory']} s with the copy in a directory.",
     ]
     if found["device"] != "cpu":
         kept = under(blocked_ms, "blocked_ms on a GPU", "50 ms")
@@ -285,14 +285,14 @@ def goals(found: dict[str, Any]) -> list[str]:
 
 
 @contextmanager
-def mirror(folder: Path) -> Iterator[tuple[str, str]]:
-    """Yield the URL of an empty mirror, and what it is: a server if its packages are installed.
+def upload_url(folder: Path) -> Iterator[tuple[str, str]]:
+    """Yield the URL of an empty directory, and what it is: a server if its packages are installed.
 
     The server keeps what it gets in memory. Its URL and its keys are in the environment, which
     commands started meanwhile inherit.
     """
     if find_spec("moto") is None or find_spec("s3fs") is None:
-        yield f"file://{folder / 'mirror'}", DIRECTORY
+        yield f"file://{folder / 'backup'}", DIRECTORY
         return
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -318,7 +318,7 @@ def mirror(folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def empty(url: str) -> None:
-    """Delete what is in the mirror."""
+    """Delete what was uploaded."""
     filesystem, path = fsspec.core.url_to_fs(url)
     filesystem.invalidate_cache()
     if filesystem.exists(path):

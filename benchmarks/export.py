@@ -86,7 +86,7 @@ def make_run(folder: Path, data: Path, layers: int) -> Path:
     write_config(folder, run.config)
     shutil.copy(data / TOKENIZER, folder)
     save_run(run)
-    run.feed.close()
+    run.loader.close()
     return folder
 
 

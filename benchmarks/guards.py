@@ -91,7 +91,7 @@ def measure(data: Path, seconds: float, calls: int) -> dict[str, Any]:
         times = {way: step_s(run, every, way) for way in rng.sample((guarded, plain), 2)}
         found["pairs"].append([times[guarded], times[plain]])
     called = {name: [call(calls) for _ in range(REPEATS)] for name, call in each_guard(run).items()}
-    run.feed.close()
+    run.loader.close()
     return {
         **found,
         "call_s": called,
@@ -108,7 +108,7 @@ def measure(data: Path, seconds: float, calls: int) -> dict[str, Any]:
 def step_s(run: Run, every: int, guards: Guards) -> float:
     """Take a step with the given guards, and return its seconds of CPU time."""
     run.guard, run.pulse, bad_steps, alarms = guards
-    batch, began = next(run.feed), time.process_time()
+    batch, began = next(run.loader), time.process_time()
     run.pulse.beat()
     if alarms is not None:  # train_step itself makes one only for several micro-batches
         StepStart(run)

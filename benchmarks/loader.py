@@ -24,7 +24,7 @@ import torch
 from measurement import facts, in_turns, markdown, parser, publish, spread
 
 from flatout.data.load.batches import BatchPlan, SequenceSteps, ShardReader
-from flatout.data.load.feed import DirectFeed
+from flatout.data.load.loader import DirectLoader
 from flatout.data.prepare.writer import DatasetWriter
 from flatout.data.store.order import shuffled
 from flatout.data.store.shards import Dataset
@@ -88,14 +88,14 @@ def read(data: Path, seq_len: int, batch_tokens: int, steps: int) -> dict[str, f
     """Open the dataset, read until each block is checked, then time the rest."""
     began = time.perf_counter()
     plan = plan_of(seq_len, batch_tokens // seq_len)
-    feed = DirectFeed(SequenceSteps(Dataset.open(data).split("train"), plan, ShardReader()))
-    next(feed)
+    loader = DirectLoader(SequenceSteps(Dataset.open(data).split("train"), plan, ShardReader()))
+    next(loader)
     first_s = time.perf_counter() - began
     for _ in range(steps // 4):
-        next(feed)
+        next(loader)
     began = time.perf_counter()
     for _ in range(steps):
-        next(feed)
+        next(loader)
     tokens_per_s = steps * batch_tokens / (time.perf_counter() - began)
     return {"first_s": first_s, "tokens_per_s": tokens_per_s}
 
@@ -126,11 +126,11 @@ class ManySequences:
 
 def seek() -> float:
     """Return the seconds to seek to the last of 10^9 sequences and read a batch of one."""
-    feed = DirectFeed(SequenceSteps(ManySequences(), plan_of(1_024, 1), ShardReader()))
-    next(feed)
+    loader = DirectLoader(SequenceSteps(ManySequences(), plan_of(1_024, 1), ShardReader()))
+    next(loader)
     began = time.perf_counter()
-    feed.seek(NUM_SEQUENCES - 1)
-    next(feed)
+    loader.seek(NUM_SEQUENCES - 1)
+    next(loader)
     return time.perf_counter() - began
 
 

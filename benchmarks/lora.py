@@ -81,14 +81,14 @@ def measure(
         for run, row in zip(runs, rows, strict=True):
             row["step_ms"].append(1e3 * timed_step(run))
     for run in runs:
-        run.feed.close()
+        run.loader.close()
     found = {"tokens": ROWS * runs[0].config.data.seq_len, "rows": rows}
     return {**facts(), "commit": code_state(), "torch": torch.__version__, **found}
 
 
 def timed_step(run: Run) -> float:
     """Take a step, and return its seconds of CPU time."""
-    batch, began = next(run.feed), time.process_time()
+    batch, began = next(run.loader), time.process_time()
     train_step(run, batch)
     run.step += 1
     return time.process_time() - began

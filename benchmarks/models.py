@@ -206,14 +206,14 @@ def timed(model: str, seq_len: int, dataset: Dataset) -> dict[str, Any]:
     config = configured(Trial(model, "muon", 4e-3, seq_len, 1), dataset).with_values(batch)
     run = built(config, dataset)
     before = psutil.Process().memory_info().rss
-    train_step(run, next(run.feed))
+    train_step(run, next(run.loader))
     seconds: list[float] = []
     while len(seconds) < 2 or (sum(seconds) < TIMED_S and len(seconds) < MOST_TIMED):
-        batch_of_step = next(run.feed)
+        batch_of_step = next(run.loader)
         began = time.perf_counter()
         float(train_step(run, batch_of_step).loss)
         seconds.append(time.perf_counter() - began)
-    run.feed.close()
+    run.loader.close()
     return {
         "tokens_per_s": SPEED_TOKENS / statistics.median(seconds),
         "steps": len(seconds),

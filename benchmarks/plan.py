@@ -123,7 +123,7 @@ def memory_of(case: Case, data: Path) -> dict[str, Any]:
         config = load_config(None, [*case.config(data, rows), "train.steps=2000"])
         torch._dynamo.reset()
         run, found, peak = recorded(config, Dataset.open(data))
-        run.feed.close()
+        run.loader.close()
         return found, peak
 
     found, peak = traced_and_measured(case.rows)
@@ -148,7 +148,7 @@ def recorded(config: RunConfig, dataset: Dataset) -> tuple[Run, MemoryEstimate, 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         run = built(config, dataset)
         for _ in range(STEPS):
-            train_step(run, next(run.feed))
+            train_step(run, next(run.loader))
             run.step += 1
     return run, estimate(workload_of(run.config), run.rows_per_device), peak_bytes(record)
 

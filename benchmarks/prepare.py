@@ -7,9 +7,9 @@ Makes a directory of at least 150 MB of JSONL from copies of the rows, and conve
 tokens with every tool in benchmarks/prepare_ways.py, alternating: fresh processes, fresh
 directories, 2 workers, timed from the start of Python to its end. `--peers` names the Python of an
 environment with `datasets tiktoken datatrove litdata tokenizers`. Nothing is installed, and missing
-packages are reported. A first pass, which fills the page cache, is dropped. Then a feed reads
-sequences of the result in one thread, with and without tokenising each sequence's text in the step.
-Writes benchmarks/results/prepare.json and .md.
+packages are reported. A first pass, which fills the page cache, is dropped. Then a data loader
+reads sequences of the result in one thread, with and without tokenising each sequence's text in the
+step. Writes benchmarks/results/prepare.json and .md.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from prepare_ways import NOT_INSTALLED, WAYS
 
 from flatout.data.load.baseline import TokenisingReader
 from flatout.data.load.batches import SequenceReader, SequenceSteps, ShardReader
-from flatout.data.load.feed import DirectFeed
+from flatout.data.load.loader import DirectLoader
 from flatout.data.store.shards import Dataset
 from flatout.data.tokenizers import load_tokenizer
 
@@ -99,7 +99,9 @@ def measure(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
         "copies": len(list(corpus.iterdir())),
         "rows": rows,
         "missing": missing,
-        "feeds": feed_rates(folder / "out" / "data", given.vocabulary, given.ranks, given.repeats),
+        "loaders": loader_rates(
+            folder / "out" / "data", given.vocabulary, given.ranks, given.repeats
+        ),
     }
 
 
@@ -149,7 +151,7 @@ def _watch(process: subprocess.Popen[str], peak: list[int]) -> None:
         time.sleep(0.2)
 
 
-def feed_rates(data: Path, vocabulary: Path, ranks: Path, repeats: int) -> dict[str, list[float]]:
+def loader_rates(data: Path, vocabulary: Path, ranks: Path, repeats: int) -> dict[str, list[float]]:
     """Return the tokens per second of one thread feeding steps.
 
     Each sequence is tokenised in the step, by three engines, or read from the shards.
@@ -170,12 +172,12 @@ def feed_rates(data: Path, vocabulary: Path, ranks: Path, repeats: int) -> dict[
     plan = plan_of(SEQ_LEN, ROWS)
 
     def rate(steps: int, reader: Callable[[], SequenceReader]) -> float:
-        feed = DirectFeed(SequenceSteps(Dataset.open(data).split("train"), plan, reader()))
-        feed.prime(steps + 1)
-        next(feed)
+        loader = DirectLoader(SequenceSteps(Dataset.open(data).split("train"), plan, reader()))
+        loader.prime(steps + 1)
+        next(loader)
         began = time.perf_counter()
         for _ in range(steps):
-            next(feed)
+            next(loader)
         return steps * SEQ_LEN * ROWS / (time.perf_counter() - began)
 
     return in_turns({name: partial(rate, *one) for name, one in readers.items()}, repeats)
@@ -200,7 +202,7 @@ def table(found: dict[str, Any]) -> str:
     )
     return f"{tools}\n" + markdown(
         "one thread feeds steps of 8 sequences of 1,024 | tokens/s",
-        [(name, spread(rates)) for name, rates in found["feeds"].items()],
+        [(name, spread(rates)) for name, rates in found["loaders"].items()],
         f"{found['machine']}; {found['copies']} copies of one file of prose, in separate files;"
         f" whole processes including start-up, interleaved, {found['repeats']} repeats; median"
         " (smallest to largest), ratios within a repeat; the peak is the sum over all"

@@ -65,12 +65,12 @@ def trained(run: Run, eval_tokens: int | None) -> dict[str, Any]:
     The training loss is the mean over the last twentieth of the steps.
     """
     losses = []
-    for batch in run.feed:
+    for batch in run.loader:
         losses.append(float(train_step(run, batch).loss))
         run.step += 1
         if run.step == run.last_step or not math.isfinite(losses[-1]):
             break
-    run.feed.close()
+    run.loader.close()
     val_loss = score(run, max_tokens=eval_tokens).loss
     if not math.isfinite(losses[-1]) or not math.isfinite(val_loss):
         return {"val_loss": None, "train_loss": None}

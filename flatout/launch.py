@@ -37,8 +37,8 @@ failed one in an operation that no signal interrupts.
 """
 STOP_WITHIN_S = 60.0
 """Seconds after a process has stopped with exit code 75 until the others are killed: they stop at
-the same step, the main one after sending checkpoints to a mirror for up to 25 s. One that a
-watchdog ended leaves behind the one that is stuck.
+the same step, rank 0 after uploading checkpoints for up to 25 s. One that a watchdog ended leaves
+behind the one that is stuck.
 """
 SAME_REQUEST_S = 1.0
 """A SIGINT within this time repeats the first one: terminal and launcher may both send it."""

@@ -278,7 +278,7 @@ def build_run(tmp_path):
 
     yield make
     for run in runs:
-        run.feed.close()
+        run.loader.close()
 
 
 @pytest.fixture(scope="session")

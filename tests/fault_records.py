@@ -20,18 +20,19 @@ FAULTS = {
     "call": "`kill -9` between two file operations of a save, or at an exact system call of a run",
     "rank": "`kill -9` of one of two processes of a run",
     "prune-kill": "`kill -9` while old checkpoints are deleted, between two file operations",
-    "upload-kill": "`kill -9` while checkpoints are sent to a mirror, at a random moment or at an "
-    "exact system call",
+    "upload-kill": "`kill -9` while checkpoints are uploaded, at a random moment or at an exact "
+    "system call",
     "prepare-kill": "`kill -9` of a process of `prepare`",
     "power": "power loss while training: only synced data and names survive, or any part of more",
-    "upload-power": "the same while checkpoints are sent to a mirror",
+    "upload-power": "the same while checkpoints are uploaded",
     "rank-power": "the same with two processes, DDP and fully sharded",
     "prepare-power": "power loss during `prepare`",
     "full": "a write refused because the disk is full (ENOSPC), once or from then on",
     "broken": "a failed read or write (EIO), once or from then on",
     "small": "a file system that fills up while training or `prepare` runs",
     "run-file": "a file of a run cut to 0, 50 or 99%, or with a flipped bit",
-    "mirror-file": "a file of a mirror cut, with a flipped bit, missing, or replaced by a pickle",
+    "upload-file": "a file of a remote copy cut, with a flipped bit, missing, or replaced by a "
+    "pickle",
     "data-file": "a file of a dataset cut to 0, 50 or 99%, or with a flipped bit",
     "export-file": "the same in an export that starts another run",
     "pickle": "a pickle in place of a file of a checkpoint, a dataset or an export",

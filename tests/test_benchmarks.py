@@ -101,7 +101,7 @@ def test_ways_of_preparing_are_compared_per_repeat(monkeypatch):
         "machine": "",
         "repeats": 2,
         "commit": "",
-        "feeds": {},
+        "loaders": {},
     }
     assert benchmark.ratios(found, benchmark.OURS, benchmark.NANOGPT) == [4.0, 9.0]
     assert "6.5 (4.0 to 9.0) times; target: 5: kept" in benchmark.table(found)

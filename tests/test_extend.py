@@ -178,7 +178,7 @@ for a, b in zip(*results):
     python(folder, program)
 
 
-def test_a_model_of_the_new_architecture_is_imported(folder):
+def test_a_model_of_the_new_architecture_is_read(folder):
     program = """
 import json, torch
 from pathlib import Path

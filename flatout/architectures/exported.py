@@ -21,9 +21,9 @@ def read(document: JsonObject, _keys: JsonObject) -> JsonObject:
     kind = found.get("kind") if isinstance(found, dict) else None
     if not isinstance(found, dict) or kind not in MODELS.names():
         raise ConfigError(
-            f"config.json of the imported model names the model {kind!r}, which is not a part of "
+            f"config.json of the base model names the model {kind!r}, which is not a part of "
             "flatout.",
-            fix="Export the run again. A model defined by your own code is not imported.",
+            fix="Export the run again. A model defined by your own code is not read.",
         )
     return dict(found)
 

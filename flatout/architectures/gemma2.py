@@ -46,14 +46,14 @@ def read(document: JsonObject, keys: JsonObject) -> JsonObject:
     scale = document["query_pre_attn_scalar"]
     if scale != keys["head_dim"]:
         raise ConfigError(
-            f"The imported model divides scores by the root of {scale} "
+            f"The base model divides scores by the root of {scale} "
             f"(query_pre_attn_scalar), and flatout by that of the head size, {keys['head_dim']}.",
             fix=OTHER_MODEL,
         )
     own = layer_types(keys["num_layers"])
     if document.get("layer_types", own) != own:
         raise ConfigError(
-            "The layers of the imported model with an attention window are not those of Gemma 2.",
+            "The layers of the base model with an attention window are not those of Gemma 2.",
             fix=OTHER_MODEL,
         )
     return {

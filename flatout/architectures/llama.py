@@ -98,7 +98,7 @@ def read_variant(document: JsonObject, keys: JsonObject) -> JsonObject:
     biases = {bool(document.get("attention_bias")), bool(document.get("mlp_bias"))}
     if len(biases) > 1:
         raise ConfigError(
-            "The imported model has biases in its attention or its MLP, but not in both.",
+            "The base model has biases in its attention or its MLP, but not in both.",
             fix="Start from a different model: flatout has biases in all linear layers, or in "
             "those of queries, keys and values.",
         )
@@ -111,7 +111,7 @@ def read_variant(document: JsonObject, keys: JsonObject) -> JsonObject:
     ]
     if size is not None and len({*types}) > 1:
         raise ConfigError(
-            "Some layers of the imported model have an attention window and others do not.",
+            "Some layers of the base model have an attention window and others do not.",
             fix="Start from a different model: model.window applies to every layer.",
         )
     return {

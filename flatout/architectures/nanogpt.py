@@ -29,7 +29,7 @@ def recognise(shapes: Shapes, others: JsonObject) -> JsonObject | None:
         return None
     if unknown := sorted(key for key in {*arguments} - MODEL_ARGS if arguments[key]):
         raise ConfigError(
-            f"The imported checkpoint is of a changed nanoGPT: its model_args has {unknown[0]}.",
+            f"The checkpoint is of a changed nanoGPT: its model_args has {unknown[0]}.",
             fix=OTHER_MODEL,
         )
     require(arguments, "bias", True, False)
@@ -46,7 +46,7 @@ ARCHITECTURE = Architecture(
         "activation": "gelu_exact",
         "tied_head": True,
     },
-    not_exported="Checkpoints of nanoGPT are only imported. Export it as GPT-2.",
+    not_exported="flatout only reads checkpoints of nanoGPT. Export it as GPT-2.",
     tensors=lambda config: [
         TensorMap(one.name, one.foreign[:1], *SAME) for one in gpt2.ARCHITECTURE.tensors(config)
     ],

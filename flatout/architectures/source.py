@@ -92,7 +92,7 @@ def find_model(init_from: str, *, whole: bool = True, progress: Progress = SILEN
             f"{config} names code that defines the model (auto_map), and flatout never executes "
             "code of a model's directory.",
             fix="Start from a different model. If the model is one of the architectures of "
-            "docs/import-models.md, delete auto_map from config.json.",
+            "docs/base-models.md, delete auto_map from config.json.",
         )
     if "quantization_config" in document:
         raise ConfigError(
@@ -106,7 +106,7 @@ def find_model(init_from: str, *, whole: bool = True, progress: Progress = SILEN
             named += "a mixture of experts; flatout has none"
         elif kind:
             named += "which flatout does not read"
-        raise ConfigError(f"The imported model {named}.", fix=OTHER_MODEL)
+        raise ConfigError(f"The base model {named}.", fix=OTHER_MODEL)
     try:
         return ForeignModel(path, family, family.keys(document))
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:

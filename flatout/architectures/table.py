@@ -21,7 +21,7 @@ from flatout.models.transformer import TransformerConfig
 from flatout.ops import Ops
 from flatout.registry import MODELS
 
-OTHER_MODEL = "Start from a different model. docs/import-models.md lists those that flatout reads."
+OTHER_MODEL = "Start from a different model. docs/base-models.md lists those that flatout reads."
 RESOLVED = {
     "d_ff": "mlp_width",
     "head_dim": "head_size",
@@ -110,7 +110,7 @@ class Architecture:
     kind_of: Callable[[Any], str] | None = None
     """Returns the `model_type` of the class that has a shape, if there are several."""
     not_exported: str = ""
-    """Why the family is only imported."""
+    """Why flatout only reads the family."""
     prefix: str = ""
     """Start of the family's names that files of the bare model lack."""
     ignored: tuple[str, ...] = ()
@@ -182,9 +182,9 @@ def required(document: JsonObject, key: str, kind: type = int) -> Any:
     value = document.get(key)
     if not isinstance(value, kind) or isinstance(value, bool):
         raise ConfigError(
-            f"config.json of the imported model sets {key}={value!r}."
+            f"config.json of the base model sets {key}={value!r}."
             if key in document
-            else f"config.json of the imported model has no {key}.",
+            else f"config.json of the base model has no {key}.",
             fix="Restore config.json from the model's repository.",
         )
     return value
@@ -198,7 +198,7 @@ def require(document: JsonObject, key: str, *values: Any) -> None:
     value = document.get(key)
     if value is not None and value not in values:
         raise ConfigError(
-            f"The imported model has {key}={value!r} in config.json. flatout reads "
+            f"The base model has {key}={value!r} in config.json. flatout reads "
             f"{' or '.join(map(repr, values))}.",
             fix=OTHER_MODEL,
         )
@@ -264,7 +264,7 @@ def rotary(base: str = "rope_theta") -> Field:
         kind = scaling.get("rope_type") or scaling.get("type") or "default"
         if kind not in SCALINGS:
             raise ConfigError(
-                f"The imported model scales rotary positions by {kind!r}. flatout computes linear "
+                f"The base model scales rotary positions by {kind!r}. flatout computes linear "
                 "and llama3.",
                 fix=OTHER_MODEL,
             )

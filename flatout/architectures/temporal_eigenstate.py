@@ -31,7 +31,7 @@ def recognise(shapes: Shapes, _others: JsonObject) -> JsonObject | None:
         return None
     if f"{FIRST}.select_proj.weight" in shapes:
         raise ConfigError(
-            "The imported model has selective eigenvalues. flatout reads the FFT layer, whose "
+            "The base model has selective eigenvalues. flatout reads the FFT layer, whose "
             "eigenvalues are fixed.",
             fix=OTHER_MODEL,
         )
@@ -117,7 +117,7 @@ def tensors(config: EigenstateConfig) -> list[TensorMap]:
 
 
 ARCHITECTURE = Architecture(
-    not_exported="Checkpoints of temporal-eigenstate-networks are only imported.",
+    not_exported="flatout only reads checkpoints of temporal-eigenstate-networks.",
     tensors=tensors,
     recognise=recognise,
 )

@@ -8,7 +8,7 @@ from typing import Any
 from flatout.assembly.recipe import divisors
 from flatout.assembly.selection import parse_request
 from flatout.config.schema import RunConfig
-from flatout.config.sections import MIRROR_OFF, CheckpointConfig, LogConfig
+from flatout.config.sections import UPLOAD_OFF, CheckpointConfig, LogConfig
 from flatout.data.store.mix import AnyDataset, members_of, open_data
 from flatout.errors import ConfigError, DataError, MissingPackage, without_secrets
 from flatout.hardware import Machine, check_device_name, machine_named
@@ -71,24 +71,24 @@ def check_loggers(config: LogConfig) -> None:
 def check_paths(config: RunConfig) -> None:
     """Check that the paths a run starts from, saves to and caches in are local.
 
-    Raises: ConfigError; as `check_mirror` for checkpoint.mirror, which is a URL.
+    Raises: ConfigError; as `check_upload` for checkpoint.upload, which is a URL.
     """
     for key in ("checkpoint.dir", "train.init_from", "data.cache"):
         require_local(config.value(key) or "", f"{key}=", error=ConfigError)
-    check_mirror(config.checkpoint)
+    check_upload(config.checkpoint)
 
 
-def check_mirror(config: CheckpointConfig) -> None:
-    """Check that checkpoint.mirror can be written, as far as that is known without its server.
+def check_upload(config: CheckpointConfig) -> None:
+    """Check that checkpoint.upload can be written, as far as that is known without its server.
 
     Raises: ConfigError; DataError when URLs of that kind are read-only; MissingPackage with the
             install line.
     """
-    url = config.mirror
-    if url is None or url == MIRROR_OFF:
+    url = config.upload
+    if url is None or url == UPLOAD_OFF:
         return
     why_not = None
-    fix = "Write checkpoint.mirror=s3://BUCKET/FOLDER, or file:///PATH for a directory."
+    fix = "Write checkpoint.upload=s3://BUCKET/FOLDER, or file:///PATH for a directory."
     if not is_url(url):
         why_not = "is not a URL"
     elif without_secrets(url) != url:
@@ -101,9 +101,9 @@ def check_mirror(config: CheckpointConfig) -> None:
         why_not = "is in the memory of this process, and is lost with it"
     elif is_local(url) and not url.partition("://")[2].startswith("/"):
         why_not = "depends on the current directory"
-        fix = "Write three slashes and the whole path: checkpoint.mirror=file:///PATH."
+        fix = "Write three slashes and the whole path: checkpoint.upload=file:///PATH."
     if why_not:
-        raise ConfigError(f"checkpoint.mirror={url} {why_not}.", fix=fix)
+        raise ConfigError(f"checkpoint.upload={url} {why_not}.", fix=fix)
     RemoteFolder(url)
     if config.compress and find_spec("zstandard") is None:
         raise MissingPackage(

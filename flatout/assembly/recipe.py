@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from flatout.data.load.batches import BatchPlan, SequenceReader, StepReader
-    from flatout.data.load.feed import DirectFeed, PrefetchFeed
+    from flatout.data.load.loader import DirectLoader, PrefetchLoader
     from flatout.data.store.mix import MixedSplit
     from flatout.data.store.shards import Split
     from flatout.data.tokenizers import Tokenizer
@@ -218,10 +218,10 @@ class Recipe:
         "flatout.data.load.batches:SequenceSteps"
     )
     """Makes the reader of steps, which decides the rows of each."""
-    feed: Callable[[StepReader], DirectFeed | PrefetchFeed] = lazy(
-        "flatout.data.load.feed:DirectFeed"
+    loader: Callable[[StepReader], DirectLoader | PrefetchLoader] = lazy(
+        "flatout.data.load.loader:DirectLoader"
     )
-    """Makes the feed, which moves rows to the device."""
+    """Makes the data loader, which moves rows to the device."""
     micro_batch: Callable[[MicroBatchPlan], int] = rows_people_write
     """Chooses batch.rows_per_device when it is `auto`."""
     matmul: Literal["highest", "high"] = "highest"

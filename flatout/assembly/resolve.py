@@ -61,8 +61,8 @@ EVALUATIONS, MIN_BETWEEN_EVALUATIONS = 20, 10
 """Evaluations of a run that states no interval, and the fewest steps between two."""
 EVALUATION_SHARE, MIN_SEQUENCES = 0.05, 32
 """Most of the run's work that they take, and the fewest sequences that one of them scores."""
-FREE_OF_IMPORTED = (*FREE_OF_WEIGHTS, "z_loss")
-"""Keys that may differ from an imported model, whose files do not describe training."""
+FREE_OF_BASE = (*FREE_OF_WEIGHTS, "z_loss")
+"""Keys that may differ from a base model, whose files do not describe training."""
 
 
 def resolve(
@@ -368,7 +368,7 @@ def workload_of(config: RunConfig, recipe: Recipe | None = None) -> Workload:
 
 def _resolve_model(config: RunConfig, dataset: AnyDataset | None) -> RunConfig:
     """Return the configuration with the vocabulary size and the model's defaults filled in."""
-    config = with_imported_shape(config, dataset)
+    config = with_base_shape(config, dataset)
     vocab_size = config.model.vocab_size or (dataset.vocab_size if dataset else None)
     if vocab_size is None:
         raise ConfigError(
@@ -416,8 +416,8 @@ def epoch_tokens(dataset: AnyDataset, seq_len: int) -> int:
     return dataset.split("train").num_sequences(seq_len) * seq_len
 
 
-def with_imported_shape(config: RunConfig, dataset: AnyDataset | None) -> RunConfig:
-    """Return the configuration with the model keys of the model that train.init_from imports.
+def with_base_shape(config: RunConfig, dataset: AnyDataset | None) -> RunConfig:
+    """Return the configuration with the model keys of the base model that train.init_from names.
 
     Keys that the configuration states must agree with them, but a larger embedding than the
     dataset's vocabulary is accepted if model.vocab_size states it. A run or checkpoint of flatout
@@ -433,13 +433,13 @@ def with_imported_shape(config: RunConfig, dataset: AnyDataset | None) -> RunCon
     if config.model.vocab_size is not None:
         stated["vocab_size"] = config.model.vocab_size
     own = dict(find_model(init_from, whole=False).keys)
-    kind, imported = own.pop("kind"), own["vocab_size"]
+    kind, rows = own.pop("kind"), own["vocab_size"]
     if config.model.kind != kind and (stated or config.model.kind != "transformer"):
         raise _different({"kind": (config.model.kind, kind)}, init_from)
-    if dataset is not None and imported != dataset.vocab_size:
+    if dataset is not None and rows != dataset.vocab_size:
         known, origin = dataset.vocab_size, members_of(dataset)[0].dataset.origin
-        sizes = f"The imported model {init_from} has a vocabulary of {imported}, and the tokenizer"
-        if imported < known:
+        sizes = f"The base model {init_from} has a vocabulary of {rows}, and the tokenizer"
+        if rows < known:
             raise ConfigError(
                 f"{sizes} of {origin} has {known}.",
                 fix="Prepare the data with the model's own tokenizer, `--tokenizer ORG/NAME` or "
@@ -447,17 +447,17 @@ def with_imported_shape(config: RunConfig, dataset: AnyDataset | None) -> RunCon
             )
         if config.model.vocab_size is None:
             raise ConfigError(
-                f"{sizes} of {origin} only {known}: {imported - known} rows of its embedding have "
+                f"{sizes} of {origin} only {known}: {rows - known} rows of its embedding have "
                 "no token.",
                 fix="Prepare the data with the model's own tokenizer. If it is that tokenizer, and "
-                f"the embedding is only padded, set model.vocab_size={imported}.",
+                f"the embedding is only padded, set model.vocab_size={rows}.",
             )
     model_class = MODELS.get(kind)
     theirs = model_class.check(own, seq_len=1).model_dump(mode="json")
     if differing := {
         key: (value, theirs[key])
         for key, value in stated.items()
-        if key in theirs and value != theirs[key] and key not in FREE_OF_IMPORTED
+        if key in theirs and value != theirs[key] and key not in FREE_OF_BASE
     }:
         raise _different(differing, init_from)
     own |= stated
@@ -472,7 +472,7 @@ def _different(keys: dict[str, tuple[object, object]], init_from: str) -> Config
     )
     words = (f"model.{key}={json.dumps(theirs)}" for key, (_, theirs) in keys.items())
     return ConfigError(
-        f"The configuration does not fit the imported model {init_from}: {listed}.",
-        fix="Remove the model's shape from the recipe: it comes from the imported model. Or set "
+        f"The configuration does not fit the base model {init_from}: {listed}.",
+        fix="Remove the model's shape from the recipe: it comes from the base model. Or set "
         f"{' '.join(words)}.".replace('"', ""),
     )

@@ -34,7 +34,7 @@ from flatout.progress import SILENT, Progress, readable_memory
 from flatout.roofline import Peak
 
 if TYPE_CHECKING:
-    from flatout.data.load.feed import DirectFeed, PrefetchFeed
+    from flatout.data.load.loader import DirectLoader, PrefetchLoader
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class Run:
     """The core, compiled and wrapped: the module that training calls."""
     optimizers: tuple[torch.optim.Optimizer, ...]
     reader: SequenceReader
-    feed: DirectFeed | PrefetchFeed = field(init=False)
+    loader: DirectLoader | PrefetchLoader = field(init=False)
     readback: Readback
     saver: StateSaver
     peak: Peak | None = None
@@ -199,7 +199,7 @@ class Run:
     @property
     def steps_per_epoch(self) -> float:
         """Optimizer steps that read the number of tokens in the training split or the whole mix."""
-        return self.feed.steps_per_epoch
+        return self.loader.steps_per_epoch
 
     @property
     def arithmetic(self) -> str:
@@ -260,7 +260,7 @@ def build(
         ),
         left_out=left_out or {},
     )
-    run.feed = make_feed(run)
+    run.loader = make_loader(run)
     _seed(config.train.seed + 1_000_003 * (mesh.rank + 1))
     run.recipe.zero_grad(run.trained())
     run.peak = peak or known_peak(machine, str(mesh.device), run.arithmetic)
@@ -312,8 +312,8 @@ def _model(
     return core, model
 
 
-def make_feed(run: Run) -> DirectFeed | PrefetchFeed:
-    """Return a feed of the steps of a run, at position 0."""
+def make_loader(run: Run) -> DirectLoader | PrefetchLoader:
+    """Return a data loader of the steps of a run, at position 0."""
     config, mesh = run.config, run.mesh
     plan = BatchPlan(
         seq_len=config.data.seq_len,
@@ -327,7 +327,7 @@ def make_feed(run: Run) -> DirectFeed | PrefetchFeed:
         device=str(mesh.device),
         left_out=run.left_out,
     )
-    return run.recipe.feed(run.recipe.batching(run.dataset.split("train"), plan, run.reader))
+    return run.recipe.loader(run.recipe.batching(run.dataset.split("train"), plan, run.reader))
 
 
 def _seed(seed: int) -> None:

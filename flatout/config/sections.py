@@ -120,7 +120,7 @@ class DataConfig(Section):
     seq_len: Count = 256
     """Tokens per training sequence (T)."""
     prefetch: int = Field(4, ge=1, le=1000)
-    """Optimizer steps that the feed reads ahead."""
+    """Optimizer steps that the data loader reads ahead."""
     document_mask: bool = False
     """Restrict attention to the document that a token belongs to."""
 
@@ -325,8 +325,8 @@ class LoraConfig(Section):
         return (self.alpha or self.rank or 1) / (self.rank or 1)
 
 
-MIRROR_OFF = "none"
-"""The value of `checkpoint.mirror` that turns off the mirror of a stored run."""
+UPLOAD_OFF = "none"
+"""The value of `checkpoint.upload` that turns off the uploads of a stored run."""
 
 
 class CheckpointConfig(Section):
@@ -334,9 +334,9 @@ class CheckpointConfig(Section):
 
     rules = (
         (
-            lambda checkpoint: checkpoint.compress and checkpoint.mirror is None,
-            "checkpoint.compress={0.compress} has no effect without checkpoint.mirror.",
-            "Set checkpoint.mirror=s3://BUCKET/FOLDER, or remove checkpoint.compress.",
+            lambda checkpoint: checkpoint.compress and checkpoint.upload is None,
+            "checkpoint.compress={0.compress} has no effect without checkpoint.upload.",
+            "Set checkpoint.upload=s3://BUCKET/FOLDER, or remove checkpoint.compress.",
         ),
     )
 
@@ -356,11 +356,11 @@ class CheckpointConfig(Section):
     above and the end of the run save, and the best step may have no checkpoint."""
     dir: str | None = None
     """Directory for checkpoints; None means RUN/checkpoints."""
-    mirror: str | None = None
+    upload: str | None = None
     """URL to which checkpoints are copied while training continues, such as s3://BUCKET/runs. A run
-    whose directory is gone continues from there. none turns off the mirror of a stored run."""
+    whose directory is gone continues from there. none turns off the uploads of a stored run."""
     compress: Literal["zstd"] | None = None
-    """How the checkpoints in the mirror are compressed."""
+    """How uploaded checkpoints are compressed."""
 
 
 class LogConfig(Section):

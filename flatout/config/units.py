@@ -231,9 +231,9 @@ def _of_the_run(value: Any, word: Word, known: Known) -> Any:
                 return {in_epochs: value * epochs}
             return Reason("It is a share of an unknown length.")
         case ["compress"]:
-            if known.get("checkpoint.mirror"):
+            if known.get("checkpoint.upload"):
                 return "zstd"
-            return Unneeded("Checkpoints are compressed in checkpoint.mirror alone.")
+            return Unneeded("Only uploaded checkpoints (checkpoint.upload) are compressed.")
         case ["eval_strategy"]:  # as many steps as between log records is the Trainer's default
             stated = known.keys() & {f"{THEIRS}eval_steps", "train.eval_every", word.key}
             if value == "steps" and not stated and "log.every" in known:

@@ -4,7 +4,7 @@ from flatout.assembly.recipe import On, Speedup, Tolerance, lazy
 
 SPEEDUP = Speedup(
     name="prefetch",
-    fills={"feed": lazy("flatout.data.load.feed:PrefetchFeed")},
+    fills={"loader": lazy("flatout.data.load.loader:PrefetchLoader")},
     saves="time: batches for the next steps are read while the device computes, and copied to "
     "a GPU asynchronously from pinned memory",
     tolerance=Tolerance.exact(),

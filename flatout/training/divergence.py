@@ -93,7 +93,7 @@ def require_good_steps(run: Run, log: Log, *, flush: bool = False) -> None:
             "step": bad[-1].step,
             "reason": bad[-1].reason,
             "bad_steps": [one.to_dict() for one in bad],
-            "data": run.feed.data_at(bad[-1].start)[:MOST_SEQUENCES],
+            "data": run.loader.data_at(bad[-1].start)[:MOST_SEQUENCES],
             "last_good_checkpoint": None if good is None else str(good),
             "on_divergence": run.config.train.on_divergence,
         }

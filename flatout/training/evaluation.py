@@ -14,7 +14,7 @@ from torch import nn
 from flatout.assembly.recipe import Precision
 from flatout.config.schema import RunConfig
 from flatout.data.load.batches import SequenceReader
-from flatout.data.load.feed import evaluation_batches
+from flatout.data.load.loader import evaluation_batches
 from flatout.data.store.mix import Member, members_of
 from flatout.json_io import JsonObject
 from flatout.ops import float64_device

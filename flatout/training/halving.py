@@ -14,7 +14,7 @@ from typing import NoReturn, Self
 
 import torch
 
-from flatout.assembly.run import Run, make_feed
+from flatout.assembly.run import Run, make_loader
 from flatout.config.schema import RunConfig
 from flatout.errors import SmallerBatch
 from flatout.progress import counted
@@ -113,16 +113,16 @@ def _end_for_fewer_rows(run: Run, rows: int, error: Exception) -> NoReturn:
 
 
 def _use_rows(session: Session, rows: int) -> None:
-    """Rebuild the feed for smaller micro-batches, and record them for a resume."""
+    """Rebuild the data loader for smaller micro-batches, and record them for a resume."""
     run, log = session.run, session.log
-    before, position = run.rows_per_device, run.feed.position
+    before, position = run.rows_per_device, run.loader.position
     stored = layout.read_config(run.folder)
     if stored is not None:
         stored = _with_rows(stored, run, rows)
-    run.feed.close()
+    run.loader.close()
     run.config = _with_rows(run.config, run, rows)
-    run.feed = make_feed(run)
-    run.feed.seek(position)
+    run.loader = make_loader(run)
+    run.loader.seek(position)
     gc.collect()
     if run.mesh.device.type == "cuda":
         torch.cuda.empty_cache()

@@ -31,18 +31,18 @@ def fit(session: Session) -> Run:
         while run.step < run.last_step and not run.evaluation_due:
             if ends_early(run) or session.stop(run):
                 break
-            position = run.feed.position
+            position = run.loader.position
             try:
                 for attempt in attempts(session):
                     with attempt:
-                        if run.feed.position != position:  # an attempt has failed
-                            run.feed.seek(position)
+                        if run.loader.position != position:  # an attempt has failed
+                            run.loader.seek(position)
                         with phase("data_wait"):
-                            batch = next(run.feed)
+                            batch = next(run.loader)
                         with log.clock:  # device work only, does not wait
                             result = train_step(run, batch, session.drop, phase)
             except StepDropped:
-                run.feed.seek(position)
+                run.loader.seek(position)
                 break
             run.step += 1
             run.tokens += batch.tokens

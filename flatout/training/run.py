@@ -49,7 +49,6 @@ from flatout.training.metrics.log import Log
 from flatout.training.metrics.loggers import configured_observers, require_loggers
 from flatout.training.metrics.observers import Observer
 from flatout.training.metrics.records import forget_events
-from flatout.training.mirror.uploader import claimed, sending
 from flatout.training.out_of_memory import explained, peers_named
 from flatout.training.peak import measured_peak
 from flatout.training.predicting import forecast, predict, record
@@ -60,6 +59,7 @@ from flatout.training.run_plan import RunPlan, agree_on_plan, dataset_of, requir
 from flatout.training.saving import closing_saver, environment_of, reserve, save_last
 from flatout.training.session import RunRequest, Session
 from flatout.training.signals import StopRequests, WorkInterrupted
+from flatout.training.upload.uploader import claimed, sending
 from flatout.training.warmup import warm_up
 from flatout.training.watchdog import Watchdog
 
@@ -148,10 +148,10 @@ def train_plan(request: RunRequest, plan: RunPlan) -> JsonObject:
         spin_less_beside_others(progress, request.began)
     say = progress.say if mesh.is_main else None
     with ExitStack() as stack:
-        stack.callback(lambda: run.feed.close())  # a smaller micro-batch replaces the feed
+        stack.callback(lambda: run.loader.close())  # a smaller micro-batch replaces the data loader
         stack.enter_context(explained(run))
         differences = restore(run, plan, progress)
-        observers, mirror = [*request.observers], None
+        observers, uploader = [*request.observers], None
         if mesh.is_main:
             observers += configured_observers(run.config.log)
             store_plan(run, plan, progress)
@@ -161,8 +161,8 @@ def train_plan(request: RunRequest, plan: RunPlan) -> JsonObject:
                 progress.say(f"torchrun may continue this run with {sizes} processes.")
         stack.enter_context(writing_run(run.folder))
         if mesh.is_main:
-            mirror = claimed(run.folder, run.config.checkpoint, is_resumed, progress)
-            observers += [mirror] if mirror else []
+            uploader = claimed(run.folder, run.config.checkpoint, is_resumed, progress)
+            observers += [uploader] if uploader else []
             # the summary of an early stop, trained past now
             (run.folder / layout.SUMMARY).unlink(missing_ok=True)
             forget_events(run.folder, run.step, at_end=run.step == run.last_step or ends_early(run))
@@ -170,7 +170,7 @@ def train_plan(request: RunRequest, plan: RunPlan) -> JsonObject:
         log = stack.enter_context(Log(run, observers, progress, run.config.log.to))
         stop = stack.enter_context(StopRequests(say=say, launcher=launcher()))
         stack.enter_context(
-            sending(mirror, log.event, log.progress, stop.since_request_s, run.pulse.beat)
+            sending(uploader, log.event, log.progress, stop.since_request_s, run.pulse.beat)
         )
         stack.enter_context(closing_saver(run, log))
         log_start(run, log, request, plan, differences)
@@ -184,7 +184,7 @@ def train_plan(request: RunRequest, plan: RunPlan) -> JsonObject:
         sample = stop.interrupting(request.sample) if request.sample else None
         session = Session(run, log, stop.requested, stop.requested_within_step, sample)
         try:
-            run.feed.prime(run.last_step - run.step, progress=progress)
+            run.loader.prime(run.last_step - run.step, progress=progress)
             for attempt in attempts(session):
                 with attempt:
                     warm_up(run, log, eval_shapes=batch_shapes(run), stop=stop)

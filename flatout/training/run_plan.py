@@ -23,8 +23,6 @@ from flatout.training.checkpoint import catalog
 from flatout.training.evaluation import with_validation
 from flatout.training.init_from import resolve_init_from, run_of
 from flatout.training.loop import out_of_patience
-from flatout.training.mirror.restore import restore_lost
-from flatout.training.mirror.uploader import send_rest
 from flatout.training.run_dir import layout
 from flatout.training.run_dir.data_location import (
     data_facts,
@@ -42,6 +40,8 @@ from flatout.training.run_dir.resume import (
     resume_from,
 )
 from flatout.training.session import RunRequest
+from flatout.training.upload.restore import restore_lost
+from flatout.training.upload.uploader import send_rest
 from flatout.trust import remember
 
 PATHS_OF_DATA = ("data.path", "data.mix", "data.cache")
@@ -134,7 +134,7 @@ def plan_run(request: RunRequest) -> RunPlan:
 
 
 def _restore_lost(request: RunRequest, *, are_damaged: bool = False) -> bool:
-    """Restore the run from its mirror if that is needed and possible, and return whether."""
+    """Restore the run from its remote copy if that is needed and possible, and return whether."""
     with writing_run(request.folder):
         return restore_lost(
             request.folder,

@@ -25,7 +25,7 @@ from flatout.parallel.tensor import cut_dim, is_shared, local
 
 if TYPE_CHECKING:
     from flatout.assembly.run import Run
-    from flatout.data.load.feed import StepBatch
+    from flatout.data.load.loader import StepBatch
 
 Drop = Callable[["Run", int], bool]
 """(run, number of the next batch, from 2) -> whether to drop the work; equal on all ranks."""

@@ -126,7 +126,7 @@ def _passes(run: Run, eval_shapes: Sequence[tuple[int, int]]) -> Iterator[Callab
         with torch.no_grad():
             _loss(run, rows, seq_len)
 
-    for shape in run.feed.shapes:
+    for shape in run.loader.shapes:
         yield from [partial(train, *shape)] * PASSES
     for shape in eval_shapes:
         yield partial(evaluate, *shape)

@@ -226,7 +226,7 @@ def waiting_for(folder: Path, world_size: int, *, late_s: float) -> str:
 
 
 def doing(device: torch.device, loop_id: int) -> list[str]:
-    """Return what the loop, the feed, the device and the writer of checkpoints do, as sentences.
+    """Return what the loop, data loader, device and writer of checkpoints do, as sentences.
 
     `loop_id` identifies the thread that trains.
     """
@@ -234,12 +234,12 @@ def doing(device: torch.device, loop_id: int) -> list[str]:
     frame = {thread.name: frames.get(thread.ident or 0) for thread in threading.enumerate()}
     loop = frames.get(loop_id)
     lines = [f"The loop is in {_place(loop)}.{_in_your_code(loop)}"]
-    feed, writer = frame.get("flatout-feed"), frame.get("checkpoint")
-    if feed is not None:
-        own = _own_frame(feed)
+    loader, writer = frame.get("flatout-loader"), frame.get("checkpoint")
+    if loader is not None:
+        own = _own_frame(loader)
         is_ahead = own is not None and own.f_code.co_name == "_read"
-        what = "has read ahead" if is_ahead else f"is reading in {_place(feed)}"
-        lines.append(f"The feed {what}.{_in_your_code(feed)}")
+        what = "has read ahead" if is_ahead else f"is reading in {_place(loader)}"
+        lines.append(f"The data loader {what}.{_in_your_code(loader)}")
     if writer is not None:
         lines.append(f"A checkpoint is being written, in {_place(writer)}.")
     if device.type == "cuda":

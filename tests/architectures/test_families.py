@@ -155,8 +155,8 @@ def test_a_shape_that_no_class_has_is_named(family, changes, reason):
 
 
 @pytest.mark.parametrize("family", [nanogpt, temporal_eigenstate])
-def test_checkpoints_of_training_programs_are_only_imported(family):
-    assert "only imported" in family.ARCHITECTURE.why_not(None)
+def test_checkpoints_of_training_programs_are_only_read(family):
+    assert "only reads" in family.ARCHITECTURE.why_not(None)
 
 
 QWEN_2 = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 4}

@@ -2,7 +2,7 @@ import fsspec
 import pytest
 
 from flatout.assembly import preflight
-from flatout.assembly.preflight import check, check_mirror, open_dataset
+from flatout.assembly.preflight import check, check_upload, open_dataset
 from flatout.config.schema import load_config
 from flatout.data.store.shards import Dataset
 from flatout.errors import ConfigError, DataError, HardwareError, MissingPackage
@@ -46,18 +46,18 @@ def test_each_dataset_of_a_mix_must_contain_a_sequence(write_tiny, tmp_path):
     assert 1 <= advised <= tokens // 8
 
 
-def test_a_package_that_the_mirror_needs_is_missed_before_training(monkeypatch, tmp_path):
+def test_a_package_that_an_upload_needs_is_missed_before_training(monkeypatch, tmp_path):
     def missing(url, **_):
         raise ImportError("Install s3fs to access S3")
 
-    words = ["checkpoint.mirror=s3://bucket/runs"]
+    words = ["checkpoint.upload=s3://bucket/runs"]
     with monkeypatch.context() as patched:
         patched.setattr(fsspec.core, "url_to_fs", missing)
         with pytest.raises(MissingPackage, match=r's3fs.*pip install "flatout\[s3\]"'):
-            check_mirror(load_config(None, words).checkpoint)
-        check_mirror(load_config(None, ["checkpoint.mirror=none"]).checkpoint)
-    words = [f"checkpoint.mirror=file://{tmp_path}/mirror", "checkpoint.compress=zstd"]
-    check_mirror(load_config(None, words).checkpoint)
+            check_upload(load_config(None, words).checkpoint)
+        check_upload(load_config(None, ["checkpoint.upload=none"]).checkpoint)
+    words = [f"checkpoint.upload=file://{tmp_path}/backup", "checkpoint.compress=zstd"]
+    check_upload(load_config(None, words).checkpoint)
     monkeypatch.setattr(preflight, "find_spec", lambda name: None)
     with pytest.raises(MissingPackage, match=r'zstandard.*pip install "flatout\[zstd\]"'):
-        check_mirror(load_config(None, words).checkpoint)
+        check_upload(load_config(None, words).checkpoint)

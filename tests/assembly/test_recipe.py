@@ -74,7 +74,7 @@ def test_a_speedup_replaces_its_slots_and_no_other():
 
 def test_two_speedups_that_fill_one_slot_are_rejected_by_name():
     with pytest.raises(ConfigError, match="'a' and 'b' both fill the slot 'matmul'"):
-        Recipe().with_speedup(speedup("a", "matmul")).with_speedup(speedup("b", "feed", "matmul"))
+        Recipe().with_speedup(speedup("a", "matmul")).with_speedup(speedup("b", "loader", "matmul"))
     with pytest.raises(ConfigError, match="'nowhere', which is not a slot"):
         speedup("a", "nowhere")
 

@@ -121,7 +121,7 @@ def test_length_buckets_convert_epochs_and_tokens_to_the_steps_that_read_them(
 ):
     changes = {"speedups": "auto,-compile,+length-buckets", "data__seq_len": 64}
     changes["batch__tokens_per_step"] = 512
-    reader = build_run(tiny_config(**changes)).feed._steps
+    reader = build_run(tiny_config(**changes)).loader._steps
     assert reader.tokens_per_epoch < 512 * reader.num_steps, "some of it is padding"
     wanted = math.ceil(share * reader.num_steps)
     assert resolved(**changes, train__eval_every_epochs=share).train.eval_every == wanted

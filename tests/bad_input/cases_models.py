@@ -18,7 +18,7 @@ MODEL = LLAMA | {"vocab_size": 257}
 
 
 def model(world: World, **changes: object) -> pathlib.Path:
-    """Write a recipe without a shape and a model that it can import, changed by `changes`."""
+    """Write a recipe without a shape and a base model, changed by `changes`."""
     world.write("bare.yaml", BARE)
     size = {"vocab_size": changes.get("vocab_size", MODEL["vocab_size"])}
     return write_model(world.path / "theirs", MODEL | changes, foreign_weights(MODEL | size))
@@ -178,7 +178,7 @@ CASES = [
         "a model of an unknown architecture",
         LINE,
         ("the architecture 'mamba', which flatout does not read",),
-        ("Start from a different model. docs/import-models.md",),
+        ("Start from a different model. docs/base-models.md",),
         lambda w: model(w, model_type="mamba"),
     ),
     Case(

@@ -15,7 +15,6 @@ import cases_exporting
 import cases_folders
 import cases_lora
 import cases_machine
-import cases_mirror
 import cases_models
 import cases_names
 import cases_preparing
@@ -23,6 +22,7 @@ import cases_settings
 import cases_sources
 import cases_text
 import cases_tokens
+import cases_upload
 import cases_verify
 import cases_words
 import pytest
@@ -38,7 +38,7 @@ TOPICS = (
     cases_tokens,
     cases_folders,
     cases_checkpoints,
-    cases_mirror,
+    cases_upload,
     cases_exporting,
     cases_machine,
     cases_lora,

@@ -18,14 +18,14 @@ def small(benchmark, monkeypatch):
 def test_the_saves_of_all_ways_are_counted(small, tmp_path, monkeypatch):
     benchmark = small
     monkeypatch.setattr(benchmark, "resumed", lambda *_: RESUMES)
-    url = f"file://{tmp_path / 'mirror'}"
+    url = f"file://{tmp_path / 'backup'}"
     found = benchmark.measure(tmp_path, url, repeats=1, saves=2, every=2, device="cpu")
-    assert not (tmp_path / "mirror").exists()
+    assert not (tmp_path / "backup").exists()
     for (row,) in found["rows"].values():
         assert len(row["blocked_ms"]) == len(row["seconds"]) == 2
         assert row["bytes"] > 12 * row["parameters"] > 0
-    assert found["rows"]["beside training, with a mirror"][0]["upload_s"]
-    found |= {"mirror": "a directory", "machine": "a machine", "threads": 1, "commit": "abc"}
+    assert found["rows"]["beside training, with uploads"][0]["upload_s"]
+    found |= {"upload": "a directory", "machine": "a machine", "threads": 1, "commit": "abc"}
     text = benchmark.table(found)
     assert (
         found["rows"]["beside training"][0]["reserve_ms"]
@@ -53,7 +53,7 @@ def test_the_ratio_is_computed_per_repeat(benchmark):
     rows = {
         "in the loop": [row(1000.0), row(100.0)],
         "beside training": [row(100.0), row(30.0)],
-        "beside training, with a mirror": [row(200.0), row(40.0)],
+        "beside training, with uploads": [row(200.0), row(40.0)],
     }
     text = benchmark.table(
         {
@@ -67,7 +67,7 @@ def test_the_ratio_is_computed_per_repeat(benchmark):
             "commit": "",
             "resumes": RESUMES,
             "restores": {"url": RESUMES, "directory": RESUMES},
-            "mirror": "a directory",
+            "upload": "a directory",
         }
     )
     assert "Blocked by 80.0 (70.0 to 90.0)% less." in text
@@ -81,10 +81,10 @@ def test_the_ratio_is_computed_per_repeat(benchmark):
 
 @pytest.mark.slow
 @pytest.mark.faults
-@pytest.mark.parametrize("has_mirror", [False, True])
-def test_the_start_of_a_killed_run_is_measured(has_mirror, small, tmp_path):
+@pytest.mark.parametrize("uploads", [False, True])
+def test_the_start_of_a_killed_run_is_measured(uploads, small, tmp_path):
     data = small.make_data(tmp_path / "data", 1 << 16, shards=1)
     config = small.settings(data, 2000, 2, "cpu", small.WAYS["in the loop"])
-    changes = {"checkpoint.mirror": f"file://{tmp_path / 'mirror'}"} if has_mirror else {}
+    changes = {"checkpoint.upload": f"file://{tmp_path / 'backup'}"} if uploads else {}
     rows = small.resumed(tmp_path, config.with_values({"log.every": 1} | changes), repeats=2)
     assert [row["seconds"] > 0 < row["step_s"] for row in rows] == [True, True]

@@ -4,7 +4,7 @@
     python tests/fault_injection/soak.py --kills 100
 
 `make soak` runs the first. With --kills, short runs are killed that often instead: as they start,
-between steps, in a save, during an upload to their mirror, and after their last step; some lose
+between steps, in a save, during an upload, and after their last step; some lose
 their directory too. Each run must end with the same bits, every record exactly once, and one event
 of each kind.
 
@@ -146,12 +146,12 @@ def soak(victim: Victim, seconds: float) -> list[str]:
 
 
 class Killed:
-    """A short run with a mirror beside it, killed at chosen moments."""
+    """A short run with its remote copy beside it, killed at chosen moments."""
 
     def __init__(self, victim: Victim, folder: Path, draw: random.Random) -> None:
         self.victim, self.draw = victim, draw
-        self.run, self.mirror = folder / "run", folder / "mirror"
-        self.more = [f"checkpoint.mirror=file://{self.mirror}"]
+        self.run, self.backup = folder / "run", folder / "backup"
+        self.more = [f"checkpoint.upload=file://{self.backup}"]
 
     def starts(self) -> int:
         """Return how many processes have begun to train."""
@@ -185,8 +185,8 @@ class Killed:
         return child.kill().code < 0
 
     def pieces(self) -> set[str]:
-        """Return the names of unfinished saves, and of the files in the mirror."""
-        there = {f"upload {path}" for path in self.mirror.rglob("*")}
+        """Return the names of unfinished saves, and of the uploaded files."""
+        there = {f"upload {path}" for path in self.backup.rglob("*")}
         return there | {name for name in saving(self.run) if "upload" not in name}
 
 

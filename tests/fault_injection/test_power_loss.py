@@ -14,7 +14,7 @@ from write_log import TRACE, Disk, everything, names_first, only_synced, torn, w
 from flatout.data.store.verify import verify_dataset
 from flatout.errors import FlatoutError
 from flatout.training.checkpoint import catalog
-from flatout.training.mirror.remote import MirrorStore
+from flatout.training.upload.remote import RemoteCopy
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults]
 
@@ -84,7 +84,7 @@ def checked(target, found, folder):
     tries, problems, kept = 0, [], {}
     for number, (kind, tree, whole) in enumerate(found):
         tries += 1
-        local = {path: data for path, data in tree.items() if not path.startswith("/mirror")}
+        local = {path: data for path, data in tree.items() if not path.startswith("/backup")}
         run = write(local, folder) / "run"
         lost = target.lost(run, saved_in(whole))
         lost += records_lost(tree, max(catalog.steps(run), default=0))
@@ -123,32 +123,32 @@ def test_a_power_loss_of_two_ranks_loses_no_saved_step(shard, victim, tmp_path, 
     survived("rank-power", tries, problems)
 
 
-def with_mirror(found):
-    """Yield the disks of `found` with all that has been sent to the mirror: it keeps its power."""
+def with_backup(found):
+    """Yield the disks of `found` with all that has been uploaded: that machine keeps its power."""
     for kind, tree, whole in found:
-        there = {path: data for path, data in whole.items() if path.startswith("/mirror")}
-        here = {path: data for path, data in tree.items() if not path.startswith("/mirror")}
+        there = {path: data for path, data in whole.items() if path.startswith("/backup")}
+        here = {path: data for path, data in tree.items() if not path.startswith("/backup")}
         yield kind, here | there, whole
 
 
-def test_a_power_loss_during_uploads_loses_neither_the_run_nor_its_mirror(
+def test_a_power_loss_during_uploads_loses_neither_the_run_nor_its_remote_copy(
     victim, tmp_path, survived
 ):
     target, disk = victim(4), tmp_path / "disk"
-    settings = f"checkpoint.mirror=file://{disk / 'mirror'}"
+    settings = f"checkpoint.upload=file://{disk / 'backup'}"
     log = recorded(lambda: target.start(disk / "run", settings, stopped=True), tmp_path)
-    found = with_mirror(surviving(log, disk, target.children.scratch))
+    found = with_backup(surviving(log, disk, target.children.scratch))
     tries, problems, kept = checked(target, found, tmp_path / "after")
 
     def end(disk):
         problems = target.end(disk / "run", settings)
-        there = disk / "mirror" / "run"
-        newest = there / MirrorStore(f"file://{there}").complete()[4].folder
+        there = disk / "backup" / "run"
+        newest = there / RemoteCopy(f"file://{there}").complete()[4].folder
         local = {
             path.name: path.read_bytes() for path in (disk / "run/checkpoints/step-4").iterdir()
         }
         if {path.name: path.read_bytes() for path in newest.iterdir()} != local:
-            problems.append("the mirror lacks the last checkpoint")
+            problems.append("the remote copy lacks the last checkpoint")
         shutil.rmtree(disk / "run")
         return problems + target.end(disk / "run", settings)
 

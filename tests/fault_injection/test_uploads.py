@@ -1,4 +1,4 @@
-"""Uploads to a mirror that are killed, and mirrors with damaged files: a lost run comes back."""
+"""Uploads that are killed, and remote copies with damaged files: a lost run comes back."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tracing import counted, spread_out, traced
 from victim import saved_step, saving
 
 from flatout.training.checkpoint import catalog
-from flatout.training.mirror.remote import MirrorStore
+from flatout.training.upload.remote import RemoteCopy
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults]
 
@@ -25,12 +25,12 @@ CALLS = ("openat", "mkdir", "link", "linkat", "sendfile", "rename", "unlink", "u
 KILLS_PER_CALL = 2
 
 
-class Mirrored:
-    """A run directory with a mirror in a different directory, which has its name."""
+class UploadingRun:
+    """A run directory with a remote copy in a different directory, which has its name."""
 
     def __init__(self, target, folder, *more):
-        self.target, self.run, self.there = target, folder / "run", folder / "mirror" / "run"
-        self.settings = (f"checkpoint.mirror=file://{folder / 'mirror'}", *more)
+        self.target, self.run, self.there = target, folder / "run", folder / "backup" / "run"
+        self.settings = (f"checkpoint.upload=file://{folder / 'backup'}", *more)
 
     def start(self, **options):
         """Start to train."""
@@ -51,20 +51,20 @@ class Mirrored:
         return problems
 
     def continued(self):
-        """Train to the end, and return what is wrong. The mirror must then be complete."""
+        """Train to the end, and return what is wrong. The remote copy must then be complete."""
         problems = self.target.lost(self.run, saved_step(self.run))
         problems += self.target.end(self.run, *self.settings)
         steps = catalog.steps(self.run)
         wanted = {f"step-{step}" for step in steps}
-        there = {f"step-{step}" for step in MirrorStore(f"file://{self.there}").complete()}
+        there = {f"step-{step}" for step in RemoteCopy(f"file://{self.there}").complete()}
         if not wanted <= there or [*self.there.glob("step-*/upload.json")]:
-            problems.append(f"the mirror has {sorted(there)}, the run {sorted(wanted)}")
+            problems.append(f"the remote copy has {sorted(there)}, the run {sorted(wanted)}")
         return problems
 
 
-def after_a_kill(mirrored, number):
+def after_a_kill(uploading, number):
     """Continue a killed run, every second time in a directory that was lost."""
-    lost = mirrored.after() if number % 2 else mirrored.continued()
+    lost = uploading.after() if number % 2 else uploading.continued()
     return [f"kill {number}: {problem}" for problem in lost]
 
 
@@ -73,11 +73,11 @@ def test_a_run_killed_while_it_sends_loses_nothing(more, victim, tmp_path, survi
     target, draw, kills, problems = victim(STEPS), random.Random(len(more)), 0, []
     assert target.whole
     for number in range(3 * KILLS):
-        mirrored = Mirrored(target, tmp_path / str(number), *more)
-        child, uploads = mirrored.start(), draw.randint(1, 3)
+        uploading = UploadingRun(target, tmp_path / str(number), *more)
+        child, uploads = uploading.start(), draw.randint(1, 3)
         seen = set()
 
-        def sends(run=mirrored.run, seen=seen, uploads=uploads):
+        def sends(run=uploading.run, seen=seen, uploads=uploads):
             seen.update(name for name in saving(run) if ".tmp-upload-" in name)
             return len(seen) >= uploads
 
@@ -85,25 +85,25 @@ def test_a_run_killed_while_it_sends_loses_nothing(more, victim, tmp_path, survi
         time.sleep(draw.uniform(0, 0.03))
         if child.kill().code < 0:
             kills += 1
-            problems += after_a_kill(mirrored, kills)
+            problems += after_a_kill(uploading, kills)
         if kills == KILLS:
             break
     survived("upload-kill", kills, problems)
 
 
-def killed_at_calls(mirrored, names, places, per_call, folder):
+def killed_at_calls(uploading, names, places, per_call, folder):
     """Yield the runs that are killed as they enter calls on `places`, each one in a new directory.
 
-    `mirrored` returns a run in a new directory, by its name.
+    `uploading` returns a run in a new directory, by its name.
     """
-    child = mirrored("whole").start(stopped=True)
+    child = uploading("whole").start(stopped=True)
     log = folder / "calls"
     with traced([child], log, "-y", "-e", f"trace={','.join(names)}"):
         assert child.wait().code == 0
     numbers = counted(log, *places)
     for name in names:
         for number in spread_out(numbers.get(name, []), per_call):
-            target = mirrored(f"{name}-{number}")
+            target = uploading(f"{name}-{number}")
             child = target.start(stopped=True)
             fault = f"inject={name}:signal=KILL:when={number}"
             with traced([child], folder / "log", "-e", f"trace={name}", "-e", fault):
@@ -116,11 +116,11 @@ def test_a_kill_between_two_file_operations_of_an_upload_loses_nothing(victim, t
     target, kills, problems = victim(), 0, []
     assert target.whole
 
-    def mirrored(name):
-        return Mirrored(target, tmp_path / name)
+    def uploading(name):
+        return UploadingRun(target, tmp_path / name)
 
-    places = ("/mirror/run", ".tmp-upload-", "/run/mirror.json")
-    for one in killed_at_calls(mirrored, CALLS, places, KILLS_PER_CALL, tmp_path):
+    places = ("/backup/run", ".tmp-upload-", "/run/remote.json")
+    for one in killed_at_calls(uploading, CALLS, places, KILLS_PER_CALL, tmp_path):
         kills += 1
         problems += after_a_kill(one, kills)
     assert kills >= KILLS_PER_CALL, "the calls differ from run to run"
@@ -131,11 +131,11 @@ def test_a_kill_while_old_checkpoints_are_deleted_loses_nothing(victim, tmp_path
     target, kills, problems = victim(), 0, []
     assert target.whole
 
-    def mirrored(name):
-        return Mirrored(target, tmp_path / name, "checkpoint.mirror=none")
+    def uploading(name):
+        return UploadingRun(target, tmp_path / name, "checkpoint.upload=none")
 
     names = ("rename", "openat", "unlinkat", "rmdir", "unlink")
-    for one in killed_at_calls(mirrored, names, [".tmp-delete-"], 4, tmp_path):
+    for one in killed_at_calls(uploading, names, [".tmp-delete-"], 4, tmp_path):
         kills += 1
         problems += target.lost(one.run, saved_step(one.run))
         problems += target.end(one.run)
@@ -144,45 +144,45 @@ def test_a_kill_while_old_checkpoints_are_deleted_loses_nothing(victim, tmp_path
 
 
 @pytest.fixture(scope="module")
-def mirror(victim, tmp_path_factory):
-    """Return a function that returns a run of 40 steps, and the mirror as of steps 36 and 38."""
+def remote_copy(victim, tmp_path_factory):
+    """Return a function that returns a run of 40 steps, and its copy as of steps 36 and 38."""
     made = {}
 
     def make(*more):
         if more not in made:
-            folder = tmp_path_factory.mktemp("mirror")
-            mirrored = Mirrored(victim(STEPS), folder, "checkpoint.keep=3", *more)
-            assert mirrored.start().wait().code == 0
-            for copy in mirrored.there.glob("step-40*"):
+            folder = tmp_path_factory.mktemp("backup")
+            uploading = UploadingRun(victim(STEPS), folder, "checkpoint.keep=3", *more)
+            assert uploading.start().wait().code == 0
+            for copy in uploading.there.glob("step-40*"):
                 shutil.rmtree(copy)
-            (mirrored.there / "summary.json").unlink()
-            made[more] = mirrored, shutil.copytree(mirrored.there, folder / "kept")
+            (uploading.there / "summary.json").unlink()
+            made[more] = uploading, shutil.copytree(uploading.there, folder / "kept")
         return made[more]
 
     return make
 
 
-def restored_with(changes, mirrored, kept):
-    """Restore the run with each change of each file of its mirror; return tries and problems."""
+def restored_with(changes, uploading, kept):
+    """Restore the run with each change of each file of its copy; return tries and problems."""
     count, problems = 0, []
-    assert mirrored.target.whole
+    assert uploading.target.whole
     for path, what, content in tries(kept, changes):
         if path.parts[0] == "step-36":
             continue
-        shutil.rmtree(mirrored.run, ignore_errors=True)
-        shutil.rmtree(mirrored.there)
-        shutil.copytree(kept, mirrored.there)
+        shutil.rmtree(uploading.run, ignore_errors=True)
+        shutil.rmtree(uploading.there)
+        shutil.copytree(kept, uploading.there)
         if content is None:
-            (mirrored.there / path).unlink()
+            (uploading.there / path).unlink()
         else:
-            (mirrored.there / path).write_bytes(content)
-        ended = mirrored.start().wait()
+            (uploading.there / path).write_bytes(content)
+        ended = uploading.start().wait()
         # An upload without its manifest was never complete; what a lost file said, nothing tells.
         name = "" if content is None and len(path.parts) == 1 else path.name.removesuffix(".zst")
         is_upload = path.name != catalog.MANIFEST or content
         found = refusal(ended, name, must=path.parts[0] == "step-38" and bool(is_upload))
         if ended.code == 0:
-            found += mirrored.target.unequal(mirrored.run, ended)
+            found += uploading.target.unequal(uploading.run, ended)
         elif path.parts[0] == "step-38":
             found.append(f"no other checkpoint was restored: {ended.err[-2000:]}")
         count += 1
@@ -191,7 +191,9 @@ def restored_with(changes, mirrored, kept):
 
 
 @pytest.mark.parametrize("more", [(), ("checkpoint.compress=zstd",)], ids=["plain", "compressed"])
-def test_a_damaged_file_of_a_mirror_is_rejected_or_replaced(more, mirror, tmp_path, survived):
+def test_a_damaged_file_of_a_remote_copy_is_rejected_or_replaced(
+    more, remote_copy, tmp_path, survived
+):
     marker = tmp_path / "opened"
 
     def damaged(data):
@@ -204,6 +206,6 @@ def test_a_damaged_file_of_a_mirror_is_rejected_or_replaced(more, mirror, tmp_pa
         yield "a pickle", pickle.dumps(Payload(marker))
         yield "missing", None
 
-    count, problems = restored_with(damaged, *mirror(*more))
+    count, problems = restored_with(damaged, *remote_copy(*more))
     assert not marker.exists()
-    survived("mirror-file", count, problems)
+    survived("upload-file", count, problems)

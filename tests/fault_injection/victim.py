@@ -203,7 +203,7 @@ def free_port() -> int:
 def saved_step(run: Path, kind: str = "save") -> int:
     """Return the last step that the run's events report as saved; 0 without one.
 
-    With `kind="upload"`, the last that they report as sent to the mirror.
+    With `kind="upload"`, the last that they report as uploaded.
     """
     steps = [0]
     if (run / "events.jsonl").exists():

@@ -109,10 +109,10 @@ def test_gradients_stay_in_the_buckets_of_ddp(group_of_one, build_run, tiny_conf
     """DDP copies a gradient that backward allocates into its bucket."""
     run = build_run(tiny_config(), mesh=Mesh(world_size=2, replicate=2))
     for _ in range(2):  # DDP orders its buckets anew after the first pass
-        train_step(run, next(run.feed))
+        train_step(run, next(run.loader))
     buckets = {p.grad.untyped_storage().data_ptr() for p in run.trained()}
     assert len(buckets) == 1
-    train_step(run, next(run.feed))
+    train_step(run, next(run.loader))
     assert {p.grad.untyped_storage().data_ptr() for p in run.trained()} == buckets
     assert not any(p.grad.any() for p in run.trained())
 

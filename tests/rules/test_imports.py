@@ -80,7 +80,7 @@ TRAINING = (
     "run_dir",
     "metrics",
     "session",
-    "mirror",
+    "upload",
     "warmup",
     "halving",
     "watchdog",

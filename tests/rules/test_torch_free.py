@@ -23,7 +23,7 @@ HEAVY_PARTS = {
     "training",
     "inference",
     "measure",
-    "feed",
+    "loader",
     "baseline",
     "__main__",
 }

@@ -106,7 +106,7 @@ def test_a_new_rate_does_not_recompile():
 def steps(run, count):
     losses = []
     for _ in range(count):
-        losses.append(float(train_step(run, next(run.feed)).loss))
+        losses.append(float(train_step(run, next(run.loader)).loss))
         run.step += 1
     return losses
 

@@ -55,7 +55,7 @@ def test_gradients_keep_their_memory_and_accumulate(build_run, tiny_config):
     zero_in_place(kept.core.parameters())
     places = [p.grad.data_ptr() for p in kept.core.parameters()]
     for _ in range(3):
-        losses = [float(train_step(run, next(run.feed)).loss) for run in (plain, kept)]
+        losses = [float(train_step(run, next(run.loader)).loss) for run in (plain, kept)]
         assert losses[0] == losses[1]
         assert [p.grad.data_ptr() for p in kept.core.parameters()] == places
         assert not any(p.grad.any() for p in kept.core.parameters())

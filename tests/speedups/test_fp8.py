@@ -39,7 +39,7 @@ def low(monkeypatch):
 def losses(run, count=20):
     found = []
     for _ in range(count):
-        found.append(float(train_step(run, next(run.feed)).loss))
+        found.append(float(train_step(run, next(run.loader)).loss))
         run.step += 1
     return found
 
@@ -75,10 +75,10 @@ def test_a_bad_step_leaves_no_trace(low, build_run, tiny_config, tmp_path):
     for each in (run, twin):
         low(each.core, each.mesh)
         losses(each, 2)
-    next(twin.feed)
+    next(twin.loader)
     spoil = lambda _, inputs: (inputs[0] * torch.nan, *inputs[1:])  # noqa: E731
     with run.core.blocks[0].register_forward_pre_hook(spoil):
-        result = train_step(run, next(run.feed))
+        result = train_step(run, next(run.loader))
     assert result.loss.isnan()
     assert int(run.guard.skipped) == 1
     assert losses(run, 3) == losses(twin, 3)

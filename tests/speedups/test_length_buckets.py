@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from flatout.data.load.batches import BatchPlan, Shape, StepRead
-from flatout.data.load.feed import DirectFeed, PrefetchFeed
+from flatout.data.load.loader import DirectLoader, PrefetchLoader
 from flatout.data.prepare.writer import DatasetWriter
 from flatout.data.store.shards import Dataset
 from flatout.errors import DataError
@@ -190,14 +190,14 @@ def test_the_plan_never_changes_silently(documents):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("feed_class", [DirectFeed, PrefetchFeed])
-def test_the_feed_reads_any_shape_and_can_seek(documents, feed_class):
+@pytest.mark.parametrize("loader_class", [DirectLoader, PrefetchLoader])
+def test_the_loader_reads_any_shape_and_can_seek(documents, loader_class):
     mask = RNG.integers(0, 2, LENGTHS.sum())
     reader = BucketedSteps(documents(LENGTHS, mask=mask), plan(), None)
-    with feed_class(reader) as feed:
-        whole = [next(feed) for _ in range(reader.num_steps + 3)]
-        feed.seek(5)
-        again = next(feed)
+    with loader_class(reader) as loader:
+        whole = [next(loader) for _ in range(reader.num_steps + 3)]
+        loader.seek(5)
+        again = next(loader)
     assert again.sequences_ABW.tolist() == whole[5].sequences_ABW.tolist()
     assert [batch.position for batch in whole] == list(range(1, reader.num_steps + 4))
     shapes = {tuple(batch.sequences_ABW.shape) for batch in whole}

@@ -70,7 +70,7 @@ def require_everything_works(names: set[str]) -> None:
             assemble(d.name for d in decisions if d.on)
             ablation = plan_ablation(config, decisions, {})
             assert ablation
-    assert {*precisions(), *filling("feed"), *filling("micro_batch")} <= names
+    assert {*precisions(), *filling("loader"), *filling("micro_batch")} <= names
     for name in names:
         assert parse_request(f"auto,-{name}").dropped == (name,)
 

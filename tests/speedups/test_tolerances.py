@@ -34,7 +34,7 @@ def losses_after(build_run, config):
     assert events == []
     found = []
     for _ in range(STEPS):
-        found.append(float(train_step(run, next(run.feed)).loss))
+        found.append(float(train_step(run, next(run.loader)).loss))
         run.step += 1
     torch.set_float32_matmul_precision("highest")
     return found

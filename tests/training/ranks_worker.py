@@ -75,7 +75,7 @@ def main(folder: Path, report: Path):
         run = fresh(run_folder, mesh, seed=1)
         train(run, 3)
         with torch.no_grad():  # an evaluation leaves sharded weights gathered
-            run.model(next(run.feed))
+            run.model(next(run.loader))
         path = savers.save(run)
         unbroken = local(run)
         again = fresh(run_folder, mesh, seed=2)

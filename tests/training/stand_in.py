@@ -17,7 +17,7 @@ WIDTH = 8
 ALONE = Mesh()
 
 
-class Feed:
+class Loader:
     """Generates batches that depend only on its position."""
 
     def __init__(self):
@@ -89,7 +89,7 @@ def build(folder: Path, *, seed=0, mesh=ALONE, scaler=True, shard=None) -> Simpl
         optimizers=optimizers,
         scaler=LossScaler(1024.0, growth_interval=4) if scaler else None,
         guard=StepGuard(spikes=6.0, device=mesh.device),
-        feed=Feed(),
+        loader=Loader(),
         mesh=mesh,
         machine=SimpleNamespace(memory_gib=1e6),
         folder=folder,
@@ -107,7 +107,7 @@ def train(run, num_steps) -> list[float]:
     """Train, and return the losses."""
     losses = []
     for _ in range(num_steps):
-        loss = run.model(next(run.feed).to(run.mesh.device))
+        loss = run.model(next(run.loader).to(run.mesh.device))
         scale = run.scaler.scale if run.scaler else 1.0
         (loss * scale).backward()
         for p in run.core.parameters():
@@ -155,7 +155,7 @@ def outcome(run, num_steps) -> dict:
             run.elapsed_s,
             run.best_val_loss,
             run.best_step,
-            run.feed.position,
+            run.loader.position,
         ),
         "scale": run.scaler and run.scaler.state_dict(),
         "guard": run.guard.state_dict(),

@@ -51,7 +51,7 @@ def allergic(tiny_config, build_run, tmp_path):
         run = build_run(tiny_config(**changes), tmp_path / "look")
         Allergic.bad, Allergic.seen = set(), []
         for step in range(1, 40):
-            batch = next(run.feed)
+            batch = next(run.loader)
             if step in bad_steps:
                 Allergic.bad.add(tuple(batch.sequences_ABW[0, 1, :-1].tolist()))
         return tiny_config(model__kind=f"{__name__}:Allergic", **changes)

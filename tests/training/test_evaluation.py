@@ -13,7 +13,7 @@ from flatout.training.evaluation import Evaluation, SplitScore, score, warn_of_u
 
 
 def plain_loss(run, num_tokens=None):
-    """Score the split one sequence at a time, without the feed."""
+    """Score the split one sequence at a time, without the data loader."""
     split = run.dataset.split("val")
     tokens = torch.from_numpy(split.read_tokens(0, split.num_tokens).astype("int64"))
     length, total, count = run.config.data.seq_len, 0.0, 0
@@ -45,13 +45,13 @@ def test_max_tokens_scores_the_start_of_the_split(build_run, tiny_config):
     assert found.bits_per_byte is None
 
 
-def test_scoring_leaves_mode_generators_and_feed_unchanged(build_run, tiny_config):
+def test_scoring_leaves_mode_generators_and_loader_unchanged(build_run, tiny_config):
     run = build_run(tiny_config(model__dropout=0.5))
-    state, position = torch.get_rng_state(), run.feed.position
+    state, position = torch.get_rng_state(), run.loader.position
     score(run)
     assert run.core.training
     assert torch.equal(torch.get_rng_state(), state)
-    assert run.feed.position == position
+    assert run.loader.position == position
 
 
 @pytest.fixture

@@ -60,7 +60,7 @@ def test_a_run_starts_with_the_best_weights_and_nothing_else(
     assert equal(read_weights(catalog.checkpoint_path(tmp_path / "run", 0)), read_weights(best))
     first = catalog.checkpoint_path(tmp_path / "run", 0) / "state.json"
     state = json.loads(first.read_text())["values"]
-    assert (state["step"], state["tokens"], state["feed"]) == (0, 0, {"position": 0})
+    assert (state["step"], state["tokens"], state["loader"]) == (0, 0, {"position": 0})
     assert state["best"] == {"val_loss": None, "step": None}
     assert state["optimizer"]["scalars"] == {}
     assert summary["steps"] == 3
@@ -84,7 +84,7 @@ def test_generators_are_those_of_a_fresh_run(tiny_config, source, tmp_path, stop
         for name in ("fresh", "from")
     )
     assert fresh["ranks"] == started["ranks"]
-    assert fresh["values"]["feed"] == started["values"]["feed"]
+    assert fresh["values"]["loader"] == started["values"]["loader"]
 
 
 def test_a_checkpoint_can_be_named(tiny_config, source, tmp_path):

@@ -183,7 +183,7 @@ def test_another_run_continues_with_the_adapters(lora_config, tiny_config, tmp_p
     assert base == read_index(last(tmp_path / "first")).base
 
 
-def test_an_imported_model_is_a_base_too(lora_config, source, tmp_path, stop_at):
+def test_a_model_of_another_tool_is_a_base_too(lora_config, source, tmp_path, stop_at):
     export(str(source), to="huggingface", out=tmp_path / "model", checkpoint="best")
     config = lora_config(train__init_from=str(tmp_path / "model"))
     whole = run_training(config, tmp_path / "whole")

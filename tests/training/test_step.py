@@ -14,7 +14,7 @@ from flatout.training.step import StepDropped, train_step
 def steps(run, count=4):
     found = []
     for _ in range(count):
-        found.append(train_step(run, next(run.feed)))
+        found.append(train_step(run, next(run.loader)))
         run.step += 1
     return found
 
@@ -22,12 +22,12 @@ def steps(run, count=4):
 def test_the_loss_is_the_mean_over_all_targets_of_the_step(build_run, tiny_config):
     run = build_run(tiny_config(optim__lr=1e-12))
     with torch.no_grad():
-        batch = next(run.feed)
+        batch = next(run.loader)
         micro = list(batch.micro_batches())
         sums = [run.core(m.tokens_BT, m.targets_BT, m.doc_ids_BT) for m in micro]
     expected = sum(float(loss) for loss, _ in sums) / sum(int(valid) for _, valid in sums)
-    run.feed.seek(0)
-    assert float(train_step(run, next(run.feed)).loss) == pytest.approx(expected, rel=1e-6)
+    run.loader.seek(0)
+    assert float(train_step(run, next(run.loader)).loss) == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("data", ["tiny_set", "ragged_set"])
@@ -53,7 +53,7 @@ def test_masked_targets_do_not_count(build_run, tiny_config, ragged_set):
 def test_gradients_are_those_of_the_mean_over_valid_targets(build_run, tiny_config, ragged_set):
     """The optimizer gets the gradients that autograd computes for the plain mean."""
     run = build_run(tiny_config(data__path=str(ragged_set), optim__clip=0.0))
-    batch = next(run.feed)
+    batch = next(run.loader)
     micro = list(batch.micro_batches())
     sums = [run.core(m.tokens_BT, m.targets_BT, m.doc_ids_BT) for m in micro]
     mean = sum(loss for loss, _ in sums) / sum(valid for _, valid in sums)
@@ -63,8 +63,8 @@ def test_gradients_are_those_of_the_mean_over_valid_targets(build_run, tiny_conf
         optimizer.register_step_pre_hook(
             lambda *_: kept.update({p: p.grad.clone() for p in run.core.parameters()})
         )
-    run.feed.seek(0)
-    result = train_step(run, next(run.feed))
+    run.loader.seek(0)
+    result = train_step(run, next(run.loader))
     for parameter, gradient in zip(run.core.parameters(), plain, strict=True):
         torch.testing.assert_close(kept[parameter], gradient, rtol=1e-4, atol=1e-7)
     assert float(result.grad_norm) == pytest.approx(
@@ -80,7 +80,7 @@ def test_clipping_bounds_the_gradient_and_reports_the_norm_before(build_run, tin
             float(torch.nn.utils.get_total_norm([p.grad for p in run.core.parameters()]))
         )
     )
-    result = train_step(run, next(run.feed))
+    result = train_step(run, next(run.loader))
     assert float(result.grad_norm) > 0.05
     assert seen == [pytest.approx(0.01, rel=1e-3)]
 
@@ -112,19 +112,19 @@ def test_a_step_that_overflows_is_skipped_and_the_scale_halved(build_run, tiny_c
     run = build_run(tiny_config(train__precision="fp16"))
     run.scaler.scale = 2.0**120
     before = [p.detach().clone() for p in run.core.parameters()]
-    result = train_step(run, next(run.feed))
+    result = train_step(run, next(run.loader))
     assert not torch.isfinite(result.grad_norm)
     assert run.scaler.scale == 2.0**119
     assert all(torch.equal(p, b) for p, b in zip(run.core.parameters(), before, strict=True))
     assert not any(run.optimizers[0].state.values())
     run.scaler.scale = 2.0**10
-    train_step(run, next(run.feed))
+    train_step(run, next(run.loader))
     assert not torch.equal(next(run.core.parameters()), before[0])
 
 
 def test_a_step_with_only_masked_targets_has_no_gradient(build_run, tiny_config, ragged_set):
     run = build_run(tiny_config(data__path=str(ragged_set), optim__weight_decay=0.0))
-    batch = next(run.feed)
+    batch = next(run.loader)
     object.__setattr__(batch, "mask_ABT", torch.zeros_like(batch.mask_ABT))
     before = [p.detach().clone() for p in run.core.parameters()]
     result = train_step(run, batch)
@@ -152,7 +152,7 @@ def test_a_dropped_step_changes_nothing(build_run, tiny_config):
     )
     numbers = []
     with pytest.raises(StepDropped):
-        train_step(run, next(run.feed), lambda _, number: numbers.append(number) or number == 3)
+        train_step(run, next(run.loader), lambda _, number: numbers.append(number) or number == 3)
     assert numbers == [2, 3]
     assert all(p.grad is None for p in run.core.parameters())
     assert (
@@ -212,18 +212,18 @@ def test_a_bad_step_changes_no_weight_and_no_optimizer_state(
         pytest.importorskip("torchao")
     run, twin = (build_run(tiny_config(**BAD_STEPS[kind]), tmp_path / name) for name in "ab")
     steps(twin, 2)
-    next(twin.feed)
+    next(twin.loader)
     steps(run, 2)
-    before, plain, position = all_bits(run), run.model, run.feed.position
+    before, plain, position = all_bits(run), run.model, run.loader.position
     run.model = poisoned(run)
-    result = train_step(run, next(run.feed))
+    result = train_step(run, next(run.loader))
     assert not torch.isfinite(result.loss)
     assert not result.skipped
     assert (int(run.guard.streak), int(run.guard.skipped)) == (1, 1)
     assert all_bits(run) == before
-    assert run.feed.position > position
+    assert run.loader.position > position
     run.model = plain
-    after, expected = (train_step(each, next(each.feed)) for each in (run, twin))
+    after, expected = (train_step(each, next(each.loader)) for each in (run, twin))
     assert int(run.guard.streak) == 0
     assert all_bits(run) != before
     assert torch.equal(after.loss, expected.loss)
@@ -246,6 +246,6 @@ def test_an_overflow_at_the_smallest_loss_scale_is_a_bad_step(build_run, tiny_co
     run = build_run(tiny_config(train__precision="fp16"))
     run.scaler.scale = 1.0
     next(run.core.parameters()).register_hook(lambda gradient: gradient * torch.inf)
-    result = train_step(run, next(run.feed))
+    result = train_step(run, next(run.loader))
     assert not result.skipped
     assert int(run.guard.streak) == 1

@@ -63,7 +63,7 @@ def test_the_run_continues_eager_and_reports_it_once(broken, build_run, tiny_con
     losses = []
     for run in (broken, plain):
         torch.manual_seed(5)
-        losses.append(float(train_step(run, next(run.feed)).loss))
+        losses.append(float(train_step(run, next(run.loader)).loss))
     assert losses[0] == losses[1]
 
 
@@ -160,7 +160,7 @@ def test_a_failure_in_a_block_or_in_the_loss_leaves_everything_uncompiled(
         losses = []
         for each in (run, plain):
             torch.manual_seed(5)
-            losses.append(float(train_step(each, next(each.feed)).loss))
+            losses.append(float(train_step(each, next(each.loader)).loss))
         assert losses[0] == losses[1]
     assert compiled == []
 

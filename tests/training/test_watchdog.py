@@ -142,19 +142,19 @@ def test_ranks_without_a_sign_of_life_are_named_first(tmp_path, damaged):
     )
 
 
-def test_the_threads_of_the_feed_and_of_a_checkpoint_are_described():
+def test_the_threads_of_the_loader_and_of_a_checkpoint_are_described():
     done = threading.Event()
     threads = [
-        threading.Thread(target=done.wait, name=name) for name in ("flatout-feed", "checkpoint")
+        threading.Thread(target=done.wait, name=name) for name in ("flatout-loader", "checkpoint")
     ]
     for thread in threads:
         thread.start()
-    loop, feed, writer = doing(torch.device("cpu"), threading.get_ident())
+    loop, loader, writer = doing(torch.device("cpu"), threading.get_ident())
     done.set()
     for thread in threads:
         thread.join()
     assert loop.startswith("The loop is in doing (watchdog.py:")
-    assert feed.startswith("The feed is reading in wait (threading.py:")
+    assert loader.startswith("The data loader is reading in wait (threading.py:")
     assert writer.startswith("A checkpoint is being written, in wait (threading.py:")
 
 
@@ -165,11 +165,11 @@ def test_the_users_own_code_is_named_but_not_the_program_that_started_the_run(mo
         torch.nn.Identity()(None)
         done.wait()
 
-    thread = threading.Thread(target=users_model, name="flatout-feed")
+    thread = threading.Thread(target=users_model, name="flatout-loader")
     thread.start()
     number = users_model.__code__.co_firstlineno + 2
-    feed_in = f"In your code, that is in users_model (test_watchdog.py:{number})."
-    wait_until(lambda: doing(torch.device("cpu"), thread.ident)[1].endswith(feed_in))
+    loader_in = f"In your code, that is in users_model (test_watchdog.py:{number})."
+    wait_until(lambda: doing(torch.device("cpu"), thread.ident)[1].endswith(loader_in))
     monkeypatch.setattr(watchdog, "ENTRY", __file__)
     assert "your code" not in " ".join(doing(torch.device("cpu"), threading.get_ident()))
     done.set()
@@ -194,10 +194,12 @@ def test_a_source_that_hangs_is_reported_with_its_stack(
     monkeypatch.setattr(ShardReader, "read", hanging_read)
     config = tiny_config(train__watchdog_minutes=0.01, train__steps=12)
     assert run_training(config, run, progress=messages)["steps"] == 12
-    told = [event for event in events(run, "stall") if "The feed is reading in" in event["text"]]
+    told = [
+        event for event in events(run, "stall") if "The data loader is reading in" in event["text"]
+    ]
     assert told
     assert "while training" in told[0]["text"]
-    assert "is flatout-feed" in reports()[0]
+    assert "is flatout-loader" in reports()[0]
     assert any(line.startswith("No progress for") for line in messages.lines)
 
 

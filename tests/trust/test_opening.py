@@ -257,7 +257,7 @@ def test_all_readers_of_a_stored_configuration_are_known():
         "measure/diagnose/recorded.py",  # imports nothing that the configuration names
         "measure/resume/check.py",  # of a run that it has just trained
         "training/halving.py",  # writes another micro-batch, in the run that is training
-        "training/mirror/restore.py",
+        "training/upload/restore.py",
         "training/metrics/loggers.py",  # after training/run_plan.py has checked
         "training/run_dir/layout.py",
         "training/init_from.py",

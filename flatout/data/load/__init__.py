@@ -1,1 +1,1 @@
-"""What a training step reads: batches in a seekable order, and the feeds that deliver them."""
+"""What a training step reads: batches in a seekable order, and the loaders that deliver them."""

@@ -1,4 +1,4 @@
-"""Reads the rows of each step in a seekable order, as numpy arrays. Feed.py makes tensors of them.
+"""Reads each step's rows in a seekable order as numpy arrays. loader.py makes tensors of them.
 
 Letters in names: A micro-batches, B rows of one, T tokens of one row, W = T + 1, N = A * B rows of
 a rank's step.
@@ -118,7 +118,7 @@ class StepRead(NamedTuple):
 
 
 class StepReader(Protocol):
-    """Reads the rows of a step for a feed."""
+    """Reads the rows of a step for a data loader."""
 
     plan: BatchPlan
     shapes: tuple[Shape, ...]

@@ -198,7 +198,7 @@ class MixedSplit:
 
 
 SplitReader = Split | MixedSplit
-"""A split from which a feed reads sequences."""
+"""A split from which a data loader reads sequences."""
 
 
 AnyDataset = Dataset | MixedDataset

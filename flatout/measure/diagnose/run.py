@@ -16,7 +16,7 @@ import torch
 from flatout.assembly.run import Run
 from flatout.assembly.selection import speedup_named
 from flatout.config.schema import RunConfig
-from flatout.data.load.feed import DirectFeed, PrefetchFeed, StepBatch
+from flatout.data.load.loader import DirectLoader, PrefetchLoader, StepBatch
 from flatout.errors import FlatoutError
 from flatout.hardware import usable_cores
 from flatout.measure.child import Answer
@@ -122,7 +122,7 @@ def measured(spec: MeasureSpec, prepared: Prepared, callbacks: Sequence[Observer
         return before.model_copy(update={"failure": failure})
     finally:
         if run is not None:
-            run.feed.close()
+            run.loader.close()
 
 
 class RunWindows(Windows):
@@ -173,12 +173,12 @@ class RunWindows(Windows):
 
     @contextmanager
     def _fixed_data(self) -> Iterator[None]:
-        feed = self._run.feed
-        self._run.feed = cast(PrefetchFeed, FixedFeed(feed))
+        loader = self._run.loader
+        self._run.loader = cast(PrefetchLoader, FixedLoader(loader))
         try:
             yield
         finally:
-            self._run.feed = feed
+            self._run.loader = loader
 
     @contextmanager
     def _unobserved(self) -> Iterator[None]:
@@ -190,12 +190,12 @@ class RunWindows(Windows):
             log._observers = before
 
 
-class FixedFeed:
-    """A feed that returns one batch, which is on the device already, again and again."""
+class FixedLoader:
+    """A data loader that returns one batch, which is on the device already, again and again."""
 
-    def __init__(self, feed: PrefetchFeed | DirectFeed) -> None:
-        self.position, self.steps_per_epoch = feed.position, feed.steps_per_epoch
-        self.data_at, self._batch = feed.data_at, next(feed)
+    def __init__(self, loader: PrefetchLoader | DirectLoader) -> None:
+        self.position, self.steps_per_epoch = loader.position, loader.steps_per_epoch
+        self.data_at, self._batch = loader.data_at, next(loader)
 
     def __next__(self) -> StepBatch:
         return self._batch

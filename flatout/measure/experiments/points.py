@@ -285,14 +285,14 @@ def precision(requested: RunConfig, resolved: Resolved) -> Points:
 
 
 def prefetch(requested: RunConfig, resolved: Resolved) -> Points:
-    """Vary the steps that the feed reads ahead: none, 1, 2, 4 or 8."""
-    feeds = filling("feed")
-    others = [name for name in resolved.speedups if name not in feeds]
+    """Vary the steps that the data loader reads ahead: none, 1, 2, 4 or 8."""
+    loaders = filling("loader")
+    others = [name for name in resolved.speedups if name not in loaders]
     ahead: Points = {
         f"{counted(steps, 'step')} ahead": {"data.prefetch": steps}
-        | with_speedups([*others, feeds[0]])
+        | with_speedups([*others, loaders[0]])
         for steps in (1, 2, 4, 8)
-        if feeds
+        if loaders
     }
     return {"no prefetch": with_speedups(others), **ahead}
 

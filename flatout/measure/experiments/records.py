@@ -215,7 +215,7 @@ class Best(Row):
     """The setting that tuned.yaml states. Its gain is over the first setting, null for that one."""
 
     prefetch: int
-    """Optimizer steps that the feed reads ahead."""
+    """Optimizer steps that the data loader reads ahead."""
     precision: str
     """Precision of the matmuls."""
     rehearsed: list[str]

@@ -39,7 +39,7 @@ class Setting:
     rows: int
     """Sequences per micro-batch."""
     prefetch: int
-    """Optimizer steps that the feed reads ahead."""
+    """Optimizer steps that the data loader reads ahead."""
     speedups: frozenset[str]
 
     def in_order(self) -> list[str]:
@@ -202,7 +202,7 @@ def make_space(
         if row.kind == "leave-one-out":
             title = f"- {name}"
         moves.append(Move(title, part, adds=new, drops=gone, speedup=name))
-    if "prefetch" in only and start.speedups & {*filling("feed")}:
+    if "prefetch" in only and start.speedups & {*filling("loader")}:
         others = sorted({max(ahead // 2, 1), 2 * ahead} - {ahead})
         moves += [Move(f"data.prefetch={each}", "prefetch", prefetch=each) for each in others]
     moves.sort(key=lambda move: (PARTS.index(move.part), move.is_leaving_out))

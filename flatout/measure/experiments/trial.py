@@ -120,12 +120,12 @@ def measure(spec: TrialSpec) -> TrialResult:
         with explained(run):
             return _timed(run, spec, start_s)
     finally:
-        run.feed.close()
+        run.loader.close()
 
 
 def _timed(run: Run, spec: TrialSpec, start_s: float) -> TrialResult:
     wanted = run.speedups
-    run.feed.prime(min(spec.loss_steps, run.last_step))
+    run.loader.prime(min(spec.loss_steps, run.last_step))
     with Log(run) as log, closing_saver(run, log):
         warm_up(run, log, eval_shapes=batch_shapes(run) if spec.rehearse else ())
         if spec.rehearse:
@@ -235,7 +235,7 @@ class Pace:
             last_s = clock()  # excludes the time of this check
         self.warmup_steps = len(step_s)
         ahead = int(1.5 * spec.seconds / max(step_s[-1], 1e-6)) + MIN_STEPS
-        run.feed.prime(min(max(ahead, spec.loss_steps), run.last_step))
+        run.loader.prime(min(max(ahead, spec.loss_steps), run.last_step))
         self.before, began_s = log.time_breakdown(), clock()
         yield
         for steps in range(1, run.last_step):

@@ -111,8 +111,8 @@ def run_profile(
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=out, prefix=".steps-")))
         with progress.task("Building the model"):
             run = resolved.build(config, scratch)
-        stack.enter_context(closing(run.feed))
-        run.feed.prime(min(wanted.at_least, run.last_step))
+        stack.enter_context(closing(run.loader))
+        run.loader.prime(min(wanted.at_least, run.last_step))
         stack.enter_context(explained(run))
         # compiled kernels of a CPU then have names in the trace
         stack.enter_context(torch._inductor.config.patch({"cpp.enable_kernel_profile": True}))

@@ -215,7 +215,7 @@ def causes_of(comparison: Comparison, config: RunConfig) -> list[str]:
         found += [UNSEEDED, UNORDERED]  # the runs differ before the stop
     else:
         names = {one.name for one in comparison.different if one.kind == "value"}
-        is_data = bool(names & {"values.feed.position", "values.tokens"})
+        is_data = bool(names & {"values.loader.position", "values.tokens"})
         found += [DATA] * is_data + [RANDOM] * any(".rng_" in name for name in names)
         found += [HIDDEN_STATE, OWN_GENERATOR]
         found += [OPTIMIZER] * config.optim.kind.count(":") + [DATA] * (not is_data)

@@ -44,7 +44,7 @@ def slow_data(evidence: Evidence) -> Finding | None:
     if evidence.config is not None:
         ahead = f"{WITHOUT_WAIT}, if the device takes longer than reading"
         fixes += speedup_fixes(evidence, "reader", "Read tokens instead of text", *why)
-        fixes += speedup_fixes(evidence, "feed", "Read ahead in the background", share, ahead)
+        fixes += speedup_fixes(evidence, "loader", "Read ahead in the background", share, ahead)
         if evidence.data.read_bytes_per_step != 0:
             fixes.append(fix("Copy the dataset to a local disk.", *why))
     else:

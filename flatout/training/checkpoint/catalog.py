@@ -522,11 +522,11 @@ def steps_between_saves(config: CheckpointConfig, steps_per_epoch: float) -> int
 def most_at_once(config: CheckpointConfig, steps: int, steps_per_epoch: float) -> int:
     """Return how many checkpoints of a run of `steps` are on the disk at once, at the most.
 
-    The newest, the best, the one being written, those kept for good, and the one being sent to a
-    mirror. With `keep=all`, saves at evaluations and by minutes are not foreseen.
+    The newest, the best, the one being written, those kept for good, and the one being uploaded.
+    With `keep=all`, saves at evaluations and by minutes are not foreseen.
     """
     newest = newest_to_keep(config)
     if newest is None:
         newest = steps // (steps_between_saves(config, steps_per_epoch) or steps or 1)
     for_good = steps // config.keep_every if config.keep_every else 0
-    return newest + for_good + 2 + (config.mirror is not None)
+    return newest + for_good + 2 + (config.upload is not None)

@@ -24,7 +24,7 @@ from flatout.training.checkpoint.location import moved_with
 
 WEIGHTS = "model/"
 """Prefix of the weights' names in an index."""
-IMPORTED = ("config.json", ".safetensors", ".bin", ".pt", ".pth", ".ckpt")
+MODEL_FILES = ("config.json", ".safetensors", ".bin", ".pt", ".pth", ".ckpt")
 """Endings of files of another tool's model."""
 STORED_DTYPES = {
     "bool": "BOOL",
@@ -148,7 +148,7 @@ def digest_of(checkpoint: Path) -> str:
         files = {name: facts.sha256 for name, facts in manifest.items() if name.startswith(prefix)}
     else:
         found = checkpoint.iterdir() if checkpoint.is_dir() else [checkpoint]
-        files = {path.name: sha256(path) for path in found if path.name.endswith(IMPORTED)}
+        files = {path.name: sha256(path) for path in found if path.name.endswith(MODEL_FILES)}
     return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
 
 

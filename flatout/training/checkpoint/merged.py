@@ -24,7 +24,7 @@ from flatout.training.checkpoint.read_write import read_weights
 from flatout.training.checkpoint.weights import cuts_of, initial_weights, weights_and_aliases
 
 
-class _ImportedWeights:
+class _BaseModelWeights:
     """Reads the weights of another tool's model by flatout's names, as `MergedWeights` does."""
 
     def __init__(self, path: Path) -> None:
@@ -58,11 +58,11 @@ class MergedWeights:
             alias.removeprefix(WEIGHTS): name.removeprefix(WEIGHTS)
             for alias, name in index.aliases.items()
         }
-        self._base: MergedWeights | _ImportedWeights | None = None
+        self._base: MergedWeights | _BaseModelWeights | None = None
         self._deltas: Mapping[str, list[Delta]] = {}
         if base := index.base:
             path = find_base(checkpoint, base)
-            self._base = _ImportedWeights(path) if is_foreign(str(path)) else MergedWeights(path)
+            self._base = _BaseModelWeights(path) if is_foreign(str(path)) else MergedWeights(path)
             with parsing(checkpoint / catalog.INDEX):
                 self._deltas = _deltas(base, read_weights(checkpoint))
             self._check_rows(base)

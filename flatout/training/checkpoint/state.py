@@ -356,9 +356,9 @@ STATE: tuple[StateItem, ...] = (
         lambda run, value: run.guard.load_state_dict(value),
     ),
     StateItem(
-        "feed",
-        lambda run: {"position": int(run.feed.position)},
-        lambda run, value: run.feed.seek(value["position"]),
+        "loader",
+        lambda run: {"position": int(run.loader.position)},
+        lambda run, value: run.loader.seek(value["position"]),
     ),
     StateItem("rng_python", _python_rng, _set_python_rng, reseed=lambda _, seed: random.seed(seed)),
     StateItem(

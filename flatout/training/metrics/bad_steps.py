@@ -12,7 +12,7 @@ from flatout.training.metrics.readback import DelayedReadback
 
 if TYPE_CHECKING:
     from flatout.assembly.run import Run
-    from flatout.data.load.feed import StepBatch
+    from flatout.data.load.loader import StepBatch
     from flatout.training.step import StepResult
 
 

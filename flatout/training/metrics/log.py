@@ -43,7 +43,7 @@ from flatout.training.run_dir.resume import is_own
 
 if TYPE_CHECKING:
     from flatout.assembly.run import Run
-    from flatout.data.load.feed import StepBatch
+    from flatout.data.load.loader import StepBatch
     from flatout.training.evaluation import Evaluation
     from flatout.training.step import StepResult
 

@@ -240,7 +240,7 @@ def _change(old: JsonObject, new: JsonObject) -> str:
 
 
 def require_tokenizer_of(folder: Path, data: Dataset, *, progress: Progress = SILENT) -> None:
-    """Check that a dataset's tokenizer gives the ids of the tokenizer.json of an imported model.
+    """Check that a dataset's tokenizer gives the ids of the tokenizer.json of a base model.
 
     Equal tokenizers may have different files, so a few texts are compared.
     Raises: CheckpointError when the ids differ; DataError when the file cannot be used.
@@ -260,6 +260,6 @@ def require_tokenizer_of(folder: Path, data: Dataset, *, progress: Progress = SI
         if theirs.encode(text) != expected:
             raise CheckpointError(
                 f"{data.origin} was prepared with a different tokenizer than {path}, that of the "
-                f"imported model: {text[:20]!a} has other tokens.",
+                f"base model: {text[:20]!a} has other tokens.",
                 fix=f"Prepare the text with --tokenizer {in_shell(path)}.",
             )

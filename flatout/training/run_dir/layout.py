@@ -21,7 +21,7 @@ RUN/
 ├── watchdog/         written when a run makes no progress: the stacks of its threads, by rank
 ├── origin.json       with --resume PATH: the checkpoint elsewhere that the run started from
 ├── owner.json        with checkpoint.dir: see checkpoint/location.py
-├── mirror.json       with checkpoint.mirror: see mirror/remote.py
+├── remote.json       with checkpoint.upload: see upload/remote.py
 └── lock              locked while a process trains; names its pid and host
 """
 
@@ -75,7 +75,7 @@ CONFIG, REQUESTED, EVENTS, SUMMARY, EXIT_CODE, LOCK, ORIGIN = (
 METRICS, BOARD, TABLE = "metrics.jsonl", "tensorboard", "metrics.csv"
 DIVERGENCE, LEFT_OUT = "divergence.json", "left_out.json"
 LOGGER_STATES, WANDB_FILES, WATCHDOG = "loggers", "wandb", "watchdog"
-MIRROR = "mirror.json"
+REMOTE = "remote.json"
 WRITTEN = (
     CONFIG,
     COPY,
@@ -96,7 +96,7 @@ WRITTEN = (
     WATCHDOG,
     ORIGIN,
     OWNER,
-    MIRROR,
+    REMOTE,
     LOCK,
 )
 """Files and directories that a run writes in its directory. None may be a link, so that a run

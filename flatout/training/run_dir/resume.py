@@ -39,7 +39,7 @@ FREE_KEYS = (
     "checkpoint.every_",
     "checkpoint.keep",
     "checkpoint.best",
-    "checkpoint.mirror",
+    "checkpoint.upload",
     "checkpoint.compress",
     "parallel.",
     "train.devices",

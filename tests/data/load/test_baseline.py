@@ -5,7 +5,7 @@ from plans import batch_plan
 from flatout.data.load import baseline
 from flatout.data.load.baseline import TokenisingReader
 from flatout.data.load.batches import SequenceSteps, ShardReader
-from flatout.data.load.feed import DirectFeed, PrefetchFeed
+from flatout.data.load.loader import DirectLoader, PrefetchLoader
 from flatout.data.store.shards import Dataset
 
 TOKENS = np.random.default_rng(0).integers(0, 300, 401)
@@ -62,29 +62,29 @@ class CountingReader(TokenisingReader):
         tokenizer.decode = decode
 
 
-@pytest.mark.parametrize("feed_class", [DirectFeed, PrefetchFeed])
+@pytest.mark.parametrize("loader_class", [DirectLoader, PrefetchLoader])
 @pytest.mark.parametrize(
     ("start", "rank", "world_size"),
     [(0, 0, 1), (44, 0, 1), (36, 1, 2)],
     ids=["new", "resumed", "second of two"],
 )
-def test_a_primed_feed_decodes_nothing_inside_its_steps(
-    train_split, stub_tokenizer, feed_class, start, rank, world_size
+def test_a_primed_loader_decodes_nothing_inside_its_steps(
+    train_split, stub_tokenizer, loader_class, start, rank, world_size
 ):
     """Also across the end of an epoch: each rank reads 5 steps of 4 of the 50 sequences."""
     reader = CountingReader(stub_tokenizer)
-    with feed_class(
+    with loader_class(
         SequenceSteps(train_split(TOKENS), batch_plan(dp_rank=rank, dp_size=world_size), reader)
-    ) as feed:
-        feed.seek(start)
-        feed.prime(5)
+    ) as loader:
+        loader.seek(start)
+        loader.prime(5)
         ahead = reader.decoded
         assert 0 < ahead <= 20
         assert stub_tokenizer.encoded == []
-        assert feed.position == start
-        for _ in range(5 - 2 * (feed_class is PrefetchFeed)):
-            next(feed)
-        feed.close()
+        assert loader.position == start
+        for _ in range(5 - 2 * (loader_class is PrefetchLoader)):
+            next(loader)
+        loader.close()
         assert reader.decoded == ahead
 
 
@@ -92,17 +92,17 @@ def test_priming_ends_when_every_sequence_is_cached_or_the_cache_is_full(
     train_split, stub_tokenizer, monkeypatch
 ):
     reader = CountingReader(stub_tokenizer)
-    DirectFeed(SequenceSteps(train_split(TOKENS), batch_plan(), reader)).prime(10**9)
+    DirectLoader(SequenceSteps(train_split(TOKENS), batch_plan(), reader)).prime(10**9)
     assert reader.decoded == 50
     monkeypatch.setattr(baseline, "KEPT_TEXTS", 10)
     reader = CountingReader(stub_tokenizer)
-    feed = DirectFeed(SequenceSteps(train_split(TOKENS, name="other"), batch_plan(), reader))
-    feed.prime(10**9)
+    loader = DirectLoader(SequenceSteps(train_split(TOKENS, name="other"), batch_plan(), reader))
+    loader.prime(10**9)
     assert reader.decoded == 10
-    next(feed)
-    next(feed)
+    next(loader)
+    next(loader)
     assert reader.decoded == 10, "the first steps are the primed ones"
-    next(feed)
+    next(loader)
     assert reader.decoded == 12, "two of its four sequences were primed"
 
 
@@ -110,26 +110,26 @@ def test_scoring_the_validation_text_drops_no_training_text(write_set, stub_toke
     monkeypatch.setattr(baseline, "KEPT_TEXTS", 12)
     dataset = Dataset.open(write_set(TOKENS, val=TOKENS[:200]))
     reader = CountingReader(stub_tokenizer)
-    feed = DirectFeed(SequenceSteps(dataset.split("train"), batch_plan(), reader))
-    feed.prime(3)
+    loader = DirectLoader(SequenceSteps(dataset.split("train"), batch_plan(), reader))
+    loader.prime(3)
     read(reader, dataset.split("val"), range(20))
     before = reader.decoded
     for _ in range(3):
-        next(feed)
+        next(loader)
     assert reader.decoded == before
 
 
-@pytest.mark.parametrize("feed_class", [DirectFeed, PrefetchFeed])
-def test_a_shard_reader_needs_no_priming(train_split, feed_class, monkeypatch):
+@pytest.mark.parametrize("loader_class", [DirectLoader, PrefetchLoader])
+def test_a_shard_reader_needs_no_priming(train_split, loader_class, monkeypatch):
     split = train_split(TOKENS)
     with (
-        feed_class(SequenceSteps(split, batch_plan(), ShardReader())) as feed,
+        loader_class(SequenceSteps(split, batch_plan(), ShardReader())) as loader,
         monkeypatch.context() as patched,
     ):
         patched.setattr(type(split), "read_tokens", lambda *args: pytest.fail("read"))
         patched.setattr(type(split), "read_sequences", lambda *args: pytest.fail("read"))
-        feed.prime(10**9)
-        assert feed.position == 0
+        loader.prime(10**9)
+        assert loader.position == 0
 
 
 def test_end_of_text_is_not_spelled_out(train_split, stub_tokenizer):

@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from flatout.data.load.batches import ShardReader
-from flatout.data.load.feed import evaluation_batches
+from flatout.data.load.loader import evaluation_batches
 
 RNG = np.random.default_rng(0)
 

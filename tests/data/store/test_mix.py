@@ -11,7 +11,7 @@ from plans import batch_plan
 
 from flatout.config.sections import DataConfig
 from flatout.data.load.batches import SequenceSteps, ShardReader
-from flatout.data.load.feed import DirectFeed, PrefetchFeed
+from flatout.data.load.loader import DirectLoader, PrefetchLoader
 from flatout.data.store.mix import (
     LONGEST_PERIOD,
     MixedDataset,
@@ -141,12 +141,12 @@ def test_a_position_does_not_depend_on_the_others_in_the_call(three):
     assert split.sequences_at(far, T, seed=9).max() < split.num_sequences(T) == 45
 
 
-@pytest.mark.parametrize("feed_class", [DirectFeed, PrefetchFeed])
-def test_masks_and_documents_follow_their_sequences(three, feed_class):
-    with feed_class(
+@pytest.mark.parametrize("loader_class", [DirectLoader, PrefetchLoader])
+def test_masks_and_documents_follow_their_sequences(three, loader_class):
+    with loader_class(
         SequenceSteps(MixedDataset.open(three).split("train"), plan(), ShardReader())
-    ) as feed:
-        batches = [next(feed) for _ in range(12)]
+    ) as loader:
+        batches = [next(loader) for _ in range(12)]
     windows = torch.cat([batch.sequences_ABW.flatten(0, 1).int() for batch in batches]).numpy()
     mask = torch.cat([batch.mask_ABT.flatten(0, 1) for batch in batches]).numpy()
     doc_ids = torch.cat([batch.doc_ids_ABT.flatten(0, 1) for batch in batches]).numpy()

@@ -26,7 +26,7 @@ def contents(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_safetensors_have_flatouts_names_and_are_imported_again(make_run, export_to):
+def test_safetensors_have_flatouts_names_and_are_read_again(make_run, export_to):
     run = make_run("llama", SHAPES["llama"])
     out, written = export_to(run, "safetensors")
     stored = read_weights(run / "checkpoints" / "step-0")
@@ -38,8 +38,8 @@ def test_safetensors_have_flatouts_names_and_are_imported_again(make_run, export
     model = find_model(str(out))
     keys = {key: value for key, value in model.keys.items() if key != "kind"}
     config = MODELS.get(model.keys["kind"]).check(keys, seq_len=16)
-    imported = ForeignWeights(model, config)
-    assert all(torch.equal(imported.read(name), weight) for name, weight in stored.items())
+    loaded = ForeignWeights(model, config)
+    assert all(torch.equal(loaded.read(name), weight) for name, weight in stored.items())
 
 
 def test_the_mark_says_what_was_exported(make_run, export_to):

@@ -27,7 +27,7 @@ PROMPT = "the run "
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", ALL)
-def test_an_export_is_imported_bit_for_bit(make_run, export_to, shape):
+def test_an_export_is_read_bit_for_bit(make_run, export_to, shape):
     run = make_run(shape, ALL[shape])
     out, written = export_to(run)
     assert written.model_class == CLASSES.get(shape, "FlatoutForCausalLM")
@@ -35,12 +35,12 @@ def test_an_export_is_imported_bit_for_bit(make_run, export_to, shape):
     model = find_model(str(out))
     keys = {key: value for key, value in model.keys.items() if key != "kind"}
     config = MODELS.get(model.keys["kind"]).check(keys, seq_len=16)
-    imported = ForeignWeights(model, config)
+    loaded = ForeignWeights(model, config)
     stored = read_weights(run / "checkpoints" / "step-0")
-    assert set(stored) <= set(imported.names())
-    for name in imported.names():
+    assert set(stored) <= set(loaded.names())
+    for name in loaded.names():
         wanted = stored[name] if name in stored else torch.zeros(())
-        found = imported.read(name)
+        found = loaded.read(name)
         # a gain below 1/2 loses its last bit when Gemma stores its distance from 1
         atol = 1e-7 if "gemma" in shape else 0
         torch.testing.assert_close(found, wanted.expand_as(found), rtol=0, atol=atol)
@@ -121,7 +121,7 @@ def test_the_files_of_an_export(make_run, export_to):
 
 
 @pytest.mark.slow
-def test_the_named_tokens_of_an_imported_tokenizer_stay(make_run, tmp_path):
+def test_the_named_tokens_of_a_loaded_tokenizer_stay(make_run, tmp_path):
     definition = ByteTokenizer().tokenizer_json()
     vocabulary = definition["model"]["vocab"]
     names = {"bos_token": "A", "eos_token": "B", "pad_token": "C"}

@@ -107,13 +107,15 @@ def test_slow_steps_leave_time_for_the_diagnosis(tiny_config, tmp_path):
 
 def test_a_slow_source_is_named_with_its_line(measured, monkeypatch):
     def slow(*arguments):
-        feed = plain(*arguments)
-        reader = feed._steps._reader
-        feed._steps._reader = SimpleNamespace(read=lambda *given: (compute(), reader.read(*given)))
-        return feed
+        loader = plain(*arguments)
+        reader = loader._steps._reader
+        loader._steps._reader = SimpleNamespace(
+            read=lambda *given: (compute(), reader.read(*given))
+        )
+        return loader
 
-    plain = assembling.make_feed
-    monkeypatch.setattr(assembling, "make_feed", slow)
+    plain = assembling.make_loader
+    monkeypatch.setattr(assembling, "make_loader", slow)
     found, evidence = measured(speedups="auto,-compile,-prefetch")
     assert found.keys() == {"slow-data"}
     finding = found["slow-data"]

@@ -39,14 +39,14 @@ def test_noise_alone_does_not_prolong_the_warm_up_much():
 
 
 class MadeUp:
-    """A log, a feed and a clock, for steps of given durations."""
+    """A log, a data loader and a clock, for steps of given durations."""
 
     last_result = None
 
     def __init__(self, step_s):
         self.now, self.step_s, self.spent_s, self.primed = 0.0, iter(step_s), 0.0, []
         self.run = SimpleNamespace(
-            step=0, last_step=10**6, feed=SimpleNamespace(prime=self.primed.append)
+            step=0, last_step=10**6, loader=SimpleNamespace(prime=self.primed.append)
         )
 
     def time_breakdown(self):

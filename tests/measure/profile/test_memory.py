@@ -50,7 +50,7 @@ def test_gradients_are_known_by_their_addresses_and_inputs_by_their_phase():
     parts, _ = at_peak([*changes, (9.5, 3, -10), (9.6, 4, -20)], gradients=[{6: 300}])
     assert {name: size for name, size in parts.items() if size} == {
         "weights": 1000,
-        "inputs": 30,  # one from the feed, one that the step converted
+        "inputs": 30,  # one from the data loader, one that the step converted
         "gradients": 300,
         "temporary": 40,
     }

@@ -25,7 +25,7 @@ def comparison(*, stop=(), end=("model/a",), values=(), first=None):
         (comparison(stop=["a"]), "cuda", [causes.KERNELS, causes.UNSEEDED, causes.UNORDERED]),
         (comparison(first=6), "cpu", [causes.HIDDEN_STATE, causes.OWN_GENERATOR, causes.DATA]),
         (
-            comparison(values=["values.feed.position"]),
+            comparison(values=["values.loader.position"]),
             "cpu",
             [causes.DATA, causes.HIDDEN_STATE, causes.OWN_GENERATOR],
         ),

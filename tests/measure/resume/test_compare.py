@@ -91,15 +91,17 @@ def test_a_missing_tensor_is_a_difference(two):
 
 def test_values_are_compared_and_short_ones_shown(two):
     def change(state):
-        state["values"]["feed"]["position"] += 1
+        state["values"]["loader"]["position"] += 1
         state["ranks"][0]["rng_torch"] = "ff" + state["ranks"][0]["rng_torch"][2:]
 
     change_json(at(two[1], 2) / catalog.STATE, change)
     found = compared(two)
     shown = {one.name: one.text for one in found.different}
-    position = json.loads((at(two[0], 2) / catalog.STATE).read_text())["values"]["feed"]["position"]
+    position = json.loads((at(two[0], 2) / catalog.STATE).read_text())["values"]["loader"][
+        "position"
+    ]
     assert shown == {
-        "values.feed.position": f"differs: {position} -> {position + 1}",
+        "values.loader.position": f"differs: {position} -> {position + 1}",
         "ranks.0.rng_torch": "differs",
     }
     assert found.first_step == 2

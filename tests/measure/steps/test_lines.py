@@ -69,18 +69,18 @@ def test_a_slow_line_is_named_with_its_phase():
 
 
 def test_the_thread_that_prepares_data_counts_while_the_loop_waits(monkeypatch):
-    monkeypatch.setattr(sampling, "is_user_code", lambda file: file == "feed.py")
+    monkeypatch.setattr(sampling, "is_user_code", lambda file: file == "loader.py")
     timer, seen = PhaseTimer(), threading.Event()
-    code = compile("\nwhile not seen.wait(0.005): pass", "feed.py", "exec")
-    feed = threading.Thread(target=exec, args=(code, {"seen": seen}))
+    code = compile("\nwhile not seen.wait(0.005): pass", "loader.py", "exec")
+    loader = threading.Thread(target=exec, args=(code, {"seen": seen}))
     with LineSampler(lambda: timer.current) as sampler:
-        feed.start()
+        loader.start()
         with timer.phase("data_wait"):
             while not sampler.sites(1).get("data"):
                 time.sleep(0.01)
         seen.set()
-        feed.join()
-    assert [(site.file, site.line) for site in sampler.sites(1)["data"]] == [("feed.py", 2)]
+        loader.join()
+    assert [(site.file, site.line) for site in sampler.sites(1)["data"]] == [("loader.py", 2)]
 
 
 def test_a_closure_of_an_optimizer_is_not_its_work(monkeypatch):

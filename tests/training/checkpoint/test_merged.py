@@ -42,7 +42,7 @@ def fine_tuning(tiny, tiny_set):
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
-def test_the_first_checkpoint_has_the_imported_weights(tmp_path, fine_tuning, name):
+def test_the_first_checkpoint_has_the_weights_of_the_base_model(tmp_path, fine_tuning, name):
     document = DOCUMENTS[name] | {"vocab_size": 257}
     folder = write_model(tmp_path / "theirs", document)
     summary = run_training(fine_tuning(folder, checkpoint__keep=9), tmp_path / "run")
@@ -54,7 +54,7 @@ def test_the_first_checkpoint_has_the_imported_weights(tmp_path, fine_tuning, na
         assert torch.equal(first[key], tensor)
 
 
-def test_the_run_needs_the_imported_model_only_once(tmp_path, theirs, fine_tuning, stop_at):
+def test_the_run_needs_the_base_model_only_once(tmp_path, theirs, fine_tuning, stop_at):
     config = fine_tuning(theirs, train__steps=3)
     with pytest.raises(BaseException, match="Stopped at step 1"):
         run_training(config, tmp_path / "run", observers=[stop_at(1)])

@@ -85,5 +85,5 @@ def test_the_most_checkpoints_at_once_follow_from_the_configuration(given, newes
     config = CheckpointConfig(**given)
     assert newest_to_keep(config) == newest
     assert most_at_once(config, 100, 16.0) == most
-    mirrored = config.model_copy(update={"mirror": "s3://bucket/runs"})
-    assert most_at_once(mirrored, 100, 16.0) == most + 1, "one is being sent"
+    uploaded = config.model_copy(update={"upload": "s3://bucket/runs"})
+    assert most_at_once(uploaded, 100, 16.0) == most + 1, "one is being sent"

@@ -274,7 +274,7 @@ def test_the_reserved_bytes_equal_those_of_a_save(
     saver._copy.make_room(0, run.mesh.device)  # waits for the memory
     assert reserved == saver._copy._block.numel()
     run.mesh = alone
-    train_step(run, next(run.feed))
+    train_step(run, next(run.loader))
     run.mesh = mesh
     snapshot = take(run, {})
     assert host_copy.bytes_of(snapshot.tensors) == reserved

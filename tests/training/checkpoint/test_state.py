@@ -108,7 +108,7 @@ def real_outcome(run, num_steps):
         run.elapsed_s,
         run.best_val_loss,
         run.best_step,
-        int(run.feed.position),
+        int(run.loader.position),
         run.guard.state_dict(),
     )
     draws = (random.random(), np.random.rand(), torch.rand(2).tolist())
@@ -118,7 +118,7 @@ def real_outcome(run, num_steps):
 def real_train(run, num_steps):
     losses = []
     for _ in range(num_steps):
-        losses.append(train_step(run, next(run.feed)).loss.item())
+        losses.append(train_step(run, next(run.loader)).loss.item())
         run.step += 1
         run.tokens += run.tokens_per_step
         run.elapsed_s += 0.1
@@ -233,7 +233,7 @@ def test_optimizer_settings_in_the_configuration_are_not_state(
         {key: group[key] for key in kept} for group, kept in zip(groups, fresh, strict=True)
     ] == fresh
     assert {group["peak_lr"] for group in groups} == {1e-4}
-    result = train_step(again, next(again.feed))
+    result = train_step(again, next(again.loader))
     assert {group["lr"] for group in groups} == {result.learning_rate}
 
 

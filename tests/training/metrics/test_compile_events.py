@@ -55,7 +55,7 @@ def compiled_run(build_run, tiny_config, tmp_path):
 
 
 def step(run, log):
-    batch = next(run.feed)
+    batch = next(run.loader)
     result = train_step(run, batch)
     run.step += 1
     log.step(batch, result)
@@ -94,7 +94,7 @@ def test_a_run_that_compiles_nothing_reports_no_compilation(tiny_config, tmp_pat
 def test_a_batch_of_a_new_shape_is_logged_at_its_step(compiled_run, tmp_path):
     run, log = compiled_run("compile")
     step(run, log)
-    batch = next(run.feed)
+    batch = next(run.loader)
     object.__setattr__(batch, "sequences_ABW", batch.sequences_ABW[:, :, :-4])
     result = train_step(run, batch)
     run.step += 1
@@ -118,7 +118,7 @@ def test_all_length_buckets_are_compiled_in_the_warm_up(compiled_run, tmp_path):
         batch__tokens_per_step=1024,
         batch__rows_per_device=2,
     )
-    assert len(run.feed.shapes) > 1
+    assert len(run.loader.shapes) > 1
     for _ in range(6):
         step(run, log)
     assert len(events(tmp_path / "run", "compiled")) == 1

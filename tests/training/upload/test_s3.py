@@ -1,4 +1,4 @@
-"""A mirror at s3://, on an S3 server behind a proxy that fails, stalls and cuts bodies short."""
+"""Uploads to s3://, on an S3 server behind a proxy that fails, stalls and cuts bodies short."""
 
 import json
 import re
@@ -11,8 +11,8 @@ import time
 import pytest
 
 from flatout.training.checkpoint import catalog
-from flatout.training.mirror import uploader as module
 from flatout.training.run import run_training
+from flatout.training.upload import uploader as module
 
 pytestmark = pytest.mark.slow
 URL = "s3://corpus/runs"
@@ -20,7 +20,7 @@ URL = "s3://corpus/runs"
 
 @pytest.fixture
 def config(tiny_config):
-    return tiny_config(checkpoint__mirror=URL, checkpoint__every_steps=2)
+    return tiny_config(checkpoint__upload=URL, checkpoint__every_steps=2)
 
 
 @pytest.fixture

@@ -53,7 +53,7 @@ class MicroBatch:
 class StepBatch:
     """One rank's share of one optimizer step, on the device.
 
-    The feed does not reuse the tensors: they belong to the caller.
+    The data loader does not reuse the tensors: they belong to the caller.
     """
 
     sequences_ABW: Tensor
@@ -176,8 +176,8 @@ class _Buffer:
         )
 
 
-class _Feed:
-    """An endless iterator with a position: the base of both feeds."""
+class _Loader:
+    """An endless iterator with a position: the base of both data loaders."""
 
     def __init__(self, steps: StepReader) -> None:
         self.position: int = 0
@@ -231,10 +231,10 @@ class _Feed:
         self._steps.prime(self.position, steps, progress)
 
     def close(self) -> None:
-        """Release the feed's resources; reading again reopens it."""
+        """Release the data loader's resources; reading again reopens it."""
 
 
-class DirectFeed(_Feed):
+class DirectLoader(_Loader):
     """Reads each step on demand, in the caller's thread."""
 
     def __init__(self, steps: StepReader) -> None:
@@ -245,7 +245,7 @@ class DirectFeed(_Feed):
         return self._buffer.read(self.position)
 
 
-class PrefetchFeed(_Feed):
+class PrefetchLoader(_Loader):
     """Reads the next `prefetch` steps in a background thread.
 
     On a GPU, copies run on a separate stream from two pinned buffers. The thread starts with the
@@ -259,7 +259,7 @@ class PrefetchFeed(_Feed):
     def _next_batch(self) -> StepBatch:
         if self._ahead is None:
             self._ahead = _ReadAhead(self._steps, self.position)
-            # Stops the thread of a feed that is dropped without close().
+            # Stops the thread of a data loader that is dropped without close().
             self._stop = weakref.finalize(self, self._ahead.stop)
         try:
             return self._ahead.take()
@@ -285,7 +285,7 @@ class _ReadAhead:
         ] = queue.SimpleQueue()
         self._stopping = threading.Event()
         self._thread = threading.Thread(
-            target=self._read, args=(steps, position), name="flatout-feed", daemon=True
+            target=self._read, args=(steps, position), name="flatout-loader", daemon=True
         )
         self._thread.start()
 
@@ -328,7 +328,7 @@ class _ReadAhead:
         """Stop the thread and wait for it. A second call does nothing."""
         self._stopping.set()
         self._room.release()
-        # Garbage collection may finalise a dropped feed in the thread itself.
+        # Garbage collection may finalise a dropped loader in the thread itself.
         if self._thread is not threading.current_thread():
             self._thread.join()
 

@@ -1,7 +1,7 @@
-"""The mirror of a run: its files and its checkpoints at a URL. No torch.
+"""The remote copy of a run: its files and its checkpoints at a URL. No torch.
 
 URL/NAME/              NAME is the name of the run directory
-├── mirror.json        the run directory that sends here
+├── remote.json        the run directory that sends here
 ├── config.yaml, ...   RUN_FILES, as in the run directory
 ├── loggers/           the run's ids at remote loggers
 ├── step-N/            the files of a checkpoint, with `.zst` appended when they are compressed;
@@ -18,7 +18,7 @@ from typing import Annotated, NamedTuple
 
 from pydantic import BaseModel, Field, ValidationError
 
-from flatout.config.sections import MIRROR_OFF, CheckpointConfig
+from flatout.config.sections import UPLOAD_OFF, CheckpointConfig
 from flatout.conversation.templates import CHAT_TEMPLATE
 from flatout.data.store.manifest import TOKENIZER
 from flatout.errors import CheckpointError, ConfigError
@@ -34,8 +34,8 @@ from flatout.training.run_dir.layout import (
     EVENTS,
     LEFT_OUT,
     METRICS,
-    MIRROR,
     ORIGIN,
+    REMOTE,
     REQUESTED,
     SUMMARY,
     TABLE,
@@ -63,12 +63,12 @@ _FOLDER = re.compile(r"step-(0|[1-9][0-9]*)(?:\.([1-9][0-9]*))?")
 
 
 class Sender(BaseModel):
-    """mirror.json at the URL: the run directory that sends there."""
+    """remote.json at the URL: the run directory that sends there."""
 
     format_version: Annotated[int, Field(ge=1)] = FORMAT_VERSION
     """Version of this file's format."""
     id: str
-    """The id in the run directory's own mirror.json."""
+    """The id in the run directory's own remote.json."""
     run: str
     """Its path."""
     host: str
@@ -76,14 +76,14 @@ class Sender(BaseModel):
 
 
 class Record(BaseModel):
-    """mirror.json in a run directory: where it sends its checkpoints."""
+    """remote.json in a run directory: where it sends its checkpoints."""
 
     format_version: Annotated[int, Field(ge=1)] = FORMAT_VERSION
     """Version of this file's format."""
     id: str
     """A random id."""
     url: str
-    """The URL of its mirror."""
+    """The URL of its remote copy."""
     replaces: str | None = None
     """The id of the directory that sent there before this one was restored."""
     sent: list[int] = []
@@ -92,8 +92,8 @@ class Record(BaseModel):
     """The step that was sent last: after a kill it may be there, while `sent` lacks it."""
 
 
-class Mirrored(NamedTuple):
-    """A complete checkpoint in the mirror."""
+class Uploaded(NamedTuple):
+    """A complete checkpoint in the remote copy."""
 
     folder: str
     """The name of its directory."""
@@ -101,28 +101,28 @@ class Mirrored(NamedTuple):
     """Its manifest, which identifies it."""
 
 
-def mirror_url(mirror: str | None, run_folder: Path) -> str | None:
-    """Return the URL of a run's mirror when `checkpoint.mirror` is `mirror`; None without one."""
-    if mirror is None or mirror == MIRROR_OFF:
+def upload_url(upload: str | None, run_folder: Path) -> str | None:
+    """Return the URL of a run's remote copy when `checkpoint.upload` is `upload`, or None."""
+    if upload is None or upload == UPLOAD_OFF:
         return None
-    return f"{mirror.rstrip('/')}/{run_folder.absolute().name}"
+    return f"{upload.rstrip('/')}/{run_folder.absolute().name}"
 
 
 def require_elsewhere(config: CheckpointConfig, run_folder: Path) -> None:
-    """Check that the mirror of a run and the run's own directories are not inside each other.
+    """Check that the remote copy of a run and the run's directories are not inside each other.
 
     Raises: ConfigError.
     """
-    url = mirror_url(config.mirror, run_folder)
+    url = upload_url(config.upload, run_folder)
     if url is None or not is_local(url):
         return
-    mirror = Path(url.partition("://")[2]).resolve()
+    copy = Path(url.partition("://")[2]).resolve()
     for own in (run_folder.resolve(), folder_in(config.dir, run_folder).resolve()):
-        if mirror == own or own in mirror.parents or mirror in own.parents:
+        if copy == own or own in copy.parents or copy in own.parents:
             raise ConfigError(
-                f"checkpoint.mirror={config.mirror}: the mirror would be {mirror}, and {own} "
+                f"checkpoint.upload={config.upload}: the copy would be in {copy}, and {own} "
                 "contains the run itself. What deletes one would delete the other.",
-                fix="Set checkpoint.mirror to a directory elsewhere, on a different disk if "
+                fix="Set checkpoint.upload to a directory elsewhere, on a different disk if "
                 "possible.",
             )
 
@@ -132,21 +132,21 @@ def read_record(run_folder: Path, url: str) -> Record | None:
 
     Raises: CheckpointError when it is damaged.
     """
-    path = run_folder / MIRROR
+    path = run_folder / REMOTE
     if not path.exists():
         return None
-    fix = f"Delete {path} and set a different checkpoint.mirror."
+    fix = f"Delete {path} and set a different checkpoint.upload."
     record = read_model(path, Record, fix=fix)
     return record if record.url == url else None
 
 
 def write_record(run_folder: Path, record: Record) -> None:
     """Store the record of a run directory."""
-    write_json(run_folder / MIRROR, record.model_dump())
+    write_json(run_folder / REMOTE, record.model_dump())
 
 
-class MirrorStore:
-    """The mirror at a URL.
+class RemoteCopy:
+    """The remote copy of a run at a URL.
 
     Raises: DataError when URLs of that kind are read-only; MissingPackage. Its methods raise
             Unreachable when the server does not answer, and DataError when it rejects the request.
@@ -174,10 +174,10 @@ class MirrorStore:
         matches.sort(key=lambda match: (int(match[1]), int(match[2] or 0)))
         return {match[0]: int(match[1]) for match in matches}
 
-    def complete(self) -> dict[int, Mirrored]:
+    def complete(self) -> dict[int, Uploaded]:
         """Return the complete checkpoints by step, in ascending order, as they were sent last."""
         return {
-            step: Mirrored(name, manifest)
+            step: Uploaded(name, manifest)
             for name, step in self.folders().items()
             if (manifest := self.read(f"{name}/{catalog.MANIFEST}"))
         }
@@ -193,18 +193,18 @@ class MirrorStore:
 
         Raises: CheckpointError when its file is damaged.
         """
-        content = self.read(MIRROR)
+        content = self.read(REMOTE)
         try:
             return None if content is None else Sender.model_validate_json(content)
         except ValidationError as error:
             raise CheckpointError(
-                f"{self.url}/{MIRROR} was not written by this version of flatout.",
-                fix="Set a different checkpoint.mirror.",
+                f"{self.url}/{REMOTE} was not written by this version of flatout.",
+                fix="Set a different checkpoint.upload.",
             ) from error
 
     def write_sender(self, sender: Sender) -> None:
         """Store the run directory that sends here from now on."""
-        self.top.put_text(MIRROR, sender.model_dump_json() + "\n")
+        self.top.put_text(REMOTE, sender.model_dump_json() + "\n")
 
 
 def next_folder(step: int, folder: str | None = None) -> str:

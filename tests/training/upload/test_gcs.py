@@ -1,4 +1,4 @@
-"""A mirror at gs://, on a local emulator of Google Cloud Storage."""
+"""Uploads to gs://, on a local emulator of Google Cloud Storage."""
 
 import shutil
 import socket
@@ -11,8 +11,8 @@ import fsspec
 import pytest
 
 from flatout.errors import Stopped
-from flatout.training.mirror.remote import MirrorStore
 from flatout.training.run import run_training
+from flatout.training.upload.remote import RemoteCopy
 
 pytestmark = pytest.mark.slow
 URL = "gs://corpus/runs"
@@ -57,13 +57,13 @@ def test_a_lost_run_comes_back_from_google_cloud_storage(
     tiny_config, tmp_path, gcs, stop_at, events
 ):
     whole = run_training(tiny_config(), tmp_path / "whole")
-    config, run = tiny_config(checkpoint__mirror=URL, checkpoint__every_steps=2), tmp_path / "run"
+    config, run = tiny_config(checkpoint__upload=URL, checkpoint__every_steps=2), tmp_path / "run"
     with pytest.raises(Stopped, match="step 3"):
         run_training(config, run, observers=[stop_at(3)])
     shutil.rmtree(run)
     assert run_training(config, run)["weights_sha256"] == whole["weights_sha256"]
     assert events(run, "restore")[0]["step"] == 3
     found = {path.removeprefix("corpus/runs/run/") for path in gcs.find("corpus/runs/run")}
-    local, copy = run / "checkpoints" / "step-6", MirrorStore(f"{URL}/run").complete()[6].folder
+    local, copy = run / "checkpoints" / "step-6", RemoteCopy(f"{URL}/run").complete()[6].folder
     assert {f"{copy}/{path.name}" for path in local.iterdir()} <= found
     assert not any(path.startswith("step-3/") for path in found), "deleted here, deleted there"

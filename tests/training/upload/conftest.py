@@ -7,21 +7,21 @@ from fakes import fake_checkpoint
 
 from flatout.config.schema import load_config
 from flatout.progress import SILENT
-from flatout.training.mirror.uploader import Uploader
 from flatout.training.run_dir import layout
+from flatout.training.upload.uploader import Uploader
 
 URL = "faulty://bucket/runs"
 
 
 class Directory:
-    """A run directory whose mirror is at `URL/run`; `events` lists what was reported."""
+    """A run directory that uploads to `URL/run`; `events` lists what was reported."""
 
     def __init__(self, path):
         self.path = path
         self.url = f"{URL}/{path.name}"
         self.events = []
         self.uploaders = []
-        layout.write_config(path, load_config(None, [f"checkpoint.mirror={URL}"]))
+        layout.write_config(path, load_config(None, [f"checkpoint.upload={URL}"]))
         (path / "metrics.jsonl").write_text('{"step": 1}\n')
 
     def checkpoint(self, step, **content):
@@ -57,7 +57,7 @@ class Directory:
 
 @pytest.fixture
 def run(tmp_path, store):
-    """A run directory whose mirror is the faulty store."""
+    """A run directory that uploads to the faulty store."""
     directory = Directory(tmp_path / "run")
     yield directory
     for uploader in directory.uploaders:
@@ -68,8 +68,8 @@ def run(tmp_path, store):
 
 
 @pytest.fixture
-def mirrored(store):
-    """Return a function that lists the files in the mirror, or those of one directory there."""
+def uploaded(store):
+    """Return a function that lists the uploaded files, or those of one directory there."""
 
     def names(folder=None):
         folder = f"step-{folder}" if isinstance(folder, int) else folder

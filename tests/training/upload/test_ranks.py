@@ -1,4 +1,4 @@
-"""Two processes with a mirror: the run comes back on both when its directory is gone."""
+"""Two processes that upload: the run comes back on both when its directory is gone."""
 
 import json
 import os
@@ -51,14 +51,14 @@ def train(tiny_config, tmp_path):
 
 @pytest.mark.parametrize("shard", [1, 2], ids=["ddp", "fully-shard"])
 def test_a_lost_run_of_two_processes_comes_back(train, tmp_path, shard, events):
-    mirror, run = (tmp_path / "mirror").as_uri(), tmp_path / "run"
+    backup, run = (tmp_path / "backup").as_uri(), tmp_path / "run"
     assert train("whole", parallel__shard=shard) == 0
-    stops = {"checkpoint__mirror": mirror, "parallel__shard": shard}
+    stops = {"checkpoint__upload": backup, "parallel__shard": shard}
     assert train("run", **stops, log__observers=["stop:Stop"]) == 75
     sent = catalog.checkpoint_path(run, 4 if 4 in catalog.steps(run) else 3)
     names = {path.name for path in sent.iterdir()}
     assert {"model-00001.safetensors", "optimizer-00001.safetensors"} <= names
-    assert {path.name for path in (tmp_path / "mirror" / "run" / sent.name).iterdir()} == names
+    assert {path.name for path in (tmp_path / "backup" / "run" / sent.name).iterdir()} == names
     shutil.rmtree(run)
     assert train("run", **stops) == 0
     assert events(run, "restore")[0]["step"] == catalog.step_of(sent)

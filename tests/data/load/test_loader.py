@@ -9,39 +9,39 @@ import torch
 from plans import batch_plan
 
 from flatout.data.load.batches import SequenceSteps, ShardReader
-from flatout.data.load.feed import DirectFeed, PrefetchFeed
+from flatout.data.load.loader import DirectLoader, PrefetchLoader
 from flatout.data.store.order import shuffled
 from flatout.errors import DataError
 
 RNG = np.random.default_rng(0)
-FEEDS = [DirectFeed, PrefetchFeed]
+LOADERS = [DirectLoader, PrefetchLoader]
 
 
 def plan(**changes):
     return batch_plan(**{"accumulate": 3} | changes)
 
 
-def read_steps(feed_class, split, steps, start=0, **changes):
-    with feed_class(SequenceSteps(split, plan(**changes), ShardReader())) as feed:
-        feed.seek(start)
-        return [next(feed) for _ in range(steps)]
+def read_steps(loader_class, split, steps, start=0, **changes):
+    with loader_class(SequenceSteps(split, plan(**changes), ShardReader())) as loader:
+        loader.seek(start)
+        return [next(loader) for _ in range(steps)]
 
 
-def feed_threads():
-    return [thread for thread in threading.enumerate() if thread.name == "flatout-feed"]
+def loader_threads():
+    return [thread for thread in threading.enumerate() if thread.name == "flatout-loader"]
 
 
 @pytest.fixture(autouse=True)
 def _no_thread_is_left():
     yield
-    assert feed_threads() == []
+    assert loader_threads() == []
 
 
-@pytest.mark.parametrize("feed_class", FEEDS)
-def test_steps_follow_the_closed_form_order(train_split, feed_class):
+@pytest.mark.parametrize("loader_class", LOADERS)
+def test_steps_follow_the_closed_form_order(train_split, loader_class):
     tokens = RNG.integers(0, 300, 801)
     split = train_split(tokens, shard_bytes=300)
-    batches = read_steps(feed_class, split, 30)  # 180 sequences of 100: two epochs
+    batches = read_steps(loader_class, split, 30)  # 180 sequences of 100: two epochs
     order = shuffled(np.arange(180), 100, seed=7)
     wanted = np.stack([tokens[w * 8 : w * 8 + 9] for w in order]).reshape(30, 3, 2, 9)
     assert np.array_equal(torch.stack([b.sequences_ABW for b in batches]).numpy(), wanted)
@@ -50,10 +50,10 @@ def test_steps_follow_the_closed_form_order(train_split, feed_class):
     assert all(b.mask_ABT is None and b.doc_ids_ABT is None for b in batches)
 
 
-@pytest.mark.parametrize("feed_class", FEEDS)
-def test_micro_batches_shift_once_and_are_contiguous_int64(train_split, feed_class):
+@pytest.mark.parametrize("loader_class", LOADERS)
+def test_micro_batches_shift_once_and_are_contiguous_int64(train_split, loader_class):
     split = train_split(np.arange(300))
-    (batch,) = read_steps(feed_class, split, 1)
+    (batch,) = read_steps(loader_class, split, 1)
     assert batch.sequences_ABW.dtype == torch.uint16
     micro = list(batch.micro_batches())
     assert len(micro) == 3
@@ -69,24 +69,26 @@ def test_micro_batches_shift_once_and_are_contiguous_int64(train_split, feed_cla
 
 def test_ids_above_two_and_four_bytes_survive(train_split):
     (small,) = read_steps(
-        DirectFeed, train_split(np.full(100, 65_535), vocab_size=65_536, name="small"), 1
+        DirectLoader, train_split(np.full(100, 65_535), vocab_size=65_536, name="small"), 1
     )
     assert next(small.micro_batches()).targets_BT.unique().tolist() == [65_535]
     (large,) = read_steps(
-        DirectFeed, train_split(np.full(100, 200_000), vocab_size=200_001, name="large"), 1
+        DirectLoader, train_split(np.full(100, 200_000), vocab_size=200_001, name="large"), 1
     )
     assert large.sequences_ABW.dtype == torch.int32
     assert next(large.micro_batches()).targets_BT.unique().tolist() == [200_000]
 
 
-@pytest.mark.parametrize("feed_class", FEEDS)
+@pytest.mark.parametrize("loader_class", LOADERS)
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_any_number_of_ranks_reads_the_same_sequences_per_step(train_split, feed_class, world_size):
+def test_any_number_of_ranks_reads_the_same_sequences_per_step(
+    train_split, loader_class, world_size
+):
     split = train_split(np.arange(8 * 50 + 1), vocab_size=500)
     rows, accumulate, steps = 2, 8 // world_size, 7
     ranks = [
         read_steps(
-            feed_class,
+            loader_class,
             split,
             steps,
             dp_size=world_size,
@@ -109,29 +111,29 @@ def test_any_number_of_ranks_reads_the_same_sequences_per_step(train_split, feed
         assert sorted(seen) == list(range(step * 16, step * 16 + 16))
 
 
-@pytest.mark.parametrize("feed_class", FEEDS)
-def test_seeking_while_reading_ahead(train_split, feed_class):
+@pytest.mark.parametrize("loader_class", LOADERS)
+def test_seeking_while_reading_ahead(train_split, loader_class):
     split = train_split(RNG.integers(0, 300, 801))
-    whole = read_steps(feed_class, split, 6)
-    with feed_class(SequenceSteps(split, plan(), ShardReader())) as feed:
+    whole = read_steps(loader_class, split, 6)
+    with loader_class(SequenceSteps(split, plan(), ShardReader())) as loader:
         for step in (5, 0, 3, 3, 1):
-            feed.seek(step * 6)
-            assert feed.position == step * 6
-            assert torch.equal(next(feed).sequences_ABW, whole[step].sequences_ABW)
-            assert feed.position == step * 6 + 6
+            loader.seek(step * 6)
+            assert loader.position == step * 6
+            assert torch.equal(next(loader).sequences_ABW, whole[step].sequences_ABW)
+            assert loader.position == step * 6 + 6
 
 
-@pytest.mark.parametrize("feed_class", FEEDS)
-def test_delivered_batches_are_not_overwritten(train_split, feed_class):
+@pytest.mark.parametrize("loader_class", LOADERS)
+def test_delivered_batches_are_not_overwritten(train_split, loader_class):
     tokens = RNG.integers(0, 300, 801)
     split = train_split(tokens, ends=[100, 801], mask=RNG.integers(0, 2, 801))
-    with feed_class(SequenceSteps(split, plan(document_mask=True), ShardReader())) as feed:
-        held = [next(feed) for _ in range(9)]
+    with loader_class(SequenceSteps(split, plan(document_mask=True), ShardReader())) as loader:
+        held = [next(loader) for _ in range(9)]
         copies = [
             (b.sequences_ABW.clone(), b.mask_ABT.clone(), b.doc_ids_ABT.clone()) for b in held
         ]
         for _ in range(9):
-            next(feed)
+            next(loader)
     for batch, copy in zip(held, copies, strict=True):
         assert all(
             torch.equal(mine, kept)
@@ -145,12 +147,12 @@ def test_delivered_batches_are_not_overwritten(train_split, feed_class):
     ]
 
 
-@pytest.mark.parametrize("feed_class", FEEDS)
-def test_masks_and_documents(train_split, feed_class):
+@pytest.mark.parametrize("loader_class", LOADERS)
+def test_masks_and_documents(train_split, loader_class):
     tokens, mask = RNG.integers(0, 300, 81), RNG.integers(0, 2, 81)
     ends = np.array([3, 20, 41, 42, 81])
     split = train_split(tokens, ends=ends, mask=mask)
-    (batch,) = read_steps(feed_class, split, 1, document_mask=True, accumulate=5)
+    (batch,) = read_steps(loader_class, split, 1, document_mask=True, accumulate=5)
     documents = np.searchsorted(ends, np.arange(81), side="right")
     order = shuffled(np.arange(10), 10, seed=7).reshape(5, 2)
     for a, micro in enumerate(batch.micro_batches()):
@@ -167,10 +169,10 @@ def test_masks_and_documents(train_split, feed_class):
     assert micro.doc_ids_BT.dtype == torch.int32
 
 
-@pytest.mark.parametrize("feed_class", FEEDS)
-def test_a_corpus_smaller_than_a_step_trains_over_epochs(train_split, feed_class):
+@pytest.mark.parametrize("loader_class", LOADERS)
+def test_a_corpus_smaller_than_a_step_trains_over_epochs(train_split, loader_class):
     split = train_split(np.arange(8 * 4 + 1))
-    batches = read_steps(feed_class, split, 2)  # 6 sequences per step, 4 per epoch
+    batches = read_steps(loader_class, split, 2)  # 6 sequences per step, 4 per epoch
     first = torch.cat([b.sequences_ABW[..., 0].flatten() for b in batches]).tolist()
     assert [sorted(first[at : at + 4]) for at in (0, 4, 8)] == [[0, 8, 16, 24]] * 3
 
@@ -188,16 +190,16 @@ class Failing(ShardReader):
 
 def test_an_error_in_the_thread_is_raised_at_its_step(train_split):
     reader = Failing(good=3)
-    with PrefetchFeed(SequenceSteps(train_split(np.arange(300)), plan(), reader)) as feed:
+    with PrefetchLoader(SequenceSteps(train_split(np.arange(300)), plan(), reader)) as loader:
         for _ in range(3):
-            next(feed)
+            next(loader)
         for _ in range(2):
             with pytest.raises(DataError, match="The disk is gone"):
-                next(feed)
-            assert feed_threads() == []
-            assert feed.position == 18
+                next(loader)
+            assert loader_threads() == []
+            assert loader.position == 18
         reader.good = 100
-        assert next(feed).position == 24
+        assert next(loader).position == 24
 
 
 class Gate(ShardReader):
@@ -218,51 +220,53 @@ class Gate(ShardReader):
 def test_prefetch_reads_in_one_thread_and_no_further_than_requested(train_split):
     gate = Gate()
     gate.open.set()
-    with PrefetchFeed(SequenceSteps(train_split(np.arange(300)), plan(prefetch=3), gate)) as feed:
-        assert feed_threads() == []  # nothing happens before the first step is requested
-        next(feed)
+    with PrefetchLoader(
+        SequenceSteps(train_split(np.arange(300)), plan(prefetch=3), gate)
+    ) as loader:
+        assert loader_threads() == []  # nothing happens before the first step is requested
+        next(loader)
         for _ in range(4):  # the one delivered, and three more
             assert gate.entered.acquire(timeout=10)
-        assert len(feed_threads()) == 1
+        assert len(loader_threads()) == 1
         assert not gate.entered.acquire(timeout=0.05)
         assert gate.reads == 4
 
 
 def test_the_wait_is_measured(train_split):
     gate = Gate()
-    with PrefetchFeed(SequenceSteps(train_split(np.arange(300)), plan(), gate)) as feed:
+    with PrefetchLoader(SequenceSteps(train_split(np.arange(300)), plan(), gate)) as loader:
         timer = threading.Timer(0.05, gate.open.set)
         timer.start()
-        assert next(feed).wait_ms > 20
+        assert next(loader).wait_ms > 20
         timer.join()
 
 
 def test_closing_ends_the_thread_and_reading_can_continue(train_split):
     split = train_split(np.arange(300))
-    feed = PrefetchFeed(SequenceSteps(split, plan(), ShardReader()))
-    feed.close()
-    next(feed)
-    feed.close()
-    feed.close()
-    assert feed_threads() == []
-    assert next(feed).position == 12
-    feed.close()
+    loader = PrefetchLoader(SequenceSteps(split, plan(), ShardReader()))
+    loader.close()
+    next(loader)
+    loader.close()
+    loader.close()
+    assert loader_threads() == []
+    assert next(loader).position == 12
+    loader.close()
 
 
 @pytest.mark.slow
-def test_a_feed_that_is_dropped_leaves_no_thread(train_split):
-    feed = PrefetchFeed(SequenceSteps(train_split(np.arange(300)), plan(), ShardReader()))
-    next(feed)
-    assert len(feed_threads()) == 1
-    del feed
+def test_a_loader_that_is_dropped_leaves_no_thread(train_split):
+    loader = PrefetchLoader(SequenceSteps(train_split(np.arange(300)), plan(), ShardReader()))
+    next(loader)
+    assert len(loader_threads()) == 1
+    del loader
     gc.collect()
-    assert feed_threads() == []
+    assert loader_threads() == []
 
 
 @pytest.mark.slow
-def test_a_program_that_never_closes_its_feed_ends(write_set):
+def test_a_program_that_never_closes_its_loader_ends(write_set):
     code = f"""
-from flatout.data.load.feed import PrefetchFeed
+from flatout.data.load.loader import PrefetchLoader
 from flatout.data.store.shards import Dataset
 from flatout.data.load.batches import BatchPlan, ShardReader, SequenceSteps
 plan = BatchPlan(
@@ -270,8 +274,8 @@ plan = BatchPlan(
     document_mask=False, prefetch=2, device="cpu",
 )
 split = Dataset.open({str(write_set(np.arange(300)))!r}).split("train")
-feed = PrefetchFeed(SequenceSteps(split, plan, ShardReader()))
-print(next(feed).position)
+loader = PrefetchLoader(SequenceSteps(split, plan, ShardReader()))
+print(next(loader).position)
 """
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", code],
@@ -285,16 +289,16 @@ print(next(feed).position)
 
 @pytest.mark.gpu
 @pytest.mark.gpu_essential
-@pytest.mark.parametrize("feed_class", FEEDS)
-def test_the_device_receives_what_the_host_reads(train_split, feed_class):
+@pytest.mark.parametrize("loader_class", LOADERS)
+def test_the_device_receives_what_the_host_reads(train_split, loader_class):
     split = train_split(
         RNG.integers(0, 65_536, 80_001),
         ends=np.arange(1, 80_002, 100),
         mask=RNG.integers(0, 2, 80_001),
         vocab_size=65_536,
     )
-    wanted = read_steps(DirectFeed, split, 60, seq_len=64, document_mask=True)
-    found = read_steps(feed_class, split, 60, seq_len=64, document_mask=True, device="cuda")
+    wanted = read_steps(DirectLoader, split, 60, seq_len=64, document_mask=True)
+    found = read_steps(loader_class, split, 60, seq_len=64, document_mask=True, device="cuda")
     for host, device in zip(wanted, found, strict=True):
         assert device.sequences_ABW.is_cuda
         assert device.sequences_ABW.dtype == torch.uint16
@@ -303,8 +307,8 @@ def test_the_device_receives_what_the_host_reads(train_split, feed_class):
                 assert torch.equal(getattr(one, name), getattr(other, name).cpu())
 
 
-@pytest.mark.parametrize("feed_class", FEEDS)
-def test_a_feed_is_an_endless_iterator(train_split, feed_class):
-    with feed_class(SequenceSteps(train_split(np.arange(300)), plan(), ShardReader())) as feed:
-        for _, batch in zip(range(20), feed, strict=False):
+@pytest.mark.parametrize("loader_class", LOADERS)
+def test_a_loader_is_an_endless_iterator(train_split, loader_class):
+    with loader_class(SequenceSteps(train_split(np.arange(300)), plan(), ShardReader())) as loader:
+        for _, batch in zip(range(20), loader, strict=False):
             assert batch.sequences_ABW.shape == (3, 2, 9)

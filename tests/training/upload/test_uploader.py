@@ -1,4 +1,4 @@
-"""What is sent to a mirror, in which order, and what happens when that fails."""
+"""What is uploaded, in which order, and what happens when that fails."""
 
 import hashlib
 import json
@@ -9,9 +9,9 @@ import pytest
 
 from flatout.errors import CheckpointError
 from flatout.progress import SILENT
-from flatout.training.mirror import uploader as module
-from flatout.training.mirror.remote import MirrorStore, Sender
-from flatout.training.mirror.uploader import GivenUp, Uploader
+from flatout.training.upload import uploader as module
+from flatout.training.upload.remote import RemoteCopy, Sender
+from flatout.training.upload.uploader import GivenUp, Uploader
 
 FILES = {"index.json", "manifest.json", "model.safetensors", "state.json"}
 
@@ -36,14 +36,14 @@ def stalled(store, monkeypatch):
     release.set()
 
 
-def test_a_checkpoint_is_sent_with_the_files_of_the_run_and_its_manifest_last(run, store, mirrored):
+def test_a_checkpoint_is_sent_with_the_files_of_the_run_and_its_manifest_last(run, store, uploaded):
     path = run.checkpoint(5)
     events = run.send()
-    assert mirrored(5) == FILES
+    assert uploaded(5) == FILES
     for name in FILES:
         assert store.cat(f"/bucket/runs/run/step-5/{name}") == (path / name).read_bytes()
     order = puts(store)
-    assert order[:2] == ["mirror.json", "upload.json"]
+    assert order[:2] == ["remote.json", "upload.json"]
     assert order.index("manifest.json") > max(map(order.index, FILES - {"manifest.json"}))
     assert order.index("manifest.json") > order.index("metrics.jsonl") > order.index("config.yaml")
     ((kind, fields),) = events
@@ -64,48 +64,48 @@ def test_the_newest_checkpoint_goes_first_and_none_goes_twice(run, store):
     assert not {"model.safetensors", "manifest.json"} & {*puts(store)}
 
 
-def test_an_upload_that_was_interrupted_is_continued(run, store, refusing, mirrored):
+def test_an_upload_that_was_interrupted_is_continued(run, store, refusing, uploaded):
     run.checkpoint(5, optimizer=b"moments")
     refusing("step-5/manifest.json")
     run.send()
     assert run.of_kind("upload") == []
     assert run.of_kind("upload_pending", "steps") == [[5]]
-    assert mirrored(5) == {*FILES, "optimizer.safetensors", "upload.json"} - {"manifest.json"}
+    assert uploaded(5) == {*FILES, "optimizer.safetensors", "upload.json"} - {"manifest.json"}
     store.asked.clear()
     refusing(None)
     run.send()
     assert run.of_kind("upload") == [5]
     assert "manifest.json" in puts(store)
     assert not {"model.safetensors", "optimizer.safetensors", "upload.json"} & {*puts(store)}
-    assert mirrored(5) == {*FILES, "optimizer.safetensors"}
+    assert uploaded(5) == {*FILES, "optimizer.safetensors"}
 
 
-def test_half_a_checkpoint_that_is_gone_here_is_removed_there(run, refusing, mirrored):
+def test_half_a_checkpoint_that_is_gone_here_is_removed_there(run, refusing, uploaded):
     run.checkpoint(5)
     refusing("step-5/manifest.json")
     run.send()
-    assert mirrored(5)
+    assert uploaded(5)
     run.delete(5)
     run.checkpoint(6)
     refusing(None)
     run.send()
-    assert (mirrored(5), mirrored(6)) == (set(), FILES)
+    assert (uploaded(5), uploaded(6)) == (set(), FILES)
 
 
-def test_what_is_deleted_here_is_deleted_there_once_a_newer_one_is_complete(run, mirrored):
+def test_what_is_deleted_here_is_deleted_there_once_a_newer_one_is_complete(run, uploaded):
     for step in (1, 2):
         run.checkpoint(step)
     run.send()
     run.delete(1)
     run.checkpoint(3)
     run.send()
-    assert (mirrored(1), mirrored(2), mirrored(3)) == (set(), FILES, FILES)
+    assert (uploaded(1), uploaded(2), uploaded(3)) == (set(), FILES, FILES)
     run.delete(2)
     assert run.send() == []
-    assert (mirrored(2), mirrored(3)) == (set(), FILES)
+    assert (uploaded(2), uploaded(3)) == (set(), FILES)
 
 
-def test_the_mirror_keeps_what_this_directory_has_not_sent(run, store, mirrored):
+def test_the_remote_copy_keeps_what_this_directory_has_not_sent(run, store, uploaded):
     """After a restore, older checkpoints are there only."""
     run.checkpoint(2)
     run.send()
@@ -113,26 +113,26 @@ def test_the_mirror_keeps_what_this_directory_has_not_sent(run, store, mirrored)
     run.checkpoint(3)
     run.send()
     assert run.of_kind("upload") == [3]
-    assert mirrored(1) == {"manifest.json"}
+    assert uploaded(1) == {"manifest.json"}
 
 
 def test_a_directory_of_other_files_is_left_alone(run, store):
     store.pipe_file("/bucket/runs/run/step-5/thesis.txt", b"my only copy")
     run.checkpoint(5)
-    with pytest.raises(CheckpointError, match="not empty and is not the mirror of a run"):
+    with pytest.raises(CheckpointError, match="not empty and is not the remote copy of a run"):
         run.send()
     assert store.cat("/bucket/runs/run/step-5/thesis.txt") == b"my only copy"
 
 
-def test_the_last_checkpoint_there_stays_when_all_here_are_gone(run, mirrored):
+def test_the_last_checkpoint_there_stays_when_all_here_are_gone(run, uploaded):
     run.checkpoint(1)
     run.send()
     run.delete(1)
     run.send()
-    assert mirrored(1) == FILES
+    assert uploaded(1) == FILES
 
 
-def test_a_checkpoint_deleted_during_its_upload_is_sent_to_its_end(run, stalled, store, mirrored):
+def test_a_checkpoint_deleted_during_its_upload_is_sent_to_its_end(run, stalled, store, uploaded):
     release, asked = stalled
     run.checkpoint(1)
     uploader = run.started()
@@ -143,7 +143,7 @@ def test_a_checkpoint_deleted_during_its_upload_is_sent_to_its_end(run, stalled,
     uploader.close(SILENT)
     assert run.of_kind("upload") == [1, 2]
     assert store.cat("/bucket/runs/run/step-2/model.safetensors") == b"weights of 2"
-    assert mirrored(1) == set(), "it was deleted here, and a newer one is there"
+    assert uploaded(1) == set(), "it was deleted here, and a newer one is there"
 
 
 def test_a_checkpoint_deleted_before_its_turn_is_reported(run, stalled):
@@ -161,18 +161,18 @@ def test_a_checkpoint_deleted_before_its_turn_is_reported(run, stalled):
     assert run.of_kind("upload") == [1, 3]
 
 
-def test_a_file_system_without_hard_links_is_read_in_place(run, monkeypatch, mirrored):
+def test_a_file_system_without_hard_links_is_read_in_place(run, monkeypatch, uploaded):
     def refuse(*_):
         raise PermissionError("no hard links here")
 
     monkeypatch.setattr(module.os, "link", refuse)
     run.checkpoint(5)
     run.send()
-    assert mirrored(5) == FILES
+    assert uploaded(5) == FILES
 
 
 def test_a_failure_is_reported_once_and_the_upload_is_tried_again(
-    run, refusing, monkeypatch, mirrored
+    run, refusing, monkeypatch, uploaded
 ):
     monkeypatch.setattr(module, "FIRST_PAUSE_S", 0.0)
     monkeypatch.setattr(module, "LONGEST_PAUSE_S", 0.0)
@@ -195,11 +195,11 @@ def test_a_failure_is_reported_once_and_the_upload_is_tried_again(
     ((reason,),) = [run.of_kind("upload_failed", "reason")]
     assert "not today" in reason
     assert run.of_kind("upload") == [5]
-    assert mirrored(5) == FILES
+    assert uploaded(5) == FILES
 
 
 def test_a_run_in_a_hurry_waits_no_longer_than_its_grace_period(
-    run, stalled, monkeypatch, mirrored
+    run, stalled, monkeypatch, uploaded
 ):
     monkeypatch.setattr(module, "GRACE_S", 0.0)
     release, asked = stalled
@@ -210,7 +210,7 @@ def test_a_run_in_a_hurry_waits_no_longer_than_its_grace_period(
     assert run.of_kind("upload_pending", "reason") == ["there was too little time"]
     release.set()
     uploader._thread.join(60)
-    assert "manifest.json" not in mirrored(5), "after the end of the run, nothing is published"
+    assert "manifest.json" not in uploaded(5), "after the end of the run, nothing is published"
 
 
 def test_a_server_that_takes_nothing_holds_a_finished_run_for_a_bounded_time(
@@ -225,30 +225,30 @@ def test_a_server_that_takes_nothing_holds_a_finished_run_for_a_bounded_time(
     assert run.of_kind("upload_pending", "steps") == [[5]]
 
 
-def test_a_mirror_of_another_run_is_rejected(run, store, tmp_path):
+def test_a_remote_copy_of_another_run_is_rejected(run, store, tmp_path):
     run.checkpoint(5)
     run.send()
-    (run.path / "mirror.json").unlink()
+    (run.path / "remote.json").unlink()
     with pytest.raises(
         CheckpointError, match=r"runs/run contains the checkpoints of another run, /.*/run on .*"
     ):
         run.started()
 
 
-def test_a_run_that_was_restored_elsewhere_sends_nothing_more(run, mirrored):
+def test_a_run_that_was_restored_elsewhere_sends_nothing_more(run, uploaded):
     run.checkpoint(5)
     uploader = run.started()
     uploader.close(SILENT)
     other = Sender(id="other", run="/data/run", host="nodeB")
-    MirrorStore(uploader.url).write_sender(other)
+    RemoteCopy(uploader.url).write_sender(other)
     with pytest.raises(CheckpointError, match="continues as /data/run on nodeB"):
         run.started()
 
 
-def test_compressed_files_have_another_name_and_the_same_manifest(run, store, mirrored):
+def test_compressed_files_have_another_name_and_the_same_manifest(run, store, uploaded):
     path = run.checkpoint(5, model=b"a" * 100_000)
     run.send(compress=True)
-    assert mirrored(5) == {
+    assert uploaded(5) == {
         "index.json.zst",
         "manifest.json",
         "model.safetensors.zst",
@@ -270,7 +270,7 @@ def test_files_of_the_run_are_sent_again_only_when_they_changed(run, store):
     assert puts(store).count("config.yaml") == 1
 
 
-def test_a_file_that_arrives_damaged_is_sent_again(run, store, monkeypatch, mirrored):
+def test_a_file_that_arrives_damaged_is_sent_again(run, store, monkeypatch, uploaded):
     monkeypatch.setattr(module, "FIRST_PAUSE_S", 0.0)
     monkeypatch.setattr(
         type(store), "tags", lambda content: {"ETag": hashlib.md5(content).hexdigest()}
@@ -294,30 +294,32 @@ def test_a_file_that_arrives_damaged_is_sent_again(run, store, monkeypatch, mirr
     assert store.cat("/bucket/runs/run/step-5/model.safetensors") == b"weights of 5"
 
 
-def test_what_was_sent_just_before_a_kill_is_deleted_there_too(run, store, mirrored):
+def test_what_was_sent_just_before_a_kill_is_deleted_there_too(run, store, uploaded):
     """The kill comes between the manifest there and the record here."""
     run.checkpoint(1)
     run.send()
-    record = run.path / "mirror.json"
+    record = run.path / "remote.json"
     stored = json.loads(record.read_text())
     record.write_text(json.dumps(stored | {"sent": []}))
     store.pipe_file("/bucket/runs/run/step-1/upload.json", b"")
     run.delete(1)
     run.checkpoint(2)
     run.send()
-    assert (mirrored(1), mirrored(2)) == (set(), FILES)
+    assert (uploaded(1), uploaded(2)) == (set(), FILES)
 
 
-def test_the_mark_of_an_unfinished_upload_is_removed_after_a_kill(run, store, mirrored):
+def test_the_mark_of_an_unfinished_upload_is_removed_after_a_kill(run, store, uploaded):
     """The kill comes after the manifest was sent."""
     run.checkpoint(1)
     run.send()
     store.pipe_file("/bucket/runs/run/step-1/upload.json", b"")
     run.send()
-    assert mirrored(1) == FILES
+    assert uploaded(1) == FILES
 
 
-def test_what_a_kill_left_in_the_mirror_is_deleted_at_the_next_start(run, mirrored, monkeypatch):
+def test_what_a_kill_left_in_the_remote_copy_is_deleted_at_the_next_start(
+    run, uploaded, monkeypatch
+):
     def kill(*_):
         raise GivenUp("killed", fix="")
 
@@ -329,11 +331,11 @@ def test_what_a_kill_left_in_the_mirror_is_deleted_at_the_next_start(run, mirror
     with monkeypatch.context() as patched:
         patched.setattr(Uploader, "_send_checkpoint", kill)
         run.send()
-    assert "manifest.json" in mirrored(2), "it stays until a newer one is complete"
+    assert "manifest.json" in uploaded(2), "it stays until a newer one is complete"
     with monkeypatch.context() as patched:
         patched.setattr(Uploader, "_prune", kill)
         run.send()
-    assert "manifest.json" in mirrored(2) & mirrored(3)
+    assert "manifest.json" in uploaded(2) & uploaded(3)
     run.send()
-    assert mirrored(2) == set()
-    assert "manifest.json" in mirrored(1) & mirrored(3)
+    assert uploaded(2) == set()
+    assert "manifest.json" in uploaded(1) & uploaded(3)

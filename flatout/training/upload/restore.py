@@ -1,8 +1,8 @@
-"""Restores a run from its mirror when its directory, or all its checkpoints, are gone. No torch.
+"""Restores a run from its remote copy when its directory or all checkpoints are gone. No torch.
 
-The name of a run directory is all that leads to its mirror, so another run may be there: first, its
-settings and data are compared with the command's. The next start continues a restore that was
-interrupted: until a checkpoint is complete, the run has none.
+The name of a run directory is all that leads to its remote copy, so a different run may be there:
+first, its settings and data are compared with the command's. The next start continues a restore
+that was interrupted: until a checkpoint is complete, the run has none.
 """
 
 from __future__ import annotations
@@ -29,31 +29,31 @@ from flatout.sources.packed import import_package
 from flatout.training.checkpoint import catalog
 from flatout.training.checkpoint.location import checkpoints_folder, claim
 from flatout.training.metrics.records import damage_of
-from flatout.training.mirror.remote import (
-    COMPRESSED,
-    LOGGER_FILE,
-    RUN_FILES,
-    Mirrored,
-    MirrorStore,
-    Record,
-    Sender,
-    mirror_url,
-    read_record,
-    require_elsewhere,
-    write_record,
-)
 from flatout.training.run_dir import layout
 from flatout.training.run_dir.config_seal import COPY, require_unedited
 from flatout.training.run_dir.data_location import require_same_data, require_tokenizer
 from flatout.training.run_dir.resume import UNSEALED_KEYS, continued
+from flatout.training.upload.remote import (
+    COMPRESSED,
+    LOGGER_FILE,
+    RUN_FILES,
+    Record,
+    RemoteCopy,
+    Sender,
+    Uploaded,
+    read_record,
+    require_elsewhere,
+    upload_url,
+    write_record,
+)
 
 START_WITHOUT = (
-    "Choose a different run directory with --run-dir DIR, or set checkpoint.mirror=none to start "
+    "Choose a different run directory with --run-dir DIR, or set checkpoint.upload=none to start "
     "without it."
 )
 OTHER_NAME = (
     "If it is another run, choose a run directory with a different name with --run-dir DIR, or set "
-    "a different checkpoint.mirror."
+    "a different checkpoint.upload."
 )
 CONFIGURATION = (layout.REQUESTED, layout.CONFIG, COPY)
 
@@ -68,24 +68,24 @@ def restore_lost(
     are_damaged: bool = False,
     progress: Progress,
 ) -> bool:
-    """Restore a run from its mirror if it has a mirror and no checkpoint here; return whether.
+    """Restore a run from its remote copy if it has no checkpoint here; return whether.
 
     Fetched are the newest checkpoint, the best one, and the missing files of the run directory.
     `dataset_of` returns the dataset with which this command trains a configuration. `are_damaged`
     reports that the checkpoints here cannot be used.
 
     Raises: CheckpointError when no checkpoint there is usable, or `resume` is `never`; ConfigError
-            and CheckpointError when the mirror has a run of other settings or data, or is inside
-            the run's own directory, before anything is written here; UntrustedCode, before any
-            checkpoint is fetched; DataError when the server fails; MissingPackage; OSError.
+            and CheckpointError when the remote copy is of a run with other settings or data, or is
+            inside the run's own directory, before anything is written here; UntrustedCode, before
+            any checkpoint is fetched; DataError when the server fails; MissingPackage; OSError.
     """
     require_elsewhere(requested.checkpoint, folder)
     known = layout.read_config(folder)
-    stated = requested.checkpoint.mirror or (known.checkpoint.mirror if known else None)
-    url = mirror_url(stated, folder)
+    stated = requested.checkpoint.upload or (known.checkpoint.upload if known else None)
+    url = upload_url(stated, folder)
     if url is None or (catalog.has_saved(folder) and not are_damaged):
         return False
-    store = MirrorStore(url)
+    store = RemoteCopy(url)
     there = store.complete()
     if not there:
         return False
@@ -93,7 +93,7 @@ def restore_lost(
         raise CheckpointError(
             f"--resume never would overwrite {url}, which contains the checkpoint of step "
             f"{max(there)}.",
-            fix="Choose a different directory with --run-dir DIR, a different checkpoint.mirror, "
+            fix="Choose a different directory with --run-dir DIR, a different checkpoint.upload, "
             "or resume with --resume auto.",
         )
     usable = "usable checkpoint" if are_damaged else "checkpoint"
@@ -135,7 +135,7 @@ def restore_lost(
     return True
 
 
-def _fetch_description(store: MirrorStore, stored: Mirrored, checkpoint: Path) -> None:
+def _fetch_description(store: RemoteCopy, stored: Uploaded, checkpoint: Path) -> None:
     """Fetch what identifies the run: its configuration, its tokenizer, a checkpoint's state.
 
     They are put beside and in `checkpoint`. If it is damaged, it is omitted: it is reported when
@@ -160,7 +160,7 @@ def _require_same_run(
     requested: RunConfig,
     dataset_of: Callable[[RunConfig], AnyDataset],
 ) -> None:
-    """Check that `requested` continues the run in the mirror at `url`.
+    """Check that `requested` continues the run that was uploaded to `url`.
 
     `copy` has the run's configuration and tokenizer, and the state of a checkpoint if it could be
     read. `dataset_of` returns the dataset with which this command trains a configuration. The rules
@@ -228,7 +228,7 @@ def _restore_config(copy: Path, folder: Path, requested: RunConfig, trust_code: 
             layout.write_config(folder, config.with_values(moved))
 
 
-def _restore_files(store: MirrorStore, folder: Path) -> None:
+def _restore_files(store: RemoteCopy, folder: Path) -> None:
     """Fetch the files of the run directory that are missing here."""
     there = {*store.top.files()}
     if layout.LOGGER_STATES in there:
@@ -242,7 +242,7 @@ def _restore_files(store: MirrorStore, folder: Path) -> None:
 
 
 def _restore_checkpoint(
-    store: MirrorStore, step: int, stored: Mirrored, folder: Path, progress: Progress
+    store: RemoteCopy, step: int, stored: Uploaded, folder: Path, progress: Progress
 ) -> str | None:
     """Fetch a checkpoint, check it against its manifest, and return what is wrong with it.
 

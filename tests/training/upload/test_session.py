@@ -1,4 +1,4 @@
-"""A run with a mirror loses its directory, and continues bit for bit."""
+"""A run that uploads its checkpoints loses its directory, and continues bit for bit."""
 
 import shutil
 
@@ -7,11 +7,11 @@ import pytest
 from flatout.errors import CheckpointError, ConfigError, DataError, Stopped
 from flatout.progress import SILENT
 from flatout.training.checkpoint import catalog
-from flatout.training.mirror.remote import MirrorStore, Sender
-from flatout.training.mirror.uploader import GRACE_S, sending
 from flatout.training.run import run_training
 from flatout.training.run_dir.layout import read_exit_code, read_summary
 from flatout.training.run_dir.lock import run_state
+from flatout.training.upload.remote import RemoteCopy, Sender
+from flatout.training.upload.uploader import GRACE_S, sending
 
 pytestmark = pytest.mark.slow
 URL = "faulty://bucket/runs"
@@ -20,7 +20,7 @@ URL = "faulty://bucket/runs"
 def test_a_run_whose_machine_is_lost_continues_bit_for_bit(
     tiny_config, tmp_path, store, stop_at, messages, events
 ):
-    config = tiny_config(checkpoint__mirror=URL, checkpoint__every_steps=2)
+    config = tiny_config(checkpoint__upload=URL, checkpoint__every_steps=2)
     whole = run_training(tiny_config(), tmp_path / "whole")
     with pytest.raises(Stopped):
         run_training(config, tmp_path / "run", observers=[stop_at(3)], progress=messages)
@@ -38,13 +38,15 @@ def test_a_run_whose_machine_is_lost_continues_bit_for_bit(
     assert catalog.steps(tmp_path / "run")[-1] == 6
 
 
-def test_a_damaged_checkpoint_comes_back_from_the_mirror(tiny_config, tmp_path, store, messages):
-    config = tiny_config(train__steps=2, checkpoint__mirror=URL, checkpoint__keep=1)
+def test_a_damaged_checkpoint_comes_back_from_the_remote_copy(
+    tiny_config, tmp_path, store, messages
+):
+    config = tiny_config(train__steps=2, checkpoint__upload=URL, checkpoint__keep=1)
     whole = run_training(config, tmp_path / "run")
     (weights,) = (tmp_path / "run" / "checkpoints").glob("step-2/model-*")
     weights.write_bytes(weights.read_bytes()[:-1] + b"!")
     with pytest.raises(CheckpointError, match=r"No checkpoint of .* is complete"):
-        run_training(config.with_values({"checkpoint.mirror": "none"}), tmp_path / "run")
+        run_training(config.with_values({"checkpoint.upload": "none"}), tmp_path / "run")
     assert read_exit_code(tmp_path / "run") == 2
     again = run_training(config, tmp_path / "run", progress=messages)
     assert again["weights_sha256"] == whole["weights_sha256"]
@@ -55,10 +57,10 @@ def test_a_damaged_checkpoint_comes_back_from_the_mirror(tiny_config, tmp_path, 
 
 
 @pytest.mark.parametrize("is_finished", [True, False], ids=["finished", "stopped"])
-def test_damaged_records_in_the_mirror_are_named_once(
+def test_damaged_records_in_the_remote_copy_are_named_once(
     tiny_config, tmp_path, store, messages, is_finished
 ):
-    config = tiny_config(train__steps=4, checkpoint__mirror=URL)
+    config = tiny_config(train__steps=4, checkpoint__upload=URL)
     run_training(config, tmp_path / "run")
     there = "/bucket/runs/run/metrics.jsonl"
     store.pipe_file(there, b"".join(store.cat(there).splitlines(keepends=True)[1:]))
@@ -75,9 +77,9 @@ def test_a_rejected_start_keeps_the_results_and_records_its_exit_code(tiny_confi
     run_training(config, tmp_path / "run")
     before = read_summary(tmp_path / "run")
     assert run_state(tmp_path / "run") == "finished"
-    MirrorStore(f"{URL}/run").write_sender(Sender(id="other", run="/data/run", host="nodeB"))
+    RemoteCopy(f"{URL}/run").write_sender(Sender(id="other", run="/data/run", host="nodeB"))
     store.pipe_file("/bucket/runs/run/step-1/manifest.json", b"theirs")
-    longer = config.with_values({"train.steps": 4, "checkpoint.mirror": URL})
+    longer = config.with_values({"train.steps": 4, "checkpoint.upload": URL})
     with pytest.raises(CheckpointError, match="checkpoints of another run"):
         run_training(longer, tmp_path / "run")
     assert read_summary(tmp_path / "run") == before
@@ -106,7 +108,7 @@ def test_a_second_ctrl_c_does_not_wait_for_uploads():
 def test_a_finished_run_sends_the_rest_when_it_is_started_again(
     tiny_config, tmp_path, store, monkeypatch, messages
 ):
-    config = tiny_config(checkpoint__mirror=URL)
+    config = tiny_config(checkpoint__upload=URL)
     put_file = type(store).put_file
 
     def refuse(self, lpath, rpath, **options):
@@ -117,14 +119,14 @@ def test_a_finished_run_sends_the_rest_when_it_is_started_again(
     with monkeypatch.context() as patched:
         patched.setattr(type(store), "put_file", refuse)
         summary = run_training(config, tmp_path / "run")
-    assert MirrorStore(f"{URL}/run").complete() == {}
+    assert RemoteCopy(f"{URL}/run").complete() == {}
     assert run_training(config, tmp_path / "run", progress=messages)["run"] == summary["run"]
-    assert 6 in MirrorStore(f"{URL}/run").complete()
+    assert 6 in RemoteCopy(f"{URL}/run").complete()
     assert store.exists("/bucket/runs/run/summary.json")
 
 
-def test_settings_that_contradict_the_mirror_are_rejected(tiny_config, tmp_path, store):
-    config = tiny_config(checkpoint__mirror=URL)
+def test_settings_that_contradict_the_remote_copy_are_rejected(tiny_config, tmp_path, store):
+    config = tiny_config(checkpoint__upload=URL)
     run_training(config, tmp_path / "run")
     shutil.rmtree(tmp_path / "run")
     with pytest.raises(ConfigError, match=r"optim\.lr"):
@@ -135,7 +137,7 @@ def test_settings_that_contradict_the_mirror_are_rejected(tiny_config, tmp_path,
 def test_a_run_of_the_same_settings_on_other_data_is_rejected(
     tiny_config, write_tiny, tmp_path, store
 ):
-    config = tiny_config(checkpoint__mirror=URL)
+    config = tiny_config(checkpoint__upload=URL)
     run_training(config, tmp_path / "one" / "run")
     other = str(write_tiny(tmp_path / "other", num_documents=90))
     with pytest.raises(CheckpointError, match=r"contains a run on other data, sent by ") as raised:
@@ -152,7 +154,7 @@ def test_a_run_of_the_same_settings_on_other_data_is_rejected(
 def test_a_server_that_does_not_answer_stops_a_new_run_but_not_a_resumed_one(
     tiny_config, tmp_path, store, monkeypatch, messages, stop_at
 ):
-    config = tiny_config(checkpoint__mirror=URL)
+    config = tiny_config(checkpoint__upload=URL)
 
     def unreachable(self, *_, **__):
         raise OSError("no route")
@@ -167,17 +169,17 @@ def test_a_server_that_does_not_answer_stops_a_new_run_but_not_a_resumed_one(
         run_training(config, tmp_path / "run", progress=messages)
     assert any("Checkpoints are sent when it answers" in line for line in messages.lines)
     run_training(config, tmp_path / "run")
-    assert 6 in MirrorStore(f"{URL}/run").complete()
+    assert 6 in RemoteCopy(f"{URL}/run").complete()
 
 
-def test_a_mirror_inside_the_directories_of_the_run_is_rejected(tiny_config, tmp_path):
+def test_a_remote_copy_inside_the_directories_of_the_run_is_rejected(tiny_config, tmp_path):
     disk = tmp_path / "disk"
-    for mirror in (tmp_path, tmp_path / "run" / "checkpoints", disk, disk / "run"):
-        config = tiny_config(checkpoint__mirror=f"file://{mirror}", checkpoint__dir=str(disk))
+    for backup in (tmp_path, tmp_path / "run" / "checkpoints", disk, disk / "run"):
+        config = tiny_config(checkpoint__upload=f"file://{backup}", checkpoint__dir=str(disk))
         with pytest.raises(ConfigError, match=r"contains the run itself.*directory elsewhere"):
             run_training(config, tmp_path / "run")
     assert list(tmp_path.iterdir()) == []
     run_training(
-        config.with_values({"checkpoint.mirror": f"file://{tmp_path}/m"}), tmp_path / "run"
+        config.with_values({"checkpoint.upload": f"file://{tmp_path}/m"}), tmp_path / "run"
     )
-    assert 6 in MirrorStore(f"file://{tmp_path}/m/run").complete()
+    assert 6 in RemoteCopy(f"file://{tmp_path}/m/run").complete()

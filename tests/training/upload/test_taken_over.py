@@ -1,10 +1,10 @@
-"""A run that was restored elsewhere: the first machine changes nothing in the mirror."""
+"""A run that was restored elsewhere: the first machine changes nothing in the remote copy."""
 
 import pytest
 
 from flatout.progress import SILENT
-from flatout.training.mirror.remote import MirrorStore, Sender
-from flatout.training.mirror.uploader import Uploader
+from flatout.training.upload.remote import RemoteCopy, Sender
+from flatout.training.upload.uploader import Uploader
 
 
 @pytest.mark.parametrize("saved", [True, False], ids=["a new step", "nothing new"])
@@ -14,7 +14,7 @@ def test_a_run_that_was_restored_elsewhere_changes_nothing_there(run, store, sav
     run.send()
     uploader = Uploader(run.path, run.url)
     uploader.claim()
-    MirrorStore(run.url).write_sender(Sender(id="other", run="/data/run", host="nodeB"))
+    RemoteCopy(run.url).write_sender(Sender(id="other", run="/data/run", host="nodeB"))
     store.pipe_file("/bucket/runs/run/step-6/upload.json", b"theirs")
     store.pipe_file("/bucket/runs/run/metrics.jsonl", b"theirs")
     before = dict(store.store)
@@ -26,7 +26,7 @@ def test_a_run_that_was_restored_elsewhere_changes_nothing_there(run, store, sav
     run.uploaders.append(uploader)
     uploader.close(SILENT)
     assert "nodeB" in run.of_kind("upload_failed", "reason")[0]
-    assert "checkpoint.mirror=none" in run.of_kind("upload_failed", "fix")[0]
+    assert "checkpoint.upload=none" in run.of_kind("upload_failed", "fix")[0]
     assert run.of_kind("upload_pending", "steps") == [], "the next start sends nothing either"
     assert store.store.keys() == before.keys()
     assert all(store.store[path] is before[path] for path in before)
@@ -45,7 +45,7 @@ def test_every_change_there_asks_first_whose_it_is(run, step, monkeypatch, store
     operation = getattr(Uploader, step)
 
     def restored_before(self, *words):
-        MirrorStore(run.url).write_sender(Sender(id="other", run="/data/run", host="nodeB"))
+        RemoteCopy(run.url).write_sender(Sender(id="other", run="/data/run", host="nodeB"))
         there = dict(store.store)
         try:
             return operation(self, *words)

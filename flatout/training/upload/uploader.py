@@ -1,9 +1,9 @@
-"""Sends the checkpoints of a run to its mirror in a thread, while training continues.
+"""Uploads the checkpoints of a run in a thread, while training continues.
 
-The thread sends the newest checkpoint that the mirror lacks, until it lacks none. So an interrupted
-upload, also one of an earlier process, is continued. What waits is in the run directory: a
-checkpoint that is deleted here before its turn is omitted. Only rank 0 has a thread. All
-ranks write to one file system.
+The thread sends the newest checkpoint that the remote copy lacks, until it lacks none. So an
+interrupted upload, also one of an earlier process, is continued. What waits is in the run
+directory: a checkpoint that is deleted here before its turn is omitted. Only rank 0 has a thread.
+All ranks write to one file system.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from flatout.remote.parallel import Advance, transfer_all
 from flatout.remote.reading import Description
 from flatout.training.checkpoint import catalog
 from flatout.training.metrics.observers import Quiet
-from flatout.training.mirror.remote import (
+from flatout.training.run_dir.layout import LOGGER_STATES, SUMMARY, append_event
+from flatout.training.upload.remote import (
     COMPRESSED,
     LOGGER_FILE,
     RUN_FILES,
-    Mirrored,
-    MirrorStore,
     Record,
+    RemoteCopy,
     Sender,
-    mirror_url,
+    Uploaded,
     next_folder,
     read_record,
+    upload_url,
     write_record,
 )
-from flatout.training.run_dir.layout import LOGGER_STATES, SUMMARY, append_event
 
 GRACE_S = 25.0
 """When a run that was asked to stop, or failed, no longer waits for its uploads: schedulers kill a
@@ -70,7 +70,7 @@ class GivenUp(CheckpointError):
 
 
 class Uploader(Quiet):
-    """An observer that sends every saved checkpoint of a run directory to the mirror at `url`.
+    """An observer that uploads every saved checkpoint of a run directory to `url`.
 
     `claim` comes first, then `start`, and `close` at the end.
     """
@@ -79,12 +79,12 @@ class Uploader(Quiet):
         self.url = without_secrets(url)
         """The URL, for messages."""
         self._run_folder = run_folder
-        self._store = MirrorStore(url)
+        self._store = RemoteCopy(url)
         self._compress = compress
         self._record = Record(id="", url=url)
-        """Its id is empty until the mirror is claimed."""
-        self._there: dict[int, Mirrored] = {}
-        """The complete checkpoints in the mirror by step."""
+        """Its id is empty until the URL is claimed."""
+        self._there: dict[int, Uploaded] = {}
+        """The complete checkpoints in the remote copy by step."""
         self._is_there_known = False
         self._sent_files: dict[str, FileEntry] = {}
         """The files of the run directory that this process has sent, by name."""
@@ -99,10 +99,10 @@ class Uploader(Quiet):
         self._wake, self._closing, self._given_up = Event(), Event(), Event()
         self._moved_s = 0.0
         self._report: Report
-        self._thread = Thread(target=self._work, name="flatout-mirror", daemon=True)
+        self._thread = Thread(target=self._work, name="flatout-upload", daemon=True)
 
     def claim(self) -> None:
-        """Check that the mirror belongs to this run directory, or take it when it is empty.
+        """Check that the URL belongs to this run directory, or take it when it is empty.
 
         Raises: CheckpointError when it contains the checkpoints of another run or other files, or
                 when this run was restored elsewhere; DataError when it cannot be written.
@@ -110,8 +110,8 @@ class Uploader(Quiet):
         sender, record = self._store.sender(), read_record(self._run_folder, self._store.url)
         if sender is None and self._store.top.files():
             raise CheckpointError(
-                f"{self.url} is not empty and is not the mirror of a run.",
-                fix="Set a different checkpoint.mirror, or remove what is there.",
+                f"{self.url} is not empty and is not the remote copy of a run.",
+                fix="Set a different checkpoint.upload, or remove what is there.",
             )
         if record is None:
             if sender is not None and self._store.complete():
@@ -119,7 +119,7 @@ class Uploader(Quiet):
                     f"{self.url} contains the checkpoints of another run, {sender.run} on "
                     f"{sender.host}.",
                     fix="Choose a run directory with a different name with --run-dir DIR, or set "
-                    "a different checkpoint.mirror.",
+                    "a different checkpoint.upload.",
                 )
             replaces = sender.id if sender else None
             record = Record(id=secrets.token_hex(16), url=self._store.url, replaces=replaces)
@@ -194,7 +194,7 @@ class Uploader(Quiet):
                 self._is_over = True
                 self._failed(error)
                 return
-            except Exception as error:  # training continues without a mirror, whatever happens
+            except Exception as error:  # training continues without uploads, whatever happens
                 self._failed(error)
                 failed = True
             if is_last:
@@ -242,7 +242,7 @@ class Uploader(Quiet):
                 self._store.delete(name)
 
     def _next_step(self) -> int | None:
-        """Return the newest step that the mirror lacks; report those deleted before their turn."""
+        """Return the newest step that is not uploaded; report those deleted before their turn."""
         self._require_time()
         while not self._saved.empty():
             self._waiting.add(self._saved.get())
@@ -279,7 +279,7 @@ class Uploader(Quiet):
             self._send_run_files([name for name in RUN_FILES if name != SUMMARY])
             self._require_time()
             self._write_record(sending=[step])
-        self._there[step] = Mirrored(folder, manifest)
+        self._there[step] = Uploaded(folder, manifest)
         self._waiting.discard(step)
         self._remember([step])
         seconds = round(time.monotonic() - began_s, 3)
@@ -351,12 +351,12 @@ class Uploader(Quiet):
     def _taken_over(self, sender: Sender) -> TakenOver:
         return TakenOver(
             f"The run was restored from {self.url} and continues as {sender.run} on {sender.host}.",
-            fix=f"Continue it there. Or set checkpoint.mirror=none to continue "
-            f"{in_shell(self._run_folder)} without a mirror.",
+            fix=f"Continue it there. Or set checkpoint.upload=none to continue "
+            f"{in_shell(self._run_folder)} without uploads.",
         )
 
     def _prune(self, newest: int) -> None:
-        """Delete the checkpoints in the mirror that were sent from here and deleted here."""
+        """Delete the uploaded checkpoints that were sent from here and deleted here."""
         local = self._local()
         if not local:
             return
@@ -375,12 +375,12 @@ class Uploader(Quiet):
         return found
 
     def _lacking(self) -> set[int]:
-        """Return the steps here that the mirror lacks, or has with other content."""
+        """Return the steps here that the remote copy lacks, or has with other content."""
         there = {step: stored.manifest for step, stored in self._there.items()}
         return {step for step, manifest in self._local().items() if there.get(step) != manifest}
 
     def _remember(self, steps: Iterable[int], *, lacking: Iterable[int] = ()) -> None:
-        """Store that the mirror has `steps`, and not `lacking`."""
+        """Store that the remote copy has `steps`, and not `lacking`."""
         known = {*self._record.sent, *self._record.sending, *steps}
         sent = sorted((known & self._there.keys()) - {*lacking})
         if sent != self._record.sent:
@@ -419,11 +419,11 @@ def _pinned(checkpoint: Path) -> Iterator[tuple[Path | None, Path]]:
 def claimed(
     run_folder: Path, config: CheckpointConfig, is_resumed: bool, progress: Progress
 ) -> Uploader | None:
-    """Return the uploader of a run that is about to train; None when it has no mirror.
+    """Return the uploader of a run that is about to train; None when it uploads nothing.
 
     Raises: as `Uploader.claim`; but a resumed run starts when the server does not answer.
     """
-    url = mirror_url(config.mirror, run_folder)
+    url = upload_url(config.upload, run_folder)
     if url is None:
         return None
     uploader = Uploader(run_folder, url, compress=config.compress is not None)
@@ -466,7 +466,7 @@ def sending(
 
 
 def send_rest(run_folder: Path, config: CheckpointConfig, progress: Progress) -> None:
-    """Send what the mirror of a finished run lacks. A failure is reported, not raised."""
+    """Send what the remote copy of a finished run lacks. A failure is reported, not raised."""
     try:
         uploader = claimed(run_folder, config, True, progress)
     except FlatoutError as error:

@@ -1,4 +1,4 @@
-"""A run whose directory or checkpoints are gone comes back from its mirror."""
+"""A run whose directory or checkpoints are gone comes back from its remote copy."""
 
 import json
 import shutil
@@ -11,9 +11,9 @@ import zstandard
 from flatout.config.schema import load_config
 from flatout.errors import CheckpointError, ConfigError, DataError, UntrustedCode
 from flatout.training.checkpoint import catalog
-from flatout.training.mirror.remote import read_record
-from flatout.training.mirror.restore import restore_lost
 from flatout.training.run_dir import layout
+from flatout.training.upload.remote import read_record
+from flatout.training.upload.restore import restore_lost
 
 URL = "faulty://bucket/runs"
 INFO = {"step": 2, "tokens": 9, "elapsed_s": 1.0, "saved_at": 1.7e9, "config_digest": "ab"}
@@ -23,7 +23,7 @@ STATE = json.dumps({"values": {"best": {"step": 1}}}).encode()
 
 @pytest.fixture
 def lost(run):
-    """A run with two checkpoints in its mirror, the first of which is the best. Nothing is here."""
+    """A run with two uploaded checkpoints, the first of which is the best. Nothing is here."""
     for step in (1, 2):
         run.checkpoint(step, state=STATE, info=INFO)
     for name in ("tokenizer.json", "left_out.json"):
@@ -42,7 +42,7 @@ def no_data(config):
 @pytest.fixture
 def restore(run, messages):
     def restored(*overrides, path=run.path, **options):
-        config = load_config(None, [f"checkpoint.mirror={URL}", *overrides])
+        config = load_config(None, [f"checkpoint.upload={URL}", *overrides])
         restore_lost(path, config, dataset_of=no_data, progress=messages, **options)
         return catalog.steps(path)
 
@@ -54,9 +54,9 @@ def test_the_newest_and_the_best_checkpoint_and_the_files_of_the_run_come_back(
 ):
     assert restore() == [1, 2]
     assert catalog.latest(lost.path).name == "step-2"
-    assert layout.read_config(lost.path).checkpoint.mirror == URL
+    assert layout.read_config(lost.path).checkpoint.upload == URL
     names = {path.name for path in lost.path.iterdir()}
-    assert {"metrics.jsonl", "tokenizer.json", "left_out.json", "mirror.json"} <= names
+    assert {"metrics.jsonl", "tokenizer.json", "left_out.json", "remote.json"} <= names
     assert "config.copy.yaml" in names
     assert [event["event"] for event in layout.read_events(lost.path)] == ["restore"]
     assert messages.lines[-1].startswith(
@@ -66,13 +66,13 @@ def test_the_newest_and_the_best_checkpoint_and_the_files_of_the_run_come_back(
     assert {path.name for path in (lost.path / "checkpoints").iterdir()} == {"step-1", "step-2"}
 
 
-def test_a_step_that_was_saved_again_comes_back_as_it_was_last(run, restore, mirrored):
+def test_a_step_that_was_saved_again_comes_back_as_it_was_last(run, restore, uploaded):
     run.checkpoint(5, state=STATE)
     run.send()
     run.delete(5)
     run.checkpoint(5, state=STATE, model=b"WEIGHTS OF 5")
     run.send()
-    assert "manifest.json" in mirrored("step-5.1")
+    assert "manifest.json" in uploaded("step-5.1")
     shutil.rmtree(run.path)
     run.path.mkdir()
     assert restore() == [5]
@@ -80,7 +80,7 @@ def test_a_step_that_was_saved_again_comes_back_as_it_was_last(run, restore, mir
     assert stored.read_bytes() == b"WEIGHTS OF 5"
 
 
-def test_a_restored_run_takes_over_its_mirror(lost, restore, mirrored):
+def test_a_restored_run_takes_over_its_remote_copy(lost, restore, uploaded):
     restore()
     lost.checkpoint(3, state=STATE)
     lost.send()
@@ -89,8 +89,8 @@ def test_a_restored_run_takes_over_its_mirror(lost, restore, mirrored):
     lost.delete(2)
     lost.checkpoint(4, state=STATE)
     lost.send()
-    assert mirrored(2) == set()
-    assert "manifest.json" in mirrored(1)
+    assert uploaded(2) == set()
+    assert "manifest.json" in uploaded(1)
 
 
 def test_a_run_that_has_a_checkpoint_is_left_alone(run, restore, store):
@@ -101,9 +101,9 @@ def test_a_run_that_has_a_checkpoint_is_left_alone(run, restore, store):
     assert store.asked == []
 
 
-def test_an_empty_mirror_restores_nothing(run, restore):
+def test_an_empty_remote_copy_restores_nothing(run, restore):
     assert restore() == []
-    assert not (run.path / "mirror.json").exists()
+    assert not (run.path / "remote.json").exists()
 
 
 def test_compressed_checkpoints_come_back(run, restore):
@@ -156,12 +156,12 @@ def test_a_compressed_file_may_not_be_larger_than_its_manifest_says(run, restore
     assert "it has more than the " in line
 
 
-def test_a_mirror_without_a_complete_checkpoint_is_an_error(lost, restore, store):
+def test_a_remote_copy_without_a_complete_checkpoint_is_an_error(lost, restore, store):
     for step in (1, 2):
         store.rm_file(f"/bucket/runs/run/step-{step}/model.safetensors")
-    with pytest.raises(CheckpointError, match=r"No checkpoint at .* is complete.*mirror=none"):
+    with pytest.raises(CheckpointError, match=r"No checkpoint at .* is complete.*upload=none"):
         restore()
-    assert restore("checkpoint.mirror=none") == []
+    assert restore("checkpoint.upload=none") == []
 
 
 def test_a_server_that_fails_is_an_error_and_the_next_start_continues(
@@ -186,14 +186,14 @@ def test_a_server_that_fails_is_an_error_and_the_next_start_continues(
     assert not [line for line in store.asked if "step-2/model" in line], "it was here already"
 
 
-def test_resume_never_rejects_to_replace_what_the_mirror_has(lost, restore):
+def test_resume_never_rejects_to_replace_what_was_uploaded(lost, restore):
     with pytest.raises(CheckpointError, match=r"--resume never would overwrite .*step 2"):
         restore(resume="never")
 
 
-def test_the_configuration_of_the_mirror_replaces_that_of_a_run_without_checkpoints(lost, restore):
+def test_the_uploaded_configuration_replaces_that_of_a_run_without_checkpoints(lost, restore):
     """Otherwise the checkpoints would continue with settings that they were not trained with."""
-    layout.write_config(lost.path, load_config(None, [f"checkpoint.mirror={URL}", "optim.lr=1"]))
+    layout.write_config(lost.path, load_config(None, [f"checkpoint.upload={URL}", "optim.lr=1"]))
     restore()
     assert layout.read_config(lost.path).optim.lr != 1
 
@@ -216,20 +216,20 @@ def test_another_run_of_that_name_is_rejected_before_anything_is_written(
     assert what.startswith(f"{URL}/run contains a run with other settings, sent by {lost.path} on ")
     assert "optim.lr: " in what
     assert "--run-dir DIR" in fix
-    assert "a different checkpoint.mirror" in fix
+    assert "a different checkpoint.upload" in fix
     assert list(elsewhere.iterdir()) == []
     assert store.store == before
     restore("log.every=3", path=elsewhere)
 
 
-def test_a_mirror_without_the_requested_settings_shows_so(lost, restore):
+def test_a_remote_copy_without_the_requested_settings_shows_so(lost, restore):
     with pytest.raises(
         ConfigError, match=rf"optim\.lr: .* {URL}/run/asked\.yaml, with the settings"
     ):
         restore("optim.lr=0.5")
 
 
-def test_a_damaged_configuration_in_the_mirror_is_named(lost, restore, store):
+def test_a_damaged_configuration_in_the_remote_copy_is_named(lost, restore, store):
     path = "/bucket/runs/run/config.yaml"
     text = store.cat(path)
     assert b"seed: 0" in text
@@ -238,12 +238,12 @@ def test_a_damaged_configuration_in_the_mirror_is_named(lost, restore, store):
         (text.replace(b"seed: 0", b"seed: 5"), r" cannot be resumed: config\.yaml was changed"),
     ):
         store.pipe_file(path, content)
-        with pytest.raises(CheckpointError, match=rf"^{URL}/run{said}.*mirror=none"):
+        with pytest.raises(CheckpointError, match=rf"^{URL}/run{said}.*upload=none"):
             restore("train.seed=5")
         assert list(lost.path.iterdir()) == []
 
 
-def test_code_that_the_mirror_names_must_be_trusted(run, restore):
+def test_code_that_the_remote_copy_names_must_be_trusted(run, restore):
     layout.write_config(run.path, load_config(None, ["log.observers=[elsewhere:Model]"]))
     run.checkpoint(1, state=STATE)
     run.send()

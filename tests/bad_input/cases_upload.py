@@ -1,0 +1,154 @@
+"""Checkpoint uploads."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+
+from case import Case, World, table
+from fsspec.implementations.local import LocalFileSystem
+
+
+def with_upload(world: World) -> None:
+    """Upload the checkpoints of the recipe to the directory `backup`."""
+    recipe = (world.path / "my.yaml").read_text()
+    world.write("my.yaml", f"{recipe}checkpoint: {{upload: 'file://{world.path}/backup'}}\n")
+
+
+def with_checkpoint(world: World) -> None:
+    """Put a checkpoint of runs/new into the remote copy, and nothing else."""
+    with_upload(world)
+    world.write("backup/new/step-3/manifest.json", "{}")
+
+
+def with_run(world: World) -> None:
+    """Put another run of that name at the upload URL."""
+    with_upload(world)
+    for path in ("config.yaml", "config.copy.yaml", "asked.yaml"):
+        world.write(f"backup/new/{path}", (world.path / "runs/first" / path).read_bytes())
+    world.write("backup/new/step-3/manifest.json", "{}")
+
+
+def in_runs(world: World) -> None:
+    """Name the directory of all runs as the upload URL."""
+    recipe = (world.path / "my.yaml").read_text()
+    world.write("my.yaml", f"{recipe}checkpoint: {{upload: 'file://{world.path}/runs'}}\n")
+
+
+def in_a_file(world: World) -> None:
+    """Make the directory of the uploads a file, which nobody can write into."""
+    with_upload(world)
+    world.write("backup", "")
+
+
+def without_asked(world: World) -> None:
+    """Put another run of that name at the upload URL, without the settings as requested."""
+    with_run(world)
+    (world.path / "backup/new/asked.yaml").unlink()
+
+
+def full(world: World) -> None:
+    """Fill the disk that receives the uploads."""
+    with_upload(world)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    world.patch.setattr(LocalFileSystem, "put_file", refuse)
+
+
+def taken_over(world: World) -> None:
+    """Let the run continue on another machine, which restored it from the remote copy."""
+    with_upload(world)
+    (world.path / "runs/first/summary.json").unlink()
+    own = {"id": "own", "url": f"file://{world.path}/backup/first"}
+    world.write("runs/first/remote.json", json.dumps(own))
+    other = {"id": "other", "run": "/data/first", "host": "nodeB"}
+    world.write("backup/first/remote.json", json.dumps(other))
+
+
+CASES = [
+    *table("""
+a path as checkpoint.upload
+    train my.yaml checkpoint.upload=/backup
+    checkpoint.upload=/backup is not a URL -> file:///
+a relative path in checkpoint.upload
+    train my.yaml checkpoint.upload=file://backup/runs
+    checkpoint.upload=file://backup/runs depends on the current directory -> file:///
+a web page as checkpoint.upload
+    train my.yaml checkpoint.upload=https://example.org/runs
+    https://example.org/runs | read-only -> s3://
+an upload URL in memory
+    train my.yaml checkpoint.upload=memory://bucket/runs
+    checkpoint.upload=memory://bucket/runs is in the memory of this process -> s3:// | file:///
+"""),
+    Case(
+        "the directory of the run as its upload URL",
+        "train my.yaml --run-dir runs/new",
+        ("the copy would be in ", "runs/new contains the run itself"),
+        ("a directory elsewhere",),
+        in_runs,
+    ),
+    Case(
+        "a file as the upload URL",
+        "train my.yaml --run-dir runs/new",
+        ("Cannot read file://", "/backup/new: [Errno 20] Not a directory"),
+        ("a part of that path is a file",),
+        in_a_file,
+    ),
+    Case(
+        "an upload URL with another run of that name",
+        "train my.yaml --run-dir runs/new train.seed=5",
+        ("/backup/new contains a run with other settings", "train.seed: 0 -> 5"),
+        ("--run-dir DIR", "a different checkpoint.upload"),
+        with_run,
+        progress="has no checkpoint: restoring it from file://",
+    ),
+    Case(
+        "a remote copy without the settings of its run as requested",
+        "train my.yaml --run-dir runs/new train.seed=5",
+        ("train.seed: 0 -> 5", "/backup/new/asked.yaml", "is missing"),
+        ("Restore file://", "/backup/new/asked.yaml"),
+        without_asked,
+        progress="has no checkpoint: restoring it from file://",
+    ),
+    Case(
+        "an upload to a full disk",
+        "train my.yaml --run-dir runs/new",
+        ("/backup/new", "its disk is full"),
+        ("Free space there",),
+        full,
+        may_change=("runs/new",),
+    ),
+    Case(
+        "an upload URL from which another machine restored the run",
+        "train my.yaml --run-dir runs/first",
+        ("/backup/first", "continues as /data/first on nodeB"),
+        ("Continue it there", "checkpoint.upload=none"),
+        taken_over,
+    ),
+    *table("""
+a password in checkpoint.upload
+    train my.yaml checkpoint.upload=s3://me:secret@bucket/runs
+    checkpoint.upload=s3://bucket/runs must not contain -> environment variables
+checkpoint.compress without checkpoint.upload
+    train my.yaml checkpoint.compress=zstd
+    checkpoint.compress=zstd has no effect -> checkpoint.upload
+"""),
+    Case(
+        "--resume never with a run at the upload URL",
+        "train my.yaml --run-dir runs/new --resume never",
+        ("/backup/new", "step 3"),
+        ("--run-dir DIR", "--resume auto"),
+        with_checkpoint,
+    ),
+    Case(
+        "a remote copy without the configuration of its run",
+        "train my.yaml --run-dir runs/new",
+        ("/backup/new has no config.yaml",),
+        ("checkpoint.upload=none",),
+        with_checkpoint,
+        progress="has no checkpoint: restoring it from file://",
+    ),
+]
