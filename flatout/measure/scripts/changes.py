@@ -123,7 +123,7 @@ CHANGES = {
         calls("empty-cache"),
     ),
     "gc-thresholds": Change(
-        "the garbage collector runs rarely, and skips what is there at the start",
+        "the garbage collector runs rarely, and ignores objects from before the loop",
         Edit(
             lines=("import gc as _gc", "_gc.freeze()", "_gc.set_threshold(100_000, 50, 100)"),
         ),
@@ -196,7 +196,7 @@ CHANGES = {
         FP32,
     ),
     "channels-last": Change(
-        "convolutions with the channels last",
+        "convolutions use the channels-last layout",
         Edit(lines=("{model}.to(memory_format={torch}.channels_last)",)),
         lambda facts, _: {NO_CONVOLUTIONS: not facts.convolutions},
         FP32,
