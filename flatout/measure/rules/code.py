@@ -334,7 +334,7 @@ def growing_memory(evidence: Evidence) -> Finding | None:
 
 @rule()
 def high_loss(evidence: Evidence) -> Finding | None:
-    """The loss is far above that of a uniform guess."""
+    """The loss is far above the loss of a uniform guess."""
     classes, losses = evidence.loop.classes, [loss for _, loss in evidence.losses or ()][-20:]
     if not classes or classes < 2 or len(losses) < 5 or not all(map(math.isfinite, losses)):
         return None
