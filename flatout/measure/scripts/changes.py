@@ -108,17 +108,17 @@ CHANGES = {
         lambda facts, evidence: {**no_gpu(evidence), "They are.": facts.pinned},
     ),
     "no-anomaly": Change(
-        "without torch.autograd.set_detect_anomaly",
+        "torch.autograd.set_detect_anomaly is off",
         Edit(at="anomaly", remove=True),
         lambda _, evidence: {"It is off.": not evidence.loop.anomaly_detection},
     ),
     "no-gc-collect": Change(
-        "without gc.collect() in the loop",
+        "the loop does not call gc.collect()",
         Edit(at="gc-collect", remove=True),
         calls("gc-collect"),
     ),
     "no-empty-cache": Change(
-        "without torch.cuda.empty_cache() in the loop",
+        "the loop does not call torch.cuda.empty_cache()",
         Edit(at="empty-cache", remove=True),
         calls("empty-cache"),
     ),
@@ -190,7 +190,7 @@ CHANGES = {
         BF16,
     ),
     "sdpa": Change(
-        "attention through scaled_dot_product_attention",
+        "attention uses scaled_dot_product_attention",
         Edit(lines=('{model}.set_attn_implementation("sdpa")',)),
         lambda facts, _: {"No model with another choice is known.": not facts.eager_attention},
         FP32,
@@ -223,7 +223,7 @@ CHANGES = {
         FP32,
     ),
     "compile-each-block": Change(
-        "the repeated blocks of the model are compiled, which takes less time",
+        "each repeated block of the model is compiled, which takes less time",
         Edit(
             lines=(
                 "for module in {model}.modules():",
