@@ -98,8 +98,8 @@ def table(found: dict[str, Any]) -> str:
     """Return the results as Markdown."""
     whole = found["rows"][0]
     return markdown(
-        "| trained parameters | allocated, MiB | predicted, MiB | of all weights' "
-        "| CPU ms per step | of all weights' | checkpoint, MiB",
+        "| trained parameters | allocated, MiB | predicted, MiB | relative memory "
+        "| CPU ms per step | relative time | checkpoint, MiB",
         [
             (
                 row["name"],

@@ -39,7 +39,7 @@ SPEEDUP = Speedup(
     fills={"compilation": _compile},
     saves="time: elementwise operations are fused, and the model runs without Python's "
     "overhead; with several processes, or more than 6 blocks on a CPU and 16 on a GPU, each block "
-    "is compiled by itself",
+    "is compiled separately",
     tolerance=Tolerance.rounding(rtol=1e-3),
     compiles=True,
     why_not=without_compiler,

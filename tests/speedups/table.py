@@ -24,7 +24,7 @@ def tables() -> str:
     return (
         "| speedup | what it saves | tolerance | needs |\n|---|---|---|---|\n"
         + "".join(map(row, found))
-        + "\nNot measured on a GPU yet; what arithmetic predicts for one H200:\n\n"
+        + "\nPredicted gains that have not been measured:\n\n"
         + "| speedup | predicted gain |\n|---|---|\n"
         + "".join(predicted)
     )

@@ -59,7 +59,7 @@ ADVICE = (
 
 @rule(unless=("anomaly-detection",))
 def slow_code(evidence: Evidence) -> Finding | None:
-    """Lines of the loop's own code take time that does not train."""
+    """Lines of the loop take time without training."""
     lines = evidence.sites.get("own", ())
     lost_s = sum(one.seconds_per_step or 0.0 for one in lines)
     if evidence.on_gpu:  # they only cost time where the device idles meanwhile
@@ -106,7 +106,7 @@ def anomaly_detection(evidence: Evidence) -> Finding | None:
 
 @rule()
 def new_optimizer(evidence: Evidence) -> Finding | None:
-    """The optimizer is made anew in the loop, which loses its state."""
+    """The loop creates a new optimizer, which loses its state."""
     loop = evidence.loop
     if loop.renewals is None or loop.renewals < OFTEN_RENEWED:
         return None
@@ -144,7 +144,7 @@ def slow_optimizer(evidence: Evidence) -> Finding | None:
 
 @rule()
 def unfused_attention(evidence: Evidence) -> Finding | None:
-    """Attention computes the scores of all pairs of tokens in memory."""
+    """Attention stores the scores of all pairs of tokens in memory."""
     site = evidence.site("softmax")
     spent_s = sum(row.seconds for row in evidence.kernels or () if row.kind == "attention")
     share = evidence.lost(spent_s, SLOW_ATTENTION)
@@ -185,7 +185,7 @@ def padding(evidence: Evidence) -> Finding | None:
 
 @rule()
 def decomposition(evidence: Evidence) -> Finding | None:
-    """Matrices are decomposed, as for singular values, which takes a large part of each step."""
+    """Matrix decompositions, such as an SVD, take a large part of each step."""
     site = evidence.site("decomposition")
     share = evidence.lost(site.seconds_per_step if site else None, SLOW_DECOMPOSITION)
     if site is None or share is None:
@@ -205,7 +205,7 @@ def decomposition(evidence: Evidence) -> Finding | None:
 
 @rule()
 def busy_threads(evidence: Evidence) -> Finding | None:
-    """A thread of the script holds Python's lock, and the loop waits for it.
+    """A thread of the script holds the GIL, and the loop waits for it.
 
     One that computes outside of the lock takes nothing from the loop, and is no finding.
     """
@@ -233,7 +233,7 @@ def _work_s(evidence: Evidence) -> float:
 
 @rule()
 def wasted_gradients(evidence: Evidence) -> Finding | None:
-    """Gradients are computed for weights that nothing updates."""
+    """Gradients are computed for weights that no optimizer updates."""
     wasted = evidence.loop.wasted_gradients or 0.0
     share = evidence.lost(OF_BACKWARD * wasted * _work_s(evidence), SLOW_CODE)
     if share is None:
@@ -250,7 +250,7 @@ def wasted_gradients(evidence: Evidence) -> Finding | None:
 
 @rule()
 def broadcast_loss(evidence: Evidence) -> Finding | None:
-    """A column and a row of numbers are compared all with all."""
+    """The loss broadcasts a column against a row, which compares all pairs of rows."""
     site = evidence.site("broadcast")
     if site is None:
         return None
@@ -334,7 +334,7 @@ def growing_memory(evidence: Evidence) -> Finding | None:
 
 @rule()
 def high_loss(evidence: Evidence) -> Finding | None:
-    """The loss is far above that of a uniform guess."""
+    """The loss is far above the loss of a uniform guess."""
     classes, losses = evidence.loop.classes, [loss for _, loss in evidence.losses or ()][-20:]
     if not classes or classes < 2 or len(losses) < 5 or not all(map(math.isfinite, losses)):
         return None

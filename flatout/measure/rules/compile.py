@@ -12,7 +12,7 @@ SLOW_COMPILING = 0.03
 
 @rule()
 def compile_failure(evidence: Evidence) -> Finding | None:
-    """torch.compile failed, so that the run is slower than it should be, or cannot start."""
+    """torch.compile fails, so the run is slower or cannot start."""
     failure, fallback = evidence.failed("compile"), evidence.compile_fallback
     if failure is None and fallback is None:
         return None
@@ -37,7 +37,7 @@ def compile_failure(evidence: Evidence) -> Finding | None:
 
 @rule()
 def recompiles(evidence: Evidence) -> Finding | None:
-    """torch.compile compiles again and again after the warm-up."""
+    """torch.compile keeps compiling after the warm-up."""
     seconds, graphs = evidence.phases.compile_s, evidence.counts.recompiles
     share = evidence.lost(seconds, SLOW_COMPILING)
     if share is None or not graphs:

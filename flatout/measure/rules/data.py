@@ -113,7 +113,7 @@ def _data_figures(evidence: Evidence) -> dict[str, float | None]:
 
 @rule()
 def pageable_copies(evidence: Evidence) -> Finding | None:
-    """Batches are copied to the GPU from memory that is not pinned, so that the host waits."""
+    """Batches are copied to the GPU from memory that is not pinned, so the host waits."""
     found = evidence.counts
     share = evidence.lost(found.pageable_copy_s, SLOW_COPIES)
     if not evidence.on_gpu or not found.pageable_copies or not found.pageable_copy_s or not share:
@@ -141,7 +141,7 @@ def pageable_copies(evidence: Evidence) -> Finding | None:
 
 @rule()
 def length(evidence: Evidence) -> Finding | None:
-    """The length of the run does not suit its data: it memorises the text, or sees hardly any."""
+    """The run is too long or too short for its data: it memorises the text or sees little of it."""
     epochs, data, per_step = evidence.epochs, evidence.data, evidence.tokens_per_step
     if epochs is not None and epochs > MOST_EPOCHS:
         harm: Harm = "spoils"

@@ -239,7 +239,7 @@ def communication(evidence: Evidence) -> Finding | None:
 
 @rule()
 def precision(evidence: Evidence) -> Finding | None:
-    """The run multiplies matrices in an arithmetic that is slow or fragile on this GPU."""
+    """Matmuls use a precision that is slow or numerically fragile on this GPU."""
     stated, gpu = evidence.setting("train.precision"), evidence.gpu
     if gpu is None or not gpu.supports_bf16 or not evidence.on_gpu:
         return None

@@ -121,7 +121,7 @@ def cpu_threads(evidence: Evidence) -> Finding | None:
 
 @rule()
 def environment(evidence: Evidence) -> Finding | None:
-    """An environment variable slows training down, or has no effect any more."""
+    """An environment variable slows training down or no longer has an effect."""
     stated = evidence.host.environment or {}
     known = HARMFUL | (HARMFUL_ON_A_GPU if evidence.on_gpu else {})
     harmful = {
@@ -208,7 +208,7 @@ def slow_logging(evidence: Evidence) -> Finding | None:
 
 @rule()
 def slow_settings(evidence: Evidence) -> Finding | None:
-    """Other settings of the recipe make its steps shorter on this CPU."""
+    """Different settings of the recipe make its steps shorter on this CPU."""
     found = evidence.counterfactual_s
     saved = {name: evidence.saved(name, CLEAR_GAIN) or 0.0 for name in found if "=" in name}
     best = max(saved, key=saved.__getitem__, default="")

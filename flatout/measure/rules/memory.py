@@ -19,7 +19,7 @@ OFTEN_EMPTIED = 0.4
 
 @rule()
 def out_of_memory(evidence: Evidence) -> Finding | None:
-    """The run needs more memory than the device has, or ended for lack of it."""
+    """The run needs more memory than the device has, or ran out of memory."""
     memory, failure = evidence.memory, evidence.failed("out-of-memory", "killed")
     need, have = memory.estimated_gib, memory.free_gib
     share = need / have if need is not None and have else 0.0
@@ -69,7 +69,7 @@ def out_of_memory(evidence: Evidence) -> Finding | None:
 
 @rule(unless=("out-of-memory", "fragmentation"))
 def full_memory(evidence: Evidence) -> Finding | None:
-    """The GPU's memory is nearly full, or fewer rows are faster, as when memory spills."""
+    """GPU memory is nearly full, or fewer rows are faster, as when memory spills to the host."""
     memory, config, now = evidence.memory, evidence.config, evidence.roofline.tokens_per_s
     held, total = memory.reserved_gib or memory.peak_gib, memory.total_gib
     used = held / total if evidence.on_gpu and held and total else 0.0
@@ -119,7 +119,7 @@ def full_memory(evidence: Evidence) -> Finding | None:
 
 @rule()
 def fragmentation(evidence: Evidence) -> Finding | None:
-    """The allocator holds much more GPU memory than the tensors need."""
+    """The allocator reserves much more GPU memory than the tensors need."""
     memory = evidence.memory
     held, used, total = memory.reserved_gib, memory.peak_gib, memory.total_gib
     if not evidence.on_gpu or held is None or not used or not total:
@@ -138,7 +138,7 @@ def fragmentation(evidence: Evidence) -> Finding | None:
 
 @rule()
 def empty_cache(evidence: Evidence) -> Finding | None:
-    """The loop empties the allocator's cache again and again."""
+    """The loop empties the allocator's cache repeatedly."""
     calls, seconds, site = evidence.counts.empty_cache, None, evidence.site("empty-cache")
     if calls is None or calls < OFTEN_EMPTIED:
         return None

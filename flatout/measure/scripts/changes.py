@@ -108,22 +108,22 @@ CHANGES = {
         lambda facts, evidence: {**no_gpu(evidence), "They are.": facts.pinned},
     ),
     "no-anomaly": Change(
-        "without torch.autograd.set_detect_anomaly",
+        "torch.autograd.set_detect_anomaly is off",
         Edit(at="anomaly", remove=True),
         lambda _, evidence: {"It is off.": not evidence.loop.anomaly_detection},
     ),
     "no-gc-collect": Change(
-        "without gc.collect() in the loop",
+        "the loop does not call gc.collect()",
         Edit(at="gc-collect", remove=True),
         calls("gc-collect"),
     ),
     "no-empty-cache": Change(
-        "without torch.cuda.empty_cache() in the loop",
+        "the loop does not call torch.cuda.empty_cache()",
         Edit(at="empty-cache", remove=True),
         calls("empty-cache"),
     ),
     "gc-thresholds": Change(
-        "the garbage collector runs rarely, and skips what is there at the start",
+        "the garbage collector runs rarely, and ignores objects from before the loop",
         Edit(
             lines=("import gc as _gc", "_gc.freeze()", "_gc.set_threshold(100_000, 50, 100)"),
         ),
@@ -190,13 +190,13 @@ CHANGES = {
         BF16,
     ),
     "sdpa": Change(
-        "attention through scaled_dot_product_attention",
+        "attention uses scaled_dot_product_attention",
         Edit(lines=('{model}.set_attn_implementation("sdpa")',)),
         lambda facts, _: {"No model with another choice is known.": not facts.eager_attention},
         FP32,
     ),
     "channels-last": Change(
-        "convolutions with the channels last",
+        "convolutions use the channels-last layout",
         Edit(lines=("{model}.to(memory_format={torch}.channels_last)",)),
         lambda facts, _: {NO_CONVOLUTIONS: not facts.convolutions},
         FP32,
@@ -223,7 +223,7 @@ CHANGES = {
         FP32,
     ),
     "compile-each-block": Change(
-        "the repeated blocks of the model are compiled, which takes less time",
+        "each repeated block of the model is compiled, which takes less time",
         Edit(
             lines=(
                 "for module in {model}.modules():",
