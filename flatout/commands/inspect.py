@@ -91,7 +91,7 @@ class InspectResult(Result):
         ]
         if beginning:
             is_masked = self.value("targets") is not None
-            mask = f"; text in {MASKED.format('')} is excluded from the loss" if is_masked else ""
+            mask = f" (text in {MASKED.format('')} is excluded from the loss)" if is_masked else ""
             lines += ["", f"  first text{mask}", *(f"  | {line}" for line in beginning)]
         if not self.shows_all:
             lines += ["", "--all shows more."]

@@ -99,7 +99,7 @@ a push to a name that is not a repository
     Case(
         "a directory of tasks without tasks",
         "eval first --task-dir tasks",
-        ("--task-dir is for the questions of --tasks",),
+        ("--task-dir only applies to the questions of --tasks",),
         ("add --tasks",),
     ),
 ]

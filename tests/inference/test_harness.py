@@ -209,7 +209,9 @@ def test_an_export_that_was_changed_is_rejected(export_of_fox, tmp_path):
     ("option", "value"), [("limit", 1), ("num_fewshot", 1), ("task_dir", "tasks")]
 )
 def test_options_of_tasks_need_tasks(fox, option, value):
-    with pytest.raises(ConfigError, match=f"--{option.replace('_', '-')} is for the questions"):
+    with pytest.raises(
+        ConfigError, match=f"--{option.replace('_', '-')} only applies to the questions"
+    ):
         evaluate(fox, **{option: value})
 
 
