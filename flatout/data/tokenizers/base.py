@@ -57,7 +57,7 @@ MAX_TRIES = 64
 Ids = NDArray[np.uint32]
 Encode = Callable[[str], Ids]
 Sample = Callable[[int | None], Iterable[str]]
-"""Returns about this many bytes of the corpus, evenly spread; None means the whole corpus."""
+"""Returns about this many bytes of the corpus, evenly spread. None means the whole corpus."""
 BoundedSample = Callable[[int], Iterable[str]]
 Document = JsonObject
 """A parsed JSON file, either our own or a tokenizer.json, whose schema `tokenizers` defines."""
@@ -90,7 +90,7 @@ class TokenizerFile:
 
 
 class Tokenizer(ABC):
-    """Converts text to ids below `vocab_size` and back; one JSON document describes it completely.
+    """Converts text to ids below `vocab_size` and back. One JSON document describes it completely.
 
     Text is never encoded as `eot_id` or as another special id. The file of a kind assigns its class
     to TOKENIZER. A kind that `--tokenizer` selects by name also assigns SPEC (`"char"`, or
@@ -168,7 +168,7 @@ class Tokenizer(ABC):
         return {}
 
     def tokenizer_json(self) -> Document | None:
-        """Return a tokenizer.json with the same ids, for other tools; None if there is none."""
+        """Return a tokenizer.json with the same ids, for other tools. None if there is none."""
         return None
 
     @abstractmethod
