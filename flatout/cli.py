@@ -1,6 +1,6 @@
 """The command line: finds the command, prints its result, and maps errors to exit codes.
 
-Standard output carries results only; progress and errors go to standard error. With `--json` the
+Standard output carries results only. Progress and errors go to standard error. With `--json` the
 last line of standard output is one JSON object. Exit codes: 0 done, 1 failed, 2 wrong usage, 75
 stopped and saved, 130, 138 or 143 (128 + signal) interrupted before anything was saved.
 """
@@ -263,7 +263,7 @@ def _signals_exit(
 ) -> contextlib.AbstractContextManager[None]:
     """Let signals end the program at once, after `close`, while there is nothing to clean up.
 
-    Native code that is imported may turn the exception of an interruption into another one.
+    Native code that is imported may turn the exception of an interruption into a different one.
     """
 
     def stop(number: int, _frame: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""JSON documents and JSON lines on disk; errors name the damaged file."""
+"""JSON documents and JSON lines on disk. Errors name the damaged file."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Result(Stored):
     """The result of a command: `--json` prints its fields. Its `summary` is for people."""
 
     def summary(self) -> str:
-        """Return the closing lines as plain text; none if everything has been printed already."""
+        """Return the closing lines as plain text. Empty if everything has been printed already."""
         return ""
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
@@ -52,7 +52,7 @@ class Result(Stored):
 
 
 def write_json(path: Path, document: Json) -> None:
-    """Write `document` as JSON, atomically and durably; floats read back bit for bit."""
+    """Write `document` as JSON, atomically and durably. Floats read back unchanged."""
     write_text(path, json.dumps(document, indent=1) + "\n")
 
 
