@@ -73,7 +73,7 @@ class TrainResult(Result):
     compile_s: float | None = None
     """Seconds spent compiling, before the first step and after. Null when nothing was compiled."""
     recompiles: int | None = None
-    """Graphs compiled after the warm-up. Events.jsonl has the reason for each."""
+    """Graphs compiled after the warm-up. The reason for each is in events.jsonl."""
     skipped_steps: int | None = None
     """Steps of the whole run whose update was skipped because the loss or the gradient norm was
     bad. Null in runs of earlier versions. Overflows of float16 do not count."""

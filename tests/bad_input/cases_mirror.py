@@ -100,7 +100,7 @@ a mirror in memory
     Case(
         "a mirror with another run of that name",
         "train my.yaml --run-dir runs/new train.seed=5",
-        ("/mirror/new contains a run with other settings", "train.seed: 0 -> 5"),
+        ("/mirror/new contains a run with different settings", "train.seed: 0 -> 5"),
         ("--run-dir DIR", "a different checkpoint.mirror"),
         with_run,
         progress="has no checkpoint: restoring it from file://",

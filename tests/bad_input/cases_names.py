@@ -47,7 +47,7 @@ a misspelt key of the model, and no data
     'model.num_layer' -> 'model.num_layers'
 an unknown run
     generate nope
-    no run directory nope or runs/nope -> flatout runs | the newest: first
+    no run directory nope or runs/nope -> flatout runs | The newest: first
 a recipe of `diagnose --fix` that would not be YAML
     diagnose my.yaml --fix --out fixed.txt
     --out fixed.txt is not a YAML file -> --out recipe.yaml

@@ -48,7 +48,7 @@ class PhaseTimer:
 
     @property
     def current(self) -> str | None:
-        """The phase that is running; None outside all phases. Any thread may read it."""
+        """The phase that is running. None outside all phases. Any thread may read it."""
         try:
             return self._stack[-1]
         except IndexError:

@@ -24,7 +24,7 @@ LIMITED_SHARE = 0.5
 
 
 class GpuState(NamedTuple):
-    """What the driver reports of the GPU now; None: not reported."""
+    """What the driver reports of the GPU now. None if not reported."""
 
     slowed_by: tuple[str, ...] | None
     """Heat and other faults that slow it down. Its power cap is not one."""
@@ -112,7 +112,7 @@ class Surroundings:
 
 def limit_counts() -> tuple[int, int, int]:
     """Return the scheduler's periods, those that a container's limit stopped, and slow-downs by
-    heat; 0 where the system has no such counter.
+    heat. 0 where the system has no such counter.
     """
     periods = stopped = 0
     for path in CPU_STATS:

@@ -1,4 +1,4 @@
-"""The lock of a run directory: one process trains in it at a time; its state. No torch."""
+"""The lock of a run directory, in which one process trains at a time, and its state. No torch."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def slow(name, extra_ms):
 @pytest.mark.parametrize(
     ("name", "kind", "cause"),
     [
-        ("data_wait", "data_wait", "the next batch takes 30.5 ms, before it took 0.5 ms"),
+        ("data_wait", "data_wait", "the next batch takes 30.5 ms, up from 0.5 ms"),
         ("host", "throughput", "work on the host rose from 1.0 to 31.0 ms per step"),
         ("device", "throughput", "work on the device rose from 98.5 to 128.5 ms per step"),
     ],
