@@ -194,7 +194,7 @@ class LineReader:
 
 
 def object_or_none(line: str | bytes) -> JsonObject | None:
-    """Return the JSON object in a line; None when it is damaged."""
+    """Return the JSON object in a line. None when it is damaged."""
     try:
         document = json.loads(line)
     except (ValueError, RecursionError):

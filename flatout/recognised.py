@@ -132,7 +132,7 @@ def require_recipe_path(path: Path | str, option: str = "") -> None:
 
 
 def recognise(path: Path) -> Recognised | None:
-    """Return what a file or directory is; None for text and for unknown or unreadable files."""
+    """Return what a file or directory is. None for text and for unknown or unreadable files."""
     try:
         found = _folder(path) if path.is_dir() else _file(path) if path.is_file() else None
     except OSError:

@@ -78,7 +78,7 @@ class TensorMap:
     join: Callable[[Sequence[Tensor]], Tensor]
     """Returns flatout's tensor, computed from the family's."""
     split: Callable[[Tensor], Sequence[Tensor]] | None
-    """The inverse of `join`; None when the family cannot be exported."""
+    """The inverse of `join`. None when the family cannot be exported."""
 
 
 @dataclass(frozen=True)

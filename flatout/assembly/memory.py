@@ -503,7 +503,7 @@ class Capacity:
 
 
 def capacity_of(machine: Machine, device: str, local_world_size: int) -> Capacity | None:
-    """Return the memory of one rank on `device`; None when the machine has no such device."""
+    """Return the memory of one rank on `device`. None when the machine has no such device."""
     if device.startswith("cuda"):
         if machine.is_here and torch.cuda.is_available():
             free, whole = torch.cuda.mem_get_info(device)

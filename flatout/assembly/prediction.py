@@ -151,13 +151,13 @@ class PastRun(Stored):
     context_gib: float = 0.0
     """Memory of the process before it built the model; on a CPU only."""
     peak_gib: float = 0.0
-    """Measured peak; 0: not measured."""
+    """Measured peak. 0 if not measured."""
     reserved_gib: float | None = None
     """Measured peak of what the allocator reserved; on a GPU only."""
     tokens_per_s: float = 0.0
-    """Measured steady rate; 0: not measured."""
+    """Measured steady rate. 0 if not measured."""
     flops_per_token: float = 0.0
-    """FLOPs of a token; 0: not known."""
+    """FLOPs of a token. 0 if not known."""
     beside_s: float | None = None
     """Seconds besides its steps and evaluations at the steady rate: start, compiling, saves."""
     cached_s: float = 0.0
@@ -172,13 +172,13 @@ class MeasuredHere(Stored):
     hardware: str
     """The GPU as its driver names it, or the CPU and its cores."""
     speedups: dict[str, Gain] | None = None
-    """Gains by name; null: nothing has been measured, and the user has not been told so."""
+    """Gains by name. Null means nothing has been measured, and the user has not been told so."""
     runs: tuple[PastRun, ...] = ()
     """Finished runs, oldest first."""
 
 
 def hardware_name(machine: Machine, device: str) -> str | None:
-    """Return the GPU of a run on `device`, or the CPU with its cores; None for an absent GPU."""
+    """Return the GPU of a run on `device`, or the CPU with its cores. None for an absent GPU."""
     kind, _, index = device.partition(":")
     if kind == "cuda":
         return next((gpu.name for gpu in machine.gpus[int(index or 0) :]), None)
@@ -302,7 +302,7 @@ class MemoryPrediction:
     least: int
     """The least that the tensors may need, considering the error."""
     error: float | None
-    """Relative error to expect of the total; None if it is unknown."""
+    """Relative error to expect of the total. None if it is unknown."""
     source: str
     """Where the numbers come from."""
     on_gpu: bool
@@ -327,11 +327,11 @@ class TimePrediction:
     wall_s: float | None
     """Seconds of the whole run."""
     mfu: float | None
-    """Share of the peak rate that the rate assumes; None if the peak is unknown."""
+    """Share of the peak rate that the rate assumes. None if the peak is unknown."""
     source: str
     """Where the rate comes from."""
     error: float | None
-    """Relative error to expect of the time; None if it is unknown."""
+    """Relative error to expect of the time. None if it is unknown."""
 
 
 def predict_memory(
@@ -482,7 +482,7 @@ def predict_time(
 
 
 def published(this: PastRun, config: RunConfig, machine: Machine | None) -> GpuTime | None:
-    """Return the time of a step by what published runs took; None without a known GPU."""
+    """Return the time of a step by what published runs took. None without a known GPU."""
     row = machine.row if machine and config.train.device.startswith("cuda") else None
     if machine is None or row is None:
         return None
@@ -523,7 +523,7 @@ def assumed_rate(
 
 
 def tokens_to_score(config: RunConfig, dataset: AnyDataset | None, first_step: int = 0) -> int:
-    """Return the validation tokens that a run scores from `first_step` on; 0 without a dataset.
+    """Return the validation tokens that a run scores from `first_step` on. 0 without a dataset.
 
     The last evaluation is on the whole split. If those during the run are on a part of it, that
     part is scored at the end, too.

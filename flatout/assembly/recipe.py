@@ -51,7 +51,7 @@ class Precision:
     autocast: str | None = None
     """torch dtype of the matmuls; None leaves them in fp32."""
     loss_scale: float | None = None
-    """Initial loss scale; None where gradients cannot underflow."""
+    """Initial loss scale. None where gradients cannot underflow."""
 
     def dtype(self) -> torch.dtype | None:
         """Return the torch dtype of the matmuls, or None."""
@@ -383,7 +383,7 @@ class On:
     beside: str | None = None
     """A speedup without which it gains nothing, and is off."""
     from_minutes_cached: float | None = None
-    """Shortest run for which it is on if its code has been compiled before; None: the same."""
+    """Shortest run for which it is on if its code has been compiled before. None means the same."""
     measured: bool = False
     """Whether it is based on a measurement on this kind of device (LOG.md, docs/numbers.md) rather
     than on arithmetic and published measurements.

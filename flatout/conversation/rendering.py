@@ -102,7 +102,7 @@ class Renderer:
 
     @property
     def end_token(self) -> str | None:
-        """The special token that ends an assistant turn; None when text ends it."""
+        """The special token that ends an assistant turn. None when text ends it."""
         found = self._specials.search(self.end) if self._specials else None
         return found[0] if found else None
 
@@ -212,7 +212,7 @@ class Renderer:
     def _together(
         self, one: Request, text: str, shared: Sequence[tuple[int, int]]
     ) -> Examples | None:
-        """Return all turns as one example; None when some are rendered differently later.
+        """Return all turns as one example. None when some are rendered differently later.
 
         `shared` is what the text has in common with the prompt for each assistant turn, and with
         the text that ends after it.

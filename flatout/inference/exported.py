@@ -24,7 +24,7 @@ def is_export(path: Path | str | None) -> bool:
 
 
 def is_run(path: Path | str | None) -> bool:
-    """Return whether a command reads a run, not another tool's model; None is the newest run.
+    """Return whether a command reads a run, not another tool's model. None is the newest run.
 
     What does not exist counts as the name of a run.
     """

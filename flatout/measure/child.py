@@ -58,14 +58,14 @@ class Ended:
     """How a process ended."""
 
     code: int | None
-    """Its exit code, negative for a signal; None if it had to be killed."""
+    """Its exit code, negative for a signal. None if it had to be killed."""
     timed_out: bool
     last_words: str
     """The last line of its output to standard error."""
 
     @property
     def signal(self) -> str | None:
-        """The name of the signal that killed it, such as SIGKILL; None for none."""
+        """The name of the signal that killed it, such as SIGKILL. None for none."""
         return None if self.code is None or self.code >= 0 else signal.Signals(-self.code).name
 
 

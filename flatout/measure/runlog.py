@@ -68,7 +68,7 @@ class RunLog:
 
     @cached_property
     def settings(self) -> JsonObject:
-        """config.yaml under dotted keys; empty when it is missing or damaged."""
+        """config.yaml under dotted keys. Empty when it is missing or damaged."""
         if self.state == WATCHED:
             return {}
         return self._or_note(lambda: flat(read_document(self.path / layout.CONFIG)), {})

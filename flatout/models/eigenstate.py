@@ -352,7 +352,7 @@ class MemoryState:
     """The state of one memory between two pieces of a document."""
 
     last: Tensor | None = None
-    """The last state (B, E); None before the first."""
+    """The last state (B, E). None before the first."""
     pending: Tensor | None = None
     """Drive (B, T, E) of the tokens that do not yet fill a group of `scale`."""
 
@@ -594,7 +594,7 @@ class Groups:
     members: Tensor
     """The tokens of each group (B, N, S). Arbitrary tokens where there is no group."""
     document: Tensor
-    """The document of each group (B, N), counted from 1 in its row; 0 where there is no group."""
+    """The document of each group (B, N), counted from 1 in its row. 0 where there is no group."""
     known: Tensor
     """The latest complete group at each token, times S, plus the tokens since (B, T). All tokens
     of a row get different numbers.

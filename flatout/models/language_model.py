@@ -164,9 +164,9 @@ class LanguageModel(nn.Module, ABC):
     blocks: nn.ModuleList
     """Called in order, each as block(hidden_BTD, doc_ids_BT, *shared) -> hidden_BTD."""
     context: Context | None = None
-    """This rank's part of each row; None: all of it. Only `forward` divides rows."""
+    """This rank's part of each row. None means all of it. Only `forward` divides rows."""
     split: Split | None = None
-    """This rank's part of each layer; None: all of it."""
+    """This rank's part of each layer. None means all of it."""
 
     def __init__(self, config: LanguageModelConfig, ops: Ops) -> None:
         super().__init__()
@@ -432,7 +432,7 @@ class EmbeddingModel(LanguageModel):
     """A vector per position, when positions are learned."""
     final_norm: nn.Module
     unembedding: Linear | None
-    """The separate output weight; None when the embedding is the output weight too."""
+    """The separate output weight. None when the embedding is the output weight too."""
     logit_scale: float = 1.0
     """Factor of the logits."""
     embedding_scale: float = 1.0

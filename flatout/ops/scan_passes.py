@@ -5,7 +5,7 @@ final state. The states that enter the chunks follow the same recurrence over th
 are computed the same way. Then each program walks its chunk again from the state that enters it,
 and stores every state. Backward is the same from the last token to the first, with conjugate
 eigenvalues; its last pass also computes the gradients of the eigenvalues. The drive and the
-gradient are read twice, states and results are written once; nothing else grows with the number of
+gradient are read twice, states and results are written once. Nothing else grows with the number of
 tokens.
 
 Letters: B rows, T tokens, K eigenstates, E = 2 K: K real parts, then K imaginary parts; S steps:

@@ -49,14 +49,14 @@ class Mesh(Ranks):
     shard: int = 1
     device: torch.device = CPU
     device_mesh: DeviceMesh | None = None
-    """The dimensions `replicate`, `shard` and, if layers are shared, `tensor`; None: none of it."""
+    """The dimensions `replicate`, `shard` and, if layers are shared, `tensor`. None: none of it."""
     reshard: bool = True
     tensor: int = 1
     offloads: bool = False
     """Whether weights, gradients and optimizer state are in host memory."""
     context: int = 1
     context_group: dist.ProcessGroup | None = None
-    """The processes that share this one's rows; None: they are its own."""
+    """The processes that share this one's rows. None means they are its own."""
 
     @property
     def weights_device(self) -> torch.device:

@@ -66,7 +66,7 @@ class Wanted(NamedTuple):
 
     name: str
     size_bytes: int | None
-    """Its size; None when the manifest does not have it."""
+    """Its size. None when the manifest does not have it."""
     problem: Callable[[Path], str | None]
     """Returns what is wrong with a copy of it, as a sentence that names its path, or None."""
 
@@ -92,7 +92,7 @@ class RemoteFolder:
         self._options = _WRITE_OPTIONS.get(protocol_of(url), {})
 
     def files(self) -> dict[str, Description]:
-        """Return the descriptions of the directory's files by name; empty when it does not exist.
+        """Return the descriptions of the directory's files by name. Empty when it does not exist.
 
         What a kill left of a file that was being written does not count.
         """

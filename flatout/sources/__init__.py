@@ -62,7 +62,7 @@ class Document:
     prompt: str = ""
     """Text before the document, excluded from the loss."""
     examples: Examples = ()
-    """The examples of a conversation, and `text` is that of all; empty for other documents."""
+    """The examples of a conversation, and `text` is that of all. Empty for other documents."""
     request: Request | None = None
     """A conversation that `ReadTask.rows` renders."""
 
@@ -121,9 +121,9 @@ class ReadTask:
     read: Callable[..., Iterable[Row | str]]
     arguments: tuple[Any, ...]
     fingerprint: str
-    """Changes with the documents; empty when an earlier task's fingerprint covers them."""
+    """Changes with the documents. Empty when an earlier task's fingerprint covers them."""
     num_bytes: int = 0
-    """Approximate bytes to read; 0 when unknown."""
+    """Approximate bytes to read. 0 when unknown."""
     files: tuple[InputFile, ...] = ()
     """The files covered by the fingerprint, as they were when listed."""
     paths: tuple[str, ...] = ()

@@ -63,7 +63,7 @@ def explain(path: str, offset: int) -> tuple[str, str, str | None]:
 
 
 def _as_read(path: str, offset: int, encoding: str) -> str:
-    """Return the text around a byte as decoded in an encoding; empty for UTF-16 and UTF-32."""
+    """Return the text around a byte as decoded in an encoding. Empty for UTF-16 and UTF-32."""
     if encoding.startswith("UTF"):
         return ""
     with open_bytes(path) as file:
@@ -77,7 +77,7 @@ def _as_read(path: str, offset: int, encoding: str) -> str:
 
 
 def codec_of(name: str | None) -> str | None:
-    """Return Python's name for an encoding; None for UTF-8, the default.
+    """Return Python's name for an encoding. None for UTF-8, the default.
 
     Raises: DataError with the nearest name when it is unknown.
     """

@@ -107,7 +107,7 @@ class OpenTask:
         return found
 
     def closing_line(self) -> str | None:
-        """Return the permanent line for the end of the operation; None if it would be empty."""
+        """Return the permanent line for the end of the operation. None if it would be empty."""
         is_in_log = self.shown_s is not None and not self.is_counted
         if self.elapsed < 1 or (is_in_log and self.elapsed < UNCOUNTED_EVERY_S):
             return None

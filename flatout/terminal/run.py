@@ -208,7 +208,7 @@ class RunReport:
         return found
 
     def panel(self, width: int) -> list[Text]:
-        """Return the panel for a terminal of `width` columns; empty before the first loss.
+        """Return the panel for a terminal of `width` columns. Empty before the first loss.
 
         It is called in another thread.
         """

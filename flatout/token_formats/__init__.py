@@ -50,7 +50,7 @@ class Piece:
     weight: int = 1
     """Its share of `Tokens.weight`."""
     ends: Array | None = None
-    """The positions in `tokens` after each document's last token; None if unknown.
+    """The positions in `tokens` after each document's last token. None if unknown.
     """
 
 

@@ -122,7 +122,7 @@ FORMAT = TokenFormat(takes=takes, files=files, open=open_chunks)
 
 
 def _metadata(path: Path) -> JsonObject:
-    """Return the metadata.json that the other pipeline wrote; empty if there is none.
+    """Return the metadata.json that the other pipeline wrote. Empty if there is none.
 
     Raises: DataError when it is not a JSON object.
     """

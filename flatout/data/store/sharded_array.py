@@ -143,7 +143,7 @@ class ShardedArray:
             yield from pool.map(self._problem, blocks)
 
     def _problem(self, block: int) -> str | None:
-        """Return the problem with a block, with its file and byte; None when it is intact.
+        """Return the problem with a block, with its file and byte. None when it is intact.
 
         The block is read rather than mapped, so a failing disk raises an error instead of killing
         the process.

@@ -30,7 +30,7 @@ class Export(Result):
     checkpoint: str
     """The checkpoint that was exported."""
     model_class: str | None
-    """The class of transformers, or the family of llama.cpp; null for safetensors."""
+    """The class of transformers, or the family of llama.cpp. Null for safetensors."""
     needs_code: bool
     """Whether transformers needs trust_remote_code=True: the class is in a file of the export."""
     files: int

@@ -58,9 +58,9 @@ class Fix(Stored):
     text: str
     """One imperative sentence."""
     overrides: Mapping[str, Any] = {}
-    """Settings of the recipe, by dotted key; {}: it cannot be written in a recipe."""
+    """Settings of the recipe, by dotted key. {} means it cannot be written in a recipe."""
     gain: float | None = None
-    """Share of the step's time that it should save, between 0 and 1; None: unknown."""
+    """Share of the step's time that it should save, between 0 and 1. None if unknown."""
     gain_from: str | None = None
     """How the gain was estimated."""
     cost_s: float = 0.0
@@ -99,7 +99,7 @@ class Finding(Stored):
     figures: Mapping[str, float | int | str | None] = {}
     """The evidence, under names that include the unit."""
     share: float | None = None
-    """Share of the step's time that is lost; None: unknown, or no time is lost."""
+    """Share of the step's time that is lost. None if unknown, or no time is lost."""
     site: CallSite | None = None
     """The line of the user's code that causes it."""
     fixes: tuple[Fix, ...] = ()
@@ -151,7 +151,7 @@ def speedup_fixes(
     gain: float | None = None,
     gain_from: str | None = None,
 ) -> list[Fix]:
-    """Return a fix per speedup that fills `slot` and is off; [] for loops without a recipe.
+    """Return a fix per speedup that fills `slot` and is off. [] for loops without a recipe.
 
     `text` describes what it does, without a full stop. By its slot, a finding needs no speedup's
     name.
@@ -268,7 +268,7 @@ class Diagnosis(Stored):
 
 
 def read_diagnosis(folder: Path) -> Diagnosis | None:
-    """Return the diagnosis in a directory's findings.json; None when it is missing or damaged."""
+    """Return the diagnosis in a directory's findings.json. None when it is missing or damaged."""
     try:
         found = Diagnosis.model_validate_json((folder / FILE).read_bytes())
     except (OSError, ValueError):

@@ -43,7 +43,7 @@ class FixOutcome(Stored):
     kept: bool
     """Whether it holds: its whole interval lies above 1, or the run works now and did not."""
     gain: float | None = None
-    """How many times faster steps are; None when the run did not work before."""
+    """How many times faster steps are. None when the run did not work before."""
     gain_low: float | None = None
     """Lower end of the 95% interval."""
     gain_high: float | None = None

@@ -43,7 +43,7 @@ class Prepared:
 
     evidence: Evidence
     resolved: Resolved | None = None
-    """The run; None when it cannot start."""
+    """The run. None when it cannot start."""
     warmup_steps: int = 0
     """Steps of the learning rate's warm-up in a run of the requested length."""
 

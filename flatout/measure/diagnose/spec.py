@@ -20,7 +20,7 @@ class MeasureSpec(Stored):
     folder: str
     """Scratch directory for the files of the run, on the disk of its checkpoints."""
     cache: str | None = None
-    """flatout's cache, with the gains measured here; None: no gains."""
+    """flatout's cache, with the gains measured here. None means no gains."""
     seconds: float = DEFAULT_SECONDS
     """Seconds of ordinary steps."""
     warmup_s: float = 10.0

@@ -196,7 +196,7 @@ def facts_of(requested: RunConfig, resolved: Resolved, schedule: Schedule) -> di
 
 
 def commit_of_package() -> str | None:
-    """Return the commit of the checkout, with + if files were changed; None without a checkout."""
+    """Return the commit of the checkout, with + if files were changed. None without a checkout."""
 
     def git(*words: str) -> str | None:
         try:

@@ -109,7 +109,7 @@ class Trials:
         return spread(self.ratios(point, base) for point in others)
 
     def gain(self, one: str, other: str) -> Figure | None:
-        """Return how many times faster `one` is than `other`; None when no round has both."""
+        """Return how many times faster `one` is than `other`. None when no round has both."""
         ratios = self.ratios(one, other)
         return median_of(ratios, shared=self.noise()) if ratios else None
 
@@ -229,7 +229,7 @@ def is_within(
 
 
 def largest_difference(pairs: LossPairs) -> float | None:
-    """Return the largest relative difference of a loss; None without losses."""
+    """Return the largest relative difference of a loss. None without losses."""
     return max(
         (
             abs(a - b) / abs(b) if b else abs(a - b)

@@ -82,7 +82,7 @@ class TrialResult(Steps):
     speedups: list[str] = Field([])
     """Speedups that were actually on."""
     compile_s: float | None = None
-    """Seconds spent compiling; null when nothing was compiled."""
+    """Seconds spent compiling. Null when nothing was compiled."""
     rehearsed: list[Rehearsal] = Field([])
     """What the trial did besides training."""
     environment: dict[str, str | int] = Field({})
@@ -119,9 +119,9 @@ class Figure(Stored):
     median: float
     """Median of the repeats."""
     low: float | None
-    """Lower end of the interval; null with too few repeats."""
+    """Lower end of the interval. Null with too few repeats."""
     high: float | None
-    """Upper end of the interval; null with too few repeats."""
+    """Upper end of the interval. Null with too few repeats."""
 
     def verdict(self, *, left_out: bool = False) -> str:
         """Return a gain in words; that of a speedup that was removed is what it is worth."""
@@ -145,7 +145,7 @@ class LossCheck(Stored):
     """Whether the losses of two points stay within the tolerance."""
 
     tolerance: str | None = None
-    """exact, rounding or statistical; null if the losses were not compared."""
+    """exact, rounding or statistical. Null if the losses were not compared."""
     within_tolerance: bool | None = None
     """null if it was not decided."""
     tolerance_reason: str | None = None

@@ -72,7 +72,7 @@ class Measurement(Result):
     complete: bool = True
     """False after an interruption."""
     ended_by_signal: int | None = None
-    """The signal that interrupted it: 2 for Ctrl+C, 15 for SIGTERM; null for none."""
+    """The signal that interrupted it: 2 for Ctrl+C, 15 for SIGTERM. Null for none."""
     trials: list[Trial]
     """Every trial: the point, the round, the seed and the results."""
 
@@ -107,7 +107,7 @@ class Bench(Measurement):
 
     null in a sweep, or when one of the two has no results."""
     total_speedup_low: float | None = None
-    """Lower end of its 94% interval; null with too few repeats."""
+    """Lower end of its 94% interval. Null with too few repeats."""
     total_speedup_high: float | None = None
     """Upper end."""
 

@@ -61,7 +61,7 @@ class Request(Stored):
     config: dict[str, Any]
     """The requested configuration."""
     cache: str | None
-    """flatout's cache, with the gains measured here; None: no gains."""
+    """flatout's cache, with the gains measured here. None means no gains."""
 
 
 class Chosen(Stored):
@@ -78,7 +78,7 @@ class Chosen(Stored):
 def resolve_here(requested: RunConfig, cache: Path | None = None) -> Resolved:
     """Resolve a recipe for one process on this machine.
 
-    `cache` has the gains measured on this hardware, which `auto` uses; None for no gains.
+    `cache` has the gains measured on this hardware, which `auto` uses. None for no gains.
 
     Raises: UsageError when it cannot run here.
     """

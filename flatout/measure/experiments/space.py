@@ -80,7 +80,7 @@ class Move:
         return bool(self.drops) and not self.adds
 
     def apply(self, setting: Setting) -> Setting | None:
-        """Return the changed setting; None when it would lack something that a speedup needs.
+        """Return the changed setting. None when it would lack something that a speedup needs.
 
         Speedups that fill a slot of an added one make room for it.
         """

@@ -232,7 +232,7 @@ class Tried:
     before: Setting
     after: Setting
     parity: LossCheck | None = None
-    """How the losses compare; None for a move that was not worth the comparison."""
+    """How the losses compare. None for a move that was not worth the comparison."""
 
     @property
     def tolerance(self) -> Tolerance:
@@ -306,7 +306,7 @@ class Search:
     def _slowest_s(self, share: float = 1.0) -> float:
         """Return the seconds to keep for what follows after `share` of the time.
 
-        They are at least those that a trial of the slowest setting takes; 0 before the first.
+        They are at least those that a trial of the slowest setting takes. 0 before the first.
         """
         ok = [self.name(setting) for setting in self.results if self.is_ok(setting)]
         rest_s = (1 - share) * self._total_s if math.isfinite(self._total_s) else 0.0
@@ -459,7 +459,7 @@ class Search:
             self.round += 1
 
     def _gain(self, tried: Tried) -> tuple[float, float, float] | None:
-        """Return the interval of a move's gain; None when the setting fails."""
+        """Return the interval of a move's gain. None when the setting fails."""
         return self.interval(tried.after, tried.before) if self.is_ok(tried.after) else None
 
     def _ranked(self, moves: Sequence[Tried]) -> list[Tried]:

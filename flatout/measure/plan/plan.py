@@ -527,10 +527,10 @@ class PlannedRun:
     def _try(
         self, values: Mapping[str, Any], names: Sequence[str] = (), *, fewer_rows: bool = False
     ) -> Change | None:
-        """Return the change to other settings and more speedups; None when that cannot run.
+        """Return the change to other settings and more speedups. None when that cannot run.
 
         With `fewer_rows`, the micro-batch is the largest smaller one that fits and divides the
-        step; None without one.
+        step. None without one.
         """
         values, batch = {**values}, self._batch
         if names:

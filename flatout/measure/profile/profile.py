@@ -74,7 +74,7 @@ class Wanted:
 
     steps: int
     skip: int | None
-    """Steps before them; None: until the step time is steady."""
+    """Steps before them. None means until the step time is steady."""
 
     @property
     def at_least(self) -> int:
@@ -160,7 +160,7 @@ class ProfileWindows(Windows):
         self.first_step = 1
         """The first profiled step, from 1."""
         self.named: Named | None = None
-        """The memory that the run can name; None without a trace."""
+        """The memory that the run can name. None without a trace."""
         self.has_snapshot = False
         """Whether torch's memory snapshot was written."""
         self.profiled_s = 0.0

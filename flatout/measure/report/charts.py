@@ -48,7 +48,7 @@ class Chart:
     has_trend: bool = True
     """Whether long curves get their trend; not for a planned curve, which has no noise."""
     ticks: str = ""
-    """The vertical axis in Bokeh's numeral or printf format; empty for its usual ticks."""
+    """The vertical axis in Bokeh's numeral or printf format. Empty for its usual ticks."""
     lines: tuple[Line, ...] = ()
     """What it shows of some runs."""
 

@@ -23,7 +23,7 @@ Array = NDArray[np.float64]
 POSITIONS = ("step", "tokens", "elapsed_s")
 """What a curve can be drawn against."""
 NUMBERS = {int, float, NoneType}
-"""Types of a metric; null is a value that was not finite."""
+"""Types of a metric. Null is a value that was not finite."""
 MAX_EVENTS = 20_000
 """Events beyond this number are omitted."""
 INTERVALS = 600
@@ -150,7 +150,7 @@ def outline(curve: Curve) -> Curve:
 
 
 def trend(curve: Curve) -> Curve | None:
-    """Return the means of TREND_INTERVALS intervals, at their middles; None for a short curve."""
+    """Return the means of TREND_INTERVALS intervals, at their middles. None for a short curve."""
     count = len(curve.value)
     if count < MIN_FOR_TREND:
         return None

@@ -527,7 +527,7 @@ def _weights(optimizer: Any) -> Any:
 
 
 def _growth(memory: list[tuple[int, int]]) -> float | None:
-    """Return the bytes that each step adds; 0 unless they grow steadily, None: unknown."""
+    """Return the bytes that each step adds. 0 unless they grow steadily, None if unknown."""
     if len(memory) < MIN_LOOKS:
         return None
     (step, first), (last_step, last) = memory[0], memory[-1]

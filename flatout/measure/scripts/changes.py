@@ -43,10 +43,10 @@ class Change:
     obstacles: Callable[[Facts, Evidence], Mapping[str, object]]
     """Reasons why it is not worth a trial, and whether they hold."""
     rtol: float = 0.0
-    """Largest relative difference of a loss; 0: none."""
+    """Largest relative difference of a loss. 0 means none."""
 
     def why_not(self, facts: Facts, evidence: Evidence) -> str | None:
-        """Return why it is not worth a trial; None: it is."""
+        """Return why it is not worth a trial. None means it is."""
         found = self.obstacles(facts, evidence)
         return next((reason for reason, holds in found.items() if holds), None)
 

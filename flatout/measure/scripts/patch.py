@@ -37,7 +37,7 @@ class Edit:
     remove: bool = False
     """Whether the statement goes."""
     only: tuple[str, ...] = ()
-    """Names of classes to which it applies; (): all."""
+    """Names of classes to which it applies. () means all."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables of the process, which no edit can set early enough."""
     by_hand: str = ""
@@ -61,7 +61,7 @@ class Patch(Stored):
     """Edits of the user's files."""
 
     diff: str
-    """A unified diff that `git apply` and `patch -p1` take in the root; "": no edits."""
+    """A unified diff that `git apply` and `patch -p1` take in the root. "" means no edits."""
     by_hand: list[ByHand]
     """What it leaves to the user."""
     files: dict[str, str] = Field(default_factory=dict, exclude=True)

@@ -41,7 +41,7 @@ class Ran(NamedTuple):
 
     answer: Answer
     code: int | None
-    """Exit code; negative: the signal that ended it; None: it was ended from here."""
+    """Exit code; negative: the signal that ended it. None means it was ended from here."""
     output: str
     """What it printed, if that was captured."""
 
@@ -133,7 +133,7 @@ def _wait(
 
 
 def _seen(request: Request) -> str | None:
-    """Return how far the script has come, as in `SEEN`; None: it did not import torch."""
+    """Return how far the script has come, as in `SEEN`. None means it did not import torch."""
     try:
         return Path(request.answer + SEEN).read_text(encoding="utf-8")
     except OSError:

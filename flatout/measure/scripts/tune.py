@@ -70,7 +70,7 @@ class Point:
 
     changes: tuple[str, ...] = ()
     words: tuple[str, ...] = ()
-    """The command; (): as it was given."""
+    """The command. () means as it was given."""
     is_patched: bool = False
     """Whether the files are patched."""
     seed_offset: int = 0
@@ -494,7 +494,7 @@ def name_of(command: Sequence[str]) -> str:
 
 
 def noise_of(runs: Sequence[list[float]]) -> float | None:
-    """Return the largest relative difference of a loss between runs; None for a single one."""
+    """Return the largest relative difference of a loss between runs. None for a single one."""
     return max((difference(one, runs[0]) for one in runs[1:]), default=None)
 
 

@@ -160,7 +160,7 @@ class OperationLines(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _calling_line(frame: FrameType | None) -> Line | None:
-    """Return the line of user code that made a call; None if a package made it.
+    """Return the line of user code that made a call. None if a package made it.
 
     An optimizer of torch, for example, reads its number of steps, which is in the host's memory.
     """

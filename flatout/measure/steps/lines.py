@@ -71,7 +71,7 @@ _ESCAPED = re.compile(r"\\(?:x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8})")
 
 
 def line_of(file: str, number: int) -> str:
-    """Return a line of a source file, without indentation; "" when it cannot be read."""
+    """Return a line of a source file, without indentation. "" when it cannot be read."""
     return linecache.getline(file, number).strip()
 
 
@@ -122,7 +122,7 @@ class LineTotals:
 
 
 def site_at(line: Line | None) -> CallSite | None:
-    """Return a line of source code as a site; None for None."""
+    """Return a line of source code as a site. None for None."""
     return None if line is None else CallSite(file=line[0], line=line[1], text=line_of(*line))
 
 
@@ -163,7 +163,7 @@ def user_lines(stack: Iterable[Line]) -> Iterator[Line]:
 
 
 def user_line(stack: Iterable[Line]) -> Line | None:
-    """Return the first line of user code in a stack, innermost first; None when there is none."""
+    """Return the first line of user code in a stack, innermost first. None when there is none."""
     return next(user_lines(stack), None)
 
 

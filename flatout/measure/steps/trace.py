@@ -47,7 +47,7 @@ NOT_WORK = ("autograd::", "torch::autograd::")
 DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 RUNTIME = frozenset({"cuda_runtime", "cuda_driver"})
 CUDA = 1
-"""The profiler's number for memory of a GPU; 0 is the host's."""
+"""The profiler's number for memory of a GPU. 0 is the host's."""
 
 Event = Mapping[str, Any]
 
@@ -132,7 +132,7 @@ class Trace:
     ops: tuple[Op, ...]
     """Operations of the host."""
     kernels: tuple[Op, ...]
-    """Kernels and copies of the device; () on a CPU, or when the profiler may not see them."""
+    """Kernels and copies of the device. () on a CPU, or when the profiler may not see them."""
     steps: int
     """Steps in the trace."""
     phases: tuple[Range, ...] = ()
@@ -161,7 +161,7 @@ class Trace:
         )
 
     def busy_s(self) -> float | None:
-        """Return the seconds of an average step at which the device works; None on a CPU.
+        """Return the seconds of an average step at which the device works. None on a CPU.
 
         Moments at which several streams work count once.
         """
@@ -227,7 +227,7 @@ class Trace:
 
 
 def _rate(amounts: list[tuple[float, int | None]], unit: float) -> float | None:
-    """Return an amount per second; None when it is 0, or not known for enough of the time."""
+    """Return an amount per second. None when it is 0, or not known for enough of the time."""
     known = [(seconds, amount) for seconds, amount in amounts if amount is not None]
     known_s, total_s = sum(seconds for seconds, _ in known), sum(part for part, _ in amounts)
     if not known_s or known_s < KNOWN_SHARE * total_s:

@@ -50,7 +50,7 @@ class Hooks:
         self.saves = LineTotals()
         """The lines of user code that save."""
         self.workers: int | None = None
-        """Processes of the last DataLoader that the loop waited for; None: there was none."""
+        """Processes of the last DataLoader that the loop waited for. None means there was none."""
         self._timer, self._base = timer, base
 
     @contextmanager
