@@ -47,7 +47,7 @@ class Told(Stored):
         return cls(error=errors.kind_of(error), what=error.what, fix=error.fix)
 
     def raised(self) -> FlatoutError:
-        """Return the error, to be raised here. What is no usage error becomes a failed run."""
+        """Return the error, to be raised here. Any other than a usage error means a failed run."""
         kind: type[FlatoutError] = getattr(errors, self.error, RunFailed)
         is_usage = issubclass(kind, UsageError)
         return (kind if is_usage else RunFailed)(self.what, fix=self.fix)
@@ -86,7 +86,7 @@ def ask(
 
     `on_answer` receives each line that it prints, and returns whether to wait for more. After
     `timeout_s` the process is killed, with everything that it started. `command` replaces the
-    program, for tests.
+    default command, for tests.
     Raises: the error of flatout that the function raised.
     """
     program = f"from flatout.measure.child import main; main({function!r})"

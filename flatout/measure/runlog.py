@@ -75,7 +75,7 @@ class RunLog:
 
     @cached_property
     def summary(self) -> JsonObject:
-        """summary.json; empty while the run has not finished."""
+        """summary.json. Empty while the run has not finished."""
         return self._or_note(lambda: layout.read_summary(self.path), None) or {}
 
     def _read(self, name: str) -> Iterator[JsonObject]:
@@ -89,7 +89,7 @@ class RunLog:
         self.notes += reader.notes(is_growing=is_growing)
 
     def _or_note(self, read: Callable[[], Read], default: Read) -> Read:
-        """Return what `read` returns; after an error of ours `default`, and the error as a note."""
+        """Return what `read` returns. After an error of ours `default`, and the error as a note."""
         try:
             return read()
         except FlatoutError as error:

@@ -1,4 +1,4 @@
-"""The diagnosis of a run: its findings in order, a verdict in one line, fixes; as text and as JSON.
+"""The diagnosis of a run: findings in order, a verdict in one line, and fixes, as text and JSON.
 
 A rule is a function in a file of `measure/rules/`:
 
@@ -47,7 +47,7 @@ WORDS = {
 }
 """Phases whose name is not their word."""
 SHOWN = 0.005
-"""Phases below this share of the step are omitted of the text."""
+"""Phases below this share of the step are omitted from the text."""
 BAR = 20
 """Characters of a full bar."""
 
@@ -193,7 +193,7 @@ class Diagnosis(Stored):
     source: str
     """How the evidence was collected, as in `Evidence.source`."""
     shares: Mapping[str, float]
-    """Share of an average step by phase; only measured phases."""
+    """Share of an average step by phase. Only measured phases."""
     step_s: float | None
     """Seconds of an average step."""
     roofline: Roofline
@@ -258,7 +258,7 @@ class Diagnosis(Stored):
                 rate += " without them"
             if roofline.expected_tokens_per_s is not None:
                 expected = f"{roofline.expected_tokens_per_s:,.0f} ({roofline.expected_from})"
-                rate += f"; expected about {expected}"
+                rate += f", expected about {expected}"
             yield rate
         if roofline.peak_tflops is None:
             yield "  peak: unknown"

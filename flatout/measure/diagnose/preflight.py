@@ -32,7 +32,7 @@ from flatout.optimizers.schedule import warmup_steps
 from flatout.training.checkpoint.catalog import DISK_BYTES_PER_PARAMETER, most_at_once
 
 PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "workspace")
-"""Parts of an estimate; not all of them exist at once."""
+"""Parts of an estimate. Not all of them exist at once."""
 LONGEST = 300
 """Messages of errors are truncated to this many characters."""
 

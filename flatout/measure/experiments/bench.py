@@ -268,7 +268,7 @@ def claim(out: Path) -> None:
 def keep(trial: Trial, bench: list[str], began: str, out: Path) -> None:
     """Append a finished trial to trials.jsonl, so that it survives if this process is killed.
 
-    The file is append-only; `bench` (recipe, kind and digest of the configuration) and `began`
+    The file is append-only. `bench` (recipe, kind and digest of the configuration) and `began`
     identify the bench of each line.
     Raises: RunFailed when it cannot be written.
     """

@@ -47,7 +47,7 @@ class Steps(Stored):
     data_ms: float | None = None
     """Part of it spent waiting for data."""
     host_ms: float | None = None
-    """Part of it spent on the host's work; on a GPU it overlaps with the device's."""
+    """Part of it spent on the host's work. On a GPU it overlaps with the device's."""
     device_ms: float | None = None
     """Part of it spent on the device's work."""
     peak_gib: float | None = None
@@ -124,7 +124,7 @@ class Figure(Stored):
     """Upper end of the interval. Null with too few repeats."""
 
     def verdict(self, *, left_out: bool = False) -> str:
-        """Return a gain in words; that of a speedup that was removed is what it is worth."""
+        """Return a gain in words. For a speedup that was removed, it is what that one is worth."""
         if self.low is None or self.high is None:
             return UNSURE
         if self.low <= 1 <= self.high:
@@ -157,7 +157,7 @@ class LossCheck(Stored):
     deterministic: bool = False
     """Whether the losses are from runs with train.deterministic=true.
 
-    They are used where timed runs do not repeat bit for bit."""
+    They are used where timed runs are not bit-identical."""
 
 
 class Row(Steps, LossCheck):
@@ -206,7 +206,7 @@ class Choice(Row):
     part: str
     """batch, checkpointing, speedups or prefetch."""
     leaves_out: bool
-    """Whether it leaves the speedup out. `gain` is that of leaving it out."""
+    """Whether it removes the speedup. `gain` is that of removing it."""
     taken: bool
     """Whether tuned.yaml has it."""
 

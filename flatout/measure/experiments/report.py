@@ -270,7 +270,7 @@ def absence(row: Row) -> str:
 
 
 def gain_text(row: Row) -> str:
-    """Return a row's gain: the verdict and its interval; the rate's and the memory in a sweep."""
+    """Return a row's gain: the verdict and its interval. In a sweep, the rate's and the memory."""
     if row.gain is not None:
         return f"{row.verdict}{row.gain.between('.2f')}"
     if row.kind == "point" and row.tokens_per_s:
@@ -299,7 +299,7 @@ def loss_text(row: Row) -> str:
 
 
 def step_text(row: Row) -> str:
-    """Return the time of a step and its parts, with about three digits; ? was not measured."""
+    """Return the time of a step and its parts, with about three digits. ? means not measured."""
     parts = (row.step_ms, row.data_ms, row.host_ms, row.device_ms)
     step, *rest = (
         "?" if ms is None else f"{ms:.{0 if ms >= 100 else 1 if ms >= 1 else 2}f}" for ms in parts
@@ -343,7 +343,7 @@ class Tuning(Measurement):
         taken = {choice.name: choice for choice in self.choices if choice.taken}
         rest = {choice.name: choice for choice in self.choices if choice.name not in taken}
         for title, choices in (
-            ("Taken, in this order; each gain is over the setting before:", taken.values()),
+            ("Taken, in this order. Each gain is over the setting before:", taken.values()),
             ("Measured and not taken:", rest.values()),
         ):
             width = min(max(map(len, (each.name for each in choices)), default=0), NAME_COLUMNS)
@@ -372,5 +372,5 @@ def choice_text(choice: Choice) -> str:
     """Return what a change gained, or why it has no gain, and whether its losses are wrong."""
     text = choice.verdict if choice.gain is None else gain_text(choice)
     if choice.within_tolerance is False:
-        text += f"; the losses exceed the tolerance ({choice.tolerance_reason})"
+        text += f", but the losses exceed the tolerance ({choice.tolerance_reason})"
     return text if len(text) <= TEXT_COLUMNS else f"{text[: TEXT_COLUMNS - 3]}..."

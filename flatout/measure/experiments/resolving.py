@@ -65,7 +65,7 @@ class Request(Stored):
 
 
 class Chosen(Stored):
-    """The choices of a resolved recipe; passes between processes as JSON."""
+    """The choices of a resolved recipe, passed between processes as JSON."""
 
     config: dict[str, Any]
     """The resolved configuration."""
@@ -157,7 +157,7 @@ def resolve_apart(
 def choose_in_subprocess(
     requested: RunConfig, cache: Path | None = None, *, command: Sequence[str] = ()
 ) -> Chosen:
-    """Call `choose` in another process. `command` replaces the program, for tests.
+    """Call `choose` in another process. `command` replaces the default command, for tests.
 
     Raises: whatever `choose` raises there; RunFailed when the process died.
     """

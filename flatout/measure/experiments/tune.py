@@ -187,7 +187,7 @@ def require_figures(search: Search, resolved: Resolved) -> Setting:
     last = failed[-1]
     fixes = {"timed-out": "Give it more --minutes.", "out-of-memory": smaller}
     raise RunFailed(
-        f"No setting could be used, and {counted(len(failed), 'trial')} failed; the last one: "
+        f"No setting could be used, and {counted(len(failed), 'trial')} failed. The last one: "
         f"{last.reason}",
         fix=fixes.get(last.status, "Try the same recipe with `flatout train`."),
     )
@@ -530,7 +530,7 @@ class Search:
     def _take(self, tried: Tried) -> bool:
         """Make a move if it is faster and within its tolerance, and return whether it was made.
 
-        It is faster if its whole interval lies above 1.
+        It is faster if its whole interval is above 1.
         """
         found = self._gain(tried)
         if found is None:
@@ -581,7 +581,7 @@ class Search:
                 self._step_back()
 
     def _step_back(self) -> None:
-        """Give up the best setting for the one before it, or for another one that was measured."""
+        """Give up the best setting for the one before it, or for a different measured one."""
         if self.taken:
             self.best = self.taken.pop().before
             return

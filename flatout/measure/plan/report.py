@@ -18,9 +18,9 @@ PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "workspac
 OPTIONAL = ("logits", "workspace", "correction", "host")
 """Parts that are shown only if they take something at the peak."""
 NEXT_MESHES = 3
-"""Meshes that are shown besides the chosen one; --json has all."""
+"""Meshes that are shown besides the chosen one. --json shows all."""
 MOST_CHANGES = 6
-"""Changes that are shown; --json has all."""
+"""Changes that are shown. --json shows all."""
 
 
 class Change(Stored):

@@ -281,7 +281,7 @@ def _gradients(run: Run) -> list[Tensor]:
 
 
 def blocks(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Return the bytes of the memory of tensors by address; views of one block count once.
+    """Return the bytes of the memory of tensors by address. Views of one block count once.
 
     Shapes: any.
     """
@@ -294,7 +294,7 @@ def blocks(tensors: Iterable[Tensor]) -> dict[int, int]:
 
 
 def summarise(run: Run, windows: ProfileWindows, raw: Path, out: Path) -> Profile:
-    """Return the profile of the steps that were taken; write their trace to `out`.
+    """Return the profile of the steps that were taken. Write their trace to `out`.
 
     Raises: RunFailed when the profiler could not write its trace.
     """

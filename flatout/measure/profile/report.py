@@ -40,7 +40,7 @@ class Gap(Stored):
     phase: str | None
     """What the host did: data, forward, ..."""
     host_op: str | None
-    """The host's outermost operation then; null: Python."""
+    """The host's outermost operation then. Null means Python."""
 
 
 class MemoryPeak(Stored):
@@ -68,7 +68,7 @@ class Profile(Result):
     path: str
     """The directory with trace.json.gz, profile.json and profile.txt."""
     trace: str | None
-    """The trace: open it at https://ui.perfetto.dev. null: the profiler could not be used."""
+    """The trace: open it at https://ui.perfetto.dev. Null means the profiler could not be used."""
     snapshot: str | None
     """torch's memory snapshot, for https://pytorch.org/memory_viz. Null on a CPU."""
     recipe: str

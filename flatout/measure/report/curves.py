@@ -90,7 +90,8 @@ class RunData(RunLog):
         if count > MAX_EVENTS:
             self.events = self.events[:MAX_EVENTS]
             self.notes.append(
-                f"events.jsonl has more than {MAX_EVENTS:,} events; the report has the first ones."
+                f"events.jsonl has more than {MAX_EVENTS:,} events. "
+                "The report shows the first ones."
             )
         _ = self.settings, self.summary  # now, as their damage becomes a note
         self.diagnosis = read_diagnosis(path)
@@ -106,7 +107,7 @@ class RunData(RunLog):
 
     @property
     def longest(self) -> Curve | None:
-        """The curve with the most records, which define where a step stands."""
+        """The curve with the most records, which define where a step is drawn."""
         return max(self.curves.values(), key=lambda curve: len(curve.step), default=None)
 
     def values(self, figure: str) -> Array:

@@ -120,7 +120,7 @@ def _events_plot(marks: Sequence[Marks], x_range: Range1d) -> figure:
 def _empty_plot(height: int, **options: Any) -> figure:
     """Return a plot whose look page.yaml, page.css and page.js provide.
 
-    It has a horizontal axis for each position; page.js shows one of them.
+    It has a horizontal axis for each position, of which page.js shows one.
     """
 
     zoom = BoxZoomTool(dimensions="width")

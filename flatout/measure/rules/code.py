@@ -74,8 +74,8 @@ def slow_code(evidence: Evidence) -> Finding | None:
     text += "" if advice else "tensors at once."
     called = f" (called at {site.caller.describe()})" if site.caller else ""
     return Finding(
-        verdict=f"{first:.0%} of each step goes into {site.describe()}{called}, which is no work "
-        "of forward, backward or optimizer.",
+        verdict=f"{first:.0%} of each step goes into {site.describe()}{called}, which is not "
+        "forward, backward or optimizer work.",
         figures={
             "ms": ms(site.seconds_per_step),
             "step_ms": ms(evidence.step_s),
@@ -100,7 +100,7 @@ def anomaly_detection(evidence: Evidence) -> Finding | None:
         figures={"step_without_it_ms": ms(off_s), "step_ms": ms(step_s)},
         share=share,
         site=evidence.site("anomaly"),
-        fixes=[fix("Remove it. It is for finding a NaN.", share, "the same steps without it")],
+        fixes=[fix("Remove it. It only helps to find a NaN.", share, "the same steps without it")],
     )
 
 
@@ -138,7 +138,7 @@ def slow_optimizer(evidence: Evidence) -> Finding | None:
         figures={"optimizer_ms": ms(evidence.phases.optimizer_s), "tensors": loop.tensors},
         share=share * FUSED,
         site=evidence.site("optimizer"),
-        fixes=[fix(text, share * FUSED, "half of its time; one pass over the memory")],
+        fixes=[fix(text, share * FUSED, "half of its time, with one pass over the memory")],
     )
 
 
@@ -157,7 +157,7 @@ def unfused_attention(evidence: Evidence) -> Finding | None:
         figures={"softmax_ms": ms(spent_s), "calls_per_step": site.count_per_step},
         share=share,
         site=site,
-        fixes=[fix(text, share, "the softmax; masks and copies of the scores come on top")],
+        fixes=[fix(text, share, "the softmax, without masks and copies of the scores")],
     )
 
 
@@ -199,7 +199,7 @@ def decomposition(evidence: Evidence) -> Finding | None:
         figures={"ms": ms(site.seconds_per_step), "step_ms": ms(evidence.step_s)},
         share=share,
         site=site,
-        fixes=[fix(text, share, "the step without it; its backward pass comes on top")],
+        fixes=[fix(text, share, "the step without it, but with its backward pass")],
     )
 
 
@@ -342,7 +342,7 @@ def high_loss(evidence: Evidence) -> Finding | None:
     if lowest < HIGH_LOSS * guess:
         return None
     return Finding(
-        verdict=f"The loss is {lowest:.3g} and more, and a uniform guess among {classes} classes "
+        verdict=f"The loss is at least {lowest:.3g}, but a uniform guess among {classes} classes "
         f"has {guess:.3g}.",
         harm="spoils",
         figures={"loss": lowest, "loss_of_a_guess": guess},

@@ -21,7 +21,7 @@ SLOW_COPIES = 0.02
 MOST_EPOCHS = 100.0
 """More passes over the text only memorise it."""
 MOST_UNUSED, MIN_UNUSED = 0.2, 512
-"""Share of the model's vocabulary that may be unused, for padding to a round number; fewer unused
+"""Share of the model's vocabulary that may be unused, for padding to a round number. Fewer unused
 tokens than MIN_UNUSED do no harm.
 """
 
@@ -160,7 +160,7 @@ def length(evidence: Evidence) -> Finding | None:
         fixes = ["Lower batch.tokens_per_step, or prepare more text."]
     elif data.val_tokens == 0 and (evidence.setting("train.eval_every") or 0) > 0:
         harm = "warns"
-        verdict = "train.eval_every is set, and the dataset has no text for validation."
+        verdict = "train.eval_every is set, but the dataset has no text for validation."
         fixes = ['Prepare it again with --split "tail 0.1".']
     else:
         return None
@@ -188,7 +188,7 @@ def vocabulary(evidence: Evidence) -> Finding | None:
         return None
     overrides = {"model.vocab_size": None}
     return Finding(
-        verdict=f"The model has {of_model:,} tokens, and the dataset only {of_data:,}: embedding "
+        verdict=f"The model has {of_model:,} tokens, but the dataset only {of_data:,}: embedding "
         "and loss compute the rest for nothing.",
         figures={"model.vocab_size": of_model, "dataset_vocab_size": of_data},
         fixes=[fix("Remove model.vocab_size.", overrides=overrides, same_result=False)],

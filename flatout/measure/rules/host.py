@@ -41,7 +41,7 @@ OUTDATED = {
     "PYTORCH_CUDA_ALLOC_CONF": "Write PYTORCH_ALLOC_CONF.",
     "TORCH_CUDNN_V8_API_ENABLED": "Remove it.",
 }
-"""Names of the past, and what to do."""
+"""Outdated names, and what to do."""
 
 
 @rule()

@@ -155,7 +155,7 @@ class Attachment:
         self._loop: LoopTimer | None = None
         """None until the first backward pass: it knows the ranks, the thread and the model."""
         self._model: nn.Module | None = None
-        """The largest one that is called with gradients, but not by another one."""
+        """The largest model that is called with gradients, and not by another model."""
         self._optimizer: Any = None
         """The one whose steps end the script's."""
         self._steps_of_others = 0

@@ -47,7 +47,7 @@ class Site(Stored):
     """A place in a file at which the script makes a call that a patch may edit."""
 
     kind: str
-    """optimizer, loader, gc-collect, empty-cache, anomaly, threads or zero-grad; or caller: of a
+    """optimizer, loader, gc-collect, empty-cache, anomaly, threads or zero-grad, or caller: of a
     function that constructs an optimizer."""
     name: str
     """Class or function that is called."""

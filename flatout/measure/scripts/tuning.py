@@ -23,7 +23,7 @@ FILE, CHANGES = "tuning.json", "changes.txt"
 
 
 class ChangeRow(LossCheck):
-    """A change that was measured; the search fills it."""
+    """A change that was measured. The search fills it."""
 
     model_config = ConfigDict(frozen=False)
 
@@ -83,7 +83,7 @@ class ScriptTuning(Result):
     withheld: str | None = None
     """Why no patch is given, although there are winners."""
     written: list[str]
-    """Files that the script wrote in its directory; the trials wrote them in a copy."""
+    """Files that the script wrote in its directory. The trials wrote them in a copy."""
     written_outside: list[str]
     """Files elsewhere that it opened for writing, which are not protected."""
     path: str

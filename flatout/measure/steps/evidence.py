@@ -56,7 +56,7 @@ class Phases(Stored):
     copy_s: float | None = None
     """Copies between host and device that nothing else covers."""
     host_s: float | None = None
-    """Python and the queueing of operations; on a GPU, while the device idles."""
+    """Python and the queueing of operations. On a GPU, while the device idles."""
     compute_s: float | None = None
     """Forward and backward, without memory-bound operations if those were measured."""
     memory_bound_s: float | None = None
@@ -99,7 +99,7 @@ class Counts(Stored):
     syncs: float | None = None
     """Reads of a tensor's value by the host: `.item()`, `float(tensor)`, `tensor.tolist()`..."""
     sync_s: float | None = None
-    """Seconds that the host waits in them; about 0 on a CPU, where nothing is in flight."""
+    """Seconds that the host waits in them. About 0 on a CPU, where nothing is in flight."""
     expected_syncs: float | None = None
     """Those that the training code itself makes, such as logging the loss."""
     pageable_copies: float | None = None
@@ -121,7 +121,7 @@ class Counts(Stored):
     recompiles: float | None = None
     """Graphs compiled again."""
     graph_breaks: float | None = None
-    """Breaks found while compiling; not divided by steps."""
+    """Breaks found while compiling. Not divided by steps."""
 
 
 class KernelRow(Stored):
@@ -149,7 +149,7 @@ class KernelRow(Stored):
 
 
 class MemoryFacts(Stored):
-    """Memory of the training device, in GiB; of the machine on a CPU."""
+    """Memory of the training device, in GiB. On a CPU, that of the machine."""
 
     total_gib: float | None = None
     """What the device has, or what a container allows."""
@@ -256,7 +256,7 @@ class LoopFacts(Stored):
     optimizer: str | None = None
     """Class of the optimizer."""
     optimizer_way: Literal["for-loop", "foreach", "fused", "own"] | None = None
-    """How it updates its tensors; `own`: it is not one of torch.optim."""
+    """How it updates its tensors. `own` means it is not one of torch.optim."""
     renewals: float | None = None
     """Optimizers of the same tensors that are made in an average step."""
     tensors: int | None = None
@@ -346,7 +346,7 @@ FAILURES = {
 class Evidence(Stored):
     """Everything that findings may look at. What is not known is None."""
 
-    # NaN and infinity pass between processes; a loss may be either
+    # NaN and infinity pass between processes. A loss may be either
     model_config = ConfigDict(ser_json_inf_nan="constants")
 
     source: Literal["preflight", "measured run", "recorded run", "watched loop", "script"]
@@ -404,7 +404,7 @@ class Evidence(Stored):
     roofline: Roofline = Roofline()
     loop: LoopFacts = LoopFacts()
     losses: tuple[tuple[int, float], ...] | None = None
-    """(step, training loss); NaN and infinity included."""
+    """(step, training loss), including NaN and infinity."""
     grad_norms: tuple[tuple[int, float], ...] | None = None
     """(step, norm of the gradient)."""
     skipped_steps: int | None = None
@@ -416,7 +416,7 @@ class Evidence(Stored):
     machine_lines: tuple[tuple[str, str], ...] = ()
     """What was found on the machine when no run was asked for, as a name and a text."""
     notes: tuple[str, ...] = ()
-    """What could not be measured, and why; files that are damaged. Shown to the user."""
+    """What could not be measured, and why, and damaged files. Shown to the user."""
 
     def share(self, seconds: float | None) -> float | None:
         """Return seconds of a step as a share of the step. None when either is unknown."""

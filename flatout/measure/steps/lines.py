@@ -27,7 +27,7 @@ from flatout.registry import PACKAGE_DIR, is_user_code
 INTERVAL_S = 0.004
 """Time between two samples."""
 SWITCH_S = 1e-6
-"""How long the sampler waits for Python's lock before it asks for it; timers make it about 0.05 ms.
+"""How long the sampler waits for Python's lock before it asks for it. Timers make it about 0.05 ms.
 Python code that is shorter counts for the next operation that releases the lock.
 """
 LONGEST_INTERVAL_S, ENOUGH_SAMPLES = 0.25, 300
@@ -168,7 +168,7 @@ def user_line(stack: Iterable[Line]) -> Line | None:
 
 
 def read_stacks() -> dict[int, list[Line]]:
-    """Return file and line of each frame, innermost first, by thread; 100 frames at most.
+    """Return file and line of each frame, innermost first, by thread, 100 frames at most.
 
     Python's fault handler reads them, which creates no objects. Walking another thread's frames in
     Python is unsafe: they may end between two steps of the walk.

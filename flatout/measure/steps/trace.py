@@ -399,7 +399,7 @@ def _in_turns(ranges: Sequence[Range]) -> tuple[Range, ...]:
 def _tree(
     events: Sequence[Event], place: Callable[[Event], Range], list_item_bytes: int | None
 ) -> list[_Node]:
-    """Return the host's operations with their parents; each thread nests its own."""
+    """Return the host's operations with their parents. Each thread nests its own."""
     found: list[_Node] = []
     stacks: defaultdict[Any, list[_Node]] = defaultdict(list)
     for event in events:

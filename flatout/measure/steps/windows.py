@@ -130,7 +130,7 @@ class Windows(ABC):
         """Yield once per step, window after window."""
 
     def start_step(self) -> bool:
-        """End the step before, if it has not ended, and start one; False: the windows are over."""
+        """End the step before, if it has not ended, and start one. False: the windows are over."""
         if not self.end_step() and self.name != "warm-up":
             self.between.add(0.0, self.timer)
         is_over = next(self._course, self) is self
