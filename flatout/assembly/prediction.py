@@ -37,7 +37,7 @@ GIB = 2**30
 FORMAT_VERSION = 1
 MINUTES = 30
 """Suggested --minutes on a GPU: about 40 trials, assumed to take 20 s each with start and
-compilation; two rounds.
+compilation, and two rounds.
 """
 MOST_RUNS = 200
 """Runs kept per file. Older ones are dropped."""
@@ -53,7 +53,7 @@ STARTING_S = 15e-6
 EVALUATION_COST = 3
 """A training token costs as much as this many evaluated ones: forward, and backward twice that."""
 EAGER_ERROR = 0.1
-"""Error of the estimate for an eager model; benchmarks/plan.py measures it."""
+"""Error of the estimate for an eager model, as benchmarks/plan.py measures it."""
 LEAST_ERROR = 0.02
 """Least error that is stated, however well earlier runs agree."""
 LEAST_COMPILED = 0.3
@@ -145,15 +145,15 @@ class PastRun(Stored):
     is_compiled: bool
     """Whether anything was compiled."""
     is_busy: bool = False
-    """Whether other processes used the cores meanwhile; on a CPU only."""
+    """Whether other processes used the cores meanwhile, on a CPU only."""
     estimate: MemoryEstimate | None = None
     """Memory of its tensors as estimated for eager mode, in bytes."""
     context_gib: float = 0.0
-    """Memory of the process before it built the model; on a CPU only."""
+    """Memory of the process before it built the model, on a CPU only."""
     peak_gib: float = 0.0
     """Measured peak. 0 if not measured."""
     reserved_gib: float | None = None
-    """Measured peak of what the allocator reserved; on a GPU only."""
+    """Measured peak of what the allocator reserved, on a GPU only."""
     tokens_per_s: float = 0.0
     """Measured steady rate. 0 if not measured."""
     flops_per_token: float = 0.0
@@ -201,7 +201,7 @@ def read(hardware: str | None, cache: Path | None) -> MeasuredHere:
 def keep(
     hardware: str, cache: Path, gains: Mapping[str, Gain] | None = None, run: PastRun | None = None
 ) -> Path:
-    """Add gains, replacing earlier ones, or a run to the file of this hardware; return its path.
+    """Add gains, replacing earlier ones, or a run to the file of this hardware. Return its path.
 
     Raises: OSError when the cache cannot be written.
     """
@@ -236,7 +236,7 @@ def runs_here(machine: Machine, device: str, cache: Path | None) -> Sequence[Pas
 
 
 def advice(gpu: str, recipe: str, cache: Path) -> str | None:
-    """Return the hint for the first run on a GPU without measurements; None from the second on."""
+    """Return the hint for the first run on a GPU without measurements. None from the second on."""
     if read(gpu, cache).speedups is not None:
         return None
     with suppress(OSError):  # the hint is then repeated at the next run
@@ -294,7 +294,7 @@ class MemoryPrediction:
     estimate: MemoryEstimate
     """The parts, in eager mode."""
     allocated: int
-    """Tensors at the peak; what `train` reports on a GPU."""
+    """Tensors at the peak. What `train` reports on a GPU."""
     reserved: int
     """What the allocator holds for them."""
     context: int
@@ -366,7 +366,7 @@ def predict_memory(
         if not on_gpu:
             held = found.total + _heap_holes(found, run.speedups)
             return context + reserved + peak - GIB * run.context_gib - held
-        # A compiled model holds all gradients at its peak; an eager one need not.
+        # A compiled model holds all gradients at its peak. An eager one need not.
         theirs, ours = (
             each.fixed + (each.gradients if this.is_compiled else 0) for each in (found, estimate)
         )
@@ -382,9 +382,9 @@ def predict_memory(
         whose = "of this recipe's shape" if same else "of other shapes"
         source = f"traced, corrected by {counted(len(used), 'earlier run')} {whose} here"
         if this.is_compiled and not same:
-            source += "; how much less a compiled model needs depends on its shape"
+            source += ", but how much less a compiled model needs depends on its shape"
     elif this.is_compiled:
-        source += "; a compiled model usually needs less, by an unknown amount"
+        source += ", but a compiled model usually needs less, by an unknown amount"
     extra = max(int(peak) - reserved, 0)
     if on_gpu:
         ratios = [run.reserved_gib / run.peak_gib for run in used if run.reserved_gib]

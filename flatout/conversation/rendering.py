@@ -30,7 +30,7 @@ _PROBE = "flatout asks"
 _LONGEST_END = 1 << 12
 """Characters of the end of a turn, which every text of a turn is searched for."""
 _TAG = re.compile(r"<(think|thinking|thought|reasoning)>\s*\Z")
-"""The start of a thought at the end of a prompt; the model's own text closes it."""
+"""The start of a thought at the end of a prompt. The model's own text closes it."""
 
 Span = tuple[int, int]
 
@@ -288,7 +288,7 @@ class Renderer:
         return self._cut(text, [*spans, target], [target])
 
     def _after_tag(self, prompt: str, turn: JsonObject) -> str | None:
-        """Return a turn after a prompt that ends with a tag such as <think>; None after others.
+        """Return a turn after a prompt that ends with a tag such as <think>. None after others.
 
         The template itself drops thoughts, so the text of the turn is taken as the row states it.
         A turn without a thought has an empty one.

@@ -49,7 +49,7 @@ _PLAIN = """\
 {%- endif %}
 """
 BUILT_IN = {"chatml": _CHATML, "plain": _PLAIN}
-"""chatml is the form of many chat models; plain needs no special token but end-of-text."""
+"""chatml is the form of many chat models, and plain needs no special token but end-of-text."""
 
 
 class ChatTemplate(Stored):

@@ -86,7 +86,7 @@ def load_run(
     The adapters of a LoRA run are merged into the weights.
 
     The model uses those of the run's speedups that work on this machine, and is never compiled.
-    `precision="fp32"` also skips speedups that lower the precision; `"trained"` keeps them, so that
+    `precision="fp32"` also skips speedups that lower the precision. `"trained"` keeps them, so that
     `flatout.evaluate` reproduces the run's own loss. `trust_code` allows the custom code named in
     config.yaml to be imported, now and later.
     Raises: CheckpointError, DataError or ConfigError when the run, checkpoint or tokenizer cannot

@@ -34,7 +34,7 @@ def allocate(
     draws: bool,
     weights_device: torch.device | str | None = None,
 ) -> None:
-    """Move a model that `new_model` returned to `device`; with `draws`, draw its weights.
+    """Move a model that `new_model` returned to `device`. With `draws`, draw its weights.
 
     Only its buffers are moved there if its weights have a `weights_device`.
 

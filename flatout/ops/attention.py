@@ -38,7 +38,7 @@ MOST_FLASH, AMPERE = 256, 8
 """The largest head size of the flash kernel, and the oldest GPUs that it runs on."""
 FLEX_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 Mask = Tensor | BlockMask | None
-"""What is added to the scores, 0 or minus infinity, (T, S) or (B, 1, T, S); or the blocks of
+"""What is added to the scores, 0 or minus infinity, (T, S) or (B, 1, T, S), or the blocks of
 FlexAttention.
 """
 
@@ -201,7 +201,7 @@ def masks(
     windows: Iterable[int | None],
     dtype: torch.dtype,
 ) -> dict[int | None, Mask]:
-    """Return the `mask` of a micro-batch by window, for all layers; without those of whole rows.
+    """Return the `mask` of a micro-batch by window, for all layers, without those of whole rows.
 
     `dtype` is that of queries and keys.
 
@@ -236,7 +236,7 @@ def block_mask(tokens_BT: Tensor, doc_ids_BS: Tensor | None, window: int | None)
 
     It lists which key blocks a query block reads, and which of these need no masking. It is derived
     from the first and last position and the smallest and largest document id of each block, so no
-    T x T mask is built. A block is skipped only if no pair in it is visible; the converse holds if
+    T x T mask is built. A block is skipped only if no pair in it is visible. The converse holds if
     ids never decrease along a row, as in packed rows. An incomplete last block never counts as
     fully visible.
 

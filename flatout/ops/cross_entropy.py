@@ -32,7 +32,7 @@ LOGITS_IN_CACHE = 2**20
 FAKE_CHUNKS = 3
 """Chunks of a loss on fake tensors: by the second, everything that a chunk holds exists."""
 SCALES = {torch.float16: 2.0**12}
-"""Factors that scale the gradients of the logits before they are rounded to a dtype; the matmuls
+"""Factors that scale the gradients of the logits before they are rounded to a dtype. The matmuls
 divide by them in fp32.
 
 The gradients are computed before the loss scale is known, and float16 represents nothing below
@@ -451,7 +451,7 @@ def _loop(
     """Return the loss and the gradients of hidden states and weight.
 
     A gradient that is not wanted is an empty tensor. That of the hidden states has the dtype of the
-    products, or fp32 when that is float16; that of the weight is accumulated in fp32.
+    products, or fp32 when that is float16. That of the weight is accumulated in fp32.
     """
     total, grad_hidden_ND, grad_weight_VD = _results(
         hidden_ND, weight_VD, has_gradients, is_trained

@@ -37,7 +37,7 @@ def _reset(left, right, reset, CUT: tl.constexpr):
 
 @triton.jit
 def _load(pointer, at, k, mask, COUNT: tl.constexpr):
-    """Load a complex number per eigenstate; zero where masked."""
+    """Load a complex number per eigenstate, zero where masked."""
     source = pointer + at * 2 * COUNT + k
     return tl.load(source, mask=mask, other=0.0).to(tl.float32), tl.load(
         source + COUNT, mask=mask, other=0.0
@@ -205,7 +205,7 @@ def gradients(
     """Walk a chunk backward and store all gradients, those of fixed eigenvalues summed over it.
 
     The gradient g of a state, times the conjugate eigenvalue, is the gradient of the state before,
-    s; that times the conjugate of s is the gradient of the eigenvalue's logarithm: the real part is
+    s. That times the conjugate of s is the gradient of the eigenvalue's logarithm: the real part is
     for log_decay, the imaginary part for angle.
     """
     row, chunk, k = _program(chunks, COUNT, BLOCK)

@@ -4,7 +4,7 @@ There are three passes. First, each program walks one chunk from a state of zero
 final state. The states that enter the chunks follow the same recurrence over these final states and
 are computed the same way. Then each program walks its chunk again from the state that enters it,
 and stores every state. Backward is the same from the last token to the first, with conjugate
-eigenvalues; its last pass also computes the gradients of the eigenvalues. The drive and the
+eigenvalues. Its last pass also computes the gradients of the eigenvalues. The drive and the
 gradient are read twice, states and results are written once. Nothing else grows with the number of
 tokens.
 
@@ -117,7 +117,7 @@ class _Steps:
 
 
 def _kernels() -> ModuleType:
-    """Import the kernels; inside a custom op, since compilers cannot trace it.
+    """Import the kernels, inside a custom op, since compilers cannot trace it.
 
     Raises: MissingPackage when Triton is not installed.
     """

@@ -39,7 +39,7 @@ class AdamW8bit(Optimizer):
     """AdamW with torchao's moments for the tensors it quantises, torch's fused one for the rest.
 
     The state contains plain tensors, as a checkpoint does. A quantised moment is stored as codes,
-    under torch's own name, and scales, under NAME_scale; the code tables come from the package. A
+    under torch's own name, and scales, under NAME_scale. The code tables come from the package. A
     step changes nothing if the attribute `found_inf` is 1, see `step_with_flag`.
     """
 

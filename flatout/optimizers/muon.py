@@ -1,4 +1,4 @@
-"""Muon for the matrices of the hidden layers: orthogonalised momentum; AdamW for everything else.
+"""Muon for the matrices of the hidden layers: orthogonalised momentum. AdamW for everything else.
 
 A parameter that the model declares as several stacked matrices, such as a fused query-key-value
 weight, is orthogonalised part by part: each part has its own singular values.
@@ -103,7 +103,7 @@ class Muon(LightOptimizer):
     """Nesterov momentum, orthogonalised by Newton-Schulz iterations, with decoupled weight decay.
 
     It is for matrices only. `stacked_rows` maps a parameter that stacks several matrices to their
-    row counts; they share a momentum buffer. `apart` are those whose matrices ranks that share
+    row counts. They share a momentum buffer. `apart` are those whose matrices ranks that share
     layers have whole, each some of them. `newton_schulz` is a function of
     `flatout.ops.newton_schulz`. Matrices of one shape, or of one shape and its transpose, are
     iterated together. A sharded parameter is orthogonalised by one of the ranks that share it:

@@ -179,7 +179,7 @@ def wrap(model: nn.Module, mesh: Mesh, *, gathers: torch.dtype | None = None) ->
     processes.
 
     With `gathers` the weights of the blocks are gathered and used in that dtype, under autocast to
-    it; hidden states keep their dtype, gradients are summed in fp32, and each process keeps its
+    it. Hidden states keep their dtype, gradients are summed in fp32, and each process keeps its
     shard unchanged. The embedding, the final norm and the output weight are gathered in their own
     dtype: a narrow embedding would make all hidden states narrow.
     """

@@ -20,7 +20,7 @@ Access = Literal["read", "write"]
 
 ATTEMPTS = 5
 FIRST_PAUSE_S = 0.5
-"""Pause before the second attempt; it doubles each time."""
+"""Pause before the second attempt. It doubles each time."""
 CONNECT_TIMEOUT_S = 30.0
 STALL_TIMEOUT_S = 60.0
 """A request is retried when a web server sends nothing for this long."""

@@ -39,7 +39,7 @@ from flatout.remote.urls import is_local, protocol_of
 
 MANIFEST, CLAIM = "manifest.json", "upload.json"
 PART_BYTES = 8 << 20
-"""Larger files are sent in parts of this size; S3 derives its checksum from those of the parts."""
+"""Larger files are sent in parts of this size. S3 derives its checksum from those of the parts."""
 _S3_OPTIONS = {"chunksize": PART_BYTES, "max_concurrency": 1}
 _GCS_OPTIONS = {"chunksize": PART_BYTES}
 _WRITE_OPTIONS = {"s3": _S3_OPTIONS, "s3a": _S3_OPTIONS, "gs": _GCS_OPTIONS, "gcs": _GCS_OPTIONS}
@@ -154,7 +154,7 @@ class RemoteFolder:
     ) -> None:
         """Send a file unless `sent` describes the same content, and check what has arrived.
 
-        Raises: DataError when it differs from the file; it is then removed.
+        Raises: DataError when it differs from the file. It is then removed.
         """
         if sent is not None and self.holds(path, entry, sent):
             advance(entry.size_bytes)

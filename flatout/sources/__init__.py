@@ -69,7 +69,7 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class BadRow:
-    """A row that should have been a document; `--on-bad-row` raises it, or skips and counts it."""
+    """A row that should have been a document. `--on-bad-row` raises it, or skips and counts it."""
 
     what: str
     """The problem, as the rest of a sentence that starts with the location: `is not JSON`."""
@@ -81,7 +81,7 @@ class BadRow:
     unread_bytes: int = 0
     """Approximate bytes of text lost, when the row represents the rest of a damaged piece."""
     encoding: str | None = None
-    """The probable encoding of a row that is not UTF-8; see NotUtf8."""
+    """The probable encoding of a row that is not UTF-8. See NotUtf8."""
 
     @classmethod
     def of(
@@ -116,7 +116,7 @@ Row = Document | BadRow | LeftOut
 
 @dataclass(frozen=True)
 class ReadTask:
-    """The part of a source that one process reads; pickled, so `read` is a module's function."""
+    """The part of a source that one process reads, pickled: `read` is a module's function."""
 
     read: Callable[..., Iterable[Row | str]]
     arguments: tuple[Any, ...]

@@ -56,7 +56,7 @@ class Fields:
     text: str = _TEXT
     """The field with the text, or with the turns of a conversation."""
     prompt: str | None = None
-    """The field with preceding text that is excluded from the loss; null and empty: no prompt."""
+    """The field with preceding text that is excluded from the loss. Null or empty: no prompt."""
     chat: Renderer | None = None
     """Writes the turns as text, when rows are conversations."""
     beside: tuple[str, ...] = ()

@@ -1,6 +1,6 @@
 """Files, local or remote, compressed or not.
 
-Text and HTML are one document per file; JSONL, JSON, CSV and Parquet are one document per row.
+Text and HTML are one document per file. JSONL, JSON, CSV and Parquet are one document per row.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class InputFile:
     """Its name inside the directory or pattern, or its URL."""
     size: int
     mark: str = ""
-    """The server's checksum or date of its content; for a local file, the fingerprint with `limit`.
+    """The server's checksum or date of its content. For a local file, the fingerprint with `limit`.
     """
     listed: str = ""
     """The URL that was listed to find it: its own, a directory's, or a pattern."""

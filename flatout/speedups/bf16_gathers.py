@@ -38,10 +38,10 @@ SPEEDUP = Speedup(
     why_not=_why_not,
     predicted=(
         "nothing on one H200, which gathers from no other GPU. llama-8b on 8 of them: 7.5 of 8.0 "
-        "billion weights are in blocks, gathered twice per micro-batch (forward and backward); "
-        "each process receives 7/8 of them, 52 GB in fp32 and 26 GB in bf16, which at the 370 GB/s "
+        "billion weights are in blocks, gathered twice per micro-batch (forward and backward). "
+        "Each process receives 7/8 of them, 52 GB in fp32 and 26 GB in bf16, which at the 370 GB/s "
         "that NCCL reaches over NVLink is 71 ms less traffic per micro-batch, hidden behind "
-        "matmuls while these take longer; and rounding 7.5 billion weights, 6 bytes each, 10 ms "
+        "matmuls while these take longer, and rounding 7.5 billion weights, 6 bytes each, 10 ms "
         "at 4.3 TB/s, shrinks to an eighth"
     ),
     rank=260,

@@ -24,7 +24,7 @@ def _compile(model: LanguageModel, mesh: Mesh | None) -> LanguageModel:
     block, it starts with the last block's. torch's own remedy (`optimize_ddp`) splits the graph of
     what is compiled inside DDP's forward, which the warm-up avoids, and no graph that contains a
     higher-order operation such as flex-attention. Compiling a whole model takes time in proportion
-    to its blocks, minutes for 48; by block, all of one shape share a graph.
+    to its blocks, minutes for 48. By block, all of one shape share a graph.
     """
     is_wrapped = mesh is not None and (mesh.world_size > 1 or mesh.device_mesh is not None)
     device = next(model.parameters()).device.type
@@ -38,7 +38,7 @@ SPEEDUP = Speedup(
     name="compile",
     fills={"compilation": _compile},
     saves="time: elementwise operations are fused, and the model runs without Python's "
-    "overhead; with several processes, or more than 6 blocks on a CPU and 16 on a GPU, each block "
+    "overhead. With several processes, or more than 6 blocks on a CPU and 16 on a GPU, each block "
     "is compiled by itself",
     tolerance=Tolerance.rounding(rtol=1e-3),
     compiles=True,

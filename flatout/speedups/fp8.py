@@ -37,7 +37,7 @@ MULTIPLE = 16
 
 
 def to_fp8(model: LanguageModel, mesh: Mesh | None) -> LanguageModel:
-    """Replace the matmul of each large layer of the blocks; layers, names and weights stay.
+    """Replace the matmul of each large layer of the blocks. Layers, names and weights stay.
 
     Embedding and head are not in the blocks.
     """
@@ -118,7 +118,7 @@ SPEEDUP = Speedup(
     name="fp8",
     fills={"low_precision": to_fp8},
     saves="time: matmuls in the blocks with at least 4 million weights run at up to twice the "
-    "rate of bf16; the others do not change",
+    "rate of bf16, and the others do not change",
     tolerance=Tolerance.statistical(),
     needs=("bf16", "compile"),
     why_not=first_of(

@@ -39,7 +39,7 @@ SPEEDUP = Speedup(
         lambda _machine, _config: (
             None
             if platform.libc_ver()[0] == "glibc"
-            else "It needs glibc's allocator, and this Python uses a different C library."
+            else "It needs glibc's allocator, but this Python uses a different C library."
         ),
     ),
     rank=810,

@@ -54,7 +54,7 @@ def takes(path: Path) -> bool:
 
 
 def files(path: Path) -> list[Path]:
-    """Return the chunks in numerical order; numbers start at 0 or 1.
+    """Return the chunks in numerical order. Numbers start at 0 or 1.
 
     Raises: DataError when numbers are missing or duplicated.
     """
@@ -86,7 +86,7 @@ def files(path: Path) -> list[Path]:
 
 
 def open_chunks(path: Path, reading: Reading) -> Tokens:
-    """Open chunks; what a metadata.json beside them states must be correct.
+    """Open chunks. What a metadata.json beside them states must be correct.
 
     Raises: DataError.
     """

@@ -52,7 +52,7 @@ an export of a step that was not saved
     no checkpoint of step 77 -> Steps that have one: 2
 an export into a directory with other files
     export first --out data
-    data contains files that are not of an export -> a different --out DIR
+    data contains files that are not part of an export -> a different --out DIR
 an export in place of a file
     export first --out book.txt
     book.txt is not a directory -> --out DIR
