@@ -13,9 +13,9 @@ FlatoutError
 │   └── MissingPackage    an optional package is not installed
 ├── RunFailed             exit 1: the run failed
 │   ├── OutOfMemory       the device or the host has too little memory
-│   │   └── SmallerBatch    exit 76: one of several processes; the next start has fewer rows
+│   │   └── SmallerBatch    exit 76: one of several processes, the next start has fewer rows
 │   └── DiskFull          the disk has no room for a checkpoint
-├── Stopped               exit 75: stopped and saved; run the same command again
+├── Stopped               exit 75: stopped and saved, run the same command again
 └── Interrupted           exit 128 + signal: stopped before anything could be saved
 """
 
@@ -172,7 +172,7 @@ class Interrupted(FlatoutError):
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM or SIGUSR1 interrupts the program, as Ctrl+C does with KeyboardInterrupt.
+    """SIGTERM or SIGUSR1 interrupts the process, as Ctrl+C does with KeyboardInterrupt.
 
     Not an Exception: code that handles errors must not catch it.
     """

@@ -207,13 +207,13 @@ def entry_of(path: Path) -> FileEntry:
 
 
 def sha256(path: Path) -> str:
-    """Return the SHA-256 of a file's content, in hexadecimal; other threads run meanwhile."""
+    """Return the SHA-256 of a file's content, in hexadecimal. Other threads run meanwhile."""
     with os.fdopen(open_regular(path), "rb") as file:
         return hashlib.file_digest(file, "sha256", _bufsize=BLOCK_BYTES).hexdigest()
 
 
 def folder_bytes(folder: Path) -> int:
-    """Return the total size of the files under `folder`; files deleted meanwhile count 0."""
+    """Return the total size of the files under `folder`. Files deleted meanwhile count 0."""
     total = 0
     for parent, _, names in os.walk(folder):
         for name in names:

@@ -267,7 +267,7 @@ def _cgroups(controller: str = "") -> list[Path]:
 
 
 def _cores(quota: str) -> list[float]:
-    """Return the cores that `QUOTA PERIOD` allows as a list; "max" and -1 mean no limit."""
+    """Return the cores that `QUOTA PERIOD` allows as a list. "max" and -1 mean no limit."""
     words = quota.split()
     is_limit = len(words) == 2 and all(map(str.isdigit, words))
     return [int(words[0]) / int(words[1])] if is_limit else []

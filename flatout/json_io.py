@@ -47,7 +47,7 @@ class Result(Stored):
 
     @property
     def exit_code(self) -> int:
-        """The program's exit code after the result is printed."""
+        """The exit code of the process after the result is printed."""
         return 0
 
 

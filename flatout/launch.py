@@ -211,7 +211,7 @@ class _Received:
 
 @contextlib.contextmanager
 def _signals_passed_on(ranks: Sequence[subprocess.Popen[bytes]]) -> Iterator[_Received]:
-    """Pass signals on to the processes, as torchrun does; yield those received."""
+    """Pass signals on to the processes, as torchrun does. Yield those received."""
     received = _Received()
 
     def pass_on(number: int, _frame: FrameType | None) -> None:
@@ -228,7 +228,7 @@ def _signals_passed_on(ranks: Sequence[subprocess.Popen[bytes]]) -> Iterator[_Re
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]], received: _Received) -> int:
-    """Wait for every process, and return the run's exit code; after a failure, end the rest."""
+    """Wait for every process, and return the run's exit code. After a failure, end the rest."""
     failed: int | None = None
     kill_at_s = stop_by_s = float("inf")
     while None in (codes := [process.poll() for process in ranks]):

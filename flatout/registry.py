@@ -250,7 +250,7 @@ class YamlFolder:
         return self._files[name]
 
     def get(self, name: str) -> dict[str, Any]:
-        """Return the entry's parsed document; errors as for `path`."""
+        """Return the entry's parsed document. Errors as for `path`."""
         from flatout.documents import read_document  # imports yaml
 
         return read_document(self.path(name))

@@ -26,7 +26,7 @@ class Word:
     option: str = ""
     """The option of `flatout prepare`, for the group `prepare`."""
     cases: Mapping[str, Any] = field(default_factory=dict)
-    """What values become, by what they are; `config/units.py` reads it."""
+    """What values become, by what they are. `config/units.py` reads it."""
     unit: str = ""
     """The case of `config/units.py` that converts the other values, and its arguments."""
     turn: int = 0

@@ -52,7 +52,7 @@ SIZES = (
         ),
     ),
 )
-"""The first fields of Llama and Gemma; between these and the next is the activation."""
+"""The first fields of Llama and Gemma. Between these and the next is the activation."""
 MORE_SIZES = (
     *sizes("max_position_embeddings=max_seq_len"),
     entry("rms_norm_eps", "rms_norm_eps", 1e-6),

@@ -65,8 +65,8 @@ CUDA_RESERVED = 1.1
 CPU_OVERHEAD = GIB // 10
 """Assumed memory of a process on a CPU besides tensors and what it holds before it starts."""
 HEAP_HOLES = 2
-"""How many times the largest tensor the heap holds in vain if it keeps freed memory: 0 to 5 in 15
-runs of two shapes (a vocabulary of 32,768; 64 and 16 rows).
+"""How many times the largest tensor the heap holds unused if it keeps freed memory: 0 to 5 in 15
+runs of two shapes (a vocabulary of 32,768, with 64 and 16 rows).
 """
 
 

@@ -91,7 +91,7 @@ class MicroBatchPlan:
     """Sequences per optimizer step on one rank, a multiple of the chosen rows."""
     device: str
     fits: Callable[[int], bool]
-    """Whether a micro-batch of so many rows fits into memory, by estimate."""
+    """Whether a micro-batch of that many rows fits into memory, by estimate."""
     most_rows: Callable[[], int]
     """The most rows that fit. Raises HardwareError when a single one does not."""
 
@@ -203,7 +203,7 @@ NOISE = {
 versions, and a deprecation between torchao and torch.
 """
 MODEL_OPS = frozenset({"ops.attention", "ops.heads", "ops.linear", "ops.scan"})
-"""Ops that a model may or may not call; its file states which, as USES."""
+"""Ops that a model may or may not call. Its file states which, as USES."""
 
 
 @dataclass(frozen=True)
@@ -377,7 +377,7 @@ class On:
     """A default of `auto`: on, unless a speedup of a lower rank fills one of its slots."""
 
     because: str | None = None
-    """The reason, in words; None means the speedup's `saves`."""
+    """The reason, in words. None means the speedup's `saves`."""
     from_minutes: float = 0
     """Shortest run for which it is on."""
     beside: str | None = None

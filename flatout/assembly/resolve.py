@@ -78,7 +78,7 @@ def resolve(
 
     `config.train.device` must be resolved already. Without a dataset, which only planning allows,
     a length in epochs stays open. `local_world_size` is the number of processes on
-    this machine; None means all of them. `cache` has the gains that `bench` measured on this
+    this machine. None means all of them. `cache` has the gains that `bench` measured on this
     hardware. None for no gains.
     Raises: ConfigError when sizes contradict each other.
     """

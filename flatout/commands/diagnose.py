@@ -123,7 +123,7 @@ def diagnose(
         return DiagnoseResult(**dict(found), script_code=code)
     if steps is not None or to_the_end:
         how = "Write `flatout diagnose --steps 50 -- python train.py`, or remove them."
-        raise ConfigError("--steps and --to-the-end are for a script.", fix=how)
+        raise ConfigError("--steps and --to-the-end only apply to a script.", fix=how)
     if recipe is None:
         if fix or out is not None:
             raise ConfigError("--fix and --out need a recipe.", fix="Name one, or remove them.")

@@ -69,7 +69,7 @@ class InspectResult(Result):
         return next((fact.value for fact in self.items if fact.name == name), None)
 
     def summary(self) -> str:
-        """Return what matters on one screen; with --all, every fact and all of the text."""
+        """Return what matters on one screen. With --all, every fact and all of the text."""
         facts: JsonObject = {fact.name: fact.value for fact in self.items}
         beginning, lengths = printable(facts.pop("beginning")).splitlines(), []
         if self.shows_all:

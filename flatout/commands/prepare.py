@@ -278,7 +278,7 @@ def _result(made: Prepared) -> PrepareResult:
 
 
 def _part_result(made: PreparedPart, part: WorkPart) -> PrepareResult:
-    """Return the result of one part; --join completes the dataset."""
+    """Return the result of one part. --join completes the dataset."""
     records, skipped = made.records, Counter[str]()
     for record in records:
         skipped.update({entry.reason: entry.count for entry in record.skipped})

@@ -152,9 +152,9 @@ def _literal(node: ast.expr) -> Any:
 
 
 def convert(document: JsonObject, computed: list[str]) -> Conversion:
-    """Convert the values of a config; `computed` names keys whose values are unknown."""
+    """Convert the values of a config. `computed` names keys whose values are unknown."""
     flat = dict(_flat(document))
-    # The tool that most keys belong to; of two with as many, the one with a default for more.
+    # The tool that most keys belong to. Of two with as many, the one with a default for more.
     tool = max(
         tools(), key=lambda tool: (len(tool.keys & flat.keys()), len(flat.keys() & tool.defaults))
     )

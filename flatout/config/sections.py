@@ -93,7 +93,7 @@ class ModelConfig(Section):
     kind: str = "transformer"
     """A file in flatout/models, or package.module:MyModel."""
     vocab_size: Count | None = None
-    """Rows of the embedding; None means the vocabulary size of the dataset."""
+    """Rows of the embedding. None means the vocabulary size of the dataset."""
 
     def own(self) -> JsonObject:
         """Return the keys of the chosen model."""
@@ -256,7 +256,7 @@ class TrainConfig(Section):
     init_from: str | None = None
     """Where the initial weights come from: a run directory (its best checkpoint), a checkpoint, or
     another tool's model (hf:ORG/NAME, its directory, or a file). Data, schedule, optimizer state
-    and step start anew."""
+    and step start from the beginning."""
     sample_every: NonNegativeInt = 0
     """Steps between text samples. 0 samples once, at the end."""
     sample_prompt: str = ""
@@ -379,7 +379,7 @@ class LogConfig(Section):
     """Steps between records in metrics.jsonl."""
     to: Names = ("tensorboard",)
     """Loggers that receive the metrics too: tensorboard, csv, wandb, mlflow, or
-    package.module:MyLogger; none for metrics.jsonl alone. A run continues when one of them
+    package.module:MyLogger, or none for metrics.jsonl alone. A run continues when one of them
     fails."""
     project: str | None = None
     """Project of W&B, experiment of MLflow. None means the one that WANDB_PROJECT or
@@ -418,7 +418,7 @@ class ParallelConfig(Section):
     """
     context: Count = 1
     """Processes among them that share the tokens of each row, for sequences that are too long for
-    one; a divisor of `shard`, or of `replicate` without sharding.
+    one. A divisor of `shard`, or of `replicate` without sharding.
     """
 
     @property

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from flatout.json_io import JsonObject
 
 CHAT_FIELDS = ("messages", "conversations")
-"""Fields of a row that contain its turns, unless another is named."""
+"""Fields of a row that contain its turns, unless a different one is named."""
 TOOLS = "tools"
 """Field of a row with the descriptions of the tools that its assistant may call."""
 SYSTEM = "system"

@@ -108,7 +108,7 @@ def load_run(
         try:
             model.load_state_dict(read_merged(path))
         except RuntimeError as error:
-            # torch lists every tensor under a heading; the first one is enough
+            # torch lists every tensor under a heading. The first one is enough
             first = str(error).partition("\n")[2].partition("\n")[0].strip() or str(error)
             raise CheckpointError(
                 f"The weights of {path} do not fit the model in {folder}/config.yaml: {first}",

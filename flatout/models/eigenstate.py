@@ -69,7 +69,7 @@ class EigenstateConfig(LanguageModelConfig):
     eigenstate decays).
     """
     scales: tuple[int, ...] = (1,)
-    """Tokens averaged per step, one number for each of several parallel recurrences; [1, 2, 4, 8]
+    """Tokens averaged per step, one number for each of several parallel recurrences. [1, 2, 4, 8]
     is the hierarchical form.
     """
     initialisation: Literal["long-memory", "published"] = "long-memory"
@@ -450,7 +450,7 @@ class Memory(nn.Module):
 
     @torch.no_grad()
     def init_eigenvalues(self) -> None:
-        """Draw time constants log-uniformly up to `model.memory` tokens; published: all short."""
+        """Draw time constants: log-uniformly up to `model.memory` tokens, or the published ones."""
         if self.config.initialisation == "published":
             magnitude = torch.empty_like(self.log_rate).uniform_(-3, 0).sigmoid_()
             self.log_rate.copy_(magnitude.log_().neg_().log_())
@@ -583,7 +583,7 @@ def _scaled(drive_BNE: Tensor, eigenvalues: tuple[Tensor, Tensor]) -> Tensor:
 class Groups:
     """The positions of the groups of packed documents, for a recurrence with coarser steps.
 
-    A group is `scale` (S) tokens. Groups start anew at every document. Leftover tokens at the end
+    A group is `scale` (S) tokens. Groups start again at every document. Leftover tokens at the end
     of a document form no group. A group is available from its last token on.
 
     A row has room for T // S groups and is filled from the left: no shape depends on the documents.

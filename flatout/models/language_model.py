@@ -51,7 +51,7 @@ class _Undrawn(TorchFunctionMode):
 
 @dataclass(frozen=True)
 class Flops:
-    """Training FLOPs per token of the matmuls; backward costs twice as much as forward."""
+    """Training FLOPs per token of the matmuls. Backward costs twice as much as forward."""
 
     palm: int
     """Every query against all T keys: the usual convention for MFU (Chowdhery et al. 2022,

@@ -59,7 +59,7 @@ class Linear(nn.Linear):
 
 
 class Factor(Linear):
-    """A linear layer of a recurrence; LoRA adapts none."""
+    """A linear layer of a recurrence. LoRA adapts none."""
 
 
 class Embedding(nn.Embedding):

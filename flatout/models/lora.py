@@ -54,7 +54,7 @@ class Adapter(nn.Module):
         self.init_weights()
 
     def init_weights(self) -> None:
-        """Draw A as in a new nn.Linear; B is 0, so that the layer is unchanged at first."""
+        """Draw A as in a new nn.Linear. B is 0, so that the layer is unchanged at first."""
         nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))
         nn.init.zeros_(self.lora_B)
 
@@ -222,7 +222,7 @@ class Delta:
 def merge(name: str, weight: Tensor, deltas: Mapping[str, Sequence[Delta]]) -> Tensor:
     """Return the weight `name` of a base with what `deltas` adds to it.
 
-    Weights without adapters are returned themselves. Calling it for one tensor after another keeps
+    Weights without adapters are returned themselves. Calling it for one tensor at a time keeps
     the memory at that of the largest.
 
     Shapes:  weight any; with adapters (O, I).

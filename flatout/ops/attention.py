@@ -56,7 +56,7 @@ def reference(
     """Return the values of the visible keys, weighted by the softmax of the scaled scores.
 
     The queries are the last T of the S positions. A query sees its own position and earlier ones:
-    with `window`, only the last `window` positions, its own included; with `doc_ids_BS`, only
+    with `window`, only the last `window` positions, its own included, and with `doc_ids_BS`, only
     positions of its own document. Query head h reads key head h // (H / G). `softcap` limits the
     scaled scores to plus or minus that value with a tanh. `mask` is the mask of these documents
     and this window, if `masks` has built it for all layers. Masked keys and values have no effect
@@ -271,7 +271,7 @@ def _some_and_all_visible(
     first_N = torch.arange(num_blocks, device=device) * BLOCK_TOKENS
     last_N = (first_N + BLOCK_TOKENS - 1).clamp_max(num_tokens - 1)
     is_full_N = last_N - first_N == BLOCK_TOKENS - 1
-    # Distances from keys to queries; query blocks are rows.
+    # Distances from keys to queries. Query blocks are rows.
     least_NN, most_NN = first_N[:, None] - last_N, last_N[:, None] - first_N
     some_BNN = (most_NN >= 0)[None]
     all_BNN = ((least_NN >= 0) & is_full_N[:, None] & is_full_N)[None]

@@ -52,7 +52,7 @@ def reference(
     """Return the summed loss of the targets under softmax(hidden @ weight^T), and their number.
 
     The loss is the negative log-likelihood. A target of -1 is ignored: its hidden state, even NaN,
-    affects neither the loss nor a gradient. With `softcap` c the logits are c tanh(logits / c);
+    affects neither the loss nor a gradient. With `softcap` c the logits are c tanh(logits / c).
     `z_loss` z adds z times the squared log of the softmax denominator for each target. This code,
     with all logits in memory and plain functions, is the definition. Every variant must match it,
     gradients included.
@@ -517,7 +517,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor, *, alpha: float, be
     """
     if left.is_cuda:
         torch.addmm(total, left, right, out_dtype=total.dtype, alpha=alpha, beta=beta, out=total)
-    elif not isinstance(left, FakeTensor):  # torch 2.11 cannot fake it; it allocates no memory
+    elif not isinstance(left, FakeTensor):  # torch 2.11 cannot fake it. It allocates no memory
         torch.addmm(total, left.float(), right.float(), alpha=alpha, beta=beta, out=total)
 
 

@@ -4,7 +4,7 @@ A program walks one chunk of one row for a block of eigenstates, with the state 
 Complex numbers are stored as K real parts, then K imaginary parts. The loads of a program do not
 depend on its state, so those of several steps are in flight before the first is used.
 
-Letters: k the eigenstates of a program; `at` counts steps over all rows.
+Letters: k the eigenstates of a program, `at` counts steps over all rows.
 """
 
 import triton

@@ -45,9 +45,9 @@ class _Steps:
     drive: Tensor
     """The drive of each step (B, S, E)."""
     first: Tensor
-    """Eigenvalues by level (F, E) when fixed; logarithms (B, S, K) when polar."""
+    """Eigenvalues by level (F, E) when fixed, logarithms (B, S, K) when polar."""
     second: Tensor
-    """Angles (B, S, K) when polar; otherwise unused."""
+    """Angles (B, S, K) when polar, otherwise unused."""
     form: str
     resets: Tensor | None
     """Where a document starts (B, S), bytes."""
@@ -105,7 +105,7 @@ class _Steps:
         return replace(over_chunks, first=logs_BNK, second=angles_BNK)
 
     def entering(self, start_BE: Tensor | None) -> Tensor | None:
-        """Return the state that enters each chunk (B, N, E); None means zeros."""
+        """Return the state that enters each chunk (B, N, E). None means zeros."""
         if self.chunks == 1:
             return start_BE
         above = self.above()

@@ -3,7 +3,7 @@
 Processes form a rectangle of `replicate` rows and `shard` columns: each row shares one copy of the
 model. It is copied to every process (DDP), sharded (fully_shard), or both (HSDP). `context`
 consecutive processes share the tokens of each row of a batch. The others have separate rows.
-With `tensor`, that many consecutive processes stand in each place: they share every layer. Losses
+With `tensor`, that many consecutive processes are in each place: they share every layer. Losses
 and counts are summed over all processes. Each has those of its own tokens.
 """
 

@@ -296,7 +296,7 @@ def disconnect() -> None:
     if not dist.is_initialized():
         return
     dist.destroy_process_group()
-    gc.collect()  # sharded models keep their groups in cycles; freeing a group joins its threads
+    gc.collect()  # sharded models keep their groups in cycles. Freeing a group joins its threads
     time.sleep(RELEASE_S)
 
 

@@ -135,7 +135,7 @@ def is_shared(tensor: Tensor | None) -> TypeGuard[DTensor]:
 
 
 def local(parameter: P) -> P:
-    """Return this rank's part of a parameter that ranks share; others unchanged.
+    """Return this rank's part of a parameter that ranks share. Others unchanged.
 
     Shapes:  any.
     """

@@ -19,7 +19,7 @@ from flatout.remote.urls import is_url
 from flatout.sources.packed import Unread, converted, open_bytes
 
 SAMPLE_BYTES = 2048
-"""Bytes examined around the first byte that is not UTF-8. More hardly helps."""
+"""Bytes examined around the first byte that is not UTF-8. More rarely helps."""
 SHOWN_BYTES = 32
 """Bytes of these that a message shows."""
 _MARKS = (

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 FEWEST_WEIGHTS = 2**22
 """Number of weights of the smallest matmul computed in fp8: below, rounding the factors costs as
 much as the matmul saves. With every layer of the blocks in fp8, a GPT-2 of width 768, whose
-matmuls have up to 2.4 million weights, lost 6% on an H200; one of width 1,536, up to 9.4 million,
+matmuls have up to 2.4 million weights, lost 6% on an H200. One of width 1,536, up to 9.4 million,
 gained 6%.
 """
 LARGEST_IN_WIDTHS = 4

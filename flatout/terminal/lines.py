@@ -47,7 +47,7 @@ class OpenTask:
         self.headline = ""
         """Shown in place of `text` where there are lines below."""
         self.below: Callable[[int], Sequence[Text]] = lambda width: ()
-        """Returns the lines below it on a screen of so many columns. Called in another thread."""
+        """Returns the lines below it on a screen of that many columns. Called in another thread."""
         self.shown_s: float | None = None
         """When the log last had a line about it."""
         self._clock, self._began_s = clock, clock()

@@ -141,7 +141,7 @@ def _attempt(work: Callable[[], object], stop: StopRequests | None) -> Exception
         return None
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # compilers raise any type; the caller then tries the plain model
+    except Exception as error:  # compilers raise any type. The caller then tries the plain model
         return error
     return None
 

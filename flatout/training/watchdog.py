@@ -43,7 +43,7 @@ STUCK_DISK_S = 30.0
 """How long the end of a process waits for a report to be written."""
 PACKAGE = str(Path(__file__).parents[1])
 ENTRY = str(Path(__file__).with_name("run.py"))
-"""The file through which a program starts training: what calls it is not where the run hangs."""
+"""The file through which a process starts training. Its callers are not where a run hangs."""
 
 
 @dataclass(frozen=True)

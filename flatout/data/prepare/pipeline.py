@@ -42,9 +42,9 @@ from flatout.sources.files import first_changed
 from flatout.sources.packed import CANNOT_BE_READ, NotHandedOut
 
 BYTES_PER_WORKER = 8_000_000
-"""Minimum text per worker: for less, another process costs more than it saves."""
+"""Minimum text per worker: for less, one more process costs more than it saves."""
 BAD_SHARE = 0.01
-"""Default limit of bad rows, as a share of the rows so far; BAD_ROWS if that is more."""
+"""Default limit of bad rows, as a share of the rows so far, or BAD_ROWS if that is more."""
 BAD_ROWS = 100
 """Number of bad rows that the default limit always allows."""
 UNREAD_SHARE = 0.01

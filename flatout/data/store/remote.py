@@ -70,7 +70,7 @@ def dataset_url(url: str) -> str:
     bare = url.rstrip("/")
     if not is_url(bare) or bare.endswith("://"):
         raise DataError(
-            f"{url} does not name a directory in a store.", fix="Write it as s3://BUCKET/FOLDER."
+            f"{url} does not name a directory in a store.", fix="Write it as s3://BUCKET/DIRECTORY."
         )
     return bare
 

@@ -91,7 +91,7 @@ class Finding(Stored):
     """A cause, as shown to the user and written to findings.json."""
 
     name: str = ""
-    """Name of the rule; `diagnosis_of` fills it in."""
+    """Name of the rule. `diagnosis_of` fills it in."""
     verdict: str
     """One sentence with the most important number."""
     harm: Harm = "slows"
@@ -170,7 +170,7 @@ def speedup_fixes(
 
 
 def ms(seconds: float | None) -> float | None:
-    """Return milliseconds; None stays None."""
+    """Return milliseconds. None stays None."""
     return None if seconds is None else 1e3 * seconds
 
 
@@ -303,7 +303,7 @@ def diagnosis_of(evidence: Evidence) -> Diagnosis:
     ]
 
     def place(one: Finding) -> tuple[int, int, float]:
-        """What is slow on a busy machine is slow because of that, except a script's line."""
+        """Return a sort key. A busy machine comes before what it slows down, but not a line."""
         share, group = one.share or 0.0, 1 if one.name == BUSY else 2
         if evidence.source == "script" and one.site is not None and share >= CLEAR:
             group = 0

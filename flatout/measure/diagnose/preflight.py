@@ -66,7 +66,7 @@ def failure_of(error: BaseException, step: int, has_diverged: bool = False) -> F
 
 
 def prepare(spec: MeasureSpec) -> Prepared:
-    """Resolve the configuration here, and return what is known. A run that cannot start is known.
+    """Resolve the configuration here, and return what is known, also of a run that cannot start.
 
     Raises: ConfigError when the configuration contradicts itself.
     """

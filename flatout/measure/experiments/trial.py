@@ -197,7 +197,7 @@ class Pace:
         self, log: Log, spec: TrialSpec, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self.warmup_steps: int | None = None
-        """Steps before the measured ones; None while warming up."""
+        """Steps before the measured ones. None while warming up."""
         self.warmup_s = 0.0
         """Seconds that they took."""
         self.is_steady = False

@@ -1,6 +1,6 @@
 """What a run will need: the record of `flatout plan`, from the calculation to the screen. No torch.
 
-What is unknown is None: null in JSON.
+What is unknown is None, and null in JSON.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class Moment:
 class _Block:
     category: str | None = None
     phase: int | None = None
-    """Number of the phase in which it was allocated; None between phases."""
+    """Number of the phase in which it was allocated. None between phases."""
     end_phase: int | None = None
     freed: bool = False
 

@@ -53,7 +53,7 @@ PROFILES = Path("profile")
 """Where profiles are written without `--out`."""
 FIGURES, TEXT, TRACE = "profile.json", "profile.txt", "trace.json.gz"
 SNAPSHOT = "memory-snapshot.pickle"
-"""torch's own file, for pytorch.org/memory_viz; flatout never reads it."""
+"""torch's own file, for pytorch.org/memory_viz, which flatout never reads."""
 MAX_WARM_S = 10.0
 """Latest end of a warm-up without `--skip`, after its first step."""
 MAX_COUNTERS = 20_000

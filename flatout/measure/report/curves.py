@@ -127,7 +127,7 @@ def read_runs(paths: list[Path]) -> list[RunData]:
 
 
 def _number(value: object) -> float:
-    """Return a number as a float; NaN for anything else."""
+    """Return a number as a float. NaN for anything else."""
     return float(value) if is_finite(value) else math.nan
 
 

@@ -106,7 +106,7 @@ def anomaly_detection(evidence: Evidence) -> Finding | None:
 
 @rule()
 def new_optimizer(evidence: Evidence) -> Finding | None:
-    """The optimizer is made anew in the loop, which loses its state."""
+    """The optimizer is created again and again in the loop, which loses its state."""
     loop = evidence.loop
     if loop.renewals is None or loop.renewals < OFTEN_RENEWED:
         return None

@@ -141,7 +141,7 @@ def pageable_copies(evidence: Evidence) -> Finding | None:
 
 @rule()
 def length(evidence: Evidence) -> Finding | None:
-    """The length of the run does not suit its data: it memorises the text, or sees hardly any."""
+    """The length of the run does not suit its data: it memorises the text, or sees little of it."""
     epochs, data, per_step = evidence.epochs, evidence.data, evidence.tokens_per_step
     if epochs is not None and epochs > MOST_EPOCHS:
         harm: Harm = "spoils"

@@ -146,7 +146,7 @@ def empty_cache(evidence: Evidence) -> Finding | None:
     effect = "on a GPU that makes the host wait"
     if evidence.on_gpu:
         harm, seconds = "slows", evidence.counts.empty_cache_s
-        effect = "it waits for the GPU, and memory must be requested anew"
+        effect = "it waits for the GPU, and memory must be requested again"
     share = evidence.share(seconds)
     where = f" at {site.describe()}" if site is not None else ""
     text = (

@@ -39,7 +39,7 @@ class Change:
     does: str
     """What it does, in a few words."""
     edit: Edit
-    """What it changes in the user's files; see `edit_of`."""
+    """What it changes in the user's files. See `edit_of`."""
     obstacles: Callable[[Facts, Evidence], Mapping[str, object]]
     """Reasons why it is not worth a trial, and whether they hold."""
     rtol: float = 0.0
@@ -192,7 +192,7 @@ CHANGES = {
     "sdpa": Change(
         "attention through scaled_dot_product_attention",
         Edit(lines=('{model}.set_attn_implementation("sdpa")',)),
-        lambda facts, _: {"No model with another choice is known.": not facts.eager_attention},
+        lambda facts, _: {"No model with a different choice is known.": not facts.eager_attention},
         FP32,
     ),
     "channels-last": Change(

@@ -71,7 +71,7 @@ class Patch(Stored):
 def patch_of(edits: Mapping[str, Edit], sites: Sequence[Site], root: Path) -> Patch:
     """Return the patch that makes the edit of each change in the files below `root`.
 
-    Every byte that is not part of an edit stays as it is.
+    Every byte that is not part of an edit does not change.
     """
     root = root.resolve()
     sources: dict[str, _Source | str] = {}

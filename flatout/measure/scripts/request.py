@@ -30,13 +30,13 @@ class Request(Stored):
     seconds: float = 0.0
     """Seconds of ordinary steps."""
     steps: int | None = None
-    """Steps, the warm-up included, after which the measurement ends; None: by the seconds."""
+    """Steps, the warm-up included, after which the measurement ends. None means by the seconds."""
     to_the_end: bool = False
     """Whether the script runs on after that."""
     changes: tuple[str, ...] = ()
     """Names of the changes to apply."""
     timing: Timing | None = None
-    """The steps to time; None: see `measures`."""
+    """The steps to time. None: see `measures`."""
     measures: bool = True
     """Whether to collect evidence, if no steps are timed."""
     guarded: tuple[str, ...] = ()

@@ -59,7 +59,7 @@ SCREEN_SHARE = 0.6
 SEEDS = 3
 DIFFERENT = "its losses exceed the tolerance"
 INSTEAD = {"prefetch": "data-workers", "compile-each-block": "compile"}
-"""Changes that are only tried where another one fails or is not tried."""
+"""Changes that are only tried where a different one fails or is not tried."""
 FRAME = re.compile(r'^ +File "(.+)", line (\d+).*\n +(.+)', re.MULTILINE)
 """File, line and text of a frame in a traceback."""
 
@@ -217,7 +217,7 @@ class Search:
         promising = [name for name, gain in gains.items() if gain >= PROMISING]
         for number, name in enumerate(sorted(promising, key=lambda name: -gains[name])):
             row, point = self.rows[name], Point((*self.taken, name))
-            # the best in any case; otherwise with as much time for the patch
+            # the best in any case. Otherwise with as much time for the patch
             if number and not self.allows(4):
                 row.reason = "the time was up before it was repeated"
                 continue

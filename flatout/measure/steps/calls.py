@@ -176,7 +176,7 @@ def _module(frame: FrameType) -> str:
 
 
 def _reads(tensor: Any, _result: Any) -> str | None:
-    """Return `sync`, except for a tensor of the host beside a GPU, which computes meanwhile."""
+    """Return `sync`, except for a tensor of the host beside a GPU, which keeps computing."""
     on_host = tensor.device.type == "cpu" and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return None if on_host else "sync"
 

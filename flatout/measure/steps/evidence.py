@@ -430,7 +430,7 @@ class Evidence(Stored):
         return None if share is None or share < at_least else share
 
     def saved(self, name: str, at_least: float) -> float | None:
-        """Return the share of the step that a counterfactual saves; None below `at_least`."""
+        """Return the share of the step that a counterfactual saves. None below `at_least`."""
         seconds = self.counterfactual_s.get(name)
         return None if seconds is None else self.lost((self.step_s or 0.0) - seconds, at_least)
 

@@ -66,7 +66,7 @@ class Range:
         return self.end_s - self.start_s
 
     def contains(self, time_s: float) -> bool:
-        """Return whether a time lies in the range."""
+        """Return whether a time is in the range."""
         return self.start_s <= time_s <= self.end_s
 
 
@@ -147,7 +147,7 @@ class Trace:
         return [phase.start_s for phase in self.phases]
 
     def phase_at(self, time_s: float) -> str | None:
-        """Return the name of the phase at a time; None between phases."""
+        """Return the name of the phase at a time. None between phases."""
         at = bisect_right(self._starts, time_s) - 1
         return self.phases[at].name if at >= 0 and self.phases[at].contains(time_s) else None
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from flatout.assembly.run import Run
 
 Job = Future[None]
-"""A stage that has been started; `result` waits for its end, and raises its error."""
+"""A stage that has been started. `result` waits for its end, and raises its error."""
 
 
 def in_background() -> Saver:

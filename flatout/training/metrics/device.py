@@ -85,7 +85,7 @@ def gpu_figures(device: torch.device) -> dict[str, float]:
         try:
             found[name] = measure(device) * unit
         except (pynvml.NVMLError, RuntimeError):
-            continue  # virtual and partitioned GPUs do not report it; records omit it
+            continue  # virtual and partitioned GPUs do not report it. Records omit it
     return found
 
 

@@ -1,7 +1,7 @@
 """The log of a run: times steps, reads their metrics back, and writes records and events.
 
 A record combines host metrics, taken when the step is queued, with device metrics, read back later.
-Evaluation, samples and saves are timed separately, so tokens/s covers training only; `clocks.py`
+Evaluation, samples and saves are timed separately, so tokens/s covers training only. `clocks.py`
 breaks down the time of a step.
 """
 

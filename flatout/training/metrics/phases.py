@@ -85,7 +85,7 @@ class PhaseTimer:
             self.leave()
 
     def reset(self) -> None:
-        """Forget everything so far. A running phase starts anew."""
+        """Forget everything so far. A running phase starts again."""
         self.seconds.clear()
         self.calls.clear()
         self.full_collections = 0

@@ -60,7 +60,7 @@ def require_unedited(path: Path, config: RunConfig, *, free: Iterable[str]) -> N
     """Check that `config`, read from `path`, has the settings that `write_sealed` wrote.
 
     Keys that start with an entry of `free` may differ. A file with neither digest nor copy is
-    accepted: its user wants it as it is.
+    accepted: the user wants it that way.
     Raises: ConfigError naming the changed settings, and how to train with them on purpose.
     """
     edits = _edits(path, config)

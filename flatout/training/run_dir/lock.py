@@ -21,7 +21,7 @@ from flatout.training.run_dir.config_seal import COPY
 from flatout.training.run_dir.layout import CONFIG, LEFT_OUT, LOCK, ORIGIN, REQUESTED, WRITTEN
 
 LOCK_WAIT_S = 1.0
-"""How long a starting run waits for the lock; `flatout runs` holds it for an instant to test it."""
+"""How long a starting run waits for the lock. `flatout runs` holds it for an instant to test it."""
 
 
 @contextmanager

@@ -178,7 +178,7 @@ class SplitWriter:
         mask: Array | None = None,
         marks: Array | None = None,
     ) -> None:
-        """Append tokens; `ends` are the positions in `tokens` after each document's last token.
+        """Append tokens. `ends` are the positions in `tokens` after each document's last token.
 
         A document may continue in the next call. `mask` is 0 where a token is not a target. Either
         every call for a split has a mask, or none does.
