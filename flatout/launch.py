@@ -114,8 +114,8 @@ def replicas(config: ParallelConfig, world_size: int) -> int:
         among, key = (config.shard, "shard") if config.shard > 1 else (replicate, "replicate")
         if among % config.context:
             raise ConfigError(
-                f"parallel.context={config.context} does not divide parallel.{key}={among}: the "
-                "processes that share rows are among them.",
+                f"parallel.context={config.context} does not divide parallel.{key}={among}: groups "
+                "of that many processes share rows.",
                 fix=f"Set parallel.context to a divisor of {among}, or remove it.",
             )
         return replicate

@@ -90,6 +90,6 @@ def require_packages() -> None:
     missing = [package for package in PACKAGES if find_spec(package) is None]
     if missing:
         raise MissingPackage(
-            f"--tasks needs {' and '.join(missing)}, not installed here.",
-            fix='Install what scores on tasks: `pip install "flatout[tasks]"`.',
+            f"--tasks needs packages that are not installed: {' and '.join(missing)}.",
+            fix='Install them: `pip install "flatout[tasks]"`.',
         )

@@ -174,7 +174,7 @@ a directory of runs that does not exist
     Case(
         "tasks without the package that asks them",
         "eval runs/first --tasks hellaswag",
-        ("--tasks", "lm_eval and transformers and accelerate, not installed here"),
+        ("--tasks", "not installed: lm_eval and transformers and accelerate"),
         ('pip install "flatout[tasks]"',),
         lambda w: w.patch.setattr(exported, "find_spec", lambda _: None),
     ),

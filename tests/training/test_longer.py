@@ -76,7 +76,7 @@ def test_the_new_length_replaces_the_old_one(tiny_config, folder):
     assert layout.read_config(folder).train.steps == layout.read_requested(folder).train.steps == 6
     for steps in (6, None):  # finished; a request without a length keeps the stored one
         assert run_training(tiny_config(train__steps=steps, **OPEN), folder) == longer
-    with pytest.raises(ConfigError, match="is planned for 6 steps, and 4 were requested"):
+    with pytest.raises(ConfigError, match="is planned for 6 steps, but 4 were requested"):
         run_training(tiny_config(train__steps=4, **OPEN), folder)
     assert (layout.read_exit_code(folder), run_state(folder)) == (2, "finished")
 

@@ -91,9 +91,7 @@ class Surroundings:
         is_full = busy > FULL_MACHINE * self._cores
         if during - before < MIN_OTHER_CORES or not is_full:
             return None
-        return (
-            f"other processes use {during:.1f} of {self._cores} cores, before it was {before:.1f}"
-        )
+        return f"other processes use {during:.1f} of {self._cores} cores, up from {before:.1f}"
 
     def gpu_change(self) -> str | None:
         """Return what changed on the GPU since the run's first reading, None if nothing did."""

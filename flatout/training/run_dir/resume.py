@@ -386,7 +386,7 @@ def lengthen(
         return None
     if steps < before:
         raise ConfigError(
-            f"{folder} is planned for {counted(before, 'step')}, and {steps} were requested.",
+            f"{folder} is planned for {counted(before, 'step')}, but {steps} were requested.",
             fix=f"Set train.steps={before}, or more to make it longer. "
             "For a shorter run, choose a different directory with --run-dir DIR.",
         )

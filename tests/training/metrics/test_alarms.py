@@ -119,7 +119,7 @@ def test_other_processes_are_named_when_the_machine_is_full(machine):
 
     begun, _ = watched(machine, change)
     assert begun["cause"].startswith("other processes use 2.")
-    assert "of 2 cores, before it was 1.0" in begun["cause"]
+    assert "of 2 cores, up from 1.0" in begun["cause"]
 
 
 def test_a_slower_clock_of_the_gpu_is_named(machine):
