@@ -42,7 +42,7 @@ class Word:
         if self.group == "left_out":
             return f"Leave it out: {self.note}"
         if self.group == "missing":
-            return f"Leave it out. Flatout has no counterpart: {self.note}"
+            return f"Leave it out. flatout has no counterpart: {self.note}"
         if not self.option:
             return f"Leave it out. {self.note}"
         return f"`flatout prepare` has it: {self.option}. {self.note}".rstrip()
