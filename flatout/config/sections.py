@@ -400,7 +400,7 @@ class ParallelConfig(Section):
     """How processes share the work. The product of the sizes is the number of processes."""
 
     replicate: Count | Literal["auto"] = "auto"
-    """Replicas of the model (DDP). Auto is the number of processes divided by `shard`."""
+    """Replicas of the model (DDP). auto is the number of processes divided by `shard`."""
     shard: Count = 1
     """Processes that weights, gradients and optimizer state are sharded over (fully_shard)."""
     reshard: bool = True

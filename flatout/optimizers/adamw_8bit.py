@@ -83,7 +83,7 @@ class AdamW8bit(Optimizer):
             self._fp32.step()
         else:
             step_with_flag(self._fp32, skip)
-        # Each shape compiles once. Torch's limit is for code that recompiles again and again.
+        # Each shape compiles once. torch's limit is for code that recompiles again and again.
         with disable_cache_limit():
             for group in self.param_groups:
                 rate = torch.tensor(group["lr"])  # a tensor, so that a new rate does not recompile

@@ -1,4 +1,4 @@
-"""Byte-level BPE, trained on the corpus or read from a .tiktoken file. Tiktoken defines its ids."""
+"""Byte-level BPE, trained on the corpus or read from a .tiktoken file. tiktoken defines its ids."""
 
 from __future__ import annotations
 
