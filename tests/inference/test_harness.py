@@ -127,7 +127,9 @@ def test_data_that_cannot_be_read_is_an_error_with_a_fix(without_package, fox, m
 
 def test_missing_packages_are_named(fox, monkeypatch):
     monkeypatch.setattr(exported, "find_spec", lambda name: None if name == "lm_eval" else True)
-    with pytest.raises(MissingPackage, match="--tasks needs packages that are not installed: lm_eval") as caught:
+    with pytest.raises(
+        MissingPackage, match="--tasks needs packages that are not installed: lm_eval"
+    ) as caught:
         evaluate(fox, tasks=["hellaswag"])
     assert 'pip install "flatout[tasks]"' in caught.value.fix
 
