@@ -22,7 +22,7 @@ def leave_current_folder(path: list[str]) -> list[str]:
 
 
 def main() -> None:
-    """Run the program and exit with its code.
+    """Run the command line and exit with its code.
 
     Ctrl+C while its modules are imported ends it at once, with one line and exit code 130. Python's
     own handler would show a traceback, or raise in a callback that drops the exception.

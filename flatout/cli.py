@@ -1,6 +1,6 @@
 """The command line: finds the command, prints its result, and maps errors to exit codes.
 
-Standard output carries results only; progress and errors go to standard error. With `--json` the
+Standard output carries results only. Progress and errors go to standard error. With `--json` the
 last line of standard output is one JSON object. Exit codes: 0 done, 1 failed, 2 wrong usage, 75
 stopped and saved, 130, 138 or 143 (128 + signal) interrupted before anything was saved.
 """
@@ -80,7 +80,7 @@ Get started: flatout demo
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the program and exit with its code."""
+    """Run the command line and exit with its code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     open_streams()
     if sys.__stderr__ is not None and not faulthandler.is_enabled():
@@ -95,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def execute(words: list[str]) -> int:
-    """Run the program and return its exit code. A `FlatoutError` is printed without traceback."""
+    """Run the command line, return its exit code, and print a `FlatoutError` without traceback."""
     as_json = "--json" in words
     if words[:1] == ["--json"] and len(words) > 1:  # it belongs to the command, if there is one
         words = [words[1], words[0], *words[2:]]
@@ -254,16 +254,16 @@ def _handled(stop: Callable[[int, FrameType | None], object], *names: str) -> It
 
 
 def _terminate(number: int, _frame: FrameType | None) -> None:
-    """Unwind the program as Ctrl+C does, so that partial files are removed."""
+    """Unwind the process as Ctrl+C does, so that partial files are removed."""
     raise Terminated(number)
 
 
 def _signals_exit(
     close: Callable[[], object], as_json: bool
 ) -> contextlib.AbstractContextManager[None]:
-    """Let signals end the program at once, after `close`, while there is nothing to clean up.
+    """Let signals end the process at once, after `close`, while there is nothing to clean up.
 
-    Native code that is imported may turn the exception of an interruption into another one.
+    Native code that is imported may turn the exception of an interruption into a different one.
     """
 
     def stop(number: int, _frame: FrameType | None) -> None:
@@ -352,7 +352,7 @@ def _show(result: Result, as_json: bool) -> None:
     stream = sys.stderr if as_json else sys.stdout
     if summary:
         print(wrapped(summary, columns()) if stream.isatty() else summary, file=stream)
-    if as_json:  # pydantic writes NaN as null; plain ASCII passes every terminal and pipe
+    if as_json:  # pydantic writes NaN as null. Plain ASCII passes every terminal and pipe
         print(json.dumps(json.loads(result.model_dump_json())))
 
 

@@ -77,7 +77,7 @@ def _unique_mapping(loader: _Loader, node: yaml.MappingNode, deep: bool = False)
 
 
 def _whole_number(loader: _Loader, node: yaml.ScalarNode) -> int:
-    """Return a number that Python can print; PyYAML reads longer ones, in base 16 and base 60."""
+    """Return a number that Python can print. PyYAML reads longer ones, in base 16 and base 60."""
     if len(node.value) > sys.get_int_max_str_digits():
         raise ConfigError(
             f"{loader.name}, line {node.start_mark.line + 1}: a number has more than "
@@ -113,7 +113,7 @@ def parser_says(error: Exception) -> str:
 
 
 def parse_yaml(text: str, *, name: str) -> Any:
-    """Return the value of a YAML text; error messages call it `name`.
+    """Return the value of a YAML text. Error messages call it `name`.
 
     A text that was parsed before costs a copy: a run reads its config.yaml at every save.
     Raises: ConfigError with the line that could not be read.
@@ -154,7 +154,7 @@ def _parsed(text: str, name: str) -> Any:
 
 
 def read_text(path: Path, wanted: str = "a YAML file") -> str:
-    """Return the text of a file; errors call it `wanted`.
+    """Return the text of a file. Errors call it `wanted`.
 
     Raises: ConfigError when the file does not exist, is too large, or is not UTF-8.
     """

@@ -13,9 +13,9 @@ FlatoutError
 │   └── MissingPackage    an optional package is not installed
 ├── RunFailed             exit 1: the run failed
 │   ├── OutOfMemory       the device or the host has too little memory
-│   │   └── SmallerBatch    exit 76: one of several processes; the next start has fewer rows
+│   │   └── SmallerBatch    exit 76: one of several processes, the next start has fewer rows
 │   └── DiskFull          the disk has no room for a checkpoint
-├── Stopped               exit 75: stopped and saved; run the same command again
+├── Stopped               exit 75: stopped and saved, run the same command again
 └── Interrupted           exit 128 + signal: stopped before anything could be saved
 """
 
@@ -151,7 +151,7 @@ class SmallerBatch(OutOfMemory):
 
 
 class DiskFull(RunFailed):
-    """The disk has no room for a checkpoint; those that exist stay intact."""
+    """The disk has no room for a checkpoint. Those that exist stay intact."""
 
 
 class Stopped(FlatoutError):
@@ -172,9 +172,9 @@ class Interrupted(FlatoutError):
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM or SIGUSR1 interrupts the program, as Ctrl+C does with KeyboardInterrupt.
+    """SIGTERM or SIGUSR1 interrupts the process, as Ctrl+C does with KeyboardInterrupt.
 
-    Not an Exception: code that handles errors must not take it for one.
+    Not an Exception: code that handles errors must not catch it.
     """
 
     def __init__(self, signal_number: int) -> None:
@@ -185,13 +185,13 @@ class Terminated(KeyboardInterrupt):
 def kind_of(error: FlatoutError) -> str:
     """Return the name of an error's class in this file, for another process to raise it again.
 
-    Of a class defined elsewhere, it is the class here from which that one is derived.
+    For a class defined elsewhere, it is the class here from which that one is derived.
     """
     return next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == __name__)
 
 
 def signal_of(interruption: BaseException) -> int:
-    """Return the number of the signal that raised an exception; SIGINT unless it has its own."""
+    """Return the number of the signal that raised an exception. The default is SIGINT."""
     if isinstance(interruption, Interrupted):
         return interruption.exit_code - 128
     if isinstance(interruption, Terminated):

@@ -29,7 +29,7 @@ class _Mark(BaseModel):
     to: str = ""
     """The format of the export."""
     files: dict[str, _Facts] = {}
-    """Files by name; none in an export of an earlier version."""
+    """Files by name. Empty in an export of an earlier version."""
 
 
 def write_mark(folder: Path, made_from: JsonObject) -> None:
@@ -45,7 +45,7 @@ def write_mark(folder: Path, made_from: JsonObject) -> None:
 
 
 def format_of(folder: Path) -> str:
-    """Return the format of an export: huggingface, safetensors or gguf; empty if it is not stated.
+    """Return the format of an export: huggingface, safetensors or gguf. Empty if it is not stated.
 
     Raises: CheckpointError when flatout.json is damaged.
     """
@@ -55,7 +55,7 @@ def format_of(folder: Path) -> str:
 def require_as_exported(folder: Path, *, progress: Progress = SILENT) -> None:
     """Check the files of a directory against the digests in its flatout.json, if it has them.
 
-    Files that are missing are not looked for: a reader rejects the lack of one that it needs.
+    Missing files are not reported here: a reader rejects an export that lacks a file it needs.
     Raises: CheckpointError naming the first file that differs, or flatout.json when it is damaged.
     Cost: reads every file.
     """
@@ -73,6 +73,6 @@ def require_as_exported(folder: Path, *, progress: Progress = SILENT) -> None:
                 raise CheckpointError(
                     f"{path} was changed after its export, or is damaged: it does not match the "
                     f"SHA-256 in {MARK}.",
-                    fix=f"Export the run again; or, if you changed it, {as_it_is}",
+                    fix=f"Export the run again. If you changed it, {as_it_is}",
                 )
             task.advance(facts.bytes)

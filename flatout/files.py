@@ -107,7 +107,7 @@ class CheckedFile:
                 self._crc = 0
 
     def close(self) -> FileEntry:
-        """Sync and rename the file, and return its entry; further calls only return the entry."""
+        """Sync and rename the file, and return its entry. Further calls only return the entry."""
         if self._entry is None:
             self._file.flush()
             os.fsync(self._file.fileno())
@@ -169,7 +169,7 @@ def _replace(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def write_first(path: Path, write: Callable[[Path], object]) -> None:
-    """Create `path` atomically unless it exists; if several processes try, exactly one succeeds."""
+    """Create `path` atomically unless it exists. If several processes try, exactly one succeeds."""
     temporary = _temporary(path)
     write(temporary)
     sync(temporary)
@@ -207,13 +207,13 @@ def entry_of(path: Path) -> FileEntry:
 
 
 def sha256(path: Path) -> str:
-    """Return the SHA-256 of a file's content, in hexadecimal; other threads run meanwhile."""
+    """Return the SHA-256 of a file's content, in hexadecimal. Other threads run meanwhile."""
     with os.fdopen(open_regular(path), "rb") as file:
         return hashlib.file_digest(file, "sha256", _bufsize=BLOCK_BYTES).hexdigest()
 
 
 def folder_bytes(folder: Path) -> int:
-    """Return the total size of the files under `folder`; files deleted meanwhile count 0."""
+    """Return the total size of the files under `folder`. Files deleted meanwhile count 0."""
     total = 0
     for parent, _, names in os.walk(folder):
         for name in names:
@@ -225,7 +225,7 @@ def folder_bytes(folder: Path) -> int:
 def lock(descriptor: int, *, shared: bool = False, wait_s: float = 0.0) -> None:
     """Lock an open file or directory until its descriptor is closed or the process ends.
 
-    An exclusive lock excludes all others; shared locks exclude only exclusive ones. Locking a
+    An exclusive lock excludes all others. Shared locks exclude only exclusive ones. Locking a
     descriptor again converts its lock.
 
     Raises: BlockingIOError when another process still holds the lock after `wait_s` seconds;
@@ -297,7 +297,7 @@ def open_own(path: Path, flags: int) -> int:
         os.close(descriptor)
         own, copy = in_shell(path), in_shell(path.with_name(f"{path.name}.copy"))
         raise CheckpointError(
-            f"{path} has another hard link: writing to it would change the other file too.",
+            f"{path} has a second hard link: writing to it would change the other file too.",
             fix=f"Replace it with a copy, `cp {own} {copy} && mv {copy} {own}`, "
             "or choose a different directory with --run-dir DIR.",
         )
@@ -406,6 +406,6 @@ def is_full(error: Exception) -> bool:
 
 
 def _number_of(error: Exception) -> int | None:
-    """Return the error number; safetensors and torch state it only in the text of their errors."""
+    """Return the error number. safetensors and torch state it only in the text of their errors."""
     stated = re.search(r"(?:os error |\()(\d+)\)", str(error))
     return getattr(error, "errno", None) or (int(stated[1]) if stated else None)

@@ -49,7 +49,7 @@ class MachineRow(Section):
     name: str
     """The name of the file."""
     gpu_names: tuple[str, ...]
-    """The exact names that drivers report for this GPU. A similar name is another GPU."""
+    """The exact names that drivers report for this GPU. A similar name is a different GPU."""
     memory_gb: Figure
     """Memory in 10^9 bytes, as in data sheets."""
     bandwidth_gb_per_s: Figure
@@ -59,13 +59,13 @@ class MachineRow(Section):
     hardware units.
     """
     power_w: Figure | None = None
-    """Highest power of the board; None if unknown."""
+    """Highest power of the board. None if unknown."""
     short_names: tuple[str, ...] = ()
     """Names by which people ask for it, such as H100. Each belongs to one row."""
     compute_capability: tuple[int, int] | None = None
-    """CUDA compute capability; None if unknown."""
+    """CUDA compute capability. None if unknown."""
     link_gb_per_s: Figure | None = None
-    """Rate of its links to other GPUs of the machine, in each direction; None without such links.
+    """Rate of its links to other GPUs of the machine, in each direction. None without such links.
     """
 
 
@@ -81,7 +81,7 @@ class Gpu:
 
     @property
     def row(self) -> MachineRow | None:
-        """Its data sheet; None if its name is unknown."""
+        """Its data sheet. None if its name is unknown."""
         return row_of(self.name, self.memory_gib)
 
 
@@ -97,15 +97,15 @@ class Machine:
     cpu_multiplies_bf16: bool = False
     """Whether its CPU has instructions for bfloat16 matmuls."""
     is_here: bool = True
-    """Whether this process runs on it; False for a machine that is only planned for."""
+    """Whether this process runs on it. False for a machine that is only planned for."""
     gpus_per_node: int = MOST_GPUS
     """GPUs of each of several machines that are planned for together."""
     network_gbit_per_s: float | None = None
-    """Rate of the network between them for each GPU, in each direction; None: not stated."""
+    """Rate of the network between them for each GPU, in each direction. None if not stated."""
 
     @property
     def row(self) -> MachineRow | None:
-        """The data sheet of the first GPU; None without a GPU or if its name is unknown."""
+        """The data sheet of the first GPU. None without a GPU or if its name is unknown."""
         return self.gpus[0].row if self.gpus else None
 
     def describe(self) -> str:
@@ -141,7 +141,7 @@ def machine_rows() -> tuple[MachineRow, ...]:
 
 
 def machine_named(text: str) -> Machine:
-    """Return the machine that `8x H100` describes: so many GPUs of a row of machines/*.yaml.
+    """Return the machine that a text such as `8x H100` describes, with GPUs of machines/*.yaml.
 
     `8x8 H100, 400 Gb/s` are eight machines of eight, with a network of 400 Gb/s for each GPU. CPU
     and memory are unknown.
@@ -222,7 +222,7 @@ def _multiplies_bf16() -> bool:
 
 
 def cgroup_limits() -> tuple[int | None, int | None]:
-    """Return the (cores, bytes) that a container allows by cgroups v1 or v2; None is no limit."""
+    """Return the (cores, bytes) that a container allows by cgroups v1 or v2. None: no limit."""
     cores = [limit for limit, _ in _cpu_limits()]
     files = [folder / "memory.max" for folder in _cgroups()]
     files += [folder / "memory.limit_in_bytes" for folder in _cgroups("memory")]
@@ -267,14 +267,14 @@ def _cgroups(controller: str = "") -> list[Path]:
 
 
 def _cores(quota: str) -> list[float]:
-    """Return the cores that `QUOTA PERIOD` allows as a list; "max" and -1 mean no limit."""
+    """Return the cores that `QUOTA PERIOD` allows as a list. "max" and -1 mean no limit."""
     words = quota.split()
     is_limit = len(words) == 2 and all(map(str.isdigit, words))
     return [int(words[0]) / int(words[1])] if is_limit else []
 
 
 SAME_MEMORY = 0.12
-"""How far the memory in GiB that a driver reports may be from a data sheet's in GB, to be its."""
+"""Largest relative difference of the memory that a driver reports in GiB from a data sheet's GB."""
 BUSY_CORES = 0.4
 """Cores that other processes must use to count as a load on this one."""
 
@@ -284,7 +284,7 @@ class CpuTimes(NamedTuple):
 
     at_s: float
     used_s: float
-    """Of all processes; in a container with a limit of cores, of those in it."""
+    """Of all processes. In a container with a limit of cores, only of those in it."""
     own_s: float
     """Of this process and its children."""
 
@@ -382,7 +382,7 @@ def fingerprint(device: str = "cpu") -> dict[str, str | int]:
 
 
 def _cuda_obstacle(machine: Machine) -> str | None:
-    """Return why torch cannot use a GPU, which may be a warning of its own; None when it can."""
+    """Return why torch cannot use a GPU, such as the text of its warning. None when it can."""
     import torch
 
     with warnings.catch_warnings(record=True) as caught:

@@ -1,4 +1,4 @@
-"""JSON documents and JSON lines on disk; errors name the damaged file."""
+"""JSON documents and JSON lines on disk. Errors name the damaged file."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Result(Stored):
     """The result of a command: `--json` prints its fields. Its `summary` is for people."""
 
     def summary(self) -> str:
-        """Return the closing lines as plain text; none if everything has been printed already."""
+        """Return the closing lines as plain text. Empty if everything has been printed already."""
         return ""
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
@@ -47,12 +47,12 @@ class Result(Stored):
 
     @property
     def exit_code(self) -> int:
-        """The program's exit code after the result is printed."""
+        """The exit code of the process after the result is printed."""
         return 0
 
 
 def write_json(path: Path, document: Json) -> None:
-    """Write `document` as JSON, atomically and durably; floats read back bit for bit."""
+    """Write `document` as JSON, atomically and durably. Floats read back unchanged."""
     write_text(path, json.dumps(document, indent=1) + "\n")
 
 
@@ -194,7 +194,7 @@ class LineReader:
 
 
 def object_or_none(line: str | bytes) -> JsonObject | None:
-    """Return the JSON object in a line; None when it is damaged."""
+    """Return the JSON object in a line. None when it is damaged."""
     try:
         document = json.loads(line)
     except (ValueError, RecursionError):

@@ -1,7 +1,7 @@
 """Starts the processes of `train.devices` on this machine, and ends them together.
 
 Each process is a rank: it runs the same command line, with the environment variables that torchrun
-sets. Rank 0 has the terminal; of the others, only errors are shown.
+sets. Rank 0 has the terminal. Of the other ranks, only errors are shown.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SAME_REQUEST_S = 1.0
 MAX_STARTS = 20
 """Each start has at most half the rows of the one before, so this many would begin with 2**20."""
 MOST_PER_CORE = 4
-"""Processes that a CPU may be asked for, per core: more than one each is only a trial."""
+"""Maximum processes per CPU core. More than one per core is only useful for a trial."""
 QUIT_AFTER_S = 3.0
 """Seconds after a second SIGINT until the processes are killed."""
 
@@ -64,14 +64,14 @@ def num_processes(devices: int | str | None, device: str, machine: Machine) -> i
     """Return how many processes `train.devices` asks for on this machine.
 
     `all` is one for each GPU that torch sees, and 1 on a CPU.
-    Raises: ConfigError when `device` is a single GPU; HardwareError when there are not so many, or
+    Raises: ConfigError when `device` is a single GPU; HardwareError when there are too few GPUs, or
             far fewer cores, or as `pick_device`.
     """
     if devices is None or devices == 1:
         return 1
     if ":" in device:
         raise ConfigError(
-            f"train.device={device} is one GPU, and train.devices={devices} asks for more.",
+            f"train.device={device} is one GPU, but train.devices={devices} asks for more.",
             fix="Set train.device=cuda, or remove train.devices.",
         )
     chosen, _ = pick_device(device, machine)
@@ -79,7 +79,7 @@ def num_processes(devices: int | str | None, device: str, machine: Machine) -> i
         count = 1 if devices == "all" else int(devices)
         if count > MOST_PER_CORE * machine.cores:
             raise HardwareError(
-                f"train.devices={count} starts as many processes, and this machine has "
+                f"train.devices={count} starts that many processes, but this machine has "
                 f"{machine.cores} cores.",
                 fix=f"Set train.devices={machine.cores} or less.",
             )
@@ -90,7 +90,7 @@ def num_processes(devices: int | str | None, device: str, machine: Machine) -> i
     count = there if devices == "all" else int(devices)
     if count > there:
         raise HardwareError(
-            f"train.devices={devices} needs as many GPUs, and torch sees {there}.",
+            f"train.devices={devices} needs that many GPUs, but torch sees {there}.",
             fix="Set train.devices=all, or train.device=cpu.",
         )
     return count
@@ -114,8 +114,8 @@ def replicas(config: ParallelConfig, world_size: int) -> int:
         among, key = (config.shard, "shard") if config.shard > 1 else (replicate, "replicate")
         if among % config.context:
             raise ConfigError(
-                f"parallel.context={config.context} does not divide parallel.{key}={among}: the "
-                "processes that share rows are among them.",
+                f"parallel.context={config.context} does not divide parallel.{key}={among}: groups "
+                "of that many processes share rows.",
                 fix=f"Set parallel.context to a divisor of {among}, or remove it.",
             )
         return replicate
@@ -145,7 +145,7 @@ def launch(command: Sequence[str], count: int, environment: Mapping[str, str], c
     When one of them fails, the others are ended. When one has recorded a smaller micro-batch, all
     start again. Threads are limited to the rank's share of the `cores`, unless OMP_NUM_THREADS is
     set.
-    Raises: RunFailed when a process other than the main one failed, or one was killed; Stopped when
+    Raises: RunFailed when a process other than rank 0 failed, or one was killed; Stopped when
             one did not end after the others had stopped; Interrupted when a signal ended them
             before they could save.
     """
@@ -211,7 +211,7 @@ class _Received:
 
 @contextlib.contextmanager
 def _signals_passed_on(ranks: Sequence[subprocess.Popen[bytes]]) -> Iterator[_Received]:
-    """Pass signals on to the processes, as torchrun does; yield those received."""
+    """Pass signals on to the processes, as torchrun does. Yield those received."""
     received = _Received()
 
     def pass_on(number: int, _frame: FrameType | None) -> None:
@@ -228,7 +228,7 @@ def _signals_passed_on(ranks: Sequence[subprocess.Popen[bytes]]) -> Iterator[_Re
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]], received: _Received) -> int:
-    """Wait for every process, and return the run's exit code; after a failure, end the rest."""
+    """Wait for every process, and return the run's exit code. After a failure, end the rest."""
     failed: int | None = None
     kill_at_s = stop_by_s = float("inf")
     while None in (codes := [process.poll() for process in ranks]):
@@ -296,7 +296,7 @@ def _interrupted(number: int) -> Interrupted:
 
 
 def _first_failed(ranks: Sequence[subprocess.Popen[bytes]]) -> int | None:
-    """Return the rank that failed, of several at once one that could not report why."""
+    """Return the rank that failed. Of several, it is one that could not report why."""
     failed = [rank for rank, process in enumerate(ranks) if not _is_orderly(process.returncode)]
     return min(failed, key=lambda rank: (ranks[rank].returncode > 0, rank), default=None)
 

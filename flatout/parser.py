@@ -1,7 +1,7 @@
 """Builds the parser of a command from its function's signature.
 
 A parameter annotated with `commands.Argument` or `commands.Option` becomes a click parameter of its
-type; of a union (`Path | str`), the first type is used. The other parameters exist in Python only,
+type. For a union (`Path | str`), the first type is used. The other parameters exist in Python only,
 and `cli.py` fills them in. Parsing does not call the command.
 """
 
@@ -40,8 +40,8 @@ class _NameOrUrl(click.ParamType[str | Path]):
     def convert(self, value: Any, param: Any, ctx: Any) -> str | Path:
         if isinstance(param, click.Option) and str(value).startswith("memory:"):
             self.fail(
-                f"{value} is in the memory of this process, and is lost with it; a directory and a "
-                "URL such as s3://BUCKET/NAME stay",
+                f"{value} is in the memory of this process, and is lost with it. A directory or a "
+                "URL such as s3://BUCKET/NAME stays",
                 param,
                 ctx,
             )
@@ -49,7 +49,7 @@ class _NameOrUrl(click.ParamType[str | Path]):
 
 
 class _FiniteRange(click.FloatRange):
-    """A number of a range; neither NaN nor infinity, which are in no range that means something."""
+    """A number within a range. NaN and infinity are rejected."""
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
         number = super().convert(value, param, ctx)
@@ -148,7 +148,7 @@ def parse(name: str, words: Sequence[str]) -> dict[str, Any] | None:
             given = [*dict.fromkeys(values[name])]
             if len(given) > 1:
                 raise ConfigError(
-                    f"{' and '.join(param.opts)} are one option, and it is given as "
+                    f"{' and '.join(param.opts)} are the same option, and it is given as "
                     f"{' and as '.join(map(str, given))}.",
                     fix=f"Give {param.opts[0]} once.",
                 )
@@ -199,7 +199,7 @@ def _explained(error: click.ClickException, name: str, parser: click.Command) ->
     spelled = ([word for word in param.opts if word.startswith("--")] for param in parser.params)
     known = [*(words[0] for words in spelled if words), "--help"]  # without aliases such as --run
     guess = nearest(error.option_name, known)
-    fix = f"Did you mean {guess!r}?" if guess else f"Known: {', '.join(known)}; {see}"
+    fix = f"Did you mean {guess!r}?" if guess else f"Known: {', '.join(known)}. {see}"
     return ConfigError(what, fix=fix)
 
 

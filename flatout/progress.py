@@ -60,7 +60,7 @@ def readable_size(num_bytes: int) -> str:
 
 
 def readable_memory(num_bytes: float) -> str:
-    """Return a number of bytes in GiB, MiB or KiB, the largest of which it is at least 0.1."""
+    """Return a number of bytes in GiB, MiB or KiB, in the largest unit that gives at least 0.1."""
     sizes = ((num_bytes / 2**power, unit) for power, unit in ((30, "GiB"), (20, "MiB")))
     size, unit = next((one for one in sizes if one[0] >= 0.1), (num_bytes / 2**10, "KiB"))
     return f"{size:,.1f} {unit}"

@@ -45,7 +45,7 @@ _MEGATRON = (b"MMIDIDX\x00\x00", b"TNTIDX\x00\x00")
 """Start of an index of Megatron."""
 _WIDE_ENCODINGS = ("utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be")
 _MOST_IDS = 1 << 20
-"""Ids of the largest vocabularies in use, about. Larger numbers are not taken for tokens."""
+"""Approximate size of the largest vocabularies in use. Larger numbers are not taken for tokens."""
 _MOST_SHORT_IDS = 60_000
 """The same for ids of two bytes: in other binary files, some numbers are larger."""
 _LEAST_IDS = 16
@@ -74,11 +74,11 @@ _WEIGHT_SUFFIXES = frozenset({".safetensors", ".gguf"})
 _LOOKED_INTO = _TORCH_SUFFIXES | _WEIGHT_SUFFIXES | {".bin", ".idx", ".npy", ".npz"}
 """Suffixes of files that identify their directory."""
 _BESIDE = frozenset({".json", ".pkl", ".md"})
-"""Suffixes of files that lie beside those."""
+"""Suffixes of files next to those."""
 
 
 _SHARDS = {b'"column_encodings"': "MDS shards", b'"chunk_bytes"': "litdata"}
-"""What the indexes of other tools' shards of tokens contain, and whose they are."""
+"""Keys in the indexes of other tools' token shards, and the name of each format."""
 Found: TypeAlias = tuple[str, str]
 """The name and the fix of a `Recognised`."""
 
@@ -132,7 +132,7 @@ def require_recipe_path(path: Path | str, option: str = "") -> None:
 
 
 def recognise(path: Path) -> Recognised | None:
-    """Return what a file or directory is; None for text and for unknown or unreadable files."""
+    """Return what a file or directory is. None for text and for unknown or unreadable files."""
     try:
         found = _folder(path) if path.is_dir() else _file(path) if path.is_file() else None
     except OSError:

@@ -34,9 +34,9 @@ class Recommendation:
     command: str
     """The command line that starts it."""
     parameters: int | None
-    """Approximate number of parameters; None for those of the model that it starts from."""
+    """Approximate number of parameters. None for those of the model that it starts from."""
     epochs: float | None
-    """Passes over the training text; None for those that the recipe states."""
+    """Passes over the training text. None for those that the recipe states."""
     time: str
     """Approximate duration, and how it was estimated."""
 
@@ -51,7 +51,7 @@ def recommend(
     is_chat: bool = False,
     init_from: str | None = None,
 ) -> Recommendation | None:
-    """Return a run for the dataset at `path`; None when its training text is too short.
+    """Return a run for the dataset at `path`. None when its training text is too short.
 
     The recipe is the largest model that gets TOKENS_PER_PARAMETER tokens from MAX_EPOCHS passes
     over the text, or else the smallest one. Chat data has a recipe too. `init_from` is a

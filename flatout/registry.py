@@ -3,7 +3,7 @@
 An entry is a file, or a directory if it is large. In Python directories each entry assigns one
 object to the directory's attribute name (`models/transformer.py` assigns `MODEL`, `speedups/fp8.py`
 `SPEEDUP`). In YAML directories each file is one document. Names are file names with `-` for `_`.
-Listing parses the files and imports nothing, so it is fast and never loads torch; `get` imports
+Listing parses the files and imports nothing, so it is fast and never loads torch. `get` imports
 only the requested file. Wherever a Python entry's name is accepted, `package.module:attribute`
 refers to an object of the user.
 """
@@ -181,7 +181,7 @@ class Folder:
     def unstated(self, name: str, fields: Iterable[str]) -> set[str]:
         """Return the `fields` that no class in the entry's file declares, without importing it.
 
-        A class elsewhere may declare them; of a `package.module:attribute`, nothing is known.
+        A class elsewhere may declare them. Of a `package.module:attribute`, nothing is known.
         """
         path = self._files.get(name.replace("_", "-"))
         nodes = ast.walk(_parsed(path)) if path else ()
@@ -250,7 +250,7 @@ class YamlFolder:
         return self._files[name]
 
     def get(self, name: str) -> dict[str, Any]:
-        """Return the entry's parsed document; errors as for `path`."""
+        """Return the entry's parsed document. Errors as for `path`."""
         from flatout.documents import read_document  # imports yaml
 
         return read_document(self.path(name))
@@ -290,7 +290,7 @@ LOGGERS = Folder(
     "LOGGER",
     "logger",
     has=("on_start", "on_record", "on_event", "on_end", "close"),
-    otherwise="; an observer belongs in log.observers",
+    otherwise=". An observer belongs in log.observers",
 )
 MODELS = Folder(
     "models",

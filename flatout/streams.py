@@ -60,7 +60,7 @@ def open_streams() -> None:
 
 
 def write_output(write: Callable[[], object]) -> bool:
-    """Call `write`, flush standard output, and return whether it worked; if not, print why."""
+    """Call `write`, flush standard output, and return whether it worked. If not, print why."""
     try:
         write()
         sys.stdout.flush()
@@ -105,10 +105,10 @@ def _terminal_size() -> os.terminal_size | None:
 
 
 def wrapped(text: str, width: int, *, hanging: int | None = None) -> str:
-    """Return text with long lines wrapped at spaces; words, such as paths, are never cut.
+    """Return text with long lines wrapped at spaces. Words, such as paths, are never cut.
 
-    Continuation lines are indented to the line's second column, if it has one, or else slightly;
-    lines of a block (`  | `) continue with the same prefix.
+    Continuation lines are indented to the line's second column, if it has one, or else slightly.
+    Lines of a block (`  | `) continue with the same prefix.
     """
     return "\n".join(
         _wrapped_line(line, width, hanging) if len(line) > width else line

@@ -30,7 +30,7 @@ REFERENCES = (
     ("log", "to"),
     ("log", "observers"),
 )
-"""Keys of a configuration whose values the registry looks up; `package.module:attribute` in one of
+"""Keys of a configuration whose values the registry looks up. `package.module:attribute` in one of
 them imports the user's own code.
 """
 BY_ARGUMENT = "pass trust_code=True (on the command line: --trust-code)"
@@ -73,7 +73,7 @@ def require_trusted(
 
     A reference may be imported if it is `named` on this command line or in a recipe, if the user
     named it when training this run here, or with `trust_code`.
-    Raises: UntrustedCode naming the references and the files they would be imported from; nothing
+    Raises: UntrustedCode naming the references and the files they would be imported from. Nothing
             is imported.
     """
     if trust_code or references <= named or not (unknown := references - named - _read(run_folder)):

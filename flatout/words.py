@@ -26,13 +26,13 @@ class Word:
     option: str = ""
     """The option of `flatout prepare`, for the group `prepare`."""
     cases: Mapping[str, Any] = field(default_factory=dict)
-    """What values become, by what they are; `config/units.py` reads it."""
+    """What values become, by what they are. `config/units.py` reads it."""
     unit: str = ""
     """The case of `config/units.py` that converts the other values, and its arguments."""
     turn: int = 0
     """1 after the other keys, whose values it needs, and -1 before them."""
     note: str = ""
-    """A sentence; after a colon for the groups `left_out` and `missing`."""
+    """A sentence, after a colon for the groups `left_out` and `missing`."""
 
     @property
     def advice(self) -> str:
@@ -42,7 +42,7 @@ class Word:
         if self.group == "left_out":
             return f"Leave it out: {self.note}"
         if self.group == "missing":
-            return f"Leave it out; flatout has no counterpart: {self.note}"
+            return f"Leave it out. flatout has no counterpart: {self.note}"
         if not self.option:
             return f"Leave it out. {self.note}"
         return f"`flatout prepare` has it: {self.option}. {self.note}".rstrip()
@@ -56,7 +56,7 @@ class Tool:
     keys: frozenset[str]
     """Keys that its configs have, some of them dotted."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Its values of keys that a config leaves out."""
+    """Its values of keys that a config omits."""
     optional: str = ""
     """A section whose defaults count only if the config has it."""
     renames: Mapping[str, str] = field(default_factory=dict)
@@ -101,7 +101,7 @@ def listings() -> dict[str, list[str]]:
 
 @cache
 def _by_name(*groups: str) -> dict[str, Word]:
-    """Return the words of some groups by name, of all by default; an earlier group wins."""
+    """Return the words of some groups by name, of all by default. An earlier group wins."""
     groups = groups or ("keys", "left_out", "missing", "prepare")
     return {
         name: word for group in reversed(groups) for word in words(group) for name in word.names
@@ -111,7 +111,7 @@ def _by_name(*groups: str) -> dict[str, Word]:
 def word_for(key: str) -> Word | None:
     """Return what a key of another tool's config means, or None.
 
-    The key may be dotted. The whole of it is looked up first, then its last parts; at last its
+    The key may be dotted. The whole of it is looked up first, then its last parts, and finally its
     first parts, since a section without a counterpart has no keys with one.
     """
     table = _by_name()

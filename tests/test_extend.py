@@ -205,7 +205,7 @@ assert all(torch.equal(weights.read(name), p) for name, p in model.named_paramet
 assert tiny_gpt2.keys(tiny_gpt2.document(model.config)) == keys
 assert tiny_gpt2.why_not(model.config) is None
 wider = Transformer.check(own | {"d_ff": 9}, seq_len=4)
-assert tiny_gpt2.why_not(wider).startswith("model.d_ff is 9, and TinyGPT2LMHeadModel would have")
+assert tiny_gpt2.why_not(wider).startswith("model.d_ff is 9, but TinyGPT2LMHeadModel would have")
 """
     python(folder, program)
 

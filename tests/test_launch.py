@@ -90,9 +90,9 @@ def test_the_processes_of_train_devices_are_counted(monkeypatch, devices, device
 def test_more_devices_than_gpus_are_rejected(monkeypatch):
     monkeypatch.setattr(module, "pick_device", lambda device, _: (device, ""))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(HardwareError, match=r"train\.devices=3 needs as many GPUs.*sees 2"):
+    with pytest.raises(HardwareError, match=r"train\.devices=3 needs that many GPUs.*sees 2"):
         num_processes(3, "cuda", MACHINE)
-    with pytest.raises(HardwareError, match=r"train\.devices=2 needs as many GPUs.*sees 1"):
+    with pytest.raises(HardwareError, match=r"train\.devices=2 needs that many GPUs.*sees 1"):
         num_processes(2, "mps", MACHINE)
     most = MOST_PER_CORE * MACHINE.cores
     assert num_processes(most, "cpu", MACHINE) == most

@@ -28,7 +28,7 @@ DEFAULTS = {
     "final_logit_softcapping": 30.0,
     "attn_logit_softcapping": 50.0,
 }
-"""Values of a config.json that states none; null means no limit."""
+"""Values of a config.json that states none. Null means no limit."""
 
 
 def layer_types(count: int) -> list[str]:

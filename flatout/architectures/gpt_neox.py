@@ -34,7 +34,7 @@ def read_rotated(document: JsonObject, keys: JsonObject) -> JsonObject:
 def interleaved(config: TransformerConfig) -> tuple[Any, Any]:
     """Return the transform of the weight of queries, keys and values, whose order differs.
 
-    GPT-NeoX stores query, key and value of a head together, with the rotated components first;
+    GPT-NeoX stores query, key and value of a head together, with the rotated components first.
     flatout stores all queries, all keys, all values, with half of the rotated components at the
     start of each half of a head. The same order for queries and keys does not change scores.
     """

@@ -24,11 +24,11 @@ CLASSES = {
     "qwen3": "Qwen3ForCausalLM",
 }
 HEAD_DIM = {"qwen3": 128, "gemma": 256, "gemma2": 256}
-"""The head size of a config.json that states none; by default, that of the width."""
+"""The head size of a config.json that states none. By default, that of the width."""
 KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32, "gemma": 16, "gemma2": 4}
-"""The key and value heads of a config.json that states none; by default, the query heads."""
+"""The key and value heads of a config.json that states none. By default, the query heads."""
 WINDOW = 4096
-"""The window of a Mistral or windowed Qwen config.json that states none; null means no window."""
+"""The window of a Mistral or windowed Qwen config.json that states none. Null means no window."""
 FULL_LAYERS = 28
 """The layers without a window of a windowed Qwen config.json that states none."""
 SIZES = (
@@ -52,7 +52,7 @@ SIZES = (
         ),
     ),
 )
-"""The first fields of Llama and Gemma; between these and the next is the activation."""
+"""The first fields of Llama and Gemma. Between these and the next is the activation."""
 MORE_SIZES = (
     *sizes("max_position_embeddings=max_seq_len"),
     entry("rms_norm_eps", "rms_norm_eps", 1e-6),

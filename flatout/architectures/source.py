@@ -89,7 +89,7 @@ def find_model(init_from: str, *, whole: bool = True, progress: Progress = SILEN
     kind = document.get("model_type")
     if "auto_map" in document and kind != MODEL_TYPE:
         raise ConfigError(
-            f"{config} names code that defines the model (auto_map), and flatout never executes "
+            f"{config} names code that defines the model (auto_map), but flatout never executes "
             "code of a model's directory.",
             fix="Start from a different model. If the model is one of the architectures of "
             "docs/base-models.md, delete auto_map from config.json.",
@@ -103,7 +103,7 @@ def find_model(init_from: str, *, whole: bool = True, progress: Progress = SILEN
     if family is None:
         named = f"is of the architecture {kind!r}, " if kind else f"has no model_type in {CONFIG}"
         if kind and any("expert" in key for key in document):
-            named += "a mixture of experts; flatout has none"
+            named += "a mixture of experts, which flatout does not have"
         elif kind:
             named += "which flatout does not read"
         raise ConfigError(f"The base model {named}.", fix=OTHER_MODEL)
@@ -151,7 +151,7 @@ class ForeignWeights:
         """Check that every tensor of flatout's model, with these shapes, has its values here.
 
         Cost:   reads the output head, and its copies in the files.
-        Raises: CheckpointError naming the first tensors that are missing, unknown or of another
+        Raises: CheckpointError naming the first tensors that are missing, unknown or of a different
                 shape, or an output head that is not the one that the model would use.
         """
         assert shapes.keys() == self._maps.keys()  # a table that lacks a tensor is a bug of ours

@@ -78,7 +78,7 @@ class TensorMap:
     join: Callable[[Sequence[Tensor]], Tensor]
     """Returns flatout's tensor, computed from the family's."""
     split: Callable[[Tensor], Sequence[Tensor]] | None
-    """The inverse of `join`; None when the family cannot be exported."""
+    """The inverse of `join`. None when the family cannot be exported."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Architecture:
     tensors: Callable[[Any], list[TensorMap]]
     """Returns the tensors of a model's configuration. Every tensor of the model occurs once."""
     classes: Mapping[str, str] = field(default_factory=dict)
-    """The classes of transformers by the `model_type` of a config.json; none if the family has no
+    """The classes of transformers by the `model_type` of a config.json. Empty if the family has no
     such file.
     """
     fields: Sequence[Field] = ()
@@ -141,7 +141,7 @@ class Architecture:
             return "It is not a transformer."
         for key, value in self.states.items():
             if (stated := getattr(config, key)) != value:
-                return f"model.{key} is {stated}, and this family has {value}."
+                return f"model.{key} is {stated}, but this family has {value}."
         document = self.document(config)
         name = document["architectures"][0]
         try:
@@ -155,7 +155,7 @@ class Architecture:
         for key in (*keys, *OPTIONAL):
             stated, value = resolved(config, key), resolved(back, key)
             if stated != value and not (key == "embedding_scale" and math.isclose(stated, value)):
-                return f"model.{key} is {stated}, and {name} would have {value}."
+                return f"model.{key} is {stated}, but {name} would have {value}."
         return None
 
     def document(self, config: Any) -> JsonObject:
@@ -208,7 +208,7 @@ def entry(theirs: str, ours: str, default: Any = None, names: JsonObject | None 
     """Return the field of one entry: an integer, or one that may be absent if it has a default.
 
     `default` may be a function of config.json and the keys so far. `names` has the values under
-    `model.` by those of config.json; of two names, the first is written.
+    `model.` by those of config.json. Of two names, the first is written.
     """
 
     def read(document: JsonObject, keys: JsonObject) -> JsonObject:
@@ -253,7 +253,7 @@ def only(theirs: str, *values: Any, written: bool = True, **ours: Any) -> Field:
 def rotary(base: str = "rope_theta") -> Field:
     """Return the field of rotary positions. `base` is the entry of the longest wavelength.
 
-    transformers 5 writes one mapping, `rope_parameters`; earlier versions `base` and
+    transformers 5 writes one mapping, `rope_parameters`. Earlier versions `base` and
     `rope_scaling`. The field raises ConfigError for a scaling that flatout does not compute.
     """
 
@@ -289,7 +289,7 @@ TRANSFORMS = {
     "transposed": (lambda parts: parts[0].t(), lambda whole: [whole.t()]),
     "plus_one": (lambda parts: parts[0] + 1, lambda whole: [whole - 1]),
 }
-"""The family stores the axes of a matrix in the opposite order; a gain as its difference from 1."""
+"""The family stores the axes of a matrix in the opposite order. A gain as its difference from 1."""
 
 
 def stacked(*rows: int) -> tuple[Any, Any]:

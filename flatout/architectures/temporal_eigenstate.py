@@ -99,7 +99,7 @@ blocks.{}.recurrence.memories.0.log_rate log_rate layers.{}.log_decay
 blocks.{}.recurrence.memories.0.detuning detuning layers.{}.log_decay layers.{}.frequency
 blocks.{}.recurrence.coupling coupling"""
 """flatout multiplies the drive by a gain and states the coupling as a difference from the identity,
-so both are divided out here; biases that the FFT layer lacks are 0.
+so both are divided out here. Biases that the FFT layer lacks are 0.
 """
 
 

@@ -17,7 +17,7 @@ from flatout.config.schema import RunConfig
 from flatout.hardware import Machine, MachineRow
 
 MATMUL_SHARE = {8: 0.65, 9: 0.5}
-"""Share of the peak that matmuls reach, by major compute capability; the newest: others."""
+"""Share of the peak that matmuls reach, by major compute capability. Others use the newest."""
 ATTENTION_SHARE = 0.5
 """Rate of attention as a share of that of matmuls."""
 MOVED_BYTES = {True: 100, False: 300}
@@ -31,7 +31,7 @@ PCIE_GB_PER_S = 25.0
 EXCHANGES = 8
 """Times that a layer gathers or adds up hidden states among ranks that share it: four forward."""
 HOST_GB_PER_S = {7: 12.0, 8: 24.0, 9: 48.0}
-"""Assumed rate of a GPU to and from pinned memory, by major compute capability; the newest: others.
+"""Assumed rate of a GPU to and from pinned memory, by major compute capability. Others: the newest.
 PCI Express of 16 lanes moves 16, 32 or 64 GB/s.
 """
 ADAMW_BYTES, HOST_MEMORY_GB_PER_S = 28, 100.0
@@ -107,7 +107,7 @@ def gpu_time(
     gathers = accumulate * (2 if parallel.reshard else 1)
 
     def seconds(num_bytes: float, span: int) -> float:
-        """Return the time to exchange bytes in groups that span so many consecutive GPUs."""
+        """Return the time to exchange bytes in groups that span this many consecutive GPUs."""
         inside = row.link_gb_per_s.value if row.link_gb_per_s else PCIE_GB_PER_S
         gb_per_s = INSIDE_SHARE * inside
         if span > machine.gpus_per_node and machine.network_gbit_per_s:

@@ -91,7 +91,7 @@ class Workload:
     gathers: torch.dtype | None
     """Dtype in which sharded blocks are gathered if it differs from the weights'."""
     transforms: tuple[Callable[[LanguageModel, Mesh | None], LanguageModel], ...]
-    """Transforms that change what the model keeps; (model, mesh) -> model."""
+    """Transforms that change what the model keeps: (model, mesh) -> model."""
     document_mask: bool
     """Whether attention gets document ids, from which it may build a mask in every block."""
     gradients_stay: bool
@@ -103,7 +103,7 @@ class Workload:
     adamw_copies: int
     """Temporary copies of its largest parameter that AdamW's step makes."""
     lora: LoraConfig
-    """Adapters; with them, all other weights have no gradients and no optimizer state."""
+    """Adapters. With them, all other weights have no gradients and no optimizer state."""
     on_gpu: bool
     """Whether it runs on a GPU, where some ops work in larger pieces."""
     is_sharded: bool = False
@@ -473,7 +473,7 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
 
 
 def parts_of(values: Any) -> Iterator[Tensor]:
-    """Yield the tensors in nested `values`; for a wrapper subclass, the tensors inside it."""
+    """Yield the tensors in nested `values`. For a wrapper subclass, the tensors inside it."""
     for value in tree_leaves(values):
         if is_traceable_wrapper_subclass(value):
             yield from (getattr(value, name) for name in value.__tensor_flatten__()[0])
@@ -503,7 +503,7 @@ class Capacity:
 
 
 def capacity_of(machine: Machine, device: str, local_world_size: int) -> Capacity | None:
-    """Return the memory of one rank on `device`; None when the machine has no such device."""
+    """Return the memory of one rank on `device`. None when the machine has no such device."""
     if device.startswith("cuda"):
         if machine.is_here and torch.cuda.is_available():
             free, whole = torch.cuda.mem_get_info(device)
@@ -554,7 +554,7 @@ def require_fitting(
         fix += f"{larger if machine else ''}."
     if impossible:
         raise HardwareError(
-            f"{need}, and this {capacity.name} has {readable_memory(capacity.whole)}.", fix=fix
+            f"{need}, but this {capacity.name} has {readable_memory(capacity.whole)}.", fix=fix
         )
     risk = (
         "it may run out of memory"
@@ -562,7 +562,7 @@ def require_fitting(
         else "it will be much slower if the system swaps"
     )
     free = readable_memory(capacity.free)
-    return f"{need}, and {free} of this {capacity.name} are free: {risk}. {fix}".rstrip()
+    return f"{need}, but {free} of this {capacity.name} are free: {risk}. {fix}".rstrip()
 
 
 def rows_advice(rows: int, rows_per_rank: int) -> str:

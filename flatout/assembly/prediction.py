@@ -37,7 +37,7 @@ GIB = 2**30
 FORMAT_VERSION = 1
 MINUTES = 30
 """Suggested --minutes on a GPU: about 40 trials, assumed to take 20 s each with start and
-compilation; two rounds.
+compilation, and two rounds.
 """
 MOST_RUNS = 200
 """Runs kept per file. Older ones are dropped."""
@@ -53,7 +53,7 @@ STARTING_S = 15e-6
 EVALUATION_COST = 3
 """A training token costs as much as this many evaluated ones: forward, and backward twice that."""
 EAGER_ERROR = 0.1
-"""Error of the estimate for an eager model; benchmarks/plan.py measures it."""
+"""Error of the estimate for an eager model, as benchmarks/plan.py measures it."""
 LEAST_ERROR = 0.02
 """Least error that is stated, however well earlier runs agree."""
 LEAST_COMPILED = 0.3
@@ -65,8 +65,8 @@ CUDA_RESERVED = 1.1
 CPU_OVERHEAD = GIB // 10
 """Assumed memory of a process on a CPU besides tensors and what it holds before it starts."""
 HEAP_HOLES = 2
-"""How many times the largest tensor the heap holds in vain if it keeps freed memory: 0 to 5 in 15
-runs of two shapes (a vocabulary of 32,768; 64 and 16 rows).
+"""How many times the largest tensor the heap holds unused if it keeps freed memory: 0 to 5 in 15
+runs of two shapes (a vocabulary of 32,768, with 64 and 16 rows).
 """
 
 
@@ -145,19 +145,19 @@ class PastRun(Stored):
     is_compiled: bool
     """Whether anything was compiled."""
     is_busy: bool = False
-    """Whether other processes used the cores meanwhile; on a CPU only."""
+    """Whether other processes used the cores meanwhile, on a CPU only."""
     estimate: MemoryEstimate | None = None
     """Memory of its tensors as estimated for eager mode, in bytes."""
     context_gib: float = 0.0
-    """Memory of the process before it built the model; on a CPU only."""
+    """Memory of the process before it built the model, on a CPU only."""
     peak_gib: float = 0.0
-    """Measured peak; 0: not measured."""
+    """Measured peak. 0 if not measured."""
     reserved_gib: float | None = None
-    """Measured peak of what the allocator reserved; on a GPU only."""
+    """Measured peak of what the allocator reserved, on a GPU only."""
     tokens_per_s: float = 0.0
-    """Measured steady rate; 0: not measured."""
+    """Measured steady rate. 0 if not measured."""
     flops_per_token: float = 0.0
-    """FLOPs of a token; 0: not known."""
+    """FLOPs of a token. 0 if not known."""
     beside_s: float | None = None
     """Seconds besides its steps and evaluations at the steady rate: start, compiling, saves."""
     cached_s: float = 0.0
@@ -172,13 +172,13 @@ class MeasuredHere(Stored):
     hardware: str
     """The GPU as its driver names it, or the CPU and its cores."""
     speedups: dict[str, Gain] | None = None
-    """Gains by name; null: nothing has been measured, and the user has not been told so."""
+    """Gains by name. Null means nothing has been measured, and the user has not been told so."""
     runs: tuple[PastRun, ...] = ()
     """Finished runs, oldest first."""
 
 
 def hardware_name(machine: Machine, device: str) -> str | None:
-    """Return the GPU of a run on `device`, or the CPU with its cores; None for an absent GPU."""
+    """Return the GPU of a run on `device`, or the CPU with its cores. None for an absent GPU."""
     kind, _, index = device.partition(":")
     if kind == "cuda":
         return next((gpu.name for gpu in machine.gpus[int(index or 0) :]), None)
@@ -201,7 +201,7 @@ def read(hardware: str | None, cache: Path | None) -> MeasuredHere:
 def keep(
     hardware: str, cache: Path, gains: Mapping[str, Gain] | None = None, run: PastRun | None = None
 ) -> Path:
-    """Add gains, replacing earlier ones, or a run to the file of this hardware; return its path.
+    """Add gains, replacing earlier ones, or a run to the file of this hardware. Return its path.
 
     Raises: OSError when the cache cannot be written.
     """
@@ -236,7 +236,7 @@ def runs_here(machine: Machine, device: str, cache: Path | None) -> Sequence[Pas
 
 
 def advice(gpu: str, recipe: str, cache: Path) -> str | None:
-    """Return the hint for the first run on a GPU without measurements; None from the second on."""
+    """Return the hint for the first run on a GPU without measurements. None from the second on."""
     if read(gpu, cache).speedups is not None:
         return None
     with suppress(OSError):  # the hint is then repeated at the next run
@@ -294,7 +294,7 @@ class MemoryPrediction:
     estimate: MemoryEstimate
     """The parts, in eager mode."""
     allocated: int
-    """Tensors at the peak; what `train` reports on a GPU."""
+    """Tensors at the peak. What `train` reports on a GPU."""
     reserved: int
     """What the allocator holds for them."""
     context: int
@@ -302,7 +302,7 @@ class MemoryPrediction:
     least: int
     """The least that the tensors may need, considering the error."""
     error: float | None
-    """Relative error to expect of the total; None if it is unknown."""
+    """Relative error to expect of the total. None if it is unknown."""
     source: str
     """Where the numbers come from."""
     on_gpu: bool
@@ -327,11 +327,11 @@ class TimePrediction:
     wall_s: float | None
     """Seconds of the whole run."""
     mfu: float | None
-    """Share of the peak rate that the rate assumes; None if the peak is unknown."""
+    """Share of the peak rate that the rate assumes. None if the peak is unknown."""
     source: str
     """Where the rate comes from."""
     error: float | None
-    """Relative error to expect of the time; None if it is unknown."""
+    """Relative error to expect of the time. None if it is unknown."""
 
 
 def predict_memory(
@@ -366,7 +366,7 @@ def predict_memory(
         if not on_gpu:
             held = found.total + _heap_holes(found, run.speedups)
             return context + reserved + peak - GIB * run.context_gib - held
-        # A compiled model holds all gradients at its peak; an eager one need not.
+        # A compiled model holds all gradients at its peak. An eager one need not.
         theirs, ours = (
             each.fixed + (each.gradients if this.is_compiled else 0) for each in (found, estimate)
         )
@@ -382,9 +382,9 @@ def predict_memory(
         whose = "of this recipe's shape" if same else "of other shapes"
         source = f"traced, corrected by {counted(len(used), 'earlier run')} {whose} here"
         if this.is_compiled and not same:
-            source += "; how much less a compiled model needs depends on its shape"
+            source += ", but how much less a compiled model needs depends on its shape"
     elif this.is_compiled:
-        source += "; a compiled model usually needs less, by an unknown amount"
+        source += ", but a compiled model usually needs less, by an unknown amount"
     extra = max(int(peak) - reserved, 0)
     if on_gpu:
         ratios = [run.reserved_gib / run.peak_gib for run in used if run.reserved_gib]
@@ -482,7 +482,7 @@ def predict_time(
 
 
 def published(this: PastRun, config: RunConfig, machine: Machine | None) -> GpuTime | None:
-    """Return the time of a step by what published runs took; None without a known GPU."""
+    """Return the time of a step by what published runs took. None without a known GPU."""
     row = machine.row if machine and config.train.device.startswith("cuda") else None
     if machine is None or row is None:
         return None
@@ -523,7 +523,7 @@ def assumed_rate(
 
 
 def tokens_to_score(config: RunConfig, dataset: AnyDataset | None, first_step: int = 0) -> int:
-    """Return the validation tokens that a run scores from `first_step` on; 0 without a dataset.
+    """Return the validation tokens that a run scores from `first_step` on. 0 without a dataset.
 
     The last evaluation is on the whole split. If those during the run are on a part of it, that
     part is scored at the end, too.

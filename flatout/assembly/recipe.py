@@ -49,9 +49,9 @@ class Precision:
     name: Literal["fp32", "bf16", "fp16"]
     """The value of train.precision in the resolved config."""
     autocast: str | None = None
-    """torch dtype of the matmuls; None leaves them in fp32."""
+    """torch dtype of the matmuls. None leaves them in fp32."""
     loss_scale: float | None = None
-    """Initial loss scale; None where gradients cannot underflow."""
+    """Initial loss scale. None where gradients cannot underflow."""
 
     def dtype(self) -> torch.dtype | None:
         """Return the torch dtype of the matmuls, or None."""
@@ -91,7 +91,7 @@ class MicroBatchPlan:
     """Sequences per optimizer step on one rank, a multiple of the chosen rows."""
     device: str
     fits: Callable[[int], bool]
-    """Whether a micro-batch of so many rows fits into memory, by estimate."""
+    """Whether a micro-batch of that many rows fits into memory, by estimate."""
     most_rows: Callable[[], int]
     """The most rows that fit. Raises HardwareError when a single one does not."""
 
@@ -145,7 +145,7 @@ def sync_every_micro_batch(model: nn.Module, is_last: bool) -> AbstractContextMa
 
 
 def drop_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Set every gradient to None; the next backward pass allocates new ones."""
+    """Set every gradient to None. The next backward pass allocates new ones."""
     for parameter in parameters:
         parameter.grad = None
 
@@ -185,12 +185,12 @@ class Lazy:
 
 
 def lazy(reference: str) -> Any:
-    """Reference a part that needs torch; typed as the part that the attribute returns."""
+    """Reference a part that needs torch, typed as the part that the attribute returns."""
     return Lazy(reference)
 
 
 Transform = Callable[[Any, "Mesh | None"], Any]
-"""(model, mesh) -> model, changed in place or wrapped; mesh is None when memory is estimated."""
+"""(model, mesh) -> model, changed in place or wrapped. mesh is None when memory is estimated."""
 Check = Callable[[Machine, RunConfig], str | None]
 """Returns one sentence on why a speedup cannot or should not run, or None."""
 NOISE = {
@@ -203,7 +203,7 @@ NOISE = {
 versions, and a deprecation between torchao and torch.
 """
 MODEL_OPS = frozenset({"ops.attention", "ops.heads", "ops.linear", "ops.scan"})
-"""Ops that a model may or may not call; its file states which, as USES."""
+"""Ops that a model may or may not call. Its file states which, as USES."""
 
 
 @dataclass(frozen=True)
@@ -253,7 +253,7 @@ class Recipe:
     cuda_graphs: Transform | None = None
     """Records what is compiled in CUDA graphs."""
     gather_dtype: torch.dtype | None = None
-    """Dtype in which fully_shard gathers the blocks' weights; None keeps their own."""
+    """Dtype in which fully_shard gathers the blocks' weights. None keeps their own."""
     grad_sync: Callable[[nn.Module, bool], AbstractContextManager[None]] = sync_every_micro_batch
     """(model, whether this is the step's last micro-batch) -> the micro-batch's context, which
     decides whether gradients are synchronised between processes.
@@ -340,7 +340,7 @@ class Tolerance:
 
     kind: Literal["exact", "rounding", "statistical"]
     rtol: float = 0.0
-    """Largest relative difference between losses on the same batches; rounding only."""
+    """Largest relative difference between losses on the same batches, for rounding only."""
 
     @classmethod
     def exact(cls) -> Tolerance:
@@ -377,13 +377,13 @@ class On:
     """A default of `auto`: on, unless a speedup of a lower rank fills one of its slots."""
 
     because: str | None = None
-    """The reason, in words; None means the speedup's `saves`."""
+    """The reason, in words. None means the speedup's `saves`."""
     from_minutes: float = 0
     """Shortest run for which it is on."""
     beside: str | None = None
     """A speedup without which it gains nothing, and is off."""
     from_minutes_cached: float | None = None
-    """Shortest run for which it is on if its code has been compiled before; None: the same."""
+    """Shortest run for which it is on if its code has been compiled before. None means the same."""
     measured: bool = False
     """Whether it is based on a measurement on this kind of device (LOG.md, docs/numbers.md) rather
     than on arithmetic and published measurements.
@@ -438,12 +438,12 @@ class Speedup:
     """
 
     rank: int = UNRANKED
-    """Position among the speedups; equal ranks go by name.
+    """Position among the speedups. Equal ranks go by name.
 
     Of two defaults for one slot, the first that can run is on. `bench` adds them in this order.
     """
     auto: Mapping[Literal["cpu", "cuda"], On | Off] = field(default_factory=dict)
-    """Its default under `speedups=auto` on each device; off if not stated."""
+    """Its default under `speedups=auto` on each device. Off if not stated."""
 
     def __post_init__(self) -> None:
         for slot in self.fills:
@@ -524,7 +524,7 @@ def needs_gpu(
             too_old = capability and gpu_below(machine, capability, what)
             return too_old and too_old + advice
         least = capability and " of compute capability {}.{} or higher".format(*capability)
-        return f"{what} needs an NVIDIA GPU{least or ''}, and this run uses a CPU.{advice}"
+        return f"{what} needs an NVIDIA GPU{least or ''}, but this run uses a CPU.{advice}"
 
     return check
 
@@ -532,7 +532,7 @@ def needs_gpu(
 def needs_cpu(machine: Machine, config: RunConfig) -> str | None:
     """Return that the run does not use a CPU, or None."""
     return (
-        "It only applies to CPUs, and this run uses a GPU." if uses_gpu(machine, config) else None
+        "It only applies to CPUs, but this run uses a GPU." if uses_gpu(machine, config) else None
     )
 
 

@@ -52,7 +52,7 @@ FREE_OF_WEIGHTS = (
 )
 """Model keys that may differ from those the weights were trained with, as long as shapes agree.
 
-The new run may use longer sequences, more dropout, or another initialisation for fresh weights.
+The new run may use longer sequences, more dropout, or a different initialisation for fresh weights.
 With any other key changed, the same weights would compute a different function.
 """
 WITHOUT_IT = "without it"
@@ -78,8 +78,8 @@ def resolve(
 
     `config.train.device` must be resolved already. Without a dataset, which only planning allows,
     a length in epochs stays open. `local_world_size` is the number of processes on
-    this machine; None means all of them. `cache` has the gains that `bench` measured on this
-    hardware; None for no gains.
+    this machine. None means all of them. `cache` has the gains that `bench` measured on this
+    hardware. None for no gains.
     Raises: ConfigError when sizes contradict each other.
     """
     config = resolve_batch(_resolve_model(config, dataset), world_size)
@@ -111,7 +111,7 @@ def resolve(
     recipe = assemble(on)
     if config.lora.base_dtype == "bf16" and recipe.precision.autocast != "bfloat16":
         raise ConfigError(
-            "lora.base_dtype=bf16 needs matmuls in bf16 by autocast, and this run has "
+            "lora.base_dtype=bf16 needs matmuls in bf16 by autocast, but this run has "
             f"{recipe.precision.name} matmuls of fp32 weights.",
             fix="Set lora.base_dtype=fp32. A GPU has such matmuls, with the speedup bf16.",
         )
@@ -227,7 +227,7 @@ def micro_batch_plan(
         least = estimate(workload, 1, accumulate=2).total
         raise HardwareError(
             f"One sequence of {workload.seq_len} tokens needs about "
-            f"{readable_memory(least)}, and {readable_memory(available)} are available.",
+            f"{readable_memory(least)}, but {readable_memory(available)} are available.",
             fix="Shorten data.seq_len, choose a smaller model, or shard it with parallel.shard.",
         )
 
@@ -277,8 +277,8 @@ def with_evaluations(
     """Return a resolved configuration with the steps between evaluations, and what each scores.
 
     If the configuration states neither, they are an epoch of a run of at least two `epochs`, and
-    1/EVALUATIONS of another, and each scores so much that they take EVALUATION_SHARE of the run at
-    most. Without a dataset, which defines the length of an epoch, the configuration stays as it is.
+    1/EVALUATIONS of any other. Each scores as much as keeps them within EVALUATION_SHARE of the
+    run. Without a dataset, which defines the length of an epoch, the configuration stays as it is.
     """
     train, steps = config.train, config.train.steps
     if dataset is None or steps is None:
@@ -338,7 +338,7 @@ def workload_of(config: RunConfig, recipe: Recipe | None = None) -> Workload:
     recipe = recipe or recipe_of(config)
     ops = recipe.ops()
     if ops.scan is scan.reference:
-        # Stepping through 16,384 tokens takes minutes; the chunked scan keeps only 2% less memory.
+        # Stepping through 16,384 tokens takes minutes. The chunked scan keeps only 2% less memory.
         ops = replace(ops, scan=scan.chunked)
     return Workload(
         model_class,

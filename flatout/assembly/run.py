@@ -101,7 +101,7 @@ class Pulse:
 
     def __init__(self) -> None:
         self.beats = 0
-        """Micro-batches, steps and batches of evaluations; equal on all ranks that are level."""
+        """Micro-batches, steps and batches of evaluations. Equal on ranks at the same point."""
         self.activity = "preparing"
 
     def beat(self) -> None:
@@ -110,7 +110,7 @@ class Pulse:
 
     @contextmanager
     def during(self, activity: str) -> Iterator[None]:
-        """Name what the run is busy with inside; beginning and end count as work."""
+        """Name what the run is busy with inside. Beginning and end count as work."""
         before, self.activity = self.activity, activity
         self.beat()
         try:

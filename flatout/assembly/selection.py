@@ -34,7 +34,7 @@ class Gain(Stored):
     gain: float
     """How many times faster training is with it."""
     low: float | None
-    """Lower end of its 94% interval; null: too few repeats to tell."""
+    """Lower end of its 94% interval. Null with too few repeats."""
     high: float | None
     """Upper end."""
     where: str
@@ -44,18 +44,18 @@ class Gain(Stored):
     date: str
     """When the ablation started."""
     commit: str | None
-    """Commit of flatout; null outside a checkout."""
+    """Commit of flatout. Null outside a checkout."""
     torch: str
     """Version of torch."""
 
     @property
     def is_faster(self) -> bool:
-        """Whether the whole interval lies above 1."""
+        """Whether the whole interval is above 1."""
         return self.low is not None and self.low > 1
 
     @property
     def is_slower(self) -> bool:
-        """Whether the whole interval lies below 1."""
+        """Whether the whole interval is below 1."""
         return self.high is not None and self.high < 1
 
     def describe(self) -> str:
@@ -204,7 +204,9 @@ def decide(
         reason = f"pays off from {least:g} minutes, and the run's duration is unknown: {reason}"
     elif on and minutes is not None and minutes < least:
         on = False
-        reason = f"this run lasts about {minutes:.1f} minutes; pays off from {least:g}: {reason}"
+        reason = (
+            f"this run lasts about {minutes:.1f} minutes, and it pays off from {least:g}: {reason}"
+        )
     return Decision(speedup.name, on, reason)
 
 
@@ -373,7 +375,7 @@ def stored_decisions(
         name, against = speedup.name, speedup.reason_against(machine, config)
         is_on, reason = name in on, against or "as when the run started"
         if is_on and against:
-            reason = f"as when the run started; but now: {against}"
+            reason = f"as when the run started, but now: {against}"
         if chooser and "micro_batch" in speedup.fills:
             is_on |= name in chooser.named or (chooser.auto and name not in chooser.dropped)
             rows = config.batch.rows_per_device

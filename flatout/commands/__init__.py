@@ -1,7 +1,7 @@
 """One file per command: typed arguments, a call, a typed result.
 
 A command's function is the Python API and the command line in one. Parameters annotated with
-`Argument` or `Option` form the command line; the others (`progress`, `observers`) exist in Python
+`Argument` or `Option` form the command line. The others (`progress`, `observers`) exist in Python
 only, and `cli.py` fills them in.
 """
 
@@ -62,10 +62,10 @@ EndOfText = Annotated[
 
 @dataclass(frozen=True)
 class Command:
-    """One command of the program; its file in `flatout/commands` defines it as `COMMAND`."""
+    """One command of the command line. Its file in `flatout/commands` defines it as `COMMAND`."""
 
     call: Callable[..., Result]
-    """The function; the first line of its docstring is the command's help."""
+    """The function. The first line of its docstring is the command's help."""
     example: str
     """A command line that shows its use, such as `flatout prepare book.txt --out data/book`."""
     processes: Callable[..., int] | None = None

@@ -53,7 +53,7 @@ class ChatResult(Result):
     """The turns, in the form of chat data."""
 
     conversations: list[list[ChatTurn]]
-    """The conversations; /reset starts another."""
+    """The conversations. /reset starts a new one."""
 
 
 @checked
@@ -78,9 +78,9 @@ def chat(
 ) -> ChatResult:
     """Talk to a trained model: each line of standard input is a turn, and its reply is printed.
 
-    The line /reset starts a new conversation, and /quit or the end of the input ends; another
-    /word at the start of a line is rejected. Turns are written with the chat template that the run
-    was trained with.
+    The line /reset starts a new conversation, and /quit or the end of the input ends the chat. Any
+    other /word at the start of a line is rejected. Turns are written with the chat template that
+    the run was trained with.
 
     The model keeps its state between turns, so that only new tokens are computed. When a
     conversation does not fit the context, its oldest turns are omitted, except the system prompt,
@@ -177,7 +177,7 @@ def typed_lines(show: Callable[[str], object], *, prompting: bool) -> Iterator[s
 
 
 def _spoken(session: ChatSession) -> list[list[ChatTurn]]:
-    """Return the session's conversation in a list; an empty list before its first turn."""
+    """Return the session's conversation in a list. An empty list before its first turn."""
     turns = [ChatTurn(role=one["role"], content=one["content"]) for one in session.messages]
     return [turns] if any(turn.role == "user" for turn in turns) else []
 

@@ -32,13 +32,13 @@ class CheckpointItem(Stored):
     step: int
     """Optimizer steps before it."""
     state: State
-    """Whether all of its files are there and match its manifest; with --quick only their sizes."""
+    """Whether all of its files are there and match its manifest. With --quick only their sizes."""
     valid: bool | None
-    """Whether its state is `valid`; null if only sizes were compared, and match."""
+    """Whether its state is `valid`. Null if only sizes were compared, and match."""
     problems: list[str]
     """Why it is not valid: one sentence per file."""
     best: bool | None = None
-    """Whether it has the lowest validation loss of the run; null with --quick, which does not check
+    """Whether it has the lowest validation loss of the run. Null with --quick, which does not check
     the file with that loss."""
     train_loss: float | None
     """Training loss at this step, in nats per token."""
@@ -49,7 +49,7 @@ class CheckpointItem(Stored):
     age_s: float
     """Seconds since it was saved."""
     info: CheckpointInfo | None
-    """What it states about itself; null if an earlier version wrote it, or it is not readable."""
+    """What it states about itself. Null if an earlier version wrote it, or it is not readable."""
 
 
 class AsideItem(Stored):
@@ -159,7 +159,7 @@ def checkpoints(
 
 
 def _items(folder: Path, progress: Progress, *, quick: bool) -> list[CheckpointItem]:
-    """Return the checkpoints of a run; those that a running process deletes meanwhile are omitted.
+    """Return the checkpoints of a run. Those that a running process deletes meanwhile are omitted.
 
     A loss that a checkpoint does not state is that of the record of its step in metrics.jsonl.
     """

@@ -24,7 +24,7 @@ MARK = "# Converted by `flatout convert`"
 """Start of a file that may be overwritten."""
 PREPARE = "Prepare the data first"
 GPT2_VOCABULARY = (50_257, 50_304)
-"""Sizes of the vocabulary of GPT-2's tokenizer, as it is and padded."""
+"""Sizes of the vocabulary of GPT-2's tokenizer, without and with padding."""
 HEADINGS = {
     "mapped": "Mapped",
     "missing": "Not in flatout",
@@ -33,7 +33,7 @@ HEADINGS = {
 }
 """The outcomes in the order of the summary."""
 OUTCOMES: dict[str, Outcome] = {"left_out": "unnecessary", "missing": "missing"}
-"""The outcomes of words by their group; keys of the other groups have a counterpart."""
+"""The outcomes of words by their group. Keys of the other groups have a counterpart."""
 
 
 class ConvertResult(Result):
@@ -86,7 +86,7 @@ class Counterpart(Stored):
     outcome: Outcome
     """mapped, unnecessary (nothing to set), or missing (no counterpart)."""
     counterpart: str
-    """The key of flatout, or the option of `flatout prepare`; empty if there is none."""
+    """The key of flatout, or the option of `flatout prepare`. Empty if there is none."""
     note: str
     """What to know about it, or why there is no counterpart."""
 
@@ -127,8 +127,8 @@ def convert_config(
     others with the same words. Code in them is never executed. With `--keys TOOL` it shows
     the keys of that tool and their counterparts instead.
 
-    Raises: ConfigError when no key has a counterpart, when `out` has another file, or when there is
-            no such tool.
+    Raises: ConfigError when no key has a counterpart, when `out` is a different file, or when
+                    there is no such tool.
     """
     if keys is not None:
         return _keys_of(keys.lower())
@@ -141,7 +141,7 @@ def convert_config(
     source, target = expanded(config), expanded(out)
     if target.suffix.lower() not in SUFFIXES:
         raise ConfigError(f"--out {target} is not a YAML file.", fix="For example --out my.yaml.")
-    other = "Choose another file with --out FILE."
+    other = "Choose a different file with --out FILE."
     if target.is_dir():
         raise ConfigError(f"{target} is a directory.", fix=other)
     if target.exists() and not target.read_bytes().startswith(MARK.encode()):
@@ -158,7 +158,7 @@ def convert_config(
     if not found.values:
         raise ConfigError(
             f"{source} has no key with a counterpart in flatout.",
-            fix="Name the config of a training tool; `--keys nanogpt` shows what nanoGPT's has.",
+            fix="Name the config of a training tool. `--keys nanogpt` shows nanoGPT's keys.",
         )
     tool, commands = found.tool.name if found.tool else None, _preparation(found)
     lines = [f"{MARK} from {source.name}{f' ({tool})' if tool else ''}"]
@@ -222,13 +222,11 @@ def _epochs(found: Conversion) -> list[str]:
     if size is None:
         return [f"{note}: give the length in steps then, train.steps."]
     steps = round(epochs * size / (rows * (values.get("batch.accumulate") or 1)))
-    return [
-        f"{note}: for about {steps:,} steps, set train.steps={steps} and leave train.epochs out."
-    ]
+    return [f"{note}: for about {steps:,} steps, set train.steps={steps} and remove train.epochs."]
 
 
 def _preparation(found: Conversion) -> list[str]:
-    """Return the command that prepares each dataset; weights from a hub have their tokenizer."""
+    """Return the command that prepares each dataset. Weights from a hub have their tokenizer."""
     options = dict(found.options)
     source = options.pop(SOURCE, SOURCE)
     path, mix = found.values.get("data.path"), found.values.get("data.mix", {})

@@ -42,17 +42,17 @@ class DiagnoseResult(Diagnosis, Result):
     fixes_tried: tuple[FixOutcome, ...] = ()
     """With --fix: each fix, with its measured gain, and whether it is kept."""
     recipe: str | None = None
-    """With --fix: the recipe that was written; null when no fix holds."""
+    """With --fix: the recipe that was written. Null when no fix helps."""
     path: str | None = None
-    """findings.json in the run directory; null when there is no run directory."""
+    """findings.json in the run directory. Null when there is no run directory."""
     script_code: int | None = None
-    """Exit code of a script; null when it was ended after its measurement."""
+    """Exit code of a script. Null when it was ended after its measurement."""
 
     @property
     def exit_code(self) -> int:
-        """That of `train`: 2 if the recipe cannot start, 1 if its measured steps failed; else 0.
+        """As for `train`: 2 if the recipe cannot start, 1 if its measured steps failed, else 0.
 
-        With a fix that makes it work, and for a recorded run, it is 0. That of a script is its own.
+        With a fix that makes it work, and for a recorded run, it is 0. A script's is its own.
         """
         fails = any(finding.harm == "fails" for finding in self.findings)
         if not fails or self.recipe is not None:
@@ -109,7 +109,7 @@ def diagnose(
     Exit codes: 2 if a recipe cannot start, 1 if its measured steps fail.
 
     Raises: UsageError when there is no such recipe or run, or it cannot be resolved, or `out` is
-            another file; RunFailed.
+            a different file; RunFailed.
 
     After `--` comes the command of any PyTorch training script, which is measured without an edit
     and ends once enough steps are measured: `flatout diagnose -- python train.py --epochs 3`.
@@ -123,7 +123,7 @@ def diagnose(
         return DiagnoseResult(**dict(found), script_code=code)
     if steps is not None or to_the_end:
         how = "Write `flatout diagnose --steps 50 -- python train.py`, or remove them."
-        raise ConfigError("--steps and --to-the-end are for a script.", fix=how)
+        raise ConfigError("--steps and --to-the-end only apply to a script.", fix=how)
     if recipe is None:
         if fix or out is not None:
             raise ConfigError("--fix and --out need a recipe.", fix="Name one, or remove them.")
@@ -182,7 +182,7 @@ def require_only_script(has_more: object) -> None:
 
 
 def _write(diagnosis: Diagnosis, folder: Path, progress: Progress) -> str | None:
-    """Write findings.json and return its path; None when the run directory cannot be written."""
+    """Write findings.json and return its path. None when the run directory cannot be written."""
     try:
         return str(diagnosis.write(folder))
     except OSError as error:
@@ -226,7 +226,7 @@ def _config(
     watched: Path | None,
     overrides: Sequence[str] | None,
 ) -> RunConfig:
-    """Return the configuration to measure; that of a run is the one it was started with.
+    """Return the configuration to measure. For a run, it is the one that the run started with.
 
     Raises: UsageError, also for a loop that `flatout.watch` watched.
     """

@@ -66,7 +66,7 @@ class EvalResult(Result):
     checkpoint: str
     """The checkpoint that was scored, or the export."""
     val_loss: float | None = None
-    """Mean loss per token, in nats; for a mix, the datasets' losses weighted by their shares.
+    """Mean loss per token, in nats. For a mix, the datasets' losses weighted by their shares.
 
     Null with --tasks, as are the next three."""
     perplexity: float | None = None
@@ -81,7 +81,7 @@ class EvalResult(Result):
     """The scores on the tasks of --tasks."""
 
     def summary(self) -> str:
-        """Return the scores, one per line; for several datasets, a table with a total."""
+        """Return the scores, one per line. For several datasets, a table with a total."""
         if self.tasks:
             head = ("task", "metric", "value", "error", "samples", "examples")
             rows = (
@@ -265,7 +265,7 @@ def _require_fitting(excluded: Mapping[str, object], *, has_tasks: bool) -> None
             raise ConfigError(
                 f"--tasks and {option} exclude each other."
                 if has_tasks
-                else f"{option} is for the questions of --tasks.",
+                else f"{option} only applies to the questions of --tasks.",
                 fix=f"Remove {option}. --limit limits the questions of a task."
                 if has_tasks
                 else f"Remove {option}, or add --tasks.",

@@ -15,7 +15,7 @@ from flatout.training.run_dir.layout import trusted_config
 from flatout.training.run_dir.lookup import run_or_newest
 
 MAX_SEED = 2**62
-"""Limit of the seed; leaves room for the seeds of several samples."""
+"""Limit of the seed. It leaves room for the seeds of several samples."""
 
 Prompt = Annotated[str, Option("Text to continue. Empty text starts a new document.")]
 Temperature = Annotated[

@@ -79,7 +79,7 @@ class ImportResult(Result):
     seconds: float
     """Wall time of this call."""
     tokens_per_s: float
-    """Tokens divided by that time; 0 when the dataset already existed."""
+    """Tokens divided by that time, 0 when the dataset already existed."""
 
     def summary(self) -> str:
         """Return the path, the time and the counts."""

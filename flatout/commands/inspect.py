@@ -69,7 +69,7 @@ class InspectResult(Result):
         return next((fact.value for fact in self.items if fact.name == name), None)
 
     def summary(self) -> str:
-        """Return what matters on one screen; with --all, every fact and all of the text."""
+        """Return what matters on one screen. With --all, every fact and all of the text."""
         facts: JsonObject = {fact.name: fact.value for fact in self.items}
         beginning, lengths = printable(facts.pop("beginning")).splitlines(), []
         if self.shows_all:
@@ -91,7 +91,7 @@ class InspectResult(Result):
         ]
         if beginning:
             is_masked = self.value("targets") is not None
-            mask = f"; text in {MASKED.format('')} is excluded from the loss" if is_masked else ""
+            mask = f" (text in {MASKED.format('')} is excluded from the loss)" if is_masked else ""
             lines += ["", f"  first text{mask}", *(f"  | {line}" for line in beginning)]
         if not self.shows_all:
             lines += ["", "--all shows more."]

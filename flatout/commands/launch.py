@@ -160,11 +160,11 @@ def launch(
     min_nodes: Annotated[
         int | None, Option("Fewest machines to continue with (default: all).", min=1)
     ] = None,
-    gpu: Annotated[str, Option("Of SkyPilot: the kind of GPU.")] = "H100",
+    gpu: Annotated[str, Option("With SkyPilot: the kind of GPU.")] = "H100",
     time: Annotated[
         str, Option("With Slurm: the time limit of a job. Runs continue in the next one.")
     ] = "04:00:00",
-    image: Annotated[str, Option("Of Kubernetes: an image with flatout.")] = "flatout:latest",
+    image: Annotated[str, Option("With Kubernetes: an image with flatout.")] = "flatout:latest",
     run_dir: Annotated[
         str | None, Option("Directory of the run (default: runs/NAME).", "--run-dir")
     ] = None,
@@ -234,14 +234,14 @@ def _check(
             )
     if config.train.devices is not None:
         raise ConfigError(
-            f"train.devices={config.train.devices} starts processes by itself, and --nodes and "
+            f"train.devices={config.train.devices} starts processes by itself, but --nodes and "
             "--gpus set how many the file starts.",
             fix="Remove train.devices.",
         )
     for option, value in options.items():
         if not re.fullmatch(r"[\w.:/@+-]+", value):
             raise ConfigError(
-                f"{option} {value!r} contains characters that the file cannot.",
+                f"{option} {value!r} contains characters that are not allowed in the file.",
                 fix="Use letters, digits and any of . : / @ + - _.",
             )
 

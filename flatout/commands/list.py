@@ -84,7 +84,7 @@ class ListResult(Result):
     """Whether `summary` has every reason."""
 
     def summary(self) -> str:
-        """Return one line per entry; of speedups those that are on, and the names of the others.
+        """Return one line per entry. Of speedups, it shows those that are on, and the other names.
 
         With --all, every speedup has the reason why it is on or off below it.
         """
@@ -161,7 +161,7 @@ def list_entries(
         items = {"(this machine)": machine.describe()}
         items |= {name: MACHINES.describe(name) for name in MACHINES.names()}
         if machine.row:
-            items[machine.row.name] += "; this machine's GPU"
+            items[machine.row.name] += ", this machine's GPU"
     elif kind in FOLDERS:
         items = {name: FOLDERS[kind].describe(name) for name in FOLDERS[kind].names()}
     else:
@@ -179,7 +179,7 @@ def _speedups(recipe: str | Path | None, progress: Progress) -> ListResult:
     if device.startswith("cuda"):
         if not machine.gpus:
             notes.append(
-                f"This recipe needs a GPU (train.device={device}), and there is none here; on a "
+                f"This recipe needs a GPU (train.device={device}), and there is none here. On a "
                 "GPU it would use:"
             )
         minutes, length = _expected_length(config, machine, progress)

@@ -21,7 +21,7 @@ def plan(
     machine: Annotated[
         str | None,
         Option(
-            "Plan for another machine, such as '8x H100', or '4x8 H100, 400 Gb/s': machines x "
+            "Plan for a different machine, such as '8x H100', or '4x8 H100, 400 Gb/s': machines x "
             "GPUs, and the network of each GPU (default: this machine)."
         ),
     ] = None,

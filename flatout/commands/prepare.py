@@ -113,7 +113,7 @@ Part = Annotated[
     str | None,
     Option(
         "I/N: do only this part of the work, along with other processes that share the directory, "
-        "as in a Slurm array; then --join."
+        "as in a Slurm array. Then use --join."
     ),
 ]
 Join = Annotated[bool, Option("Join the parts made with --part. Reports missing ones.")]
@@ -148,7 +148,7 @@ class PrepareResult(Result):
     seconds: float
     """Wall time of this call, including the training of a tokenizer."""
     tokens_per_s: float
-    """Tokens divided by that time; 0 when the dataset already existed."""
+    """Tokens divided by that time, 0 when the dataset already existed."""
     skipped: int
     """Omitted rows and files. The manifest lists which and why."""
     skipped_by_reason: dict[str, int]
@@ -278,12 +278,12 @@ def _result(made: Prepared) -> PrepareResult:
 
 
 def _part_result(made: PreparedPart, part: WorkPart) -> PrepareResult:
-    """Return the result of one part; --join completes the dataset."""
+    """Return the result of one part. --join completes the dataset."""
     records, skipped = made.records, Counter[str]()
     for record in records:
         skipped.update({entry.reason: entry.count for entry in record.skipped})
     tokens = sum(record.tokens for record in records)
-    left = "all parts are done; join them with --join"
+    left = "all parts are done. Join them with --join"
     if made.left:
         left = f"{made.left:,} are left for other parts"
     return PrepareResult(

@@ -104,7 +104,7 @@ def report(
 
 
 def _folders(run: str | Path) -> list[Path]:
-    """Return the run directory; also one with the records of another training loop.
+    """Return the run directory, or a directory with the records of another training loop.
 
     What `flatout tune` found about a script has two: before and after its changes.
     Raises: CheckpointError.

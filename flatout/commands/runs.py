@@ -35,7 +35,7 @@ class RunItem(Stored):
     run: str
     """The run directory."""
     state: str
-    """running, finished, stopped (saved; the same command resumes it), interrupted, failed, killed
+    """running, finished, stopped (saved, the same command resumes it), interrupted, failed, killed
     (without an exit code), new or damaged."""
     step: int
     """Last recorded optimizer step."""

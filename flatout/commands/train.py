@@ -45,7 +45,7 @@ class TrainResult(Result):
     train_loss: float | None
     """Loss of the last recorded step, in nats per token."""
     val_loss: float | None
-    """Loss on the whole validation split, in nats per token; for a mix, weighted by its shares."""
+    """Loss on the whole validation split, in nats per token. For a mix, weighted by its shares."""
     best_val_loss: float | None
     """Lowest loss of the evaluations during the run, on the validation tokens that they score.
 
@@ -65,20 +65,20 @@ class TrainResult(Result):
     wall_tokens_per_s: float | None
     """Tokens per second of this process's whole time, including evaluation and saving."""
     mfu: float | None
-    """Share of the peak that `mfu_of` names; null if it is unknown."""
+    """Share of the peak that `mfu_of` names. Null if it is unknown."""
     mfu_of: str | None
     """The peak that `mfu` is a share of, or why it is unknown."""
     peak_gib: float | None
     """Peak memory."""
     compile_s: float | None = None
-    """Seconds spent compiling, before the first step and after; null when nothing was compiled."""
+    """Seconds spent compiling, before the first step and after. Null when nothing was compiled."""
     recompiles: int | None = None
-    """Graphs compiled after the warm-up; events.jsonl has the reason for each."""
+    """Graphs compiled after the warm-up. The reason for each is in events.jsonl."""
     skipped_steps: int | None = None
     """Steps of the whole run whose update was skipped because the loss or the gradient norm was
-    bad; null in runs of earlier versions. Overflows of float16 do not count."""
+    bad. Null in runs of earlier versions. Overflows of float16 do not count."""
     alarms: int | None = None
-    """Alarms that this process raised; events.jsonl has each with its cause."""
+    """Alarms that this process raised. Each is in events.jsonl with its cause."""
     wall_s: float
     """Seconds of this process, from the first step to the summary."""
     elapsed_s: float
@@ -88,7 +88,7 @@ class TrainResult(Result):
     predicted: JsonObject | None = None
     """What was predicted before the first step, under the names of the measured metrics.
 
-    It has tokens_per_s, wall_s and peak_gib (null: unknown), and where they come from; null in
+    It has tokens_per_s, wall_s and peak_gib (null: unknown), and where they come from. Null in
     runs of earlier versions."""
     weights_sha256: str
     """Digest of the final weights: equal runs have equal digests."""
@@ -128,7 +128,7 @@ def train(
 ) -> TrainResult:
     """Train a recipe. A run directory with a checkpoint resumes from it.
 
-    Returns: the run's summary; for a finished run, its stored summary. In Python, the recipe may
+    Returns: the run's summary. For a finished run, its stored summary. In Python, the recipe may
              also be a `RunConfig`, as in the other commands that take one.
     Raises: UsageError, including UntrustedCode, before anything is changed; Stopped when a signal
             ended the run after a save.

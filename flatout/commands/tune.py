@@ -29,7 +29,7 @@ def tune(
     overrides: Overrides = None,
     minutes: Annotated[
         float,
-        Option("Time limit: what is most promising is measured first.", min=LEAST_MINUTES),
+        Option("Time limit. The most promising settings are measured first.", min=LEAST_MINUTES),
     ] = 15.0,
     only: Annotated[
         str | None,
@@ -97,7 +97,7 @@ def tune(
     for name, given in flags.items():
         if given is not None:
             raise ConfigError(
-                f"--{name} is for a script.",
+                f"--{name} only applies to a script.",
                 fix=f"Write `flatout tune --{name} {given} -- python train.py`.",
             )
     if recipe is None:
@@ -123,7 +123,7 @@ def tune(
 
 
 def parse_only(text: str | None) -> tuple[str, ...]:
-    """Return the parts and speedups that `--only` names; all parts without it.
+    """Return the parts and speedups that `--only` names. All parts without it.
 
     Raises: ConfigError for an unknown one, with the nearest name.
     """
@@ -132,7 +132,7 @@ def parse_only(text: str | None) -> tuple[str, ...]:
     if text is not None and not words:
         raise ConfigError(
             "--only names nothing to tune.",
-            fix=f"Name {', '.join(PARTS)}, or speedups, with commas between them; or remove it.",
+            fix=f"Name {', '.join(PARTS)}, or speedups, with commas between them, or remove it.",
         )
     return words or PARTS
 

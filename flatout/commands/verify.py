@@ -39,7 +39,7 @@ class CheckpointItem(Stored):
     bytes: int
     """Their size."""
     problems: list[str]
-    """One sentence per problem; empty when it is valid."""
+    """One sentence per problem. Empty when it is valid."""
 
     @property
     def is_valid(self) -> bool:
@@ -87,9 +87,9 @@ class VerifyResult(Result):
             if self.ok:
                 return f"{self.path} is intact: {read}."
             fix = "Fix: delete it and run `flatout prepare` again, or copy it again."
-            return "\n".join([f"{self.path} {damage}; {read}.", *self.problems, fix])
+            return "\n".join([f"{self.path} {damage}. {read}.", *self.problems, fix])
         read = f"{counted(files, 'file')} read, {readable_size(self.bytes)}"
-        lines = [f"{self.path} {'is valid' if self.ok else damage}; {read}.", *self.problems]
+        lines = [f"{self.path} {'is valid' if self.ok else damage}. {read}.", *self.problems]
         if self.kind == "run":
             valid = [f"step {item.step}" for item in self.checkpoints if item.is_valid]
             lines.append(f"Valid checkpoints: {', '.join(valid) or 'none'}.")
@@ -123,11 +123,11 @@ def verify(
     *,
     progress: Progress = SILENT,
 ) -> VerifyResult:
-    """Check a dataset, a checkpoint or a run; or prove that a recipe resumes exactly.
+    """Check a dataset, a checkpoint or a run, or prove that a recipe resumes exactly.
 
-    Of a dataset, it reads every block: file sizes, checksums, tokens and counts. At a URL it is
-    streamed and not stored. Of a checkpoint, every file, its digest, and the dtype and shape of
-    each tensor; of a run, all checkpoints, and which is the newest valid one.
+    For a dataset, it reads every block: file sizes, checksums, tokens and counts. At a URL it is
+    streamed and not stored. For a checkpoint, it reads every file, its digest, and the dtype and
+    shape of each tensor. For a run, it checks all checkpoints, and shows the newest valid one.
 
     With --resume, it trains the recipe N + M steps, and again N steps, a stop and M steps, each in
     a fresh process and in a temporary directory, and compares every bit of the weights, the
@@ -187,7 +187,7 @@ def verify(
 
 
 def run_at(path: Path) -> Path | None:
-    """Return the run directory at a path, or of that name under runs/; None when there is none."""
+    """Return the run directory at a path, or of that name under runs/. None when there is none."""
     candidates = [path] if path.exists() else [RUNS / path]
     return next((one for one in candidates if (one / layout.CONFIG).is_file()), None)
 
@@ -219,7 +219,7 @@ def _require_dataset(path: str) -> None:
 
 
 def _verify_checkpoints(run: Path | None, checkpoint: Path, progress: Progress) -> VerifyResult:
-    """Check a checkpoint; or all those of a run, its configuration and its tokenizer.
+    """Check a checkpoint, or all those of a run, its configuration and its tokenizer.
 
     Raises: CheckpointError when the run has no checkpoint.
     """

@@ -51,7 +51,7 @@ SECRETS = ("hub_token", "api_key", "password", "secret")
 """Ends of keys whose values are not repeated."""
 EVERY_MODEL = {"model.kind", "model.vocab_size", "model.logit_softcap", "model.z_loss"}
 BESIDE_WEIGHTS = {"model.kind", "model.dropout", "model.z_loss", "model.chunk_size"}
-"""Keys of the model that stay beside train.init_from; the weights define their shape."""
+"""Keys of the model that stay beside train.init_from. The weights define their shape."""
 DEPENDENT = ("schedule.min_lr", "train.patience", "lora.alpha", "lora.dropout", "lora.targets")
 """Keys that are valid only beside others."""
 NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
@@ -71,7 +71,7 @@ class Item(Stored):
     key: str
     """The key, dotted if it is in a section."""
     value: Any
-    """Its value; null when it is computed."""
+    """Its value. Null when it is computed."""
     outcome: Outcome
     """mapped, unnecessary (nothing to set), missing (no counterpart), or unknown."""
     becomes: JsonObject = Field(default_factory=dict)
@@ -152,9 +152,9 @@ def _literal(node: ast.expr) -> Any:
 
 
 def convert(document: JsonObject, computed: list[str]) -> Conversion:
-    """Convert the values of a config; `computed` names keys whose values are unknown."""
+    """Convert the values of a config. `computed` names keys whose values are unknown."""
     flat = dict(_flat(document))
-    # The tool that most keys belong to; of two with as many, the one with a default for more.
+    # The tool that most keys belong to. Of two with as many, the one with a default for more.
     tool = max(
         tools(), key=lambda tool: (len(tool.keys & flat.keys()), len(flat.keys() & tool.defaults))
     )

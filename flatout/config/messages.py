@@ -27,7 +27,7 @@ _KINDS = {
     "finite": "a finite number",
 }
 _SPELT = {"[]": "none", "True": "true", "False": "false"}
-"""How an override has a value that Python writes in a different way."""
+"""How an override spells a value that Python spells in a different way."""
 
 
 class ForeignKeys(ConfigError):
@@ -128,7 +128,7 @@ def unknown_key(key: str, value: object, known: list[str]) -> ConfigError:
 
 
 def _advice(word: Word, value: object) -> str:
-    """Return what to write for another tool's word; false, no and the like turn a switch off."""
+    """Return what to write for another tool's word. false, no and the like turn a switch off."""
     is_switch = any("disabled" in str(case).split() for case in word.cases) and word.key
     found = in_cases(value, word) if is_switch and isinstance(value, bool | str) else None
     if not (isinstance(found, dict) and is_off(value)):

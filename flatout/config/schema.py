@@ -257,7 +257,7 @@ def nested(values: JsonObject) -> JsonObject:
 
 
 def merge(document: JsonObject, layer: JsonObject, prefix: str = "") -> None:
-    """Merge `layer` into `document` in place; a key clears its alternatives in the layers below."""
+    """Merge `layer` into `document` in place. A key clears its alternatives in the layers below."""
     for key, value in layer.items():
         dotted = f"{prefix}{key}"
         if isinstance(value, dict) and dotted not in MAPPINGS:
@@ -299,8 +299,8 @@ def validate(document: JsonObject, *, file: Path | None = None) -> RunConfig:
 def difference(stored: RunConfig, wanted: RunConfig, *, free: Iterable[str] = ()) -> list[str]:
     """Return the keys in which `wanted` differs from `stored`, as `key: stored -> wanted`.
 
-    Values that `wanted` leaves open (None, auto) do not count as different, nor do keys that start
-    with an entry of `free`.
+    Values that `wanted` does not set (None, auto) do not count as different, nor do keys that
+    start with an entry of `free`.
     """
     old, new = flat(stored.to_dict()), flat(wanted.to_dict())
     changed = (

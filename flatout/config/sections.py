@@ -93,7 +93,7 @@ class ModelConfig(Section):
     kind: str = "transformer"
     """A file in flatout/models, or package.module:MyModel."""
     vocab_size: Count | None = None
-    """Rows of the embedding; None means the vocabulary size of the dataset."""
+    """Rows of the embedding. None means the vocabulary size of the dataset."""
 
     def own(self) -> JsonObject:
         """Return the keys of the chosen model."""
@@ -181,7 +181,7 @@ class OptimConfig(Section):
     weight_decay: NonNegativeFloat = 0.1
     """Decoupled weight decay, not applied to norms, biases and embeddings."""
     clip: NonNegativeFloat = 1.0
-    """Maximum gradient norm; 0 turns clipping off."""
+    """Maximum gradient norm. 0 turns clipping off."""
     momentum: Share = 0.95
     """Muon's momentum."""
 
@@ -234,38 +234,38 @@ class TrainConfig(Section):
     """Seed of the initial weights, the order of the data and dropout."""
     deterministic: bool = False
     """Use only deterministic operations, and fail on others. Slower on a GPU, and the only way to
-    make two runs there, or a run and its resumed copy, bit-identical."""
+    to make two runs there, or a run and its resumed copy, bit-identical."""
     device: str = "auto"
     """auto, cpu, cuda, cuda:N, or mps, the GPU of a Mac, which is untested."""
     devices: Count | Literal["all"] | None = None
     """Devices of this machine to train on: `flatout train` starts a process for each. A number, or
-    all GPUs; on a CPU, a number of processes. None means one, or as many as torchrun starts."""
+    all GPUs. On a CPU, a number of processes. None means one, or as many as torchrun starts."""
     precision: Literal["auto", "fp32", "fp16", "bf16"] = "auto"
-    """Precision of the matmuls; weights and optimizer state stay fp32."""
+    """Precision of the matmuls. Weights and optimizer state stay fp32."""
     eval_every: NonNegativeInt | None = None
-    """Steps between evaluations; 0 evaluates once, at the end. None evaluates after every epoch, or
+    """Steps between evaluations. 0 evaluates once, at the end. None evaluates after every epoch, or
     20 times in a run that is shorter than two or is stated in steps or tokens."""
     eval_every_epochs: PositiveFloat | None = None
-    """Epochs between evaluations, in place of eval_every; rounded up to whole steps."""
+    """Epochs between evaluations, in place of eval_every, rounded up to whole steps."""
     eval_tokens: Count | Literal["all"] | None = None
     """Validation tokens per evaluation during the run. The final one always uses all. None means
     all if the interval is stated, or else at most what takes 5% of the run."""
     patience: NonNegativeInt = 0
-    """Stop after this many evaluations in a row without a better validation loss; 0 turns this off.
+    """Stop after this many evaluations in a row without a better validation loss. 0 turns this off.
     The learning rate is scheduled for the whole run, so it is still high at an early stop."""
     init_from: str | None = None
     """Where the initial weights come from: a run directory (its best checkpoint), a checkpoint, or
     another tool's model (hf:ORG/NAME, its directory, or a file). Data, schedule, optimizer state
-    and step start anew."""
+    and step start from the beginning."""
     sample_every: NonNegativeInt = 0
-    """Steps between text samples; 0 samples once, at the end."""
+    """Steps between text samples. 0 samples once, at the end."""
     sample_prompt: str = ""
-    """Prompt of the samples; empty starts a new document."""
+    """Prompt of the samples. Empty starts a new document."""
     max_bad_steps: Count = 10
     """Bad steps in a row that stop the run. A step is bad when its loss or its gradient norm is not
     finite. Its update is skipped, and the run continues with the next step."""
     skip_spikes: float | None = Field(None, ge=3)
-    """Take a step for bad, too, when its gradient norm is that many robust standard deviations
+    """Also treat a step as bad when its gradient norm is that many robust standard deviations
     above the median of the last 128, and at least twice that median. None skips no spikes."""
     on_divergence: Literal["stop", "rewind"] = "stop"
     """What happens after max_bad_steps: stop with a report, or go back to the last good checkpoint
@@ -274,7 +274,7 @@ class TrainConfig(Section):
     """How many times on_divergence=rewind may go back, over all resumes of a run."""
     watchdog_minutes: NonNegativeFloat = 5.0
     """Minutes without a micro-batch or a batch of an evaluation after which the run reports what it
-    waits for, and writes the stacks of its threads; compiling, saving and sampling may take four
+    waits for, and writes the stacks of its threads. Compiling, saving and sampling may take four
     times as long. 0 turns this off."""
     watchdog_stop: bool = False
     """End such a run with exit code 75, so that a scheduler starts it again from its last
@@ -307,9 +307,9 @@ class LoraConfig(Section):
     )
 
     rank: Count | None = None
-    """Rank of the adapters, such as 8; None trains all weights. Needs train.init_from."""
+    """Rank of the adapters, such as 8. None trains all weights. Needs train.init_from."""
     alpha: PositiveFloat | None = None
-    """The output of an adapter is multiplied by alpha / rank; None means a factor of 1."""
+    """The output of an adapter is multiplied by alpha / rank. None means a factor of 1."""
     dropout: Share = 0.0
     """Share of components dropped from the input of the adapters."""
     targets: Names = ("all-linear",)
@@ -341,7 +341,7 @@ class CheckpointConfig(Section):
     )
 
     every_steps: Count | None = None
-    """Steps between saves. Set at most one of the three; without any, every ten minutes."""
+    """Steps between saves. Set at most one of the three. Without any, every ten minutes."""
     every_minutes: PositiveFloat | None = None
     """Minutes between saves."""
     every_epochs: PositiveFloat | None = None
@@ -355,7 +355,7 @@ class CheckpointConfig(Section):
     """Save at each evaluation with a lower loss than all before it. With false, only the intervals
     above and the end of the run save, and the best step may have no checkpoint."""
     dir: str | None = None
-    """Directory for checkpoints; None means RUN/checkpoints."""
+    """Directory for checkpoints. None means RUN/checkpoints."""
     upload: str | None = None
     """URL to which checkpoints are copied while training continues, such as s3://BUCKET/runs. A run
     whose directory is gone continues from there. none turns off the uploads of a stored run."""
@@ -379,13 +379,13 @@ class LogConfig(Section):
     """Steps between records in metrics.jsonl."""
     to: Names = ("tensorboard",)
     """Loggers that receive the metrics too: tensorboard, csv, wandb, mlflow, or
-    package.module:MyLogger; none for metrics.jsonl alone. A run continues when one of them
+    package.module:MyLogger, or none for metrics.jsonl alone. A run continues when one of them
     fails."""
     project: str | None = None
     """Project of W&B, experiment of MLflow. None means the one that WANDB_PROJECT or
     MLFLOW_EXPERIMENT_NAME states, or else flatout."""
     run_name: str | None = None
-    """Name of the run there; None means the name of the run directory."""
+    """Name of the run there. None means the name of the run directory."""
     tags: Names = ()
     """Tags of the run there."""
     wandb_mode: Literal["online", "offline"] | None = None
@@ -400,7 +400,7 @@ class ParallelConfig(Section):
     """How processes share the work. The product of the sizes is the number of processes."""
 
     replicate: Count | Literal["auto"] = "auto"
-    """Replicas of the model (DDP); auto is the number of processes divided by `shard`."""
+    """Replicas of the model (DDP). auto is the number of processes divided by `shard`."""
     shard: Count = 1
     """Processes that weights, gradients and optimizer state are sharded over (fully_shard)."""
     reshard: bool = True
@@ -418,7 +418,7 @@ class ParallelConfig(Section):
     """
     context: Count = 1
     """Processes among them that share the tokens of each row, for sequences that are too long for
-    one; a divisor of `shard`, or of `replicate` without sharding.
+    one. A divisor of `shard`, or of `replicate` without sharding.
     """
 
     @property

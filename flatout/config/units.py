@@ -2,7 +2,7 @@
 
 A unit is a name and perhaps arguments. It converts a value, with the values found so far, to the
 value of the word's key or option, to a mapping of several keys, or to a `Reason` why there is none.
-A key after `~` is set only when nothing else sets it; `--option` and SOURCE belong to `flatout
+A key after `~` is set only when nothing else sets it. `--option` and SOURCE belong to `flatout
 prepare`, and the empty key is a remark.
 """
 

@@ -30,7 +30,7 @@ _PROBE = "flatout asks"
 _LONGEST_END = 1 << 12
 """Characters of the end of a turn, which every text of a turn is searched for."""
 _TAG = re.compile(r"<(think|thinking|thought|reasoning)>\s*\Z")
-"""The start of a thought at the end of a prompt; the model's own text closes it."""
+"""The start of a thought at the end of a prompt. The model's own text closes it."""
 
 Span = tuple[int, int]
 
@@ -102,7 +102,7 @@ class Renderer:
 
     @property
     def end_token(self) -> str | None:
-        """The special token that ends an assistant turn; None when text ends it."""
+        """The special token that ends an assistant turn. None when text ends it."""
         found = self._specials.search(self.end) if self._specials else None
         return found[0] if found else None
 
@@ -212,7 +212,7 @@ class Renderer:
     def _together(
         self, one: Request, text: str, shared: Sequence[tuple[int, int]]
     ) -> Examples | None:
-        """Return all turns as one example; None when some are rendered differently later.
+        """Return all turns as one example. None when some are rendered differently later.
 
         `shared` is what the text has in common with the prompt for each assistant turn, and with
         the text that ends after it.
@@ -288,7 +288,7 @@ class Renderer:
         return self._cut(text, [*spans, target], [target])
 
     def _after_tag(self, prompt: str, turn: JsonObject) -> str | None:
-        """Return a turn after a prompt that ends with a tag such as <think>; None after others.
+        """Return a turn after a prompt that ends with a tag such as <think>. None after others.
 
         The template itself drops thoughts, so the text of the turn is taken as the row states it.
         A turn without a thought has an empty one.

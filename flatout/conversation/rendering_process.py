@@ -93,7 +93,7 @@ class _Process:
         self._lock = Lock()
 
     def ask(self, requests: Sequence[bytes]) -> list[dict[str, Any]]:
-        """Return the answers to some requests; a single one when they end the process."""
+        """Return the answers to some requests. A single one when they end the process."""
         with self._lock:
             connection = self._connection or self._start()
             try:

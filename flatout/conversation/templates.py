@@ -49,7 +49,7 @@ _PLAIN = """\
 {%- endif %}
 """
 BUILT_IN = {"chatml": _CHATML, "plain": _PLAIN}
-"""chatml is the form of many chat models; plain needs no special token but end-of-text."""
+"""chatml is the form of many chat models, and plain needs no special token but end-of-text."""
 
 
 class ChatTemplate(Stored):
@@ -104,7 +104,7 @@ def named_template(name: str, variables: dict[str, str]) -> ChatTemplate:
 
 
 def load_template(path: Path) -> ChatTemplate | None:
-    """Return the template in the chat_template.json of a run; None without one.
+    """Return the template in the chat_template.json of a run. None without one.
 
     Raises: DataError when it is damaged.
     """
@@ -114,7 +114,7 @@ def load_template(path: Path) -> ChatTemplate | None:
 def template_beside(
     config: Path | None, jinja: Path | None, variables: dict[str, str]
 ) -> ChatTemplate | None:
-    """Return the template of a Hugging Face tokenizer from its two files; None without one.
+    """Return the template of a Hugging Face tokenizer from its two files. None without one.
 
     Raises: DataError when a file cannot be read.
     """
@@ -129,7 +129,7 @@ def template_beside(
 
 
 def stored_template(source: JsonObject) -> ChatTemplate | None:
-    """Return the template in the `source` of a manifest; None when its rows were not chat data.
+    """Return the template in the `source` of a manifest. None when its rows were not chat data.
 
     Raises: DataError when a different version wrote it.
     """

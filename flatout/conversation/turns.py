@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from flatout.json_io import JsonObject
 
 CHAT_FIELDS = ("messages", "conversations")
-"""Fields of a row that contain its turns, unless another is named."""
+"""Fields of a row that contain its turns, unless a different one is named."""
 TOOLS = "tools"
 """Field of a row with the descriptions of the tools that its assistant may call."""
 SYSTEM = "system"
@@ -113,7 +113,7 @@ def read_conversation(value: Any, row: JsonObject | None = None) -> Conversation
 
 
 def turns_of_instruction(row: JsonObject) -> list[JsonObject]:
-    """Return the turns of a row in Alpaca's form; a blank line precedes its `input`.
+    """Return the turns of a row in Alpaca's form. A blank line precedes its `input`.
 
     Raises: BadConversation when `history` is not a list of questions with their answers.
     """
@@ -152,7 +152,7 @@ def _counts(weight: Any, which: str) -> bool:
     if weight in (0, 1):
         return bool(weight)
     raise BadConversation(
-        f"has the weight {weight!r} in {which}; a turn counts in full or not at all",
+        f"has the weight {weight!r} in {which}, but a turn counts in full or not at all",
         fix="Write 1 or 0, or skip such rows with --on-bad-row skip.",
         reason="a weight that is not 0 or 1",
     )
@@ -204,7 +204,7 @@ def _content(value: Any, rest: JsonObject, which: str) -> str:
 
 
 def _tool_calls(calls: Any) -> Any:
-    """Return calls with parsed arguments, as templates expect; OpenAI states them as a string."""
+    """Return calls with parsed arguments, as templates expect. OpenAI states them as a string."""
     if not isinstance(calls, list):
         return calls
     return [_tool_call(call) for call in calls]

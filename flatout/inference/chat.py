@@ -34,7 +34,7 @@ class Sampling:
     top_p: float | None = None
     """Sample from the most likely tokens that together reach this probability."""
     seed: int = 0
-    """Seed of the first reply of a session; later ones continue its random numbers."""
+    """Seed of the first reply of a session. Later ones continue its random numbers."""
     max_tokens: int = 256
     """Maximum tokens of a reply."""
 
@@ -81,7 +81,7 @@ class ChatSession:
         self._context = Context(self._model, self._max_context)
 
     def reply(self, content: str) -> Iterator[str]:
-        """Yield the reply to a user's turn in pieces of whole characters; both join the messages.
+        """Yield the reply to a user's turn in pieces of whole characters. Both join the messages.
 
         Raises: BadConversation when the template rejects the turn; DataError when it fails, when
                 the tokenizer cannot encode the turn, or when the turn does not fit the context. The
@@ -119,7 +119,7 @@ class ChatSession:
 
     @property
     def _room(self) -> int | None:
-        """The maximum number of tokens of a prompt; None means no limit."""
+        """The maximum number of tokens of a prompt. None means no limit."""
         limit = self._context.max_tokens
         return limit and limit - min(self._sampling.max_tokens, limit // 4)
 

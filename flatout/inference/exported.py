@@ -24,7 +24,7 @@ def is_export(path: Path | str | None) -> bool:
 
 
 def is_run(path: Path | str | None) -> bool:
-    """Return whether a command reads a run, not another tool's model; None is the newest run.
+    """Return whether a command reads a run, not another tool's model. None is the newest run.
 
     What does not exist counts as the name of a run.
     """
@@ -90,6 +90,6 @@ def require_packages() -> None:
     missing = [package for package in PACKAGES if find_spec(package) is None]
     if missing:
         raise MissingPackage(
-            f"--tasks needs {' and '.join(missing)}, not installed here.",
-            fix='Install what scores on tasks: `pip install "flatout[tasks]"`.',
+            f"--tasks needs packages that are not installed: {' and '.join(missing)}.",
+            fix='Install them: `pip install "flatout[tasks]"`.',
         )

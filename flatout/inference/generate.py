@@ -35,7 +35,7 @@ def sample(
     stop: Sequence[str] = (),
     max_context: int | None = None,
 ) -> Iterator[str]:
-    """Yield the text after `prompt` in pieces of whole characters; "" starts a new document.
+    """Yield the text after `prompt` in pieces of whole characters. "" starts a new document.
 
     Stops at the end of the document, before a `stop` string, or after `max_tokens`. Sampling has
     its own random generator, so it does not affect a run in training. The model sees at most
@@ -77,7 +77,7 @@ def text_of(
 def tokens_after(
     context: Context, ids: Sequence[int], choose: Callable[[Tensor], int]
 ) -> Iterator[int]:
-    """Yield the tokens that follow `ids`, endlessly; `choose` picks each from its logits (V,)."""
+    """Yield the tokens that follow `ids`, endlessly. `choose` picks each from its logits (V,)."""
     token = choose(context.read_text(ids))
     while True:
         yield token
@@ -87,7 +87,7 @@ def tokens_after(
 class Context:
     """The tokens that a model has read, and the decoder that keeps its state of them.
 
-    The model sees the text from the start, or the last `max_context` tokens of a longer one; None
+    The model sees the text from the start, or the last `max_context` tokens of a longer one. None
     is the model's own limit. When the context is full, its second half is read again from position
     0 and becomes the new context. Each token therefore costs the forward pass of one token, or of
     two on average for long texts. A model without a limit, such as a recurrent one, never restarts
@@ -102,7 +102,7 @@ class Context:
 
     @property
     def max_tokens(self) -> int | None:
-        """The maximum number of tokens that the model sees; None means no limit."""
+        """The maximum number of tokens that the model sees. None means no limit."""
         return self._decoder.max_tokens
 
     def read_text(self, ids: Sequence[int]) -> Tensor:

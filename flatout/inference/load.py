@@ -86,7 +86,7 @@ def load_run(
     The adapters of a LoRA run are merged into the weights.
 
     The model uses those of the run's speedups that work on this machine, and is never compiled.
-    `precision="fp32"` also skips speedups that lower the precision; `"trained"` keeps them, so that
+    `precision="fp32"` also skips speedups that lower the precision. `"trained"` keeps them, so that
     `flatout.evaluate` reproduces the run's own loss. `trust_code` allows the custom code named in
     config.yaml to be imported, now and later.
     Raises: CheckpointError, DataError or ConfigError when the run, checkpoint or tokenizer cannot
@@ -108,7 +108,7 @@ def load_run(
         try:
             model.load_state_dict(read_merged(path))
         except RuntimeError as error:
-            # torch lists every tensor under a heading; the first one is enough
+            # torch lists every tensor under a heading. The first one is enough
             first = str(error).partition("\n")[2].partition("\n")[0].strip() or str(error)
             raise CheckpointError(
                 f"The weights of {path} do not fit the model in {folder}/config.yaml: {first}",

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Csv(Logger):
-    """Copies metrics.jsonl; cells are empty where nothing was measured."""
+    """Copies metrics.jsonl. Cells are empty where nothing was measured."""
 
     def on_start(self, run: Run) -> None:
         """Copy the records before a resume."""

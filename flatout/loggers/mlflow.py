@@ -24,7 +24,7 @@ MOST_PARAMETERS = 100
 class MLflow(Logger):
     """Sends records to the server that MLFLOW_TRACKING_URI names.
 
-    The package reads that and its other variables. Nothing is uploaded but metrics and text; tags
+    The package reads that and its other variables. Nothing is uploaded but metrics and text. Tags
     name the run directory and the newest checkpoint.
     """
 

@@ -39,7 +39,7 @@ class TensorBoard(Logger):
             self._add(step=run.step + 1, session_log=SessionLog(status=SessionLog.START))
 
     def on_record(self, record: Mapping[str, float]) -> None:
-        """Write the metrics; TensorBoard shows the step and the time by itself."""
+        """Write the metrics. TensorBoard shows the step and the time by itself."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         figures = {name: value for name, value in record.items() if "/" in name}

@@ -18,7 +18,7 @@ PACKAGE = "wandb"
 CONNECT_S, FINISH_S = 30.0, 50.0
 """How long to try to reach the server before the run is kept in files, and to send the rest."""
 POSITIONS = ("tokens", "elapsed_s")
-"""Names without a slash that are sent as metrics; W&B has its own step and time."""
+"""Names without a slash that are sent as metrics. W&B has its own step and time."""
 
 
 class WeightsAndBiases(Logger):
@@ -38,7 +38,7 @@ class WeightsAndBiases(Logger):
         known, settings = remote.read(), wandb.setup().settings
         mode = log.wandb_mode or settings.mode
         folder = self._folder / WANDB_FILES
-        kept = f"the metrics are kept in {folder}; `wandb sync {folder}/offline-run-*` sends them."
+        kept = f"the metrics are kept in {folder}. `wandb sync {folder}/offline-run-*` sends them."
         if mode == "online" and not wandb.login(prompt=False, verify=False):  # asks nobody
             mode = "offline"
             self.say(f"You are not logged in to W&B (`wandb login`), so {kept}")

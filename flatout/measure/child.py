@@ -47,7 +47,7 @@ class Told(Stored):
         return cls(error=errors.kind_of(error), what=error.what, fix=error.fix)
 
     def raised(self) -> FlatoutError:
-        """Return the error, to be raised here. What is no usage error becomes a failed run."""
+        """Return the error, to be raised here. Any other than a usage error means a failed run."""
         kind: type[FlatoutError] = getattr(errors, self.error, RunFailed)
         is_usage = issubclass(kind, UsageError)
         return (kind if is_usage else RunFailed)(self.what, fix=self.fix)
@@ -58,14 +58,14 @@ class Ended:
     """How a process ended."""
 
     code: int | None
-    """Its exit code, negative for a signal; None if it had to be killed."""
+    """Its exit code, negative for a signal. None if it had to be killed."""
     timed_out: bool
     last_words: str
     """The last line of its output to standard error."""
 
     @property
     def signal(self) -> str | None:
-        """The name of the signal that killed it, such as SIGKILL; None for none."""
+        """The name of the signal that killed it, such as SIGKILL. None for none."""
         return None if self.code is None or self.code >= 0 else signal.Signals(-self.code).name
 
 
@@ -86,7 +86,7 @@ def ask(
 
     `on_answer` receives each line that it prints, and returns whether to wait for more. After
     `timeout_s` the process is killed, with everything that it started. `command` replaces the
-    program, for tests.
+    default command, for tests.
     Raises: the error of flatout that the function raised.
     """
     program = f"from flatout.measure.child import main; main({function!r})"

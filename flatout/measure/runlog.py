@@ -68,14 +68,14 @@ class RunLog:
 
     @cached_property
     def settings(self) -> JsonObject:
-        """config.yaml under dotted keys; empty when it is missing or damaged."""
+        """config.yaml under dotted keys. Empty when it is missing or damaged."""
         if self.state == WATCHED:
             return {}
         return self._or_note(lambda: flat(read_document(self.path / layout.CONFIG)), {})
 
     @cached_property
     def summary(self) -> JsonObject:
-        """summary.json; empty while the run has not finished."""
+        """summary.json. Empty while the run has not finished."""
         return self._or_note(lambda: layout.read_summary(self.path), None) or {}
 
     def _read(self, name: str) -> Iterator[JsonObject]:
@@ -89,7 +89,7 @@ class RunLog:
         self.notes += reader.notes(is_growing=is_growing)
 
     def _or_note(self, read: Callable[[], Read], default: Read) -> Read:
-        """Return what `read` returns; after an error of ours `default`, and the error as a note."""
+        """Return what `read` returns. After an error of ours `default`, and the error as a note."""
         try:
             return read()
         except FlatoutError as error:

@@ -210,7 +210,7 @@ def adapt(build: Callable[..., nn.Module], *, limit: str | None = None) -> type[
 
     The parameters of `build` become the keys under `model.`: `vocab_size`, and others that must
     have defaults. `limit` is the name of the parameter that sets the longest sequence, such as
-    block_size; None means no limit.
+    block_size. None means no limit.
     Raises: ConfigError when `build` lacks the parameter `vocab_size` or `limit`, or a default.
     """
     parameters = inspect.signature(build, eval_str=True).parameters

@@ -61,15 +61,15 @@ class EigenstateConfig(LanguageModelConfig):
     num_heads: int = Field(4, ge=1)
     """Groups of eigenstates that are coupled with each other (H), a divisor of num_eigenstates."""
     chunk_size: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
-    """Tokens that the fast recurrence processes at once; auto is 32 on a CPU and 128 on a GPU. The
-    value does not change results.
+    """Tokens that the fast recurrence processes at once. auto means 32 on a CPU and 128 on a GPU.
+    The value does not change results.
     """
     eigenvalues: Literal["fixed", "selective"] = "fixed"
     """fixed (learned, the same for all tokens) or selective (the token determines how fast an
     eigenstate decays).
     """
     scales: tuple[int, ...] = (1,)
-    """Tokens averaged per step, one number for each of several parallel recurrences; [1, 2, 4, 8]
+    """Tokens averaged per step, one number for each of several parallel recurrences. [1, 2, 4, 8]
     is the hierarchical form.
     """
     initialisation: Literal["long-memory", "published"] = "long-memory"
@@ -77,9 +77,9 @@ class EigenstateConfig(LanguageModelConfig):
     at most one half: a memory of 7 tokens).
     """
     memory: int | None = Field(None, ge=2)
-    """Longest initial time constant, in tokens; None means data.seq_len."""
+    """Longest initial time constant, in tokens. None means data.seq_len."""
     d_ff: int | None = Field(None, ge=1)
-    """Width inside the MLP (F); None means 4 d_model."""
+    """Width inside the MLP (F). None means 4 d_model."""
     bias: bool = False
     """Biases in the linear layers and the norms. The gate always has one."""
     positions: Literal["none", "learned"] = "none"
@@ -217,7 +217,7 @@ class Eigenstate(EmbeddingModel):
 
     @property
     def max_seq_len(self) -> int:
-        """The longest sequence that the model accepts; without learned positions, any length."""
+        """The longest sequence that the model accepts, without learned positions, any length."""
         return self.config.max_seq_len or UNLIMITED
 
     def decoder(self, max_tokens: int | None = None) -> Decoder:
@@ -352,7 +352,7 @@ class MemoryState:
     """The state of one memory between two pieces of a document."""
 
     last: Tensor | None = None
-    """The last state (B, E); None before the first."""
+    """The last state (B, E). None before the first."""
     pending: Tensor | None = None
     """Drive (B, T, E) of the tokens that do not yet fill a group of `scale`."""
 
@@ -450,7 +450,7 @@ class Memory(nn.Module):
 
     @torch.no_grad()
     def init_eigenvalues(self) -> None:
-        """Draw time constants log-uniformly up to `model.memory` tokens; published: all short."""
+        """Draw time constants: log-uniformly up to `model.memory` tokens, or the published ones."""
         if self.config.initialisation == "published":
             magnitude = torch.empty_like(self.log_rate).uniform_(-3, 0).sigmoid_()
             self.log_rate.copy_(magnitude.log_().neg_().log_())
@@ -583,7 +583,7 @@ def _scaled(drive_BNE: Tensor, eigenvalues: tuple[Tensor, Tensor]) -> Tensor:
 class Groups:
     """The positions of the groups of packed documents, for a recurrence with coarser steps.
 
-    A group is `scale` (S) tokens. Groups start anew at every document; leftover tokens at the end
+    A group is `scale` (S) tokens. Groups start again at every document. Leftover tokens at the end
     of a document form no group. A group is available from its last token on.
 
     A row has room for T // S groups and is filled from the left: no shape depends on the documents.
@@ -594,7 +594,7 @@ class Groups:
     members: Tensor
     """The tokens of each group (B, N, S). Arbitrary tokens where there is no group."""
     document: Tensor
-    """The document of each group (B, N), counted from 1 in its row; 0 where there is no group."""
+    """The document of each group (B, N), counted from 1 in its row. 0 where there is no group."""
     known: Tensor
     """The latest complete group at each token, times S, plus the tokens since (B, T). All tokens
     of a row get different numbers.

@@ -51,7 +51,7 @@ class _Undrawn(TorchFunctionMode):
 
 @dataclass(frozen=True)
 class Flops:
-    """Training FLOPs per token of the matmuls; backward costs twice as much as forward."""
+    """Training FLOPs per token of the matmuls. Backward costs twice as much as forward."""
 
     palm: int
     """Every query against all T keys: the usual convention for MFU (Chowdhery et al. 2022,
@@ -67,7 +67,7 @@ class LanguageModelConfig(Section):
     vocab_size: int = Field(ge=1)
     """Rows of the embedding (V)."""
     logit_softcap: float | None = Field(None, gt=0)
-    """Limit the logits to plus or minus this value with a tanh; None means no limit."""
+    """Limit the logits to plus or minus this value with a tanh. None means no limit."""
     z_loss: float = Field(0.0, ge=0)
     """Weight of the squared log of the softmax denominator in the training loss. A small one, such
     as 1e-4, keeps logits from drifting.
@@ -82,7 +82,7 @@ class Decoder(ABC):
     """
 
     max_tokens: int | None
-    """The maximum number of tokens; None means no limit."""
+    """The maximum number of tokens. None means no limit."""
     num_tokens: int
     """Tokens read so far, per row."""
 
@@ -147,7 +147,7 @@ class RecomputingDecoder(Decoder):
 
 
 class LanguageModel(nn.Module, ABC):
-    """Embedding, blocks and head; training compiles, wraps and calls only `forward`."""
+    """Embedding, blocks and head. Training compiles, wraps and calls only `forward`."""
 
     Config: ClassVar[type[LanguageModelConfig]]
     """The configuration keys of the model."""
@@ -164,9 +164,9 @@ class LanguageModel(nn.Module, ABC):
     blocks: nn.ModuleList
     """Called in order, each as block(hidden_BTD, doc_ids_BT, *shared) -> hidden_BTD."""
     context: Context | None = None
-    """This rank's part of each row; None: all of it. Only `forward` divides rows."""
+    """This rank's part of each row. None means all of it. Only `forward` divides rows."""
     split: Split | None = None
-    """This rank's part of each layer; None: all of it."""
+    """This rank's part of each layer. None means all of it."""
 
     def __init__(self, config: LanguageModelConfig, ops: Ops) -> None:
         super().__init__()
@@ -207,7 +207,7 @@ class LanguageModel(nn.Module, ABC):
 
     @classmethod
     def num_parameters(cls, config: LanguageModelConfig) -> int:
-        """Return the number of parameters of this configuration; shared ones count once."""
+        """Return the number of parameters of this configuration. Shared ones count once."""
         return sum(parameter.numel() for parameter in cls.on_meta(config, Ops.plain()).parameters())
 
     @classmethod
@@ -242,7 +242,7 @@ class LanguageModel(nn.Module, ABC):
         )
 
     def logits(self, tokens_BT: Tensor, doc_ids_BT: Tensor | None = None) -> Tensor:
-        """Return the logits at every position, for sampling and tests; training calls `forward`.
+        """Return the logits at every position, for sampling and tests. Training calls `forward`.
 
         Shapes:  tokens_BT (B, T) integers; doc_ids_BT (B, T) integers.
         Returns: logits_BTV.
@@ -271,7 +271,7 @@ class LanguageModel(nn.Module, ABC):
         return capped(nn.functional.linear(hidden_B1D[:, 0], weight_VD), self.config.logit_softcap)
 
     def decoder(self, max_tokens: int | None = None) -> Decoder:
-        """Return a decoder of at most `max_tokens` tokens; None means the limit of the model.
+        """Return a decoder of at most `max_tokens` tokens. None means the limit of the model.
 
         This default works for any model and recomputes every token at each step. A model that can
         keep state returns its own decoder. One with a recurrent state needs no limit.
@@ -329,7 +329,7 @@ class LanguageModel(nn.Module, ABC):
         """
         if self.divides_rows is None:
             raise ConfigError(
-                f"parallel.context={context.size} needs a model that divides rows, and "
+                f"parallel.context={context.size} needs a model that divides rows, but "
                 f"{type(self).__name__} does not.",
                 fix="Remove parallel.context, or choose model.kind=transformer or eigenstate.",
             )
@@ -353,7 +353,7 @@ class LanguageModel(nn.Module, ABC):
         if not cuts or not vars(type(self)).get("draws_everything"):
             raise ConfigError(
                 f"parallel.tensor={split.size} needs a model with tensor_cuts() and "
-                f"draws_everything, and {type(self).__name__} lacks one of them.",
+                f"draws_everything, but {type(self).__name__} lacks one of them.",
                 fix="Remove parallel.tensor, or choose model.kind=transformer or eigenstate.",
             )
         self.check_shares(split, "model.vocab_size", self.config.vocab_size)
@@ -432,7 +432,7 @@ class EmbeddingModel(LanguageModel):
     """A vector per position, when positions are learned."""
     final_norm: nn.Module
     unembedding: Linear | None
-    """The separate output weight; None when the embedding is the output weight too."""
+    """The separate output weight. None when the embedding is the output weight too."""
     logit_scale: float = 1.0
     """Factor of the logits."""
     embedding_scale: float = 1.0
@@ -443,7 +443,7 @@ class EmbeddingModel(LanguageModel):
     def embed(self, tokens_BT: Tensor, spans: Sequence[tuple[int, int]] | None = None) -> Tensor:
         """Return the embedding of each token, plus that of its position when positions are learned.
 
-        The positions are those of `spans`, as (start, end); None: from 0 on.
+        The positions are those of `spans`, as (start, end). None means from 0 on.
 
         Shapes:  tokens_BT (B, T) integers.
         Returns: hidden_BTD.

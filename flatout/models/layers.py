@@ -20,7 +20,7 @@ from flatout.parallel.tensor import Split, local
 
 
 class Linear(nn.Linear):
-    """torch's linear layer with the matmul of `ops.linear`; the model initialises the weights."""
+    """torch's linear layer with the matmul of `ops.linear`. The model initialises the weights."""
 
     before: Callable[[Tensor], Tensor] | None = None
     """Gathers the tokens of all ranks, where they share the output's features."""
@@ -59,17 +59,17 @@ class Linear(nn.Linear):
 
 
 class Factor(Linear):
-    """A linear layer of a recurrence; LoRA adapts none."""
+    """A linear layer of a recurrence. LoRA adapts none."""
 
 
 class Embedding(nn.Embedding):
-    """torch's embedding; the model initialises the weights."""
+    """torch's embedding. The model initialises the weights."""
 
     split: Split | None = None
     """The ranks that share the vocabulary."""
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
-        """Return the vector of each token; of this rank's tokens if ranks share the vocabulary.
+        """Return the vector of each token. Of this rank's tokens if ranks share the vocabulary.
 
         Shapes:  tokens_BT (B, T) integers.
         Returns: hidden_BTD.
@@ -262,7 +262,7 @@ def unchanged(hidden: Tensor) -> Tensor:
 
 
 def normed(hidden_BTD: Tensor, norm: nn.Module | None) -> Tensor:
-    """Return the hidden states after a norm; unchanged without one.
+    """Return the hidden states after a norm, unchanged without one.
 
     Shapes:  hidden_BTD (B, T, D).
     """
@@ -270,7 +270,7 @@ def normed(hidden_BTD: Tensor, norm: nn.Module | None) -> Tensor:
 
 
 def dropped(hidden_BTD: Tensor, share: float, training: bool) -> Tensor:
-    """Return the hidden states after dropout; unchanged outside training.
+    """Return the hidden states after dropout, unchanged outside training.
 
     Shapes:  hidden_BTD (B, T, D).
     Returns: hidden_BTD.
@@ -306,6 +306,6 @@ def check_positions(max_seq_len: int | None, seq_len: int) -> None:
 
 
 def nearest_divisor(number: int, wanted: int) -> int:
-    """Return the divisor of `number` that is nearest to `wanted`; of two, the larger one."""
+    """Return the divisor of `number` that is nearest to `wanted`. Of two, the larger one."""
     divisors = [candidate for candidate in range(1, number + 1) if number % candidate == 0]
     return min(divisors, key=lambda divisor: (abs(divisor - wanted), -divisor))

@@ -54,7 +54,7 @@ class Adapter(nn.Module):
         self.init_weights()
 
     def init_weights(self) -> None:
-        """Draw A as in a new nn.Linear; B is 0, so that the layer is unchanged at first."""
+        """Draw A as in a new nn.Linear. B is 0, so that the layer is unchanged at first."""
         nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))
         nn.init.zeros_(self.lora_B)
 
@@ -116,7 +116,7 @@ def require_weights(config: LoraConfig, init_from: str | None) -> None:
     """
     if config.rank is not None and init_from is None:
         raise ConfigError(
-            f"lora.rank={config.rank} trains adapters of existing weights, and train.init_from "
+            f"lora.rank={config.rank} trains adapters of existing weights, but train.init_from "
             "names none.",
             fix="Set train.init_from=RUN, or remove lora.rank.",
         )
@@ -196,7 +196,7 @@ def _checked_targets(targets: Sequence[str], layers: Mapping[str, Mapping[str, R
             guess = value_for("lora.targets", target) or nearest(target, [*known, EVERY])
             listed = ", ".join(known)
             raise ConfigError(
-                f"lora.targets names {target!r}; the linear layers of this model are {listed}.",
+                f"lora.targets names {target!r}. The linear layers of this model are {listed}.",
                 fix=f"Did you mean {guess!r}?" if guess else f"Set lora.targets={EVERY}.",
             )
     return set(known) if EVERY in targets else set(targets)
@@ -222,7 +222,7 @@ class Delta:
 def merge(name: str, weight: Tensor, deltas: Mapping[str, Sequence[Delta]]) -> Tensor:
     """Return the weight `name` of a base with what `deltas` adds to it.
 
-    Weights without adapters are returned themselves. Calling it for one tensor after another keeps
+    Weights without adapters are returned themselves. Calling it for one tensor at a time keeps
     the memory at that of the largest.
 
     Shapes:  weight any; with adapters (O, I).

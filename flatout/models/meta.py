@@ -34,7 +34,7 @@ def allocate(
     draws: bool,
     weights_device: torch.device | str | None = None,
 ) -> None:
-    """Move a model that `new_model` returned to `device`; with `draws`, draw its weights.
+    """Move a model that `new_model` returned to `device`. With `draws`, draw its weights.
 
     Only its buffers are moved there if its weights have a `weights_device`.
 
@@ -76,7 +76,7 @@ def boxes_of(tensor: Tensor, cut: Cut | None = None) -> list[tuple[tuple[int, ..
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     mesh, part = tensor.device_mesh, tensor.to_local().detach()
-    # The public API has no offset of a DTensor's local part; torch's own checkpoints use this too.
+    # The public API has no offset of a DTensor's local part. torch's own checkpoints use this too.
     _, starts = compute_local_shape_and_global_offset(tensor.shape, mesh, tensor.placements)
     if cut is None or len(cut.parts) == 1 or TENSOR not in (mesh.mesh_dim_names or ()):
         return [(tuple(starts), part)]

@@ -37,7 +37,7 @@ PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class TransformerConfig(LanguageModelConfig):
-    """The shape of a transformer; GPT-2 and Llama differ in the five keys from `norm` on."""
+    """The shape of a transformer. GPT-2 and Llama differ in the five keys from `norm` on."""
 
     num_layers: int = Field(6, ge=1)
     """Blocks, each with one attention and one MLP (L)."""
@@ -46,11 +46,11 @@ class TransformerConfig(LanguageModelConfig):
     num_heads: int = Field(6, ge=1)
     """Query heads (H)."""
     num_kv_heads: int | None = Field(None, ge=1)
-    """Key and value heads (G), a divisor of num_heads; None means one per query head."""
+    """Key and value heads (G), a divisor of num_heads. None means one per query head."""
     head_dim: int | None = Field(None, ge=1)
-    """Size of a head (C); None means d_model / num_heads."""
+    """Size of a head (C). None means d_model / num_heads."""
     d_ff: int | None = Field(None, ge=1)
-    """Width inside the MLP (F); None means 4 d_model, or for swiglu and geglu 8/3 d_model rounded
+    """Width inside the MLP (F). None means 4 d_model, or for swiglu and geglu 8/3 d_model rounded
     up to a multiple of 64.
     """
     max_seq_len: int | None = Field(None, ge=1)
@@ -58,7 +58,7 @@ class TransformerConfig(LanguageModelConfig):
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     """layernorm or rmsnorm, before attention, before the MLP and after the last block."""
     parallel_residual: bool = False
-    """Attention and MLP of a block read the same hidden states, as in GPT-NeoX; false means that
+    """Attention and MLP of a block read the same hidden states, as in GPT-NeoX. False means that
     the MLP reads the sum with attention's output.
     """
     positions: Literal["learned", "rotary"] = "rotary"
@@ -72,13 +72,13 @@ class TransformerConfig(LanguageModelConfig):
     bias: bool = False
     """Biases in the linear layers and the norms."""
     qkv_bias: bool | None = None
-    """Biases of queries, keys and values; None means as `bias`."""
+    """Biases of queries, keys and values. None means as `bias`."""
     tied_head: bool = True
     """Use the embedding as the output weight too."""
     rotary_base: float = Field(10_000.0, gt=1)
     """The longest rotary wavelength is about 2 pi times this many tokens."""
     rotary_dims: int | None = Field(None, ge=2)
-    """Components of each head that are rotated, an even number; None means all."""
+    """Components of each head that are rotated, an even number. None means all."""
     rotary_scaling: Literal["none", "linear", "llama3"] = "none"
     """How rotary wavelengths are stretched for longer sequences: none, linear (all of them) or
     llama3 (the long ones).
@@ -96,23 +96,23 @@ class TransformerConfig(LanguageModelConfig):
     qk_norm: bool = False
     """Apply RMSNorm to each query and key head, before rotary positions."""
     rms_norm_eps: float = Field(1e-5, gt=0)
-    """Added to the mean square in every RMSNorm, including those of queries and keys; many Llama
+    """Added to the mean square in every RMSNorm, including those of queries and keys. Many Llama
     checkpoints use 1e-6.
     """
     layer_norm_eps: float = Field(1e-5, gt=0)
     """Added to the variance in every LayerNorm."""
     embedding_scale: float = Field(1.0, gt=0)
-    """Factor of the token embedding; Gemma's is the square root of d_model."""
+    """Factor of the token embedding. Gemma's is the square root of d_model."""
     logit_scale: float = Field(1.0, gt=0)
     """Factor of the logits, before model.logit_softcap."""
     window: int | None = Field(None, ge=1)
-    """Keys that a query sees, its own included; None means all up to its own."""
+    """Keys that a query sees, its own included. None means all up to its own."""
     full_attention_every: int | None = Field(None, ge=2)
-    """Every n-th layer sees all keys, whatever `window`; None means that it holds for every
+    """Every n-th layer sees all keys, whatever `window`. None means that it holds for every
     layer.
     """
     attention_softcap: float | None = Field(None, gt=0)
-    """Limit the scores of attention to plus or minus this value with a tanh; None means no
+    """Limit the scores of attention to plus or minus this value with a tanh. None means no
     limit.
     """
     dropout: float = Field(0.0, ge=0, lt=1)
@@ -142,7 +142,7 @@ class TransformerConfig(LanguageModelConfig):
 
     @property
     def num_positions(self) -> int:
-        """Positions of the model; 1,024 if they were never set."""
+        """Positions of the model. 1,024 if they were never set."""
         return self.max_seq_len or 1024
 
     @property
@@ -501,8 +501,8 @@ class Transformer(EmbeddingModel):
     def decoder(self, max_tokens: int | None = None) -> Decoder:
         """Return a decoder that caches the keys and values of each layer, within its window if any.
 
-        Memory: 2 L B G C elements per token, for at most `max_tokens` or model.window tokens;
-                allocated at the first read.
+        Memory: 2 L B G C elements per token, for at most `max_tokens` or model.window tokens.
+                Allocated at the first read.
         """
         return CachingDecoder(self, self.token_limit(max_tokens))
 

@@ -17,7 +17,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Ops:
-    """The functions that a model is built with; speedups replace them."""
+    """The functions that a model is built with. Speedups replace them."""
 
     attention: Callable[..., Tensor]
     """Defined by `flatout.ops.attention.reference`."""

@@ -38,7 +38,7 @@ MOST_FLASH, AMPERE = 256, 8
 """The largest head size of the flash kernel, and the oldest GPUs that it runs on."""
 FLEX_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 Mask = Tensor | BlockMask | None
-"""What is added to the scores, 0 or minus infinity, (T, S) or (B, 1, T, S); or the blocks of
+"""What is added to the scores, 0 or minus infinity, (T, S) or (B, 1, T, S), or the blocks of
 FlexAttention.
 """
 
@@ -56,7 +56,7 @@ def reference(
     """Return the values of the visible keys, weighted by the softmax of the scaled scores.
 
     The queries are the last T of the S positions. A query sees its own position and earlier ones:
-    with `window`, only the last `window` positions, its own included; with `doc_ids_BS`, only
+    with `window`, only the last `window` positions, its own included, and with `doc_ids_BS`, only
     positions of its own document. Query head h reads key head h // (H / G). `softcap` limits the
     scaled scores to plus or minus that value with a tanh. `mask` is the mask of these documents
     and this window, if `masks` has built it for all layers. Masked keys and values have no effect
@@ -201,7 +201,7 @@ def masks(
     windows: Iterable[int | None],
     dtype: torch.dtype,
 ) -> dict[int | None, Mask]:
-    """Return the `mask` of a micro-batch by window, for all layers; without those of whole rows.
+    """Return the `mask` of a micro-batch by window, for all layers, without those of whole rows.
 
     `dtype` is that of queries and keys.
 
@@ -236,7 +236,7 @@ def block_mask(tokens_BT: Tensor, doc_ids_BS: Tensor | None, window: int | None)
 
     It lists which key blocks a query block reads, and which of these need no masking. It is derived
     from the first and last position and the smallest and largest document id of each block, so no
-    T x T mask is built. A block is skipped only if no pair in it is visible; the converse holds if
+    T x T mask is built. A block is skipped only if no pair in it is visible. The converse holds if
     ids never decrease along a row, as in packed rows. An incomplete last block never counts as
     fully visible.
 
@@ -271,7 +271,7 @@ def _some_and_all_visible(
     first_N = torch.arange(num_blocks, device=device) * BLOCK_TOKENS
     last_N = (first_N + BLOCK_TOKENS - 1).clamp_max(num_tokens - 1)
     is_full_N = last_N - first_N == BLOCK_TOKENS - 1
-    # Distances from keys to queries; query blocks are rows.
+    # Distances from keys to queries. Query blocks are rows.
     least_NN, most_NN = first_N[:, None] - last_N, last_N[:, None] - first_N
     some_BNN = (most_NN >= 0)[None]
     all_BNN = ((least_NN >= 0) & is_full_N[:, None] & is_full_N)[None]

@@ -32,7 +32,7 @@ LOGITS_IN_CACHE = 2**20
 FAKE_CHUNKS = 3
 """Chunks of a loss on fake tensors: by the second, everything that a chunk holds exists."""
 SCALES = {torch.float16: 2.0**12}
-"""Factors that scale the gradients of the logits before they are rounded to a dtype; the matmuls
+"""Factors that scale the gradients of the logits before they are rounded to a dtype. The matmuls
 divide by them in fp32.
 
 The gradients are computed before the loss scale is known, and float16 represents nothing below
@@ -52,7 +52,7 @@ def reference(
     """Return the summed loss of the targets under softmax(hidden @ weight^T), and their number.
 
     The loss is the negative log-likelihood. A target of -1 is ignored: its hidden state, even NaN,
-    affects neither the loss nor a gradient. With `softcap` c the logits are c tanh(logits / c);
+    affects neither the loss nor a gradient. With `softcap` c the logits are c tanh(logits / c).
     `z_loss` z adds z times the squared log of the softmax denominator for each target. This code,
     with all logits in memory and plain functions, is the definition. Every variant must match it,
     gradients included.
@@ -451,7 +451,7 @@ def _loop(
     """Return the loss and the gradients of hidden states and weight.
 
     A gradient that is not wanted is an empty tensor. That of the hidden states has the dtype of the
-    products, or fp32 when that is float16; that of the weight is accumulated in fp32.
+    products, or fp32 when that is float16. That of the weight is accumulated in fp32.
     """
     total, grad_hidden_ND, grad_weight_VD = _results(
         hidden_ND, weight_VD, has_gradients, is_trained
@@ -517,7 +517,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor, *, alpha: float, be
     """
     if left.is_cuda:
         torch.addmm(total, left, right, out_dtype=total.dtype, alpha=alpha, beta=beta, out=total)
-    elif not isinstance(left, FakeTensor):  # torch 2.11 cannot fake it; it allocates no memory
+    elif not isinstance(left, FakeTensor):  # torch 2.11 cannot fake it. It allocates no memory
         torch.addmm(total, left.float(), right.float(), alpha=alpha, beta=beta, out=total)
 
 

@@ -1,4 +1,4 @@
-"""The product of activations and a weight.
+"""The matmul of activations and a weight.
 
 Letters: N rows, I width in, O width out.
 """
@@ -75,9 +75,9 @@ def _in_bf16(
 
 
 onednn = with_matmul(_by_onednn)
-"""`reference` by oneDNN for fp32 on a CPU, forward and backward; otherwise `reference`.
+"""`reference` by oneDNN for fp32 on a CPU, forward and backward, otherwise `reference`.
 
-torch uses MKL for fp32 matmuls on a CPU, which on CPUs not made by Intel uses 256-bit vectors;
+torch uses MKL for fp32 matmuls on a CPU, which on CPUs not made by Intel uses 256-bit vectors.
 oneDNN, which torch also includes, uses 512-bit vectors where they exist. The order of summation
 differs, so results are equal up to rounding.
 """

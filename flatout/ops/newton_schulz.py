@@ -11,7 +11,7 @@ from torch import Tensor
 from flatout.ops import at_least_fp32, linear
 
 QUINTIC = (3.4445, -4.7750, 2.0315)
-"""Coefficients of X, XX'X and XX'XX'X: steep at 0, so that small singular values grow fast; the
+"""Coefficients of X, XX'X and XX'XX'X: steep at 0, so that small singular values grow fast. The
 values end up near 1 without converging to it.
 """
 ITERATIONS = 5
@@ -53,7 +53,7 @@ def batched(matrices_NRC: Tensor) -> Tensor:
 def onednn(matrices_NRC: Tensor) -> Tensor:
     """`reference` with the matmuls of `flatout.ops.linear.onednn_product`, for fp32 on a CPU.
 
-    oneDNN computes left @ right'; G is symmetric, so no copy is needed.
+    oneDNN computes left @ right'. G is symmetric, so no copy is needed.
 
     Shapes:  as `reference`.
     Returns: as `reference`.

@@ -195,7 +195,7 @@ class _Scan(torch.autograd.Function):
 
 
 def _reversed(tensor: Tensor) -> Tensor:
-    """Return, for each token from the last to the first, the value at the next one; zeros first."""
+    """Return, for each token from the last to the first, the value at the next one, zeros first."""
     return torch.cat((tensor[:, 1:], torch.zeros_like(tensor[:, :1])), dim=1).flip(1)
 
 

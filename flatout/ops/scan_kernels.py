@@ -4,7 +4,7 @@ A program walks one chunk of one row for a block of eigenstates, with the state 
 Complex numbers are stored as K real parts, then K imaginary parts. The loads of a program do not
 depend on its state, so those of several steps are in flight before the first is used.
 
-Letters: k the eigenstates of a program; `at` counts steps over all rows.
+Letters: k the eigenstates of a program, `at` counts steps over all rows.
 """
 
 import triton
@@ -37,7 +37,7 @@ def _reset(left, right, reset, CUT: tl.constexpr):
 
 @triton.jit
 def _load(pointer, at, k, mask, COUNT: tl.constexpr):
-    """Load a complex number per eigenstate; zero where masked."""
+    """Load a complex number per eigenstate, zero where masked."""
     source = pointer + at * 2 * COUNT + k
     return tl.load(source, mask=mask, other=0.0).to(tl.float32), tl.load(
         source + COUNT, mask=mask, other=0.0
@@ -205,7 +205,7 @@ def gradients(
     """Walk a chunk backward and store all gradients, those of fixed eigenvalues summed over it.
 
     The gradient g of a state, times the conjugate eigenvalue, is the gradient of the state before,
-    s; that times the conjugate of s is the gradient of the eigenvalue's logarithm: the real part is
+    s. That times the conjugate of s is the gradient of the eigenvalue's logarithm: the real part is
     for log_decay, the imaginary part for angle.
     """
     row, chunk, k = _program(chunks, COUNT, BLOCK)

@@ -4,8 +4,8 @@ There are three passes. First, each program walks one chunk from a state of zero
 final state. The states that enter the chunks follow the same recurrence over these final states and
 are computed the same way. Then each program walks its chunk again from the state that enters it,
 and stores every state. Backward is the same from the last token to the first, with conjugate
-eigenvalues; its last pass also computes the gradients of the eigenvalues. The drive and the
-gradient are read twice, states and results are written once; nothing else grows with the number of
+eigenvalues. Its last pass also computes the gradients of the eigenvalues. The drive and the
+gradient are read twice, states and results are written once. Nothing else grows with the number of
 tokens.
 
 Letters: B rows, T tokens, K eigenstates, E = 2 K: K real parts, then K imaginary parts; S steps:
@@ -45,9 +45,9 @@ class _Steps:
     drive: Tensor
     """The drive of each step (B, S, E)."""
     first: Tensor
-    """Eigenvalues by level (F, E) when fixed; logarithms (B, S, K) when polar."""
+    """Eigenvalues by level (F, E) when fixed, logarithms (B, S, K) when polar."""
     second: Tensor
-    """Angles (B, S, K) when polar; otherwise unused."""
+    """Angles (B, S, K) when polar, otherwise unused."""
     form: str
     resets: Tensor | None
     """Where a document starts (B, S), bytes."""
@@ -105,7 +105,7 @@ class _Steps:
         return replace(over_chunks, first=logs_BNK, second=angles_BNK)
 
     def entering(self, start_BE: Tensor | None) -> Tensor | None:
-        """Return the state that enters each chunk (B, N, E); None means zeros."""
+        """Return the state that enters each chunk (B, N, E). None means zeros."""
         if self.chunks == 1:
             return start_BE
         above = self.above()
@@ -117,7 +117,7 @@ class _Steps:
 
 
 def _kernels() -> ModuleType:
-    """Import the kernels; inside a custom op, since compilers cannot trace it.
+    """Import the kernels, inside a custom op, since compilers cannot trace it.
 
     Raises: MissingPackage when Triton is not installed.
     """

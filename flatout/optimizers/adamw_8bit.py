@@ -39,7 +39,7 @@ class AdamW8bit(Optimizer):
     """AdamW with torchao's moments for the tensors it quantises, torch's fused one for the rest.
 
     The state contains plain tensors, as a checkpoint does. A quantised moment is stored as codes,
-    under torch's own name, and scales, under NAME_scale; the code tables come from the package. A
+    under torch's own name, and scales, under NAME_scale. The code tables come from the package. A
     step changes nothing if the attribute `found_inf` is 1, see `step_with_flag`.
     """
 
@@ -83,7 +83,7 @@ class AdamW8bit(Optimizer):
             self._fp32.step()
         else:
             step_with_flag(self._fp32, skip)
-        # Each shape compiles once; torch's limit is for code that recompiles again and again.
+        # Each shape compiles once. torch's limit is for code that recompiles again and again.
         with disable_cache_limit():
             for group in self.param_groups:
                 rate = torch.tensor(group["lr"])  # a tensor, so that a new rate does not recompile

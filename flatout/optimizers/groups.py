@@ -80,7 +80,7 @@ def optimizers_of(
         actual = single + type(result).__name__ if result else repr(result)
         raise ConfigError(
             f"The optimizer {kind} returned {actual}, not a tuple of torch optimizers.",
-            fix=f"{as_documented}; for a single one: (optimizer,).",
+            fix=f"{as_documented}. For a single one: (optimizer,).",
         )
     if any("peak_lr" not in group for one in result for group in one.param_groups):
         raise ConfigError(

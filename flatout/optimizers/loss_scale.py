@@ -2,7 +2,7 @@
 
 The loss is multiplied by a scale so that small gradients do not underflow. The gradients are
 divided by it before they are clipped. A step whose gradients are not finite is skipped and the
-scale is halved; after `growth_interval` finite steps in a row the scale doubles.
+scale is halved. After `growth_interval` finite steps in a row the scale doubles.
 
 Source: Micikevicius et al. 2018, arXiv:1710.03740, section 3.2.
 """

@@ -22,9 +22,9 @@ class Moments:
     field: str
     """A field that no other kind has."""
     speedup: str | None = None
-    """The speedup that uses this kind; None for plain optimizers."""
+    """The speedup that uses this kind. None for plain optimizers."""
     like_the_parameter: tuple[str, ...] | None = None
-    """The fields that are fp32 tensors of the parameter's shape; None for other layouts."""
+    """The fields that are fp32 tensors of the parameter's shape. None for other layouts."""
     numbers: tuple[str, ...] = ()
     """Additional fields that are tensors of one number."""
 
@@ -44,7 +44,7 @@ KINDS = (TORCHAO, FP32, MOMENTUM)
 
 
 def kept_by(optimizer: Optimizer, parameter: Tensor) -> Moments | None:
-    """Return the state that an optimizer keeps for a parameter; None if unknown.
+    """Return the state that an optimizer keeps for a parameter. None if unknown.
 
     Shapes: parameter of any shape.
     """

@@ -1,4 +1,4 @@
-"""Muon for the matrices of the hidden layers: orthogonalised momentum; AdamW for everything else.
+"""Muon for the matrices of the hidden layers: orthogonalised momentum. AdamW for everything else.
 
 A parameter that the model declares as several stacked matrices, such as a fused query-key-value
 weight, is orthogonalised part by part: each part has its own singular values.
@@ -103,12 +103,12 @@ class Muon(LightOptimizer):
     """Nesterov momentum, orthogonalised by Newton-Schulz iterations, with decoupled weight decay.
 
     It is for matrices only. `stacked_rows` maps a parameter that stacks several matrices to their
-    row counts; they share a momentum buffer. `apart` are those whose matrices ranks that share
+    row counts. They share a momentum buffer. `apart` are those whose matrices ranks that share
     layers have whole, each some of them. `newton_schulz` is a function of
     `flatout.ops.newton_schulz`. Matrices of one shape, or of one shape and its transpose, are
     iterated together. A sharded parameter is orthogonalised by one of the ranks that share it:
     shards of its direction go there, and those of its step come back, in bf16 on CUDA, while
-    another one is iterated. Momentum stays sharded. A step changes nothing if the attribute
+    a different one is iterated. Momentum stays sharded. A step changes nothing if the attribute
     `found_inf` is 1, see `step_with_flag`.
 
     Source: Jordan et al. 2024, kellerjordan.github.io/posts/muon; scale and decay of Liu et al.
@@ -193,7 +193,7 @@ class Muon(LightOptimizer):
         alpha: float,
         skip: Tensor | None,
     ) -> None:
-        """Update this rank's shards; each rank orthogonalises some of the parameters.
+        """Update this rank's shards. Each rank orthogonalises some of the parameters.
 
         Ranks that share layers have a part of each matrix: they gather it, and each keeps its part
         of the step.

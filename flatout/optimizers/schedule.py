@@ -1,6 +1,6 @@
 """The learning rate as a pure function of the optimizer step, with no state to save.
 
-Steps count from 0 to total_steps - 1. After a linear warm-up the rate is at its peak; `cosine`,
+Steps count from 0 to total_steps - 1. After a linear warm-up the rate is at its peak. `cosine`,
 `linear` and `wsd` reach `min_lr` at the last step. A run of one step trains at the peak.
 """
 
@@ -16,7 +16,7 @@ from flatout.registry import unknown_name
 def factor(config: ScheduleConfig, peak_lr: float, step: int, total_steps: int) -> float:
     """Return the factor of the peak learning rate at `step`.
 
-    It is above 0 and at most 1 before the last step; steps past the end get the last step's factor.
+    It is above 0 and at most 1 before the last step. Steps past the end get the last step's factor.
 
     Raises: ConfigError for an unknown schedule, with the nearest name.
     """

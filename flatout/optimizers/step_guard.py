@@ -36,7 +36,7 @@ class StepGuard:
     window too, so that a limit can never stay below all norms.
 
     Cost: a dozen operations on single numbers per step, with `spikes` about twenty more on the
-          window; nothing waits for the device.
+          window. Nothing waits for the device.
     """
 
     def __init__(
@@ -54,9 +54,9 @@ class StepGuard:
         self.most = most
         self.spikes = spikes
         self.streak = torch.zeros((), device=device)
-        """Updates skipped in a row, up to the last step; a new tensor at each step."""
+        """Updates skipped in a row, up to the last step. A new tensor at each step."""
         self.skipped = torch.zeros((), device=device)
-        """All updates skipped in the run; a new tensor at each step."""
+        """All updates skipped in the run. A new tensor at each step."""
         self.limit = torch.full((), math.inf, device=device)
         """Gradient norm beyond which the last step would have been a spike."""
         self.waited_s = 0.0
@@ -121,7 +121,7 @@ class StepGuard:
         }
 
     def load_state_dict(self, state: JsonObject) -> None:
-        """Restore a state that `state_dict` returned, possibly under another limit of bad steps."""
+        """Restore a state that `state_dict` returned, possibly under a different limit."""
         self.streak = torch.full_like(self.streak, min(int(state["streak"]), self.most - 1))
         self.skipped = torch.full_like(self.skipped, int(state["skipped"]))
         if self.spikes is not None and len(state["logs"]) == WINDOW:

@@ -90,7 +90,7 @@ class Context:
         return torch.cat([parts[start] for start in sorted(parts)], dim)
 
     def of_ranks(self, own: Tensor) -> Tensor:
-        """Return the tensors of all ranks, of one shape, stacked; gradients return to their ranks.
+        """Return the tensors of all ranks, of one shape, stacked. Gradients return to their ranks.
 
         Shapes:  any; returns (R, ...).
         """

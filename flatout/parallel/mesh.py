@@ -3,7 +3,7 @@
 Processes form a rectangle of `replicate` rows and `shard` columns: each row shares one copy of the
 model. It is copied to every process (DDP), sharded (fully_shard), or both (HSDP). `context`
 consecutive processes share the tokens of each row of a batch. The others have separate rows.
-With `tensor`, that many consecutive processes stand in each place: they share every layer. Losses
+With `tensor`, that many consecutive processes are in each place: they share every layer. Losses
 and counts are summed over all processes. Each has those of its own tokens.
 """
 
@@ -49,14 +49,14 @@ class Mesh(Ranks):
     shard: int = 1
     device: torch.device = CPU
     device_mesh: DeviceMesh | None = None
-    """The dimensions `replicate`, `shard` and, if layers are shared, `tensor`; None: none of it."""
+    """The dimensions `replicate`, `shard` and, if layers are shared, `tensor`. None: none of it."""
     reshard: bool = True
     tensor: int = 1
     offloads: bool = False
     """Whether weights, gradients and optimizer state are in host memory."""
     context: int = 1
     context_group: dist.ProcessGroup | None = None
-    """The processes that share this one's rows; None: they are its own."""
+    """The processes that share this one's rows. None means they are its own."""
 
     @property
     def weights_device(self) -> torch.device:
@@ -179,7 +179,7 @@ def wrap(model: nn.Module, mesh: Mesh, *, gathers: torch.dtype | None = None) ->
     processes.
 
     With `gathers` the weights of the blocks are gathered and used in that dtype, under autocast to
-    it; hidden states keep their dtype, gradients are summed in fp32, and each process keeps its
+    it. Hidden states keep their dtype, gradients are summed in fp32, and each process keeps its
     shard unchanged. The embedding, the final norm and the output weight are gathered in their own
     dtype: a narrow embedding would make all hidden states narrow.
     """

@@ -34,7 +34,7 @@ OTHER_PORT = (
     "free one."
 )
 OF_A_GPU = "cpu:gloo,cuda:nccl"
-"""NCCL moves tensors of GPUs; objects, such as the plan of a run, and offloaded tensors take the
+"""NCCL moves tensors of GPUs. Objects, such as the plan of a run, and offloaded tensors take the
 CPU's way.
 """
 START_TIMEOUT_S = 600.0
@@ -263,7 +263,7 @@ def _ended_by_signals() -> Iterator[None]:
 def _progress_reported(ranks: Ranks, address: str) -> Iterator[None]:
     """Report every few seconds, from a thread, that this process waits for the others.
 
-    Every process reports, since the main one may be missing.
+    Every process reports, since rank 0 may be the missing one.
     """
     connected = threading.Event()
 
@@ -296,7 +296,7 @@ def disconnect() -> None:
     if not dist.is_initialized():
         return
     dist.destroy_process_group()
-    gc.collect()  # sharded models keep their groups in cycles; freeing a group joins its threads
+    gc.collect()  # sharded models keep their groups in cycles. Freeing a group joins its threads
     time.sleep(RELEASE_S)
 
 

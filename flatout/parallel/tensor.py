@@ -120,7 +120,7 @@ class _Scatter(torch.autograd.Function):
 
 
 def split_of(mesh: DeviceMesh) -> Split:
-    """Return this rank's part of layers; all of them if no ranks of the mesh share layers."""
+    """Return this rank's part of layers, all of them if no ranks of the mesh share layers."""
     if TENSOR not in (mesh.mesh_dim_names or ()):
         return Split(None, 0, 1)
     return Split(mesh.get_group(TENSOR), mesh.get_local_rank(TENSOR), mesh[TENSOR].size())
@@ -135,7 +135,7 @@ def is_shared(tensor: Tensor | None) -> TypeGuard[DTensor]:
 
 
 def local(parameter: P) -> P:
-    """Return this rank's part of a parameter that ranks share; others unchanged.
+    """Return this rank's part of a parameter that ranks share. Others unchanged.
 
     Shapes:  any.
     """

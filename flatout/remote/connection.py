@@ -20,7 +20,7 @@ Access = Literal["read", "write"]
 
 ATTEMPTS = 5
 FIRST_PAUSE_S = 0.5
-"""Pause before the second attempt; it doubles each time."""
+"""Pause before the second attempt. It doubles each time."""
 CONNECT_TIMEOUT_S = 30.0
 STALL_TIMEOUT_S = 60.0
 """A request is retried when a web server sends nothing for this long."""
@@ -45,7 +45,7 @@ _INTERPRETING = {"reference"}
 `reference://` with full Jinja, which can run code.
 """
 _BUGS = (ArithmeticError, AssertionError, AttributeError, NameError, TypeError)
-"""Errors of a program, not of a network: a retry would hide them."""
+"""Errors in the code, not in the network: a retry would hide them."""
 _REFUSED = {
     errno.EACCES,
     errno.EPERM,
@@ -191,7 +191,7 @@ def _root_cause(url: str, error: BaseException) -> BaseException:
 
 
 def _message_of(error: BaseException) -> str:
-    """Return an error's message in one line; for an HTTP error, its status and reason."""
+    """Return an error's message in one line. For an HTTP error, its status and reason."""
     if hasattr(error, "status") and hasattr(error, "message"):
         return f"{error.status} {error.message}".strip()
     return next((line for line in str(error).splitlines() if line.strip()), "").strip().rstrip(".")

@@ -76,7 +76,7 @@ def _complete(url: str, part: Path, task: Task) -> bool:
             return False
     except DataError as error:
         kept = part.stat().st_size if part.is_file() else 0
-        more = f" The first {kept:,} bytes are kept; the next run resumes there." if kept else ""
+        more = f" The first {kept:,} bytes are kept. The next run resumes there." if kept else ""
         raise DataError(
             error.what + more,
             fix="Check the network and try again, or pass the file with --from FILE.",

@@ -39,7 +39,7 @@ from flatout.remote.urls import is_local, protocol_of
 
 MANIFEST, CLAIM = "manifest.json", "upload.json"
 PART_BYTES = 8 << 20
-"""Larger files are sent in parts of this size; S3 derives its checksum from those of the parts."""
+"""Larger files are sent in parts of this size. S3 derives its checksum from those of the parts."""
 _S3_OPTIONS = {"chunksize": PART_BYTES, "max_concurrency": 1}
 _GCS_OPTIONS = {"chunksize": PART_BYTES}
 _WRITE_OPTIONS = {"s3": _S3_OPTIONS, "s3a": _S3_OPTIONS, "gs": _GCS_OPTIONS, "gcs": _GCS_OPTIONS}
@@ -66,7 +66,7 @@ class Wanted(NamedTuple):
 
     name: str
     size_bytes: int | None
-    """Its size; None when the manifest does not have it."""
+    """Its size. None when the manifest does not have it."""
     problem: Callable[[Path], str | None]
     """Returns what is wrong with a copy of it, as a sentence that names its path, or None."""
 
@@ -92,7 +92,7 @@ class RemoteFolder:
         self._options = _WRITE_OPTIONS.get(protocol_of(url), {})
 
     def files(self) -> dict[str, Description]:
-        """Return the descriptions of the directory's files by name; empty when it does not exist.
+        """Return the descriptions of the directory's files by name. Empty when it does not exist.
 
         What a kill left of a file that was being written does not count.
         """
@@ -154,7 +154,7 @@ class RemoteFolder:
     ) -> None:
         """Send a file unless `sent` describes the same content, and check what has arrived.
 
-        Raises: DataError when it differs from the file; it is then removed.
+        Raises: DataError when it differs from the file. It is then removed.
         """
         if sent is not None and self.holds(path, entry, sent):
             advance(entry.size_bytes)

@@ -17,7 +17,7 @@ INTERRUPTED_WAIT_S = 2.0
 """How long an interrupted caller waits for the threads. Each stops at its next block."""
 
 Advance = Callable[[int], None]
-"""Reports bytes as transferred; raises CancelledError when another transfer has failed."""
+"""Reports bytes as transferred. Raises CancelledError when another transfer has failed."""
 
 
 def transfer_all(

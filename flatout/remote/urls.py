@@ -27,5 +27,5 @@ def is_web(url: str) -> bool:
 
 
 def name_in(url: str) -> str:
-    """Return a path or URL unchanged; for a web URL, return only its path, without the query."""
+    """Return a path or URL unchanged. For a web URL, return only its path, without the query."""
     return urllib.parse.urlsplit(url).path if is_web(url) else url

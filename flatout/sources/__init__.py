@@ -62,14 +62,14 @@ class Document:
     prompt: str = ""
     """Text before the document, excluded from the loss."""
     examples: Examples = ()
-    """The examples of a conversation, and `text` is that of all; empty for other documents."""
+    """The examples of a conversation, and `text` is that of all. Empty for other documents."""
     request: Request | None = None
     """A conversation that `ReadTask.rows` renders."""
 
 
 @dataclass(frozen=True, slots=True)
 class BadRow:
-    """A row that should have been a document; `--on-bad-row` raises it, or skips and counts it."""
+    """A row that should have been a document. `--on-bad-row` raises it, or skips and counts it."""
 
     what: str
     """The problem, as the rest of a sentence that starts with the location: `is not JSON`."""
@@ -81,7 +81,7 @@ class BadRow:
     unread_bytes: int = 0
     """Approximate bytes of text lost, when the row represents the rest of a damaged piece."""
     encoding: str | None = None
-    """The probable encoding of a row that is not UTF-8; see NotUtf8."""
+    """The probable encoding of a row that is not UTF-8. See NotUtf8."""
 
     @classmethod
     def of(
@@ -116,14 +116,14 @@ Row = Document | BadRow | LeftOut
 
 @dataclass(frozen=True)
 class ReadTask:
-    """The part of a source that one process reads; pickled, so `read` is a module's function."""
+    """The part of a source that one process reads, pickled: `read` is a module's function."""
 
     read: Callable[..., Iterable[Row | str]]
     arguments: tuple[Any, ...]
     fingerprint: str
-    """Changes with the documents; empty when an earlier task's fingerprint covers them."""
+    """Changes with the documents. Empty when an earlier task's fingerprint covers them."""
     num_bytes: int = 0
-    """Approximate bytes to read; 0 when unknown."""
+    """Approximate bytes to read. 0 when unknown."""
     files: tuple[InputFile, ...] = ()
     """The files covered by the fingerprint, as they were when listed."""
     paths: tuple[str, ...] = ()

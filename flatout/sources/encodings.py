@@ -19,7 +19,7 @@ from flatout.remote.urls import is_url
 from flatout.sources.packed import Unread, converted, open_bytes
 
 SAMPLE_BYTES = 2048
-"""Bytes examined around the first byte that is not UTF-8; more hardly helps."""
+"""Bytes examined around the first byte that is not UTF-8. More rarely helps."""
 SHOWN_BYTES = 32
 """Bytes of these that a message shows."""
 _MARKS = (
@@ -28,7 +28,7 @@ _MARKS = (
     (codecs.BOM_UTF16_LE, "UTF-16"),
     (codecs.BOM_UTF16_BE, "UTF-16"),
 )
-"""Byte order marks; UTF-32 comes first because its mark starts with that of UTF-16."""
+"""Byte order marks. UTF-32 comes first because its mark starts with that of UTF-16."""
 _BLOCK = 1 << 18
 _USUAL = "CP1252"
 _GUESSED = [
@@ -49,21 +49,21 @@ def explain(path: str, offset: int) -> tuple[str, str, str | None]:
     """Return what a non-UTF-8 file seems to be, the fix, and the encoding as of `encoding_of`."""
     known = None if is_url(path) else recognise(Path(path))
     if known is not None:
-        return f"; it is {known.name}", known.fix, None
+        return f". It is {known.name}", known.fix, None
     encoding = None if is_url(path) else encoding_of(path, offset)
     if encoding == BINARY:
-        return "; it looks like a binary file", f"Name only text files{OR_SKIP}.", encoding
+        return ". It looks like a binary file", f"Name only text files{OR_SKIP}.", encoding
     if encoding is None:
         return "", f"Name its encoding, --encoding NAME{OR_SKIP}.", None
     return (
-        f"; it looks like {encoding}{_as_read(path, offset, encoding)}",
+        f". It looks like {encoding}{_as_read(path, offset, encoding)}",
         f"Add --encoding {encoding}{OR_SKIP}.",
         encoding,
     )
 
 
 def _as_read(path: str, offset: int, encoding: str) -> str:
-    """Return the text around a byte as decoded in an encoding; empty for UTF-16 and UTF-32."""
+    """Return the text around a byte as decoded in an encoding. Empty for UTF-16 and UTF-32."""
     if encoding.startswith("UTF"):
         return ""
     with open_bytes(path) as file:
@@ -77,7 +77,7 @@ def _as_read(path: str, offset: int, encoding: str) -> str:
 
 
 def codec_of(name: str | None) -> str | None:
-    """Return Python's name for an encoding; None for UTF-8, the default.
+    """Return Python's name for an encoding. None for UTF-8, the default.
 
     Raises: DataError with the nearest name when it is unknown.
     """

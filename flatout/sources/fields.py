@@ -29,7 +29,7 @@ from flatout.sources import BadRow, Document, Location, Row
 ROW_BYTES = 8 << 20
 """A longer row is a bad row: memory holds several copies, with up to four bytes per character."""
 _TEXT = "text"
-"""The field that is read unless another is named."""
+"""The field that is read unless a different one is named."""
 _MISSING = object()
 _CHAT_FORMS = (
     "Name the field with the turns with --text-field. A prompt and its answer in two fields need "
@@ -56,7 +56,7 @@ class Fields:
     text: str = _TEXT
     """The field with the text, or with the turns of a conversation."""
     prompt: str | None = None
-    """The field with preceding text that is excluded from the loss; null and empty: no prompt."""
+    """The field with preceding text that is excluded from the loss. Null or empty: no prompt."""
     chat: Renderer | None = None
     """Writes the turns as text, when rows are conversations."""
     beside: tuple[str, ...] = ()
@@ -72,7 +72,7 @@ class Fields:
         """Return the fields of rows that have fields of these names.
 
         Conversations are in the first of CHAT_FIELDS that there is, or in ALPACA_FIELDS, or in
-        PROMPT and COMPLETION, unless another field is named.
+        PROMPT and COMPLETION, unless a different field is named.
         """
         if self.chat is None or self.beside:
             return self

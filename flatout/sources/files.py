@@ -1,6 +1,6 @@
 """Files, local or remote, compressed or not.
 
-Text and HTML are one document per file; JSONL, JSON, CSV and Parquet are one document per row.
+Text and HTML are one document per file. JSONL, JSON, CSV and Parquet are one document per row.
 """
 
 from __future__ import annotations
@@ -233,7 +233,7 @@ def _sizes(paths: list[str]) -> set[int]:
 
 
 def _identity_of(path: str, sizes: set[int]) -> str | None:
-    """Return a key that identifies a file; None for a local file whose size is not in `sizes`."""
+    """Return a key that identifies a file. None for a local file whose size is not in `sizes`."""
     if is_url(path):
         return path
     size = Path(path).stat().st_size

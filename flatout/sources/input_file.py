@@ -18,13 +18,13 @@ class Piece:
     start: int
     """Its first byte, or row group."""
     end: int | None
-    """The byte or row group after it; None for the end of the file."""
+    """The byte or row group after it. None for the end of the file."""
     num_bytes: int
     """Approximate bytes of text."""
     first_row: int = 0
     """Number of rows before the row groups."""
     encoding: str | None = None
-    """Encoding of the text; None for UTF-8."""
+    """Encoding of the text. None for UTF-8."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class InputFile:
     """Its name inside the directory or pattern, or its URL."""
     size: int
     mark: str = ""
-    """The server's checksum or date of its content; for a local file, the fingerprint with `limit`.
+    """The server's checksum or date of its content. For a local file, the fingerprint with `limit`.
     """
     listed: str = ""
     """The URL that was listed to find it: its own, a directory's, or a pattern."""

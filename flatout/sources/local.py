@@ -140,7 +140,7 @@ def full_suffix_of(name: str) -> str:
 
 
 def is_hidden(name: str) -> bool:
-    """Return whether a part of a path starts with a dot; directories skip such files."""
+    """Return whether a part of a path starts with a dot. Directories skip such files."""
     return any(piece.startswith(".") for piece in name.split("/"))
 
 
@@ -203,7 +203,7 @@ def _identity(file: Path) -> Identity:
 
 
 def _require_listable(pattern: str) -> None:
-    """Check that every directory a pattern searches can be listed; glob treats others as empty.
+    """Check that every directory a pattern searches can be listed: glob treats others as empty.
 
     Raises: OSError for the first directory that cannot be listed.
     """

@@ -28,7 +28,7 @@ class NotUtf8(Unread):
     def __init__(self, what: str, *, fix: str, encoding: str | None = None) -> None:
         super().__init__(what, fix=fix)
         self.encoding = encoding
-        """The probable encoding, or BINARY; None when unknown."""
+        """The probable encoding, or BINARY. None when unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class LongText:
     sha256: bytes
     """SHA-256 of those bytes."""
     encoding: str | None = None
-    """Encoding of the file; None for UTF-8."""
+    """Encoding of the file. None for UTF-8."""
 
     def __len__(self) -> int:
         return self.stop - self.start

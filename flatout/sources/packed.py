@@ -24,11 +24,11 @@ CANNOT_BE_READ = "cannot be read"
 
 
 class Damaged(OSError):
-    """Compressed bytes that cannot be decompressed; readers report a bad row."""
+    """Compressed bytes that cannot be decompressed. Readers report a bad row."""
 
 
 class Unread(DataError):
-    """A file that cannot be read past some point; readers report the rest as a bad row."""
+    """A file that cannot be read past some point. Readers report the rest as a bad row."""
 
     reason = CANNOT_BE_READ
     """Reason under which the row is counted."""
@@ -93,7 +93,7 @@ def unreadable(path: str, error: Exception) -> DataError:
 
 
 class ConvertedFile(io.RawIOBase):
-    """A file's content as pieces of converted bytes; closing it closes the file."""
+    """A file's content as pieces of converted bytes. Closing it closes the file."""
 
     def __init__(self, file: IO[bytes], pieces: Iterator[bytes]) -> None:
         self._file = file

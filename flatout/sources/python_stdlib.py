@@ -47,7 +47,7 @@ SOURCE = python_stdlib
 
 
 def choose(root: Path) -> list[str]:
-    """Return the files to read, relative to `root`, sorted; tests only fill up to ENOUGH_BYTES."""
+    """Return the files to read, relative to `root`, sorted. Tests only fill up to ENOUGH_BYTES."""
     names = []
     for folder, inside, files in os.walk(root):
         inside[:] = [name for name in inside if name not in _OUTSIDE]

@@ -48,13 +48,13 @@ SPEEDUP = Speedup(
         "optimizer": adamw_8bit,
         "moments": lazy("flatout.optimizers.adamw_8bit:moment_bytes"),
     },
-    saves="memory: AdamW's moments take 2 bytes per weight instead of 8; those of small "
+    saves="memory: AdamW's moments take 2 bytes per weight instead of 8, but those of small "
     "tensors stay in fp32",
     tolerance=Tolerance.statistical(),
     why_not=first_of(needs_package("torchao", extra="adamw-8bit"), without_compiler, _sharded),
     rank=720,
     auto={
-        "cpu": Off("it is slower on a CPU; use it where memory is short"),
+        "cpu": Off("it is slower on a CPU: use it where memory is short"),
         "cuda": Off("use it where memory is short"),
     },
 )

@@ -5,7 +5,7 @@ from flatout.assembly.recipe import Off, On, Speedup, Tolerance, lazy
 SPEEDUP = Speedup(
     name="async-checkpoints",
     fills={"state_saver": lazy("flatout.training.checkpoint.savers:in_background")},
-    saves="time: training waits for a copy of the state, not for the disk; the copy takes as "
+    saves="time: training waits for a copy of the state, not for the disk, and the copy takes as "
     "much host memory as the state",
     tolerance=Tolerance.exact(),
     rank=1030,

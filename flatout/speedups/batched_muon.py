@@ -10,7 +10,7 @@ SPEEDUP = Speedup(
     why_not=lambda _machine, config: (
         None
         if config.optim.kind == "muon"
-        else f"It only applies to Muon, and optim.kind={config.optim.kind}."
+        else f"It only applies to Muon, but optim.kind={config.optim.kind}."
     ),
     rank=310,
     auto={

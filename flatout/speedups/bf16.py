@@ -1,4 +1,4 @@
-"""Matmuls in bfloat16 (autocast); weights, gradients and optimizer state stay fp32."""
+"""Matmuls in bfloat16 (autocast). Weights, gradients and optimizer state stay fp32."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ def _why_not(machine: Machine, config: RunConfig) -> str | None:
 SPEEDUP = Speedup(
     name="bf16",
     fills={"precision": Precision("bf16", autocast="bfloat16")},
-    saves="time and memory: matmuls run on tensor cores, and activations take 2 bytes; "
+    saves="time and memory: matmuls run on tensor cores, and activations take 2 bytes, and "
     "bfloat16 has the range of fp32, so the loss needs no scaling",
     tolerance=Tolerance.rounding(rtol=2e-2),
     why_not=_why_not,
     rank=220,
     auto={
         "cpu": Off(
-            "autocast also casts operations that a CPU runs faster in fp32 (LOG.md); "
-            "bf16-products casts only matmuls",
+            "autocast also casts operations that a CPU runs faster in fp32 (LOG.md), "
+            "while bf16-products casts only matmuls",
             measured=True,
         ),
         "cuda": On(),

@@ -11,8 +11,8 @@ SPEEDUP = Speedup(
         "ops.cross_entropy": lazy("flatout.ops.cross_entropy:bf16"),
         "ops.newton_schulz": lazy("flatout.ops.newton_schulz:bf16"),
     },
-    saves="time: matmuls run at twice the rate of fp32; unlike autocast, it keeps everything "
-    "else in fp32, which is faster on a CPU",
+    saves="time: matmuls run at twice the rate of fp32, and unlike with autocast everything else "
+    "stays in fp32, which is faster on a CPU",
     tolerance=Tolerance.rounding(rtol=2e-2),
     why_not=first_of(
         needs_cpu,

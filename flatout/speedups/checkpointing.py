@@ -2,7 +2,7 @@
 
 from flatout.assembly.recipe import Off, Speedup, Tolerance, lazy
 
-OFF = Off("it costs a third more compute; use it where memory is short", when_short=True)
+OFF = Off("it costs a third more compute: use it where memory is short", when_short=True)
 
 SPEEDUP = Speedup(
     name="checkpointing",

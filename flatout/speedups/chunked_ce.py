@@ -5,12 +5,12 @@ from flatout.assembly.recipe import Off, On, Speedup, Tolerance, lazy
 SPEEDUP = Speedup(
     name="chunked-ce",
     fills={"ops.cross_entropy": lazy("flatout.ops.cross_entropy:chunked")},
-    saves="memory: logits and their gradients exist one chunk at a time; all at once, the "
-    "logits take 6.6 GB in fp32 for 32,768 tokens and a vocabulary of 50,304",
+    saves="memory: logits and their gradients exist one chunk at a time (all at once, the "
+    "logits take 6.6 GB in fp32 for 32,768 tokens and a vocabulary of 50,304)",
     tolerance=Tolerance.rounding(rtol=1e-4),
     rank=610,
     auto={
-        "cpu": Off("bf16-products and onednn also compute the loss; use it where memory is short"),
+        "cpu": Off("bf16-products and onednn also compute the loss: use it where memory is short"),
         "cuda": On(),
     },
 )

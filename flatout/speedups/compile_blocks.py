@@ -3,7 +3,7 @@
 from flatout.assembly.recipe import Off, Speedup, Tolerance, compile_blocks, without_compiler
 
 OFF = Off(
-    "compile fuses more; use compile-blocks where compiling a deep model takes too long",
+    "compile fuses more: use compile-blocks where compiling a deep model takes too long",
     from_minutes=2,
 )
 
@@ -11,7 +11,7 @@ OFF = Off(
 SPEEDUP = Speedup(
     name="compile-blocks",
     fills={"compilation": compile_blocks},
-    saves="time, as compile but without fusion across blocks; compiling 48 blocks takes as "
+    saves="time, as compile but without fusion across blocks, and compiling 48 blocks takes as "
     "long as compiling one",
     tolerance=Tolerance.rounding(rtol=1e-3),
     compiles=True,

@@ -52,8 +52,8 @@ def _with_processes(_machine: Machine, config: RunConfig) -> str | None:
 SPEEDUP = Speedup(
     name="cuda-graphs",
     fills={"zero_grad": zero_in_place, "cuda_graphs": _record},
-    saves="time where kernels are short: the host launches one graph, not hundreds of kernels; "
-    "the memory of gradients and activations stays reserved",
+    saves="time where kernels are short: the host launches one graph, not hundreds of kernels, "
+    "but the memory of gradients and activations stays reserved",
     tolerance=Tolerance.rounding(rtol=1e-3),
     needs=("compile",),
     compiles=True,

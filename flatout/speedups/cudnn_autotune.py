@@ -10,7 +10,7 @@ from flatout.assembly.recipe import Off, Speedup, Tolerance, first_of, needs_gpu
 
 @contextmanager
 def benchmarking() -> Iterator[None]:
-    """Enable cuDNN's benchmark mode; restore the previous setting afterwards."""
+    """Enable cuDNN's benchmark mode. Restore the previous setting afterwards."""
     import torch
 
     before = torch.backends.cudnn.benchmark
@@ -24,8 +24,8 @@ def benchmarking() -> Iterator[None]:
 SPEEDUP = Speedup(
     name="cudnn-autotune",
     fills={"cudnn_benchmark": benchmarking},
-    saves="time in your own models with convolutions; flatout's models have none and should "
-    "gain nothing",
+    saves="time in your own models with convolutions (flatout's models have none and should "
+    "gain nothing)",
     tolerance=Tolerance.rounding(rtol=1e-3),
     why_not=first_of(
         needs_gpu("cuDNN"),

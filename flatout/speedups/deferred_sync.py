@@ -34,7 +34,7 @@ def sync_with_the_last(model: nn.Module, is_last: bool) -> Iterator[None]:
 def _why_not(_machine: Machine, config: RunConfig) -> str | None:
     replicate, is_sharded = config.parallel.replicate, config.parallel.is_sharded
     if replicate in ("auto", 1) and not is_sharded:
-        return "It only applies to several processes, and this run has one."
+        return "It only applies to several processes, but this run has one."
     if config.batch.accumulate == 1:
         return "A step has one micro-batch, so gradients are already synchronised once per step."
     if is_sharded and "deferred-sync" not in config.speedups:

@@ -21,8 +21,8 @@ def _without_mask(_machine: Machine, config: RunConfig) -> str | None:
     if config.data.document_mask or (window is not None and window < config.data.seq_len):
         return None
     return (
-        "There is no mask to skip: it is for data.document_mask=true, or a model.window below "
-        "data.seq_len."
+        "There is no mask to skip: it only helps with data.document_mask=true, or a model.window "
+        "below data.seq_len."
     )
 
 

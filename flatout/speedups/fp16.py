@@ -5,7 +5,7 @@ from flatout.assembly.recipe import Off, On, Precision, Speedup, Tolerance
 SPEEDUP = Speedup(
     name="fp16",
     fills={"precision": Precision("fp16", autocast="float16", loss_scale=2.0**16)},
-    saves="time and memory, as bf16; the loss is scaled so that small gradients do not "
+    saves="time and memory, as bf16, and the loss is scaled so that small gradients do not "
     "underflow, and a step that overflows is skipped",
     tolerance=Tolerance.rounding(rtol=2e-2),
     rank=270,

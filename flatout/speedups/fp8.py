@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 FEWEST_WEIGHTS = 2**22
 """Number of weights of the smallest matmul computed in fp8: below, rounding the factors costs as
 much as the matmul saves. With every layer of the blocks in fp8, a GPT-2 of width 768, whose
-matmuls have up to 2.4 million weights, lost 6% on an H200; one of width 1,536, up to 9.4 million,
+matmuls have up to 2.4 million weights, lost 6% on an H200. One of width 1,536, up to 9.4 million,
 gained 6%.
 """
 LARGEST_IN_WIDTHS = 4
@@ -37,7 +37,7 @@ MULTIPLE = 16
 
 
 def to_fp8(model: LanguageModel, mesh: Mesh | None) -> LanguageModel:
-    """Replace the matmul of each large layer of the blocks; layers, names and weights stay.
+    """Replace the matmul of each large layer of the blocks. Layers, names and weights stay.
 
     Embedding and head are not in the blocks.
     """
@@ -118,7 +118,7 @@ SPEEDUP = Speedup(
     name="fp8",
     fills={"low_precision": to_fp8},
     saves="time: matmuls in the blocks with at least 4 million weights run at up to twice the "
-    "rate of bf16; the others do not change",
+    "rate of bf16, and the others do not change",
     tolerance=Tolerance.statistical(),
     needs=("bf16", "compile"),
     why_not=first_of(

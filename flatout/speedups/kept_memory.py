@@ -17,7 +17,7 @@ PAD_BYTES = 64 << 20
 def keep_freed_memory() -> None:
     """Tell glibc's allocator to return no memory to the system, for the rest of this process.
 
-    By default it maps each large tensor anew, and the system clears every page at first touch.
+    By default it maps every large tensor again, and the system clears every page at first touch.
     With a different C library, on which a run that started with glibc may resume, this does
     nothing.
     Cost: the process keeps the peak of the memory it used.
@@ -39,7 +39,7 @@ SPEEDUP = Speedup(
         lambda _machine, _config: (
             None
             if platform.libc_ver()[0] == "glibc"
-            else "It needs glibc's allocator, and this Python uses a different C library."
+            else "It needs glibc's allocator, but this Python uses a different C library."
         ),
     ),
     rank=810,

@@ -22,7 +22,7 @@ SPEEDUP = Speedup(
     rank=630,
     auto={
         "cuda": Off(
-            "chunked-ce does the same and never waits for the device; which one is faster has "
+            "chunked-ce does the same and never waits for the device. Which one is faster has "
             "not been measured"
         ),
     },

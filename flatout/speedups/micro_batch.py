@@ -32,7 +32,7 @@ def _why_not(_machine: Machine, config: RunConfig) -> str | None:
 SPEEDUP = Speedup(
     name="micro-batch",
     fills={"micro_batch": largest_useful},
-    saves="time: a micro-batch has as many rows as the device uses efficiently; the baseline "
+    saves="time: a micro-batch has as many rows as the device uses efficiently, while the baseline "
     "has at most 12",
     tolerance=Tolerance.rounding(rtol=1e-4),
     why_not=_why_not,

@@ -16,7 +16,7 @@ SPEEDUP = Speedup(
         lambda _machine, config: (
             None
             if config.train.precision in ("auto", "fp32")
-            else f"It only applies to fp32 matmuls, and train.precision={config.train.precision}."
+            else f"It only applies to fp32 matmuls, but train.precision={config.train.precision}."
         ),
     ),
     rank=290,

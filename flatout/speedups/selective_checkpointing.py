@@ -24,7 +24,7 @@ KEPT = {
     "mkldnn::_linear_pointwise",
 }
 """Operations whose recomputation costs much per byte: matmuls, attention and the scan."""
-OFF = Off("it costs some compute; use it where memory is short", when_short=True)
+OFF = Off("it costs some compute: use it where memory is short", when_short=True)
 
 
 def _recompute(model: LanguageModel, _mesh: object) -> LanguageModel:

@@ -5,7 +5,7 @@ from flatout.assembly.recipe import On, Speedup, Tolerance, needs_gpu
 SPEEDUP = Speedup(
     name="tf32",
     fills={"matmul": "high"},
-    saves="time: fp32 matmuls run on tensor cores; bf16 and fp16 matmuls already do",
+    saves="time: fp32 matmuls run on tensor cores, as bf16 and fp16 matmuls already do",
     tolerance=Tolerance.rounding(rtol=5e-3),
     why_not=needs_gpu("TF32", (8, 0)),
     rank=210,

@@ -1,7 +1,7 @@
 """Terminal output: the progress of long operations and runs, and a small loss curve.
 
 Everything here goes to standard error. Standard output is for results. On a terminal, each
-operation has one line that is redrawn; in a log file or a pipe, it prints a plain line every five
+operation has one line that is redrawn. In a log file or a pipe, it prints a plain line every five
 seconds.
 """
 

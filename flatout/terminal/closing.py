@@ -93,7 +93,7 @@ def _num_lines(*parts: str) -> int:
 
 
 def _cut(sample: str, room: float) -> str:
-    """Return the first lines of a sample that fit; events.jsonl has all of it."""
+    """Return the first lines of a sample that fit. All of it is in events.jsonl."""
     if _num_lines(sample) <= room:
         return sample
     lines = [line for line in sample.split("\n") if line != "  |"]

@@ -47,7 +47,7 @@ class OpenTask:
         self.headline = ""
         """Shown in place of `text` where there are lines below."""
         self.below: Callable[[int], Sequence[Text]] = lambda width: ()
-        """Returns the lines below it on a screen of so many columns; called in another thread."""
+        """Returns the lines below it on a screen of that many columns. Called in another thread."""
         self.shown_s: float | None = None
         """When the log last had a line about it."""
         self._clock, self._began_s = clock, clock()
@@ -107,7 +107,7 @@ class OpenTask:
         return found
 
     def closing_line(self) -> str | None:
-        """Return the permanent line for the end of the operation; None if it would be empty."""
+        """Return the permanent line for the end of the operation. None if it would be empty."""
         is_in_log = self.shown_s is not None and not self.is_counted
         if self.elapsed < 1 or (is_in_log and self.elapsed < UNCOUNTED_EVERY_S):
             return None
@@ -122,7 +122,7 @@ class OpenTask:
         return Group(self.line(width, self.facts(self.headline), nested=nested), *below)
 
     def line(self, width: int, facts: list[str], *, nested: bool) -> RenderableType:
-        """Return the operation on one line; a narrow line drops the bar, then the percentage."""
+        """Return the operation on one line. A narrow line drops the bar, then the percentage."""
         room = width - len(self.what) - 4
         if self.text and len(" · ".join(facts)) > room:
             facts = [fact for fact in facts if not fact.endswith("%") or " " in fact]
@@ -179,7 +179,7 @@ class CellBlock:
 
 
 class Terminal:
-    """Shows the progress of long operations; implements `progress.Progress`.
+    """Shows the progress of long operations. Implements `progress.Progress`.
 
     On a terminal and in a notebook's cell the lines are redrawn. A log gets plain lines.
     """
@@ -242,7 +242,7 @@ class Terminal:
                 self.say(line)
 
     def say(self, line: str) -> None:
-        """Print one permanent line; a terminal wraps it at spaces."""
+        """Print one permanent line. A terminal wraps it at spaces."""
         line = printable(without_secrets(line))
         if self._cell is not None:
             self._cell.show(wrapped(line, self.console.width))

@@ -26,7 +26,7 @@ def curve(
 ) -> str:
     """Return losses over steps as text: `points` as a line, `marks` (validation losses) as dots.
 
-    Points are (step, loss); those that are not finite are omitted. The curve uses Braille
+    Points are (step, loss). Those that are not finite are omitted. The curve uses Braille
     characters, or ASCII if `encoding` lacks them.
     """
     line = [(x, y) for x, y in sorted(points) if is_finite(y)]

@@ -31,7 +31,7 @@ WIDE = 72
 """Columns from which the sparkline is long."""
 LONG_SPARK, SHORT_SPARK = 20, 12
 MAX_LOSSES = 512
-"""Most losses that are kept; beyond that, only every second one is, and so on."""
+"""Most losses that are kept. Beyond that, only every second one is, and so on."""
 RECORDS = 5
 """The rate is the median of this many latest records of metrics.jsonl."""
 MIN_CLOCK_S = 1.0
@@ -45,7 +45,7 @@ MEMORY = (
     ("gpu/power_w", "{:.0f} W"),
     ("mem/reserved_gib", "{:.2f} GiB held"),
 )
-"""Metrics of the panel's line about memory; those that a run lacks have no place on it."""
+"""Metrics of the panel's line about memory. Those that a run lacks have no place on it."""
 
 
 def settings_of(run: Any) -> str:
@@ -141,7 +141,7 @@ class RunReport:
         self._task.note(" · ".join([where, *facts, *self._rates(), *left]))
 
     def on_record(self, record: Mapping[str, float]) -> None:
-        """Keep the latest metrics for the line; print evaluations and new epochs."""
+        """Keep the latest metrics for the line. Print evaluations and new epochs."""
         self._figures = {**self._figures, **record}
         self._pace.record(record)
         if "train/loss" in record:
@@ -188,7 +188,7 @@ class RunReport:
             self.terminal.say(line)
 
     def on_end(self, summary: JsonObject) -> None:
-        """Close the line of the steps; in a notebook, print the result."""
+        """Close the line of the steps. In a notebook, print the result."""
         self._close()
         if self.terminal.is_cell:
             for name, text in closing_facts(summary):
@@ -208,7 +208,7 @@ class RunReport:
         return found
 
     def panel(self, width: int) -> list[Text]:
-        """Return the panel for a terminal of `width` columns; empty before the first loss.
+        """Return the panel for a terminal of `width` columns. Empty before the first loss.
 
         It is called in another thread.
         """

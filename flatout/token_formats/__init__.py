@@ -33,9 +33,9 @@ class Reading:
     vocab_size: int
     """Number of ids. It decides between types that a file without a header may contain."""
     dtype: str | None = None
-    """The type of the tokens of a file without a header; guessed when None."""
+    """The type of the tokens of a file without a header. Guessed when None."""
     field: str | None = None
-    """The array, key or column that contains the tokens; one of FIELDS, or the only one, when
+    """The array, key or column that contains the tokens, one of FIELDS, or the only one, when
     None."""
 
 
@@ -50,7 +50,7 @@ class Piece:
     weight: int = 1
     """Its share of `Tokens.weight`."""
     ends: Array | None = None
-    """The positions in `tokens` after each document's last token; None if unknown.
+    """The positions in `tokens` after each document's last token. None if unknown.
     """
 
 
@@ -63,7 +63,7 @@ class Tokens:
     unit: str
     """What `weight` counts."""
     pieces: Callable[[], Iterator[Piece]]
-    """Read the tokens; raises DataError when they contradict the metadata."""
+    """Read the tokens. Raises DataError when they contradict the metadata."""
     metadata: JsonObject = field(default_factory=dict)
     """What the other tool recorded about them, for the manifest."""
     note: str | None = None
@@ -75,7 +75,7 @@ class TokenFormat:
     """How to find and read the token files of another tool."""
 
     takes: Callable[[Path], bool]
-    """Whether a file or directory is in this format; reads little and raises nothing."""
+    """Whether a file or directory is in this format. Reads little and raises nothing."""
     files: Callable[[Path], Sequence[Path]]
     """Return the files to read, in order. Raises DataError when one is missing."""
     open: Callable[[Path, Reading], Tokens]

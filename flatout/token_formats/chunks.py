@@ -54,7 +54,7 @@ def takes(path: Path) -> bool:
 
 
 def files(path: Path) -> list[Path]:
-    """Return the chunks in numerical order; numbers start at 0 or 1.
+    """Return the chunks in numerical order. Numbers start at 0 or 1.
 
     Raises: DataError when numbers are missing or duplicated.
     """
@@ -86,7 +86,7 @@ def files(path: Path) -> list[Path]:
 
 
 def open_chunks(path: Path, reading: Reading) -> Tokens:
-    """Open chunks; what a metadata.json beside them states must be correct.
+    """Open chunks. What a metadata.json beside them states must be correct.
 
     Raises: DataError.
     """
@@ -122,7 +122,7 @@ FORMAT = TokenFormat(takes=takes, files=files, open=open_chunks)
 
 
 def _metadata(path: Path) -> JsonObject:
-    """Return the metadata.json that the other pipeline wrote; empty if there is none.
+    """Return the metadata.json that the other pipeline wrote. Empty if there is none.
 
     Raises: DataError when it is not a JSON object.
     """

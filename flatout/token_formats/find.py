@@ -91,7 +91,7 @@ def _found(path: Path, form: str | None) -> Found:
         )
     by_split: dict[str, list[Input]] = {}
     for found in inputs.values():
-        match = _SPLIT.search(found.path.name.lower())  # the first such word; else it is training
+        match = _SPLIT.search(found.path.name.lower())  # the first such word. Else it is training
         word = match[1] if match else "train"
         split = "val" if word in VALIDATION else "test" if word == "test" else "train"
         by_split.setdefault(split, []).append(found)

@@ -24,7 +24,7 @@ def takes(path: Path) -> bool:
 
 
 def open_llm_c(path: Path, reading: Reading) -> Tokens:
-    """Open a file of llm.c; its header states the type and the number of tokens.
+    """Open a file of llm.c. Its header states the type and the number of tokens.
 
     Raises: DataError when the file does not have that number of tokens.
     """
@@ -36,7 +36,7 @@ def open_llm_c(path: Path, reading: Reading) -> Tokens:
     stated = int(np.frombuffer(head, HEADER)[2])
     count, rest = divmod(path.stat().st_size - HEADER_BYTES, dtype.itemsize)
     if count != stated or rest or not count:
-        raise damaged(path, f"states {stated:,} tokens in its header and contains {count:,}")
+        raise damaged(path, f"states {stated:,} tokens in its header, but contains {count:,}")
 
     def pieces() -> Iterator[Piece]:
         tokens = np.memmap(path, dtype, "r", offset=HEADER_BYTES)

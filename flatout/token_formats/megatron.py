@@ -65,7 +65,7 @@ def open_megatron(path: Path, reading: Reading) -> Tokens:
     if data.stat().st_size != total * dtype.itemsize:
         raise damaged(
             data,
-            f"has {data.stat().st_size:,} bytes, and its index describes {total:,} tokens of "
+            f"has {data.stat().st_size:,} bytes, but its index describes {total:,} tokens of "
             f"{dtype.name}",
         )
     if not total:

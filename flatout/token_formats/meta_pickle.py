@@ -16,7 +16,7 @@ MAX_BYTES = 16 << 20
 
 
 class _PlainValues(pickle._Unpickler):
-    """Python's own unpickler, whose memory the file bounds; the one in C allocates by an index."""
+    """Python's own unpickler, whose memory the file bounds. The one in C allocates by an index."""
 
     def find_class(self, module: str, name: str) -> Any:
         """Reject every class and function."""

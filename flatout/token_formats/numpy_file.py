@@ -23,7 +23,7 @@ from flatout.token_formats import (
 )
 
 _PICKLED = (b"\x80", b"(", b"]", b"}")
-"""How a pickle starts; numpy.save and numpy.load know files of this kind too."""
+"""How a pickle starts. numpy.save and numpy.load know files of this kind too."""
 
 
 def takes(path: Path) -> bool:

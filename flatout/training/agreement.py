@@ -38,7 +38,7 @@ def together(mesh: Mesh, work: Callable[[], Result], what: str) -> Result:
     All ranks call it. If it fails on one rank, it fails on all, so no rank waits for one that has
     ended.
     Raises: RunFailed when the disk returns an error or another rank failed, which is DiskFull, on
-            all ranks, when full disks are the only cause; other errors of `work` unchanged.
+            all ranks, when full disks are the only cause. Other errors of `work` pass unchanged.
     """
     error: Exception | None = None
     try:

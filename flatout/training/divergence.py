@@ -33,7 +33,7 @@ class Rewind(Stored):
     from_step: int
     """The step at which training had diverged."""
     to_step: int
-    """The step of the checkpoint; 0 for the start of the run."""
+    """The step of the checkpoint. 0 for the start of the run."""
     steps: list[Annotated[list[Position], Field(min_length=2, max_length=2)]]
     """Position of each step to skip, and of the step after it."""
 
@@ -52,7 +52,7 @@ class LeftOut(Stored):
 
 
 def read_left_out(folder: Path) -> LeftOut:
-    """Return the data that a run skips; nothing when it never went back.
+    """Return the data that a run skips. Nothing when it never went back.
 
     Raises: CheckpointError when the file is damaged: without it the run would read other data.
     """

@@ -38,7 +38,7 @@ class SplitScore:
     tokens: int
     """Targets that were scored."""
     text_bytes: int
-    """Bytes of text behind these targets; 0 when unknown or when only part was scored."""
+    """Bytes of text behind these targets, 0 when unknown or when only part was scored."""
 
     @property
     def perplexity(self) -> float:
@@ -47,7 +47,7 @@ class SplitScore:
 
     @property
     def bits_per_byte(self) -> float | None:
-        """The loss in bits per byte of text, comparable between tokenizers; None when unknown."""
+        """The loss in bits per byte of text, comparable between tokenizers. None when unknown."""
         return self.loss * self.tokens / math.log(2) / self.text_bytes if self.text_bytes else None
 
     def to_dict(self) -> JsonObject:
@@ -85,7 +85,7 @@ class Evaluation:
 
     @property
     def bits_per_byte(self) -> float | None:
-        """The loss in bits per byte of the mix's text; None if unknown for any dataset."""
+        """The loss in bits per byte of the mix's text. None if unknown for any dataset."""
         if not all(score.text_bytes and score.tokens for score in self.by_dataset):
             return None
         bytes_per_token = sum(
@@ -137,7 +137,7 @@ class Evaluator:
     ) -> Evaluation | None:
         """Score each dataset's validation split, or its first share of `max_tokens`.
 
-        Datasets without validation text are skipped; None when no dataset has any.
+        Datasets without validation text are skipped. None when no dataset has any.
         """
         scored = with_validation(members)
         total = sum(member.share for member in scored)
@@ -214,7 +214,7 @@ def score(
     drop: Callable[[Run, int], bool] | None = None,
     progress: Progress = SILENT,
 ) -> Evaluation | None:
-    """Score the run's validation text, or the first `max_tokens`; None when there is none.
+    """Score the run's validation text, or the first `max_tokens`. None when there is none.
 
     Raises: EvaluationDropped when `drop`, called between batches, returns True.
     """
@@ -236,7 +236,7 @@ def score(
 
 
 def batch_shapes(run: Run) -> list[tuple[int, int]]:
-    """Return the (rows, tokens) of `score`'s batches; empty when there is no validation text."""
+    """Return the (rows, tokens) of `score`'s batches. Empty when there is no validation text."""
     shape = run.rows_per_device, run.config.data.seq_len
     return [shape] if with_validation(members_of(run.dataset)) else []
 

@@ -30,8 +30,8 @@ def finish(session: Session, predicted: JsonObject) -> JsonObject:
 
     Every rank calls it. The summary states what was `predicted` beside what was measured.
     Raises: EvaluationDropped when `session.drop`, called between the evaluation's batches, returns
-            True; the state is saved by then. DiskFull when the last step, or that it is the best,
-            cannot be saved; the run is then not complete, and the same command tries again.
+            True. The state is saved by then. DiskFull when the last step, or that it is the best,
+            cannot be saved. The run is then not complete, and the same command tries again.
     """
     run, log = session.run, session.log
     if reason := early_stop_reason(run):
@@ -53,7 +53,7 @@ def finish(session: Session, predicted: JsonObject) -> JsonObject:
 
 
 def final_evaluation(session: Session) -> Evaluation | None:
-    """Score the whole validation split; None when there is no validation text.
+    """Score the whole validation split. None when there is no validation text.
 
     If this run's evaluations score only the start of the split, that part is scored first, to
     find the best checkpoint, unless the run ends early: its last evaluation just did so. A whole
@@ -74,7 +74,7 @@ def final_evaluation(session: Session) -> Evaluation | None:
 
 
 def early_stop_reason(run: Run) -> str | None:
-    """Return why the run ends before its last step; None when it does not."""
+    """Return why the run ends before its last step. None when it does not."""
     if not ends_early(run):
         return None
     return (

@@ -35,7 +35,7 @@ class Attempt:
     def __init__(self, run: Run) -> None:
         self._run = run
         self.rows: int | None = None
-        """Rows for the next attempt; None when this one did not run out of memory."""
+        """Rows for the next attempt. None when this one did not run out of memory."""
 
     def __enter__(self) -> Self:
         return self
@@ -58,7 +58,7 @@ def attempts(session: Session) -> Iterator[Attempt]:
     """Yield a context for work, and again, with half the micro-batch, while it lacks memory.
 
     A step keeps its tokens: more micro-batches accumulate. Use: `for attempt in attempts(session):
-    with attempt: ...`; an error remains one when the rows are the user's, a single one is left, or
+    with attempt: ...`. An error remains one when the rows are the user's, a single one is left, or
     weights may be half updated.
     """
     while True:

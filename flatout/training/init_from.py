@@ -164,11 +164,11 @@ def _another_kind(checkpoint: Path, rank: int | None) -> CheckpointError:
     start = f"start from its weights: train.init_from={checkpoint} instead of --resume."
     if rank is None:
         return CheckpointError(
-            f"{checkpoint} contains LoRA adapters, and this run trains whole weights.",
+            f"{checkpoint} contains LoRA adapters, but this run trains whole weights.",
             fix=f"Set the keys of lora as in its run, or {start}",
         )
     return CheckpointError(
-        f"{checkpoint} contains whole weights, and this run trains LoRA adapters "
+        f"{checkpoint} contains whole weights, but this run trains LoRA adapters "
         f"(lora.rank={rank}).",
         fix=f"Remove lora.rank, or {start}",
     )

@@ -76,7 +76,7 @@ def between_steps(session: Session, saves: SaveSchedule) -> None:
 
 
 def due(every: int | None, run: Run) -> bool:
-    """Return whether work done every `every` steps is due; never for 0, or at the last step."""
+    """Return whether work done every `every` steps is due. Never for 0, or at the last step."""
     if not every:
         return False
     return run.step % every == 0 and run.step < run.last_step
@@ -95,13 +95,13 @@ def out_of_patience(train: TrainConfig, step: int, best_step: int | None) -> boo
 
 
 def eval_tokens(run: Run) -> int | None:
-    """Return how many validation tokens each evaluation of the run scores; None means all."""
+    """Return how many validation tokens each evaluation of the run scores. None means all."""
     train = run.config.train
     return train.eval_tokens if train.eval_every and train.eval_tokens != "all" else None
 
 
 def evaluate(session: Session, max_tokens: int | None) -> Evaluation | None:
-    """Score the validation split, or its first `max_tokens`; None when there is no such text.
+    """Score the validation split, or its first `max_tokens`. None when there is no such text.
 
     Raises: EvaluationDropped, as `score`.
     """

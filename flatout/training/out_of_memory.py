@@ -38,7 +38,7 @@ ONEDNN_OUT_OF_MEMORY = (
 )
 """The whole message of oneDNN when memory for its code or its buffers runs out.
 
-"could not create a primitive descriptor for ...", of an unsupported operation, is another error.
+"could not create a primitive descriptor for ..." is different: an unsupported operation.
 """
 NOT_DETERMINISTIC = " does not have a deterministic implementation"
 """What torch writes after the name of an operation that has no deterministic form."""
@@ -66,7 +66,7 @@ def explained(run: Run) -> Iterator[None]:
         if NOT_DETERMINISTIC in str(error):
             operation = str(error).split(NOT_DETERMINISTIC)[0].splitlines()[-1].strip()
             raise RunFailed(
-                f"train.deterministic=true, and {operation} has no deterministic form "
+                f"train.deterministic=true, but {operation} has no deterministic form "
                 f"on {run.mesh.device.type}.",
                 fix="Remove the speedup or the custom model code that calls it, "
                 "or set train.deterministic=false.",
@@ -172,5 +172,5 @@ def _fix(run: Run, workload: Workload, need: int, free: int) -> str:
 
 
 def fewer_rows(rows: int, accumulate: int) -> int | None:
-    """Return at most half the rows of a micro-batch, such that they divide the step; or None."""
+    """Return at most half the rows of a micro-batch, such that they divide the step, or None."""
     return next(divisors(rows * accumulate, rows // 2), None)

@@ -12,7 +12,7 @@ from flatout.training.run_dir import layout
 
 
 def measured_peak(folder: Path, machine: Machine, device: str, dtype: str) -> Peak | None:
-    """Return the peak rate that a run measured at its last start; None where it may differ now.
+    """Return the peak rate that a run measured at its last start. None where it may differ now.
 
     Measuring takes a fifth of a second. The end of a run compares with a second measurement.
     """

@@ -80,7 +80,7 @@ def run_training(
 ) -> JsonObject:
     """Train a configuration, or resume it in its run directory, and return the run's summary.
 
-    `cache` contains measurements on this hardware, which `auto` uses; None means there are none.
+    `cache` contains measurements on this hardware, which `auto` uses. None means there are none.
     Raises: Stopped when a signal ended the run after a save; UsageError before anything was
             changed; RunFailed.
     """
@@ -237,12 +237,12 @@ def require_devices(train: TrainConfig, machine: Machine) -> None:
         return
     if ranks.world_size == 1:
         raise ConfigError(
-            f"train.devices={train.devices} needs {wanted} processes, and this is one.",
-            fix="Run `flatout train` in a shell without torchrun: it starts them. Or leave "
-            "train.devices out.",
+            f"train.devices={train.devices} needs {wanted} processes, but this is one.",
+            fix="Run `flatout train` in a shell without torchrun: it starts them. Or remove "
+            "train.devices.",
         )
     raise ConfigError(
-        f"train.devices={train.devices} asks for {wanted} processes on this machine, and "
+        f"train.devices={train.devices} asks for {wanted} processes on this machine, but "
         f"{ranks.local_world_size} were started.",
         fix="Remove train.devices, or start without torchrun.",
     )
@@ -256,12 +256,12 @@ def require_mps_model(config: RunConfig, progress: Progress) -> None:
     if config.model.kind == "eigenstate":
         raise ConfigError(
             "model.kind=eigenstate computes its eigenvalues in float64, which train.device=mps "
-            "does not have.",
+            "does not support.",
             fix="Set train.device=cpu, or model.kind=transformer.",
         )
     progress.say(
         "flatout has never been run on MPS: compare the first losses with those of "
-        "train.device=cpu. A resumed run with dropout draws other random numbers."
+        "train.device=cpu. A resumed run with dropout draws different random numbers."
     )
 
 

@@ -55,7 +55,7 @@ class RunPlan:
     decisions: list[Decision]
     checkpoint: Path | None
     requested: RunConfig | None = None
-    """The configuration of a new run as the user wrote it; None for a stored run."""
+    """The configuration of a new run as the user wrote it. None for a stored run."""
     longer: Longer | None = None
     """The new length, to store once the run is known to be able to continue."""
     summary: JsonObject | None = None
@@ -272,7 +272,7 @@ def dataset_of(request: RunRequest, config: RunConfig) -> AnyDataset:
 def how_to_train_on(
     folder: Path, config: RunConfig, checkpoint: Path, summary: JsonObject
 ) -> str | None:
-    """Return how to train a finished run further; None when it has steps and patience left."""
+    """Return how to train a finished run further. None when it has steps and patience left."""
     train, step = config.train, catalog.step_of(checkpoint)
     if step >= (train.steps or 0):
         if config.schedule.kind in {"cosine", "linear"}:

@@ -125,8 +125,12 @@ def unless_full(run: Run, log: Log) -> Iterator[None]:
     except DiskFull as error:
         full = no_room(run, error)
         newest = catalog.steps(run.folder)[-1:]
-        last = f"the newest checkpoint is that of step {newest[0]}" if newest else "there is none"
-        text = f"{full.what} Training continues; {last}."
+        last = (
+            f"The newest checkpoint is that of step {newest[0]}"
+            if newest
+            else "There is no checkpoint yet"
+        )
+        text = f"{full.what} Training continues. {last}."
         log.event("save_failed", text=text)
         if run.mesh.is_main:
             log.progress.say(text)

@@ -38,12 +38,12 @@ Reading a vote waits for the work queued before it, and the host needs time to q
 class WorkInterrupted(BaseException):
     """A stop request has interrupted work whose result the run can do without.
 
-    Not an Exception: code that handles errors must not take it for one.
+    Not an Exception: code that handles errors must not catch it.
     """
 
 
 class StopRequests:
-    """A context in which SIGNALS stop the loop; a second SIGINT interrupts at once.
+    """A context in which SIGNALS stop the loop. A second SIGINT interrupts at once.
 
     The previous handlers are restored at the end. Only the main thread may set handlers. In any
     other, this does nothing.

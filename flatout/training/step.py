@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from flatout.data.load.loader import StepBatch
 
 Drop = Callable[["Run", int], bool]
-"""(run, number of the next batch, from 2) -> whether to drop the work; equal on all ranks."""
+"""(run, number of the next batch, from 2) -> whether to drop the work. Equal on all ranks."""
 
 
 class StepDropped(Exception):
@@ -54,7 +54,7 @@ class StepResult:
 class StepStart:
     """A copy, made before a step, of the state that forward and backward passes change.
 
-    Contains the generators in `state.STATE` and the model's persistent buffers; weights and
+    Contains the generators in `state.STATE` and the model's persistent buffers. Weights and
     optimizers change only at the end of a step. Cost: about 30 microseconds of host time, and a
     queued copy of each persistent buffer. Nothing waits for the device.
     """
@@ -96,7 +96,7 @@ def train_step(
 
     `drop` is called before every micro-batch but the first. `phase` returns a context that
     times forward, backward or optimizer.
-    Raises: StepDropped when it returns True; gradients are cleared, and generators and buffers are
+    Raises: StepDropped when it returns True. Gradients are cleared, and generators and buffers are
             restored to their values before the step. After another error they are restored too if
             the micro-batch may become smaller, unless `run.is_updating`.
     """

@@ -38,7 +38,7 @@ def warm_up(
 
     torch.compile is lazy, so its errors appear at the first call. If it fails on any rank and the
     plain code works, the run continues uncompiled and reports it.
-    Raises: WorkInterrupted, on every rank, when `stop` was requested on one; a request interrupts
+    Raises: WorkInterrupted, on every rank, when `stop` was requested on one. A request interrupts
             the compiler, unless its passes communicate with other ranks (fully_shard): then it
             takes effect after the pass.
     """
@@ -112,7 +112,7 @@ def _try_step(
 
 
 def _passes(run: Run, eval_shapes: Sequence[tuple[int, int]]) -> Iterator[Callable[[], object]]:
-    """Yield the passes, which are as many on every rank.
+    """Yield the passes. Every rank has the same number of them.
 
     They call the core without DDP's wrapper, so that a failing rank does not leave the others
     waiting for its gradients.
@@ -141,7 +141,7 @@ def _attempt(work: Callable[[], object], stop: StopRequests | None) -> Exception
         return None
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # compilers raise any type; the caller then tries the plain model
+    except Exception as error:  # compilers raise any type. The caller then tries the plain model
         return error
     return None
 

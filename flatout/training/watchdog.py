@@ -43,7 +43,7 @@ STUCK_DISK_S = 30.0
 """How long the end of a process waits for a report to be written."""
 PACKAGE = str(Path(__file__).parents[1])
 ENTRY = str(Path(__file__).with_name("run.py"))
-"""The file through which a program starts training: what calls it is not where the run hangs."""
+"""The file through which a process starts training. Its callers are not where a run hangs."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class Watchdog:
             if pulse.beats != seen:
                 if is_stalled:
                     self._ending.cancel()
-                    line = f"Step {self._run.step + 1:,} goes on after {_time(idle_s)}."
+                    line = f"Step {self._run.step + 1:,} continues after {_time(idle_s)}."
                     self._tell("stall_over", line, text=line)
                 seen, idle_s, is_stalled = pulse.beats, 0.0, False
                 self._speaks = self._run.mesh.is_main
@@ -128,7 +128,7 @@ class Watchdog:
                 self._ending = threading.Timer(self._grace_s, self._give_up, [idle_s])
                 self._ending.daemon = True
                 self._ending.start()
-                end = f"The process ends in {_time(self._grace_s)}, unless it goes on."
+                end = f"The process ends in {_time(self._grace_s)}, unless it continues."
                 self._report(idle_s, end if self._stops else "")
 
     def _give_up(self, idle_s: float) -> None:

@@ -52,7 +52,7 @@ an export of a step that was not saved
     no checkpoint of step 77 -> Steps that have one: 2
 an export into a directory with other files
     export first --out data
-    data contains files that are not of an export -> a different --out DIR
+    data contains files that are not part of an export -> a different --out DIR
 an export in place of a file
     export first --out book.txt
     book.txt is not a directory -> --out DIR
@@ -99,7 +99,7 @@ a push to a name that is not a repository
     Case(
         "a directory of tasks without tasks",
         "eval first --task-dir tasks",
-        ("--task-dir is for the questions of --tasks",),
+        ("--task-dir only applies to the questions of --tasks",),
         ("add --tasks",),
     ),
 ]

@@ -47,7 +47,7 @@ a misspelt key of the model, and no data
     'model.num_layer' -> 'model.num_layers'
 an unknown run
     generate nope
-    no run directory nope or runs/nope -> flatout runs | the newest: first
+    no run directory nope or runs/nope -> flatout runs | The newest: first
 a recipe of `diagnose --fix` that would not be YAML
     diagnose my.yaml --fix --out fixed.txt
     --out fixed.txt is not a YAML file -> --out recipe.yaml
@@ -174,7 +174,7 @@ a directory of runs that does not exist
     Case(
         "tasks without the package that asks them",
         "eval runs/first --tasks hellaswag",
-        ("--tasks", "lm_eval and transformers and accelerate, not installed here"),
+        ("--tasks", "not installed: lm_eval and transformers and accelerate"),
         ('pip install "flatout[tasks]"',),
         lambda w: w.patch.setattr(exported, "find_spec", lambda _: None),
     ),

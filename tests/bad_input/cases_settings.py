@@ -154,7 +154,7 @@ a dataset given twice in a mix
     line 1 | 'data/book' | twice -> Delete
 a share of a mix that is too small
     train my.yaml 'data.mix={data/book: 1e6, data/code: 1}'
-    data/code | the smallest share is 1 sequence in 65,536 -> 15.4 or more
+    data/code | The smallest share is 1 sequence in 65,536 -> 15.4 or more
 an empty --stop
     generate runs/first --stop ''
     --stop must -> remove it

@@ -100,7 +100,7 @@ an upload URL in memory
     Case(
         "an upload URL with another run of that name",
         "train my.yaml --run-dir runs/new train.seed=5",
-        ("/backup/new contains a run with other settings", "train.seed: 0 -> 5"),
+        ("/backup/new contains a run with different settings", "train.seed: 0 -> 5"),
         ("--run-dir DIR", "a different checkpoint.upload"),
         with_run,
         progress="has no checkpoint: restoring it from file://",

@@ -30,7 +30,7 @@ a key for `verify` without --resume
     --steps 'ten' is not two numbers -> --steps 5,5
 --steps of `verify` beyond the end of the recipe
     verify --resume my.yaml --steps 3,3
-    needs 6 steps, and the recipe has 2 -> --steps 1,1 | train.steps=6
+    needs 6 steps, but the recipe has 2 -> --steps 1,1 | train.steps=6
 `verify --resume` of a recipe with one step
     verify --resume my.yaml train.steps=1
     A recipe of 1 step -> train.steps=2

@@ -88,7 +88,7 @@ the keys of a misspelt tool
         "a converted recipe in place of another file",
         "convert old.yaml --out my.yaml",
         ("my.yaml exists",),
-        ("another file",),
+        ("a different file",),
         lambda w: w.write("old.yaml", "learning_rate: 1e-3\n"),
     ),
     Case(

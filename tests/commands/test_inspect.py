@@ -87,7 +87,7 @@ def test_masked_text_is_marked_and_not_counted_in_bytes_per_token(tmp_path):
     assert result.value("bytes_per_token") == 0.9
     start = "«Käfer 0?»answer 0.<|endoftext|>«Käfer 1?»answer 1."
     assert result.value("beginning").startswith(start)
-    assert "first text; text in «» is excluded from the loss" in result.summary()
+    assert "first text (text in «» is excluded from the loss)" in result.summary()
     assert inspect(tmp_path / "set", tokens=0).value("beginning") == ""
 
 

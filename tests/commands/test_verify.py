@@ -67,7 +67,7 @@ def test_an_intact_run_is_ok_and_its_newest_checkpoint_named(run):
     assert [item.step for item in result.checkpoints] == [1, 2, 3]
     assert result.newest_valid == str(run / "checkpoints/step-3")
     assert result.files == sum(item.files for item in result.checkpoints) == 15
-    assert result.summary().startswith(f"{run} is valid; 15 files read")
+    assert result.summary().startswith(f"{run} is valid. 15 files read")
     assert verify("fox").path == lookup.RUNS.joinpath("fox").as_posix()
     shutil.rmtree(run / "checkpoints")
     with pytest.raises(CheckpointError, match="has no checkpoint yet"):

@@ -88,7 +88,7 @@ def test_a_killed_prepare_resumes_and_repeats_no_work(tmp_path, monkeypatch):
     assert sorted(again) == sorted(
         str(number) for number in range(6) if f"{number:06d}" not in done
     )
-    assert listener.said == [f"{len(done)} of 6 ranges are done; {6 - len(done)} remain."]
+    assert listener.said == [f"{len(done)} of 6 ranges are done. {6 - len(done)} remain."]
     assert made.manifest == whole.manifest
     assert content(tmp_path / "out") == content(tmp_path / "whole")
     assert not (tmp_path / ".out.part").exists()

@@ -148,7 +148,7 @@ def test_the_command_reports_remaining_parts(rows, tmp_path):
     assert "part 1/2 done in" in first.summary()
     assert "are left for other parts" in first.summary()
     second = prepare([rows], tmp_path / "out", tokenizer="byte", part="2/2")
-    assert "all parts are done; join them with --join" in second.summary()
+    assert "all parts are done. Join them with --join" in second.summary()
     made = prepare([rows], tmp_path / "out", tokenizer="byte", join=True)
     assert made.documents == first.documents + second.documents == 300
     assert (made.tokens, made.bytes) == (first.tokens + second.tokens, first.bytes + second.bytes)

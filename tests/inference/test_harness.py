@@ -127,7 +127,9 @@ def test_data_that_cannot_be_read_is_an_error_with_a_fix(without_package, fox, m
 
 def test_missing_packages_are_named(fox, monkeypatch):
     monkeypatch.setattr(exported, "find_spec", lambda name: None if name == "lm_eval" else True)
-    with pytest.raises(MissingPackage, match="--tasks needs lm_eval, not") as caught:
+    with pytest.raises(
+        MissingPackage, match="--tasks needs packages that are not installed: lm_eval"
+    ) as caught:
         evaluate(fox, tasks=["hellaswag"])
     assert 'pip install "flatout[tasks]"' in caught.value.fix
 
@@ -209,7 +211,9 @@ def test_an_export_that_was_changed_is_rejected(export_of_fox, tmp_path):
     ("option", "value"), [("limit", 1), ("num_fewshot", 1), ("task_dir", "tasks")]
 )
 def test_options_of_tasks_need_tasks(fox, option, value):
-    with pytest.raises(ConfigError, match=f"--{option.replace('_', '-')} is for the questions"):
+    with pytest.raises(
+        ConfigError, match=f"--{option.replace('_', '-')} only applies to the questions"
+    ):
         evaluate(fox, **{option: value})
 
 

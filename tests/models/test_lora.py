@@ -185,7 +185,7 @@ def test_parts_have_the_rows_of_their_heads():
     ],
 )
 def test_an_unknown_target_is_rejected(target, fix):
-    with pytest.raises(ConfigError, match=r"the linear layers of this model are q, k, v") as error:
+    with pytest.raises(ConfigError, match=r"The linear layers of this model are q, k, v") as error:
         adapted(targets=(target,))
     assert fix in error.value.fix
 

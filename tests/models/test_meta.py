@@ -107,5 +107,5 @@ def test_ranks_share_no_layers_of_a_model_that_is_not_drawn_after_it_was_cut():
 
     config = TransformerConfig(vocab_size=8, num_layers=1, d_model=8, num_heads=2)
     Transformer.on_meta(config, Ops.plain()).share_layers(Split(None, 0, 2), seq_len=8)
-    with pytest.raises(ConfigError, match="draws_everything, and Own lacks"):
+    with pytest.raises(ConfigError, match="draws_everything, but Own lacks"):
         Own.on_meta(config, Ops.plain()).share_layers(Split(None, 0, 2), seq_len=8)

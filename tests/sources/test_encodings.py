@@ -47,7 +47,7 @@ def test_the_encoding_is_named_with_the_option_that_reads_the_file(tmp_path, enc
     text, called = TEXTS[encoding]
     (tmp_path / "note.txt").write_bytes(text.encode(encoding))
     row = bad_row(tmp_path / "note.txt")
-    assert f"it looks like {called}" in row.what
+    assert f"It looks like {called}" in row.what
     assert row.fix.startswith(f"Add --encoding {called}, or")
     assert texts(tmp_path / "note.txt", called) == [text.removeprefix("\ufeff")]
 
@@ -55,7 +55,7 @@ def test_the_encoding_is_named_with_the_option_that_reads_the_file(tmp_path, enc
 def test_the_guess_shows_how_the_text_reads_in_it(tmp_path):
     (tmp_path / "note.txt").write_bytes("Über alles.\nLe café est prêt\nFin.".encode("cp1252"))
     assert bad_row(tmp_path / "note.txt").what.endswith(
-        "it looks like CP1252, in which it reads 'Le café est prêt'"
+        "It looks like CP1252, in which it reads 'Le café est prêt'"
     )
 
 
@@ -168,5 +168,5 @@ def test_token_files_among_texts_are_named(tmp_path):
         for row in part.rows()
     ]
     assert [row.what for row in rows if isinstance(row, BadRow)] == [
-        "is not UTF-8: byte 0x80 at offset 128; it is a binary file"
+        "is not UTF-8: byte 0x80 at offset 128. It is a binary file"
     ]

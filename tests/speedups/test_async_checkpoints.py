@@ -213,7 +213,7 @@ def test_a_disk_that_is_full_for_a_while_costs_only_the_checkpoints_of_that_time
     assert {event["step"] for event in saves(tmp_path / "run")} == {4, 12}
     (failed,) = (e for e in read_events(tmp_path / "run") if e["event"] == "save_failed")
     assert "No space left on device" in failed["text"]
-    assert "the newest checkpoint is that of step 4" in failed["text"]
+    assert "The newest checkpoint is that of step 4" in failed["text"]
     assert result["weights_sha256"] == whole["weights_sha256"]
 
 

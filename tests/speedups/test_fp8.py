@@ -96,7 +96,7 @@ SMALL = "The largest matmul of a block has 2.4 million weights. fp8 pays off fro
             "fp8",
             (9, 0),
             {"train.device": "cpu"},
-            "8.9 or higher, and this run uses a CPU. Use bf16",
+            "8.9 or higher, but this run uses a CPU. Use bf16",
         ),
         ("fp8", (9, 0), {"model.d_model": 768}, f"{SMALL} (model.d_model=1024)."),
         ("fp8", (8, 9), {"model.d_model": 1024}, None),

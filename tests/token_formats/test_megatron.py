@@ -129,7 +129,7 @@ def spoiled(index, data, kind):
         ("wrong magic", r"a\.idx is not an index of Megatron: it starts with b'XX"),
         ("version", "an index of version 7. Version 1 is known"),
         ("type", "states the type 6, which is not one of integers"),
-        ("truncated data", r"a\.bin has 218 bytes, and its index describes 110 tokens of uint16"),
+        ("truncated data", r"a\.bin has 218 bytes, but its index describes 110 tokens of uint16"),
         ("missing data", r"a\.idx is the index of .*a\.bin, which does not exist"),
         ("order", "does not describe a.bin in order"),
     ],

@@ -58,7 +58,7 @@ def test_an_operation_without_a_deterministic_form_is_named(tiny_config, tmp_pat
 
     monkeypatch.setattr(loop, "train_step", fail)
     with pytest.raises(
-        RunFailed, match=r"train\.deterministic=true, and put_ has no deterministic form on cpu"
+        RunFailed, match=r"train\.deterministic=true, but put_ has no deterministic form on cpu"
     ) as failed:
         run_training(tiny_config(train__deterministic=True), tmp_path / "run")
     assert "train.deterministic=false" in str(failed.value)

@@ -120,7 +120,7 @@ def test_a_full_disk_in_a_save_leaves_training_and_earlier_checkpoints(
     (failed,) = events(tmp_path / "run", "save_failed")
     assert failed["text"].startswith("At step 4, a checkpoint cannot write its files: [Errno 28]")
     assert "It needs about 0." in failed["text"]
-    assert failed["text"].endswith("Training continues; the newest checkpoint is that of step 2.")
+    assert failed["text"].endswith("Training continues. The newest checkpoint is that of step 2.")
     assert failed["text"] in messages.lines
 
 

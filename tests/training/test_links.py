@@ -111,7 +111,7 @@ def test_a_file_with_a_second_hard_link_is_not_written_in_place(name, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / name).hardlink_to(tmp_path / "elsewhere")
     with (
-        pytest.raises(CheckpointError, match=f"{name} has another hard link.* Fix: .*cp .*{name}"),
+        pytest.raises(CheckpointError, match=f"{name} has a second hard link.* Fix: .*cp .*{name}"),
         hold_lock(tmp_path / "run"),
     ):
         layout.append_event(tmp_path / "run", "start")

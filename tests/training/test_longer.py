@@ -76,7 +76,7 @@ def test_the_new_length_replaces_the_old_one(tiny_config, folder):
     assert layout.read_config(folder).train.steps == layout.read_requested(folder).train.steps == 6
     for steps in (6, None):  # finished; a request without a length keeps the stored one
         assert run_training(tiny_config(train__steps=steps, **OPEN), folder) == longer
-    with pytest.raises(ConfigError, match="is planned for 6 steps, and 4 were requested"):
+    with pytest.raises(ConfigError, match="is planned for 6 steps, but 4 were requested"):
         run_training(tiny_config(train__steps=4, **OPEN), folder)
     assert (layout.read_exit_code(folder), run_state(folder)) == (2, "finished")
 
@@ -204,6 +204,6 @@ def test_another_changed_setting_is_still_rejected(tiny_config, folder):
     run_training(tiny_config(train__steps=4, **OPEN), folder)
     with pytest.raises(
         ConfigError,
-        match=r"other settings: optim\.lr: 0\.01 -> 0\.02\. Fix: .*--resume .*first --run-dir DIR",
+        match=r"different settings: optim\.lr: 0\.01 -> 0\.02\. .*--resume .*first --run-dir DIR",
     ):
         run_training(tiny_config(train__steps=6, optim__lr=0.02, **OPEN), folder)

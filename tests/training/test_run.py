@@ -110,7 +110,7 @@ def test_evaluations_by_epochs_are_written_down_in_steps(tiny_config, tmp_path, 
 
 
 def test_one_process_cannot_have_several_devices(tiny_config, tmp_path):
-    with pytest.raises(ConfigError, match=r"train\.devices=2 needs 2 processes, and this is one"):
+    with pytest.raises(ConfigError, match=r"train\.devices=2 needs 2 processes, but this is one"):
         run_training(tiny_config(train__devices=2), tmp_path / "run")
     assert not (tmp_path / "run").exists()
     run_training(tiny_config(train__devices="all", train__steps=1), tmp_path / "all")

@@ -58,7 +58,7 @@ def test_a_stall_and_its_end_are_told_and_recorded(idle_run, events):
     assert said[0].startswith("No progress for 0.1 s after step 7, while training. The loop is in ")
     stall = events(run.folder, "stall")[0]
     assert said[1] == f"The stacks of all threads are in {stall['path']}."
-    assert said[2].startswith("Step 8 goes on after ")
+    assert said[2].startswith("Step 8 continues after ")
     assert events(run.folder, "stall_over")[0]["text"] == said[2]
 
 

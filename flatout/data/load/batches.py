@@ -105,7 +105,7 @@ class Shape(NamedTuple):
 
 
 class StepRead(NamedTuple):
-    """Totals of one step over all ranks; the same on every rank."""
+    """Totals of one step over all ranks, the same on every rank."""
 
     position: int
     """Position of the next step."""
@@ -173,7 +173,7 @@ class SequenceSteps:
 
     @property
     def steps_per_epoch(self) -> float:
-        """Steps that read every sequence once; fractional, because an epoch can end mid-step."""
+        """Steps that read every sequence once. Fractional, because an epoch can end mid-step."""
         return self._split.num_sequences(self.plan.seq_len) / self.plan.sequences_per_step
 
     @property

@@ -45,7 +45,7 @@ class MicroBatch:
     targets_BT: Tensor
     """int64, contiguous: the next token, -1 where it does not count."""
     doc_ids_BT: Tensor | None
-    """int32: the index of each position's document in its sequence; None without a document mask.
+    """int32: the index of each position's document in its sequence. None without a document mask.
     """
 
 
@@ -59,9 +59,9 @@ class StepBatch:
     sequences_ABW: Tensor
     """uint16, or int32 for a vocabulary above 65,536: a quarter or half of the bytes of int64."""
     mask_ABT: Tensor | None
-    """bool, True where the target counts; None when all do."""
+    """bool, True where the target counts. None when all do."""
     doc_ids_ABT: Tensor | None
-    """int32; None without a document mask."""
+    """int32. None without a document mask."""
     seq_len: int
     """Input tokens of a row (T)."""
     position: int
@@ -81,7 +81,7 @@ class StepBatch:
         return len(self.sequences_ABW)
 
     def micro_batches(self) -> Iterator[MicroBatch]:
-        """Yield the step's micro-batches; tokens become int64 here, on the device."""
+        """Yield the step's micro-batches. Tokens become int64 here, on the device."""
         for a, sequences_BW in enumerate(self.sequences_ABW):
             mask_BT = None if self.mask_ABT is None else self.mask_ABT[a]
             doc_ids_BT = None if self.doc_ids_ABT is None else self.doc_ids_ABT[a]
@@ -198,7 +198,7 @@ class _Loader:
         raise NotImplementedError
 
     def seek(self, position: int) -> None:
-        """Continue at another position. Steps read ahead are dropped."""
+        """Continue at a different position. Steps read ahead are dropped."""
         if position != self.position:
             self.close()
             self.position = position

@@ -42,13 +42,13 @@ class ImportOptions:
     end_of_text: str | None = None
     """End-of-text token of a tokenizer.json that has none of the usual names."""
     documents: Documents | None = None
-    """Where documents end; None is the format's own rule."""
+    """Where documents end. None means the format's own rule."""
     split: str | None = None
-    """Split rule; None is DEFAULT_SPLIT, unless there are validation tokens."""
+    """Split rule. None means DEFAULT_SPLIT, unless there are validation tokens."""
     val: Path | None = None
     """Validation tokens."""
     format: str | None = None
-    """The format; found out by default."""
+    """The format. It is detected by default."""
     dtype: str | None = None
     """The type of tokens in files without a header."""
     field: str | None = None
@@ -77,7 +77,7 @@ def import_tokens(
     found = find_tokens(path, options.val and expanded(options.val), options.format)
     if found.val and options.split is not None:
         raise DataError(
-            f"There are validation tokens, {found.val[0].path}, and --split {options.split!r} "
+            f"There are validation tokens, {found.val[0].path}, but --split {options.split!r} "
             "takes them from the training tokens.",
             fix="Remove --split, or name the training tokens alone.",
         )
@@ -193,7 +193,7 @@ class _Written:
         )
         self._bytes_of[tokenizer.eot_id] = 0
         self._knows_bytes: bool | None = None if tokenizer.has_text else False
-        """Whether each token decodes to its own bytes; None until the first tokens are seen."""
+        """Whether each token decodes to its own bytes. None until the first tokens are seen."""
         self.num_tokens = {"train": 0, "val": 0}
         self.num_ends = 0
 
@@ -243,7 +243,7 @@ class _Written:
         return np.array([len(tokens)] if last == len(piece.tokens) else [], np.int64)
 
     def _num_bytes(self, tokens: Array) -> int:
-        """Return the UTF-8 bytes that tokens decode to; 0 if they are unknown.
+        """Return the UTF-8 bytes that tokens decode to. 0 if they are unknown.
 
         The first call decodes the tokens to verify the count.
         """
@@ -262,7 +262,7 @@ class _Written:
         if not train or not val:
             total = train + val
             raise DataError(
-                f"{path} contains {total} {'token' if total == 1 else 'tokens'}, and none is for "
+                f"{path} contains {total} {'token' if total == 1 else 'tokens'}, but none is for "
                 f"{'training' if val else 'validation'}.",
                 fix="Set --split 'tail 0.5', or import more.",
             )

@@ -42,9 +42,9 @@ from flatout.sources.files import first_changed
 from flatout.sources.packed import CANNOT_BE_READ, NotHandedOut
 
 BYTES_PER_WORKER = 8_000_000
-"""Minimum text per worker: for less, another process costs more than it saves."""
+"""Minimum text per worker: for less, one more process costs more than it saves."""
 BAD_SHARE = 0.01
-"""Default limit of bad rows, as a share of the rows so far; BAD_ROWS if that is more."""
+"""Default limit of bad rows, as a share of the rows so far, or BAD_ROWS if that is more."""
 BAD_ROWS = 100
 """Number of bad rows that the default limit always allows."""
 UNREAD_SHARE = 0.01
@@ -64,7 +64,7 @@ class Prepared:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens divided by that time; 0 when the dataset was already there."""
+        """Tokens divided by that time, 0 when the dataset was already there."""
         return 0.0 if self.existed else round(self.manifest.tokens / self.seconds, 1)
 
 
@@ -220,7 +220,7 @@ def _existing_or_claimed(request: Request, work: WorkDir) -> Manifest | None:
 
 
 def _write(work: WorkDir, request: Request, crew: Workers) -> Manifest:
-    """Pack the remaining ranges, and join all; discard the work if the text is unusable."""
+    """Pack the remaining ranges, and join all. Discard the work if the text is unusable."""
     plan, packing = plan_work(work, request)
     records = _pack(work, plan, packing, plan.items, crew, request)
     skipped: list[SkippedRows] = []
@@ -265,7 +265,7 @@ def _pack(
     check_files(work, list(done.values()))
     left = [item for item in wanted if item.number not in done]
     if done:
-        request.progress.say(f"{len(done)} of {len(wanted)} ranges are done; {len(left)} remain.")
+        request.progress.say(f"{len(done)} of {len(wanted)} ranges are done. {len(left)} remain.")
     sizes = [task.num_bytes for item in left for task in item.read_tasks]
     total = sum(sizes) / 1e6 if all(sizes) else None
     limit = BadRowLimit(request.options.max_bad_rows, sum(item.num_bytes for item in plan.items))

@@ -117,7 +117,7 @@ def _refuse(url: str) -> NoReturn:
 
 
 def _keep(folder: Path, cache_dir: Path, uploaded: bytes | None) -> None:
-    """Make the prepared dataset this machine's copy of the URL, unless the URL has another one."""
+    """Make the prepared dataset this machine's copy of the URL, unless the URL has another now."""
     with explaining_cache_errors(cache_dir):
         if (folder / MANIFEST).is_file():
             own = (folder / MANIFEST).read_bytes()

@@ -18,7 +18,7 @@ from flatout.json_io import JsonObject
 
 
 class DatasetWriter:
-    """Writes a dataset directory; as a context manager, removes it unless it was finished.
+    """Writes a dataset directory. As a context manager, removes it unless it was finished.
 
     with DatasetWriter(out, vocab_size=...) as writer:
         writer.train.append(tokens, ends, text_bytes=...)

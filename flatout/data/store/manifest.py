@@ -1,4 +1,4 @@
-"""manifest.json, which lists a dataset's content; written last, so it marks a complete dataset."""
+"""manifest.json lists a dataset's content. It is written last, so it marks a complete dataset."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class SplitEntry(Stored):
     document_ends: FileEntry
     """Little-endian int64: the position after each document's last token."""
     masks: tuple[FileEntry, ...] = ()
-    """One uint8 per token, 0 where a target does not count; one file per shard, or no files."""
+    """One uint8 per token, 0 where a target does not count. One file per shard, or no files."""
 
 
 class TokenizerEntry(Stored):
@@ -88,7 +88,7 @@ StoredLocation = Annotated[
     RowLocation | str, BeforeValidator(_from_json), PlainSerializer(_to_json)
 ]
 """A row's location: by byte offset in the work directory, because finding its line number reads the
-file again; as text in a manifest.
+file again, and as text in a manifest.
 """
 
 
@@ -129,9 +129,9 @@ class Manifest(Stored):
     skipped: tuple[SkippedRows, ...] = ()
     """Rows that were omitted, by reason."""
     cut_documents: int = Field(0, ge=0)
-    """Documents cut at the start of validation; both splits count them."""
+    """Documents cut at the start of validation. Both splits count them."""
     sha256: str | None = None
-    """Digest of the rest of the manifest; None in format 1."""
+    """Digest of the rest of the manifest. None in format 1."""
 
     def sealed(self) -> Self:
         """Return this manifest with its digest."""

@@ -64,7 +64,7 @@ class MixedDataset:
     ) -> Self:
         """Open the directories or URLs of a mix, each with its weight.
 
-        `cache` is the directory of copies of remote datasets; None means the user's cache.
+        `cache` is the directory of copies of remote datasets. None means the user's cache.
 
         Raises: ConfigError when a dataset is named twice or its share is too small; DataError when
                 one is not a dataset, or two have different tokenizers.
@@ -244,8 +244,8 @@ def whole_turns(mix: Mapping[str, float]) -> tuple[int, ...]:
         # 1.006 keeps the weight sufficient after rounding to three digits.
         enough = 1.006 * float((total - least) / (LONGEST_PERIOD - 1))
         raise ConfigError(
-            f"data.mix gives {name} the weight {weight:g} of {float(total):g}; "
-            f"the smallest share is 1 sequence in {LONGEST_PERIOD:,}.",
+            f"data.mix gives {name} the weight {weight:g} of {float(total):g}. "
+            f"The smallest share is 1 sequence in {LONGEST_PERIOD:,}.",
             fix=f"Give it a weight of {enough:.3g} or more, or remove it.",
         )
     scale = math.lcm(*((weight / total).denominator for weight in exact))

@@ -13,14 +13,14 @@ from numpy.typing import NDArray
 Words = NDArray[np.uint64]
 
 ROUNDS = 8
-"""Feistel rounds: four already look random; eight add a margin and cost microseconds per step."""
+"""Feistel rounds: four already look random. Eight add a margin and cost microseconds per step."""
 
 
 def shuffled(positions: NDArray[np.integer], num_sequences: int, *, seed: int) -> NDArray[np.int64]:
     """Return the sequence at each position of an endless order, permuted anew in each epoch.
 
     Position p is in epoch p // num_sequences. A Feistel network on the next power of four permutes
-    at least num_sequences numbers; repeating it until the result is below num_sequences makes it a
+    at least num_sequences numbers. Repeating it until the result is below num_sequences makes it a
     permutation of exactly those. These constants are part of a run's format: changing one changes
     what a resumed run reads next.
 

@@ -27,7 +27,7 @@ from flatout.remote.reading import read_if_there
 from flatout.remote.urls import is_url, protocol_of
 
 ATTEMPTS_WITH_COPY = 1
-"""Attempts to reach a store when a copy can be read instead; client packages also retry."""
+"""Attempts to reach a store when a copy can be read instead. Client packages also retry."""
 
 
 def open_dataset(
@@ -35,7 +35,7 @@ def open_dataset(
 ) -> Dataset:
     """Open a dataset in a directory or at a URL. A remote dataset is fetched unless it is cached.
 
-    `cache` is the directory of copies; None means the user's cache.
+    `cache` is the directory of copies. None means the user's cache.
 
     Raises: DataError when there is none, it is incomplete, or it cannot be fetched; MissingPackage.
     """
@@ -70,7 +70,7 @@ def dataset_url(url: str) -> str:
     bare = url.rstrip("/")
     if not is_url(bare) or bare.endswith("://"):
         raise DataError(
-            f"{url} does not name a directory in a store.", fix="Write it as s3://BUCKET/FOLDER."
+            f"{url} does not name a directory in a store.", fix="Write it as s3://BUCKET/DIRECTORY."
         )
     return bare
 
@@ -89,7 +89,7 @@ def copy_dir_of(cache_dir: Path, manifest: bytes) -> Path:
 
 @contextlib.contextmanager
 def locked(cache_dir: Path, when_taken: Callable[[], None]) -> Iterator[None]:
-    """Create and lock a URL's cache directory; call `when_taken`, which may raise, before waiting.
+    """Create and lock a URL's cache directory. Call `when_taken`, which may raise, before waiting.
 
     Raises: DataError when the cache cannot be written.
     """
@@ -126,7 +126,7 @@ def explaining_cache_errors(path: Path) -> Iterator[None]:
 
 
 def fetch_dataset(url: str, *, cache: Path, progress: Progress = SILENT) -> Path:
-    """Return a local copy of the dataset's current version; one process at a time fetches it.
+    """Return a local copy of the dataset's current version. One process at a time fetches it.
 
     When the store cannot be reached, report it and return the copy that was read last.
 

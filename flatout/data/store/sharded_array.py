@@ -87,7 +87,7 @@ class ShardedArray:
         pieces = [files[file][begin : begin + size] for file, begin in places]
         for row in np.flatnonzero(starts + width > self._first[file_of + 1])[::-1].tolist():
             file, parts = int(file_of[row]), [pieces[row]]
-            while left := size - sum(map(len, parts)):  # the row goes on in the next file
+            while left := size - sum(map(len, parts)):  # the row continues in the next file
                 file += 1
                 parts.append(files[file][:left])
             pieces[row : row + 1] = parts
@@ -135,7 +135,7 @@ class ShardedArray:
         self._all_checked = bool(self._checked.all())
 
     def _problems(self, blocks: Sequence[int]) -> Iterator[str | None]:
-        """Yield the problem with each block, or None, in order; threads check several blocks."""
+        """Yield the problem with each block, or None, in order. Threads check several blocks."""
         if len(blocks) < 2:
             yield from map(self._problem, blocks)
             return
@@ -143,7 +143,7 @@ class ShardedArray:
             yield from pool.map(self._problem, blocks)
 
     def _problem(self, block: int) -> str | None:
-        """Return the problem with a block, with its file and byte; None when it is intact.
+        """Return the problem with a block, with its file and byte. None when it is intact.
 
         The block is read rather than mapped, so a failing disk raises an error instead of killing
         the process.

@@ -46,7 +46,7 @@ class Dataset:
 
     @classmethod
     def open(cls, path: Path | str, *, origin: str | None = None) -> Dataset:
-        """Open a directory; check its manifest, tokenizer and file sizes without reading tokens.
+        """Open a directory. Check its manifest, tokenizer and file sizes without reading tokens.
 
         Raises: DataError when it is not a dataset, a file is missing or has the wrong size, or the
                 tokenizer is not the one that made the tokens.

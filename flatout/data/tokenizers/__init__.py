@@ -88,7 +88,7 @@ def _kinds_by(constant: str) -> dict[str, str]:
 
 
 def kind_named(spec: str) -> type[Tokenizer] | None:
-    """Return the kind whose SPEC matches `spec`, such as `train:4096`; None for a file."""
+    """Return the kind whose SPEC matches `spec`, such as `train:4096`. None for a file."""
     name, colon, _ = spec.partition(":")
     for form, kind in _kinds_by("SPEC").items():
         if form.partition(":")[:2] == (name, colon):
@@ -191,7 +191,7 @@ def load_tokenizer(
     """Return the tokenizer in a file: a saved one, a tokenizer.json, or a .tiktoken file.
 
     `pattern` splits text for an unpublished .tiktoken file. `end_of_text` is the name of that token
-    in a tokenizer.json; `name` stands for the file in messages and defaults to its path. `sha256`
+    in a tokenizer.json. `name` stands for the file in messages and defaults to its path. `sha256`
     is the digest that the file must have.
 
     Raises: DataError when the file cannot be read, is none of these, or has a different digest.
@@ -227,7 +227,7 @@ def parse_tokenizer(
     end_of_text: str | None = None,
     named: Mapping[str, str] | None = None,
 ) -> Tokenizer:
-    """Return the tokenizer in a JSON text; messages call the text `name`.
+    """Return the tokenizer in a JSON text. Messages call the text `name`.
 
     `end_of_text` is the name of that token in a tokenizer.json, and `named` are its special tokens
     by their usual names.
@@ -254,7 +254,7 @@ def parse_tokenizer(
 
 
 def _kind_of(document: Document) -> tuple[type[Tokenizer] | None, Document]:
-    """Return the kind of a parsed JSON file and its description; None for an unknown kind."""
+    """Return the kind of a parsed JSON file and its description. None for an unknown kind."""
     if document.get("format") != FORMAT:
         return TOKENIZERS.get(_JSON_KIND), {"tokenizer": document}
     kind = document.get("kind")
@@ -262,7 +262,7 @@ def _kind_of(document: Document) -> tuple[type[Tokenizer] | None, Document]:
 
 
 def try_out(name: str, cpu_s: float) -> int:
-    """Load the tokenizer on standard input and encode texts; print any error, return the exit code.
+    """Load a tokenizer from standard input, encode texts, print any error, return the exit code.
 
     `require_usable` runs this in another process.
     """

@@ -45,8 +45,8 @@ r"""Positions where a text can be cut without changing its ids, for the known pa
 Those (GPT-2's, cl100k's and its relatives in Llama 3 and Qwen 2, o200k's) look ahead and never
 behind. When a split falls on a cut, the right side therefore splits as before. The left side does
 too if its last piece ends in the same way without what follows. By the patterns, both hold
-- before a space that follows a non-space, since no alternative matches across the two;
-- before a line end that follows an ASCII letter or digit, for the same reason;
+- before a space that follows a non-space, since no alternative matches across the two,
+- before a line end that follows an ASCII letter or digit, for the same reason,
 - after a single line end and before a character that is neither white space nor a slash, since only
   o200k continues after a line end, and only with a slash.
 Python's \s includes all white space of Unicode.
@@ -57,7 +57,7 @@ MAX_TRIES = 64
 Ids = NDArray[np.uint32]
 Encode = Callable[[str], Ids]
 Sample = Callable[[int | None], Iterable[str]]
-"""Returns about this many bytes of the corpus, evenly spread; None means the whole corpus."""
+"""Returns about this many bytes of the corpus, evenly spread. None means the whole corpus."""
 BoundedSample = Callable[[int], Iterable[str]]
 Document = JsonObject
 """A parsed JSON file, either our own or a tokenizer.json, whose schema `tokenizers` defines."""
@@ -90,7 +90,7 @@ class TokenizerFile:
 
 
 class Tokenizer(ABC):
-    """Converts text to ids below `vocab_size` and back; one JSON document describes it completely.
+    """Converts text to ids below `vocab_size` and back. One JSON document describes it completely.
 
     Text is never encoded as `eot_id` or as another special id. The file of a kind assigns its class
     to TOKENIZER. A kind that `--tokenizer` selects by name also assigns SPEC (`"char"`, or
@@ -103,7 +103,7 @@ class Tokenizer(ABC):
     needs_corpus: ClassVar[bool] = False
     """Whether `from_corpus` reads the corpus."""
     engines: tuple[str, ...] = ()
-    """Packages that can encode for it, fastest first; the last one defines the correct ids.
+    """Packages that can encode for it, fastest first. The last one defines the correct ids.
 
     Empty when numpy is enough.
     """
@@ -168,7 +168,7 @@ class Tokenizer(ABC):
         return {}
 
     def tokenizer_json(self) -> Document | None:
-        """Return a tokenizer.json with the same ids, for other tools; None if there is none."""
+        """Return a tokenizer.json with the same ids, for other tools. None if there is none."""
         return None
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""Byte-level BPE, trained on the corpus or read from a .tiktoken file; tiktoken defines its ids."""
+"""Byte-level BPE, trained on the corpus or read from a .tiktoken file. tiktoken defines its ids."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ KNOWN_FILES = {
 class RankTokenizer(Tokenizer):
     """Byte-level BPE: a pattern splits text, then neighbours merge, lowest resulting id first.
 
-    `pieces` contains the bytes of each id; None for an unused id, such as end-of-text.
+    `pieces` contains the bytes of each id, None for an unused id, such as end-of-text.
     """
 
     kind: ClassVar[str] = "bpe"
@@ -197,7 +197,7 @@ class RankTokenizer(Tokenizer):
         return {"pattern": self.pattern, "eot_id": self.eot_id, "pieces": pieces}
 
     def tokenizer_json(self) -> Document | None:
-        """Return an equivalent BPE; None for an unpublished pattern, whose dialect may differ."""
+        """Return an equivalent BPE. None for an unpublished pattern, whose dialect may differ."""
         if self.pattern not in SCHEMES:
             return None
         pieces = {piece: index for index, piece in enumerate(self.pieces) if piece is not None}

@@ -61,7 +61,7 @@ class Layout:
     """The regular expression with which the pre-tokeniser splits text."""
     normalizer: Literal["NFC"] | None
     raw_added: Mapping[str, int | None]
-    """Added tokens that are matched in the original text; None for special ones, which stay text.
+    """Added tokens that are matched in the original text. None for special ones, which stay text.
     """
     normalized_added: Mapping[str, int | None]
     """Added tokens that are matched in the normalised text between the others."""
@@ -137,7 +137,7 @@ class Layout:
 
 
 def layout_of(definition: Document) -> Layout | None:
-    """Return the layout of a parsed tokenizer.json; None when it is not a byte-level BPE."""
+    """Return the layout of a parsed tokenizer.json. None when it is not a byte-level BPE."""
     model, pre_tokenizer = definition.get("model") or {}, definition.get("pre_tokenizer") or {}
     pattern, normalizer = _pattern(pre_tokenizer), (definition.get("normalizer") or {}).get("type")
     if (

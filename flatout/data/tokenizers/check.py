@@ -22,7 +22,7 @@ from flatout.errors import DataError
 from flatout.process_limits import bound_memory, cpu_bounded, failure_of
 
 CPU_S = 30
-"""CPU time to load a tokenizer and encode the trial texts; 256,000 tokens take about 4 s."""
+"""CPU time to load a tokenizer and encode the trial texts. 256,000 tokens take about 4 s."""
 MEMORY_BYTES = 2 << 30
 WALL_S = 600
 CHECK_VERSION = 1

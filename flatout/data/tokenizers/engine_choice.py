@@ -70,7 +70,7 @@ def _sentence(skipped: list[str], choice: str) -> str:
 
 
 def _spread(sample: Iterable[str]) -> list[str]:
-    """Return evenly spread chunks of the sample; none when it is too small.
+    """Return evenly spread chunks of the sample. None when it is too small.
 
     Halves of surrogate pairs are dropped here: packing reports them.
     """
@@ -87,7 +87,7 @@ def _spread(sample: Iterable[str]) -> list[str]:
 
 
 def difference(candidate: Tokenizer, reference: Tokenizer, texts: Iterable[str]) -> str:
-    """Return a description of the first difference in the ids of two engines; empty if none."""
+    """Return a description of the first difference in the ids of two engines. Empty if none."""
     for text in texts:
         expected, actual = (_ids_or_error(each, text) for each in (reference, candidate))
         if isinstance(expected, str) and isinstance(actual, str):

@@ -31,7 +31,7 @@ MAX_GROWTH_BYTES = 32 << 20
 """gigatoken caches every word it meets. It is reloaded when the process has grown by this much."""
 
 _LAST_ALTERNATIVES = re.compile(r"\|\\s\+(\+\$|\(\?!)")
-r"""Where the known patterns go on with `|\s++$` or `|\s+(?!`, for white space."""
+r"""Where the known patterns continue with `|\s++$` or `|\s+(?!`, for white space."""
 _NO_IDS = np.zeros(0, np.uint32)
 
 

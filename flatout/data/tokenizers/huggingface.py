@@ -1,4 +1,4 @@
-"""A Hugging Face tokenizer: its file, directory or repository; `tokenizers` defines its ids."""
+"""A Hugging Face tokenizer: its file, directory or repository. `tokenizers` defines its ids."""
 
 from __future__ import annotations
 
@@ -244,7 +244,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @cached_property
     def _bytes(self) -> list[bytes] | None:
-        """The bytes of each id of a byte-level model; None for other models."""
+        """The bytes of each id of a byte-level model. None for other models."""
         if (self.definition.get("decoder") or {}).get("type") != "ByteLevel":
             return None
         byte_of = byte_level_alphabet()

@@ -49,7 +49,7 @@ class IdsTokenizer(Tokenizer):
         if not 1 < size <= MAX_VOCAB_SIZE or eot_id >= size:
             raise DataError(
                 f"The tokenizer ids:{argument} does not contain a number of ids.",
-                fix="Write ids:50257, or ids:50257:50256 if another id than the last is "
+                fix="Write ids:50257, or ids:50257:50256 if an id other than the last is "
                 "end-of-text.",
             )
         return cls(size, eot_id)

@@ -100,12 +100,12 @@ def _tokens(source: Source) -> int | None:
 
 
 def _summary(source: Source) -> JsonObject:
-    """Return the run's summary; empty when the run has not finished."""
+    """Return the run's summary. Empty when the run has not finished."""
     return layout.read_summary(source.folder) or {}
 
 
 def _start(source: Source) -> JsonObject:
-    """Return the event of the run's last start; empty when there is none."""
+    """Return the event of the run's last start. Empty when there is none."""
     starts = [event for event in layout.read_events(source.folder) if event["event"] == "start"]
     return starts[-1] if starts else {}
 

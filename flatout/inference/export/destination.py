@@ -22,7 +22,7 @@ class Export(Result):
     """An exported model, on this machine or on the hub."""
 
     path: str
-    """The directory; the commit of an upload."""
+    """The directory, or the commit of an upload."""
     format: str
     """huggingface, safetensors or gguf."""
     run: str
@@ -30,7 +30,7 @@ class Export(Result):
     checkpoint: str
     """The checkpoint that was exported."""
     model_class: str | None
-    """The class of transformers, or the family of llama.cpp; null for safetensors."""
+    """The class of transformers, or the family of llama.cpp. Null for safetensors."""
     needs_code: bool
     """Whether transformers needs trust_remote_code=True: the class is in a file of the export."""
     files: int
@@ -68,7 +68,8 @@ def require_free(out: Path, *, overwrite: bool = False) -> None:
         return
     if not (out / MARK).is_file():
         raise OutputInUse(
-            f"{out} contains files that are not of an export.", fix="Choose a different --out DIR."
+            f"{out} contains files that are not part of an export.",
+            fix="Choose a different --out DIR.",
         )
     if not overwrite:
         raise OutputInUse(

@@ -42,7 +42,7 @@ class Written:
     """What an export contains."""
 
     model_class: str | None
-    """The class of transformers; None for an export in flatout's own names."""
+    """The class of transformers. None for an export in flatout's own names."""
     needs_code: bool = False
     """Whether the class is in a modeling file of the export."""
     tokenizer_class: str = "AutoTokenizer"

@@ -42,7 +42,7 @@ class Source:
     weights: MergedWeights
     """Reads the weights, with the adapters of a LoRA run."""
     dtype: torch.dtype | None
-    """The type to convert weights to; None keeps that of the checkpoint."""
+    """The type to convert weights to. None keeps that of the checkpoint."""
 
     def converted(self, name: str, weight: Tensor) -> Tensor:
         """Return a weight, or a part of it, in the type of the export.
@@ -70,7 +70,7 @@ class Source:
 
     @property
     def num_parameters(self) -> int:
-        """The number of weights; shared ones count once."""
+        """The number of weights. Shared ones count once."""
         return sum(map(math.prod, self.weights.shapes.values()))
 
     @property

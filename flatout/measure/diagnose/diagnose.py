@@ -104,7 +104,7 @@ def measure_apart(
     """Return the evidence of a measured run in a fresh process.
 
     `on_preflight` receives what is known before the first step, and returns whether to take any.
-    `command` replaces the program, for tests.
+    `command` replaces the default command, for tests.
     Raises: UsageError when the configuration cannot be resolved; RunFailed when the process died
             before it knew anything.
     """

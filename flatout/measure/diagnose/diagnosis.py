@@ -1,4 +1,4 @@
-"""The diagnosis of a run: its findings in order, a verdict in one line, fixes; as text and as JSON.
+"""The diagnosis of a run: findings in order, a verdict in one line, and fixes, as text and JSON.
 
 A rule is a function in a file of `measure/rules/`:
 
@@ -47,7 +47,7 @@ WORDS = {
 }
 """Phases whose name is not their word."""
 SHOWN = 0.005
-"""Phases below this share of the step are omitted of the text."""
+"""Phases below this share of the step are omitted from the text."""
 BAR = 20
 """Characters of a full bar."""
 
@@ -58,9 +58,9 @@ class Fix(Stored):
     text: str
     """One imperative sentence."""
     overrides: Mapping[str, Any] = {}
-    """Settings of the recipe, by dotted key; {}: it cannot be written in a recipe."""
+    """Settings of the recipe, by dotted key. {} means it cannot be written in a recipe."""
     gain: float | None = None
-    """Share of the step's time that it should save, between 0 and 1; None: unknown."""
+    """Share of the step's time that it should save, between 0 and 1. None if unknown."""
     gain_from: str | None = None
     """How the gain was estimated."""
     cost_s: float = 0.0
@@ -91,7 +91,7 @@ class Finding(Stored):
     """A cause, as shown to the user and written to findings.json."""
 
     name: str = ""
-    """Name of the rule; `diagnosis_of` fills it in."""
+    """Name of the rule. `diagnosis_of` fills it in."""
     verdict: str
     """One sentence with the most important number."""
     harm: Harm = "slows"
@@ -99,7 +99,7 @@ class Finding(Stored):
     figures: Mapping[str, float | int | str | None] = {}
     """The evidence, under names that include the unit."""
     share: float | None = None
-    """Share of the step's time that is lost; None: unknown, or no time is lost."""
+    """Share of the step's time that is lost. None if unknown, or no time is lost."""
     site: CallSite | None = None
     """The line of the user's code that causes it."""
     fixes: tuple[Fix, ...] = ()
@@ -151,7 +151,7 @@ def speedup_fixes(
     gain: float | None = None,
     gain_from: str | None = None,
 ) -> list[Fix]:
-    """Return a fix per speedup that fills `slot` and is off; [] for loops without a recipe.
+    """Return a fix per speedup that fills `slot` and is off. [] for loops without a recipe.
 
     `text` describes what it does, without a full stop. By its slot, a finding needs no speedup's
     name.
@@ -170,7 +170,7 @@ def speedup_fixes(
 
 
 def ms(seconds: float | None) -> float | None:
-    """Return milliseconds; None stays None."""
+    """Return milliseconds. None stays None."""
     return None if seconds is None else 1e3 * seconds
 
 
@@ -193,7 +193,7 @@ class Diagnosis(Stored):
     source: str
     """How the evidence was collected, as in `Evidence.source`."""
     shares: Mapping[str, float]
-    """Share of an average step by phase; only measured phases."""
+    """Share of an average step by phase. Only measured phases."""
     step_s: float | None
     """Seconds of an average step."""
     roofline: Roofline
@@ -258,7 +258,7 @@ class Diagnosis(Stored):
                 rate += " without them"
             if roofline.expected_tokens_per_s is not None:
                 expected = f"{roofline.expected_tokens_per_s:,.0f} ({roofline.expected_from})"
-                rate += f"; expected about {expected}"
+                rate += f", expected about {expected}"
             yield rate
         if roofline.peak_tflops is None:
             yield "  peak: unknown"
@@ -268,7 +268,7 @@ class Diagnosis(Stored):
 
 
 def read_diagnosis(folder: Path) -> Diagnosis | None:
-    """Return the diagnosis in a directory's findings.json; None when it is missing or damaged."""
+    """Return the diagnosis in a directory's findings.json. None when it is missing or damaged."""
     try:
         found = Diagnosis.model_validate_json((folder / FILE).read_bytes())
     except (OSError, ValueError):
@@ -303,7 +303,7 @@ def diagnosis_of(evidence: Evidence) -> Diagnosis:
     ]
 
     def place(one: Finding) -> tuple[int, int, float]:
-        """What is slow on a busy machine is slow because of that, except a script's line."""
+        """Return a sort key. A busy machine comes before what it slows down, but not a line."""
         share, group = one.share or 0.0, 1 if one.name == BUSY else 2
         if evidence.source == "script" and one.site is not None and share >= CLEAR:
             group = 0

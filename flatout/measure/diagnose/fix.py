@@ -41,9 +41,9 @@ class FixOutcome(Stored):
     overrides: Mapping[str, Any]
     """The settings."""
     kept: bool
-    """Whether it holds: its whole interval lies above 1, or the run works now and did not."""
+    """Whether it holds: its whole interval is above 1, or the run works now and did not."""
     gain: float | None = None
-    """How many times faster steps are; None when the run did not work before."""
+    """How many times faster steps are. None when the run did not work before."""
     gain_low: float | None = None
     """Lower end of the 95% interval."""
     gain_high: float | None = None
@@ -127,7 +127,7 @@ def compare(
 
 
 def applied(config: RunConfig, overrides: Mapping[str, Any]) -> RunConfig:
-    """Return a configuration with the overrides of a fix; `+name` and `-name` edit the speedups.
+    """Return a configuration with the overrides of a fix. `+name` and `-name` edit the speedups.
 
     Raises: ConfigError when they contradict it.
     """

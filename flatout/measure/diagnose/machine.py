@@ -39,7 +39,7 @@ def machine_evidence(folder: Path = Path(), *, progress: Progress = SILENT) -> E
         "GPU": "; ".join(names) if on_gpu else f"none that torch can use: {reason}",
         "torch": f"{torch.__version__}, Python {platform.python_version()}, {platform.system()}",
         "CPU": f"{machine.cpu_name}, {counted(machine.cores, 'core')}, "
-        f"{counted(host.threads or 0, 'thread')}; other processes keep "
+        f"{counted(host.threads or 0, 'thread')}. Other processes keep "
         f"{host.other_busy_cores or 0.0:.1f} cores busy",
         "Matmuls": f"{', '.join(rates)}, measured",
         "Copies": f"{copied}, measured",

@@ -32,7 +32,7 @@ from flatout.optimizers.schedule import warmup_steps
 from flatout.training.checkpoint.catalog import DISK_BYTES_PER_PARAMETER, most_at_once
 
 PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "workspace")
-"""Parts of an estimate; not all of them exist at once."""
+"""Parts of an estimate. Not all of them exist at once."""
 LONGEST = 300
 """Messages of errors are truncated to this many characters."""
 
@@ -43,7 +43,7 @@ class Prepared:
 
     evidence: Evidence
     resolved: Resolved | None = None
-    """The run; None when it cannot start."""
+    """The run. None when it cannot start."""
     warmup_steps: int = 0
     """Steps of the learning rate's warm-up in a run of the requested length."""
 
@@ -66,7 +66,7 @@ def failure_of(error: BaseException, step: int, has_diverged: bool = False) -> F
 
 
 def prepare(spec: MeasureSpec) -> Prepared:
-    """Resolve the configuration here, and return what is known. A run that cannot start is known.
+    """Resolve the configuration here, and return what is known, also of a run that cannot start.
 
     Raises: ConfigError when the configuration contradicts itself.
     """

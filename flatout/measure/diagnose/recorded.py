@@ -46,7 +46,7 @@ FAILED = 1
 
 
 class Events:
-    """The lines of events.jsonl; fields of a different type than expected are omitted."""
+    """The lines of events.jsonl. Fields of a different type than expected are omitted."""
 
     def __init__(self, lines: Sequence[Mapping[str, Any]]) -> None:
         self.lines = lines

@@ -1,4 +1,4 @@
-"""The specification of a measured run of `diagnose`; passes between processes. No torch."""
+"""The specification of a measured run of `diagnose`, passed between processes. No torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from flatout.files import Stored
 DEFAULT_SECONDS = 4.0
 """Seconds of ordinary steps that are measured."""
 LIMIT_S = 150.0
-"""Longest measured run before it counts as hanging; more seconds of steps extend it."""
+"""Longest measured run before it counts as hanging. More seconds of steps extend it."""
 
 
 class MeasureSpec(Stored):
@@ -20,7 +20,7 @@ class MeasureSpec(Stored):
     folder: str
     """Scratch directory for the files of the run, on the disk of its checkpoints."""
     cache: str | None = None
-    """flatout's cache, with the gains measured here; None: no gains."""
+    """flatout's cache, with the gains measured here. None means no gains."""
     seconds: float = DEFAULT_SECONDS
     """Seconds of ordinary steps."""
     warmup_s: float = 10.0

@@ -196,7 +196,7 @@ def facts_of(requested: RunConfig, resolved: Resolved, schedule: Schedule) -> di
 
 
 def commit_of_package() -> str | None:
-    """Return the commit of the checkout, with + if files were changed; None without a checkout."""
+    """Return the commit of the checkout, with + if files were changed. None without a checkout."""
 
     def git(*words: str) -> str | None:
         try:
@@ -268,7 +268,7 @@ def claim(out: Path) -> None:
 def keep(trial: Trial, bench: list[str], began: str, out: Path) -> None:
     """Append a finished trial to trials.jsonl, so that it survives if this process is killed.
 
-    The file is append-only; `bench` (recipe, kind and digest of the configuration) and `began`
+    The file is append-only. `bench` (recipe, kind and digest of the configuration) and `began`
     identify the bench of each line.
     Raises: RunFailed when it cannot be written.
     """

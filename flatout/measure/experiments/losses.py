@@ -48,7 +48,7 @@ class Trials:
     repeats_to_the_bit: bool = True
     """Whether two runs of one command give equal losses on this device."""
     dropout: float = 0.0
-    """model.dropout; where it is on, losses cannot be compared up to rounding."""
+    """model.dropout. Where it is on, losses cannot be compared up to rounding."""
     loss_steps: int = LOSS_STEPS
     """Number of losses that decide a loss check."""
     stopped_by: str = TIME_WAS_UP
@@ -58,7 +58,7 @@ class Trials:
     def of(cls, resolved: RunConfig) -> Trials:
         """Return the trials, none yet, of a resolved configuration.
 
-        Two runs repeat bit for bit on a CPU, or with train.deterministic.
+        Two runs are bit-identical on a CPU, or with train.deterministic.
         """
         dropout = float(resolved.model.own().get("dropout") or 0.0)
         is_exact = resolved.train.device == "cpu" or resolved.train.deterministic
@@ -109,7 +109,7 @@ class Trials:
         return spread(self.ratios(point, base) for point in others)
 
     def gain(self, one: str, other: str) -> Figure | None:
-        """Return how many times faster `one` is than `other`; None when no round has both."""
+        """Return how many times faster `one` is than `other`. None when no round has both."""
         ratios = self.ratios(one, other)
         return median_of(ratios, shared=self.noise()) if ratios else None
 
@@ -220,7 +220,7 @@ def is_within(
         seeds = f"({low:+.4f} to {high:+.4f}) over {len(pairs)} seeds"
         return low <= 0, f"final loss {mean:+.4f} {seeds}"
     if tolerance.kind == "rounding" and dropout:
-        return None, f"not checked: model.dropout={dropout:g} draws other random numbers"
+        return None, f"not checked: model.dropout={dropout:g} draws different random numbers"
     allowed = "bit-equal" if tolerance.kind == "exact" else f"{tolerance.rtol:.0e}"
     kept = all(tolerance.holds(fast, plain) for fast, plain in pairs)
     if kept and steps < loss_steps:
@@ -229,7 +229,7 @@ def is_within(
 
 
 def largest_difference(pairs: LossPairs) -> float | None:
-    """Return the largest relative difference of a loss; None without losses."""
+    """Return the largest relative difference of a loss. None without losses."""
     return max(
         (
             abs(a - b) / abs(b) if b else abs(a - b)

@@ -16,7 +16,7 @@ from flatout.measure.experiments.records import Figure
 CONFIDENCE = 0.9375
 """Minimum coverage of the intervals: that of the range of five repeats, the usual number."""
 MIN_REPEATS = 5
-"""With this many repeats, their own spread is used; with fewer, that of all points together."""
+"""With this many repeats, their own spread is used. With fewer, that of all points together."""
 MIN_FREEDOM = 4
 """Minimum degrees of freedom of a shared spread."""
 MIN_SEEDS = 3

@@ -204,7 +204,7 @@ def sweep_experiment(what: str, requested: RunConfig, resolved: Resolved) -> Exp
         reasons = "; ".join(f"{row.name}: {row.reason}" for row in absent)
         raise ConfigError(
             f"--sweep {what} has nothing to measure: {reasons}.",
-            fix="Sweep another setting.",
+            fix="Sweep a different setting.",
         )
 
     def rows(trials: Trials) -> list[Row]:
@@ -225,7 +225,7 @@ def batch(requested: RunConfig, resolved: Resolved) -> Points:
 
 
 def accumulation(requested: RunConfig, resolved: Resolved) -> Points:
-    """Vary the micro-batches per step from 1 to 8, each of the recipe's size; the step grows."""
+    """Vary the micro-batches per step from 1 to 8, each of the recipe's size. The step grows."""
     rows, seq_len = int(resolved.config.batch.rows_per_device), resolved.config.data.seq_len
     counts = [2**power for power in range(MAX_ACCUMULATE.bit_length())]
     return {

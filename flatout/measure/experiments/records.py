@@ -47,7 +47,7 @@ class Steps(Stored):
     data_ms: float | None = None
     """Part of it spent waiting for data."""
     host_ms: float | None = None
-    """Part of it spent on the host's work; on a GPU it overlaps with the device's."""
+    """Part of it spent on the host's work. On a GPU it overlaps with the device's."""
     device_ms: float | None = None
     """Part of it spent on the device's work."""
     peak_gib: float | None = None
@@ -82,7 +82,7 @@ class TrialResult(Steps):
     speedups: list[str] = Field([])
     """Speedups that were actually on."""
     compile_s: float | None = None
-    """Seconds spent compiling; null when nothing was compiled."""
+    """Seconds spent compiling. Null when nothing was compiled."""
     rehearsed: list[Rehearsal] = Field([])
     """What the trial did besides training."""
     environment: dict[str, str | int] = Field({})
@@ -119,12 +119,12 @@ class Figure(Stored):
     median: float
     """Median of the repeats."""
     low: float | None
-    """Lower end of the interval; null with too few repeats."""
+    """Lower end of the interval. Null with too few repeats."""
     high: float | None
-    """Upper end of the interval; null with too few repeats."""
+    """Upper end of the interval. Null with too few repeats."""
 
     def verdict(self, *, left_out: bool = False) -> str:
-        """Return a gain in words; that of a speedup that was removed is what it is worth."""
+        """Return a gain in words. For a speedup that was removed, it is what that one is worth."""
         if self.low is None or self.high is None:
             return UNSURE
         if self.low <= 1 <= self.high:
@@ -145,7 +145,7 @@ class LossCheck(Stored):
     """Whether the losses of two points stay within the tolerance."""
 
     tolerance: str | None = None
-    """exact, rounding or statistical; null if the losses were not compared."""
+    """exact, rounding or statistical. Null if the losses were not compared."""
     within_tolerance: bool | None = None
     """null if it was not decided."""
     tolerance_reason: str | None = None
@@ -157,7 +157,7 @@ class LossCheck(Stored):
     deterministic: bool = False
     """Whether the losses are from runs with train.deterministic=true.
 
-    They are used where timed runs do not repeat bit for bit."""
+    They are used where timed runs are not bit-identical."""
 
 
 class Row(Steps, LossCheck):
@@ -206,7 +206,7 @@ class Choice(Row):
     part: str
     """batch, checkpointing, speedups or prefetch."""
     leaves_out: bool
-    """Whether it leaves the speedup out. `gain` is that of leaving it out."""
+    """Whether it removes the speedup. `gain` is that of removing it."""
     taken: bool
     """Whether tuned.yaml has it."""
 

@@ -72,7 +72,7 @@ class Measurement(Result):
     complete: bool = True
     """False after an interruption."""
     ended_by_signal: int | None = None
-    """The signal that interrupted it: 2 for Ctrl+C, 15 for SIGTERM; null for none."""
+    """The signal that interrupted it: 2 for Ctrl+C, 15 for SIGTERM. Null for none."""
     trials: list[Trial]
     """Every trial: the point, the round, the seed and the results."""
 
@@ -107,7 +107,7 @@ class Bench(Measurement):
 
     null in a sweep, or when one of the two has no results."""
     total_speedup_low: float | None = None
-    """Lower end of its 94% interval; null with too few repeats."""
+    """Lower end of its 94% interval. Null with too few repeats."""
     total_speedup_high: float | None = None
     """Upper end."""
 
@@ -270,7 +270,7 @@ def absence(row: Row) -> str:
 
 
 def gain_text(row: Row) -> str:
-    """Return a row's gain: the verdict and its interval; the rate's and the memory in a sweep."""
+    """Return a row's gain: the verdict and its interval. In a sweep, the rate's and the memory."""
     if row.gain is not None:
         return f"{row.verdict}{row.gain.between('.2f')}"
     if row.kind == "point" and row.tokens_per_s:
@@ -299,7 +299,7 @@ def loss_text(row: Row) -> str:
 
 
 def step_text(row: Row) -> str:
-    """Return the time of a step and its parts, with about three digits; ? was not measured."""
+    """Return the time of a step and its parts, with about three digits. ? means not measured."""
     parts = (row.step_ms, row.data_ms, row.host_ms, row.device_ms)
     step, *rest = (
         "?" if ms is None else f"{ms:.{0 if ms >= 100 else 1 if ms >= 1 else 2}f}" for ms in parts
@@ -343,7 +343,7 @@ class Tuning(Measurement):
         taken = {choice.name: choice for choice in self.choices if choice.taken}
         rest = {choice.name: choice for choice in self.choices if choice.name not in taken}
         for title, choices in (
-            ("Taken, in this order; each gain is over the setting before:", taken.values()),
+            ("Taken, in this order. Each gain is over the setting before:", taken.values()),
             ("Measured and not taken:", rest.values()),
         ):
             width = min(max(map(len, (each.name for each in choices)), default=0), NAME_COLUMNS)
@@ -372,5 +372,5 @@ def choice_text(choice: Choice) -> str:
     """Return what a change gained, or why it has no gain, and whether its losses are wrong."""
     text = choice.verdict if choice.gain is None else gain_text(choice)
     if choice.within_tolerance is False:
-        text += f"; the losses exceed the tolerance ({choice.tolerance_reason})"
+        text += f", but the losses exceed the tolerance ({choice.tolerance_reason})"
     return text if len(text) <= TEXT_COLUMNS else f"{text[: TEXT_COLUMNS - 3]}..."

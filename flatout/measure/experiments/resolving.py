@@ -61,11 +61,11 @@ class Request(Stored):
     config: dict[str, Any]
     """The requested configuration."""
     cache: str | None
-    """flatout's cache, with the gains measured here; None: no gains."""
+    """flatout's cache, with the gains measured here. None means no gains."""
 
 
 class Chosen(Stored):
-    """The choices of a resolved recipe; passes between processes as JSON."""
+    """The choices of a resolved recipe, passed between processes as JSON."""
 
     config: dict[str, Any]
     """The resolved configuration."""
@@ -78,7 +78,7 @@ class Chosen(Stored):
 def resolve_here(requested: RunConfig, cache: Path | None = None) -> Resolved:
     """Resolve a recipe for one process on this machine.
 
-    `cache` has the gains measured on this hardware, which `auto` uses; None for no gains.
+    `cache` has the gains measured on this hardware, which `auto` uses. None for no gains.
 
     Raises: UsageError when it cannot run here.
     """
@@ -157,7 +157,7 @@ def resolve_apart(
 def choose_in_subprocess(
     requested: RunConfig, cache: Path | None = None, *, command: Sequence[str] = ()
 ) -> Chosen:
-    """Call `choose` in another process. `command` replaces the program, for tests.
+    """Call `choose` in another process. `command` replaces the default command, for tests.
 
     Raises: whatever `choose` raises there; RunFailed when the process died.
     """

@@ -55,7 +55,7 @@ MIN_LIMIT_S = 3.0
 
 
 class Budget:
-    """Divides minutes over rounds of trials; without minutes, `repeats` rounds of five seconds.
+    """Divides minutes over rounds of trials. Without minutes, `repeats` rounds of five seconds.
 
     With minutes, there are at least two rounds if possible and at most `repeats`. The seconds of a
     trial shrink until they fit, and its overhead is estimated from earlier trials. Points that do
@@ -139,8 +139,8 @@ class Budget:
     def timeout_s(self, name: str) -> float:
         """Return the seconds after which a trial is killed, at most the time left.
 
-        It may take a quarter of the total, or more if it is expected to be slow; half of it before
-        anything has been measured.
+        It may take a quarter of the total, or more if it is expected to be slow, and half of it
+        before anything has been measured.
         """
         if math.isinf(self._total_s):
             return LONGEST_TRIAL_S
@@ -220,7 +220,7 @@ class Schedule:
     note: Callable[[str], object] = lambda text: None
     """Shows what is measured."""
     scratch: str | None = None
-    """Where the trials write; the system's directory for temporary files until `running`."""
+    """Where the trials write. The system's directory for temporary files until `running`."""
     ended_by_signal: int | None = None
     """The signal that interrupted it, if any. No further trial starts."""
     _failed: set[str] = field(default_factory=set)
@@ -369,9 +369,9 @@ class Schedule:
 
 
 def in_turn(points: Sequence[Point], number: int) -> list[Point]:
-    """Return the order of round `number`; neighbours stay neighbours, to be measured close in time.
+    """Return the order of round `number`. Neighbours stay neighbours, to be measured close in time.
 
-    Every round starts at another point, and every other round runs backwards, so that a machine
+    Every round starts at a different point, and every other round runs backwards, so that a machine
     that slows down over minutes favours none of them.
     """
     if not points:
@@ -388,7 +388,7 @@ def require_one_process(command: str) -> None:
     """
     if stated_ranks().world_size > 1:
         raise ConfigError(
-            f"{command} measures a single process, and this is one of several.",
+            f"{command} measures a single process, but this is one of several.",
             fix="Start it without torchrun.",
         )
 

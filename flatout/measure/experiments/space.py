@@ -80,7 +80,7 @@ class Move:
         return bool(self.drops) and not self.adds
 
     def apply(self, setting: Setting) -> Setting | None:
-        """Return the changed setting; None when it would lack something that a speedup needs.
+        """Return the changed setting. None when it would lack something that a speedup needs.
 
         Speedups that fill a slot of an added one make room for it.
         """
@@ -108,7 +108,7 @@ class Space:
     """The moves that change speedups or the steps ahead, the most promising ones first."""
     left: tuple[Left, ...]
     row_counts: tuple[int, ...]
-    """Rows to choose from, about twice as many each time; all divide the step."""
+    """Rows to choose from, about twice as many each time. All divide the step."""
     obstacle: Obstacle
 
     def moves_from(self, setting: Setting) -> list[Move]:
@@ -170,7 +170,7 @@ def make_space(
 ) -> Space:
     """Return the settings that can be reached from what `auto` chose.
 
-    A speedup that is off is added, one that is on is removed; speedups that the request names or
+    A speedup that is off is added, one that is on is removed. Speedups that the request names or
     excludes stay as they are. One with a statistical tolerance is tried only when `statistical`.
     """
     config, chooser = resolved.config, {*filling("micro_batch")}

@@ -56,7 +56,7 @@ QUIET = {
 def run_trial(spec: TrialSpec, timeout_s: float, *, command: Sequence[str] = ()) -> TrialResult:
     """Measure in a fresh process, which is killed after `timeout_s`, and return a result.
 
-    `command` replaces the program, for tests.
+    `command` replaces the default command, for tests.
     """
     start_s, found = time.monotonic(), list[TrialResult]()
 
@@ -68,7 +68,7 @@ def run_trial(spec: TrialSpec, timeout_s: float, *, command: Sequence[str] = ())
     ended = ask(f"{__name__}:answer", spec, on_answer, timeout_s=timeout_s, command=command)
     status: Status = "failed"
     reason = (
-        f"The process ended with exit code {ended.code} and no result; its output: "
+        f"The process ended with exit code {ended.code} and no result. Its output: "
         f"{ended.last_words}"
     )
     if ended.timed_out:
@@ -197,7 +197,7 @@ class Pace:
         self, log: Log, spec: TrialSpec, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self.warmup_steps: int | None = None
-        """Steps before the measured ones; None while warming up."""
+        """Steps before the measured ones. None while warming up."""
         self.warmup_s = 0.0
         """Seconds that they took."""
         self.is_steady = False

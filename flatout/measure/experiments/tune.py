@@ -187,7 +187,7 @@ def require_figures(search: Search, resolved: Resolved) -> Setting:
     last = failed[-1]
     fixes = {"timed-out": "Give it more --minutes.", "out-of-memory": smaller}
     raise RunFailed(
-        f"No setting could be used, and {counted(len(failed), 'trial')} failed; the last one: "
+        f"No setting could be used, and {counted(len(failed), 'trial')} failed. The last one: "
         f"{last.reason}",
         fix=fixes.get(last.status, "Try the same recipe with `flatout train`."),
     )
@@ -232,7 +232,7 @@ class Tried:
     before: Setting
     after: Setting
     parity: LossCheck | None = None
-    """How the losses compare; None for a move that was not worth the comparison."""
+    """How the losses compare. None for a move that was not worth the comparison."""
 
     @property
     def tolerance(self) -> Tolerance:
@@ -306,7 +306,7 @@ class Search:
     def _slowest_s(self, share: float = 1.0) -> float:
         """Return the seconds to keep for what follows after `share` of the time.
 
-        They are at least those that a trial of the slowest setting takes; 0 before the first.
+        They are at least those that a trial of the slowest setting takes. 0 before the first.
         """
         ok = [self.name(setting) for setting in self.results if self.is_ok(setting)]
         rest_s = (1 - share) * self._total_s if math.isfinite(self._total_s) else 0.0
@@ -459,7 +459,7 @@ class Search:
             self.round += 1
 
     def _gain(self, tried: Tried) -> tuple[float, float, float] | None:
-        """Return the interval of a move's gain; None when the setting fails."""
+        """Return the interval of a move's gain. None when the setting fails."""
         return self.interval(tried.after, tried.before) if self.is_ok(tried.after) else None
 
     def _ranked(self, moves: Sequence[Tried]) -> list[Tried]:
@@ -530,7 +530,7 @@ class Search:
     def _take(self, tried: Tried) -> bool:
         """Make a move if it is faster and within its tolerance, and return whether it was made.
 
-        It is faster if its whole interval lies above 1.
+        It is faster if its whole interval is above 1.
         """
         found = self._gain(tried)
         if found is None:
@@ -581,7 +581,7 @@ class Search:
                 self._step_back()
 
     def _step_back(self) -> None:
-        """Give up the best setting for the one before it, or for another one that was measured."""
+        """Give up the best setting for the one before it, or for a different measured one."""
         if self.taken:
             self.best = self.taken.pop().before
             return

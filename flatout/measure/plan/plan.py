@@ -527,10 +527,10 @@ class PlannedRun:
     def _try(
         self, values: Mapping[str, Any], names: Sequence[str] = (), *, fewer_rows: bool = False
     ) -> Change | None:
-        """Return the change to other settings and more speedups; None when that cannot run.
+        """Return the change to other settings and more speedups. None when that cannot run.
 
         With `fewer_rows`, the micro-batch is the largest smaller one that fits and divides the
-        step; None without one.
+        step. None without one.
         """
         values, batch = {**values}, self._batch
         if names:
@@ -559,7 +559,7 @@ class PlannedRun:
             speed = "measured: " + "; ".join(f"{name}: {gains[name].describe()}" for name in names)
         elif workload.transforms != self.workload.transforms:
             more = training_flops(workload) / training_flops(self.workload) - 1
-            speed = f"{more:.0%} more FLOPs, from recomputing; the time is {NOT_MEASURED}"
+            speed = f"{more:.0%} more FLOPs, from recomputing, but the time is {NOT_MEASURED}"
         need = estimate(workload, *batch).total
         return Change(
             overrides=[f"{key}={value}" for key, value in values.items()],
@@ -567,7 +567,7 @@ class PlannedRun:
             need_gib=self._in_all_gib(need),
             fits=need <= self.available,
             speed=speed,
-            tolerance=f"{weak}: other losses, equal in the mean" if weak else None,
+            tolerance=f"{weak}: different losses, equal in the mean" if weak else None,
         )
 
 

@@ -1,6 +1,6 @@
 """What a run will need: the record of `flatout plan`, from the calculation to the screen. No torch.
 
-What is unknown is None: null in JSON.
+What is unknown is None, and null in JSON.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "workspac
 OPTIONAL = ("logits", "workspace", "correction", "host")
 """Parts that are shown only if they take something at the peak."""
 NEXT_MESHES = 3
-"""Meshes that are shown besides the chosen one; --json has all."""
+"""Meshes that are shown besides the chosen one. --json shows all."""
 MOST_CHANGES = 6
-"""Changes that are shown; --json has all."""
+"""Changes that are shown. --json shows all."""
 
 
 class Change(Stored):
@@ -46,9 +46,9 @@ class MicroBatch(Stored):
     need_gib: float
     """Memory that the run needs with it."""
     fits: bool | None
-    """Whether that is free; null: unknown."""
+    """Whether that is free. Null if unknown."""
     tokens_per_s: float | None
-    """Predicted rate; null: unknown, as when it does not fit."""
+    """Predicted rate. Null if unknown, as when it does not fit."""
 
     def line(self) -> str:
         """Return a line of the table."""
@@ -69,7 +69,7 @@ class MeshChoice(Stored):
     need_gib: float | None
     """Memory of a device."""
     fits: bool | None
-    """Whether it fits; null: unknown."""
+    """Whether it fits. Null if unknown."""
     tokens_per_s: float | None
     """Predicted rate of all devices, also where it does not fit."""
     source: str
@@ -113,17 +113,17 @@ class Plan(Result):
     memory_from: str | None
     """How the memory was predicted."""
     memory_error: float | None
-    """Relative error to expect of the memory; null: not known."""
+    """Relative error to expect of the memory. Null if not known."""
     peak_gib: float | None
     """The number that `train` will report as peak_gib."""
     fits: bool | None
-    """Whether it fits in the memory that is available now; null: not known."""
+    """Whether it fits in the memory that is available now. Null if not known."""
     rows_per_device: int
     """Sequences in a micro-batch."""
     accumulate: int
     """Micro-batches per step."""
     largest_rows_per_device: int | None
-    """The largest micro-batch that fits; 0: none does."""
+    """The largest micro-batch that fits. 0 means none does."""
     steps: int | None
     """Optimizer steps."""
     tokens: int | None
@@ -139,7 +139,7 @@ class Plan(Result):
     wall_s: float | None
     """Seconds of the run."""
     wall_s_error: float | None
-    """Relative error of the predicted time in earlier runs of this shape; null: not known."""
+    """Relative error of the predicted time in earlier runs of this shape. Null if not known."""
     kwh: float | None
     """Energy of the GPUs at their highest power."""
     kwh_from: str | None

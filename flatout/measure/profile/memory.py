@@ -61,7 +61,7 @@ class Moment:
 class _Block:
     category: str | None = None
     phase: int | None = None
-    """Number of the phase in which it was allocated; None between phases."""
+    """Number of the phase in which it was allocated. None between phases."""
     end_phase: int | None = None
     freed: bool = False
 
@@ -117,7 +117,7 @@ def _of_life(block: _Block, trace: Trace) -> str:
 
 
 def peak_of(moments: Sequence[Moment], trace: Trace, first: int) -> MemoryPeak | None:
-    """Return the moment with the most memory; None when nothing was allocated.
+    """Return the moment with the most memory. None when nothing was allocated.
 
     `first` is the number of the first profiled step.
     """

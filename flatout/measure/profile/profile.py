@@ -53,7 +53,7 @@ PROFILES = Path("profile")
 """Where profiles are written without `--out`."""
 FIGURES, TEXT, TRACE = "profile.json", "profile.txt", "trace.json.gz"
 SNAPSHOT = "memory-snapshot.pickle"
-"""torch's own file, for pytorch.org/memory_viz; flatout never reads it."""
+"""torch's own file, for pytorch.org/memory_viz, which flatout never reads."""
 MAX_WARM_S = 10.0
 """Latest end of a warm-up without `--skip`, after its first step."""
 MAX_COUNTERS = 20_000
@@ -74,7 +74,7 @@ class Wanted:
 
     steps: int
     skip: int | None
-    """Steps before them; None: until the step time is steady."""
+    """Steps before them. None means until the step time is steady."""
 
     @property
     def at_least(self) -> int:
@@ -160,7 +160,7 @@ class ProfileWindows(Windows):
         self.first_step = 1
         """The first profiled step, from 1."""
         self.named: Named | None = None
-        """The memory that the run can name; None without a trace."""
+        """The memory that the run can name. None without a trace."""
         self.has_snapshot = False
         """Whether torch's memory snapshot was written."""
         self.profiled_s = 0.0
@@ -281,7 +281,7 @@ def _gradients(run: Run) -> list[Tensor]:
 
 
 def blocks(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Return the bytes of the memory of tensors by address; views of one block count once.
+    """Return the bytes of the memory of tensors by address. Views of one block count once.
 
     Shapes: any.
     """
@@ -294,7 +294,7 @@ def blocks(tensors: Iterable[Tensor]) -> dict[int, int]:
 
 
 def summarise(run: Run, windows: ProfileWindows, raw: Path, out: Path) -> Profile:
-    """Return the profile of the steps that were taken; write their trace to `out`.
+    """Return the profile of the steps that were taken. Write their trace to `out`.
 
     Raises: RunFailed when the profiler could not write its trace.
     """

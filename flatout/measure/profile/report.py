@@ -40,7 +40,7 @@ class Gap(Stored):
     phase: str | None
     """What the host did: data, forward, ..."""
     host_op: str | None
-    """The host's outermost operation then; null: Python."""
+    """The host's outermost operation then. Null means Python."""
 
 
 class MemoryPeak(Stored):
@@ -57,7 +57,7 @@ class MemoryPeak(Stored):
     share_of_step: float | None
     """How much of that step's time had passed, from 0 to 1."""
     reserved_gib: float | None
-    """The most that the GPU's allocator held; null on a CPU."""
+    """The most that the GPU's allocator held. Null on a CPU."""
 
 
 class Profile(Result):
@@ -68,9 +68,9 @@ class Profile(Result):
     path: str
     """The directory with trace.json.gz, profile.json and profile.txt."""
     trace: str | None
-    """The trace: open it at https://ui.perfetto.dev. null: the profiler could not be used."""
+    """The trace: open it at https://ui.perfetto.dev. Null means the profiler could not be used."""
     snapshot: str | None
-    """torch's memory snapshot, for https://pytorch.org/memory_viz; null on a CPU."""
+    """torch's memory snapshot, for https://pytorch.org/memory_viz. Null on a CPU."""
     recipe: str
     """Its name."""
     device: str
@@ -86,23 +86,23 @@ class Profile(Result):
     steps: int
     """Profiled steps."""
     step_ms: float | None
-    """An average step without the profiler; null: not measured."""
+    """An average step without the profiler. Null if not measured."""
     profiled_step_ms: float
     """An average step under the profiler."""
     phases_ms: Mapping[str, float] | None
-    """The host's time by phase in an average step without the profiler; null: not measured."""
+    """The host's time by phase in an average step without the profiler. Null if not measured."""
     table: tuple[KernelRow, ...] | None = None
-    """Kernels by class; null: the profiler could not see them."""
+    """Kernels by class. Null means the profiler could not see them."""
     outside_ms: float | None = None
     """Time of an average profiled step outside of kernels: a GPU idles, a CPU runs Python."""
     roofline: ProfileRoofline
     """What this device can do at most, and the source of each number."""
     gaps: tuple[Gap, ...] | None = None
-    """The longest times of one step at which the device idles; null without a GPU."""
+    """The longest times of one step at which the device idles. Null without a GPU."""
     device_idle: float | None = None
-    """Share of that step at which the device idles; null without a GPU."""
+    """Share of that step at which the device idles. Null without a GPU."""
     memory: MemoryPeak | None = None
-    """The peak and its parts by category; null: not measured."""
+    """The peak and its parts by category. Null if not measured."""
     notes: tuple[str, ...]
     """What could not be measured, and why."""
 

@@ -12,7 +12,7 @@ import numpy as np
 from flatout.measure.report.curves import Curve, RunData, outline, trend
 
 NUM_COLORS = 8
-"""Colours in page.css; they repeat after that."""
+"""Colours in page.css. They repeat after that."""
 DASHES = ("solid", "dashed", "dotted", "dotdash")
 MAX_OTHER_CHARTS = 12
 """Charts of metrics that this file does not name. A run from elsewhere may have thousands."""
@@ -46,9 +46,9 @@ class Chart:
     scale: float = 1.0
     """Values are multiplied by this."""
     has_trend: bool = True
-    """Whether long curves get their trend; not for a planned curve, which has no noise."""
+    """Whether long curves get their trend. Not for a planned curve, which has no noise."""
     ticks: str = ""
-    """The vertical axis in Bokeh's numeral or printf format; empty for its usual ticks."""
+    """The vertical axis in Bokeh's numeral or printf format. Empty for its usual ticks."""
     lines: tuple[Line, ...] = ()
     """What it shows of some runs."""
 
@@ -120,10 +120,10 @@ EVENTS = {
     "early_stop": "end",
     "end": "end",
 }
-"""Events that stand on the axis, and the row of each. The others are in the table only."""
+"""Events drawn on the axis, and the row of each. The others are in the table only."""
 ROWS = ("start", "save", "sample", "score", "compile", "skip", "alarm", "end")
 MAX_MARKS = 400
-"""Marks of one kind in one run; of more, evenly spaced ones are drawn."""
+"""Marks of one kind in one run. Of more, evenly spaced ones are drawn."""
 LONGEST_LINE = 200
 """Characters shown of one event."""
 
@@ -138,7 +138,7 @@ class Marks:
     offset: float
     """Height within its row, from -0.5 to 0.5: marks of several runs do not hide each other."""
     at: Curve
-    """Their positions; the values are not used."""
+    """Their positions. The values are not used."""
     texts: tuple[str, ...]
 
 

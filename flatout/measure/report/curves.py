@@ -23,7 +23,7 @@ Array = NDArray[np.float64]
 POSITIONS = ("step", "tokens", "elapsed_s")
 """What a curve can be drawn against."""
 NUMBERS = {int, float, NoneType}
-"""Types of a metric; null is a value that was not finite."""
+"""Types of a metric. Null is a value that was not finite."""
 MAX_EVENTS = 20_000
 """Events beyond this number are omitted."""
 INTERVALS = 600
@@ -90,7 +90,8 @@ class RunData(RunLog):
         if count > MAX_EVENTS:
             self.events = self.events[:MAX_EVENTS]
             self.notes.append(
-                f"events.jsonl has more than {MAX_EVENTS:,} events; the report has the first ones."
+                f"events.jsonl has more than {MAX_EVENTS:,} events. "
+                "The report shows the first ones."
             )
         _ = self.settings, self.summary  # now, as their damage becomes a note
         self.diagnosis = read_diagnosis(path)
@@ -106,7 +107,7 @@ class RunData(RunLog):
 
     @property
     def longest(self) -> Curve | None:
-        """The curve with the most records, which define where a step stands."""
+        """The curve with the most records, which define where a step is drawn."""
         return max(self.curves.values(), key=lambda curve: len(curve.step), default=None)
 
     def values(self, figure: str) -> Array:
@@ -126,7 +127,7 @@ def read_runs(paths: list[Path]) -> list[RunData]:
 
 
 def _number(value: object) -> float:
-    """Return a number as a float; NaN for anything else."""
+    """Return a number as a float. NaN for anything else."""
     return float(value) if is_finite(value) else math.nan
 
 
@@ -150,7 +151,7 @@ def outline(curve: Curve) -> Curve:
 
 
 def trend(curve: Curve) -> Curve | None:
-    """Return the means of TREND_INTERVALS intervals, at their middles; None for a short curve."""
+    """Return the means of TREND_INTERVALS intervals, at their middles. None for a short curve."""
     count = len(curve.value)
     if count < MIN_FOR_TREND:
         return None

@@ -120,7 +120,7 @@ def _events_plot(marks: Sequence[Marks], x_range: Range1d) -> figure:
 def _empty_plot(height: int, **options: Any) -> figure:
     """Return a plot whose look page.yaml, page.css and page.js provide.
 
-    It has a horizontal axis for each position; page.js shows one of them.
+    It has a horizontal axis for each position, of which page.js shows one.
     """
 
     zoom = BoxZoomTool(dimensions="width")
@@ -135,7 +135,7 @@ def _empty_plot(height: int, **options: Any) -> figure:
 
 
 def _bounds(curves: Iterable[Curve], name: str) -> list[float] | None:
-    """Return the lowest and highest position of all curves; None when no record has one."""
+    """Return the lowest and highest position of all curves. None when no record has one."""
     known = np.concatenate([np.empty(0), *(getattr(curve, name) for curve in curves)])
     known = known[np.isfinite(known)]
     return [float(known.min()), float(known.max())] if len(known) else None

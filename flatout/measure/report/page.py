@@ -146,7 +146,7 @@ def cut(value: object) -> Any:
 
 
 def number(value: object, form: str = "") -> str:
-    """Return a number in the format `form`, by default with four digits; UNKNOWN for anything else.
+    """Return a number in the format `form`, by default with four digits. UNKNOWN for anything else.
 
     The form `time` is that of a duration. Without a form, whole numbers keep all their digits.
     """
@@ -178,7 +178,7 @@ def results(runs: Sequence[RunData]) -> list[Row]:
 
 
 def _results(run: RunData) -> dict[str, str]:
-    """Return what a run reached; of an unfinished one, what its records show."""
+    """Return what a run reached. For an unfinished one, it is what its records show."""
 
     def reached(
         name: str, form: str, figure: str = "", reduce: Callable[[Any], Any] = lambda v: v[-1]
@@ -236,7 +236,7 @@ def comparability(runs: Sequence[RunData]) -> list[str]:
         shown = ", ".join(sorted(sizes))
         found.append(
             f"The runs have vocabularies of different sizes ({shown}): a loss per token means "
-            "something else in each. Compare bits per byte."
+            "something different in each. Compare bits per byte."
         )
     known = [run.settings for run in runs if run.settings]
     data = {plain(each.get("data.path") or each.get("data.mix")) for each in known}

@@ -92,7 +92,7 @@ def require_length(total: int, steps: tuple[int, int]) -> None:
     if total < sum(steps):
         first, after = halves(total)
         raise ConfigError(
-            f"--steps {steps[0]},{steps[1]} needs {sum(steps)} steps, and the recipe has {total}.",
+            f"--steps {steps[0]},{steps[1]} needs {sum(steps)} steps, but the recipe has {total}.",
             fix=f"Give --steps {first},{after}, or set train.steps={sum(steps)}.",
         )
 
@@ -232,7 +232,7 @@ def _run(command: list[str], count: int) -> tuple[int, str]:
 
 
 def error_of(told: Told, work: Path) -> FlatoutError:
-    """Return the error that ended a process; about a full disk, with a fix for this command."""
+    """Return the error that ended a process. About a full disk, it has a fix for this command."""
     error = told.raised()
     if isinstance(error, HardwareError) and str(work) in error.what:
         fix = "Free space there, or set TMPDIR to a directory on a larger disk."

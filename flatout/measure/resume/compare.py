@@ -95,7 +95,7 @@ class Comparison:
 
     @property
     def first_step(self) -> int | None:
-        """The first step after which something differs; None when nothing does."""
+        """The first step after which something differs. None when nothing does."""
         return min((one.step for one in self.different), default=None)
 
 

@@ -59,8 +59,8 @@ class ResumeProof(Stored):
             lines = ["Resuming is exact.", equal, compared]
             if not self.deterministic:
                 lines.append(
-                    "train.deterministic=false: kernels may sum in a different order another time; "
-                    "here they did not."
+                    "train.deterministic=false: kernels may sum in a different order in another "
+                    "run. Here they did not."
                 )
             return "\n".join(lines)
         lines = [

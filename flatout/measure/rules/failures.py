@@ -76,7 +76,7 @@ def disk_space(evidence: Evidence) -> Finding | None:
         text = " ".join(f"{key}={value or 'null'}" for key, value in overrides.items())
         fixes.append(fix(f"Keep fewer: {text}.", overrides=overrides))
     return Finding(
-        verdict=f"The checkpoints need {needed:.1f} GiB, and the disk has {free:.1f} GiB free.",
+        verdict=f"The checkpoints need {needed:.1f} GiB, but the disk has {free:.1f} GiB free.",
         harm="fails",
         figures={"needed_gib": needed, "free_gib": free},
         fixes=fixes,

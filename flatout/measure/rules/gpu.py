@@ -19,7 +19,7 @@ COMPILE, ADD_COMPILE = {"speedups": "+compile"}, "Compile the model: add the spe
 COMPILE_S = 60.0
 """What compiling costs once."""
 IDLE, LOW_UTILISATION = 0.15, 0.6
-"""Share of the step from which idling is a finding; utilisation below which a recorded run, whose
+"""Share of the step from which idling is a finding. Utilisation below which a recorded run, whose
 steps were not divided, counts as idle.
 """
 SMALL_BATCH_MFU = 0.2
@@ -31,7 +31,7 @@ MEMORY_BOUND, FUSED = 0.35, 0.5
 fusing is assumed to save: each pass reads and writes once less.
 """
 SYNCS, MANY_SYNCS = 0.03, 2.0
-"""Share of a GPU's step from which reads of tensors are a finding; reads per step from which they
+"""Share of a GPU's step from which reads of tensors are a finding. Reads per step from which they
 are mentioned on a CPU, where they cost nothing.
 """
 COMMUNICATION = 0.15
@@ -39,7 +39,7 @@ COMMUNICATION = 0.15
 MIN_OTHER_GIB = 0.5
 """Memory below which another process only shows something, such as a desktop."""
 CAPPED, SLOWER = 0.95, 0.9
-"""Power limit, as a share of the default, below which it counts as lowered; share of the highest
+"""Power limit, as a share of the default, below which it counts as lowered. Share of the highest
 clock rate below which a power cap counts: all large GPUs reach it.
 """
 
@@ -116,7 +116,8 @@ def small_batch(evidence: Evidence) -> Finding | None:
     idle = evidence.share(evidence.phases.host_s) or 0.0
     fixes = _less_overhead(evidence, idle)
     return Finding(
-        verdict=f"Micro-batches of {rows} rows reach {mfu:.0%} of the GPU's peak; {most} rows fit.",
+        verdict=f"Micro-batches of {rows} rows reach {mfu:.0%} of the GPU's peak, "
+        f"but {most} rows fit.",
         figures={"mfu": mfu, "rows_per_device": rows, "rows_that_fit": most},
         share=idle or None,
         fixes=[one for one in fixes if "batch.rows_per_device" in one.overrides],
@@ -165,7 +166,7 @@ def memory_bound(evidence: Evidence) -> Finding | None:
     kinds = sorted(evidence.kernels or (), key=lambda kind: -kind.seconds)
     is_ours = evidence.config is not None
     how = "add the speedup compile" if is_ours else "torch.compile(model)"
-    text, why = f"Compile the model, which fuses them: {how}.", "half of their time; fused "
+    text, why = f"Compile the model, which fuses them: {how}.", "half of their time: fused "
     why += "operations read and write memory once"
     overrides = COMPILE if is_ours else {}
     return Finding(
@@ -247,7 +248,7 @@ def precision(evidence: Evidence) -> Finding | None:
     bf16 = fix("Use bf16: train.precision=bf16.", overrides=overrides, same_result=False)
     if stated == "fp16":
         return Finding(
-            verdict="float16 needs its loss scaled and can overflow; this GPU multiplies bfloat16 "
+            verdict="float16 needs its loss scaled and can overflow. This GPU multiplies bfloat16 "
             "just as fast, with the range of float32.",
             harm="warns",
             fixes=[bf16],
@@ -266,7 +267,7 @@ def deterministic(evidence: Evidence) -> Finding | None:
     """train.deterministic makes a run on a GPU slower."""
     if not evidence.on_gpu or not evidence.setting("train.deterministic"):
         return None
-    text = "Remove it, unless two runs must be equal bit for bit."
+    text = "Remove it, unless two runs must be bit-identical."
     overrides = {"train.deterministic": False}
     return Finding(
         verdict="train.deterministic=true uses slower operations on a GPU.",
@@ -297,7 +298,7 @@ def cpu_by_mistake(evidence: Evidence) -> Finding | None:
         advice = fix("Unset CUDA_VISIBLE_DEVICES, which hides the GPU from torch.")
     gpu = names[0] if names else "a GPU that torch can use"
     return Finding(
-        verdict=f"The run is on the CPU, and this machine has {gpu}: {reason}.",
+        verdict=f"The run is on the CPU, but this machine has {gpu}: {reason}.",
         figures={"torch": host.torch_version, "torch_cuda": host.torch_cuda},
         fixes=[advice],
     )

@@ -41,7 +41,7 @@ OUTDATED = {
     "PYTORCH_CUDA_ALLOC_CONF": "Write PYTORCH_ALLOC_CONF.",
     "TORCH_CUDNN_V8_API_ENABLED": "Remove it.",
 }
-"""Names of the past, and what to do."""
+"""Outdated names, and what to do."""
 
 
 @rule()
@@ -136,7 +136,7 @@ def environment(evidence: Evidence) -> Finding | None:
         return Finding(
             verdict=f"{name}={stated[name]} is set: {why}.",
             figures={name: stated[name] for name in harmful},
-            fixes=[fix(f"Unset {' '.join(harmful)}, which is for debugging.")],
+            fixes=[fix(f"Unset {' '.join(harmful)}, which is meant for debugging.")],
         )
     old = next((name for name in OUTDATED if name in stated), None)
     if old is None or not evidence.on_gpu:

@@ -91,7 +91,7 @@ def full_memory(evidence: Evidence) -> Finding | None:
     if fewer and now:
         best = max(fewer, key=lambda each: fewer[each])
         share = 1 - now / fewer[best]
-        verdict = f"Micro-batches of {rows} rows reach {now:,.0f} tokens/s; {best} rows reached "
+        verdict = f"Micro-batches of {rows} rows reach {now:,.0f} tokens/s. {best} rows reached "
         verdict += f"{fewer[best]:,.0f} here: the larger ones probably exceed the device's memory."
     fixes = [fix(f"Use a smaller batch: at most {CLOSE / max(used, CLOSE):.0%} of this one.")]
     if config is not None and isinstance(rows, int) and rows == 1:
@@ -146,7 +146,7 @@ def empty_cache(evidence: Evidence) -> Finding | None:
     effect = "on a GPU that makes the host wait"
     if evidence.on_gpu:
         harm, seconds = "slows", evidence.counts.empty_cache_s
-        effect = "it waits for the GPU, and memory must be requested anew"
+        effect = "it waits for the GPU, and memory must be requested again"
     share = evidence.share(seconds)
     where = f" at {site.describe()}" if site is not None else ""
     text = (

@@ -130,7 +130,7 @@ def ignoring(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def setting(edit: Edit, failed: Failed, plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method that sets arguments; as before for a dataset that is read in one order."""
+    """Return a method that sets arguments, except for a dataset that is read in one order."""
     signature = inspect.signature(plain)
     values = {name: ast.literal_eval(text) for name, text in edit.keywords.items()}
 

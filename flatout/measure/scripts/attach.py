@@ -100,7 +100,7 @@ class ScriptWindows(LoopWindows):
                 yield from self._ordinary(lambda steps, seconds: seconds < OTHERS_S)
         compiler = sys.modules.get("torch._dynamo.utils")
         self.has_compiled |= compiler is not None and bool(compiler.get_compilation_metrics())
-        # a mode would make compiled code compile again; a script's own must not be taken off first
+        # a mode would make compiled code compile again. A script's own must not be taken off first
         if not self.has_compiled and not torch._C._len_torch_function_stack():
             self.recording = CallRecorder(lambda: self.timer.current)
             with self.recording:
@@ -108,7 +108,7 @@ class ScriptWindows(LoopWindows):
             self.recorder, self.recording = self.recording, None
         else:
             yield from self._marked_calls(CALLED_STEPS)
-        # the profiler prints an error when another thread than the first one starts it
+        # the profiler prints an error when a thread other than the first one starts it
         if self._recorded_steps and threading.current_thread() is threading.main_thread():
             yield from self._recorded(self._recorded_steps)
         cores = usable_cores()
@@ -155,13 +155,13 @@ class Attachment:
         self._loop: LoopTimer | None = None
         """None until the first backward pass: it knows the ranks, the thread and the model."""
         self._model: nn.Module | None = None
-        """The largest one that is called with gradients, but not by another one."""
+        """The largest model that is called with gradients, and not by another model."""
         self._optimizer: Any = None
         """The one whose steps end the script's."""
         self._steps_of_others = 0
         self._keys: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
         self._trained: dict[int, bool] = {}
-        """What was called with gradients, and whether in training mode; see `_key`."""
+        """What was called with gradients, and whether in training mode. See `_key`."""
         self._is_inside = self._is_changing_mode = self._is_done = self._has_loss = False
         self._parameters = self._backwards = self._renewals = 0
         self._rows: int | None = None
@@ -527,7 +527,7 @@ def _weights(optimizer: Any) -> Any:
 
 
 def _growth(memory: list[tuple[int, int]]) -> float | None:
-    """Return the bytes that each step adds; 0 unless they grow steadily, None: unknown."""
+    """Return the bytes that each step adds. 0 unless they grow steadily, None if unknown."""
     if len(memory) < MIN_LOOKS:
         return None
     (step, first), (last_step, last) = memory[0], memory[-1]

@@ -39,14 +39,14 @@ class Change:
     does: str
     """What it does, in a few words."""
     edit: Edit
-    """What it changes in the user's files; see `edit_of`."""
+    """What it changes in the user's files. See `edit_of`."""
     obstacles: Callable[[Facts, Evidence], Mapping[str, object]]
     """Reasons why it is not worth a trial, and whether they hold."""
     rtol: float = 0.0
-    """Largest relative difference of a loss; 0: none."""
+    """Largest relative difference of a loss. 0 means none."""
 
     def why_not(self, facts: Facts, evidence: Evidence) -> str | None:
-        """Return why it is not worth a trial; None: it is."""
+        """Return why it is not worth a trial. None means it is."""
         found = self.obstacles(facts, evidence)
         return next((reason for reason, holds in found.items() if holds), None)
 
@@ -93,7 +93,7 @@ CHANGES = {
         Edit(at="loader", keywords=WORKERS),
         lambda facts, evidence: {
             "There is no DataLoader over a map-style dataset.": facts.workers is None,
-            "There are as many already.": (facts.workers or 0) >= num_workers(),
+            "There are as many workers already.": (facts.workers or 0) >= num_workers(),
             **no_wait(evidence),
         },
     ),
@@ -105,12 +105,12 @@ CHANGES = {
     "pinned-memory": Change(
         "batches are in pinned memory, from which a GPU copies faster",
         Edit(at="loader", keywords={"pin_memory": "True"}),
-        lambda facts, evidence: {**no_gpu(evidence), "They are.": facts.pinned},
+        lambda facts, evidence: {**no_gpu(evidence), "Batches are pinned already.": facts.pinned},
     ),
     "no-anomaly": Change(
         "torch.autograd.set_detect_anomaly is off",
         Edit(at="anomaly", remove=True),
-        lambda _, evidence: {"It is off.": not evidence.loop.anomaly_detection},
+        lambda _, evidence: {"Anomaly detection is off.": not evidence.loop.anomaly_detection},
     ),
     "no-gc-collect": Change(
         "the loop does not call gc.collect()",
@@ -142,7 +142,7 @@ CHANGES = {
         ),
         lambda _, evidence: {
             "The model is on a GPU.": on_gpu(evidence),
-            "They do already.": (evidence.host.threads or 1) >= probe().cores,
+            "They use all cores already.": (evidence.host.threads or 1) >= probe().cores,
             "Several processes share the cores.": evidence.world_size > 1,
         },
         FP32,
@@ -157,7 +157,7 @@ CHANGES = {
         Edit(lines=('{torch}.set_float32_matmul_precision("high")',)),
         lambda facts, evidence: {
             **no_gpu(evidence),
-            "They do already.": facts.tf32,
+            "They use TF32 already.": facts.tf32,
             "The matmuls are not in fp32.": facts.autocast or facts.dtype != "float32",
         },
         FP32,
@@ -183,7 +183,7 @@ CHANGES = {
             ),
         ),
         lambda facts, evidence: {
-            "It is not in fp32.": facts.autocast or facts.dtype != "float32",
+            "The forward pass is not in fp32.": facts.autocast or facts.dtype != "float32",
             "This CPU does not multiply bf16.": not on_gpu(evidence)
             and not probe().cpu_multiplies_bf16,
         },
@@ -192,7 +192,7 @@ CHANGES = {
     "sdpa": Change(
         "attention uses scaled_dot_product_attention",
         Edit(lines=('{model}.set_attn_implementation("sdpa")',)),
-        lambda facts, _: {"No model with another choice is known.": not facts.eager_attention},
+        lambda facts, _: {"No model with a different choice is known.": not facts.eager_attention},
         FP32,
     ),
     "channels-last": Change(
@@ -211,7 +211,7 @@ CHANGES = {
         "the optimizer updates all weights in one kernel",
         Edit(at="optimizer", keywords={"fused": "True"}, only=FUSED),
         lambda _, evidence: {
-            "It does, or has no such kernel.": evidence.loop.optimizer not in FUSED
+            "It does already, or has no such kernel.": evidence.loop.optimizer not in FUSED
             or evidence.loop.optimizer_way == "fused"
         },
         FP32,
@@ -219,7 +219,7 @@ CHANGES = {
     "compile": Change(
         "the model is compiled",
         Edit(lines=("{model}.compile()",)),
-        lambda facts, _: {"It is.": facts.compiled},
+        lambda facts, _: {"The model is compiled already.": facts.compiled},
         FP32,
     ),
     "compile-each-block": Change(
@@ -233,7 +233,7 @@ CHANGES = {
             ),
         ),
         lambda facts, _: {
-            "It is compiled.": facts.compiled,
+            "The model is compiled already.": facts.compiled,
         },
         FP32,
     ),

@@ -28,7 +28,7 @@ class Edit:
     """An edit of the user's files at the call sites of a kind."""
 
     at: str = ""
-    """Kind of `Site`; "": lines belong to the optimizer, and other edits nowhere."""
+    """Kind of `Site`. With "", lines belong to the optimizer, and other edits nowhere."""
     keywords: Mapping[str, str] = field(default_factory=dict)
     """Arguments to set in the call, as source text."""
     lines: tuple[str, ...] = ()
@@ -37,7 +37,7 @@ class Edit:
     remove: bool = False
     """Whether the statement goes."""
     only: tuple[str, ...] = ()
-    """Names of classes to which it applies; (): all."""
+    """Names of classes to which it applies. () means all."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables of the process, which no edit can set early enough."""
     by_hand: str = ""
@@ -61,17 +61,17 @@ class Patch(Stored):
     """Edits of the user's files."""
 
     diff: str
-    """A unified diff that `git apply` and `patch -p1` take in the root; "": no edits."""
+    """A unified diff that `git apply` and `patch -p1` take in the root. "" means no edits."""
     by_hand: list[ByHand]
     """What it leaves to the user."""
     files: dict[str, str] = Field(default_factory=dict, exclude=True)
-    """The whole new files, by their paths in the root; not stored."""
+    """The whole new files, by their paths in the root. Not stored."""
 
 
 def patch_of(edits: Mapping[str, Edit], sites: Sequence[Site], root: Path) -> Patch:
     """Return the patch that makes the edit of each change in the files below `root`.
 
-    Every byte that is not part of an edit stays as it is.
+    Every byte that is not part of an edit does not change.
     """
     root = root.resolve()
     sources: dict[str, _Source | str] = {}
@@ -103,13 +103,13 @@ def patch_of(edits: Mapping[str, Edit], sites: Sequence[Site], root: Path) -> Pa
 
 
 def apply(patch: Patch, folder: Path) -> None:
-    """Write the patched files into a copy of the root; for a patch that `patch_of` returned."""
+    """Write the files of a patch that `patch_of` returned into a copy of the root."""
     for name, text in patch.files.items():
         (folder / name).write_bytes(text.encode())
 
 
 def _sites_of(edit: Edit, sites: Sequence[Site]) -> list[Site]:
-    """Return where an edit applies; calls by libraries only without calls by the user."""
+    """Return where an edit applies. Calls by libraries only count without calls by the user."""
     if edit.lines:
         found = [site for site in sites if site.kind in ("optimizer", "caller")]
         found.sort(key=lambda s: ("model" not in s.names, not s.is_direct, s.kind == "caller"))
@@ -144,7 +144,7 @@ def _read(path: Path, root: Path) -> _Source | str:
             return _Source(path, data)
     except (OSError, SyntaxError, ValueError) as error:
         return f"the file cannot be read ({error})"
-    return f"the file is in {encoding}, and a patch in UTF-8"
+    return f"the file is in {encoding}, but a patch is in UTF-8"
 
 
 class _Source:

@@ -153,7 +153,7 @@ def own_lines(
 
 
 def padding_of(inputs: Any) -> list[float]:
-    """Return the share of padding columns in the widest integer inputs; []: there are none.
+    """Return the share of padding columns in the widest integer inputs. [] means there are none.
 
     In a column of padding, and in all from there to an end of the rows, every row of each of these
     inputs has that input's one value, so masks and labels only confirm the padding of the tokens.
@@ -238,7 +238,7 @@ def _variables(frame: FrameType) -> Iterator[tuple[str, Any]]:
 
 
 def vars_of(value: Any) -> dict[str, Any]:
-    """Return the attributes of an object; {} if it has no dictionary of them."""
+    """Return the attributes of an object. {} if it has no dictionary of them."""
     return getattr(value, "__dict__", None) or {}
 
 

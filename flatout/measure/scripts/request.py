@@ -30,13 +30,13 @@ class Request(Stored):
     seconds: float = 0.0
     """Seconds of ordinary steps."""
     steps: int | None = None
-    """Steps, the warm-up included, after which the measurement ends; None: by the seconds."""
+    """Steps, the warm-up included, after which the measurement ends. None means by the seconds."""
     to_the_end: bool = False
     """Whether the script runs on after that."""
     changes: tuple[str, ...] = ()
     """Names of the changes to apply."""
     timing: Timing | None = None
-    """The steps to time; None: see `measures`."""
+    """The steps to time. None: see `measures`."""
     measures: bool = True
     """Whether to collect evidence, if no steps are timed."""
     guarded: tuple[str, ...] = ()
@@ -47,7 +47,7 @@ class Site(Stored):
     """A place in a file at which the script makes a call that a patch may edit."""
 
     kind: str
-    """optimizer, loader, gc-collect, empty-cache, anomaly, threads or zero-grad; or caller: of a
+    """optimizer, loader, gc-collect, empty-cache, anomaly, threads or zero-grad, or caller: of a
     function that constructs an optimizer."""
     name: str
     """Class or function that is called."""
@@ -60,11 +60,11 @@ class Site(Stored):
     column: int = 0
     """Where it starts in the first line, in bytes of UTF-8."""
     end_column: int = 0
-    """Where it ends in the last one; 0: not known."""
+    """Where it ends in the last one. 0 if not known."""
     is_direct: bool = True
     """Whether this line makes the call itself. Otherwise a library does that it calls."""
     parameters: tuple[str, ...] = ()
-    """Parameters of the call, in order; () when they are not known."""
+    """Parameters of the call, in order. () when they are not known."""
     names: dict[str, str] = Field(default_factory=dict)
     """Expressions of that line for the root "model" and for "torch", as far as there are any."""
 
@@ -75,7 +75,7 @@ class Facts(Stored):
     dtype: str = "float32"
     """Type of most weights."""
     workers: int | None = None
-    """Most workers of a DataLoader over a map-style dataset; None: there is none."""
+    """Most workers of a DataLoader over a map-style dataset. None means there is none."""
     pinned: bool = True
     """Whether all loaders pin their batches."""
     convolutions: bool = False
@@ -110,7 +110,7 @@ class Answer(Stored):
     compiled: list[int] = Field([])
     """Indices in `step_s` of steps that compiled."""
     compile_s: float | None = None
-    """Seconds that compiling took; None: nothing was compiled."""
+    """Seconds that compiling took. None means nothing was compiled."""
     losses: list[float] = Field([])
     """The loss of each step: the mean of what `backward` was called on."""
     peak_gib: float | None = None

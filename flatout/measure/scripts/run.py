@@ -1,4 +1,4 @@
-"""Runs somebody's training script with flatout attached, and returns what was found. No torch."""
+"""Runs a training script with flatout attached, and returns what was found. No torch."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Ran(NamedTuple):
 
     answer: Answer
     code: int | None
-    """Exit code; negative: the signal that ended it; None: it was ended from here."""
+    """Exit code, negative for a signal that ended it. None means it was ended from here."""
     output: str
     """What it printed, if that was captured."""
 
@@ -58,17 +58,17 @@ def run_script(
     """Run a script until it answers a request, and return the answer.
 
     Its code and its directory are not changed, and of its environment only what its changes set.
-    Standard input and output are its own. With `as_json` its output goes to standard error. In
-    another `folder` there is no input, and the output is captured. After `limit_s` it is ended.
+    Standard input and output are its own. With `as_json` its output goes to standard error. In a
+    different `folder` there is no input, and the output is captured. After `limit_s` it is ended.
     Nothing that it started runs on, however the call ends.
-    Raises: ConfigError when the program does not exist.
+    Raises: ConfigError when the command does not exist.
     """
     words = [*command]
     if words[0].endswith(".py"):
         words.insert(0, sys.executable)
     if shutil.which(words[0]) is None:
         raise ConfigError(
-            f"There is no program {words[0]!r}.",
+            f"There is no command {words[0]!r}.",
             fix="Write the command as in a terminal: flatout diagnose -- python train.py. A "
             f"pipeline needs a shell: -- sh -c {in_shell(' '.join(words))}.",
         )
@@ -133,7 +133,7 @@ def _wait(
 
 
 def _seen(request: Request) -> str | None:
-    """Return how far the script has come, as in `SEEN`; None: it did not import torch."""
+    """Return how far the script has come, as in `SEEN`. None means it did not import torch."""
     try:
         return Path(request.answer + SEEN).read_text(encoding="utf-8")
     except OSError:
@@ -151,7 +151,7 @@ def diagnose_script(
 
     The code is None for a script that was ended.
 
-    Raises: ConfigError when the program does not exist, or its environment has no flatout;
+    Raises: ConfigError when the command does not exist, or its environment has no flatout;
             RunFailed when nothing was measured.
     """
     answer, code, _ = run_script(command, request, as_json=as_json, progress=progress)
@@ -184,13 +184,13 @@ def evidence_in(name: str, answer: Answer, code: int | None) -> Evidence:
         what = f"{ended} before its first step was over. Its own error is above."
         fix = "Run it alone first, and repair that."
     elif answer.steps:
-        what = f"took {answer.steps} steps, and they cannot be evaluated: {answer.problem}"
+        what = f"took {answer.steps} steps, but they cannot be evaluated: {answer.problem}"
         fix = "Please report this, with the script."
     elif answer.problem == NOT_IMPORTED:
         what = f"{ended} and did not import torch."
         fix = "Name the command that trains. It must not start Python with -I, -E or -S."
     else:
-        what = f"{ended}, and no optimizer of torch took two steps in it."
+        what = f"{ended}, but no optimizer of torch took two steps in it."
         fix = (
             "Let it train for more steps. A step is one of an optimizer of torch.optim after a "
             "backward pass, in the process that is started or one of its children."
@@ -209,7 +209,7 @@ def end_all(
         psutil.Process.kill,
     ),
 ) -> None:
-    """End a process, what it has started and what else knows the request; wait for all of them."""
+    """End a process, what it has started and what else knows the request, and wait for all."""
     for how in hows:
         alive = [one for one in psutil.process_iter() if _knows(one, request)]
         for one in alive:

@@ -23,7 +23,7 @@ State = dict[str, tuple[int, int]]
 class Scratch:
     """A copy of a directory at the same path below another root.
 
-    What lies beside its parent directories is linked there, so that `../data` exists. A context
+    What is beside its parent directories is linked there, so that `../data` exists. A context
     manager: at the end the copy is deleted.
     """
 

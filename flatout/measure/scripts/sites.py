@@ -142,7 +142,7 @@ def _is_inside(frame: FrameType, receiver: Any) -> bool:
 
 
 def _parameters(receiver: Any, name: str) -> tuple[str, ...]:
-    """Return the parameters of a constructor or method up to a starred one; () for functions."""
+    """Return the parameters of a constructor or method up to a starred one. () for functions."""
     if receiver is None:
         return ()
     signature = inspect.signature(type(receiver) if name == "__init__" else getattr(receiver, name))

@@ -67,7 +67,8 @@ class Guard:
     def _refuse(self, path: str) -> None:
         if self._is_guarded(path):
             raise PermissionError(
-                f"trials must not change {path}, which is not copied; give the script another path"
+                f"trials must not change {path}, which is not copied. "
+                "Give the script a different path"
             )
 
     def _before_writing(self, name: Any, *, is_new: bool = True) -> None:
@@ -189,7 +190,7 @@ class Trial:
 def end_script(*, is_one_of_several: bool) -> None:
     """End the script of this process after its answer.
 
-    Others would fail without it, and a parent process would go on: those end all of them.
+    Others would fail without it, and a parent process would continue: those end all of them.
     """
     if is_one_of_several or parent_process() is not None:
         time.sleep(WAIT_S)

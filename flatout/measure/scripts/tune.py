@@ -59,7 +59,7 @@ SCREEN_SHARE = 0.6
 SEEDS = 3
 DIFFERENT = "its losses exceed the tolerance"
 INSTEAD = {"prefetch": "data-workers", "compile-each-block": "compile"}
-"""Changes that are only tried where another one fails or is not tried."""
+"""Changes that are only tried where a different one fails or is not tried."""
 FRAME = re.compile(r'^ +File "(.+)", line (\d+).*\n +(.+)', re.MULTILINE)
 """File, line and text of a frame in a traceback."""
 
@@ -70,7 +70,7 @@ class Point:
 
     changes: tuple[str, ...] = ()
     words: tuple[str, ...] = ()
-    """The command; (): as it was given."""
+    """The command. () means as it was given."""
     is_patched: bool = False
     """Whether the files are patched."""
     seed_offset: int = 0
@@ -159,7 +159,7 @@ class Search:
     ) -> Figure | str:
         """Measure two points in turns, until it is decided how many times faster `one` is.
 
-        They start with the `known` ratios. Steps of `one` have so many times the samples. Returns
+        They start with the `known` ratios. A step of `one` has that many times the samples. Returns
         the reason if a trial failed.
         """
         ratios = [*known]
@@ -217,7 +217,7 @@ class Search:
         promising = [name for name, gain in gains.items() if gain >= PROMISING]
         for number, name in enumerate(sorted(promising, key=lambda name: -gains[name])):
             row, point = self.rows[name], Point((*self.taken, name))
-            # the best in any case; otherwise with as much time for the patch
+            # the best in any case. Otherwise with as much time for the patch
             if number and not self.allows(4):
                 row.reason = "the time was up before it was repeated"
                 continue
@@ -245,7 +245,7 @@ class Search:
         With the argument for accumulation too, it is divided by as much, so that a step has the
         same samples. Without it, the gain is that of samples per second.
         """
-        reason = "by samples per second; steps of other batches learn differently"
+        reason = "by samples per second: steps of other batches learn differently"
         if accumulate_flag is not None:
             reason = "an argument: not in the patch"
         for factor in (2, 4, 8, 16):
@@ -346,8 +346,8 @@ def ratio(one: Answer, other: Answer) -> float:
 
 
 def last_words(output: str) -> str:
-    """Return the last line of an output, with the user's own line if it is an error that names no
-    more than its name.
+    """Return the last line of an output, with the user's own line if it is an error without a
+    message.
     """
     last = output.rpartition("\n")[2]
     own = [line for line in FRAME.findall(output) if is_user_code(line[0])]
@@ -465,7 +465,7 @@ def writable(out: Path, patch: Path | str | None) -> Path:
             )
     if out.exists() and not (out / FILE).is_file() and (out.is_file() or any(out.iterdir())):
         raise OutputInUse(
-            f"{out} exists and is not of an earlier tune.", fix="Choose a different --out."
+            f"{out} exists and was not written by an earlier tune.", fix="Choose a different --out."
         )
     return out
 
@@ -494,7 +494,7 @@ def name_of(command: Sequence[str]) -> str:
 
 
 def noise_of(runs: Sequence[list[float]]) -> float | None:
-    """Return the largest relative difference of a loss between runs; None for a single one."""
+    """Return the largest relative difference of a loss between runs. None for a single one."""
     return max((difference(one, runs[0]) for one in runs[1:]), default=None)
 
 

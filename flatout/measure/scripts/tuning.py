@@ -23,7 +23,7 @@ FILE, CHANGES = "tuning.json", "changes.txt"
 
 
 class ChangeRow(LossCheck):
-    """A change that was measured; the search fills it."""
+    """A change that was measured. The search fills it."""
 
     model_config = ConfigDict(frozen=False)
 
@@ -33,7 +33,7 @@ class ChangeRow(LossCheck):
     against: list[str] = Field([])
     """Changes that were applied on both sides."""
     gain: Figure | None = None
-    """How many times faster with it; None: it failed, or its first trial was no faster."""
+    """How many times faster with it. None means it failed, or its first trial was no faster."""
     first_gain: float | None = None
     """The ratio of its first trial to the unchanged script beside it."""
     taken: bool = False
@@ -67,23 +67,23 @@ class ScriptTuning(Result):
     taken: list[str]
     """The winners, in the order in which they were added."""
     gain: Figure | None = None
-    """How many times faster all winners make it; None without any."""
+    """How many times faster all winners make it. None without any."""
     gain_losses: LossCheck | None = None
     """The losses with all winners."""
     loss_noise: float | None
     """Largest relative difference of a loss between two runs of the unchanged script."""
     patch: str = ""
-    """The winners as a unified diff; "": none."""
+    """The winners as a unified diff. "" means none."""
     by_hand: list[ByHand] = Field([])
     """What to write where no exact edit is possible."""
     verified: Figure | None = None
-    """How many times faster the patched script is; None: it was not run."""
+    """How many times faster the patched script is. None means it was not run."""
     verified_losses: LossCheck | None = None
     """Its losses."""
     withheld: str | None = None
     """Why no patch is given, although there are winners."""
     written: list[str]
-    """Files that the script wrote in its directory; the trials wrote them in a copy."""
+    """Files that the script wrote in its directory. The trials wrote them in a copy."""
     written_outside: list[str]
     """Files elsewhere that it opened for writing, which are not protected."""
     path: str

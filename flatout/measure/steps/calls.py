@@ -160,7 +160,7 @@ class OperationLines(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _calling_line(frame: FrameType | None) -> Line | None:
-    """Return the line of user code that made a call; None if a package made it.
+    """Return the line of user code that made a call. None if a package made it.
 
     An optimizer of torch, for example, reads its number of steps, which is in the host's memory.
     """
@@ -176,7 +176,7 @@ def _module(frame: FrameType) -> str:
 
 
 def _reads(tensor: Any, _result: Any) -> str | None:
-    """Return `sync`, except for a tensor of the host beside a GPU, which computes meanwhile."""
+    """Return `sync`, except for a tensor of the host beside a GPU, which keeps computing."""
     on_host = tensor.device.type == "cpu" and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return None if on_host else "sync"
 

@@ -70,13 +70,13 @@ class Call:
 
     name: str
     shapes: Sequence[Any]
-    """Per argument: a shape, a list of shapes, or [] for what is no tensor; (): not recorded."""
+    """Per argument: a shape, a list of shapes, or [] for what is no tensor. (): not recorded."""
     dtypes: Sequence[str]
     """The profiler's type of each argument."""
     values: Sequence[str]
     """Values of arguments that are no tensors, as text."""
     list_item_bytes: int | None = None
-    """Bytes of an element in lists of tensors; None if unknown."""
+    """Bytes of an element in lists of tensors. None if unknown."""
 
     def tensors(self) -> list[int]:
         """Return the positions of the arguments that are tensors."""
@@ -88,7 +88,7 @@ class Call:
 
 
 def flops_of(call: Call) -> int | None:
-    """Return the floating-point operations of a call; None without a formula."""
+    """Return the floating-point operations of a call. None without a formula."""
     if call.name in CAUSAL_AT and call.shapes:
         return _attention_flops(call)
     sizes = _product_sizes(call)
@@ -96,7 +96,7 @@ def flops_of(call: Call) -> int | None:
 
 
 def bytes_of(call: Call) -> int | None:
-    """Return the bytes that a call reads and writes at least; None without a formula."""
+    """Return the bytes that a call reads and writes at least. None without a formula."""
     bare = call.name.removeprefix("aten::")
     if FREE.fullmatch(bare):
         return 0

@@ -30,13 +30,13 @@ class CallSite(Stored):
     line: int
     """Line number, from 1."""
     text: str
-    """The line itself, without indentation; "" when the file cannot be read."""
+    """The line itself, without indentation. "" when the file cannot be read."""
     count_per_step: float | None = None
     """How often it runs in an average step."""
     seconds_per_step: float | None = None
     """Seconds of an average step that are spent there."""
     caller: CallSite | None = None
-    """The line that calls its function in each step; None where it was not looked for."""
+    """The line that calls its function in each step. None where it was not looked for."""
 
     def describe(self) -> str:
         """Return `file:line: text`."""
@@ -44,7 +44,7 @@ class CallSite(Stored):
 
 
 class Phases(Stored):
-    """Seconds of an average step by phase; None where it was not measured.
+    """Seconds of an average step by phase. None where it was not measured.
 
     Each moment of a step counts once, so the phases add up to at most `Evidence.step_s`. On a GPU,
     a moment at which the device works counts for the work, and one at which it idles counts for
@@ -56,7 +56,7 @@ class Phases(Stored):
     copy_s: float | None = None
     """Copies between host and device that nothing else covers."""
     host_s: float | None = None
-    """Python and the queueing of operations; on a GPU, while the device idles."""
+    """Python and the queueing of operations. On a GPU, while the device idles."""
     compute_s: float | None = None
     """Forward and backward, without memory-bound operations if those were measured."""
     memory_bound_s: float | None = None
@@ -88,7 +88,7 @@ class Phases(Stored):
 
 
 class Counts(Stored):
-    """How often things happen in an average step, and what they take; None: not measured."""
+    """How often things happen in an average step, and what they take. None if not measured."""
 
     ops: float | None = None
     """Operations (CPU) or kernels (GPU)."""
@@ -99,7 +99,7 @@ class Counts(Stored):
     syncs: float | None = None
     """Reads of a tensor's value by the host: `.item()`, `float(tensor)`, `tensor.tolist()`..."""
     sync_s: float | None = None
-    """Seconds that the host waits in them; about 0 on a CPU, where nothing is in flight."""
+    """Seconds that the host waits in them. About 0 on a CPU, where nothing is in flight."""
     expected_syncs: float | None = None
     """Those that the training code itself makes, such as logging the loss."""
     pageable_copies: float | None = None
@@ -121,7 +121,7 @@ class Counts(Stored):
     recompiles: float | None = None
     """Graphs compiled again."""
     graph_breaks: float | None = None
-    """Breaks found while compiling; not divided by steps."""
+    """Breaks found while compiling. Not divided by steps."""
 
 
 class KernelRow(Stored):
@@ -137,19 +137,19 @@ class KernelRow(Stored):
     calls: float
     """How many there are."""
     tflops: float | None = None
-    """Achieved 10^12 operations per second; null: unknown."""
+    """Achieved 10^12 operations per second. Null if unknown."""
     of_peak: float | None = None
-    """The same as a share of the peak; null: unknown."""
+    """The same as a share of the peak. Null if unknown."""
     gb_per_s: float | None = None
-    """Achieved 10^9 bytes per second, at least; null: unknown."""
+    """Achieved 10^9 bytes per second, at least. Null if unknown."""
     of_bandwidth: float | None = None
-    """The same as a share of the peak; null: unknown."""
+    """The same as a share of the peak. Null if unknown."""
     slowest: str
     """The name that takes the most time."""
 
 
 class MemoryFacts(Stored):
-    """Memory of the training device, in GiB; of the machine on a CPU."""
+    """Memory of the training device, in GiB. On a CPU, that of the machine."""
 
     total_gib: float | None = None
     """What the device has, or what a container allows."""
@@ -164,7 +164,7 @@ class MemoryFacts(Stored):
     estimated_parts_gib: Mapping[str, float] | None = None
     """The estimate by part: weights, gradients, optimizer, activations, logits, workspace."""
     rows_that_fit: int | None = None
-    """Most rows per micro-batch that fit by the estimate; 0 when not even one does."""
+    """Most rows per micro-batch that fit by the estimate. 0 when not even one does."""
 
 
 class HostFacts(Stored):
@@ -179,13 +179,13 @@ class HostFacts(Stored):
     other_busy_cores: float | None = None
     """Cores that other processes keep busy, of those that the process may use."""
     busy_share: float | None = None
-    """Share of a recorded run in which that left too few for its threads; None: all of it."""
+    """Share of a recorded run in which that left too few for its threads. None means all of it."""
     environment: Mapping[str, str] | None = None
     """Environment variables that matter for training and are set."""
     torch_version: str | None = None
     """Version of torch."""
     torch_cuda: str | None = None
-    """The CUDA version that torch was built for; None with `torch_version` set: a CPU build."""
+    """The CUDA version that torch was built for. None with `torch_version` set: a CPU build."""
     sees_gpu: bool | None = None
     """Whether torch can use a GPU."""
     no_gpu_because: str | None = None
@@ -206,7 +206,7 @@ class GpuFacts(Stored):
     other_memory_gib: float | None = None
     """Memory that they hold."""
     slowed_by: tuple[str, ...] | None = None
-    """Reasons for which it runs below its clock rate: power cap, heat, ...; (): none."""
+    """Reasons for which it runs below its clock rate: power cap, heat and others. () means none."""
     clock_share: float | None = None
     """Clock rate as a share of the highest."""
     power_limit_share: float | None = None
@@ -237,13 +237,13 @@ class DataFacts(Stored):
     reader_cpu_s: float | None = None
     """Processor seconds that preparing a batch takes in an average step."""
     missing: str | None = None
-    """Why there is no usable dataset; None: there is one, or none is needed."""
+    """Why there is no usable dataset. None means there is one, or none is needed."""
     missing_fix: str | None = None
     """What to do about it."""
 
 
 class LoopFacts(Stored):
-    """What a loop that is not flatout's does, as its calls in torch show; None: not seen."""
+    """What a loop that is not flatout's does, as its calls in torch show. None if not seen."""
 
     micro_batches: float | None = None
     """Backward passes of an average step."""
@@ -256,7 +256,7 @@ class LoopFacts(Stored):
     optimizer: str | None = None
     """Class of the optimizer."""
     optimizer_way: Literal["for-loop", "foreach", "fused", "own"] | None = None
-    """How it updates its tensors; `own`: it is not one of torch.optim."""
+    """How it updates its tensors. `own` means it is not one of torch.optim."""
     renewals: float | None = None
     """Optimizers of the same tensors that are made in an average step."""
     tensors: int | None = None
@@ -274,7 +274,7 @@ class LoopFacts(Stored):
     wasted_gradients: float | None = None
     """Share of all gradients, by numbers, that belong to weights which nothing updates."""
     growth_bytes: float | None = None
-    """Memory that each step adds, where it grows steadily; 0: it does not."""
+    """Memory that each step adds, where it grows steadily. 0 means it does not."""
 
 
 class Roofline(Stored):
@@ -287,7 +287,7 @@ class Roofline(Stored):
     achieved_tflops: float | None = None
     """Model FLOPs per second that the steps achieve."""
     mfu: float | None = None
-    """Their ratio; None when the peak is unknown or was measured on a busy machine."""
+    """Their ratio. None when the peak is unknown or was measured on a busy machine."""
     tokens_per_s: float | None = None
     """Throughput of the steps, without saves and evaluations."""
     expected_tokens_per_s: float | None = None
@@ -315,7 +315,7 @@ class Failure(Stored):
     fix: str | None = None
     """What the error itself advises."""
     step: int | None = None
-    """The step at which it happened; 0 before the first."""
+    """The step at which it happened. 0 before the first."""
     site: CallSite | None = None
     """The line at which it happened, or at which a run hangs."""
 
@@ -329,7 +329,7 @@ every run however long it is: two tell nothing about what saves take of a longer
 
 
 def lasting_s(seconds: float, saves: int) -> float | None:
-    """Return the seconds of such rare work; None when there was too little to judge by."""
+    """Return the seconds of such rare work. None when there was too little to judge by."""
     return None if 0 < saves < MIN_SAVES else seconds
 
 
@@ -346,16 +346,16 @@ FAILURES = {
 class Evidence(Stored):
     """Everything that findings may look at. What is not known is None."""
 
-    # NaN and infinity pass between processes; a loss may be either
+    # NaN and infinity pass between processes. A loss may be either
     model_config = ConfigDict(ser_json_inf_nan="constants")
 
     source: Literal["preflight", "measured run", "recorded run", "watched loop", "script"]
     """Who filled it."""
     config: RunConfig | None = None
-    """The configuration, with the choices of `auto` filled in if they are known; None for loops
+    """The configuration, with the choices of `auto` filled in if they are known. None for loops
     that are not flatout's. Fixes state overrides of a recipe only when there is one."""
     speedups: tuple[str, ...] | None = None
-    """Speedups that are on; None: unknown."""
+    """Speedups that are on. None if unknown."""
     compile_fallback: str | None = None
     """Why a run that should compile runs uncompiled."""
     recompile_reasons: tuple[str, ...] = ()
@@ -404,7 +404,7 @@ class Evidence(Stored):
     roofline: Roofline = Roofline()
     loop: LoopFacts = LoopFacts()
     losses: tuple[tuple[int, float], ...] | None = None
-    """(step, training loss); NaN and infinity included."""
+    """(step, training loss), including NaN and infinity."""
     grad_norms: tuple[tuple[int, float], ...] | None = None
     """(step, norm of the gradient)."""
     skipped_steps: int | None = None
@@ -416,21 +416,21 @@ class Evidence(Stored):
     machine_lines: tuple[tuple[str, str], ...] = ()
     """What was found on the machine when no run was asked for, as a name and a text."""
     notes: tuple[str, ...] = ()
-    """What could not be measured, and why; files that are damaged. Shown to the user."""
+    """What could not be measured, and why, and damaged files. Shown to the user."""
 
     def share(self, seconds: float | None) -> float | None:
-        """Return seconds of a step as a share of the step; None when either is unknown."""
+        """Return seconds of a step as a share of the step. None when either is unknown."""
         if seconds is None or not self.step_s:
             return None
         return min(max(seconds / self.step_s, 0.0), 1.0)
 
     def lost(self, seconds: float | None, at_least: float) -> float | None:
-        """Return seconds of a step as a share of the step; None when it is below `at_least`."""
+        """Return seconds of a step as a share of the step. None when it is below `at_least`."""
         share = self.share(seconds)
         return None if share is None or share < at_least else share
 
     def saved(self, name: str, at_least: float) -> float | None:
-        """Return the share of the step that a counterfactual saves; None below `at_least`."""
+        """Return the share of the step that a counterfactual saves. None below `at_least`."""
         seconds = self.counterfactual_s.get(name)
         return None if seconds is None else self.lost((self.step_s or 0.0) - seconds, at_least)
 
@@ -443,7 +443,7 @@ class Evidence(Stored):
         return self.failure if self.failure is not None and self.failure.kind in kinds else None
 
     def phase_shares(self) -> dict[str, float]:
-        """Return the measured phases as shares of the step, by name; {} without a step time."""
+        """Return the measured phases as shares of the step, by name. {} without a step time."""
         shares = {name: self.share(value) for name, value in self.phases.known().items()}
         return {name: share for name, share in shares.items() if share is not None}
 
@@ -458,5 +458,5 @@ class Evidence(Stored):
         return self.device is not None and self.device.startswith("cuda")
 
     def setting(self, key: str) -> Any:
-        """Return the value at a dotted key of the configuration; None without one."""
+        """Return the value at a dotted key of the configuration. None without one."""
         return None if self.config is None else self.config.value(key)

@@ -24,7 +24,7 @@ NOT_COMPUTE = frozenset({"optimizer", "other", "evaluation", "checkpoint", "data
 def gathered(known: Evidence, windows: Windows, periodic_s: Mapping[str, float | None]) -> Evidence:
     """Return the evidence with what the windows have measured. There are ordinary steps.
 
-    `periodic_s` is like `Windows.periodic_s`; None is what was not measured.
+    `periodic_s` is like `Windows.periodic_s`. None is what was not measured.
     """
     steps, extra_s = windows.ordinary.steps, sum(filter(None, periodic_s.values()))
     usage, trace = windows.usage(), windows.trace  # reading it may add a note

@@ -27,7 +27,7 @@ from flatout.registry import PACKAGE_DIR, is_user_code
 INTERVAL_S = 0.004
 """Time between two samples."""
 SWITCH_S = 1e-6
-"""How long the sampler waits for Python's lock before it asks for it; timers make it about 0.05 ms.
+"""How long the sampler waits for Python's lock before it asks for it. Timers make it about 0.05 ms.
 Python code that is shorter counts for the next operation that releases the lock.
 """
 LONGEST_INTERVAL_S, ENOUGH_SAMPLES = 0.25, 300
@@ -71,7 +71,7 @@ _ESCAPED = re.compile(r"\\(?:x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8})")
 
 
 def line_of(file: str, number: int) -> str:
-    """Return a line of a source file, without indentation; "" when it cannot be read."""
+    """Return a line of a source file, without indentation. "" when it cannot be read."""
     return linecache.getline(file, number).strip()
 
 
@@ -122,7 +122,7 @@ class LineTotals:
 
 
 def site_at(line: Line | None) -> CallSite | None:
-    """Return a line of source code as a site; None for None."""
+    """Return a line of source code as a site. None for None."""
     return None if line is None else CallSite(file=line[0], line=line[1], text=line_of(*line))
 
 
@@ -163,12 +163,12 @@ def user_lines(stack: Iterable[Line]) -> Iterator[Line]:
 
 
 def user_line(stack: Iterable[Line]) -> Line | None:
-    """Return the first line of user code in a stack, innermost first; None when there is none."""
+    """Return the first line of user code in a stack, innermost first. None when there is none."""
     return next(user_lines(stack), None)
 
 
 def read_stacks() -> dict[int, list[Line]]:
-    """Return file and line of each frame, innermost first, by thread; 100 frames at most.
+    """Return file and line of each frame, innermost first, by thread, 100 frames at most.
 
     Python's fault handler reads them, which creates no objects. Walking another thread's frames in
     Python is unsafe: they may end between two steps of the walk.

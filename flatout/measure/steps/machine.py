@@ -68,7 +68,7 @@ def other_busy_cores(seconds: float = BUSY_S) -> float:
 
 @dataclass(frozen=True)
 class Usage:
-    """Totals of this process and its children up to a moment; None where Linux counts nothing."""
+    """Totals of this process and its children up to a moment. None where Linux counts nothing."""
 
     cpu: CpuTimes
     read_bytes: float | None
@@ -111,7 +111,7 @@ def usage_now() -> Usage:
 
 
 def gpu_facts(machine: Machine, device: str) -> GpuFacts | None:
-    """Return what the driver reports of a GPU now; None without one, or when it reports nothing."""
+    """Return what the driver reports of a GPU now. None without one, or when it reports nothing."""
     if not device.startswith("cuda") or not machine.gpus:
         return None
     properties = torch.cuda.get_device_properties(device)

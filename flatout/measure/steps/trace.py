@@ -47,7 +47,7 @@ NOT_WORK = ("autograd::", "torch::autograd::")
 DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 RUNTIME = frozenset({"cuda_runtime", "cuda_driver"})
 CUDA = 1
-"""The profiler's number for memory of a GPU; 0 is the host's."""
+"""The profiler's number for memory of a GPU. 0 is the host's."""
 
 Event = Mapping[str, Any]
 
@@ -66,7 +66,7 @@ class Range:
         return self.end_s - self.start_s
 
     def contains(self, time_s: float) -> bool:
-        """Return whether a time lies in the range."""
+        """Return whether a time is in the range."""
         return self.start_s <= time_s <= self.end_s
 
 
@@ -132,7 +132,7 @@ class Trace:
     ops: tuple[Op, ...]
     """Operations of the host."""
     kernels: tuple[Op, ...]
-    """Kernels and copies of the device; () on a CPU, or when the profiler may not see them."""
+    """Kernels and copies of the device. () on a CPU, or when the profiler may not see them."""
     steps: int
     """Steps in the trace."""
     phases: tuple[Range, ...] = ()
@@ -147,7 +147,7 @@ class Trace:
         return [phase.start_s for phase in self.phases]
 
     def phase_at(self, time_s: float) -> str | None:
-        """Return the name of the phase at a time; None between phases."""
+        """Return the name of the phase at a time. None between phases."""
         at = bisect_right(self._starts, time_s) - 1
         return self.phases[at].name if at >= 0 and self.phases[at].contains(time_s) else None
 
@@ -161,7 +161,7 @@ class Trace:
         )
 
     def busy_s(self) -> float | None:
-        """Return the seconds of an average step at which the device works; None on a CPU.
+        """Return the seconds of an average step at which the device works. None on a CPU.
 
         Moments at which several streams work count once.
         """
@@ -227,7 +227,7 @@ class Trace:
 
 
 def _rate(amounts: list[tuple[float, int | None]], unit: float) -> float | None:
-    """Return an amount per second; None when it is 0, or not known for enough of the time."""
+    """Return an amount per second. None when it is 0, or not known for enough of the time."""
     known = [(seconds, amount) for seconds, amount in amounts if amount is not None]
     known_s, total_s = sum(seconds for seconds, _ in known), sum(part for part, _ in amounts)
     if not known_s or known_s < KNOWN_SHARE * total_s:
@@ -399,7 +399,7 @@ def _in_turns(ranges: Sequence[Range]) -> tuple[Range, ...]:
 def _tree(
     events: Sequence[Event], place: Callable[[Event], Range], list_item_bytes: int | None
 ) -> list[_Node]:
-    """Return the host's operations with their parents; each thread nests its own."""
+    """Return the host's operations with their parents. Each thread nests its own."""
     found: list[_Node] = []
     stacks: defaultdict[Any, list[_Node]] = defaultdict(list)
     for event in events:

@@ -73,7 +73,7 @@ class Totals:
         self.saves += "checkpoint" in timer.calls
 
     def per_step(self) -> dict[str, float]:
-        """Return the seconds of each phase in an average step; {} without steps."""
+        """Return the seconds of each phase in an average step. {} without steps."""
         return {name: seconds / self.steps for name, seconds in self.phases.items() if self.steps}
 
 
@@ -105,7 +105,7 @@ class Windows(ABC):
         self.sampled_steps = 0
         """Steps that `sampler` and `rare` have seen."""
         self.waits: dict[str, float] = {}
-        """Reads and unpinned copies in an average step, as in `Counts`; {}: not measured."""
+        """Reads and unpinned copies in an average step, as in `Counts`. {} means not measured."""
         self.sites: dict[str, tuple[CallSite, ...]] = {}
         """The lines that made them, and those that called the operations of a step."""
         self.counterfactual_s: dict[str, float] = {}
@@ -130,7 +130,7 @@ class Windows(ABC):
         """Yield once per step, window after window."""
 
     def start_step(self) -> bool:
-        """End the step before, if it has not ended, and start one; False: the windows are over."""
+        """End the step before, if it has not ended, and start one. False: the windows are over."""
         if not self.end_step() and self.name != "warm-up":
             self.between.add(0.0, self.timer)
         is_over = next(self._course, self) is self
@@ -194,7 +194,7 @@ class Windows(ABC):
 
     @cached_property
     def trace(self) -> Trace | None:
-        """The operations of the recorded steps; None if none were recorded."""
+        """The operations of the recorded steps. None if none were recorded."""
         if self.profiler is None:
             return None
         try:

@@ -35,7 +35,7 @@ SAVES = (
     ("transformers.trainer", "Trainer._save_checkpoint"),
     ("accelerate.accelerator", "Accelerator.save_state"),
 )
-"""Functions that write checkpoints, by the module that calls them; only of imported modules."""
+"""Functions that write checkpoints, by the module that calls them. Only of imported modules."""
 OWN_WORK = frozenset({None, "compute", "other"})
 """Phases that a wait for data interrupts. In others, such as evaluation, it is part of them."""
 
@@ -50,7 +50,7 @@ class Hooks:
         self.saves = LineTotals()
         """The lines of user code that save."""
         self.workers: int | None = None
-        """Processes of the last DataLoader that the loop waited for; None: there was none."""
+        """Processes of the last DataLoader that the loop waited for. None means there was none."""
         self._timer, self._base = timer, base
 
     @contextmanager

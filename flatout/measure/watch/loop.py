@@ -73,7 +73,7 @@ class Settings:
 
     model: torch.nn.Module | None = None
     folder: Path | None = None
-    """Directory for records; None: they are kept in memory."""
+    """Directory for records. None means they are kept in memory."""
     planned_steps: int | None = None
     tokens_per_step: int | None = None
     log_every: int = 10
@@ -238,11 +238,11 @@ class LoopTimer:
 
     @property
     def workers(self) -> int | None:
-        """Processes of the torch DataLoader; None: none was seen."""
+        """Processes of the torch DataLoader. None means none was seen."""
         return self._hooks.workers if self.windows is not None else None
 
     def _started(self) -> LoopWindows | None:
-        """Return the windows, which the first call makes; None in other threads than the loop's."""
+        """Return the windows, which the first call makes. None in other threads than the loop's."""
         if self.windows is None:
             self._timer = PhaseTimer()
             self._hooks = Hooks(self._timer, self._settings.base)

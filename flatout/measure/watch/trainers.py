@@ -37,7 +37,7 @@ def callback(framework: str, loop: LoopTimer, finish: Callable[[], None]) -> Any
 
 
 class LightningEvents:
-    """Reports the steps, evaluations and the end of a Trainer; a base of the callback's class."""
+    """Reports the steps, evaluations and the end of a Trainer. A base of the callback's class."""
 
     def __init__(self, loop: LoopTimer, finish: Callable[[], None]) -> None:
         self._loop, self._finish = loop, finish
@@ -79,7 +79,7 @@ class LightningEvents:
 
 
 class TrainerEvents:
-    """Reports a Trainer's steps, logs, evaluations and saves; a base of the callback's class."""
+    """Reports a Trainer's steps, logs, evaluations and saves. A base of the callback's class."""
 
     def __init__(self, loop: LoopTimer, finish: Callable[[], None]) -> None:
         self._loop, self._finish = loop, finish

@@ -50,7 +50,7 @@ def watch(
     metrics.jsonl, which `flatout report` reads, and findings.json. `steps` is the planned length
     of the loop, against which fixes are weighed, and `tokens_per_step` what a step trains on, in
     all processes. `log_every` steps are averaged in a record. `recorded_steps` run once under
-    torch.profiler; 0 leaves that out.
+    torch.profiler. 0 turns that off.
 
     Of several processes, only rank 0 measures, writes and prints.
     Raises: OutputInUse when `run` has records already; ConfigError for an argument out of range.

@@ -64,7 +64,7 @@ class Slice(BaseModel, frozen=True):
     shape: tuple[Size, ...]
     """Its shape."""
     name: str | None = None
-    """Its name in the file, if that contains several boxes of the tensor; None: the tensor's."""
+    """Its name in the file, if that contains several boxes of the tensor. None: the tensor's."""
 
 
 class Entry(BaseModel, frozen=True):
@@ -122,7 +122,7 @@ class CheckpointInfo(Stored, extra="ignore"):
     config_digest: str
     """Digest of the run's resolved configuration."""
     host: str
-    """The machine that wrote it; with several, that of rank 0."""
+    """The machine that wrote it. With several, that of rank 0."""
     world_size: int
     """Number of processes."""
     flatout: str
@@ -201,7 +201,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
     version = document.get("format_version") if isinstance(document, dict) else None
     if isinstance(version, int) and version > FORMAT_VERSION:
         raise NewerVersion(
-            f"{checkpoint} has format_version {version}. This flatout reads up to "
+            f"{checkpoint} has format_version {version}. This version of flatout reads up to "
             f"{FORMAT_VERSION}.",
             fix="Install a newer flatout.",
         )
@@ -236,7 +236,7 @@ def read_index(checkpoint: Path) -> Index:
 
 
 def read_info(checkpoint: Path) -> CheckpointInfo | None:
-    """Return what is known about a checkpoint; None when its info.json is missing or damaged."""
+    """Return what is known about a checkpoint. None when its info.json is missing or damaged."""
     try:
         return read_model(checkpoint / INFO, CheckpointInfo)
     except CheckpointError:
@@ -253,7 +253,7 @@ def recorded_environment(checkpoint: Path) -> JsonObject:
 
 
 def tokenizer_of(checkpoint: Path) -> str | None:
-    """Return the digest of the tokenizer of a checkpoint's model; None when it states none.
+    """Return the digest of the tokenizer of a checkpoint's model. None when it states none.
 
     Raises: CheckpointError when the state cannot be read.
     """
@@ -292,7 +292,7 @@ def check_unless(*kinds: str) -> Check:
 def verify(
     checkpoint: Path, *, check: Check = check_file, progress: Progress = SILENT
 ) -> list[str]:
-    """Return what is wrong with a checkpoint, one sentence per file; [] when it is complete.
+    """Return what is wrong with a checkpoint, one sentence per file. Empty when it is complete.
 
     `check=check_size` does not read the weights.
     """
@@ -452,7 +452,7 @@ def renamed(path: Path, kind: str) -> Path:
 
 
 def newest_to_keep(config: CheckpointConfig) -> int | None:
-    """Return the number of newest checkpoints that a configuration keeps; None means all."""
+    """Return the number of newest checkpoints that a configuration keeps. None means all."""
     return None if config.keep == "all" else config.keep
 
 

@@ -64,7 +64,7 @@ def content_problems(checkpoint: Path) -> list[str]:
     """Return what is wrong with the content of a checkpoint whose files match its manifest.
 
     Tensors that the files lack or have with a different dtype or shape, slices that do not cover
-    their tensor, a state of another step, and a missing base of LoRA adapters.
+    their tensor, a state of a different step, and a missing base of LoRA adapters.
     """
     try:
         index = read_index(checkpoint)
@@ -77,7 +77,7 @@ def content_problems(checkpoint: Path) -> list[str]:
 
 
 def problems_of(checkpoint: Path, *, progress: Progress = SILENT) -> list[str]:
-    """Return everything that is wrong with a checkpoint, files and content; [] when it is valid."""
+    """Return all problems of a checkpoint, in its files and content. Empty when it is valid."""
     return catalog.verify(checkpoint, progress=progress) or content_problems(checkpoint)
 
 
@@ -171,7 +171,7 @@ def find_base(checkpoint: Path, base: Base) -> Path:
         path = next((found for found in tried if digest_of(found) == base.digest), path)
     if not path.exists():
         raise CheckpointError(
-            f"{checkpoint} contains LoRA adapters, and the weights that they belong to, {path}, do "
+            f"{checkpoint} contains LoRA adapters, but the weights that they belong to, {path}, do "
             "not exist.",
             fix="Restore them there, or move both runs together.",
         )

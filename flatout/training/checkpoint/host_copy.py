@@ -50,7 +50,7 @@ class HostCopy:
         """Return copies of tensors, by file and name, which overwrite the previous copies.
 
         On a GPU they are valid after `wait`, and the weights must not change before
-        `before_update`; but the tensors that `buffers` names may.
+        `before_update`, except for the tensors that `buffers` names.
         """
         self.make_room(bytes_of(files), device)
         copies: dict[str, dict[str, Tensor]] = {file: {} for file in files}
@@ -117,7 +117,7 @@ class HostCopy:
     def make_room(self, num_bytes: int, device: torch.device) -> None:
         """Allocate `num_bytes` unless there is a block that large, and pin it for a GPU.
 
-        Cost: up to two seconds per gigabyte, which would otherwise delay the first save; a tenth of
+        Cost: up to two seconds per gigabyte, which would otherwise delay the first save. A tenth of
               a second where the system maps it in huge pages.
         """
         self._await_room()

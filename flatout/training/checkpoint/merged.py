@@ -1,4 +1,4 @@
-"""The weights that a checkpoint stands for, one at a time; LoRA adapters are merged into them."""
+"""The weights that a checkpoint stands for, one at a time. LoRA adapters are merged into them."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class MergedWeights:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of every weight; shared ones count once."""
+        """The shape of every weight. Shared ones count once."""
         own = {name: entry.shape for name, entry in self._index.items() if INSIDE not in name}
         return (self._base.shapes if self._base else {}) | own
 

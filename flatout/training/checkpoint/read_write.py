@@ -65,7 +65,7 @@ def load(
 def read_weights(checkpoint: Path) -> dict[str, Tensor]:
     """Return every stored weight, unsharded, by its name in the model's state_dict.
 
-    Any number of ranks may have written them. A LoRA checkpoint stores adapters alone; `merged.py`
+    Any number of ranks may have written them. A LoRA checkpoint stores adapters alone. `merged.py`
     adds them to their base. The caller has verified the files.
 
     Shapes: as in the model.
@@ -131,7 +131,7 @@ def _restore(run: Run, item: StateItem, state: JsonObject) -> None:
 
 
 def _differences(run: Run, state: JsonObject, environment: JsonObject | None) -> list[str]:
-    """Return the reasons why the run may not continue bit for bit, as sentences."""
+    """Return the reasons why the run may not continue bit-exactly, as sentences."""
     lines = []
     if state["world_size"] != run.mesh.world_size:
         saved, here = (

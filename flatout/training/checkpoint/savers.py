@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from flatout.assembly.run import Run
 
 Job = Future[None]
-"""A stage that has been started; `result` waits for its end, and raises its error."""
+"""A stage that has been started. `result` waits for its end, and raises its error."""
 
 
 def in_background() -> Saver:
@@ -130,7 +130,7 @@ class Saver:
 
         On a CPU, training continues meanwhile.
 
-        Returns: its bytes; 0 when the size is not known before the first step or the host has no
+        Returns: its bytes. 0 when the size is not known before the first step or the host has no
                  room: the first save then decides.
         """
         num_bytes = bytes_of(tensors_to_save(run) or {}) if self._copy else 0
@@ -220,7 +220,7 @@ class Saver:
                 self._advance(pending, progress)
 
     def finished(self, progress: Progress = SILENT) -> list[Saved]:
-        """Return the checkpoints completed since the last call; called after every step.
+        """Return the checkpoints completed since the last call. Called after every step.
 
         Raises: as `save`: what went wrong in the thread.
         """
@@ -272,7 +272,7 @@ class Saver:
             self._pending = None
 
     def _all_ready(self, pending: _Pending) -> bool:
-        """Return whether every rank has finished its stage; with several ranks, one step late."""
+        """Return whether every rank has finished its stage. With several ranks, one step late."""
         if pending.mesh.world_size == 1:
             return pending.job.done()
         before, self._vote = self._vote, Vote(pending.mesh, pending.job.done())
@@ -325,11 +325,11 @@ class Snapshot:
     state: JsonObject
     """What state.json has besides the values."""
     info: JsonObject | None = None
-    """The content of info.json; None when there is none."""
+    """The content of info.json. None when there is none."""
 
 
 def take(run: Run, environment: JsonObject, info: JsonObject | None = None) -> Snapshot:
-    """Return this rank's share of the current state; its tensors share the run's memory.
+    """Return this rank's share of the current state. Its tensors share the run's memory.
 
     Raises: CheckpointError when the state contains something that a checkpoint cannot store.
     """
@@ -404,7 +404,7 @@ def write_share(snapshot: Snapshot, temporary: Path) -> None:
 
 
 def complete(snapshot: Snapshot, temporary: Path, final: Path, run_folder: Path) -> list[Path]:
-    """Merge the shares of all ranks into the checkpoint `final`; rank 0 only.
+    """Merge the shares of all ranks into the checkpoint `final`. Rank 0 only.
 
     Call it after every rank has written its share.
     Returns: the new paths of the checkpoints of later steps, which are set aside.
@@ -462,7 +462,7 @@ def sync_logs(run_folder: Path) -> None:
 
 
 def _write(path: Path, document: JsonObject) -> None:
-    """Write JSON and sync it; not atomic, as the directory is renamed only when it is complete."""
+    """Write JSON and sync it. It is not atomic: the directory is renamed once it is complete."""
     path.write_text(json.dumps(document), encoding="utf-8")
     sync(path)
 

@@ -1,7 +1,7 @@
 """Tensors as slices in safetensors files: each rank writes its part and reads only what it needs.
 
 A tensor has one dtype and one global shape. A slice is a box of it, given by offset and shape.
-DTensors are sliced as they are sharded; of equal copies exactly one rank writes each, and the ranks
+DTensors are sliced as they are sharded. Of equal copies exactly one rank writes each, and the ranks
 share the work. Any number of ranks can read what any other number wrote.
 """
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a DTensor, or the tensor itself; both share memory with `tensor`.
+    """Return this rank's part of a DTensor, or the tensor itself. Both share memory with `tensor`.
 
     Shapes: tensor of any shape; the result has the shape of the part.
     """

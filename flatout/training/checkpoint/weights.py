@@ -27,7 +27,7 @@ def plain_name(name: str) -> str:
 
 
 def parameter_names(run: Run) -> dict[Tensor, str]:
-    """Return the name of every parameter; tensors hash by identity."""
+    """Return the name of every parameter. Tensors hash by identity."""
     return {parameter: plain_name(name) for name, parameter in run.core.named_parameters()}
 
 
@@ -44,7 +44,7 @@ def weights_and_aliases(core: nn.Module) -> tuple[dict[str, Tensor], dict[str, s
 
 
 def weights_of(run: Run) -> dict[str, Tensor]:
-    """Return every parameter and saved buffer of a run's model once; with LoRA, as above.
+    """Return every parameter and saved buffer of a run's model once. With LoRA, as above.
 
     Shapes: as in the model.
     """

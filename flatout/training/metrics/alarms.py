@@ -115,7 +115,7 @@ class Alarms:
                 end = f"all {have:.1f} GiB will be in use at step {full:,.0f}"
             begun = (
                 f"{subject} grows by {1e3 * rate:.2f} GiB per 1,000 steps since step "
-                f"{change.since_step:,}, from {change.usual:.2f} to {change.now:.2f} GiB; {end}"
+                f"{change.since_step:,}, from {change.usual:.2f} to {change.now:.2f} GiB, and {end}"
             )
             over = f"{subject} no longer grows: {change.now:.2f} GiB at step {step:,}."
             cause = "objects are kept from step to step"
@@ -165,7 +165,7 @@ class Alarms:
                 yield self._speed_event("throughput", step, speed)
 
     def _sampled(self, record: Mapping[str, float]) -> Sample | None:
-        """Return the sample that a record completes; the first record includes the warm-up."""
+        """Return the sample that a record completes. The first record includes the warm-up."""
         if RATE not in record or "wall_s" not in record:
             return None
         if self._bucket_began_s is None:
@@ -191,7 +191,7 @@ class Alarms:
         else:
             begun = (
                 f"Waiting for data rose from {change.usual:.0%} to {change.now:.0%} of a step at "
-                f"step {change.since_step:,}; {slower:.0%} fewer tokens/s"
+                f"step {change.since_step:,}, with {slower:.0%} fewer tokens/s"
             )
             over = f"Waiting for data is back at {change.now:.0%} of a step at step {step:,}."
         cause = None if change.is_over else self._cause(before, during, kind)
@@ -209,7 +209,7 @@ class Alarms:
         if known := known or self._surroundings.other_load():
             return known
         if kind == "data_wait":
-            was = f"before it took {before[WAIT]:.1f} ms"
+            was = f"up from {before[WAIT]:.1f} ms"
             return f"the next batch takes {during[WAIT]:.1f} ms, {was}"
         most = max(PARTS, key=lambda name: during[name] - before[name])
         return f"{PARTS[most]} rose from {before[most]:.1f} to {during[most]:.1f} ms per step"
@@ -220,7 +220,7 @@ def _median(samples: list[Sample]) -> Sample:
 
 
 def _event(kind: str, step: int, change: Change, begun: str, cause: str | None, over: str) -> Alarm:
-    """Return the event of a change; `begun` and `over` describe what happened, whichever did."""
+    """Return the event of a change. `begun` and `over` describe what happened, whichever did."""
     usual, now = (None if math.isnan(value) else value for value in (change.usual, change.now))
     return {
         "event": "alarm_over" if change.is_over else "alarm",

@@ -29,7 +29,7 @@ class BadStep(NamedTuple):
     loss: float
     grad_norm: float
     limit: float
-    """Gradient norm beyond which it is a spike; infinity without `train.skip_spikes`."""
+    """Gradient norm beyond which it is a spike. Infinity without `train.skip_spikes`."""
 
     @property
     def reason(self) -> str:
@@ -65,7 +65,7 @@ class BadSteps:
         self._positions: dict[int, tuple[int, int]] = {}
         self._at_once = False
         self.last: list[BadStep] = []
-        """The last bad steps in a row that this process has taken; empty after a good one."""
+        """The last bad steps in a row that this process has taken. Empty after a good one."""
 
     @property
     def in_a_row(self) -> int:

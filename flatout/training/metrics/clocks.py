@@ -59,9 +59,9 @@ class TimeBreakdown:
 
 
 class StepClock:
-    """Times device work and the host's waits for it; wraps `train_step` as a context.
+    """Times device work and the host's waits for it. Wraps `train_step` as a context.
 
-    On a CPU the whole step is device work; that costs under 2 us per step. On a GPU there is one
+    On a CPU the whole step is device work. That costs under 2 us per step. On a GPU there is one
     event on the stream before each step and one after, without waiting. A GPU that idles because
     the host queues too slowly therefore counts as busy. `perf/host_ms` is then close to
     `perf/step_ms`. The same happens when the launch queue is full, so `perf/host_ms` is an upper
@@ -115,7 +115,7 @@ class StepClock:
 
 
 def device_seconds(spans: Iterable[Span]) -> float:
-    """Return the device seconds of `spans`; their steps finished before the last readback."""
+    """Return the device seconds of `spans`. Their steps finished before the last readback."""
     return sum(span() for span in spans)
 
 

@@ -21,10 +21,10 @@ class Compilations:
     """Compilations between two polls."""
 
     graphs: int
-    """Forward graphs; backward graphs are not counted."""
+    """Forward graphs. Backward graphs are not counted."""
     graph_breaks: int
     first_break: str | None
-    """Reason and source line of the first break; None when there was none."""
+    """Reason and source line of the first break. None when there was none."""
     reasons: tuple[str, ...]
     """Why code was recompiled."""
     compile_s: float

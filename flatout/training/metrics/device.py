@@ -28,7 +28,7 @@ class OtherProcesses:
         self._before = CpuTimes.read()
 
     def figures(self, cores: int) -> dict[str, float]:
-        """Return the metrics since the last ones; none within a second, as the system counts ticks.
+        """Return the metrics since the last ones. Empty within a second: the system counts ticks.
 
         `cores` is the number that this process may use.
         """
@@ -39,7 +39,7 @@ class OtherProcesses:
 
 
 def memory_gib(device: torch.device) -> dict[str, float]:
-    """Return the device's memory metrics, and this process's; on a CPU, only those."""
+    """Return the device's memory metrics, and this process's. On a CPU, only those."""
     own_gib = process_gib()
     own = {} if own_gib is None else {"mem/process_gib": own_gib}
     if device.type == "cuda":
@@ -52,7 +52,7 @@ def memory_gib(device: torch.device) -> dict[str, float]:
 
 
 def process_gib() -> float | None:
-    """Return the memory of this process without mapped files; None where it is not known."""
+    """Return the memory of this process without mapped files. None where it is not known."""
     try:
         _, resident, shared, *_ = OWN_PAGES.read_text().split()
     except (OSError, ValueError):
@@ -61,7 +61,7 @@ def process_gib() -> float | None:
 
 
 def reserved_gib(device: torch.device) -> float | None:
-    """Return the peak of what the GPU's allocator reserved; None on a CPU."""
+    """Return the peak of what the GPU's allocator reserved. None on a CPU."""
     return torch.cuda.max_memory_reserved(device) / GIB if device.type == "cuda" else None
 
 
@@ -72,7 +72,7 @@ def process_peak_bytes() -> int:
 
 
 def gpu_figures(device: torch.device) -> dict[str, float]:
-    """Return the GPU's utilisation and power if its driver reports them; empty on a CPU."""
+    """Return the GPU's utilisation and power if its driver reports them. Empty on a CPU."""
     if device.type != "cuda":
         return {}
     import pynvml
@@ -85,7 +85,7 @@ def gpu_figures(device: torch.device) -> dict[str, float]:
         try:
             found[name] = measure(device) * unit
         except (pynvml.NVMLError, RuntimeError):
-            continue  # virtual and partitioned GPUs do not report it; records omit it
+            continue  # virtual and partitioned GPUs do not report it. Records omit it
     return found
 
 
@@ -94,7 +94,7 @@ class GpuDriver:
 
     def __init__(self, device: torch.device) -> None:
         self.handle: object = None
-        """NVML's handle of the GPU; None on a CPU and without a driver."""
+        """NVML's handle of the GPU. None on a CPU and without a driver."""
         if device.type != "cuda":
             return
         import pynvml
@@ -127,7 +127,7 @@ class GpuDriver:
 
 
 def slowed_by(bits: int | None) -> tuple[str, ...] | None:
-    """Return what slows a GPU down by NVML's bits, each once; None when they are not known."""
+    """Return what slows a GPU down by NVML's bits, each once. None when they are not known."""
     if bits is None:
         return None
     return tuple(dict.fromkeys(name for bit, name in SLOWED_BY.items() if bits & bit))

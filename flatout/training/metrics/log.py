@@ -1,7 +1,7 @@
 """The log of a run: times steps, reads their metrics back, and writes records and events.
 
 A record combines host metrics, taken when the step is queued, with device metrics, read back later.
-Evaluation, samples and saves are timed separately, so tokens/s covers training only; `clocks.py`
+Evaluation, samples and saves are timed separately, so tokens/s covers training only. `clocks.py`
 breaks down the time of a step.
 """
 
@@ -80,8 +80,8 @@ class PendingRecord(NamedTuple):
 class Log:
     """Writes a run's records and events on rank 0. Other ranks only keep their clocks.
 
-    A record is due every `log.every` steps and at the last step. `close` writes the pending ones;
-    leaving the context closes the files and the loggers, even after an error. `loggers` names those
+    A record is due every `log.every` steps and at the last step. `close` writes the pending ones.
+    Leaving the context closes the files and the loggers, even after an error. `loggers` names those
     that receive the metrics: a measurement takes part in no project elsewhere.
     """
 
@@ -112,7 +112,7 @@ class Log:
         """The metrics of the last step, still on the device."""
         self._compilation = CompilationWatch()
         self.compile_s: float | None = None
-        """Seconds spent compiling, before and after the first step; None if nothing compiled."""
+        """Seconds spent compiling, before and after the first step. None if nothing compiled."""
         self.cached_s = 0.0
         """The part of `compile_s` whose result torch keeps on disk."""
         self.recompiles = 0
@@ -120,7 +120,7 @@ class Log:
         self.first_tokens = run.tokens
         """Tokens that the run had trained on before this process started."""
         self.rates: list[Rates] = []
-        """The rates of every interval; the first includes the warm-up."""
+        """The rates of every interval. The first includes the warm-up."""
         self.last_evaluation: tuple[int, Evaluation] | None = None
         """The step and result of the last evaluation that this process recorded."""
         self.bad_steps = BadSteps()
@@ -129,11 +129,11 @@ class Log:
         path = Path(run.resumed_from) if run.resumed_from else None
         saved = read_info(path) if path and is_own(path, run.folder) else None
         self.records = Records(run.folder, run.step, saved) if run.mesh.is_main else None
-        """Writes metrics.jsonl; None on other ranks."""
+        """Writes metrics.jsonl. None on other ranks."""
         self._events = Lines(run.folder / EVENTS)
         self._refused: set[Path] = set()
         self.train_loss = self.records.train_loss if self.records else None
-        """The loss in the last record; other ranks know only the records of this process."""
+        """The loss in the last record. Other ranks know only the records of this process."""
 
     @property
     def wall_s(self) -> float:
@@ -146,7 +146,7 @@ class Log:
             observer.on_start(self._run)
 
     def step(self, batch: StepBatch, result: StepResult) -> None:
-        """Count the step that was just queued; `run.step` already includes it."""
+        """Count the step that was just queued. `run.step` already includes it."""
         run, interval = self._run, self._interval
         interval.steps += 1
         interval.wait_ms += batch.wait_ms
@@ -207,7 +207,7 @@ class Log:
 
     @contextmanager
     def aside(self, phase: str) -> Iterator[None]:
-        """Exclude the time spent inside from training; wait first for steps queued on a GPU."""
+        """Exclude the time spent inside from training. Wait first for steps queued on a GPU."""
         self._wait_for_device()
         began_s = time.perf_counter()
         try:
@@ -279,7 +279,7 @@ class Log:
         return memory_gib(self._run.mesh.device).get("mem/peak_gib")
 
     def num_alarms(self) -> int | None:
-        """Return how many alarms this process raised; None on ranks that do not watch."""
+        """Return how many alarms this process raised. None on ranks that do not watch."""
         return self._alarms.num_alarms if self._alarms else None
 
     def mfu(self, flops_per_s: float) -> float | None:

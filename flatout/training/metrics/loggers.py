@@ -1,4 +1,4 @@
-"""Loggers copy the metrics of a run to other places, such as W&B; a run survives their failures.
+"""Loggers copy the metrics of a run to other places, such as W&B. A run survives their failures.
 
 They are observers with a `close`. Each is called through a `Guard`, which reports its first failure
 and then leaves it alone. A remote logger is called in a thread, so that training never waits for a
@@ -100,7 +100,7 @@ class Guard(Observer):
         self._call("on_end", summary)
 
     def close(self, *, wait: bool = True) -> None:
-        """Close the logger; `wait` for a remote one, but not forever."""
+        """Close the logger. `wait` for a remote one, but not forever."""
         self._call("close", self._outcome)
         if self._thread is not None:
             self._calls.put(None)
@@ -217,7 +217,7 @@ class RemoteRun:
 
 
 def links_of(run: Run) -> dict[str, str]:
-    """Return where the run's files are; loggers show these paths and upload no weights."""
+    """Return where the run's files are. Loggers show these paths and upload no weights."""
     folder = run.folder.resolve()
     return {
         "host": socket.gethostname(),

@@ -48,7 +48,7 @@ class PhaseTimer:
 
     @property
     def current(self) -> str | None:
-        """The phase that is running; None outside all phases. Any thread may read it."""
+        """The phase that is running. None outside all phases. Any thread may read it."""
         try:
             return self._stack[-1]
         except IndexError:
@@ -85,7 +85,7 @@ class PhaseTimer:
             self.leave()
 
     def reset(self) -> None:
-        """Forget everything so far. A running phase starts anew."""
+        """Forget everything so far. A running phase starts again."""
         self.seconds.clear()
         self.calls.clear()
         self.full_collections = 0

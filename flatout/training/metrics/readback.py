@@ -41,7 +41,7 @@ class DelayedReadback:
         self._pending.append((step, list(values), stacked, copied))
 
     def ready(self, *, flush: bool = False) -> list[tuple[int, dict[str, float]]]:
-        """Return the metrics of all due steps before the newest; with `flush`, of that one too."""
+        """Return the metrics of all due steps before the newest. With `flush`, of that one too."""
         read = []
         while self._pending and (flush or self._pending[0][0] < self._newest):
             step, names, values, copied = self._pending.popleft()

@@ -33,7 +33,7 @@ class Lines:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.refusal: OSError | None = None
-        """The error of the last attempt to write; None when it succeeded."""
+        """The error of the last attempt to write. None when it succeeded."""
         self.lacks_lines = False
         """Whether lines were lost, or were still waiting when the file was closed."""
         self._unwritten = b""
@@ -75,7 +75,7 @@ class Lines:
         self.lacks_lines |= bool(self._unwritten)
 
     def _open(self) -> int:
-        """Open the file; end a line that a kill left unfinished."""
+        """Open the file. End a line that a kill left unfinished."""
         descriptor = open_own(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         size = os.fstat(descriptor).st_size
         if size and os.pread(descriptor, 1, size - 1) != b"\n":
@@ -94,11 +94,11 @@ class Records:
         kept = _keep(path, lambda line: finite_numbers(line).get("step", math.inf) <= step)
         losses = (json.loads(line).get("train/loss") for line in reversed(kept))
         self.train_loss: float | None = next((loss for loss in losses if loss is not None), None)
-        """The training loss of the last record before this process; None if there is none."""
+        """The training loss of the last record before this process. None if there is none."""
         self.count, self.crc32 = len(kept), _crc32(kept)
         """The number of records in the file, and the CRC-32 of their lines."""
         self.damage = _damage(path, kept, saved)
-        """What is missing from the file, as a sentence; None when it is whole."""
+        """What is missing from the file, as a sentence. None when it is whole."""
         self.lines = Lines(path)
         self.lines.flush()
         last = json.loads(kept[-1]) if kept else {}
@@ -151,7 +151,7 @@ def _crc32(lines: Iterable[str]) -> int:
 
 
 def damage_of(run_folder: Path, checkpoint: Path) -> str | None:
-    """Return what metrics.jsonl has lost since a checkpoint was saved; None when it is whole.
+    """Return what metrics.jsonl has lost since a checkpoint was saved. None when it is whole.
 
     Damaged lines are removed from it.
     """

@@ -24,7 +24,7 @@ LIMITED_SHARE = 0.5
 
 
 class GpuState(NamedTuple):
-    """What the driver reports of the GPU now; None: not reported."""
+    """What the driver reports of the GPU now. None if not reported."""
 
     slowed_by: tuple[str, ...] | None
     """Heat and other faults that slow it down. Its power cap is not one."""
@@ -91,9 +91,7 @@ class Surroundings:
         is_full = busy > FULL_MACHINE * self._cores
         if during - before < MIN_OTHER_CORES or not is_full:
             return None
-        return (
-            f"other processes use {during:.1f} of {self._cores} cores, before it was {before:.1f}"
-        )
+        return f"other processes use {during:.1f} of {self._cores} cores, up from {before:.1f}"
 
     def gpu_change(self) -> str | None:
         """Return what changed on the GPU since the run's first reading, None if nothing did."""
@@ -112,7 +110,7 @@ class Surroundings:
 
 def limit_counts() -> tuple[int, int, int]:
     """Return the scheduler's periods, those that a container's limit stopped, and slow-downs by
-    heat; 0 where the system has no such counter.
+    heat. 0 where the system has no such counter.
     """
     periods = stopped = 0
     for path in CPU_STATS:

@@ -1,8 +1,8 @@
 """Detects edits of config.yaml: its first line is a digest, and a copy shows what was changed.
 
 The digest is in the file itself, so that a kill cannot separate the two, and at its beginning, so
-that a file that was cut short has it too. The copy has the same text, digest included. Asked.yaml
-has a digest and no copy. No torch.
+that a file that was cut short has it too. The copy has the same text, digest included. The file
+asked.yaml has a digest and no copy. No torch.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def require_unedited(path: Path, config: RunConfig, *, free: Iterable[str]) -> N
     """Check that `config`, read from `path`, has the settings that `write_sealed` wrote.
 
     Keys that start with an entry of `free` may differ. A file with neither digest nor copy is
-    accepted: its user wants it as it is.
+    accepted: the user wants it that way.
     Raises: ConfigError naming the changed settings, and how to train with them on purpose.
     """
     edits = _edits(path, config)
@@ -136,7 +136,7 @@ def _restore_command(path: Path) -> str:
 
 
 def _value(config: RunConfig, key: str) -> object:
-    """Return the value at a dotted key; None when the model has no such key."""
+    """Return the value at a dotted key. None when the model has no such key."""
     section, _, own = key.partition(".")
     return (
         config.model.own().get(own)

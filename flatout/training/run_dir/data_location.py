@@ -201,7 +201,7 @@ def _tokenizer_change(kept: Path, data: Dataset) -> str:
             return f"{sizes}, and token {token} meant {was} and means {is_}"
     digests = hashlib.sha256(read_tokenizer(kept)).hexdigest(), data.manifest.tokenizer.digest
     was, is_ = (digest[:12] for digest in digests)
-    return f"{sizes}; their files differ only in other rules (SHA-256 {was}... and {is_}...)"
+    return f"{sizes}. Their files differ only in other rules (SHA-256 {was}... and {is_}...)"
 
 
 def require_same_data(run_folder: Path, dataset: AnyDataset, checkpoint: Path) -> None:
@@ -218,7 +218,7 @@ def require_same_data(run_folder: Path, dataset: AnyDataset, checkpoint: Path) -
         raise CheckpointError(
             f"The training tokens of {run_folder} have changed since {checkpoint.name} was "
             f"written: {'; '.join(changed)}.",
-            fix="Restore the dataset, or name its new path (data.path=PATH). To train on other "
+            fix="Restore the dataset, or name its new path (data.path=PATH). To train on different "
             f"tokens on purpose, start a new run: --resume {in_shell(run_folder)} --run-dir DIR.",
         )
 

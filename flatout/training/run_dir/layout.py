@@ -1,7 +1,7 @@
 """The files of a run directory: its configuration, its events and its summary. No torch.
 
 RUN/
-├── config.yaml       fully resolved; the choices of `auto` are final
+├── config.yaml       fully resolved, with the choices of `auto`
 ├── config.copy.yaml  a copy, to show which settings were edited in config.yaml
 ├── asked.yaml        the configuration as requested, before `auto` was resolved
 ├── tokenizer.json    the dataset's tokenizer, so that the model can be used without the data
@@ -22,7 +22,7 @@ RUN/
 ├── origin.json       with --resume PATH: the checkpoint elsewhere that the run started from
 ├── owner.json        with checkpoint.dir: see checkpoint/location.py
 ├── remote.json       with checkpoint.upload: see upload/remote.py
-└── lock              locked while a process trains; names its pid and host
+└── lock              locked while a process trains, with its pid and host
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def read_requested(folder: Path) -> RunConfig | None:
     """Return the requested configuration of a run, before `auto` was resolved.
 
     None when an earlier version, which did not store it, started the run.
-    Raises: ConfigError when it was changed or damaged; a whole one is not empty.
+    Raises: ConfigError when it was changed or damaged. An empty one counts as damaged.
     """
     path = folder / REQUESTED
     if path.exists():

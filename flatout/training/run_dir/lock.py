@@ -1,4 +1,4 @@
-"""The lock of a run directory: one process trains in it at a time; its state. No torch."""
+"""The lock of a run directory, in which one process trains at a time, and its state. No torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from flatout.training.run_dir.config_seal import COPY
 from flatout.training.run_dir.layout import CONFIG, LEFT_OUT, LOCK, ORIGIN, REQUESTED, WRITTEN
 
 LOCK_WAIT_S = 1.0
-"""How long a starting run waits for the lock; `flatout runs` holds it for an instant to test it."""
+"""How long a starting run waits for the lock. `flatout runs` holds it for an instant to test it."""
 
 
 @contextmanager

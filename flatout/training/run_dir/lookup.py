@@ -21,7 +21,7 @@ RESUME = ("auto", "never")
 NEGATIVE = {"no", "none", "off", "false", "0"}
 """Words that others write for `never`."""
 Table = dict[str, list[float | None]]
-"""Columns by name, all of one length; None where nothing was measured."""
+"""Columns by name, all of one length. None where nothing was measured."""
 
 
 def find_run(run: str | Path) -> Path:
@@ -55,10 +55,10 @@ def find_run(run: str | Path) -> Path:
     known = run_names()
     guess = nearest(Path(run).name, known)
     hint = f"Did you mean {in_shell(RUNS / guess)}? " if guess else ""
-    newest = f"the newest: {', '.join(known[:5])}" if known else "`flatout demo` makes one"
+    newest = f"The newest: {', '.join(known[:5])}" if known else "`flatout demo` makes one"
     raise CheckpointError(
         f"There is no run directory {run}{'' if '/' in str(run) else f' or {RUNS / run}'}.",
-        fix=f"{hint}`flatout runs` lists those under {RUNS}/; {newest}.",
+        fix=f"{hint}`flatout runs` lists those under {RUNS}/. {newest}.",
     )
 
 
@@ -169,7 +169,7 @@ def metrics(run: str | Path | None = None) -> Table:
     measured at that step. Training and evaluation at one step are two rows, and metrics that a row
     lacks are None.
 
-    Raises: CheckpointError when there is no such run; for None, the newest run with a checkpoint.
+    Raises: CheckpointError when there is no such run. None is the newest run with a checkpoint.
     """
     return columns(layout.read_records(run_or_newest(run)))
 

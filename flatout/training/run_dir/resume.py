@@ -69,7 +69,7 @@ def run_name(config: RunConfig) -> str:
     """Return the name of a run's directory: its recipe, and 8 characters of its config's digest.
 
     `config` is the requested configuration. NAMELESS_KEYS do not affect the name, so that the same
-    command with another `log.every` finds its run again.
+    command with a different `log.every` finds its run again.
     """
     defaults = flat(RunConfig().to_dict())
     free = {key: value for key, value in defaults.items() if key.startswith(NAMELESS_KEYS)}
@@ -113,9 +113,9 @@ def config_to_resume(
 
     None when the directory contains no run, or one that has never saved: the next start is a new
     run and may change any setting. The stored length is kept, whatever `requested` sets: whether a
-    run can be made longer depends on its data (`lengthen`). Another micro-batch is accepted
+    run can be made longer depends on its data (`lengthen`). A different micro-batch is accepted
     if a step keeps its tokens, and moved data: `require_tokenizer` rejects a different tokenizer,
-    and `require_same_data` other training tokens.
+    and `require_same_data` different training tokens.
     Raises: UntrustedCode, before advice can repeat what config.yaml names; ConfigError for an
             edited config.yaml, and for keys that contradict it, such as a different mix.
     """
@@ -178,7 +178,7 @@ def continued(
         lost = "" if first else f" {asked}, with the settings as requested, is missing."
         restore = "" if first else f"Restore {in_shell(asked)} if there is a copy. "
         raise ConfigError(
-            f"{place} contains a run with other settings{sent_by}: {'; '.join(contradictions)}."
+            f"{place} contains a run with different settings{sent_by}: {'; '.join(contradictions)}."
             f"{lost}",
             fix=f"{restore}{fix} {keys_that_may_change()}",
         )
@@ -191,7 +191,7 @@ def continued(
 
 
 def _other_micro_batch(stored: RunConfig, requested: RunConfig) -> dict[str, int]:
-    """Return the micro-batch that `requested` states, if a step keeps its tokens; else nothing.
+    """Return the micro-batch that `requested` states, if a step keeps its tokens, else nothing.
 
     It changes only the last bits of sums, and the memory that a step needs.
     """
@@ -228,7 +228,7 @@ def read_origin(folder: Path) -> Origin | None:
 
 
 def resume_from(folder: Path, resume: str = "auto", *, progress: Progress = SILENT) -> Path | None:
-    """Return the checkpoint to resume from, or None to start; call it only under the lock.
+    """Return the checkpoint to resume from, or None to start. Call it only under the lock.
 
     `auto` resumes from the newest complete checkpoint of this run, or starts when it has none.
     `never` starts, and rejects a directory that is not empty. Anything else is a checkpoint or a
@@ -260,7 +260,7 @@ def resume_from(folder: Path, resume: str = "auto", *, progress: Progress = SILE
     if not is_own(checkpoint, folder):
         folder.mkdir(parents=True, exist_ok=True)
         for earlier in catalog.set_aside(folder, after=-1):
-            progress.say(f"Set {earlier.name} aside: it is not of the run that starts here.")
+            progress.say(f"Set {earlier.name} aside: the run that starts here did not write it.")
         origin = Origin(asked=path, checkpoint=str(checkpoint.resolve()))
         write_json(folder / ORIGIN, origin.model_dump())
     return checkpoint
@@ -334,7 +334,7 @@ class Longer:
     requested: RunConfig
     """The configuration as the user wrote it, with the new length."""
     checkpoint: Path | None
-    """The checkpoint to continue from; None is step 0, for a run without checkpoints."""
+    """The checkpoint to continue from. None means step 0, for a run without checkpoints."""
     steps_before: int
     """The number of steps it was planned for."""
     message: str
@@ -366,7 +366,7 @@ def lengthen(
     *,
     progress: Progress,
 ) -> Longer | None:
-    """Return the run with the length that `asked` states; None when it already has that length.
+    """Return the run with the length that `asked` states. None when it already has that length.
 
     Nothing is written yet. The run may continue from any checkpoint up to which the learning rates
     of both lengths agree: any at all with a constant schedule, one from before the decay with wsd.
@@ -386,7 +386,7 @@ def lengthen(
         return None
     if steps < before:
         raise ConfigError(
-            f"{folder} is planned for {counted(before, 'step')}, and {steps} were requested.",
+            f"{folder} is planned for {counted(before, 'step')}, but {steps} were requested.",
             fix=f"Set train.steps={before}, or more to make it longer. "
             "For a shorter run, choose a different directory with --run-dir DIR.",
         )

@@ -93,7 +93,7 @@ def test_other_files_are_never_replaced(tmp_path):
     (tmp_path / "file").write_text("mine")
     (tmp_path / "link").symlink_to(tmp_path / "mine")
     for name, what in {
-        "mine": "not of an export",
+        "mine": "not part of an export",
         "file": "not a directory",
         "link": "not a directory",
     }.items():

@@ -201,7 +201,7 @@ def test_every_setting_is_rehearsed_before_it_can_win(config, tmp_path):
 @pytest.mark.parametrize(
     ("machine", "message", "fix"),
     [
-        ({"fails": {"all": OUT_OF_MEMORY}}, "trials failed; .*: Out of memory", "data.seq_len"),
+        ({"fails": {"all": OUT_OF_MEMORY}}, r"trials failed\. .*: Out of memory", "data.seq_len"),
         ({"fails": {"all": failed("failed", "It broke.")}}, "It broke.", "flatout train"),
         ({"fails": {"all": failed("timed-out", "It hung.")}}, "It hung.", "--minutes"),
         ({"fits": lambda rows, on, spec: "save" not in spec.rehearse}, "No setting could", ""),

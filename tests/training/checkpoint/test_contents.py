@@ -194,7 +194,7 @@ def test_a_base_that_moved_with_the_adapters_is_found(pair, tmp_path):
 def test_a_missing_base_is_rejected(pair, tmp_path):
     adapters, base = pair
     gone = base.model_copy(update={"path": str(tmp_path / "far" / "checkpoints" / "step-3")})
-    with pytest.raises(CheckpointError, match="contains LoRA adapters, and the weights") as refused:
+    with pytest.raises(CheckpointError, match="contains LoRA adapters, but the weights") as refused:
         find_base(adapters, gone)
     assert "Restore them there" in refused.value.fix
 

@@ -86,7 +86,7 @@ def slow(name, extra_ms):
 @pytest.mark.parametrize(
     ("name", "kind", "cause"),
     [
-        ("data_wait", "data_wait", "the next batch takes 30.5 ms, before it took 0.5 ms"),
+        ("data_wait", "data_wait", "the next batch takes 30.5 ms, up from 0.5 ms"),
         ("host", "throughput", "work on the host rose from 1.0 to 31.0 ms per step"),
         ("device", "throughput", "work on the device rose from 98.5 to 128.5 ms per step"),
     ],
@@ -119,7 +119,7 @@ def test_other_processes_are_named_when_the_machine_is_full(machine):
 
     begun, _ = watched(machine, change)
     assert begun["cause"].startswith("other processes use 2.")
-    assert "of 2 cores, before it was 1.0" in begun["cause"]
+    assert "of 2 cores, up from 1.0" in begun["cause"]
 
 
 def test_a_slower_clock_of_the_gpu_is_named(machine):

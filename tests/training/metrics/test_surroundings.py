@@ -17,7 +17,7 @@ def loads(*counters):
 def test_load_is_a_cause_only_when_it_grew_and_the_machine_is_full():
     grew = loads((0, 0, 0), (100, 100, 100), (110, 120, 110))
     grew.suspect(True)
-    assert grew.other_load() == "other processes use 1.0 of 2 cores, before it was 0.0"
+    assert grew.other_load() == "other processes use 1.0 of 2 cores, up from 0.0"
     idle_cores = loads((0, 0, 0), (100, 50, 50), (110, 60, 55))
     idle_cores.suspect(True)
     assert idle_cores.other_load() is None

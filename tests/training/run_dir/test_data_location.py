@@ -118,9 +118,9 @@ def test_resume_rejects_another_mix_and_names_the_difference(
     run_training(mixed_config(), tmp_path / "run")
     first, second = mix
     for changes in ({first: 1, second: 1}, {first: 3}, {first: 1, second: 3}):
-        with pytest.raises(ConfigError, match=r"other settings: data\.mix: "):
+        with pytest.raises(ConfigError, match=r"different settings: data\.mix: "):
             run_training(mixed_config(data__mix=changes), tmp_path / "run")
-    with pytest.raises(ConfigError, match=r"other settings: data\.path: None -> "):
+    with pytest.raises(ConfigError, match=r"different settings: data\.path: None -> "):
         run_training(tiny_config(), tmp_path / "run")
 
 

@@ -213,7 +213,7 @@ def test_another_run_of_that_name_is_rejected_before_anything_is_written(
     with pytest.raises(ConfigError) as raised:
         restore("optim.lr=0.5", path=elsewhere)
     what, fix = raised.value.what, raised.value.fix
-    assert what.startswith(f"{URL}/run contains a run with other settings, sent by {lost.path} on ")
+    assert what.startswith(f"{URL}/run contains a run with different settings, sent by {lost.path}")
     assert "optim.lr: " in what
     assert "--run-dir DIR" in fix
     assert "a different checkpoint.upload" in fix

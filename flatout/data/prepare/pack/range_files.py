@@ -56,7 +56,7 @@ Document = TypeVar("Document", bound=Stored)
 RECORD = ".json"
 MARK = np.dtype([("hash", "<u8", 2), ("text_bytes", "<i8")])
 """A document's mark, which identifies duplicates: half the SHA-256 of its prompt's length, prompt
-and text; and the bytes of its text.
+and text, and the bytes of its text.
 """
 _DTYPES = {"ends": np.dtype("<i8"), "marks": MARK}
 
@@ -69,7 +69,7 @@ class RangeSplit(Stored):
     text_bytes: int = Field(0, ge=0)
     """UTF-8 bytes of the documents' text."""
     files: dict[str, FileEntry] = Field(default_factory=dict)
-    """Its files by kind: bin, ends, and mask or marks when requested; empty without tokens."""
+    """Its files by kind: bin, ends, and mask or marks when requested. Empty without tokens."""
 
     def read(self, folder: Path, kind: Literal["ends", "marks"]) -> Array:
         """Return the end of each document, in tokens from the range's start, or the marks.
@@ -101,7 +101,7 @@ class RangeRecord(Stored):
     unread_bytes: int = Field(0, ge=0)
     """Approximate bytes, out of num_bytes, lost to damage."""
     cut_documents: int = Field(0, ge=0)
-    """Documents cut where validation begins; both splits count them."""
+    """Documents cut where validation begins. Both splits count them."""
 
     def skip_bad(self, row: BadRow, on_bad_row: OnBadRow) -> None:
         """Count a bad row, or raise its error."""
@@ -178,9 +178,9 @@ class SplitWriter:
         mask: Array | None = None,
         marks: Array | None = None,
     ) -> None:
-        """Append tokens; `ends` are the positions in `tokens` after each document's last token.
+        """Append tokens. `ends` are the positions in `tokens` after each document's last token.
 
-        A document may continue in the next call. `mask` is 0 where a token is not a target; either
+        A document may continue in the next call. `mask` is 0 where a token is not a target. Either
         every call for a split has a mask, or none does.
 
         Shapes:  tokens (T,), any integer type; ends (documents,), ascending, at most T; mask (T,);
@@ -213,7 +213,7 @@ class SplitWriter:
             self._files[kind].write(items)
 
     def finish(self) -> RangeSplit:
-        """Sync and rename the files; tokens after the last end form one more document."""
+        """Sync and rename the files. Tokens after the last end form one more document."""
         if self._last_end < self._tokens:
             self._write("ends", np.array([self._tokens], "<i8"))
             self._last_end = self._tokens
@@ -230,7 +230,7 @@ class SplitWriter:
 
 
 class RangeWriter:
-    """Writes a range's files; `finish` records them."""
+    """Writes a range's files. `finish` records them."""
 
     def __init__(self, folder: Path, number: int, *, vocab_size: int, num_bytes: int = 0) -> None:
         self._folder = folder

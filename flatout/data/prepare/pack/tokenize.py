@@ -28,7 +28,7 @@ from flatout.sources.long import Text, chunks_of
 HELD_TOKENS = 1 << 16
 """Maximum tokens of a split held in memory before they are written."""
 HELD_CHARACTERS = 1 << 20
-"""Texts up to this length are tokenised before any of them is packed; longer ones in pieces."""
+"""Texts up to this length are tokenised before any of them is packed, longer ones in pieces."""
 PIECES_PER_REPORT = 32
 """Pieces of a text between two progress reports."""
 
@@ -48,7 +48,7 @@ Report = Callable[[Tally], object]
 
 @dataclass(frozen=True)
 class Packing:
-    """How documents become tokens, and where; sent to each worker once."""
+    """How documents become tokens, and where. Sent to each worker once."""
 
     tokenizer: Tokenizer
     options: Options
@@ -132,7 +132,7 @@ def _pack_document(
     packers: Mapping[SplitName, _Packer],
     record: RangeRecord,
 ) -> Iterator[None]:
-    """Pack the sides of a document by split; yield after every `PIECES_PER_REPORT` pieces."""
+    """Pack the sides of a document by split. Yield after every `PIECES_PER_REPORT` pieces."""
     if row.examples:
         ((name, _),) = sides
         encoded = list(map(packing.tokenizer.encode_pieces, row.examples))

@@ -82,7 +82,7 @@ class WorkItem(Stored):
     num_tasks: int
     """How many read tasks of the corpus, after those of the items before it."""
     first: int
-    """Index in the corpus of its first document; used by `tail` only."""
+    """Index in the corpus of its first document. Used by `tail` only."""
     assignment: Assignment
     """Split of its documents."""
     read_tasks: tuple[InstanceOf[ReadTask], ...] = Field((), exclude=True)
@@ -90,7 +90,7 @@ class WorkItem(Stored):
 
     @property
     def num_bytes(self) -> int:
-        """Approximate bytes to read; 0 when unknown."""
+        """Approximate bytes to read. 0 when unknown."""
         return sum(task.num_bytes for task in self.read_tasks)
 
 
@@ -113,9 +113,9 @@ class WorkPlan(Stored):
     task_bytes: tuple[int, ...]
     """Approximate bytes of each read task of the corpus."""
     take: int | None = None
-    """Documents to take from the last read task of the items; None takes all."""
+    """Documents to take from the last read task of the items. None takes all."""
     last_bytes: int | None = None
-    """UTF-8 bytes to keep of the last document taken; None keeps all of it."""
+    """UTF-8 bytes to keep of the last document taken. None keeps all of it."""
     items: tuple[WorkItem, ...]
 
     @property

@@ -263,7 +263,7 @@ def _items(
 
 
 def _tail(fraction: float, found: _Survey, options: Options, names: str) -> ByPosition:
-    """Return the assignment of `tail F`; `tail 0.1` cuts at int(n * 0.9), as is customary."""
+    """Return the assignment of `tail F`. `tail 0.1` cuts at int(n * 0.9), as is customary."""
     total, count = sum(found.lengths), len(found.lengths)
     first_val = int(total * (1 - fraction))
     if not 0 < first_val < total:

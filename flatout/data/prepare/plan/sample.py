@@ -13,7 +13,7 @@ from flatout.sources.long import Text, chunks_of
 SPREAD_TASKS = 64
 """Maximum read tasks that a bounded sample is taken from."""
 STRIPES = 8
-"""Stripes taken from a long document; also the minimum number of long documents in a sample."""
+"""Stripes taken from a long document. Also the minimum number of long documents in a sample."""
 READ_PER_BYTE = 16
 """Maximum bytes read per byte chosen by hash: choosing from all text means reading all of it."""
 
@@ -45,10 +45,10 @@ def prompts_and_texts_of(task: ReadTask) -> Iterator[Text]:
 def sample_texts(
     tasks: Sequence[ReadTask], limit: int | None, read: Reading = texts_of
 ) -> Iterator[str]:
-    """Yield all texts, long ones in chunks; with a limit, about that many characters of them.
+    """Yield all texts, long ones in chunks. With a limit, about that many characters of them.
 
     A bounded sample is spread evenly over the tasks and over long texts. Unusable rows are skipped
-    here; packing reports them.
+    here. Packing reports them.
     """
     if limit is None:
         yield from (chunk for task in tasks for text in read(task) for chunk in chunks_of(text))
@@ -71,7 +71,7 @@ def texts_by_hash(tasks: Sequence[ReadTask], limit: int, read: Reading = texts_o
 
     Documents longer than both an eighth of the limit and a fair share contribute evenly spread
     stripes. The sample therefore depends on the documents alone, not on their order or division
-    into tasks. This is true of a corpus of up to `READ_PER_BYTE` times the limit; of a larger one,
+    into tasks. This is true of a corpus of up to `READ_PER_BYTE` times the limit. Of a larger one,
     that much is read, with tasks in the order of a hash of their indices, and sampled.
     """
     chosen = _LowestHashes(limit)

@@ -57,7 +57,7 @@ class WorkPart:
 
 
 class WorkDir:
-    """The work directory of `out`; as a context manager, owns it, or one part of it, if it exists.
+    """The work directory of `out`. As a context manager, owns it, or one part of it, if it exists.
 
     `claim` creates it.
 
@@ -137,7 +137,7 @@ class WorkDir:
         self._lock(mark)
 
     def _num_parts(self) -> int | None:
-        """Return the number of parts; None when unknown."""
+        """Return the number of parts. None when unknown."""
         path = self.path / _PARTS
         text = path.read_text(encoding="utf-8").strip() if path.is_file() else ""
         return int(text) if text.isdecimal() else None
@@ -221,7 +221,7 @@ class WorkDir:
             self.ranges.mkdir(exist_ok=True)
 
     def begin(self, plan: WorkPlan, tokenizer: Tokenizer) -> WorkPlan:
-        """Create the directory and write the plan, unless another process was first; return it."""
+        """Create the directory and write the plan, unless another process was first. Return it."""
         self.make()
         with writing(self.out):
             write_first(self.tokenizer, tokenizer.save)
@@ -237,7 +237,7 @@ class WorkDir:
         return read_records(self.ranges)
 
     def parts_of(self, missing: Sequence[int]) -> str:
-        """Return `: part 1/4, 2/4` for the parts of these ranges; empty when unknown."""
+        """Return `: part 1/4, 2/4` for the parts of these ranges. Empty when unknown."""
         count = self._num_parts()
         if count is None:
             return ""

@@ -45,7 +45,7 @@ Parameters = Mapping[str, Any]
 class Card(Section):
     """A named corpus, `flatout/datasets/NAME.yaml`: a file to download, or a repository's files.
 
-    A file is downloaded once; files of a Hugging Face dataset are read in place.
+    A file is downloaded once. Files of a Hugging Face dataset are read in place.
     """
 
     url: str | None = None
@@ -59,9 +59,9 @@ class Card(Section):
     files: str | None = None
     """Glob of its files inside the repository."""
     validation: str | None = None
-    """Glob of the validation files there; None leaves validation to the split rule."""
+    """Glob of the validation files there. None leaves validation to the split rule."""
     revision: str
-    """Version of the file; for a repository, a commit."""
+    """Version of the file. For a repository, a commit."""
     license: str
     """License of the text."""
     source: str = "files"
@@ -69,7 +69,7 @@ class Card(Section):
     text_field: str = "text"
     """Field of a row that contains the text."""
     split: str | None = None
-    """Its split rule, when it has no validation files; None leaves it to prepare."""
+    """Its split rule, when it has no validation files. None leaves it to prepare."""
 
     @property
     def fields(self) -> dict[str, str]:
@@ -107,7 +107,7 @@ class Corpus:
     validation: Corpus | None = None
     """Separate validation text. With it, no split rule applies."""
     mtime_digest: str = ""
-    """Digest of the sizes and mtimes of local files, validation included; empty without any.
+    """Digest of the sizes and mtimes of local files, validation included. Empty without any.
 
     Standard input and cards' files are excluded: checksums identify them.
     """
@@ -361,10 +361,10 @@ def _parameters(text: str, name: str) -> dict[str, object]:
 
 
 def in_both_splits(corpus: Corpus) -> str | None:
-    """Return the first validation file or source that is also training text; None if there is none.
+    """Return the first validation file or source that is also training text. None if there is none.
 
-    Local files are compared by content, whatever their names; remote files by URL; other sources
-    by fingerprint.
+    Local files are compared by content, whatever their names, remote files by URL, and other
+    sources by fingerprint.
     """
     if corpus.validation is None:
         return None

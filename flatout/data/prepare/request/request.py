@@ -53,7 +53,7 @@ class Access(TypedDict, total=False):
     from_file: str | None
     """A local copy of the dataset card's file, used instead of downloading it."""
     cache: Path | None
-    """Directory for downloads; None means the user's cache."""
+    """Directory for downloads. None means the user's cache."""
     progress: Progress
 
 
@@ -94,7 +94,7 @@ def open_request(
 
 
 def chat_renderer(options: Options, progress: Progress = SILENT) -> Renderer | None:
-    """Return what writes the conversations of a dataset as text; None when rows are text.
+    """Return what writes the conversations of a dataset as text. None when rows are text.
 
     `auto` takes the template that comes with the tokenizer, else chatml for a tokenizer that has
     its special tokens, else plain.
@@ -237,7 +237,7 @@ def require_same(what: str, existing: JsonObject, requested: JsonObject) -> None
 
 
 def difference(existing: JsonObject, requested: JsonObject) -> str:
-    """Return how two descriptions differ, in words; empty when they are of the same dataset."""
+    """Return how two descriptions differ, in words. Empty when they are of the same dataset."""
     words = []
     for key in {**requested, "chat_template": None}:
         there, wanted = existing.get(key), requested.get(key)

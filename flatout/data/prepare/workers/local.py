@@ -66,7 +66,7 @@ def in_order(
 ) -> Iterator[RangeRecord]:
     """Yield the records of items in order, whatever order they finish in.
 
-    `submit(waiting)` takes items from the left while workers have room; `collect()` waits for some
+    `submit(waiting)` takes items from the left while workers have room. `collect()` waits for some
     to finish. Nothing is submitted after an item that failed.
 
     Raises: the error of the first item that failed.
@@ -91,7 +91,7 @@ def attempt(
     failed: str = "A worker of prepare failed",
     fix: str = "The traceback above names the line. --workers 1 shows it in one process.",
 ) -> T | FlatoutError:
-    """Return the result of a call, or its error; for an unexpected one, what `failed`."""
+    """Return the result of a call, or its error. An unexpected error starts with `failed`."""
     try:
         return call()
     except FlatoutError as error:
@@ -176,7 +176,7 @@ class _Worker:
 
 
 class LocalWorkers:
-    """`count` worker processes, started at once; a count of 1 packs in this process."""
+    """`count` worker processes, started at once. A count of 1 packs in this process."""
 
     def __init__(self, count: int) -> None:
         self._workers = _Worker.start(count) if count > 1 else []
@@ -241,7 +241,7 @@ class LocalWorkers:
 def serve(descriptors: Sequence[int]) -> None:
     """Fork a worker for each socket, leave their process group, and wait for them.
 
-    A small program waits, so that this one's memory is free.
+    A small process waits, so that the memory of this one is free.
     """
     gc.freeze()
     for descriptor in descriptors:

@@ -69,7 +69,7 @@ def ray_package() -> ModuleType:
 class RayWorkers:
     """The running Ray cluster, or one started on this machine until this context manager exits.
 
-    `limit` bounds the ranges packed at a time; None uses all CPUs of the cluster.
+    `limit` bounds the ranges packed at a time. None uses all CPUs of the cluster.
     """
 
     def __init__(self, limit: int | None = None, *, progress: Progress = SILENT) -> None:
@@ -85,7 +85,7 @@ class RayWorkers:
     def __enter__(self) -> Self:
         if not self._ray.is_initialized():
             with contextlib.ExitStack() as context:
-                # Ray prints about dead processes; our standard output may be read by a tool
+                # Ray prints about dead processes. Our standard output may be read by a tool
                 context.enter_context(contextlib.redirect_stdout(sys.stderr))
                 context.callback(self._ray.shutdown)
                 before = _raylets()
@@ -197,7 +197,7 @@ class RayWorkers:
         )
 
     def _cpus(self) -> int:
-        """Return the number of CPUs of the cluster; report when it changes.
+        """Return the number of CPUs of the cluster. Report when it changes.
 
         Raises: RunFailed when there has been none for a while, or the head node is gone.
         """
@@ -244,7 +244,7 @@ def _raylets() -> set[int]:
 
 @contextlib.contextmanager
 def _own_sigterm() -> Iterator[None]:
-    """Restore this program's SIGTERM handler, which Ray replaces permanently."""
+    """Restore this process's SIGTERM handler, which Ray replaces permanently."""
     before = signal.getsignal(signal.SIGTERM)
     try:
         yield
@@ -284,7 +284,7 @@ def _remote_function() -> Callable[..., tuple[str, Any]]:
         except ImportError as error:
             return node, f"has no flatout ({error})"
         if there != version:
-            return node, f"has flatout {there}, and this machine {version}"
+            return node, f"has flatout {there}, and this machine has {version}"
         module = importlib.import_module("flatout.data.prepare.workers.ray")
         return node, module.pack_here(*rest)
 
@@ -300,7 +300,7 @@ def pack_here(
     """
     if not Path(mark).exists():
         return RunFailed(
-            f"It does not see the directory {Path(mark).parent}, or sees another one with that "
+            f"It does not see the directory {Path(mark).parent}, or sees a different one with that "
             "name.",
             fix="Choose an --out on a disk that every node sees under the same name.",
         )

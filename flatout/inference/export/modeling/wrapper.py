@@ -2,7 +2,7 @@
 
     AutoModelForCausalLM.from_pretrained(DIR, trust_remote_code=True)
 
-Generation computes the whole text for each token; `flatout generate` keeps the state of the model.
+Generation computes the whole text for each token. `flatout generate` keeps the state of the model.
 """
 
 from __future__ import annotations

@@ -229,7 +229,7 @@ def test_another_version_on_a_node_is_reported(ray, packing, monkeypatch):
     monkeypatch.setattr(ray_workers, "_version", lambda: "9.9")
     with pytest.raises(
         RunFailed,
-        match=r"The node .* has flatout .*, and this machine 9\.9.*Install flatout 9\.9 on "
+        match=r"The node .* has flatout .*, and this machine has 9\.9.*Install flatout 9\.9 on "
         r"every node",
     ):
         pack(work_items((numbered, 0)), packing)
