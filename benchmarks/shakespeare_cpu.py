@@ -173,8 +173,8 @@ def table(found: dict[str, Any]) -> str:
         f"As a share of nanoGPT's whole run: {'. '.join(goals)}. {found['machine']};"
         f" {found['repeats']} repeats (seeds), in turns in fresh processes, median (smallest to"
         " largest); seconds count from the start of the process, evaluations included; flatout"
-        f" scores the whole validation split, nanoGPT a sample of it; flatout finds compiled code in"
-        f" torch's cache, as from the second run on; few steps:"
+        f" scores the whole validation split, nanoGPT a sample of it; flatout finds compiled"
+        " code in torch's cache, as from the second run on; few steps:"
         f" {found['few_steps']}; commit {found['commit']}; `python benchmarks/shakespeare_cpu.py`.",
     )
 
