@@ -60,7 +60,7 @@ def reference(
         first, second, cos_1, cos_2, sin_1, sin_2 = (
             half
             for tensor in (at_least_fp32(qk_BTNC), cos_TC[:, None], sin_TC[:, None])
-            for half in tensor.unflatten(-1, (2, -1)).unbind(-2)
+            for half in torch.unflatten(tensor, -1, (2, -1)).unbind(-2)
         )
         rotated_BTN2 = (
             torch.addcmul(first * cos_1, second, sin_1),
