@@ -197,6 +197,8 @@ def _results(run: RunData) -> dict[str, str]:
     if isinstance(total, int) and run.state != "finished":
         steps = f"{steps} of {total:,}"
     mfu = reached("mfu", ".1%", "perf/mfu", np.median)
+    if source and mfu != UNKNOWN:
+        mfu += f" of the peak ({source})"
     return {
         "state": run.state,
         "steps": steps,
@@ -206,7 +208,7 @@ def _results(run: RunData) -> dict[str, str]:
         "best validation loss": reached("best_val_loss", ".4f", "val/loss", np.min),
         "bits per byte": reached("bits_per_byte", ".4f"),
         "tokens/s": reached("tokens_per_s", ",.0f", "perf/tokens_per_s", np.median),
-        "model FLOPs utilisation": f"{mfu} of {source}" if source and mfu != UNKNOWN else mfu,
+        "model FLOPs utilisation": mfu,
         "peak memory, GiB": reached("peak_gib", ".2f", "mem/peak_gib", np.max),
         "time of compiling": reached("compile_s", "time"),
         "time in total": reached("elapsed_s", "time"),
