@@ -97,7 +97,7 @@ def test_long_runs_compile_and_short_ones_do_not():
     assert not short.on
     assert "0.3 minutes" in short.reason
     assert "compile" in on("auto", NARROW, minutes=600.0)
-    assert "compile" not in on("auto", NARROW, minutes=2.0)
+    assert "compile" not in on("auto", NARROW, minutes=0.9)
 
 
 def test_what_gains_only_beside_another_speedup_is_off_without_it():
