@@ -198,7 +198,7 @@ def _results(run: RunData) -> dict[str, str]:
         steps = f"{steps} of {total:,}"
     mfu = reached("mfu", ".1%", "perf/mfu", np.median)
     if source and mfu != UNKNOWN:
-        mfu += f" of the peak ({source})"
+        mfu += f" ({source})"
     return {
         "state": run.state,
         "steps": steps,

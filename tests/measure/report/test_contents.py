@@ -33,7 +33,7 @@ def test_the_results_are_those_of_the_summary_or_the_last_record(make_run, read)
     shown = results(read(make_run("finished", summary=summary)))
     assert shown["state"] == ["finished"]
     assert shown["training loss"] == ["1.2345"]
-    assert shown["model FLOPs utilisation"] == ["30.0% of the peak (data sheet)"]
+    assert shown["model FLOPs utilisation"] == ["30.0% (data sheet)"]
     assert shown["peak memory, GiB"] == ["2.00"]
     shown = results(read(make_run("unfinished", events=[{"event": "resume", "step": 3}])))
     assert shown["steps"] == ["20 of 40"]
