@@ -294,7 +294,7 @@ class MemoryPrediction:
     estimate: MemoryEstimate
     """The parts, in eager mode."""
     allocated: int
-    """Tensors at the peak. What `train` reports on a GPU."""
+    """Tensors at the peak, as `train` reports it on a GPU."""
     reserved: int
     """What the allocator holds for them."""
     context: int

@@ -217,7 +217,7 @@ class Eigenstate(EmbeddingModel):
 
     @property
     def max_seq_len(self) -> int:
-        """The longest sequence that the model accepts, without learned positions, any length."""
+        """The longest sequence that the model accepts: any, if it has no learned positions."""
         return self.config.max_seq_len or UNLIMITED
 
     def decoder(self, max_tokens: int | None = None) -> Decoder:

@@ -69,7 +69,7 @@ class Embedding(nn.Embedding):
     """The ranks that share the vocabulary."""
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
-        """Return the vector of each token. Of this rank's tokens if ranks share the vocabulary.
+        """Return each token's vector, or those of this rank if ranks share the vocabulary.
 
         Shapes:  tokens_BT (B, T) integers.
         Returns: hidden_BTD.

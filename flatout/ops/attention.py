@@ -221,7 +221,7 @@ def masks(
                 found[window] = block_mask(tokens_BT, doc_ids_BS, window)
         else:
             rows_BHTC = tokens_BT[:, None, :, None]
-            found[window] = _added(rows_BHTC.to(dtype), rows_BHTC, doc_ids_BS, window)
+            found[window] = _added(rows_BHTC, rows_BHTC, doc_ids_BS, window, dtype=dtype)
     return found
 
 
@@ -317,8 +317,8 @@ def bf16(
     """`reference` with matmuls in bfloat16 and the softmax in fp32, for CPUs with bf16 matmuls.
 
     On such CPUs it is faster than the fused kernel as long as the scores fit into the caches.
-    `fused` handles longer sequences, in bfloat16 too, and dtypes other than fp32, few queries and a
-    softcap.
+    `fused` handles longer sequences, in bfloat16 too, and other dtypes than fp32 and bfloat16, few
+    queries and a softcap.
 
     Shapes:  as `reference`.
     Returns: out_BHTC.
@@ -333,14 +333,13 @@ def bf16(
         and softcap is None
         and q_BHTC.shape[2] >= FEWEST_QUERIES
     )
-    if not may_round or k_BGSC.shape[2] > MOST_KEYS:
-        options: Any = {"window": window, "softcap": softcap, "mask": mask}
-        dtype = q_BHTC.dtype
-        if may_round:
-            q_BHTC, k_BGSC, v_BGSC = q_BHTC.bfloat16(), k_BGSC.bfloat16(), v_BGSC.bfloat16()
-        out_BHTC = fused(q_BHTC, k_BGSC, v_BGSC, doc_ids_BS=doc_ids_BS, **options)
-        return out_BHTC.to(dtype) if may_round else out_BHTC
-    added = _added(q_BHTC, k_BGSC, doc_ids_BS, window, mask).float()
+    options: Any = {"doc_ids_BS": doc_ids_BS, "window": window, "mask": mask}
+    if not may_round:
+        return fused(q_BHTC, k_BGSC, v_BGSC, softcap=softcap, **options)
+    if k_BGSC.shape[2] > MOST_KEYS:
+        rounded = (each.bfloat16() for each in (q_BHTC, k_BGSC, v_BGSC))
+        return fused(*rounded, **options).to(q_BHTC.dtype)
+    added = _added(q_BHTC, k_BGSC, doc_ids_BS, window, mask, dtype=torch.float32)
     if q_BHTC.shape[1] != k_BGSC.shape[1]:
         k_BGSC, v_BGSC = _repeat_groups(q_BHTC, k_BGSC), _repeat_groups(q_BHTC, v_BGSC)
     return _Bf16.apply(q_BHTC, k_BGSC, v_BGSC, added)  # type: ignore[no-any-return, no-untyped-call]
@@ -390,10 +389,16 @@ def _added(
     doc_ids_BS: Tensor | None,
     window: int | None,
     mask: Mask = None,
+    *,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Return what is added to the scores, in the dtype of the queries: the mask, if it is known."""
+    """Return what is added to the scores: the mask, if it is known.
+
+    Its dtype is that of the queries by default.
+    """
+    dtype = dtype or q_BHTC.dtype
     if isinstance(mask, Tensor):
-        return mask.to(q_BHTC.dtype)
+        return mask.to(dtype)
     num_queries, num_keys, device = q_BHTC.shape[2], k_BGSC.shape[2], q_BHTC.device
     query_T = torch.arange(num_keys - num_queries, num_keys, device=device)[:, None]
     key_S = torch.arange(num_keys, device=device)[None, :]
@@ -404,7 +409,7 @@ def _added(
         visible = visible & (
             doc_ids_BS[:, None, -num_queries:, None] == doc_ids_BS[:, None, None, :]
         )
-    nothing = torch.zeros((), dtype=q_BHTC.dtype, device=device)
+    nothing = torch.zeros((), dtype=dtype, device=device)
     return torch.where(visible, nothing, float("-inf"))
 
 
