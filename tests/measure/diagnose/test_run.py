@@ -40,7 +40,7 @@ SIZE = {
     "batch.rows_per_device": 16,
 }
 """Large enough that operations are not tiny."""
-QUICK = {"seconds": 0.5, "warmup_s": 0.5}
+QUICK = {"seconds": 1.0, "warmup_s": 0.5}
 
 
 @pytest.fixture
