@@ -19,7 +19,7 @@ from typing import Any
 
 from measurement import facts, markdown, parser, publish
 
-from flatout.hardware import CpuTimes
+from flatout.hardware.machine import CpuTimes
 from flatout.training.metrics.alarms import Alarms
 from flatout.training.metrics.surroundings import Surroundings
 

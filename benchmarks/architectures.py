@@ -21,11 +21,11 @@ import torch
 from measurement import facts, markdown, parser, publish, seconds_of, spread
 from safetensors.torch import save_file
 
-from flatout.architectures import llama
-from flatout.architectures.source import ForeignWeights, find_model
-from flatout.json_io import write_json
+from flatout.models.families import llama
+from flatout.models.families.source import ForeignWeights, find_model
 from flatout.models.transformer import Transformer
 from flatout.ops import Ops
+from flatout.storage.json_io import write_json
 
 TESTS = Path(__file__).parents[1] / "tests"
 REPEATS = 3

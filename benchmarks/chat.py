@@ -22,9 +22,9 @@ import numpy as np
 from measurement import facts, markdown, parser, publish, spread
 
 import flatout
-from flatout.conversation.rendering import Renderer
-from flatout.conversation.templates import named_template
-from flatout.conversation.turns import read_conversation
+from flatout.data.conversation.rendering import Renderer
+from flatout.data.conversation.templates import named_template
+from flatout.data.conversation.turns import read_conversation
 from flatout.data.tokenizers.base import END_OF_TEXT
 from flatout.inference.chat import ChatSession, Sampling
 from flatout.inference.load import load_run

@@ -4,7 +4,7 @@
 
 Templates in the styles of published model families render the same conversations, as `prepare` asks
 for them, in turns with and without the process. Writes benchmarks/results/chat_templates.json and
-.md. tests/conversation/test_jinja.py holds that templates which take too much are answered.
+.md. tests/data/conversation/test_jinja.py holds that templates which take too much are answered.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Any
 
 from measurement import facts, in_turns, markdown, parser, publish, ratios, seconds_of
 
-from flatout.conversation import jinja
-from flatout.conversation.rendering import Renderer
-from flatout.conversation.rendering_process import MOST_CHARACTERS, render
-from flatout.conversation.templates import ChatTemplate
-from flatout.conversation.turns import Conversation, read_conversation
-from flatout.sources import RENDERED_ROWS
+from flatout.data.conversation import jinja
+from flatout.data.conversation.rendering import Renderer
+from flatout.data.conversation.rendering_process import MOST_CHARACTERS, render
+from flatout.data.conversation.templates import ChatTemplate
+from flatout.data.conversation.turns import Conversation, read_conversation
+from flatout.data.sources import RENDERED_ROWS
 
 LOOP = "{% for m in messages %}"
 PROMPT = "{% endfor %}{% if add_generation_prompt %}"

@@ -40,7 +40,7 @@ from loader import make_data
 from measurement import facts, in_turns, markdown, parser, publish, ratios, spread, verdict
 
 from flatout.config.schema import RunConfig, load_config
-from flatout.files import folder_bytes
+from flatout.storage.files import folder_bytes
 from flatout.training.run import run_training
 from flatout.training.run_dir.layout import read_events, read_records
 from flatout.training.saving import DEFAULT_MINUTES_BETWEEN_SAVES

@@ -27,14 +27,14 @@ from measurement import facts, markdown, parser, publish
 
 from flatout.config.schema import load_config
 from flatout.config.sections import ParallelConfig
-from flatout.hardware import GIB
+from flatout.distributed import context
+from flatout.distributed.mesh import make_mesh
+from flatout.distributed.rendezvous import connect, disconnect
+from flatout.hardware.machine import GIB
 from flatout.models.eigenstate import Eigenstate, EigenstateConfig
 from flatout.models.language_model import LanguageModel, model_of
 from flatout.models.transformer import Transformer, TransformerConfig
 from flatout.ops import Ops, attention, cross_entropy, scan
-from flatout.parallel import context
-from flatout.parallel.mesh import make_mesh
-from flatout.parallel.rendezvous import connect, disconnect
 
 LENGTHS = {"32 K": 2**15, "128 K": 2**17, "1 M": 2**20}
 KINDS = ("transformer", "eigenstate")

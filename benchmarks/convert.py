@@ -13,9 +13,9 @@ from typing import Any
 
 from measurement import markdown, parser, publish
 
-from flatout.commands.convert import HEADINGS
+from flatout.cli.commands.convert import HEADINGS
 from flatout.config.convert import Item, convert
-from flatout.documents import read_document
+from flatout.config.documents import read_document
 
 KEYS = Path(__file__).with_name("convert_keys.yaml")
 

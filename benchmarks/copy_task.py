@@ -24,9 +24,9 @@ from torch import Tensor
 from flatout.config.sections import OptimConfig
 from flatout.models.eigenstate import Eigenstate
 from flatout.ops import Ops, cross_entropy, newton_schulz, scan
-from flatout.optimizers import muon
-from flatout.optimizers.adamw import per_parameter
-from flatout.optimizers.groups import OptimizerParts
+from flatout.optim import muon
+from flatout.optim.adamw import per_parameter
+from flatout.optim.groups import OptimizerParts
 
 SYMBOLS, FILLER, QUERY = 8, 8, 9
 SHAPE = {"vocab_size": 10, "num_layers": 1, "d_model": 16, "d_ff": 16}

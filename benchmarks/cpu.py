@@ -17,7 +17,7 @@ from pathlib import Path
 from main_job import prepared, text_parser
 from measurement import flatout, publish
 
-from flatout.json_io import read_json
+from flatout.storage.json_io import read_json
 
 
 def main() -> None:

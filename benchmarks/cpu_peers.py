@@ -33,9 +33,9 @@ import numpy as np
 from gpu_worker import PEERS, data
 from measurement import facts, in_turns, json_lines, markdown, parser, publish, spread, verdict
 
-from flatout import roofline
 from flatout.config.schema import load_config
-from flatout.hardware import usable_cores
+from flatout.hardware import roofline
+from flatout.hardware.machine import usable_cores
 from flatout.models.language_model import model_of
 
 REPOSITORIES = {

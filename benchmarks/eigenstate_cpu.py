@@ -26,7 +26,7 @@ from measurement import facts, in_turns, markdown, parser, publish, ratios, seco
 from torch import Tensor
 
 from flatout import load_config
-from flatout.hardware import probe
+from flatout.hardware.machine import probe
 from flatout.models.eigenstate import Eigenstate, MemoryState
 from flatout.ops import Ops, linear, scan
 

@@ -34,7 +34,7 @@ from typing import Any
 import psutil
 from measurement import facts, json_lines, markdown, parser, publish, spread
 
-from flatout.commands.prepare import prepare
+from flatout.cli.commands.prepare import prepare
 
 TEXT = "synthetic:documents=500,words=200,seed=0"
 RUN = {

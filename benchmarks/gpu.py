@@ -34,10 +34,10 @@ from typing import Any
 
 from measurement import facts, markdown
 
-from flatout.documents import read_document
-from flatout.hardware import probe
-from flatout.json_io import object_or_none, read_lines
+from flatout.config.documents import read_document
+from flatout.hardware.machine import probe
 from flatout.measure.child import end_group
+from flatout.storage.json_io import object_or_none, read_lines
 
 HERE, ROOT = Path(__file__).parent, Path(__file__).parents[1]
 SCRATCH = Path(tempfile.gettempdir()) / "flatout-gpu"

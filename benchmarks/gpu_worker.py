@@ -32,12 +32,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from flatout import prepare, roofline
+from flatout import prepare
 from flatout.assembly.recipe import Speedup, Tolerance, lazy
 from flatout.config.schema import RunConfig, load_config
 from flatout.data.prepare.writer import DatasetWriter
 from flatout.data.tokenizers.char import CharTokenizer
-from flatout.hardware import fingerprint, probe
+from flatout.hardware import roofline
+from flatout.hardware.machine import fingerprint, probe
 from flatout.models.language_model import model_of
 from flatout.models.transformer import Transformer
 from flatout.ops import Ops, scan

@@ -31,8 +31,8 @@ from watch_cost import decided, share
 
 from flatout import Dataset, load_config
 from flatout.assembly.run import Pulse, Run
-from flatout.commands.prepare import prepare
-from flatout.optimizers.step_guard import StepGuard
+from flatout.cli.commands.prepare import prepare
+from flatout.optim.step_guard import StepGuard
 from flatout.training.metrics.alarms import Alarms
 from flatout.training.metrics.bad_steps import BadSteps
 from flatout.training.metrics.surroundings import Surroundings

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 import flatout
-from flatout import cli
+from flatout.cli import main as cli
 
 PACKAGE = Path(flatout.__file__).parent
 LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}

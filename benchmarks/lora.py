@@ -24,8 +24,8 @@ from training_runs import code_state
 
 from flatout import Dataset, load_config
 from flatout.assembly.run import Run
-from flatout.commands.prepare import prepare
-from flatout.files import folder_bytes
+from flatout.cli.commands.prepare import prepare
+from flatout.storage.files import folder_bytes
 from flatout.training.checkpoint.savers import save as save_run
 from flatout.training.step import train_step
 

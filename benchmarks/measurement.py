@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from flatout.hardware import probe
+from flatout.hardware.machine import probe
 from flatout.measure.experiments.bench import commit_of_package
 
 RESULTS = Path(__file__).parent / "results"

@@ -39,7 +39,7 @@ from training_runs import best_of_grid, built, code_state, loss_of, remembered, 
 
 from flatout import Dataset, load_config, prepare
 from flatout.config.schema import RunConfig
-from flatout.json_io import read_json
+from flatout.storage.json_io import read_json
 from flatout.training.metrics.device import GIB, process_peak_bytes
 from flatout.training.step import train_step
 

@@ -155,7 +155,7 @@ def _documents(file: str, *, ranks: Path) -> Any:
 
 def flatout(arguments: argparse.Namespace) -> int:
     """`flatout prepare` with its defaults."""
-    from flatout.cli import main
+    from flatout.cli.main import main
 
     data = arguments.out / "data"
     words = ["prepare", arguments.corpus, "--out", data, "--tokenizer", arguments.ranks]

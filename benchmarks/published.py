@@ -19,7 +19,7 @@ from measurement import facts, markdown, parser, publish, verdict
 
 from flatout.assembly.gpu_rate import gpu_time
 from flatout.config.schema import RunConfig, load_config
-from flatout.hardware import machine_named
+from flatout.hardware.machine import machine_named
 
 HERE = Path(__file__).parent
 TARGET = 0.2

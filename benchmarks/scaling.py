@@ -23,7 +23,7 @@ from typing import Any
 
 from measurement import facts, flatout, in_turns, json_lines, markdown, parser, publish, spread
 
-from flatout.commands.prepare import prepare
+from flatout.cli.commands.prepare import prepare
 
 TEXT = "synthetic:documents=500,words=200,seed=0"
 RUN = {

@@ -24,8 +24,8 @@ from typing import Any
 from main_job import prepared, text_parser
 from measurement import facts, flatout, in_turns, json_lines, markdown, publish, spread, verdict
 
+from flatout.config.registry import RECIPES
 from flatout.config.schema import load_config
-from flatout.registry import RECIPES
 
 STEPS = 20
 TARGETS_S = {

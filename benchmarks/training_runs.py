@@ -19,8 +19,8 @@ from flatout import Dataset
 from flatout.assembly.resolve import resolve
 from flatout.assembly.run import Run, build
 from flatout.config.schema import RunConfig
-from flatout.hardware import probe
-from flatout.parallel.mesh import make_mesh
+from flatout.distributed.mesh import make_mesh
+from flatout.hardware.machine import probe
 from flatout.training.evaluation import score
 from flatout.training.step import train_step
 

@@ -16,27 +16,28 @@ from typing import TYPE_CHECKING, Any
 from flatout.errors import require_posix
 
 if TYPE_CHECKING:
-    from flatout.commands.bench import bench
-    from flatout.commands.chat import chat
-    from flatout.commands.checkpoints import checkpoints
-    from flatout.commands.convert import convert_config as convert
-    from flatout.commands.demo import demo
-    from flatout.commands.diagnose import diagnose
-    from flatout.commands.eval import evaluate
-    from flatout.commands.export import export
-    from flatout.commands.generate import generate as sample
-    from flatout.commands.import_ import import_chunks
-    from flatout.commands.inspect import inspect
-    from flatout.commands.list import list_entries
-    from flatout.commands.plan import plan
-    from flatout.commands.prepare import prepare
-    from flatout.commands.profile import profile
-    from flatout.commands.push import push
-    from flatout.commands.report import report
-    from flatout.commands.runs import runs
-    from flatout.commands.train import train
-    from flatout.commands.tune import tune
-    from flatout.commands.verify import verify
+    from flatout.cli.commands.bench import bench
+    from flatout.cli.commands.chat import chat
+    from flatout.cli.commands.checkpoints import checkpoints
+    from flatout.cli.commands.convert import convert_config as convert
+    from flatout.cli.commands.demo import demo
+    from flatout.cli.commands.diagnose import diagnose
+    from flatout.cli.commands.eval import evaluate
+    from flatout.cli.commands.export import export
+    from flatout.cli.commands.generate import generate as sample
+    from flatout.cli.commands.import_ import import_chunks
+    from flatout.cli.commands.inspect import inspect
+    from flatout.cli.commands.list import list_entries
+    from flatout.cli.commands.plan import plan
+    from flatout.cli.commands.prepare import prepare
+    from flatout.cli.commands.profile import profile
+    from flatout.cli.commands.push import push
+    from flatout.cli.commands.report import report
+    from flatout.cli.commands.runs import runs
+    from flatout.cli.commands.train import train
+    from flatout.cli.commands.tune import tune
+    from flatout.cli.commands.verify import verify
+    from flatout.cli.terminal import RunReport, Terminal
     from flatout.config.schema import RunConfig, load_config
     from flatout.config.sections import Section
     from flatout.data.store.shards import Dataset
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
     from flatout.measure.watch.watch import Watch, watch
     from flatout.models.language_model import LanguageModel
     from flatout.ops import Ops
-    from flatout.terminal import RunReport, Terminal
     from flatout.training.metrics.observers import Observer, Quiet
     from flatout.training.run_dir.lookup import metrics
 
@@ -99,34 +99,34 @@ _HOMES = {
     "Ops": "flatout.ops",
     "Quiet": "flatout.training.metrics.observers",
     "RunConfig": "flatout.config.schema",
-    "RunReport": "flatout.terminal",
+    "RunReport": "flatout.cli.terminal",
     "Section": "flatout.config.sections",
-    "Terminal": "flatout.terminal",
+    "Terminal": "flatout.cli.terminal",
     "Watch": "flatout.measure.watch.watch",
-    "bench": "flatout.commands.bench",
-    "chat": "flatout.commands.chat",
-    "checkpoints": "flatout.commands.checkpoints",
-    "convert": "flatout.commands.convert:convert_config",
-    "demo": "flatout.commands.demo",
-    "diagnose": "flatout.commands.diagnose",
-    "evaluate": "flatout.commands.eval",
-    "export": "flatout.commands.export",
-    "import_chunks": "flatout.commands.import_",
-    "inspect": "flatout.commands.inspect",
-    "list_entries": "flatout.commands.list",
+    "bench": "flatout.cli.commands.bench",
+    "chat": "flatout.cli.commands.chat",
+    "checkpoints": "flatout.cli.commands.checkpoints",
+    "convert": "flatout.cli.commands.convert:convert_config",
+    "demo": "flatout.cli.commands.demo",
+    "diagnose": "flatout.cli.commands.diagnose",
+    "evaluate": "flatout.cli.commands.eval",
+    "export": "flatout.cli.commands.export",
+    "import_chunks": "flatout.cli.commands.import_",
+    "inspect": "flatout.cli.commands.inspect",
+    "list_entries": "flatout.cli.commands.list",
     "load_config": "flatout.config.schema",
     "load_run": "flatout.inference.load",
     "metrics": "flatout.training.run_dir.lookup",
-    "plan": "flatout.commands.plan",
-    "prepare": "flatout.commands.prepare",
-    "profile": "flatout.commands.profile",
-    "push": "flatout.commands.push",
-    "report": "flatout.commands.report",
-    "runs": "flatout.commands.runs",
-    "sample": "flatout.commands.generate:generate",
-    "train": "flatout.commands.train",
-    "tune": "flatout.commands.tune",
-    "verify": "flatout.commands.verify",
+    "plan": "flatout.cli.commands.plan",
+    "prepare": "flatout.cli.commands.prepare",
+    "profile": "flatout.cli.commands.profile",
+    "push": "flatout.cli.commands.push",
+    "report": "flatout.cli.commands.report",
+    "runs": "flatout.cli.commands.runs",
+    "sample": "flatout.cli.commands.generate:generate",
+    "train": "flatout.cli.commands.train",
+    "tune": "flatout.cli.commands.tune",
+    "verify": "flatout.cli.commands.verify",
     "watch": "flatout.measure.watch.watch",
 }
 """The module of each public name, with `:attribute` if the name differs there.
@@ -143,7 +143,7 @@ def __getattr__(name: str) -> Any:
     module, _, attribute = _HOMES[name].partition(":")
     found = getattr(importlib.import_module(module), attribute or name)
     return (
-        importlib.import_module("flatout.terminal.run").shown_in_cell(found)
+        importlib.import_module("flatout.cli.terminal.panel").shown_in_cell(found)
         if "IPython" in sys.modules
         else found
     )

@@ -30,7 +30,7 @@ def main() -> None:
     handled = signal.getsignal(signal.SIGINT)
     if handled is signal.default_int_handler:  # not where SIGINT is ignored, as after nohup
         signal.signal(signal.SIGINT, _quit)
-    from flatout import cli
+    from flatout.cli import main as cli
 
     signal.signal(signal.SIGINT, handled)
     cli.main()

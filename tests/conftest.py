@@ -256,8 +256,8 @@ def build_run(tmp_path):
     from flatout.assembly.resolve import resolve
     from flatout.assembly.run import build
     from flatout.data.store.mix import open_data
-    from flatout.hardware import probe
-    from flatout.parallel.mesh import make_mesh
+    from flatout.distributed.mesh import make_mesh
+    from flatout.hardware.machine import probe
 
     runs = []
 
@@ -284,7 +284,7 @@ def build_run(tmp_path):
 @pytest.fixture(scope="session")
 def fox_run(tmp_path_factory):
     """A directory with a run of three steps, a checkpoint at each, and the run's result."""
-    from flatout.commands.train import train
+    from flatout.cli.commands.train import train
     from flatout.data.prepare.pipeline import Options, prepare_dataset
 
     root = tmp_path_factory.mktemp("fox")

@@ -8,7 +8,7 @@ from threading import Event, Thread
 
 import pytest
 
-from flatout.remote import connection as connection_module
+from flatout.storage.remote import connection as connection_module
 
 
 class Between:

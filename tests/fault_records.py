@@ -10,7 +10,7 @@ import os
 import sys
 from pathlib import Path
 
-from flatout.files import lock
+from flatout.storage.files import lock
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "faults.json"

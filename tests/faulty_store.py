@@ -8,7 +8,7 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from flatout.remote import connection
+from flatout.storage.remote import connection
 
 
 class FaultyStore(MemoryFileSystem):

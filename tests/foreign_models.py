@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from flatout.architectures.table import Architecture
+from flatout.config.registry import ARCHITECTURES, MODELS
+from flatout.models.families.table import Architecture
 from flatout.models.language_model import LanguageModel, LanguageModelConfig
 from flatout.ops import Ops
-from flatout.registry import ARCHITECTURES, MODELS
 
 LLAMA = {
     "model_type": "llama",

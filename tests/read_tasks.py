@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flatout.sources import BadRow, ReadTask
+from flatout.data.sources import BadRow, ReadTask
 
 BAD = BadRow("is bad", "Mend it.", "bad", "row")
 

@@ -5,10 +5,10 @@ import signal
 from typing import Annotated
 
 from flatout import errors
-from flatout.commands import Command
-from flatout.json_io import Result
+from flatout.cli.commands import Command
+from flatout.config.signature import Argument, Option
 from flatout.progress import SILENT
-from flatout.signature import Argument, Option
+from flatout.storage.json_io import Result
 
 
 class Shout(Result):

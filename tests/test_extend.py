@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import warm
 
+from flatout.config import registry
+
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[1]
@@ -17,7 +19,7 @@ RAIN = "An empty shelf. A door ajar. Rain on the roof.\n" * 400
 
 PROGRAM = """
 import json, sys
-from flatout.cli import main
+from flatout.cli.main import main
 for words in json.loads(sys.argv[1]):
     print(">>>", " ".join(words), flush=True)
     try:
@@ -77,12 +79,9 @@ def flatout(folder: Path, *lines: str) -> dict[str, str]:
 
 def test_the_guide_has_an_example_of_every_kind_of_entry():
     folders = {Path(name).parent.name for name in written_files()}
-    kinds = {
-        path.name
-        for path in (ROOT / "flatout").iterdir()
-        if path.is_dir() and path.name.endswith("s")
-    }
-    assert folders == kinds - {"ops"} | {"rules", "tokenizers"}
+    lists = [one for one in vars(registry).values() if hasattr(one, "folder")]
+    kinds = {Path(one.folder).name for one in lists if isinstance(one.folder, str)}
+    assert folders == kinds | {"rules"}
 
 
 def test_every_list_shows_its_new_entry(folder):
@@ -110,6 +109,7 @@ def test_every_list_shows_its_new_entry(folder):
         kind, entry = (part.replace("_", "-") for part in (Path(name).parent.name, Path(name).stem))
         if kind == "rules":
             continue
+        kind = {"families": "architectures", "optim": "optimizers"}.get(kind, kind)
         assert re.search(
             rf"\b{entry}\b", shown["--help" if kind == "commands" else f"list {kind}"]
         ), name
@@ -161,7 +161,7 @@ def test_the_new_kernel_matches_the_reference(folder):
 import torch
 from flatout.ops.cross_entropy import reference
 from flatout.assembly.recipe import Recipe
-from flatout.registry import SPEEDUPS
+from flatout.config.registry import SPEEDUPS
 kernel = Recipe().with_speedup(SPEEDUPS.get("row-by-row-loss")).cross_entropy
 results = []
 for function in (reference, kernel):
@@ -182,8 +182,8 @@ def test_a_model_of_the_new_architecture_is_read(folder):
     program = """
 import json, torch
 from pathlib import Path
-from flatout.architectures import tiny_gpt2
-from flatout.architectures.source import ForeignWeights, find_model
+from flatout.models.families import tiny_gpt2
+from flatout.models.families.source import ForeignWeights, find_model
 from flatout.models.transformer import Transformer
 from flatout.ops import Ops
 document = {"model_type": "tiny_gpt2", "vocab_size": 9, "layers": 1, "width": 8, "heads": 2}
@@ -224,7 +224,7 @@ print([(finding.name, finding.fixes[0].text) for finding in found.findings])
 
 def test_the_new_machine_is_known(folder):
     program = """
-from flatout.hardware import row_of
+from flatout.hardware.machine import row_of
 assert row_of("NVIDIA Example 1000", 24.0).peak_tflops["bf16"].value == 200
 """
     python(folder, program)

@@ -73,8 +73,12 @@ for module, names in (
     ("use", "code", "said"),
     [
         ("import flatout; print(flatout.__version__)", 0, ""),
-        ("from flatout import cli; cli.main(['--help'])", 0, ""),
-        ("from flatout import cli; cli.main(['train', 'demo'])", 2, "Fix: On Windows, install WSL"),
+        ("from flatout.cli.main import main; main(['--help'])", 0, ""),
+        (
+            "from flatout.cli.main import main as m; m(['train', 'demo'])",
+            2,
+            "Fix: On Windows, install WSL",
+        ),
         ("from flatout import train", 1, "HardwareError: flatout needs Linux or macOS"),
         ("import flatout; flatout.watch", 1, "HardwareError: flatout needs Linux or macOS"),
     ],

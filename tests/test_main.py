@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from flatout.__main__ import leave_current_folder
-from flatout.registry import load_reference
+from flatout.config.registry import load_reference
 from flatout.training.run_dir import layout
 from flatout.training.run_dir.config_seal import write_sealed
 
@@ -154,7 +154,7 @@ def interrupt(module, words, *, handler="signal.default_int_handler", name="SIGI
     ids=["Ctrl+C", "ignored, as after nohup"],
 )
 def test_ctrl_c_while_flatout_is_imported_shows_no_traceback(handler, code, shown):
-    done = interrupt("flatout.registry", ["--version"], handler=handler)
+    done = interrupt("flatout.config.registry", ["--version"], handler=handler)
     assert (done.returncode, done.stderr) == (code, shown)
     assert done.stdout.startswith("flatout ") == (code == 0)
 

@@ -8,7 +8,7 @@ import termios
 
 import pytest
 
-from flatout.streams import columns, printable, wrapped
+from flatout.storage.streams import columns, printable, wrapped
 
 
 def test_printable_replaces_control_characters():

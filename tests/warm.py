@@ -22,7 +22,7 @@ from pathlib import Path
 POLL_S = 0.01
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
-    ["torch", "torch._dynamo", "flatout.commands.train", "flatout.training.run"]
+    ["torch", "torch._dynamo", "flatout.cli.commands.train", "flatout.training.run"]
 )
 
 

@@ -95,9 +95,9 @@ def repository_url() -> str | None:
 
 def config_reference() -> Iterator[str]:
     """Yield a table of keys for each section, for the keys outside of one, and for each model."""
+    from flatout.config.registry import MODELS
     from flatout.config.schema import RunConfig
     from flatout.config.sections import Section
-    from flatout.registry import MODELS
 
     top = {}
     for name, field in RunConfig.model_fields.items():
@@ -166,7 +166,7 @@ def type_name(annotation: Any) -> str:
 
 def command_reference() -> Iterator[str]:
     """Yield the help of every command, as `flatout COMMAND --help` prints it."""
-    from flatout.registry import COMMANDS
+    from flatout.config.registry import COMMANDS
 
     for words in [[], *([name] for name in COMMANDS.names())]:
         yield from [f"## {' '.join(['flatout', *words])}", "", "```text"]
@@ -175,7 +175,7 @@ def command_reference() -> Iterator[str]:
 
 def help_text(words: list[str]) -> str:
     """Return what a command prints for `--help`."""
-    from flatout.cli import main
+    from flatout.cli.main import main
 
     screen = mock.patch.dict(os.environ, COLUMNS=str(HELP_COLUMNS), NO_COLOR="1", TERM="dumb")
     printed = io.StringIO()

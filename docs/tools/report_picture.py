@@ -14,7 +14,7 @@ from pathlib import Path
 from PIL import Image
 from playwright.sync_api import sync_playwright
 
-from flatout.commands.report import report
+from flatout.cli.commands.report import report
 
 PICTURE = Path(__file__).parents[1] / "assets" / "report.png"
 WIDTH, HEIGHT = 1120, 968

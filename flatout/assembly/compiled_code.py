@@ -14,7 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from flatout.config.schema import RunConfig
-from flatout.hardware import fingerprint
+from flatout.hardware.machine import fingerprint
 
 
 def is_cached(config: RunConfig) -> bool:

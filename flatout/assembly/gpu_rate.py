@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flatout.config.schema import RunConfig
-from flatout.hardware import Machine, MachineRow
+from flatout.hardware.machine import Machine, MachineRow
 
 MATMUL_SHARE = {8: 0.65, 9: 0.5}
 """Share of the peak that matmuls reach, by major compute capability. Others use the newest."""

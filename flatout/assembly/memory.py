@@ -37,23 +37,23 @@ from flatout.assembly.prediction import (
     predict_memory,
 )
 from flatout.assembly.recipe import divisors
+from flatout.config.registry import OPTIMIZERS
 from flatout.config.schema import RunConfig
 from flatout.config.sections import LoraConfig, OptimConfig
+from flatout.distributed.mesh import Mesh
+from flatout.distributed.tensor import Split
 from flatout.errors import FlatoutError, HardwareError
-from flatout.hardware import Machine, machine_rows
+from flatout.hardware.machine import Machine, machine_rows
 from flatout.models.language_model import LanguageModel, LanguageModelConfig
 from flatout.models.lora import with_adapters
 from flatout.ops import Ops
-from flatout.optimizers.groups import (
+from flatout.optim.groups import (
     AdamWSettings,
     LightOptimizer,
     OptimizerParts,
     ParameterGroup,
 )
-from flatout.parallel.mesh import Mesh
-from flatout.parallel.tensor import Split
 from flatout.progress import readable_memory
-from flatout.registry import OPTIMIZERS
 
 USED_MEMORY = 0.8
 """Share of the memory that a micro-batch may fill, by estimate."""

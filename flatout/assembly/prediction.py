@@ -22,16 +22,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from flatout.assembly.selection import Decision, Gain, recipe_of, speedup_named
+from flatout.config.registry import SPEEDUPS
 from flatout.config.schema import RunConfig
 from flatout.data.store.mix import AnyDataset, members_of
-from flatout.files import Stored, write_text
-from flatout.hardware import ASSUMED_MFU, Machine
+from flatout.hardware.machine import ASSUMED_MFU, Machine
 from flatout.progress import counted
-from flatout.registry import SPEEDUPS
+from flatout.storage.files import Stored, write_text
 
 if TYPE_CHECKING:
     from flatout.assembly.gpu_rate import GpuTime
-    from flatout.roofline import Peak
+    from flatout.hardware.roofline import Peak
 
 GIB = 2**30
 FORMAT_VERSION = 1

@@ -7,17 +7,17 @@ from typing import Any
 
 from flatout.assembly.recipe import divisors
 from flatout.assembly.selection import parse_request
+from flatout.config.registry import LOGGERS, MODELS, OPTIMIZERS
 from flatout.config.schema import RunConfig
 from flatout.config.sections import UPLOAD_OFF, CheckpointConfig, LogConfig
 from flatout.data.store.mix import AnyDataset, members_of, open_data
 from flatout.errors import ConfigError, DataError, MissingPackage, without_secrets
-from flatout.hardware import Machine, check_device_name, machine_named
-from flatout.optimizers.schedule import factor
+from flatout.hardware.machine import Machine, check_device_name, machine_named
+from flatout.optim.schedule import factor
 from flatout.progress import SILENT, Progress, counted
-from flatout.recognised import require_local
-from flatout.registry import LOGGERS, MODELS, OPTIMIZERS
-from flatout.remote.folder import RemoteFolder
-from flatout.remote.urls import is_local, is_url, protocol_of
+from flatout.storage.recognised import require_local
+from flatout.storage.remote.folder import RemoteFolder
+from flatout.storage.remote.urls import is_local, is_url, protocol_of
 
 DEFAULT_TOKENS_PER_STEP = 65_536
 """Tokens per optimizer step if the configuration sets none of the three batch keys."""

@@ -18,10 +18,10 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from flatout.config.registry import MODELS, SPEEDUPS, load_reference
 from flatout.config.schema import RunConfig
 from flatout.errors import ConfigError, MissingPackage
-from flatout.hardware import Machine
-from flatout.registry import MODELS, SPEEDUPS, load_reference
+from flatout.hardware.machine import Machine
 
 if TYPE_CHECKING:
     import torch
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from flatout.data.store.mix import MixedSplit
     from flatout.data.store.shards import Split
     from flatout.data.tokenizers import Tokenizer
+    from flatout.distributed.mesh import Mesh
     from flatout.models.language_model import LanguageModel
     from flatout.ops import Ops
-    from flatout.optimizers.groups import AdamWFactory
-    from flatout.parallel.mesh import Mesh
+    from flatout.optim.groups import AdamWFactory
 
 
 PLAIN_ROWS, PLAIN_TOKENS = 12, 131_072
@@ -240,7 +240,7 @@ class Recipe:
     """The loss. Its plain value is torch's cross-entropy on whole logits, as people write it."""
     newton_schulz: Callable[[Tensor], Tensor] = lazy("flatout.ops.newton_schulz:reference")
     """Muon's orthogonalisation of a gradient."""
-    optimizer: AdamWFactory = lazy("flatout.optimizers.adamw:per_parameter")
+    optimizer: AdamWFactory = lazy("flatout.optim.adamw:per_parameter")
     """Makes AdamW: the whole optimizer, or the part that Muon leaves to AdamW."""
     moments: Callable[[int], int] = lazy("flatout.assembly.memory:two_in_fp32")
     """Returns the bytes of AdamW's moments for a tensor, given its number of weights."""

@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from flatout.architectures.source import find_model, is_foreign
 from flatout.assembly.compiled_code import is_cached
 from flatout.assembly.memory import USED_MEMORY, Workload, estimate, memory_bytes, most_rows
 from flatout.assembly.prediction import CUDA_CONTEXT, CUDA_RESERVED, gains_here
@@ -24,20 +23,21 @@ from flatout.assembly.selection import (
     recipe_of,
     select,
 )
+from flatout.config.registry import MODELS
 from flatout.config.schema import RunConfig
 from flatout.config.sections import TrainConfig
 from flatout.data.load.batches import BatchPlan
 from flatout.data.store.mix import AnyDataset, members_of
+from flatout.distributed.context import Context
+from flatout.distributed.launch import replicas
+from flatout.distributed.tensor import Split
 from flatout.errors import ConfigError, FlatoutError, HardwareError
-from flatout.hardware import ASSUMED_MFU, Machine
-from flatout.launch import replicas
+from flatout.hardware.machine import ASSUMED_MFU, Machine
+from flatout.hardware.roofline import peak_tflops
+from flatout.models.families.source import find_model, is_foreign
 from flatout.models.language_model import Flops, LanguageModel, LanguageModelConfig, model_of
 from flatout.ops import Ops, scan
-from flatout.parallel.context import Context
-from flatout.parallel.tensor import Split
 from flatout.progress import counted, readable_memory
-from flatout.registry import MODELS
-from flatout.roofline import peak_tflops
 
 known_peak = functools.cache(peak_tflops)
 """Like `peak_tflops`, but measures at most once per process."""

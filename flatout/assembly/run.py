@@ -20,18 +20,18 @@ from flatout.assembly.selection import Decision, recipe_of
 from flatout.config.schema import RunConfig
 from flatout.data.load.batches import BatchPlan, SequenceReader
 from flatout.data.store.mix import AnyDataset
+from flatout.distributed.mesh import Mesh, wrap
 from flatout.errors import HardwareError
-from flatout.hardware import Machine
-from flatout.json_io import JsonObject
+from flatout.hardware.machine import Machine
+from flatout.hardware.roofline import Peak
 from flatout.models.language_model import LanguageModel, model_of
 from flatout.models.lora import with_adapters
 from flatout.models.meta import allocate, new_model
-from flatout.optimizers.groups import OptimizerParts, optimizers_of
-from flatout.optimizers.loss_scale import LossScaler
-from flatout.optimizers.step_guard import StepGuard
-from flatout.parallel.mesh import Mesh, wrap
+from flatout.optim.groups import OptimizerParts, optimizers_of
+from flatout.optim.loss_scale import LossScaler
+from flatout.optim.step_guard import StepGuard
 from flatout.progress import SILENT, Progress, readable_memory
-from flatout.roofline import Peak
+from flatout.storage.json_io import JsonObject
 
 if TYPE_CHECKING:
     from flatout.data.load.loader import DirectLoader, PrefetchLoader

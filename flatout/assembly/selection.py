@@ -12,11 +12,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from flatout.assembly.recipe import Off, On, Recipe, Speedup, both_fill
+from flatout.config.registry import SPEEDUPS, unknown_name
 from flatout.config.schema import RunConfig
 from flatout.errors import ConfigError, HardwareError
-from flatout.files import Stored
-from flatout.hardware import Machine
-from flatout.registry import SPEEDUPS, unknown_name
+from flatout.hardware.machine import Machine
+from flatout.storage.files import Stored
 
 
 @dataclass(frozen=True)

@@ -20,15 +20,15 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from flatout.config.documents import parse_yaml, read_text
 from flatout.config.messages import fields_of
+from flatout.config.registry import MODELS
 from flatout.config.schema import ALTERNATIVES, MAPPINGS, RunConfig, nested, validate
 from flatout.config.units import SOURCE, THEIRS, Reason, Refused, Unneeded, converted, is_off
-from flatout.documents import parse_yaml, read_text
+from flatout.config.words import Tool, Word, tools, word_for
 from flatout.errors import ConfigError
-from flatout.files import Stored
-from flatout.json_io import JsonObject
-from flatout.registry import MODELS
-from flatout.words import Tool, Word, tools, word_for
+from flatout.storage.files import Stored
+from flatout.storage.json_io import JsonObject
 
 Outcome = Literal["mapped", "unnecessary", "missing", "unknown"]
 UNKNOWN, NO_TOOL = Word((), "unknown"), Tool("", frozenset())

@@ -9,10 +9,10 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from flatout.config.registry import misspelt, nearest
 from flatout.config.units import in_cases, is_off
+from flatout.config.words import Word, known_words, value_for, word_for
 from flatout.errors import ConfigError
-from flatout.registry import misspelt, nearest
-from flatout.words import Word, known_words, value_for, word_for
 
 LONGEST_VALUE = 200
 """Characters of a wrong value that an error repeats."""

@@ -18,9 +18,11 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from flatout import trust
+from flatout.config import trust
+from flatout.config.documents import parse_yaml, read_document
 from flatout.config.messages import ForeignKeys, fields_of
 from flatout.config.messages import explain as explain
+from flatout.config.registry import recipe_path
 from flatout.config.sections import (
     BatchConfig,
     CheckpointConfig,
@@ -34,10 +36,8 @@ from flatout.config.sections import (
     Section,
     TrainConfig,
 )
-from flatout.documents import parse_yaml, read_document
 from flatout.errors import ConfigError, in_shell
-from flatout.json_io import JsonObject
-from flatout.registry import recipe_path
+from flatout.storage.json_io import JsonObject
 
 FORMAT_VERSION = 1
 

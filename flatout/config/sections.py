@@ -20,7 +20,7 @@ from pydantic import (
 )
 
 from flatout.errors import ConfigError
-from flatout.json_io import JsonObject, is_finite
+from flatout.storage.json_io import JsonObject, is_finite
 
 Rule: TypeAlias = tuple[Callable[[Any], Any], str, str]
 """A contradiction: a function that finds it in a section, what happened, and the fix.
@@ -171,7 +171,7 @@ class OptimConfig(Section):
     )
 
     kind: str = "adamw"
-    """A file in flatout/optimizers, or package.module:my_optimizer."""
+    """A file in flatout/optim, or package.module:my_optimizer."""
     lr: PositiveFloat = 1e-3
     """Peak learning rate."""
     betas: tuple[float, float] = (0.9, 0.95)

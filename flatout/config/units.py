@@ -15,9 +15,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from flatout.json_io import JsonObject
-from flatout.registry import DATASETS, LOGGERS, MODELS, OPTIMIZERS, RECIPES
-from flatout.words import Word, name_for, shape_for, value_for
+from flatout.config.registry import DATASETS, LOGGERS, MODELS, OPTIMIZERS, RECIPES
+from flatout.config.words import Word, name_for, shape_for, value_for
+from flatout.storage.json_io import JsonObject
 
 Known: TypeAlias = Mapping[str, Any]
 """The values found so far: flatout's by key, and the tool's by key after THEIRS."""

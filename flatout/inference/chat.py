@@ -8,14 +8,14 @@ from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from flatout.conversation.rendering import Renderer
-from flatout.conversation.templates import ChatTemplate
-from flatout.conversation.turns import ASSISTANT
+from flatout.data.conversation.rendering import Renderer
+from flatout.data.conversation.templates import ChatTemplate
+from flatout.data.conversation.turns import ASSISTANT
 from flatout.errors import ConfigError, DataError
 from flatout.inference.generate import Context, draw_token, generator_of, text_of, tokens_after
 from flatout.inference.text import DecodedText, StoppedText
-from flatout.json_io import JsonObject
 from flatout.progress import SILENT, Progress
+from flatout.storage.json_io import JsonObject
 from flatout.training.evaluation import evaluating
 
 if TYPE_CHECKING:

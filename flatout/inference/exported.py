@@ -6,11 +6,11 @@ import os
 from importlib.util import find_spec
 from pathlib import Path
 
+from flatout.config.trust import BY_ARGUMENT
 from flatout.errors import CheckpointError, ConfigError, MissingPackage, UntrustedCode, in_shell
-from flatout.export_mark import MARK, format_of
-from flatout.json_io import read_json
+from flatout.models.families.export_mark import MARK, format_of
+from flatout.storage.json_io import read_json
 from flatout.training.run_dir.layout import CONFIG
-from flatout.trust import BY_ARGUMENT
 
 CONFIGS = ("config.json", "tokenizer_config.json")
 """Files that name code to import."""

@@ -12,10 +12,10 @@ from lm_eval import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
+from flatout.config.registry import unknown_name
 from flatout.errors import ConfigError, DataError
-from flatout.hardware import pick_device, probe
-from flatout.json_io import JsonObject
-from flatout.registry import unknown_name
+from flatout.hardware.machine import pick_device, probe
+from flatout.storage.json_io import JsonObject
 
 
 def score_tasks(

@@ -8,21 +8,21 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from flatout.architectures.exported import OWN_TOKENIZER
-from flatout.architectures.source import ForeignWeights, find_model, is_foreign
 from flatout.assembly.recipe import Recipe, Speedup
 from flatout.assembly.selection import assemble
+from flatout.config.registry import SPEEDUPS
 from flatout.config.schema import RunConfig
 from flatout.data.store.manifest import TOKENIZER
 from flatout.data.store.mix import AnyDataset, open_data
 from flatout.data.tokenizers import load_tokenizer
 from flatout.errors import CheckpointError, ConfigError, DataError, in_shell
-from flatout.export_mark import require_as_exported
-from flatout.hardware import pick_device, probe
+from flatout.hardware.machine import pick_device, probe
+from flatout.models.families.export_mark import require_as_exported
+from flatout.models.families.exported import OWN_TOKENIZER
+from flatout.models.families.source import ForeignWeights, find_model, is_foreign
 from flatout.models.language_model import LanguageModel
 from flatout.models.meta import allocate, new_model
 from flatout.progress import SILENT, Progress
-from flatout.registry import SPEEDUPS
 from flatout.training.checkpoint.catalog import tokenizer_of
 from flatout.training.checkpoint.merged import read_merged, shapes_of
 from flatout.training.run_dir.data_location import exists, relocated

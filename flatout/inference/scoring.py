@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flatout.config.sections import ParallelConfig
-from flatout.conversation.templates import CHAT_TEMPLATE, load_template, stored_template
+from flatout.data.conversation.templates import CHAT_TEMPLATE, load_template, stored_template
 from flatout.data.load.batches import ShardReader
 from flatout.data.store.mix import Member, distinct_names, members_of
 from flatout.data.store.remote import open_dataset
+from flatout.distributed.mesh import make_mesh
+from flatout.distributed.rendezvous import Ranks
 from flatout.errors import ConfigError, DataError
 from flatout.inference.load import LoadedRun
-from flatout.parallel.mesh import make_mesh
-from flatout.parallel.rendezvous import Ranks
 from flatout.progress import SILENT, Progress
 from flatout.training.evaluation import Evaluation, Evaluator, warn_of_unscored
 from flatout.training.run_dir.data_location import require_tokenizer

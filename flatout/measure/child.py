@@ -23,7 +23,7 @@ from pydantic import ValidationError
 
 from flatout import errors
 from flatout.errors import FlatoutError, RunFailed, UsageError
-from flatout.files import Stored
+from flatout.storage.files import Stored
 
 KILL_TIMEOUT_S = 5.0
 PARENT_POLL_S = 1.0

@@ -11,11 +11,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
+from flatout.config.documents import read_document
 from flatout.config.schema import flat
-from flatout.documents import read_document
 from flatout.errors import FlatoutError
-from flatout.json_io import JsonObject, LineReader, finite_numbers, is_finite
 from flatout.progress import counted
+from flatout.storage.json_io import JsonObject, LineReader, finite_numbers, is_finite
 from flatout.training.run_dir import layout
 from flatout.training.run_dir.lock import run_state
 

@@ -17,11 +17,11 @@ from pydantic import create_model
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from flatout.config.registry import is_user_code
 from flatout.errors import ConfigError, ShapeError
 from flatout.models.language_model import Flops, LanguageModel, LanguageModelConfig, ParameterKind
 from flatout.ops import Ops
 from flatout.ops.cross_entropy import capped, of_logits
-from flatout.registry import is_user_code
 
 ANY_LENGTH = 1_000_000
 EXAMPLE = "def build(vocab_size: int, block_size: int = 256, width: int = 64): return MyModule(...)"

@@ -18,14 +18,14 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn import functional
 
+from flatout.distributed.context import Context
+from flatout.distributed.tensor import Cut, Split, local
 from flatout.errors import ConfigError
-from flatout.json_io import JsonObject
 from flatout.models import layers
 from flatout.models.language_model import Decoder, EmbeddingModel, Flops, LanguageModelConfig
 from flatout.models.layers import Factor, Linear
 from flatout.ops import Ops, at_least_fp32
-from flatout.parallel.context import Context
-from flatout.parallel.tensor import Cut, Split, local
+from flatout.storage.json_io import JsonObject
 
 INIT_STD = 0.02
 """Standard deviation of initial weights."""

@@ -19,16 +19,16 @@ from pydantic import Field, ValidationError
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from flatout.config.registry import MODELS
 from flatout.config.schema import RunConfig, explain
 from flatout.config.sections import Section
+from flatout.distributed.context import Context
+from flatout.distributed.tensor import Cut, Split, local
 from flatout.errors import ConfigError, ShapeError
-from flatout.json_io import JsonObject
 from flatout.models.layers import Embedding, Linear, check_length, dropped
 from flatout.ops import Ops
 from flatout.ops.cross_entropy import capped, sharded
-from flatout.parallel.context import Context
-from flatout.parallel.tensor import Cut, Split, local
-from flatout.registry import MODELS
+from flatout.storage.json_io import JsonObject
 
 ParameterKind = Literal["hidden", "embedding", "head", "vector"]
 """hidden: a matrix between activations; embedding: a table with a row per index; head: the output

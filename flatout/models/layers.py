@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from flatout.distributed.tensor import Split, local
 from flatout.errors import ConfigError, ShapeError
 from flatout.ops import Ops, at_least_fp32
 from flatout.ops.heads import rms_normed
-from flatout.parallel.tensor import Split, local
 
 
 class Linear(nn.Linear):

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from flatout.config.registry import nearest
 from flatout.config.sections import LoraConfig
+from flatout.config.words import value_for
 from flatout.errors import ConfigError
 from flatout.models.language_model import LanguageModel, ParameterKind
 from flatout.models.layers import Linear, dropped
 from flatout.ops import at_least_fp32
-from flatout.registry import nearest
-from flatout.words import value_for
 
 PARTS = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up"), "output": ("o",)}
 """Names of the parts of a layer, each of which gets its own adapter. Other layers are one part with

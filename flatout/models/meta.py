@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from flatout.config.schema import RunConfig
+from flatout.distributed.tensor import TENSOR, Cut, is_shared
 from flatout.models.language_model import DRAWS, LanguageModel, model_of
 from flatout.models.lora import Adapter
 from flatout.ops import Ops
-from flatout.parallel.tensor import TENSOR, Cut, is_shared
 
 
 def new_model(config: RunConfig, ops: Ops) -> LanguageModel:

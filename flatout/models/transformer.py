@@ -16,13 +16,13 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn import functional
 
+from flatout.distributed.context import Context
+from flatout.distributed.tensor import Cut, Split, local
 from flatout.errors import ConfigError
 from flatout.models import layers
 from flatout.models.language_model import Decoder, EmbeddingModel, Flops, LanguageModelConfig
 from flatout.ops import Ops, float64_device, product_dtype
 from flatout.ops.attention import Mask, masks
-from flatout.parallel.context import Context
-from flatout.parallel.tensor import Cut, Split, local
 
 INIT_STD = 0.02
 """Standard deviation of initial weights (GPT-2: Radford et al. 2019)."""

@@ -18,9 +18,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
+from flatout.distributed.tensor import Split
 from flatout.errors import MissingPackage, ShapeError
 from flatout.ops import at_least_fp32, linear, product_dtype, uncompiled
-from flatout.parallel.tensor import Split
 
 IGNORED = -1
 """The target of positions that the loss ignores."""

@@ -15,11 +15,11 @@ from flatout.assembly.recipe import (
     without_compiler,
 )
 from flatout.config.schema import RunConfig
-from flatout.hardware import Machine
+from flatout.hardware.machine import Machine
 
 if TYPE_CHECKING:
-    from flatout.optimizers.adamw_8bit import AdamW8bit
-    from flatout.optimizers.groups import AdamWSettings, ParameterGroup
+    from flatout.optim.adamw_8bit import AdamW8bit
+    from flatout.optim.groups import AdamWSettings, ParameterGroup
 
 
 def adamw_8bit(groups: list[ParameterGroup], keywords: AdamWSettings) -> AdamW8bit:
@@ -27,7 +27,7 @@ def adamw_8bit(groups: list[ParameterGroup], keywords: AdamWSettings) -> AdamW8b
 
     Raises: MissingPackage with the install line.
     """
-    from flatout.optimizers.adamw_8bit import AdamW8bit
+    from flatout.optim.adamw_8bit import AdamW8bit
 
     codec = load_package("torchao.optim.quant_utils", "adamw-8bit", extra="adamw-8bit")
     return AdamW8bit(groups, keywords, codec)
@@ -46,7 +46,7 @@ SPEEDUP = Speedup(
     name="adamw-8bit",
     fills={
         "optimizer": adamw_8bit,
-        "moments": lazy("flatout.optimizers.adamw_8bit:moment_bytes"),
+        "moments": lazy("flatout.optim.adamw_8bit:moment_bytes"),
     },
     saves="memory: AdamW's moments take 2 bytes per weight instead of 8, but those of small "
     "tensors stay in fp32",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flatout.assembly.recipe import Off, On, Precision, Speedup, Tolerance, gpu_below, uses_gpu
 from flatout.config.schema import RunConfig
-from flatout.hardware import Machine
+from flatout.hardware.machine import Machine
 
 
 def _why_not(machine: Machine, config: RunConfig) -> str | None:

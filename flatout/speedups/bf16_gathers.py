@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from flatout.assembly.recipe import Off, On, Speedup, Tolerance, lazy
 from flatout.config.schema import RunConfig
-from flatout.hardware import Machine
+from flatout.hardware.machine import Machine
 
 SUPPORTED = ("transformer",)
 """Models whose blocks contain only matrices, biases and gains. The eigenvalues of `eigenstate` are

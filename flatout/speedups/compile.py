@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from flatout.assembly.recipe import On, Speedup, Tolerance, compile_blocks, without_compiler
 
 if TYPE_CHECKING:
+    from flatout.distributed.mesh import Mesh
     from flatout.models.language_model import LanguageModel
-    from flatout.parallel.mesh import Mesh
 
 MOST_BLOCKS = {"cpu": 6, "cuda": 16}
 """The deepest model that is compiled as a whole: on a CPU, one of 12 blocks is 1 to 3% faster as a

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from flatout.assembly.recipe import Off, Speedup, Tolerance, first_of, needs_gpu, zero_in_place
 from flatout.config.schema import RunConfig
-from flatout.hardware import Machine
+from flatout.hardware.machine import Machine
 
 if TYPE_CHECKING:
     from flatout.models.language_model import LanguageModel

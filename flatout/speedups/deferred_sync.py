@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from flatout.assembly.recipe import On, Speedup, Tolerance
 from flatout.config.schema import RunConfig
-from flatout.hardware import Machine
+from flatout.hardware.machine import Machine
 
 if TYPE_CHECKING:
     from torch import nn

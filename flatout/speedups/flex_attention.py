@@ -13,7 +13,7 @@ from flatout.assembly.recipe import (
     without_softcap,
 )
 from flatout.config.schema import RunConfig
-from flatout.hardware import Machine
+from flatout.hardware.machine import Machine
 
 
 def _without_mask(_machine: Machine, config: RunConfig) -> str | None:

@@ -16,13 +16,13 @@ from flatout.assembly.recipe import (
     needs_package,
 )
 from flatout.config.schema import RunConfig
-from flatout.hardware import Machine
+from flatout.hardware.machine import Machine
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from flatout.distributed.mesh import Mesh
     from flatout.models.language_model import LanguageModel
-    from flatout.parallel.mesh import Mesh
 
 FEWEST_WEIGHTS = 2**22
 """Number of weights of the smallest matmul computed in fp8: below, rounding the factors costs as

@@ -4,7 +4,7 @@ from flatout.assembly.recipe import On, Speedup, Tolerance, lazy
 
 SPEEDUP = Speedup(
     name="fused-adamw",
-    fills={"optimizer": lazy("flatout.optimizers.adamw:fused")},
+    fills={"optimizer": lazy("flatout.optim.adamw:fused")},
     saves="time: each step makes one pass over weights, gradients and moments",
     tolerance=Tolerance.rounding(rtol=1e-4),
     rank=710,

@@ -27,9 +27,9 @@ from flatout.data.store.integrity import Array
 from flatout.data.store.order import shuffled
 from flatout.data.store.shards import Split
 from flatout.errors import DataError
-from flatout.hardware import Machine
-from flatout.json_io import JsonObject
+from flatout.hardware.machine import Machine
 from flatout.progress import SILENT, Progress
+from flatout.storage.json_io import JsonObject
 
 MOST_LENGTHS = 4
 SHORTEST = 16

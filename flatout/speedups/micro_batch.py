@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flatout.assembly.recipe import MicroBatchPlan, On, Speedup, Tolerance, divisors
 from flatout.config.schema import RunConfig
-from flatout.hardware import Machine
+from flatout.hardware.machine import Machine
 
 ENOUGH_TOKENS = {"cuda": 65_536, "cpu": 4_096}
 """Tokens per micro-batch beyond which more bring nothing: on a CPU the caches are full (LOG.md). On

@@ -17,11 +17,11 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from flatout.errors import DiskFull, RunFailed
-from flatout.files import disk_fix, is_full
+from flatout.storage.files import disk_fix, is_full
 
 if TYPE_CHECKING:
-    from flatout.parallel.mesh import Mesh
-    from flatout.parallel.rendezvous import Ranks
+    from flatout.distributed.mesh import Mesh
+    from flatout.distributed.rendezvous import Ranks
 
 SHARED_WAIT_S = 10.0
 SHARED_FIX = (

@@ -12,9 +12,9 @@ from pydantic import Field
 
 from flatout.assembly.run import Run
 from flatout.errors import RunFailed, in_shell
-from flatout.files import Stored
-from flatout.json_io import JsonObject, parsing, read_json, read_model, write_json
 from flatout.progress import counted
+from flatout.storage.files import Stored
+from flatout.storage.json_io import JsonObject, parsing, read_json, read_model, write_json
 from flatout.training.checkpoint import catalog
 from flatout.training.metrics.bad_steps import BadStep
 from flatout.training.metrics.log import LESS_STEEP, Log

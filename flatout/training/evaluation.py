@@ -16,10 +16,10 @@ from flatout.config.schema import RunConfig
 from flatout.data.load.batches import SequenceReader
 from flatout.data.load.loader import evaluation_batches
 from flatout.data.store.mix import Member, members_of
-from flatout.json_io import JsonObject
+from flatout.distributed.mesh import Mesh
 from flatout.ops import float64_device
-from flatout.parallel.mesh import Mesh
 from flatout.progress import SILENT, Progress
+from flatout.storage.json_io import JsonObject
 
 if TYPE_CHECKING:
     from flatout.assembly.run import Run

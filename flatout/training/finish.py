@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from flatout.assembly.run import Run
-from flatout.json_io import JsonObject
+from flatout.hardware.roofline import Peak, peak_tflops
 from flatout.progress import counted
-from flatout.roofline import Peak, peak_tflops
+from flatout.storage.json_io import JsonObject
 from flatout.training.checkpoint import catalog
 from flatout.training.checkpoint.read_write import weights_sha256
 from flatout.training.evaluation import Evaluation

@@ -7,20 +7,21 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flatout.architectures.hub import PREFIX
-from flatout.architectures.source import ForeignWeights, find_model, is_foreign
 from flatout.assembly.resolve import FREE_OF_WEIGHTS
 from flatout.config.schema import RunConfig
+from flatout.config.trust import references_in
 from flatout.data.store.mix import AnyDataset, members_of
 from flatout.data.tokenizers.hub import is_repository
 from flatout.errors import CheckpointError, ConfigError
-from flatout.export_mark import require_as_exported
-from flatout.json_io import JsonObject, read_model
+from flatout.models.families.export_mark import require_as_exported
+from flatout.models.families.hub import PREFIX
+from flatout.models.families.source import ForeignWeights, find_model, is_foreign
 from flatout.models.language_model import model_of
 from flatout.models.lora import adapters_of, with_adapters
 from flatout.ops import Ops
 from flatout.progress import SILENT, Progress
-from flatout.recognised import recognise, require_local
+from flatout.storage.json_io import JsonObject, read_model
+from flatout.storage.recognised import recognise, require_local
 from flatout.training.agreement import READING, together
 from flatout.training.checkpoint import catalog, location
 from flatout.training.checkpoint.catalog import Base, read_index
@@ -31,7 +32,6 @@ from flatout.training.run_dir import layout
 from flatout.training.run_dir.config_seal import override, require_as_trained
 from flatout.training.run_dir.data_location import require_tokenizer, require_tokenizer_of
 from flatout.training.run_dir.lookup import RUNS, find_checkpoint, find_run
-from flatout.trust import references_in
 
 if TYPE_CHECKING:
     from flatout.assembly.run import Run

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from flatout.hardware import Machine
-from flatout.roofline import MEASURED, Peak
+from flatout.hardware.machine import Machine
+from flatout.hardware.roofline import MEASURED, Peak
 from flatout.training.run_dir import layout
 
 

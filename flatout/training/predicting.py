@@ -23,8 +23,8 @@ from flatout.assembly.prediction import (
 )
 from flatout.assembly.resolve import workload_of
 from flatout.assembly.run import Run
-from flatout.hardware import BUSY_CORES, CpuTimes
-from flatout.json_io import JsonObject
+from flatout.hardware.machine import BUSY_CORES, CpuTimes
+from flatout.storage.json_io import JsonObject
 from flatout.training.metrics.device import reserved_gib
 from flatout.training.run_plan import RunPlan
 from flatout.training.session import RunRequest

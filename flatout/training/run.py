@@ -16,25 +16,25 @@ from flatout.assembly.preflight import check_paths, open_dataset, sizes_of
 from flatout.assembly.resolve import checkpointing_notes, epoch_tokens
 from flatout.assembly.run import Run, build, set_deterministic
 from flatout.assembly.selection import recipe_of
+from flatout.config.registry import RECIPES
 from flatout.config.schema import RunConfig
 from flatout.config.sections import TrainConfig
 from flatout.data.store.mix import MixedDataset, members_of
-from flatout.errors import ConfigError, FlatoutError, Stopped, signal_of
-from flatout.files import writing_run
-from flatout.hardware import CpuTimes, Machine, pick_device, probe
-from flatout.json_io import JsonObject
-from flatout.launch import num_processes
-from flatout.parallel.mesh import make_mesh
-from flatout.parallel.rendezvous import (
+from flatout.distributed.launch import num_processes
+from flatout.distributed.mesh import make_mesh
+from flatout.distributed.rendezvous import (
     connect,
     disconnect,
     is_elastic,
     launcher,
     stated_ranks,
 )
-from flatout.parallel.spinning import spin_less_beside_others
+from flatout.distributed.spinning import spin_less_beside_others
+from flatout.errors import ConfigError, FlatoutError, Stopped, signal_of
+from flatout.hardware.machine import CpuTimes, Machine, pick_device, probe
 from flatout.progress import SILENT, Progress
-from flatout.registry import RECIPES
+from flatout.storage.files import writing_run
+from flatout.storage.json_io import JsonObject
 from flatout.training.agreement import require_shared
 from flatout.training.checkpoint.catalog import DISK_BYTES_PER_PARAMETER, most_at_once
 from flatout.training.checkpoint.read_write import load

@@ -13,12 +13,13 @@ from flatout.assembly.preflight import for_world_size, open_dataset
 from flatout.assembly.resolve import resolve, with_evaluations
 from flatout.assembly.selection import Decision, recipe_of, stored_decisions
 from flatout.config.schema import RunConfig, flat
+from flatout.config.trust import remember
 from flatout.data.store.mix import AnyDataset, members_of
+from flatout.distributed.rendezvous import Ranks
 from flatout.errors import CheckpointError, ConfigError, DataError, UsageError, in_shell
-from flatout.files import PART, writing_run
-from flatout.json_io import JsonObject, parsing
 from flatout.models.lora import require_weights
-from flatout.parallel.rendezvous import Ranks
+from flatout.storage.files import PART, writing_run
+from flatout.storage.json_io import JsonObject, parsing
 from flatout.training.checkpoint import catalog
 from flatout.training.evaluation import with_validation
 from flatout.training.init_from import resolve_init_from, run_of
@@ -42,7 +43,6 @@ from flatout.training.run_dir.resume import (
 from flatout.training.session import RunRequest
 from flatout.training.upload.restore import restore_lost
 from flatout.training.upload.uploader import send_rest
-from flatout.trust import remember
 
 PATHS_OF_DATA = ("data.path", "data.mix", "data.cache")
 

@@ -15,12 +15,12 @@ import torch
 
 from flatout.assembly.run import Run
 from flatout.data.store.mix import members_of
+from flatout.distributed.tensor import local
 from flatout.errors import DiskFull, RunFailed
-from flatout.files import TOO_LARGE
-from flatout.hardware import fingerprint
-from flatout.json_io import JsonObject
-from flatout.parallel.tensor import local
+from flatout.hardware.machine import fingerprint
 from flatout.progress import readable_size
+from flatout.storage.files import TOO_LARGE
+from flatout.storage.json_io import JsonObject
 from flatout.training.checkpoint import catalog
 from flatout.training.checkpoint.catalog import (
     CheckpointInfo,

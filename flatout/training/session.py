@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from flatout.config.schema import RunConfig
 from flatout.data.store.mix import AnyDataset
-from flatout.hardware import CpuTimes, Machine
-from flatout.parallel.rendezvous import Ranks
+from flatout.distributed.rendezvous import Ranks
+from flatout.hardware.machine import CpuTimes, Machine
 from flatout.progress import Progress
 from flatout.training.metrics.observers import Observer
 

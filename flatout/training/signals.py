@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Self
 
-from flatout.launch import SAME_REQUEST_S
+from flatout.distributed.launch import SAME_REQUEST_S
 from flatout.training.agreement import Vote
 
 if TYPE_CHECKING:

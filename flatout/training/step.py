@@ -1,6 +1,6 @@
 """One optimizer step: forward and backward on every micro-batch, then one update.
 
-An update from values that are not finite is skipped (`optimizers/step_guard.py`). Nothing here
+An update from values that are not finite is skipped (`optim/step_guard.py`). Nothing here
 waits for the device, except with float16 and with optimizers that cannot read the guard's flag.
 """
 
@@ -18,10 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flatout.optimizers.loss_scale import SMALLEST
-from flatout.optimizers.schedule import factor
-from flatout.optimizers.step_guard import step_unless
-from flatout.parallel.tensor import cut_dim, is_shared, local
+from flatout.distributed.tensor import cut_dim, is_shared, local
+from flatout.optim.loss_scale import SMALLEST
+from flatout.optim.schedule import factor
+from flatout.optim.step_guard import step_unless
 
 if TYPE_CHECKING:
     from flatout.assembly.run import Run

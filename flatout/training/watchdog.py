@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Self
 
 import torch
 
+from flatout.config.registry import is_user_code
 from flatout.errors import Stopped
-from flatout.files import open_own
-from flatout.recognised import read_regular
-from flatout.registry import is_user_code
+from flatout.storage.files import open_own
+from flatout.storage.recognised import read_regular
 from flatout.training.run_dir import layout
 
 if TYPE_CHECKING:

@@ -17,9 +17,9 @@ from flatout.assembly.selection import (
     is_measured,
     select,
 )
+from flatout.config.registry import SPEEDUPS
 from flatout.config.schema import load_config
-from flatout.hardware import Gpu, Machine
-from flatout.registry import SPEEDUPS
+from flatout.hardware.machine import Gpu, Machine
 
 CPU = Machine("a CPU", 2, 8.0, (), "3.11")
 HOPPER = Machine("a CPU", 2, 8.0, (Gpu("NVIDIA H200", 141.0, (9, 0), "1"),), "3.11")

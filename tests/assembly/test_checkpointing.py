@@ -12,7 +12,7 @@ from flatout.assembly.resolve import resolve, workload_of
 from flatout.assembly.selection import Decision, memory_savers, recipe_of, speedup_named
 from flatout.config.schema import load_config
 from flatout.errors import HardwareError
-from flatout.hardware import machine_named
+from flatout.hardware.machine import machine_named
 
 MACHINE = machine_named("RTX 4090")
 

@@ -6,7 +6,7 @@ import pytest
 
 from flatout.assembly.resolve import resolve
 from flatout.data.store.mix import open_data
-from flatout.hardware import probe
+from flatout.hardware.machine import probe
 
 
 @pytest.fixture

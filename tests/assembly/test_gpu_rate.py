@@ -10,7 +10,7 @@ import yaml
 
 from flatout.assembly.gpu_rate import gpu_time
 from flatout.config.schema import load_config
-from flatout.hardware import machine_named
+from flatout.hardware.machine import machine_named
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SHAPE = (

@@ -29,13 +29,13 @@ from flatout.assembly.memory import (
 from flatout.assembly.prediction import past_run, predict_memory
 from flatout.assembly.recipe import Recipe
 from flatout.assembly.resolve import micro_batch_plan, workload_of
+from flatout.config.registry import MODELS, SPEEDUPS
 from flatout.config.sections import LoraConfig, OptimConfig
 from flatout.errors import ConfigError, HardwareError
-from flatout.hardware import Machine, machine_named, probe
+from flatout.hardware.machine import Machine, machine_named, probe
 from flatout.models.lora import with_adapters
 from flatout.models.transformer import Transformer
 from flatout.ops import Ops, attention, cross_entropy, newton_schulz, scan
-from flatout.registry import MODELS, SPEEDUPS
 from flatout.speedups.micro_batch import largest_useful
 
 pytestmark = pytest.mark.slow

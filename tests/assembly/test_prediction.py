@@ -32,8 +32,8 @@ from flatout.assembly.prediction import (
 )
 from flatout.assembly.resolve import workload_of
 from flatout.assembly.selection import Decision, Gain
-from flatout.hardware import ASSUMED_MFU, Gpu, Machine
-from flatout.roofline import Peak
+from flatout.hardware.machine import ASSUMED_MFU, Gpu, Machine
+from flatout.hardware.roofline import Peak
 
 FLOPS, PEAK = 1e6, Peak(1.0, "a data sheet")
 

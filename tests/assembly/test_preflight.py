@@ -3,10 +3,10 @@ import pytest
 
 from flatout.assembly import preflight
 from flatout.assembly.preflight import check, check_upload, open_dataset
+from flatout.config.registry import MODELS
 from flatout.config.schema import load_config
 from flatout.data.store.shards import Dataset
 from flatout.errors import ConfigError, DataError, HardwareError, MissingPackage
-from flatout.registry import MODELS
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from flatout.assembly.recipe import (
 )
 from flatout.config.schema import load_config
 from flatout.errors import ConfigError
-from flatout.hardware import Gpu, Machine
+from flatout.hardware.machine import Gpu, Machine
 
 CPU = Machine("a CPU", 2, 8.0, (), "3.11")
 TURING = Machine("a CPU", 2, 8.0, (Gpu("a T4", 16.0, (7, 5), "1"),), "3.11")

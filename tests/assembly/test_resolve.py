@@ -12,7 +12,7 @@ from flatout.assembly.preflight import for_world_size, sizes_of
 from flatout.assembly.resolve import epoch_tokens, resolve, workload_of
 from flatout.data.store.shards import Dataset
 from flatout.errors import ConfigError, HardwareError
-from flatout.hardware import Gpu, Machine
+from flatout.hardware.machine import Gpu, Machine
 from flatout.ops import scan
 
 pytestmark = pytest.mark.slow

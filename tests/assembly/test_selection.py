@@ -17,11 +17,11 @@ from flatout.assembly.selection import (
     select,
     stored_decisions,
 )
+from flatout.config.registry import RECIPES, SPEEDUPS
 from flatout.config.schema import load_config
 from flatout.data.store.shards import Dataset
 from flatout.errors import ConfigError, HardwareError
-from flatout.hardware import Gpu, Machine
-from flatout.registry import RECIPES, SPEEDUPS
+from flatout.hardware.machine import Gpu, Machine
 
 CPU = Machine("a CPU", 2, 8.0, (), "3.11")
 NARROW = Machine("a CPU", 2, 8.0, (), "3.11", cpu_multiplies_bf16=True)

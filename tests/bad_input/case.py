@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from flatout import cli, hardware
+from flatout.cli import main as cli
+from flatout.hardware import machine as hardware
 
 RECIPE = """\
 # A tiny model.
@@ -210,7 +211,7 @@ def _plain_machine(patch: pytest.MonkeyPatch, folder: Path) -> None:
     import psutil
     import torch
 
-    from flatout.terminal import Terminal
+    from flatout.cli.terminal import Terminal
 
     patch.chdir(folder)
     # The number of progress lines must not depend on the machine's speed.

@@ -9,7 +9,7 @@ from case import Case, World, run_command
 
 from flatout.data.prepare.plan import make
 from flatout.data.prepare.plan.work_dir import WorkDir, WorkPart
-from flatout.sources import files
+from flatout.data.sources import files
 
 NEW = "--out data/new --tokenizer byte"
 MANY = "".join(

@@ -109,7 +109,7 @@ def test_simple_mistakes_are_reported_before_torch_is_loaded(world):
     ]
     lines += ["generate frist", "generate runs/first --stop=", "eval frist"]
     program = (
-        "import sys\nfrom flatout.cli import main\nfor line in sys.argv[1:]:\n"
+        "import sys\nfrom flatout.cli.main import main\nfor line in sys.argv[1:]:\n"
         "    try: main(line.split())\n    except SystemExit as stop: print(stop.code, 'torch' in "
         "sys.modules)\n"
     )

@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 
 from flatout import Dataset
-from flatout.hardware import probe
-from flatout.registry import RECIPES, SPEEDUPS
+from flatout.config.registry import RECIPES, SPEEDUPS
+from flatout.hardware.machine import probe
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flatout.commands.prepare import prepare
+from flatout.cli.commands.prepare import prepare
 
 pytestmark = pytest.mark.slow
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from flatout import Dataset
-from flatout.registry import MODELS
+from flatout.config.registry import MODELS
 
 CHARACTERS = 65
 

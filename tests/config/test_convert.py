@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from flatout.config.convert import convert, read_settings
+from flatout.config.registry import RECIPES
 from flatout.config.schema import nested, validate
+from flatout.config.words import tools
 from flatout.errors import ConfigError
-from flatout.registry import RECIPES
-from flatout.words import tools
 
 NANOGPT = """\
 # the recipe for characters of Shakespeare

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import yaml
 
-from flatout.commands.convert import convert_config
+from flatout.cli.commands.convert import convert_config
+from flatout.cli.parser import parse
 from flatout.config.schema import load_config
 from flatout.errors import ConfigError
-from flatout.parser import parse
 
 CHARACTERS = {
     "model": {"d_model": 384, "num_layers": 6},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from flatout import registry
+from flatout.config import registry
 from flatout.config.messages import all_keys
 from flatout.config.schema import (
     ALTERNATIVES,

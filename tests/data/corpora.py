@@ -3,7 +3,7 @@
 from flatout.data.prepare.pack.work_items import ByHash, WorkItem
 from flatout.data.prepare.request import inputs
 from flatout.data.prepare.request.options import Options
-from flatout.sources import ReadTask
+from flatout.data.sources import ReadTask
 
 TEXT = "To be, or not to be.\n" * 10
 

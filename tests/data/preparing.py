@@ -10,8 +10,8 @@ from pathlib import Path
 
 from flatout.data.prepare import join, pipeline
 from flatout.data.prepare.plan import make
+from flatout.data.sources import files
 from flatout.errors import FlatoutError
-from flatout.sources import files
 
 files.PART_BYTES = 4_000
 make.RANGE_BYTES = 8_000

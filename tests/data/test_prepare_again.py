@@ -11,10 +11,10 @@ from flatout.data.prepare.pipeline import Options, join_parts, prepare_dataset, 
 from flatout.data.prepare.plan import make
 from flatout.data.prepare.plan.work_dir import WorkDir, WorkPart
 from flatout.data.prepare.writer import DatasetWriter
+from flatout.data.sources import files
+from flatout.data.sources.packed import NotHandedOut
 from flatout.errors import DataError, RunFailed
-from flatout.remote.connection import Unreachable
-from flatout.sources import files
-from flatout.sources.packed import NotHandedOut
+from flatout.storage.remote.connection import Unreachable
 
 
 def stopping_source(folder, monkeypatch):
@@ -23,7 +23,8 @@ def stopping_source(folder, monkeypatch):
     Task 4 kills its process once a range is recorded and the file `stop` exists.
     """
     (folder / "stopping_source.py").write_text(
-        "import os, signal, time\nfrom pathlib import Path\nfrom flatout.sources import ReadTask\n"
+        "import os, signal, time\nfrom pathlib import Path\n"
+        "from flatout.data.sources import ReadTask\n"
         f"folder = Path({str(folder)!r})\n"
         "def read(number):\n"
         "    with (folder / 'log').open('a') as log:\n        log.write(f'{number}\\n')\n"
@@ -43,7 +44,7 @@ def test_finished_ranges_survive_a_rejection_by_a_server_or_the_system(
     tmp_path, monkeypatch, error
 ):
     (tmp_path / "failing_source.py").write_text(
-        f"from pathlib import Path\nfrom flatout.sources import ReadTask\nfrom "
+        f"from pathlib import Path\nfrom flatout.data.sources import ReadTask\nfrom "
         f"{error.__module__} import {error.__name__} as Refused\n"
         f"down = Path({str(tmp_path / 'down')!r})\n"
         "def read(number):\n"

@@ -10,9 +10,9 @@ from flatout.data.prepare.import_tokens import ImportOptions, import_tokens
 from flatout.data.prepare.pipeline import Options, join_parts, prepare_dataset, prepare_part
 from flatout.data.prepare.plan.work_dir import WorkPart
 from flatout.data.prepare.workers.local import LocalWorkers
+from flatout.data.sources import files
 from flatout.errors import DataError
-from flatout.remote.connection import Unreachable
-from flatout.sources import files
+from flatout.storage.remote.connection import Unreachable
 
 OPTIONS = Options(tokenizer="byte")
 
@@ -144,7 +144,7 @@ def test_an_unreachable_store_at_the_end_keeps_finished_ranges(rows, store, tmp_
 def test_a_chunk_that_changes_during_the_import_is_named(tmp_path, monkeypatch):
     import torch
 
-    from flatout.token_formats import chunks
+    from flatout.data.token_formats import chunks
 
     (tmp_path / "chunks").mkdir()
     for number in range(2):

@@ -13,16 +13,16 @@ import pytest
 from prepared import content, prepared, write_rows
 from texts import byte_level_json
 
-from flatout import files as disk
 from flatout.data.prepare.pack import tokenize
 from flatout.data.prepare.pack.range_files import RangeRecord
 from flatout.data.prepare.pack.work_items import ByHash, WorkItem
 from flatout.data.prepare.pipeline import Options, prepare_dataset
 from flatout.data.prepare.plan import make
+from flatout.data.sources import file_reading, files, long
 from flatout.data.tokenizers import base
 from flatout.errors import DataError
-from flatout.files import Unfinished
-from flatout.sources import file_reading, files, long
+from flatout.storage import files as disk
+from flatout.storage.files import Unfinished
 
 pytestmark = pytest.mark.slow
 

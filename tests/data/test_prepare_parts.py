@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 from prepared import content
 
-from flatout.commands.prepare import prepare
+from flatout.cli.commands.prepare import prepare
 from flatout.data.prepare.pipeline import Options, join_parts, prepare_dataset, prepare_part
 from flatout.data.prepare.plan import make
 from flatout.data.prepare.plan.work_dir import WorkPart
 from flatout.data.prepare.request.inputs import open_corpus
+from flatout.data.sources import files
 from flatout.errors import DataError, UsageError
-from flatout.sources import files
 
 OPTIONS = Options(tokenizer="train:300", split="hash 0.2")
 

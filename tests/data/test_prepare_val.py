@@ -12,9 +12,9 @@ from flatout.data.prepare.pack.range_files import RangeWriter
 from flatout.data.prepare.pipeline import Options, join_parts, prepare_dataset, prepare_part
 from flatout.data.prepare.plan import make
 from flatout.data.prepare.plan.work_dir import WorkDir, WorkPart
+from flatout.data.sources import files
 from flatout.data.store.shards import Dataset
 from flatout.errors import DataError
-from flatout.sources import files
 
 pytestmark = pytest.mark.slow
 

@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 from prepared import write_rows
 
-from flatout.cli import main
+from flatout.cli.main import main
 from flatout.data.prepare import pipeline
 from flatout.data.prepare.join import join
 from flatout.data.prepare.pipeline import Options, prepare_dataset
@@ -19,7 +19,7 @@ from flatout.data.prepare.upload import prepare_upload
 from flatout.data.store.remote import open_dataset
 from flatout.data.store.verify import verify_remote
 from flatout.errors import DataError
-from flatout.remote.folder import PART_BYTES
+from flatout.storage.remote.folder import PART_BYTES
 
 URL = "s3://corpus/sets/rows"
 OPTIONS = Options(tokenizer="byte", split="hash 0.1")

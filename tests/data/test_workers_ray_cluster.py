@@ -18,9 +18,9 @@ from flatout.data.prepare.plan import make
 from flatout.data.prepare.workers import ray as ray_workers
 from flatout.data.prepare.workers.local import LocalWorkers
 from flatout.data.prepare.workers.ray import RayWorkers
+from flatout.data.sources import files
 from flatout.data.tokenizers import make_tokenizer
 from flatout.errors import RunFailed
-from flatout.sources import files
 
 ray = pytest.importorskip("ray")
 cluster_utils = pytest.importorskip("ray.cluster_utils")
@@ -28,7 +28,7 @@ cluster_utils = pytest.importorskip("ray.cluster_utils")
 SOURCE = """
 import os, pathlib, time
 from flatout.errors import DataError
-from flatout.sources import BadRow
+from flatout.data.sources import BadRow
 
 def numbered(first, count):
     for number in range(first, first + count):

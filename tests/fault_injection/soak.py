@@ -32,7 +32,7 @@ import psutil
 from children import Child, Children, wait_until
 from victim import ONCE, SPEEDUPS, Victim, logged, saved_step, saving
 
-from flatout.json_io import read_lines
+from flatout.storage.json_io import read_lines
 from flatout.training.checkpoint import catalog
 from flatout.training.run_dir.layout import EVENTS
 

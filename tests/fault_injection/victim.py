@@ -14,7 +14,7 @@ import yaml
 from children import Child, Children, Ended, wait_until
 
 from flatout.errors import FlatoutError
-from flatout.json_io import read_lines
+from flatout.storage.json_io import read_lines
 from flatout.training.checkpoint import catalog
 
 SPEEDUPS = {

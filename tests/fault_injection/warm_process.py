@@ -18,7 +18,8 @@ import traceback
 
 import psutil
 
-from flatout import cli, roofline
+from flatout.cli import main as cli
+from flatout.hardware import roofline
 
 PR_SET_PTRACER, ANY_PROCESS = 0x59616D61, -1
 

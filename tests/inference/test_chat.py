@@ -6,8 +6,8 @@ import pytest
 import torch
 from scripted import EOT, Script
 
-from flatout.conversation.templates import ChatTemplate, named_template
-from flatout.conversation.turns import BadConversation
+from flatout.data.conversation.templates import ChatTemplate, named_template
+from flatout.data.conversation.turns import BadConversation
 from flatout.data.tokenizers.byte import ByteTokenizer
 from flatout.errors import ConfigError, DataError
 from flatout.inference.chat import ChatSession, Sampling

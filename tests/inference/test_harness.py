@@ -12,9 +12,9 @@ from types import ModuleType
 import pytest
 import torch
 
-from flatout.commands.eval import evaluate
-from flatout.commands.export import export
-from flatout.commands.train import train
+from flatout.cli.commands.eval import evaluate
+from flatout.cli.commands.export import export
+from flatout.cli.commands.train import train
 from flatout.config.schema import load_config
 from flatout.errors import CheckpointError, ConfigError, DataError, MissingPackage, UntrustedCode
 from flatout.inference import exported

@@ -7,15 +7,15 @@ import pytest
 import torch
 
 from flatout.assembly.recipe import FP32
-from flatout.commands.eval import evaluate
-from flatout.commands.generate import generate
+from flatout.cli.commands.eval import evaluate
+from flatout.cli.commands.generate import generate
+from flatout.config.registry import SPEEDUPS
 from flatout.config.schema import RunConfig
 from flatout.data.prepare.pipeline import Options, prepare_dataset
 from flatout.errors import CheckpointError, ConfigError, DataError
-from flatout.hardware import probe
+from flatout.hardware.machine import probe
 from flatout.inference import load
 from flatout.ops import Ops
-from flatout.registry import SPEEDUPS
 from flatout.training import run as training
 from flatout.training.checkpoint import catalog
 from flatout.training.run import run_training

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from flatout.config.registry import MODELS
 from flatout.models.language_model import LanguageModel
 from flatout.ops import Ops, attention, cross_entropy, scan
-from flatout.registry import MODELS
 
 PLAIN = Ops.plain()
 FAST = Ops.plain(attention=attention.fused, cross_entropy=cross_entropy.fused, scan=scan.chunked)

@@ -15,15 +15,15 @@ import torch
 from torch import nn
 
 from flatout.assembly.selection import select
-from flatout.commands.eval import evaluate
+from flatout.cli.commands.eval import evaluate
+from flatout.config.registry import MODELS
 from flatout.config.schema import load_config, validate
 from flatout.errors import ConfigError, ShapeError, Stopped
-from flatout.hardware import probe
+from flatout.hardware.machine import probe
 from flatout.inference.generate import sample
 from flatout.inference.load import load_run
 from flatout.models.adapter import adapt
 from flatout.ops import Ops
-from flatout.registry import MODELS
 from flatout.training.metrics.observers import Quiet
 from flatout.training.run import run_training
 

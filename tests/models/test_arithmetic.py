@@ -5,8 +5,8 @@ import torch
 from model_shapes import PLAIN, SMALL, every_model, make_model, random_tokens
 from op_variants import variants
 
+from flatout.config.registry import MODELS
 from flatout.ops import Ops, attention, cross_entropy, heads, linear, scan
-from flatout.registry import MODELS
 
 pytestmark = pytest.mark.slow
 

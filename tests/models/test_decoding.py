@@ -6,11 +6,11 @@ Letters: B rows, T tokens, V vocabulary, G key and value heads, S slots for keys
 import pytest
 import torch
 
+from flatout.config.registry import MODELS
 from flatout.errors import ShapeError
 from flatout.models.language_model import LanguageModel, RecomputingDecoder
 from flatout.models.transformer import CachingDecoder, KeyValueCache
 from flatout.ops import Ops, attention, cross_entropy
-from flatout.registry import MODELS
 
 PLAIN = Ops.plain()
 FAST = Ops.plain(attention=attention.fused, cross_entropy=cross_entropy.fused)

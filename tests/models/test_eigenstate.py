@@ -11,9 +11,9 @@ from flatout.config.sections import OptimConfig
 from flatout.errors import ConfigError, ShapeError
 from flatout.models.eigenstate import GATE_BIAS, Eigenstate, Memory
 from flatout.ops import Ops, cross_entropy, newton_schulz, scan
-from flatout.optimizers import muon
-from flatout.optimizers.adamw import per_parameter
-from flatout.optimizers.groups import OptimizerParts
+from flatout.optim import muon
+from flatout.optim.adamw import per_parameter
+from flatout.optim.groups import OptimizerParts
 
 pytestmark = pytest.mark.slow
 

@@ -16,9 +16,9 @@ from op_variants import variants
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from flatout.config.registry import MODELS
 from flatout.errors import ConfigError
 from flatout.ops import Ops, attention, scan
-from flatout.registry import MODELS
 
 
 @every_model

@@ -199,7 +199,7 @@ def decisions_of(recipe: str, machine: str) -> dict[str, Any]:
 
 def decide_all() -> dict[str, Any]:
     """Return the decisions for each recipe: each different one with the machines it holds for."""
-    from flatout.registry import MACHINES, RECIPES
+    from flatout.config.registry import MACHINES, RECIPES
 
     found: dict[str, Any] = {}
     for recipe in RECIPES.names():

@@ -13,11 +13,11 @@ import pytest
 import yaml
 
 import flatout
+from flatout.cli.parser import build
 from flatout.config.messages import all_keys
+from flatout.config.registry import COMMANDS, MODELS, RECIPES
 from flatout.config.schema import RunConfig, load_config
 from flatout.errors import ConfigError
-from flatout.parser import build
-from flatout.registry import COMMANDS, MODELS, RECIPES
 
 pytestmark = pytest.mark.slow
 
@@ -26,7 +26,7 @@ INLINE = re.compile(r"`((?:flatout|make|torchrun|python -m flatout) [^`\n]+)`")
 PROGRAM = re.compile(r"^(?:flatout|python -m flatout|torchrun .*? -m flatout)\s+")
 RUN_ALL = """
 import json
-from flatout.cli import main
+from flatout.cli.main import main
 for words in json.loads(sys.argv[1]):
     try:
         main(words)

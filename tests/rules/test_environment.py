@@ -6,9 +6,9 @@ import ast
 
 import pytest
 
-ALLOWED = {"flatout/parallel/rendezvous.py", "flatout/cli.py", "flatout/cache.py"}
+ALLOWED = {"flatout/distributed/rendezvous.py", "flatout/cli/main.py", "flatout/storage/cache.py"}
 ALLOWED.add("flatout/measure/scripts/sitecustomize.py")  # a program of its own
-ALLOWED.add("flatout/launch.py")  # for processes that it starts
+ALLOWED.add("flatout/distributed/launch.py")  # for processes that it starts
 NAMES = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 
 

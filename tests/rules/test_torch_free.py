@@ -13,9 +13,8 @@ pytestmark = pytest.mark.slow
 HEAVY_PARTS = {
     "ops",
     "models",
-    "architectures",
-    "optimizers",
-    "parallel",
+    "optim",
+    "distributed",
     "roofline",
     "memory",
     "run",
@@ -83,7 +82,7 @@ def test_quick_commands_import_no_torch(root, tmp_path):
         ["inspect", str(tmp_path / "data")],
         ["import", str(tokens), "--out", str(tmp_path / "old"), "--tokenizer", "byte"],
     ]
-    run = "import flatout; from flatout.cli import execute"
+    run = "import flatout; from flatout.cli.main import execute"
     check = "assert not execute(words) and 'torch' not in sys.modules, words"
     assert heavy(modules_after(f"{run}\n    for words in {commands!r}: {check}", root)) == []
 
@@ -91,10 +90,10 @@ def test_quick_commands_import_no_torch(root, tmp_path):
 def test_a_model_that_is_not_compiled_imports_no_compiler(root, tmp_path):
     run = shutil.copytree(root / "tests/earlier_version/files/run", tmp_path / "run")
     lines = (
-        "from flatout.cli import execute",
+        "from flatout.cli.main import execute",
         f"assert not execute(['generate', {str(run)!r}, '--max-tokens', '2'])",
         "from torch import nn, ones",
-        "from flatout.optimizers.adamw import fused",
+        "from flatout.optim.adamw import fused",
         "weight = nn.Parameter(ones(2))",
         "weight.grad = ones(2)",
         "group = {'params': [weight], 'weight_decay': 0.0}",

@@ -11,7 +11,7 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
-PLURAL_FOLDERS = ("datasets", "machines", "recipes")
+YAML_FOLDERS = ("data/datasets", "hardware/machines", "config/recipes")
 
 
 def run(*words: str, cwd) -> str:
@@ -79,11 +79,11 @@ def test_the_installed_wheel_finds_its_entries_from_any_directory(wheel, root, t
     )
     # -I keeps Python from importing this repository or an editable install of it.
     show = (
-        f"import sys; sys.path.insert(0, {str(site)!r}); sys.argv[1:] = {{}}; from flatout.cli"
+        f"import sys; sys.path.insert(0, {str(site)!r}); sys.argv[1:] = {{}}; from flatout.cli.main"
         " import main; main()"
     )
-    for folder in PLURAL_FOLDERS:
-        listed = run("-I", "-c", show.format(["list", folder]), cwd=elsewhere)
+    for folder in YAML_FOLDERS:
+        listed = run("-I", "-c", show.format(["list", folder.split("/")[1]]), cwd=elsewhere)
         for path in (root / "flatout" / folder).glob("*.yaml"):
             assert path.stem in listed, path
     assert run(

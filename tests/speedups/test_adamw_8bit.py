@@ -13,10 +13,10 @@ from flatout.assembly.memory import estimate
 from flatout.assembly.recipe import Recipe
 from flatout.assembly.resolve import workload_of
 from flatout.assembly.selection import speedup_named
+from flatout.config.registry import SPEEDUPS
 from flatout.errors import CheckpointError, MissingPackage
-from flatout.hardware import probe
-from flatout.optimizers.adamw_8bit import AdamW8bit
-from flatout.registry import SPEEDUPS
+from flatout.hardware.machine import probe
+from flatout.optim.adamw_8bit import AdamW8bit
 from flatout.speedups.adamw_8bit import adamw_8bit
 from flatout.training.checkpoint import read_write, savers, state
 from flatout.training.step import train_step

@@ -11,7 +11,7 @@ from torch import nn
 from flatout.assembly.recipe import zero_in_place
 from flatout.assembly.selection import select, speedup_named
 from flatout.errors import ConfigError
-from flatout.hardware import Gpu, Machine
+from flatout.hardware.machine import Gpu, Machine
 from flatout.training.run import run_training
 from flatout.training.step import train_step
 

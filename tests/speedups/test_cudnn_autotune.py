@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flatout.assembly.selection import speedup_named
-from flatout.hardware import Gpu, Machine
+from flatout.hardware.machine import Gpu, Machine
 from flatout.speedups.cudnn_autotune import benchmarking
 
 GPU = Machine("a CPU", 2, 8.0, (Gpu("an H200", 140.0, (9, 0), "1"),), "3.11")

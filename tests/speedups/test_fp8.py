@@ -14,7 +14,7 @@ from flatout.assembly import recipe
 from flatout.assembly.selection import speedup_named
 from flatout.config.schema import load_config
 from flatout.errors import MissingPackage
-from flatout.hardware import Gpu, Machine
+from flatout.hardware.machine import Gpu, Machine
 from flatout.ops import linear
 from flatout.speedups import fp8
 from flatout.training.checkpoint import read_write, savers

@@ -12,14 +12,14 @@ import pytest
 from table import tables
 
 import flatout.speedups
-from flatout import registry
 from flatout.assembly.selection import all_speedups, assemble, parse_request, select
-from flatout.commands.list import list_entries
+from flatout.cli.commands.list import list_entries
+from flatout.config import registry
+from flatout.config.registry import PACKAGE_DIR, RECIPES, SPEEDUPS
 from flatout.config.schema import load_config
 from flatout.errors import ConfigError
-from flatout.hardware import Gpu, Machine
+from flatout.hardware.machine import Gpu, Machine
 from flatout.measure.experiments.points import SWEEPS, filling, plan_ablation, precisions
-from flatout.registry import PACKAGE_DIR, RECIPES, SPEEDUPS
 
 MACHINES = {
     "cpu": Machine("a CPU", 2, 8.0, (), "3.11", cpu_multiplies_bf16=True),
@@ -164,7 +164,7 @@ def test_no_name_of_a_speedup_is_wired_into_another_directory():
     words = {"bf16", "checkpointing", "collector", "compile", "cuda-graphs", "fp16", "fp8"}
     words |= {"micro-batch", "onednn", "prefetch", "tf32"}
     # recognises what a checkpoint stores, also without them; constants fitted to published runs
-    known = {"optimizers/moments.py", "assembly/gpu_rate.py"}
+    known = {"optim/moments.py", "assembly/gpu_rate.py"}
     names = {*SPEEDUPS.names()} - words
     for path in PACKAGE_DIR.rglob("*.py"):
         place = path.relative_to(PACKAGE_DIR)

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from flatout.assembly.selection import all_speedups
-from flatout.hardware import probe
+from flatout.config.registry import MODELS
+from flatout.hardware.machine import probe
 from flatout.progress import SILENT
-from flatout.registry import MODELS
 from flatout.training.step import train_step
 from flatout.training.warmup import warm_up
 

@@ -8,7 +8,7 @@ from flatout.assembly import recipe
 from flatout.assembly.selection import select
 from flatout.config.schema import load_config
 from flatout.errors import HardwareError
-from flatout.hardware import Gpu, Machine
+from flatout.hardware.machine import Gpu, Machine
 
 CPU = Machine("a CPU", 2, 8.0, (), "3.11")
 

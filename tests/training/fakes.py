@@ -2,8 +2,8 @@
 
 import json
 
-from flatout import files
 from flatout.progress import SILENT
+from flatout.storage import files
 
 
 class Recorder:

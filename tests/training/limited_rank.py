@@ -8,7 +8,7 @@ import sys
 
 import torch
 
-from flatout.cli import main
+from flatout.cli.main import main
 from flatout.models.transformer import Transformer
 
 limited_rank, most_rows, since = map(int, sys.argv[1:4])

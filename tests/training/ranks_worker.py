@@ -15,9 +15,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from flatout.config.sections import ParallelConfig
+from flatout.distributed.mesh import make_mesh
+from flatout.distributed.rendezvous import connect, disconnect
 from flatout.errors import CheckpointError, RunFailed
-from flatout.parallel.mesh import make_mesh
-from flatout.parallel.rendezvous import connect, disconnect
 from flatout.training.checkpoint import catalog, read_write, savers
 from flatout.training.checkpoint import tensors as slices
 from flatout.training.checkpoint.savers import in_background

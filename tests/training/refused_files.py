@@ -17,7 +17,8 @@ from pathlib import Path
 
 import torch  # noqa: F401  # imported once, not in every child
 
-from flatout import cli, roofline
+from flatout.cli import main as cli
+from flatout.hardware import roofline
 
 disk = ctypes.CDLL(None)
 disk.refused.restype = ctypes.c_char_p

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from flatout.optimizers.loss_scale import LossScaler
-from flatout.optimizers.step_guard import StepGuard
-from flatout.parallel.mesh import Mesh
+from flatout.distributed.mesh import Mesh
+from flatout.optim.loss_scale import LossScaler
+from flatout.optim.step_guard import StepGuard
 
 WIDTH = 8
 ALONE = Mesh()

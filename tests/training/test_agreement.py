@@ -5,9 +5,9 @@ import torch
 from safetensors import SafetensorError
 from stand_in import ALONE
 
+from flatout.distributed.mesh import Mesh
+from flatout.distributed.rendezvous import Ranks
 from flatout.errors import CheckpointError, DiskFull, RunFailed
-from flatout.parallel.mesh import Mesh
-from flatout.parallel.rendezvous import Ranks
 from flatout.training import agreement
 from flatout.training.agreement import READING, WRITING, Vote, together
 

@@ -10,10 +10,10 @@ from contextlib import suppress
 import pytest
 import yaml
 
-from flatout.commands.eval import evaluate
-from flatout.commands.generate import generate
-from flatout.commands.runs import runs
-from flatout.commands.train import train
+from flatout.cli.commands.eval import evaluate
+from flatout.cli.commands.generate import generate
+from flatout.cli.commands.runs import runs
+from flatout.cli.commands.train import train
 from flatout.config.schema import load_config
 from flatout.errors import CheckpointError, FlatoutError
 from flatout.training.checkpoint import catalog

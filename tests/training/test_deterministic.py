@@ -8,8 +8,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from flatout.distributed.rendezvous import Ranks
 from flatout.errors import RunFailed, Stopped
-from flatout.parallel.rendezvous import Ranks
 from flatout.training import loop
 from flatout.training import run as training
 from flatout.training.run import run_training

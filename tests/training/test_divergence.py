@@ -12,9 +12,9 @@ import torch
 import yaml
 from warm import run_ranks
 
+from flatout.cli.terminal import closing
 from flatout.errors import CheckpointError, RunFailed, Stopped
 from flatout.models import transformer
-from flatout.terminal import closing
 from flatout.training.checkpoint import catalog
 from flatout.training.divergence import last_good, read_left_out
 from flatout.training.run import run_training
@@ -215,7 +215,7 @@ import json
 from pathlib import Path
 
 from flatout.models import transformer
-from flatout.terminal import closing
+from flatout.cli.terminal import closing
 from warm import run_ranks
 
 BAD = {tuple(row) for row in json.loads(Path(__file__).with_name("bad.json").read_text())}

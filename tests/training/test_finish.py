@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from flatout.roofline import Peak
+from flatout.hardware.roofline import Peak
 from flatout.training import finish
 
 FIRST = Peak(1.0, "measured here, matmul 512³, fp32")

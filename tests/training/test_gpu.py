@@ -7,7 +7,7 @@ import torch
 
 from flatout.assembly.selection import all_speedups
 from flatout.errors import Stopped
-from flatout.hardware import probe
+from flatout.hardware.machine import probe
 from flatout.inference.generate import sample
 from flatout.inference.load import load_run
 from flatout.training.run import run_training

@@ -12,10 +12,10 @@ import pytest
 import torch
 import yaml
 
+from flatout.distributed.launch import launch
 from flatout.errors import OutOfMemory, RunFailed, Stopped
-from flatout.launch import launch
 from flatout.models.transformer import Transformer
-from flatout.optimizers.adamw import LightAdamW
+from flatout.optim.adamw import LightAdamW
 from flatout.training.run import run_training
 from flatout.training.run_dir.layout import read_config, read_summary
 

@@ -13,7 +13,7 @@ from flatout.config.schema import load_config
 from flatout.data.prepare.writer import DatasetWriter
 from flatout.data.tokenizers import make_tokenizer
 from flatout.errors import CheckpointError, ConfigError, Stopped
-from flatout.files import sha256
+from flatout.storage.files import sha256
 from flatout.training import run as training
 from flatout.training.checkpoint import catalog
 from flatout.training.checkpoint.read_write import read_weights, weights_sha256

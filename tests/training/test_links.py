@@ -6,14 +6,14 @@ import os
 
 import pytest
 
-from flatout import json_io
-from flatout.commands.runs import runs
+from flatout.cli.commands.runs import runs
+from flatout.config.documents import read_document
 from flatout.config.schema import RunConfig
 from flatout.data.prepare.plan.work_dir import WorkDir, WorkPart
 from flatout.data.store.manifest import read_manifest
-from flatout.documents import read_document
 from flatout.errors import CheckpointError, DataError, FlatoutError
-from flatout.json_io import append_line
+from flatout.storage import json_io
+from flatout.storage.json_io import append_line
 from flatout.training.metrics.log import Log
 from flatout.training.run import run_training
 from flatout.training.run_dir import config_seal, layout, lock

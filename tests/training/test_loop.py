@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from flatout.commands.runs import runs
+from flatout.cli.commands.runs import runs
 from flatout.config.sections import TrainConfig
 from flatout.data.prepare.writer import DatasetWriter
 from flatout.data.tokenizers import make_tokenizer

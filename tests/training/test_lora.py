@@ -12,15 +12,15 @@ import torch
 import yaml
 from warm import run_ranks
 
-from flatout.commands.eval import evaluate
-from flatout.commands.export import export
-from flatout.commands.generate import generate
+from flatout.cli.commands.eval import evaluate
+from flatout.cli.commands.export import export
+from flatout.cli.commands.generate import generate
 from flatout.config.schema import load_config
 from flatout.errors import CheckpointError, ConfigError, Stopped
-from flatout.files import folder_bytes
 from flatout.inference.export.source import open_source
 from flatout.inference.load import load_run
 from flatout.models.lora import adapters_of, with_adapters
+from flatout.storage.files import folder_bytes
 from flatout.training import init_from
 from flatout.training.checkpoint import catalog, contents
 from flatout.training.checkpoint.catalog import read_index

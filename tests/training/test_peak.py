@@ -4,8 +4,8 @@ import pytest
 
 from flatout.assembly import run as assembling
 from flatout.errors import Stopped
-from flatout.hardware import probe
-from flatout.roofline import Peak
+from flatout.hardware.machine import probe
+from flatout.hardware.roofline import Peak
 from flatout.training.peak import measured_peak
 from flatout.training.run import run_training
 from flatout.training.run_dir import layout

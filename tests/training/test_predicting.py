@@ -8,7 +8,7 @@ from flatout.assembly import memory
 from flatout.assembly.memory import Capacity
 from flatout.assembly.prediction import runs_here
 from flatout.errors import HardwareError, Stopped
-from flatout.hardware import probe
+from flatout.hardware.machine import probe
 from flatout.training import predicting
 from flatout.training.run import run_training
 from flatout.training.run_dir.layout import read_events, read_summary

@@ -16,7 +16,7 @@ from flatout.assembly.resolve import epoch_tokens
 from flatout.config.schema import load_config
 from flatout.data.store.shards import Dataset
 from flatout.errors import CheckpointError, ConfigError, DataError, RunFailed, Stopped
-from flatout.hardware import Gpu, Machine
+from flatout.hardware.machine import Gpu, Machine
 from flatout.inference.generate import sample
 from flatout.inference.load import load_run
 from flatout.training import loop

@@ -16,10 +16,10 @@ from flatout.assembly.resolve import resolve
 from flatout.assembly.selection import Gain
 from flatout.data.store.manifest import read_manifest
 from flatout.data.store.mix import open_data
+from flatout.distributed.rendezvous import Ranks
 from flatout.errors import CheckpointError, ConfigError, Stopped
-from flatout.hardware import probe
+from flatout.hardware.machine import probe
 from flatout.inference.load import load_run
-from flatout.parallel.rendezvous import Ranks
 from flatout.training.checkpoint.read_write import read_weights
 from flatout.training.run import run_training
 from flatout.training.run_dir.layout import read_config

@@ -327,7 +327,7 @@ def test_a_setting_that_is_rejected_is_reported_once(recipe, tmp_path):
 
 def test_sizes_that_do_not_divide_are_rejected_before_a_process_starts(recipe, tmp_path):
     """Each process would load torch first."""
-    from flatout.commands.train import processes
+    from flatout.cli.commands.train import processes
 
     words = ["train.devices=2", "train.device=cpu"]
     with pytest.raises(ConfigError, match=r"parallel\.shard=3 does not fit 2 processes"):

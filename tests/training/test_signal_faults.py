@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 FLATOUT = [sys.executable, "-m", "flatout"]
 BLOCKED_SAVES = """
 import sys, time
-from flatout.cli import main
+from flatout.cli.main import main
 from flatout.training.checkpoint import savers
 def blocked(snapshot, temporary):
     print("saving", flush=True)

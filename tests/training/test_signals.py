@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from stand_in import ALONE
 
-from flatout.launch import SAME_REQUEST_S
+from flatout.distributed.launch import SAME_REQUEST_S
 from flatout.training.signals import StopRequests, WorkInterrupted
 
 RUN = SimpleNamespace(mesh=ALONE)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from flatout.commands.prepare import prepare
-from flatout.commands.train import train
+from flatout.cli.commands.prepare import prepare
+from flatout.cli.commands.train import train
 from flatout.errors import UsageError
 
 RECIPE = "data: {tokenizer: byte}\nmodel: {vocab_size: 256}\n"

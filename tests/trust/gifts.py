@@ -19,7 +19,7 @@ CODE = """\
 from pathlib import Path
 Path({marker!r}).touch()
 from flatout.models.transformer import MODEL as Model
-from flatout.optimizers.adamw import OPTIMIZER as Optimizer
+from flatout.optim.adamw import OPTIMIZER as Optimizer
 from flatout.assembly.recipe import Tolerance, Speedup as Kind
 from flatout.training.metrics.loggers import Logger
 Speedup = Kind(name="gift", saves="nothing", tolerance=Tolerance.exact())

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from gifts import WAYS
 
-from flatout import trust
+from flatout.config import trust
 from flatout.errors import UntrustedCode
 from flatout.inference.load import load_run
 from flatout.training.run_dir import layout

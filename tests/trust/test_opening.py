@@ -12,8 +12,8 @@ from gifts import CODE, ROOT, WAYS, run_program
 from warm import run_ranks
 
 import flatout
-from flatout import trust
-from flatout.commands.train import train
+from flatout.cli.commands.train import train
+from flatout.config import trust
 from flatout.config.schema import RunConfig, load_config
 from flatout.errors import CheckpointError, ConfigError, UntrustedCode
 from flatout.inference.load import load_run
@@ -248,12 +248,12 @@ def test_all_readers_of_a_stored_configuration_are_known():
             if wanted.search(ast.unparse(call.func))
         }
     assert found == {
-        "registry.py",
+        "config/registry.py",
         "assembly/recipe.py",
-        "commands/checkpoints.py",
-        "commands/runs.py",
-        "commands/train.py",  # reads the sizes of a step
-        "commands/verify.py",  # imports nothing that the configuration names
+        "cli/commands/checkpoints.py",
+        "cli/commands/runs.py",
+        "cli/commands/train.py",  # reads the sizes of a step
+        "cli/commands/verify.py",  # imports nothing that the configuration names
         "measure/diagnose/recorded.py",  # imports nothing that the configuration names
         "measure/resume/check.py",  # of a run that it has just trained
         "training/halving.py",  # writes another micro-batch, in the run that is training

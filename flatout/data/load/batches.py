@@ -15,8 +15,8 @@ import numpy as np
 from flatout.data.store.integrity import Array
 from flatout.data.store.mix import SplitReader
 from flatout.errors import DataError
-from flatout.json_io import JsonObject
 from flatout.progress import SILENT, Progress
+from flatout.storage.json_io import JsonObject
 
 LOOKAHEAD = 8192
 """Positions of the order computed at once: a few cost almost as much as a thousand."""

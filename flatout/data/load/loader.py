@@ -26,8 +26,8 @@ from torch import Tensor
 from flatout.data.load.batches import SequenceReader, StepReader
 from flatout.data.store.integrity import Array
 from flatout.data.store.shards import Split
-from flatout.json_io import JsonObject
 from flatout.progress import SILENT, Progress
+from flatout.storage.json_io import JsonObject
 
 X = TypeVar("X")
 Y = TypeVar("Y")

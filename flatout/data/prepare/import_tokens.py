@@ -16,15 +16,15 @@ from flatout.data.prepare.pipeline import Prepared
 from flatout.data.prepare.request.options import NAMED, parse_rule
 from flatout.data.prepare.request.request import existing_dataset
 from flatout.data.prepare.writer import DatasetWriter
+from flatout.data.token_formats import Documents, Piece, Reading, Tokens
+from flatout.data.token_formats.find import Found, find_tokens
+from flatout.data.token_formats.meta_pickle import META, characters_in
 from flatout.data.tokenizers import Tokenizer, existing_tokenizer, kind_named
 from flatout.data.tokenizers.char import CharTokenizer
 from flatout.errors import DataError
-from flatout.files import Array, expanded
-from flatout.json_io import JsonObject
 from flatout.progress import SILENT, Progress, Task
-from flatout.token_formats import Documents, Piece, Reading, Tokens
-from flatout.token_formats.find import Found, find_tokens
-from flatout.token_formats.meta_pickle import META, characters_in
+from flatout.storage.files import Array, expanded
+from flatout.storage.json_io import JsonObject
 
 DEFAULT_SPLIT = "tail 0.1"
 BLOCK_TOKENS = 1 << 20

@@ -27,6 +27,7 @@ from flatout.data.prepare.pack.work_items import WorkPlan
 from flatout.data.prepare.plan.make import SHARD_BYTES
 from flatout.data.prepare.plan.work_dir import WorkDir
 from flatout.data.prepare.request.options import NAMED
+from flatout.data.sources import FIRST_NAMED, Document, Location
 from flatout.data.store.manifest import (
     MANIFEST,
     SPLITS,
@@ -40,7 +41,7 @@ from flatout.data.store.manifest import (
     token_dtype,
 )
 from flatout.data.tokenizers import Tokenizer
-from flatout.files import (
+from flatout.storage.files import (
     Array,
     CheckedFile,
     Stored,
@@ -51,8 +52,7 @@ from flatout.files import (
     write_whole,
     writing,
 )
-from flatout.json_io import JsonObject
-from flatout.sources import FIRST_NAMED, Document, Location
+from flatout.storage.json_io import JsonObject
 
 SORTED_AT_ONCE = 1 << 23
 """Approximate number of hashes of documents that are sorted in memory, in 400 MB."""

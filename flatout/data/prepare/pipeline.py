@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Unpack
 
+from flatout.config.registry import unknown_name
 from flatout.data.prepare.join import (
     check_files,
     find_duplicates,
@@ -30,16 +31,15 @@ from flatout.data.prepare.request.options import NAMED
 from flatout.data.prepare.request.options import Options as Options
 from flatout.data.prepare.request.request import Access, Request, existing_dataset, open_request
 from flatout.data.prepare.workers.local import LocalWorkers, Workers
+from flatout.data.sources import FIRST_NAMED, ReadTask
+from flatout.data.sources.files import first_changed
+from flatout.data.sources.packed import CANNOT_BE_READ, NotHandedOut
 from flatout.data.store.manifest import SPLITS, Manifest, SkippedRows, StoredLocation
 from flatout.errors import DataError
-from flatout.files import Unfinished, expanded
-from flatout.hardware import cgroup_limits, usable_cores
+from flatout.hardware.machine import cgroup_limits, usable_cores
 from flatout.progress import Task
-from flatout.registry import unknown_name
-from flatout.remote.connection import Unreachable
-from flatout.sources import FIRST_NAMED, ReadTask
-from flatout.sources.files import first_changed
-from flatout.sources.packed import CANNOT_BE_READ, NotHandedOut
+from flatout.storage.files import Unfinished, expanded
+from flatout.storage.remote.connection import Unreachable
 
 BYTES_PER_WORKER = 8_000_000
 """Minimum text per worker: for less, one more process costs more than it saves."""

@@ -1,7 +1,8 @@
 """Prepare a dataset in the cache and send it to a URL, the manifest last.
 
-A URL with a manifest contains a complete dataset. Until then, the claim there (remote/folder.py)
-describes the dataset being sent. The prepared directory becomes this machine's copy of the URL.
+A URL with a manifest contains a complete dataset. Until then, the claim there
+(storage/remote/folder.py) describes the dataset being sent. The prepared directory becomes this
+machine's copy of the URL.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from typing import NoReturn, Unpack
 
 from pydantic import ValidationError
 
-from flatout.cache import default_cache
 from flatout.data.prepare.pipeline import (
     Engine,
     Options,
@@ -35,11 +35,12 @@ from flatout.data.store.remote import (
 )
 from flatout.data.store.shards import Dataset
 from flatout.errors import DataError, OutputInUse
-from flatout.files import entry_of
 from flatout.progress import SILENT
-from flatout.remote.folder import CLAIM, Claim, RemoteFolder, push
-from flatout.remote.parallel import transfer_all
-from flatout.remote.reading import read_if_there, read_remote
+from flatout.storage.cache import default_cache
+from flatout.storage.files import entry_of
+from flatout.storage.remote.folder import CLAIM, Claim, RemoteFolder, push
+from flatout.storage.remote.parallel import transfer_all
+from flatout.storage.remote.reading import read_if_there, read_remote
 
 PROBE = ".flatout-probe"
 

@@ -13,8 +13,8 @@ from flatout.data.prepare.plan.work_dir import WorkDir
 from flatout.data.prepare.request.request import refuse_occupied
 from flatout.data.store.manifest import Manifest, SkippedRows
 from flatout.data.tokenizers import Tokenizer
-from flatout.files import expanded
-from flatout.json_io import JsonObject
+from flatout.storage.files import expanded
+from flatout.storage.json_io import JsonObject
 
 
 class DatasetWriter:

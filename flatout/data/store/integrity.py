@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flatout.data.store.manifest import BLOCK_BYTES, FileEntry, Manifest, SplitEntry
-from flatout.files import Array as Array
+from flatout.storage.files import Array as Array
 
 PREPARE_AGAIN = "The directory is damaged: delete it and run `flatout prepare` again."
 

@@ -17,14 +17,14 @@ from pydantic import (
     ValidationError,
 )
 
+from flatout.config.registry import nearest
+from flatout.data.sources import RowLocation
 from flatout.errors import DataError, in_shell, without_secrets
-from flatout.files import BLOCK_BYTES as BLOCK_BYTES
-from flatout.files import FileEntry as FileEntry
-from flatout.files import Stored
-from flatout.json_io import JsonObject
-from flatout.recognised import read_regular, recognise
-from flatout.registry import nearest
-from flatout.sources import RowLocation
+from flatout.storage.files import BLOCK_BYTES as BLOCK_BYTES
+from flatout.storage.files import FileEntry as FileEntry
+from flatout.storage.files import Stored
+from flatout.storage.json_io import JsonObject
+from flatout.storage.recognised import read_regular, recognise
 
 FORMAT_VERSION = 2
 """Version 2 added a digest of the manifest's own content."""

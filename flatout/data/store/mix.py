@@ -24,8 +24,8 @@ from flatout.data.store.manifest import SplitName
 from flatout.data.store.remote import open_dataset
 from flatout.data.store.shards import Dataset, Split
 from flatout.errors import ConfigError, DataError, in_shell
-from flatout.json_io import JsonObject
 from flatout.progress import SILENT, Progress
+from flatout.storage.json_io import JsonObject
 
 if TYPE_CHECKING:
     from flatout.config.sections import DataConfig

@@ -14,17 +14,17 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-from flatout.cache import ELSEWHERE, VARIABLE, default_cache
 from flatout.data.store.integrity import file_problem, file_problems, tokenizer_problem
 from flatout.data.store.manifest import MANIFEST, Manifest, parse_manifest, read_manifest
 from flatout.data.store.shards import Dataset
 from flatout.errors import DataError, in_shell, without_secrets
-from flatout.files import expanded, is_full, lock, unless_broken
 from flatout.progress import SILENT, Progress
-from flatout.remote.connection import ATTEMPTS, Unreachable
-from flatout.remote.folder import Wanted, pull
-from flatout.remote.reading import read_if_there
-from flatout.remote.urls import is_url, protocol_of
+from flatout.storage.cache import ELSEWHERE, VARIABLE, default_cache
+from flatout.storage.files import expanded, is_full, lock, unless_broken
+from flatout.storage.remote.connection import ATTEMPTS, Unreachable
+from flatout.storage.remote.folder import Wanted, pull
+from flatout.storage.remote.reading import read_if_there
+from flatout.storage.remote.urls import is_url, protocol_of
 
 ATTEMPTS_WITH_COPY = 1
 """Attempts to reach a store when a copy can be read instead. Client packages also retry."""

@@ -14,7 +14,7 @@ import numpy as np
 
 from flatout.data.store.integrity import PREPARE_AGAIN, Array, ValueCheck, read_block
 from flatout.errors import DataError
-from flatout.files import BLOCK_BYTES, FileEntry
+from flatout.storage.files import BLOCK_BYTES, FileEntry
 
 CHECK_THREADS = 4
 """Threads that check blocks when several are first read at once, as in a run's first step."""

@@ -27,8 +27,8 @@ from flatout.data.store.manifest import FileEntry, Manifest, SplitEntry, SplitNa
 from flatout.data.store.order import shuffled
 from flatout.data.store.sharded_array import ShardedArray
 from flatout.errors import DataError
-from flatout.files import expanded
-from flatout.json_io import JsonObject
+from flatout.storage.files import expanded
+from flatout.storage.json_io import JsonObject
 
 if TYPE_CHECKING:
     from flatout.data.tokenizers import Tokenizer

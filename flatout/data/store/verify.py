@@ -27,11 +27,11 @@ from flatout.data.store.manifest import FileEntry, Manifest, SplitName, read_man
 from flatout.data.store.remote import remote_manifest
 from flatout.data.tokenizers import parse_tokenizer
 from flatout.errors import DataError, FlatoutError
-from flatout.files import expanded
 from flatout.progress import SILENT, Progress
-from flatout.remote.connection import Unreachable
-from flatout.remote.parallel import Advance, transfer_all
-from flatout.remote.reading import checked_blocks, read_remote
+from flatout.storage.files import expanded
+from flatout.storage.remote.connection import Unreachable
+from flatout.storage.remote.parallel import Advance, transfer_all
+from flatout.storage.remote.reading import checked_blocks, read_remote
 
 BlocksOf = Callable[[FileEntry], Iterator[tuple[Array, str | None]]]
 """Yields each block of a file with its problem, or with None."""

@@ -12,8 +12,10 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from flatout.cache import default_cache
-from flatout.conversation.templates import CONFIG_FILE, config_in, tokens_in
+from flatout.config.documents import parser_says
+from flatout.config.registry import TOKENIZERS, nearest
+from flatout.config.words import name_for
+from flatout.data.conversation.templates import CONFIG_FILE, config_in, tokens_in
 from flatout.data.tokenizers.base import (
     FORMAT,
     FORMAT_VERSION,
@@ -31,14 +33,12 @@ from flatout.data.tokenizers.check import (
 )
 from flatout.data.tokenizers.engine_choice import WORTHWHILE_CHARACTERS, choose_engine
 from flatout.data.tokenizers.hub import is_repository, repository_file, tokenizer_file
-from flatout.documents import parser_says
 from flatout.errors import DataError
-from flatout.files import expanded
-from flatout.process_limits import bound_memory, cpu_bounded
 from flatout.progress import SILENT, Progress
-from flatout.recognised import recognise
-from flatout.registry import TOKENIZERS, nearest
-from flatout.words import name_for
+from flatout.storage.cache import default_cache
+from flatout.storage.files import expanded
+from flatout.storage.process_limits import bound_memory, cpu_bounded
+from flatout.storage.recognised import recognise
 
 RESTORE = (
     "Restore it from a copy: a dataset and the runs trained on it have the same tokenizer.json."

@@ -17,11 +17,11 @@ from typing import ClassVar, Self, final
 import numpy as np
 from numpy.typing import NDArray
 
-from flatout.conversation.rendering import Piece
+from flatout.data.conversation.rendering import Piece
+from flatout.data.sources.long import chunks_of
 from flatout.errors import DataError
-from flatout.json_io import JsonObject
 from flatout.progress import Progress
-from flatout.sources.long import chunks_of
+from flatout.storage.json_io import JsonObject
 
 FORMAT = "flatout-tokenizer"
 FORMAT_VERSION = 1

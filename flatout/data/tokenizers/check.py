@@ -19,7 +19,7 @@ from pathlib import Path
 from flatout.data.tokenizers.base import NotEncodable, Tokenizer, is_panic
 from flatout.data.tokenizers.engines import versioned
 from flatout.errors import DataError
-from flatout.process_limits import bound_memory, cpu_bounded, failure_of
+from flatout.storage.process_limits import bound_memory, cpu_bounded, failure_of
 
 CPU_S = 30
 """CPU time to load a tokenizer and encode the trial texts. 256,000 tokens take about 4 s."""

@@ -13,12 +13,12 @@ from itertools import chain
 
 import numpy as np
 
-from flatout.cache import default_cache
 from flatout.data.tokenizers.base import Ids, Tokenizer
 from flatout.data.tokenizers.check import keep_verdict, verdict_path
 from flatout.data.tokenizers.engines import versioned
 from flatout.errors import DataError, FlatoutError
 from flatout.progress import Progress
+from flatout.storage.cache import default_cache
 
 WORTHWHILE_CHARACTERS = 4_000_000
 """With less text, encoding takes less time than finding a faster engine."""

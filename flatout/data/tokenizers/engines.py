@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import psutil
 
+from flatout.data.sources.long import utf8
 from flatout.data.tokenizers.base import Document, Encode, Ids
 from flatout.errors import DataError, MissingPackage
-from flatout.sources.long import utf8
 
 if TYPE_CHECKING:
     from gigatoken.gigatoken_rs import BPETokenizer, SentencePieceTokenizer

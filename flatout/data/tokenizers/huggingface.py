@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 import numpy as np
 
+from flatout.config.registry import nearest
 from flatout.data.tokenizers.base import (
     SKIP_DOCUMENTS,
     UNKNOWN,
@@ -30,7 +31,6 @@ from flatout.data.tokenizers.base import (
 from flatout.data.tokenizers.byte_level import Layout, byte_level_alphabet, layout_of
 from flatout.data.tokenizers.engines import with_fallback
 from flatout.errors import DataError
-from flatout.registry import nearest
 
 if TYPE_CHECKING:
     import tokenizers

@@ -9,7 +9,7 @@ from pathlib import Path
 import yaml
 
 from flatout.inference.export.source import Source
-from flatout.json_io import JsonObject, finite_numbers
+from flatout.storage.json_io import JsonObject, finite_numbers
 from flatout.training.run_dir import layout
 
 PROJECT = "https://github.com/flatout-train/flatout"

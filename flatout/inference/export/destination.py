@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from flatout.errors import OutputInUse
-from flatout.export_mark import MARK
-from flatout.files import PART, sync
-from flatout.json_io import Result
+from flatout.models.families.export_mark import MARK
 from flatout.progress import readable_size
+from flatout.storage.files import PART, sync
+from flatout.storage.json_io import Result
 
 DEFAULT_SHARD_MIB = 4096
 """Size of the largest file of an export. Its tensors are in memory while it is written."""

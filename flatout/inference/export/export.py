@@ -7,10 +7,8 @@ import time
 from pathlib import Path
 from typing import Literal
 
-from flatout.conversation.templates import CHAT_TEMPLATE, load_template
+from flatout.data.conversation.templates import CHAT_TEMPLATE, load_template
 from flatout.errors import HardwareError
-from flatout.export_mark import write_mark
-from flatout.files import copy_whole, folder_bytes, write_whole
 from flatout.inference.export import card, gguf
 from flatout.inference.export.destination import (
     DEFAULT_SHARD_MIB,
@@ -26,8 +24,10 @@ from flatout.inference.export.huggingface import (
     write_weights,
 )
 from flatout.inference.export.source import Source
-from flatout.json_io import write_json
+from flatout.models.families.export_mark import write_mark
 from flatout.progress import SILENT, Progress, readable_size
+from flatout.storage.files import copy_whole, folder_bytes, write_whole
+from flatout.storage.json_io import write_json
 
 Format = Literal["huggingface", "safetensors", "gguf"]
 

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from flatout.errors import ConfigError
-from flatout.files import sync
 from flatout.inference.export.gguf_tokenizer import write_vocabulary
 from flatout.inference.export.huggingface import latest
 from flatout.inference.export.packages import require_package
@@ -25,6 +24,7 @@ from flatout.inference.export.tokenizer_files import tokenizer_json
 from flatout.models.language_model import LanguageModelConfig
 from flatout.models.transformer import TransformerConfig
 from flatout.progress import Progress
+from flatout.storage.files import sync
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter

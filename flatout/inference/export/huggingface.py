@@ -9,11 +9,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from flatout.architectures.exported import MODEL_TYPE, OWN_TOKENIZER
-from flatout.architectures.table import Architecture
+from flatout.config.registry import ARCHITECTURES, MODELS
 from flatout.data.tokenizers.base import Document
 from flatout.errors import ConfigError, DataError
-from flatout.files import copy_whole, sync
 from flatout.inference.export import modeling
 from flatout.inference.export.shards import Planned, write_shards
 from flatout.inference.export.source import Source
@@ -24,10 +22,12 @@ from flatout.inference.export.tokenizer_files import (
     tokenizer_config,
     tokenizer_json,
 )
-from flatout.json_io import JsonObject, write_json
+from flatout.models.families.exported import MODEL_TYPE, OWN_TOKENIZER
+from flatout.models.families.table import Architecture
 from flatout.models.transformer import TransformerConfig
 from flatout.progress import Progress
-from flatout.registry import ARCHITECTURES, MODELS
+from flatout.storage.files import copy_whole, sync
+from flatout.storage.json_io import JsonObject, write_json
 
 MODELING = "modeling_flatout"
 """The name of the modeling file in an export."""

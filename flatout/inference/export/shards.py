@@ -11,9 +11,9 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from flatout.files import not_written, sync
-from flatout.json_io import write_json
 from flatout.progress import Task
+from flatout.storage.files import not_written, sync
+from flatout.storage.json_io import write_json
 
 STEM = "model"
 INDEX = f"{STEM}.safetensors.index.json"

@@ -11,7 +11,7 @@ from flatout.data.tokenizers import Tokenizer
 from flatout.data.tokenizers.base import Document, NotEncodable
 from flatout.data.tokenizers.byte_level import QWEN2, UNSPLIT
 from flatout.errors import DataError
-from flatout.json_io import JsonObject
+from flatout.storage.json_io import JsonObject
 
 if TYPE_CHECKING:
     import tokenizers

@@ -9,7 +9,7 @@ from __future__ import annotations
 from flatout.assembly.recipe import divisors
 from flatout.assembly.selection import parse_request, select, speedup_named
 from flatout.config.schema import RunConfig, parse_overrides
-from flatout.hardware import GIB
+from flatout.hardware.machine import GIB
 from flatout.measure.diagnose.fix import applied
 from flatout.measure.diagnose.spec import LIMIT_S, MeasureSpec
 from flatout.measure.experiments.records import TrialSpec

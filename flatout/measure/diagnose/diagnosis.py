@@ -21,11 +21,11 @@ from typing import Any, Literal
 
 from flatout.assembly.selection import all_speedups
 from flatout.config.schema import RunConfig
-from flatout.figures import digits, duration, milliseconds
-from flatout.files import Stored, write_text
+from flatout.display import digits, duration, milliseconds
 from flatout.measure import rules as package
 from flatout.measure.steps.evidence import CallSite, Evidence, Roofline
 from flatout.progress import counted
+from flatout.storage.files import Stored, write_text
 
 FORMAT_VERSION = 1
 FILE = "findings.json"

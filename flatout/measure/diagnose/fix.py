@@ -16,11 +16,11 @@ import yaml
 from flatout.assembly.selection import adding, parse_request, removing
 from flatout.config.schema import RunConfig, flat, nested
 from flatout.errors import ConfigError
-from flatout.files import Stored, write_text
 from flatout.measure.diagnose.diagnosis import Diagnosis
 from flatout.measure.experiments.noise import mean_of
 from flatout.measure.steps.evidence import Evidence
 from flatout.progress import SILENT, Progress, Task
+from flatout.storage.files import Stored, write_text
 
 MARK = "with the fix that `flatout diagnose --fix` measured"
 """What the first line of a recipe ends with that `--fix` wrote, and which it may replace."""

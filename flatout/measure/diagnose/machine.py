@@ -8,11 +8,11 @@ from pathlib import Path
 import psutil
 import torch
 
-from flatout.hardware import GIB, pick_device, probe
+from flatout.hardware.machine import GIB, pick_device, probe
+from flatout.hardware.roofline import copy_rate, measure
 from flatout.measure.steps.evidence import Evidence, MemoryFacts
 from flatout.measure.steps.machine import VARIABLES, gpu_facts, host_facts
 from flatout.progress import SILENT, Progress, counted
-from flatout.roofline import copy_rate, measure
 
 
 def machine_evidence(folder: Path = Path(), *, progress: Progress = SILENT) -> Evidence:

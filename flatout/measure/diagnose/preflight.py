@@ -13,7 +13,7 @@ from flatout.assembly.resolve import epoch_tokens, known_peak, resolve, workload
 from flatout.config.schema import validate
 from flatout.data.store.mix import members_of
 from flatout.errors import DataError, FlatoutError, HardwareError, MissingPackage, RunFailed
-from flatout.hardware import ASSUMED_MFU, pick_device, probe
+from flatout.hardware.machine import ASSUMED_MFU, pick_device, probe
 from flatout.measure.diagnose.spec import MeasureSpec
 from flatout.measure.experiments.resolving import Resolved
 from flatout.measure.steps.evidence import (
@@ -28,7 +28,7 @@ from flatout.measure.steps.evidence import (
 from flatout.measure.steps.lines import site_of
 from flatout.measure.steps.machine import gpu_facts, host_facts
 from flatout.models.language_model import model_of
-from flatout.optimizers.schedule import warmup_steps
+from flatout.optim.schedule import warmup_steps
 from flatout.training.checkpoint.catalog import DISK_BYTES_PER_PARAMETER, most_at_once
 
 PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "workspace")

@@ -14,8 +14,7 @@ from statistics import fmean
 from typing import Any
 
 from flatout.errors import CheckpointError, in_shell
-from flatout.hardware import probe
-from flatout.json_io import finite_numbers
+from flatout.hardware.machine import probe
 from flatout.measure.runlog import RunLog
 from flatout.measure.steps.evidence import (
     FAILURES,
@@ -29,6 +28,7 @@ from flatout.measure.steps.evidence import (
     Roofline,
     lasting_s,
 )
+from flatout.storage.json_io import finite_numbers
 from flatout.training.run_dir import layout
 from flatout.training.run_dir.resume import settings_file
 

@@ -18,7 +18,7 @@ from flatout.assembly.selection import speedup_named
 from flatout.config.schema import RunConfig
 from flatout.data.load.loader import DirectLoader, PrefetchLoader, StepBatch
 from flatout.errors import FlatoutError
-from flatout.hardware import usable_cores
+from flatout.hardware.machine import usable_cores
 from flatout.measure.child import Answer
 from flatout.measure.diagnose.preflight import Prepared, failure_of, prepare
 from flatout.measure.diagnose.recorded import series_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from flatout.files import Stored
+from flatout.storage.files import Stored
 
 DEFAULT_SECONDS = 4.0
 """Seconds of ordinary steps that are measured."""

@@ -18,10 +18,9 @@ from typing import Any
 from flatout.assembly import prediction
 from flatout.assembly.prediction import hardware_name, past_run, speedups_on
 from flatout.assembly.selection import Decision, Gain
+from flatout.config.registry import PACKAGE_DIR
 from flatout.config.schema import RunConfig
 from flatout.errors import CheckpointError, ConfigError, RunFailed
-from flatout.files import sync, unless_broken, write_text
-from flatout.json_io import append_line, read_json, read_lines, write_json
 from flatout.measure.experiments.losses import DETERMINISTIC_STEPS, Trials
 from flatout.measure.experiments.points import (
     ABLATION,
@@ -40,7 +39,8 @@ from flatout.measure.experiments.schedule import (
 )
 from flatout.measure.experiments.trial import run_trial
 from flatout.progress import SILENT, Progress
-from flatout.registry import PACKAGE_DIR
+from flatout.storage.files import sync, unless_broken, write_text
+from flatout.storage.json_io import append_line, read_json, read_lines, write_json
 from flatout.training.run_dir.resume import run_name
 
 JSON, TABLE, PICTURE, TRIALS = "bench.json", "table.md", "bench.svg", "trials.jsonl"

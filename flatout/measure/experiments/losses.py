@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from flatout.assembly.recipe import Tolerance
+from flatout.config.registry import SPEEDUPS
 from flatout.config.schema import RunConfig
 from flatout.measure.experiments.noise import MIN_SEEDS, Spread, mean_of, median_of, spread
 from flatout.measure.experiments.records import (
@@ -25,7 +26,6 @@ from flatout.measure.experiments.records import (
     Trial,
     TrialResult,
 )
-from flatout.registry import SPEEDUPS
 
 LOSS_STEPS = 20
 """Number of first losses that are compared."""

@@ -22,6 +22,7 @@ from flatout.assembly.selection import (
     select,
     speedup_named,
 )
+from flatout.config.registry import SPEEDUPS
 from flatout.config.schema import RunConfig
 from flatout.errors import ConfigError, FlatoutError
 from flatout.measure.experiments.losses import Trials, tolerance_between
@@ -30,7 +31,6 @@ from flatout.measure.experiments.resolving import Resolved
 from flatout.measure.experiments.schedule import Experiment, Point, with_speedups
 from flatout.models.language_model import model_of
 from flatout.progress import counted
-from flatout.registry import SPEEDUPS
 
 BASELINE, ABLATION = "baseline", "ablation"
 Points = dict[str, dict[str, Any] | str]

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from flatout.files import Stored
+from flatout.storage.files import Stored
 
 PARTS = ("batch", "checkpointing", "speedups", "prefetch")
 """What `flatout tune` varies. The order is that of the first measurements."""

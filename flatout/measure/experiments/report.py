@@ -9,9 +9,8 @@ from typing import Any
 
 from pydantic import Field
 
+from flatout.display import duration
 from flatout.errors import in_shell
-from flatout.figures import duration
-from flatout.json_io import Result
 from flatout.measure.experiments.records import (
     INTERRUPTED,
     TIME_WAS_UP,
@@ -24,7 +23,8 @@ from flatout.measure.experiments.records import (
     Trial,
 )
 from flatout.progress import counted
-from flatout.streams import can_show
+from flatout.storage.json_io import Result
+from flatout.storage.streams import can_show
 
 FORMAT_VERSION = 3
 NO_TIME = "not measured: the time was up before its turn."

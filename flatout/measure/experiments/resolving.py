@@ -18,13 +18,13 @@ from flatout.assembly.run import Run, build
 from flatout.assembly.selection import Decision, adding, parse_request, speedup_named
 from flatout.config.schema import RunConfig, validate
 from flatout.data.store.mix import AnyDataset
+from flatout.distributed.mesh import make_mesh
+from flatout.distributed.spinning import spin_less_beside_others
 from flatout.errors import RunFailed, UsageError
-from flatout.files import Stored
-from flatout.hardware import Machine, pick_device, probe
+from flatout.hardware.machine import Machine, pick_device, probe
 from flatout.measure.child import Answer, ask
-from flatout.parallel.mesh import make_mesh
-from flatout.parallel.spinning import spin_less_beside_others
 from flatout.progress import SILENT, Progress
+from flatout.storage.files import Stored
 
 
 @dataclass(frozen=True)

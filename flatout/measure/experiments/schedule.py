@@ -17,6 +17,7 @@ from typing import Any
 
 from flatout.assembly.recipe import Tolerance
 from flatout.config.schema import RunConfig
+from flatout.distributed.rendezvous import stated_ranks
 from flatout.errors import ConfigError, Interrupted, signal_of
 from flatout.measure.experiments.losses import DETERMINISTIC_STEPS, LOSS_STEPS, Trials
 from flatout.measure.experiments.records import (
@@ -27,7 +28,6 @@ from flatout.measure.experiments.records import (
     TrialResult,
     TrialSpec,
 )
-from flatout.parallel.rendezvous import stated_ranks
 from flatout.progress import Progress
 
 RunTrial = Callable[[TrialSpec, float], TrialResult]

@@ -19,7 +19,7 @@ from torch import Tensor
 from flatout.assembly.run import Run
 from flatout.config.schema import validate
 from flatout.errors import FlatoutError, OutOfMemory
-from flatout.hardware import fingerprint
+from flatout.hardware.machine import fingerprint
 from flatout.measure.child import Answer, ask
 from flatout.measure.experiments.records import Rehearsal, Status, TrialResult, TrialSpec
 from flatout.measure.experiments.resolving import resolve_here

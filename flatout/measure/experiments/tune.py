@@ -25,7 +25,6 @@ from flatout.assembly.resolve import workload_of
 from flatout.assembly.selection import assemble
 from flatout.config.schema import RunConfig
 from flatout.errors import ConfigError, HardwareError, RunFailed
-from flatout.files import write_text
 from flatout.measure.experiments.bench import facts_of, remember
 from flatout.measure.experiments.losses import LOSS_STEPS, Trials, tolerance_between
 from flatout.measure.experiments.noise import EXPECTED, Spread, interval_of, pooled, spread
@@ -54,6 +53,7 @@ from flatout.measure.experiments.schedule import (
 from flatout.measure.experiments.space import Move, Setting, Space, make_space
 from flatout.measure.experiments.trial import run_trial
 from flatout.progress import SILENT, Progress, counted
+from flatout.storage.files import write_text
 
 MARK = "# Written by `flatout tune`"
 """The start of a recipe that tune wrote, which tune may therefore replace."""

@@ -59,14 +59,14 @@ from flatout.config.sections import ParallelConfig
 from flatout.data.store.manifest import MANIFEST
 from flatout.data.store.mix import AnyDataset
 from flatout.errors import ConfigError, FlatoutError, HardwareError
-from flatout.hardware import Machine, pick_device, probe
+from flatout.hardware.machine import Machine, pick_device, probe
+from flatout.hardware.roofline import Peak
 from flatout.measure.plan.report import Change, MeshChoice, MicroBatch, Plan
 from flatout.models.language_model import LanguageModel, model_of
 from flatout.models.lora import INSIDE, require_weights, with_adapters
 from flatout.ops import Ops, cross_entropy
 from flatout.progress import SILENT, Progress
-from flatout.remote.urls import is_url
-from flatout.roofline import Peak
+from flatout.storage.remote.urls import is_url
 
 LEAST_SAVING = 0.02
 """Changes that save less of the memory are omitted."""

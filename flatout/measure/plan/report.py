@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from flatout.figures import amount, duration
-from flatout.files import Stored
-from flatout.json_io import JsonObject, Result
+from flatout.display import amount, duration
 from flatout.progress import counted
+from flatout.storage.files import Stored
+from flatout.storage.json_io import JsonObject, Result
 
 NAMES = 13
 """Columns of the names."""

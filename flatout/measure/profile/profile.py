@@ -25,9 +25,11 @@ from torch.profiler import record_function
 
 from flatout.assembly.run import Run
 from flatout.config.schema import RunConfig
+from flatout.distributed.rendezvous import silence_profiler
+from flatout.distributed.spinning import spin_less_beside_others
 from flatout.errors import ConfigError
-from flatout.files import CheckedFile, write_text, writing_run
-from flatout.hardware import fingerprint
+from flatout.hardware.machine import fingerprint
+from flatout.hardware.roofline import peak_bandwidth, peak_tflops
 from flatout.measure.experiments.bench import claim
 from flatout.measure.experiments.resolving import resolve_here
 from flatout.measure.experiments.schedule import require_one_process
@@ -36,10 +38,8 @@ from flatout.measure.profile.memory import CATEGORIES, Blocks, Moment, Named, pe
 from flatout.measure.profile.report import PHASES, Gap, Profile, ProfileRoofline
 from flatout.measure.steps.trace import PREFIX, STEP, Range, Trace, exported, profiling, read_trace
 from flatout.measure.steps.windows import MIN_WARM_STEPS, Windows, unprofiled
-from flatout.parallel.rendezvous import silence_profiler
-from flatout.parallel.spinning import spin_less_beside_others
 from flatout.progress import SILENT, Progress
-from flatout.roofline import peak_bandwidth, peak_tflops
+from flatout.storage.files import CheckedFile, write_text, writing_run
 from flatout.training.checkpoint.tensors import local_part
 from flatout.training.loop import fit
 from flatout.training.metrics.log import Log

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from textwrap import TextWrapper
 
-from flatout.figures import gib, milliseconds, optional
-from flatout.files import Stored
-from flatout.json_io import Result
+from flatout.display import gib, milliseconds, optional
 from flatout.measure.steps.evidence import KernelRow
+from flatout.storage.files import Stored
+from flatout.storage.json_io import Result
 
 FORMAT_VERSION = 2
 PHASES = ("data", "forward", "backward", "optimizer", "logging")

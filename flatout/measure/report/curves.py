@@ -13,11 +13,11 @@ from types import NoneType
 import numpy as np
 from numpy.typing import NDArray
 
-from flatout.json_io import is_finite
 from flatout.measure.diagnose.diagnosis import FILE, read_diagnosis
 from flatout.measure.runlog import RunLog
 from flatout.measure.scripts.tuning import CHANGES
 from flatout.progress import counted
+from flatout.storage.json_io import is_finite
 
 Array = NDArray[np.float64]
 POSITIONS = ("step", "tokens", "elapsed_s")

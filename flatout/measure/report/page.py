@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 
 from flatout.config.schema import flat
+from flatout.display import UNKNOWN, duration
 from flatout.errors import MissingPackage
-from flatout.figures import UNKNOWN, duration
-from flatout.json_io import is_finite
 from flatout.measure.report.charts import NUM_COLORS, described, drawn_charts, marks_of
 from flatout.measure.report.curves import INTERVALS, TREND_INTERVALS, RunData
+from flatout.storage.json_io import is_finite
 
 MARK = "<!doctype html><!-- flatout report -->"
 """The first characters of a report, by which a file is known as one."""

@@ -15,9 +15,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-from flatout.cache import default_cache
 from flatout.config.schema import RunConfig, validate
 from flatout.config.sections import CheckpointConfig, LogConfig
+from flatout.config.trust import forget
+from flatout.distributed.launch import launch, num_processes, own_environment
+from flatout.distributed.rendezvous import stated_ranks
 from flatout.errors import (
     ConfigError,
     FlatoutError,
@@ -25,10 +27,7 @@ from flatout.errors import (
     RunFailed,
     Stopped,
 )
-from flatout.files import Stored
-from flatout.hardware import pick_device, probe, usable_cores
-from flatout.json_io import JsonObject, read_model, write_json
-from flatout.launch import launch, num_processes, own_environment
+from flatout.hardware.machine import pick_device, probe, usable_cores
 from flatout.measure.child import Told, end_group, python, start_child
 from flatout.measure.experiments.schedule import require_one_process
 from flatout.measure.resume.compare import (
@@ -38,13 +37,14 @@ from flatout.measure.resume.compare import (
     is_deterministic,
 )
 from flatout.measure.resume.proof import FIXED, ResumeProof
-from flatout.parallel.rendezvous import stated_ranks
 from flatout.progress import SILENT, Progress
+from flatout.storage.cache import default_cache
+from flatout.storage.files import Stored
+from flatout.storage.json_io import JsonObject, read_model, write_json
 from flatout.training.checkpoint import catalog
 from flatout.training.metrics.observers import Quiet
 from flatout.training.run import run_training
 from flatout.training.run_dir import layout
-from flatout.trust import forget
 
 PROGRAM = "from flatout.measure.resume.check import main; main()"
 DEFAULT_STEPS = (5, 5)

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from safetensors import safe_open
 
 from flatout.config.schema import RunConfig, flat
-from flatout.json_io import JsonObject, parsing
+from flatout.storage.json_io import JsonObject, parsing
 from flatout.training.checkpoint import catalog
 from flatout.training.checkpoint.catalog import Entry, read_index
 from flatout.training.checkpoint.contents import read_state

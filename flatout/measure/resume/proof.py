@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from flatout.files import Stored
 from flatout.progress import readable_size
+from flatout.storage.files import Stored
 
 FIXED = (
     "Checking with train.deterministic=true: without it kernels of a GPU sum in no fixed order, "

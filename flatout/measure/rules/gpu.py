@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flatout.hardware import CUDA_TORCH
+from flatout.hardware.machine import CUDA_TORCH
 from flatout.measure.diagnose.diagnosis import (
     Finding,
     Fix,

@@ -19,11 +19,11 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import IterableDataset
 
-from flatout.hardware import probe
+from flatout.config.registry import is_user_code
+from flatout.hardware.machine import probe
 from flatout.measure.scripts.changes import edit_of
 from flatout.measure.scripts.patch import Edit
 from flatout.measure.scripts.sites import CALLS
-from flatout.registry import is_user_code
 
 Failed = Callable[[str], object]
 

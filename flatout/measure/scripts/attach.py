@@ -30,8 +30,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from flatout.files import write_text
-from flatout.hardware import usable_cores
+from flatout.config.registry import is_user_code
+from flatout.hardware.machine import usable_cores
 from flatout.measure.scripts.apply import Models, apply, replace
 from flatout.measure.scripts.recorder import CallRecorder, Graphs, own_lines, padding_of
 from flatout.measure.scripts.request import SEEN, Answer, Request
@@ -49,7 +49,7 @@ from flatout.measure.steps.lines import (
 )
 from flatout.measure.steps.windows import threads
 from flatout.measure.watch.loop import CALLED_STEPS, LoopTimer, LoopWindows, Settings
-from flatout.registry import is_user_code
+from flatout.storage.files import write_text
 from flatout.training.metrics.detectors import is_steady_growth
 
 MIN_MEASURED = 5

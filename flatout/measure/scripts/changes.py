@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from flatout.hardware import probe
+from flatout.hardware.machine import probe
 from flatout.measure.scripts.patch import Edit
 from flatout.measure.scripts.request import Facts
 from flatout.measure.steps.evidence import Evidence

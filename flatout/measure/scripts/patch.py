@@ -14,8 +14,8 @@ from typing import Any
 
 from pydantic import Field
 
-from flatout.files import Stored
 from flatout.measure.scripts.request import Site
+from flatout.storage.files import Stored
 
 UNITS = ast.Name | ast.Attribute | ast.Call | ast.Subscript
 """Mappings of a call that `|` can follow."""

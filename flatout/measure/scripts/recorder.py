@@ -19,8 +19,8 @@ from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from flatout.config.registry import is_user_code
 from flatout.measure.steps.lines import MIN_SAMPLES, Line, LineTotals, line_of, user_frame
-from flatout.registry import is_user_code
 
 KEY = "flatout"
 """Key of a step's mark in the metadata of its graph."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pydantic import ConfigDict, Field
 
-from flatout.files import Stored
 from flatout.measure.steps.evidence import Evidence
+from flatout.storage.files import Stored
 
 SEEN = ".seen"
 """Added to the name of the answer's file: how far the script has come: `torch` or

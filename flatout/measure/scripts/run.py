@@ -17,8 +17,8 @@ from typing import NamedTuple
 import psutil
 from pydantic import ValidationError
 
+from flatout.distributed.launch import own_environment
 from flatout.errors import ConfigError, RunFailed, in_shell
-from flatout.launch import own_environment
 from flatout.measure.diagnose.diagnosis import Diagnosis, diagnosis_of
 from flatout.measure.scripts.changes import CHANGES
 from flatout.measure.scripts.request import SEEN, Answer, Request

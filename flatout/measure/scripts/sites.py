@@ -19,8 +19,8 @@ from torch.autograd.anomaly_mode import detect_anomaly, set_detect_anomaly
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from flatout.config.registry import is_user_code
 from flatout.measure.scripts.request import Site
-from flatout.registry import is_user_code
 
 MOST_CALLERS = 4
 """Lines of user code, from the constructor of an optimizer outwards, that are searched for the

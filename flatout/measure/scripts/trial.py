@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader, IterableDataset
 
-from flatout.files import write_text
-from flatout.hardware import GIB
+from flatout.distributed.rendezvous import stated_ranks
+from flatout.hardware.machine import GIB
 from flatout.measure.scripts.apply import Models, replace
 from flatout.measure.scripts.request import Answer, Facts, Request
-from flatout.parallel.rendezvous import stated_ranks
+from flatout.storage.files import write_text
 from flatout.training.metrics.compile_events import CompilationWatch
 from flatout.training.metrics.device import process_peak_bytes
 

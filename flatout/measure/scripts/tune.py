@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from flatout.config.registry import is_user_code
 from flatout.errors import ConfigError, OutputInUse, RunFailed
-from flatout.files import write_text, write_whole
-from flatout.hardware import probe
+from flatout.hardware.machine import probe
 from flatout.measure.diagnose.diagnosis import Diagnosis, diagnosis_of
 from flatout.measure.experiments.losses import LOSS_STEPS, largest_difference, paired
 from flatout.measure.experiments.noise import (
@@ -39,7 +39,7 @@ from flatout.measure.scripts.scratch import Scratch
 from flatout.measure.scripts.tuning import CHANGES as SUMMARY
 from flatout.measure.scripts.tuning import FILE, ChangeRow, ScriptTuning
 from flatout.progress import SILENT, Progress, Task
-from flatout.registry import is_user_code
+from flatout.storage.files import write_text, write_whole
 
 LOOK_S, TRIAL_S = 3.0, 3.0
 """Seconds of steps with evidence, and of a trial."""

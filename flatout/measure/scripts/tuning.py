@@ -6,13 +6,13 @@ import math
 
 from pydantic import ConfigDict, Field
 
+from flatout.display import duration
 from flatout.errors import in_shell
-from flatout.figures import duration
-from flatout.json_io import Result
 from flatout.measure.experiments.records import Figure, Left, LossCheck
 from flatout.measure.experiments.report import NO_TIME
 from flatout.measure.scripts.patch import ByHand
 from flatout.progress import counted
+from flatout.storage.json_io import Result
 
 MOST_NAMED = 5
 """Written files that are named."""

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from flatout.config.registry import is_user_code
 from flatout.measure.steps.lines import Line, LineTotals, user_frame
-from flatout.registry import is_user_code
 
 READS = ("item", "tolist", "__float__", "__int__", "__bool__", "__index__", "cpu", "nonzero")
 """Methods of a tensor that make the host wait for the device."""

@@ -18,8 +18,8 @@ from typing import Any, Literal
 from pydantic import ConfigDict
 
 from flatout.config.schema import RunConfig
-from flatout.files import Stored
-from flatout.hardware import Machine
+from flatout.hardware.machine import Machine
+from flatout.storage.files import Stored
 
 
 class CallSite(Stored):

@@ -6,12 +6,12 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from flatout.config.registry import is_user_code
 from flatout.measure.steps.evidence import CallSite, Counts, Evidence, Phases, lasting_s
 from flatout.measure.steps.kernels import MEMORY_BOUND
 from flatout.measure.steps.lines import site_at
 from flatout.measure.steps.trace import Trace
 from flatout.measure.steps.windows import Windows
-from flatout.registry import is_user_code
 
 COMPUTE = ("compute", "forward", "backward")
 """Phases of the host that are one in `Phases`."""

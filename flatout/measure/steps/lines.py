@@ -21,8 +21,8 @@ from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import IO, Self
 
+from flatout.config.registry import PACKAGE_DIR, is_user_code
 from flatout.measure.steps.evidence import CallSite
-from flatout.registry import PACKAGE_DIR, is_user_code
 
 INTERVAL_S = 0.004
 """Time between two samples."""

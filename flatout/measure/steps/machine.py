@@ -16,8 +16,8 @@ from typing import Any
 import psutil
 import torch
 
-from flatout.hardware import GIB, CpuTimes, Machine, probe, usable_cores
-from flatout.launch import stated_variables
+from flatout.distributed.launch import stated_variables
+from flatout.hardware.machine import GIB, CpuTimes, Machine, probe, usable_cores
 from flatout.measure.steps.evidence import GpuFacts, HostFacts
 from flatout.training.metrics.device import GpuDriver
 

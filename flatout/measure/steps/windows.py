@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch.profiler import profile
 
+from flatout.distributed.rendezvous import silence_profiler
 from flatout.errors import RunFailed
 from flatout.measure.steps.calls import MarkedCalls
 from flatout.measure.steps.evidence import CallSite, lasting_s
@@ -31,7 +32,6 @@ from flatout.measure.steps.lines import INTERVAL_S, LineSampler
 from flatout.measure.steps.machine import Usage, usage_now
 from flatout.measure.steps.steady import is_steady
 from flatout.measure.steps.trace import Trace, exported, phase_ranges, profiling, read_trace
-from flatout.parallel.rendezvous import silence_profiler
 from flatout.training.metrics.compile_events import Compilations, CompilationWatch
 from flatout.training.metrics.phases import PhaseTimer
 

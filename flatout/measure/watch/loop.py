@@ -16,8 +16,9 @@ from typing import Any, Literal, TypeVar, cast
 
 import torch
 
+from flatout.distributed.rendezvous import stated_ranks
 from flatout.errors import ConfigError, FlatoutError
-from flatout.hardware import GIB, probe
+from flatout.hardware.machine import GIB, probe
 from flatout.measure.steps.evidence import Evidence, Failure, GpuFacts, MemoryFacts, Roofline
 from flatout.measure.steps.gathering import gathered
 from flatout.measure.steps.lines import site_of
@@ -25,7 +26,6 @@ from flatout.measure.steps.machine import gpu_facts, host_facts
 from flatout.measure.steps.windows import MIN_WARM_STEPS, Windows
 from flatout.measure.watch.hooks import OWN_WORK, Hooks
 from flatout.measure.watch.records import LoopRecords
-from flatout.parallel.rendezvous import stated_ranks
 from flatout.training.metrics.device import process_peak_bytes
 from flatout.training.metrics.phases import PhaseTimer
 

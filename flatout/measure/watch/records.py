@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from flatout.errors import OutputInUse
-from flatout.files import write_text
-from flatout.json_io import append_line
 from flatout.measure.diagnose.diagnosis import Diagnosis
 from flatout.measure.report.curves import RunData
 from flatout.measure.report.page import render
 from flatout.measure.steps.windows import Totals
+from flatout.storage.files import write_text
+from flatout.storage.json_io import append_line
 from flatout.training.metrics.phases import PhaseTimer
 from flatout.training.metrics.readback import DelayedReadback
 from flatout.training.run_dir.layout import METRICS

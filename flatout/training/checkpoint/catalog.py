@@ -20,9 +20,9 @@ from pydantic import BaseModel, Field
 
 from flatout.config.sections import CheckpointConfig
 from flatout.errors import CheckpointError
-from flatout.files import Stored, sha256, sync
-from flatout.json_io import RESTORE, JsonObject, parsing, read_json, read_model
 from flatout.progress import SILENT, Progress
+from flatout.storage.files import Stored, sha256, sync
+from flatout.storage.json_io import RESTORE, JsonObject, parsing, read_json, read_model
 from flatout.training.checkpoint.location import checkpoints_folder
 
 FORMAT_VERSION = 1

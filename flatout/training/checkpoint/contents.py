@@ -15,9 +15,9 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from flatout.errors import CheckpointError
-from flatout.files import sha256
-from flatout.json_io import RESTORE, JsonObject, parsing, read_json
 from flatout.progress import SILENT, Progress
+from flatout.storage.files import sha256
+from flatout.storage.json_io import RESTORE, JsonObject, parsing, read_json
 from flatout.training.checkpoint import catalog
 from flatout.training.checkpoint.catalog import Base, Index, read_index
 from flatout.training.checkpoint.location import moved_with

@@ -17,7 +17,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from flatout.hardware import Machine
+from flatout.hardware.machine import Machine
 
 if TYPE_CHECKING:
     from flatout.assembly.run import Run

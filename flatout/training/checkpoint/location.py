@@ -14,10 +14,10 @@ from pathlib import Path
 
 from pydantic import BaseModel, Field
 
-from flatout.documents import read_document
+from flatout.config.documents import read_document
 from flatout.errors import CheckpointError, ConfigError
-from flatout.files import sync
-from flatout.json_io import read_json, read_model, write_json
+from flatout.storage.files import sync
+from flatout.storage.json_io import read_json, read_model, write_json
 
 OWNER = "owner.json"
 """In the run directory and in a directory of checkpoints outside it: the same random id in both

@@ -8,15 +8,15 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from flatout.architectures.source import ForeignWeights, find_model, is_foreign
+from flatout.config.registry import MODELS
 from flatout.errors import CheckpointError
-from flatout.json_io import RESTORE, parsing
+from flatout.models.families.source import ForeignWeights, find_model, is_foreign
 from flatout.models.language_model import LanguageModel
 from flatout.models.lora import INSIDE, Delta, merge
 from flatout.models.meta import boxes_of
 from flatout.ops import Ops
 from flatout.progress import SILENT, Progress
-from flatout.registry import MODELS
+from flatout.storage.json_io import RESTORE, parsing
 from flatout.training.checkpoint import catalog, tensors
 from flatout.training.checkpoint.catalog import Base, read_index
 from flatout.training.checkpoint.contents import WEIGHTS, find_base

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from flatout.errors import CheckpointError
-from flatout.json_io import JsonObject, parsing, read_json
 from flatout.progress import SILENT, Progress
+from flatout.storage.json_io import JsonObject, parsing, read_json
 from flatout.training.agreement import READING, together
 from flatout.training.checkpoint import catalog, tensors
 from flatout.training.checkpoint.catalog import Entry, read_index

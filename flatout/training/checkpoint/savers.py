@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from flatout.assembly.run import Saved
-from flatout.files import sha256, sync
-from flatout.json_io import JsonObject, read_json
-from flatout.parallel.mesh import Mesh
+from flatout.distributed.mesh import Mesh
 from flatout.progress import SILENT, Progress
+from flatout.storage.files import sha256, sync
+from flatout.storage.json_io import JsonObject, read_json
 from flatout.training.agreement import WRITING, Vote, together
 from flatout.training.checkpoint import catalog
 from flatout.training.checkpoint import tensors as slices

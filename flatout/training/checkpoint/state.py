@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flatout.distributed.tensor import is_shared
 from flatout.errors import CheckpointError
-from flatout.json_io import JsonObject
-from flatout.optimizers.moments import how_to_resume, kept_by, stored_as
-from flatout.parallel.tensor import is_shared
+from flatout.optim.moments import how_to_resume, kept_by, stored_as
+from flatout.storage.json_io import JsonObject
 from flatout.training.checkpoint.catalog import Entry
 from flatout.training.checkpoint.tensors import dtype_of, empty
 from flatout.training.checkpoint.weights import parameter_names, weights_of

@@ -19,12 +19,12 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from flatout.distributed.tensor import Cut, is_shared, local
 from flatout.errors import CheckpointError
-from flatout.files import disk_fix
-from flatout.json_io import RESTORE
 from flatout.models.meta import boxes_of
-from flatout.parallel.tensor import Cut, is_shared, local
 from flatout.progress import Task
+from flatout.storage.files import disk_fix
+from flatout.storage.json_io import RESTORE
 from flatout.training.checkpoint.catalog import Entry, Slice
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from flatout.models.lora import adapters_of
 
 if TYPE_CHECKING:
     from flatout.assembly.run import Run
+    from flatout.distributed.tensor import Cut
     from flatout.models.language_model import LanguageModel
-    from flatout.parallel.tensor import Cut
 
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 """Prefixes that compile and activation checkpointing insert into the names of parameters."""

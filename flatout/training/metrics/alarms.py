@@ -13,7 +13,7 @@ from dataclasses import replace
 from statistics import fmean, median
 from types import MappingProxyType
 
-from flatout.json_io import JsonObject
+from flatout.storage.json_io import JsonObject
 from flatout.training.metrics.detectors import Change, Creep, Shift, Spike
 from flatout.training.metrics.surroundings import Surroundings
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
-from flatout.json_io import JsonObject
+from flatout.storage.json_io import JsonObject
 from flatout.training.metrics.readback import DelayedReadback
 
 if TYPE_CHECKING:

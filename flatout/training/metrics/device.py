@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from flatout.hardware import CpuTimes
+from flatout.hardware.machine import CpuTimes
 from flatout.training.metrics.surroundings import GpuState
 
 GIB = 2**30

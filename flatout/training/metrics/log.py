@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 import torch
 
 from flatout.errors import RunFailed
-from flatout.json_io import Json, JsonObject
 from flatout.progress import SILENT, Progress
+from flatout.storage.json_io import Json, JsonObject
 from flatout.training.checkpoint.catalog import read_info
 from flatout.training.metrics.alarms import Alarms
 from flatout.training.metrics.bad_steps import BadSteps

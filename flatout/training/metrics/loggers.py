@@ -16,9 +16,9 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from flatout.assembly.preflight import check_loggers
+from flatout.config.registry import LOGGERS, load_reference
 from flatout.errors import ConfigError, on_one_line, without_secrets
-from flatout.json_io import JsonObject, read_json, write_json
-from flatout.registry import LOGGERS, load_reference
+from flatout.storage.json_io import JsonObject, read_json, write_json
 from flatout.training.checkpoint.location import checkpoints_folder
 from flatout.training.metrics.observers import Observer, Quiet
 from flatout.training.run_dir.layout import LOGGER_STATES

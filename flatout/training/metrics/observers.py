@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
 
-from flatout.json_io import JsonObject
+from flatout.storage.json_io import JsonObject
 
 if TYPE_CHECKING:
     from flatout.assembly.run import Run

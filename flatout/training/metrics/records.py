@@ -11,9 +11,9 @@ from contextlib import suppress
 from functools import reduce
 from pathlib import Path
 
-from flatout.files import open_own, write_text
-from flatout.json_io import JsonObject, finite_numbers, object_or_none
 from flatout.progress import counted
+from flatout.storage.files import open_own, write_text
+from flatout.storage.json_io import JsonObject, finite_numbers, object_or_none
 from flatout.training.checkpoint.catalog import CheckpointInfo, read_info
 from flatout.training.run_dir.layout import EVENTS, METRICS
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from flatout.hardware import CpuTimes
+from flatout.hardware.machine import CpuTimes
 
 CPU_STATS = (Path("/sys/fs/cgroup/cpu.stat"), Path("/sys/fs/cgroup/cpu/cpu.stat"))
 """Counters of a container's CPU limit, cgroups v2 and v1."""

@@ -13,11 +13,11 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+from flatout.config.documents import parse_yaml
 from flatout.config.schema import RunConfig, difference, validate
-from flatout.documents import parse_yaml
 from flatout.errors import ConfigError, in_shell
-from flatout.files import write_text
-from flatout.recognised import read_regular
+from flatout.storage.files import write_text
+from flatout.storage.recognised import read_regular
 
 COPY = "config.copy.yaml"
 OF_THE_MODEL = (

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from flatout.config.schema import RunConfig
 from flatout.config.sections import DataConfig
-from flatout.conversation.templates import CHAT_TEMPLATE, stored_template
+from flatout.data.conversation.templates import CHAT_TEMPLATE, stored_template
 from flatout.data.store.manifest import MANIFEST, TOKENIZER
 from flatout.data.store.mix import AnyDataset, members_of, open_data, whole_turns
 from flatout.data.store.remote import absolute_path_or_url
@@ -16,10 +16,10 @@ from flatout.data.store.shards import Dataset
 from flatout.data.tokenizers import RESTORE, load_tokenizer, read_tokenizer
 from flatout.data.tokenizers.base import NotEncodable
 from flatout.errors import CheckpointError, FlatoutError, in_shell
-from flatout.files import copy_whole, write_text
-from flatout.json_io import JsonObject, parsing
 from flatout.progress import SILENT, Progress
-from flatout.remote.urls import is_url
+from flatout.storage.files import copy_whole, write_text
+from flatout.storage.json_io import JsonObject, parsing
+from flatout.storage.remote.urls import is_url
 from flatout.training.checkpoint import catalog
 from flatout.training.checkpoint.location import moved_with
 

@@ -35,14 +35,15 @@ from pathlib import Path
 
 import yaml
 
-from flatout import trust
+from flatout.config import trust
+from flatout.config.documents import read_document
 from flatout.config.schema import RunConfig, flat, validate
-from flatout.conversation.templates import CHAT_TEMPLATE
+from flatout.data.conversation.templates import CHAT_TEMPLATE
 from flatout.data.store.manifest import TOKENIZER
-from flatout.documents import read_document
 from flatout.errors import CheckpointError, ConfigError, FlatoutError, HardwareError
-from flatout.files import folder_bytes, write_text
-from flatout.json_io import (
+from flatout.progress import readable_memory
+from flatout.storage.files import folder_bytes, write_text
+from flatout.storage.json_io import (
     RESTORE,
     Json,
     JsonObject,
@@ -52,8 +53,7 @@ from flatout.json_io import (
     read_lines,
     write_json,
 )
-from flatout.progress import readable_memory
-from flatout.recognised import read_regular
+from flatout.storage.recognised import read_regular
 from flatout.training.checkpoint import catalog
 from flatout.training.checkpoint.location import OWNER, claim, existing, folder_in
 from flatout.training.run_dir.config_seal import (
@@ -128,7 +128,7 @@ def write_requested(folder: Path, requested: RunConfig) -> None:
 def trusted_config(folder: Path, *, trust_code: bool = False) -> RunConfig | None:
     """Return the resolved configuration of a run for use. Any code it names must be trusted.
 
-    None when the directory contains no run. flatout/trust.py decides what is trusted.
+    None when the directory contains no run. flatout/config/trust.py decides what is trusted.
     Raises: UntrustedCode; ConfigError when the model in it was changed after the run had started.
     """
     config = read_config(folder)

@@ -13,8 +13,15 @@ from io import FileIO
 from pathlib import Path
 
 from flatout.errors import CheckpointError, UsageError
-from flatout.files import LocksUnsupported, is_open_at, lock, open_own, refuse_links, writing_run
 from flatout.progress import SILENT, Progress
+from flatout.storage.files import (
+    LocksUnsupported,
+    is_open_at,
+    lock,
+    open_own,
+    refuse_links,
+    writing_run,
+)
 from flatout.training.checkpoint.location import make_folder, release
 from flatout.training.run_dir import layout
 from flatout.training.run_dir.config_seal import COPY

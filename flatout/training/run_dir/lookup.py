@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from flatout.config.registry import nearest
 from flatout.errors import CheckpointError, ConfigError, FlatoutError, in_shell
-from flatout.json_io import JsonObject
 from flatout.progress import SILENT, Progress
-from flatout.recognised import recognise, require_local
-from flatout.registry import nearest
+from flatout.storage.json_io import JsonObject
+from flatout.storage.recognised import recognise, require_local
 from flatout.training.checkpoint import catalog
 from flatout.training.checkpoint.location import checkpoints_folder
 from flatout.training.run_dir import layout

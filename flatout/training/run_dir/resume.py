@@ -8,15 +8,15 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from flatout import trust
 from flatout.assembly.selection import recipe_of
+from flatout.config import trust
 from flatout.config.schema import RunConfig, difference, flat
 from flatout.data.store.mix import AnyDataset
 from flatout.errors import CheckpointError, ConfigError, in_shell
-from flatout.json_io import read_model, write_json
-from flatout.optimizers.schedule import factor, warmup_steps
+from flatout.optim.schedule import factor, warmup_steps
 from flatout.progress import SILENT, Progress, counted
-from flatout.recognised import recognise
+from flatout.storage.json_io import read_model, write_json
+from flatout.storage.recognised import recognise
 from flatout.training.checkpoint import catalog
 from flatout.training.checkpoint.location import OWNER, checkpoints_folder, require_own_folder
 from flatout.training.run_dir.config_seal import COPY, require_unedited

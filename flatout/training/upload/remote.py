@@ -19,13 +19,13 @@ from typing import Annotated, NamedTuple
 from pydantic import BaseModel, Field, ValidationError
 
 from flatout.config.sections import UPLOAD_OFF, CheckpointConfig
-from flatout.conversation.templates import CHAT_TEMPLATE
+from flatout.data.conversation.templates import CHAT_TEMPLATE
 from flatout.data.store.manifest import TOKENIZER
 from flatout.errors import CheckpointError, ConfigError
-from flatout.json_io import read_model, write_json
-from flatout.remote.folder import RemoteFolder
-from flatout.remote.reading import read_if_there
-from flatout.remote.urls import is_local
+from flatout.storage.json_io import read_model, write_json
+from flatout.storage.remote.folder import RemoteFolder
+from flatout.storage.remote.reading import read_if_there
+from flatout.storage.remote.urls import is_local
 from flatout.training.checkpoint import catalog
 from flatout.training.checkpoint.location import OWNER, folder_in
 from flatout.training.run_dir.config_seal import COPY

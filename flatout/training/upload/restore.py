@@ -16,16 +16,16 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
-from flatout import trust
+from flatout.config import trust
 from flatout.config.schema import RunConfig
+from flatout.data.sources.packed import import_package
 from flatout.data.store.manifest import TOKENIZER
 from flatout.data.store.mix import AnyDataset
 from flatout.errors import CheckpointError, FlatoutError
-from flatout.files import copy_whole, write_text
 from flatout.progress import SILENT, Progress
-from flatout.remote.folder import Altered, RemoteFolder, Wanted, pull, receive
-from flatout.remote.reading import open_remote
-from flatout.sources.packed import import_package
+from flatout.storage.files import copy_whole, write_text
+from flatout.storage.remote.folder import Altered, RemoteFolder, Wanted, pull, receive
+from flatout.storage.remote.reading import open_remote
 from flatout.training.checkpoint import catalog
 from flatout.training.checkpoint.location import checkpoints_folder, claim
 from flatout.training.metrics.records import damage_of

@@ -25,13 +25,13 @@ from threading import Event, Thread
 
 from flatout.config.sections import CheckpointConfig
 from flatout.errors import CheckpointError, FlatoutError, in_shell, on_one_line, without_secrets
-from flatout.files import FileEntry, entry_of
-from flatout.json_io import JsonObject
 from flatout.progress import SILENT, Progress
-from flatout.remote.connection import Unreachable
-from flatout.remote.folder import CLAIM, Claim, RemoteFolder, push
-from flatout.remote.parallel import Advance, transfer_all
-from flatout.remote.reading import Description
+from flatout.storage.files import FileEntry, entry_of
+from flatout.storage.json_io import JsonObject
+from flatout.storage.remote.connection import Unreachable
+from flatout.storage.remote.folder import CLAIM, Claim, RemoteFolder, push
+from flatout.storage.remote.parallel import Advance, transfer_all
+from flatout.storage.remote.reading import Description
 from flatout.training.checkpoint import catalog
 from flatout.training.metrics.observers import Quiet
 from flatout.training.run_dir.layout import LOGGER_STATES, SUMMARY, append_event

@@ -7,7 +7,7 @@ import pytest
 from conversations import conversation, write_conversations, write_tokenizer
 from prepared import write_rows
 
-from flatout.conversation.templates import stored_template
+from flatout.data.conversation.templates import stored_template
 from flatout.data.prepare.pipeline import Options, prepare_dataset
 from flatout.data.store.shards import Dataset
 from flatout.errors import DataError, OutputInUse, TooLittleText

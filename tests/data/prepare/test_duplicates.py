@@ -8,9 +8,9 @@ from flatout.data.prepare import join as dedup
 from flatout.data.prepare.join import runs
 from flatout.data.prepare.pipeline import Options, prepare_dataset
 from flatout.data.prepare.plan import make
+from flatout.data.sources import files
 from flatout.data.store.shards import Dataset
 from flatout.errors import DataError
-from flatout.sources import files
 
 pytestmark = pytest.mark.slow
 

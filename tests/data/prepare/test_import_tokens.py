@@ -9,10 +9,10 @@ from texts import byte_level_json
 from flatout.data.prepare.import_tokens import ImportOptions, import_tokens
 from flatout.data.store.shards import Dataset
 from flatout.data.store.verify import verify_dataset
+from flatout.data.token_formats.chunks import files
 from flatout.data.tokenizers import load_tokenizer
 from flatout.data.tokenizers.bpe import train_bpe
 from flatout.errors import DataError
-from flatout.token_formats.chunks import files
 
 EOT = 256  # of the byte tokenizer
 RNG = np.random.default_rng(0)

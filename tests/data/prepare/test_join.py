@@ -8,7 +8,7 @@ from flatout.data.prepare.join import check_files, join
 from flatout.data.prepare.pack.range_files import RangeWriter
 from flatout.data.prepare.plan.work_dir import WorkDir
 from flatout.data.store.shards import Dataset
-from flatout.files import Unfinished
+from flatout.storage.files import Unfinished
 
 RNG = np.random.default_rng(0)
 TOKENS = RNG.integers(0, 300, 1000)

@@ -13,7 +13,7 @@ from flatout.data.prepare.plan.make import check_space
 from flatout.data.store.manifest import SkippedRows
 from flatout.data.tokenizers import make_tokenizer
 from flatout.errors import DataError
-from flatout.files import Unfinished
+from flatout.storage.files import Unfinished
 
 USAGE = namedtuple("usage", "total used free")
 

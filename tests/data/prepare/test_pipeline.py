@@ -10,9 +10,9 @@ from prepared import Listener, content, documents, prepared, write_rows
 from flatout.data.prepare import pipeline as stage
 from flatout.data.prepare.pipeline import Options, prepare_dataset
 from flatout.data.prepare.plan import make
+from flatout.data.sources import ReadTask, files
 from flatout.data.store.shards import Dataset
 from flatout.errors import DataError
-from flatout.sources import ReadTask, files
 
 
 def test_tail_cuts_a_single_text_exactly(book, tmp_path):
@@ -126,7 +126,7 @@ def test_skipped_rows_of_a_file_with_a_non_utf8_name_are_recorded(tmp_path):
 
 
 def test_a_full_disk_leaves_nothing(rows, tmp_path, monkeypatch):
-    from flatout import files as disk
+    from flatout.storage import files as disk
 
     def full(descriptor):
         raise OSError(28, "No space left on device")
@@ -140,7 +140,7 @@ def test_a_full_disk_leaves_nothing(rows, tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_ctrl_c_keeps_finished_ranges_and_leaves_no_process(tmp_path):
     (tmp_path / "slow_source.py").write_text(
-        "import time\nfrom flatout.sources import ReadTask\n"
+        "import time\nfrom flatout.data.sources import ReadTask\n"
         "def read(number):\n    yield f'document {number}'\n    time.sleep(600 if number > 1 "
         "else 0)\n"
         "def slow():\n    return [ReadTask(read, (number,), str(number)) for number in range(6)]\n"

@@ -16,9 +16,9 @@ from flatout.data.prepare.pipeline import Options, prepare_dataset
 from flatout.data.prepare.upload import PROBE, prepare_upload
 from flatout.data.store.remote import cache_dir_of, open_dataset
 from flatout.errors import DataError, MissingPackage, OutputInUse
-from flatout.remote import folder, parallel
-from flatout.remote.connection import Unreachable
-from flatout.remote.folder import CLAIM
+from flatout.storage.remote import folder, parallel
+from flatout.storage.remote.connection import Unreachable
+from flatout.storage.remote.folder import CLAIM
 
 URL = "faulty://bucket/set"
 OPTIONS = Options(tokenizer="byte", split="hash 0.1")

@@ -6,12 +6,12 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from flatout import files
 from flatout.data.prepare import join as joining
 from flatout.data.prepare.writer import DatasetWriter
 from flatout.data.store.manifest import BLOCK_BYTES, SkippedRows
 from flatout.data.store.shards import Dataset
 from flatout.errors import DataError
+from flatout.storage import files
 
 RNG = np.random.default_rng(0)
 

@@ -23,8 +23,8 @@ from flatout.data.store.remote import (
 )
 from flatout.data.store.shards import Dataset
 from flatout.errors import ConfigError, DataError
-from flatout.remote import parallel
-from flatout.remote.connection import Unreachable
+from flatout.storage.remote import parallel
+from flatout.storage.remote.connection import Unreachable
 
 URL = "faulty://bucket/set"
 

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from flatout import process_limits
 from flatout.data import tokenizers
 from flatout.data.prepare.workers import local as local_workers
 from flatout.data.tokenizers import check, load_tokenizer, make_tokenizer
@@ -20,6 +19,7 @@ from flatout.data.tokenizers.byte import ByteTokenizer
 from flatout.data.tokenizers.byte_level import byte_level_alphabet
 from flatout.data.tokenizers.check import bound_pieces, require_usable
 from flatout.errors import DataError
+from flatout.storage import process_limits
 
 VOCABULARY = {"<unk>": 0, "<|endoftext|>": 1, "a": 2, "b": 3}
 END = {
@@ -291,7 +291,8 @@ def test_workers_limit_unproven_tokenizers(monkeypatch):
 @pytest.mark.slow
 def test_worker_reports_that_the_tokenizer_ran_out_of_cpu_time():
     code = (
-        "from flatout.process_limits import cpu_bounded\nwith cpu_bounded(0):\n  while True: pass"
+        "from flatout.storage.process_limits import cpu_bounded\n"
+        "with cpu_bounded(0):\n  while True: pass"
     )
     environment = {"PYTHONPATH": os.pathsep.join(sys.path)}
     process = subprocess.Popen([sys.executable, "-c", code], env=environment)

@@ -7,12 +7,12 @@ import sys
 
 import pytest
 
-from flatout import registry
-from flatout.commands.prepare import TokenizerName
+from flatout.cli.commands.prepare import TokenizerName
+from flatout.config import registry
+from flatout.config.registry import TOKENIZERS
 from flatout.data import tokenizers
 from flatout.data.tokenizers import load_tokenizer, make_tokenizer, parse_tokenizer
 from flatout.errors import DataError
-from flatout.registry import TOKENIZERS
 
 SHIFTED = '''
 """One id per UTF-8 byte, shifted by N."""

@@ -8,13 +8,13 @@ import torch
 from export_shapes import SHAPES
 from safetensors.torch import load_file
 
-from flatout.architectures.source import ForeignWeights, find_model
-from flatout.conversation.templates import CHAT_TEMPLATE, named_template
+from flatout.config.registry import MODELS
+from flatout.data.conversation.templates import CHAT_TEMPLATE, named_template
 from flatout.errors import HardwareError, OutputInUse
-from flatout.export_mark import MARK
 from flatout.inference.export import export
 from flatout.inference.export.destination import require_free
-from flatout.registry import MODELS
+from flatout.models.families.export_mark import MARK
+from flatout.models.families.source import ForeignWeights, find_model
 from flatout.training.checkpoint import tensors
 from flatout.training.checkpoint.merged import MergedWeights
 from flatout.training.checkpoint.read_write import read_weights

@@ -9,7 +9,7 @@ import pytest
 import torch
 from export_shapes import CLASSES, OWN_SHAPES, SHAPES
 
-from flatout.architectures.source import ForeignWeights, find_model
+from flatout.config.registry import MODELS
 from flatout.data.tokenizers import parse_tokenizer
 from flatout.data.tokenizers.byte import ByteTokenizer
 from flatout.inference.export import modeling
@@ -18,7 +18,7 @@ from flatout.inference.export.huggingface import MODELING, no_stock_class
 from flatout.inference.export.shards import INDEX
 from flatout.inference.export.source import open_source
 from flatout.inference.load import load_run
-from flatout.registry import MODELS
+from flatout.models.families.source import ForeignWeights, find_model
 from flatout.training.checkpoint.read_write import read_weights
 
 ALL = {**SHAPES, **OWN_SHAPES}

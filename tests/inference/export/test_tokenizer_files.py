@@ -16,7 +16,7 @@ from flatout.inference.export.tokenizer_files import (
     tokenizer_config,
     tokenizer_json,
 )
-from flatout.json_io import write_json
+from flatout.storage.json_io import write_json
 
 MODEL_TYPES = ("gpt2", "gpt_neox", "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2")
 TEXT = "It was a dark and stormy night; the rain fell in torrents. "

@@ -8,7 +8,7 @@ import pytest
 
 from flatout.assembly.selection import select
 from flatout.config.schema import validate
-from flatout.hardware import GIB, Machine
+from flatout.hardware.machine import GIB, Machine
 from flatout.measure.diagnose import diagnose as diagnosing
 from flatout.measure.diagnose.alternatives import with_alternatives
 from flatout.measure.diagnose.diagnosis import diagnosis_of

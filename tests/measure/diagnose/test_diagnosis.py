@@ -6,11 +6,11 @@ import json
 
 import pytest
 
-from flatout.json_io import append_line
 from flatout.measure.diagnose import diagnosis
 from flatout.measure.diagnose.diagnosis import Finding, Fix, Rule, diagnosis_of, rules
 from flatout.measure.diagnose.recorded import recorded_evidence
 from flatout.measure.steps.evidence import Evidence, GpuFacts, HostFacts, Phases, Roofline
+from flatout.storage.json_io import append_line
 from flatout.training.run_dir import layout
 
 STEPS = Evidence(

@@ -6,10 +6,10 @@ import sys
 
 import pytest
 
-from flatout import hardware
-from flatout.commands.diagnose import diagnose
+from flatout.cli.commands.diagnose import diagnose
 from flatout.errors import ConfigError, MissingPackage
-from flatout.hardware import Gpu, Machine
+from flatout.hardware import machine as hardware
+from flatout.hardware.machine import Gpu, Machine
 from flatout.measure.diagnose import machine
 from flatout.measure.diagnose.diagnosis import diagnosis_of
 from flatout.measure.steps.evidence import DataFacts, Evidence, HostFacts, Phases, Roofline

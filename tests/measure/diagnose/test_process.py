@@ -7,12 +7,12 @@ import sys
 import pytest
 
 from flatout.errors import DataError, RunFailed
-from flatout.files import Unfinished
 from flatout.measure import child
 from flatout.measure.child import Told
 from flatout.measure.diagnose.diagnose import measure_apart
 from flatout.measure.diagnose.spec import MeasureSpec
 from flatout.measure.steps.evidence import Evidence
+from flatout.storage.files import Unfinished
 
 SPEC = MeasureSpec(config={}, folder="absent")
 PREFLIGHT = Evidence(source="preflight").model_dump_json()

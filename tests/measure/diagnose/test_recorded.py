@@ -8,9 +8,9 @@ import shutil
 import pytest
 
 from flatout.errors import CheckpointError
-from flatout.json_io import append_line
 from flatout.measure.diagnose.diagnosis import diagnosis_of
 from flatout.measure.diagnose.recorded import recorded_evidence
+from flatout.storage.json_io import append_line
 from flatout.training.run_dir import layout
 
 RECORD = {

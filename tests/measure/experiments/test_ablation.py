@@ -7,7 +7,7 @@ import pytest
 from flatout.assembly.recipe import Tolerance
 from flatout.assembly.selection import adding, all_speedups, select
 from flatout.config.schema import load_config
-from flatout.hardware import Gpu, Machine
+from flatout.hardware.machine import Gpu, Machine
 from flatout.measure.experiments import resolving
 from flatout.measure.experiments.losses import tolerance_between
 from flatout.measure.experiments.points import (

@@ -10,13 +10,13 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 from made_up import SLOW, MadeUp
 
+from flatout.config.registry import SPEEDUPS
 from flatout.errors import ConfigError, Interrupted, RunFailed, Terminated
-from flatout.json_io import read_lines
 from flatout.measure.experiments.bench import run_bench
 from flatout.measure.experiments.losses import Trials
 from flatout.measure.experiments.records import TrialResult
 from flatout.measure.experiments.report import Bench
-from flatout.registry import SPEEDUPS
+from flatout.storage.json_io import read_lines
 
 pytestmark = pytest.mark.slow
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from flatout.assembly.prediction import past_run, predict_time, read, runs_here
 from flatout.assembly.selection import Decision
 from flatout.config.schema import load_config
-from flatout.hardware import Gpu, Machine
+from flatout.hardware.machine import Gpu, Machine
 from flatout.measure.experiments.bench import gains_of, remember
 
 MACHINE = Machine("a CPU", 2, 8.0, (Gpu("NVIDIA H200", 141.0, (9, 0), "1"),), "3.11")

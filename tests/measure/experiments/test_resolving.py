@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
-from flatout import hardware
 from flatout.assembly.recipe import Speedup, Tolerance
 from flatout.errors import ConfigError, RunFailed
-from flatout.hardware import Gpu, Machine
+from flatout.hardware import machine as hardware
+from flatout.hardware.machine import Gpu, Machine
 from flatout.measure.experiments import resolving
 from flatout.measure.experiments.resolving import (
     adding_one,

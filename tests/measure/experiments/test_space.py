@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from flatout.commands.tune import parse_only
+from flatout.cli.commands.tune import parse_only
 from flatout.errors import ConfigError
-from flatout.hardware import Gpu
+from flatout.hardware.machine import Gpu
 from flatout.measure.experiments.records import PARTS
 from flatout.measure.experiments.resolving import choose, resolve_here
 from flatout.measure.experiments.space import (

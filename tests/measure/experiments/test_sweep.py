@@ -7,12 +7,12 @@ from typing import get_args
 
 import pytest
 
-from flatout import hardware
 from flatout.assembly.resolve import resolve
-from flatout.commands.bench import Sweep
+from flatout.cli.commands.bench import Sweep
 from flatout.data.store.shards import Dataset
 from flatout.errors import ConfigError
-from flatout.hardware import Gpu, Machine
+from flatout.hardware import machine as hardware
+from flatout.hardware.machine import Gpu, Machine
 from flatout.measure.experiments.losses import Trials
 from flatout.measure.experiments.points import SWEEPS, precisions, sweep_experiment
 from flatout.measure.experiments.resolving import resolve_here

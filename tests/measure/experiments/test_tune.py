@@ -11,7 +11,7 @@ from made_up_speeds import OUT_OF_MEMORY, MadeUpSpeeds
 from flatout.assembly import prediction
 from flatout.config.schema import load_config
 from flatout.errors import ConfigError, HardwareError, Interrupted, RunFailed
-from flatout.hardware import probe
+from flatout.hardware.machine import probe
 from flatout.measure.experiments import resolving, schedule, trial
 from flatout.measure.experiments import space as tune_space
 from flatout.measure.experiments import tune as tuning

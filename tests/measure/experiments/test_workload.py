@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from flatout.errors import RunFailed
-from flatout.json_io import read_lines
 from flatout.measure.experiments import trial as workload
 from flatout.measure.experiments.records import TrialSpec
 from flatout.measure.experiments.trial import measure
+from flatout.storage.json_io import read_lines
 from flatout.training.run import run_training
 
 pytestmark = pytest.mark.slow

@@ -12,12 +12,12 @@ from unittest.mock import Mock
 
 import pytest
 
+from flatout.distributed.rendezvous import disconnect
 from flatout.errors import ConfigError, RunFailed
 from flatout.measure.profile import profile as profiles
 from flatout.measure.profile.profile import Wanted, long_enough, run_profile
 from flatout.measure.profile.report import Profile
 from flatout.measure.steps import windows as shared
-from flatout.parallel.rendezvous import disconnect
 
 pytestmark = pytest.mark.slow
 

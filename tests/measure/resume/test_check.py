@@ -12,15 +12,15 @@ import pytest
 import torch
 
 from flatout.config.schema import validate
+from flatout.config.trust import memory
 from flatout.errors import CheckpointError, ConfigError, DataError, HardwareError, RunFailed
-from flatout.json_io import read_json
 from flatout.measure.child import Told
 from flatout.measure.resume import check
 from flatout.measure.resume.check import Job, error_of, proof_of, prove_resume, steps_of
 from flatout.measure.resume.compare import Comparison, Difference
 from flatout.measure.resume.proof import FIXED
 from flatout.progress import SILENT
-from flatout.trust import memory
+from flatout.storage.json_io import read_json
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import flatout
-from flatout.hardware import Gpu, Machine
+from flatout.hardware.machine import Gpu, Machine
 from flatout.measure.diagnose.diagnosis import diagnosis_of, rules
 from flatout.measure.diagnose.fix import applied
 from flatout.measure.steps.evidence import (

@@ -11,7 +11,7 @@ import time
 import psutil
 import pytest
 
-from flatout.commands.diagnose import DiagnoseResult
+from flatout.cli.commands.diagnose import DiagnoseResult
 from flatout.errors import ConfigError, RunFailed
 from flatout.measure.scripts.request import Request
 from flatout.measure.scripts.run import diagnose_script, end_all, run_script

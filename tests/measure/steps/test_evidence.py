@@ -11,7 +11,7 @@ import pytest
 from pydantic import ValidationError
 
 import flatout
-from flatout.hardware import Gpu, Machine
+from flatout.hardware.machine import Gpu, Machine
 from flatout.measure.steps.evidence import CallSite, Evidence, Phases
 
 GPU = Gpu("NVIDIA H200", 140.0, (9, 0), "580.1")

@@ -10,6 +10,7 @@ import time
 import pytest
 
 import flatout
+from flatout.config.registry import is_user_code
 from flatout.measure.steps import lines as sampling
 from flatout.measure.steps.lines import (
     LineSampler,
@@ -19,7 +20,6 @@ from flatout.measure.steps.lines import (
     read_stacks,
     user_frame,
 )
-from flatout.registry import is_user_code
 from flatout.training import loop
 from flatout.training.metrics.phases import PhaseTimer
 

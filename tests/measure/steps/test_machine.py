@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from flatout.hardware import GIB
+from flatout.hardware.machine import GIB
 from flatout.measure.steps.machine import gpu_facts
 
 MACHINE = SimpleNamespace(gpus=["a GPU"])

@@ -10,7 +10,7 @@ import pytest
 from fakes import fake_checkpoint
 
 from flatout.errors import CheckpointError
-from flatout.files import sha256
+from flatout.storage.files import sha256
 from flatout.training.checkpoint import catalog
 from flatout.training.checkpoint.catalog import Base, read_index
 from flatout.training.checkpoint.contents import (

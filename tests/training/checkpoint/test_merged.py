@@ -8,11 +8,11 @@ import pytest
 import torch
 from foreign_models import DOCUMENTS, LLAMA, foreign_weights, joined, write_model
 
-from flatout.architectures.source import ForeignWeights
 from flatout.config.schema import load_config
 from flatout.data.tokenizers import make_tokenizer
 from flatout.errors import CheckpointError
 from flatout.inference.load import load_run
+from flatout.models.families.source import ForeignWeights
 from flatout.training.checkpoint import catalog
 from flatout.training.checkpoint.merged import load_initial_weights
 from flatout.training.checkpoint.read_write import read_weights

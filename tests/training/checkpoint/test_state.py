@@ -9,8 +9,8 @@ import pytest
 import torch
 from stand_in import build, outcome, train
 
+from flatout.distributed.mesh import Mesh
 from flatout.errors import CheckpointError
-from flatout.parallel.mesh import Mesh
 from flatout.training.checkpoint import (
     catalog,
     read_write,

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from flatout.hardware import CpuTimes
+from flatout.hardware.machine import CpuTimes
 from flatout.training.metrics.alarms import Alarms
 from flatout.training.metrics.surroundings import GpuState, Surroundings
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from flatout.hardware import CpuTimes
+from flatout.hardware.machine import CpuTimes
 from flatout.training.metrics import device as module
 from flatout.training.metrics.device import GpuDriver, memory_gib, process_gib, slowed_by
 

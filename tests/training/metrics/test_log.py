@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from flatout.json_io import read_lines
-from flatout.roofline import Peak
+from flatout.hardware.roofline import Peak
+from flatout.storage.json_io import read_lines
 from flatout.training import finish
 from flatout.training.metrics import detectors, device
 from flatout.training.metrics.log import Log, Rates

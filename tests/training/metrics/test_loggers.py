@@ -13,7 +13,7 @@ import pytest
 from flatout.assembly import preflight
 from flatout.config.sections import LogConfig
 from flatout.errors import ConfigError, MissingPackage
-from flatout.json_io import write_json
+from flatout.storage.json_io import write_json
 from flatout.training.metrics import loggers
 from flatout.training.metrics.loggers import (
     Guard,

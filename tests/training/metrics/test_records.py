@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
-from flatout.commands.train import train
-from flatout.json_io import read_lines
+from flatout.cli.commands.train import train
+from flatout.storage.json_io import read_lines
 from flatout.training import finish
 from flatout.training.run_dir import layout
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from flatout.hardware import CpuTimes
+from flatout.hardware.machine import CpuTimes
 from flatout.training.metrics import surroundings as module
 from flatout.training.metrics.surroundings import Surroundings, limit_counts
 

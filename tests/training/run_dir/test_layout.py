@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 from fakes import fake_checkpoint
 
-from flatout import files
 from flatout.config.schema import RunConfig, load_config
 from flatout.errors import ConfigError, HardwareError
+from flatout.storage import files
 from flatout.training.run_dir import layout
 from flatout.training.run_dir.resume import run_name
 

@@ -1,6 +1,6 @@
 """The lock and the state of a run directory, and the cleanup after a failed start.
 
-tests/commands/test_runs.py has the table of all states.
+tests/cli/commands/test_runs.py has the table of all states.
 """
 
 import json

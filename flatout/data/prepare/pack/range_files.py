@@ -15,6 +15,7 @@ import numpy as np
 from pydantic import ConfigDict, Field
 
 from flatout.data.prepare.request.options import OnBadRow
+from flatout.data.sources import FIRST_NAMED, BadRow
 from flatout.data.store.manifest import (
     SPLITS,
     FileEntry,
@@ -25,8 +26,7 @@ from flatout.data.store.manifest import (
     token_dtype,
 )
 from flatout.errors import DataError, TooLittleText
-from flatout.files import Array, CheckedFile, Stored, sync, write_whole, writing
-from flatout.sources import FIRST_NAMED, BadRow
+from flatout.storage.files import Array, CheckedFile, Stored, sync, write_whole, writing
 
 
 def count_skipped(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from flatout.conversation.rendering import Piece
+from flatout.data.conversation.rendering import Piece
 from flatout.data.prepare.pack.range_files import (
     MARK,
     RangeRecord,
@@ -19,11 +19,11 @@ from flatout.data.prepare.pack.range_files import (
 )
 from flatout.data.prepare.pack.work_items import WorkItem, num_bytes_of
 from flatout.data.prepare.request.options import Options
+from flatout.data.sources import BadRow, Document, LeftOut
+from flatout.data.sources.long import Text, chunks_of
 from flatout.data.store.manifest import SplitName
 from flatout.data.tokenizers.base import PIECE_CHARACTERS, NotEncodable, Tokenizer
-from flatout.files import Array
-from flatout.sources import BadRow, Document, LeftOut
-from flatout.sources.long import Text, chunks_of
+from flatout.storage.files import Array
 
 HELD_TOKENS = 1 << 16
 """Maximum tokens of a split held in memory before they are written."""

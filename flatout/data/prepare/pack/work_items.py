@@ -10,11 +10,11 @@ from typing import Literal, Self
 
 from pydantic import Field, InstanceOf
 
+from flatout.data.sources import Document, ReadTask, Row
+from flatout.data.sources.long import LongText, Text, utf8
 from flatout.data.store.manifest import SplitName
-from flatout.files import Stored
-from flatout.json_io import JsonObject
-from flatout.sources import Document, ReadTask, Row
-from flatout.sources.long import LongText, Text, utf8
+from flatout.storage.files import Stored
+from flatout.storage.json_io import JsonObject
 
 
 @dataclass(frozen=True)

@@ -39,11 +39,11 @@ from flatout.data.prepare.plan.work_dir import WorkDir
 from flatout.data.prepare.request.inputs import Corpus
 from flatout.data.prepare.request.options import NAMED, Options, parse_rule
 from flatout.data.prepare.request.request import Request, difference
+from flatout.data.sources import BadRow, Document, LeftOut, ReadTask
 from flatout.data.store.manifest import SkippedRows, token_dtype
 from flatout.data.tokenizers import Tokenizer, make_tokenizer
 from flatout.errors import DataError, OutputInUse, TooLittleText
 from flatout.progress import SILENT, Progress, readable_size
-from flatout.sources import BadRow, Document, LeftOut, ReadTask
 
 SHARD_BYTES = 128 * 1024 * 1024
 """Size of a shard. Joining needs this much space besides the tokens."""

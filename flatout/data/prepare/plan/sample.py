@@ -7,8 +7,8 @@ from bisect import insort
 from collections.abc import Callable, Iterator, Sequence
 
 from flatout.data.prepare.pack.work_items import sha256_of
-from flatout.sources import Document, ReadTask
-from flatout.sources.long import Text, chunks_of
+from flatout.data.sources import Document, ReadTask
+from flatout.data.sources.long import Text, chunks_of
 
 SPREAD_TASKS = 64
 """Maximum read tasks that a bounded sample is taken from."""

@@ -22,7 +22,7 @@ from flatout.data.prepare.request.request import refuse_occupied
 from flatout.data.store.manifest import TOKENIZER
 from flatout.data.tokenizers import Tokenizer
 from flatout.errors import DataError
-from flatout.files import PART, Unfinished, is_open_at, lock, sync, write_first, writing
+from flatout.storage.files import PART, Unfinished, is_open_at, lock, sync, write_first, writing
 
 PLAN = "plan.json"
 _PART_MARK = "part-{}-of-{}"

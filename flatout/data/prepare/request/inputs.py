@@ -1,7 +1,7 @@
 """The corpus: everything that `prepare SOURCE...` and `--val` name, opened and checked.
 
 A source is a path, a glob, a URL, standard input, a registered source, or a card: a named corpus in
-`flatout/datasets/`.
+`flatout/data/datasets/`.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
-from flatout.cache import default_cache
+from flatout.config.documents import parse_yaml
+from flatout.config.registry import DATASETS, SOURCES, nearest
 from flatout.config.sections import Section
-from flatout.conversation.rendering import Renderer
+from flatout.config.words import name_for
+from flatout.data.conversation.rendering import Renderer
 from flatout.data.prepare.request.options import Options
 from flatout.data.prepare.request.standard_input import spool_standard_input
-from flatout.documents import parse_yaml
+from flatout.data.sources import ReadTask, read_tasks_of
+from flatout.data.sources.files import has_rows, shared_file
+from flatout.data.sources.local import matches
 from flatout.errors import ConfigError, DataError, in_shell
-from flatout.files import expanded
 from flatout.progress import SILENT, Progress
-from flatout.registry import DATASETS, SOURCES, nearest
-from flatout.remote.download import check_file, download
-from flatout.remote.urls import is_url
-from flatout.sources import ReadTask, read_tasks_of
-from flatout.sources.files import has_rows, shared_file
-from flatout.sources.local import matches
-from flatout.words import name_for
+from flatout.storage.cache import default_cache
+from flatout.storage.files import expanded
+from flatout.storage.remote.download import check_file, download
+from flatout.storage.remote.urls import is_url
 
 STANDARD_INPUT = "-"
 
@@ -43,7 +43,7 @@ Parameters = Mapping[str, Any]
 
 
 class Card(Section):
-    """A named corpus, `flatout/datasets/NAME.yaml`: a file to download, or a repository's files.
+    """A named corpus, `data/datasets/NAME.yaml`: a file to download, or a repository's files.
 
     A file is downloaded once. Files of a Hugging Face dataset are read in place.
     """

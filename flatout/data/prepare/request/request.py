@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypedDict, Unpack
 
-from flatout.conversation.rendering import Renderer
-from flatout.conversation.templates import (
+from flatout.config.registry import DATASETS
+from flatout.data.conversation.rendering import Renderer
+from flatout.data.conversation.templates import (
     CHAT_TEMPLATE,
     CONFIG_FILE,
     TEMPLATE_FILE,
@@ -25,6 +26,7 @@ from flatout.conversation.templates import (
 )
 from flatout.data.prepare.request.inputs import Corpus, in_both_splits, load_card, open_corpus
 from flatout.data.prepare.request.options import NAMED, Options, parse_rule
+from flatout.data.sources.encodings import codec_of
 from flatout.data.store.manifest import MANIFEST, Manifest, read_manifest
 from flatout.data.store.shards import Dataset
 from flatout.data.tokenizers import (
@@ -36,10 +38,8 @@ from flatout.data.tokenizers import (
 from flatout.data.tokenizers.base import END_OF_TEXT
 from flatout.data.tokenizers.hub import is_repository, repository_file
 from flatout.errors import DataError, OutputInUse, in_shell, without_secrets
-from flatout.json_io import JsonObject
 from flatout.progress import SILENT, Progress
-from flatout.registry import DATASETS
-from flatout.sources.encodings import codec_of
+from flatout.storage.json_io import JsonObject
 
 CHOOSE_ANOTHER = "Choose a different --out, or remove what is there."
 _TEXTS = {"fingerprint": ("names", "text"), "val_fingerprint": ("val", "validation text")}

@@ -13,11 +13,11 @@ import zlib
 from pathlib import Path
 from typing import IO
 
+from flatout.data.sources.encodings import open_utf8
+from flatout.data.sources.packed import Unread
 from flatout.errors import DataError
-from flatout.files import lock, unless_broken
 from flatout.progress import SILENT, Progress
-from flatout.sources.encodings import open_utf8
-from flatout.sources.packed import Unread
+from flatout.storage.files import lock, unless_broken
 
 _PREFIX = ".stdin-"
 _BLOCK = 1 << 20

@@ -37,8 +37,8 @@ from flatout.data.prepare.workers.local import (
     in_order,
 )
 from flatout.errors import DataError, FlatoutError, Interrupted, MissingPackage, RunFailed
-from flatout.files import PART, Unfinished
 from flatout.progress import SILENT, Progress
+from flatout.storage.files import PART, Unfinished
 
 RETRIES = 3
 """Number of times that a range is packed again when its process or node dies."""

@@ -11,9 +11,9 @@ from torch.nn import functional
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from flatout.config.registry import MODELS
 from flatout.models.transformer import Rotary
 from flatout.ops import Ops, attention, scan
-from flatout.registry import MODELS
 
 
 class FlatoutConfig(PretrainedConfig):

@@ -3,9 +3,9 @@ import os
 import pytest
 
 from flatout.data.prepare.pack.range_files import RangeRecord, read_records
+from flatout.data.sources import RowLocation
 from flatout.data.store.manifest import SkippedRows
 from flatout.errors import DataError
-from flatout.sources import RowLocation
 
 
 def test_row_locations_survive_json_for_any_file_name(tmp_path):

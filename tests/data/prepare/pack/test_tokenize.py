@@ -14,10 +14,10 @@ from flatout.data.prepare.pack.work_items import (
     hash_fraction,
 )
 from flatout.data.prepare.request.options import Options
+from flatout.data.sources import FIRST_NAMED, BadRow, Document, LeftOut, ReadTask
 from flatout.data.store.manifest import SPLITS
 from flatout.data.tokenizers import make_tokenizer
 from flatout.errors import DataError
-from flatout.sources import FIRST_NAMED, BadRow, Document, LeftOut, ReadTask
 
 BAD = BadRow("is bad", "Mend it.", "bad", "row 7")
 

@@ -7,8 +7,8 @@ from flatout.data.prepare.pack.work_items import ByHash, ByPosition, Whole, hash
 from flatout.data.prepare.plan import make as stage
 from flatout.data.prepare.request.inputs import Corpus
 from flatout.data.prepare.request.options import Options, parse_rule
+from flatout.data.sources import Document, LeftOut, ReadTask
 from flatout.errors import DataError
-from flatout.sources import Document, LeftOut, ReadTask
 
 
 def make_plan(tasks, validation=None, *, split=None, **options):

@@ -7,7 +7,7 @@ from read_tasks import BAD, tasks_of
 from flatout.data.prepare.pack.work_items import hash_fraction
 from flatout.data.prepare.plan import sample
 from flatout.data.prepare.plan.sample import sample_texts, texts_by_hash
-from flatout.sources import LeftOut, ReadTask, file_reading, files
+from flatout.data.sources import LeftOut, ReadTask, file_reading, files
 
 
 def draw_texts(seed, count=300, longest=400):

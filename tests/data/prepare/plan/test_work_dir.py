@@ -8,8 +8,8 @@ from flatout.data.prepare.plan.make import make_plan
 from flatout.data.prepare.plan.work_dir import WorkDir, WorkPart
 from flatout.data.prepare.request.inputs import Corpus
 from flatout.data.prepare.request.options import Options
+from flatout.data.sources import ReadTask
 from flatout.errors import DataError
-from flatout.sources import ReadTask
 
 
 def read(*texts):

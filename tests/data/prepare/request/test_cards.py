@@ -3,11 +3,11 @@ import re
 import pytest
 from corpora import TEXT, open_corpus, texts
 
+from flatout.config.registry import DATASETS
 from flatout.data.prepare.request import inputs
 from flatout.data.prepare.request.inputs import Card, load_card
 from flatout.data.prepare.request.options import parse_rule
 from flatout.errors import ConfigError, DataError
-from flatout.registry import DATASETS
 
 
 @pytest.fixture

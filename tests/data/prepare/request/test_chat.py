@@ -6,7 +6,7 @@ import pytest
 from conversations import CHATML, write_tokenizer
 from prepared import Listener
 
-from flatout.conversation.templates import named_template
+from flatout.data.conversation.templates import named_template
 from flatout.data.prepare.request.options import Options
 from flatout.data.prepare.request.request import chat_renderer
 from flatout.data.tokenizers.byte import ByteTokenizer

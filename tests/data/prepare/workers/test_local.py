@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 SOURCE = """
 import os, signal, time
 from flatout.errors import DataError
-from flatout.sources import BadRow
+from flatout.data.sources import BadRow
 
 def numbered(first, count, wait=0.0):
     time.sleep(wait)

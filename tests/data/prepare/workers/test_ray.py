@@ -19,10 +19,10 @@ from flatout.data.prepare.pipeline import Options, engine_named, prepare_dataset
 from flatout.data.prepare.workers import ray as ray_workers
 from flatout.data.prepare.workers.local import LocalWorkers
 from flatout.data.prepare.workers.ray import RayWorkers
+from flatout.data.sources import BadRow
 from flatout.data.tokenizers import make_tokenizer
 from flatout.errors import ConfigError, DataError, Interrupted, MissingPackage, RunFailed
-from flatout.files import Unfinished
-from flatout.sources import BadRow
+from flatout.storage.files import Unfinished
 
 NUMBERS = itertools.count()
 

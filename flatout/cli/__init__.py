@@ -1,0 +1,1 @@
+"""The command line: commands, their parser, and what a terminal shows."""

@@ -1,0 +1,254 @@
+"""Show what slows a run down, with evidence, and how to fix it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+from flatout.assembly import preflight
+from flatout.cli.commands import Command, Overrides
+from flatout.config.registry import RECIPES, unknown_name
+from flatout.config.schema import RunConfig, load_config
+from flatout.config.signature import Argument, Option, checked
+from flatout.errors import ConfigError, MissingPackage, in_shell
+from flatout.measure.diagnose.diagnose import diagnose_recipe, measure_briefly
+from flatout.measure.diagnose.diagnosis import FILE, Diagnosis, diagnosis_of, read_diagnosis
+from flatout.measure.diagnose.fix import (
+    FixOutcome,
+    applied,
+    require_writable,
+    try_fixes,
+    write_recipe,
+)
+from flatout.measure.diagnose.recorded import recorded_evidence
+from flatout.measure.diagnose.spec import DEFAULT_SECONDS
+from flatout.measure.scripts.request import Request
+from flatout.measure.scripts.run import diagnose_script
+from flatout.progress import SILENT, Progress
+from flatout.storage.cache import default_cache
+from flatout.storage.json_io import Result
+from flatout.storage.recognised import require_recipe_path
+from flatout.training.metrics.observers import Observer
+from flatout.training.run_dir import layout
+from flatout.training.run_dir.lookup import RUNS, run_names
+from flatout.training.run_dir.resume import settings_file
+
+
+class DiagnoseResult(Diagnosis, Result):
+    """A verdict and its evidence, and what --fix did."""
+
+    fixes_tried: tuple[FixOutcome, ...] = ()
+    """With --fix: each fix, with its measured gain, and whether it is kept."""
+    recipe: str | None = None
+    """With --fix: the recipe that was written. Null when no fix helps."""
+    path: str | None = None
+    """findings.json in the run directory. Null when there is no run directory."""
+    script_code: int | None = None
+    """Exit code of a script. Null when it was ended after its measurement."""
+
+    @property
+    def exit_code(self) -> int:
+        """As for `train`: 2 if the recipe cannot start, 1 if its measured steps failed, else 0.
+
+        With a fix that makes it work, and for a recorded run, it is 0. A script's is its own.
+        """
+        fails = any(finding.harm == "fails" for finding in self.findings)
+        if not fails or self.recipe is not None:
+            return 0
+        return {"preflight": 2, "measured run": 1, "script": self.script_code or 1}.get(
+            self.source, 0
+        )
+
+    def summary(self) -> str:
+        """Return the verdict, the breakdown, the findings, and what --fix did."""
+        tried = [f"Tried: {one.text} {one.reason}" for one in self.fixes_tried]
+        if self.recipe is not None:
+            tried.append(f"Written: {self.recipe}")
+        return "\n\n".join([self.text(), *(["\n".join(tried)] if tried else [])])
+
+
+@checked
+def diagnose(
+    recipe: Annotated[
+        str | Path | None,
+        Argument("A recipe's name, a YAML file, a run, or its directory (default: this machine)."),
+    ] = None,
+    overrides: Overrides = None,
+    fix: Annotated[
+        bool, Option("Try the best fixes, measure again, and write a recipe with a fix that helps.")
+    ] = False,
+    seconds: Annotated[
+        float, Option("Seconds of ordinary steps to measure.", min=0.1)
+    ] = DEFAULT_SECONDS,
+    out: Annotated[
+        Path | str | None,
+        Option("File for the recipe that --fix writes (default: NAME-fixed.yaml)."),
+    ] = None,
+    steps: Annotated[
+        int | None, Option("Of a script: steps to measure, instead of --seconds.", min=1)
+    ] = None,
+    to_the_end: Annotated[
+        bool, Option("Of a script: let it run to its end after the measurement.")
+    ] = False,
+    *,
+    script: Sequence[str] = (),
+    callbacks: Sequence[Observer] = (),
+    as_json: bool = False,
+    progress: Progress = SILENT,
+) -> DiagnoseResult:
+    """Show what slows a run down, with evidence, and how to fix it.
+
+    Without a recipe, it checks this machine and measures its rates. For a recipe, it checks the
+    machine, the environment, the memory and the data, runs the recipe for some seconds in a
+    separate process, and divides each step into waiting for data, host, computation, optimizer,
+    logging, saving, garbage collection and compiling. For a run, it reads what the run has
+    recorded, and for a loop watched with `flatout.watch`, the findings of the watch. Nothing is
+    trained, and only findings.json is written, into a run directory. What was not measured is null.
+    Exit codes: 2 if a recipe cannot start, 1 if its measured steps fail.
+
+    Raises: UsageError when there is no such recipe or run, or it cannot be resolved, or `out` is
+            a different file; RunFailed.
+
+    After `--` comes the command of any PyTorch training script, which is measured without an edit
+    and ends once enough steps are measured: `flatout diagnose -- python train.py --epochs 3`.
+    In Python, `script` are its words (`as_json`: it prints to standard error), and `callbacks`
+    observe the measured run, which then runs in this process, and the slow lines are named.
+    """
+    if script:
+        require_only_script(recipe is not None or overrides or fix or out is not None)
+        request = Request(seconds=seconds, steps=steps, to_the_end=to_the_end)
+        found, code = diagnose_script(script, request, as_json=as_json, progress=progress)
+        return DiagnoseResult(**dict(found), script_code=code)
+    if steps is not None or to_the_end:
+        how = "Write `flatout diagnose --steps 50 -- python train.py`, or remove them."
+        raise ConfigError("--steps and --to-the-end only apply to a script.", fix=how)
+    if recipe is None:
+        if fix or out is not None:
+            raise ConfigError("--fix and --out need a recipe.", fix="Name one, or remove them.")
+        try:
+            from flatout.measure.diagnose.machine import machine_evidence
+        except ImportError as error:
+            raise MissingPackage(
+                f"torch cannot be imported: {error}.", fix="Install it again: `pip install torch`."
+            ) from error
+        return DiagnoseResult(**dict(diagnosis_of(machine_evidence(progress=progress))))
+    folder, watched = find_recorded(recipe)
+    if out is not None and not fix:
+        raise ConfigError("--out has no effect without --fix.", fix="Add --fix, or remove it.")
+    if out is not None:
+        require_recipe_path(out, "--out ")
+    if watched is not None and not fix and not overrides:
+        return DiagnoseResult(**dict(read_watched(watched)), path=str(watched / FILE))
+    if folder is not None and not fix and not overrides:
+        found = diagnosis_of(recorded_evidence(folder))
+        return DiagnoseResult(**dict(found), path=_write(found, folder, progress))
+    config = _config(recipe, folder, watched, overrides)
+    if folder is None or overrides:
+        preflight.check_names(config)
+    written = Path(out or f"{config.name}-fixed.yaml")
+    if fix:
+        require_writable(written)
+    evidence = diagnose_recipe(
+        config, seconds=seconds, cache=default_cache(), callbacks=callbacks, progress=progress
+    )
+    measure = partial(measure_briefly, seconds=seconds)
+    found = diagnosis_of(evidence)
+    tried = try_fixes(evidence, found, measure, progress=progress) if fix else []
+    kept = next((outcome for outcome in tried if outcome.kept), None)
+    if fix and kept is None:
+        progress.say(f"No fix helps here, so {written} is not written.")
+    if kept is not None:
+        write_recipe(written, applied(config, kept.overrides), tried)
+    return DiagnoseResult(
+        **dict(found),
+        fixes_tried=tuple(tried),
+        recipe=None if kept is None else str(written),
+        path=None if folder is None or overrides else _write(found, folder, progress),
+    )
+
+
+def require_only_script(has_more: object) -> None:
+    """Check that nothing is given besides a script.
+
+    Raises: ConfigError when something is.
+    """
+    if has_more:
+        raise ConfigError(
+            "A script after -- cannot be combined with a recipe and its options.",
+            fix="Write `-- python train.py` alone.",
+        )
+
+
+def _write(diagnosis: Diagnosis, folder: Path, progress: Progress) -> str | None:
+    """Write findings.json and return its path. None when the run directory cannot be written."""
+    try:
+        return str(diagnosis.write(folder))
+    except OSError as error:
+        progress.say(
+            f"{folder / FILE} cannot be written ({error.strerror or error}), so `flatout report` "
+            "will not show these findings."
+        )
+        return None
+
+
+def find_recorded(name: str | Path) -> tuple[Path | None, Path | None]:
+    """Return the run directory, or that of a loop without a recipe, that a name means.
+
+    It is a path, or a name under runs/. Both are None for a recipe. Such a loop has records and no
+    configuration.
+    """
+    paths = (Path(name), RUNS / name) if str(name) else ()
+    run = next((path for path in paths if (path / layout.CONFIG).exists()), None)
+    watched = (path for path in paths if (path / layout.METRICS).is_file())
+    return run, None if run else next(watched, None)
+
+
+def read_watched(folder: Path) -> Diagnosis:
+    """Return what `flatout.watch` has found in the loop of a directory.
+
+    Raises: ConfigError when it wrote no findings.
+    """
+    found = read_diagnosis(folder)
+    if found is None:
+        raise ConfigError(
+            f"{folder} contains the records of a loop without a recipe, and no findings.",
+            fix="`flatout.watch` writes its findings when the loop ends. `flatout report "
+            f"{in_shell(folder)}` shows the curves.",
+        )
+    return found
+
+
+def _config(
+    recipe: str | Path,
+    folder: Path | None,
+    watched: Path | None,
+    overrides: Sequence[str] | None,
+) -> RunConfig:
+    """Return the configuration to measure. For a run, it is the one that the run started with.
+
+    Raises: UsageError, also for a loop that `flatout.watch` watched.
+    """
+    if folder is not None:
+        return load_config(settings_file(folder), overrides or ())
+    path, name, known = Path(recipe), str(recipe), RECIPES.names()
+    if watched is not None:
+        raise ConfigError(
+            f"{watched} contains the records of a loop without a recipe, and flatout cannot repeat "
+            "it.",
+            fix=f"Remove --fix and the settings: `flatout diagnose {in_shell(name)}` shows what "
+            "`flatout.watch` found.",
+        )
+    if len(path.parts) > 1 and path.parent == RUNS and not path.exists():
+        raise ConfigError(f"There is no run directory {path}.", fix="`flatout runs` lists them.")
+    if not {"/", "."} & set(name) and name not in known and not Path(f"{name}.yaml").exists():
+        raise unknown_name("recipe or run", name, [*known, *run_names()])
+    return load_config(recipe, overrides or ())
+
+
+COMMAND = Command(
+    diagnose,
+    example="flatout diagnose shakespeare-char data.path=data/s --fix",
+    writes_files=False,
+)

@@ -1,0 +1,142 @@
+"""Import tokens that another tool wrote."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from flatout.cli.commands import Command, EndOfText, Pattern
+from flatout.config.signature import Argument, Option, checked
+from flatout.data.prepare.import_tokens import ImportOptions, import_tokens
+from flatout.data.token_formats import Documents
+from flatout.progress import SILENT, Progress, counted
+from flatout.storage.files import expanded
+from flatout.storage.json_io import Result
+from flatout.storage.recognised import require_local
+
+TokenFiles = Annotated[
+    Path | str,
+    Argument(
+        "Token files, or their directory: train.bin and val.bin, .npy, .npz, Megatron's .bin with "
+        ".idx, llm.c, or chunk_NNNNNN.pt."
+    ),
+]
+Out = Annotated[
+    Path | str,
+    Option("Directory to write. It must be absent, empty, or contain this same dataset."),
+]
+TokenizerName = Annotated[
+    str | Path | None,
+    Option(
+        "The tokenizer that made the tokens: a tokenizer.json, a .tiktoken file, a Hugging Face "
+        "repository, byte, or ids:N for N ids without text. Not needed next to nanoGPT's meta.pkl "
+        "with characters."
+    ),
+]
+DocumentEnds = Annotated[
+    Documents | None,
+    Option(
+        "Where documents end: at an end-of-text token, where the format stores it "
+        "(Megatron), or at the end of each chunk or file. By default where the format stores "
+        "it, or else at end-of-text tokens."
+    ),
+]
+Split = Annotated[
+    str | None,
+    Option(
+        "'tail F': use the fraction F at the end for validation; 'tail 0.1' by default, unless "
+        "there are validation files."
+    ),
+]
+Validation = Annotated[Path | str | None, Option("Token files for validation.")]
+FormatName = Annotated[
+    str | None,
+    Option(
+        "The format, if the names of the files do not show it. See `flatout list token-formats`."
+    ),
+]
+Dtype = Annotated[
+    str | None,
+    Option("The type of tokens in files without a header, such as uint16 (default: guessed)."),
+]
+FieldName = Annotated[
+    str | None,
+    Option("The array or key with the tokens (default: input_ids, tokens or the only one)."),
+]
+
+
+class ImportResult(Result):
+    """The dataset that `import` wrote."""
+
+    path: str
+    """The dataset directory."""
+    chunks: int
+    """Files that were read."""
+    documents: int
+    """Documents of both splits."""
+    tokens: int
+    """Tokens of both splits."""
+    seconds: float
+    """Wall time of this call."""
+    tokens_per_s: float
+    """Tokens divided by that time, 0 when the dataset already existed."""
+
+    def summary(self) -> str:
+        """Return the path, the time and the counts."""
+        verb = f"written in {self.seconds:.1f} s" if self.tokens_per_s else "already exists"
+        counts = f"{counted(self.tokens, 'token')} of {counted(self.documents, 'document')}"
+        return f"{self.path}  {verb}\n  {counts}, from {counted(self.chunks, 'file')}"
+
+
+@checked
+def import_chunks(
+    tokens: TokenFiles,
+    out: Out,
+    tokenizer: TokenizerName = None,
+    pattern: Pattern = None,
+    end_of_text: EndOfText = None,
+    documents: DocumentEnds = None,
+    split: Split = None,
+    val: Validation = None,
+    format: FormatName = None,
+    dtype: Dtype = None,
+    field: FieldName = None,
+    *,
+    progress: Progress = SILENT,
+) -> ImportResult:
+    """Import tokens that another tool wrote.
+
+    Files and subdirectories with train or val in their names keep that split. What a metadata.json
+    beside chunks states must be correct. No pickle is loaded.
+
+    Raises: DataError naming the file that is missing or unusable.
+    """
+    require_local(out, "--out ")
+    out = expanded(out)
+    options = ImportOptions(
+        tokenizer=None if tokenizer is None else str(tokenizer),
+        pattern=pattern,
+        end_of_text=end_of_text,
+        documents=documents,
+        split=split,
+        val=None if val is None else expanded(val),
+        format=format,
+        dtype=dtype,
+        field=field,
+    )
+    made = import_tokens(expanded(tokens), out, options, progress=progress)
+    return ImportResult(
+        path=str(out),
+        chunks=made.manifest.source["chunks"],
+        documents=made.manifest.documents,
+        tokens=made.manifest.tokens,
+        seconds=round(made.seconds, 3),
+        tokens_per_s=made.tokens_per_s,
+    )
+
+
+COMMAND = Command(
+    call=import_chunks,
+    example="flatout import old/nanogpt --out data/old --tokenizer tokenizer.json",
+    writes_files=True,
+)

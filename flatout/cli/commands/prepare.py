@@ -1,0 +1,307 @@
+"""Tokenise text once, and pack it into a dataset for training."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from flatout.cli.commands import Command, EndOfText, Pattern
+from flatout.config.schema import load_config
+from flatout.config.signature import Argument, Option, checked
+from flatout.data.prepare.pipeline import (
+    Options,
+    Prepared,
+    PreparedPart,
+    engine_named,
+    join_parts,
+    prepare_dataset,
+    prepare_part,
+)
+from flatout.data.prepare.plan.work_dir import WorkPart
+from flatout.data.prepare.upload import prepare_upload
+from flatout.errors import UsageError
+from flatout.progress import SILENT, Progress, counted
+from flatout.storage.json_io import JsonObject, Result
+from flatout.storage.recognised import require_local
+from flatout.storage.remote.urls import is_url
+
+Paths = list[str] | list[Path] | str | Path
+"""One or several, as strings or paths. The command line passes a list of strings."""
+Sources = Annotated[
+    Paths,
+    Argument(
+        "Files, directories, quoted globs, URLs (s3://, https://), - (standard input), sources, "
+        "datasets."
+    ),
+]
+Out = Annotated[
+    str | Path,
+    Option(
+        "Directory or URL (s3://, gs://) to write. It must be absent, empty, or contain this same "
+        "dataset."
+    ),
+]
+TokenizerName = Annotated[
+    str | Path | None,
+    Option(
+        "char, byte, train:N, a tokenizer.json or .tiktoken file, a Hugging Face repository, "
+        "ORG/NAME[@REVISION], or ids:N for numbers (default: train:4096)."
+    ),
+]
+ForRecipe = Annotated[
+    str | Path | None, Option("Use the tokenizer that this recipe names (data.tokenizer).")
+]
+TextField = Annotated[
+    str | None, Option("Field or column of a row that contains the text (default: 'text').")
+]
+Include = Annotated[
+    Paths | None,
+    Option(
+        "Files to read from directories in addition to text and rows, such as '*.py' (repeatable)."
+    ),
+]
+Encoding = Annotated[
+    str | None, Option("Encoding of files that are not UTF-8, such as CP1252 or UTF-16.")
+]
+Split = Annotated[
+    str | None,
+    Option("'tail F' or 'hash F': the fraction used for validation, from the end or by document."),
+]
+Val = Annotated[
+    Paths | None, Option("Text for validation only, exempt from the limits (repeatable).")
+]
+MaxDocuments = Annotated[
+    int | None, Option("Take at most this many documents from SOURCES.", min=1)
+]
+MaxBytes = Annotated[
+    int | None,
+    Option("Take at most this many bytes of text. The last document is cut there.", min=1),
+]
+OnBadRow = Annotated[Literal["raise", "skip"], Option("What to do with an unusable row.")]
+MaxBadRows = Annotated[
+    int | None,
+    Option("With --on-bad-row skip, fail above this many (default: 1%, but at least 100).", min=0),
+]
+MaskField = Annotated[
+    str | None,
+    Option("Field of a row that precedes the text and is excluded from the loss, such as prompt."),
+]
+Chat = Annotated[
+    str | None,
+    Option(
+        "Rows are chat data in the form of OpenAI or ShareGPT, and only the assistant's turns "
+        "count in the loss. The chat template: auto (the tokenizer's own), chatml, plain, or a "
+        "Jinja file.",
+        "--chat",
+        "--chat-template",
+    ),
+]
+Duplicates = Annotated[
+    Literal["keep", "drop"], Option("Keep duplicate documents, or drop and count them.")
+]
+FromFile = Annotated[
+    str | Path | None,
+    Option("The dataset's downloaded file, for a machine without network.", "--from"),
+]
+NumWorkers = Annotated[int | None, Option("Processes (default: one per usable core).", min=1)]
+Part = Annotated[
+    str | None,
+    Option(
+        "I/N: do only this part of the work, along with other processes that share the directory, "
+        "as in a Slurm array. Then use --join."
+    ),
+]
+Join = Annotated[bool, Option("Join the parts made with --part. Reports missing ones.")]
+EngineName = Annotated[
+    str,
+    Option(
+        "local, or ray: a Ray cluster whose nodes all see --out and the sources at the same paths."
+    ),
+]
+
+
+Cache = Annotated[
+    Path | str | None,
+    Option(
+        "Directory for downloads and for uploads in preparation. FLATOUT_CACHE or ~/.cache/flatout "
+        "by default."
+    ),
+]
+
+
+class PrepareResult(Result):
+    """The dataset that `prepare` wrote."""
+
+    path: Path | str
+    """The dataset directory, or the URL."""
+    documents: int
+    """Documents of both splits. One that is cut where validation starts counts once."""
+    tokens: int
+    """Tokens of both splits, including one end-of-text token per document."""
+    bytes: int
+    """UTF-8 bytes of the text."""
+    seconds: float
+    """Wall time of this call, including the training of a tokenizer."""
+    tokens_per_s: float
+    """Tokens divided by that time, 0 when the dataset already existed."""
+    skipped: int
+    """Omitted rows and files. The manifest lists which and why."""
+    skipped_by_reason: dict[str, int]
+    """The same by reason, such as `.png file` for a file that is not read from directories."""
+    closing: str = Field(exclude=True, repr=False)
+    """The summary, as text."""
+
+    def summary(self) -> str:
+        """Return the closing lines for a person."""
+        return self.closing
+
+
+@checked
+def prepare(
+    sources: Sources,
+    out: Out,
+    tokenizer: TokenizerName = None,
+    pattern: Pattern = None,
+    end_of_text: EndOfText = None,
+    text_field: TextField = None,
+    include: Include = None,
+    encoding: Encoding = None,
+    split: Split = None,
+    val: Val = None,
+    max_documents: MaxDocuments = None,
+    max_bytes: MaxBytes = None,
+    on_bad_row: OnBadRow = "raise",
+    max_bad_rows: MaxBadRows = None,
+    mask_field: MaskField = None,
+    duplicates: Duplicates = "keep",
+    from_file: FromFile = None,
+    workers: NumWorkers = None,
+    part: Part = None,
+    join: Join = False,
+    engine: EngineName = "local",
+    chat: Chat = None,
+    cache: Cache = None,
+    recipe: ForRecipe = None,
+    *,
+    progress: Progress = SILENT,
+) -> PrepareResult:
+    """Tokenise text once and pack it into a dataset, local or at a URL, that training reads."""
+    if tokenizer is None:
+        tokenizer = "train:4096" if recipe is None else load_config(recipe).data.tokenizer
+        if tokenizer is None:
+            raise UsageError(
+                f"The recipe {recipe} names no tokenizer.",
+                fix="Name one with --tokenizer, or set data.tokenizer in the recipe.",
+            )
+    # fmt: off
+    options = Options(
+        str(tokenizer), pattern, end_of_text, text_field, split, max_documents, max_bytes,
+        on_bad_row, max_bad_rows, mask_field, duplicates,
+        _names(val or ()), _names(include or ()), encoding, chat,
+    )
+    # fmt: on
+    file = None if from_file is None else str(from_file)
+    shared: JsonObject = {"from_file": file, "cache": cache and Path(cache), "progress": progress}
+    if part is not None and join:
+        raise UsageError(
+            "--part and --join cannot be combined.",
+            fix="Do every part with --part I/N, then --join once, without --part.",
+        )
+    shares = "--join" if join else "--part" if part is not None else None
+    if shares and engine != "local":
+        raise UsageError(
+            f"--engine {engine} and {shares} cannot be combined: each divides the whole work.",
+            fix="Remove one of the two.",
+        )
+    if shares and is_url(str(out)):
+        raise UsageError(
+            f"{shares} needs a directory that all parts share, and {out} is a URL.",
+            fix="Name a shared directory with --out, or remove --part and --join.",
+        )
+    require_local(cache or "", "--cache ")
+    names = _names(sources)
+    if join:
+        return _result(join_parts(names, Path(out), options, **shared))
+    shared["workers"] = workers
+    if part is not None:
+        share = WorkPart.parse(part)
+        return _part_result(prepare_part(names, Path(out), options, share, **shared), share)
+    shared["engine"] = engine_named(engine)
+    if is_url(str(out)):
+        return _result(prepare_upload(names, str(out), options, **shared))
+    return _result(prepare_dataset(names, Path(out), options, **shared))
+
+
+def _names(given: Sequence[str | Path] | str | Path) -> tuple[str, ...]:
+    return tuple(str(name) for name in ([given] if isinstance(given, str | Path) else given))
+
+
+def _result(made: Prepared) -> PrepareResult:
+    manifest = made.manifest
+    skipped = {entry.reason: entry.count for entry in manifest.skipped}
+    # Of masked text, a manifest has the size of what counts alone.
+    is_masked = any(split.masks for split in manifest.splits.values())
+    size = "" if is_masked else f", {manifest.text_bytes / 1e6:,.2f} MB of text"
+    documents = counted(manifest.documents, "document")
+    if manifest.cut_documents:
+        whose = "its" if manifest.documents == 1 else "of one, the"
+        documents += f" ({whose} end is for validation)"
+    splits = ", ".join(f"{name} {split.tokens:,}" for name, split in manifest.splits.items())
+    lines = [
+        f"{made.path}  {'already exists' if made.existed else f'written in {made.seconds:.1f} s'}",
+        f"  {manifest.tokens:,} tokens of {documents}{size}",
+        f"  tokenizer {manifest.tokenizer.name}, vocabulary {manifest.vocab_size:,}; "
+        f"split by {manifest.split_rule}: {splits}",
+    ]
+    for entry in manifest.skipped:
+        first = f" (first: {entry.first[0]})" if entry.first else ""
+        what = entry.reason  # in the plural if it names a kind of thing, such as `.py file`
+        if entry.count != 1:
+            what = re.sub(r"^(\S+ )?(file|document)\b", r"\g<0>s", what)
+        lines.append(f"  omitted: {entry.count:,} {what}{first}")
+    return PrepareResult(
+        path=made.path,
+        documents=manifest.documents,
+        tokens=manifest.tokens,
+        bytes=manifest.text_bytes,
+        seconds=round(made.seconds, 3),
+        tokens_per_s=made.tokens_per_s,
+        skipped=sum(skipped.values()),
+        skipped_by_reason=skipped,
+        closing="\n".join(lines),
+    )
+
+
+def _part_result(made: PreparedPart, part: WorkPart) -> PrepareResult:
+    """Return the result of one part. --join completes the dataset."""
+    records, skipped = made.records, Counter[str]()
+    for record in records:
+        skipped.update({entry.reason: entry.count for entry in record.skipped})
+    tokens = sum(record.tokens for record in records)
+    left = "all parts are done. Join them with --join"
+    if made.left:
+        left = f"{made.left:,} are left for other parts"
+    return PrepareResult(
+        path=made.path,
+        documents=sum(record.documents for record in records),
+        tokens=tokens,
+        bytes=sum(record.text_bytes for record in records),
+        seconds=round(made.seconds, 3),
+        tokens_per_s=round(tokens / made.seconds, 1),
+        skipped=skipped.total(),
+        skipped_by_reason=dict(skipped),
+        closing=f"{made.path}  part {part.index}/{part.count} done in {made.seconds:.1f} s: "
+        f"{len(records):,} ranges; {left}",
+    )
+
+
+COMMAND = Command(
+    call=prepare,
+    example="flatout prepare book.txt --out data/book",
+    writes_files=True,
+)

@@ -1,0 +1,67 @@
+"""Profile some steps of a recipe: a trace, kernels, memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from flatout.cli.commands import Command, Overrides, RecipeName
+from flatout.cli.commands.train import load_checked
+from flatout.config.signature import Option, checked
+from flatout.errors import UsageError
+from flatout.measure.profile.report import Profile
+from flatout.progress import SILENT, Progress
+from flatout.storage.cache import default_cache
+from flatout.storage.recognised import require_local
+
+MOST_STEPS = 100
+"""The profiler keeps every operation of every step in memory."""
+
+
+@checked
+def profile(
+    recipe: RecipeName,
+    overrides: Overrides = None,
+    steps: Annotated[int, Option("Steps to profile.", min=1)] = 3,
+    skip: Annotated[
+        int | None,
+        Option("Steps before them (default: until the step time is steady).", min=0),
+    ] = None,
+    out: Annotated[
+        Path | str | None, Option("Directory for the files (default: profile/RECIPE-DIGEST).")
+    ] = None,
+    *,
+    progress: Progress = SILENT,
+) -> Profile:
+    """Show where the time and the memory of a few training steps go.
+
+    The steps are those of training, after warm-up and compilation, without evaluations and saves.
+    The trace opens in Perfetto. The table shows kernels by class with their share, TFLOP/s and GB/s
+    against what this machine can do. Memory is told apart at its peak. Nothing is saved but the
+    profile.
+
+    Raises: UsageError before anything is measured; OutOfMemory; RunFailed when the disk is full.
+    """
+    if steps > MOST_STEPS:
+        raise UsageError(
+            f"--steps {steps}: the operations of that many steps may not fit in memory.",
+            fix=f"Profile at most {MOST_STEPS} steps. A few show the same.",
+        )
+    require_local(out or "", "--out ")
+    config = load_checked(recipe, overrides, progress=progress)
+    from flatout.measure.profile.profile import Wanted, run_profile
+
+    return run_profile(
+        config,
+        wanted=Wanted(steps, skip),
+        out=None if out is None else Path(out),
+        cache=default_cache(),
+        progress=progress,
+    )
+
+
+COMMAND = Command(
+    profile,
+    example="flatout profile shakespeare-char data.path=data/s --steps 5",
+    writes_files=True,
+)

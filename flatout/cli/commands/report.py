@@ -1,0 +1,141 @@
+"""Write one HTML page about a run, or about several together."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+from flatout.cli.commands import Command
+from flatout.config.signature import Argument, Option, checked
+from flatout.errors import CheckpointError, DataError, OutputInUse
+from flatout.measure.scripts.tuning import FILE as TUNING
+from flatout.progress import SILENT, Progress
+from flatout.storage.files import write_whole, writing
+from flatout.storage.json_io import Result
+from flatout.storage.recognised import require_local
+from flatout.training.run_dir import layout
+from flatout.training.run_dir.lookup import RUNS, find_run
+
+FILE_NAME = "report.html"
+
+
+class ReportResult(Result):
+    """The page that was written."""
+
+    path: str
+    """The HTML file."""
+    runs: list[str]
+    """The run directories on the page."""
+    records: int
+    """Records of all runs that the page is about."""
+    bytes: int
+    """Size of the file."""
+    notes: list[str]
+    """What was missing or damaged in the run directories."""
+    wall_s: float
+    """Seconds that reading and writing took."""
+
+    def summary(self) -> str:
+        """Return the path of the page and its size."""
+        size = f"{self.bytes / 1e6:.1f} MB, {self.records:,} records"
+        return f"{self.path}  ({size}; open it in a browser)"
+
+
+@checked
+def report(
+    runs: Annotated[
+        list[str] | str | Path | None,
+        Argument("Run directories, or their names under runs/ (default: the newest run there)."),
+    ] = None,
+    out: Annotated[
+        Path | str | None,
+        Option(
+            "The HTML file (default: report.html in the run directory, or here for several runs)."
+        ),
+    ] = None,
+    *,
+    progress: Progress = SILENT,
+) -> ReportResult:
+    """Write one HTML page about a run, or about several side by side.
+
+    The page has the curves (against steps, tokens or time), the events, the results, where the time
+    of a step went, samples and settings, and for several runs their differences. It is one file
+    that opens offline. A directory with a metrics.jsonl of another training loop works too, and the
+    one that `flatout tune -- python train.py` wrote, with its table and its patch.
+
+    Raises: CheckpointError when a run does not exist; MissingPackage without bokeh.
+    """
+    from flatout.measure.report.curves import read_runs
+    from flatout.measure.report.page import render, require_packages
+
+    began_s = time.perf_counter()
+    known = layout.list_runs(RUNS) if RUNS.is_dir() and not runs else []
+    if not runs and not known:
+        raise CheckpointError(
+            f"There is no run under {RUNS}/.",
+            fix="Name a run directory, or train a run: `flatout demo` takes a few minutes.",
+        )
+    given = [runs] if isinstance(runs, str | Path) else runs or ()
+    folders = [folder for run in given for folder in _folders(run)] or known[-1:]
+    folders = list({folder.resolve(): folder for folder in folders}.values())
+    require_local(out or "", "--out ")
+    path = Path(out or (folders[0] / FILE_NAME if len(folders) == 1 else FILE_NAME))
+    path = path / FILE_NAME if path.is_dir() else path
+    _require_ours(path)
+    require_packages()
+    with progress.task("Reading the records"):
+        read = read_runs(folders)
+    notes = [f"{run.name}: {note}" for run in read for note in run.notes]
+    for note in notes:
+        progress.say(note)
+    with progress.task("Drawing"):
+        html = render(read)
+    with writing(path):
+        write_whole(path, html)
+    return ReportResult(
+        path=str(path),
+        runs=list(map(str, folders)),
+        records=sum(run.num_records for run in read),
+        bytes=len(html.encode()),
+        notes=notes,
+        wall_s=round(time.perf_counter() - began_s, 2),
+    )
+
+
+def _folders(run: str | Path) -> list[Path]:
+    """Return the run directory, or a directory with the records of another training loop.
+
+    What `flatout tune` found about a script has two: before and after its changes.
+    Raises: CheckpointError.
+    """
+    path = Path(run)
+    if str(run) and (path / TUNING).is_file():
+        return [path / "before", path / "after"]
+    return [path if str(run) and (path / layout.METRICS).is_file() else find_run(run)]
+
+
+def _require_ours(path: Path) -> None:
+    """Check that `path` can be replaced: it does not exist, or is a report.
+
+    Raises: OutputInUse; DataError.
+    """
+    from flatout.measure.report.page import MARK
+
+    if not path.parent.is_dir():
+        raise DataError(
+            f"There is no directory {path.parent}.", fix="Create it, or choose a different --out."
+        )
+    if not path.exists():
+        return
+    if path.is_file():
+        with path.open("rb") as file:
+            if file.read(len(MARK)) == MARK.encode():
+                return
+    raise OutputInUse(
+        f"{path} exists and is not a report.",
+        fix="Choose a different file with --out, or move that one away.",
+    )
+
+
+COMMAND = Command(report, example="flatout report runs/demo", writes_files=True)

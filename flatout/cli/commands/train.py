@@ -1,0 +1,258 @@
+"""Train a recipe. A run that has a checkpoint resumes from it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import ValidationError
+
+from flatout.assembly import preflight
+from flatout.assembly.preflight import for_world_size, resolve_batch
+from flatout.cli.commands import Command, Overrides, RecipeName, TrustCode
+from flatout.cli.commands.eval import DatasetScore, score_table
+from flatout.config.schema import RunConfig, load_config
+from flatout.config.signature import Option, checked
+from flatout.data.conversation.templates import stored_template
+from flatout.distributed.launch import num_processes, replicas
+from flatout.hardware.machine import probe
+from flatout.progress import SILENT, Progress
+from flatout.storage.cache import default_cache
+from flatout.storage.json_io import JsonObject, Result
+from flatout.storage.recognised import require_local
+from flatout.training.metrics.observers import Observer
+from flatout.training.run_dir.layout import damaged_summary, read_config
+from flatout.training.run_dir.lookup import RUNS, resume_path
+from flatout.training.run_dir.resume import run_name
+
+if TYPE_CHECKING:
+    from flatout.assembly.run import Run
+
+SAMPLE_TOKENS = 160
+"""Length of a sample during a run."""
+
+
+class TrainResult(Result):
+    """The summary of a run."""
+
+    run: str
+    """The run directory."""
+    steps: int
+    """Optimizer steps."""
+    tokens: int
+    """Tokens trained on, over all resumes."""
+    train_loss: float | None
+    """Loss of the last recorded step, in nats per token."""
+    val_loss: float | None
+    """Loss on the whole validation split, in nats per token. For a mix, weighted by its shares."""
+    best_val_loss: float | None
+    """Lowest loss of the evaluations during the run, on the validation tokens that they score.
+
+    `generate --checkpoint best` uses that step."""
+    best_step: int | None
+    """The step of that loss."""
+    bits_per_byte: float | None
+    """Validation loss in bits per byte of text."""
+    by_dataset: tuple[DatasetScore, ...] = ()
+    """The score on each dataset of a mix, as `eval` shows it."""
+    stopped_early: bool = False
+    """Whether train.patience ended it before its last step."""
+    stopped_because: str | None = None
+    """Why it ended before its last step."""
+    tokens_per_s: float | None
+    """Steady rate of training: the median after the warm-up."""
+    wall_tokens_per_s: float | None
+    """Tokens per second of this process's whole time, including evaluation and saving."""
+    mfu: float | None
+    """Share of the peak that `mfu_of` names. Null if it is unknown."""
+    mfu_of: str | None
+    """The peak that `mfu` is a share of, or why it is unknown."""
+    peak_gib: float | None
+    """Peak memory."""
+    compile_s: float | None = None
+    """Seconds spent compiling, before the first step and after. Null when nothing was compiled."""
+    recompiles: int | None = None
+    """Graphs compiled after the warm-up. The reason for each is in events.jsonl."""
+    skipped_steps: int | None = None
+    """Steps of the whole run whose update was skipped because the loss or the gradient norm was
+    bad. Null in runs of earlier versions. Overflows of float16 do not count."""
+    alarms: int | None = None
+    """Alarms that this process raised. Each is in events.jsonl with its cause."""
+    wall_s: float
+    """Seconds of this process, from the first step to the summary."""
+    elapsed_s: float
+    """Seconds over all resumes."""
+    resumed_from: str | None
+    """Checkpoint that this process resumed from."""
+    predicted: JsonObject | None = None
+    """What was predicted before the first step, under the names of the measured metrics.
+
+    It has tokens_per_s, wall_s and peak_gib (null: unknown), and where they come from. Null in
+    runs of earlier versions."""
+    weights_sha256: str
+    """Digest of the final weights: equal runs have equal digests."""
+
+    def summary(self) -> str:
+        """Return the last sample, the loss curve and the metrics of the run."""
+        from flatout.cli.terminal import closing
+
+        parts = [closing(self.model_dump())]
+        parts += [score_table(self.by_dataset)] if len(self.by_dataset) > 1 else []
+        parts += [self.stopped_because] if self.stopped_because else []
+        return "\n\n".join(parts)
+
+
+RunDir = Annotated[
+    Path | str | None,
+    Option(
+        "Run directory (default: runs/RECIPE-DIGEST). torchrun rejects the short form --run.",
+        "--run-dir",
+        "--run",
+    ),
+]
+
+
+@checked
+def train(
+    recipe: RecipeName,
+    overrides: Overrides = None,
+    run: RunDir = None,
+    resume: Annotated[
+        str | Path, Option("auto, never, or the path of a checkpoint or a run directory.")
+    ] = "auto",
+    trust_code: TrustCode = False,
+    *,
+    observers: Sequence[Observer] = (),
+    progress: Progress = SILENT,
+) -> TrainResult:
+    """Train a recipe. A run directory with a checkpoint resumes from it.
+
+    Returns: the run's summary. For a finished run, its stored summary. In Python, the recipe may
+             also be a `RunConfig`, as in the other commands that take one.
+    Raises: UsageError, including UntrustedCode, before anything is changed; Stopped when a signal
+            ended the run after a save.
+    """
+    require_paths(run, resume)
+    config = load_checked(recipe, overrides, trust_code=trust_code, progress=progress)
+    from flatout.training.run import run_training
+
+    run_dir = RUNS / run_name(config) if run is None else Path(run)
+    summary = run_training(
+        config,
+        run_dir,
+        resume=str(resume),
+        trust_code=trust_code,
+        observers=observers,
+        sample=sample_text,
+        cache=default_cache(),
+        progress=progress,
+    )
+    fields = {
+        name: summary.get(name)
+        for name, field in TrainResult.model_fields.items()
+        if name in summary or field.is_required()
+    }
+    try:
+        return TrainResult(**fields)
+    except ValidationError as error:
+        raise damaged_summary(run_dir) from error
+
+
+def require_paths(run: Path | str | None, resume: Path | str) -> None:
+    """Check that a run is written to, and resumed from, paths on this machine.
+
+    Raises: UsageError.
+    """
+    require_local(run or "", "--run-dir ")
+    resume_path(str(resume))
+
+
+def load_checked(
+    recipe: str | Path | RunConfig,
+    overrides: Sequence[str] | None,
+    *,
+    trust_code: bool = False,
+    progress: Progress = SILENT,
+) -> RunConfig:
+    """Return a recipe's configuration, checked as far as possible without torch.
+
+    Remote data is fetched.
+
+    Raises: UsageError.
+    """
+    config = load_config(recipe, overrides or (), trust_code=trust_code)
+    preflight.check(config, progress=progress)
+    return config
+
+
+def processes(
+    recipe: str,
+    overrides: list[str] | None,
+    run: Path | None = None,
+    resume: str = "auto",
+    trust_code: bool = False,
+    progress: Progress = SILENT,
+) -> int:
+    """Return the number of processes that `train.devices` asks for.
+
+    Raises: UsageError, also when they cannot divide a step of a new run, or of a stored one.
+    """
+    config = load_config(recipe, overrides or (), trust_code=trust_code)
+    wanted = config.train
+    if not wanted.devices:
+        return 1
+    require_paths(run, resume)
+    preflight.check(config, progress=progress)
+    count = num_processes(wanted.devices, wanted.device, probe())
+    if count > 1:
+        stored = read_config(RUNS / run_name(config) if run is None else run)
+        if stored is None:
+            replicas(config.parallel, count)
+            resolve_batch(config, count)
+        else:
+            for_world_size(stored, count)
+    return count
+
+
+def sample_text(run: Run) -> str:
+    """Return a short text generated by the model in its current state.
+
+    A chat model answers train.sample_prompt or the first validation conversation.
+    """
+    from flatout.data.store.mix import members_of
+    from flatout.inference.chat import ChatSession, Sampling
+    from flatout.inference.generate import sample
+
+    data = members_of(run.dataset)[0].dataset
+    template = stored_template(data.manifest.source)
+    if template is not None:
+        sampling = Sampling(top_k=200, seed=run.step, max_tokens=SAMPLE_TOKENS)
+        session = ChatSession(
+            run.core, data.tokenizer, run.config.data.seq_len, template, sampling=sampling
+        )
+        split = data.split("val" if data.split("val").num_tokens else "train")
+        end = int(split.document_ends[0])
+        answer = int(split.read_mask_range(0, end).argmax())
+        first_prompt = [int(token) for token in split.read_tokens(0, answer)]
+        return session.sample(run.config.train.sample_prompt, first_prompt)
+    prompt = run.config.train.sample_prompt
+    pieces = sample(
+        run.core,
+        run.dataset.tokenizer,
+        prompt,
+        temperature=0.8,
+        top_k=200,
+        seed=run.step,
+        max_tokens=SAMPLE_TOKENS,
+        max_context=run.config.data.seq_len,
+    )
+    return prompt + "".join(pieces)
+
+
+COMMAND = Command(
+    train,
+    example="flatout train shakespeare-char data.path=data/s --json",
+    processes=processes,
+    writes_files=True,
+)

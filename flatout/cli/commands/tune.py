@@ -1,0 +1,156 @@
+"""Find the fastest settings of a recipe, and write them as one."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Annotated
+
+from flatout.cli.commands import Command, Overrides
+from flatout.cli.commands.diagnose import require_only_script
+from flatout.cli.commands.train import load_checked
+from flatout.config.registry import SPEEDUPS, unknown_name
+from flatout.config.schema import RunConfig
+from flatout.config.signature import Argument, Option, checked
+from flatout.errors import ConfigError
+from flatout.measure.experiments.records import LEAST_MINUTES, PARTS
+from flatout.measure.experiments.report import Tuning
+from flatout.measure.scripts.tuning import ScriptTuning
+from flatout.progress import SILENT, Progress
+from flatout.storage.cache import default_cache
+from flatout.storage.recognised import require_recipe_path
+
+
+@checked
+def tune(
+    recipe: Annotated[
+        str | Path | RunConfig | None, Argument("A recipe's name, or a YAML file.")
+    ] = None,
+    overrides: Overrides = None,
+    minutes: Annotated[
+        float,
+        Option("Time limit. The most promising settings are measured first.", min=LEAST_MINUTES),
+    ] = 15.0,
+    only: Annotated[
+        str | None,
+        Option(
+            "Tune only these, separated by commas: batch, checkpointing, speedups, prefetch, "
+            "or names of speedups."
+        ),
+    ] = None,
+    statistical: Annotated[
+        bool, Option("Also try speedups with a statistical tolerance, over several seeds.")
+    ] = False,
+    out: Annotated[
+        Path | str | None,
+        Option("The recipe to write (default: tuned.yaml). Of a script, the directory."),
+    ] = None,
+    patch: Annotated[
+        Path | str | None, Option("Of a script: file for the unified diff (empty if no change).")
+    ] = None,
+    batch_flag: Annotated[
+        str | None, Option("Of a script: its argument for the batch size, such as --batch-size.")
+    ] = None,
+    accumulate_flag: Annotated[
+        str | None, Option("Of a script: its argument for the steps of gradient accumulation.")
+    ] = None,
+    *,
+    script: Sequence[str] = (),
+    progress: Progress = SILENT,
+) -> Tuning | ScriptTuning:
+    """Find the fastest settings of a recipe on this machine, and write them as a recipe.
+
+    It starts from what `train` would choose, and varies the micro-batch, activation checkpointing,
+    the speedups and the prefetch by measured tokens per second. The tokens per optimizer step never
+    change: other rows per micro-batch mean other accumulation. Every trial runs in its own process
+    and also evaluates one batch, so that a setting does not run out of memory later. The fastest
+    setting saves once, too. A change is taken if it is faster and its losses stay within the
+    tolerance. Speedups that the recipe names or excludes stay as they are. Ctrl+C writes the best
+    setting so far. The measured gains are kept for `auto`.
+
+    Raises: UsageError before anything is measured; RunFailed when no setting gives results;
+            Interrupted when a signal arrives before that.
+
+    After `--` comes the command of any PyTorch training script, to make that faster without an
+    edit: `flatout tune --patch faster.patch -- python train.py`. Its changes are applied from
+    outside, in trials that run in a copy of the current directory. `flatout list changes` shows
+    them, and `--only` selects some. In Python, `script` are the words of that command.
+    """
+    flags = {"patch": patch, "batch-flag": batch_flag, "accumulate-flag": accumulate_flag}
+    if script:
+        require_only_script(recipe is not None or overrides or statistical)
+        if accumulate_flag is not None and batch_flag is None:
+            how = "Name both, such as --batch-flag --batch-size."
+            raise ConfigError("--accumulate-flag needs --batch-flag.", fix=how)
+        from flatout.measure.scripts.changes import CHANGES
+        from flatout.measure.scripts.tune import tune_script
+
+        return tune_script(
+            script,
+            out=out,
+            minutes=minutes,
+            only=names_in(only, CHANGES, "change"),
+            patch=patch,
+            flags=(batch_flag, accumulate_flag),
+            progress=progress,
+        )
+    for name, given in flags.items():
+        if given is not None:
+            raise ConfigError(
+                f"--{name} only applies to a script.",
+                fix=f"Write `flatout tune --{name} {given} -- python train.py`.",
+            )
+    if recipe is None:
+        raise ConfigError(
+            "There is nothing to tune.",
+            fix="Name a recipe, or write `flatout tune -- python train.py`.",
+        )
+    out = out or "tuned.yaml"
+    require_recipe_path(out, "--out ")
+    parts = parse_only(only)
+    config = load_checked(recipe, overrides, progress=progress)
+    from flatout.measure.experiments.tune import run_tune
+
+    return run_tune(
+        config,
+        out=Path(out),
+        minutes=minutes,
+        only=parts,
+        statistical=statistical,
+        cache=default_cache(),
+        progress=progress,
+    )
+
+
+def parse_only(text: str | None) -> tuple[str, ...]:
+    """Return the parts and speedups that `--only` names. All parts without it.
+
+    Raises: ConfigError for an unknown one, with the nearest name.
+    """
+    known = [*PARTS, *(name for name in SPEEDUPS.names() if name not in PARTS)]
+    words = names_in(text, known, "part to tune")
+    if text is not None and not words:
+        raise ConfigError(
+            "--only names nothing to tune.",
+            fix=f"Name {', '.join(PARTS)}, or speedups, with commas between them, or remove it.",
+        )
+    return words or PARTS
+
+
+def names_in(text: str | None, known: Collection[str], what: str) -> tuple[str, ...]:
+    """Return the names in a text, which commas separate.
+
+    Raises: ConfigError for an unknown one, with the nearest name.
+    """
+    names = tuple(word.strip() for word in (text or "").split(",") if word.strip())
+    for name in names:
+        if name not in known:
+            raise unknown_name(what, name, known)
+    return names
+
+
+COMMAND = Command(
+    tune,
+    example="flatout tune shakespeare-char data.path=data/s --minutes 10",
+    writes_files=True,
+)

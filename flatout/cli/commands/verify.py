@@ -1,0 +1,281 @@
+"""Check a dataset or a run, or prove that a recipe resumes exactly."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated, Literal
+
+from flatout.assembly import preflight
+from flatout.cli.commands import Command, Overrides, TrustCode
+from flatout.config.registry import RECIPES
+from flatout.config.schema import load_config
+from flatout.config.signature import Argument, Option, checked
+from flatout.data.store.manifest import TOKENIZER
+from flatout.data.store.remote import dataset_url
+from flatout.data.store.verify import verify_dataset, verify_remote
+from flatout.errors import CheckpointError, ConfigError, FlatoutError, in_shell
+from flatout.measure.resume.proof import ResumeProof
+from flatout.progress import SILENT, Progress, counted, readable_size
+from flatout.storage.files import Stored, folder_bytes, sha256
+from flatout.storage.json_io import Result
+from flatout.storage.remote.urls import is_url
+from flatout.training.checkpoint import catalog, contents
+from flatout.training.run_dir import layout
+from flatout.training.run_dir.config_seal import require_unedited
+from flatout.training.run_dir.lookup import RUNS
+from flatout.training.run_dir.resume import UNSEALED_KEYS, settings_file
+
+
+class CheckpointItem(Stored):
+    """One checkpoint."""
+
+    path: str
+    """Its directory."""
+    step: int
+    """Its step."""
+    files: int
+    """Its files."""
+    bytes: int
+    """Their size."""
+    problems: list[str]
+    """One sentence per problem. Empty when it is valid."""
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether a run can resume from it."""
+        return not self.problems
+
+
+class VerifyResult(Result):
+    """The result of `verify`."""
+
+    path: str
+    """The directory, the URL or the recipe."""
+    ok: bool
+    """Whether everything is intact, or the recipe resumes exactly."""
+    problems: list[str]
+    """One sentence per problem, with the file and the offset where there is one."""
+    files: int = 0
+    """Files that the manifests list."""
+    blocks: int = 0
+    """Blocks of a dataset that were read, up to 4 MiB each."""
+    bytes: int
+    """Bytes that were read."""
+    kind: Literal["dataset", "checkpoint", "run", "resume"] = "dataset"
+    """What was verified."""
+    checkpoints: tuple[CheckpointItem, ...] = ()
+    """The checkpoints of a run, oldest first, or the one that was named."""
+    newest_valid: str | None = None
+    """The newest valid one of them."""
+    resume: ResumeProof | None = None
+    """With --resume: what was compared, and what differs."""
+
+    @property
+    def exit_code(self) -> int:
+        """0 if `ok`, otherwise 1."""
+        return 0 if self.ok else 1
+
+    def summary(self) -> str:
+        """Return one line when everything is intact, or the problems and the fix."""
+        if self.resume is not None:
+            return self.resume.text()
+        damage, files = f"is damaged: {counted(len(self.problems), 'problem')}", self.files
+        if self.kind == "dataset":
+            read = f"{counted(self.blocks, 'block')} of {counted(files, 'file')} read"
+            read += f", {self.bytes / 1e6:,.1f} MB"
+            if self.ok:
+                return f"{self.path} is intact: {read}."
+            fix = "Fix: delete it and run `flatout prepare` again, or copy it again."
+            return "\n".join([f"{self.path} {damage}. {read}.", *self.problems, fix])
+        read = f"{counted(files, 'file')} read, {readable_size(self.bytes)}"
+        lines = [f"{self.path} {'is valid' if self.ok else damage}. {read}.", *self.problems]
+        if self.kind == "run":
+            valid = [f"step {item.step}" for item in self.checkpoints if item.is_valid]
+            lines.append(f"Valid checkpoints: {', '.join(valid) or 'none'}.")
+            if self.newest_valid is not None:
+                newest = f"The newest valid one is {self.newest_valid}: the run resumes from it."
+                lines.append(newest)
+        if not self.ok:
+            lines.append("Fix: restore the damaged files from a copy, or delete the checkpoint.")
+        return "\n".join(lines)
+
+
+@checked
+def verify(
+    path: Annotated[
+        str | Path,
+        Argument(
+            "A dataset or its URL, a checkpoint, or a run or its name under runs/. With --resume, "
+            "a recipe or a run."
+        ),
+    ],
+    overrides: Overrides = None,
+    resume: Annotated[
+        bool,
+        Option("Train a recipe with and without a stop, and compare every bit."),
+    ] = False,
+    steps: Annotated[
+        str | None,
+        Option("With --resume: N,M, the steps before and after the stop (default: 5,5)."),
+    ] = None,
+    trust_code: TrustCode = False,
+    *,
+    progress: Progress = SILENT,
+) -> VerifyResult:
+    """Check a dataset, a checkpoint or a run, or prove that a recipe resumes exactly.
+
+    For a dataset, it reads every block: file sizes, checksums, tokens and counts. At a URL it is
+    streamed and not stored. For a checkpoint, it reads every file, its digest, and the dtype and
+    shape of each tensor. For a run, it checks all checkpoints, and shows the newest valid one.
+
+    With --resume, it trains the recipe N + M steps, and again N steps, a stop and M steps, each in
+    a fresh process and in a temporary directory, and compares every bit of the weights, the
+    optimizer, the random states, the position in the data and the recorded losses. On a GPU, it
+    sets train.deterministic=true, without which kernels sum in no fixed order and no two runs are
+    equal.
+
+    The exit code is 1 if something is damaged, or the resume is not exact.
+
+    Raises: UsageError when it is none of these, or a store does not answer; RunFailed when the
+            recipe cannot be trained.
+    """
+    shown, given = (
+        str(path),
+        [
+            *([overrides] if isinstance(overrides, str) else overrides or ()),
+            *(["--steps"] if steps is not None else []),
+        ],
+    )
+    given += ["--trust-code"] if trust_code else []
+    if resume:
+        run = run_at(Path(path)) if shown not in RECIPES.names() else None
+        named = path if run is None else settings_file(run)
+        config = load_config(named, overrides or (), trust_code=trust_code)
+        preflight.check(config, progress=progress)
+        from flatout.measure.resume.check import prove_resume, steps_of
+
+        proof = prove_resume(config, steps_of(steps, config), progress=progress)
+        return VerifyResult(
+            path=shown,
+            ok=proof.is_equal,
+            problems=[] if proof.is_equal else proof.differences,
+            bytes=proof.bytes,
+            kind="resume",
+            resume=proof,
+        )
+    if given:
+        raise ConfigError(
+            f"`flatout verify` uses {given[0]} only with --resume, which trains a recipe.",
+            fix=f"Remove {given[0]}, or add --resume.",
+        )
+    folder, run = Path(path), None if is_url(shown) else run_at(Path(path))
+    if run is not None or catalog.is_checkpoint(folder):
+        return _verify_checkpoints(run, folder, progress)
+    if is_url(shown):
+        found = verify_remote(dataset_url(shown), progress=progress)
+    else:
+        _require_dataset(shown)
+        found = verify_dataset(folder, progress=progress)
+    return VerifyResult(
+        path=shown,
+        ok=not found.problems,
+        problems=list(found.problems),
+        files=found.files,
+        blocks=found.blocks,
+        bytes=found.num_bytes,
+    )
+
+
+def run_at(path: Path) -> Path | None:
+    """Return the run directory at a path, or of that name under runs/. None when there is none."""
+    candidates = [path] if path.exists() else [RUNS / path]
+    return next((one for one in candidates if (one / layout.CONFIG).is_file()), None)
+
+
+def _require_dataset(path: str) -> None:
+    """Check that a path can be a dataset: not a recipe, nor a checkpoint that does not exist.
+
+    Raises: ConfigError; CheckpointError that names the steps that have a checkpoint.
+    """
+    given = Path(path)
+    is_file = given.is_file() and given.suffix in (".yaml", ".yml")
+    if is_file or (path in RECIPES.names() and not given.exists()):
+        raise ConfigError(
+            f"{path} is a recipe, not a dataset, a checkpoint or a run.",
+            fix=f"`flatout verify --resume {in_shell(path)}` proves that it resumes exactly.",
+        )
+    known = catalog.steps_in(given.parent)
+    if known and not given.exists():
+        raise CheckpointError(
+            f"There is no checkpoint {path}.",
+            fix=f"Steps that have one: {', '.join(map(str, known))}.",
+        )
+    inside = catalog.steps_in(given)
+    if inside:
+        raise CheckpointError(
+            f"{path} is a directory of checkpoints.",
+            fix=f"Name one of them, {given / f'step-{inside[-1]}'} for example, or the run.",
+        )
+
+
+def _verify_checkpoints(run: Path | None, checkpoint: Path, progress: Progress) -> VerifyResult:
+    """Check a checkpoint, or all those of a run, its configuration and its tokenizer.
+
+    Raises: CheckpointError when the run has no checkpoint.
+    """
+    paths, items = [checkpoint], []
+    if run is not None:
+        paths = [catalog.checkpoint_path(run, step) for step in catalog.steps(run)]
+    for path in paths:
+        problems, files = contents.problems_of(path, progress=progress), 0
+        with suppress(CheckpointError):
+            files = len(catalog.read_manifest(path).files)
+        if run is None or path.exists():  # a run that is training deletes old ones
+            items.append(
+                CheckpointItem(
+                    path=str(path),
+                    step=catalog.step_of(path),
+                    files=files,
+                    bytes=folder_bytes(path),
+                    problems=problems,
+                )
+            )
+    if not items:
+        raise CheckpointError(
+            f"The run {run} has no checkpoint yet.",
+            fix="Train it first: `flatout train` saves every ten minutes and at the end.",
+        )
+    valid = [item.path for item in items if item.is_valid]
+    problems = [] if run is None else _run_problems(run, Path(valid[-1]) if valid else None)
+    problems += [problem for item in items for problem in item.problems]
+    return VerifyResult(
+        path=str(run or checkpoint),
+        ok=not problems,
+        problems=problems,
+        files=sum(item.files for item in items),
+        bytes=sum(item.bytes for item in items),
+        kind="checkpoint" if run is None else "run",
+        checkpoints=tuple(items),
+        newest_valid=valid[-1] if valid else None,
+    )
+
+
+def _run_problems(run: Path, newest_valid: Path | None) -> list[str]:
+    """Return what is wrong with the configuration and the tokenizer of a run."""
+    problems = []
+    try:
+        stored = layout.read_config(run)
+        if stored is not None:
+            require_unedited(run / layout.CONFIG, stored, free=UNSEALED_KEYS)
+    except FlatoutError as error:
+        problems.append(error.what)
+    known, kept = newest_valid and catalog.tokenizer_of(newest_valid), run / TOKENIZER
+    if known is not None and kept.exists() and sha256(kept) != known:
+        problems.append(
+            f"{kept} is damaged or was replaced: the model was trained with a different tokenizer."
+        )
+    return problems
+
+
+COMMAND = Command(call=verify, example="flatout verify data/book")

@@ -1,0 +1,228 @@
+"""Builds the parser of a command from its function's signature.
+
+A parameter annotated with `commands.Argument` or `commands.Option` becomes a click parameter of its
+type. For a union (`Path | str`), the first type is used. The other parameters exist in Python only,
+and `cli.py` fills them in. Parsing does not call the command.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin
+
+import click
+
+from flatout.cli.commands import Command
+from flatout.config.messages import all_keys, same_key
+from flatout.config.registry import COMMANDS, nearest
+from flatout.config.schema import RunConfig
+from flatout.config.signature import Argument, Option, kinds_in
+from flatout.config.words import prepare_word_for, word_for
+from flatout.errors import ConfigError
+
+JSON = Option("Print the result as one JSON object, the last line of standard output.")
+VERBOSE = Option("Show each speedup, on or off, with the reason.", "-v")
+
+NO_DASHES = "Keys of a recipe take no dashes"
+
+
+class _NameOrUrl(click.ParamType[str | Path]):
+    """A name, a path or a URL: not an empty one, nor an output in this process's memory."""
+
+    def __init__(self, kind: type[str | Path]) -> None:
+        self._kind = kind
+        self.name = "path" if kind is Path else "text"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> str | Path:
+        if isinstance(param, click.Option) and str(value).startswith("memory:"):
+            self.fail(
+                f"{value} is in the memory of this process, and is lost with it. A directory or a "
+                "URL such as s3://BUCKET/NAME stays",
+                param,
+                ctx,
+            )
+        return self._kind(value) if str(value) else self.fail("it is empty", param, ctx)
+
+
+class _FiniteRange(click.FloatRange):
+    """A number within a range. NaN and infinity are rejected."""
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        number = super().convert(value, param, ctx)
+        return number if math.isfinite(number) else self.fail("it is not finite", param, ctx)
+
+
+def build(name: str) -> click.Command:
+    """Return the parser of `flatout NAME`.
+
+    Raises: ConfigError with the nearest name when there is no such command.
+    """
+    command: Command = COMMANDS.get(name)
+    signature = inspect.signature(command.call, eval_str=True)
+    params = [
+        _click_parameter(parameter.name, kind, parameter.default, metadata)
+        for parameter in signature.parameters.values()
+        if hasattr(parameter.annotation, "__metadata__")
+        for kind, metadata in [get_args(parameter.annotation)]
+    ]
+    params.append(_click_parameter("json", bool, False, JSON))
+    if "observers" in signature.parameters:
+        params.append(_click_parameter("verbose", bool, False, VERBOSE))
+    return click.Command(
+        name,
+        params=params,
+        help=help_text(command),
+        epilog=f"Example: {command.example}",
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+
+
+def _click_parameter(
+    name: str, annotation: Any, default: Any, metadata: Argument | Option
+) -> click.Parameter:
+    """Return the click parameter of one annotated parameter."""
+    kinds = kinds_in(annotation)
+    kind = next(one for one in kinds if one is not NoneType)
+    words = [word for word in getattr(metadata, "names", ()) if word.startswith("--")]
+    is_list = get_origin(kind) is list
+    # an option with several names is collected, to notice that they are given different values
+    multiple = is_list or len(words) > 1
+    if is_list:
+        (kind,) = get_args(kind)
+    shared: dict[str, Any] = {"required": default is inspect.Parameter.empty, "type": kind}
+    if Path in kinds:
+        shared["type"] = _NameOrUrl(kind)
+    if not shared["required"] and not multiple:
+        shared["default"] = default
+    if get_origin(kind) is Literal:
+        shared["type"] = click.Choice(get_args(kind))
+    if isinstance(metadata, Argument):
+        return click.Argument([name], help=metadata.help, nargs=-1 if multiple else 1, **shared)
+    if metadata.min is not None:
+        number: Any = click.IntRange if kind is int else _FiniteRange
+        shared["type"] = number(min=metadata.min)
+    return click.Option(
+        [name, *(words or [f"--{name.replace('_', '-')}"]), *(metadata.names[len(words) :])],
+        help=metadata.help,
+        is_flag=True if kind is bool else None,
+        multiple=multiple,
+        show_default=default not in (None, False, ""),
+        **shared,
+    )
+
+
+def help_text(command: Command) -> str:
+    """Return a command's docstring up to `Returns:` or `Raises:`."""
+    text = inspect.getdoc(command.call) or ""
+    return text.split("\nRaises:")[0].split("\nReturns:")[0].strip()
+
+
+def parse(name: str, words: Sequence[str]) -> dict[str, Any] | None:
+    """Return the values of a command line by parameter name, or None after printing the help.
+
+    Raises: ConfigError naming the mistake and the fix.
+    """
+    parser, script = build(name), []
+    if "--" in words and "script" in inspect.signature(COMMANDS.get(name).call).parameters:
+        at = list(words).index("--")
+        words, script = words[:at], list(words[at + 1 :])
+        if not script:
+            raise ConfigError(
+                "There is no command after --.", fix=f"Write `flatout {name} -- python train.py`."
+            )
+    try:
+        values = parser.make_context(f"flatout {name}", list(words)).params
+    except click.exceptions.Exit:
+        return None
+    except click.NoSuchOption as error:
+        raise _unknown_options(error, name, parser, words) from error
+    except click.ClickException as error:
+        raise _explained(error, name, parser) from error
+    for param in parser.params:
+        name = str(param.name)
+        if len(param.opts) > 1 and isinstance(values[name], tuple):  # one option, several names
+            given = [*dict.fromkeys(values[name])]
+            if len(given) > 1:
+                raise ConfigError(
+                    f"{' and '.join(param.opts)} are the same option, and it is given as "
+                    f"{' and as '.join(map(str, given))}.",
+                    fix=f"Give {param.opts[0]} once.",
+                )
+            values[name] = given[0] if given else None
+    return {
+        key: (list(value) or None) if isinstance(value, tuple) else value
+        for key, value in values.items()
+    } | ({"script": script} if script else {})
+
+
+def _unknown_options(
+    error: click.NoSuchOption, name: str, parser: click.Command, words: Sequence[str]
+) -> ConfigError:
+    """Return one error for all unknown options of a command line."""
+    known = {option for param in parser.params for option in param.opts} | {"--help"}
+    given = [word.partition("=")[0] for word in words if word.startswith("--") and word != "--"]
+    unknown = [option for option in dict.fromkeys(given) if option not in known]
+    if len(unknown) < 2:
+        return _explained(error, name, parser)
+    fixes = {one: _explained(click.NoSuchOption(one), name, parser).fix for one in unknown}
+    answers = (f"{one}: {fix.removeprefix(f'{NO_DASHES}: ')}" for one, fix in fixes.items())
+    general = f"{NO_DASHES}. " if any(fix.startswith(NO_DASHES) for fix in fixes.values()) else ""
+    return ConfigError(
+        f"`flatout {name}` has no options {', '.join(unknown)}.", fix=general + " ".join(answers)
+    )
+
+
+def _explained(error: click.ClickException, name: str, parser: click.Command) -> ConfigError:
+    """Return a click error as a ConfigError: one sentence and its fix."""
+    see = f"`flatout {name} --help` shows how. Example: `{COMMANDS.get(name).example}`."
+    if not isinstance(error, click.NoSuchOption):
+        message = error.format_message().rstrip(".")
+        param = error.param if isinstance(error, click.BadParameter) else None
+        if isinstance(error, click.BadOptionUsage):
+            param = next((one for one in parser.params if error.option_name in one.opts), None)
+        if isinstance(param, click.Option) and not param.required:
+            default = f" for the default, {param.default}" if param.show_default else ""
+            least = getattr(param.type, "min", None)
+            other = "" if least is None else f", or give a number from {least:g}"
+            see = f"Remove {param.opts[0]}{default}{other}. `flatout {name} --help` explains it."
+        elif isinstance(param, click.Argument):
+            see = f"{param.make_metavar(click.Context(parser))}: {param.help} {see}"
+        return ConfigError(f"`flatout {name}`: {message[:1].lower()}{message[1:]}.", fix=see)
+    what = f"`flatout {name}` has no option {error.option_name!r}."
+    meant = _meant_elsewhere(error.option_name, name, parser)
+    if meant is not None:
+        return ConfigError(what, fix=meant)
+    spelled = ([word for word in param.opts if word.startswith("--")] for param in parser.params)
+    known = [*(words[0] for words in spelled if words), "--help"]  # without aliases such as --run
+    guess = nearest(error.option_name, known)
+    fix = f"Did you mean {guess!r}?" if guess else f"Known: {', '.join(known)}. {see}"
+    return ConfigError(what, fix=fix)
+
+
+def _meant_elsewhere(option: str, command: str, parser: click.Command) -> str | None:
+    """Return the fix for a config key, or another tool's word, that was written as an option.
+
+    None when the option is neither, or when the command takes no keys.
+    """
+    name = option.lstrip("-").partition("=")[0]
+    if command == "prepare" and (word := prepare_word_for(name)):
+        is_option = word.option.startswith("--")
+        return f"Did you mean {word.option!r}? {word.note}".rstrip() if is_option else word.advice
+    known, other = all_keys(RunConfig), word_for(name)
+    if command == "prepare" and other:
+        training = f"It is a key of training: `flatout train RECIPE {other.key}=VALUE`."
+        return training if other.key else other.advice
+    if "overrides" not in {parameter.name for parameter in parser.params}:
+        return None
+    key, note = name, ""
+    if name not in known and other:
+        if not other.key:
+            return other.advice
+        key, note = other.key, other.note
+    elif name not in known:
+        key = same_key(name.rpartition(".")[2], known) or ""
+    return f"{NO_DASHES}: write {key}=VALUE. {note}".rstrip() if key else None

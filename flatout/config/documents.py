@@ -1,0 +1,198 @@
+"""Reads YAML: `3e-4` is a number, only true and false are booleans, repeated keys are errors."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from flatout.errors import ConfigError
+from flatout.storage.recognised import read_regular, recognise
+
+if TYPE_CHECKING:
+    from flatout.storage.json_io import (
+        JsonObject,  # imports numpy, which would slow down `flatout --help`
+    )
+
+
+MOST_BYTES = 1 << 20
+"""Size of the largest configuration that is read."""
+MOST_VALUES = 50_000
+"""Keys and values of a document, counting what its aliases repeat: nine levels of nine aliases,
+a few hundred bytes, are 400 million."""
+CHARS_PER_VALUE = 200
+"""A text counts once more for each of these, so the limit is also 10 million characters."""
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's safe loader without four traps of YAML 1.1.
+
+    YAML 1.1 reads 3e-4 as text and on and no as booleans, silently keeps the last of two equal
+    keys, and lets a short text stand for any number of values.
+    """
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._num_values = 0
+        self._sizes: dict[yaml.Node, int] = {}
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        """Return the next node.
+
+        Raises: ConfigError when the document has more than `MOST_VALUES`.
+        """
+        before = self._num_values
+        node = super().compose_node(parent, index)
+        if node in self._sizes:  # an alias
+            self._num_values += self._sizes[node]
+        elif node is not None:
+            long = len(node.value) // CHARS_PER_VALUE if isinstance(node, yaml.ScalarNode) else 0
+            self._num_values += 1 + long
+            self._sizes[node] = self._num_values - before
+        if self._num_values > MOST_VALUES:
+            raise ConfigError(
+                f"{self.name} contains more than {MOST_VALUES:,} values.",
+                fix=f"Shorten it. A text counts once more for every {CHARS_PER_VALUE} characters, "
+                "and what an alias (*name) stands for counts each time.",
+            )
+        return node
+
+
+def _unique_mapping(loader: _Loader, node: yaml.MappingNode, deep: bool = False) -> JsonObject:
+    seen: JsonObject = {}
+    for key_node, value_node in node.value:
+        key = loader.construct_object(key_node, deep=True)
+        is_text = isinstance(key, str)
+        if not is_text or key in seen:
+            raise ConfigError(
+                f"{node.start_mark.name}, line {key_node.start_mark.line + 1}: the key {key!r} is "
+                f"{'given twice' if is_text else 'not text'}.",
+                fix="Delete one of them." if is_text else "Put it in quotes, or name it.",
+            )
+        seen[key] = loader.construct_object(value_node, deep=True)
+    return seen
+
+
+def _whole_number(loader: _Loader, node: yaml.ScalarNode) -> int:
+    """Return a number that Python can print. PyYAML reads longer ones, in base 16 and base 60."""
+    if len(node.value) > sys.get_int_max_str_digits():
+        raise ConfigError(
+            f"{loader.name}, line {node.start_mark.line + 1}: a number has more than "
+            f"{sys.get_int_max_str_digits():,} digits.",
+            fix="Put it in quotes, or delete it.",
+        )
+    return int(str(loader.construct_yaml_int(node)))
+
+
+_FLOAT = re.compile(
+    r"^[-+]?(?:[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9_]+)(?:[eE][-+]?[0-9]+)$|^[-+]?(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)$"
+)
+_Loader.yaml_implicit_resolvers = {
+    first: [r for r in found if r[0] != "tag:yaml.org,2002:bool"]
+    for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")
+)
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
+_Loader.add_constructor("tag:yaml.org,2002:int", _whole_number)
+_Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _unique_mapping)
+
+
+def parser_says(error: Exception) -> str:
+    """Return the message of a YAML or JSON parser, reworded for numbers with too many digits."""
+    too_long = "integer string conversion" in str(error)
+    return (
+        f"a number has more than {sys.get_int_max_str_digits():,} digits"
+        if too_long
+        else str(error)
+    )
+
+
+def parse_yaml(text: str, *, name: str) -> Any:
+    """Return the value of a YAML text. Error messages call it `name`.
+
+    A text that was parsed before costs a copy: a run reads its config.yaml at every save.
+    Raises: ConfigError with the line that could not be read.
+    """
+    return copy.deepcopy(_parsed(text, name))
+
+
+@functools.lru_cache(maxsize=64)
+def _parsed(text: str, name: str) -> Any:
+    try:
+        loader = _Loader(text)
+    except yaml.reader.ReaderError as error:
+        raise ConfigError(
+            f"{name} contains the character #x{error.character:04x}, which YAML does not allow.",
+            fix="Delete it.",
+        ) from error
+    loader.name = name
+    try:
+        return loader.get_single_data()
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        position = f", line {mark.line + 1}, column {mark.column + 1}," if mark else ""
+        raise ConfigError(
+            f"{name}{position} is not valid YAML: {error.problem}.",
+            fix="Correct it there, or just before.",
+        ) from error
+    except (
+        ValueError,
+        OverflowError,
+        RecursionError,
+    ) as error:  # a date such as 2026-13-01, or brackets nested a thousand deep
+        raise ConfigError(
+            f"{name} contains a value that cannot be read: {parser_says(error)}.",
+            fix="Put it in quotes, or delete it.",
+        ) from error
+    finally:
+        loader.dispose()
+
+
+def read_text(path: Path, wanted: str = "a YAML file") -> str:
+    """Return the text of a file. Errors call it `wanted`.
+
+    Raises: ConfigError when the file does not exist, is too large, or is not UTF-8.
+    """
+    try:
+        size = path.stat().st_size
+        if size > MOST_BYTES and recognise(path) is None:
+            raise ConfigError(
+                f"{path} has {size:,} bytes, which is too many for {wanted} with settings.",
+                fix="Name the file with the settings.",
+            )
+        return read_regular(path)
+    except OSError as error:
+        raise ConfigError(
+            f"Cannot read {path}: {error.strerror}.", fix="Check the path and its permissions."
+        ) from error
+    except UnicodeDecodeError as error:
+        known = recognise(path)
+        if known is not None:
+            raise ConfigError(known.instead_of(wanted), fix=known.fix) from error
+        raise ConfigError(
+            f"{path} is not UTF-8 text: byte {error.start} cannot be read.",
+            fix="Save the file as UTF-8.",
+        ) from error
+
+
+def read_document(path: Path) -> JsonObject:
+    """Return the mapping in a YAML file. An empty file is an empty mapping.
+
+    Raises: ConfigError when the file does not exist, is not YAML, or is not a mapping.
+    """
+    document = parse_yaml(read_text(path), name=str(path))
+    if document is None:
+        return {}
+    if not isinstance(document, dict):
+        raise ConfigError(
+            f"{path} is not a mapping of sections.",
+            fix="Write sections such as `optim:` with their keys under them.",
+        )
+    return document

@@ -1,0 +1,164 @@
+"""The words of other tools, from words.yaml: what their keys, options and names are called here.
+
+The file is read at the first question, which is usually a mistake that is about to be reported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+TABLE = Path(__file__).with_suffix(".yaml")
+
+
+@dataclass(frozen=True)
+class Word:
+    """What some names of other tools mean in flatout."""
+
+    names: tuple[str, ...]
+    group: str
+    """keys, prepare, left_out or missing: the section of words.yaml."""
+    key: str = ""
+    """The key of flatout, for the group `keys`."""
+    option: str = ""
+    """The option of `flatout prepare`, for the group `prepare`."""
+    cases: Mapping[str, Any] = field(default_factory=dict)
+    """What values become, by what they are. `config/units.py` reads it."""
+    unit: str = ""
+    """The case of `config/units.py` that converts the other values, and its arguments."""
+    turn: int = 0
+    """1 after the other keys, whose values it needs, and -1 before them."""
+    note: str = ""
+    """A sentence, after a colon for the groups `left_out` and `missing`."""
+
+    @property
+    def advice(self) -> str:
+        """What to do about one of the names, as the fix of an error."""
+        if self.group == "keys":
+            return f"Did you mean {self.key!r}? {self.note}".rstrip()
+        if self.group == "left_out":
+            return f"Leave it out: {self.note}"
+        if self.group == "missing":
+            return f"Leave it out. flatout has no counterpart: {self.note}"
+        if not self.option:
+            return f"Leave it out. {self.note}"
+        return f"`flatout prepare` has it: {self.option}. {self.note}".rstrip()
+
+
+@dataclass(frozen=True)
+class Tool:
+    """How the configs of another tool are recognised, and what it does by default."""
+
+    name: str
+    keys: frozenset[str]
+    """Keys that its configs have, some of them dotted."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Its values of keys that a config omits."""
+    optional: str = ""
+    """A section whose defaults count only if the config has it."""
+    renames: Mapping[str, str] = field(default_factory=dict)
+    """Its keys that mean something else elsewhere, and names for what they mean."""
+    implies: Mapping[str, Any] = field(default_factory=dict)
+    """Values of flatout's keys that it has no key for."""
+    adapters: str = ""
+    """The key that turns its adapters on, if those that describe them do not."""
+    accumulate_over_devices: bool = False
+    """Whether it divides the accumulated micro-batches by the number of devices."""
+
+
+@cache
+def _document() -> dict[str, Any]:
+    from flatout.config.documents import read_document  # imports yaml
+
+    return read_document(TABLE)
+
+
+@cache
+def words(group: str) -> tuple[Word, ...]:
+    """Return the entries of a section of words.yaml, in their order."""
+    return tuple(
+        Word(group=group, **{**entry, "names": tuple(entry["names"].split())})
+        for entry in _document()[group]
+    )
+
+
+@cache
+def tools() -> tuple[Tool, ...]:
+    """Return the tools whose configs are recognised."""
+    return tuple(
+        Tool(**{**entry, "keys": frozenset(entry["keys"].split())})
+        for entry in _document()["tools"]
+    )
+
+
+def listings() -> dict[str, list[str]]:
+    """Return the keys of each tool's configs, by the name of the tool."""
+    return {tool: keys.split() for tool, keys in _document()["listings"].items()}
+
+
+@cache
+def _by_name(*groups: str) -> dict[str, Word]:
+    """Return the words of some groups by name, of all by default. An earlier group wins."""
+    groups = groups or ("keys", "left_out", "missing", "prepare")
+    return {
+        name: word for group in reversed(groups) for word in words(group) for name in word.names
+    }
+
+
+def word_for(key: str) -> Word | None:
+    """Return what a key of another tool's config means, or None.
+
+    The key may be dotted. The whole of it is looked up first, then its last parts, and finally its
+    first parts, since a section without a counterpart has no keys with one.
+    """
+    table = _by_name()
+    parts = _plain(key).split(".")
+    for start in range(len(parts)):
+        if found := table.get(".".join(parts[start:])):
+            return found
+    sections = (table.get(".".join(parts[:end])) for end in range(len(parts) - 1, 0, -1))
+    return next((found for found in sections if found and not found.key), None)
+
+
+def known_words() -> dict[str, Word]:
+    """Return every word by each of its names, without those of a section."""
+    table = _by_name()
+    return {name: word for name, word in table.items() if "." not in name}
+
+
+def prepare_word_for(option: str) -> Word | None:
+    """Return what an option of another tool's preparation means, or None."""
+    return _by_name("prepare").get(_plain(option))
+
+
+def name_for(noun: str, name: str, known: Collection[str]) -> str | None:
+    """Return what another tool's name of a recipe, a dataset, ... is called here, if it is known.
+
+    The name may have the other tool's prefixes and capitals.
+    """
+    names = _document()["names"].get(noun.partition(" or ")[0], {})
+    spellings = (name.lower(), _plain(name), _plain(name).replace("_", "-"))
+    found = next((names[one] for one in spellings if one in names), None)
+    return found if found in known else None
+
+
+def shape_for(name: str) -> dict[str, Any] | None:
+    """Return the keys of model that a model's name stands for, or None.
+
+    `recipe` among them stands for those of a recipe, and `note` is a remark.
+    """
+    found: dict[str, Any] | None = _document()["shapes"].get(name.lower())
+    return found
+
+
+def value_for(key: str, value: object) -> str | None:
+    """Return what another tool's value of flatout's `key` is called here, or None."""
+    found = _document()["values"].get(key, {}).get(str(value).lower())
+    return None if found is None else str(found)
+
+
+def _plain(name: str) -> str:
+    return name.lower().lstrip("-").partition("=")[0].replace("-", "_")

@@ -1,0 +1,235 @@
+"""Reads the turns of a conversation from a row in the form of OpenAI, ShareGPT, Alpaca or TRL."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from flatout.errors import DataError
+
+if TYPE_CHECKING:
+    from flatout.storage.json_io import JsonObject
+
+CHAT_FIELDS = ("messages", "conversations")
+"""Fields of a row that contain its turns, unless a different one is named."""
+TOOLS = "tools"
+"""Field of a row with the descriptions of the tools that its assistant may call."""
+SYSTEM = "system"
+SYSTEM_FIELDS = (SYSTEM, "system_prompt")
+"""Fields of a row with its system prompt, if that is not a turn."""
+INSTRUCTION, OUTPUT = "instruction", "output"
+ALPACA_FIELDS = (INSTRUCTION, "input", OUTPUT, "history")
+"""Fields of a row that is one question with its answer, after earlier ones."""
+PROMPT, COMPLETION = "prompt", "completion"
+"""Fields of a row with its turns in two lists. The loss counts none of the first."""
+ASSISTANT = "assistant"
+START, STOP, GUARD = "\ufdd0", "\ufdd1", "\ufdd2"
+"""Noncharacters in rendered text: around `{% generation %}` blocks, and inside names of special
+tokens that the text of a turn contains.
+"""
+_ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "human": "user",
+    "assistant": ASSISTANT,
+    "gpt": ASSISTANT,
+    "model": ASSISTANT,
+    "tool": "tool",
+    "function": "tool",
+    "observation": "tool",
+}
+"""Names of roles, and what templates call them."""
+_KNOWN = "system, user, assistant or tool"
+_REPAIR = "Repair the row, or skip such rows with --on-bad-row skip."
+
+
+class BadConversation(DataError):
+    """A conversation cannot be used. `reason` is the short form under which it is counted."""
+
+    def __init__(self, what: str, *, fix: str = _REPAIR, reason: str) -> None:
+        super().__init__(what, fix=fix)
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the arguments of `__init__`."""
+        return _unpickle, (self.what, self.fix, self.reason)
+
+
+def _unpickle(what: str, fix: str, reason: str) -> BadConversation:
+    return BadConversation(what, fix=fix, reason=reason)
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """The turns of a conversation, as a chat template takes them."""
+
+    messages: tuple[JsonObject, ...]
+    """One per turn: `role`, `content`, and what else the row states, such as `tool_calls`."""
+    targets: tuple[bool, ...]
+    """Whether the loss counts a turn: the assistant's, unless its `weight` is 0."""
+    tools: list[Any] | None = None
+    """Descriptions of the tools that the assistant may call."""
+
+
+def read_conversation(value: Any, row: JsonObject | None = None) -> Conversation:
+    """Return the conversation in a list of `{role, content}` or `{from, value}` objects.
+
+    `row` may state tools and a system prompt beside it.
+
+    Raises: BadConversation, whose message continues a sentence that starts with the row.
+    """
+    if not isinstance(value, list) or not value:
+        raise BadConversation("has no list of turns", reason="no turns")
+    messages, targets = [], []
+    for number, turn in enumerate(value, 1):
+        message = _message(turn, f"turn {number}")
+        weight = message.pop("weight", 1)
+        messages.append(message)
+        targets.append(message["role"] == ASSISTANT and _counts(weight, f"turn {number}"))
+    if not any(targets):
+        silent = any(message["role"] == ASSISTANT for message in messages)
+        found = "only assistant turns of weight 0" if silent else "no assistant turn"
+        raise BadConversation(
+            f"has {found}, so nothing in it would count towards the loss", reason=found
+        )
+    row = row or {}
+    for field in SYSTEM_FIELDS:
+        system = row.get(field)
+        if system is None or system == "":
+            continue
+        if not isinstance(system, str):
+            raise BadConversation(f"has a {field!r} that is not text", reason="bad system prompt")
+        if messages[0]["role"] != SYSTEM:
+            messages.insert(0, {"role": SYSTEM, "content": system})
+            targets.insert(0, False)
+        elif messages[0]["content"] != system:
+            raise BadConversation(
+                f"has a {field!r} and a first turn that are different system prompts",
+                reason="two system prompts",
+            )
+    return Conversation(tuple(messages), tuple(targets), _tools(row.get(TOOLS)))
+
+
+def turns_of_instruction(row: JsonObject) -> list[JsonObject]:
+    """Return the turns of a row in Alpaca's form. A blank line precedes its `input`.
+
+    Raises: BadConversation when `history` is not a list of questions with their answers.
+    """
+    history = row.get("history") or []
+    pairs = history if isinstance(history, list) else [None]
+    if not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs):
+        raise BadConversation("has a 'history' that is not a list of pairs", reason="bad history")
+    question = row[INSTRUCTION]
+    if isinstance(question, str) and isinstance(row.get("input"), str) and row["input"].strip():
+        question = f"{question}\n\n{row['input']}" if question else row["input"]
+    return [
+        {"role": role, "content": content}
+        for pair in [*pairs, (question, row[OUTPUT])]
+        for role, content in zip(("user", ASSISTANT), pair, strict=True)
+    ]
+
+
+def turns_of_completion(row: JsonObject) -> list[Any]:
+    """Return the turns of a row in TRL's form, with weight 0 for those of the prompt.
+
+    Raises: BadConversation when its two fields are not lists.
+    """
+    prompt, completion = row[PROMPT], row[COMPLETION]
+    if not isinstance(prompt, list) or not isinstance(completion, list):
+        raise BadConversation(
+            f"has a {PROMPT!r} and a {COMPLETION!r} that are not both lists of turns",
+            fix=f"Read text with --mask-field {PROMPT} --text-field {COMPLETION}, without --chat.",
+            reason="no turns",
+        )
+    before = [turn | {"weight": 0} if isinstance(turn, dict) else turn for turn in prompt]
+    return before + completion
+
+
+def _counts(weight: Any, which: str) -> bool:
+    """Return whether the loss counts an assistant turn of this weight, which is 0 or 1."""
+    if weight in (0, 1):
+        return bool(weight)
+    raise BadConversation(
+        f"has the weight {weight!r} in {which}, but a turn counts in full or not at all",
+        fix="Write 1 or 0, or skip such rows with --on-bad-row skip.",
+        reason="a weight that is not 0 or 1",
+    )
+
+
+def _message(turn: Any, which: str) -> JsonObject:
+    if not isinstance(turn, dict):
+        raise BadConversation(
+            f"has a {which} that is not an object",
+            fix='Write turns such as {"role": "user", "content": "..."}.',
+            reason="a turn is not an object",
+        )
+    role_key, text_key = ("from", "value") if "from" in turn else ("role", "content")
+    stated = turn.get(role_key)
+    role = _ROLES.get(stated) if isinstance(stated, str) else None
+    if role is None:
+        raise BadConversation(
+            f"has the role {stated!r} in {which}"
+            if stated is not None
+            else f"has no role in {which}",
+            fix=f"Write {_KNOWN}, or skip such rows with --on-bad-row skip.",
+            reason="unknown role",
+        )
+    rest = {
+        key: value
+        for key, value in turn.items()
+        if key not in (role_key, text_key) and value is not None
+    }
+    message: JsonObject = {"role": role, "content": _content(turn.get(text_key), rest, which)}
+    if "tool_calls" in rest:
+        rest["tool_calls"] = _tool_calls(rest["tool_calls"])
+    return message | rest
+
+
+def _content(value: Any, rest: JsonObject, which: str) -> str:
+    """Return the text of a turn, which may be stated in parts."""
+    if isinstance(value, str):
+        return value
+    if value is None and rest.get("tool_calls"):
+        return ""
+    if isinstance(value, list):
+        parts = [part.get("text") if isinstance(part, dict) else part for part in value]
+        texts = [part for part in parts if isinstance(part, str)]
+        if texts and len(texts) == len(parts):
+            return "".join(texts)
+    raise BadConversation(
+        f"has content that is not text in {which}", reason="content that is not text"
+    )
+
+
+def _tool_calls(calls: Any) -> Any:
+    """Return calls with parsed arguments, as templates expect. OpenAI states them as a string."""
+    if not isinstance(calls, list):
+        return calls
+    return [_tool_call(call) for call in calls]
+
+
+def _tool_call(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"])
+    except (ValueError, RecursionError):
+        return call
+    return call | {"function": function | {"arguments": arguments}}
+
+
+def _tools(value: Any) -> list[Any] | None:
+    """Return the tools of a row, which some datasets store as a JSON string."""
+    if isinstance(value, str) and value.strip():
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise BadConversation(f"has {TOOLS!r} that are not JSON", reason="bad tools") from error
+    if not value:
+        return None
+    if not isinstance(value, list):
+        raise BadConversation(f"has {TOOLS!r} that are not a list", reason="bad tools")
+    return value

@@ -1,0 +1,230 @@
+"""Sources of text, one per file.
+
+A source is a function with keyword parameters, which its file exports as `SOURCE`. It yields
+documents (or plain strings), or returns a list of `ReadTask`s so that several processes can read
+it. Tasks have a fixed order, and a task read twice yields the same documents: the order of
+documents is part of a dataset.
+"""
+
+from __future__ import annotations
+
+import inspect
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Self
+
+from flatout.data.conversation.rendering import Examples, Request
+from flatout.data.conversation.turns import BadConversation
+from flatout.data.sources.input_file import InputFile
+from flatout.data.sources.long import NotUtf8, Text
+from flatout.data.sources.packed import open_bytes
+from flatout.errors import DataError, without_secrets
+from flatout.storage.json_io import JsonObject
+from flatout.storage.remote.urls import is_url
+
+FIRST_NAMED = 10
+"""Number of rows named among those omitted for the same reason."""
+RENDERED_ROWS = 64
+"""Conversations that are rendered at once: a separate process renders them."""
+RENDERED_BYTES = 1 << 20
+"""Bytes of conversations after which no other is added to those."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowLocation:
+    """The location of a row in a file. Its line number is found only for messages."""
+
+    name: str
+    """The file."""
+    offset: int
+    """First byte of the row."""
+
+    def __str__(self) -> str:
+        """Return `FILE, line N`, or `FILE, byte N` if the file cannot be read again."""
+        with suppress(OSError, EOFError, zlib.error):
+            if not is_url(self.name):
+                return f"{self.name}, line {line_number(self.name, self.offset)}"
+        return f"{self.name}, byte {self.offset}"
+
+
+Location = RowLocation | str
+"""A row of a file, or else what messages call it: the file, or `FILE, row N`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A text and its origin."""
+
+    text: Text
+    location: Location
+    prompt: str = ""
+    """Text before the document, excluded from the loss."""
+    examples: Examples = ()
+    """The examples of a conversation, and `text` is that of all. Empty for other documents."""
+    request: Request | None = None
+    """A conversation that `ReadTask.rows` renders."""
+
+
+@dataclass(frozen=True, slots=True)
+class BadRow:
+    """A row that should have been a document. `--on-bad-row` raises it, or skips and counts it."""
+
+    what: str
+    """The problem, as the rest of a sentence that starts with the location: `is not JSON`."""
+    fix: str
+    """How to repair it."""
+    reason: str
+    """A short reason under which such rows are counted."""
+    location: Location
+    unread_bytes: int = 0
+    """Approximate bytes of text lost, when the row represents the rest of a damaged piece."""
+    encoding: str | None = None
+    """The probable encoding of a row that is not UTF-8. See NotUtf8."""
+
+    @classmethod
+    def of(
+        cls, error: DataError, reason: str, path: str, location: Location = "", unread: int = 0
+    ) -> Self:
+        """Return the bad row for an error whose message starts with `path`, its location if ""."""
+        what = error.what.removeprefix(without_secrets(path)).strip().removesuffix(".")
+        encoding = error.encoding if isinstance(error, NotUtf8) else None
+        return cls(what, error.fix, reason, location or path, unread, encoding)
+
+    @property
+    def error(self) -> DataError:
+        """The error to raise."""
+        what = f"{self.location} {self.what}."
+        if self.encoding:
+            return NotUtf8(what, fix=self.fix, encoding=self.encoding)
+        return DataError(what, fix=self.fix)
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """A document that a source omits by its own rule: counted, never an error."""
+
+    reason: str
+    location: Location
+    count: int = 1
+    """Number of documents that this one represents, itself included."""
+
+
+Row = Document | BadRow | LeftOut
+
+
+@dataclass(frozen=True)
+class ReadTask:
+    """The part of a source that one process reads, pickled: `read` is a module's function."""
+
+    read: Callable[..., Iterable[Row | str]]
+    arguments: tuple[Any, ...]
+    fingerprint: str
+    """Changes with the documents. Empty when an earlier task's fingerprint covers them."""
+    num_bytes: int = 0
+    """Approximate bytes to read. 0 when unknown."""
+    files: tuple[InputFile, ...] = ()
+    """The files covered by the fingerprint, as they were when listed."""
+    paths: tuple[str, ...] = ()
+    """The paths or URLs of the files that it reads, whole or in part."""
+    skipped: tuple[LeftOut, ...] = ()
+    """Files that were skipped while searching for those of all tasks."""
+
+    def rows(self) -> Iterator[Row]:
+        """Yield the skipped files, then the rows. A document without text becomes a `LeftOut`."""
+        yield from self.skipped
+        found = enumerate(self.read(*self.arguments))
+        rows = (Document(row, f"document {i}") if isinstance(row, str) else row for i, row in found)
+        for document in _rendered(rows):
+            if isinstance(document, Document) and not document.text:
+                yield LeftOut("empty document", document.location)
+            else:
+                yield document
+
+
+def _rendered(rows: Iterable[Row]) -> Iterator[Row]:
+    """Yield rows with rendered conversations."""
+    for batch in _batches(rows):
+        requests = [row.request for row in batch if isinstance(row, Document) and row.request]
+        found = requests[0].renderer.examples(requests) if requests else iter(())
+        for row in batch:
+            if isinstance(row, Document) and row.request:
+                yield _conversation(row, next(found))
+            else:
+                yield row
+
+
+def _batches(rows: Iterable[Row]) -> Iterator[list[Row]]:
+    """Yield rows in lists. A list has several only if conversations are among them."""
+    batch: list[Row] = []
+    num_bytes = 0
+    for row in rows:
+        batch.append(row)
+        num_bytes += len(row.request.message) if isinstance(row, Document) and row.request else 0
+        if not num_bytes or num_bytes >= RENDERED_BYTES or len(batch) == RENDERED_ROWS:
+            yield batch
+            batch, num_bytes = [], 0
+    yield batch
+
+
+def _conversation(row: Row, examples: Examples | DataError) -> Row:
+    """Return a rendered conversation as a document, or the bad row when there is an error."""
+    if isinstance(examples, BadConversation):
+        return BadRow(examples.what, examples.fix, examples.reason, row.location)
+    if isinstance(examples, DataError):
+        what = f"cannot be rendered: {examples.what.removesuffix('.')}"
+        return BadRow(what, examples.fix, "the chat template fails", row.location)
+    text = "".join(piece.text for pieces in examples for piece in pieces)
+    return Document(text, row.location, examples=examples)
+
+
+Source = Callable[..., Sequence[ReadTask] | Iterable[Row | str]]
+
+
+def require_counts(source: str, **counts: tuple[object, int]) -> None:
+    """Check that parameters of a source are integers, each of at least its minimum.
+
+    Raises: DataError.
+    """
+    for name, (value, least) in counts.items():
+        if type(value) is not int or value < least:
+            raise DataError(
+                f"{source}: {name}={value!r} is not allowed.",
+                fix=f"Set {name} to an integer of at least {least}.",
+            )
+
+
+def read_tasks_of(source: Source, name: str, parameters: JsonObject) -> list[ReadTask]:
+    """Call a source with `parameters` and return its tasks. A source of documents is one task.
+
+    Raises: DataError when the source does not take these parameters.
+    """
+    try:
+        inspect.signature(source).bind(**parameters)
+    except TypeError as error:
+        known = ", ".join(inspect.signature(source).parameters) or "none"
+        raise DataError(
+            f"The source {name!r} cannot be called: {error}.", fix=f"Its parameters are: {known}."
+        ) from error
+    if not inspect.isgeneratorfunction(source):
+        tasks = source(**parameters)
+        if isinstance(tasks, (list, tuple)) and all(isinstance(task, ReadTask) for task in tasks):
+            return list(tasks)
+    return [
+        ReadTask(_call, (source, parameters), fingerprint=f"{name} {sorted(parameters.items())}")
+    ]
+
+
+def _call(source: Source, parameters: JsonObject) -> Iterable[Row | str]:
+    return source(**parameters)  # type: ignore[return-value]  # not a list of tasks: read_tasks_of checked
+
+
+def line_number(name: str, offset: int) -> int:
+    """Return the number, from 1, of the line that starts at byte `offset` of a file."""
+    lines = 1
+    with open_bytes(name) as file:
+        while offset > 0 and (block := file.read(min(offset, 1 << 20))):
+            lines += block.count(b"\n")
+            offset -= len(block)
+    return lines

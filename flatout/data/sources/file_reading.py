@@ -1,0 +1,138 @@
+"""Reads pieces of files as documents, in the format that their suffix names."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Iterator
+from types import ModuleType
+
+from flatout.data.sources import BadRow, Document, Row
+from flatout.data.sources.encodings import open_utf8
+from flatout.data.sources.fields import Fields, too_long
+from flatout.data.sources.input_file import Piece
+from flatout.data.sources.json_files import JSON_SUFFIXES, read_json
+from flatout.data.sources.local import suffix_of
+from flatout.data.sources.long import decoded, measure
+from flatout.data.sources.packed import (
+    CANNOT_BE_READ,
+    NotHandedOut,
+    Unread,
+    import_package,
+    unreadable,
+)
+from flatout.data.sources.parquet import PARQUET_SUFFIXES, read_row_groups
+from flatout.data.sources.rows import read_rows
+from flatout.data.sources.tables import TABLE_SUFFIXES, read_table
+
+LONG_BYTES = 8 << 20
+"""A longer text file is read in chunks instead of being loaded into memory."""
+HTML_SUFFIXES = frozenset({".html", ".htm", ".xhtml"})
+PAGE_BYTES = 32 << 20
+"""A page is parsed as a whole. A longer one is a bad row."""
+ROW_SUFFIXES = {".jsonl", ".ndjson"}
+_WITH_ROWS = ROW_SUFFIXES | PARQUET_SUFFIXES | TABLE_SUFFIXES | JSON_SUFFIXES
+_CONVERTIBLE = {
+    ".ipynb": ("a Jupyter notebook", "`jupyter nbconvert --to markdown FILE`"),
+    ".rtf": ("an RTF document", "`pandoc FILE -t plain -o FILE.txt`"),
+    ".docx": ("a Word document", "`pandoc FILE -t plain -o FILE.txt`"),
+    ".odt": ("an OpenDocument text", "`pandoc FILE -t plain -o FILE.txt`"),
+    ".epub": ("an EPUB book", "`pandoc FILE -t plain -o FILE.txt`"),
+    ".pdf": ("a PDF", "`pdftotext FILE`"),
+}
+"""Unsupported formats by suffix, with a command that converts them to text."""
+
+
+def is_jsonl(name: str) -> bool:
+    """Return whether a file of this name contains JSONL."""
+    return suffix_of(name) in ROW_SUFFIXES
+
+
+def is_parquet(name: str) -> bool:
+    """Return whether a file of this name contains Parquet."""
+    return suffix_of(name) in PARQUET_SUFFIXES
+
+
+def holds_rows(name: str) -> bool:
+    """Return whether a file of this name contains rows."""
+    return suffix_of(name) in _WITH_ROWS
+
+
+def read_pieces(pieces: tuple[Piece, ...], fields: Fields) -> Iterator[Row]:
+    """Yield the rows of the pieces.
+
+    A damaged piece is one bad row that counts the whole piece as lost: the true extent is unknown.
+
+    Raises: DataError when a server or the system does not let flatout read a file, because the text
+    is not at fault.
+    """
+    for piece in pieces:
+        try:
+            yield from _read(piece, fields)
+        except Unread as error:
+            unread_bytes = piece.num_bytes if holds_rows(piece.path) else 0
+            yield BadRow.of(error, error.reason, piece.path, unread=unread_bytes)
+        except (OSError, EOFError, zlib.error) as error:
+            unread = unreadable(piece.path, error)
+            if isinstance(unread, NotHandedOut):
+                raise unread from error
+            yield BadRow.of(unread, CANNOT_BE_READ, piece.path, unread=piece.num_bytes)
+
+
+def _read(piece: Piece, fields: Fields) -> Iterable[Row]:
+    """Return the rows of a piece, by its suffix. A file with an unknown suffix is text."""
+    path, suffix = piece.path, suffix_of(piece.path)
+    if suffix in PARQUET_SUFFIXES:
+        return read_row_groups(piece, fields)
+    if suffix in ROW_SUFFIXES:
+        return read_rows(path, piece.start, piece.end or 0, fields, piece.encoding)
+    if suffix in TABLE_SUFFIXES:
+        return read_table(path, suffix, fields, piece.encoding)
+    if suffix in JSON_SUFFIXES:
+        return read_json(path, fields, piece.encoding)
+    if suffix in HTML_SUFFIXES:
+        return [read_html(path, piece.encoding)]
+    if suffix in _CONVERTIBLE:
+        name, command = _CONVERTIBLE[suffix]
+        fix = (
+            f"Convert it to text, for example with {command}, and name the result, "
+            "or skip such files with --on-bad-row skip."
+        )
+        return [BadRow(f"is {name}, not text", fix, f"{suffix} file", path)]
+    return [read_text(path, piece.encoding)]
+
+
+def read_text(path: str, encoding: str | None = None) -> Row:
+    """Return a text file as one document, without its byte order mark.
+
+    Raises: NotUtf8; WrongEncoding.
+    """
+    with open_utf8(path, encoding) as file:
+        data = file.read(LONG_BYTES + 1)
+    return Document(
+        measure(path, encoding) if len(data) > LONG_BYTES else decoded(data, path), path
+    )
+
+
+def read_html(path: str, encoding: str | None) -> Row:
+    """Return the text of a page, without markup, scripts and styles, as one document.
+
+    resiliparse is made for training corpora, separates paragraphs from preformatted text, bounds
+    the time spent on deeply nested pages, and is licensed under Apache-2.0.
+    """
+    with open_utf8(path, encoding) as file:
+        data = file.read(PAGE_BYTES + 1)
+    if len(data) > PAGE_BYTES:
+        return too_long(path, PAGE_BYTES)
+    return Document(_package(path).extract_plain_text(decoded(data, path), alt_texts=False), path)
+
+
+def require_html(path: str) -> None:
+    """Check that resiliparse is installed.
+
+    Raises: MissingPackage with its install line.
+    """
+    _package(path)
+
+
+def _package(path: str) -> ModuleType:
+    return import_package("resiliparse.extract.html2text", path, extra="html")

@@ -1,0 +1,1 @@
+"""This machine and the machines that are known: peaks, memory, rooflines."""

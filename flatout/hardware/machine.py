@@ -1,0 +1,442 @@
+"""This machine: its CPU, memory and GPUs, and their data sheets. What is unknown stays unknown.
+
+torch is imported only inside the functions that need it.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+import re
+import time
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+from flatout.config.registry import MACHINES, nearest
+from flatout.config.sections import Section
+from flatout.errors import ConfigError, HardwareError
+from flatout.progress import counted
+
+GIB = 2**30
+ASSUMED_MFU = 0.3
+"""Share of the peak that a run is assumed to reach when its length is estimated."""
+MOST_GPUS = 1_000_000
+"""Most GPUs of one machine in a plan."""
+CGROUPS, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+CUDA_TORCH = "pip install --force-reinstall torch"
+"""On Linux, the default torch of the package index is a CUDA build."""
+
+
+class Figure(Section):
+    """A number from a data sheet."""
+
+    value: float
+    """The number, in the unit its key names."""
+    source: str
+    """Where it is published."""
+
+
+class MachineRow(Section):
+    """A file of machines/*.yaml: a GPU's data sheet. Rates are dense, without sparsity."""
+
+    name: str
+    """The name of the file."""
+    gpu_names: tuple[str, ...]
+    """The exact names that drivers report for this GPU. A similar name is a different GPU."""
+    memory_gb: Figure
+    """Memory in 10^9 bytes, as in data sheets."""
+    bandwidth_gb_per_s: Figure
+    """Memory bandwidth."""
+    peak_tflops: dict[str, Figure]
+    """Rate of dense matmuls in fp32, tf32, fp16, bf16 and fp8. A missing dtype has no
+    hardware units.
+    """
+    power_w: Figure | None = None
+    """Highest power of the board. None if unknown."""
+    short_names: tuple[str, ...] = ()
+    """Names by which people ask for it, such as H100. Each belongs to one row."""
+    compute_capability: tuple[int, int] | None = None
+    """CUDA compute capability. None if unknown."""
+    link_gb_per_s: Figure | None = None
+    """Rate of its links to other GPUs of the machine, in each direction. None without such links.
+    """
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU as reported by its driver."""
+
+    name: str
+    memory_gib: float
+    compute_capability: tuple[int, int]
+    driver: str
+    uuid: str | None = None
+
+    @property
+    def row(self) -> MachineRow | None:
+        """Its data sheet. None if its name is unknown."""
+        return row_of(self.name, self.memory_gib)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A machine, as far as this process may use it."""
+
+    cpu_name: str
+    cores: int
+    memory_gib: float
+    gpus: tuple[Gpu, ...]
+    python: str
+    cpu_multiplies_bf16: bool = False
+    """Whether its CPU has instructions for bfloat16 matmuls."""
+    is_here: bool = True
+    """Whether this process runs on it. False for a machine that is only planned for."""
+    gpus_per_node: int = MOST_GPUS
+    """GPUs of each of several machines that are planned for together."""
+    network_gbit_per_s: float | None = None
+    """Rate of the network between them for each GPU, in each direction. None if not stated."""
+
+    @property
+    def row(self) -> MachineRow | None:
+        """The data sheet of the first GPU. None without a GPU or if its name is unknown."""
+        return self.gpus[0].row if self.gpus else None
+
+    def describe(self) -> str:
+        """Return a one-line description."""
+        parts = [f"{self.cpu_name}, {counted(self.cores, 'core')}, {self.memory_gib:.0f} GiB"]
+        parts += [
+            f"{gpu.name}, {gpu.memory_gib:.0f} GiB" + ("" if gpu.row else " (peak rates unknown)")
+            for gpu in self.gpus
+        ]
+        return "; ".join(parts)
+
+
+@functools.cache
+def row_of(gpu_name: str, memory_gib: float) -> MachineRow | None:
+    """Return the row of machines/*.yaml with a GPU's exact name, or None.
+
+    Of several with one name, it is the one with about that memory. A guessed peak would be worse
+    than an unknown one.
+    """
+    named = [row for row in machine_rows() if gpu_name in row.gpu_names]
+    if len(named) < 2:
+        return named[0] if named else None
+    apart = {row.name: abs(memory_gib / row.memory_gb.value - 1) for row in named}
+    nearest_row = min(named, key=lambda row: apart[row.name])
+    return nearest_row if apart[nearest_row.name] < SAME_MEMORY else None
+
+
+@functools.cache
+def machine_rows() -> tuple[MachineRow, ...]:
+    """Return the rows of machines/*.yaml."""
+    named = ((name, MACHINES.get(name)) for name in MACHINES.names())
+    return tuple(MachineRow.model_validate({"name": name, **row}) for name, row in named)
+
+
+def machine_named(text: str) -> Machine:
+    """Return the machine that a text such as `8x H100` describes, with GPUs of machines/*.yaml.
+
+    `8x8 H100, 400 Gb/s` are eight machines of eight, with a network of 400 Gb/s for each GPU. CPU
+    and memory are unknown.
+    Raises: ConfigError with the nearest name when no row has that name.
+    """
+    name, _, network = text.partition(",")
+    found = re.match(r"\s*(?:(\d+)\s*[x×*]\s*(?:(\d{1,2})\s+)?)?", name)
+    assert found is not None  # every part is optional
+    rate = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*Gb(?:it)?/s\s*", network)
+    if network and (rate is None or not float(rate[1])):
+        raise ConfigError(
+            f"--machine {text!r}: {network.strip()!r} is not the rate of a network.",
+            fix="Write for example '8x8 H100, 400 Gb/s': what each GPU can send to others.",
+        )
+    nodes, each = (int(found[1] or 1), int(found[2])) if found[2] else (1, int(found[1] or 1))
+    count, wanted = nodes * each, name[found.end() :].strip()
+    if count < 1 or not wanted:
+        raise ConfigError(f"--machine {text!r} has no GPU.", fix="Write for example '8x H100'.")
+    word = _word(wanted)
+    names = {row.name: [row.name, *row.gpu_names, *row.short_names] for row in machine_rows()}
+    rows = [row for row in machine_rows() if word in map(_word, names[row.name])]
+    if len(rows) != 1:
+        similar = [row.name for row in rows]
+        if not similar and word:
+            similar = [
+                name
+                for name, each in names.items()
+                if any(_word(one).startswith(word) for one in each)
+            ]
+        if similar:
+            raise ConfigError(
+                f"--machine {wanted!r} matches several machines.",
+                fix=f"Write one of {', '.join(similar)}.",
+            )
+        guess = nearest(wanted, [name for each in names.values() for name in each])
+        hint = f"Did you mean {guess!r}? " if guess else ""
+        raise ConfigError(
+            f"There is no machine named {wanted!r}.",
+            fix=f"{hint}`flatout list machines` shows the known ones.",
+        )
+    row = rows[0]
+    if count > MOST_GPUS:
+        raise ConfigError(
+            f"--machine {text!r} has more than {MOST_GPUS:,} GPUs.", fix="Write a smaller number."
+        )
+    memory_gib, capability = row.memory_gb.value * 1e9 / GIB, row.compute_capability or (0, 0)
+    gpu = Gpu(row.gpu_names[0], memory_gib, capability, driver="")
+    python = platform.python_version()
+    machine = Machine("unknown", 0, 0.0, (gpu,) * count, python, is_here=False)
+    network_rate = float(rate[1]) if rate else None
+    return replace(machine, gpus_per_node=each, network_gbit_per_s=network_rate)
+
+
+def _word(name: str) -> str:
+    """Return a name without case, punctuation and the words that everyone omits."""
+    return re.sub(r"nvidia|geforce|tesla|[^a-z0-9]", "", name.lower())
+
+
+def probe() -> Machine:
+    """Return what this process may use, within its affinity and the limits of its container."""
+    cgroup_cores, cgroup_bytes = cgroup_limits()
+    return Machine(
+        _cpu_name(),
+        min(usable_cores(), cgroup_cores or 2**31),
+        min(psutil.virtual_memory().total, cgroup_bytes or 2**63) / GIB,
+        _gpus(),
+        platform.python_version(),
+        _multiplies_bf16(),
+    )
+
+
+def _multiplies_bf16() -> bool:
+    """Return whether Linux reports such instructions for an x86 CPU.
+
+    Arm has them too, but their gain there is not measured.
+    """
+    return bool({"avx512_bf16", "amx_bf16"} & set(_read(Path("/proc/cpuinfo")).split()))
+
+
+def cgroup_limits() -> tuple[int | None, int | None]:
+    """Return the (cores, bytes) that a container allows by cgroups v1 or v2. None: no limit."""
+    cores = [limit for limit, _ in _cpu_limits()]
+    files = [folder / "memory.max" for folder in _cgroups()]
+    files += [folder / "memory.limit_in_bytes" for folder in _cgroups("memory")]
+    sizes = [int(size) for size in map(_read, files) if size.strip().isdigit()]
+    sizes = [size for size in sizes if size < 2**60]  # v1 writes "no limit" as about 2^63
+    return max(1, int(min(cores))) if cores else None, min(sizes, default=None)
+
+
+def limited_cpu_s() -> float | None:
+    """Return the CPU seconds of all processes that share a container's limit of cores so far.
+
+    None without a limit below the cores that this process may use anyway.
+    """
+    cores = usable_cores()
+    return next((used_s for limit, used_s in _cpu_limits() if limit < cores), None)
+
+
+def _cpu_limits() -> Iterator[tuple[float, float | None]]:
+    """Yield each limit of cores that applies, and the CPU seconds used under it so far."""
+    for folder in _cgroups():
+        used = re.search(r"usage_usec (\d+)", _read(folder / "cpu.stat"))
+        for limit in _cores(_read(folder / "cpu.max")):
+            yield limit, int(used[1]) / 1e6 if used else None
+    for folder in _cgroups("cpu"):
+        quota, period = _read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")
+        used_ns = _read(folder / "cpuacct.usage").strip()
+        for limit in _cores(f"{quota} {period}"):
+            yield limit, int(used_ns) / 1e9 if used_ns.isdigit() else None
+
+
+def _cgroups(controller: str = "") -> list[Path]:
+    """Return this process's cgroup of a controller of v1, by default of v2, and its parents, since
+    limits apply at all levels. In a container, its own level may be mounted as the root.
+    """
+    root, path = CGROUPS / controller, "/"
+    for line in _read(MEMBERSHIP).splitlines():
+        _, controllers, named = line.split(":", 2)
+        if controller in controllers.split(","):
+            path = named
+    leaf = root / path.lstrip("/")
+    return [folder for folder in (leaf, *leaf.parents) if folder == root or root in folder.parents]
+
+
+def _cores(quota: str) -> list[float]:
+    """Return the cores that `QUOTA PERIOD` allows as a list. "max" and -1 mean no limit."""
+    words = quota.split()
+    is_limit = len(words) == 2 and all(map(str.isdigit, words))
+    return [int(words[0]) / int(words[1])] if is_limit else []
+
+
+SAME_MEMORY = 0.12
+"""Largest relative difference of the memory that a driver reports in GiB from a data sheet's GB."""
+BUSY_CORES = 0.4
+"""Cores that other processes must use to count as a load on this one."""
+
+
+class CpuTimes(NamedTuple):
+    """CPU seconds on the cores that this process may use, at one moment."""
+
+    at_s: float
+    used_s: float
+    """Of all processes. In a container with a limit of cores, only of those in it."""
+    own_s: float
+    """Of this process and its children."""
+
+    @classmethod
+    def read(cls, children: Iterable[psutil.Process] = ()) -> CpuTimes:
+        """Return the times now. `children` are those that are still running."""
+        own_s = sum(os.times()[:4])  # with children that have ended
+        for child in children:
+            with suppress(psutil.Error):
+                own_s += sum(child.cpu_times()[:4])
+        used_s = limited_cpu_s()
+        if used_s is None:
+            each = psutil.cpu_times(percpu=True)
+            here = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(len(each))
+            mine = [times for core, times in enumerate(each) if core in here]
+            idle_s = sum(times.idle + getattr(times, "iowait", 0.0) for times in mine)
+            used_s = sum(sum(times[:8]) for times in mine) - idle_s  # from the ninth on: guests
+        return cls(time.monotonic(), used_s, own_s)
+
+    def others_until(self, later: CpuTimes) -> float:
+        """Return the cores that other processes kept busy between two moments."""
+        others_s = later.used_s - self.used_s - (later.own_s - self.own_s)
+        return max(others_s, 0.0) / max(later.at_s - self.at_s, 1e-3)
+
+
+def pick_device(wanted: str, machine: Machine) -> tuple[str, str]:
+    """Return (device, reason) for `auto`, `cpu`, `cuda`, `cuda:N` or `mps`. `auto` is never `mps`.
+
+    Raises: HardwareError for a different name, or when a GPU is requested and cannot be used.
+    """
+    if wanted == "cpu":
+        return "cpu", "requested"
+    check_device_name(wanted)
+    import torch
+
+    if wanted == "mps":
+        if not torch.backends.mps.is_available():
+            raise HardwareError(
+                "train.device=mps cannot be used: it is the GPU of a Mac with macOS 14 or newer, "
+                "and torch finds none.",
+                fix="Remove train.device.",
+            )
+        return "mps", "requested: the GPU of a Mac, on which flatout has never been run"
+    obstacle = _cuda_obstacle(machine)
+    if obstacle is not None:
+        if wanted == "auto":
+            return "cpu", obstacle
+        raise HardwareError(
+            f"train.device={wanted} cannot be used: {obstacle}.",
+            fix="Fix that, or remove train.device: train.device=auto would run on the CPU "
+            f"({machine.cpu_name}, {counted(machine.cores, 'core')}).",
+        )
+    count = torch.cuda.device_count()
+    index = int(wanted.partition(":")[2] or 0)
+    if index >= count:
+        raise HardwareError(
+            f"There is no {wanted}: torch sees {counted(count, 'GPU')}.",
+            fix=f"Use cuda:0 to cuda:{count - 1}.",
+        )
+    name = torch.cuda.get_device_name(index)
+    return ("cuda", f"torch can use {name}") if wanted == "auto" else (wanted, f"requested: {name}")
+
+
+def check_device_name(wanted: str) -> None:
+    """Check that `wanted` is auto, cpu, cuda, cuda:N or mps.
+
+    Raises: HardwareError with the nearest name.
+    """
+    if wanted not in ("auto", "cpu", "mps") and not re.fullmatch(r"cuda(:\d+)?", wanted):
+        guess = (
+            "cuda" if wanted.lower().startswith("gpu") else nearest(wanted, ["auto", "cpu", "cuda"])
+        )
+        hint = f"Did you mean {guess!r}? " if guess else ""
+        raise HardwareError(
+            f"train.device={wanted!r} is not a device.",
+            fix=f"{hint}Known: auto, cpu, cuda, cuda:N, mps.",
+        )
+
+
+def fingerprint(device: str = "cpu") -> dict[str, str | int]:
+    """Return what bit-exact results depend on: otherwise the last bits may differ."""
+    import torch
+
+    found: dict[str, str | int] = {
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "cpu_name": _cpu_name(),
+        "cpu_instructions": torch.backends.cpu.get_cpu_capability(),
+        "device": torch.cuda.get_device_name(device) if device.startswith("cuda") else device,
+    }
+    if device.startswith("cuda"):
+        version = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+        found |= {"cuda": str(torch.version.cuda), "cudnn": int(version or 0)}
+    return found
+
+
+def _cuda_obstacle(machine: Machine) -> str | None:
+    """Return why torch cannot use a GPU, such as the text of its warning. None when it can."""
+    import torch
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if torch.cuda.is_available():
+            return None
+    if not machine.gpus:
+        return "no NVIDIA driver, or no GPU behind it"
+    if torch.version.cuda is None:
+        build = f"this torch ({torch.__version__}) is a CPU build"
+        return f"{build}: install one for CUDA with `{CUDA_TORCH}`"
+    if caught:
+        return str(caught[0].message).split("\n", 1)[0].rstrip(". ")
+    number = len(machine.gpus)
+    return f"torch sees none of this machine's {number} GPUs: CUDA_VISIBLE_DEVICES may hide them"
+
+
+def _gpus() -> tuple[Gpu, ...]:
+    """Return the GPUs that the driver reports. Without a driver or pynvml there are none."""
+    try:
+        import pynvml
+    except ImportError:
+        return ()
+    with suppress(pynvml.NVMLError):
+        pynvml.nvmlInit()
+        try:
+            handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
+            return tuple(
+                Gpu(
+                    pynvml.nvmlDeviceGetName(handle),
+                    pynvml.nvmlDeviceGetMemoryInfo(handle).total / GIB,
+                    tuple(pynvml.nvmlDeviceGetCudaComputeCapability(handle)),
+                    pynvml.nvmlSystemGetDriverVersion(),
+                    pynvml.nvmlDeviceGetUUID(handle),
+                )
+                for handle in handles
+            )
+        finally:
+            pynvml.nvmlShutdown()
+    return ()
+
+
+def _cpu_name() -> str:
+    named = re.search(r"^model name\s*:\s*(.+)$", _read(Path("/proc/cpuinfo")), re.MULTILINE)
+    return named.group(1).strip() if named else platform.processor() or platform.machine()
+
+
+def usable_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError:
+        return ""

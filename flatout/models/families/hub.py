@@ -1,0 +1,120 @@
+"""Download a model of the Hugging Face hub: its config.json, weights and tokenizer, no code."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from flatout.errors import CheckpointError, MissingPackage
+from flatout.models.families.files import INDEXES, SAFETENSORS
+from flatout.progress import SILENT, Progress
+
+PREFIX = "hf:"
+_REFERENCE = re.compile(
+    r"hf:(?P<repository>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[\w./-]+))?", re.ASCII
+)
+CONFIG = "config.json"
+SMALL = (
+    CONFIG,
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "generation_config.json",
+    *INDEXES,
+)
+"""Files that are downloaded if they exist, beside the weights."""
+
+
+def model_folder(
+    reference: str,
+    *,
+    whole: bool,
+    cache: Path | None = None,
+    endpoint: str | None = None,
+    progress: Progress = SILENT,
+) -> Path:
+    """Return the local directory of `hf:ORG/NAME` or `hf:ORG/NAME@REVISION`.
+
+    All files are of one commit. Without `whole`, only config.json is downloaded. What was
+    downloaded before is used without the hub if it cannot be reached. `cache` and `endpoint`
+    default to those of huggingface_hub.
+
+    Raises: CheckpointError when there is no such repository or revision, or the hub cannot be
+            reached; MissingPackage.
+    """
+    match = _REFERENCE.fullmatch(reference)
+    if match is None:
+        raise CheckpointError(
+            f"train.init_from={reference} does not name a repository of the Hugging Face hub.",
+            fix="Write hf:ORG/NAME, or hf:ORG/NAME@REVISION with a branch, a tag or a commit.",
+        )
+    try:
+        import huggingface_hub as hub
+        from huggingface_hub.errors import HfHubHTTPError
+    except ImportError as error:
+        raise MissingPackage(
+            f"Downloading {reference} needs the package huggingface_hub, which is not installed.",
+            fix='Install it: `pip install "flatout[hub]"`, or download the model, and name its '
+            "directory.",
+        ) from error
+    repository, revision = match["repository"], match["revision"] or "main"
+    try:
+        info = hub.HfApi(endpoint=endpoint).model_info(repository, revision=revision)
+    except Exception as error:  # of huggingface_hub, or of the HTTP library that it uses
+        known = hub.try_to_load_from_cache(repository, CONFIG, revision=revision, cache_dir=cache)
+        if not isinstance(known, str) or isinstance(error, HfHubHTTPError):  # the hub has answered
+            raise _explained(error, reference) from error
+        folder = Path(known).parent
+        progress.say(f"The hub cannot be reached. Using the copy of {repository} in {folder}.")
+        return folder
+    listed = [sibling.rfilename for sibling in info.siblings or ()]
+    wanted = wanted_files(listed) if whole else [CONFIG]
+    if CONFIG not in listed:
+        raise CheckpointError(
+            f"{reference} has no {CONFIG}, so its architecture is not known.",
+            fix="Name a repository in the format of transformers.",
+        )
+    with progress.task(f"Downloading {repository}", total=len(wanted), unit="files") as task:
+        for name in wanted:
+            try:
+                path = hub.hf_hub_download(
+                    repository, name, revision=info.sha, cache_dir=cache, endpoint=endpoint
+                )
+            except Exception as error:
+                raise _explained(error, reference) from error
+            task.advance(1)
+    return Path(path).parent
+
+
+def wanted_files(listed: list[str]) -> list[str]:
+    """Return the files of a repository to download: safetensors if there are any, no code."""
+    weights = [name for name in listed if name.endswith(SAFETENSORS) and "/" not in name]
+    whole = [name for name in weights if name.startswith("model")] or weights
+    pickled = [name for name in listed if re.fullmatch(r"pytorch_model[\w.-]*\.bin", name)]
+    return [*(name for name in SMALL if name in listed and name != CONFIG), CONFIG] + (
+        whole or pickled
+    )
+
+
+def _explained(error: Exception, reference: str) -> CheckpointError:
+    """Return the error to report for an exception of huggingface_hub."""
+    name = reference.removeprefix(PREFIX)
+    answers = {
+        "GatedRepoError": (
+            f"{name} is gated: only users whom its owners approve can read it.",
+            "Request access on its page, then run `hf auth login`.",
+        ),
+        "RevisionNotFoundError": (
+            f"{name} has no such revision.",
+            "Name a branch, a tag or a full commit hash after the @.",
+        ),
+        "RepositoryNotFoundError": (
+            f"There is no repository {name} on the hub that you may read.",
+            "Check the name, or run `hf auth login`.",
+        ),
+    }
+    reason = " ".join(str(error).split()).rstrip(".")[:200] or type(error).__name__
+    unknown = f"Cannot download {name}: {reason}.", "Check the connection, then run it again."
+    kinds = (kind.__name__ for kind in type(error).__mro__)
+    what, fix = next((answers[kind] for kind in kinds if kind in answers), unknown)
+    return CheckpointError(what, fix=fix)

@@ -1,0 +1,202 @@
+"""Find out what a model from elsewhere is: its architecture and the keys under `model.`."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flatout.config.registry import ARCHITECTURES
+from flatout.errors import CheckpointError, ConfigError
+from flatout.models.families.exported import MODEL_TYPE
+from flatout.models.families.files import INDEXES, SAFETENSORS, SINGLE, open_tensors
+from flatout.models.families.hub import CONFIG, PREFIX, model_folder
+from flatout.models.families.table import OTHER_MODEL, Architecture
+from flatout.progress import SILENT, Progress
+from flatout.storage.json_io import JsonObject, read_json
+from flatout.storage.recognised import ADAPTER, LITGPT, TORCH_FILE, recognise
+
+OWN_FILES = ("config.yaml", "manifest.json")
+"""Files that identify a run or a checkpoint of flatout."""
+CONFIGURED = (SAFETENSORS, ".bin")
+"""Endings of files that a config.json beside them describes."""
+MOST_NAMED = 3
+HEADS = ("unembedding.weight", "token_embedding.weight")
+"""The output head of flatout's models. A tied model has only the second."""
+
+
+@dataclass(frozen=True)
+class ForeignModel:
+    """A model that another tool saved."""
+
+    path: Path
+    architecture: Architecture
+    keys: JsonObject
+    """The keys under `model.`, with `kind` and `vocab_size`."""
+
+
+def is_foreign(init_from: str) -> bool:
+    """Return whether `train.init_from` names a model that another tool saved."""
+    if init_from.startswith(PREFIX):
+        return True
+    path = Path(init_from)
+    folder = path if path.is_dir() else path.parent
+    if any((folder / name).exists() for name in OWN_FILES):
+        return False
+    if path.is_dir():
+        return any((path / name).exists() for name in (CONFIG, *INDEXES, *SINGLE))
+    known = recognise(path)
+    return path.is_file() and (
+        path.suffix == SAFETENSORS or (known is not None and known.name == TORCH_FILE)
+    )
+
+
+def find_model(init_from: str, *, whole: bool = True, progress: Progress = SILENT) -> ForeignModel:
+    """Return what `train.init_from` names. A model of the hub is downloaded.
+
+    Without `whole`, only its config.json is.
+
+    Raises: CheckpointError when a file is missing or cannot be read; ConfigError when flatout has
+            no such architecture; MissingPackage.
+    """
+    path = Path(init_from)
+    if init_from.startswith(PREFIX):
+        path = model_folder(init_from, whole=whole, progress=progress)
+    known = recognise(path)
+    if known is not None and known.name in (ADAPTER, LITGPT):
+        raise CheckpointError(known.instead_of("a model that flatout reads"), fix=known.fix)
+    config = (path if path.is_dir() else path.parent) / CONFIG
+    families = [ARCHITECTURES.get(name) for name in ARCHITECTURES.names()]
+    if not config.is_file() or not (path.is_dir() or path.suffix in CONFIGURED):
+        files = open_tensors(path)
+        for family in families:
+            if (keys := family.recognise(files.shapes, files.others)) is not None:
+                return ForeignModel(path, family, keys)
+        first = ", ".join(sorted(files.shapes)[:MOST_NAMED])
+        raise CheckpointError(
+            f"{path} has no config.json, and its tensors ({first}, ...) do not tell its "
+            "architecture.",
+            fix="Put the model's config.json next to the weights, as model.safetensors or "
+            f"pytorch_model.bin. {OTHER_MODEL}",
+        )
+    document = read_json(config)
+    if not isinstance(document, dict):
+        raise CheckpointError(f"{config} is not a mapping.", fix="Restore it from the repository.")
+    kind = document.get("model_type")
+    if "auto_map" in document and kind != MODEL_TYPE:
+        raise ConfigError(
+            f"{config} names code that defines the model (auto_map), but flatout never executes "
+            "code of a model's directory.",
+            fix="Start from a different model. If the model is one of the architectures of "
+            "docs/base-models.md, delete auto_map from config.json.",
+        )
+    if "quantization_config" in document:
+        raise ConfigError(
+            f"The weights of {path} are quantised (quantization_config in config.json).",
+            fix="Start from the weights before quantisation.",
+        )
+    family = next((family for family in families if kind in family.classes), None)
+    if family is None:
+        named = f"is of the architecture {kind!r}, " if kind else f"has no model_type in {CONFIG}"
+        if kind and any("expert" in key for key in document):
+            named += "a mixture of experts, which flatout does not have"
+        elif kind:
+            named += "which flatout does not read"
+        raise ConfigError(f"The base model {named}.", fix=OTHER_MODEL)
+    try:
+        return ForeignModel(path, family, family.keys(document))
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{config} has a value of the wrong type or size ({type(error).__name__}: {error}).",
+            fix="Restore config.json from the model's repository.",
+        ) from error
+
+
+class ForeignWeights:
+    """The tensors of a foreign model under flatout's names, each computed when it is asked for."""
+
+    def __init__(self, model: ForeignModel, config: Any) -> None:
+        """Open the files of a model. `config` is the checked configuration of flatout's model."""
+        self.path = model.path
+        self._files = open_tensors(model.path)
+        self._architecture = model.architecture
+        self._maps = {one.name: one for one in model.architecture.tensors(config)}
+
+    def names(self) -> list[str]:
+        """Return the names of the tensors, those of flatout's model."""
+        return list(self._maps)
+
+    def read(self, name: str) -> Tensor:
+        """Return a tensor by its name in flatout's model, in at least fp32.
+
+        Shapes: as in the model.
+        Raises: CheckpointError when it cannot be read, or has NaN or infinite values.
+        """
+        one = self._maps[name]
+        parts = [self._files.read(self._stored(foreign)) for foreign in one.foreign]
+        for foreign, part in zip(one.foreign, parts, strict=True):
+            if not torch.isfinite(part).all():
+                raise CheckpointError(
+                    f"{foreign} of {self.path} contains values that are not finite.",
+                    fix="Start from a different model: this one is damaged, or its training "
+                    "diverged.",
+                )
+        return one.join(parts)
+
+    def require_fit(self, shapes: dict[str, tuple[int, ...]]) -> None:
+        """Check that every tensor of flatout's model, with these shapes, has its values here.
+
+        Cost:   reads the output head, and its copies in the files.
+        Raises: CheckpointError naming the first tensors that are missing, unknown or of a different
+                shape, or an output head that is not the one that the model would use.
+        """
+        assert shapes.keys() == self._maps.keys()  # a table that lacks a tensor is a bug of ours
+        wanted: dict[str, tuple[int, ...] | None] = {}
+        for name, one in self._maps.items():
+            stored = map(self._stored, one.foreign)
+            if one.split is None:  # only `join` knows them
+                wanted |= dict.fromkeys(stored)
+            else:
+                parts = one.split(torch.empty(shapes[name], device="meta"))
+                wanted |= zip(stored, (tuple(part.shape) for part in parts), strict=True)
+        there, family = self._files.shapes, self._architecture
+        heads = [name for name in family.heads if name in there and name not in wanted]
+        problems = [f"it has no {name}" for name in wanted if name not in there]
+        problems += [
+            f"{name} is {list(there[name])}, and its configuration means {list(shape)}"
+            for name, shape in wanted.items()
+            if shape is not None and there.get(name, shape) != shape
+        ]
+        problems += [
+            f"it has {name}, which the architecture lacks"
+            for name in there
+            if name not in {*wanted, *heads}
+            and not any(re.fullmatch(pattern, name) for pattern in family.ignored)
+        ]
+        if problems:
+            listed = "; ".join(problems[:MOST_NAMED])
+            if len(problems) > MOST_NAMED:
+                listed += f"; and {len(problems) - MOST_NAMED} more"
+            raise CheckpointError(
+                f"The tensors of {self.path} do not fit its configuration: {listed}.",
+                fix="Get all files again from where the model was published.",
+            )
+        own = next(key for key in HEADS if key in self._maps)
+        for name in heads:
+            if not torch.equal(self._files.read(name), self.read(own)):
+                source = "the embedding" if own == HEADS[1] else self._maps[own].foreign[0]
+                raise CheckpointError(
+                    f"{self.path} has an output head, {name}, with other values than {source}, "
+                    "which its configuration makes the head.",
+                    fix="If the model has a separate head, set tie_word_embeddings to false in "
+                    f"its config.json. Otherwise remove {name}.",
+                )
+
+    def _stored(self, name: str) -> str:
+        """Return the name in the files, which may lack the family's prefix."""
+        bare = name.removeprefix(self._architecture.prefix)
+        return bare if name not in self._files.shapes and bare in self._files.shapes else name

@@ -1,0 +1,171 @@
+"""Skips the update of a step with bad values, so that weights and optimizer state keep every bit.
+
+A step is bad when its loss or its gradient norm is not finite and, with a threshold, when the norm
+is a spike: far above the median of the norms before it. All ranks have the same values, so all
+skip the same steps. The schedule and the position in the data advance as after any step.
+
+Letters: W norms of the window.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from flatout.storage.json_io import JsonObject
+
+WINDOW, MIN_NORMS = 128, 32
+"""Most and fewest earlier norms that a spike is compared with."""
+DEVIATION = 1.4826
+"""Standard deviations per median absolute deviation, for normally distributed values."""
+LEAST_RISE = math.log(2)
+"""A spike is at least twice the median, however little the norms vary."""
+
+
+class StepGuard:
+    """Decides on the device which updates to skip, and counts them.
+
+    Spikes are sought in the logarithm of the gradient norm: its median over a window, plus
+    `spikes` robust standard deviations, is the limit. Finite norms of skipped steps enter the
+    window too, so that a limit can never stay below all norms.
+
+    Cost: a dozen operations on single numbers per step, with `spikes` about twenty more on the
+          window. Nothing waits for the device.
+    """
+
+    def __init__(
+        self,
+        *,
+        most: int = 10,
+        spikes: float | None = None,
+        model: nn.Module | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        """After `most` bad steps in a row every step is skipped, until the caller stops the run.
+
+        A bad step leaves the buffers of `model` as they were, which forward passes may change.
+        """
+        self.most = most
+        self.spikes = spikes
+        self.streak = torch.zeros((), device=device)
+        """Updates skipped in a row, up to the last step. A new tensor at each step."""
+        self.skipped = torch.zeros((), device=device)
+        """All updates skipped in the run. A new tensor at each step."""
+        self.limit = torch.full((), math.inf, device=device)
+        """Gradient norm beyond which the last step would have been a spike."""
+        self.waited_s = 0.0
+        """Seconds that the host waited for the device in the last step, to know what to skip."""
+        self._logs_W = torch.zeros(WINDOW, device=device)
+        self._seen = 0
+        self._model = model
+        self._before: list[Tensor] = []
+
+    @cached_property
+    def buffers(self) -> Sequence[Tensor]:
+        """The buffers that a checkpoint stores, as they are at the first step.
+
+        Shapes: any.
+        """
+        return [
+            buffer
+            for module in (self._model.modules() if self._model is not None else ())
+            for name, buffer in module.named_buffers(recurse=False)
+            if name not in module._non_persistent_buffers_set
+        ]
+
+    def begin(self) -> None:
+        """Copy the buffers before a step. Most models have none."""
+        self.waited_s = 0.0
+        self._before = [buffer.detach().clone() for buffer in self.buffers]
+
+    @torch.no_grad()
+    def judge(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
+        """Count a step, and return 1 if its update must be skipped, 0 otherwise.
+
+        Shapes: loss, grad_norm and the result are 0-D.
+        """
+        bad = ~torch.isfinite(loss + grad_norm)
+        if self.spikes is not None:
+            logs_W = self._logs_W[: self._seen]
+            if len(logs_W) >= MIN_NORMS:
+                middle = (len(logs_W) - 1) // 2
+                median = logs_W.sort().values[middle]
+                deviation = DEVIATION * (logs_W - median).abs().sort().values[middle]
+                self.limit = (median + (self.spikes * deviation).clamp(min=LEAST_RISE)).exp()
+            bad |= grad_norm > self.limit
+            slot = self._seen % WINDOW  # a norm that is not finite repeats the one before it
+            log = grad_norm.clamp(min=torch.finfo(torch.float32).tiny).log()
+            self._logs_W[slot] = torch.where(torch.isfinite(grad_norm), log, self._logs_W[slot - 1])
+            self._seen += 1
+        bad |= self.streak >= self.most
+        skip = bad.to(self.streak.dtype)
+        self.streak = (self.streak + 1) * skip
+        self.skipped = self.skipped + skip
+        for buffer, before in zip(self.buffers, self._before, strict=False):
+            buffer.copy_(torch.where(bad, before, buffer))
+        return skip
+
+    def state_dict(self) -> JsonObject:
+        """Return the state that a resumed run needs, as plain numbers. Waits for the device."""
+        return {
+            "streak": int(self.streak),
+            "skipped": int(self.skipped),
+            "seen": self._seen,
+            "logs": self._logs_W.tolist() if self.spikes is not None else [],
+        }
+
+    def load_state_dict(self, state: JsonObject) -> None:
+        """Restore a state that `state_dict` returned, possibly under a different limit."""
+        self.streak = torch.full_like(self.streak, min(int(state["streak"]), self.most - 1))
+        self.skipped = torch.full_like(self.skipped, int(state["skipped"]))
+        if self.spikes is not None and len(state["logs"]) == WINDOW:
+            self._seen = int(state["seen"])
+            self._logs_W = torch.tensor(state["logs"]).to(self._logs_W)
+
+
+def step_unless(skip: Tensor, optimizers: Sequence[Optimizer]) -> float:
+    """Take the step of every optimizer, or of none when `skip` is 1.
+
+    On a GPU the optimizers read the flag on the device. If one of them cannot, the host waits for
+    it, once per step, until the backward pass is done.
+
+    Shapes:  skip is 0-D.
+    Returns: seconds that the host waited for a device.
+    """
+    if not skip.is_cpu and all(map(reads_flag, optimizers)):
+        for optimizer in optimizers:
+            step_with_flag(optimizer, skip)
+        return 0.0
+    began_s = time.perf_counter()
+    is_skipped = bool(skip)
+    waited_s = time.perf_counter() - began_s
+    for optimizer in () if is_skipped else optimizers:
+        optimizer.step()
+    return 0.0 if skip.is_cpu else waited_s
+
+
+def step_with_flag(optimizer: Optimizer, skip: Tensor) -> None:
+    """Take a step that changes nothing when `skip` is 1, of an optimizer for which `reads_flag`.
+
+    Shapes: skip is 0-D.
+    """
+    optimizer.found_inf = skip  # type: ignore[attr-defined]
+    try:
+        optimizer.step()
+    finally:
+        del optimizer.found_inf  # type: ignore[attr-defined]
+
+
+def reads_flag(optimizer: Optimizer) -> bool:
+    """Return whether a step of an optimizer changes nothing if its attribute `found_inf` is 1.
+
+    The protocol is torch's, for its loss scaler (`torch.amp.GradScaler`): an optimizer that follows
+    it declares that by an attribute. Ours do, and torch's fused ones.
+    """
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))

@@ -1,0 +1,1 @@
+"""Durable files, streams, JSON, caches and URLs."""

@@ -1,0 +1,205 @@
+"""`flatout diagnose` on the command line; tests/measure has the measurements."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from unittest.mock import Mock
+
+import pytest
+
+from flatout.cli import main as cli
+from flatout.cli.commands import diagnose as command
+from flatout.config.schema import load_config
+from flatout.measure.diagnose import diagnosis
+from flatout.measure.diagnose.diagnose import diagnose_recipe
+from flatout.measure.diagnose.diagnosis import diagnosis_of
+from flatout.measure.steps.evidence import Evidence, Failure, Phases, Roofline
+
+
+@pytest.fixture
+def measured(monkeypatch, tiny_config):
+    """Replace the measurement: one step of four waits for data, until prefetch is on."""
+    requested = []
+
+    def evidence(config):
+        wait_s = 0.001 if "prefetch" in config.speedups else 0.03
+        return Evidence(
+            source="measured run",
+            config=config,
+            speedups=("pretokenised",),
+            device="cpu",
+            step_s=0.09 + wait_s,
+            phases=Phases(data_wait_s=wait_s, compute_s=0.09),
+            roofline=Roofline(
+                peak_tflops=0.2, peak_source="measured here", mfu=0.5, tokens_per_s=1000
+            ),
+            tokens_per_step=128,
+            remaining_s=600,
+            notes=("No profiler.",),
+        )
+
+    def measure(config, **options):
+        requested.append((config, options))
+        return evidence(config)
+
+    monkeypatch.setattr(command, "diagnose_recipe", measure)
+    monkeypatch.setattr(command, "measure_briefly", lambda config, seconds: evidence(config))
+    return requested
+
+
+def run(*words):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["diagnose", *map(str, words)])
+    return stopped.value.code
+
+
+def result_of(capsys):
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def test_json_contains_verdict_shares_roofline_and_findings(measured, capsys, tiny_set):
+    assert run("demo-char", f"data.path={tiny_set}", "--json") == 0
+    out = capsys.readouterr().out
+    found = json.loads(out.splitlines()[-1], parse_constant=lambda word: pytest.fail(word))
+    assert found["verdict"] == "25% of each step waits for data: 30 ms."
+    assert found["shares"] == {"data_wait": 0.25, "compute": 0.75}
+    assert found["roofline"]["mfu"] == 0.5
+    assert found["roofline"]["achieved_tflops"] is None
+    assert [finding["name"] for finding in found["findings"]] == ["slow-data"]
+    assert found["notes"] == ["No profiler."]
+    assert found["recipe"] is None
+    assert found["path"] is None
+
+
+def test_the_summary_fits_a_terminal(measured, capsys, tiny_set):
+    assert run("demo-char", f"data.path={tiny_set}", "--seconds", "2") == 0
+    out = capsys.readouterr().out
+    assert out.startswith("25% of each step waits for data: 30 ms.\n")
+    assert "  data wait   25%      30 ms  #####\n" in out
+    assert "50.0% of the peak of 0.2 TFLOP/s (measured here)" in out
+    assert "Fix: Read ahead in the background: add the speedup prefetch." in out
+    assert "Note: No profiler." in out
+    assert measured[0][1]["seconds"] == 2
+
+
+def test_fix_writes_a_recipe_that_holds(measured, capsys, tiny_set, tmp_path):
+    out = tmp_path / "better.yaml"
+    words = ("demo-char", f"data.path={tiny_set}", "speedups=none", "--fix", "--out", out)
+    assert run(*words, "--json") == 0
+    found = result_of(capsys)
+    assert found["recipe"] == str(out)
+    (tried,) = found["fixes_tried"]
+    assert tried["kept"]
+    assert tried["gain"] == pytest.approx(0.12 / 0.091)
+    assert load_config(out).speedups == "prefetch"
+    assert run(*words) == 0, "it replaces its own recipe"
+
+
+@pytest.mark.parametrize("name", ["mine.yaml", "absent/new.yaml", "dir.yaml"])
+def test_fix_measures_nothing_when_its_recipe_cannot_be_written(
+    measured, capsys, tiny_set, tmp_path, name
+):
+    (tmp_path / "mine.yaml").write_text("train: {steps: 3}\n")
+    (tmp_path / "dir.yaml").mkdir()
+    words = ("demo-char", f"data.path={tiny_set}", "--fix", "--out", str(tmp_path / name))
+    assert run(*words) == 2
+    assert str((tmp_path / name).parent) in capsys.readouterr().err
+    assert measured == []
+    assert (tmp_path / "mine.yaml").read_text() == "train: {steps: 3}\n"
+
+
+def test_the_findings_of_a_watched_loop_are_read(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "runs" / "mine"
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text('{"step": 1}\n')
+    assert run("mine") == 2
+    assert "flatout report runs/mine" in capsys.readouterr().err
+    evidence = Evidence(
+        source="watched loop", step_s=0.1, phases=Phases(data_wait_s=0.05, compute_s=0.05)
+    )
+    written = diagnosis_of(evidence).write(folder).read_text()
+    assert run("mine", "--json") == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found["verdict"] == "50% of each step waits for data: 50 ms."
+    assert (found["source"], found["path"]) == ("watched loop", "runs/mine/findings.json")
+    assert (folder / "findings.json").read_text() == written
+    assert run("mine", "--fix") == 2
+    assert "flatout cannot repeat it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("source", "code"), [("preflight", 2), ("measured run", 1)])
+def test_the_exit_code_is_that_of_training(measured, monkeypatch, tiny_set, source, code):
+    failed = Evidence(
+        source=source, failure=Failure(kind="error", message="It failed.", fix="Mend it.")
+    )
+    monkeypatch.setattr(command, "diagnose_recipe", lambda *_, **__: failed)
+    assert run("demo-char", f"data.path={tiny_set}") == code
+
+
+def test_the_step_and_the_rate_beside_it_are_of_the_same_time():
+    phases = Phases(compute_s=0.1, evaluation_s=0.06, checkpoint_s=0.04)
+    roofline = Roofline(tokens_per_s=1000.0)
+    found = Evidence(source="recorded run", step_s=0.2, phases=phases, roofline=roofline)
+    text = diagnosis_of(found).text()
+    assert "  500 tokens/s, saves and evaluations included\n  1,000 tokens/s without them\n" in text
+
+
+def test_a_run_is_read_and_its_findings_written(tiny_run, capsys, tmp_path, monkeypatch):
+    folder = shutil.copytree(tiny_run, tmp_path / "run")
+    before = {path.name for path in folder.iterdir()}
+    with monkeypatch.context() as patch:
+        refused = PermissionError(errno.EACCES, os.strerror(errno.EACCES), "findings.json")
+        patch.setattr(diagnosis, "write_text", Mock(side_effect=refused))
+        assert run(folder, "--json") == 0
+    shown = capsys.readouterr()
+    assert json.loads(shown.out.splitlines()[-1])["path"] is None
+    assert "findings.json cannot be written (Permission denied)" in shown.err
+    assert {path.name for path in folder.iterdir()} == before
+    assert run(folder, "--json") == 0
+    found = result_of(capsys)
+    assert (found["source"], found["path"]) == ("recorded run", str(folder / "findings.json"))
+    assert json.loads((folder / "findings.json").read_text())["verdict"] == found["verdict"]
+
+
+def test_the_files_of_a_run_cannot_control_the_terminal(tiny_run, capsys, tmp_path):
+    shutil.copytree(tiny_run, tmp_path / "run")
+    events = tmp_path / "run" / "events.jsonl"
+    hostile = json.dumps({"event": "start", "peak_source": "\x1b[2J\r", "peak_tflops": 1.0})
+    events.write_text(f"{hostile}\n{events.read_text()}")
+    assert run(str(tmp_path / "run")) == 0
+    shown = capsys.readouterr()
+    assert "\ufffd[2J\ufffd" in shown.out
+    assert "\x1b" not in shown.out + shown.err
+
+
+def test_a_missing_dataset_is_a_finding_and_no_error(measured):
+    assert run("demo-char", "data.path=nowhere") == 0
+    assert measured[0][0].data.path == "nowhere"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("demo-chr",), "There is no recipe or run named 'demo-chr'."),
+        (("demo-char", "model.kind=transfromer"), "'transfromer'"),
+        (("runs/frist",), "There is no run directory runs/frist."),
+        (("demo-char", "--out", "new.yaml"), "--out has no effect without --fix."),
+        (("demo-char", "--fix", "--out", "recipe.txt"), "--out recipe.txt is not a YAML file."),
+    ],
+)
+def test_mistakes_are_reported(words, message, capsys):
+    assert run(*words) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_recipe_is_measured_in_a_process_of_its_own(tiny_config, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = diagnose_recipe(tiny_config(), seconds=0.2)
+    assert found.source == "measured run"
+    assert found.steps >= 5
+    assert list(tmp_path.iterdir()) == []  # the scratch directory is gone

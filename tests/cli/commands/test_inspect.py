@@ -1,0 +1,186 @@
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import fsspec
+import numpy as np
+import pytest
+
+from flatout.cli.commands.inspect import _model_of, inspect
+from flatout.cli.commands.prepare import prepare as prepare_dataset
+from flatout.data.prepare.writer import DatasetWriter
+from flatout.data.store.manifest import SkippedRows
+from flatout.data.tokenizers import make_tokenizer
+from flatout.errors import DataError
+from flatout.progress import SILENT
+from flatout.storage.json_io import append_line
+from flatout.storage.streams import wrapped
+
+
+def prepare(out, train, val=(), *, skipped=()):
+    tokenizer = make_tokenizer("byte", lambda: iter([]), pattern=None, progress=SILENT)
+    with DatasetWriter(out, vocab_size=tokenizer.vocab_size) as writer:
+        for split, texts in ((writer.train, train), (writer.val, val)):
+            for text in texts:
+                tokens = [*tokenizer.encode(text), tokenizer.eot_id]
+                split.append(np.array(tokens), [len(tokens)], text_bytes=len(text.encode()))
+        facts = {"source": {"kind": "test", "seed": 3}, "split_rule": "tail 0.1"}
+        writer.finish(tokenizer=tokenizer, **facts, skipped=skipped)
+    return out
+
+
+@pytest.fixture
+def folder(tmp_path):
+    skipped = [SkippedRows(reason="not UTF-8", count=1234, first=("a.txt:7",))]
+    return prepare(
+        tmp_path / "set", ["Hello\nworld", "a", "", "x" * 40], ["valid"], skipped=skipped
+    )
+
+
+def test_the_result_contains_the_facts(folder):
+    result = inspect(folder)
+    assert result.path == str(folder)
+    one_shard = {"shards": 1, "loss_mask": False}
+    for name, value in {
+        "tokens": 12 + 2 + 1 + 41 + 6,
+        "documents": 5,
+        "text_bytes": 11 + 1 + 0 + 40 + 5,
+        "vocab_size": 257,
+        "dtype": "uint16",
+        "source": {"kind": "test", "seed": 3},
+        "split_rule": "tail 0.1",
+        "train": {"documents": 4, "tokens": 56, "text_bytes": 52, **one_shard},
+        "val": {"documents": 1, "tokens": 6, "text_bytes": 5, **one_shard},
+        "special_tokens": {"<|endoftext|>": 256},
+        "skipped": {"not UTF-8": 1234},
+        "skipped_first": {"not UTF-8": ["a.txt:7"]},
+        "shortest_document": 1,
+        "median_document": 6,
+        "longest_document": 41,
+        "size_bytes": sum(path.stat().st_size for path in folder.iterdir()),
+        "targets": None,
+        "no such fact": None,
+    }.items():
+        assert result.value(name) == value, name
+    lengths = [tuple(entry.values()) for entry in result.value("document_lengths")]
+    assert lengths == [(1, 1, 1), (2, 3, 1), (4, 7, 1), (8, 15, 1), (16, 31, 0), (32, 63, 1)]
+    assert result.value("beginning").startswith("Hello\nworld")
+    assert "«" not in result.summary()
+    assert inspect(folder, tokens=5).value("beginning") == "Hello"
+    assert "first text" not in inspect(folder, tokens=0).summary()
+    document = json.loads(result.model_dump_json())
+    assert sorted(document) == ["items", "path"]
+    assert {"name": "documents", "value": 5} in document["items"]
+
+
+def test_masked_text_is_marked_and_not_counted_in_bytes_per_token(tmp_path):
+    for number in range(10):
+        row = {"prompt": f"Käfer {number}?", "text": f"answer {number}."}
+        append_line(tmp_path / "rows.jsonl", row)
+    options = {"tokenizer": "byte", "mask_field": "prompt", "workers": 1}
+    prepare_dataset([tmp_path / "rows.jsonl"], tmp_path / "set", **options)
+    result = inspect(tmp_path / "set")
+    assert result.value("text_bytes") == 90
+    assert result.value("targets") == 90 + 10
+    assert result.value("tokens") == 90 + 10 + 90
+    assert result.value("bytes_per_token") == 0.9
+    start = "«Käfer 0?»answer 0.<|endoftext|>«Käfer 1?»answer 1."
+    assert result.value("beginning").startswith(start)
+    assert "first text (text in «» is excluded from the loss)" in result.summary()
+    assert inspect(tmp_path / "set", tokens=0).value("beginning") == ""
+
+
+def test_conversations_are_trained_on_with_the_recipe_for_them(tmp_path):
+    prepare_dataset(["capitals:documents=200"], tmp_path / "set", chat="auto", workers=1)
+    command = inspect(tmp_path / "set").value("recipe")["command"]
+    assert command.startswith(f"flatout train chat-demo data.path={tmp_path / 'set'} ")
+
+
+def test_conversations_in_the_tokens_of_a_model_tune_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    source = "capitals:documents=200"
+    prepare_dataset([source], "text", tokenizer="byte", workers=1)
+    prepare_dataset([source], "set", tokenizer="text/tokenizer.json", chat="plain", workers=1)
+
+    def command():
+        return inspect("set").value("recipe")["command"]
+
+    assert command() == "flatout train chat-tune data.path=set train.init_from=MODEL"
+    for number, tokenizer in enumerate(("set/tokenizer.json", "set/manifest.json")):
+        run = Path(f"runs/{number}")
+        run.mkdir(parents=True)
+        (run / "config.yaml").write_text("{}")
+        (run / "asked.yaml").write_text("{}")
+        shutil.copy(tokenizer, run / "tokenizer.json")
+    assert command() == ("flatout train runs/0/asked.yaml data.path=set train.init_from=runs/0")
+
+
+def test_the_model_of_a_repositorys_tokenizer_is_that_repository():
+    source = {"chat_template": {}, "tokenizer": "org/name@main"}
+    assert _model_of(SimpleNamespace(manifest=SimpleNamespace(source=source))) == "hf:org/name@main"
+
+
+def test_the_special_tokens_of_a_tokenizer_json(tmp_path):
+    from tokenizers import Tokenizer, models
+
+    made = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    made.add_special_tokens(["<s>", "</s>"])
+    made.add_tokens(["plain"])
+    made.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = make_tokenizer(str(tmp_path / "tokenizer.json"), lambda _: iter([]))
+    with DatasetWriter(tmp_path / "set", vocab_size=tokenizer.vocab_size) as writer:
+        writer.train.append(np.array([0, 1, 3]), [3], text_bytes=2)
+        writer.finish(tokenizer=tokenizer, source={}, split_rule="named")
+    assert inspect(tmp_path / "set").value("special_tokens") == {"</s>": 3, "<s>": 2}
+
+
+def test_the_summary_is_readable_text(folder):
+    short, lines = (inspect(folder, all=every).summary().splitlines() for every in (False, True))
+    for shown in (short, lines):
+        assert shown[0] == f"Dataset {folder}"
+        assert any(line.split() == ["vocab_size", "257"] for line in shown)
+        assert any("not UTF-8: 1,234" in line for line in shown)
+        assert "  | Hello" in shown
+        assert "  | world" in "\n".join(shown)
+    assert short[-1] == "--all shows more."
+    assert any(line.strip().startswith("32 to 63") and line.endswith("█ 1") for line in lines)
+    assert any(line.strip().startswith("16 to 31") and "█" not in line for line in lines)
+    names = {fact.name for fact in inspect(folder).items} - {"beginning", "document_lengths"}
+    assert {line.split()[0] for line in lines[2:] if line.startswith("  ")} >= names
+
+
+def test_the_summary_fits_a_screen(tmp_path):
+    made = prepare(tmp_path / "set", ["line\n" * 200], ["valid"])
+    text = wrapped(inspect(made, tokens=500).summary(), 80)
+    assert len(text.splitlines()) < 24
+    assert "flatout train" in text or "too little text" in text
+
+
+def test_text_cannot_control_the_terminal(tmp_path):
+    result = inspect(prepare(tmp_path / "set", ["\x1b[2Jgone\x07"]))
+    assert "\x1b" in result.value("beginning")
+    assert "\x1b" not in result.summary()
+    assert "\x07" not in result.summary()
+
+
+def test_a_dataset_with_only_validation_text_and_an_empty_one(tmp_path):
+    assert inspect(prepare(tmp_path / "val", [], ["only"])).value("beginning").startswith("only")
+    empty = inspect(prepare(tmp_path / "empty", []))
+    assert empty.value("tokens") == 0
+    assert empty.value("document_lengths") is None
+    assert empty.summary()
+    with pytest.raises(DataError, match="flatout prepare"):
+        inspect(tmp_path)
+
+
+def test_a_dataset_at_a_url_is_fetched_and_shown(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    store = fsspec.filesystem("memory")
+    for path in folder.iterdir():
+        store.put_file(str(path), f"memory://inspect/set/{path.name}")
+    result, local = inspect("memory://inspect/set/"), inspect(folder)
+    assert result.path == "memory://inspect/set"
+    assert result.value("copy").startswith(str(tmp_path / ".cache" / "flatout" / "stored" / "set-"))
+    shared = [fact for fact in result.items if fact.name not in ("copy", "copied")]
+    assert shared == [fact for fact in local.items if fact.name != "prepared"]

@@ -1,0 +1,172 @@
+"""`flatout list`: every kind of entry, and speedups with the reasons."""
+
+from dataclasses import replace
+from importlib.metadata import version
+
+import pytest
+
+from flatout.assembly.prediction import keep
+from flatout.assembly.selection import Gain, all_speedups
+from flatout.cli.commands import list as list_command
+from flatout.cli.commands.list import FOLDERS, list_entries
+from flatout.config.registry import SPEEDUPS
+from flatout.errors import ConfigError
+from flatout.hardware.machine import Gpu, probe
+
+GAIN = Gain(
+    gain=1.12,
+    low=1.05,
+    high=1.2,
+    where="in the full set",
+    recipe="gpt2-124m",
+    date="2026-11-22T08:00:00",
+    commit="abc1234",
+    torch=version("torch"),
+)
+H200 = Gpu("NVIDIA H200", 141.0, (9, 0), "1")
+
+
+@pytest.fixture
+def with_gpus(monkeypatch, tmp_path):
+    """Return a function that gives this machine some GPUs."""
+    monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path))
+    machine = probe()
+
+    def give(*gpus):
+        monkeypatch.setattr(list_command, "probe", lambda: replace(machine, gpus=gpus))
+
+    return give
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    """Return a function that writes a recipe and returns its path."""
+
+    def write(text):
+        (tmp_path / "mine.yaml").write_text(text)
+        return str(tmp_path / "mine.yaml")
+
+    return write
+
+
+def by_name(result):
+    return {item["name"]: item for item in result.items}
+
+
+@pytest.mark.parametrize("kind", [*FOLDERS, "machines", "speedups", "tokenizers"])
+def test_every_kind_lists_names_and_descriptions(kind):
+    result = list_entries(kind)
+    assert result.kind == kind
+    assert len(result.items) >= 1
+    assert all(item["name"] and item["description"] for item in result.items)
+    for item in result.items:
+        assert item["name"] in result.summary()
+
+
+def test_tokenizers_are_listed_as_prepare_accepts_them():
+    names = ["train:N, FILE.tiktoken", "byte", "char", "tokenizer.json, ORG/NAME", "ids:N"]
+    assert [item["name"] for item in list_entries("tokenizers").items] == names
+
+
+def test_speedups_are_on_or_off_with_a_reason_and_fit_one_screen():
+    result = list_entries("speedups")
+    assert set(by_name(result)) == set(SPEEDUPS.names())
+    assert all(item["reason"] for item in result.items)
+    lines = list_entries("speedups", all=True).summary().splitlines()
+    assert next(line for line in lines if " pretokenised" in line).startswith("on ")
+    assert any(line.startswith("off") for line in lines)
+    lines = result.summary().splitlines()
+    assert len(lines) <= 24
+    assert max(map(len, lines)) <= 80
+    on = [item["name"] for item in result.items if item["on"]]
+    assert [line.split()[1] for line in lines if line.startswith("on ")] == on
+    assert all(item["name"] in result.summary() for item in result.items)
+
+
+def test_a_speedup_of_your_own_is_listed(tmp_path, monkeypatch, recipe):
+    (tmp_path / "listed_own.py").write_text(
+        "from flatout.assembly.recipe import Tolerance, Speedup\n"
+        'FAST = Speedup(name="fast", saves="time", tolerance=Tolerance.exact())\n'
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    own = list_entries("speedups", recipe("speedups: auto,+listed_own:FAST\n")).items[-1]
+    assert (own["name"], own["description"], own["on"]) == ("listed_own:FAST", "time", True)
+    assert not any(item["on"] for item in list_entries("speedups", recipe("speedups: none")).items)
+
+
+def test_a_missing_gpu_is_noted_first(with_gpus, recipe):
+    with_gpus()
+    elsewhere = list_entries("speedups", recipe("train: {device: cuda}\n"))
+    assert elsewhere.summary().splitlines()[0] == elsewhere.note
+    assert "needs a GPU (train.device=cuda), and there is none here" in elsewhere.note
+    assert by_name(elsewhere)["bf16"]["on"]
+    here = list_entries("speedups")
+    assert here.note is None
+    assert here.summary().splitlines()[0][:3] in {"on ", "off"}
+    listed = list_entries("speedups", "gpt2-124m")
+    assert by_name(listed)["compile"]["on"]
+    assert "A run takes at least 53 min" in listed.note
+
+
+@pytest.mark.parametrize(
+    ("steps", "on", "reason"), [(2, False, "this run lasts about 0."), (100_000, True, "time: ")]
+)
+def test_the_rate_of_a_present_gpu_decides(with_gpus, recipe, steps, on, reason):
+    with_gpus(H200)
+    text = f"train: {{steps: {steps}, device: cuda}}\nmodel: {{vocab_size: 50304}}\n"
+    listed = list_entries("speedups", recipe(text))
+    found = by_name(listed)["compile"]
+    assert (found["on"], found["reason"].startswith(reason)) == (on, True)
+    assert "at 30% of the peak of one NVIDIA H200" in listed.note
+
+
+@pytest.mark.parametrize("train", ["{epochs: 3, device: cuda}", "{steps: 2, device: cuda}"])
+def test_an_unknown_length_is_not_guessed(with_gpus, recipe, train):
+    with_gpus()
+    found = by_name(list_entries("speedups", recipe(f"train: {train}\n")))["compile"]
+    start = "pays off from 2 minutes, and the run's duration is unknown"
+    assert found["reason"].startswith(start)
+
+
+def test_speedups_that_were_not_measured_on_a_gpu_are_labelled(with_gpus, tmp_path):
+    with_gpus(H200)
+    before = by_name(list_entries("speedups"))
+    rows = {speedup.name for speedup in all_speedups() if "cuda" in speedup.auto}
+    assert rows <= {name for name, item in before.items() if item["measured"] is False}
+    shown = list_entries("speedups", all=True).summary().splitlines()
+    lines = {line.split()[3]: line for line in shown if line[5:17] == "not measured"}
+    assert rows <= set(lines)
+    assert lines["bf16"] == "on   not measured  bf16"
+
+    slower = GAIN.model_copy(update={"gain": 0.9, "low": 0.85, "high": 0.95})
+    other = GAIN.model_copy(update={"torch": "1.0.0"})
+    gains = {"bf16": GAIN, "fused-adamw": slower, "tf32": other, "checkpointing": GAIN}
+    keep(H200.name, tmp_path, gains)
+    result = list_entries("speedups", all=True)
+    after, reason = by_name(result), f"measured here: {GAIN.describe()}"
+    here = {"measured": True, "gain": GAIN.describe(), "reason": reason}
+    assert after["bf16"] == before["bf16"] | here
+    assert after["checkpointing"] == before["checkpointing"] | here | {"on": True}
+    assert (after["fused-adamw"]["on"], before["fused-adamw"]["on"]) == (False, True)
+    changed = {name for name in after if after[name] != before[name]}
+    assert changed == gains.keys() - {"tf32"}, "that of tf32 was measured with another torch"
+    assert "on   measured      bf16\n" in result.summary()
+    assert result.summary().count(reason) == 2
+
+
+def test_the_predicted_gain_is_shown_until_one_is_measured(with_gpus, monkeypatch, tmp_path):
+    with_gpus(H200)
+    speedups = {name: SPEEDUPS.get(name) for name in SPEEDUPS.names()}
+    speedups["bf16"] = replace(speedups["bf16"], predicted="2%: half of 4%")
+    monkeypatch.setattr(list_command, "speedup_named", speedups.__getitem__)
+    result = list_entries("speedups", all=True)
+    assert by_name(result)["bf16"]["predicted"] == "2%: half of 4%"
+    assert "  bf16  (predicted: 2%)\n" in result.summary()
+    keep(H200.name, tmp_path, {"bf16": GAIN})
+    assert "2%: half of 4%" not in list_entries("speedups", all=True).summary()
+
+
+def test_this_machine_is_listed_first_and_an_unknown_kind_rejected():
+    assert list_entries("machines").items[0]["name"] == "(this machine)"
+    with pytest.raises(ConfigError, match="Did you mean 'recipes'"):
+        list_entries("recipe")

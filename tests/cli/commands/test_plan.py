@@ -1,0 +1,247 @@
+"""`flatout plan`: what a run will need, without data and without a GPU."""
+
+from __future__ import annotations
+
+import json
+import math
+from unittest.mock import Mock
+
+import pytest
+
+from flatout.assembly import memory
+from flatout.cli.commands.plan import plan
+from flatout.cli.commands.train import train
+from flatout.errors import ConfigError
+from flatout.hardware import machine as hardware
+
+pytestmark = pytest.mark.slow
+
+SMALL = [
+    "model.num_layers=2",
+    "model.d_model=32",
+    "model.num_heads=2",
+    "data.seq_len=16",
+    "batch.tokens_per_step=128",
+    "train.steps=6",
+]
+ON_CPU = [*SMALL, "train.device=cpu", "speedups=auto,-compile"]
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    path = tmp_path / "own.yaml"
+    path.write_text("{}\n")
+    return path
+
+
+def test_a_recipe_is_planned_for_gpus_that_are_not_here(recipe):
+    found = plan(recipe, [*SMALL, "model.vocab_size=101"], machine="8x H100", price_per_hour=20.0)
+    assert (found.device, found.world_size) == ("cuda", 8)
+    assert found.machine == "8x NVIDIA H100 80GB HBM3 (h100-sxm)"
+    assert found.fits
+    assert found.tokens_per_s_from.startswith("an assumed 15 us to start each of ")
+    assert 0 < found.mfu < 0.3
+    assert found.kwh == pytest.approx(8 * 700 * found.wall_s / 3.6e6)
+    assert found.cost == pytest.approx(20 * found.wall_s / 3600)
+    assert found.tokens == 6 * 128
+    assert sum(found.params_by_part.values()) == found.params
+    assert found.flops_per_token < found.flops_per_token_palm
+    assert found.changes == []
+    assert found.smallest_machine is None
+
+
+def test_frozen_weights_need_neither_gradients_nor_optimizer_state(recipe):
+    words = [*ON_CPU, "model.vocab_size=101"]
+    lora = plan(recipe, [*words, "lora.rank=2", "train.init_from=runs/base"])
+    whole = plan(recipe, words)
+    adapters = lora.params_by_part["adapters"]
+    assert lora.params == whole.params + adapters
+    assert lora.memory["optimizer"] * 2**30 == 8 * adapters
+    assert lora.memory["gradients_in_all"] * 2**30 == 4 * adapters
+    fixed = ("weights", "gradients_in_all", "optimizer")
+    assert sum(lora.memory[part] for part in fixed) < sum(whole.memory[part] for part in fixed) / 2
+    assert 2 / 3 < lora.flops_per_token / whole.flops_per_token < 1
+
+
+def test_the_parts_of_the_memory_add_up(recipe):
+    words = [*ON_CPU, "model.vocab_size=101"]
+    memory = plan(recipe, words).memory
+    parts = ("weights", "gradients", "optimizer", "activations", "logits", "workspace")
+    whole = sum(memory[part] for part in (*parts, "correction"))
+    assert memory["allocated"] == pytest.approx(whole)
+    assert memory["total"] == pytest.approx(memory["reserved"] + memory["context"])
+    for devices, ranks in (("2", 2), ("all", 1)):
+        assert plan(recipe, [*words, f"train.devices={devices}"]).world_size == ranks
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], r"Set model\.vocab_size"),
+        (["data.path=absent"], "absent is not a dataset yet"),
+        (["model.vocab_size=101", "lora.rank=2"], r"train\.init_from names none"),
+    ],
+)
+def test_what_cannot_be_planned_is_rejected_as_in_training(recipe, words, message):
+    with pytest.raises(ConfigError, match=message):
+        plan(recipe, [*ON_CPU, *words])
+
+
+def test_a_dataset_that_is_here_gives_vocabulary_and_length(recipe, tiny_set, tmp_path):
+    overrides = [word for word in ON_CPU if "steps" not in word]
+    found = plan(recipe, [*overrides, f"data.path={tiny_set}"])
+    assert found.steps
+    assert found.notes == []
+    assert found.params_by_part["embedding"] == 32 * 257
+    missing = tmp_path / "none"
+    found = plan(recipe, [*ON_CPU, "model.vocab_size=101", f"data.path={missing}"])
+    note = f"{missing} is not a dataset yet, so the time omits the evaluations."
+    assert found.notes == [note]
+    found = plan(recipe, [*overrides, "model.vocab_size=101"])
+    assert (found.steps, found.tokens, found.wall_s, found.kwh, found.cost) == (None,) * 5
+    assert found.tokens_per_s
+    assert "length unknown" in found.summary()
+
+
+def test_a_gpu_recipe_on_a_machine_without_one(recipe, monkeypatch):
+    monkeypatch.setattr(hardware, "_gpus", lambda: ())
+    found = plan(recipe, [*SMALL, "model.vocab_size=101", "train.device=cuda"])
+    assert found.fits is False
+    assert found.tokens_per_s is None
+    assert found.smallest_machine.startswith("1x ")
+    assert "a GPU that is not here" in found.summary()
+
+
+NO_CHECKPOINTING = "speedups=auto,-checkpointing,-selective-checkpointing"
+LARGE = ["model.num_layers=48", "model.d_model=4096", "model.num_heads=32"]
+LONG = ["model.vocab_size=50304", "data.seq_len=1024", "train.steps=10"]
+
+
+@pytest.mark.slow
+def test_a_run_that_cannot_fit_names_the_smallest_machine_that_would_do(recipe):
+    found = plan(recipe, [*LARGE, *LONG], machine="T4")
+    assert found.fits is False
+    assert found.largest_rows_per_device == 0
+    assert f"Smallest     {found.smallest_machine}: one row" in found.summary()
+    count, _, name = found.smallest_machine.partition("x ")
+    words = [*LARGE, *LONG, f"parallel.shard={count}", "batch.rows_per_device=1"]
+    assert plan(recipe, words, machine=f"{count}x {name.split()[0]}").fits
+
+
+@pytest.mark.slow
+def test_sharding_and_speedups_together_make_a_large_model_fit(recipe):
+    shape = ["model.num_layers=12", "model.d_model=2048", "model.num_heads=16", *LONG]
+    batch = ["batch.tokens_per_step=65536", "batch.rows_per_device=8"]
+    shared = plan(recipe, [*shape, *batch, NO_CHECKPOINTING], machine="8x T4")
+    assert shared.meshes[0].overrides == ["parallel.tensor=8"]
+    assert shared.fits
+    sharded = [*shape, *batch, NO_CHECKPOINTING, "parallel.shard=8"]
+    found = plan(recipe, sharded, machine="8x T4")
+    assert found.fits is False
+    together = found.changes[0]
+    assert together.fits
+    keys = sorted(word.partition("=")[0] for word in together.overrides)
+    assert keys == ["speedups"]
+
+
+@pytest.mark.slow
+def test_a_mesh_is_chosen_for_several_machines(recipe):
+    shape = ["model.num_layers=12", "model.d_model=2048", "model.num_heads=16", *LONG]
+    words = [*shape, "batch.tokens_per_step=1048576", "data.seq_len=32768"]
+    found = plan(recipe, words, machine="2x8 A100, 100 Gb/s")
+    best, *others = found.meshes
+    assert best.fits
+    assert [mesh.fits for mesh in found.meshes] == sorted(
+        [mesh.fits for mesh in found.meshes], reverse=True
+    )
+    assert found.tokens_per_s == pytest.approx(best.tokens_per_s)
+    for key in ("parallel.context=4", "parallel.tensor=8"):
+        assert any(key in mesh.overrides for mesh in others), key
+    assert "gathered weights" in found.tokens_per_s_from or best.overrides[0].endswith("=1")
+    assert best.line() in found.summary()
+    assert plan(recipe, [*words, "parallel.shard=16"], machine="2x8 A100").meshes == []
+
+
+@pytest.mark.slow
+def test_each_change_that_fits_does_fit(recipe):
+    shape = ["model.num_layers=12", "model.d_model=768", "model.num_heads=12"]
+    overrides = [*shape, *LONG]
+    batch = ["batch.rows_per_device=128", "batch.accumulate=1"]
+    added = plan(recipe, [*overrides, *batch], machine="A10")
+    assert added.fits
+    assert "`auto` turns on checkpointing: without it, 128 rows" in added.summary()
+    overrides.append(NO_CHECKPOINTING)
+    found = plan(recipe, [*overrides, *batch], machine="A10")
+    assert found.fits is False
+    fitting = [change for change in found.changes if change.fits]
+    assert fitting
+    rows = next(c for c in fitting if c.overrides[0].startswith("batch"))
+    assert plan(recipe, [*overrides, *rows.overrides], machine="A10").fits
+    full = next(c for c in found.changes if c.overrides[0].endswith("+checkpointing"))
+    assert "more FLOPs, from recomputing" in full.speed
+    # The block's last product need not be recomputed; the head is not, either.
+    assert 10 < float(full.speed.partition("%")[0]) < 34
+    assert "To make it fit" in found.summary()
+
+
+@pytest.mark.slow
+def test_a_run_that_fits_with_fewer_rows_has_neither_a_time_nor_a_smallest_machine(recipe):
+    overrides = [*SMALL, "model.vocab_size=50304", "batch.rows_per_device=1_000_000"]
+    tokens = "batch.tokens_per_step=16000000"
+    found = plan(recipe, [*overrides, tokens], machine="T4", price_per_hour=1.0)
+    assert found.fits is False
+    assert found.largest_rows_per_device > 0
+    assert found.smallest_machine is None
+    assert [found.tokens_per_s, found.wall_s, found.mfu, found.kwh, found.cost] == [None] * 5
+    lines = found.summary().splitlines()
+    assert "Time         none: it does not fit" in lines
+    assert not [line for line in lines if line.startswith(("Energy", "Cost", "Smallest"))]
+
+
+def test_a_run_here_corrects_the_next_plan(recipe, tiny_config, tmp_path, monkeypatch):
+    monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path / "cache"))
+    config = tiny_config(train__steps=20)
+    done = train(config, run=tmp_path / "run")
+    path = tmp_path / "same.yaml"
+    path.write_text(json.dumps(config.to_dict()))
+    found = plan(path)
+    assert found.tokens_per_s == pytest.approx(done.tokens_per_s)
+    assert found.tokens_per_s_from.startswith("1 earlier run of this shape here")
+    assert found.wall_s == pytest.approx(done.wall_s, rel=0.2)
+    assert found.memory_from == "traced, corrected by 1 earlier run of this recipe's shape here"
+
+
+def test_a_custom_model_that_needs_values_has_no_memory_estimate(recipe, monkeypatch):
+    monkeypatch.setattr(memory, "estimate", Mock(side_effect=RuntimeError("data-dependent")))
+    found = plan(recipe, [*ON_CPU, "model.vocab_size=101", "batch.rows_per_device=4"])
+    assert found.memory is found.fits is found.peak_gib is found.largest_rows_per_device is None
+    assert any("RuntimeError: data-dependent" in note for note in found.notes)
+    assert math.isfinite(found.tokens_per_s)
+
+
+@pytest.mark.parametrize(
+    ("words", "machine", "fix"),
+    [
+        ([], "8x H1000", "Did you mean 'H100'"),
+        ([], "A800", "a800-pcie-80gb"),
+        ([], "0x H100", "8x H100"),
+        (["train.device=cpu"], "H100", "contradict"),
+    ],
+)
+def test_a_wrong_machine_is_rejected_without_torch(words, machine, fix):
+    with pytest.raises(ConfigError, match=fix):
+        plan("gpt2-124m", words, machine)
+
+
+def test_micro_batches_are_compared_in_a_table(recipe):
+    found = plan(recipe, [*SMALL, "model.vocab_size=101"], machine="T4", rows="4096,2,2,1000000")
+    assert [batch.rows_per_device for batch in found.batches] == [2, 4096, 1_000_000]
+    assert [batch.fits for batch in found.batches] == [True, True, False]
+    first, second, last = found.batches
+    assert first.need_gib < second.need_gib < last.need_gib
+    assert last.tokens_per_s is None
+    lines = found.summary().splitlines()
+    assert any(line.startswith("Batches") and line.endswith("fits") for line in lines)
+    for rows in ("0", "x", "-2"):
+        with pytest.raises(ConfigError, match="is not a list of rows"):
+            plan(recipe, [*SMALL, "model.vocab_size=101"], rows=rows)

@@ -1,0 +1,173 @@
+import json
+
+import fsspec
+import pytest
+
+from flatout.cli.commands.inspect import inspect
+from flatout.cli.commands.prepare import prepare
+from flatout.data.store.remote import open_dataset
+from flatout.data.store.shards import Dataset
+from flatout.errors import DataError, UsageError
+
+
+@pytest.fixture
+def book(tmp_path):
+    path = tmp_path / "book.txt"
+    path.write_text("It was a dark night. " * 500)
+    return path
+
+
+def test_the_result_has_the_fields_of_the_command_line(book, tmp_path):
+    result = prepare([str(book)], tmp_path / "out")
+    fields = json.loads(result.model_dump_json())
+    names = "path documents tokens bytes seconds tokens_per_s skipped skipped_by_reason"
+    assert list(fields) == names.split()
+    manifest = Dataset.open(tmp_path / "out").manifest
+    assert fields["path"] == str(tmp_path / "out")
+    counts = [fields[name] for name in ("documents", "tokens", "bytes", "skipped")]
+    assert counts == [1, manifest.tokens, 10500, 0]
+    assert fields["tokens_per_s"] == pytest.approx(fields["tokens"] / fields["seconds"], rel=0.1)
+    talks = prepare("capitals:documents=20", tmp_path / "talks", tokenizer="byte", chat="auto")
+    assert " tokens of 20 documents\n" in talks.summary(), "not a part of their text"
+
+
+@pytest.mark.slow
+def test_the_summary_describes_the_dataset(book, tmp_path):
+    (tmp_path / "empty.txt").write_text("")
+    sources, out = [str(book), str(tmp_path / "empty.txt")], tmp_path / "out"
+    result = prepare(sources, out, tokenizer="char")
+    for part in (
+        f"{out}  written in",
+        "10,502 tokens of 1 document (its end is for validation), 0.01 MB of text",
+        "tokenizer char, vocabulary 15; split by tail 0.1",
+        "omitted: 1 empty document",
+    ):
+        assert part in result.summary()
+    assert result.skipped == 1
+    again = prepare(sources, out, tokenizer="char")
+    assert "already exists" in again.summary()
+    assert (again.tokens, again.tokens_per_s) == (result.tokens, 0.0)
+
+
+def test_files_that_are_not_read_are_in_the_result_the_summary_and_the_manifest(book, tmp_path):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for name in ("a.html", "b.html", "c.py"):
+        (folder / name).write_text(name)
+    book.rename(folder / "book.txt")
+    texts = str(folder)
+    result = prepare(texts, tmp_path / "out", tokenizer="byte")
+    assert (result.skipped, result.skipped_by_reason) == (3, {".html file": 2, ".py file": 1})
+    left_out = f"omitted: 2 .html files (first: {texts}/a.html)\n  omitted: 1 .py file"
+    assert left_out in result.summary()
+    skipped = Dataset.open(tmp_path / "out").manifest.skipped
+    assert [(one.reason, one.count) for one in skipped] == [(".html file", 2), (".py file", 1)]
+    options = {"tokenizer": "byte", "split": "tail 0.5", "max_documents": 1}
+    code = prepare(texts, tmp_path / "code", include="*.py", **options)
+    assert (code.documents, code.skipped_by_reason) == (1, {".html file": 2})
+    assert Dataset.open(tmp_path / "code").manifest.source["include"] == ["*.py"]
+    with pytest.raises(DataError, match=r"include is \['\*\.py'\], and None is requested"):
+        prepare(texts, tmp_path / "code", **options)
+
+
+def test_the_encoding_identifies_a_dataset(tmp_path):
+    def made(encoding):
+        options = {"tokenizer": "char", "encoding": encoding}
+        return prepare(str(tmp_path / "a.txt"), tmp_path / "out", **options)
+
+    (tmp_path / "a.txt").write_bytes("café. ".encode("cp1252") * 100)
+    assert made("CP1252").bytes == 700
+    assert Dataset.open(tmp_path / "out").manifest.source["encoding"] == "cp1252"
+    assert made("windows-1252").tokens_per_s == 0
+    with pytest.raises(DataError, match="encoding is 'cp1252', and 'cp1251' is requested"):
+        made("cp1251")
+
+
+def write_rows(path, field, count, texts):
+    rows = ({field: f"row {number % texts}"} for number in range(count))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_every_option_reaches_the_dataset(tmp_path):
+    path = write_rows(tmp_path / "rows.jsonl", "body", 50, 50)
+    with open(path, "a") as file:
+        file.write("{")
+    with pytest.raises(DataError, match="line 51"):
+        prepare([path], tmp_path / "out", text_field="body")
+    limits = {"max_documents": 20, "max_bytes": 60, "on_bad_row": "skip", "workers": 1}
+    options = {"tokenizer": "byte", "text_field": "body", "split": "tail 0.5", **limits}
+    result = prepare([path], tmp_path / "out", **options)
+    assert (result.documents, result.bytes) == (12, 60)
+    assert Dataset.open(tmp_path / "out").manifest.split_rule == "tail 0.5"
+
+
+def test_duplicates_are_counted_in_the_summary(tmp_path):
+    path = write_rows(tmp_path / "rows.jsonl", "text", 50, 30)
+    options = {"tokenizer": "byte", "split": "tail 0.7", "duplicates": "drop"}
+    result = prepare([path], tmp_path / "out", **options)
+    assert (result.documents, result.skipped) == (30, 20)
+    assert result.summary().endswith(f"omitted: 20 duplicate documents (first: {path}, line 31)")
+
+
+def test_val_is_repeatable_and_duplicates_of_training_text_are_dropped(book, tmp_path):
+    first, second = (tmp_path / f"{name}.txt" for name in ("a", "b"))
+    for path in (first, second):
+        path.write_text(f"It was {path.stem} day.")
+
+    def made(sources, out, **options):
+        return prepare(sources, tmp_path / out, tokenizer="char", **options)
+
+    one = made([str(book)], "one", val=str(first))
+    assert "split by named: train 10,501, val 14" in one.summary()
+    both = made(str(book), "both", val=[first, second])
+    assert (both.documents, both.tokens) == (3, 10_529)
+    with pytest.raises(DataError, match=r"a.txt is both training and validation text"):
+        made([str(tmp_path)], "new", val=[str(first)])
+    dropped = made([str(book), str(first)], "new", val=[str(first)], duplicates="drop")
+    assert dropped.summary().endswith(f"omitted: 1 duplicate document (first: {first})")
+
+
+def test_the_engine_is_local_or_ray_and_excludes_parts(book, tmp_path):
+    def made(**options):
+        return prepare([str(book)], tmp_path / "out", tokenizer="byte", **options)
+
+    with pytest.raises(UsageError, match=r"no engine named 'rai'.*Did you mean 'ray'"):
+        made(engine="rai")
+    for name, value in (("part", "1/2"), ("join", True)):
+        words = rf"--engine ray and --{name} cannot be combined.*Remove one of the two"
+        with pytest.raises(UsageError, match=words):
+            made(engine="ray", **{name: value})
+    assert made(engine="local").documents == 1
+
+
+def test_a_document_cut_for_validation_counts_once(book, tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"text": "abab"}\n' + '{"text": "cc"}\n' * 2)
+    for split, duplicates, documents in (
+        ("tail 0.625", "keep", 3),
+        ("tail 0.25", "keep", 3),
+        ("tail 0.75", "drop", 2),
+    ):
+        out = tmp_path / f"{split}-{duplicates}"
+        made = prepare([str(rows)], out, tokenizer="byte", split=split, duplicates=duplicates)
+        assert made.documents == documents
+        assert ("of one, the end is for validation" in made.summary()) == (split == "tail 0.625")
+        assert inspect(out).value("documents") == documents
+    assert inspect(tmp_path / "tail 0.625-keep").value("cut_documents") == 1
+    assert inspect(tmp_path / "tail 0.25-keep").value("cut_documents") is None
+
+
+def test_out_may_be_a_url(book, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    url = "memory://commands/book"
+    result = prepare([str(book)], url, tokenizer="char")
+    assert json.loads(result.model_dump_json())["path"] == url
+    assert f"{url}  written in" in result.summary()
+    assert open_dataset(url).manifest.tokens == result.tokens
+    assert "already exists" in prepare([str(book)], f"{url}/", tokenizer="char").summary()
+    words = "needs a directory that all parts share, and memory://commands/book is a URL"
+    for parameters in ({"part": "1/2"}, {"join": True}):
+        with pytest.raises(UsageError, match=words):
+            prepare([str(book)], url, **parameters)
+    fsspec.filesystem("memory").rm("/commands", recursive=True)

@@ -1,0 +1,32 @@
+"""`flatout profile`: its result and its text."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from flatout.cli import main as cli
+from flatout.measure.profile import profile as profiles
+
+pytestmark = pytest.mark.slow
+
+
+def test_it_prints_the_profile_and_its_fields(tiny_run, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(profiles, "MAX_WARM_S", 0.0)
+    monkeypatch.setattr(profiles, "spin_less_beside_others", lambda *_: None)
+    config, out = tiny_run / "config.yaml", tmp_path / "out"
+    words = ["profile", str(config), "--steps", "1", "--out", str(out), "--json"]
+    assert cli.execute(words) == 0
+    answer = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert Path(answer["trace"]).name == "trace.json.gz"
+    assert Path(answer["trace"]).exists()
+    assert answer["steps"] == 1
+    assert answer["snapshot"] is None
+    assert answer["profiled_step_ms"] > 0
+    assert answer["table"][0]["kind"]
+    assert cli.execute(words[:-1]) == 0
+    shown = capsys.readouterr().out
+    assert "ui.perfetto.dev" in shown
+    assert max(map(len, shown.splitlines()[:20])) <= 80

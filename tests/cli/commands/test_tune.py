@@ -1,0 +1,133 @@
+"""`flatout tune`: results and errors of the command line; tests/measure has the search."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from flatout.cli import main as cli
+from flatout.measure.experiments import tune as measuring
+from flatout.measure.experiments.records import Best, Choice, Figure, Left
+from flatout.measure.experiments.report import Tuning
+
+
+@pytest.fixture
+def sample_tuning():
+    rate = Figure(median=12_345.0, low=12_000.0, high=12_700.0)
+    gain = Figure(median=1.12, low=1.1, high=1.14)
+    figures = {"tokens_per_s": rate, "gain": gain, "verdict": "x1.12", "peak_gib": 0.5}
+    choice = Choice(
+        name="batch.rows_per_device=8",
+        kind="add-one",
+        part="batch",
+        speedup=None,
+        leaves_out=False,
+        against="auto",
+        status="ok",
+        taken=True,
+        repeats=5,
+        tolerance="rounding",
+        within_tolerance=True,
+        tolerance_reason="20 losses, tolerance: 1e-04",
+        **figures,
+    )
+    slower = {"name": "+ checkpointing", "taken": False, "verdict": "slower, x0.70"}
+    slower["gain"] = Figure(median=0.7, low=None, high=None)
+    best = Best(
+        name="rows 8",
+        kind="best",
+        rows_per_device=8,
+        accumulate=4,
+        prefetch=4,
+        precision="fp32",
+        speedups=["prefetch"],
+        rehearsed=["evaluation", "save"],
+        **figures,
+    )
+    about = {"path": "tuned.yaml", "recipe": "mine", "machine": "a CPU", "start": "auto"}
+    about |= {"began": "2026-11-22T10:00:00+00:00", "environment": {"torch": "2.13.0"}}
+    return Tuning(
+        **about,
+        wall_s=90.0,
+        commit=None,
+        tokens_per_step=4096,
+        best=best,
+        choices=[choice, choice.model_copy(update=slower)],
+        not_tried=[Left(name="fp8", reason="not tried: it is a CPU.")],
+        trials=[],
+    )
+
+
+@pytest.fixture
+def tuned(sample_tuning, monkeypatch):
+    """Replace the measurement with the sample, and record the arguments."""
+    arguments = {}
+
+    def run_tune(config, **options):
+        arguments.update(options, config=config)
+        number = arguments.get("ended_by")
+        ended = {"complete": number is None, "ended_by_signal": number}
+        return sample_tuning.model_copy(update=ended)
+
+    monkeypatch.setattr(measuring, "run_tune", run_tune)
+    return arguments
+
+
+def run(*words):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["tune", *words])
+    return stopped.value.code
+
+
+def test_json_contains_the_best_setting_and_the_choices(tuned, capsys, tmp_path, tiny_set):
+    words = ["shakespeare-char", f"data.path={tiny_set}", "--minutes", "6", "--only", "batch"]
+    assert run(*words, "--out", str(tmp_path / "t.yaml"), "--json") == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found["best"]["rows_per_device"] == 8
+    assert found["best"]["gain"] == {"median": 1.12, "low": 1.1, "high": 1.14}
+    assert [choice["taken"] for choice in found["choices"]] == [True, False]
+    assert found["trials"] == []
+    assert found["complete"] is True
+    assert (tuned["minutes"], tuned["only"], tuned["statistical"]) == (6, ("batch",), False)
+    assert str(tuned["out"]) == str(tmp_path / "t.yaml")
+
+
+def test_the_summary_shows_gains_and_the_next_command(tuned, capsys, tiny_set):
+    assert run("shakespeare-char", f"data.path={tiny_set}") == 0
+    shown = capsys.readouterr().out
+    assert "12,345 tokens/s; gain over auto: x1.12 (1.10 to 1.14)" in shown
+    assert "slower, x0.70" in shown
+    assert "flatout train tuned.yaml" in shown
+
+
+@pytest.mark.parametrize(("number", "code"), [(2, 130), (15, 143)])
+def test_an_interruption_shows_the_results_and_sets_the_exit_code(
+    tuned, capsys, tiny_set, number, code
+):
+    tuned["ended_by"] = number
+    assert run("shakespeare-char", f"data.path={tiny_set}", "--json") == code
+    shown = capsys.readouterr()
+    assert "Interrupted" in shown.err
+    assert json.loads(shown.out.splitlines()[-1])["ended_by_signal"] == number
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["shakespeare-chr"], "shakespeare-char"),
+        (["shakespeare-char"], "data.path is not set"),
+        (["shakespeare-char", "data.path=nowhere"], "nowhere"),
+        (["shakespeare-char", "data.path=SET", "--only", "bacth"], "batch"),
+        (["shakespeare-char", "data.path=SET", "--minutes", "0.5"], "0.5 is not in the range x>=1"),
+        (["shakespeare-char", "data.path=SET", "--out", "fx.txt"], "fx.txt is not a YAML file"),
+        (["shakespeare-char", "data.path=SET", "--out", "s3://bucket/t.yaml"], "--out"),
+    ],
+)
+def test_usage_errors_are_reported_before_measuring(
+    words, message, capsys, tmp_path, monkeypatch, tiny_set
+):
+    monkeypatch.chdir(tmp_path)
+    assert run(*(word.replace("SET", str(tiny_set)) for word in words)) == 2
+    assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []

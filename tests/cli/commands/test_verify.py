@@ -1,0 +1,117 @@
+import json
+import shutil
+
+import fsspec
+import numpy as np
+import pytest
+
+from flatout.cli import main as cli
+from flatout.cli.commands.verify import verify
+from flatout.data.prepare.writer import DatasetWriter
+from flatout.data.tokenizers import make_tokenizer
+from flatout.errors import CheckpointError, ConfigError, DataError
+from flatout.training.run_dir import lookup
+
+
+@pytest.fixture
+def folder(tmp_path):
+    tokenizer = make_tokenizer("byte", lambda _: iter([]))
+    with DatasetWriter(tmp_path / "set", vocab_size=tokenizer.vocab_size) as writer:
+        for split in (writer.train, writer.val):
+            split.append(np.array([72, 105, tokenizer.eot_id] * 50), [3, 150], text_bytes=100)
+        writer.finish(tokenizer=tokenizer, source={}, split_rule="named")
+    return tmp_path / "set"
+
+
+def test_an_intact_dataset_is_ok(folder, tmp_path):
+    result = verify(folder)
+    assert (result.ok, result.exit_code) == (True, 0)
+    assert result.summary().startswith(f"{folder} is intact: 4 blocks of 5 files read")
+    store = fsspec.filesystem("memory")
+    for path in folder.iterdir():
+        store.put_file(str(path), f"memory://verify/set/{path.name}")
+    summary = verify("memory://verify/set").summary()
+    assert summary.startswith("memory://verify/set is intact: 4 blocks of 5 files read")
+    with pytest.raises(DataError, match="must not contain a user, a password"):
+        verify("s3://key:hidden@bucket/set")
+    with pytest.raises(DataError, match="flatout prepare"):
+        verify(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_damaged_dataset_gives_exit_code_1_and_lists_the_problems(folder, capsys):
+    shard = folder / "train-00000.bin"
+    shard.write_bytes(b"x" + shard.read_bytes()[1:])
+    assert cli.execute(["verify", str(folder), "--json"]) == 1
+    shown = capsys.readouterr()
+    found = json.loads(shown.out.splitlines()[-1])
+    assert found["ok"] is False
+    size = shard.stat().st_size
+    problem = f"{shard}, byte 0: the {size}-byte block at this offset fails its checksum."
+    assert found["problems"] == [problem]
+    assert "is damaged: 1 problem" in shown.err
+    assert "Fix:" in shown.err
+
+
+@pytest.fixture
+def run(fox_run, tmp_path, monkeypatch):
+    """A copy of a run with checkpoints of the steps 1, 2 and 3, as runs/fox of this directory."""
+    monkeypatch.chdir(tmp_path)
+    return shutil.copytree(fox_run[0] / "runs/fox", tmp_path / "runs/fox")
+
+
+@pytest.mark.slow
+def test_an_intact_run_is_ok_and_its_newest_checkpoint_named(run):
+    result = verify(run)
+    assert (result.kind, result.ok, result.exit_code) == ("run", True, 0)
+    assert [item.step for item in result.checkpoints] == [1, 2, 3]
+    assert result.newest_valid == str(run / "checkpoints/step-3")
+    assert result.files == sum(item.files for item in result.checkpoints) == 15
+    assert result.summary().startswith(f"{run} is valid. 15 files read")
+    assert verify("fox").path == lookup.RUNS.joinpath("fox").as_posix()
+    shutil.rmtree(run / "checkpoints")
+    with pytest.raises(CheckpointError, match="has no checkpoint yet"):
+        verify(run)
+
+
+@pytest.mark.slow
+def test_a_damaged_checkpoint_is_named_and_the_newest_valid_one_stated(run):
+    damaged = run / "checkpoints/step-3"
+    (damaged / "model-00000.safetensors").write_bytes(b"torn")
+    result = verify(run)
+    assert result.exit_code == 1
+    assert result.newest_valid == str(run / "checkpoints/step-2")
+    (problem,) = result.problems
+    assert problem.startswith(f"{damaged / 'model-00000.safetensors'} has 4 bytes")
+    text = result.summary()
+    assert "is damaged: 1 problem" in text
+    assert "Valid checkpoints: step 1, step 2." in text
+    assert "step-2: the run resumes from it." in text
+    alone = verify(damaged)
+    assert (alone.kind, alone.ok, alone.newest_valid) == ("checkpoint", False, None)
+    assert verify(run / "checkpoints/step-2").ok
+
+
+@pytest.mark.slow
+def test_a_changed_configuration_or_tokenizer_is_a_problem_of_the_run(run):
+    config = run / "config.yaml"
+    config.write_text(config.read_text().replace("lr: 0.1", "lr: 0.2"))
+    (run / "tokenizer.json").write_text("{}")
+    result = verify(run)
+    assert not result.ok
+    assert "optim.lr: 0.1 -> 0.2" in result.problems[0]
+    assert "tokenizer.json is damaged or was replaced" in result.problems[1]
+    assert result.newest_valid == str(run / "checkpoints/step-3")
+
+
+@pytest.mark.parametrize(
+    ("more", "word"),
+    [
+        ({"overrides": ["optim.lr=1"]}, "optim.lr=1"),
+        ({"steps": "5,5"}, "--steps"),
+        ({"trust_code": True}, "--trust-code"),
+    ],
+)
+def test_what_only_resume_uses_is_rejected_without_it(folder, more, word):
+    with pytest.raises(ConfigError, match=f"uses {word} only with --resume"):
+        verify(folder, **more)

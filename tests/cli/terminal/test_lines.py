@@ -1,0 +1,207 @@
+"""Progress: a live line on a terminal; elsewhere plain lines, at most one every five seconds."""
+
+import io
+import itertools
+import threading
+import time
+from unittest.mock import Mock
+
+import pytest
+from clock import Clock
+from rich.console import Console
+
+from flatout.cli.terminal import Terminal
+
+
+def plain(clock=time.monotonic):
+    return Terminal(Console(file=io.StringIO(), width=100), clock=clock)
+
+
+def live(width=80):
+    options = {"force_terminal": True, "color_system": None}
+    return Terminal(Console(file=io.StringIO(), width=width, **options))
+
+
+def text_of(terminal):
+    return terminal.console.file.getvalue()
+
+
+def rendered(terminal):
+    paper = Console(file=io.StringIO(), width=terminal.console.width)
+    paper.print(terminal.lines())
+    return paper.file.getvalue()
+
+
+def test_plain_line_shows_share_rate_and_time_left():
+    clock = Clock()
+    terminal = plain(clock)
+    with terminal.task("Tokenising", total=12e6, unit="bytes") as task:
+        for _ in range(10):
+            clock.now += 0.5
+            task.advance(0.5e6)
+        terminal._last_plain = -10
+        assert terminal.plain_line() == "Tokenising: 42% · 1.0 MB/s · 7.0 s left"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "lines"), [(7, ["2.0 s"]), (40, ["2.0 s", "17 s", "32 s", "40 s"])]
+)
+def test_a_log_repeats_long_operations_and_has_one_line_about_others(seconds, lines):
+    clock = Clock()
+    terminal = plain(clock)
+    with terminal.task("Compiling"):
+        terminal._all_closed.set()
+        terminal._ticker.join()
+        for _ in range(4 * seconds):
+            clock.now += 0.25
+            if line := terminal.plain_line():
+                terminal.say(line)
+    assert text_of(terminal).splitlines() == [f"Compiling: {each}" for each in lines]
+
+
+def test_plain_lines_about_a_count_are_five_seconds_apart():
+    clock = Clock()
+    terminal = plain(clock)
+    with terminal.task("Packing", total=100, unit="rows") as task:
+        terminal._all_closed.set()
+        terminal._ticker.join()
+        times = []
+        for _ in range(100):
+            clock.now += 0.25
+            task.advance(1)
+            times += [clock.now] if terminal.plain_line() else []
+    assert times[0] <= 3
+    assert len(times) > 3
+    assert all(later - earlier >= 5 for earlier, later in itertools.pairwise(times))
+
+
+def test_a_task_that_never_advances_is_still_shown():
+    terminal = plain()
+    terminal._last_plain = -10
+    for shown in (terminal, live()):
+        with shown.task("Loading torch"):
+            while "Loading torch" not in text_of(shown):
+                time.sleep(0.02)
+                terminal._last_plain = -10
+    assert "Loading torch: 0." in text_of(terminal)
+
+
+def test_the_rate_covers_the_last_ten_seconds():
+    clock = Clock()
+    with plain(clock).task("Reading", total=1000, unit="rows") as task:
+        for amount in [90] * 5 + [1] * 30:
+            clock.now += 1
+            task.advance(amount)
+        assert task.rate() == pytest.approx(1, rel=0.2)
+
+
+def test_short_task_leaves_no_line_and_long_one_does():
+    clock = Clock()
+    terminal = plain(clock)
+    with terminal.task("Blink"):
+        clock.now += 0.5
+    with terminal.task("Packing", total=40_000, unit="documents") as task, terminal.task("Inner"):
+        clock.now += 4
+        task.advance(40_000)
+    assert text_of(terminal) == "Packing: 40.0 K documents in 4.0 s\n"
+
+
+def test_failed_task_is_closed_without_a_line():
+    clock = Clock()
+    terminal = plain(clock)
+
+    def divide():
+        with terminal.task("Dividing"):
+            clock.now += 9
+            return 1 / 0
+
+    with pytest.raises(ZeroDivisionError):
+        divide()
+    assert text_of(terminal) == ""
+    assert terminal.plain_line() is None
+
+
+@pytest.mark.parametrize(
+    ("environment", "watched"),
+    [
+        ({"TERM": "xterm"}, True),
+        ({"TERM": "dumb"}, False),
+        ({"NO_COLOR": "1", "TERM": "xterm"}, True),
+    ],
+    ids=str,
+)
+def test_a_dumb_terminal_gets_plain_lines(environment, watched):
+    console = Console(file=io.StringIO(), force_terminal=True, _environ=environment)
+    assert Terminal(console).interactive == watched
+
+
+@pytest.mark.parametrize("width", [40, 80, 120])
+def test_a_line_fits_its_terminal(width):
+    terminal = live(width)
+    with terminal.task("Training", total=10_000) as task, terminal.task("Evaluating", total=4):
+        task.advance(1_234)
+        task.note("1,234/10,000 · loss 3.214 · 61.2 K tokens/s · MFU 12.3%")
+        while len(lines := rendered(terminal).splitlines()) < 2:
+            time.sleep(0.02)
+    assert "Training" in lines[0]
+    assert "Evaluating" in lines[1]
+    assert len(lines) == 2
+    assert max(map(len, lines)) <= width
+    assert width < 80 or "MFU 12.3%" in lines[0]
+    assert width < 120 or "━" in lines[0]
+
+
+def test_close_ends_every_line_and_every_thread():
+    for terminal in (plain(), live()):
+        before = set(threading.enumerate())
+        context = terminal.task("Training", total=3)
+        context.__enter__()
+        (thread,) = set(threading.enumerate()) - before
+        terminal.close()
+        thread.join(timeout=3)
+        assert not thread.is_alive()
+        context.__exit__(None, None, None)
+
+
+def test_a_thread_that_cannot_start_is_the_error_that_is_seen(monkeypatch):
+    terminal = plain()
+    monkeypatch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("no thread")))
+    with pytest.raises(RuntimeError, match="no thread"), terminal.task("Training"):
+        pass
+    terminal.close()
+
+
+def test_lines_are_not_parsed_as_markup():
+    terminal = plain()
+    terminal.say("[bold] data[0] :smile: " + "x" * 200)
+    assert text_of(terminal) == "[bold] data[0] :smile: " + "x" * 200 + "\n"
+
+
+def test_secrets_in_urls_are_not_shown():
+    terminal = plain(Clock())
+    with terminal.task("Reading HTTP://u:PASS@host/a") as task:
+        task.note("s3://u:PASS@host/b")
+        terminal.say("from https://token@host/c")
+        line = terminal._open[0]
+    assert text_of(terminal) == "from https://host/c\n"
+    assert (line.what, line.text) == ("Reading HTTP://host/a", "s3://host/b")
+
+
+def test_a_task_without_a_unit_shows_its_note_instead_of_rate_and_time():
+    clock = Clock()
+    with plain(clock).task("Training", total=100, done=70) as task:
+        clock.now += 3
+        assert task.facts() == ["70%", "3.0 s"]
+        task.advance(10)
+        task.note("80/100 · 5 s left")
+        assert task.facts() == ["80%", "80/100 · 5 s left"]
+
+
+def test_a_permanent_line_cannot_clear_the_terminal():
+    terminal = plain()
+    terminal.say("Reading a\x1b[2J\u202eb")
+    terminal.close()
+    assert text_of(terminal) == "Reading a\ufffd[2J\ufffdb\n"
+    with terminal.task("Checking \x1b[2J") as task:
+        task.note("\x9bm is complete")
+        assert (task.what, task.text) == ("Checking \ufffd[2J", "\ufffdm is complete")

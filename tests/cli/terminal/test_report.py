@@ -1,0 +1,261 @@
+"""The progress of a run."""
+
+import io
+from types import SimpleNamespace
+
+import pytest
+from clock import Clock
+from rich.console import Console
+
+from flatout.assembly.selection import assemble
+from flatout.cli.terminal import RunReport, Terminal
+from flatout.config.schema import load_config
+
+
+@pytest.fixture
+def terminal():
+    terminal = Terminal(Console(file=io.StringIO(), width=100), clock=Clock())
+    yield terminal
+    terminal.close()
+
+
+def text_of(terminal):
+    return terminal.console.file.getvalue()
+
+
+CONFIG = load_config(
+    None,
+    [
+        "batch.rows_per_device=4",
+        "batch.accumulate=2",
+        "optim.kind=adamw",
+        "train.precision=bf16",
+    ],
+)
+
+
+def run_at(step, last_step=10, steps_per_epoch=16.0):
+    facts = {"steps_per_epoch": steps_per_epoch, "tokens_per_step": 2048, "config": CONFIG}
+    facts |= {
+        "mesh": SimpleNamespace(world_size=1, dp_size=1),
+        "recipe": assemble(["fused-adamw", "bf16"]),
+    }
+    return SimpleNamespace(step=step, last_step=last_step, **facts)
+
+
+def window(step, steps_per_s, **more):
+    rates = {"perf/steps_per_s": steps_per_s, "perf/tokens_per_s": 2048 * steps_per_s}
+    return {"step": step, **rates, **more}
+
+
+FAST = [window(2, 1.0), window(4, 29.9, **{"train/loss": 3.14159, "perf/mfu": 0.123})]
+
+
+def follow(report, steps, last, records=()):
+    by_step = {record["step"]: record for record in records}
+    for step in steps:
+        report.on_tick(step, last)
+        if step in by_step:
+            report.on_record(by_step[step])
+
+
+def test_the_line_shows_step_loss_rate_mfu_and_time_left(terminal):
+    report = RunReport(terminal)
+    report.on_start(run_at(0))
+    follow(report, range(1, 6), 10, FAST)
+    task = terminal._open[0]
+    assert task.facts() == ["50%", "5/10 · loss 3.142 · 61.2 K tokens/s · MFU 12.3% · 0.2 s left"]
+    report.on_end({})
+    assert terminal._open == []
+
+
+def test_rate_and_time_left_agree_and_exclude_compilation(terminal):
+    """A first step that compiles for five minutes and an evaluation of a minute do not count."""
+
+    def steps(*numbers):
+        for step in numbers:
+            terminal.clock.now += 2
+            report.on_tick(step, 400)
+        return terminal._open[0].text
+
+    report = RunReport(terminal)
+    report.on_start(run_at(0, last_step=400))
+    terminal.clock.now += 298
+    assert steps(1) == "1/400"
+    assert steps(*range(2, 12)) == "11/400 · 1,024 tokens/s · 12 min 58 s left"
+    report.on_record(window(10, 0.03, **{"perf/mfu": 0.001}))
+    terminal.clock.now += 60
+    assert "MFU" not in steps(*range(12, 21)), "the first record includes the warm-up"
+    report.on_record(window(20, 0.5, **{"perf/mfu": 0.2}))
+    report.on_tick(21, 400)
+    text = "21/400 · 1,024 tokens/s · MFU 20.0% · 12 min 38 s left"
+    assert terminal._open[0].facts() == ["5%", text]
+
+
+def test_the_rate_follows_recent_steps(terminal):
+    report = RunReport(terminal)
+    report.on_start(run_at(0, last_step=1000))
+    for step in range(10, 110, 10):
+        report.on_record(window(step, 10.0 if step <= 50 else 5.0))
+    report.on_tick(100, 1000)
+    assert terminal._open[0].text == "100/1,000 · 10.2 K tokens/s · 3 min 00 s left"
+
+
+def test_the_line_is_shown_before_the_first_step_and_removed_after_a_stop(terminal):
+    report = RunReport(terminal)
+    report.on_start(run_at(8))
+    assert terminal._open[0].text == "8/10"
+    follow(report, [9], 10, [window(9, 10.0)])
+    assert terminal._open[0].facts()[0] == "90%", "it counts from its step"
+    report.on_record(window(10, 10.0))
+    report.on_tick(10, 10)
+    assert "tokens/s" in terminal._open[0].text
+    assert "MFU" not in terminal._open[0].text, "it is unknown"
+    report.on_event({"event": "stop"})
+    assert terminal._open == []
+    report.on_end({})
+
+
+DECISIONS = [
+    ("compile", False, "short run"),
+    ("bf16", True, "it is faster here"),
+    ("selective-checkpointing", False, "not installed"),
+]
+
+
+def decide(report):
+    machine = {"device": "cpu", "device_reason": "requested", "machine": "a CPU"}
+    report.on_event({"event": "start", "parameters": 1, **machine})
+    for name, on, reason in DECISIONS:
+        report.on_event({"event": "speedup", "name": name, "on": on, "reason": reason})
+    report.on_start(run_at(0))
+
+
+def test_a_run_starts_with_one_line_about_its_speedups(terminal):
+    report = RunReport(terminal)
+    decide(report)
+    report.on_event({"event": "speedup", "name": "bf16", "on": False, "reason": "already reported"})
+    report.on_end({})
+    assert text_of(terminal).splitlines()[1:] == [
+        "bf16 matmuls, eager, fused adamw; 4 rows x 2 micro-batches of 256 tokens = 2,048 per "
+        "step; 1 of 3 speedups on (--verbose shows each)"
+    ]
+
+
+def test_a_verbose_run_shows_each_in_columns_that_fit_the_longest_name(terminal):
+    decide(RunReport(terminal, verbose=True))
+    _, *lines = text_of(terminal).splitlines()
+    words = [["on" if on else "off", name] for name, on, _ in DECISIONS]
+    assert [line.split()[:2] for line in lines] == words
+    reasons = [reason for _, _, reason in DECISIONS]
+    assert len({line.index(why) for line, why in zip(lines, reasons, strict=True)}) == 1
+
+
+def test_evaluations_and_epochs_print_a_line_each(terminal):
+    report = RunReport(terminal)
+    start = {"event": "resume", "step": 0, "last_step": 32, "from_checkpoint": "a", "epochs": 2.0}
+    report.on_event(start)
+    report.on_start(run_at(0, last_step=32))
+    for record in (
+        {"step": 10, "train/loss": 4.0, "train/epoch": 0.6, "wall_s": 30.0},
+        {"step": 20, "train/loss": 2.0, "train/epoch": 1.2, "wall_s": 61.0},
+        {"step": 20, "val/loss": 2.5},
+    ):
+        report.on_tick(record["step"], 32)
+        report.on_record(record)
+    assert text_of(terminal).splitlines()[1:] == [
+        "Epoch 1 of 2 done at step 20: mean training loss 3.0000, 1 min 01 s",
+        "Step 20: validation loss 2.5000",
+    ]
+
+
+def test_events_print_lines(terminal):
+    report = RunReport(terminal)
+    report.on_start(run_at(0))
+    report.on_tick(1, 9)
+    for event in (
+        *[{"event": "save", "path": "runs/a/checkpoints/step-1"}] * 2,
+        {"event": "sample", "step": 1, "text": "def f():\x1b[2J\n    pass\n"},
+        {"event": "evaluation", "loss": 2.33564, "tokens": 111_540},
+        {"event": "difference", "text": "shown elsewhere"},
+    ):
+        report.on_event(event)
+    text = text_of(terminal)
+    assert text.count("Saved runs/a/checkpoints/step-1") == 1
+    assert "  | def f():\ufffd[2J\n  |     pass\n" in text
+    assert "Whole validation split: loss 2.3356 on 111,540 tokens\n" in text
+    assert "shown elsewhere" not in text
+
+
+@pytest.mark.parametrize("last_step", [2, 9])
+def test_the_last_sample_of_a_run_belongs_to_the_closing_lines(terminal, last_step):
+    report = RunReport(terminal)
+    report.on_start(run_at(0))
+    report.on_tick(2, last_step)
+    if last_step == 9:
+        report.on_event({"event": "early_stop", "reason": "enough"})
+    report.on_event({"event": "sample", "step": 2, "text": "the last one"})
+    assert "the last one" not in text_of(terminal)
+
+
+def test_recompilation_is_reported_once_and_graph_breaks_with_their_reason(terminal):
+    report = RunReport(terminal)
+    nothing = {"graph_breaks": 0, "cuda_graphs_skipped": 0, "first_break": None}
+    report.on_event({"event": "compiled", **nothing})
+    assert text_of(terminal) == ""
+    broken = nothing | {"graph_breaks": 2, "first_break": "a loop at scan.py:3"}
+    report.on_event({"event": "compiled", **broken})
+    for step in (12, 13):
+        again = {"step": step, "compile_s": 31.2, "reasons": ["size mismatch at index 1"]}
+        report.on_event({"event": "recompiled", **again})
+    assert " ".join(text_of(terminal).split()) == (
+        "Compiled in pieces: 2 breaks, 0 without CUDA graphs: a loop at scan.py:3 "
+        "Recompiled at step 12, 31 s: size mismatch at index 1. Further recompilations are only "
+        "counted."
+    )
+
+
+def test_an_interactive_terminal_wraps_lines_at_spaces():
+    terminal = Terminal(
+        Console(file=io.StringIO(), width=40, force_terminal=True, color_system=None)
+    )
+    terminal.say("Training 1.2 M parameters on cpu (torch sees no GPU): AMD EPYC, 2 cores")
+    terminal.say("  off  compile          short runs do not pay back the minutes")
+    assert text_of(terminal).splitlines() == [
+        "Training 1.2 M parameters on cpu (torch",
+        "  sees no GPU): AMD EPYC, 2 cores",
+        "  off  compile          short runs do",
+        "       not pay back the minutes",
+    ]
+
+
+def panel_of(width, height=25):
+    """What a terminal of a size shows of a run that has reached step 5."""
+    options = {"force_terminal": True, "color_system": None}
+    console = Console(file=io.StringIO(), width=width, height=height, **options)
+    terminal = Terminal(console, clock=Clock())
+    report = RunReport(terminal)
+    report.on_start(run_at(0))
+    follow(report, range(1, 6), 10, FAST)
+    terminal.clock.now += 1
+    paper = Console(file=io.StringIO(), width=width)
+    paper.print(terminal.lines())
+    terminal.close()
+    return paper.file.getvalue().splitlines()
+
+
+@pytest.mark.parametrize("width", [50, 60, 80, 120])
+def test_a_terminal_shows_a_panel_below_the_bar(width):
+    bar, *lines = panel_of(width)
+    assert [line.split()[0] for line in lines] == ["loss", "speed", "saved"]
+    assert "5/10 · 0.2 s left" in bar
+    assert "tokens/s" not in bar
+    assert lines[1] == "  speed   61.2 K tokens/s · MFU 12.3%"
+    assert max(map(len, [bar, *lines])) <= width
+
+
+def test_a_terminal_of_few_lines_or_columns_has_one_line():
+    (low,) = panel_of(80, height=6)
+    (narrow,) = panel_of(30)
+    assert "5/10 · loss 3.142" in low
+    assert "5/10" in narrow

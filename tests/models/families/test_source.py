@@ -1,0 +1,182 @@
+"""Which paths are models of other tools, and what is rejected before a tensor is read."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+
+import pytest
+import torch
+from foreign_models import (
+    DOCUMENTS,
+    LLAMA,
+    config_of,
+    empty_model,
+    foreign_weights,
+    joined,
+    write_model,
+)
+from safetensors.torch import save_file
+
+from flatout.errors import CheckpointError, ConfigError
+from flatout.models.families.source import ForeignWeights, find_model, is_foreign
+
+
+@pytest.fixture
+def theirs(tmp_path):
+    return write_model(tmp_path / "theirs", LLAMA)
+
+
+def fit(path, **changes):
+    found = find_model(str(path))
+    keys = found.keys | changes
+    shapes = {name: tuple(value.shape) for name, value in empty_model(keys).state_dict().items()}
+    weights = ForeignWeights(found, config_of(keys))
+    weights.require_fit(shapes)
+    return weights
+
+
+def test_models_of_other_programs_are_distinguished_from_runs(theirs, tmp_path):
+    assert is_foreign("hf:org/name")
+    assert is_foreign(str(theirs))
+    assert is_foreign(str(theirs / "model.safetensors"))
+    (tmp_path / "only").mkdir()
+    assert not is_foreign(str(tmp_path / "only"))
+    torch.save({}, tmp_path / "only" / "chunk_000000.pt")
+    assert not is_foreign(str(tmp_path / "only"))
+    assert not is_foreign(str(tmp_path / "only" / "chunk_000000.pt"))
+    torch.save({}, tmp_path / "only" / "ckpt.pt")
+    assert is_foreign(str(tmp_path / "only"))
+    assert is_foreign(str(tmp_path / "only" / "ckpt.pt"))
+    (tmp_path / "only" / "train.bin").write_bytes(bytes(range(256)))
+    assert not is_foreign(str(tmp_path / "only" / "train.bin"))
+    for name in ("config.yaml", "manifest.json"):
+        (theirs / name).write_text("")
+        assert not is_foreign(str(theirs))
+        (theirs / name).unlink()
+    assert not is_foreign(str(tmp_path / "missing"))
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_every_tensor_is_read_under_its_name(tmp_path, name):
+    document = DOCUMENTS[name]
+    folder = write_model(tmp_path, document)
+    weights = fit(folder)
+    wanted = joined(document, foreign_weights(document))
+    assert sorted(weights.names()) == sorted(wanted)
+    for key, tensor in wanted.items():
+        assert torch.equal(weights.read(key), tensor)
+
+
+def test_the_prefix_of_the_family_may_be_absent(tmp_path):
+    """The published files of GPT-2 have none."""
+    document = DOCUMENTS["gpt2"]
+    whole = foreign_weights(document)
+    bare = {name.removeprefix("transformer."): tensor for name, tensor in whole.items()}
+    bare["h.0.attn.bias"] = torch.ones(1, 1, 48, 48)
+    weights = fit(write_model(tmp_path, document, bare))
+    assert torch.equal(weights.read("token_embedding.weight"), whole["transformer.wte.weight"])
+
+
+def test_a_file_is_described_by_the_config_beside_it(theirs):
+    assert find_model(str(theirs / "model.safetensors")).keys == find_model(str(theirs)).keys
+    torch.save(foreign_weights(LLAMA), theirs / "pytorch_model.bin")
+    assert fit(theirs / "pytorch_model.bin").names() == fit(theirs).names()
+
+
+def test_a_head_that_differs_from_the_tied_embedding_is_rejected(tmp_path):
+    document = LLAMA | {"tie_word_embeddings": True}
+    weights = foreign_weights(document)
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    copied = fit(write_model(tmp_path / "copied", document, weights))
+    assert "unembedding.weight" not in copied.names()
+    weights["lm_head.weight"][5, 7] += 1e-3
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight, with other values than the embed"):
+        fit(write_model(tmp_path, document, weights))
+    untied = document | {"tie_word_embeddings": False}
+    head = fit(write_model(tmp_path / "untied", untied, weights)).read("unembedding.weight")
+    assert torch.equal(head, weights["lm_head.weight"])
+
+
+def test_missing_unknown_and_reshaped_tensors_are_named(tmp_path):
+    weights = foreign_weights(LLAMA)
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    weights["model.norm.weight"] = torch.ones(31)
+    weights["model.layers.0.adapter"] = torch.ones(3)
+    with pytest.raises(CheckpointError) as refused:
+        fit(write_model(tmp_path, LLAMA, weights))
+    assert "it has no model.layers.1.mlp.up_proj.weight;" in refused.value.what
+    assert "model.norm.weight is [31], and its configuration means [32];" in refused.value.what
+    assert "it has model.layers.0.adapter, which the architecture lacks." in refused.value.what
+    with pytest.raises(CheckpointError, match=r"model\.layers\.2\..*and \d+ more"):
+        fit(write_model(tmp_path / "other", LLAMA | {"num_hidden_layers": 4}, weights))
+
+
+WRONG = (
+    0,
+    -1,
+    0.5,
+    True,
+    None,
+    "abc",
+    "",
+    [],
+    [1],
+    {},
+    {"type": "linear"},
+    {"rope_type": "llama3"},
+)
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_damaged_values_of_config_json_are_rejected_or_tolerated(theirs, name):
+    """The checks of the configuration come after the reader of config.json, and reject the rest."""
+    keys = {*DOCUMENTS[name], "rope_scaling", "rope_parameters", "layer_types", "head_dim"}
+    for key in sorted(keys - {"model_type"}):
+        for wrong in WRONG:
+            (theirs / "config.json").write_text(json.dumps(DOCUMENTS[name] | {key: wrong}))
+            with suppress(ConfigError):
+                config_of(find_model(str(theirs)).keys)
+
+
+def test_weights_that_are_not_finite_are_named(tmp_path):
+    weights = foreign_weights(LLAMA)
+    weights["model.norm.weight"][3] = float("nan")
+    read = fit(write_model(tmp_path, LLAMA, weights)).read
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight of .* not finite"):
+        read("final_norm.weight")
+
+
+def test_code_of_the_directory_is_never_imported(theirs, monkeypatch):
+    (theirs / "modeling_own.py").write_text("raise AssertionError")
+    monkeypatch.syspath_prepend(theirs)
+    assert find_model(str(theirs)).keys["num_layers"] == 2
+    for changes, message in (
+        ({"auto_map": {"AutoModelForCausalLM": "modeling_own.Own"}}, "names code that defines"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "are quantised"),
+    ):
+        (theirs / "config.json").write_text(json.dumps(LLAMA | changes))
+        with pytest.raises(ConfigError, match=message):
+            find_model(str(theirs))
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "message"),
+    [
+        ('{"model_type": "lama"}', ConfigError, "architecture 'lama', which flatout does not read"),
+        ('{"model_type": "mixtral", "num_local_experts": 8}', ConfigError, "a mixture of experts"),
+        ("{}", ConfigError, "has no model_type"),
+        ("[]", CheckpointError, "not a mapping"),
+        ("{", CheckpointError, "not JSON"),
+    ],
+)
+def test_other_files_named_config_are_rejected(theirs, text, error, message):
+    (theirs / "config.json").write_text(text)
+    with pytest.raises(error, match=message):
+        find_model(str(theirs))
+
+
+def test_a_file_of_unknown_tensors_is_rejected(tmp_path):
+    save_file({"a": torch.zeros(2), "b": torch.zeros(2)}, tmp_path / "x.safetensors")
+    with pytest.raises(CheckpointError, match=r"has no config\.json, and its tensors \(a, b, "):
+        find_model(str(tmp_path / "x.safetensors"))

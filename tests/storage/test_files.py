@@ -1,0 +1,167 @@
+import errno
+import os
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flatout.data.prepare.pack.range_files import RangeWriter
+from flatout.errors import CheckpointError, DataError
+from flatout.storage import files, json_io
+from flatout.training.checkpoint.location import make_folder
+
+
+@pytest.fixture
+def done(monkeypatch):
+    """Record every sync, rename and unlink in order, with the final name of the file."""
+    told = []
+    fsync, replace, unlink = os.fsync, Path.replace, Path.unlink
+
+    def tell(what, path):
+        told.append((what, re.sub(r"\.[0-9a-f]{8}\.part$", "", Path(path).name)))
+
+    monkeypatch.setattr(
+        os,
+        "fsync",
+        lambda descriptor: (
+            tell("sync", os.readlink(f"/proc/self/fd/{descriptor}")) or fsync(descriptor)
+        ),
+    )
+    monkeypatch.setattr(
+        Path, "replace", lambda path, target: tell("rename", target) or replace(path, target)
+    )
+    monkeypatch.setattr(
+        Path, "unlink", lambda path, **options: tell("unlink", path) or unlink(path, **options)
+    )
+    return told
+
+
+def in_order(done, *wanted):
+    """Return whether these operations were done, in this order."""
+    left = iter(done)
+    return all(item in left for item in wanted)
+
+
+@pytest.mark.parametrize("write", [files.write_whole, files.write_text])
+def test_a_failed_write_keeps_the_old_content(tmp_path, monkeypatch, write):
+    write(tmp_path / "f", "old")
+    write(tmp_path / "f", "new")
+    monkeypatch.setattr(
+        files, "sync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+    )
+    with pytest.raises(OSError, match="No space"):
+        write(tmp_path / "f", "newer")
+    assert (tmp_path / "f").read_text() == "new"
+
+
+def test_the_names_of_new_directories_are_synced(tmp_path, done):
+    make_folder(tmp_path / "a" / "b")
+    assert sorted(done) == sorted([("sync", "a"), ("sync", tmp_path.name)])
+    make_folder(tmp_path / "a" / "b")
+    assert len(done) == 2
+
+
+def test_write_text_syncs_the_directory_and_write_whole_does_not(tmp_path, done):
+    files.write_whole(tmp_path / "f", "text")
+    assert done == [("sync", "f"), ("rename", "f")]
+    files.write_text(tmp_path / "f", "text")
+    assert done[2:] == [*done[:2], ("sync", tmp_path.name)]
+
+
+def test_the_files_of_a_range_are_synced_before_its_record(tmp_path, done):
+    writer = RangeWriter(tmp_path, 3, vocab_size=10)
+    writer.splits["train"].append(np.arange(10), [4, 10], text_bytes=5)
+    writer.finish()
+    folder = ("sync", tmp_path.name)
+    for name in ("000003.train.bin", "000003.train.ends"):
+        assert in_order(
+            done,
+            ("sync", name),
+            ("rename", name),
+            folder,
+            ("sync", "000003.json"),
+            ("rename", "000003.json"),
+        )
+    assert done.count(folder) == 1, (
+        "a record that a power cut takes costs its range again, not more"
+    )
+
+
+def test_a_shard_is_synced_before_its_ranges_are_deleted(done, write_set):
+    write_set(np.arange(10))
+    shard = [("sync", "train-00000.bin"), ("rename", "train-00000.bin"), ("sync", "joined")]
+    record = [("sync", "train-00000.json"), ("rename", "train-00000.json"), ("sync", ".set.part")]
+    assert in_order(done, *shard, *record, ("unlink", "000000.train.bin"))
+
+
+def test_a_dataset_is_synced_before_it_is_renamed(tmp_path, done, write_set):
+    write_set(np.arange(10))
+    manifest = [("sync", "manifest.json"), ("rename", "manifest.json"), ("sync", "joined")]
+    assert in_order(
+        done, ("sync", "tokenizer.json"), *manifest, ("rename", "set"), ("sync", tmp_path.name)
+    )
+
+
+@pytest.mark.parametrize(
+    ("number", "fix"),
+    [
+        (errno.ENOSPC, "Free space there"),
+        (errno.EIO, "failed to read or write"),
+        (errno.EACCES, "writable directory"),
+    ],
+)
+def test_the_fix_of_a_failed_write_depends_on_the_error(number, fix):
+    with pytest.raises(DataError, match=fix) as refused, files.writing("out"):
+        raise OSError(number, os.strerror(number))
+    assert ("Free space there" in refused.value.fix) == (number == errno.ENOSPC)
+
+
+def test_reading_the_tail_of_a_file_skips_the_line_it_cuts(tmp_path):
+    path = tmp_path / "lines"
+    for number in range(100):
+        json_io.append_line(path, {"n": number})
+    tail = [line["n"] for line in json_io.read_lines(path, tail_bytes=50)]
+    assert tail == list(range(tail[0], 100))
+    assert 0 < len(tail) < 10
+
+
+def test_a_line_after_an_unfinished_one_is_separate(tmp_path):
+    path = tmp_path / "lines"
+    path.write_text('{"n": 1}\n{"n":')
+    json_io.append_line(path, {"n": 2})
+    json_io.append_line(path, {"n": 3})
+    assert [line["n"] for line in json_io.read_lines(path)] == [1, 2, 3]
+    assert list(json_io.read_lines(tmp_path / "none")) == []
+
+
+@pytest.mark.parametrize("value", [0.1 + 0.2, 5e-324, 1.7976931348623157e308, -0.0])
+def test_floats_read_back_bit_for_bit(tmp_path, value):
+    json_io.write_json(tmp_path / "f", {"x": value})
+    assert json_io.read_json(tmp_path / "f")["x"].hex() == value.hex()
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(CheckpointError, match=r"Cannot read .*/f: No such file"):
+        json_io.read_json(tmp_path / "f")
+
+
+def test_the_size_of_a_directory_is_that_of_its_files(tmp_path):
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "a" / "x").write_bytes(bytes(10))
+    (tmp_path / "a" / "b" / "y").write_bytes(bytes(7))
+    assert files.folder_bytes(tmp_path) == 17
+    assert files.folder_bytes(tmp_path / "none") == 0
+
+
+@pytest.mark.parametrize(
+    ("number", "fix"),
+    [
+        (errno.ENOSPC, "Free space"),
+        (errno.EFBIG, "A file may not be that large here: raise `ulimit -f`"),
+        (errno.ENOENT, "Do not move the run directory"),
+        (errno.ENAMETOOLONG, "Choose a shorter path"),
+    ],
+)
+def test_the_fix_in_a_run_directory_depends_on_the_error(number, fix):
+    assert files.disk_fix(OSError(number, "")).startswith(fix)
