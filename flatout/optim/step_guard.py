@@ -85,12 +85,15 @@ class StepGuard:
         self._before = [buffer.detach().clone() for buffer in self.buffers]
 
     @torch.no_grad()
-    def judge(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
+    def judge(self, loss: Tensor, grad_norm: Tensor, num_valid: Tensor) -> Tensor:
         """Count a step, and return 1 if its update must be skipped, 0 otherwise.
 
-        Shapes: loss, grad_norm and the result are 0-D.
+        A step without a valid target has neither loss nor gradient: it is skipped and not counted.
+
+        Shapes: loss, grad_norm, num_valid and the result are 0-D.
         """
-        bad = ~torch.isfinite(loss + grad_norm)
+        empty = num_valid == 0
+        bad = ~torch.isfinite(loss + grad_norm) & ~empty
         if self.spikes is not None:
             logs_W = self._logs_W[: self._seen]
             if len(logs_W) >= MIN_NORMS:
@@ -104,12 +107,13 @@ class StepGuard:
             self._logs_W[slot] = torch.where(torch.isfinite(grad_norm), log, self._logs_W[slot - 1])
             self._seen += 1
         bad |= self.streak >= self.most
-        skip = bad.to(self.streak.dtype)
-        self.streak = (self.streak + 1) * skip
-        self.skipped = self.skipped + skip
+        counts = bad.to(self.streak.dtype)
+        self.streak = torch.where(empty & ~bad, self.streak, (self.streak + 1) * counts)
+        self.skipped = self.skipped + counts
+        skip = bad | empty
         for buffer, before in zip(self.buffers, self._before, strict=False):
-            buffer.copy_(torch.where(bad, before, buffer))
-        return skip
+            buffer.copy_(torch.where(skip, before, buffer))
+        return skip.to(self.streak.dtype)
 
     def state_dict(self) -> JsonObject:
         """Return the state that a resumed run needs, as plain numbers. Waits for the device."""

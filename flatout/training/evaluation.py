@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -23,6 +24,9 @@ from flatout.storage.json_io import JsonObject
 
 if TYPE_CHECKING:
     from flatout.assembly.run import Run
+
+SAMPLED = 1024
+"""Sequences of a dataset that tell how many have a target."""
 
 
 @dataclass(frozen=True)
@@ -242,8 +246,34 @@ def batch_shapes(run: Run) -> list[tuple[int, int]]:
 
 
 def with_validation(members: Sequence[Member]) -> list[Member]:
-    """Return the datasets whose validation split has at least one target."""
-    return [member for member in members if member.dataset.split("val").num_tokens > 1]
+    """Return the datasets whose validation split has at least one target that counts."""
+    splits = ((member, member.dataset.split("val")) for member in members)
+    return [m for m, split in splits if len(split.sequences_with_targets(1024, most=1))]
+
+
+def warn_of_empty_steps(run: Run, progress: Progress) -> None:
+    """Report a run in which most steps have no target, as with long prompts and short rows.
+
+    Cost: reads the mask of at most SAMPLED sequences per dataset.
+    """
+    seq_len, shares = run.config.data.seq_len, []
+    if len(run.loader.shapes) > 1:  # rows are whole documents
+        return
+    for member in members_of(run.dataset):
+        split = member.dataset.split("train")
+        count = split.num_sequences(seq_len)
+        mask_NT = np.ones((min(SAMPLED, count), seq_len), np.bool_)
+        if split.has_mask:
+            split.read_mask(np.linspace(0, count - 1, len(mask_NT)).astype(int), seq_len, mask_NT)
+        shares.append(member.share * float(mask_NT.any(axis=1).mean()))
+    share = sum(shares)
+    empty = (1 - share) ** (run.tokens_per_step // seq_len)
+    if empty > 0.5:
+        progress.say(
+            f"{empty:.0%} of the steps will have no target, and change nothing: only {share:.1%} "
+            f"of the sequences of {seq_len:,} tokens have one. Raise batch.tokens_per_step or "
+            "data.seq_len, or add +length-buckets to speedups: its rows are whole documents."
+        )
 
 
 def warn_of_unscored(members: Sequence[Member], progress: Progress) -> None:

@@ -40,7 +40,12 @@ from flatout.training.checkpoint.catalog import DISK_BYTES_PER_PARAMETER, most_a
 from flatout.training.checkpoint.read_write import load
 from flatout.training.checkpoint.weights import weights_of
 from flatout.training.divergence import Rewound, read_left_out, require_good_steps
-from flatout.training.evaluation import EvaluationDropped, batch_shapes, warn_of_unscored
+from flatout.training.evaluation import (
+    EvaluationDropped,
+    batch_shapes,
+    warn_of_empty_steps,
+    warn_of_unscored,
+)
 from flatout.training.finish import finish
 from flatout.training.halving import attempts
 from flatout.training.init_from import load_initial
@@ -414,6 +419,7 @@ def log_start(
             f"{member.name}: {share:.1%} of the sequences, read {passes:.3g} times in this run."
         )
     warn_of_unscored(members_of(run.dataset), log.progress)
+    warn_of_empty_steps(run, log.progress)
     known, rows, name = run.dataset.vocab_size, run.core.config.vocab_size, run.config.name
     if known < FEW_ROWS * rows:
         how = f", `flatout prepare ... --recipe {name}`" if run.config.data.tokenizer else ""

@@ -40,9 +40,9 @@ class StepResult:
     """The results of one step, still on the device."""
 
     loss: Tensor
-    """Mean loss per valid token over all micro-batches and ranks, in nats."""
+    """Mean loss per valid token over all micro-batches and ranks, in nats. NaN without any."""
     grad_norm: Tensor
-    """Norm of the whole gradient before clipping."""
+    """Norm of the whole gradient before clipping. NaN without a valid token."""
     num_valid: Tensor
     """Number of targets that were not masked."""
     learning_rate: float
@@ -126,8 +126,8 @@ def train_step(
             loss_sum, num_valid = run.mesh.sum(loss_sum, num_valid)
             grad_norm = correct_gradients(run, num_valid, loss_scale)
             learning_rate = run.config.optim.lr * set_learning_rate(run)
-            loss = loss_sum / num_valid.clamp(min=1)
-            overflowed = update(run, loss, grad_norm)
+            loss = loss_sum / num_valid
+            overflowed = update(run, loss, grad_norm, num_valid)
     except (RuntimeError, MemoryError, StepDropped):
         if start is not None and not run.is_updating:
             start.restore()
@@ -137,13 +137,14 @@ def train_step(
     return StepResult(loss, grad_norm, num_valid, learning_rate, skipped=overflowed)
 
 
-def update(run: Run, loss: Tensor, grad_norm: Tensor) -> bool:
+def update(run: Run, loss: Tensor, grad_norm: Tensor, num_valid: Tensor) -> bool:
     """Update the weights unless the values are bad, and return whether float16 overflowed.
 
     An overflow at the smallest loss scale counts as a bad step. So does a loss that is not finite,
-    which tells nothing about the loss scale: only gradients are scaled.
+    which tells nothing about the loss scale: only gradients are scaled. A step without a target
+    changes nothing: neither weights, by decay or momentum, nor the count of bad steps.
 
-    Shapes:  loss and grad_norm are 0-D.
+    Shapes:  loss, grad_norm and num_valid are 0-D.
     """
     run.is_updating = True
     if run.scaler and torch.isfinite(loss):
@@ -151,7 +152,7 @@ def update(run: Run, loss: Tensor, grad_norm: Tensor) -> bool:
         run.scaler.update(is_finite)
         if not is_finite and can_shrink:
             return True
-    skip = run.guard.judge(loss, grad_norm).to(run.mesh.weights_device)
+    skip = run.guard.judge(loss, grad_norm, num_valid).to(run.mesh.weights_device)
     run.saver.before_update()
     run.guard.waited_s = step_unless(skip, run.optimizers)
     return False
@@ -173,7 +174,7 @@ def correct_gradients(run: Run, num_valid: Tensor, loss_scale: float) -> Tensor:
     number times nominal / (num_valid * loss_scale). Scaling and clipping take one pass over the
     gradients.
 
-    Shapes:  num_valid and the norm are 0-D.
+    Shapes:  num_valid and the norm are 0-D. The norm is NaN when num_valid is 0.
     """
     gradients = [p.grad for p in run.core.parameters() if p.grad is not None]
     ranks = run.mesh.world_size // run.mesh.tensor
@@ -190,7 +191,7 @@ def correct_gradients(run: Run, num_valid: Tensor, loss_scale: float) -> Tensor:
     else:
         norm = torch.nn.utils.get_total_norm(gradients)
         norm = norm.full_tensor() if is_shared(norm) else norm
-    norm = norm * correction
+    norm = torch.where(num_valid > 0, norm * correction, torch.nan)
     multiplier = correction
     if run.config.optim.clip > 0:
         multiplier = correction * (run.config.optim.clip / (norm + 1e-6)).clamp(max=1.0)

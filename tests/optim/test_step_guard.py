@@ -24,7 +24,7 @@ from flatout.optim.step_guard import (
 
 
 def judged(guard, norm, loss=2.0):
-    return int(guard.judge(torch.tensor(loss), torch.tensor(float(norm))))
+    return int(guard.judge(torch.tensor(loss), torch.tensor(float(norm)), torch.tensor(1)))
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_a_bad_step_leaves_buffers_as_they_were():
         before = [buffer.clone() for buffer in model.buffers()]
         guard.begin()
         loss = model(rows).sum().detach()
-        guard.judge(loss, torch.tensor(1.0))
+        guard.judge(loss, torch.tensor(1.0), torch.tensor(1))
         kept = [torch.equal(one, two) for one, two in zip(before, model.buffers(), strict=True)]
         assert kept == [bad] * 3
 

@@ -118,7 +118,8 @@ def train(run, num_steps) -> list[float]:
             optimizer.zero_grad(set_to_none=True)
         if run.scaler:
             run.scaler.update(True)
-        run.guard.judge(loss.detach(), torch.full_like(loss, math.nan if run.step % 4 == 3 else 1))
+        norm = torch.full_like(loss, math.nan if run.step % 4 == 3 else 1)
+        run.guard.judge(loss.detach(), norm, torch.ones(()))
         run.step += 1
         run.tokens += 4
         run.elapsed_s += 0.1

@@ -386,10 +386,10 @@ class Epochs:
         is_due = is_last or began_s is None or now_s - began_s >= EPOCHS_EVERY_S
         if epoch < first or not is_due:
             return None
-        mean = statistics.fmean(self._losses) if self._losses else math.nan
+        loss = f"mean training loss {statistics.fmean(self._losses):.4f}" if self._losses else ""
         which = f"Epoch {epoch}" if epoch == first else f"Epochs {first} to {epoch}"
         of = "" if self._total is None else f" of {self._total:g}"
-        line = f"{which}{of} done at step {record['step']:,.0f}: mean training loss {mean:.4f}"
+        line = f"{which}{of} done at step {record['step']:,.0f}: {loss or 'no target'}"
         if self._total is not None and "wall_s" in record:
             line += f", {duration(now_s - (began_s or 0.0))}"
             rate = statistics.median(self._rates) if self._rates else 0.0

@@ -348,18 +348,20 @@ def evaluation_batches(
     """Yield this rank's share of a split, in order: every token except the first is a target once.
 
     All batches have the same shape and all ranks get the same number of them: the end of the last
-    sequence, and missing sequences, are padded with token 0 and target -1. `max_tokens` limits the
-    number of targets. A split of fewer than two tokens yields nothing.
+    sequence, and missing sequences, are padded with token 0 and target -1. Sequences without a
+    target that counts are left out. `max_tokens` limits the number of targets, masked ones
+    included. Of a split with a mask, it takes whole sequences. A split of fewer than two tokens
+    yields nothing.
 
     Shapes:  yields tokens_BT, targets_BT (rows, seq_len).
     """
-    num_targets = max(
-        min(split.num_tokens - 1, split.num_tokens if max_tokens is None else max_tokens), 0
-    )
-    num_sequences = -(-num_targets // seq_len)
-    for first in range(0, num_sequences, rows * dp_size):
-        indices = np.arange(first + dp_rank * rows, first + (dp_rank + 1) * rows)
-        indices = indices[indices < num_sequences]
+    most = None if max_tokens is None else -(-max_tokens // seq_len)
+    chosen = split.sequences_with_targets(seq_len, most)
+    end = split.num_tokens
+    if max_tokens is not None and not split.has_mask:
+        end = min(end, max_tokens + 1)
+    for first in range(dp_rank * rows, len(chosen) + dp_rank * rows, rows * dp_size):
+        indices = chosen[first : first + rows]
         sequences_BW = np.zeros((rows, seq_len + 1), split.dtype)
         counts_BT = np.zeros((rows, seq_len), np.bool_)
         whole = int((indices < split.num_sequences(seq_len)).sum())
@@ -370,7 +372,7 @@ def evaluation_batches(
             sequences_BW[whole, : len(last)] = last
         for row, index in enumerate(indices):
             start = int(index) * seq_len + 1
-            stop = min(start + seq_len, num_targets + 1)
+            stop = min(start + seq_len, end)
             counts_BT[row, : stop - start] = (
                 split.read_mask_range(start, stop) if split.has_mask else True
             )

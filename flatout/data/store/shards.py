@@ -33,6 +33,9 @@ from flatout.storage.json_io import JsonObject
 if TYPE_CHECKING:
     from flatout.data.tokenizers import Tokenizer
 
+MASK_READ = 2**20
+"""Tokens whose mask is read at a time in a search for targets."""
+
 
 class Dataset:
     """A prepared dataset directory, open for reading."""
@@ -132,6 +135,28 @@ class Split:
             self._masks.read(indices.astype(np.int64) * seq_len + 1, out)
         else:
             out[:] = True
+
+    def sequences_with_targets(self, seq_len: int, most: int | None = None) -> Array:
+        """Return the indices of the first `most` sequences with a target that counts.
+
+        The incomplete sequence at the end counts too. Without a mask these are all sequences.
+        Cost: reads the mask, 1 byte per token, until `most` are found.
+
+        Shapes:  returns (N,).
+        """
+        count = -(-max(self.num_tokens - 1, 0) // seq_len)
+        most = count if most is None else min(most, count)
+        if not self.has_mask:
+            return np.arange(most)
+        found, rows = np.arange(0), max(MASK_READ // seq_len, 1)
+        for first in range(0, count, rows):
+            stop = min((first + rows) * seq_len + 1, self.num_tokens)
+            mask = self.read_mask_range(first * seq_len + 1, stop)
+            counts = np.logical_or.reduceat(mask, np.arange(0, len(mask), seq_len))
+            found = np.concatenate([found, first + np.flatnonzero(counts)])
+            if len(found) >= most:
+                break
+        return found[:most]
 
     def read_tokens(self, start: int, stop: int) -> Array:
         """Return a copy of the tokens [start, stop)."""

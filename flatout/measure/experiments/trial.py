@@ -14,7 +14,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from pydantic import ValidationError
-from torch import Tensor
 
 from flatout.assembly.run import Run
 from flatout.config.schema import validate
@@ -32,6 +31,7 @@ from flatout.training.metrics.log import Log, require_finite
 from flatout.training.out_of_memory import explained
 from flatout.training.saving import closing_saver, reserve, save, wait_for_saves
 from flatout.training.session import Session
+from flatout.training.step import StepResult
 from flatout.training.warmup import warm_up
 
 MIN_RUN_STEPS = 2_000
@@ -136,7 +136,7 @@ def _timed(run: Run, spec: TrialSpec, start_s: float) -> TrialResult:
         spent = log.time_breakdown() - pace.before
         rehearsed = _rehearse(run, log, spec.rehearse)
         peak_gib = log.peak_gib()
-    losses = [float(loss) for loss in pace.losses]
+    losses = [float(one.loss) for one in pace.results if one.num_valid]
     for step, loss in enumerate(losses, 1):
         require_finite("training loss", loss, step)
     dropped = [
@@ -204,15 +204,15 @@ class Pace:
         """Whether the step time was steady by then."""
         self.before = TimeBreakdown()
         """The time of the warm-up, by activity."""
-        self.losses: list[Tensor] = []
-        """Losses of the first `loss_steps` steps, on the device, so that nothing waits for them."""
+        self.results: list[StepResult] = []
+        """Those of the first `loss_steps` steps, on the device, so that nothing waits for them."""
         self._log, self._spec, self._clock = log, spec, clock
         self._course: Iterator[None] | None = None
 
     def requested(self, run: Run) -> bool:
         """Return whether the trial is over. The loop calls it before each step."""
-        if self._log.last_result and len(self.losses) < self._spec.loss_steps:
-            self.losses.append(self._log.last_result.loss)
+        if self._log.last_result and len(self.results) < self._spec.loss_steps:
+            self.results.append(self._log.last_result)
         if self._course is None:
             self._course = self._steps(run)
         return next(self._course, self) is self

@@ -84,6 +84,7 @@ class BadSteps:
             "loss": result.loss,
             "grad_norm": result.grad_norm,
             "limit": run.guard.limit,
+            "num_valid": result.num_valid,
         }
         self._readback.push(run.step, figures, due=True)
         self._positions[run.step] = batch.start, batch.position
@@ -94,6 +95,8 @@ class BadSteps:
         for step, figures in self._readback.ready(flush=flush or self._at_once):
             start, stop = self._positions.pop(step)
             in_a_row = int(figures.pop("in_a_row"))
+            if not figures.pop("num_valid"):  # a step without a target is neither
+                continue
             if in_a_row:
                 self.last.append(BadStep(step, start, stop, in_a_row, **figures))
                 found.append(self.last[-1])

@@ -63,3 +63,19 @@ def test_evaluation_applies_the_mask_and_the_documents(train_split):
             doc_ids[row].tolist()
             == (documents[row * 8 : row * 8 + 8] - documents[row * 8]).tolist()
         )
+
+
+def test_sequences_without_a_target_that_counts_are_left_out(train_split):
+    mask = np.zeros(100, int)
+    mask[[44, 45, 99]] = 1
+    split = train_split(np.arange(100), mask=mask)
+    batches = evaluated(split, world_size=2)
+    targets = torch.cat([micro.targets_BT.flatten() for micro in batches])
+    assert targets[targets >= 0].tolist() == [44, 45, 99]
+    assert sum((micro.tokens_BT.any(dim=1)).sum().item() for micro in batches) == 2
+    first = torch.cat([micro.targets_BT.flatten() for micro in evaluated(split, max_tokens=3)])
+    assert first[first >= 0].tolist() == [44, 45], "the first row with a target, all of it"
+
+
+def test_a_split_whose_mask_excludes_every_target_yields_nothing(train_split):
+    assert evaluated(train_split(np.arange(100), mask=np.zeros(100, int))) == []

@@ -139,7 +139,7 @@ def test_every_item_changes_a_real_resumed_run(build_run, tiny_config, tmp_path)
 
     donor = fresh(1)
     real_train(donor, 7)
-    donor.guard.judge(torch.tensor(torch.nan), torch.tensor(1.0))
+    donor.guard.judge(torch.tensor(torch.nan), torch.tensor(1.0), torch.tensor(1))
     donor_path = savers.save(donor)
     run = fresh(0)
     real_train(run, 4)
