@@ -63,6 +63,8 @@ FIRST_STEP = 64
 """The second number of rows that is tried: with few, the optimizer's step may need the most."""
 MOST_ROWS = 2**20
 """Upper bound of the search for the most rows."""
+PLAIN = (bool, int, float, str, tuple, type(None))
+"""Types of the settings by which blocks differ."""
 COUNTS = tuple(2**power for power in range(11))
 """Numbers of GPUs that are suggested."""
 
@@ -314,8 +316,9 @@ def _trace(workload: Workload, rows: int, gradients_exist: bool) -> _Traced:
         def through(block: nn.Module, hidden_BTD: Tensor) -> Tensor:
             return block(hidden_BTD, doc_ids_BT, *shared)  # type: ignore[no-any-return]
 
-        block_of = {repr(block): block for block in model.blocks}
-        part_of = {name: traced(partial(through, block)) for name, block in block_of.items()}
+        kinds_of = [_kind_of(block) for block in model.blocks]
+        block_of = dict(zip(kinds_of, model.blocks, strict=True))
+        part_of = {kind: traced(partial(through, block)) for kind, block in block_of.items()}
         return _Traced(
             model,
             bytes_of(
@@ -324,10 +327,22 @@ def _trace(workload: Workload, rows: int, gradients_exist: bool) -> _Traced:
                 if isinstance(each, Tensor)
             ),
             traced(lambda _: model.embed(tokens_BT), None),
-            [part_of[repr(block)] for block in model.blocks],
+            [part_of[kind] for kind in kinds_of],
             traced(loss),
             step,
         )
+
+
+def _kind_of(block: nn.Module) -> tuple[object, ...]:
+    """Return what two blocks that are traced alike share: modules, shapes and plain settings."""
+    return tuple(
+        (
+            type(module),
+            *((name, p.shape) for name, p in module.named_parameters(recurse=False)),
+            *((name, x) for name, x in vars(module).items() if isinstance(x, PLAIN)),
+        )
+        for module in block.modules()
+    )
 
 
 class _Shapes(Split):
@@ -655,15 +670,15 @@ def trace_memory(
 def recompute_blocks(
     model: LanguageModel, _mesh: Mesh | None = None, **options: Any
 ) -> LanguageModel:
-    """Wrap each block in torch's `checkpoint` with these options. Parameter names do not change."""
+    """Wrap each layer in torch's `checkpoint` with these options. Parameter names do not change."""
 
-    def recomputed(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
         # dynamo traces a function that calls `checkpoint`, and no partial of it
-        def call(*inputs: Tensor | None) -> Tensor:
-            return checkpoint(forward, *inputs, use_reentrant=False, **options)  # type: ignore[no-any-return]
+        def call(*inputs: Any, **named: Any) -> Any:
+            return checkpoint(forward, *inputs, use_reentrant=False, **options, **named)
 
         return call
 
-    for block in model.blocks:
-        block.forward = recomputed(block.forward)
+    for layer in model.layers:
+        layer.forward = recomputed(layer.forward)
     return model

@@ -467,6 +467,8 @@ def predict_time(
         operations = memory.estimate.operations if memory and not this.is_compiled else 0
         rate, source = assumed_rate(config, whole, operations, published(this, config, machine))
     mfu, steps = rate / whole if rate and whole else None, config.train.steps
+    if mfu is not None and mfu > 1:  # other processes used the cores while the peak was measured
+        mfu = None
     if rate is None or steps is None:
         return TimePrediction(rate, None, mfu, source, None)
     score_s = tokens_to_score(config, dataset, first_step) / (EVALUATION_COST * rate)

@@ -588,15 +588,15 @@ def without_noise() -> Iterator[None]:
 
 
 def compile_blocks(model: LanguageModel, _mesh: Mesh | None) -> LanguageModel:
-    """Compile each block in place, and the loss, which includes the output projection.
+    """Compile each layer in place, and the loss, which includes the output projection.
 
     Embedding and final norm are not compiled. The loss takes its weight as an argument, so that no
     graph guards a parameter that fully_shard gathers and frees.
     """
     import torch
 
-    for block in model.blocks:
-        block.compile(dynamic=False)
+    for layer in model.layers:
+        layer.compile(dynamic=False)
     cross_entropy = torch.compile(model.ops.cross_entropy, dynamic=False)
     model.ops = replace(model.ops, cross_entropy=cross_entropy)
     return model

@@ -8,7 +8,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 from flatout.assembly.compiled_code import is_cached
 from flatout.assembly.memory import USED_MEMORY, Workload, estimate, memory_bytes, most_rows
@@ -92,8 +91,10 @@ def resolve(
     )
     check_names(config)
     _check_divides(config)
-    narrow = device != "cpu" or (machine.cpu_multiplies_bf16 and requested.precision != "fp32")
-    dtype: Literal["fp32", "bf16"] = "bf16" if narrow else "fp32"
+    dtype: str = machine.gpu_dtype
+    if device == "cpu":
+        narrow = machine.cpu_multiplies_bf16 and requested.precision != "fp32"
+        dtype = "bf16" if narrow else "fp32"
     peak = known_peak(machine, device, dtype) if device == "cpu" or machine.gpus else None
     minutes = expected_minutes(config, world_size * peak.tflops * ASSUMED_MFU) if peak else None
     gains = gains_here(machine, device, cache)

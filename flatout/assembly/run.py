@@ -21,7 +21,7 @@ from flatout.config.schema import RunConfig
 from flatout.data.load.batches import BatchPlan, SequenceReader
 from flatout.data.store.mix import AnyDataset
 from flatout.distributed.mesh import Mesh, wrap
-from flatout.errors import HardwareError
+from flatout.errors import ConfigError, HardwareError
 from flatout.hardware.machine import Machine
 from flatout.hardware.roofline import Peak
 from flatout.models.language_model import LanguageModel, model_of
@@ -304,6 +304,13 @@ def _model(
     is_sharded = mesh.device_mesh is not None
     if not is_sharded:
         allocate(core, mesh.device, draws=draws)
+    if "activations" in recipe.filled_by and core.layers[0] is getattr(core, "module", 0):
+        raise ConfigError(
+            f"{recipe.filled_by['activations']} recomputes layers one by one, and "
+            f"{type(core).__name__} has no nn.ModuleList of several modules.",
+            fix=f"Keep its layers in an nn.ModuleList, or remove {recipe.filled_by['activations']} "
+            "from speedups.",
+        )
     for transform in recipe.transforms():
         model = transform(model, mesh)
     model = wrap(model, mesh, gathers=recipe.gather_dtype)

@@ -303,13 +303,17 @@ def select(
             reason = f"{rival}, which measured faster here, takes its place"
         found[name] = Decision(name, False, reason)
     on = {name for name, decision in found.items() if decision.on}
-    for name, speedup in by_name.items():
+    pending = [*by_name]
+    while pending:  # what needs one that drops out later drops out too
+        name = pending.pop(0)
+        speedup = by_name[name]
         default, gain = default_of(speedup, device), gains.get(name)
         is_sure = name in named or (gain is not None and gain.is_faster)
         beside = default.beside if isinstance(default, On) and not is_sure else None
         if name in on and beside and beside not in on:
             found[name] = Decision(name, False, f"gains nothing without {beside}, which is off")
             on.discard(name)
+            pending = [*by_name]
             continue
         missing = next((need for need in speedup.needs if need not in on), None)
         if name in on and missing:
@@ -318,6 +322,8 @@ def select(
                 rivals = [by_name[other] for other in named if other != name]
                 raise _missing_need(name, missing, reason, rivals, config, machine)
             found[name] = Decision(name, False, f"needs {missing}, which is off")
+            on.discard(name)
+            pending = [*by_name]
     return [*found.values()]
 
 

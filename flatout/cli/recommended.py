@@ -99,10 +99,11 @@ def _time(
     if found is not None:
         run, rate = found
         return f"about {duration(tokens / rate)}, at the {rate:,.0f} tokens/s of {run}"
-    if machine.row is not None and "bf16" in machine.row.peak_tflops:
+    peak = machine.row and machine.row.peak_tflops.get(machine.gpu_dtype)
+    if machine.row is not None and peak:
         own = config.model.own()
         attention = 6 * int(own["num_layers"]) * int(own["d_model"]) * config.data.seq_len
-        flops_per_s = machine.row.peak_tflops["bf16"].value * 1e12 * ASSUMED_MFU
+        flops_per_s = peak.value * 1e12 * ASSUMED_MFU
         seconds = tokens * (6 * parameters + attention) / flops_per_s
         return f"about {duration(seconds)} at {ASSUMED_MFU:.0%} of the peak of {machine.row.name}"
     return UNKNOWN_TIME

@@ -213,10 +213,12 @@ def wrap(model: nn.Module, mesh: Mesh, *, gathers: torch.dtype | None = None) ->
     shared: dict[str, Any] = {"mesh": device_mesh, "offload_policy": OffloadPolicy()}
     if mesh.offloads:
         shared["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda")
-    for block in core.blocks:
-        # backward begins with the last block
-        keeps = block is core.blocks[-1] or not mesh.reshard
-        fully_shard(block, mp_policy=narrow, reshard_after_forward=not keeps, **shared)
+    blocks = {id(block) for block in core.blocks}
+    for layer in core.layers:
+        # backward begins with the last layer; modules of users may compute with fp32 weights
+        keeps = layer is core.layers[-1] or not mesh.reshard
+        policy: dict[str, Any] = {"mp_policy": narrow} if id(layer) in blocks else {}
+        fully_shard(layer, reshard_after_forward=not keeps, **policy, **shared)
     if getattr(core, "unembedding", None) is not None:  # a tied embedding is read again at the end
         fully_shard(core.token_embedding, **shared)
     fully_shard(core, **shared)

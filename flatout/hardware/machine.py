@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import psutil
 
@@ -107,6 +107,14 @@ class Machine:
     def row(self) -> MachineRow | None:
         """The data sheet of the first GPU. None without a GPU or if its name is unknown."""
         return self.gpus[0].row if self.gpus else None
+
+    @property
+    def gpu_dtype(self) -> Literal["bf16", "fp16"]:
+        """The 16-bit dtype that its GPUs multiply fast: fp16 on those before Ampere."""
+        peaks = self.row.peak_tflops if self.row else {}
+        if peaks.keys() & {"bf16", "fp16"}:
+            return "bf16" if "bf16" in peaks else "fp16"
+        return "bf16" if self.gpus and self.gpus[0].compute_capability >= (8, 0) else "fp16"
 
     def describe(self) -> str:
         """Return a one-line description."""

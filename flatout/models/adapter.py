@@ -6,7 +6,7 @@ Letters: B rows, T tokens, V vocabulary.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from traceback import extract_tb
@@ -44,6 +44,14 @@ class AdaptedModel(LanguageModel):
         self.module = self._built()
         self.blocks = nn.ModuleList([_SingleDocument()])
         self._takes_targets = len(inspect.signature(self.module.forward).parameters) > 1
+
+    @property
+    def layers(self) -> Sequence[nn.Module]:
+        """The modules in the module's largest list, or itself when it has none of several."""
+        lists = [one for one in self.module.modules() if isinstance(one, nn.ModuleList)]
+        several = [one for one in lists if len(one) > 1]
+        sizes = [sum(p.numel() for p in one.parameters()) for one in several]
+        return [*several[sizes.index(max(sizes))]] if several else [self.module]
 
     def _built(self) -> nn.Module:
         base = set(LanguageModelConfig.model_fields) - {"vocab_size"}

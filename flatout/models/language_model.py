@@ -162,6 +162,12 @@ class LanguageModel(nn.Module, ABC):
     """
     config: LanguageModelConfig
     blocks: nn.ModuleList
+
+    @property
+    def layers(self) -> Sequence[nn.Module]:
+        """What is compiled, recomputed and sharded one by one: the blocks."""
+        return [*self.blocks]
+
     """Called in order, each as block(hidden_BTD, doc_ids_BT, *shared) -> hidden_BTD."""
     context: Context | None = None
     """This rank's part of each row. None means all of it. Only `forward` divides rows."""

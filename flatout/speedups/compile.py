@@ -28,7 +28,7 @@ def _compile(model: LanguageModel, mesh: Mesh | None) -> LanguageModel:
     """
     is_wrapped = mesh is not None and (mesh.world_size > 1 or mesh.device_mesh is not None)
     device = next(model.parameters()).device.type
-    if is_wrapped or len(model.blocks) > MOST_BLOCKS.get(device, 0):
+    if is_wrapped or len(model.layers) > MOST_BLOCKS.get(device, 0):
         return compile_blocks(model, mesh)
     model.compile(dynamic=False)
     return model

@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from flatout.models.language_model import LanguageModel
 
 
+MOST_LAYERS = 16
+"""The deepest model of which a graph is recorded: deeper ones are compiled layer by layer."""
+
+
 def _record(model: LanguageModel, _mesh: object) -> LanguageModel:
     """Compile the whole model in place, as compile does, with the compiler's CUDA graphs.
 
@@ -33,6 +37,16 @@ def _record(model: LanguageModel, _mesh: object) -> LanguageModel:
 
     model._compiled_call_impl = call
     return model
+
+
+def _when_deep(_machine: Machine, config: RunConfig) -> str | None:
+    layers = int(config.model.own().get("num_layers") or 0)
+    if layers > MOST_LAYERS:
+        return (
+            f"A graph is recorded of the whole model, and one of {layers} layers takes minutes to "
+            "compile, where `compile` compiles layer by layer."
+        )
+    return None
 
 
 def _with_processes(_machine: Machine, config: RunConfig) -> str | None:
@@ -57,7 +71,7 @@ SPEEDUP = Speedup(
     tolerance=Tolerance.rounding(rtol=1e-3),
     needs=("compile",),
     compiles=True,
-    why_not=first_of(needs_gpu("Recording CUDA graphs"), _with_processes),
+    why_not=first_of(needs_gpu("Recording CUDA graphs"), _with_processes, _when_deep),
     rank=920,
     auto={
         "cuda": Off(

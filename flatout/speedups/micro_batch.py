@@ -8,13 +8,14 @@ from flatout.hardware.machine import Machine
 
 ENOUGH_TOKENS = {"cuda": 65_536, "cpu": 4_096}
 """Tokens per micro-batch beyond which more bring nothing: on a CPU the caches are full (LOG.md). On
-a GPU the kernels are, which is not measured yet.
+a GPU the kernels are, which is not measured yet. Other devices, such as mps, take the CPU's.
 """
 
 
 def largest_useful(plan: MicroBatchPlan) -> int:
     """Return the most useful rows that divide a rank's share of the step and fit in memory."""
-    enough = max(ENOUGH_TOKENS[plan.device.partition(":")[0]] // plan.seq_len, 1)
+    tokens = ENOUGH_TOKENS.get(plan.device.partition(":")[0], ENOUGH_TOKENS["cpu"])
+    enough = max(tokens // plan.seq_len, 1)
     rows = next(divisors(plan.rows_per_rank, enough))
     if rows == 1 or plan.fits(rows):
         return rows

@@ -142,6 +142,11 @@ def test_little_memory_gives_a_smaller_micro_batch(resolved):
     assert small.rows_per_device * small.accumulate == roomy.rows_per_device * roomy.accumulate
 
 
+def test_an_apple_gpu_gets_rows_too(resolved):
+    config = resolved(train__device="mps", speedups="auto", batch__tokens_per_step=8192)
+    assert sizes(config) == (8192, 256, 2), "micro-batches of 4,096 tokens"
+
+
 def test_a_recurrence_is_estimated_in_chunks(resolved):
     workload = workload_of(resolved(model__kind="eigenstate", speedups="none"))
     assert workload.ops.scan is scan.chunked

@@ -59,6 +59,7 @@ def test_every_part_is_offloaded_to_memory_that_a_gpu_can_read(monkeypatch, devi
     )
     model = nn.Module()
     model.blocks = nn.ModuleList(nn.Linear(2, 2, device="meta") for _ in range(3))
+    model.layers = [*model.blocks]
     mesh = Mesh(device=torch.device(device), device_mesh={("shard",): None}, offloads=offloads)
     wrap(model, mesh)
     policies = [options["offload_policy"] for options in given]

@@ -178,3 +178,83 @@ def test_a_tensor_on_another_device_is_named_with_its_line(tmp_path, monkeypatch
     with pytest.raises(ConfigError, match=r"my_rnn\.py:8: return torch\.cat") as caught:
         model(model.check({"vocab_size": 7}, seq_len=5), Ops.plain()).flops_per_token(5)
     assert "device=tokens.device" in caught.value.fix
+
+
+STACKED = """
+import torch
+from torch import nn
+from flatout.models.adapter import adapt
+
+CALLS = []
+
+
+class Layer(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        )
+
+    def forward(self, hidden, *, scale):
+        if not torch.compiler.is_compiling() and hidden.device.type != "meta":
+            CALLS.append(torch.is_grad_enabled())
+        return hidden + scale * self.down(self.up(self.norm(hidden)).relu())
+
+
+class Stacked(nn.Module):
+    def __init__(self, vocab_size, width, depth):
+        super().__init__()
+        self.tokens = nn.Embedding(vocab_size, width)
+        self.heads = nn.ModuleList([nn.Linear(width, vocab_size)])
+        self.layers = nn.ModuleList([Layer(width) for _ in range(depth)])
+
+    def forward(self, idx):
+        hidden = self.tokens(idx)
+        for layer in self.layers:
+            hidden = layer(hidden, scale=0.5)
+        return self.heads[0](hidden)
+
+
+def build(vocab_size: int, width: int = 16, depth: int = 3) -> nn.Module:
+    return Stacked(vocab_size, width, depth)
+
+
+MODEL = adapt(build)
+"""
+
+
+@pytest.fixture
+def stacked(tmp_path, monkeypatch, tiny_config):
+    """Return a function that trains a module with a list of three layers for 4 steps."""
+    (tmp_path / "stacked.py").write_text(STACKED, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "stacked", raising=False)
+
+    def run(name, **changes):
+        document = tiny_config(train__steps=4, **changes).to_dict()
+        document["model"] = {"kind": "stacked:MODEL", "width": 16, "depth": 3}
+        calls = importlib.import_module("stacked").CALLS
+        calls.clear()
+        return run_training(validate(document), tmp_path / name), sum(calls)
+
+    return run
+
+
+def test_checkpointing_recomputes_the_modules_own_layers(stacked):
+    plain, forward_calls = stacked("plain", speedups="none")
+    recomputed, calls = stacked("recomputed", speedups=["checkpointing"])
+    assert recomputed["weights_sha256"] == plain["weights_sha256"]
+    assert calls == 2 * forward_calls
+
+
+def test_compiling_by_layer_compiles_the_modules_own_layers(stacked, monkeypatch):
+    monkeypatch.setitem(importlib.import_module("flatout.speedups.compile").MOST_BLOCKS, "cpu", 2)
+    plain, _ = stacked("plain", speedups="none")
+    compiled, calls = stacked("compiled", speedups=["compile"])
+    assert calls == 0, "every training pass ran compiled layers"
+    assert compiled["train_loss"] == pytest.approx(plain["train_loss"], rel=1e-4)
+
+
+def test_checkpointing_of_a_module_without_a_list_of_layers_is_refused(make_config, tmp_path):
+    with pytest.raises(ConfigError, match=r"no nn\.ModuleList of several modules"):
+        run_training(make_config(speedups=["checkpointing"]), tmp_path / "run")

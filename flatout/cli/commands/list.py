@@ -215,12 +215,12 @@ def _expected_length(
     if config.train.steps is None and config.train.tokens is None:
         return None, None
     here = machine.row
-    if machine.gpus and (here is None or "bf16" not in here.peak_tflops):
+    if machine.gpus and (here is None or machine.gpu_dtype not in here.peak_tflops):
         return None, None
     from flatout.assembly.resolve import expected_minutes
 
     if here is not None:
-        minutes = expected_minutes(config, here.peak_tflops["bf16"].value * ASSUMED_MFU)
+        minutes = expected_minutes(config, here.peak_tflops[machine.gpu_dtype].value * ASSUMED_MFU)
         how = f"at {ASSUMED_MFU:.0%} of the peak of one {machine.gpus[0].name}"
         return minutes, f"Estimated length of a run: {duration((minutes or 0) * 60)}, {how}."
     tflops = {

@@ -126,8 +126,7 @@ def _facts(resolved: Resolved, host: HostFacts, cache: Path | None) -> dict[str,
     on_gpu = device.startswith("cuda")
     members = [member.dataset for member in members_of(dataset)]
 
-    arithmetic = "bf16" if config.train.precision in ("bf16", "fp16") else "fp32"
-    peak, roofline = known_peak(machine, device, arithmetic), Roofline()
+    peak, roofline = known_peak(machine, device, config.train.precision), Roofline()
     if peak is not None:
         roofline = Roofline(peak_tflops=peak.tflops, peak_source=peak.source)
     if peak is not None and on_gpu:  # how much of it a CPU reaches depends on the model's size

@@ -300,7 +300,7 @@ def target_machine(config: RunConfig, machine: str | None) -> tuple[Machine, str
     devices = config.train.devices or 1
     if devices == "all":
         devices = len(here.gpus) if device.startswith("cuda") else 1
-    return here, device, max(replicas * parallel.shard, devices)
+    return here, device, max(replicas * parallel.shard * parallel.tensor, devices)
 
 
 def find_data(config: RunConfig, progress: Progress) -> tuple[AnyDataset | None, str | None]:

@@ -50,6 +50,23 @@ def test_a_recipe_is_planned_for_gpus_that_are_not_here(recipe):
     assert found.smallest_machine is None
 
 
+@pytest.mark.parametrize("machine", ["t4", "v100-sxm2-16gb", "rtx-2080-ti", "a100-40gb"])
+def test_a_long_run_is_compiled_and_timed_on_gpus_with_and_without_bf16(recipe, machine):
+    words = [*SMALL, "model.vocab_size=101", "model.d_model=256", "train.steps=900000000"]
+    found = plan(recipe, words, machine=machine)
+    assert "compile" in found.speedups
+    assert ("fp16" in found.speedups) == (machine != "a100-40gb")
+    assert found.tokens_per_s
+    assert found.wall_s
+    assert 0 < found.mfu < 1
+
+
+def test_layers_that_processes_share_are_planned_for_as_many_processes(recipe):
+    words = [*SMALL, "model.vocab_size=100", "train.device=cuda", "speedups=none"]
+    assert plan(recipe, [*words, "parallel.tensor=2"]).world_size == 2
+    assert plan(recipe, [*words, "parallel.tensor=2", "parallel.shard=4"]).world_size == 8
+
+
 def test_frozen_weights_need_neither_gradients_nor_optimizer_state(recipe):
     words = [*ON_CPU, "model.vocab_size=101"]
     lora = plan(recipe, [*words, "lora.rank=2", "train.init_from=runs/base"])
