@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flatout.assembly.resolve import FREE_OF_WEIGHTS
-from flatout.config.schema import RunConfig
+from flatout.config.schema import RunConfig, override
 from flatout.config.trust import references_in
 from flatout.data.store.mix import AnyDataset, members_of
 from flatout.data.tokenizers.hub import is_repository
@@ -29,7 +29,7 @@ from flatout.training.checkpoint.contents import digest_of, find_base
 from flatout.training.checkpoint.merged import MergedWeights, load_initial_weights, shapes_of
 from flatout.training.checkpoint.weights import plain_name
 from flatout.training.run_dir import layout
-from flatout.training.run_dir.config_seal import override, require_as_trained
+from flatout.training.run_dir.config_seal import require_as_trained
 from flatout.training.run_dir.data_location import require_tokenizer, require_tokenizer_of
 from flatout.training.run_dir.lookup import RUNS, find_checkpoint, find_run
 

@@ -33,10 +33,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-import yaml
-
 from flatout.config import trust
-from flatout.config.documents import read_document
+from flatout.config.documents import dump_yaml, read_document
 from flatout.config.schema import RunConfig, flat, validate
 from flatout.data.conversation.templates import CHAT_TEMPLATE
 from flatout.data.store.manifest import TOKENIZER
@@ -283,7 +281,7 @@ def list_runs(root: Path) -> list[Path]:
 
 
 def _yaml(config: RunConfig) -> str:
-    return yaml.safe_dump(config.to_dict(), sort_keys=False, allow_unicode=True)
+    return dump_yaml(config.to_dict())
 
 
 def _read_yaml(path: Path) -> RunConfig | None:
