@@ -157,9 +157,13 @@ class RunConfig(Section):
         document = json.dumps(self.to_dict(), sort_keys=True)
         return hashlib.sha256(document.encode()).hexdigest()
 
+    def stated(self) -> frozenset[str]:
+        """Return the keys that a file, an override or Python code has set, as dotted keys."""
+        return frozenset(flat(self.model_dump(exclude_unset=True)))
+
     def with_values(self, values: JsonObject) -> RunConfig:
         """Return a validated copy with the values at some dotted keys replaced."""
-        document = self.to_dict()
+        document = self.model_dump(mode="json", exclude_unset=True)
         merge(document, nested(values))
         return validate(document)
 

@@ -62,6 +62,8 @@ FREE_KEYS = (
 """Prefixes of the keys that may change when a run resumes: they do not change what a step computes,
 except for the last bits of sums. Some decide when the run ends, or whether it goes back.
 """
+OF_THIS_START = ("parallel.", "train.devices", "data.cache")
+"""Prefixes of the free keys that describe the machine: each start states its own."""
 LENGTH_KEYS = ("train.steps", "train.tokens", "train.epochs")
 """One of them sets the length of a run. `lengthen` decides when it may grow."""
 NAMELESS_KEYS = (*FREE_KEYS, "checkpoint.dir", "format_version")
@@ -80,7 +82,7 @@ def run_name(recipe: str | Path | RunConfig, overrides: Iterable[str] = ()) -> s
     config = load_config(recipe, overrides, trust_code=True)
     keys, values = {*parse_overrides(overrides, RunConfig)}, flat(config.to_dict())
     if isinstance(recipe, RunConfig):
-        keys |= flat(recipe.model_dump(exclude_unset=True)).keys()
+        keys |= recipe.stated()
     elif (path := recipe_path(recipe)) in map(RECIPES.path, RECIPES.names()):
         keys, values = keys | {"recipe"}, values | {"recipe": path.stem}
     else:
@@ -176,8 +178,9 @@ def continued(
     sent_by: str = "",
     fix: str,
 ) -> RunConfig:
-    """Return `stored` with the free keys, data paths and micro-batch of `requested`.
+    """Return `stored` with the free keys, data paths and micro-batch that `requested` states.
 
+    Free keys that it does not state keep their stored values, except OF_THIS_START.
     `first` is the request that the run started with, if it is known. `place` is where the run is,
     a path or a URL, and `sent_by` the end of that sentence.
     Raises: ConfigError, with `fix`, that names each key that contradicts the run and both values.
@@ -200,10 +203,13 @@ def continued(
             f"{lost}",
             fix=f"{restore}{fix} {keys_that_may_change()}",
         )
+    stated = requested.stated()
     values = {
         key: value
         for key, value in flat(requested.to_dict()).items()
-        if key.startswith(FREE_KEYS) and key != "name" and value is not None
+        if key.startswith(FREE_KEYS)
+        and (key in stated or key.startswith(OF_THIS_START))
+        and key != "name"
     }
     return stored.with_values(values | batch | (moved or {}))
 
