@@ -22,7 +22,7 @@ ROOMS = {
     "assembly": 19_750,
     "config": 16_050,
     "ops": 15_500,
-    "inference": 13_300,
+    "inference": 13_350,
     "storage": 11_300,
     "distributed": 7_000,
     "optim": 6_100,
