@@ -16,7 +16,7 @@ FRAMES = 9
 ROOMS = {
     "measure": 103_800,
     "data": 77_100,
-    "training": 64_450,
+    "training": 64_700,
     "cli": 34_700,
     "models": 24_400,
     "assembly": 19_750,

@@ -87,6 +87,7 @@ WRITTEN = (
     LEFT_OUT,
     EXIT_CODE,
     "checkpoints",
+    "base",
     BOARD,
     TABLE,
     LOGGER_STATES,
@@ -100,8 +101,8 @@ WRITTEN = (
 """Files and directories that a run writes in its directory. None may be a link, so that a run
 directory from an untrusted source cannot make a run write outside it.
 """
-STARTED = (COPY, REQUESTED, ORIGIN, OWNER, LEFT_OUT)
-"""Files that a first start writes before config.yaml, which makes a directory a run directory."""
+STARTED = (COPY, REQUESTED, ORIGIN, OWNER, LEFT_OUT, "base")
+"""What a first start writes before config.yaml, which makes a directory a run directory."""
 
 
 def write_config(folder: Path, config: RunConfig, *, requested: RunConfig | None = None) -> None:
