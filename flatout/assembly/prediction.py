@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
@@ -44,7 +45,7 @@ MOST_RUNS = 200
 LAST_RUNS = 5
 """How many of the latest runs of one kind are used."""
 SIMILAR = 4
-"""Largest ratio of FLOPs per token at which a model's rate of FLOPs is taken for another's."""
+"""Ratio of FLOPs per token below which the rate, or a gain, of one model is taken for another's."""
 EAGER_MFU, COMPILED_MFU = 0.22, 0.42
 """Measured on an H100 with 124 M parameters: 0.224 eager, 0.410 compiled, and 0.463 for the
 eigenstate network on sequences of 32,768 tokens (docs/numbers/gpu.md)."""
@@ -172,7 +173,8 @@ class MeasuredHere(Stored):
     hardware: str
     """The GPU as its driver names it, or the CPU and its cores."""
     speedups: dict[str, Gain] | None = None
-    """Gains by name. Null means nothing has been measured, and the user has not been told so."""
+    """Gains by name and FLOPs per token, `compile@2.4e+06`. Null means nothing has been measured,
+    and the user has not been told so."""
     runs: tuple[PastRun, ...] = ()
     """Finished runs, oldest first."""
 
@@ -201,13 +203,22 @@ def read(hardware: str | None, cache: Path | None) -> MeasuredHere:
 def keep(
     hardware: str, cache: Path, gains: Mapping[str, Gain] | None = None, run: PastRun | None = None
 ) -> Path:
-    """Add gains, replacing earlier ones, or a run to the file of this hardware. Return its path.
+    """Add gains or a run to the file of this hardware. Return its path.
+
+    A gain replaces the earlier ones of its speedup with similar models.
 
     Raises: OSError when the cache cannot be written.
     """
     path, found = _path(hardware, cache), read(hardware, cache)
     if gains is not None:
-        found = found.model_copy(update={"speedups": {**(found.speedups or {}), **gains}})
+        kept = {
+            key: gain
+            for key, gain in (found.speedups or {}).items()
+            if (new := gains.get(key.partition("@")[0])) is None
+            or not _similar(gain.flops_per_token, new.flops_per_token)
+        }
+        kept |= {f"{name}@{gain.flops_per_token:.3g}": gain for name, gain in gains.items()}
+        found = found.model_copy(update={"speedups": kept})
     if run is not None:
         found = found.model_copy(update={"runs": (*found.runs, run)[-MOST_RUNS:]})
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -220,14 +231,34 @@ def _path(hardware: str, cache: Path) -> Path:
     return cache.expanduser() / "measured" / f"{name}.json"
 
 
-def gains_here(machine: Machine, device: str, cache: Path | None) -> dict[str, Gain]:
+def gains_here(
+    machine: Machine,
+    device: str,
+    cache: Path | None,
+    flops_per_token: Callable[[], float] | None = None,
+) -> dict[str, Gain]:
     """Return the gains measured on the hardware of `device` with the torch in use, by speedup.
 
-    Without a `cache` there are none.
+    They are those of models with similar FLOPs per token, of several the nearest. Without
+    `flops_per_token`, the last of any model. Without a `cache` there are none.
     """
-    gains = read(hardware_name(machine, device), cache).speedups or {}
     here = version("torch").partition("+")[0]  # 2.13.0+cu130 and 2.13.0+cpu are the same release
-    return {name: gain for name, gain in gains.items() if gain.torch.partition("+")[0] == here}
+    stored = read(hardware_name(machine, device), cache).speedups or {}
+    gains = [
+        (key.partition("@")[0], gain)
+        for key, gain in stored.items()
+        if gain.torch.partition("+")[0] == here
+    ]
+    if gains and flops_per_token is not None:
+        flops = flops_per_token()
+        near = [(name, gain) for name, gain in gains if _similar(gain.flops_per_token, flops)]
+        gains = sorted(near, key=lambda each: -abs(math.log(each[1].flops_per_token / flops)))
+    return dict(gains)
+
+
+def _similar(flops_per_token: float, other: float) -> bool:
+    """Return whether two numbers of FLOPs per token are known, and within SIMILAR times."""
+    return 0 < flops_per_token < SIMILAR * other and other < SIMILAR * flops_per_token
 
 
 def runs_here(machine: Machine, device: str, cache: Path | None) -> Sequence[PastRun]:
@@ -450,7 +481,7 @@ def predict_time(
         run.tokens_per_s * run.flops_per_token / run.world_size
         for run in timed
         if (run.kind, run.speedups) == (this.kind, this.speedups)
-        and 1 / SIMILAR < run.flops_per_token / flops_per_token < SIMILAR
+        and _similar(run.flops_per_token, flops_per_token)
     ][-LAST_RUNS:]
     rate, source = None, "unknown: no peak rate is known for this device"
     if same:

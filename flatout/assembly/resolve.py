@@ -97,7 +97,7 @@ def resolve(
         dtype = "bf16" if narrow else "fp32"
     peak = known_peak(machine, device, dtype) if device == "cpu" or machine.gpus else None
     minutes = expected_minutes(config, world_size * peak.tflops * ASSUMED_MFU) if peak else None
-    gains = gains_here(machine, device, cache)
+    gains = gains_here(machine, device, cache, functools.partial(flops_per_token, config))
     decisions = select(
         config,
         machine,
@@ -317,9 +317,13 @@ def expected_minutes(config: RunConfig, tflops: float) -> float | None:
     )
     if tokens is None:
         return None
+    return flops_per_token(config) * tokens / (tflops * 1e12) / 60
+
+
+def flops_per_token(config: RunConfig) -> float:
+    """Return the FLOPs per token of the model, forward and backward."""
     model_class, model_config = model_of(config, vocab_size=config.model.vocab_size or 1)
-    flops = _count_flops(model_class, model_config, config.data.seq_len)
-    return float(flops.causal_exact) * tokens / (tflops * 1e12) / 60
+    return float(_count_flops(model_class, model_config, config.data.seq_len).causal_exact)
 
 
 @functools.lru_cache(maxsize=16)

@@ -47,6 +47,8 @@ class Gain(Stored):
     """Commit of flatout. Null outside a checkout."""
     torch: str
     """Version of torch."""
+    flops_per_token: float = 0.0
+    """FLOPs per token of the model that it was measured with. 0 for earlier versions' gains."""
 
     @property
     def is_faster(self) -> bool:

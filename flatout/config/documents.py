@@ -1,4 +1,6 @@
-"""Reads YAML: `3e-4` is a number, only true and false are booleans, repeated keys are errors."""
+"""Reads and writes YAML: numbers are decimal (`3e-4`, `010`) or hexadecimal, only true and false
+are booleans, and repeated keys are errors.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +32,11 @@ CHARS_PER_VALUE = 200
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader without four traps of YAML 1.1.
+    """PyYAML's safe loader without the traps of YAML 1.1.
 
-    YAML 1.1 reads 3e-4 as text and on and no as booleans, silently keeps the last of two equal
-    keys, and lets a short text stand for any number of values.
+    YAML 1.1 reads 3e-4 as text, on and no as booleans, 010 as 8, 1:30 as 90 and 2026-01-02 as a
+    date, silently keeps the last of two equal keys, and lets a short text stand for any number of
+    values. PyYAML also rejects tabs between words and at the end of a line.
     """
 
     def __init__(self, text: str) -> None:
@@ -62,11 +65,33 @@ class _Loader(yaml.SafeLoader):
             )
         return node
 
+    def scan_to_next_token(self) -> None:
+        """Skip blanks and comments, and tabs that do not indent."""
+        super().scan_to_next_token()
+        while self.peek() == "\t":
+            blanks = 1
+            while self.peek(blanks) in " \t":
+                blanks += 1
+            first = not self.buffer[self.pointer - self.column : self.pointer].strip()
+            if first and not self.flow_level and self.peek(blanks) not in "\0\r\n#":
+                raise yaml.scanner.ScannerError(
+                    problem="the line is indented with a tab, not with spaces",
+                    problem_mark=self.get_mark(),
+                )
+            self.forward(blanks)
+            super().scan_to_next_token()
+
 
 def _unique_mapping(loader: _Loader, node: yaml.MappingNode, deep: bool = False) -> JsonObject:
     seen: JsonObject = {}
     for key_node, value_node in node.value:
         key = loader.construct_object(key_node, deep=True)
+        if key == "<<" and key_node.style is None:
+            raise ConfigError(
+                f"{node.start_mark.name}, line {key_node.start_mark.line + 1}: << merges another "
+                "mapping, which YAML 1.2 no longer has.",
+                fix="Write the keys of that mapping here.",
+            )
         is_text = isinstance(key, str)
         if not is_text or key in seen:
             raise ConfigError(
@@ -79,29 +104,52 @@ def _unique_mapping(loader: _Loader, node: yaml.MappingNode, deep: bool = False)
 
 
 def _whole_number(loader: _Loader, node: yaml.ScalarNode) -> int:
-    """Return a number that Python can print. PyYAML reads longer ones, in base 16 and base 60."""
-    if len(node.value) > sys.get_int_max_str_digits():
+    """Return a decimal or hexadecimal number that Python can print."""
+    digits = node.value.replace("_", "")
+    if len(digits) > sys.get_int_max_str_digits():
         raise ConfigError(
             f"{loader.name}, line {node.start_mark.line + 1}: a number has more than "
             f"{sys.get_int_max_str_digits():,} digits.",
             fix="Put it in quotes, or delete it.",
         )
-    return int(str(loader.construct_yaml_int(node)))
+    return int(str(int(digits, 16 if "x" in digits else 10)))
 
 
-_FLOAT = re.compile(
-    r"^[-+]?(?:[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9_]+)(?:[eE][-+]?[0-9]+)$|^[-+]?(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)$"
-)
-_Loader.yaml_implicit_resolvers = {
-    first: [r for r in found if r[0] != "tag:yaml.org,2002:bool"]
-    for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")
-)
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
+class _Dumper(yaml.SafeDumper):
+    """PyYAML's safe dumper. It quotes texts that YAML 1.1 or `_Loader` would read as values."""
+
+
+def _represent_text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
+    """Return a text as YAML: in double quotes, which keep its line breaks, if it has any."""
+    style = '"' if text.splitlines() not in ([], [text]) else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Loader.yaml_implicit_resolvers = {}
+for _tag, _pattern, _first in (
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    ("int", r"[-+]?(?:0x[0-9a-fA-F_]+|[0-9][0-9_]*)", list("-+0123456789")),
+    (
+        "float",
+        r"[-+]?(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*|"
+        r"(?:[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9_]+)[eE][-+]?[0-9]+|\.(?:inf|Inf|INF))"
+        r"|\.(?:nan|NaN|NAN)",
+        list("-+0123456789."),
+    ),
+):
+    for _class in (_Loader, _Dumper):
+        _class.add_implicit_resolver(
+            f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_pattern})$"), _first
+        )
 _Loader.add_constructor("tag:yaml.org,2002:int", _whole_number)
+_Dumper.add_representer(str, _represent_text)
 _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _unique_mapping)
+
+
+def dump_yaml(document: JsonObject) -> str:
+    """Return a mapping as YAML, which `parse_yaml` and other readers of YAML read as equal."""
+    return yaml.dump(document, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def parser_says(error: Exception) -> str:
@@ -146,7 +194,7 @@ def _parsed(text: str, name: str) -> Any:
         ValueError,
         OverflowError,
         RecursionError,
-    ) as error:  # a date such as 2026-13-01, or brackets nested a thousand deep
+    ) as error:  # `!!int x`, or brackets nested a thousand deep
         raise ConfigError(
             f"{name} contains a value that cannot be read: {parser_says(error)}.",
             fix="Put it in quotes, or delete it.",

@@ -74,6 +74,8 @@ def explain(error: ValidationError, section: type[BaseModel], prefix: str = "") 
     change = (
         f"Did you mean {key}={meant}?"
         if meant is not None
+        else "Put it in quotes."
+        if "text" in expected
         else f"Change it, or leave it at its default, {default}."
         if default is not None
         else "Change it, or remove it."

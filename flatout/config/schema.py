@@ -157,9 +157,13 @@ class RunConfig(Section):
         document = json.dumps(self.to_dict(), sort_keys=True)
         return hashlib.sha256(document.encode()).hexdigest()
 
+    def stated(self) -> frozenset[str]:
+        """Return the keys that a file, an override or Python code has set, as dotted keys."""
+        return frozenset(flat(self.model_dump(exclude_unset=True)))
+
     def with_values(self, values: JsonObject) -> RunConfig:
         """Return a validated copy with the values at some dotted keys replaced."""
-        document = self.to_dict()
+        document = self.model_dump(mode="json", exclude_unset=True)
         merge(document, nested(values))
         return validate(document)
 
@@ -207,7 +211,8 @@ def load_config(
 def parse_overrides(overrides: Iterable[str], section: type[BaseModel]) -> JsonObject:
     """Return the values of overrides by dotted key, without checking the keys.
 
-    A value is parsed as YAML, or is text for a text key.
+    The value of a text key is text as it is, quotes, `#` and blanks included, and null or nothing
+    is no value. Text for a list of names may also be a list in brackets. Any other value is YAML.
     Raises: ConfigError when an item is not an override.
     """
     values: JsonObject = {}
@@ -220,23 +225,35 @@ def parse_overrides(overrides: Iterable[str], section: type[BaseModel]) -> JsonO
                 fix="Write section.key=value, for example optim.lr=3e-4.",
             )
         kind = getattr(fields_of(section).get(key), "annotation", None)
-        is_text = kind in (str, str | None)
-        if not stripped or (is_text and stripped in {"null", "~"}):
-            values[key] = text if kind is str else None
-            continue
-        try:
-            value = parse_yaml(text, name=override)
-        except ConfigError as error:
-            if not is_text and not isinstance(error.__cause__, yaml.YAMLError):
-                raise  # valid YAML with its own message, such as a repeated key
-            if not is_text:
-                raise ConfigError(
-                    f"{override!r} is not YAML.",
-                    fix="Correct the value, and quote the whole override: 'section.key=value'.",
-                ) from error
-            value = text
-        values[key] = text if is_text and not isinstance(value, str) else value
+        if kind is str:
+            values[key] = text
+        elif stripped in {"", "null", "~"}:
+            values[key] = None
+        elif kind == str | None or (kind == tuple[str, ...] and stripped[0] != "["):
+            values[key] = text
+        else:
+            values[key] = _yaml_value(override, stripped)
     return values
+
+
+def override(key: str, value: object) -> str:
+    """Return the override that sets a key to a value, as it is typed in a shell."""
+    text = isinstance(value, str) and parse_overrides([f"{key}={value}"], RunConfig)[key] == value
+    return in_shell(f"{key}={value if text else json.dumps(value)}")
+
+
+def _yaml_value(override: str, text: str) -> Any:
+    """Return the value in an override. Text without quotes keeps its `#`."""
+    try:
+        value = parse_yaml(text, name=override)
+    except ConfigError as error:
+        if not isinstance(error.__cause__, yaml.YAMLError):
+            raise  # valid YAML with its own message, such as a repeated key
+        raise ConfigError(
+            f"{override!r} is not YAML.",
+            fix="Correct the value, and quote the whole override: 'section.key=value'.",
+        ) from error
+    return text if value is None or (isinstance(value, str) and text[0] not in "'\"") else value
 
 
 def nested(values: JsonObject) -> JsonObject:

@@ -63,7 +63,7 @@ def _names_code(config: Path) -> bool:
     return isinstance(document, dict) and "auto_map" in document
 
 
-def require_tasks(folder: Path, checkpoint: str, *, has_tasks: bool) -> None:
+def require_tasks(folder: Path, checkpoint: str | None, *, has_tasks: bool) -> None:
     """Check that the options suit an export, which has one model and no validation text.
 
     Raises: ConfigError.
@@ -74,7 +74,7 @@ def require_tasks(folder: Path, checkpoint: str, *, has_tasks: bool) -> None:
             fix=f"Score it on tasks, `flatout eval {in_shell(folder)} --tasks hellaswag`, or score "
             "the run that it was made from.",
         )
-    if checkpoint != "best":
+    if checkpoint not in (None, "best"):
         raise ConfigError(
             f"{folder} is an export of one checkpoint. --checkpoint {checkpoint} cannot choose "
             "another.",

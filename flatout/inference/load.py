@@ -74,7 +74,7 @@ class LoadedRun:
 
 def load_run(
     run: str | Path,
-    checkpoint: str = "best",
+    checkpoint: str | None = None,
     *,
     device: str = "auto",
     precision: Arithmetic = "fp32",
@@ -121,7 +121,7 @@ def load_run(
 
 def load_model(
     model: str | Path | None,
-    checkpoint: str = "best",
+    checkpoint: str | None = None,
     *,
     trust_code: bool = False,
     progress: Progress = SILENT,
@@ -136,7 +136,7 @@ def load_model(
     if model is None or not is_foreign(str(model)):
         folder = run_or_newest(model, progress=progress)
         return load_run(folder, checkpoint, trust_code=trust_code, progress=progress)
-    if checkpoint != "best":
+    if checkpoint not in (None, "best"):
         raise ConfigError(
             f"{model} is a single model. --checkpoint {checkpoint} cannot choose a different one.",
             fix="Remove --checkpoint, or name a run.",

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flatout.assembly.resolve import FREE_OF_WEIGHTS
-from flatout.config.schema import RunConfig
+from flatout.config.schema import RunConfig, override
 from flatout.config.trust import references_in
 from flatout.data.store.mix import AnyDataset, members_of
 from flatout.data.tokenizers.hub import is_repository
@@ -20,16 +20,17 @@ from flatout.models.language_model import model_of
 from flatout.models.lora import adapters_of, with_adapters
 from flatout.ops import Ops
 from flatout.progress import SILENT, Progress
+from flatout.storage.files import writing_run
 from flatout.storage.json_io import JsonObject, read_model
 from flatout.storage.recognised import recognise, require_local
 from flatout.training.agreement import READING, together
 from flatout.training.checkpoint import catalog, location
 from flatout.training.checkpoint.catalog import Base, read_index
-from flatout.training.checkpoint.contents import digest_of, find_base
+from flatout.training.checkpoint.contents import digest_of, find_base, keep_base
 from flatout.training.checkpoint.merged import MergedWeights, load_initial_weights, shapes_of
 from flatout.training.checkpoint.weights import plain_name
 from flatout.training.run_dir import layout
-from flatout.training.run_dir.config_seal import override, require_as_trained
+from flatout.training.run_dir.config_seal import require_as_trained
 from flatout.training.run_dir.data_location import require_tokenizer, require_tokenizer_of
 from flatout.training.run_dir.lookup import RUNS, find_checkpoint, find_run
 
@@ -153,6 +154,8 @@ def _source(run: Run, checkpoint: Path | None) -> tuple[Path | None, JsonObject 
         return source, None
     rows = {plain_name(name): adapter.rows for name, adapter in adapters.items()}
     digest = known.digest if known is not None else digest_of(source)
+    with writing_run(run.folder):
+        source = keep_base(run.folder, source, digest)
     scale = next(iter(adapters.values())).scale  # the same in all layers
     return source, Base(
         path=str(source.resolve()), digest=digest, scale=scale, rows=rows

@@ -250,6 +250,7 @@ GAIN = Gain(
     date="2026-11-22T08:00:00",
     commit="abc1234",
     torch="2.9.0",
+    flops_per_token=1e6,
 )
 
 
@@ -263,12 +264,13 @@ def test_runs_and_gains_are_kept_per_hardware(tmp_path, past):
     keep(CPU, tmp_path, run=past())
     keep(CPU, tmp_path, {"bf16": GAIN, "compile": GAIN})
     keep(CPU, tmp_path, run=past(kind="another"))
-    keep(CPU, tmp_path, {"bf16": GAIN.model_copy(update={"gain": 1.5})})
+    keep(CPU, tmp_path, {"bf16": GAIN.model_copy(update={"gain": 1.5, "flops_per_token": 2e6})})
     keep(H200, tmp_path, run=past())
     assert [run.kind for run in runs_here(MACHINE, "cpu", tmp_path)] == ["transformer", "another"]
     assert list(runs_here(MACHINE, "cuda", tmp_path)) == [past()]
     found = read(CPU, tmp_path).speedups
-    assert {name: gain.gain for name, gain in found.items()} == {"bf16": 1.5, "compile": 1.125}
+    gains = {name: gain.gain for name, gain in found.items()}
+    assert gains == {"compile@1e+06": 1.125, "bf16@2e+06": 1.5}
     assert read("NVIDIA H200 NVL", tmp_path).speedups is None
 
 

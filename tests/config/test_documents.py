@@ -39,7 +39,7 @@ def test_a_few_aliases_are_read():
     assert parse_yaml(text, name="a.yaml")["two"] == [{"lr": 1}, {"lr": 1}]
 
 
-@pytest.mark.parametrize("number", ["0x" + "f" * 4000, "1" + ":59" * 3000, "1" + ":59" * 400_000])
+@pytest.mark.parametrize("number", ["0x" + "f" * 4000, "1" * 5000, "0" * 5000])
 def test_numbers_that_python_cannot_print_are_rejected(number):
     with pytest.raises(ConfigError, match="a number has more than 4,300 digits"):
         parse_yaml(f"a: {number}", name="a.yaml")
@@ -70,6 +70,9 @@ def test_the_error_for_a_long_number_does_not_mention_pythons_setting():
         ("1_000", 1000),
         ("-3", -3),
         ("0x10", 16),
+        ("010", 10),
+        ("-089", -89),
+        ("08.5", 8.5),
         (".inf", math.inf),
     ],
 )
@@ -96,6 +99,12 @@ def test_numbers_are_parsed(text, value):
         "1e-4, 2",
         "._",
         "'3e-4'",
+        "1:30",
+        "190:20:30.15",
+        "0b11",
+        "2026-01-02",
+        "2026-13-01",
+        "=",
     ],
 )
 def test_words_are_parsed_as_text(text):
@@ -110,6 +119,11 @@ def test_other_yaml_keeps_its_meaning():
     assert parse_yaml("", name="test") is None
 
 
+def test_tabs_may_stand_anywhere_but_in_the_indentation():
+    text = "a:\t1\t\r\n\t\r\nb:\t# none\r\n  c: x\t # one\r\nd: {\r\n\te: 'f\t'}\r\n"
+    assert parse_yaml(text, name="test") == {"a": 1, "b": {"c": "x"}, "d": {"e": "f\t"}}
+
+
 @pytest.mark.parametrize(
     ("text", "line", "about"),
     [
@@ -117,7 +131,9 @@ def test_other_yaml_keeps_its_meaning():
         ("a: 1\nb: 2\na: 1\n", 3, "'a' is given twice"),
         ("- {x: 1, x: 1}\n", 1, "'x' is given twice"),
         ("a: [1\nb: 2\n", 2, "not valid YAML"),
-        ("a: 1\n\tb: 2\n", 2, "not valid YAML"),
+        ("a: 1\n\tb: 2\n", 2, "the line is indented with a tab, not with spaces"),
+        ("a:\n  \tb: 2\n", 2, "the line is indented with a tab, not with spaces"),
+        ("a: &a {b: 1}\nc:\n  <<: *a\n", 3, "<< merges another mapping"),
         ("a: !!python/object:os.system {}\n", 1, "not valid YAML"),
         ("a: 1\n---\nb: 1\n", 2, "another document"),
         ("a:\n  1: x\n", 2, "key 1 is not text"),

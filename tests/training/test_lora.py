@@ -63,7 +63,13 @@ def test_a_checkpoint_has_the_adapters_alone(lora_config, source, tmp_path, even
     assert all(".adapters." in name for name in stored)
     assert folder_bytes(checkpoint) < folder_bytes(last(source)) / 2
     base = read_index(checkpoint).base
-    assert base.path == str(last(source).resolve())
+    kept = tmp_path / "run" / "base" / base.digest[:16] / last(source).name
+    assert base.path == str(kept)
+    names = {path.name for path in last(source).iterdir()}
+    optimizer = {name for name in names if name.startswith("optimizer-")}
+    assert optimizer
+    assert {path.name for path in kept.iterdir()} == names - optimizer
+    assert all(path.samefile(last(source) / path.name) for path in kept.iterdir()), "no copies"
     assert base.scale == 4.0
     assert read_index(last(source)).base is None
     (event,) = events(tmp_path / "run", "lora")
@@ -92,7 +98,8 @@ def test_a_resumed_run_is_the_same(lora_config, tmp_path, stop_at):
         run_training(config, tmp_path / "parts", observers=[stop_at(3)])
     assert run_training(config, tmp_path / "parts")["weights_sha256"] == whole["weights_sha256"]
     for name in ("whole", "parts"):
-        assert read_index(last(tmp_path / name)).base == read_index(last(tmp_path / "whole")).base
+        base, same = (read_index(last(tmp_path / run)).base for run in (name, "whole"))
+        assert base.model_copy(update={"path": same.path}) == same
 
 
 def test_merged_weights_compute_the_same_loss_and_text(lora_config, tmp_path):
@@ -179,8 +186,31 @@ def test_another_run_continues_with_the_adapters(lora_config, tiny_config, tmp_p
     longer = tiny_config(**LORA, train__steps=8)
     summary = run_training(longer, tmp_path / "second", resume=str(tmp_path / "first"))
     assert (summary["steps"], summary["resumed_from"]) == (8, str(last(tmp_path / "first")))
-    base = read_index(last(tmp_path / "second")).base
-    assert base == read_index(last(tmp_path / "first")).base
+    base, same = (read_index(last(tmp_path / name)).base for name in ("second", "first"))
+    assert base.model_copy(update={"path": same.path}) == same
+    shutil.rmtree(tmp_path / "first")
+    assert evaluate(tmp_path / "second").val_loss == pytest.approx(summary["val_loss"], rel=1e-6)
+
+
+def test_adapters_outlive_the_runs_of_their_bases(lora_config, source, tmp_path, monkeypatch):
+    """The base trains on, and rotates its checkpoint away. The adapters move to another machine."""
+    shutil.copytree(source, tmp_path / "whole")
+    run_training(lora_config(train__init_from=str(tmp_path / "whole")), tmp_path / "first")
+    shutil.rmtree(tmp_path / "whole" / "checkpoints")
+    monkeypatch.setattr(contents.os, "link", lambda *_: (_ for _ in ()).throw(OSError(18, "")))
+    again = lora_config(train__init_from=str(tmp_path / "first"), lora__targets=["q"])
+    summary = run_training(again, tmp_path / "second")
+    for name in ("whole", "first"):
+        shutil.rmtree(tmp_path / name)
+    moved = tmp_path / "elsewhere" / "adapters"
+    shutil.copytree(tmp_path / "second", moved)
+    shutil.rmtree(tmp_path / "second")
+    assert evaluate(moved).val_loss == pytest.approx(summary["val_loss"], rel=1e-6)
+    run_training(again.with_values({"train.init_from": None, "train.steps": 8}), moved)
+    weights = next((moved / "base").glob("*/step-6/model-*"))
+    weights.unlink()
+    with pytest.raises(CheckpointError, match=r"has no model-|is missing|does not exist"):
+        evaluate(moved)
 
 
 def test_a_model_of_another_tool_is_a_base_too(lora_config, source, tmp_path, stop_at):

@@ -146,7 +146,9 @@ def test_what_auto_chose_is_not_chosen_again(tiny_config, tmp_path, stop_at, eve
     assert decided["micro-batch"]
     assert not decided["compile"]
     monkeypatch.setattr(resolving, "expected_minutes", lambda *_: 600.0)
-    keep(hardware_name(machine, "cpu"), cache, {"micro-batch": gain(0.5), "compile": gain(2)})
+    flops = resolving.flops_per_token(config.with_values({"model.vocab_size": 257}))
+    gains = {"micro-batch": gain(0.5, flops), "compile": gain(2, flops)}
+    keep(hardware_name(machine, "cpu"), cache, gains)
     again, _ = resolve(
         config,
         machine=machine,
@@ -164,7 +166,7 @@ def test_what_auto_chose_is_not_chosen_again(tiny_config, tmp_path, stop_at, eve
     assert not events(tmp_path / "run", "compiled")
 
 
-def gain(times):
+def gain(times, flops_per_token):
     """Return a gain that `bench` is sure of."""
     return Gain(
         gain=times,
@@ -175,6 +177,7 @@ def gain(times):
         date="2026-11-22T08:00:00",
         commit=None,
         torch=version("torch"),
+        flops_per_token=flops_per_token,
     )
 
 

@@ -44,7 +44,10 @@ ModelName = Annotated[
         "export, or any model that train.init_from reads."
     ),
 ]
-CheckpointName = Annotated[str, Option("best, last, or a step.")]
+CheckpointName = Annotated[
+    str | None,
+    Option("best, last, or a step (default: best, or last where the best was not saved)."),
+]
 TrustCode = Annotated[
     bool,
     Option(

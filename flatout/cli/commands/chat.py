@@ -69,7 +69,7 @@ def chat(
         str | None,
         Option("chatml, plain or a Jinja file, for a run that was not trained on chat data."),
     ] = None,
-    checkpoint: CheckpointName = "best",
+    checkpoint: CheckpointName = None,
     trust_code: TrustCode = False,
     *,
     lines: Iterable[str] | None = None,

@@ -6,10 +6,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
-import yaml
-
 from flatout.cli.commands import Command
 from flatout.config.convert import Conversion, Item, Outcome, convert, read_settings
+from flatout.config.documents import dump_yaml
 from flatout.config.registry import DATASETS, SUFFIXES, unknown_name
 from flatout.config.schema import nested, validate
 from flatout.config.signature import Argument, Option, checked
@@ -169,7 +168,7 @@ def convert_config(
     ]
     lines += [f"# {PREPARE}: {command}" for command in commands]
     comments = "\n".join(" ".join(line.split()) for line in lines)
-    body = yaml.safe_dump(nested(found.values), sort_keys=False, allow_unicode=True)
+    body = dump_yaml(nested(found.values))
     with writing(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         write_text(target, f"{comments}\n{body}")

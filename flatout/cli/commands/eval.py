@@ -170,7 +170,7 @@ TrustTheCode = Annotated[
 @checked
 def evaluate(
     run: RunOrExport = None,
-    checkpoint: CheckpointName = "best",
+    checkpoint: CheckpointName = None,
     data: OtherData = None,
     max_tokens: MaxTokens = None,
     trust_code: TrustTheCode = False,

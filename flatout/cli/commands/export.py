@@ -37,7 +37,7 @@ def export(
         Path | str | None,
         Option("Directory to write (default: export-FORMAT in the run directory)."),
     ] = None,
-    checkpoint: CheckpointName = "best",
+    checkpoint: CheckpointName = None,
     dtype: Dtype = None,
     shard_mib: ShardSize = DEFAULT_SHARD_MIB,
     overwrite: Annotated[bool, Option("Replace an earlier export in that directory.")] = False,

@@ -51,7 +51,7 @@ def generate(
     num_samples: Annotated[int, Option("How many texts to write.", min=1)] = 1,
     max_tokens: MaxTokens = 256,
     stop: Stop = None,
-    checkpoint: CheckpointName = "best",
+    checkpoint: CheckpointName = None,
     trust_code: TrustCode = False,
     *,
     write: Callable[[str], object] | None = None,

@@ -184,7 +184,13 @@ def _speedups(recipe: str | Path | None, progress: Progress) -> ListResult:
             )
         minutes, length = _expected_length(config, machine, progress)
         notes += [length] if length else []
-    gains = gains_here(machine, device, default_cache())
+
+    def flops() -> float:
+        from flatout.assembly.resolve import flops_per_token  # imports torch
+
+        return flops_per_token(config)
+
+    gains = gains_here(machine, device, default_cache(), None if recipe is None else flops)
     items = []
     for decision in select(config, machine, device=device, minutes=minutes, measured=gains):
         speedup, gain = speedup_named(decision.name), gains.get(decision.name)

@@ -27,7 +27,7 @@ def push(
     run: Annotated[str | Path, Argument("A run directory, or its name under runs/.")],
     repository: Annotated[str, Argument("The repository on the hub, ORG/NAME.")],
     to: Format = "huggingface",
-    checkpoint: CheckpointName = "best",
+    checkpoint: CheckpointName = None,
     dtype: Dtype = None,
     shard_mib: ShardSize = DEFAULT_SHARD_MIB,
     private: Annotated[bool, Option("Create the repository as a private one.")] = False,

@@ -137,7 +137,7 @@ def train(
     config = load_checked(recipe, overrides, trust_code=trust_code, progress=progress)
     from flatout.training.run import run_training
 
-    run_dir = RUNS / run_name(config) if run is None else Path(run)
+    run_dir = RUNS / run_name(recipe, overrides or ()) if run is None else Path(run)
     summary = run_training(
         config,
         run_dir,
@@ -206,7 +206,7 @@ def processes(
     preflight.check(config, progress=progress)
     count = num_processes(wanted.devices, wanted.device, probe())
     if count > 1:
-        stored = read_config(RUNS / run_name(config) if run is None else run)
+        stored = read_config(RUNS / run_name(recipe, overrides or ()) if run is None else run)
         if stored is None:
             replicas(config.parallel, count)
             resolve_batch(config, count)

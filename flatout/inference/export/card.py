@@ -6,8 +6,7 @@ import math
 from importlib import import_module
 from pathlib import Path
 
-import yaml
-
+from flatout.config.documents import dump_yaml
 from flatout.inference.export.source import Source
 from flatout.storage.json_io import JsonObject, finite_numbers
 from flatout.training.run_dir import layout
@@ -26,7 +25,7 @@ def model_card(source: Source, usage: str, notes: list[str], *, library: str | N
     table = [f"| {name} | {value} |" for name, value in figures(source).items()]
     return "\n".join(
         [
-            f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n",
+            f"---\n{dump_yaml(head)}---\n",
             f"# {source.folder.absolute().name}\n",
             f"A language model trained with [flatout]({PROJECT}) {version()}.\n",
             f"{usage}\n",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -14,6 +15,8 @@ from flatout.progress import readable_size
 from flatout.storage.files import PART, sync
 from flatout.storage.json_io import Result
 
+OLD = ".old"
+"""End of the name of an earlier export, between the two renames that replace it."""
 DEFAULT_SHARD_MIB = 4096
 """Size of the largest file of an export. Its tensors are in memory while it is written."""
 
@@ -56,8 +59,11 @@ class Export(Result):
 def require_free(out: Path, *, overwrite: bool = False) -> None:
     """Check that `out` is absent, an empty directory, or with `overwrite` an earlier export.
 
+    An export whose replacement was killed is brought back first.
     Raises: OutputInUse.
     """
+    if not out.exists() and (replaced := _replaced(out)):
+        replaced[0].rename(out)
     if not out.exists() and not out.is_symlink():
         return
     if not out.is_dir() or out.is_symlink():
@@ -82,12 +88,13 @@ def require_free(out: Path, *, overwrite: bool = False) -> None:
 def whole_folder(out: Path) -> Iterator[Path]:
     """Yield a new directory beside `out`, which takes its name when the block has succeeded.
 
-    After an error it is deleted, and an earlier export stays as it was.
+    After an error it is deleted, and an earlier export stays as it was. After a kill, one of the
+    two is whole: `require_free` brings it back.
     """
     parent = out.absolute().parent
     parent.mkdir(parents=True, exist_ok=True)
     temporary, old = (
-        parent / f"{out.name}.{secrets.token_hex(4)}{suffix}" for suffix in (PART, ".old")
+        parent / f"{out.name}.{secrets.token_hex(4)}{suffix}" for suffix in (PART, OLD)
     )
     temporary.mkdir()
     try:
@@ -102,4 +109,11 @@ def whole_folder(out: Path) -> Iterator[Path]:
         if old.exists() and not out.exists():
             old.rename(out)
         raise
-    shutil.rmtree(old, ignore_errors=True)
+    for replaced in _replaced(out):
+        replaced.rename(temporary)  # from here on it is not whole
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _replaced(out: Path) -> list[Path]:
+    """Return the earlier exports at `out` that were not yet deleted when they were replaced."""
+    return sorted(out.absolute().parent.glob(f"{glob.escape(out.name)}.????????{OLD}"))

@@ -84,7 +84,7 @@ class Source:
 
 def open_source(
     run: str | Path,
-    checkpoint: str = "best",
+    checkpoint: str | None = None,
     *,
     dtype: str | None = None,
     trust_code: bool = False,

@@ -11,9 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from flatout.assembly.selection import adding, parse_request, removing
+from flatout.config.documents import dump_yaml
 from flatout.config.schema import RunConfig, flat, nested
 from flatout.errors import ConfigError
 from flatout.measure.diagnose.diagnosis import Diagnosis
@@ -176,5 +175,5 @@ def write_recipe(path: Path, config: RunConfig, outcomes: Sequence[FixOutcome]) 
     kept = [outcome for outcome in outcomes if outcome.kept]
     comment = [f"# {config.name}, {MARK}"]
     comment += [f"# {outcome.finding}: {outcome.text} {outcome.reason}" for outcome in kept]
-    text = yaml.safe_dump(nested(own), sort_keys=False, allow_unicode=True)
+    text = dump_yaml(nested(own))
     write_text(path, "\n".join(comment) + "\n" + text)

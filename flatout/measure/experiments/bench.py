@@ -17,6 +17,7 @@ from typing import Any
 
 from flatout.assembly import prediction
 from flatout.assembly.prediction import hardware_name, past_run, speedups_on
+from flatout.assembly.resolve import flops_per_token
 from flatout.assembly.selection import Decision, Gain
 from flatout.config.registry import PACKAGE_DIR
 from flatout.config.schema import RunConfig
@@ -312,7 +313,11 @@ def remember(
     The rate of a bench's full set is stored as well: the duration of a run is predicted from it.
     """
     hardware = hardware_name(resolved.machine, resolved.config.train.device)
-    gains, run = gains_of(found), None
+    flops, run = flops_per_token(resolved.config), None
+    gains = {
+        name: gain.model_copy(update={"flops_per_token": flops})
+        for name, gain in gains_of(found).items()
+    }
     full = set(speedups_on(resolved.decisions))
     for row in found.rows if isinstance(found, Bench) else ():
         on = speedups_on(Decision(name, True, "") for name in row.speedups)

@@ -17,12 +17,11 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
-import yaml
-
 from flatout.assembly.memory import smallest_machine
 from flatout.assembly.recipe import Tolerance
 from flatout.assembly.resolve import workload_of
 from flatout.assembly.selection import assemble
+from flatout.config.documents import dump_yaml
 from flatout.config.schema import RunConfig
 from flatout.errors import ConfigError, HardwareError, RunFailed
 from flatout.measure.experiments.bench import facts_of, remember
@@ -141,7 +140,7 @@ def run_tune(
         not_tried=[*{each.name: each for each in (*space.left, *search.left, *late)}.values()],
     )
     lines = found.lines()
-    body = yaml.safe_dump(config.to_dict(), sort_keys=False, allow_unicode=True)
+    body = dump_yaml(config.to_dict())
     header = "\n".join(f"# {line}".rstrip() for line in lines)
     write_text(out, f"{MARK} on {began[:10]}.\n{header}\n\n{body}")
     remember(found, resolved, cache, progress)

@@ -40,6 +40,7 @@ from flatout.assembly.prediction import (
 from flatout.assembly.preflight import open_dataset, require_machine
 from flatout.assembly.resolve import (
     checkpointing_notes,
+    flops_per_token,
     known_peak,
     may_checkpoint,
     resolve,
@@ -554,7 +555,8 @@ class PlannedRun:
             values |= {"batch.rows_per_device": rows, "batch.accumulate": batch[1]}
         speedups, target = [speedup_named(name) for name in names], self.target
         weak = ", ".join(s.name for s in speedups if s.tolerance.kind == "statistical")
-        gains, speed = gains_here(target.machine, target.device, target.cache), NOT_MEASURED
+        flops, speed = partial(flops_per_token, config), NOT_MEASURED
+        gains = gains_here(target.machine, target.device, target.cache, flops)
         if names and all(name in gains for name in names):
             speed = "measured: " + "; ".join(f"{name}: {gains[name].describe()}" for name in names)
         elif workload.transforms != self.workload.transforms:

@@ -23,10 +23,17 @@ from flatout.storage.json_io import JsonObject, read_json
 SAFETENSORS = ".safetensors"
 TORCH = (".pt", ".pth", ".bin", ".ckpt")
 """Endings of files that torch.save wrote."""
-INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
-"""Lists of the files of a model in several parts, in the order in which they are looked for."""
-SINGLE = ("model.safetensors", "pytorch_model.bin", "ckpt.pt")
-"""Names of the only file of a model, in the order in which they are looked for."""
+INDEX = ".index.json"
+"""The end of the name of a list of files, for a model in several parts."""
+WEIGHTS = (
+    "model.safetensors",
+    f"model.safetensors{INDEX}",
+    "pytorch_model.bin",
+    f"pytorch_model.bin{INDEX}",
+    "ckpt.pt",
+)
+"""The names of a model's weights in the order in which transformers looks for them: the first is
+read, whatever else there is. The last is nanoGPT's."""
 WRAPPERS = ("module.", "_orig_mod.")
 """Prefixes that DDP and torch.compile insert into names."""
 NESTED = ("model", "state_dict", "model_state_dict", "module")
@@ -92,20 +99,20 @@ def weight_files(path: Path) -> list[Path]:
     """
     if path.is_file():
         return [path]
-    for name in (*INDEXES, *SINGLE):
-        if (path / name).is_file():
-            break
-    else:
-        for suffixes in ((SAFETENSORS,), TORCH):
-            found = sorted(file for file in path.iterdir() if file.suffix in suffixes)
-            if len(found) == 1:
-                return found
+    name = next((name for name in WEIGHTS if (path / name).is_file()), None)
+    beside = [
+        sorted(file for file in path.iterdir() if file.suffix in suffixes)
+        for suffixes in ((SAFETENSORS,), TORCH)
+    ]
+    if name is None:
+        only = next((found for found in beside if len(found) == 1), None)
+        if only is not None:
+            return only
         raise CheckpointError(
-            f"{path} has no weights: there is neither {' nor '.join(SINGLE)} nor an index of "
-            "several files.",
+            f"{path} has no weights: there is neither {' nor '.join(WEIGHTS)}.{_named(beside)}",
             fix="Download the whole repository, or name the file with the weights.",
         )
-    if name in SINGLE:
+    if not name.endswith(INDEX):
         return [path / name]
     document = read_json(path / name)
     listed = document.get("weight_map") if isinstance(document, dict) else None
@@ -115,9 +122,17 @@ def weight_files(path: Path) -> list[Path]:
     for file in files:
         if Path(file).name != file or not (path / file).is_file():
             raise CheckpointError(
-                f"{path} has no {file}, which {name} lists.", fix="Download the missing file."
+                f"{path} has no {file}, which {name} lists.{_named(beside)}",
+                fix="Download the missing file, or correct the names that "
+                f"{name} lists, if its tensors are in other files.",
             )
     return [path / file for file in files]
+
+
+def _named(beside: list[list[Path]]) -> str:
+    """Return the sentence that names the files that may hold weights, after a space."""
+    names = [file.name for found in beside for file in found]
+    return f" Its files are {', '.join(names)}." if names else ""
 
 
 def _open_torch(file: Path, found: TensorFiles) -> None:

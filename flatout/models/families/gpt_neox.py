@@ -8,12 +8,15 @@ import torch
 
 from flatout.models.families import gpt2
 from flatout.models.families.table import (
+    NUMBER,
     Architecture,
     Field,
     entry,
     only,
+    required,
     resolved,
     rotary,
+    rotary_entries,
     sizes,
     tensors_of,
 )
@@ -26,8 +29,9 @@ DEFAULT_SHARE = 0.25
 
 def read_rotated(document: JsonObject, keys: JsonObject) -> JsonObject:
     """Return the rotated components of a head, of which config.json states the share."""
-    parameters = document.get("rope_parameters") or {}
-    share = parameters.get("partial_rotary_factor", document.get("rotary_pct", DEFAULT_SHARE))
+    stated = {"rotary_pct": DEFAULT_SHARE} | document | rotary_entries(document)[1]
+    name = "partial_rotary_factor" if "partial_rotary_factor" in stated else "rotary_pct"
+    share = required(stated, name, NUMBER)
     return {"rotary_dims": int(keys["d_model"] // keys["num_heads"] * share)}
 
 

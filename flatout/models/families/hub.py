@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from flatout.errors import CheckpointError, MissingPackage
-from flatout.models.families.files import INDEXES, SAFETENSORS
+from flatout.models.families.files import INDEX, SAFETENSORS, WEIGHTS
 from flatout.progress import SILENT, Progress
 
 PREFIX = "hf:"
@@ -20,7 +20,6 @@ SMALL = (
     "tokenizer_config.json",
     "chat_template.jinja",
     "generation_config.json",
-    *INDEXES,
 )
 """Files that are downloaded if they exist, beside the weights."""
 
@@ -87,13 +86,16 @@ def model_folder(
 
 
 def wanted_files(listed: list[str]) -> list[str]:
-    """Return the files of a repository to download: safetensors if there are any, no code."""
-    weights = [name for name in listed if name.endswith(SAFETENSORS) and "/" not in name]
-    whole = [name for name in weights if name.startswith("model")] or weights
-    pickled = [name for name in listed if re.fullmatch(r"pytorch_model[\w.-]*\.bin", name)]
-    return [*(name for name in SMALL if name in listed and name != CONFIG), CONFIG] + (
-        whole or pickled
-    )
+    """Return the files of a repository to download: the weights that are read, and no code."""
+    name = next((name for name in WEIGHTS if name in listed), "")
+    if name.endswith(INDEX):
+        stem, ending = name.removesuffix(INDEX).rsplit(".", 1)
+        parts = re.compile(rf"{stem}[\w.-]*\.{ending}", re.ASCII)
+        weights = [name, *filter(parts.fullmatch, listed)]
+    else:
+        others = [one for one in listed if one.endswith(SAFETENSORS) and "/" not in one]
+        weights = [name] if name else [one for one in others if one[:5] == "model"] or others
+    return [*(one for one in SMALL if one in listed and one != CONFIG), CONFIG, *weights]
 
 
 def _explained(error: Exception, reference: str) -> CheckpointError:

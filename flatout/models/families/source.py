@@ -13,7 +13,7 @@ from torch import Tensor
 from flatout.config.registry import ARCHITECTURES
 from flatout.errors import CheckpointError, ConfigError
 from flatout.models.families.exported import MODEL_TYPE
-from flatout.models.families.files import INDEXES, SAFETENSORS, SINGLE, open_tensors
+from flatout.models.families.files import SAFETENSORS, WEIGHTS, open_tensors
 from flatout.models.families.hub import CONFIG, PREFIX, model_folder
 from flatout.models.families.table import OTHER_MODEL, Architecture
 from flatout.progress import SILENT, Progress
@@ -48,7 +48,7 @@ def is_foreign(init_from: str) -> bool:
     if any((folder / name).exists() for name in OWN_FILES):
         return False
     if path.is_dir():
-        return any((path / name).exists() for name in (CONFIG, *INDEXES, *SINGLE))
+        return any((path / name).exists() for name in (CONFIG, *WEIGHTS))
     known = recognise(path)
     return path.is_file() and (
         path.suffix == SAFETENSORS or (known is not None and known.name == TORCH_FILE)
@@ -111,7 +111,7 @@ def find_model(init_from: str, *, whole: bool = True, progress: Progress = SILEN
         return ForeignModel(path, family, family.keys(document))
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"{config} has a value of the wrong type or size ({type(error).__name__}: {error}).",
+            f"{config} has a value of the wrong type or size: {error}.",
             fix="Restore config.json from the model's repository.",
         ) from error
 
@@ -181,9 +181,14 @@ class ForeignWeights:
             listed = "; ".join(problems[:MOST_NAMED])
             if len(problems) > MOST_NAMED:
                 listed += f"; and {len(problems) - MOST_NAMED} more"
+            own_head = self._maps[HEADS[0]].foreign[0] if HEADS[0] in self._maps else ""
+            lacks_head = own_head in wanted and own_head not in there
             raise CheckpointError(
                 f"The tensors of {self.path} do not fit its configuration: {listed}.",
-                fix="Get all files again from where the model was published.",
+                fix="If the model uses its embedding as the output head, set tie_word_embeddings "
+                f"to true in its config.json. Otherwise get the file with {own_head}."
+                if lacks_head and len(problems) == 1
+                else "Get all files again from where the model was published.",
             )
         own = next(key for key in HEADS if key in self._maps)
         for name in heads:
@@ -191,7 +196,7 @@ class ForeignWeights:
                 source = "the embedding" if own == HEADS[1] else self._maps[own].foreign[0]
                 raise CheckpointError(
                     f"{self.path} has an output head, {name}, with other values than {source}, "
-                    "which its configuration makes the head.",
+                    "which its configuration (tie_word_embeddings) makes the head.",
                     fix="If the model has a separate head, set tie_word_embeddings to false in "
                     f"its config.json. Otherwise remove {name}.",
                 )

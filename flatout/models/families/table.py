@@ -174,15 +174,19 @@ def resolved(config: TransformerConfig, key: str) -> Any:
     return getattr(config, RESOLVED.get(key, key))
 
 
-def required(document: JsonObject, key: str, kind: type = int) -> Any:
+NUMBER = (int, float)
+_KINDS = {int: "a whole number", NUMBER: "a number", bool: "true or false", dict: "a mapping"}
+
+
+def required(document: JsonObject, key: str, kind: type | tuple[type, ...] = int) -> Any:
     """Return the value of a key.
 
     Raises: ConfigError when config.json lacks it, or its value has a different type.
     """
     value = document.get(key)
-    if not isinstance(value, kind) or isinstance(value, bool):
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         raise ConfigError(
-            f"config.json of the base model sets {key}={value!r}."
+            f"config.json of the base model sets {key}={value!r}, which is not {_KINDS[kind]}."
             if key in document
             else f"config.json of the base model has no {key}.",
             fix="Restore config.json from the model's repository.",
@@ -212,15 +216,16 @@ def entry(theirs: str, ours: str, default: Any = None, names: JsonObject | None 
     """
 
     def read(document: JsonObject, keys: JsonObject) -> JsonObject:
-        if default is None:
-            return {ours: required(document, theirs)}
-        if isinstance(default, bool):
-            return {ours: bool(document.get(theirs, default))}
-        value = document.get(theirs) or (default(document, keys) if callable(default) else default)
-        if names:
+        if default is not None and document.get(theirs) is None:
+            value = default(document, keys) if callable(default) else default
+        elif names:
             require(document, theirs, *names)
-            return {ours: names[value]}
-        return {ours: float(value) if isinstance(default, float) else value}
+            value = document[theirs]
+        else:
+            kind = type(default) if isinstance(default, bool | float) else int
+            value = required(document, theirs, NUMBER if kind is float else kind)
+            value = float(value) if kind is float else value
+        return {ours: names[value] if names else value}
 
     def write(config: Any) -> JsonObject:
         value = resolved(config, ours)
@@ -250,6 +255,22 @@ def only(theirs: str, *values: Any, written: bool = True, **ours: Any) -> Field:
     return Field(read, lambda _config: {theirs: values[0]} if written else {})
 
 
+def rotary_entries(document: JsonObject) -> tuple[str, JsonObject]:
+    """Return the mapping of rotary positions in config.json, and its name.
+
+    Raises: ConfigError when it is not a mapping, or there are two that differ.
+    """
+    names = [name for name in ("rope_parameters", "rope_scaling") if document.get(name)]
+    found = [required(document, name, dict) for name in names]
+    if len(found) == 2 and found[0] != found[1]:
+        raise ConfigError(
+            f"config.json of the base model has rope_parameters={found[0]} and "
+            f"rope_scaling={found[1]}, which differ.",
+            fix="Keep the one that the model was trained with.",
+        )
+    return (names[0], found[0]) if found else ("rope_scaling", {})
+
+
 def rotary(base: str = "rope_theta") -> Field:
     """Return the field of rotary positions. `base` is the entry of the longest wavelength.
 
@@ -257,22 +278,37 @@ def rotary(base: str = "rope_theta") -> Field:
     `rope_scaling`. The field raises ConfigError for a scaling that flatout does not compute.
     """
 
-    def read(document: JsonObject, _keys: JsonObject) -> JsonObject:
-        parameters = document.get("rope_parameters") or {}
-        scaling = parameters or document.get("rope_scaling") or {}
-        theta = parameters.get("rope_theta") or document.get("rope_theta") or document.get(base)
-        kind = scaling.get("rope_type") or scaling.get("type") or "default"
-        if kind not in SCALINGS:
+    def read(document: JsonObject, keys: JsonObject) -> JsonObject:
+        name, scaling = rotary_entries(document)
+        stated = scaling.get("rope_type") or scaling.get("type")
+        kind = stated or "default"
+        if not isinstance(kind, str) or kind not in SCALINGS:
             raise ConfigError(
                 f"The base model scales rotary positions by {kind!r}. flatout computes linear "
                 "and llama3.",
                 fix=OTHER_MODEL,
             )
-        if kind == "llama3" and not theta:  # 10,000 in transformers 4, 500,000 in transformers 5
-            required(document, "rope_theta", float)
-        keys = {"positions": "rotary", "rotary_base": float(theta or 10_000)}
-        keys |= {key: scaling[name] for key, name in SCALINGS[kind].items()}
-        return keys if kind == "default" else keys | {"rotary_scaling": kind}
+        used = {"rope_type", "type", "rope_theta", *SCALINGS["llama3"].values()}
+        used -= {"factor"} if kind == "default" else set()
+        used |= {"partial_rotary_factor"} if "rotary_dims" in keys else set()
+        entries = {"partial_rotary_factor": document.get("partial_rotary_factor")} | scaling
+        for one, value in entries.items():
+            if one not in used and value not in (None, 1):
+                raise ConfigError(
+                    f"config.json of the base model has {one}={value!r} for rotary positions "
+                    + (f"of the type {kind!r}." if stated else "without a rope_type."),
+                    fix="Restore config.json from the model's repository. If it says the same "
+                    "there, start from a different model: flatout cannot compute these positions.",
+                )
+        thetas = {"rope_theta": document.get(base)} | document | scaling
+        if thetas["rope_theta"] is None:  # for llama3, 10,000 in transformers 4, 500,000 in 5
+            thetas = {} if kind == "llama3" else {"rope_theta": 10_000}
+        theta = required(thetas, "rope_theta", NUMBER)
+        found = {"positions": "rotary", "rotary_base": float(theta)}
+        for key, one in SCALINGS[kind].items():
+            inside = {f"{name}.{one}": value for one, value in scaling.items()}
+            found[key] = required(inside, f"{name}.{one}", NUMBER)
+        return found if kind == "default" else found | {"rotary_scaling": kind}
 
     def write(config: Any) -> JsonObject:
         kind, scaling = config.rotary_scaling, None

@@ -9,6 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from flatout.errors import CheckpointError
 from flatout.progress import SILENT, Progress
-from flatout.storage.files import sha256
+from flatout.storage.files import PART, sha256, sync
 from flatout.storage.json_io import RESTORE, JsonObject, parsing, read_json
 from flatout.training.checkpoint import catalog
 from flatout.training.checkpoint.catalog import Base, Index, read_index
@@ -135,6 +137,12 @@ def read_state(checkpoint: Path) -> JsonObject:
     return state
 
 
+BASES, DIGITS = "base", 16
+"""Where a run keeps the weights that its adapters belong to: base/DIGEST/step-N."""
+OPTIMIZER = "optimizer-"
+"""Start of the names of files with optimizer state."""
+
+
 def digest_of(checkpoint: Path) -> str:
     """Return a digest of the weights of a checkpoint, from the digests of their files.
 
@@ -152,29 +160,59 @@ def digest_of(checkpoint: Path) -> str:
     return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
 
 
+def keep_base(run_folder: Path, base: Path, digest: str) -> Path:
+    """Return a copy of a checkpoint's weights in a run directory, of hard links where possible.
+
+    The run may then move alone, and that of the base may delete the checkpoint. The files of
+    another tool's model stay where they are.
+    Raises: CheckpointError when the base has a base, which is missing.
+    """
+    kept = run_folder / BASES / digest[:DIGITS] / base.name
+    if kept.exists() or not (base / catalog.MANIFEST).is_file():
+        return kept if kept.exists() else base
+    if inner := read_index(base).base:
+        keep_base(run_folder, find_base(base, inner), inner.digest)
+    unfinished = kept.parent.with_suffix(PART)
+    shutil.rmtree(unfinished, ignore_errors=True)
+    (unfinished / base.name).mkdir(parents=True)
+    for file in base.iterdir():
+        if not file.name.startswith(OPTIMIZER):
+            try:
+                os.link(file, unfinished / base.name / file.name)
+            except OSError:  # a different disk, or one without hard links
+                shutil.copy2(file, unfinished / base.name / file.name)
+    sync(unfinished)
+    unfinished.rename(kept.parent)
+    return kept
+
+
 def find_base(checkpoint: Path, base: Base) -> Path:
-    """Return the path of a checkpoint's base, which may have moved together with the checkpoint.
+    """Return the path of a checkpoint's base: the copy in its run, or where it was, also if moved.
 
     The base of a LoRA checkpoint are the weights that its adapters belong to.
     Raises: CheckpointError when it is missing or damaged, or has other weights now.
     """
     path = Path(base.path)
+    above = checkpoint.resolve().parents[:3]  # RUN/checkpoints/step-N, RUN/base/DIGEST/step-N
+    kept = (folder / BASES / base.digest[:DIGITS] / path.name for folder in above)
+    for found in (*kept, path, *moved_with(base.path, checkpoint)):
+        if found.exists() and digest_of(found) == base.digest:
+            if (found / catalog.MANIFEST).exists():
+                catalog.require_complete(found, check=_check_weights)
+            return found
     if path.exists():
-        if digest_of(path) != base.digest:
-            raise CheckpointError(
-                f"The weights in {path} have changed since the LoRA adapters in {checkpoint} were "
-                "trained on them.",
-                fix="Restore them from a copy: the adapters belong to the earlier ones.",
-            )
-    else:
-        tried = (found for found in moved_with(base.path, checkpoint) if found.exists())
-        path = next((found for found in tried if digest_of(found) == base.digest), path)
-    if not path.exists():
         raise CheckpointError(
-            f"{checkpoint} contains LoRA adapters, but the weights that they belong to, {path}, do "
-            "not exist.",
-            fix="Restore them there, or move both runs together.",
+            f"The weights in {path} have changed since the LoRA adapters in {checkpoint} were "
+            "trained on them.",
+            fix="Restore them from a copy: the adapters belong to the earlier ones.",
         )
-    if (path / catalog.MANIFEST).exists():
-        catalog.require_complete(path, check=catalog.check_unless("optimizer"))
-    return path
+    raise CheckpointError(
+        f"{checkpoint} contains LoRA adapters, but the weights that they belong to, {path}, do "
+        "not exist.",
+        fix="Restore them there, or move them together with the run.",
+    )
+
+
+def _check_weights(path: Path, facts: catalog.FileFacts) -> str | None:
+    """Check a file of a base, which may lack the optimizer state."""
+    return None if path.name.startswith(OPTIMIZER) else catalog.check_file(path, facts)

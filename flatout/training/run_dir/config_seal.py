@@ -8,13 +8,12 @@ asked.yaml has a digest and no copy. No torch.
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
 
 from flatout.config.documents import parse_yaml
-from flatout.config.schema import RunConfig, difference, validate
+from flatout.config.schema import RunConfig, difference, override, validate
 from flatout.errors import ConfigError, in_shell
 from flatout.storage.files import write_text
 from flatout.storage.recognised import read_regular
@@ -162,8 +161,3 @@ def _read(path: Path) -> str:
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def override(key: str, value: object) -> str:
-    """Return the override that sets a key, as it is written on the command line."""
-    return in_shell(f"{key}={value if isinstance(value, str) else json.dumps(value)}")

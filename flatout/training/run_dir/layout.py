@@ -33,10 +33,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-import yaml
-
 from flatout.config import trust
-from flatout.config.documents import read_document
+from flatout.config.documents import dump_yaml, read_document
 from flatout.config.schema import RunConfig, flat, validate
 from flatout.data.conversation.templates import CHAT_TEMPLATE
 from flatout.data.store.manifest import TOKENIZER
@@ -89,6 +87,7 @@ WRITTEN = (
     LEFT_OUT,
     EXIT_CODE,
     "checkpoints",
+    "base",
     BOARD,
     TABLE,
     LOGGER_STATES,
@@ -102,8 +101,8 @@ WRITTEN = (
 """Files and directories that a run writes in its directory. None may be a link, so that a run
 directory from an untrusted source cannot make a run write outside it.
 """
-STARTED = (COPY, REQUESTED, ORIGIN, OWNER, LEFT_OUT)
-"""Files that a first start writes before config.yaml, which makes a directory a run directory."""
+STARTED = (COPY, REQUESTED, ORIGIN, OWNER, LEFT_OUT, "base")
+"""What a first start writes before config.yaml, which makes a directory a run directory."""
 
 
 def write_config(folder: Path, config: RunConfig, *, requested: RunConfig | None = None) -> None:
@@ -283,7 +282,7 @@ def list_runs(root: Path) -> list[Path]:
 
 
 def _yaml(config: RunConfig) -> str:
-    return yaml.safe_dump(config.to_dict(), sort_keys=False, allow_unicode=True)
+    return dump_yaml(config.to_dict())
 
 
 def _read_yaml(path: Path) -> RunConfig | None:

@@ -116,17 +116,18 @@ def resume_path(resume: str) -> str:
 
 
 def find_checkpoint(
-    run_folder: Path, checkpoint: str = "best", *, progress: Progress = SILENT
+    run_folder: Path, checkpoint: str | None = None, *, progress: Progress = SILENT
 ) -> Path:
     """Return the checkpoint that `best`, `last` or a step names, for a reader of its weights.
 
-    `best` is the last one if no validation loss is known, or the best step was not saved. The
-    content of the weights is checked, that of the optimizer's tensors is not.
+    None is the best, or the last if there is none: no validation loss is known, or the best step
+    was not saved, which one line then says. The content of the weights is checked, that of the
+    optimizer's tensors is not.
     Raises: CheckpointError when it does not exist or is incomplete; ConfigError when `checkpoint`
             is none of these.
     """
     checked = catalog.check_unless("optimizer")
-    if checkpoint in {"best", "last"}:
+    if checkpoint in {None, "best", "last"}:
         quick = catalog.check_unless("optimizer", "model")
         newest = catalog.latest(run_folder, check=quick, progress=progress)
         if newest is None:
@@ -137,16 +138,19 @@ def find_checkpoint(
                 if folder.exists() or folder.parent == run_folder
                 else f"Its checkpoint.dir, {folder}, does not exist: move the checkpoints there.",
             )
-        if checkpoint == "best":
-            best = catalog.best(newest, check=checked, progress=progress)
-            if best is not None and best != newest:
-                return best
+        is_last = checkpoint == "last"
+        best = None if is_last else catalog.best(newest, check=checked, progress=progress)
+        if best is not None and best != newest:
+            return best
         later = (step for step in catalog.steps(run_folder) if step > catalog.step_of(newest))
         whole = catalog.latest(run_folder, exclude={*later}, check=checked, progress=progress)
         assert whole is not None, "the run has checkpoints"
-        if checkpoint == "best" and whole != newest:
-            return catalog.best(whole, check=checked, progress=progress) or whole
-        return whole
+        if is_last:
+            return whole
+        if whole != newest:
+            best = catalog.best(whole, check=checked, progress=progress)
+        return best or _instead_of_best(whole, checkpoint, progress)
+    assert checkpoint is not None
     if not checkpoint.isdecimal():
         raise ConfigError(
             f"{checkpoint!r} is not a checkpoint.", fix="Use best, last, or the number of a step."
@@ -160,6 +164,26 @@ def find_checkpoint(
         )
     catalog.require_complete(path, check=checked, progress=progress)
     return path
+
+
+def _instead_of_best(last: Path, checkpoint: str | None, progress: Progress) -> Path:
+    """Return the last checkpoint in place of the best, unless the best was asked for.
+
+    Raises: CheckpointError.
+    """
+    step = catalog.best_step_of(last)
+    why = (
+        "No validation loss of this run is known, so no step is its best"
+        if step is None
+        else f"Step {step} had the lowest validation loss, but has no complete checkpoint"
+    )
+    if checkpoint is not None:
+        raise CheckpointError(
+            f"{why}.", fix=f"Use --checkpoint last, which is step {catalog.step_of(last)}."
+        )
+    if step is not None:
+        progress.say(f"{why}. Using the last one, of step {catalog.step_of(last)}.")
+    return last
 
 
 def metrics(run: str | Path | None = None) -> Table:

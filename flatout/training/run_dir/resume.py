@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +13,9 @@ from pydantic import BaseModel
 
 from flatout.assembly.selection import recipe_of
 from flatout.config import trust
-from flatout.config.schema import RunConfig, difference, flat
+from flatout.config.documents import read_document
+from flatout.config.registry import RECIPES, recipe_path
+from flatout.config.schema import RunConfig, difference, flat, load_config, parse_overrides
 from flatout.data.store.mix import AnyDataset
 from flatout.errors import CheckpointError, ConfigError, in_shell
 from flatout.optim.schedule import factor, warmup_steps
@@ -57,24 +62,39 @@ FREE_KEYS = (
 """Prefixes of the keys that may change when a run resumes: they do not change what a step computes,
 except for the last bits of sums. Some decide when the run ends, or whether it goes back.
 """
+OF_THIS_START = ("parallel.", "train.devices", "data.cache")
+"""Prefixes of the free keys that describe the machine: each start states its own."""
 LENGTH_KEYS = ("train.steps", "train.tokens", "train.epochs")
 """One of them sets the length of a run. `lengthen` decides when it may grow."""
-NAMELESS_KEYS = (*FREE_KEYS, "checkpoint.dir")
+NAMELESS_KEYS = (*FREE_KEYS, "checkpoint.dir", "format_version")
 """Prefixes of the keys that do not affect a run's name."""
-UNSEALED_KEYS = (*NAMELESS_KEYS, "data.path")
+UNSEALED_KEYS = (*FREE_KEYS, "checkpoint.dir", "data.path")
 """Prefixes of the keys that may be edited in config.yaml."""
 
 
-def run_name(config: RunConfig) -> str:
-    """Return the name of a run's directory: its recipe, and 8 characters of its config's digest.
+def run_name(recipe: str | Path | RunConfig, overrides: Iterable[str] = ()) -> str:
+    """Return the name of a run's directory: its recipe, and 8 characters of what was stated.
 
-    `config` is the requested configuration. NAMELESS_KEYS do not affect the name, so that the same
-    command with a different `log.every` finds its run again.
+    That is the values of the user's YAML and of the overrides, as they are parsed. A recipe of
+    flatout counts by its name, a config built in Python by the fields that were set. So defaults
+    may change with a release, and the same command finds its run again. NAMELESS_KEYS do not count.
     """
-    defaults = flat(RunConfig().to_dict())
-    free = {key: value for key, value in defaults.items() if key.startswith(NAMELESS_KEYS)}
+    config = load_config(recipe, overrides, trust_code=True)
+    keys, values = {*parse_overrides(overrides, RunConfig)}, flat(config.to_dict())
+    if isinstance(recipe, RunConfig):
+        keys |= recipe.stated()
+    elif (path := recipe_path(recipe)) in map(RECIPES.path, RECIPES.names()):
+        keys, values = keys | {"recipe"}, values | {"recipe": path.stem}
+    else:
+        keys |= flat(read_document(path)).keys()
+    stated = {
+        key: values[key]
+        for key in keys
+        if values.get(key) is not None and not key.startswith(NAMELESS_KEYS)
+    }
+    text = json.dumps(stated, sort_keys=True)
     stem = re.sub(r"[^A-Za-z0-9._-]+", "-", config.name).strip(".-") or "run"
-    return f"{stem}-{config.with_values(free).digest()[:8]}"
+    return f"{stem}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
 def settings_file(folder: Path) -> Path:
@@ -158,8 +178,9 @@ def continued(
     sent_by: str = "",
     fix: str,
 ) -> RunConfig:
-    """Return `stored` with the free keys, data paths and micro-batch of `requested`.
+    """Return `stored` with the free keys, data paths and micro-batch that `requested` states.
 
+    Free keys that it does not state keep their stored values, except OF_THIS_START.
     `first` is the request that the run started with, if it is known. `place` is where the run is,
     a path or a URL, and `sent_by` the end of that sentence.
     Raises: ConfigError, with `fix`, that names each key that contradicts the run and both values.
@@ -182,10 +203,13 @@ def continued(
             f"{lost}",
             fix=f"{restore}{fix} {keys_that_may_change()}",
         )
+    stated = requested.stated()
     values = {
         key: value
         for key, value in flat(requested.to_dict()).items()
-        if key.startswith(FREE_KEYS) and key != "name" and value is not None
+        if key.startswith(FREE_KEYS)
+        and (key in stated or key.startswith(OF_THIS_START))
+        and key != "name"
     }
     return stored.with_values(values | batch | (moved or {}))
 

@@ -154,6 +154,25 @@ def test_speedups_that_were_not_measured_on_a_gpu_are_labelled(with_gpus, tmp_pa
     assert result.summary().count(reason) == 2
 
 
+def test_a_gain_of_one_model_decides_nothing_for_a_much_larger_one(with_gpus, recipe, tmp_path):
+    with_gpus(H200)
+    small, large = 5e6, 6 * 2e9  # FLOPs per token of 0.4 M and of some billion parameters
+    slower = GAIN.model_copy(update={"gain": 0.9, "low": 0.85, "high": 0.95})
+    keep(H200.name, tmp_path, {"compile": slower.model_copy(update={"flops_per_token": small})})
+
+    def found(d_model, num_layers):
+        model = f"{{d_model: {d_model}, num_layers: {num_layers}, num_heads: 4, vocab_size: 4096}}"
+        path = recipe(f"model: {model}\ntrain: {{steps: 1000000}}\n")
+        return by_name(list_entries("speedups", recipe=path))["compile"]
+
+    assert found(64, 2)["reason"].startswith("measured here: x0.90")
+    assert found(2048, 32)["gain"] is None
+    assert found(2048, 32)["on"]
+    keep(H200.name, tmp_path, {"compile": GAIN.model_copy(update={"flops_per_token": large})})
+    assert found(64, 2)["gain"].startswith("x0.90"), "each size keeps its own"
+    assert found(2048, 32)["gain"].startswith("x1.12")
+
+
 def test_the_predicted_gain_is_shown_until_one_is_measured(with_gpus, monkeypatch, tmp_path):
     with_gpus(H200)
     speedups = {name: SPEEDUPS.get(name) for name in SPEEDUPS.names()}

@@ -66,6 +66,7 @@ def test_missing_objects_are_an_error(stories, ask_hub):
     said = [
         ("hub:org/none", {}, "The dataset org/none at revision main cannot be opened"),
         ("hub:org/stories:revision=old", {}, "at revision old cannot be opened"),
+        ("hub:org/stories:revision=12e4", {}, "at revision 12e4 cannot be opened"),
         ("hub:org/stories:split=tests", {}, "split tests cannot be opened"),
         ("hub:org/stories:config=other", {}, "configuration other"),
         (

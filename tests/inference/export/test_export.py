@@ -1,6 +1,8 @@
 """An export is complete or absent, replaces only exports, and reads few weights at a time."""
 
 import json
+import subprocess
+import sys
 import weakref
 
 import pytest
@@ -84,6 +86,37 @@ def test_an_earlier_export_is_replaced_only_on_request(make_run, export_to, tmp_
     export_to(run, overwrite=True)
     assert contents(out)["model.safetensors"] != before["model.safetensors"]
     assert [path.name for path in tmp_path.glob("llama-*")] == [out.name]
+
+
+def test_an_export_survives_a_kill_at_every_rename(make_run, export_to, tmp_path):
+    run = make_run("llama", SHAPES["llama"])
+    out, _ = export_to(run, dtype="bfloat16")
+    before = contents(out)
+    program = """if True:
+        import os, sys
+        from pathlib import Path
+        from flatout.inference.export.destination import whole_folder
+        rename, left = Path.rename, [int(sys.argv[2])]
+        def killed(self, target):
+            if not left[0]:
+                os._exit(9)
+            left[0] -= 1
+            return rename(self, target)
+        Path.rename = killed
+        with whole_folder(Path(sys.argv[1])) as folder:
+            (folder / sys.argv[3]).write_text("{}")
+    """
+    for renames in (0, 1):
+        words = [sys.executable, "-c", program, str(out), str(renames), MARK]
+        assert subprocess.run(words, check=False).returncode == 9
+        with pytest.raises(OutputInUse, match="already contains an export"):
+            export_to(run)
+        assert contents(out) == before
+    words[-2] = "2"  # the new one is in place, the earlier one is not deleted yet
+    assert subprocess.run(words, check=False).returncode == 9
+    assert [*contents(out)] == [MARK]
+    export_to(run, overwrite=True)
+    assert [*tmp_path.glob("*.old")] == []
 
 
 def test_other_files_are_never_replaced(tmp_path):

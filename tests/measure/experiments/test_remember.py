@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 from flatout.assembly.prediction import past_run, predict_time, read, runs_here
+from flatout.assembly.resolve import flops_per_token
 from flatout.assembly.selection import Decision
 from flatout.config.schema import load_config
 from flatout.hardware.machine import Gpu, Machine
@@ -52,7 +53,9 @@ def test_it_is_stored_for_the_hardware_that_measured(sample_report, tmp_path):
     assert not list(tmp_path.iterdir())
     for device, hardware in (("cuda", "NVIDIA H200"), ("cpu", "a CPU, 2 cores")):
         remember(sample_report, resolved(device), tmp_path)
-        assert set(read(hardware, tmp_path).speedups) == {"pretokenised"}
+        (stored,) = read(hardware, tmp_path).speedups.items()
+        flops = flops_per_token(resolved(device).config)
+        assert (stored[0].partition("@")[0], stored[1].flops_per_token) == ("pretokenised", flops)
     said, cache = [], tmp_path / "file"
     cache.write_text("")
     remember(sample_report, resolved("cuda"), cache, SimpleNamespace(say=said.append))

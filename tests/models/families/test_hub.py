@@ -146,10 +146,17 @@ def test_a_download_that_fails_is_named(hub, tmp_path, monkeypatch):
 def test_pickles_are_downloaded_only_without_safetensors():
     both = ["config.json", "model.safetensors", "pytorch_model.bin", "own.py", "onnx/model.onnx"]
     assert wanted_files(both) == ["config.json", "model.safetensors"]
+    parts = ["model-1.safetensors", "model.safetensors.index.json"]
+    assert wanted_files([*both, *parts]) == ["config.json", "model.safetensors"]
+    assert wanted_files(["config.json", "pytorch_model.bin", *parts]) == [
+        "config.json",
+        "model.safetensors.index.json",
+        "model-1.safetensors",
+    ]
     pickled = ["config.json", "pytorch_model-1.bin", "pytorch_model.bin.index.json", "train.bin"]
     assert wanted_files(pickled) == [
-        "pytorch_model.bin.index.json",
         "config.json",
+        "pytorch_model.bin.index.json",
         "pytorch_model-1.bin",
     ]
     mistral = ["config.json", "consolidated.safetensors", "model-1.safetensors"]

@@ -98,6 +98,114 @@ def test_a_head_that_differs_from_the_tied_embedding_is_rejected(tmp_path):
     assert torch.equal(head, weights["lm_head.weight"])
 
 
+@pytest.mark.parametrize("tied", [{"tie_word_embeddings": False}, {}])
+def test_a_missing_head_is_answered_with_the_key_that_ties_it(tmp_path, tied):
+    document = {key: value for key, value in LLAMA.items() if key != "tie_word_embeddings"} | tied
+    weights = foreign_weights(LLAMA)
+    del weights["lm_head.weight"]
+    folder = write_model(tmp_path, document, weights)
+    with pytest.raises(CheckpointError, match=r"has no lm_head\.weight\. Fix: .*get the file with"):
+        fit(folder)
+    document["tie_word_embeddings"] = True  # as the fix says
+    (folder / "config.json").write_text(json.dumps(document))
+    assert "unembedding.weight" not in fit(folder).names()
+
+
+def test_model_safetensors_is_read_even_beside_the_index_of_older_shards(theirs):
+    old = foreign_weights(LLAMA)
+    old["model.norm.weight"] = torch.full((32,), -0.25)
+    save_file(old, theirs / "model-00001-of-00001.safetensors")
+    for end, shard in (("safetensors", "model-00001-of-00001.safetensors"), ("bin", "gone.bin")):
+        name = f"{'model' if end == 'safetensors' else 'pytorch_model'}.{end}.index.json"
+        index = {"weight_map": dict.fromkeys(old, shard)}
+        (theirs / name).write_text(json.dumps(index))
+    new = foreign_weights(LLAMA)["model.norm.weight"]
+    assert torch.equal(fit(theirs).read("final_norm.weight"), new)
+    (theirs / "model.safetensors").rename(theirs / "part-a.safetensors")
+    assert float(fit(theirs).read("final_norm.weight")[0]) == -0.25  # what the index lists
+    (theirs / "model-00001-of-00001.safetensors").unlink()
+    with pytest.raises(
+        CheckpointError, match=r"has no model-00001.*files are part-a\.safetensors\."
+    ):
+        fit(theirs)
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+
+@pytest.mark.parametrize(
+    ("entries", "keys"),
+    [
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e4}}, {"rotary_base": 5e4}),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 5e4}, "rope_theta": 1e4},
+            {"rotary_base": 5e4},
+        ),
+        ({"rope_scaling": {"type": None}, "rope_theta": 500_000}, {"rotary_base": 5e5}),
+        ({"rope_scaling": None, "partial_rotary_factor": 1.0}, {"rotary_base": 1e4}),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 4}, "rope_theta": 1e4},
+            {"rotary_scaling": "linear", "rotary_factor": 4.0, "rotary_base": 1e4},
+        ),
+        (
+            {"rope_parameters": LLAMA3 | {"rope_theta": 500_000}},
+            {"rotary_scaling": "llama3", "rotary_factor": 8.0, "rotary_base": 5e5},
+        ),
+    ],
+)
+def test_rotary_positions_are_read_from_old_and_new_entries(theirs, entries, keys):
+    document = {key: value for key, value in LLAMA.items() if key != "rope_theta"}
+    (theirs / "config.json").write_text(json.dumps(document | entries))
+    config = config_of(find_model(str(theirs)).keys)
+    wanted = {"rotary_scaling": "none", "rotary_factor": 1.0} | keys
+    assert {key: getattr(config, key) for key in wanted} == wanted
+
+
+@pytest.mark.parametrize(
+    ("entries", "about"),
+    [
+        ({"rope_scaling": {"factor": 4.0}}, r"has factor=4\.0 .*without a rope_type"),
+        (
+            {
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+                "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+            },
+            r"has rope_parameters=.* and rope_scaling=.*, which differ",
+        ),
+        ({"rope_parameters": {"rope_type": "default", "factor": 4.0}}, r"factor=4\.0 .*'default'"),
+        ({"rope_scaling": {"type": "linear"}}, r"has no rope_scaling\.factor\."),
+        ({"rope_scaling": {"type": "linear", "factor": "4.0"}}, r"factor='4\.0', .* not a number"),
+        (
+            {"rope_scaling": {key: LLAMA3[key] for key in LLAMA3 if key != "low_freq_factor"}},
+            r"has no rope_scaling\.low_freq_factor",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 1.0}},
+            "scales rotary positions by 'yarn'",
+        ),
+        ({"rope_scaling": {"rope_type": ["linear"]}}, "scales rotary positions by"),
+        ({"rope_scaling": "linear"}, r"rope_scaling='linear', which is not a mapping"),
+        ({"rope_parameters": [1]}, r"rope_parameters=\[1\], which is not a mapping"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "full_attention="),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, r"partial_rotary_factor=0\.5"),
+        ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor=0\.5"),
+        ({"rope_theta": "1e4"}, "rope_theta='1e4', which is not a number"),
+        ({"tie_word_embeddings": "false"}, "='false', which is not true or false"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps='small', which is not a number"),
+    ],
+)
+def test_no_scaling_of_rotary_positions_is_guessed_or_ignored(theirs, entries, about):
+    (theirs / "config.json").write_text(json.dumps(LLAMA | entries))
+    with pytest.raises(ConfigError, match=about):
+        find_model(str(theirs))
+
+
 def test_missing_unknown_and_reshaped_tensors_are_named(tmp_path):
     weights = foreign_weights(LLAMA)
     del weights["model.layers.1.mlp.up_proj.weight"]

@@ -14,13 +14,38 @@ from flatout.training.run_dir import layout
 from flatout.training.run_dir.resume import run_name
 
 
-def test_a_run_is_named_after_its_recipe_and_its_settings():
-    config = load_config(None, ["name=demo", "optim.lr=3e-4"])
-    name = run_name(config)
+@pytest.fixture
+def recipe(tmp_path):
+    path = tmp_path / "demo.yaml"
+    path.write_text("train: {steps: 1000}\nlog: {every: 5}\nmodel: {num_layers: 2}\n")
+    return path
+
+
+def test_a_run_is_named_after_its_recipe_and_what_was_stated(recipe):
+    name = run_name(recipe, ["optim.lr=3e-4"])
     assert name.startswith("demo-")
     assert len(name) == len("demo-") + 8
-    assert run_name(load_config(None, ["name=demo", "optim.lr=3e-4"])) == name
-    assert run_name(load_config(None, ["name=demo", "optim.lr=4e-4"])) != name
+    assert run_name(recipe, ["optim.lr=0.0003"]) == name
+    assert run_name(recipe, ["optim.lr=4e-4"]) != name
+    assert run_name(recipe, []) != name
+    recipe.write_text("# the same\nmodel:\n  num_layers: 2\ntrain:\n  steps: 1e3\n")
+    assert run_name(recipe, ["optim.lr=3e-4"]) == name
+    recipe.write_text("model: {num_layers: 3}\ntrain: {steps: 1000}\n")
+    assert run_name(recipe, ["optim.lr=3e-4"]) != name
+
+
+def test_the_name_of_a_run_does_not_depend_on_defaults_or_on_what_a_recipe_of_flatout_contains():
+    """A release may change both. The same command still finds its run."""
+    assert run_name("demo") == "demo-8a7b5fd6"
+    assert run_name("demo", ["train.steps=1e3", "data.path=data/x"]) == "demo-5d325ee3"
+    assert run_name("demo-char") != run_name("demo", ["name=demo-char"])
+
+
+def test_a_config_built_in_python_is_named_after_the_fields_that_were_set():
+    config = RunConfig(name="own", train={"steps": 10})
+    assert run_name(config) == run_name(RunConfig(name="own", train={"steps": 10.0}))
+    assert run_name(config) != run_name(RunConfig(name="own"))
+    assert run_name(config, ["optim.lr=1"]) != run_name(config)
 
 
 @pytest.mark.parametrize(
@@ -37,8 +62,8 @@ def test_a_run_is_named_after_its_recipe_and_its_settings():
         "checkpoint.best=false",
     ],
 )
-def test_free_keys_do_not_change_the_name_of_a_run(override):
-    assert run_name(load_config(None, [override])) == run_name(RunConfig())
+def test_free_keys_do_not_change_the_name_of_a_run(override, recipe):
+    assert run_name(recipe, [override]) == run_name(recipe)
 
 
 @pytest.mark.parametrize(("name", "stem"), [("a/b c", "a-b-c-"), ("../x", "x-"), ("...", "run-")])

@@ -1,6 +1,9 @@
 """Runs, their metrics and checkpoints by name, and the errors for unknown names."""
 
+import hashlib
+import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -29,6 +32,39 @@ def test_checkpoints_by_name(fox_run):
     assert "1, 2, 3" in error.value.fix
     with pytest.raises(ConfigError, match="best, last, or the number"):
         find_checkpoint(run, "newest")
+
+
+def with_best_step(checkpoint, step):
+    """Rewrite a checkpoint so that `step` had the lowest validation loss."""
+    state, manifest = checkpoint / "state.json", checkpoint / "manifest.json"
+    document, facts = json.loads(state.read_text()), json.loads(manifest.read_text())
+    document["values"]["best"]["step"] = step
+    state.write_text(json.dumps(document))
+    content = state.read_bytes()
+    sha256 = hashlib.sha256(content).hexdigest()
+    facts["files"]["state.json"] |= {"bytes": len(content), "sha256": sha256}
+    manifest.write_text(json.dumps(facts))
+
+
+def test_a_best_step_without_a_checkpoint_is_an_error_only_if_it_was_asked_for(fox_run, tmp_path):
+    run, progress = tmp_path / "fox", Recorder()
+    shutil.copytree(fox_run[0] / "runs" / "fox", run)
+    with_best_step(run / "checkpoints" / "step-3", 2)
+    assert flatout.evaluate(run, checkpoint="best").checkpoint.endswith("step-2")
+    shutil.rmtree(run / "checkpoints" / "step-2")
+    assert flatout.evaluate(run, progress=progress).checkpoint.endswith("step-3")
+    assert "Step 2 had the lowest validation loss" in progress.lines[-1]
+    assert progress.lines[-1].endswith("Using the last one, of step 3.")
+    for command in (flatout.sample, flatout.evaluate, flatout.export):
+        with pytest.raises(CheckpointError, match=r"Step 2 .* no complete checkpoint\.") as refused:
+            command(run, checkpoint="best")
+        assert refused.value.fix == "Use --checkpoint last, which is step 3."
+    with_best_step(run / "checkpoints" / "step-3", None)
+    with pytest.raises(CheckpointError, match="No validation loss of this run is known"):
+        flatout.sample(run, checkpoint="best")
+    said = Recorder()
+    assert flatout.evaluate(run, progress=said).checkpoint.endswith("step-3")
+    assert not any("validation loss" in line for line in said.lines)
 
 
 def test_runs_are_found_by_name_and_typos_get_a_suggestion(fox_run, monkeypatch):

@@ -40,6 +40,34 @@ def test_free_keys_come_from_the_request_and_the_rest_from_the_stored_configurat
     assert config.name == "old"
 
 
+def test_what_a_second_command_omits_stays_as_the_run_had_it(tmp_path):
+    first = [
+        "log.every=2",
+        "checkpoint.keep_every=5",
+        "train.patience=3",
+        "checkpoint.every_steps=4",
+    ]
+    layout.write_config(tmp_path, load_config(None, [*first, "parallel.shard=2"]))
+    fake_checkpoint(tmp_path, 5)
+    config = config_to_resume(tmp_path, load_config(None, []))
+    assert (config.log.every, config.checkpoint.keep_every, config.train.patience) == (2, 5, 3)
+    assert config.checkpoint.every_steps == 4
+    assert config.parallel.shard == 1  # each start states how its processes share the work
+    stated = ["log.every=10", "checkpoint.keep_every=null", "checkpoint.every_minutes=1"]
+    config = config_to_resume(tmp_path, load_config(None, stated))
+    assert (config.log.every, config.checkpoint.keep_every, config.train.patience) == (10, None, 3)
+    assert (config.checkpoint.every_steps, config.checkpoint.every_minutes) == (None, 1)
+    recipe = tmp_path / "own.yaml"
+    recipe.write_text("log: {every: 7}\n")
+    assert config_to_resume(tmp_path, load_config(recipe)).log.every == 7
+
+
+def test_a_config_keeps_what_was_stated_when_values_are_replaced():
+    config = load_config(None, ["model.own=3", "log.every=10"]).with_values({"optim.lr": 1.0})
+    assert config.stated() == {"model.own", "log.every", "optim.lr"}
+    assert config.model.own() == {"own": 3}
+
+
 def test_keys_left_open_keep_their_stored_values(tmp_path):
     layout.write_config(tmp_path, load_config(None, ["checkpoint.every_steps=3"]))
     fake_checkpoint(tmp_path, 5)

@@ -12,7 +12,7 @@ import inspect
 import os
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -325,12 +325,14 @@ def _source_and_parameters(name: str) -> tuple[str, Parameters]:
     key = source.replace("_", "-")
     if key in SOURCES.names() and key != "files":
         first, _, others = rest.partition(":")
-        if "name" in inspect.signature(SOURCES.get(key)).parameters and first and "=" not in first:
-            return key, {"name": first, **_parameters(others, name)}  # ORG/NAME:split=train
-        return key, _parameters(rest, name)
+        takes = inspect.signature(SOURCES.get(key)).parameters
+        texts = {one for one in takes if takes[one].annotation in ("str", "str | None")}
+        if "name" in takes and first and "=" not in first:
+            return key, {"name": first, **_parameters(others, name, texts)}  # ORG/NAME:split=train
+        return key, _parameters(rest, name, texts)
     if re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*(:.*)?", name) and not os.path.exists(name):
         module, function, *given = name.split(":", 2)
-        return f"{module}:{function}", _parameters(given[0] if given else "", name)
+        return f"{module}:{function}", _parameters(given[0] if given else "", name, set())
     if "/" in name or Path(name).suffix or os.path.exists(expanded(name)) or glob.has_magic(name):
         return files
     known = sorted({*DATASETS.names(), *SOURCES.names()} - {"files"})
@@ -343,8 +345,8 @@ def _source_and_parameters(name: str) -> tuple[str, Parameters]:
     )
 
 
-def _parameters(text: str, name: str) -> dict[str, object]:
-    """Return the parameters in `documents=1000,seed=0`."""
+def _parameters(text: str, name: str, texts: Container[str]) -> dict[str, object]:
+    """Return the parameters in `documents=1000,seed=0`. Those named in `texts` are text."""
     parameters: dict[str, object] = {}
     for item in filter(None, text.split(",")):
         key, equals, value = item.partition("=")
@@ -353,8 +355,9 @@ def _parameters(text: str, name: str) -> dict[str, object]:
                 f"{name!r}: {item!r} is not a parameter.",
                 fix="Write NAME:key=value,key=value, for example synthetic:documents=1000,seed=0.",
             )
+        key = key.strip()
         try:
-            parameters[key.strip()] = parse_yaml(value, name=name)
+            parameters[key] = value if key in texts else parse_yaml(value, name=name)
         except ConfigError as error:
             raise DataError(f"{name!r}: {item!r} cannot be parsed.", fix=error.fix) from error
     return parameters
