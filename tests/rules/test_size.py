@@ -22,7 +22,7 @@ ROOMS = {
     "assembly": 19_500,
     "config": 15_700,
     "ops": 15_500,
-    "inference": 13_300,
+    "inference": 13_500,
     "storage": 11_300,
     "distributed": 7_000,
     "optim": 6_100,

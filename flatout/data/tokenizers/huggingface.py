@@ -83,12 +83,16 @@ class HuggingFaceTokenizer(Tokenizer):
     def from_file(cls, file: TokenizerFile) -> HuggingFaceTokenizer:
         """Return the tokenizer of a parsed tokenizer.json.
 
-        Raises: DataError when it is not one, or has no end-of-text token of the given name or a
-                usual one.
+        Its end-of-text token is the one of the given name, else the eos_token that its
+        tokenizer_config.json names, else the first of the usual ones.
+
+        Raises: DataError when it is not one, or has no such token.
         """
         definition = file.document or {}
         vocabulary = _vocabulary_of(definition, file.name)
-        token = file.end_of_text or next(filter(vocabulary.__contains__, USUAL_NAMES), None)
+        named = {name: each for name, each in (file.named or {}).items() if each in vocabulary}
+        usual = next(filter(vocabulary.__contains__, USUAL_NAMES), None)
+        token = file.end_of_text or named.get("eos_token") or usual
         if token not in vocabulary:
             guess = nearest(token, vocabulary) if token else None
             raise DataError(
@@ -103,7 +107,6 @@ class HuggingFaceTokenizer(Tokenizer):
             entry | {"special": True} if entry["content"] == token else entry
             for entry in definition.get("added_tokens") or []
         ]
-        named = {name: each for name, each in (file.named or {}).items() if each in vocabulary}
         return cls(file.stem, definition | {"added_tokens": added}, vocabulary[token], named)
 
     @classmethod

@@ -58,7 +58,7 @@ def test_the_tokenizers_own_template_counts_each_answer_and_its_special_token(ro
         "[<|im_start|>]user\nWhat is 0 plus 0?[<|im_end|>]\n"
         "[<|im_start|>]assistant\n«It is 0.[<|im_end|>]»\n"
         "[<|im_start|>]user\nWhat is 0 plus 1?[<|im_end|>]\n"
-        "[<|im_start|>]assistant\n«It is 1.[<|im_end|>]»\n[<|endoftext|>]"
+        "[<|im_start|>]assistant\n«It is 1.[<|im_end|>]»\n[<|im_end|>]"
     )
     template = stored_template(made.manifest.source)
     assert template.name == "tokenizer_config.json"
