@@ -1,6 +1,8 @@
 """Datasets of conversations: exact masks, whole conversations, and the stored template."""
 
+import copy
 import json
+import re
 
 import numpy as np
 import pytest
@@ -193,3 +195,106 @@ def test_text_without_rows_has_no_conversations(tmp_path):
     (tmp_path / "book.txt").write_text("Hi")
     with pytest.raises(DataError, match="contains no chat data"):
         prepared(tmp_path / "book.txt", tmp_path)
+
+
+def answers(tmp_path, *flags):
+    """Return what the loss counts of the answers bad and good. `flags` are rows of the first."""
+    turns = ({"role": "assistant", "content": "bad"} | flag for flag in flags)
+    question, good = ({"role": role, "content": role} for role in ("user", "assistant"))
+    found = ({"messages": [question, turn, question, good]} for turn in turns)
+    rows = write_rows(tmp_path / "rows.jsonl", found)
+    val = write_conversations(tmp_path / "val.jsonl", count=1)
+    made = prepared(rows, tmp_path, split=None, val=(str(val),))
+    texts = (shown(made.path, index=index) for index in range(len(flags)))
+    return [re.findall("«(.*?)\\[", text) for text in texts]
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        *({name: no} for name in ("weight", "loss_weight") for no in (0, 0.0)),
+        *({name: no} for name in ("train", "training", "loss") for no in (False, 0)),
+        *({"masked": yes} for yes in (True, 1)),
+        {"train": True, "weight": 0},
+    ],
+    ids=str,
+)
+def test_a_turn_that_its_row_excludes_does_not_count(tmp_path, flag):
+    (name, value), *_ = flag.items()
+    included = {name: not value} if len(flag) == 1 else {}
+    assert answers(tmp_path, flag, included, {name: None}) == [
+        ["assistant"],
+        ["bad", "assistant"],
+        ["bad", "assistant"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [
+        ({"mask": 0}, "line 1 has 'mask' in turn 2, which is not read: in some files"),
+        ({"train_detail": [{"train": False}]}, "has 'train_detail' in turn 2"),
+        ({"loss": 0.25}, "has the loss 0.25 in turn 2"),
+        ({"train": "no"}, "has the train 'no' in turn 2"),
+    ],
+    ids=str,
+)
+def test_a_field_that_may_exclude_a_turn_is_rejected_by_name(tmp_path, flag, said):
+    with pytest.raises(DataError, match=said):
+        answers(tmp_path, flag)
+
+
+CALLS = (
+    "{{ tools | tojson }}{% for m in messages %}{{ m.role }}{{ m.tool_calls | tojson }}"
+    "{{ m.content }}<|endoftext|>{% endfor %}"
+)
+TOOL_ROWS = [
+    {
+        "messages": [
+            {"role": "user", "content": "please", "tool_calls": None, "name": None},
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [{"function": {"name": name, "arguments": arguments}}],
+            },
+        ],
+        "tools": [{"function": {"name": name, "parameters": {"properties": properties}}}],
+    }
+    for name, arguments, properties in (
+        ("clock", {"zone": "UTC"}, {"zone": {"type": "string", "default": None}}),
+        ("weather", {"city": "Rome", "days": [1, None]}, {"city": {"type": "string"}}),
+    )
+]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "text"])
+def test_nulls_that_a_table_format_adds_do_not_reach_the_text(tmp_path, kind):
+    template = tmp_path / "calls.jinja"
+    template.write_text(CALLS.replace("m.tool_calls", "(m.tool_calls or [])"))
+    found = copy.deepcopy(TOOL_ROWS)
+    for row, absent in zip(found, ("city", "zone"), strict=True):
+        (function,) = (call["function"] for call in row["messages"][1]["tool_calls"])
+        properties = row["tools"][0]["function"]["parameters"]["properties"]
+        if kind == "text":
+            function["arguments"] = json.dumps(function["arguments"])
+            row["tools"] = json.dumps(row["tools"])
+        else:
+            function["arguments"][absent] = properties[absent] = None
+    rows = tmp_path / f"rows.{kind.replace('text', 'jsonl')}"
+    if kind == "parquet":
+        pyarrow = pytest.importorskip("pyarrow")
+        from pyarrow import parquet
+
+        parquet.write_table(pyarrow.Table.from_pylist(found), rows)
+    else:
+        write_rows(rows, found)
+    val = write_rows(tmp_path / "val.jsonl", [conversation(0)])
+    made = prepared(rows, tmp_path, chat=str(template), split=None, val=(str(val),))
+    assert shown(made.path, index=0).replace("null", "") == (
+        '[{"function": {"name": "clock", "parameters": {"properties": {"zone": {"type": "string", '
+        '"default": }}}}}]user[]please[<|endoftext|>]«assistant'
+        '[{"function": {"name": "clock", "arguments": {"zone": "UTC"}}}][<|endoftext|>]»'
+    )
+    assert '{"name": "weather", "arguments": {"city": "Rome", "days": [1, null]}}' in shown(
+        made.path, index=1
+    )
