@@ -4,6 +4,8 @@ import json
 
 from case import Case, World
 
+from flatout.data.tokenizers.byte import ByteTokenizer
+
 NEW = "--out data/new --tokenizer byte"
 
 
@@ -33,6 +35,11 @@ def template(text: str):
         world.write("chat.jsonl", GOOD * 3)
 
     return spoil
+
+
+def special_row(world: World) -> None:
+    world.write("tokenizer.json", json.dumps(ByteTokenizer().tokenizer_json()))
+    world.write("chat.jsonl", GOOD + row(("user", "a<|endoftext|>"), ("assistant", "Hello")))
 
 
 CASES = [
@@ -71,6 +78,13 @@ CASES = [
         ("chat.jsonl, line 2", "'train_detail' in turn 1"),
         ('"weight": 0',),
         chat_rows(weighted([], "train_detail")),
+    ),
+    Case(
+        "a turn with the name of a special token",
+        "prepare chat.jsonl --out data/new --tokenizer tokenizer.json --chat plain",
+        ("chat.jsonl, line 2", "'<|endoftext|>'", "special token"),
+        ("Remove it", "--on-bad-row skip"),
+        special_row,
     ),
     Case(
         "a turn of an unknown role",

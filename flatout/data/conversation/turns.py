@@ -201,7 +201,7 @@ def _message(turn: Any, which: str) -> JsonObject:
             fix=f"Write {_KNOWN}, or skip such rows with --on-bad-row skip.",
             reason="unknown role",
         )
-    rest = _without_nulls(
+    rest: JsonObject = _without_nulls(
         {key: value for key, value in turn.items() if key not in (role_key, text_key)}
     )
     message: JsonObject = {"role": role, "content": _content(turn.get(text_key), rest, which)}

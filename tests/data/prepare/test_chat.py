@@ -88,7 +88,7 @@ def test_a_tokenizer_is_trained_on_the_rendered_text(rows, tmp_path, tokenizer):
         )
 
 
-def test_no_token_spans_the_start_of_an_answer(tmp_path):
+def test_a_token_may_span_the_start_of_an_answer(tmp_path):
     texts = [f"{letter}n answer" for letter in "aeiou" * 30]
     asked = {"role": "user", "content": "say\n\n"}
     answers = ({"role": "assistant", "content": f"\n\n{text}"} for text in texts)
@@ -96,15 +96,14 @@ def test_no_token_spans_the_start_of_an_answer(tmp_path):
         tmp_path / "rows.jsonl", ({"messages": [asked, answer]} for answer in answers)
     )
     made = prepared(rows, tmp_path, tokenizer="train:300")
-    assert shown(made.path) == "User:\nsay\n\n\n\nAssistant:\n«\n\nan answer[<|endoftext|>]»"
+    assert shown(made.path).endswith("Assistant:«\n\n\nan answer[<|endoftext|>]»"), (
+        "the loss counts a token with any character of the answer"
+    )
     known = Dataset.open(made.path).tokenizer
     split = Dataset.open(made.path).split("train")
     tokens = split.read_tokens(0, split.document_ends[0]).tolist()
-    prompt, answer = known.encode("User:\nsay\n\n\n\nAssistant:\n"), known.encode("\n\nan answer")
-    assert tokens == [*prompt, *answer, known.eot_id]
-    assert known.encode("User:\nsay\n\n\n\nAssistant:\n\n\nan answer") != [*prompt, *answer], (
-        "otherwise this shows nothing"
-    )
+    text = "User:\nsay\n\n\n\nAssistant:\n\n\nan answer"
+    assert tokens == [*known.encode(text), known.eot_id]
 
 
 def test_text_bytes_are_those_of_the_answers(tmp_path):

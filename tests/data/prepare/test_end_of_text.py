@@ -59,7 +59,8 @@ def test_a_chat_without_a_template_stops_at_the_eos_token_of_the_config(
 ):
     model = named(tmp_path / "model", eos_token)
     write_model(model, LLAMA | {"vocab_size": 260})
-    monkeypatch.setattr(inference, "draw_token", lambda *_, **__: IM_END)
+    drawn = iter([0, IM_END, 1])
+    monkeypatch.setattr(inference, "draw_token", lambda *_, **__: next(drawn))
     found = chat(str(model), chat_template="plain", lines=["!"], max_tokens=3)
     stops = eos_token == "<|im_end|>"
-    assert found.conversations[0][1].content == ("" if stops else "<|im_end|>" * 3)
+    assert found.conversations[0][1].content == ("!" if stops else '!"')
