@@ -35,6 +35,8 @@ _PROBE = "flatout asks"
 """The content of a turn whose end is searched for."""
 _LONGEST_END = 1 << 12
 """Characters of the end of a turn, which every text of a turn is searched for."""
+_REASON_CHARACTERS = 100
+"""Characters of a template's own sentence under which rows are counted."""
 _TAG = re.compile(r"<(think|thinking|thought|reasoning)>\s*\Z")
 """The start of a thought at the end of a prompt. The model's own text closes it."""
 
@@ -211,7 +213,7 @@ class Renderer:
             why = " ".join(str(found).split()).rstrip(".")
             yield BadConversation(
                 f"is rejected by the chat template {self.template.name}: {why}",
-                reason="rejected by the chat template",
+                reason=f"rejected by the chat template: {why[:_REASON_CHARACTERS]}",
             )
 
     def _rendered(self, message: bytes) -> list[Rendered]:

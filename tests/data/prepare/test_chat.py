@@ -297,3 +297,38 @@ def test_nulls_that_a_table_format_adds_do_not_reach_the_text(tmp_path, kind):
     assert '{"name": "weather", "arguments": {"city": "Rome", "days": [1, null]}}' in shown(
         made.path, index=1
     )
+
+
+def test_rows_that_a_template_rejects_are_counted_by_its_sentences(rows, tmp_path):
+    template = tmp_path / "strict.jinja"
+    template.write_text(
+        "{% for m in messages %}{% if '1 plus' in m.content %}{{ raise_exception('No ones!') }}"
+        "{% elif '2 plus' in m.content %}{{ raise_exception('No twos.') }}"
+        "{% elif '3' in m.content %}{{ raise_exception('Not ' + m.content) }}{% endif %}"
+        "{{ m.content }}{{ eos_token }}{% endfor %}"
+    )
+    made = prepared(rows, tmp_path, chat=str(template), on_bad_row="skip")
+    counts = {entry.reason: entry.count for entry in made.manifest.skipped}
+    start = "rejected by the chat template: "
+    assert counts[f"{start}No ones!"] == counts[f"{start}No twos"] == 2
+    assert counts[f"{start}Not What is 3 plus 0?"] == 1
+    many = write_conversations(tmp_path / "many.jsonl", count=100, turns=1)
+    template.write_text(
+        "{% for m in messages %}{% if '10 plus' not in m.content and 'plus' in m.content %}"
+        "{{ raise_exception(m.content) }}{% endif %}{{ m.content }}{{ eos_token }}{% endfor %}"
+    )
+    val = (str(write_conversations(tmp_path / "val.jsonl", count=11)),)
+    made = prepared(
+        many,
+        tmp_path,
+        "many",
+        chat=str(template),
+        on_bad_row="skip",
+        max_bad_rows=200,
+        split=None,
+        val=val,
+    )
+    counts = {entry.reason: entry.count for entry in made.manifest.skipped}
+    assert sum(counts.values()) == 109
+    assert len(counts) == 31
+    assert counts[start.removesuffix(": ")] == 69, "after 30 sentences"
