@@ -77,7 +77,7 @@ def write_data(folder: Path, seed: int, count: int) -> None:
     renderer = Renderer(TEMPLATE, (END_OF_TEXT,))
     rows = [conversation(draw, numbers) for _ in range(count)]
     requests = [renderer.request(read_conversation(turns)) for turns in rows]
-    texts = ["".join(piece.text for piece in found) for (found,) in renderer.examples(requests)]
+    texts = [found.text for (found,) in renderer.examples(requests)]
     asked = [
         "".join(f"<|im_start|>user\n{turn['content']}<|im_end|>\n" for turn in turns[::2])
         for turns in rows

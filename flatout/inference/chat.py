@@ -154,8 +154,8 @@ class ChatSession:
 
     def _encoded(self, messages: Sequence[JsonObject]) -> list[int]:
         """Return the ids of the text that asks for a reply to the last of these turns."""
-        pieces = self._tokenizer.encode_pieces(self._renderer.prompt(messages))
-        return [index for found, _ in pieces for index in found.tolist()]
+        ids, _ = self._tokenizer.encode_example(self._renderer.prompt(messages))
+        return [int(index) for index in ids]
 
     def _room_in_words(self) -> str:
         limit, room = self._context.max_tokens or 0, self._room or 0
@@ -166,7 +166,9 @@ class ChatSession:
 
     def _generate(self, ids: list[int]) -> Iterator[str]:
         tokenizer, sampling, end = self._tokenizer, self._sampling, self._renderer.end_token
-        ends = {tokenizer.eot_id} | ({tokenizer.special_tokens()[end]} if end else set())
+        special = tokenizer.special_tokens()
+        ends = {tokenizer.eot_id} | ({special[end]} if end else set())
+        unseen = {*special.values()} - ends
         text = StoppedText(() if end else (self._renderer.end,))
         choose = partial(
             draw_token,
@@ -177,5 +179,6 @@ class ChatSession:
             generator=self._generator,
         )
         with evaluating(self._model):
-            tokens = islice(tokens_after(self._context, ids, choose), sampling.max_tokens)
+            drawn = islice(tokens_after(self._context, ids, choose), sampling.max_tokens)
+            tokens = (token for token in drawn if token not in unseen)
             yield from text_of(tokens, ends, DecodedText(tokenizer, []), text)

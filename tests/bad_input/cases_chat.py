@@ -4,6 +4,8 @@ import json
 
 from case import Case, World
 
+from flatout.data.tokenizers.byte import ByteTokenizer
+
 NEW = "--out data/new --tokenizer byte"
 
 
@@ -12,8 +14,8 @@ def row(*turns: tuple[str, object]) -> str:
     return json.dumps({"messages": messages}) + "\n"
 
 
-def weighted(weight: float) -> str:
-    turn = {"role": "assistant", "content": "Hello", "weight": weight}
+def weighted(weight: object, field: str = "weight") -> str:
+    turn = {"role": "assistant", "content": "Hello", field: weight}
     return json.dumps({"messages": [turn]}) + "\n"
 
 
@@ -35,6 +37,11 @@ def template(text: str):
     return spoil
 
 
+def special_row(world: World) -> None:
+    world.write("tokenizer.json", json.dumps(ByteTokenizer().tokenizer_json()))
+    world.write("chat.jsonl", GOOD + row(("user", "a<|endoftext|>"), ("assistant", "Hello")))
+
+
 CASES = [
     Case(
         "conversations that are read as text",
@@ -54,7 +61,7 @@ CASES = [
     Case(
         "a conversation whose assistant turns do not count",
         f"prepare chat.jsonl {NEW} --chat chatml",
-        ("chat.jsonl, line 2", "only assistant turns of weight 0"),
+        ("chat.jsonl, line 2", "only assistant turns that are excluded"),
         ("--on-bad-row skip",),
         chat_rows(weighted(0)),
     ),
@@ -64,6 +71,20 @@ CASES = [
         ("chat.jsonl, line 2", "the weight 0.5 in turn 1"),
         ("1 or 0", "--on-bad-row skip"),
         chat_rows(weighted(0.5)),
+    ),
+    Case(
+        "an assistant turn of which parts are selected",
+        f"prepare chat.jsonl {NEW} --chat chatml",
+        ("chat.jsonl, line 2", "'train_detail' in turn 1"),
+        ('"weight": 0',),
+        chat_rows(weighted([], "train_detail")),
+    ),
+    Case(
+        "a turn with the name of a special token",
+        "prepare chat.jsonl --out data/new --tokenizer tokenizer.json --chat plain",
+        ("chat.jsonl, line 2", "'<|endoftext|>'", "special token"),
+        ("Remove it", "--on-bad-row skip"),
+        special_row,
     ),
     Case(
         "a turn of an unknown role",

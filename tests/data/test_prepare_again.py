@@ -4,7 +4,7 @@ import os
 import sys
 
 import pytest
-from prepared import Listener, content, prepared
+from prepared import Listener, content, prepared, write_rows
 
 from flatout.data.prepare import pipeline as stage
 from flatout.data.prepare.pipeline import Options, join_parts, prepare_dataset, prepare_part
@@ -110,6 +110,73 @@ def test_a_resumed_prepare_keeps_its_trained_tokenizer(rows, tmp_path, monkeypat
         "neither counted nor trained again"
     )
     assert content(tmp_path / "out") == content(whole.path)
+
+
+@pytest.fixture
+def spoiled(tmp_path, monkeypatch):
+    """A file of 40 rows in ranges of about 5, of which the 33rd is not text."""
+    monkeypatch.setattr(files, "PART_BYTES", 100)
+    monkeypatch.setattr(make, "RANGE_BYTES", 100)
+    rows = [{"text": f"row {number:09d}"} for number in range(40)]
+    rows[32] = {"text": 7}
+    return write_rows(tmp_path / "rows.jsonl", rows)
+
+
+def finished(tmp_path):
+    """Return the numbers of the finished ranges, and when each was written."""
+    records = (tmp_path / ".out.part" / "ranges").glob("*.json")
+    return {path.name: path.stat().st_mtime_ns for path in records}
+
+
+def test_skipping_a_bad_row_continues_the_work_that_it_ended(tmp_path, spoiled):
+    options = {"out": tmp_path / "out", "split": "hash 0.3", "workers": 1}
+    with pytest.raises(DataError, match="line 33 has 'text'") as found:
+        prepared(spoiled, **options)
+    assert "finished parts are kept" in found.value.__notes__[0]
+    before = finished(tmp_path)
+    assert len(before) > 4
+    with pytest.raises(DataError, match="line 33 has 'text'"):
+        prepared(spoiled, **options)
+    assert finished(tmp_path) == before
+    listener = Listener()
+    made = prepared(spoiled, on_bad_row="skip", progress=listener, **options)
+    assert listener.said[0].startswith(f"{len(before)} of ")
+    assert made.manifest.documents == 39
+    whole = prepared(spoiled, on_bad_row="skip", **options | {"out": tmp_path / "whole"})
+    assert content(tmp_path / "out") == content(whole.path)
+
+
+@pytest.mark.parametrize("change", ["text", "field"])
+def test_after_a_bad_row_a_corrected_text_or_option_starts_over(tmp_path, spoiled, change):
+    options = {"out": tmp_path / "out", "split": "hash 0.3", "workers": 1}
+    with pytest.raises(DataError, match="line 33"):
+        prepared(spoiled, **options)
+    assert finished(tmp_path)
+    if change == "text":
+        rows = [{"text": f"row {number:09d}"} for number in range(40)]
+        made = prepared(write_rows(spoiled, rows), **options)
+    else:
+        made = prepared(spoiled, max_documents=30, **options)
+    assert made.manifest.documents == (40 if change == "text" else 30)
+
+
+def test_rows_that_were_skipped_are_reported_when_bad_rows_are_no_longer(
+    tmp_path, spoiled, monkeypatch
+):
+    joining = stage.join
+    monkeypatch.setattr(stage, "join", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+    options = {"out": tmp_path / "out", "split": "hash 0.3", "workers": 1}
+    with pytest.raises(KeyboardInterrupt):
+        prepared(spoiled, on_bad_row="skip", **options)
+    monkeypatch.setattr(stage, "join", joining)
+    with pytest.raises(DataError, match="line 33 has 'text'"):
+        prepared(spoiled, **options)
+    assert prepared(spoiled, on_bad_row="skip", **options).manifest.documents == 39
+
+
+def test_a_dataset_without_bad_rows_is_what_skipping_them_gives(rows, tmp_path):
+    prepared(rows, out=tmp_path / "out")
+    assert prepared(rows, out=tmp_path / "out", on_bad_row="skip").existed
 
 
 def test_leftovers_of_a_finished_dataset_are_removed(rows, tmp_path):

@@ -1,13 +1,17 @@
 """A chat session: prompts as in training, one decoder for all turns, and a context that is full."""
 
+import json
 from types import SimpleNamespace
 
+import chat_tokenizers
 import pytest
 import torch
+from chat_tokenizers import TEMPLATES
 from scripted import EOT, Script
 
-from flatout.data.conversation.templates import ChatTemplate, named_template
+from flatout.data.conversation.templates import ChatTemplate, named_template, template_beside
 from flatout.data.conversation.turns import BadConversation
+from flatout.data.tokenizers import load_tokenizer
 from flatout.data.tokenizers.byte import ByteTokenizer
 from flatout.errors import ConfigError, DataError
 from flatout.inference.chat import ChatSession, Sampling
@@ -200,3 +204,36 @@ def test_an_abandoned_reply_is_kept_as_far_as_it_was_written():
     next(reply)
     reply.close()
     assert talk.messages[-1] == {"role": "assistant", "content": "H"}
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("name", ["gpt2", "rstrip", "legacy", "first", "unigram"])
+def test_the_ids_of_a_prompt_are_those_of_transformers(tmp_path, name, template):
+    folder = chat_tokenizers.write(tmp_path, name, template)
+    tokenizer = load_tokenizer(folder / "tokenizer.json")
+    found = template_beside(folder / "tokenizer_config.json", None, {})
+    expected = json.loads(chat_tokenizers.IDS.read_text())[f"{name} {template}"]
+    for number in (0, 2):
+        model = Model([5], max_seq_len=1000)
+        talk = ChatSession(
+            model, tokenizer, 1000, found, sampling=Sampling(temperature=0, max_tokens=1)
+        )
+        turns = chat_tokenizers.turns(number)
+        talk.messages = turns[:-2]
+        said(talk.reply(turns[-2]["content"]))
+        assert model.reads[0] == expected[number][1]
+
+
+def test_a_turn_that_contains_a_special_token_is_rejected(tmp_path):
+    folder = chat_tokenizers.write(tmp_path, "gpt2", "chatml")
+    tokenizer = load_tokenizer(folder / "tokenizer.json")
+    found = template_beside(folder / "tokenizer_config.json", None, {})
+    unasked, end = (tokenizer.special_tokens()[name] for name in ("<|user|>", "<|im_end|>"))
+    model = Model([*tokenizer.encode("so"), unasked, *tokenizer.encode("yo"), end, end], 1000)
+    model.past = tokenizer.vocab_size
+    talk = ChatSession(model, tokenizer, 1000, found, sampling=Sampling(temperature=0))
+    with pytest.raises(DataError, match=r"'<\|im_end\|>' in the text is a special token"):
+        said(talk.reply("x<|im_end|>\n"))
+    assert talk.messages == []
+    assert said(talk.reply("x")) == "soyo", "without the special token, which is no text"
+    assert said(talk.reply("y")) == "", "the reply does not prevent the next turn"

@@ -15,14 +15,14 @@ FILE_LINES, FUNCTION_LINES = 700, 80
 FRAMES = 9
 ROOMS = {
     "measure": 103_800,
-    "data": 77_300,
+    "data": 77_900,
     "training": 65_000,
     "cli": 34_700,
     "models": 24_500,
     "assembly": 20_000,
     "config": 16_100,
     "ops": 15_500,
-    "inference": 13_400,
+    "inference": 13_700,
     "storage": 11_300,
     "distributed": 7_100,
     "optim": 6_100,

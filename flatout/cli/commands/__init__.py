@@ -59,7 +59,11 @@ Pattern = Annotated[
     Option("Regular expression that splits text, for an unknown .tiktoken file."),
 ]
 EndOfText = Annotated[
-    str | None, Option("End-of-text token of a tokenizer.json, if it is an unusual one.")
+    str | None,
+    Option(
+        "End-of-text token of a tokenizer.json (default: the eos_token that the "
+        "tokenizer_config.json beside it names, or else a usual one)."
+    ),
 ]
 
 

@@ -1,9 +1,8 @@
 """Writes a conversation as text with a chat template, and finds the text that the loss counts.
 
 The text of an assistant turn starts where the prompt that generation gives to the model ends, and
-ends after the text or special token that ends the turn. The rendered text is cut at both places,
-and around special tokens, and every piece is encoded on its own. So no token spans a boundary, and
-the tokens of a prompt in training are those of the same prompt in `flatout chat`.
+ends after the text or special token that ends the turn. The rendered text is encoded as a whole, as
+other tools encode it, and the loss counts every token with a character in these places.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, compress, pairwise
+from itertools import accumulate, chain, compress
 from typing import TYPE_CHECKING, Any
 
 from flatout.data.conversation.templates import ChatTemplate
@@ -36,6 +35,8 @@ _PROBE = "flatout asks"
 """The content of a turn whose end is searched for."""
 _LONGEST_END = 1 << 12
 """Characters of the end of a turn, which every text of a turn is searched for."""
+_REASON_CHARACTERS = 100
+"""Characters of a template's own sentence under which rows are counted."""
 _TAG = re.compile(r"<(think|thinking|thought|reasoning)>\s*\Z")
 """The start of a thought at the end of a prompt. The model's own text closes it."""
 
@@ -43,18 +44,30 @@ Span = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """A part of a conversation's text that is encoded on its own."""
+class Example:
+    """A text that is encoded as a whole: of a conversation, or a prompt with its answer."""
 
     text: str
-    is_special: bool
-    """Whether it is the name of one special token."""
-    is_target: bool
-    """Whether the loss counts its tokens."""
+    targets: tuple[Span, ...] = ()
+    """Where the loss counts tokens, in ascending order."""
+    names: tuple[Span, ...] | None = None
+    """Where the template wrote the names of special tokens. Without a template, all is text."""
+
+    def texts(self, start: int, stop: int) -> Iterator[str]:
+        """Yield the texts between the names of special tokens, from `start` to `stop`."""
+        for first, last in (*(self.names or ()), (stop, stop)):
+            if start < min(first, stop):
+                yield self.text[start : min(first, stop)]
+            start = max(start, last)
+
+    @property
+    def answers(self) -> str:
+        """The text that the loss counts, without special tokens."""
+        return "".join(chain.from_iterable(self.texts(*span) for span in self.targets))
 
 
-Examples = tuple[tuple[Piece, ...], ...]
-"""The pieces of each example."""
+Examples = tuple[Example, ...]
+"""The examples of a conversation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,19 +157,16 @@ class Renderer:
             except DataError as error:
                 yield error
 
-    def prompt(self, messages: Sequence[JsonObject]) -> tuple[Piece, ...]:
-        """Return the pieces of the text that asks for the next assistant turn.
+    def prompt(self, messages: Sequence[JsonObject]) -> Example:
+        """Return the text that asks for the next assistant turn.
 
-        They are the first pieces of any example that continues with an assistant turn.
+        The text of any example that continues with an assistant turn starts with it.
 
         Raises: BadConversation; DataError when the template fails.
         """
-        turns = self._guarded(messages)
-        answers = [index for index, turn in enumerate(turns) if turn["role"] == ASSISTANT]
-        asked = (None, True), [(index, True) for index in answers]
-        (found,) = self._rendered(self._message(turns, None, asked))
-        text, spans = self._prompt(found)
-        return self._cut(text, spans, [])
+        message = self._message(self._guarded(messages), None, ((None, True), []))
+        ((found, _),) = self._rendered(message)
+        return self._example(_without_marks(found)[0])
 
     @cached_property
     def _specials(self) -> re.Pattern[str] | None:
@@ -203,7 +213,7 @@ class Renderer:
             why = " ".join(str(found).split()).rstrip(".")
             yield BadConversation(
                 f"is rejected by the chat template {self.template.name}: {why}",
-                reason="rejected by the chat template",
+                reason=f"rejected by the chat template: {why[:_REASON_CHARACTERS]}",
             )
 
     def _rendered(self, message: bytes) -> list[Rendered]:
@@ -239,7 +249,7 @@ class Renderer:
             ):
                 if before < length or after < stop:
                     return None
-        return (self._cut(text, spans, list(compress(spans, counts))),)
+        return (self._example(text, list(compress(spans, counts))),)
 
     def _apart(self, one: Request) -> Examples:
         """Return an example for each assistant turn that counts.
@@ -247,27 +257,14 @@ class Renderer:
         Raises: BadConversation when the template does not write a turn after its prompt.
         """
         counted = [index for index in one.answers if one.targets[index]]
-        asked: list[Asked] = []
-        for index in counted:
-            asked.append(
-                ((index, True), [(before, True) for before in one.answers if before < index])
-            )
-            asked.append(((index + 1, False), []))
-        found = self._rendered(self._message(one.turns, one.tools, *asked))
+        asked: list[Asked] = [
+            (text, []) for index in counted for text in ((index, True), (index + 1, False))
+        ]
+        found = [text for text, _ in self._rendered(self._message(one.turns, one.tools, *asked))]
         return tuple(
-            self._example(one.turns[index], index, prompt, after.text)
+            self._answer(one.turns[index], index, _without_marks(prompt)[0], after)
             for index, prompt, after in zip(counted, found[::2], found[1::2], strict=True)
         )
-
-    def _prompt(self, found: Rendered) -> tuple[str, list[Span]]:
-        """Return a prompt, and the spans of earlier assistant turns in it.
-
-        A turn that the template now writes differently has none.
-        """
-        if START in found.text:
-            return _without_marks(found.text)
-        starts = [length for length, common in found.shared if common == length]
-        return found.text, self._ends(found.text, starts)
 
     def _ends(self, text: str, starts: Sequence[int]) -> list[Span]:
         """Return the spans of turns that start at some positions, with what ends them."""
@@ -277,11 +274,8 @@ class Renderer:
             if (at := text.find(self.end, start)) >= 0
         ]
 
-    def _example(
-        self, turn: JsonObject, index: int, found: Rendered, after: str
-    ) -> tuple[Piece, ...]:
-        """Return the pieces of a prompt and of the turn that answers it."""
-        prompt, spans = self._prompt(found)
+    def _answer(self, turn: JsonObject, index: int, prompt: str, after: str) -> Example:
+        """Return the example of a prompt and of the turn that answers it."""
         answer = after[len(prompt) :] if after.startswith(prompt) else self._after_tag(prompt, turn)
         if answer is None or self.end not in answer:
             raise BadConversation(
@@ -291,8 +285,7 @@ class Renderer:
                 reason="written differently from its prompt",
             )
         text = prompt + answer[: answer.index(self.end) + len(self.end)]
-        target = (len(prompt), len(text))
-        return self._cut(text, [*spans, target], [target])
+        return self._example(text, [(len(prompt), len(text))])
 
     def _after_tag(self, prompt: str, turn: JsonObject) -> str | None:
         """Return a turn after a prompt that ends with a tag such as <think>. None after others.
@@ -310,20 +303,17 @@ class Renderer:
             content = f"{turn.get('reasoning_content') or ''}\n{closing}\n\n{content}"
         return f"{content}{self.end}"
 
-    def _cut(self, text: str, cuts: Sequence[Span], targets: Sequence[Span]) -> tuple[Piece, ...]:
-        """Return the pieces between the edges of `cuts` and of special tokens."""
-        found = self._specials.finditer(text) if self._specials else ()
-        special = {match.span() for match in found}
-        edges = sorted({0, len(text), *chain.from_iterable((*special, *cuts))})
-        return tuple(
-            Piece(
-                part,
-                (start, stop) in special,
-                any(first <= start < last for first, last in targets),
-            )
-            for start, stop in pairwise(edges)
-            if (part := text[start:stop].replace(GUARD, ""))
+    def _example(self, text: str, targets: Sequence[Span] = ()) -> Example:
+        """Return a text without guards, the spans in it, and those of special tokens."""
+        names = [match.span() for match in self._specials.finditer(text)] if self._specials else []
+        if GUARD not in text:
+            return Example(text, tuple(targets), tuple(names))
+        before = [0, *accumulate(int(character == GUARD) for character in text)]
+        targets, names = (
+            [(start - before[start], stop - before[stop]) for start, stop in spans]
+            for spans in (targets, names)
         )
+        return Example(text.replace(GUARD, ""), tuple(targets), tuple(names))
 
 
 def _without_marks(text: str) -> tuple[str, list[Span]]:

@@ -42,6 +42,15 @@ _ROLES = {
 }
 """Names of roles, and what templates call them."""
 _KNOWN = "system, user, assistant or tool"
+_FLAGS = {"weight": 1, "loss_weight": 1, "loss": 1, "train": 1, "training": 1, "masked": 0}
+"""Fields of a turn that state whether the loss counts it, with the value for yes."""
+_UNCLEAR = {
+    "mask": "in some files 1 includes a turn, and in others it excludes one",
+    "train_detail": "it selects parts of a turn, and a turn counts in full or not at all",
+}
+"""Such fields that are not read, and why."""
+_SCHEMA_VALUES = ("default", "const")
+"""Keys of the schema of a tool whose null is a value."""
 _REPAIR = "Repair the row, or skip such rows with --on-bad-row skip."
 
 
@@ -68,7 +77,7 @@ class Conversation:
     messages: tuple[JsonObject, ...]
     """One per turn: `role`, `content`, and what else the row states, such as `tool_calls`."""
     targets: tuple[bool, ...]
-    """Whether the loss counts a turn: the assistant's, unless its `weight` is 0."""
+    """Whether the loss counts a turn: the assistant's, unless a field such as `weight` says no."""
     tools: list[Any] | None = None
     """Descriptions of the tools that the assistant may call."""
 
@@ -85,12 +94,13 @@ def read_conversation(value: Any, row: JsonObject | None = None) -> Conversation
     messages, targets = [], []
     for number, turn in enumerate(value, 1):
         message = _message(turn, f"turn {number}")
-        weight = message.pop("weight", 1)
+        targets.append(_counts(message, f"turn {number}"))
+        for field in (*_FLAGS, *_UNCLEAR):
+            message.pop(field, None)
         messages.append(message)
-        targets.append(message["role"] == ASSISTANT and _counts(weight, f"turn {number}"))
     if not any(targets):
         silent = any(message["role"] == ASSISTANT for message in messages)
-        found = "only assistant turns of weight 0" if silent else "no assistant turn"
+        found = "only assistant turns that are excluded" if silent else "no assistant turn"
         raise BadConversation(
             f"has {found}, so nothing in it would count towards the loss", reason=found
         )
@@ -109,7 +119,8 @@ def read_conversation(value: Any, row: JsonObject | None = None) -> Conversation
                 f"has a {field!r} and a first turn that are different system prompts",
                 reason="two system prompts",
             )
-    return Conversation(tuple(messages), tuple(targets), _tools(row.get(TOOLS)))
+    tools = _tools(_without_nulls(row.get(TOOLS), _SCHEMA_VALUES))
+    return Conversation(tuple(messages), tuple(targets), tools)
 
 
 def turns_of_instruction(row: JsonObject) -> list[JsonObject]:
@@ -147,15 +158,29 @@ def turns_of_completion(row: JsonObject) -> list[Any]:
     return before + completion
 
 
-def _counts(weight: Any, which: str) -> bool:
-    """Return whether the loss counts an assistant turn of this weight, which is 0 or 1."""
-    if weight in (0, 1):
-        return bool(weight)
-    raise BadConversation(
-        f"has the weight {weight!r} in {which}, but a turn counts in full or not at all",
-        fix="Write 1 or 0, or skip such rows with --on-bad-row skip.",
-        reason="a weight that is not 0 or 1",
-    )
+def _counts(message: JsonObject, which: str) -> bool:
+    """Return whether the loss counts a turn, by its role and fields such as `weight`.
+
+    Raises: BadConversation for a field that is not 0 or 1, or whose meaning is unclear.
+    """
+    if message["role"] != ASSISTANT:
+        return False
+    for field, why in _UNCLEAR.items():
+        if field in message:
+            raise BadConversation(
+                f"has {field!r} in {which}, which is not read: {why}",
+                fix='Write "weight": 0 in turns that the loss must not count, or remove it.',
+                reason=f"{field!r} in a turn",
+            )
+    for field in filter(message.__contains__, _FLAGS):
+        if message[field] not in (0, 1):
+            raise BadConversation(
+                f"has the {field} {message[field]!r} in {which}, but a turn counts in full or not "
+                "at all",
+                fix="Write 1 or 0, or skip such rows with --on-bad-row skip.",
+                reason=f"a {field} that is not 0 or 1",
+            )
+    return all(message.get(field, yes) == yes for field, yes in _FLAGS.items())
 
 
 def _message(turn: Any, which: str) -> JsonObject:
@@ -176,15 +201,27 @@ def _message(turn: Any, which: str) -> JsonObject:
             fix=f"Write {_KNOWN}, or skip such rows with --on-bad-row skip.",
             reason="unknown role",
         )
-    rest = {
-        key: value
-        for key, value in turn.items()
-        if key not in (role_key, text_key) and value is not None
-    }
+    rest: JsonObject = _without_nulls(
+        {key: value for key, value in turn.items() if key not in (role_key, text_key)}
+    )
     message: JsonObject = {"role": role, "content": _content(turn.get(text_key), rest, which)}
     if "tool_calls" in rest:
         rest["tool_calls"] = _tool_calls(rest["tool_calls"])
     return message | rest
+
+
+def _without_nulls(value: Any, kept: tuple[str, ...] = ()) -> Any:
+    """Return a value without the keys that are null, at any depth, except the `kept` ones.
+
+    Table formats such as Parquet give all rows the same keys, and pad with nulls.
+    """
+    if isinstance(value, dict):
+        return {
+            key: _without_nulls(inner, kept)
+            for key, inner in value.items()
+            if inner is not None or key in kept
+        }
+    return [_without_nulls(inner, kept) for inner in value] if isinstance(value, list) else value
 
 
 def _content(value: Any, rest: JsonObject, which: str) -> str:

@@ -220,7 +220,7 @@ def _existing_or_claimed(request: Request, work: WorkDir) -> Manifest | None:
 
 
 def _write(work: WorkDir, request: Request, crew: Workers) -> Manifest:
-    """Pack the remaining ranges, and join all. Discard the work if the text is unusable."""
+    """Pack the remaining ranges, and join all. Discard the work if a split is empty."""
     plan, packing = plan_work(work, request)
     records = _pack(work, plan, packing, plan.items, crew, request)
     skipped: list[SkippedRows] = []
@@ -261,7 +261,11 @@ def _pack(
 ) -> list[RangeRecord]:
     """Pack the `wanted` items that are not done, and return the records of all in order."""
     numbers = {item.number for item in wanted}
-    done = {number: record for number, record in work.done().items() if number in numbers}
+    done = {
+        number: record
+        for number, record in work.done().items()
+        if number in numbers and not (record.bad_rows and request.options.on_bad_row == "raise")
+    }
     check_files(work, list(done.values()))
     left = [item for item in wanted if item.number not in done]
     if done:
@@ -289,7 +293,7 @@ def _pack(
     except (Unfinished, NotHandedOut, Unreachable):  # the text is not at fault, so the work is kept
         raise
     except DataError as error:
-        raise work.discard(error) from error
+        raise work.keep(error) from error
     return records
 
 

@@ -175,7 +175,7 @@ def _conversation(row: Row, examples: Examples | DataError) -> Row:
     if isinstance(examples, DataError):
         what = f"cannot be rendered: {examples.what.removesuffix('.')}"
         return BadRow(what, examples.fix, "the chat template fails", row.location)
-    text = "".join(piece.text for pieces in examples for piece in pieces)
+    text = "".join(example.text for example in examples)
     return Document(text, row.location, examples=examples)
 
 

@@ -19,7 +19,6 @@ from flatout.data.sources.packed import (
     open_bytes,
     unreadable,
 )
-from flatout.data.sources.parquet_pages import PAGE_BYTES, PAGE_RATIO, Page, pages_at
 from flatout.storage.json_io import JsonObject
 
 PARQUET_SUFFIXES = {".parquet"}
@@ -117,19 +116,7 @@ def _read_row_group(
     chunks = _chunks(described, _columns_of(parquet, fields))
     num_bytes = max(sum(chunk.total_uncompressed_size for chunk in chunks), 1)
     try:
-        pages = [page for chunk in chunks for page in pages_at(path, chunk)]
-        large = next((page for page in pages if page.is_too_large), None)
-        if large is not None:
-            where = path if not first_row else f"{path} after row {first_row}"
-            yield _too_large(large, where, num_bytes)
-            return
-        at_once = min(
-            [
-                BATCH_ROWS,
-                max(BATCH_BYTES * described.num_rows // num_bytes, 1),
-                *(page.rows_in_bounds for page in pages),
-            ]
-        )
+        at_once = min(BATCH_ROWS, max(BATCH_BYTES * described.num_rows // num_bytes, 1))
         names = [field for field, _ in fields.named]
         for batch in parquet.iter_batches(
             at_once, row_groups=[group], columns=names, use_threads=False
@@ -146,20 +133,6 @@ def _read_row_group(
                     yield document(row, fields, where)
     except _errors() as error:
         yield _unread(path, f"{path} after row {number}", error, num_bytes)
-
-
-def _too_large(page: Page, where: str, num_bytes: int) -> BadRow:
-    """Return the bad row for the rows of a page that is too large to decompress."""
-    what = (
-        f"has a page of {page.packed_bytes / 1e6:,.2f} MB "
-        f"that decompresses to {page.num_bytes / 1e6:,.0f} MB"
-    )
-    limit = f"the limit is {PAGE_BYTES >> 20} MiB, or {PAGE_RATIO} times the compressed size"
-    fix = (
-        "Write the file again with smaller pages or without compression, "
-        "or skip these rows with --on-bad-row skip."
-    )
-    return BadRow(f"{what}; {limit}", fix, CANNOT_BE_READ, where, unread_bytes=num_bytes)
 
 
 def _unread(path: str, where: str, error: Exception, num_bytes: int) -> BadRow:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+import re
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain
@@ -18,6 +20,8 @@ _DELIMITERS = {".csv": ",;\t|", ".tsv": "\t,;|"}
 """Possible delimiters by suffix: the one that splits the first row into the most columns is used.
 """
 TABLE_SUFFIXES = frozenset(_DELIMITERS)
+_AFTER_CR = re.compile(rb"(?<=\r)(?!\n)")
+"""Where a line ends without a line feed, as in files of old spreadsheets."""
 
 
 def read_table(path: str, suffix: str, fields: Fields, encoding: str | None) -> Iterator[Row]:
@@ -80,6 +84,10 @@ class _Lines:
         self._path = path
         self._file = file
         self._offset = 0
+        self._waiting: deque[bytes] = deque()
+        """Lines that were read, after the last one returned."""
+        self._rest = b""
+        """The start of a line whose end was not read."""
         self.number = 0
         """Number of the last line read, counted from 1."""
         self.begin_row()
@@ -97,7 +105,12 @@ class _Lines:
         return self
 
     def __next__(self) -> str:
-        line = self._file.readline(ROW_BYTES + 1)
+        if not self._waiting:
+            block = self._rest + self._file.readline(ROW_BYTES + 1)
+            self._waiting.extend(filter(None, _AFTER_CR.split(block)))
+            has_more = len(self._waiting) > 1 and not block.endswith(b"\n")
+            self._rest = self._waiting.pop() if has_more else b""
+        line = self._waiting.popleft() if self._waiting else b""
         if not line:
             raise StopIteration
         self.number += 1

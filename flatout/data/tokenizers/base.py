@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
+from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import ClassVar, Self, final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flatout.data.conversation.rendering import Piece
+from flatout.data.conversation.rendering import Example
 from flatout.data.sources.long import chunks_of
 from flatout.errors import DataError
 from flatout.progress import Progress
@@ -55,6 +55,8 @@ MAX_TRIES = 64
 """Positions tried before a text is considered impossible to cut."""
 
 Ids = NDArray[np.uint32]
+Mask = NDArray[np.uint8]
+Places = NDArray[np.int64]
 Encode = Callable[[str], Ids]
 Sample = Callable[[int | None], Iterable[str]]
 """Returns about this many bytes of the corpus, evenly spread. None means the whole corpus."""
@@ -65,6 +67,15 @@ Document = JsonObject
 
 class NotEncodable(DataError):
     """A tokenizer has no ids for a text. The text is at fault, so its document may be skipped."""
+
+    reason = "cannot be tokenised"
+    """Reason under which the row is counted."""
+
+
+class WritesSpecial(NotEncodable):
+    """A text from a row in which the tokenizer finds a special token."""
+
+    reason = "contains a special token"
 
 
 @dataclass(frozen=True)
@@ -248,22 +259,52 @@ class Tokenizer(ABC):
         """Return the ids of a text."""
         return [index for ids in self.encode_stream([text]) for index in ids.tolist()]
 
-    @final
-    def encode_pieces(self, pieces: Iterable[Piece]) -> list[tuple[Ids, bool]]:
-        """Return the ids of each piece of a conversation, and whether the loss counts them.
+    def encode_example(self, example: Example) -> tuple[Ids, Mask]:
+        """Return the ids of an example, and a mask that is 1 for those that the loss counts.
 
-        Raises: NotEncodable when the vocabulary cannot express a piece.
+        The text between the names of special tokens is encoded as a whole.
+
+        Shapes:  returns (T,), (T,).
+        Raises:  NotEncodable when the vocabulary cannot express the text.
         """
-        special = self.special_tokens()
-        return [
-            (
-                np.array([special[piece.text]], np.uint32)
-                if piece.is_special
-                else np.concatenate(list(self.encode_stream(chunks_of(piece.text)))),
-                piece.is_target,
-            )
-            for piece in pieces
-        ]
+        special, names = self.special_tokens(), {*(example.names or ())}
+        found = [(np.zeros(0, np.uint32), np.zeros(0, np.uint8))]
+        edges = {0, len(example.text), *chain.from_iterable(names)}
+        for start, stop in pairwise(sorted(edges)):
+            text = example.text[start:stop]
+            targets = np.clip(np.array(example.targets).reshape(-1, 2) - start, 0, len(text))
+            if (start, stop) in names:
+                ids = np.array([special[text]], np.uint32)
+                found.append((ids, counted(np.zeros(1, np.int64), np.full(1, len(text)), targets)))
+            else:
+                found.append(self._encode_part(text, targets))
+        parts, masks = zip(*found, strict=True)
+        return np.concatenate(parts), np.concatenate(masks)
+
+    def _encode_part(self, text: str, targets: Places) -> tuple[Ids, Mask]:
+        """Return the ids of a text without special tokens, and their mask.
+
+        If they do not have its bytes, what the loss counts is encoded separately.
+        """
+        ids = self._encode_whole(text)
+        sizes = self._num_bytes[ids]
+        if sizes.sum() == len(text.encode()):
+            if not text.isascii():
+                targets = np.array([[len(text[:at].encode()) for at in span] for span in targets])
+            stops = np.cumsum(sizes)
+            return ids, counted(stops - sizes, stops, targets)
+        edges = np.unique([0, len(text), *targets.flat])
+        parts = [self._encode_whole(text[start:stop]) for start, stop in pairwise(edges)]
+        counts = counted(edges[:-1], edges[1:], targets)
+        return np.concatenate(parts), np.repeat(counts, [len(part) for part in parts])
+
+    def _encode_whole(self, text: str) -> Ids:
+        return np.concatenate(list(self.encode_stream(chunks_of(text))))
+
+    @cached_property
+    def _num_bytes(self) -> Places:
+        """The number of bytes that each id stands for."""
+        return np.array([len(self.decode_bytes([index])) for index in range(self.vocab_size)])
 
     @final
     def decode(self, ids: Sequence[int]) -> str:
@@ -293,6 +334,19 @@ class Tokenizer(ABC):
     def digest(self) -> str:
         """Return the SHA-256 of the file that `save` writes."""
         return hashlib.sha256(self.text.encode()).hexdigest()
+
+
+def counted(starts: Places, stops: Places, targets: Iterable[Sequence[int]]) -> Mask:
+    """Return 1 for each token with a character in a target, else 0.
+
+    A token without characters belongs to the text that follows it.
+
+    Shapes:  starts (T,), stops (T,); returns (T,).
+    """
+    mask = np.zeros(len(starts), np.bool_)
+    for first, last in targets:
+        mask |= (starts < last) & ((stops > first) | (starts >= first))
+    return mask.astype(np.uint8)
 
 
 def _blocks(chunks: Iterable[str]) -> Iterator[str]:

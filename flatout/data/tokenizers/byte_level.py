@@ -65,6 +65,8 @@ class Layout:
     """
     normalized_added: Mapping[str, int | None]
     """Added tokens that are matched in the normalised text between the others."""
+    has_unusual_special: bool
+    """Whether a special token takes the white space around it, or is found between words only."""
 
     @property
     def splits_in_bounds(self) -> bool:
@@ -162,7 +164,8 @@ def layout_of(definition: Document) -> Layout | None:
         }
         for is_normalized in (False, True)
     )
-    return Layout(model, pre_tokenizer, pattern, normalizer, raw, normalized)
+    has_unusual = any(any(map(entry.get, unusual)) for entry in added)
+    return Layout(model, pre_tokenizer, pattern, normalizer, raw, normalized, has_unusual)
 
 
 def _pattern(pre_tokenizer: Document) -> str | None:

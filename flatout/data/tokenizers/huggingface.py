@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar, Self
@@ -12,16 +13,20 @@ from typing import TYPE_CHECKING, ClassVar, Self
 import numpy as np
 
 from flatout.config.registry import nearest
+from flatout.data.conversation.rendering import Example
 from flatout.data.tokenizers.base import (
     SKIP_DOCUMENTS,
     UNKNOWN,
     Document,
     Encode,
     Ids,
+    Mask,
     NotEncodable,
     Tokenizer,
     TokenizerFile,
+    WritesSpecial,
     confirmed_cut,
+    counted,
     engine_failures,
     is_panic,
     join_pieces,
@@ -83,12 +88,16 @@ class HuggingFaceTokenizer(Tokenizer):
     def from_file(cls, file: TokenizerFile) -> HuggingFaceTokenizer:
         """Return the tokenizer of a parsed tokenizer.json.
 
-        Raises: DataError when it is not one, or has no end-of-text token of the given name or a
-                usual one.
+        Its end-of-text token is the one of the given name, else the eos_token that its
+        tokenizer_config.json names, else the first of the usual ones.
+
+        Raises: DataError when it is not one, or has no such token.
         """
         definition = file.document or {}
         vocabulary = _vocabulary_of(definition, file.name)
-        token = file.end_of_text or next(filter(vocabulary.__contains__, USUAL_NAMES), None)
+        named = {name: each for name, each in (file.named or {}).items() if each in vocabulary}
+        usual = next(filter(vocabulary.__contains__, USUAL_NAMES), None)
+        token = file.end_of_text or named.get("eos_token") or usual
         if token not in vocabulary:
             guess = nearest(token, vocabulary) if token else None
             raise DataError(
@@ -103,7 +112,6 @@ class HuggingFaceTokenizer(Tokenizer):
             entry | {"special": True} if entry["content"] == token else entry
             for entry in definition.get("added_tokens") or []
         ]
-        named = {name: each for name, each in (file.named or {}).items() if each in vocabulary}
         return cls(file.stem, definition | {"added_tokens": added}, vocabulary[token], named)
 
     @classmethod
@@ -212,8 +220,7 @@ class HuggingFaceTokenizer(Tokenizer):
             ids = self.encoder(text)
         if not self._has_special(ids):
             return ids
-        literal = "|".join(map(re.escape, sorted(self._special, key=len, reverse=True)))
-        cuts = [0, *(match.start() + 1 for match in re.finditer(literal, text)), len(text)]
+        cuts = [0, *(match.start() + 1 for match in self._literal.finditer(text)), len(text)]
         ids = np.concatenate(
             [self.encoder(text[start:end]) for start, end in itertools.pairwise(cuts)]
         )
@@ -223,6 +230,59 @@ class HuggingFaceTokenizer(Tokenizer):
                 fix=f"Use a different tokenizer, or {SKIP_DOCUMENTS}",
             )
         return ids
+
+    def encode_example(self, example: Example) -> tuple[Ids, Mask]:
+        """Return the ids that `tokenizers` gives for the whole text, and their mask.
+
+        Shapes:  returns (T,), (T,).
+        Raises:  WritesSpecial when a text in it, not the template, writes a special token.
+        """
+        text, names = example.text, {*(example.names or ())}
+        for match in self._literal.finditer(text) if example.names is not None else ():
+            if match.span() not in names:
+                raise self._writes(match[0])
+        if self.engine != "tokenizers" and self._splits_at_special(text):
+            return super().encode_example(example)
+        with self.limits(), engine_failures(self.name):
+            text.encode()
+            self._tokenizer.encode_special_tokens = example.names is None
+            try:
+                encoding = self._tokenizer.encode(text, add_special_tokens=False)
+            finally:
+                self._tokenizer.encode_special_tokens = True
+        ids = np.array(encoding.ids, np.uint32)
+        starts, stops = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
+        for index in np.flatnonzero(np.isin(ids, list(self._special.values()))):
+            # without the white space that the token takes with it
+            part = text[starts[index] : stops[index]]
+            starts[index] += len(part) - len(part.lstrip())
+            stops[index] = starts[index] + len(part.strip())
+            if (starts[index], stops[index]) not in names:
+                raise self._writes(part.strip())
+        return ids, counted(starts, stops, example.targets)
+
+    def _splits_at_special(self, text: str) -> bool:
+        """Return whether text can be encoded separately between its special tokens."""
+        return (
+            self.layout is not None
+            and self._bytes is not None
+            and not self.layout.has_unusual_special
+            and (self.layout.normalizer is None or unicodedata.is_normalized("NFC", text))
+        )
+
+    def _writes(self, name: str) -> WritesSpecial:
+        return WritesSpecial(
+            f"{name!r} in the text is a special token of the tokenizer {self.name!r}, which no "
+            "text may become.",
+            fix=f"Remove it from the text, or {SKIP_DOCUMENTS}",
+        )
+
+    @cached_property
+    def _literal(self) -> re.Pattern[str]:
+        """Matches the names of special tokens, the unknown one included."""
+        entries = self.definition.get("added_tokens") or []
+        names = {*self._special, *(each["content"] for each in entries if each.get("special"))}
+        return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))))
 
     def _encode_by_reference(self, text: str) -> Ids:
         text.encode()

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Literal
 
-from flatout.data.conversation.templates import CHAT_TEMPLATE, load_template
+from flatout.data.conversation.templates import CHAT_TEMPLATE
 from flatout.errors import HardwareError
 from flatout.inference.export import card, gguf
 from flatout.inference.export.destination import (
@@ -79,7 +79,7 @@ def export_run(
 
 
 def _write(source: Source, folder: Path, to: Format, max_bytes: int, progress: Progress) -> Written:
-    template = chat_template(source)
+    template = source.template.text if source.template else None
     if to == "huggingface":
         return write_huggingface(source, folder, max_bytes, template, progress)
     if to == "gguf":
@@ -90,12 +90,6 @@ def _write(source: Source, folder: Path, to: Format, max_bytes: int, progress: P
         copy_whole(source.folder / CHAT_TEMPLATE, folder / CHAT_TEMPLATE)
     write_weights(list(own_tensors(source)), folder, max_bytes, progress)
     return Written(None)
-
-
-def chat_template(source: Source) -> str | None:
-    """Return the chat template that a run was trained with, or None."""
-    template = load_template(source.folder / CHAT_TEMPLATE)
-    return template.text if template else None
 
 
 def _usage(to: Format, written: Written) -> str:

@@ -110,6 +110,7 @@ def write_gguf(source: Source, folder: Path, chat_template: str | None, progress
     try:
         _write_shape(writer, source, config)
         write_vocabulary(writer, document, source.tokenizer.eot_id, named, config.vocab_size)
+        writer.add_eot_token_id(source.turn_end)
         if chat_template:
             writer.add_chat_template(chat_template)
         planned = list(_tensors(source, config, family))

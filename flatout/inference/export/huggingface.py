@@ -14,7 +14,7 @@ from flatout.data.tokenizers.base import Document
 from flatout.errors import ConfigError, DataError
 from flatout.inference.export import modeling
 from flatout.inference.export.shards import Planned, write_shards
-from flatout.inference.export.source import Source
+from flatout.inference.export.source import GENERATION, Source
 from flatout.inference.export.tokenizer_files import (
     TOKENIZER_CLASS,
     end_of_text,
@@ -85,13 +85,10 @@ def write_huggingface(
     name = str(max(dtypes, key=lambda dtype: dtype.itemsize)).removeprefix("torch.")
     write_json(folder / "config.json", config | {"dtype": name} | special)
     no_cache = {"use_cache": False} if found.needs_code else {}
-    write_json(
-        folder / "generation_config.json",
-        special
-        | {"pad_token_id": ids.get("pad_token_id", end)}
-        | ({"eos_token_id": [ids["eos_token_id"], end]} if special["eos_token_id"] != end else {})
-        | no_cache,
-    )
+    stops = list(dict.fromkeys([special["eos_token_id"], *source.stop_ids]))
+    special |= {"eos_token_id": stops if len(stops) > 1 else end}
+    padding = {"pad_token_id": ids.get("pad_token_id", end)}
+    write_json(folder / GENERATION, special | padding | no_cache)
     found.notes.extend(write_tokenizer(source, folder, chat_template))
     if replaced_by_transformers(source.tokenizer, str(config["model_type"])):
         found.notes.append(

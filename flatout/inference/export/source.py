@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from flatout.config.schema import RunConfig
+from flatout.data.conversation.rendering import Renderer
+from flatout.data.conversation.templates import CHAT_TEMPLATE, ChatTemplate, load_template
 from flatout.data.store.manifest import TOKENIZER
 from flatout.data.tokenizers import Tokenizer, load_tokenizer
 from flatout.errors import CheckpointError
 from flatout.models.language_model import LanguageModel, LanguageModelConfig, model_of
 from flatout.ops import Ops
 from flatout.progress import SILENT, Progress
+from flatout.storage.json_io import read_json
 from flatout.training.checkpoint.catalog import tokenizer_of
 from flatout.training.checkpoint.merged import MergedWeights, shapes_of
-from flatout.training.run_dir.layout import trusted_config
+from flatout.training.init_from import run_of
+from flatout.training.run_dir.layout import read_config, trusted_config
 from flatout.training.run_dir.lookup import find_checkpoint, find_run
 
 DTYPES = {
@@ -27,6 +32,8 @@ DTYPES = {
     "float16": torch.float16,
 }
 """The types that weights can be converted to."""
+GENERATION = "generation_config.json"
+"""What generation needs to know of a model, such as the tokens that end it."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +69,25 @@ class Source:
         """Return the type of one weight in the export. Only floating-point ones are converted."""
         stored = self.weights.dtype_of(name)
         return self.dtype if self.dtype and stored.is_floating_point else stored
+
+    @cached_property
+    def template(self) -> ChatTemplate | None:
+        """The chat template that the run was trained with, if any."""
+        return load_template(self.folder / CHAT_TEMPLATE)
+
+    @cached_property
+    def turn_end(self) -> int:
+        """The id of the token that ends an assistant's turn, or else a text."""
+        special = self.tokenizer.special_tokens()
+        end = self.template and Renderer(self.template, tuple(special)).end_token
+        return special[end] if end else self.tokenizer.eot_id
+
+    @cached_property
+    def stop_ids(self) -> list[int]:
+        """The ids after which generation ends: of a text, of a turn, and those of its base."""
+        base = _stop_ids_of(self.config.train.init_from)
+        known = [index for index in range(self.tokenizer.vocab_size) if index in base]
+        return list(dict.fromkeys([self.tokenizer.eot_id, self.turn_end, *known]))
 
     @property
     def step(self) -> int:
@@ -119,3 +145,22 @@ def open_source(
         weights=weights,
         dtype=DTYPES[dtype] if dtype else None,
     )
+
+
+def _stop_ids_of(init_from: str | None) -> list[object]:
+    """Return the ids that end generation in another tool's model, from which runs started.
+
+    There are none if its files are no longer there.
+    """
+    while init_from is not None:
+        path = Path(init_from)
+        folder = path if path.is_dir() else path.parent
+        for file in (folder / GENERATION, folder / "config.json"):
+            found = read_json(file) if file.is_file() else None
+            if isinstance(found, dict) and "eos_token_id" in found:
+                ids = found["eos_token_id"]
+                return ids if isinstance(ids, list) else [ids]
+        run = run_of(path)
+        config = read_config(run) if run else None
+        init_from = config.train.init_from if config else None
+    return []

@@ -5,9 +5,14 @@ import shutil
 import sys
 
 import pytest
+from foreign_models import LLAMA, write_model
 
 from flatout.cli import main as cli
 from flatout.cli.commands.export import export
+from flatout.cli.commands.prepare import prepare
+from flatout.cli.commands.train import train
+from flatout.config.schema import load_config
+from flatout.data.tokenizers.byte import ByteTokenizer
 from flatout.errors import CheckpointError, ConfigError, MissingPackage, OutputInUse, UsageError
 from flatout.inference.export import packages
 from flatout.training.run_dir.layout import read_summary
@@ -82,3 +87,56 @@ def test_custom_code_is_only_exported_as_safetensors(tiny_run, tmp_path, monkeyp
     with pytest.raises(ConfigError, match="its code is not a part of flatout") as refused:
         _wrapper(source)
     assert "--to safetensors" in refused.value.fix
+
+
+TEMPLATE = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@pytest.fixture
+def base(tmp_path):
+    """The directory of a model whose turns end with <|im_end|> (258), and its texts with 256."""
+    folder = write_model(tmp_path / "base", LLAMA | {"vocab_size": 260})
+    definition = ByteTokenizer().tokenizer_json()
+    (added,) = definition["added_tokens"]
+    definition["added_tokens"] += [
+        added | {"id": index, "content": content}
+        for index, content in ((257, "<|im_start|>"), (258, "<|im_end|>"), (259, "<|call|>"))
+    ]
+    (folder / "tokenizer.json").write_text(json.dumps(definition))
+    config = {"eos_token": "<|endoftext|>", "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("generation", "stops"),
+    [
+        (None, [256, 258]),
+        ({"eos_token_id": 256}, [256, 258]),
+        ({"eos_token_id": [259, 258]}, [256, 258, 259]),
+        ({"eos_token_id": [256, 999]}, [256, 258]),
+    ],
+    ids=str,
+)
+def test_generation_ends_after_a_turn_and_where_the_base_model_ends(
+    base, tmp_path, generation, stops
+):
+    if generation is not None:
+        (base / "generation_config.json").write_text(json.dumps(generation))
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    rows = [json.dumps({"messages": turns, "id": number}) for number in range(20)]
+    (tmp_path / "chat.jsonl").write_text("\n".join(rows))
+    data = tmp_path / "data"
+    prepare([str(tmp_path / "chat.jsonl")], data, tokenizer=str(base), chat="auto", workers=1)
+    short = ["data.seq_len=32", "batch.tokens_per_step=64", "train.steps=1", "train.device=cpu"]
+    first, second = tmp_path / "first", tmp_path / "second"
+    train(load_config(None, [*short, f"data.path={data}", f"train.init_from={base}"]), run=first)
+    train(load_config(first / "config.yaml", [f"train.init_from={first}"]), run=second)
+    export(second, out=tmp_path / "hf")
+    found = json.loads((tmp_path / "hf" / "generation_config.json").read_text())
+    assert found["eos_token_id"] == stops
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert config["eos_token_id"] == 256, "of a text"

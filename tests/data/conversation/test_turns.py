@@ -79,8 +79,8 @@ def test_arguments_of_tool_calls_are_parsed():
         (turns(("user", "Hi")), "no assistant turn", "no assistant turn"),
         (
             [{"role": "user", "content": "Hi"}, weighted(0), weighted(0)],
-            "only assistant turns of weight 0",
-            "has only assistant turns of weight 0, so nothing",
+            "only assistant turns that are excluded",
+            "has only assistant turns that are excluded, so nothing",
         ),
         ([weighted(1), weighted(0.5)], "a weight that is not 0 or 1", "the weight 0.5 in turn 2"),
         ([weighted(2)], "a weight that is not 0 or 1", "the weight 2 in turn 1"),

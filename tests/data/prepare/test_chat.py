@@ -1,6 +1,8 @@
 """Datasets of conversations: exact masks, whole conversations, and the stored template."""
 
+import copy
 import json
+import re
 
 import numpy as np
 import pytest
@@ -58,7 +60,7 @@ def test_the_tokenizers_own_template_counts_each_answer_and_its_special_token(ro
         "[<|im_start|>]user\nWhat is 0 plus 0?[<|im_end|>]\n"
         "[<|im_start|>]assistant\n«It is 0.[<|im_end|>]»\n"
         "[<|im_start|>]user\nWhat is 0 plus 1?[<|im_end|>]\n"
-        "[<|im_start|>]assistant\n«It is 1.[<|im_end|>]»\n[<|endoftext|>]"
+        "[<|im_start|>]assistant\n«It is 1.[<|im_end|>]»\n[<|im_end|>]"
     )
     template = stored_template(made.manifest.source)
     assert template.name == "tokenizer_config.json"
@@ -86,7 +88,7 @@ def test_a_tokenizer_is_trained_on_the_rendered_text(rows, tmp_path, tokenizer):
         )
 
 
-def test_no_token_spans_the_start_of_an_answer(tmp_path):
+def test_a_token_may_span_the_start_of_an_answer(tmp_path):
     texts = [f"{letter}n answer" for letter in "aeiou" * 30]
     asked = {"role": "user", "content": "say\n\n"}
     answers = ({"role": "assistant", "content": f"\n\n{text}"} for text in texts)
@@ -94,15 +96,14 @@ def test_no_token_spans_the_start_of_an_answer(tmp_path):
         tmp_path / "rows.jsonl", ({"messages": [asked, answer]} for answer in answers)
     )
     made = prepared(rows, tmp_path, tokenizer="train:300")
-    assert shown(made.path) == "User:\nsay\n\n\n\nAssistant:\n«\n\nan answer[<|endoftext|>]»"
+    assert shown(made.path).endswith("Assistant:«\n\n\nan answer[<|endoftext|>]»"), (
+        "the loss counts a token with any character of the answer"
+    )
     known = Dataset.open(made.path).tokenizer
     split = Dataset.open(made.path).split("train")
     tokens = split.read_tokens(0, split.document_ends[0]).tolist()
-    prompt, answer = known.encode("User:\nsay\n\n\n\nAssistant:\n"), known.encode("\n\nan answer")
-    assert tokens == [*prompt, *answer, known.eot_id]
-    assert known.encode("User:\nsay\n\n\n\nAssistant:\n\n\nan answer") != [*prompt, *answer], (
-        "otherwise this shows nothing"
-    )
+    text = "User:\nsay\n\n\n\nAssistant:\n\n\nan answer"
+    assert tokens == [*known.encode(text), known.eot_id]
 
 
 def test_text_bytes_are_those_of_the_answers(tmp_path):
@@ -193,3 +194,141 @@ def test_text_without_rows_has_no_conversations(tmp_path):
     (tmp_path / "book.txt").write_text("Hi")
     with pytest.raises(DataError, match="contains no chat data"):
         prepared(tmp_path / "book.txt", tmp_path)
+
+
+def answers(tmp_path, *flags):
+    """Return what the loss counts of the answers bad and good. `flags` are rows of the first."""
+    turns = ({"role": "assistant", "content": "bad"} | flag for flag in flags)
+    question, good = ({"role": role, "content": role} for role in ("user", "assistant"))
+    found = ({"messages": [question, turn, question, good]} for turn in turns)
+    rows = write_rows(tmp_path / "rows.jsonl", found)
+    val = write_conversations(tmp_path / "val.jsonl", count=1)
+    made = prepared(rows, tmp_path, split=None, val=(str(val),))
+    texts = (shown(made.path, index=index) for index in range(len(flags)))
+    return [re.findall("«(.*?)\\[", text) for text in texts]
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        *({name: no} for name in ("weight", "loss_weight") for no in (0, 0.0)),
+        *({name: no} for name in ("train", "training", "loss") for no in (False, 0)),
+        *({"masked": yes} for yes in (True, 1)),
+        {"train": True, "weight": 0},
+    ],
+    ids=str,
+)
+def test_a_turn_that_its_row_excludes_does_not_count(tmp_path, flag):
+    (name, value), *_ = flag.items()
+    included = {name: not value} if len(flag) == 1 else {}
+    assert answers(tmp_path, flag, included, {name: None}) == [
+        ["assistant"],
+        ["bad", "assistant"],
+        ["bad", "assistant"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [
+        ({"mask": 0}, "line 1 has 'mask' in turn 2, which is not read: in some files"),
+        ({"train_detail": [{"train": False}]}, "has 'train_detail' in turn 2"),
+        ({"loss": 0.25}, "has the loss 0.25 in turn 2"),
+        ({"train": "no"}, "has the train 'no' in turn 2"),
+    ],
+    ids=str,
+)
+def test_a_field_that_may_exclude_a_turn_is_rejected_by_name(tmp_path, flag, said):
+    with pytest.raises(DataError, match=said):
+        answers(tmp_path, flag)
+
+
+CALLS = (
+    "{{ tools | tojson }}{% for m in messages %}{{ m.role }}{{ m.tool_calls | tojson }}"
+    "{{ m.content }}<|endoftext|>{% endfor %}"
+)
+TOOL_ROWS = [
+    {
+        "messages": [
+            {"role": "user", "content": "please", "tool_calls": None, "name": None},
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [{"function": {"name": name, "arguments": arguments}}],
+            },
+        ],
+        "tools": [{"function": {"name": name, "parameters": {"properties": properties}}}],
+    }
+    for name, arguments, properties in (
+        ("clock", {"zone": "UTC"}, {"zone": {"type": "string", "default": None}}),
+        ("weather", {"city": "Rome", "days": [1, None]}, {"city": {"type": "string"}}),
+    )
+]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "text"])
+def test_nulls_that_a_table_format_adds_do_not_reach_the_text(tmp_path, kind):
+    template = tmp_path / "calls.jinja"
+    template.write_text(CALLS.replace("m.tool_calls", "(m.tool_calls or [])"))
+    found = copy.deepcopy(TOOL_ROWS)
+    for row, absent in zip(found, ("city", "zone"), strict=True):
+        (function,) = (call["function"] for call in row["messages"][1]["tool_calls"])
+        properties = row["tools"][0]["function"]["parameters"]["properties"]
+        if kind == "text":
+            function["arguments"] = json.dumps(function["arguments"])
+            row["tools"] = json.dumps(row["tools"])
+        else:
+            function["arguments"][absent] = properties[absent] = None
+    rows = tmp_path / f"rows.{kind.replace('text', 'jsonl')}"
+    if kind == "parquet":
+        pyarrow = pytest.importorskip("pyarrow")
+        from pyarrow import parquet
+
+        parquet.write_table(pyarrow.Table.from_pylist(found), rows)
+    else:
+        write_rows(rows, found)
+    val = write_rows(tmp_path / "val.jsonl", [conversation(0)])
+    made = prepared(rows, tmp_path, chat=str(template), split=None, val=(str(val),))
+    assert shown(made.path, index=0).replace("null", "") == (
+        '[{"function": {"name": "clock", "parameters": {"properties": {"zone": {"type": "string", '
+        '"default": }}}}}]user[]please[<|endoftext|>]«assistant'
+        '[{"function": {"name": "clock", "arguments": {"zone": "UTC"}}}][<|endoftext|>]»'
+    )
+    assert '{"name": "weather", "arguments": {"city": "Rome", "days": [1, null]}}' in shown(
+        made.path, index=1
+    )
+
+
+def test_rows_that_a_template_rejects_are_counted_by_its_sentences(rows, tmp_path):
+    template = tmp_path / "strict.jinja"
+    template.write_text(
+        "{% for m in messages %}{% if '1 plus' in m.content %}{{ raise_exception('No ones!') }}"
+        "{% elif '2 plus' in m.content %}{{ raise_exception('No twos.') }}"
+        "{% elif '3' in m.content %}{{ raise_exception('Not ' + m.content) }}{% endif %}"
+        "{{ m.content }}{{ eos_token }}{% endfor %}"
+    )
+    made = prepared(rows, tmp_path, chat=str(template), on_bad_row="skip")
+    counts = {entry.reason: entry.count for entry in made.manifest.skipped}
+    start = "rejected by the chat template: "
+    assert counts[f"{start}No ones!"] == counts[f"{start}No twos"] == 2
+    assert counts[f"{start}Not What is 3 plus 0?"] == 1
+    many = write_conversations(tmp_path / "many.jsonl", count=100, turns=1)
+    template.write_text(
+        "{% for m in messages %}{% if '10 plus' not in m.content and 'plus' in m.content %}"
+        "{{ raise_exception(m.content) }}{% endif %}{{ m.content }}{{ eos_token }}{% endfor %}"
+    )
+    val = (str(write_conversations(tmp_path / "val.jsonl", count=11)),)
+    made = prepared(
+        many,
+        tmp_path,
+        "many",
+        chat=str(template),
+        on_bad_row="skip",
+        max_bad_rows=200,
+        split=None,
+        val=val,
+    )
+    counts = {entry.reason: entry.count for entry in made.manifest.skipped}
+    assert sum(counts.values()) == 109
+    assert len(counts) == 31
+    assert counts[start.removesuffix(": ")] == 69, "after 30 sentences"

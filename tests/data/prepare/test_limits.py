@@ -131,9 +131,10 @@ def test_a_damaged_file_stops_prepare_for_any_limit_of_bad_rows(tmp_path, most):
         r".*rows\.jsonl\.gz\. Fix: Download",
     ):
         prepared(tmp_path / "rows.jsonl.gz", out=tmp_path / "out", **SKIPPING, max_bad_rows=most)
-    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl.gz"], (
-        "a repaired file is different text"
-    )
+    (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n{"text": "b"}\n'))
+    made = prepared(tmp_path / "rows.jsonl.gz", out=tmp_path / "out", **SKIPPING)
+    assert made.manifest.documents == 2, "a repaired file is different text"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "rows.jsonl.gz"]
 
 
 def test_little_damage_is_skipped_and_counts_as_one_row(tmp_path):

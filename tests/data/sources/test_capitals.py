@@ -21,8 +21,8 @@ def test_equal_parameters_give_equal_conversations():
 
 def test_each_answer_follows_from_the_question_and_the_topic():
     for row in rows(documents=50, chat=PLAIN):
-        (pieces,) = row.examples
-        answers = [piece.text for piece in pieces if piece.is_target and not piece.is_special]
+        (example,) = row.examples
+        answers = [example.text[start:stop] for start, stop in example.targets]
         assert 1 <= len(answers) <= 3
         assert len({answer.startswith("The capital") for answer in answers}) == 1, "one topic"
         for answer in answers:

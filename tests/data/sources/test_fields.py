@@ -77,8 +77,7 @@ def test_a_conversation_is_read_from_its_usual_fields_or_a_named_one():
     for field, text in (("messages", "text"), ("conversations", "text"), ("mine", "mine")):
         found = rendered({"text": "other", field: TURNS}, Fields(text, chat=CHAT))
         assert found.text == "User:\nHi\n\nAssistant:\nHello</s>"
-        (pieces,) = found.examples
-        assert [piece.text for piece in pieces if piece.is_target] == ["Hello", "</s>"]
+        assert found.examples[0].answers == "Hello"
 
 
 def test_the_system_prompt_of_a_row_is_its_first_turn():
@@ -111,8 +110,7 @@ def test_a_prompt_and_its_completion_are_a_conversation_of_which_the_completion_
     assert found.text == (
         "System:\nTOP\n\nUser:\nHi\n\nAssistant:\nHello</s>\n\nUser:\nWhy?\n\nAssistant:\nSo.</s>"
     )
-    (pieces,) = found.examples
-    assert [piece.text for piece in pieces if piece.is_target] == ["So.", "</s>"]
+    assert found.examples[0].answers == "So."
     assert rendered(row | {"messages": TURNS}, fields).text.startswith("User:\nHi\n\nAss")
     bad = rendered(row | {"prompt": "Why?"}, fields)
     assert "--mask-field prompt --text-field completion" in bad.fix

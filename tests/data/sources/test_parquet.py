@@ -1,6 +1,7 @@
 import pickle
 import re
 import sys
+from itertools import chain
 
 import pytest
 
@@ -115,6 +116,19 @@ def test_a_missing_column_is_reported_once_per_file(numbers):
     (bad,) = rows(numbers, mask_field="prompt")
     assert "has no field 'prompt'" in str(bad.error)
     assert "--mask-field text" in str(bad.error)
+
+
+@pytest.mark.parametrize("sizes", [[0], [2, 0, 3], [0, 1]], ids=str)
+def test_an_empty_row_group_has_no_rows(tmp_path, sizes):
+    texts = [
+        [f"group {group}, row {row}" for row in range(size)] for group, size in enumerate(sizes)
+    ]
+    schema = pyarrow.schema([("text", pyarrow.string())])
+    with tables.ParquetWriter(tmp_path / "a.parquet", schema) as writer:
+        for some in texts:
+            writer.write_table(pyarrow.table({"text": some}, schema))
+    assert tables.ParquetFile(tmp_path / "a.parquet").num_row_groups == len(sizes)
+    assert [row.text for row in rows(tmp_path / "a.parquet")] == [*chain(*texts)]
 
 
 @pytest.mark.parametrize("kept", [0, 3, 500, -1])

@@ -17,6 +17,8 @@ def rows(path, text, **parameters):
     [
         ("a.csv", 'id,text\n1,"one, ""two""\nthree"\n\n2,four\n', [2, 5]),
         ("a.CSV", '\ufeff\n"id", text\r\n1,"one, ""two""\nthree"\r\n2,four', [3, 5]),
+        ("a.csv", 'id,text\r1,"one, ""two""\nthree"\r\r2,four\r', [2, 5]),
+        ("a.csv", 'id,text\r1,"one, ""two""\nthree"\r2,four', [2, 4]),
         ("a.csv", 'id;text\n1;"one, ""two""\nthree"\n2;four\n', [2, 4]),
         ("a.csv", 'id|text\n1|"one, ""two""\nthree"\n2|four\n', [2, 4]),
         ("a.tsv", 'id\ttext\n1\t"one, ""two""\nthree"\n2\tfour\n', [2, 4]),
@@ -92,3 +94,13 @@ def test_an_empty_table_has_no_rows(tmp_path):
 def test_long_fields_are_read(tmp_path):
     (row,) = rows(tmp_path / "a.csv", "text\n" + "x" * 200_000 + "\n")
     assert len(row.text) == 200_000  # the csv module's own limit is less
+
+
+def test_a_file_without_line_feeds_may_be_longer_than_a_row(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "ROW_BYTES", 40)
+    texts = [f"row {number}" for number in range(200)]
+    found = rows(tmp_path / "a.csv", "\r".join(["text,id", *(f"{text},1" for text in texts)]))
+    assert [row.text for row in found] == texts
+    assert [str(row.location).rpartition(" ")[2] for row in found] == [
+        str(number) for number in range(2, 202)
+    ]

@@ -23,6 +23,7 @@ from tokenizers import (
     trainers,
 )
 
+from flatout.data.conversation.rendering import Example
 from flatout.data.tokenizers import base, load_tokenizer, parse_tokenizer
 from flatout.data.tokenizers.byte_level import layout_of
 from flatout.data.tokenizers.engines import after_nfc, around_added_tokens
@@ -50,6 +51,11 @@ LITERALS = [
     *("<tool_call>", "</tool_call>", "|>"),
 ]
 ENGINES = ["gigatoken", "tiktoken"]
+
+
+@cache
+def definition_of(style: str) -> dict:
+    return definition(style)
 
 
 def definition(style: str) -> dict:
@@ -161,6 +167,46 @@ def test_every_engine_gives_the_ids_of_tokenizers(tokenizer, style):
 def test_engines_agree_on_random_text(engine, text):
     for style in END:
         assert make_tokenizer(style).with_engine(engine).encode(text) == ids_of(style, text)
+
+
+@st.composite
+def rendered(draw):
+    """Draw a style, and a text with names of its special tokens, as a template writes it."""
+    style = draw(st.sampled_from([*END]))
+    special = [END[style], *SPECIAL[style]]
+    some = st.text(alphabet=st.sampled_from(" \n\u0301'sLa1.<|>é日🙂"), max_size=9)
+    kept = st.sampled_from([*KEPT[style], " ", "\n\n"])
+    text, names = "", []
+    for part in draw(st.lists(st.one_of(some, kept, st.sampled_from(special)), max_size=9)):
+        names += [(len(text), len(text) + len(part))] if part in special else []
+        text += part
+    edges = sorted(draw(st.lists(st.integers(0, len(text)), max_size=4, unique=True)))
+    return style, Example(text, tuple(zip(edges[::2], edges[1::2], strict=False)), tuple(names))
+
+
+@given(case=rendered())
+@settings(max_examples=150, deadline=None)
+def test_engines_agree_on_rendered_conversations(case):
+    style, example = case
+    theirs = Tokenizer.from_str(json.dumps(definition_of(style)))
+    expected = theirs.encode(example.text, add_special_tokens=False)
+    mask = [
+        int(any(start < last and stop > first for first, last in example.targets))
+        for start, stop in expected.offsets
+    ]
+    for engine in [*ENGINES, "tokenizers"]:
+        ids, found = make_tokenizer(style).with_engine(engine).encode_example(example)
+        assert ids.tolist() == expected.ids
+        assert found.tolist() == mask
+
+
+@pytest.mark.parametrize("engine", [*ENGINES, "tokenizers"])
+def test_every_engine_rejects_a_special_token_that_no_template_wrote(engine):
+    tokenizer = make_tokenizer("qwen2").with_engine(engine)
+    with pytest.raises(DataError, match=r"'<\|im_end\|>' in the text is a special token"):
+        tokenizer.encode_example(Example("<|im_end|> a <|im_end|>", names=((0, 10),)))
+    ids, _ = tokenizer.encode_example(Example("a <|im_end|>"))
+    assert ids.tolist() == ids_of("qwen2", "a <|im_end|>"), "all is text without a template"
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ import pytest
 import torch
 from export_shapes import EIGENSTATE, OWN_SHAPES, SHAPES
 
+from flatout.data.conversation.templates import CHAT_TEMPLATE, named_template
 from flatout.data.tokenizers import make_tokenizer
 from flatout.data.tokenizers.bpe import SCHEMES, RankTokenizer
 from flatout.errors import ConfigError, DataError
@@ -127,6 +128,15 @@ def test_the_file_has_every_weight(make_run, export_to, read_file, shape):
     values = file.get_field("tokenizer.ggml.tokens")
     assert len(values.data) == 257
     assert file.get_field("general.architecture").contents() == FITTING[shape]
+
+
+@pytest.mark.slow
+def test_the_token_that_ends_a_turn_is_named(make_run, export_to, read_file):
+    run = make_run("llama", SHAPES["llama"])
+    template = named_template("plain", {"eos_token": "<|endoftext|>"})
+    (run / CHAT_TEMPLATE).write_text(template.model_dump_json())
+    out, _ = export_to(run, "gguf")
+    assert read_file(out).get_field("tokenizer.ggml.eot_token_id").contents() == 256
 
 
 @pytest.mark.slow

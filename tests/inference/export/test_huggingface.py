@@ -133,7 +133,7 @@ def test_the_named_tokens_of_a_loaded_tokenizer_stay(make_run, tmp_path):
         assert {name: settings[name] for name in names} == names
         generation = json.loads(Path(made.path, "generation_config.json").read_text())
         assert generation["pad_token_id"] == vocabulary["C"]
-        assert generation["eos_token_id"] == [vocabulary["B"], 256]
+        assert generation["eos_token_id"] == vocabulary["B"]
         config = json.loads(Path(made.path, "config.json").read_text())
         assert (config["bos_token_id"], config["eos_token_id"]) == (
             vocabulary["A"],

@@ -28,11 +28,20 @@ from flatout.data.store.manifest import (
 from flatout.errors import DataError, TooLittleText
 from flatout.storage.files import Array, CheckedFile, Stored, sync, write_whole, writing
 
+MOST_REASONS = 30
+"""Reasons after which similar ones are counted together: a template's sentence may quote its row.
+"""
+
 
 def count_skipped(
     skipped: list[SkippedRows], reason: str, locations: Sequence[StoredLocation], count: int = 1
 ) -> None:
-    """Count rows in `skipped`, which has one entry per reason. `locations` are of the first."""
+    """Count rows in `skipped`, which has one entry per reason. `locations` are of the first.
+
+    Once there are MOST_REASONS, the part of a reason after a colon no longer counts.
+    """
+    if len(skipped) >= MOST_REASONS and all(rows.reason != reason for rows in skipped):
+        reason = reason.partition(":")[0]
     for rows in skipped:
         if rows.reason == reason:
             rows.count += count

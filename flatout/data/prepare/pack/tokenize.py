@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
 
 import numpy as np
 
-from flatout.data.conversation.rendering import Piece
+from flatout.data.conversation.rendering import Example
 from flatout.data.prepare.pack.range_files import (
     MARK,
     RangeRecord,
@@ -31,6 +32,8 @@ HELD_CHARACTERS = 1 << 20
 """Texts up to this length are tokenised before any of them is packed, longer ones in pieces."""
 PIECES_PER_REPORT = 32
 """Pieces of a text between two progress reports."""
+_IGNORED = np.zeros(1, np.uint8)
+"""The mask of a token that the loss does not count."""
 
 
 @dataclass(frozen=True)
@@ -97,9 +100,8 @@ def pack(
                     left -= read
                     tell(read)
             except NotEncodable as error:
-                reason = "cannot be tokenised"
-                what = f"{reason}: {error.what.removesuffix('.')}"
-                record.skip_bad(BadRow(what, error.fix, reason, row.location), on_bad_row)
+                what = f"{error.reason}: {error.what.removesuffix('.')}"
+                record.skip_bad(BadRow(what, error.fix, error.reason, row.location), on_bad_row)
         tell(left)
     for packer in packers.values():
         packer.flush()
@@ -133,24 +135,28 @@ def _pack_document(
     record: RangeRecord,
 ) -> Iterator[None]:
     """Pack the sides of a document by split. Yield after every `PIECES_PER_REPORT` pieces."""
+    encode = packing.tokenizer.encode_example
     if row.examples:
         ((name, _),) = sides
-        encoded = list(map(packing.tokenizer.encode_pieces, row.examples))
-        for example, parts in zip(row.examples, encoded, strict=True):
-            packers[name].add_example(example, parts)
+        encoded = list(map(encode, row.examples))
+        for example, found in zip(row.examples, encoded, strict=True):
+            packers[name].add_example(example, *found)
         return
-    made = [(name, text, _tokenise(text, packing)) for name, text in sides]
-    has_prompt = bool(row.prompt and packing.options.mask_field)
-    prompt = _tokenise(row.prompt, packing) if has_prompt else ()
-    for side, (name, text, pieces) in enumerate(made):
+    prompt = row.prompt if packing.options.mask_field else ""
+    made: list[tuple[Iterable[tuple[Array, Array | None]], str]] = []
+    for _, text in sides:
+        if prompt and not made:
+            whole = prompt + "".join(chunks_of(text))
+            made.append(([encode(Example(whole, ((len(prompt), len(whole)),)))], prompt))
+        else:
+            made.append((zip(_tokenise(text, packing), repeat(None)), ""))
+    for (name, text), (pieces, before) in zip(sides, made, strict=True):
         packer = packers[name]
-        if side == 0:
-            packer.add_prompt(prompt)
-        for count, ids in enumerate(pieces, 1):
-            packer.add(ids)
+        for count, (ids, mask) in enumerate(pieces, 1):
+            packer.add(ids, mask)
             if count % PIECES_PER_REPORT == 0:
                 yield
-        packer.end_document(row.prompt if has_prompt and side == 0 else "", text)
+        packer.end_document(before, text)
     record.cut_documents += len(made) - 1
 
 
@@ -191,42 +197,34 @@ class _Packer:
         self._held: list[Array] = []
         self._held_tokens = self._text_bytes = 0
         self._ends: list[int] = []
-        self._prompts: list[tuple[int, int]] = []
-        """Start and stop of each prompt among the tokens."""
+        self._masks: list[Array] = []
         self._marks: list[bytes] = []
 
-    def add_prompt(self, prompt: Iterable[Array]) -> None:
-        """Append the tokens of a prompt."""
-        for ids in prompt:
-            self._prompts.append((self._held_tokens, self._held_tokens + len(ids)))
-            self.add(ids)
-
-    def add(self, ids: Array) -> None:
-        """Append tokens."""
+    def add(self, ids: Array, mask: Array | None = None) -> None:
+        """Append tokens, and a mask of those that the loss counts. None counts all."""
         self._held.append(ids)
+        if self._masked:
+            self._masks.append(np.ones(len(ids), np.uint8) if mask is None else mask)
         self._held_tokens += len(ids)
         if self._held_tokens >= HELD_TOKENS:
             self.flush()
 
-    def add_example(self, pieces: Sequence[Piece], encoded: list[tuple[Array, bool]]) -> None:
+    def add_example(self, example: Example, ids: Array, mask: Array) -> None:
         """Append an example of a conversation.
 
         The loss counts end-of-text only where it ends a turn.
         """
-        ends_turn = len(encoded) > 0 and encoded[-1][0].tolist() == [self._eot_id]
-        is_target = encoded.pop()[1] if ends_turn else False
-        for ids, counts in encoded:
-            if counts:
-                self.add(ids)
-            else:
-                self.add_prompt([ids])
-        if not is_target:
-            self._prompts.append((self._held_tokens, self._held_tokens + 1))
-        targets = (piece.text for piece in pieces if piece.is_target and not piece.is_special)
-        self.end_document("".join(piece.text for piece in pieces), "".join(targets))
+        ends_turn = bool(len(ids)) and ids[-1] == self._eot_id
+        stop = len(ids) - ends_turn
+        self.add(ids[:stop], mask[:stop])
+        is_target = ends_turn and bool(mask[-1])
+        self.end_document(example.text, example.answers, end=None if is_target else _IGNORED)
 
-    def end_document(self, prompt: str, text: Text) -> None:
-        """Append end-of-text to a document with this text and prompt (empty if it has none)."""
+    def end_document(self, prompt: str, text: Text, *, end: Array | None = None) -> None:
+        """Append end-of-text to a document with this text and prompt (empty if it has none).
+
+        `end` is the mask of end-of-text.
+        """
         num_bytes = num_bytes_of(text)
         self._text_bytes += num_bytes
         if self._marked:
@@ -237,21 +235,17 @@ class _Packer:
             self._marks.append(digest.digest()[:16] + num_bytes.to_bytes(8, "little"))
         self.documents += 1
         self._ends.append(self._held_tokens + 1)
-        self.add(self._end_of_text)
+        self.add(self._end_of_text, end)
 
     def flush(self) -> None:
         """Pass everything collected to the sink."""
         if self._held:
-            mask = np.ones(self._held_tokens, np.uint8) if self._masked else None
-            if mask is not None:
-                for start, stop in self._prompts:
-                    mask[start:stop] = 0
             self._flushed_tokens += self._held_tokens
             self._sink.append(
                 np.concatenate(self._held),
                 np.array(self._ends, np.int64),
                 text_bytes=self._text_bytes,
-                mask=mask,
+                mask=np.concatenate(self._masks) if self._masked else None,
                 marks=np.frombuffer(b"".join(self._marks), MARK) if self._marked else None,
             )
         self._clear()

@@ -69,6 +69,10 @@ def plan_work(work: WorkDir, request: Request) -> tuple[WorkPlan, Packing]:
             when no plan can be made.
     """
     plan = work.plan()
+    if plan is not None and work.failed.exists():
+        if change_of(work, plan, request) is not None:
+            plan = None
+        work.failed.unlink()
     if plan is None:
         own = make_plan(request.corpus, request.options, request.progress)
         tokenizer = _tokenizer(request.options.tokenizer, own, request)
@@ -94,25 +98,36 @@ def check_same(work: WorkDir, stored: WorkPlan, request: Request) -> None:
 
     Raises: OutputInUse naming the difference; DataError when the text has changed since.
     """
+    error = change_of(work, stored, request)
+    if error is not None:
+        raise error
+
+
+def change_of(work: WorkDir, stored: WorkPlan, request: Request) -> DataError | None:
+    """Return the error that names how the request differs from the stored plan, or None.
+
+    How bad rows are handled may differ: the ranges that had some are packed again.
+    """
     corpus = request.corpus
-    different = difference(stored.source, request.source)
+    different = difference(stored.source | {"on_bad_row": "raise"}, request.source)
     if not different and stored.task_bytes != tuple(
         task.num_bytes for task in corpus.all_read_tasks
     ):
         different = "its text is divided into other read tasks"
     if different:
-        raise OutputInUse(
+        return OutputInUse(
             f"{work.path} contains an unfinished, different dataset: {different}.",
             fix="Request the same dataset, choose a different --out, or remove the directory "
             f"{work.path}, which discards the work done so far.",
         )
     if stored.mtime_digest != corpus.mtime_digest:
-        raise DataError(
+        return DataError(
             f"The text has changed since the work in {work.path} started: a file has a different "
             "size or modification time.",
             fix="Restore the text, including its modification times, or remove the directory "
             f"{work.path}, which discards the work done so far.",
         )
+    return None
 
 
 def check_space(out: Path, task_bytes: Sequence[int], tokenizer: Tokenizer) -> None:

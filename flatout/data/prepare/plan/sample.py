@@ -28,14 +28,14 @@ def texts_of(task: ReadTask) -> Iterator[Text]:
 
 
 def prompts_and_texts_of(task: ReadTask) -> Iterator[Text]:
-    """Yield the prompts and texts of a task's documents separately, as they are tokenised.
+    """Yield the prompts and the texts of a task's documents.
 
     A conversation is yielded in pieces, without its special tokens.
     """
     for row in task.rows():
         if isinstance(row, Document) and row.examples:
-            for pieces in row.examples:
-                yield from (piece.text for piece in pieces if not piece.is_special)
+            for example in row.examples:
+                yield from example.texts(0, len(example.text))
         elif isinstance(row, Document):
             if row.prompt:
                 yield row.prompt

@@ -75,6 +75,8 @@ class WorkDir:
         self.joined = self.path / "joined"
         """Directory that becomes the dataset."""
         self.tokenizer = self.path / TOKENIZER
+        self.failed = self.path / "failed"
+        """Exists after an error in the text: then other text or options may replace the work."""
         self._locks: list[int] = []
         self._created_parents: list[Path] = []
 
@@ -187,13 +189,17 @@ class WorkDir:
             with contextlib.suppress(OSError):  # something else is in it by now
                 parent.rmdir()
 
-    def discard(self, error: DataError) -> DataError:
-        """Remove the directory after an error in the text, and return the error to raise.
+    def keep(self, error: DataError) -> DataError:
+        """Keep the finished ranges after an error in the text, and return the error to raise.
 
-        A directory shared with other parts stays. The error then tells the user what to do.
+        Corrected text or options start over, unless other parts share the directory. The error then
+        tells the user what to do.
         """
         if self._part is None:
-            self.clear()
+            with writing(self.out):
+                self.failed.touch()
+            if any(self.ranges.glob(f"*{RECORD}")):
+                error.add_note(f"The finished parts are kept in {self.path}.")
             return error
         return DataError(
             error.what,

@@ -237,11 +237,14 @@ def require_same(what: str, existing: JsonObject, requested: JsonObject) -> None
 
 
 def difference(existing: JsonObject, requested: JsonObject) -> str:
-    """Return how two descriptions differ, in words. Empty when they are of the same dataset."""
+    """Return how two descriptions differ, in words. Empty when they are of the same dataset.
+
+    What was made without skipping bad rows has none, so it is also what skipping them gives.
+    """
     words = []
     for key in {**requested, "chat_template": None}:
         there, wanted = existing.get(key), requested.get(key)
-        if there == wanted or key in ("names", "val"):
+        if there == wanted or key in ("names", "val") or (key, there) == ("on_bad_row", "raise"):
             continue
         shown = f"{key} is {there!r}, and {wanted!r} is requested"
         if key in _TEXTS:
