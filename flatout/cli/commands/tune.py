@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -82,14 +82,14 @@ def tune(
         if accumulate_flag is not None and batch_flag is None:
             how = "Name both, such as --batch-flag --batch-size."
             raise ConfigError("--accumulate-flag needs --batch-flag.", fix=how)
-        from flatout.measure.scripts.changes import CHANGES
+        from flatout.measure.scripts.changes import CHANGES, GONE
         from flatout.measure.scripts.tune import tune_script
 
         return tune_script(
             script,
             out=out,
             minutes=minutes,
-            only=names_in(only, CHANGES, "change"),
+            only=names_in(only, CHANGES, "change", GONE),
             patch=patch,
             flags=(batch_flag, accumulate_flag),
             progress=progress,
@@ -137,13 +137,18 @@ def parse_only(text: str | None) -> tuple[str, ...]:
     return words or PARTS
 
 
-def names_in(text: str | None, known: Collection[str], what: str) -> tuple[str, ...]:
+def names_in(
+    text: str | None, known: Collection[str], what: str, gone: Mapping[str, str] | None = None
+) -> tuple[str, ...]:
     """Return the names in a text, which commas separate.
 
-    Raises: ConfigError for an unknown one, with the nearest name.
+    Raises: ConfigError for an unknown one, with the nearest name, or for one that is `gone`, with
+            what to do instead.
     """
     names = tuple(word.strip() for word in (text or "").split(",") if word.strip())
     for name in names:
+        if name in (gone or {}):
+            raise ConfigError(f"There is no {what} {name!r} any more.", fix=(gone or {})[name])
         if name not in known:
             raise unknown_name(what, name, known)
     return names

@@ -28,6 +28,7 @@ from weakref import WeakKeyDictionary
 import psutil
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from flatout.config.registry import is_user_code
@@ -36,7 +37,14 @@ from flatout.measure.scripts.apply import Models, apply, replace
 from flatout.measure.scripts.recorder import CallRecorder, Graphs, own_lines, padding_of
 from flatout.measure.scripts.request import SEEN, Answer, Request
 from flatout.measure.scripts.sites import Sites
-from flatout.measure.scripts.trial import Guard, Trial, end_script, facts_of
+from flatout.measure.scripts.trial import (
+    Guard,
+    Trial,
+    end_script,
+    facts_of,
+    loss_in,
+    roots_of,
+)
 from flatout.measure.steps.evidence import MIN_SAVES, CallSite, Evidence, Failure, LoopFacts
 from flatout.measure.steps.lines import (
     Line,
@@ -48,6 +56,7 @@ from flatout.measure.steps.lines import (
     user_lines,
 )
 from flatout.measure.steps.windows import threads
+from flatout.measure.watch.hooks import guarded, observing
 from flatout.measure.watch.loop import CALLED_STEPS, LoopTimer, LoopWindows, Settings
 from flatout.storage.files import write_text
 from flatout.training.metrics.detectors import is_steady_growth
@@ -175,14 +184,14 @@ class Attachment:
         """Steps, and the memory in use after them, in bytes."""
         self._looked_s = 0.0
         self._is_true_loss = self._has_anomaly_detection = self._has_others = False
-        replace(nn.Module, "__call__", self._noting_calls)
-        replace(nn.Module, "train", self._noting_modes)
+        replace(nn.Module, "__call__", partial(observing, self._before_call))
+        replace(nn.Module, "train", partial(observing, self._before_mode))
         for name in ("backward", "grad"):
-            replace(torch.autograd, name, self._noting_backward)
-        replace(os, "_exit", self._answering_first)
-        atexit.register(self.answer)
+            replace(torch.autograd, name, partial(observing, self._before_backward))
+        replace(os, "_exit", partial(observing, lambda *_: self.answer()))
+        atexit.register(guarded(self.answer))
         self._say("torch")
-        register_optimizer_step_post_hook(self._on_optimizer_step)
+        register_optimizer_step_post_hook(guarded(self._on_optimizer_step))
 
     def answer(self) -> None:
         """Write what was measured, once. Only the process that takes the steps writes."""
@@ -204,8 +213,8 @@ class Attachment:
             words = f"{type(error).__name__}: {error}".strip().splitlines()[0]
             failed = Failure(kind="error", message=words, step=steps, site=site_of(error))
             evidence = evidence.model_copy(update={"failure": failed})
-        sites = self._sites.found(self._model)
-        facts = facts_of(self._models, tuple({site.kind for site in sites}))
+        sites = guarded(self._sites.found)(self._model) or ()
+        facts = guarded(facts_of)(self._models, tuple({site.kind for site in sites}))
         found = Answer(
             evidence=evidence,
             problem=problem,
@@ -221,17 +230,10 @@ class Attachment:
         with suppress(OSError):  # the command has ended
             Path(self._request.answer + SEEN).write_text(seen, encoding="utf-8")
 
-    def _answering_first(self, plain: Callable[[int], Any]) -> Callable[[int], Any]:
-        def leave(code: int) -> Any:
-            self.answer()
-            return plain(code)
-
-        return leave
-
     def _on_optimizer_step(self, optimizer: Any, *_: Any) -> None:
         """End a step and start the next, or end the measurement."""
         loop = self._loop
-        if torch.compiler.is_compiling() or loop is None or loop.rank:
+        if loop is None or loop.rank:
             return
         if self._is_done:
             self._end()
@@ -280,42 +282,43 @@ class Attachment:
         self._loop = LoopTimer(settings, at_exit=self.answer, windows=ScriptWindows)
         self._loop.learn(model=self._model, planned_steps=None)
 
-    def _noting_calls(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+    def _before_call(
+        self, module: nn.Module, /, *args: Any, **kwargs: Any
+    ) -> Callable[[], None] | None:
         """Divide forward passes from evaluation: calls that no other module makes."""
+        loop = self._loop
+        if self._is_inside or self._is_done or (loop is not None and not loop.is_timed_thread):
+            return None
+        self._is_inside = True
+        is_forward = False
 
-        def call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or self._is_inside or self._is_done:
-                return plain(module, *args, **kwargs)
-            loop = self._loop
-            if loop is not None and not loop.is_timed_thread:
-                return plain(module, *args, **kwargs)
-            self._is_inside = True
-            try:
-                is_training = self._is_training(module)
-                if is_training and module is self._model:
-                    tensors = (one for one in (*args, *kwargs.values()) if isinstance(one, Tensor))
-                    if torch._C._functorch.maybe_current_level() is None:
-                        self._rows = max(
-                            (one.shape[0] for one in tensors if one.dim()), default=None
-                        )
-                    if loop is None or loop.steps < PADDED_STEPS:
-                        self._padding += padding_of((args, kwargs))
-                        self._note_line("padding")
-                if loop is None:
-                    return plain(module, *args, **kwargs)
-                if not is_training:
-                    self._set_evaluating(loop, True)
-                    return plain(module, *args, **kwargs)
-                self._set_evaluating(loop, False)
-                loop.enter("forward")
-                try:
-                    return plain(module, *args, **kwargs)
-                finally:
-                    loop.leave("forward")
-            finally:
-                self._is_inside = False
+        def after() -> None:
+            self._is_inside = False
+            if is_forward and loop is not None:
+                loop.leave("forward")
 
-        return call
+        try:
+            is_training = self._is_training(module)
+            if is_training and module is self._model:
+                self._look_at_inputs(args, kwargs)
+            if loop is not None:
+                self._set_evaluating(loop, not is_training)
+                if is_training:
+                    loop.enter("forward")
+                    is_forward = True
+        except Exception:
+            after()
+            raise
+        return after
+
+    def _look_at_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note the rows of a forward pass, and in the first steps its padding."""
+        tensors = (one for one in (*args, *kwargs.values()) if isinstance(one, Tensor))
+        if torch._C._functorch.maybe_current_level() is None:
+            self._rows = max((one.shape[0] for one in tensors if one.dim()), default=None)
+        if self._loop is None or self._loop.steps < PADDED_STEPS:
+            self._padding += padding_of((args, kwargs))
+            self._note_line("padding")
 
     def _is_training(self, module: nn.Module) -> bool:
         """Return whether a call is part of training: what is never trained may be a teacher.
@@ -340,22 +343,15 @@ class Attachment:
             self._keys[module] = id(next(module.parameters(), module))
         return self._keys[module]
 
-    def _noting_modes(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+    def _before_mode(self, module: nn.Module, mode: bool = True) -> Callable[[], None] | None:
         """Start an evaluation when the model's mode changes, before its data is read."""
-
-        def train(module: nn.Module, mode: bool = True) -> Any:
-            loop = self._loop
-            if self._is_changing_mode or self._is_done or loop is None or not loop.is_timed_thread:
-                return plain(module, mode)
-            self._is_changing_mode = True
-            try:
-                if self._trained.get(self._key(module)):
-                    self._set_evaluating(loop, not mode)
-                return plain(module, mode)
-            finally:
-                self._is_changing_mode = False
-
-        return train
+        loop = self._loop
+        if self._is_changing_mode or self._is_done or loop is None or not loop.is_timed_thread:
+            return None
+        if self._trained.get(self._key(module)):
+            self._set_evaluating(loop, not mode)
+        self._is_changing_mode = True  # the modules in it follow
+        return partial(setattr, self, "_is_changing_mode", False)
 
     def _set_evaluating(self, loop: LoopTimer, is_evaluating: bool) -> None:
         if not is_evaluating:
@@ -369,31 +365,27 @@ class Attachment:
         if line is not None:
             self._lines.add(kind, line, 0.0)
 
-    def _noting_backward(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._is_done or torch.compiler.is_compiling():
-                return plain(tensors, *args, **kwargs)
-            if self._loop is None:
-                self._start()
-            loop = self._loop
-            if loop is None or not loop.is_timed_thread or loop.is_in("backward"):
-                return plain(tensors, *args, **kwargs)
-            self._note_loss(loop, tensors)
-            loop.leave("evaluation")
-            loop.enter("backward")
-            try:
-                return plain(tensors, *args, **kwargs)
-            finally:
-                loop.leave("backward")
+    def _before_backward(self, *args: Any, **kwargs: Any) -> Callable[[], None] | None:
+        roots = roots_of(args, kwargs)
+        if self._is_done or not roots or isinstance(roots[0], FakeTensor):
+            return None
+        if self._loop is None:
+            self._start()
+        loop = self._loop
+        if loop is None or not loop.is_timed_thread or loop.is_in("backward"):
+            return None
+        self._note_loss(loop, roots)
+        loop.leave("evaluation")
+        loop.enter("backward")
+        return partial(loop.leave, "backward")
 
-        return backward
-
-    def _note_loss(self, loop: LoopTimer, loss: Any) -> None:
+    def _note_loss(self, loop: LoopTimer, roots: list[Tensor]) -> None:
         self._backwards += 1
         recording = getattr(loop.windows, "recording", None)
         if recording is not None:
-            recording.note_backward(loss)
-        if self._has_loss or not isinstance(loss, Tensor) or loss.numel() != 1:
+            recording.note_backward(roots)
+        loss = loss_in(roots)
+        if self._has_loss or loss is None:
             return
         self._has_loss = True
         self._has_anomaly_detection |= torch.is_anomaly_enabled()
@@ -476,10 +468,11 @@ def _optimizer_facts(optimizer: Any) -> dict[str, Any]:
     if optimizer is None:
         return {}
     groups, way = optimizer.param_groups, None
-    if not type(optimizer).__module__.startswith("torch."):
+    module = sys.modules.get(type(optimizer).__module__)
+    if is_user_code(getattr(module, "__file__", None) or "<"):
         way = "own"
     elif "foreach" in groups[0]:
-        is_on_gpu = any(weights.is_cuda for weights in groups[0]["params"])
+        is_on_gpu = any(weights.is_cuda for group in groups for weights in group["params"])
         uses_foreach = groups[0].get("foreach")
         way = "foreach" if (is_on_gpu if uses_foreach is None else uses_foreach) else "for-loop"
         way = "fused" if groups[0].get("fused") else way
@@ -522,8 +515,8 @@ def _wasted(before: dict[int, tuple[int, float | None]]) -> float | None:
 
 
 def _weights(optimizer: Any) -> Any:
-    """Return the first tensor that an optimizer updates."""
-    return optimizer.param_groups[0]["params"][0]
+    """Return the first tensor that an optimizer updates. Its first groups may be empty."""
+    return next((each for group in optimizer.param_groups for each in group["params"]), None)
 
 
 def _growth(memory: list[tuple[int, int]]) -> float | None:

@@ -27,6 +27,12 @@ HEAP = {
 }
 """Settings of glibc with which freed memory stays with the process, mapped: those that a speedup
 makes for flatout's own runs, as variables, since they come before a script's first tensor."""
+GONE = {
+    "deferred-item": "Read values in every tenth step, or one step late: keep `loss.detach()"
+    '.to("cpu", non_blocking=True)` and read it after the next step.',
+    "prefetch": "Set prefetch_factor in the script's own DataLoader.",
+}
+"""Changes of earlier versions, and what to do instead."""
 FP32, BF16 = 1e-3, 2e-2
 """How far losses may differ because sums of these types are rounded in a different order."""
 NO_CONVOLUTIONS = "There are no convolutions."
@@ -96,11 +102,6 @@ CHANGES = {
             "There are as many workers already.": (facts.workers or 0) >= num_workers(),
             **no_wait(evidence),
         },
-    ),
-    "prefetch": Change(
-        "workers read further ahead, and stay between epochs",
-        Edit(at="loader", keywords={**WORKERS, "prefetch_factor": "8"}),
-        lambda facts, evidence: {"There are no workers.": not facts.workers, **no_wait(evidence)},
     ),
     "pinned-memory": Change(
         "batches are in pinned memory, from which a GPU copies faster",
@@ -236,17 +237,6 @@ CHANGES = {
             "The model is compiled already.": facts.compiled,
         },
         FP32,
-    ),
-    "deferred-item": Change(
-        "tensor.item() returns the value of its previous call, without waiting for the GPU",
-        Edit(
-            by_hand="Read values only in every tenth step, or one step late: keep "
-            '`loss.detach().to("cpu", non_blocking=True)` and read it after the next step.'
-        ),
-        lambda _, evidence: {
-            **no_gpu(evidence),
-            "The steps read no tensor.": not evidence.counts.syncs,
-        },
     ),
     "malloc": Change(
         "freed memory stays with the process instead of going back to the system",

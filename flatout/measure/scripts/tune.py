@@ -58,7 +58,7 @@ SCREEN_SHARE = 0.6
 """Share of the time after which no further change is measured first."""
 SEEDS = 3
 DIFFERENT = "its losses exceed the tolerance"
-INSTEAD = {"prefetch": "data-workers", "compile-each-block": "compile"}
+INSTEAD = {"compile-each-block": "compile"}
 """Changes that are only tried where a different one fails or is not tried."""
 FRAME = re.compile(r'^ +File "(.+)", line (\d+).*\n +(.+)', re.MULTILINE)
 """File, line and text of a frame in a traceback."""

@@ -7,8 +7,10 @@ are not timed.
 from __future__ import annotations
 
 import functools
+import logging
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -25,6 +27,9 @@ from flatout.measure.steps.windows import replaced
 from flatout.training.metrics.phases import PhaseTimer
 
 Result = TypeVar("Result")
+LOG = logging.getLogger("flatout.watch")
+FAILED: set[str] = set()
+"""Places at which hooks have failed. Each is logged once."""
 
 SAVES = (
     ("torch", "save"),
@@ -38,6 +43,45 @@ SAVES = (
 """Functions that write checkpoints, by the module that calls them. Only of imported modules."""
 OWN_WORK = frozenset({None, "compute", "other"})
 """Phases that a wait for data interrupts. In others, such as evaluation, it is part of them."""
+
+
+def guarded(ours: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of ours that cannot fail the code which calls it: its errors are logged."""
+
+    @functools.wraps(ours)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return ours(*args, **kwargs)
+        except Exception as error:
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            place = f"{last.filename}:{last.lineno}"
+            if place not in FAILED:
+                FAILED.add(place)
+                LOG.warning("flatout fails at %s, and the script continues: %r", place, error)
+            return None
+
+    return call
+
+
+def observing(before: Callable[..., Any], plain: Callable[..., Result]) -> Callable[..., Result]:
+    """Return a function that calls `before` first, and what that returned, if anything, at the end.
+
+    Both are guarded.
+    """
+    before = guarded(before)
+
+    @functools.wraps(plain)
+    def call(*args: Any, **kwargs: Any) -> Result:
+        if torch.compiler.is_compiling():
+            return plain(*args, **kwargs)
+        after = before(*args, **kwargs)
+        try:
+            return plain(*args, **kwargs)
+        finally:
+            if after is not None:
+                guarded(after)()
+
+    return call
 
 
 class Hooks:
@@ -58,8 +102,8 @@ class Hooks:
         """Time optimizers and saves inside the block."""
         with ExitStack() as stack:
             stack.enter_context(self._timer.collecting_gc())
-            stack.callback(register_optimizer_step_pre_hook(self._before_optimizer).remove)
-            stack.callback(register_optimizer_step_post_hook(self._after_optimizer).remove)
+            stack.callback(register_optimizer_step_pre_hook(guarded(self._before_optimizer)).remove)
+            stack.callback(register_optimizer_step_post_hook(guarded(self._after_optimizer)).remove)
             for module, name in SAVES:
                 kind, _, function = name.rpartition(".")
                 owner: Any = sys.modules.get(module)

@@ -59,7 +59,10 @@ def safe(method: Method) -> Method:
         except Exception as error:
             self._is_off = True
             with suppress(Exception):
-                self._remove()
+                if self._settings.source != "script":
+                    self._remove()
+                elif self.windows is not None:  # torch may be calling the hooks one by one now
+                    self.windows.close()
             told = error.what if isinstance(error, FlatoutError) else repr(error)
             LOG.warning("flatout.watch has stopped, and the loop continues: %s", told)
             return None

@@ -17,7 +17,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 for step in range(100_000):
     loss = model(torch.randn(8, 32)).square().mean()
     optimizer.zero_grad()
-    loss.backward()
+    torch.autograd.backward(loss)
     optimizer.step()
     torch.save(model.state_dict(), "model.pt")
 """

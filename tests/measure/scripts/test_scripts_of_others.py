@@ -1,0 +1,116 @@
+"""Scripts with something uncommon in them: flatout follows them, and they run as without it."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+import flatout.cli.commands.run_
+from flatout.errors import RunFailed
+from flatout.hardware.machine import usable_cores
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def diagnose(tmp_path, monkeypatch):
+    """Return a function that diagnoses a script given by its text."""
+    monkeypatch.chdir(tmp_path)
+
+    def diagnosed(text: str, *words: str, seconds: float = 0.8):
+        (tmp_path / "train.py").write_text(text)
+        return flatout.diagnose(script=[sys.executable, "train.py", *words], seconds=seconds)
+
+    return diagnosed
+
+
+def names(found) -> set[str]:
+    """Return the names of the findings, without those of the machine."""
+    return {one.name for one in found.findings} - {"busy-machine", "cpu-threads"}
+
+
+UNCOMMON = """
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+torch.manual_seed(0)
+torch.set_num_threads(1)
+
+class Odd(nn.Module):
+    def parameters(self, recurse=True):
+        raise TypeError("not from outside")
+
+    def forward(self, x):
+        return x
+
+with FakeTensorMode():  # an estimate, which is no step
+    weights = torch.ones(8, requires_grad=True)
+    weights.sum().backward()
+model, odd, inputs = nn.Linear(256, 256), Odd(), torch.randn(256, 256)
+groups = [{"params": [], "weight_decay": 0.0}, {"params": [*model.parameters()]}]
+optimizer = torch.optim.SGD(groups, lr=1e-3)
+for step in range(100_000):
+    loss = (odd(model(inputs)) - inputs).square().mean()
+    found = torch.autograd.grad(outputs=[loss], inputs=[*model.parameters()])
+    for one, gradient in zip(model.parameters(), found):
+        one.grad = gradient
+    optimizer.step()
+"""
+
+
+def test_what_flatout_cannot_follow_does_not_fail_the_script(diagnose, capfd):
+    """Gradients by keywords, a group without weights, fake tensors, and a model that refuses."""
+    found = diagnose(UNCOMMON)
+    assert found.script_code in (0, None)
+    assert found.step_s > 0
+    assert found.shares["compute"] > 0
+    assert "failure" not in names(found)
+    printed = capfd.readouterr().err
+    assert printed.count("not from outside") == 1
+    assert "the script continues" in printed
+
+
+LOADERS = """
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+class Rows(IterableDataset):
+    def __iter__(self):
+        yield from range(4096)
+
+print(DataLoader(range(8), num_workers=6, prefetch_factor=3).num_workers,
+      DataLoader(range(8), num_workers=1).num_workers, DataLoader(Rows()).num_workers)
+"""
+
+
+def test_workers_are_added_only_where_there_are_fewer_and_rows_stay_the_same(
+    tmp_path, monkeypatch, capfd
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(LOADERS)
+    found = flatout.cli.commands.run_.run(
+        changes="data-workers", script=[sys.executable, "train.py"]
+    )
+    assert (found.code, found.failed) == (0, {})
+    most = min(usable_cores(), 8)
+    assert capfd.readouterr().out.split() == [str(max(6, most)), str(max(1, most)), "0"]
+
+
+def test_trials_get_the_paths_of_their_copy_and_other_arguments_as_they_are(
+    tmp_path, monkeypatch, capfd
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(
+        "import os, sys\n"
+        "print(*[word.replace(os.getcwd(), 'COPY') for word in sys.argv[1:]], sep='\\n')\n"
+        "raise SystemExit(7)\n"
+    )
+    moved = [f"{tmp_path}/a", f"--out={tmp_path}", f"x:{tmp_path}/b:{tmp_path}", str(tmp_path)]
+    kept = [f"/mnt{tmp_path}/x", f"https://host{tmp_path}/x", f"--a={tmp_path}2/b", "file://x"]
+    kept += [f"--init=https://host:{tmp_path}/x"]
+    with pytest.raises(RunFailed, match="exit code 7"):
+        flatout.tune(script=[sys.executable, "train.py", *moved, *kept])
+    expected = [word.replace(str(tmp_path), "COPY") for word in moved] + kept
+    assert capfd.readouterr().err.splitlines() == expected
