@@ -129,11 +129,19 @@ HEALTHY = {
 }
 
 
-def test_the_line_of_a_busy_thread_is_seen(write):
+def test_the_line_of_a_busy_thread_is_seen_and_its_turns_stay_as_long(write, capfd):
     """How long the loop waits for it depends on the machine. The rule is tested on its own."""
-    before = "import threading\ndef poll():\n    while len(kept) < 9: pass\n"
-    text = script(before=before + "threading.Thread(target=poll, daemon=True).start()")
+    before = (
+        "import atexit, collections, threading\nturns = collections.Counter()\n"
+        "atexit.register(lambda: print(turns[0.005] > 0.5 * sum(turns.values())))\n"
+        "def poll():\n    while len(kept) < 9: pass\n"
+    )
+    text = script(
+        before=before + "threading.Thread(target=poll, daemon=True).start()",
+        after="turns[round(sys.getswitchinterval(), 6)] += 1",
+    )
     answer, _, _ = run_script(write(text), Request(seconds=0.8))
+    assert capfd.readouterr().out == "True\n"
     (site, *_) = answer.evidence.sites["thread"]
     assert site.text == "while len(kept) < 9: pass"
     assert answer.evidence.counterfactual_s["short-turns"] > 0
