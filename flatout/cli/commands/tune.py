@@ -46,7 +46,7 @@ def tune(
         Option("The recipe to write (default: tuned.yaml). Of a script, the directory."),
     ] = None,
     patch: Annotated[
-        Path | str | None, Option("Of a script: file for the unified diff (empty if no change).")
+        Path | str | None, Option("Of a script: file for the unified diff, if there is one.")
     ] = None,
     batch_flag: Annotated[
         str | None, Option("Of a script: its argument for the batch size, such as --batch-size.")
@@ -58,23 +58,26 @@ def tune(
     script: Sequence[str] = (),
     progress: Progress = SILENT,
 ) -> Tuning | ScriptTuning:
-    """Find the fastest settings of a recipe on this machine, and write them as a recipe.
-
-    It starts from what `train` would choose, and varies the micro-batch, activation checkpointing,
-    the speedups and the prefetch by measured tokens per second. The tokens per optimizer step never
-    change: other rows per micro-batch mean other accumulation. Every trial runs in its own process
-    and also evaluates one batch, so that a setting does not run out of memory later. The fastest
-    setting saves once, too. A change is taken if it is faster and its losses stay within the
-    tolerance. Speedups that the recipe names or excludes stay as they are. Ctrl+C writes the best
-    setting so far. The measured gains are kept for `auto`.
-
-    Raises: UsageError before anything is measured; RunFailed when no setting gives results;
-            Interrupted when a signal arrives before that.
+    """Make a training script faster by measured changes, or find a recipe's fastest settings.
 
     After `--` comes the command of any PyTorch training script, to make that faster without an
     edit: `flatout tune --patch faster.patch -- python train.py`. Its changes are applied from
     outside, in trials that run in a copy of the current directory. `flatout list changes` shows
-    them, and `--only` selects some. In Python, `script` are the words of that command.
+    them, and `--only` selects some.
+
+    For a recipe, the fastest settings on this machine are written as a recipe. It starts from what
+    `train` would choose, and varies the micro-batch, activation checkpointing, the speedups and the
+    prefetch by measured tokens per second. The tokens per optimizer step never change: other rows
+    per micro-batch mean other accumulation. Every trial runs in its own process and also evaluates
+    one batch, so that a setting does not run out of memory later. The fastest setting saves once,
+    too. A change is taken if it is faster and its losses stay within the tolerance. Speedups that
+    the recipe names or excludes stay as they are. Ctrl+C writes the best setting so far. The
+    measured gains are kept for `auto`.
+
+    Raises: UsageError before anything is measured; RunFailed when no setting gives results;
+            Interrupted when a signal arrives before that.
+
+    In Python, `script` are the words of the command.
     """
     flags = {"patch": patch, "batch-flag": batch_flag, "accumulate-flag": accumulate_flag}
     if script:

@@ -448,8 +448,11 @@ def tune_script(
             **found,
         )
     write_results(out, result, search, diagnosis)
-    if patch is not None:
-        write_whole(Path(patch), result.patch)  # empty in place of one of an earlier tune
+    if patch is not None and result.patch:
+        write_whole(Path(patch), result.patch)
+    elif patch is not None:
+        Path(patch).unlink(missing_ok=True)  # of an earlier tune
+        progress.say(f"There is no edit to make, so {patch} is not written.")
     return result
 
 
