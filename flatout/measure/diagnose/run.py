@@ -229,11 +229,10 @@ def evidence_of(
     if planned.train.eval_every:  # a part of the validation split stands for all that is scored
         tokens, most = before.data.val_tokens or 0, planned.train.eval_tokens
         wanted = tokens if most in (None, "all") else min(int(most), tokens)
-        few, start_s = (
-            SCORED_ROWS * run.rows_per_device * run.config.data.seq_len,
-            time.perf_counter(),
-        )
-        scored = score(run, max_tokens=min(few, wanted), progress=log.progress)
+        few = min(SCORED_ROWS * run.rows_per_device * run.config.data.seq_len, wanted)
+        score(run, max_tokens=few, progress=log.progress)  # the next one is like those after it
+        start_s = time.perf_counter()
+        scored = score(run, max_tokens=few, progress=log.progress)
         if scored is not None:
             evaluation_s = (time.perf_counter() - start_s) * wanted / max(scored.tokens, 1)
             evaluation_s /= planned.train.eval_every

@@ -85,8 +85,10 @@ def cpu_threads(evidence: Evidence) -> Finding | None:
     if threads > cores:
         verdict = f"torch uses {threads} threads on {cores} cores."
     elif more_s is not None:
-        share = evidence.saved("all-threads", CLEAR_GAIN)
-        if share is None:
+        work = evidence.phases
+        work_s = sum(filter(None, (work.compute_s, work.memory_bound_s, work.optimizer_s)))
+        share = min(evidence.saved("all-threads", CLEAR_GAIN) or 0.0, evidence.share(work_s) or 0.0)
+        if share < CLEAR_GAIN:
             return None
         verdict = f"torch uses {threads} of {cores} cores: with all of them, a step takes "
         verdict += f"{share:.0%} less."
@@ -305,8 +307,11 @@ def frequent_evaluation(evidence: Evidence) -> Finding | None:
                     overrides={"train.eval_tokens": tokens},
                 )
             )
+    elif evidence.loop.evaluates_with_gradients:
+        fixes.append(fix("Evaluate in torch.no_grad(): its passes build graphs for nothing."))
+        fixes.append(fix("Then evaluate less often, or on less data."))
     else:
-        fixes.append(fix("Evaluate less often, or on less text.", share))
+        fixes.append(fix("Evaluate less often, or on less data.", share))
     return Finding(
         verdict=f"Evaluations take {share:.0%} of the run.",
         figures={

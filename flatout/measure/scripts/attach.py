@@ -172,6 +172,10 @@ class Attachment:
         self._trained: dict[int, bool] = {}
         """What was called with gradients, and whether in training mode. See `_key`."""
         self._is_inside = self._is_changing_mode = self._is_done = self._has_loss = False
+        self._passes_in_evaluation_mode = self._trains_in_evaluation_mode = False
+        """Whether the model's last pass with gradients was in that mode, and whether any such pass
+        went backward: then they all belong to training."""
+        self._steps_in_evaluation_mode = self._rollouts = self._evaluations_with_gradients = 0
         self._parameters = self._backwards = self._renewals = 0
         self._rows: int | None = None
         self._above: list[Line] = []
@@ -253,6 +257,8 @@ class Attachment:
             self._renewals += 1
         if loop.steps == EARLY_STEP:
             self._early_gradients = _gradients()
+        self._steps_in_evaluation_mode += self._passes_in_evaluation_mode
+        self._passes_in_evaluation_mode = False
         self._steps_of_others, self._has_loss = 0, False
         loop.leave("evaluation")
         loop.end_step()
@@ -280,7 +286,7 @@ class Attachment:
         """Make the instruments, at the first backward pass."""
         settings = Settings(model=self._model, base="other", source="script")
         self._loop = LoopTimer(settings, at_exit=self.answer, windows=ScriptWindows)
-        self._loop.learn(model=self._model, planned_steps=None)
+        self._loop.time_loaders()
 
     def _before_call(
         self, module: nn.Module, /, *args: Any, **kwargs: Any
@@ -298,8 +304,8 @@ class Attachment:
                 loop.leave("forward")
 
         try:
-            is_training = self._is_training(module)
-            if is_training and module is self._model:
+            is_training = self._is_training(module, args, kwargs)
+            if is_training and module is self._model and torch.is_grad_enabled():
                 self._look_at_inputs(args, kwargs)
             if loop is not None:
                 self._set_evaluating(loop, not is_training)
@@ -313,22 +319,29 @@ class Attachment:
 
     def _look_at_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note the rows of a forward pass, and in the first steps its padding."""
-        tensors = (one for one in (*args, *kwargs.values()) if isinstance(one, Tensor))
         if torch._C._functorch.maybe_current_level() is None:
-            self._rows = max((one.shape[0] for one in tensors if one.dim()), default=None)
+            self._rows = _rows_of(args, kwargs)
         if self._loop is None or self._loop.steps < PADDED_STEPS:
             self._padding += padding_of((args, kwargs))
             self._note_line("padding")
 
-    def _is_training(self, module: nn.Module) -> bool:
+    def _is_training(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> bool:
         """Return whether a call is part of training: what is never trained may be a teacher.
 
-        A model that is only called in evaluation mode is trained in it.
+        A model that is only called in evaluation mode is trained in it. One that runs on fewer rows
+        than in training, without gradients and in training mode, makes the data of the next steps.
         """
         key = self._key(module)
         if not torch.is_grad_enabled():
-            return key not in self._trained
-        if self._trained.get(key) and not module.training:
+            is_rollout = module.training and 0 < (_rows_of(args, kwargs) or 0) < (self._rows or 0)
+            self._rollouts += is_rollout and key in self._trained
+            return is_rollout or key not in self._trained
+        if self._model is not None and self._trained.get(key) and key == self._key(self._model):
+            self._passes_in_evaluation_mode = not module.training
+        if self._trained.get(key) and not module.training and not self._trains_in_evaluation_mode:
+            self._evaluations_with_gradients += 1
             return False
         if key not in self._trained and self._loop is None:
             size = sum(weights.numel() for weights in module.parameters())
@@ -350,6 +363,8 @@ class Attachment:
             return None
         if self._trained.get(self._key(module)):
             self._set_evaluating(loop, not mode)
+            if not mode:
+                self._note_line("evaluation-mode")
         self._is_changing_mode = True  # the modules in it follow
         return partial(setattr, self, "_is_changing_mode", False)
 
@@ -375,6 +390,8 @@ class Attachment:
         if loop is None or not loop.is_timed_thread or loop.is_in("backward"):
             return None
         self._note_loss(loop, roots)
+        if self._passes_in_evaluation_mode and not self._trains_in_evaluation_mode:
+            self._trains_in_evaluation_mode, self._evaluations_with_gradients = True, 0
         loop.leave("evaluation")
         loop.enter("backward")
         return partial(loop.leave, "backward")
@@ -439,7 +456,12 @@ class Attachment:
             kept_graphs=self._graphs.kept(),
             growth_bytes=_growth([*self._memory]),
             padding=statistics.fmean(self._padding) if self._padding else None,
-            wasted_gradients=_wasted(self._early_gradients),
+            dataset=loop.dataset,
+            evaluation_mode=self._steps_in_evaluation_mode / max(loop.steps, 1)
+            if self._model is not None and mode_matters(self._model)
+            else None,
+            evaluates_with_gradients=self._evaluations_with_gradients > 0,
+            **_wasted(self._early_gradients, self._model),
             **_optimizer_facts(self._optimizer),
         )
         if facts.kept_graphs:
@@ -456,7 +478,8 @@ class Attachment:
                 "step_s": found.step_s and found.step_s - few_s,
                 "notes": tuple(notes),
                 "loop": facts,
-                "losses": None if self._has_others else found.losses,  # it may be an adversary's
+                # an adversary's, or of another policy than the one before, is no measure
+                "losses": None if self._has_others or self._rollouts else found.losses,
                 "sites": {**found.sites, **sites},
                 "counterfactual_s": windows.counterfactual_s,
             }
@@ -504,14 +527,35 @@ def _gradients() -> dict[int, tuple[int, float | None]]:
     }
 
 
-def _wasted(before: dict[int, tuple[int, float | None]]) -> float | None:
+def _wasted(before: dict[int, tuple[int, float | None]], model: nn.Module | None) -> dict[str, Any]:
     """Return the share of the gradients that belong to weights which nothing updates.
 
-    Those have no optimizer, and the values that they had before, however others are updated.
+    Those have no optimizer, and the values that they had before, however others are updated. Those
+    of the model are named.
     """
     now = _gradients()
-    same = (each[0] for key, each in now.items() if each[1] is not None and before.get(key) == each)
-    return sum(same) / sum(each[0] for each in now.values()) if now and before else None
+    if not now or not before or model is None:
+        return {}
+    same = {key for key, each in now.items() if each[1] is not None and before.get(key) == each}
+    share = sum(now[key][0] for key in same) / sum(each[0] for each in now.values())
+    names = tuple(name for name, each in model.named_parameters() if id(each) in same)
+    return {"wasted_gradients": share, "never_updated": names}
+
+
+def _rows_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    """Return the largest first dimension of the tensors in a call."""
+    tensors = (one for one in (*args, *kwargs.values()) if isinstance(one, Tensor))
+    return max((one.shape[0] for one in tensors if one.dim()), default=None)
+
+
+def mode_matters(model: nn.Module) -> bool:
+    """Return whether some module computes something else in evaluation mode."""
+    return any(
+        "training" in type(module).forward.__code__.co_names
+        and all(getattr(module, name, True) != 0 for name in ("p", "dropout"))
+        for module in model.modules()
+        if hasattr(type(module).forward, "__code__")
+    )
 
 
 def _weights(optimizer: Any) -> Any:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from flatout.hardware.machine import probe
 from flatout.measure.scripts.patch import Edit
 from flatout.measure.scripts.request import Facts
-from flatout.measure.steps.evidence import Evidence
+from flatout.measure.steps.evidence import Evidence, lacks_shared
 
 FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
 """Optimizers of torch with a fused form on every device."""
@@ -100,6 +100,8 @@ CHANGES = {
         lambda facts, evidence: {
             "There is no DataLoader over a map-style dataset.": facts.workers is None,
             "There are as many workers already.": (facts.workers or 0) >= num_workers(),
+            "Its rows are tensors in memory, which workers would only copy.": facts.in_memory,
+            "/dev/shm is too small: workers send batches through it.": lacks_shared(evidence),
             **no_wait(evidence),
         },
     ),

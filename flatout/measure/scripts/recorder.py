@@ -154,6 +154,8 @@ def own_lines(
     found.callers = {line: at for line, at in sampled.callers.items() if at not in loop}
     for kind in ("python", "compute") if recorder is not None else ("python",):
         for line, total_s in sampled.seconds[kind].items():
+            if line in sampled.counts["data"]:
+                continue  # what the loop's own line takes is the loader's, such as its memory
             trains = line in recorder.trains if recorder is not None else "loss" in line_of(*line)
             if trains:
                 training_s += total_s / steps * (kind == "python")

@@ -76,6 +76,8 @@ class Facts(Stored):
     """Type of most weights."""
     workers: int | None = None
     """Most workers of a DataLoader over a map-style dataset. None means there is none."""
+    in_memory: bool = False
+    """Whether these datasets only index tensors."""
     pinned: bool = True
     """Whether all loaders pin their batches."""
     convolutions: bool = False

@@ -28,7 +28,7 @@ from flatout.distributed.rendezvous import stated_ranks
 from flatout.hardware.machine import GIB
 from flatout.measure.scripts.apply import Models, replace
 from flatout.measure.scripts.request import Answer, Facts, Request
-from flatout.measure.watch.hooks import guarded, observing
+from flatout.measure.watch.hooks import guarded, observing, rows_of
 from flatout.storage.files import write_text
 from flatout.training.metrics.compile_events import CompilationWatch
 from flatout.training.metrics.device import process_peak_bytes
@@ -222,6 +222,7 @@ def facts_of(models: Models, calls: tuple[str, ...]) -> Facts:
     return Facts(
         dtype=str(largest.dtype).removeprefix("torch."),
         workers=max((each.num_workers for each in loaders), default=None),
+        in_memory=all(rows_of(each.dataset) == "memory" for each in loaders),
         pinned=all(each.pin_memory for each in loaders),
         convolutions=any(
             isinstance(module, nn.Conv2d)

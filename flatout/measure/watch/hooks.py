@@ -6,7 +6,9 @@ are not timed.
 
 from __future__ import annotations
 
+import dis
 import functools
+import linecache
 import logging
 import sys
 import threading
@@ -16,12 +18,15 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils.data import IterableDataset, Subset, TensorDataset
 
+from flatout.config.registry import is_user_code
 from flatout.measure.steps.lines import LineTotals, user_frame
 from flatout.measure.steps.windows import replaced
 from flatout.training.metrics.phases import PhaseTimer
@@ -84,6 +89,24 @@ def observing(before: Callable[..., Any], plain: Callable[..., Result]) -> Calla
     return call
 
 
+def rows_of(dataset: Any) -> str | None:
+    """Return what worker processes would do with a dataset, as in `LoopFacts.dataset`."""
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    kind = type(dataset)
+    if isinstance(dataset, IterableDataset):
+        file = getattr(sys.modules.get(kind.__module__), "__file__", None) or "<"
+        divides = not is_user_code(file) or "get_worker_info" in "".join(linecache.getlines(file))
+        return "divided" if divides else "iterable"
+    if kind is TensorDataset:
+        return "memory"
+    code, own = getattr(kind.__getitem__, "__code__", None), getattr(dataset, "__dict__", {})
+    if code is None or any(step.opname.startswith("CALL") for step in dis.get_instructions(code)):
+        return None
+    parts = [type(own[name]) for name in code.co_names if name in own]
+    return "memory" if parts and {*parts} <= {torch.Tensor, np.ndarray} else None
+
+
 class Hooks:
     """Enters and leaves the phases of a timer when the loop calls what they are about.
 
@@ -95,6 +118,8 @@ class Hooks:
         """The lines of user code that save."""
         self.workers: int | None = None
         """Processes of the last DataLoader that the loop waited for. None means there was none."""
+        self.dataset: str | None = None
+        """What it reads, as in `LoopFacts`."""
         self._timer, self._base = timer, base
 
     @contextmanager
@@ -151,6 +176,10 @@ class Hooks:
         if self._is_ours() and self._timer.current == "optimizer":
             self._timer.leave()
 
+    def _note_loader(self, batches: Any) -> None:
+        if hasattr(batches, "_num_workers"):
+            self.workers, self.dataset = batches._num_workers, rows_of(batches._dataset)
+
     def _timed(self, phase: str, plain: Callable[..., Result]) -> Callable[..., Result]:
         """Return a function whose calls are timed as a phase, and saves by their lines."""
 
@@ -160,7 +189,7 @@ class Hooks:
                 return plain(*args, **kwargs)
             before_s = self._timer.seconds[phase]
             if phase == "data_wait":
-                self.workers = getattr(args[0], "_num_workers", self.workers)
+                guarded(self._note_loader)(args[0])
             try:
                 with self._timer.phase(phase):
                     return plain(*args, **kwargs)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import dataclasses
 import functools
 import logging
 import threading
@@ -244,6 +243,11 @@ class LoopTimer:
         """Processes of the torch DataLoader. None means none was seen."""
         return self._hooks.workers if self.windows is not None else None
 
+    @property
+    def dataset(self) -> str | None:
+        """What the last DataLoader reads, as in `LoopFacts`."""
+        return self._hooks.dataset if self.windows is not None else None
+
     def _started(self) -> LoopWindows | None:
         """Return the windows, which the first call makes. None in other threads than the loop's."""
         if self.windows is None:
@@ -265,17 +269,8 @@ class LoopTimer:
         self.records.add(self.steps, seconds, self._timer)
 
     @safe
-    def learn(self, *, model: Any, planned_steps: int | None) -> None:
-        """Note what a framework knows of its loop, unless the user has set it.
-
-        All torch DataLoaders are timed: such loops hide theirs, and state their steps.
-        """
-        known = self._settings
-        self._settings = dataclasses.replace(
-            known,
-            model=known.model or (model if isinstance(model, torch.nn.Module) else None),
-            planned_steps=known.planned_steps or planned_steps,
-        )
+    def time_loaders(self) -> None:
+        """Time all DataLoaders of torch, for a loop that hides its own and states its steps."""
         if self._started():
             self._installed.enter_context(self._hooks.loaders_installed())
             self._steps_are_stated = True
