@@ -161,8 +161,6 @@ class RunWindows(Windows):
         cores = usable_cores()
         if not self.on_gpu and torch.get_num_threads() < cores:
             yield from self._counterfactual("all-threads", partial(threads, cores), seconds=seconds)
-        if not self.on_gpu and self._log._watchers:
-            yield from self._counterfactual("no-observers", self._unobserved, seconds=seconds)
 
     def _lacks(self, at_least: int, seconds: float, steps: int, spent_s: float) -> bool:
         return steps < (min(at_least, 2) if self._is_late() else at_least) or spent_s < seconds
@@ -179,15 +177,6 @@ class RunWindows(Windows):
             yield
         finally:
             self._run.loader = loader
-
-    @contextmanager
-    def _unobserved(self) -> Iterator[None]:
-        log, before = self._log, self._log._observers
-        log._observers = log._guards
-        try:
-            yield
-        finally:
-            log._observers = before
 
 
 class FixedLoader:

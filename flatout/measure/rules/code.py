@@ -272,16 +272,19 @@ def wasted_gradients(evidence: Evidence) -> Finding | None:
 def evaluation_mode(evidence: Evidence) -> Finding | None:
     """The model stays in evaluation mode while it is trained."""
     share, site = evidence.loop.evaluation_mode or 0.0, evidence.site("evaluation-mode")
-    if share < OFTEN_EVALUATING:
+    if share < OFTEN_EVALUATING or site is None:
         return None
-    after = f" after the evaluation at {site.describe()}" if site else " after each evaluation"
     return Finding(
         verdict=f"In {share:.0%} of the steps the model is in evaluation mode while it is trained: "
         "dropout is off, and batch norm keeps its statistics.",
         harm="spoils",
         figures={"evaluation_mode": share},
         site=site,
-        fixes=[fix(f"Call model.train(){after}.", same_result=False)],
+        fixes=[
+            fix(
+                "Call model.train() where the evaluation that starts there ends.", same_result=False
+            )
+        ],
     )
 
 

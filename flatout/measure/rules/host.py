@@ -183,10 +183,8 @@ def garbage_collection(evidence: Evidence) -> Finding | None:
 @rule()
 def slow_logging(evidence: Evidence) -> Finding | None:
     """Logging and callbacks take a noticeable share of each step."""
-    logging, site = evidence.lost(evidence.phases.logging_s, SLOW_LOGGING), evidence.site("logging")
-    without = evidence.saved("no-observers", CLEAR_GAIN)  # counts their threads too
-    share = max(logging or 0.0, without or 0.0)
-    if not share:
+    share, site = evidence.lost(evidence.phases.logging_s, SLOW_LOGGING), evidence.site("logging")
+    if share is None:
         return None
     fixes, why = [], (share, "the time of logging")
     if site is not None:
@@ -198,10 +196,7 @@ def slow_logging(evidence: Evidence) -> Finding | None:
         fixes.append(fix(text, gain, "fewer records", overrides={"log.every": 10}))
     return Finding(
         verdict=f"Logging and callbacks take {share:.0%} of each step.",
-        figures={
-            "logging_ms": ms(evidence.phases.logging_s),
-            "step_without_callbacks_ms": ms(evidence.counterfactual_s.get("no-observers")),
-        },
+        figures={"logging_ms": ms(evidence.phases.logging_s)},
         share=share,
         site=site,
         fixes=fixes or [fix("Log less often.", *why)],

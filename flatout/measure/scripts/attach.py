@@ -457,9 +457,9 @@ class Attachment:
             growth_bytes=_growth([*self._memory]),
             padding=statistics.fmean(self._padding) if self._padding else None,
             dataset=loop.dataset,
-            evaluation_mode=self._steps_in_evaluation_mode / max(loop.steps, 1)
-            if self._model is not None and mode_matters(self._model)
-            else None,
+            evaluation_mode=self._steps_in_evaluation_mode
+            / max(loop.steps, 1)
+            * (self._model is not None and mode_matters(self._model)),
             evaluates_with_gradients=self._evaluations_with_gradients > 0,
             **_wasted(self._early_gradients, self._model),
             **_optimizer_facts(self._optimizer),

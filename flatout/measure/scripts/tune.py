@@ -448,11 +448,8 @@ def tune_script(
             **found,
         )
     write_results(out, result, search, diagnosis)
-    if patch is not None and result.patch:
-        write_whole(Path(patch), result.patch)
-    elif patch is not None:
-        Path(patch).unlink(missing_ok=True)  # of an earlier tune
-        progress.say(f"There is no edit to make, so {patch} is not written.")
+    if patch is not None:
+        write_patch(Path(patch), result.patch, progress)
     return result
 
 
@@ -499,6 +496,15 @@ def name_of(command: Sequence[str]) -> str:
 def noise_of(runs: Sequence[list[float]]) -> float | None:
     """Return the largest relative difference of a loss between runs. None for a single one."""
     return max((difference(one, runs[0]) for one in runs[1:]), default=None)
+
+
+def write_patch(path: Path, text: str, progress: Progress) -> None:
+    """Write a patch, or remove that of an earlier tune if there is no edit to make."""
+    if text:
+        write_whole(path, text)
+    else:
+        path.unlink(missing_ok=True)
+        progress.say(f"There is no edit to make, so {path} is not written.")
 
 
 def write_results(out: Path, result: ScriptTuning, search: Search, diagnosis: Diagnosis) -> None:

@@ -257,8 +257,8 @@ class LoopFacts(Stored):
     """What it reads: `memory` means rows of tensors, `iterable` one that each worker reads as a
     whole, and `divided` one whose rows are divided among workers."""
     evaluation_mode: float | None = None
-    """Share of the steps whose pass was in evaluation mode, after others in training mode. None
-    where the mode makes no difference."""
+    """Share of the steps whose pass was in evaluation mode, after others in training mode. 0 where
+    the mode makes no difference."""
     evaluates_with_gradients: bool = False
     """Whether passes of evaluations build graphs."""
     anomaly_detection: bool | None = None
@@ -398,7 +398,7 @@ class Evidence(Stored):
     """Time of the operations by class, from a profiler."""
     counterfactual_s: Mapping[str, float] = {}
     """Seconds of an average step with one thing replaced. `synthetic-data`: batches that are in
-    memory already. `all-threads`, `no-observers`, `no-anomaly`: see their names. `short-turns`:
+    memory already. `all-threads`, `no-anomaly`: see their names. `short-turns`:
     threads give Python's lock to each other at once. Of a recipe on a CPU also settings, such as
     `speedups=auto`."""
     sites: Mapping[str, tuple[CallSite, ...]] = {}

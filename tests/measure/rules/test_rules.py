@@ -385,14 +385,6 @@ def test_a_wait_that_the_gpu_hides_is_no_finding(healthy):
     assert [one.name for one in diagnosis_of(slow).findings] == ["slow-data"]
 
 
-def test_callbacks_count_by_the_steps_without_them(healthy):
-    slow = {"counterfactual_s": {"no-observers": 0.07}}
-    (finding,) = diagnosis_of(healthy(**slow)).findings
-    assert (finding.name, finding.share) == ("slow-logging", pytest.approx(0.3))
-    assert finding.figures["step_without_callbacks_ms"] == pytest.approx(70)
-    assert diagnosis_of(healthy(counterfactual_s={"no-observers": 0.095})).is_healthy
-
-
 def test_all_faster_settings_are_fixes_and_the_best_is_the_verdict(healthy):
     others = {"batch.rows_per_device=8 batch.accumulate=1": 0.06, "speedups=auto": 0.08}
     slower = {"speedups=-checkpointing": 0.12, "synthetic-data": 0.0995}
