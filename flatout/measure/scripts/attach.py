@@ -57,7 +57,7 @@ from flatout.measure.steps.lines import (
 )
 from flatout.measure.steps.windows import threads
 from flatout.measure.watch.hooks import guarded, observing
-from flatout.measure.watch.loop import CALLED_STEPS, LoopTimer, LoopWindows, Settings
+from flatout.measure.watch.loop import LoopTimer, LoopWindows, Settings, fewest
 from flatout.storage.files import write_text
 from flatout.training.metrics.detectors import is_steady_growth
 
@@ -67,6 +67,8 @@ COUNTERFACTUAL_S = 1.5
 """Seconds of steps with one thing replaced, and of those that they are compared with."""
 OTHERS_STEPS = 25
 """Steps of other optimizers after which the main one is taken to have ended its work."""
+SAY_EVERY_S = 0.5
+"""Time between two reports of the number of steps."""
 MEMORY_EVERY_S = 0.05
 """Time between two looks at the memory."""
 MIN_GROWTH_BYTES, MIN_GROWTH = 24 * 2**20, 0.1
@@ -113,10 +115,10 @@ class ScriptWindows(LoopWindows):
         if not self.has_compiled and not torch._C._len_torch_function_stack():
             self.recording = CallRecorder(lambda: self.timer.current)
             with self.recording:
-                yield from self._marked_calls(CALLED_STEPS)
+                yield from self._marked_calls(self.called_steps)
             self.recorder, self.recording = self.recording, None
         else:
-            yield from self._marked_calls(CALLED_STEPS)
+            yield from self._marked_calls(self.called_steps)
         # the profiler prints an error when a thread other than the first one starts it
         if self._recorded_steps and threading.current_thread() is threading.main_thread():
             yield from self._recorded(self._recorded_steps)
@@ -186,7 +188,7 @@ class Attachment:
         self._graphs, self._lines = Graphs(), LineTotals()
         self._memory: deque[tuple[int, int]] = deque(maxlen=4000)
         """Steps, and the memory in use after them, in bytes."""
-        self._looked_s = 0.0
+        self._looked_s = self._said_s = 0.0
         self._is_true_loss = self._has_anomaly_detection = self._has_others = False
         replace(nn.Module, "__call__", partial(observing, self._before_call))
         replace(nn.Module, "train", partial(observing, self._before_mode))
@@ -245,7 +247,6 @@ class Attachment:
         if self._optimizer is None:
             self._optimizer = optimizer
             self._above = [*user_lines(stack_of(sys._getframe(1)))]
-            self._say("step")
         elif _weights(optimizer) is not _weights(self._optimizer):
             self._steps_of_others += 1
             self._has_others = True
@@ -259,6 +260,9 @@ class Attachment:
             self._early_gradients = _gradients()
         self._steps_in_evaluation_mode += self._passes_in_evaluation_mode
         self._passes_in_evaluation_mode = False
+        if (now_s := time.perf_counter()) - self._said_s > SAY_EVERY_S:
+            self._said_s = now_s
+            self._say(f"step {loop.steps + 1}")
         self._steps_of_others, self._has_loss = 0, False
         loop.leave("evaluation")
         loop.end_step()
@@ -280,7 +284,8 @@ class Attachment:
             return False
         done = windows.ordinary
         has_special = windows.special.steps > 0 or bool(windows.compilations)
-        return has_special and done.steps >= MIN_MEASURED and done.seconds >= self._request.seconds
+        least = fewest(MIN_MEASURED, done.steps, done.seconds)
+        return has_special and done.steps >= least and done.seconds >= self._request.seconds
 
     def _start(self) -> None:
         """Make the instruments, at the first backward pass."""
@@ -444,14 +449,15 @@ class Attachment:
         else:
             few_s = 0.0
         if recorder is not None:
-            sites |= recorder.found.sites(CALLED_STEPS)
+            sites |= recorder.found.sites(windows.called_steps)
         facts = LoopFacts(
             micro_batches=self._backwards / max(loop.steps, 1),
             rows=self._rows,
             workers=loop.workers,
             renewals=self._renewals / max(loop.steps, 1),
             anomaly_detection=self._has_anomaly_detection,
-            float64_s=recorder and sum(recorder.found.seconds["float64"].values()) / CALLED_STEPS,
+            float64_s=recorder
+            and sum(recorder.found.seconds["float64"].values()) / windows.called_steps,
             classes=recorder.classes if recorder is not None and self._is_true_loss else None,
             kept_graphs=self._graphs.kept(),
             growth_bytes=_growth([*self._memory]),

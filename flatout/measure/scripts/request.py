@@ -8,8 +8,8 @@ from flatout.measure.steps.evidence import Evidence
 from flatout.storage.files import Stored
 
 SEEN = ".seen"
-"""Added to the name of the answer's file: how far the script has come: `torch` or
-`step`.
+"""Added to the name of the answer's file: how far the script has come: `torch`, or `step` and the
+number of its steps.
 """
 
 

@@ -38,7 +38,9 @@ CALLED_STEPS = 8
 SAMPLED_EVERY_S = 0.01
 """Time between two looks at the loop's line."""
 FEW_STEPS = 5
-"""With fewer ordinary steps, averages mean nothing."""
+"""With fewer ordinary steps, averages mean nothing, unless the steps are long."""
+LONG_S = 2.0
+"""Seconds from which a step is long: a few of them tell as much as many short ones."""
 LOG = logging.getLogger("flatout.watch")
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -104,6 +106,8 @@ class LoopWindows(Windows):
         super().__init__(timer, device, on_step)
         self.gpu: GpuFacts | None = None
         """What the driver reported of the GPU between two steps."""
+        self.called_steps = CALLED_STEPS
+        """Steps whose calls are marked."""
         self._recorded_steps = recorded_steps
 
     def _windows(self) -> Generator[None, None, None]:
@@ -111,35 +115,42 @@ class LoopWindows(Windows):
         with self._sampling(self.sampled_every_s):
             yield from self._ordinary(
                 lambda steps, seconds: (
-                    steps < MIN_ORDINARY_STEPS or (seconds < ORDINARY_S and steps < MAX_WARM_STEPS)
+                    steps < fewest(MIN_ORDINARY_STEPS, steps, seconds)
+                    or (seconds < ORDINARY_S and steps < MAX_WARM_STEPS)
                 )
             )
         if self.compilations:
             self.notes.append("Steps compile code: their calls and operations were not recorded.")
         else:
             self.gpu = gpu_facts(probe(), self.device)  # while it works
+            self.called_steps = 1 if self._is_late() else CALLED_STEPS
             yield from self._special()
         with self._sampling(self.sampled_every_s):
             yield from self._ordinary(lambda steps, seconds: True)
 
     def _special(self) -> Iterator[None]:
         """Take the steps that are slower, and do not count for the averages."""
-        yield from self._marked_calls(CALLED_STEPS)
+        yield from self._marked_calls(self.called_steps)
         if self._recorded_steps:
             yield from self._recorded(self._recorded_steps)
+
+    def _is_late(self) -> bool:
+        return self.step_s > LONG_S
 
     def _until_compiled(self) -> Iterator[None]:
         """Warm up until nothing is compiled any more."""
         yield
-        first_s = time.perf_counter()
+        first_s, least = time.perf_counter(), MIN_WARM_STEPS
         while self.warm.steps < MAX_WARM_STEPS:
+            last_s = time.perf_counter()
             compiles = self._compiled.changed()
             self.has_compiled |= compiles
             self._compiled.poll()
             long_enough = time.perf_counter() - first_s >= WARM_S or self.warm.steps >= 10
-            if self.warm.steps >= MIN_WARM_STEPS and long_enough and not compiles:
+            if self.warm.steps >= least and long_enough and not compiles:
                 return
             yield
+            least = fewest(MIN_WARM_STEPS, 1, time.perf_counter() - last_s)
 
 
 class LoopTimer:
@@ -209,7 +220,8 @@ class LoopTimer:
             grad_norms=tuple(self.records.grad_norms) or None,
             failure=self._failure,
         )
-        if windows.ordinary.steps < FEW_STEPS:
+        ordinary = windows.ordinary
+        if ordinary.steps < fewest(FEW_STEPS, ordinary.steps, ordinary.seconds):
             short = f"{self.steps} steps are too few to measure: the warm-up takes up to 20."
             return known.model_copy(update={"notes": (*windows.notes, short)})
         found = gathered(known, windows, windows.periodic_s())
@@ -366,6 +378,11 @@ class LoopTimer:
                 self.windows.close()
         finally:
             self._installed.close()
+
+
+def fewest(usual: int, steps: int, seconds: float) -> int:
+    """Return how many steps are enough: two if those so far were long."""
+    return 2 if seconds > LONG_S * max(steps, 1) else usual
 
 
 def ranks() -> tuple[int, int]:

@@ -164,6 +164,15 @@ def test_the_hooks_end_the_script_and_its_last_words_are_said(write, capfd):
     assert capfd.readouterr().out == "at exit\n"
 
 
+@pytest.mark.faults
+def test_long_steps_are_measured_a_few_times_only(write):
+    answer, code, _ = run_script(write(script(after="time.sleep(2.1)")), Request(seconds=3.0))
+    assert code == 0
+    assert answer.steps <= 9
+    assert answer.evidence.step_s > 2
+    assert answer.evidence.sites["own"][0].text == "time.sleep(2.1)"
+
+
 def test_with_json_its_output_goes_to_standard_error(write, capfd):
     text = script(before="print('mine')", steps=3)
     answer, code, _ = run_script(write(text), Request(seconds=60.0), as_json=True)
