@@ -103,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def execute(words: list[str]) -> int:
     """Run the command line, return its exit code, and print a `FlatoutError` without traceback."""
-    as_json = "--json" in words
+    as_json = asks_for_json(words)
     if words[:1] == ["--json"] and len(words) > 1:  # it belongs to the command, if there is one
         words = [words[1], words[0], *words[2:]]
     try:
@@ -140,6 +140,11 @@ def execute(words: list[str]) -> int:
         return _fail(_interrupted(interruption), as_json)
 
 
+def asks_for_json(words: list[str]) -> bool:
+    """Return whether `--json` is among the words of flatout: those after `--` are a script's."""
+    return "--json" in words[: words.index("--") if "--" in words else None]
+
+
 def call(words: list[str]) -> int:
     """Parse the command line, call the command, print its result, and return its exit code."""
     refuse_undecodable(words)
@@ -164,7 +169,7 @@ def call(words: list[str]) -> int:
     require_posix()
     if name not in COMMANDS.names():
         raise unknown_name("command", name, COMMANDS.names())
-    as_json, is_main = "--json" in words, os.environ.get("RANK", "0") == "0"
+    as_json, is_main = asks_for_json(words), os.environ.get("RANK", "0") == "0"
     with _signals_exit(lambda: None, as_json):
         from flatout.cli.parser import parse
         from flatout.hardware.machine import CpuTimes, usable_cores

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from types import NoneType
@@ -27,6 +29,8 @@ from flatout.errors import ConfigError
 JSON = Option("Print the result as one JSON object, the last line of standard output.")
 VERBOSE = Option("Show each speedup, on or off, with the reason.", "-v")
 
+STARTS = re.compile(r"(.*/)?(python[\d.]*|torchrun|accelerate|deepspeed|[^=]+\.py)")
+"""The first word of a script's command."""
 NO_DASHES = "Keys of a recipe take no dashes"
 
 
@@ -72,11 +76,16 @@ def build(name: str) -> click.Command:
     params.append(_click_parameter("json", bool, False, JSON))
     if "observers" in signature.parameters:
         params.append(_click_parameter("verbose", bool, False, VERBOSE))
+    usage = "[OPTIONS]"
+    if "script" in signature.parameters:
+        usage += " -- COMMAND"
+        usage += " | [OPTIONS]" if any(isinstance(one, click.Argument) for one in params) else ""
     return click.Command(
         name,
         params=params,
         help=help_text(command),
         epilog=f"Example: {command.example}",
+        options_metavar=usage,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
 
@@ -127,10 +136,15 @@ def parse(name: str, words: Sequence[str]) -> dict[str, Any] | None:
     Raises: ConfigError naming the mistake and the fix.
     """
     parser, script = build(name), []
-    if "--" in words and "script" in inspect.signature(COMMANDS.get(name).call).parameters:
-        at = list(words).index("--")
-        words, script = words[:at], list(words[at + 1 :])
-        if not script:
+    if "script" in inspect.signature(COMMANDS.get(name).call).parameters:
+        starts = (at for at, word in enumerate(words) if word == "--" or STARTS.fullmatch(word))
+        at = next(starts, len(words))
+        words, script = words[:at], list(words[at:])
+        if script and script[0] != "--":
+            meant = shlex.join(["flatout", name, *words, "--", *script])
+            what = "The command of a script comes after `--`."
+            raise ConfigError(what, fix=f"Did you mean `{meant}`?")
+        if script == ["--"]:
             raise ConfigError(
                 "There is no command after --.", fix=f"Write `flatout {name} -- python train.py`."
             )
@@ -156,7 +170,7 @@ def parse(name: str, words: Sequence[str]) -> dict[str, Any] | None:
     return {
         key: (list(value) or None) if isinstance(value, tuple) else value
         for key, value in values.items()
-    } | ({"script": script} if script else {})
+    } | ({"script": script[1:]} if script else {})
 
 
 def _unknown_options(

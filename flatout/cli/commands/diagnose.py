@@ -98,7 +98,10 @@ def diagnose(
     as_json: bool = False,
     progress: Progress = SILENT,
 ) -> DiagnoseResult:
-    """Show what slows a run down, with evidence, and how to fix it.
+    """Show what slows a training script or a run down, with evidence, and how to fix it.
+
+    After `--` comes the command of any PyTorch training script, which is measured without an edit
+    and ends once enough steps are measured: `flatout diagnose -- python train.py --epochs 3`.
 
     Without a recipe, it checks this machine and measures its rates. For a recipe, it checks the
     machine, the environment, the memory and the data, runs the recipe for some seconds in a
@@ -111,10 +114,9 @@ def diagnose(
     Raises: UsageError when there is no such recipe or run, or it cannot be resolved, or `out` is
             a different file; RunFailed.
 
-    After `--` comes the command of any PyTorch training script, which is measured without an edit
-    and ends once enough steps are measured: `flatout diagnose -- python train.py --epochs 3`.
-    In Python, `script` are its words (`as_json`: it prints to standard error), and `callbacks`
-    observe the measured run, which then runs in this process, and the slow lines are named.
+    In Python, `script` are the words of the command (`as_json`: it prints to standard error), and
+    `callbacks` observe the measured run, which then runs in this process, and the slow lines are
+    named.
     """
     if script:
         require_only_script(recipe is not None or overrides or fix or out is not None)

@@ -48,11 +48,11 @@ def run(
 
     Raises: ConfigError for an unknown change, or without a script.
     """
-    from flatout.measure.scripts.changes import CHANGES
+    from flatout.measure.scripts.changes import CHANGES, GONE
     from flatout.measure.scripts.request import Request
     from flatout.measure.scripts.run import run_script
 
-    names = names_in(changes, CHANGES, "change")
+    names = names_in(changes, CHANGES, "change", GONE)
     if not script or not names:
         raise ConfigError(
             "There is no script to run, or no change to run it with.",

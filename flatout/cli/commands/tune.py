@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -46,7 +46,7 @@ def tune(
         Option("The recipe to write (default: tuned.yaml). Of a script, the directory."),
     ] = None,
     patch: Annotated[
-        Path | str | None, Option("Of a script: file for the unified diff (empty if no change).")
+        Path | str | None, Option("Of a script: file for the unified diff, if there is one.")
     ] = None,
     batch_flag: Annotated[
         str | None, Option("Of a script: its argument for the batch size, such as --batch-size.")
@@ -58,23 +58,26 @@ def tune(
     script: Sequence[str] = (),
     progress: Progress = SILENT,
 ) -> Tuning | ScriptTuning:
-    """Find the fastest settings of a recipe on this machine, and write them as a recipe.
-
-    It starts from what `train` would choose, and varies the micro-batch, activation checkpointing,
-    the speedups and the prefetch by measured tokens per second. The tokens per optimizer step never
-    change: other rows per micro-batch mean other accumulation. Every trial runs in its own process
-    and also evaluates one batch, so that a setting does not run out of memory later. The fastest
-    setting saves once, too. A change is taken if it is faster and its losses stay within the
-    tolerance. Speedups that the recipe names or excludes stay as they are. Ctrl+C writes the best
-    setting so far. The measured gains are kept for `auto`.
-
-    Raises: UsageError before anything is measured; RunFailed when no setting gives results;
-            Interrupted when a signal arrives before that.
+    """Make a training script faster by measured changes, or find a recipe's fastest settings.
 
     After `--` comes the command of any PyTorch training script, to make that faster without an
     edit: `flatout tune --patch faster.patch -- python train.py`. Its changes are applied from
     outside, in trials that run in a copy of the current directory. `flatout list changes` shows
-    them, and `--only` selects some. In Python, `script` are the words of that command.
+    them, and `--only` selects some.
+
+    For a recipe, the fastest settings on this machine are written as a recipe. It starts from what
+    `train` would choose, and varies the micro-batch, activation checkpointing, the speedups and the
+    prefetch by measured tokens per second. The tokens per optimizer step never change: other rows
+    per micro-batch mean other accumulation. Every trial runs in its own process and also evaluates
+    one batch, so that a setting does not run out of memory later. The fastest setting saves once,
+    too. A change is taken if it is faster and its losses stay within the tolerance. Speedups that
+    the recipe names or excludes stay as they are. Ctrl+C writes the best setting so far. The
+    measured gains are kept for `auto`.
+
+    Raises: UsageError before anything is measured; RunFailed when no setting gives results;
+            Interrupted when a signal arrives before that.
+
+    In Python, `script` are the words of the command.
     """
     flags = {"patch": patch, "batch-flag": batch_flag, "accumulate-flag": accumulate_flag}
     if script:
@@ -82,14 +85,14 @@ def tune(
         if accumulate_flag is not None and batch_flag is None:
             how = "Name both, such as --batch-flag --batch-size."
             raise ConfigError("--accumulate-flag needs --batch-flag.", fix=how)
-        from flatout.measure.scripts.changes import CHANGES
+        from flatout.measure.scripts.changes import CHANGES, GONE
         from flatout.measure.scripts.tune import tune_script
 
         return tune_script(
             script,
             out=out,
             minutes=minutes,
-            only=names_in(only, CHANGES, "change"),
+            only=names_in(only, CHANGES, "change", GONE),
             patch=patch,
             flags=(batch_flag, accumulate_flag),
             progress=progress,
@@ -137,13 +140,18 @@ def parse_only(text: str | None) -> tuple[str, ...]:
     return words or PARTS
 
 
-def names_in(text: str | None, known: Collection[str], what: str) -> tuple[str, ...]:
+def names_in(
+    text: str | None, known: Collection[str], what: str, gone: Mapping[str, str] | None = None
+) -> tuple[str, ...]:
     """Return the names in a text, which commas separate.
 
-    Raises: ConfigError for an unknown one, with the nearest name.
+    Raises: ConfigError for an unknown one, with the nearest name, or for one that is `gone`, with
+            what to do instead.
     """
     names = tuple(word.strip() for word in (text or "").split(",") if word.strip())
     for name in names:
+        if name in (gone or {}):
+            raise ConfigError(f"There is no {what} {name!r} any more.", fix=(gone or {})[name])
         if name not in known:
             raise unknown_name(what, name, known)
     return names

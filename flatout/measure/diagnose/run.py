@@ -161,8 +161,6 @@ class RunWindows(Windows):
         cores = usable_cores()
         if not self.on_gpu and torch.get_num_threads() < cores:
             yield from self._counterfactual("all-threads", partial(threads, cores), seconds=seconds)
-        if not self.on_gpu and self._log._watchers:
-            yield from self._counterfactual("no-observers", self._unobserved, seconds=seconds)
 
     def _lacks(self, at_least: int, seconds: float, steps: int, spent_s: float) -> bool:
         return steps < (min(at_least, 2) if self._is_late() else at_least) or spent_s < seconds
@@ -179,15 +177,6 @@ class RunWindows(Windows):
             yield
         finally:
             self._run.loader = loader
-
-    @contextmanager
-    def _unobserved(self) -> Iterator[None]:
-        log, before = self._log, self._log._observers
-        log._observers = log._guards
-        try:
-            yield
-        finally:
-            log._observers = before
 
 
 class FixedLoader:
@@ -229,11 +218,10 @@ def evidence_of(
     if planned.train.eval_every:  # a part of the validation split stands for all that is scored
         tokens, most = before.data.val_tokens or 0, planned.train.eval_tokens
         wanted = tokens if most in (None, "all") else min(int(most), tokens)
-        few, start_s = (
-            SCORED_ROWS * run.rows_per_device * run.config.data.seq_len,
-            time.perf_counter(),
-        )
-        scored = score(run, max_tokens=min(few, wanted), progress=log.progress)
+        few = min(SCORED_ROWS * run.rows_per_device * run.config.data.seq_len, wanted)
+        score(run, max_tokens=few, progress=log.progress)  # the next one is like those after it
+        start_s = time.perf_counter()
+        scored = score(run, max_tokens=few, progress=log.progress)
         if scored is not None:
             evaluation_s = (time.perf_counter() - start_s) * wanted / max(scored.tokens, 1)
             evaluation_s /= planned.train.eval_every

@@ -28,7 +28,13 @@ MOST_KEPT = 0.5
 """Share of the last steps' graphs that may be in memory."""
 OFTEN_RENEWED = 0.1
 """New optimizers per step from which they are a finding."""
+OFTEN_EVALUATING = 0.05
+"""Share of the steps from which training in evaluation mode is a finding."""
 FEW_ROWS = 1
+FORGOTTEN = 0.5
+"""Share of the gradients up to which weights without an optimizer are taken to be forgotten. A
+model of which less is trained is usually adapted to something new.
+"""
 SLOW_PADDING = 0.25
 """Share of the step from which padding that no row needs is a finding: lengths that are rounded up
 to a multiple of 8, which can pay off, stay below it from 16 tokens.
@@ -48,6 +54,8 @@ ADVICE = (
      "the workers of a DataLoader."),
     (r"\.cpu\(\)|\.numpy\(\)|\.tolist\(\)|\.item\(\)", "Compute it with operations on whole "
      "tensors, every few steps."),
+    (r"torch\.(as_)?tensor\(|FloatTensor\(", "A list of NumPy arrays is converted number by "
+     "number: stack it first, torch.from_numpy(np.stack(arrays))."),
     (r"DataLoader\(", "Make the DataLoader once, before the loop."),
     (r"\bgc\.collect", "Remove the call, or make it every few hundred steps."),
     (r"(mul_|lerp_?|add_)\(.*(alpha|decay|beta|ema|0\.9)", "Update all tensors at once: "
@@ -234,8 +242,20 @@ def _work_s(evidence: Evidence) -> float:
 @rule()
 def wasted_gradients(evidence: Evidence) -> Finding | None:
     """Gradients are computed for weights that no optimizer updates."""
-    wasted = evidence.loop.wasted_gradients or 0.0
+    wasted, names = evidence.loop.wasted_gradients or 0.0, evidence.loop.never_updated
     share = evidence.lost(OF_BACKWARD * wasted * _work_s(evidence), SLOW_CODE)
+    if names and wasted < FORGOTTEN:
+        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")
+        return Finding(
+            verdict=f"No optimizer updates {shown}, which have gradients: they never learn.",
+            harm="spoils",
+            figures={"wasted_gradients": wasted},
+            site=evidence.site("optimizer"),
+            fixes=[
+                fix("Give the optimizer all weights: model.parameters().", same_result=False),
+                fix("If they must stay as they are, call requires_grad_(False) on them."),
+            ],
+        )
     if share is None:
         return None
     text = "Call a model that is not trained in torch.no_grad(), and set requires_grad_(False) on "
@@ -245,6 +265,26 @@ def wasted_gradients(evidence: Evidence) -> Finding | None:
         share=share,
         site=evidence.site("backward"),
         fixes=[fix(f"{text}weights that stay.", share, "their part of the backward pass")],
+    )
+
+
+@rule()
+def evaluation_mode(evidence: Evidence) -> Finding | None:
+    """The model stays in evaluation mode while it is trained."""
+    share, site = evidence.loop.evaluation_mode or 0.0, evidence.site("evaluation-mode")
+    if share < OFTEN_EVALUATING or site is None:
+        return None
+    return Finding(
+        verdict=f"In {share:.0%} of the steps the model is in evaluation mode while it is trained: "
+        "dropout is off, and batch norm keeps its statistics.",
+        harm="spoils",
+        figures={"evaluation_mode": share},
+        site=site,
+        fixes=[
+            fix(
+                "Call model.train() where the evaluation that starts there ends.", same_result=False
+            )
+        ],
     )
 
 

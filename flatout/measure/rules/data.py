@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 
 from flatout.measure.diagnose.diagnosis import Finding, Fix, Harm, fix, ms, rule, speedup_fixes
-from flatout.measure.steps.evidence import Evidence
+from flatout.measure.steps.evidence import Evidence, lacks_shared
+from flatout.progress import counted
 
 SLOW_DATA = 0.1
 """Share of the step from which waiting for data is a finding."""
@@ -34,7 +35,13 @@ def slow_data(evidence: Evidence) -> Finding | None:
         return None
     why = (share, WITHOUT_WAIT)
     fixes: list[Fix] = []
-    if evidence.loop.workers:
+    loop = evidence.loop
+    workers = loop.workers or 0
+    if loop.dataset == "memory":
+        fixes.append(
+            fix("Index the tensors with the indices of a whole batch: rows[indices].", *why)
+        )
+    elif workers:
         fixes.append(
             fix("Make __getitem__ and collate_fn cheaper, or prepare the data once.", *why)
         )
@@ -47,24 +54,67 @@ def slow_data(evidence: Evidence) -> Finding | None:
         fixes += speedup_fixes(evidence, "loader", "Read ahead in the background", share, ahead)
         if evidence.data.read_bytes_per_step != 0:
             fixes.append(fix("Copy the dataset to a local disk.", *why))
-    else:
-        rest = max(1 - share, 0.05)
-        now = evidence.loop.workers or 0
-        workers = max(min(math.ceil(share / rest), (evidence.host.cores or 8) - 1), 1) + now
-        pinned = ", pin_memory=True" if evidence.on_gpu else ""
-        text = f"Read ahead in processes: DataLoader(num_workers={workers}{pinned}, "
-        text += "persistent_workers=True, prefetch_factor=4)."
-        left = max(share / workers - rest, 0.0)
-        fixes.append(fix(text, share - left, "the wait, shared by the workers"))
+    elif loop.dataset != "memory":
+        fixes += _more_workers(evidence, share)
         if site is None:
             fixes.append(fix("Prepare the data before training.", *why))
     figures = _data_figures(evidence)
+    verdict = f"{share:.0%} of each step waits for data: {figures['data_wait_ms']:.3g} ms."
+    if loop.dataset == "memory":
+        verdict += " Its rows are tensors in memory."
+        if workers:
+            verdict += f" {counted(workers, 'worker process', 'worker processes')} copy each batch"
+            verdict += ", and save nothing."
+            fixes.insert(0, fix("Set num_workers=0.", *why))
     return Finding(
-        verdict=f"{share:.0%} of each step waits for data: {figures['data_wait_ms']:.3g} ms.",
+        verdict=verdict,
         figures=figures,
         share=share,
         site=site,
         fixes=fixes,
+    )
+
+
+def _more_workers(evidence: Evidence, share: float) -> list[Fix]:
+    """Return the fix to read in more processes, if there are cores for them."""
+    rest, now = max(1 - share, 0.05), evidence.loop.workers or 0
+    free = (evidence.host.cores or 8) - 1 - now
+    if free < 1 and now:
+        return []
+    workers = max(min(math.ceil(share / rest), free), 1) + now
+    pinned = ", pin_memory=True" if evidence.on_gpu else ""
+    text = f"Read ahead in processes: DataLoader(num_workers={workers}{pinned}, "
+    text += "persistent_workers=True, prefetch_factor=4)."
+    if evidence.loop.dataset == "iterable":
+        text += " Divide the rows in __iter__ by torch.utils.data.get_worker_info() first: without "
+        text += "that, each worker yields all of them."
+    if lacks_shared(evidence):
+        text += " /dev/shm, through which they send batches, has only "
+        text += f"{1024 * (evidence.host.shared_gib or 0.0):.0f} MiB: start the container with "
+        text += "--shm-size=8g first."
+    left = max(share / workers - rest, 0.0)
+    return [fix(text, share - left, "the wait, shared by the workers")]
+
+
+@rule()
+def repeated_rows(evidence: Evidence) -> Finding | None:
+    """Each worker of a DataLoader yields all rows of an iterable dataset."""
+    workers = evidence.loop.workers or 0
+    if evidence.loop.dataset != "iterable" or workers < 2:
+        return None
+    return Finding(
+        verdict=f"Each of the {workers} workers yields all rows of the IterableDataset: an epoch "
+        f"has every row {workers} times.",
+        harm="spoils",
+        figures={"workers": workers},
+        site=evidence.site("data"),
+        fixes=[
+            fix(
+                "Divide the rows in __iter__: torch.utils.data.get_worker_info() has the id of the "
+                "worker and their number.",
+                same_result=False,
+            )
+        ],
     )
 
 

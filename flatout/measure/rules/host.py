@@ -85,8 +85,10 @@ def cpu_threads(evidence: Evidence) -> Finding | None:
     if threads > cores:
         verdict = f"torch uses {threads} threads on {cores} cores."
     elif more_s is not None:
-        share = evidence.saved("all-threads", CLEAR_GAIN)
-        if share is None:
+        work = evidence.phases
+        work_s = sum(filter(None, (work.compute_s, work.memory_bound_s, work.optimizer_s)))
+        share = min(evidence.saved("all-threads", CLEAR_GAIN) or 0.0, evidence.share(work_s) or 0.0)
+        if share < CLEAR_GAIN:
             return None
         verdict = f"torch uses {threads} of {cores} cores: with all of them, a step takes "
         verdict += f"{share:.0%} less."
@@ -181,10 +183,8 @@ def garbage_collection(evidence: Evidence) -> Finding | None:
 @rule()
 def slow_logging(evidence: Evidence) -> Finding | None:
     """Logging and callbacks take a noticeable share of each step."""
-    logging, site = evidence.lost(evidence.phases.logging_s, SLOW_LOGGING), evidence.site("logging")
-    without = evidence.saved("no-observers", CLEAR_GAIN)  # counts their threads too
-    share = max(logging or 0.0, without or 0.0)
-    if not share:
+    share, site = evidence.lost(evidence.phases.logging_s, SLOW_LOGGING), evidence.site("logging")
+    if share is None:
         return None
     fixes, why = [], (share, "the time of logging")
     if site is not None:
@@ -196,10 +196,7 @@ def slow_logging(evidence: Evidence) -> Finding | None:
         fixes.append(fix(text, gain, "fewer records", overrides={"log.every": 10}))
     return Finding(
         verdict=f"Logging and callbacks take {share:.0%} of each step.",
-        figures={
-            "logging_ms": ms(evidence.phases.logging_s),
-            "step_without_callbacks_ms": ms(evidence.counterfactual_s.get("no-observers")),
-        },
+        figures={"logging_ms": ms(evidence.phases.logging_s)},
         share=share,
         site=site,
         fixes=fixes or [fix("Log less often.", *why)],
@@ -305,8 +302,11 @@ def frequent_evaluation(evidence: Evidence) -> Finding | None:
                     overrides={"train.eval_tokens": tokens},
                 )
             )
+    elif evidence.loop.evaluates_with_gradients:
+        fixes.append(fix("Evaluate in torch.no_grad(): its passes build graphs for nothing."))
+        fixes.append(fix("Then evaluate less often, or on less data."))
     else:
-        fixes.append(fix("Evaluate less often, or on less text.", share))
+        fixes.append(fix("Evaluate less often, or on less data.", share))
     return Finding(
         verdict=f"Evaluations take {share:.0%} of the run.",
         figures={

@@ -22,6 +22,8 @@ RISEN_SHARE = 0.3
 """Share of its fall that the loss must have lost again."""
 MIN_RISE = 2.0
 """Times the usual difference of two losses that it must exceed, which is noise."""
+NOISE_SHARE, NOISE = 0.01, 1e-6
+"""Changes of the loss that mean nothing: the share of its first values, and at least this."""
 MOST_SKIPPED = 0.05
 """Share of updates that float16 may skip."""
 
@@ -39,14 +41,16 @@ def unstable_training(evidence: Evidence) -> Finding | None:
     values = [loss for _, loss in losses]
     skipped, steps = evidence.skipped_steps, evidence.steps
     harm: Harm = "fails" if diverged is not None or lost is not None else "spoils"
-    jump = _worst_jump(values) if lost is None else None
+    # a loss of both signs is a difference, as of rewards, whose level means nothing
+    judged = [] if min(values, default=0.0) < 0 < max(values, default=0.0) else values
+    jump = _worst_jump(judged) if lost is None else None
     if diverged is not None:
         verdict = diverged.message
     elif lost is not None:
         verdict = f"The loss is not a number from step {lost}."
     elif jump is not None and jump[0]:
         verdict = f"The loss jumps by {jump[1]:.3g} at step {losses[jump[2]][0]}, and stays up."
-    elif _has_risen(values):
+    elif _has_risen(judged):
         best = min(range(len(values)), key=values.__getitem__)
         verdict = (
             f"The loss rises again: {values[best]:.3g} at step {losses[best][0]}, and "
@@ -83,16 +87,22 @@ def _worst_jump(values: Sequence[float]) -> tuple[bool, float, int] | None:
     if len(values) < MIN_RECORDS:
         return None
     found = []
+    least = _noise_floor(values)
     for index in range(max(len(values) // 8, 8), len(values)):
         before = values[max(index - 16, 0) : index]
         level = statistics.median(before)
         deviation = 1.4826 * statistics.median(abs(value - level) for value in before)
-        limit = level + max(JUMP_DEVIATIONS * deviation, JUMP_SHARE * abs(level))
+        limit = level + max(JUMP_DEVIATIONS * deviation, JUMP_SHARE * abs(level), least)
         if values[index] > limit:
             after = values[index : index + max(len(values) // 8, MIN_LASTING)]
             lasts = len(after) > 2 and statistics.median(after) > limit
             found.append((lasts, values[index] - level, index))
     return max(found, default=None)
+
+
+def _noise_floor(values: Sequence[float]) -> float:
+    """Return the change of a loss that means nothing, as that of one which has reached zero."""
+    return max(NOISE_SHARE * abs(statistics.median(values[:8])), NOISE)
 
 
 def _has_risen(values: Sequence[float]) -> bool:
@@ -106,7 +116,9 @@ def _has_risen(values: Sequence[float]) -> bool:
     lowest, fall = min(levels), levels[0] - min(levels)
     noise = statistics.median(abs(b - a) for a, b in itertools.pairwise(values))
     rise = levels[-1] - lowest
-    return rise > max(RISEN_SHARE * fall, 0.05 * abs(lowest), MIN_RISE * noise)
+    return rise > max(
+        RISEN_SHARE * fall, 0.05 * abs(lowest), MIN_RISE * noise, _noise_floor(values)
+    )
 
 
 def _calmer(evidence: Evidence) -> list[Fix]:

@@ -24,6 +24,7 @@ from flatout.hardware.machine import probe
 from flatout.measure.scripts.changes import edit_of
 from flatout.measure.scripts.patch import Edit
 from flatout.measure.scripts.sites import CALLS
+from flatout.measure.watch.hooks import guarded
 
 Failed = Callable[[str], object]
 
@@ -55,7 +56,7 @@ class Models:
                 return plain(module, *args, **kwargs)
             current, nn.Module.__call__ = nn.Module.__call__, plain  # type: ignore[method-assign]
             try:
-                self._note(module)
+                guarded(self._note)(module)
                 return plain(module, *args, **kwargs)
             finally:
                 nn.Module.__call__ = current  # type: ignore[method-assign]
@@ -87,8 +88,6 @@ def apply(names: Sequence[str], models: Models) -> dict[str, str]:
         how = ignoring if edit.remove else partial(setting, edit, fail)
         if edit.lines:
             models.receivers.append(partial(run_lines, edit, fail))
-        elif name == "deferred-item":
-            replace(torch.Tensor, "item", deferred)
         elif name == "threads":
             torch.set_num_threads(probe().cores)
         if name == "no-anomaly":  # it is switched on by torch's own code
@@ -130,7 +129,10 @@ def ignoring(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def setting(edit: Edit, failed: Failed, plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method that sets arguments, except for a dataset that is read in one order."""
+    """Return a method that sets arguments, except for a dataset that is read in one order.
+
+    A loader keeps the workers that it has.
+    """
     signature = inspect.signature(plain)
     values = {name: ast.literal_eval(text) for name, text in edit.keywords.items()}
 
@@ -138,33 +140,13 @@ def setting(edit: Edit, failed: Failed, plain: Callable[..., Any]) -> Callable[.
         given = signature.bind(*args, **kwargs).arguments
         if isinstance(given.get("dataset"), IterableDataset):
             return plain(*args, **kwargs)
+        ours = values
+        if "num_workers" in ours:
+            ours = ours | {"num_workers": max(ours["num_workers"], given.get("num_workers", 0))}
         try:
-            return plain(**given | values)
+            return plain(**given | ours)
         except (RuntimeError, TypeError, ValueError) as error:
             failed(str(error))
             return plain(*args, **kwargs)
 
     return call
-
-
-def deferred(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an `item` that gives the user the value of the same call one time before."""
-    waiting: dict[object, tuple[torch.Tensor, torch.cuda.Event]] = {}
-
-    def item(tensor: torch.Tensor) -> Any:
-        frame = sys._getframe(1)
-        if not tensor.is_cuda or not is_user_code(frame.f_code.co_filename):
-            return plain(tensor)
-        place = frame.f_code, frame.f_lasti
-        before = waiting.get(place)
-        host = torch.empty_like(tensor, device="cpu", pin_memory=True)
-        host.copy_(tensor.detach(), non_blocking=True)
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
-        waiting[place] = host, event
-        if before is None:
-            return plain(tensor)
-        before[1].synchronize()
-        return plain(before[0])
-
-    return item

@@ -28,6 +28,7 @@ from weakref import WeakKeyDictionary
 import psutil
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from flatout.config.registry import is_user_code
@@ -36,7 +37,14 @@ from flatout.measure.scripts.apply import Models, apply, replace
 from flatout.measure.scripts.recorder import CallRecorder, Graphs, own_lines, padding_of
 from flatout.measure.scripts.request import SEEN, Answer, Request
 from flatout.measure.scripts.sites import Sites
-from flatout.measure.scripts.trial import Guard, Trial, end_script, facts_of
+from flatout.measure.scripts.trial import (
+    Guard,
+    Trial,
+    end_script,
+    facts_of,
+    loss_in,
+    roots_of,
+)
 from flatout.measure.steps.evidence import MIN_SAVES, CallSite, Evidence, Failure, LoopFacts
 from flatout.measure.steps.lines import (
     Line,
@@ -48,7 +56,8 @@ from flatout.measure.steps.lines import (
     user_lines,
 )
 from flatout.measure.steps.windows import threads
-from flatout.measure.watch.loop import CALLED_STEPS, LoopTimer, LoopWindows, Settings
+from flatout.measure.watch.hooks import guarded, observing
+from flatout.measure.watch.loop import LoopTimer, LoopWindows, Settings, fewest
 from flatout.storage.files import write_text
 from flatout.training.metrics.detectors import is_steady_growth
 
@@ -58,6 +67,8 @@ COUNTERFACTUAL_S = 1.5
 """Seconds of steps with one thing replaced, and of those that they are compared with."""
 OTHERS_STEPS = 25
 """Steps of other optimizers after which the main one is taken to have ended its work."""
+SAY_EVERY_S = 0.5
+"""Time between two reports of the number of steps."""
 MEMORY_EVERY_S = 0.05
 """Time between two looks at the memory."""
 MIN_GROWTH_BYTES, MIN_GROWTH = 24 * 2**20, 0.1
@@ -104,10 +115,10 @@ class ScriptWindows(LoopWindows):
         if not self.has_compiled and not torch._C._len_torch_function_stack():
             self.recording = CallRecorder(lambda: self.timer.current)
             with self.recording:
-                yield from self._marked_calls(CALLED_STEPS)
+                yield from self._marked_calls(self.called_steps)
             self.recorder, self.recording = self.recording, None
         else:
-            yield from self._marked_calls(CALLED_STEPS)
+            yield from self._marked_calls(self.called_steps)
         # the profiler prints an error when a thread other than the first one starts it
         if self._recorded_steps and threading.current_thread() is threading.main_thread():
             yield from self._recorded(self._recorded_steps)
@@ -163,6 +174,10 @@ class Attachment:
         self._trained: dict[int, bool] = {}
         """What was called with gradients, and whether in training mode. See `_key`."""
         self._is_inside = self._is_changing_mode = self._is_done = self._has_loss = False
+        self._passes_in_evaluation_mode = self._trains_in_evaluation_mode = False
+        """Whether the model's last pass with gradients was in that mode, and whether any such pass
+        went backward: then they all belong to training."""
+        self._steps_in_evaluation_mode = self._rollouts = self._evaluations_with_gradients = 0
         self._parameters = self._backwards = self._renewals = 0
         self._rows: int | None = None
         self._above: list[Line] = []
@@ -173,16 +188,16 @@ class Attachment:
         self._graphs, self._lines = Graphs(), LineTotals()
         self._memory: deque[tuple[int, int]] = deque(maxlen=4000)
         """Steps, and the memory in use after them, in bytes."""
-        self._looked_s = 0.0
+        self._looked_s = self._said_s = 0.0
         self._is_true_loss = self._has_anomaly_detection = self._has_others = False
-        replace(nn.Module, "__call__", self._noting_calls)
-        replace(nn.Module, "train", self._noting_modes)
+        replace(nn.Module, "__call__", partial(observing, self._before_call))
+        replace(nn.Module, "train", partial(observing, self._before_mode))
         for name in ("backward", "grad"):
-            replace(torch.autograd, name, self._noting_backward)
-        replace(os, "_exit", self._answering_first)
-        atexit.register(self.answer)
+            replace(torch.autograd, name, partial(observing, self._before_backward))
+        replace(os, "_exit", partial(observing, lambda *_: self.answer()))
+        atexit.register(guarded(self.answer))
         self._say("torch")
-        register_optimizer_step_post_hook(self._on_optimizer_step)
+        register_optimizer_step_post_hook(guarded(self._on_optimizer_step))
 
     def answer(self) -> None:
         """Write what was measured, once. Only the process that takes the steps writes."""
@@ -204,8 +219,8 @@ class Attachment:
             words = f"{type(error).__name__}: {error}".strip().splitlines()[0]
             failed = Failure(kind="error", message=words, step=steps, site=site_of(error))
             evidence = evidence.model_copy(update={"failure": failed})
-        sites = self._sites.found(self._model)
-        facts = facts_of(self._models, tuple({site.kind for site in sites}))
+        sites = guarded(self._sites.found)(self._model) or ()
+        facts = guarded(facts_of)(self._models, tuple({site.kind for site in sites}))
         found = Answer(
             evidence=evidence,
             problem=problem,
@@ -221,17 +236,10 @@ class Attachment:
         with suppress(OSError):  # the command has ended
             Path(self._request.answer + SEEN).write_text(seen, encoding="utf-8")
 
-    def _answering_first(self, plain: Callable[[int], Any]) -> Callable[[int], Any]:
-        def leave(code: int) -> Any:
-            self.answer()
-            return plain(code)
-
-        return leave
-
     def _on_optimizer_step(self, optimizer: Any, *_: Any) -> None:
         """End a step and start the next, or end the measurement."""
         loop = self._loop
-        if torch.compiler.is_compiling() or loop is None or loop.rank:
+        if loop is None or loop.rank:
             return
         if self._is_done:
             self._end()
@@ -239,7 +247,6 @@ class Attachment:
         if self._optimizer is None:
             self._optimizer = optimizer
             self._above = [*user_lines(stack_of(sys._getframe(1)))]
-            self._say("step")
         elif _weights(optimizer) is not _weights(self._optimizer):
             self._steps_of_others += 1
             self._has_others = True
@@ -251,6 +258,11 @@ class Attachment:
             self._renewals += 1
         if loop.steps == EARLY_STEP:
             self._early_gradients = _gradients()
+        self._steps_in_evaluation_mode += self._passes_in_evaluation_mode
+        self._passes_in_evaluation_mode = False
+        if (now_s := time.perf_counter()) - self._said_s > SAY_EVERY_S:
+            self._said_s = now_s
+            self._say(f"step {loop.steps + 1}")
         self._steps_of_others, self._has_loss = 0, False
         loop.leave("evaluation")
         loop.end_step()
@@ -272,60 +284,69 @@ class Attachment:
             return False
         done = windows.ordinary
         has_special = windows.special.steps > 0 or bool(windows.compilations)
-        return has_special and done.steps >= MIN_MEASURED and done.seconds >= self._request.seconds
+        least = fewest(MIN_MEASURED, done.steps, done.seconds)
+        return has_special and done.steps >= least and done.seconds >= self._request.seconds
 
     def _start(self) -> None:
         """Make the instruments, at the first backward pass."""
         settings = Settings(model=self._model, base="other", source="script")
         self._loop = LoopTimer(settings, at_exit=self.answer, windows=ScriptWindows)
-        self._loop.learn(model=self._model, planned_steps=None)
+        self._loop.time_loaders()
 
-    def _noting_calls(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+    def _before_call(
+        self, module: nn.Module, /, *args: Any, **kwargs: Any
+    ) -> Callable[[], None] | None:
         """Divide forward passes from evaluation: calls that no other module makes."""
+        loop = self._loop
+        if self._is_inside or self._is_done or (loop is not None and not loop.is_timed_thread):
+            return None
+        self._is_inside = True
+        is_forward = False
 
-        def call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or self._is_inside or self._is_done:
-                return plain(module, *args, **kwargs)
-            loop = self._loop
-            if loop is not None and not loop.is_timed_thread:
-                return plain(module, *args, **kwargs)
-            self._is_inside = True
-            try:
-                is_training = self._is_training(module)
-                if is_training and module is self._model:
-                    tensors = (one for one in (*args, *kwargs.values()) if isinstance(one, Tensor))
-                    if torch._C._functorch.maybe_current_level() is None:
-                        self._rows = max(
-                            (one.shape[0] for one in tensors if one.dim()), default=None
-                        )
-                    if loop is None or loop.steps < PADDED_STEPS:
-                        self._padding += padding_of((args, kwargs))
-                        self._note_line("padding")
-                if loop is None:
-                    return plain(module, *args, **kwargs)
-                if not is_training:
-                    self._set_evaluating(loop, True)
-                    return plain(module, *args, **kwargs)
-                self._set_evaluating(loop, False)
-                loop.enter("forward")
-                try:
-                    return plain(module, *args, **kwargs)
-                finally:
-                    loop.leave("forward")
-            finally:
-                self._is_inside = False
+        def after() -> None:
+            self._is_inside = False
+            if is_forward and loop is not None:
+                loop.leave("forward")
 
-        return call
+        try:
+            is_training = self._is_training(module, args, kwargs)
+            if is_training and module is self._model and torch.is_grad_enabled():
+                self._look_at_inputs(args, kwargs)
+            if loop is not None:
+                self._set_evaluating(loop, not is_training)
+                if is_training:
+                    loop.enter("forward")
+                    is_forward = True
+        except Exception:
+            after()
+            raise
+        return after
 
-    def _is_training(self, module: nn.Module) -> bool:
+    def _look_at_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note the rows of a forward pass, and in the first steps its padding."""
+        if torch._C._functorch.maybe_current_level() is None:
+            self._rows = _rows_of(args, kwargs)
+        if self._loop is None or self._loop.steps < PADDED_STEPS:
+            self._padding += padding_of((args, kwargs))
+            self._note_line("padding")
+
+    def _is_training(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> bool:
         """Return whether a call is part of training: what is never trained may be a teacher.
 
-        A model that is only called in evaluation mode is trained in it.
+        A model that is only called in evaluation mode is trained in it. One that runs on fewer rows
+        than in training, without gradients and in training mode, makes the data of the next steps.
         """
         key = self._key(module)
         if not torch.is_grad_enabled():
-            return key not in self._trained
-        if self._trained.get(key) and not module.training:
+            is_rollout = module.training and 0 < (_rows_of(args, kwargs) or 0) < (self._rows or 0)
+            self._rollouts += is_rollout and key in self._trained
+            return is_rollout or key not in self._trained
+        if self._model is not None and self._trained.get(key) and key == self._key(self._model):
+            self._passes_in_evaluation_mode = not module.training
+        if self._trained.get(key) and not module.training and not self._trains_in_evaluation_mode:
+            self._evaluations_with_gradients += 1
             return False
         if key not in self._trained and self._loop is None:
             size = sum(weights.numel() for weights in module.parameters())
@@ -340,22 +361,17 @@ class Attachment:
             self._keys[module] = id(next(module.parameters(), module))
         return self._keys[module]
 
-    def _noting_modes(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+    def _before_mode(self, module: nn.Module, mode: bool = True) -> Callable[[], None] | None:
         """Start an evaluation when the model's mode changes, before its data is read."""
-
-        def train(module: nn.Module, mode: bool = True) -> Any:
-            loop = self._loop
-            if self._is_changing_mode or self._is_done or loop is None or not loop.is_timed_thread:
-                return plain(module, mode)
-            self._is_changing_mode = True
-            try:
-                if self._trained.get(self._key(module)):
-                    self._set_evaluating(loop, not mode)
-                return plain(module, mode)
-            finally:
-                self._is_changing_mode = False
-
-        return train
+        loop = self._loop
+        if self._is_changing_mode or self._is_done or loop is None or not loop.is_timed_thread:
+            return None
+        if self._trained.get(self._key(module)):
+            self._set_evaluating(loop, not mode)
+            if not mode:
+                self._note_line("evaluation-mode")
+        self._is_changing_mode = True  # the modules in it follow
+        return partial(setattr, self, "_is_changing_mode", False)
 
     def _set_evaluating(self, loop: LoopTimer, is_evaluating: bool) -> None:
         if not is_evaluating:
@@ -369,31 +385,29 @@ class Attachment:
         if line is not None:
             self._lines.add(kind, line, 0.0)
 
-    def _noting_backward(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._is_done or torch.compiler.is_compiling():
-                return plain(tensors, *args, **kwargs)
-            if self._loop is None:
-                self._start()
-            loop = self._loop
-            if loop is None or not loop.is_timed_thread or loop.is_in("backward"):
-                return plain(tensors, *args, **kwargs)
-            self._note_loss(loop, tensors)
-            loop.leave("evaluation")
-            loop.enter("backward")
-            try:
-                return plain(tensors, *args, **kwargs)
-            finally:
-                loop.leave("backward")
+    def _before_backward(self, *args: Any, **kwargs: Any) -> Callable[[], None] | None:
+        roots = roots_of(args, kwargs)
+        if self._is_done or not roots or isinstance(roots[0], FakeTensor):
+            return None
+        if self._loop is None:
+            self._start()
+        loop = self._loop
+        if loop is None or not loop.is_timed_thread or loop.is_in("backward"):
+            return None
+        self._note_loss(loop, roots)
+        if self._passes_in_evaluation_mode and not self._trains_in_evaluation_mode:
+            self._trains_in_evaluation_mode, self._evaluations_with_gradients = True, 0
+        loop.leave("evaluation")
+        loop.enter("backward")
+        return partial(loop.leave, "backward")
 
-        return backward
-
-    def _note_loss(self, loop: LoopTimer, loss: Any) -> None:
+    def _note_loss(self, loop: LoopTimer, roots: list[Tensor]) -> None:
         self._backwards += 1
         recording = getattr(loop.windows, "recording", None)
         if recording is not None:
-            recording.note_backward(loss)
-        if self._has_loss or not isinstance(loss, Tensor) or loss.numel() != 1:
+            recording.note_backward(roots)
+        loss = loss_in(roots)
+        if self._has_loss or loss is None:
             return
         self._has_loss = True
         self._has_anomaly_detection |= torch.is_anomaly_enabled()
@@ -435,19 +449,25 @@ class Attachment:
         else:
             few_s = 0.0
         if recorder is not None:
-            sites |= recorder.found.sites(CALLED_STEPS)
+            sites |= recorder.found.sites(windows.called_steps)
         facts = LoopFacts(
             micro_batches=self._backwards / max(loop.steps, 1),
             rows=self._rows,
             workers=loop.workers,
             renewals=self._renewals / max(loop.steps, 1),
             anomaly_detection=self._has_anomaly_detection,
-            float64_s=recorder and sum(recorder.found.seconds["float64"].values()) / CALLED_STEPS,
+            float64_s=recorder
+            and sum(recorder.found.seconds["float64"].values()) / windows.called_steps,
             classes=recorder.classes if recorder is not None and self._is_true_loss else None,
             kept_graphs=self._graphs.kept(),
             growth_bytes=_growth([*self._memory]),
             padding=statistics.fmean(self._padding) if self._padding else None,
-            wasted_gradients=_wasted(self._early_gradients),
+            dataset=loop.dataset,
+            evaluation_mode=self._steps_in_evaluation_mode
+            / max(loop.steps, 1)
+            * (self._model is not None and mode_matters(self._model)),
+            evaluates_with_gradients=self._evaluations_with_gradients > 0,
+            **_wasted(self._early_gradients, self._model),
             **_optimizer_facts(self._optimizer),
         )
         if facts.kept_graphs:
@@ -464,7 +484,8 @@ class Attachment:
                 "step_s": found.step_s and found.step_s - few_s,
                 "notes": tuple(notes),
                 "loop": facts,
-                "losses": None if self._has_others else found.losses,  # it may be an adversary's
+                # an adversary's, or of another policy than the one before, is no measure
+                "losses": None if self._has_others or self._rollouts else found.losses,
                 "sites": {**found.sites, **sites},
                 "counterfactual_s": windows.counterfactual_s,
             }
@@ -476,10 +497,11 @@ def _optimizer_facts(optimizer: Any) -> dict[str, Any]:
     if optimizer is None:
         return {}
     groups, way = optimizer.param_groups, None
-    if not type(optimizer).__module__.startswith("torch."):
+    module = sys.modules.get(type(optimizer).__module__)
+    if is_user_code(getattr(module, "__file__", None) or "<"):
         way = "own"
     elif "foreach" in groups[0]:
-        is_on_gpu = any(weights.is_cuda for weights in groups[0]["params"])
+        is_on_gpu = any(weights.is_cuda for group in groups for weights in group["params"])
         uses_foreach = groups[0].get("foreach")
         way = "foreach" if (is_on_gpu if uses_foreach is None else uses_foreach) else "for-loop"
         way = "fused" if groups[0].get("fused") else way
@@ -511,19 +533,40 @@ def _gradients() -> dict[int, tuple[int, float | None]]:
     }
 
 
-def _wasted(before: dict[int, tuple[int, float | None]]) -> float | None:
+def _wasted(before: dict[int, tuple[int, float | None]], model: nn.Module | None) -> dict[str, Any]:
     """Return the share of the gradients that belong to weights which nothing updates.
 
-    Those have no optimizer, and the values that they had before, however others are updated.
+    Those have no optimizer, and the values that they had before, however others are updated. Those
+    of the model are named.
     """
     now = _gradients()
-    same = (each[0] for key, each in now.items() if each[1] is not None and before.get(key) == each)
-    return sum(same) / sum(each[0] for each in now.values()) if now and before else None
+    if not now or not before or model is None:
+        return {}
+    same = {key for key, each in now.items() if each[1] is not None and before.get(key) == each}
+    share = sum(now[key][0] for key in same) / sum(each[0] for each in now.values())
+    names = tuple(name for name, each in model.named_parameters() if id(each) in same)
+    return {"wasted_gradients": share, "never_updated": names}
+
+
+def _rows_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    """Return the largest first dimension of the tensors in a call."""
+    tensors = (one for one in (*args, *kwargs.values()) if isinstance(one, Tensor))
+    return max((one.shape[0] for one in tensors if one.dim()), default=None)
+
+
+def mode_matters(model: nn.Module) -> bool:
+    """Return whether some module computes something else in evaluation mode."""
+    return any(
+        "training" in type(module).forward.__code__.co_names
+        and all(getattr(module, name, True) != 0 for name in ("p", "dropout"))
+        for module in model.modules()
+        if hasattr(type(module).forward, "__code__")
+    )
 
 
 def _weights(optimizer: Any) -> Any:
-    """Return the first tensor that an optimizer updates."""
-    return optimizer.param_groups[0]["params"][0]
+    """Return the first tensor that an optimizer updates. Its first groups may be empty."""
+    return next((each for group in optimizer.param_groups for each in group["params"]), None)
 
 
 def _growth(memory: list[tuple[int, int]]) -> float | None:

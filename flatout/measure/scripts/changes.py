@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from flatout.hardware.machine import probe
 from flatout.measure.scripts.patch import Edit
 from flatout.measure.scripts.request import Facts
-from flatout.measure.steps.evidence import Evidence
+from flatout.measure.steps.evidence import Evidence, lacks_shared
 
 FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
 """Optimizers of torch with a fused form on every device."""
@@ -27,6 +27,12 @@ HEAP = {
 }
 """Settings of glibc with which freed memory stays with the process, mapped: those that a speedup
 makes for flatout's own runs, as variables, since they come before a script's first tensor."""
+GONE = {
+    "deferred-item": "Read values in every tenth step, or one step late: keep `loss.detach()"
+    '.to("cpu", non_blocking=True)` and read it after the next step.',
+    "prefetch": "Set prefetch_factor in the script's own DataLoader.",
+}
+"""Changes of earlier versions, and what to do instead."""
 FP32, BF16 = 1e-3, 2e-2
 """How far losses may differ because sums of these types are rounded in a different order."""
 NO_CONVOLUTIONS = "There are no convolutions."
@@ -94,13 +100,10 @@ CHANGES = {
         lambda facts, evidence: {
             "There is no DataLoader over a map-style dataset.": facts.workers is None,
             "There are as many workers already.": (facts.workers or 0) >= num_workers(),
+            "Its rows are tensors in memory, which workers would only copy.": facts.in_memory,
+            "/dev/shm is too small: workers send batches through it.": lacks_shared(evidence),
             **no_wait(evidence),
         },
-    ),
-    "prefetch": Change(
-        "workers read further ahead, and stay between epochs",
-        Edit(at="loader", keywords={**WORKERS, "prefetch_factor": "8"}),
-        lambda facts, evidence: {"There are no workers.": not facts.workers, **no_wait(evidence)},
     ),
     "pinned-memory": Change(
         "batches are in pinned memory, from which a GPU copies faster",
@@ -236,17 +239,6 @@ CHANGES = {
             "The model is compiled already.": facts.compiled,
         },
         FP32,
-    ),
-    "deferred-item": Change(
-        "tensor.item() returns the value of its previous call, without waiting for the GPU",
-        Edit(
-            by_hand="Read values only in every tenth step, or one step late: keep "
-            '`loss.detach().to("cpu", non_blocking=True)` and read it after the next step.'
-        ),
-        lambda _, evidence: {
-            **no_gpu(evidence),
-            "The steps read no tensor.": not evidence.counts.syncs,
-        },
     ),
     "malloc": Change(
         "freed memory stays with the process instead of going back to the system",

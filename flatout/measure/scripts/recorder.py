@@ -8,7 +8,7 @@ import sys
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from types import FrameType
 from typing import Any
@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from flatout.config.registry import is_user_code
 from flatout.measure.steps.lines import MIN_SAMPLES, Line, LineTotals, line_of, user_frame
+from flatout.measure.watch.hooks import guarded
 
 KEY = "flatout"
 """Key of a step's mark in the metadata of its graph."""
@@ -69,10 +70,9 @@ class CallRecorder(TorchFunctionMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._open.clear()
 
-    def note_backward(self, tensors: Any) -> None:
+    def note_backward(self, roots: Sequence[Tensor]) -> None:
         """Note which lines a backward pass from some tensors goes through."""
-        roots = tensors if isinstance(tensors, (list, tuple)) else [tensors]
-        nodes = [one.grad_fn for one in roots if isinstance(one, Tensor)]
+        nodes = [one.grad_fn for one in roots]
         reached = set()
         while nodes:
             node = nodes.pop()
@@ -87,30 +87,33 @@ class CallRecorder(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        name, kwargs = func.__name__, kwargs or {}
-        decomposes = DECOMPOSITION.match(name) is not None
-        if name in NORMS:
-            order = kwargs.get("ord", kwargs.get("p", *args[1:2]))
-            decomposes = str(order) in NORMS[name]
+        kwargs = kwargs or {}
+        decomposes = guarded(decomposes_matrices)(func, args, kwargs)
         if decomposes and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.synchronize()  # it waits for what is queued, which is not its own time
         start_s = time.perf_counter()
         returned = func(*args, **kwargs)
+        kind = "decomposition" if decomposes else None
+        guarded(self._note)(func, args, returned, time.perf_counter() - start_s, kind)
+        return returned
+
+    def _note(
+        self, func: Any, args: tuple[Any, ...], returned: Any, seconds: float, kind: str | None
+    ) -> None:
+        """Note a call, which may be of a kind of its own."""
         every = returned if isinstance(returned, tuple) else (returned,)
         result = next((one for one in every if isinstance(one, Tensor)), None)
-        seconds, phase = time.perf_counter() - start_s, self._phase()
+        name, phase = func.__name__, self._phase()
         if phase not in ("forward", "other", "compute") or result is None:
-            return returned
-        if name == "__get__":  # an attribute, such as .grad
-            return returned
+            return
         line = user_frame(sys._getframe(1))
-        if line is None:
-            return returned
+        if name == "__get__" or line is None:  # an attribute, such as .grad
+            return
         self.found.add("op", line, 0.0)
         if phase == "forward" and any(isinstance(one, Parameter) for one in args):
             self.trains.add(line)
         if result.grad_fn is None:
-            return returned
+            return
         self._open.append((result.grad_fn, line))
         two = [one for one in args if isinstance(one, Tensor)]
         # targets have no gradient, as the other side of pairs of predictions has
@@ -119,8 +122,8 @@ class CallRecorder(TorchFunctionMode):
             is_square = name.endswith("_loss") or column[:1] * 2 == result.shape
             if is_square and column == (*row, 1) and len(row) == 1 and row[0] > 1:
                 self.found.add("broadcast", line, seconds)
-        if decomposes:
-            self.found.add("decomposition", line, seconds)
+        if kind is not None:
+            self.found.add(kind, line, seconds)
         if name == "softmax" and result.dim() > 2 and result.shape[-2] == result.shape[-1]:
             if result.shape[-1] >= MIN_ATTENTION:
                 self.found.add("softmax", line, seconds)
@@ -128,7 +131,14 @@ class CallRecorder(TorchFunctionMode):
             self.classes, self.loss = args[0].shape[min(1, args[0].dim() - 1)], weakref.ref(result)
         if result.dtype == torch.float64:
             self.found.add("float64", line, seconds)
-        return returned
+
+
+def decomposes_matrices(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a function of torch decomposes a matrix."""
+    name = func.__name__
+    if name in NORMS:
+        return str(kwargs.get("ord", kwargs.get("p", *args[1:2]))) in NORMS[name]
+    return DECOMPOSITION.match(name) is not None
 
 
 def own_lines(
@@ -144,6 +154,8 @@ def own_lines(
     found.callers = {line: at for line, at in sampled.callers.items() if at not in loop}
     for kind in ("python", "compute") if recorder is not None else ("python",):
         for line, total_s in sampled.seconds[kind].items():
+            if line in sampled.counts["data"]:
+                continue  # what the loop's own line takes is the loader's, such as its memory
             trains = line in recorder.trains if recorder is not None else "loss" in line_of(*line)
             if trains:
                 training_s += total_s / steps * (kind == "python")

@@ -8,8 +8,8 @@ from flatout.measure.steps.evidence import Evidence
 from flatout.storage.files import Stored
 
 SEEN = ".seen"
-"""Added to the name of the answer's file: how far the script has come: `torch` or
-`step`.
+"""Added to the name of the answer's file: how far the script has come: `torch`, or `step` and the
+number of its steps.
 """
 
 
@@ -76,6 +76,8 @@ class Facts(Stored):
     """Type of most weights."""
     workers: int | None = None
     """Most workers of a DataLoader over a map-style dataset. None means there is none."""
+    in_memory: bool = False
+    """Whether these datasets only index tensors."""
     pinned: bool = True
     """Whether all loaders pin their batches."""
     convolutions: bool = False

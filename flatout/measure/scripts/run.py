@@ -98,7 +98,9 @@ def run_script(
         try:
             answer = Answer.model_validate_json(path.read_bytes())
         except (OSError, ValidationError):
-            answer = Answer(problem=NOT_IMPORTED if _seen(request) is None else None)
+            seen = _seen(request)
+            steps = int((seen or "").partition(" ")[2] or 0)
+            answer = Answer(problem=NOT_IMPORTED if seen is None else None, steps=steps)
         kept.seek(0)
         return Ran(answer, code, kept.read().decode(errors="replace").strip())
 
@@ -125,7 +127,7 @@ def _wait(
             end_s = now_s + (GRACE_S if answer.steps else 0.0)  # without steps it cannot attach
         if now_s > late_s:
             late_s = math.inf
-            if request.timing is None and _seen(request) != "step":
+            if request.timing is None and not (_seen(request) or "").startswith("step"):
                 progress.say(
                     f"No optimizer step was seen in {SLOW_START_S:.0f} s. Waiting for one. "
                     "Ctrl+C ends the script."
@@ -180,6 +182,10 @@ def evidence_in(name: str, answer: Answer, code: int | None) -> Evidence:
     elif code is not None and code < 0:
         what = f"was killed by signal {-code}, and nothing could be measured."
         fix = "Signal 9 is what the system sends when memory runs out: use a smaller batch."
+    elif code is None and answer.problem is None:
+        took = counted(answer.steps, "step") if answer.steps else "no step"
+        what = f"took {took} until its time was up, which is too little to measure."
+        fix = "Allow more --minutes, or make its steps shorter: fewer rows show the same."
     elif failed:
         what = f"{ended} before its first step was over. Its own error is above."
         fix = "Run it alone first, and repair that."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -122,9 +123,14 @@ class Scratch:
         return str(self.source), *map(str, self._scripts | self._linked)
 
     def inside(self, word: str) -> str:
-        """Return an argument with an absolute path into the directory as one into the copy."""
-        source = str(self.source)
-        return word.replace(source, str(self.path)) if f"{source}/" in word else word
+        """Return an argument with the path of the directory, or of a file in it, in the copy.
+
+        The path starts the argument, or follows `=` or `:`. URLs stay as they are.
+        """
+        if "://" in word:
+            return word
+        path = rf"(^|[=:]){re.escape(str(self.source))}(?=/|$)"
+        return re.sub(path, lambda found: f"{found[1]}{self.path}", word)
 
     def original(self, text: str) -> str:
         """Return a text with the paths of the user's files in place of those of the copy."""

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 
 from flatout.config.registry import is_user_code
 from flatout.measure.scripts.request import Site
+from flatout.measure.watch.hooks import guarded
 
 MOST_CALLERS = 4
 """Lines of user code, from the constructor of an optimizer outwards, that are searched for the
@@ -79,17 +80,22 @@ class Sites:
         """Replace a function by one that records its calls, if they do what an edit takes away."""
         plain = getattr(owner, name)
 
+        @guarded
+        def record(frame: FrameType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            matters = True
+            if kind == "anomaly":
+                matters = owner is detect_anomaly or torch.is_anomaly_enabled()
+            elif kind == "zero-grad":
+                matters = False in (*args[1:], *kwargs.values())
+            if matters:
+                receiver = args[0] if isinstance(owner, type) else None
+                self._record(kind, name, receiver, frame)
+
         @functools.wraps(plain)
         def call(*args: Any, **kwargs: Any) -> Any:
             result = plain(*args, **kwargs)
-            matters = not torch.compiler.is_compiling()
-            if kind == "anomaly":
-                matters &= owner is detect_anomaly or torch.is_anomaly_enabled()
-            elif kind == "zero-grad":
-                matters &= False in (*args[1:], *kwargs.values())
-            if matters:
-                receiver = args[0] if isinstance(owner, type) else None
-                self._record(kind, name, receiver, sys._getframe(1))
+            if not torch.compiler.is_compiling():
+                record(sys._getframe(1), args, kwargs)
             return result
 
         setattr(owner, name, call)

@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from multiprocessing import parent_process
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -26,6 +28,7 @@ from flatout.distributed.rendezvous import stated_ranks
 from flatout.hardware.machine import GIB
 from flatout.measure.scripts.apply import Models, replace
 from flatout.measure.scripts.request import Answer, Facts, Request
+from flatout.measure.watch.hooks import guarded, observing, rows_of
 from flatout.storage.files import write_text
 from flatout.training.metrics.compile_events import CompilationWatch
 from flatout.training.metrics.device import process_peak_bytes
@@ -115,9 +118,10 @@ class Trial:
         self._guard, self._process = guard, os.getpid()
         self._watch = CompilationWatch()
         self._seed()
-        register_optimizer_step_post_hook(self._on_optimizer_step)
-        replace(Tensor, "backward", self._noting)
-        atexit.register(self.answer)
+        register_optimizer_step_post_hook(guarded(self._on_optimizer_step))
+        for name in ("backward", "grad"):  # the first one is also what Tensor.backward calls
+            replace(torch.autograd, name, partial(observing, self._before_backward))
+        atexit.register(guarded(self.answer))
 
     def _seed(self) -> None:
         """Fix all seeds, those that the script does not set included."""
@@ -129,13 +133,10 @@ class Trial:
                     owner, name, lambda plain: lambda seed=0, *rest: plain(seed + offset, *rest)
                 )
 
-    def _noting(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        def backward(loss: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if loss.numel() == 1:
-                self._losses[-1].append(loss.detach())
-            return plain(loss, *args, **kwargs)
-
-        return backward
+    def _before_backward(self, *args: Any, **kwargs: Any) -> None:
+        loss = loss_in(roots_of(args, kwargs))
+        if loss is not None and not isinstance(loss, FakeTensor):
+            self._losses[-1].append(loss.detach())
 
     def _on_optimizer_step(self, optimizer: Any, *_: Any) -> None:
         if self._optimizer is None:
@@ -187,6 +188,18 @@ class Trial:
         self._marks = []
 
 
+def roots_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return the tensors from which a call of torch.autograd.backward or grad starts."""
+    given = args[0] if args else kwargs.get("tensors", kwargs.get("outputs"))
+    every = given if isinstance(given, (list, tuple)) else [given]
+    return [one for one in every if isinstance(one, Tensor)]
+
+
+def loss_in(roots: list[Tensor]) -> Tensor | None:
+    """Return what is a loss by its shape: one number from which alone a backward pass starts."""
+    return roots[0] if len(roots) == 1 and roots[0].numel() == 1 else None
+
+
 def end_script(*, is_one_of_several: bool) -> None:
     """End the script of this process after its answer.
 
@@ -208,7 +221,8 @@ def facts_of(models: Models, calls: tuple[str, ...]) -> Facts:
     loaders = [each for each in living if not isinstance(each.dataset, IterableDataset)]
     return Facts(
         dtype=str(largest.dtype).removeprefix("torch."),
-        workers=min((each.num_workers for each in loaders), default=None),
+        workers=max((each.num_workers for each in loaders), default=None),
+        in_memory=all(rows_of(each.dataset) == "memory" for each in loaders),
         pinned=all(each.pin_memory for each in loaders),
         convolutions=any(
             isinstance(module, nn.Conv2d)

@@ -1,8 +1,9 @@
 """Finds the changes that make a script faster, proves the gain, and writes them as a patch.
 
-Every change that the evidence makes promising is measured beside the unchanged script, in turns,
-each in its own process. The winners are added one after the other, the largest gain first, and each
-must gain over those before it. In the end, the patched files are measured beside the original ones.
+Every change that the evidence makes promising is measured once beside the unchanged script, each in
+its own process, which only orders them. Those that look faster are measured again in turns, the
+best first, and each must gain over those before it. In the end, the patched files are measured
+beside the original ones: that alone is what is claimed.
 """
 
 from __future__ import annotations
@@ -19,25 +20,21 @@ from pathlib import Path
 from typing import Any
 
 from flatout.config.registry import is_user_code
-from flatout.errors import ConfigError, OutputInUse, RunFailed
+from flatout.errors import ConfigError, Interrupted, OutputInUse, RunFailed, signal_of
 from flatout.hardware.machine import probe
 from flatout.measure.diagnose.diagnosis import Diagnosis, diagnosis_of
 from flatout.measure.experiments.losses import LOSS_STEPS, largest_difference, paired
-from flatout.measure.experiments.noise import (
-    EXPECTED,
-    interval_of,
-    pooled,
-    spread,
-)
+from flatout.measure.experiments.noise import Spread, interval_of, pooled, spread
 from flatout.measure.experiments.records import Figure, Left, LossCheck
 from flatout.measure.experiments.report import NO_TIME
 from flatout.measure.scripts.changes import CHANGES, edit_of
 from flatout.measure.scripts.patch import Patch, apply, patch_of
-from flatout.measure.scripts.request import Answer, Request, Site, Timing
+from flatout.measure.scripts.request import Answer, Facts, Request, Site, Timing
 from flatout.measure.scripts.run import evidence_in, run_script
 from flatout.measure.scripts.scratch import Scratch
 from flatout.measure.scripts.tuning import CHANGES as SUMMARY
-from flatout.measure.scripts.tuning import FILE, ChangeRow, ScriptTuning
+from flatout.measure.scripts.tuning import FILE, UNPROVEN, ChangeRow, ScriptTuning, figure_text
+from flatout.measure.steps.evidence import Evidence
 from flatout.progress import SILENT, Progress, Task
 from flatout.storage.files import write_text, write_whole
 
@@ -45,21 +42,30 @@ LOOK_S, TRIAL_S = 3.0, 3.0
 """Seconds of steps with evidence, and of a trial."""
 MOST_NOISE = 0.05
 """With a larger difference between unchanged runs, losses are not compared one by one."""
-MIN_STEPS, MAX_STEPS = 12, 400
+MIN_STEPS, MAX_STEPS, FEW_STEPS = 12, 400, 3
+"""Steps of a trial that are timed. Where they are long, they are fewer than MIN_STEPS."""
+TRIAL_SHARE = 0.025
+"""Share of the time that those fewer steps may take."""
 WARM_STEPS = 4
-"""First steps of a trial, which are not timed."""
+"""First steps of a trial, which are not timed: a third of the others, and at most these."""
 LEAST_GAIN = 1.01
 """A change is taken from this ratio on."""
 PROMISING = 1.005
 """Lower gains of a first trial are not repeated."""
 ROUNDS, LAST_ROUNDS = 3, 5
 """Most pairs of a change on top of those before it, and of the patched script."""
-SCREEN_SHARE = 0.6
+SCREEN_SHARE = 0.5
 """Share of the time after which no further change is measured first."""
+LAST_TRIALS = 4
+"""Trials of the patched script and the unchanged one for which the time is kept."""
+MIN_FREEDOM = 2
+"""Fewest degrees of freedom by which noise is known."""
 SEEDS = 3
 DIFFERENT = "its losses exceed the tolerance"
-INSTEAD = {"prefetch": "data-workers", "compile-each-block": "compile"}
+UNSEEN = "no loss was seen: no backward pass starts at a single number"
+INSTEAD = {"compile-each-block": "compile"}
 """Changes that are only tried where a different one fails or is not tried."""
+LATE = "the time was up before it was repeated"
 FRAME = re.compile(r'^ +File "(.+)", line (\d+).*\n +(.+)', re.MULTILINE)
 """File, line and text of a frame in a traceback."""
 
@@ -76,6 +82,10 @@ class Point:
     seed_offset: int = 0
 
 
+class TimeIsUp(Exception):
+    """Ends the search: the time is over, or a signal came."""
+
+
 @dataclass
 class Search:
     """The search for changes that make a script faster, by trials in a copy of its directory."""
@@ -83,6 +93,8 @@ class Search:
     command: Sequence[str]
     scratch: Scratch
     steps: int
+    warm_steps: int
+    """The first of them, which are not timed."""
     began_s: float
     """On the monotonic clock."""
     total_s: float
@@ -93,51 +105,70 @@ class Search:
     """The patch of points that are patched."""
     done: list[tuple[Point, Answer]] = field(default_factory=list)
     """With the `problem` of those that failed."""
+    took_s: list[float] = field(default_factory=list)
+    """What each of them took."""
+    bases: list[Answer] = field(default_factory=list)
+    """The unchanged script, between the first trials of changes."""
     noise: list[list[float]] = field(default_factory=list)
-    """Ratios that differ by noise alone, in groups."""
+    """Ratios of pairs that were repeated, in groups."""
     rows: dict[str, ChangeRow] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
     """Why changes were not measured."""
     taken: tuple[str, ...] = ()
+    ended_by_signal: int | None = None
 
     def allows(self, trials: int, share: float = 1.0) -> bool:
         """Return whether this many trials of the usual length fit into a share of the time."""
-        past_s = time.monotonic() - self.began_s
-        usual_s = past_s / (len(self.done) + 1)  # the first run is that of the diagnosis
-        return past_s + trials * usual_s <= share * self.total_s
+        usual_s = statistics.fmean(self.took_s) if self.took_s else 0.0
+        return time.monotonic() - self.began_s + trials * usual_s <= share * self.total_s
 
     def run(self, point: Point) -> Answer:
-        """Run a trial. The answer has a `problem` if it failed, or took no step."""
-        self.scratch.reset()
-        if point.is_patched and self.patch is not None:
-            apply(self.patch, self.scratch.path)
-        answer, code, output = run_script(
-            [self.scratch.inside(word) for word in point.words or self.command],
-            Request(
-                changes=point.changes,
-                timing=Timing(steps=self.steps, seed_offset=point.seed_offset),
-                guarded=self.scratch.guarded,
-            ),
-            folder=self.scratch.path,
-            limit_s=self.longest_s,
-        )
+        """Run a trial. The answer has a `problem` if it failed, or took no step.
+
+        Raises: TimeIsUp when it does not end within the time, or a signal came.
+        """
+        start_s = time.monotonic()
+        left_s = self.began_s + self.total_s - start_s
+        if left_s <= 0 or self.ended_by_signal is not None:
+            raise TimeIsUp
+        limit_s = min(self.longest_s, left_s)
+        try:
+            self.scratch.reset()
+            if point.is_patched and self.patch is not None:
+                apply(self.patch, self.scratch.path)
+            answer, code, output = run_script(
+                [self.scratch.inside(word) for word in point.words or self.command],
+                Request(
+                    changes=point.changes,
+                    timing=Timing(steps=self.steps, seed_offset=point.seed_offset),
+                    guarded=self.scratch.guarded,
+                ),
+                folder=self.scratch.path,
+                limit_s=limit_s,
+            )
+        except (KeyboardInterrupt, Interrupted) as interruption:
+            self.ended_by_signal = signal_of(interruption)
+            raise TimeIsUp from interruption
         problem = None
         if answer.failed:
             problem = next(iter(answer.failed.values()))
         elif len(answer.step_s) < self.steps and code:
             problem = last_words(self.scratch.original(output)) or f"exit code {code}"
-        elif len(answer.step_s) <= WARM_STEPS:
+        elif len(answer.step_s) <= self.warm_steps:
             problem = answer.problem or "it took too few steps"
+            if code is None and limit_s < self.longest_s:
+                raise TimeIsUp
             if code is None:
                 problem = f"it took longer than {self.longest_s:.0f} s"
         answer = answer.model_copy(update={"problem": problem})
         self.done.append((point, answer))
+        self.took_s.append(time.monotonic() - start_s)
         return answer
 
     def base(self) -> Answer:
         """Run a trial of the unchanged script.
 
-        Raises: RunFailed when it fails.
+        Raises: RunFailed when it fails; TimeIsUp.
         """
         answer = self.run(Point())
         if answer.problem:
@@ -148,34 +179,46 @@ class Search:
             )
         return answer
 
-    def pairs(
-        self,
-        one: Point,
-        other: Point,
-        rounds: int,
-        *,
-        known: Sequence[float] = (),
-        samples: int = 1,
-    ) -> Figure | str:
+    def ratio(self, one: Answer, other: Answer) -> float:
+        """Return how many times faster one trial was, over steps in which neither compiled."""
+        steps = min(len(one.step_s), len(other.step_s))
+        skipped = {*range(self.warm_steps), *one.compiled, *other.compiled}
+        kept = [index for index in range(steps) if index not in skipped] or range(steps)
+        return sum(other.step_s[i] for i in kept) / sum(one.step_s[i] for i in kept)
+
+    def pairs(self, one: Point, other: Point, rounds: int, *, samples: int = 1) -> Figure | str:
         """Measure two points in turns, until it is decided how many times faster `one` is.
 
-        They start with the `known` ratios. A step of `one` has that many times the samples. Returns
-        the reason if a trial failed.
+        A step of `one` has that many times the samples. Returns the reason if a trial failed.
         """
-        ratios = [*known]
+        ratios: list[float] = []
         self.noise.append(ratios)
-        for number in range(rounds):
-            if number and not self.allows(2):
-                break
-            order = (one, other) if number % 2 else (other, one)
-            answers = {point: self.run(point) for point in order}
-            for answer in answers.values():
-                if answer.problem:
-                    return answer.problem
-            ratios.append(samples * ratio(answers[one], answers[other]))
-            low, median, high = interval_of(ratios, pooled([EXPECTED, spread(self.noise)]))
-            if len(ratios) > 1 and not low <= LEAST_GAIN <= high:
-                break
+        try:
+            for number in range(rounds):
+                if number and not self.allows(2):
+                    break
+                order = (one, other) if number % 2 else (other, one)
+                answers = {point: self.run(point) for point in order}
+                for answer in answers.values():
+                    if answer.problem:
+                        return answer.problem
+                ratios.append(samples * self.ratio(answers[one], answers[other]))
+                found = self.figure(ratios)
+                if found.low is not None and not found.low <= LEAST_GAIN <= (found.high or 0.0):
+                    break
+        except TimeIsUp:
+            if not ratios:
+                return LATE
+        return self.figure(ratios)
+
+    def figure(self, ratios: Sequence[float]) -> Figure:
+        """Return ratios with their interval, from the noise of all that was repeated here."""
+        rates = spread([[self.ratio(one, self.bases[0]) for one in self.bases]])
+        twice = Spread(math.sqrt(2) * rates.deviation, rates.freedom)  # a ratio is of two rates
+        noise = pooled([spread(self.noise), twice])
+        if len(ratios) < 2 or noise.freedom < MIN_FREEDOM:
+            return Figure(median=statistics.median(ratios), low=None, high=None)
+        low, median, high = interval_of(ratios, noise)
         return Figure(median=median, low=low, high=high)
 
     def losses(self, point: Point) -> list[list[float]]:
@@ -187,48 +230,63 @@ class Search:
 
         Raises: RunFailed when the unchanged script fails.
         """
-        bases, done = [self.base()], list[tuple[ChangeRow, Answer]]()
-        for name in names:
-            if len(bases) < 2 + len(done) // 2:
-                bases.append(self.base())
-            other = self.rows.get(INSTEAD.get(name, ""))
-            if other is not None and not other.reason:
-                self.left[name] = f"{other.name} could be measured."
-            elif not self.allows(0, SCREEN_SHARE):
-                self.left[name] = NO_TIME
-            else:
-                row = self.rows[name] = ChangeRow(name=name, does=CHANGES[name].does)
+        bases, done, waiting = self.bases, list[tuple[ChangeRow, Answer]](), [*names]
+        try:
+            bases.append(self.base())
+            while waiting and (not self.rows or self.allows(1, SCREEN_SHARE)):
+                name = waiting[0]
+                other = self.rows.get(INSTEAD.get(name, ""))
+                if other is not None and not other.reason:
+                    self.left[waiting.pop(0)] = f"{other.name} could be measured."
+                    continue
+                row = ChangeRow(name=name, does=CHANGES[name].does)
                 self.task.note(f"{name}: {row.does}")
                 answer = self.run(Point((name,)))
+                self.rows[waiting.pop(0)] = row
                 if answer.problem:
                     row.reason = f"failed: {answer.problem}"
-                else:
-                    done.append((row, answer))
-        bases.append(self.base())
+                    continue
+                done.append((row, answer))
+                row.peak_gib, row.compile_s = answer.peak_gib, answer.compile_s
+                if len(done) % 2 == 0 or not waiting:
+                    bases.append(self.base())
+        except TimeIsUp:
+            pass
+        self.left |= dict.fromkeys(waiting, NO_TIME)
         for number, (row, answer) in enumerate(done):
-            around = bases[1 + number // 2 : 3 + number // 2]
-            row.first_gain = statistics.fmean(ratio(answer, base) for base in around)
-            row.peak_gib, row.compile_s = answer.peak_gib, answer.compile_s
-        self.noise.append([ratio(one, bases[0]) for one in bases[1:]])
+            around = bases[number // 2 : number // 2 + 2]
+            row.first_gain = statistics.fmean(self.ratio(answer, base) for base in around)
 
     def add(self) -> None:
-        """Add the winners one after the other, the largest gain first."""
+        """Add the winners one after the other, the largest gain first.
+
+        The best one needs no race of its own while the patched script can still be measured.
+        """
         gains = {name: row.first_gain or 0.0 for name, row in self.rows.items()}
-        promising = [name for name, gain in gains.items() if gain >= PROMISING]
-        for number, name in enumerate(sorted(promising, key=lambda name: -gains[name])):
+        promising = sorted(
+            (name for name, gain in gains.items() if gain >= PROMISING),
+            key=lambda name: -gains[name],
+        )
+        for name in promising:
             row, point = self.rows[name], Point((*self.taken, name))
-            # the best in any case. Otherwise with as much time for the patch
-            if number and not self.allows(4):
-                row.reason = "the time was up before it was repeated"
+            if not self.allows(LAST_TRIALS + 4 * (len(promising) > 1)) and self.taken:
+                row.reason = f"{UNPROVEN}: {LATE}"
                 continue
-            self.task.note(f"{name} on top of {', '.join(self.taken) or 'nothing'}")
-            for key, value in self.check(Point((name,)), CHANGES[name].rtol):
-                setattr(row, key, value)
-            if row.within_tolerance is False:
-                row.reason = DIFFERENT
+            on_top = f" on top of {', '.join(self.taken)}" if self.taken else ""
+            self.task.note(f"{name}{on_top}, again")
+            try:
+                for key, value in self.check(Point((name,)), CHANGES[name].rtol):
+                    setattr(row, key, value)
+            except TimeIsUp:
+                row.reason = f"{UNPROVEN}: {LATE}"
                 continue
-            known = () if self.taken else (gains[name],)
-            gain = self.pairs(point, Point(self.taken), ROUNDS, known=known)
+            if row.within_tolerance is not True:
+                row.reason = DIFFERENT if row.within_tolerance is False else UNSEEN
+                continue
+            if not self.taken and (promising[-1] == name or not self.allows(LAST_TRIALS + 4)):
+                row.taken, self.taken = True, point.changes
+                continue
+            gain = self.pairs(point, Point(self.taken), ROUNDS)
             if isinstance(gain, str):
                 row.reason = f"failed with the others: {gain}"
                 continue
@@ -272,9 +330,13 @@ class Search:
 
         They are compared step by step. Where they differ by more, for example because dropout draws
         other numbers, the mean of the last half decides: it must be within the spread of the
-        unchanged script over several seeds.
+        unchanged script over several seeds. Without losses it is not known.
+
+        Raises: TimeIsUp.
         """
         plain, changed = self.losses(Point()), self.losses(point)[0]
+        if not changed or not plain[0]:
+            return LossCheck(tolerance_reason=UNSEEN)
         apart, noise = difference(changed, plain[0]), noise_of(plain) or 0.0
         kind = "rounding" if rtol else "exact"
         is_kept = apart <= rtol + 2 * noise and noise <= MOST_NOISE
@@ -307,42 +369,42 @@ class Search:
         edits = {name: edit_of(name, device) for name in taken}
         self.patch = made = patch_of(edits, sites, self.scratch.source)
         found: dict[str, Any] = {"patch": made.diff, "by_hand": made.by_hand}
-        points = {}
+        points = {"verified": Point(is_patched=True)} if made.diff else {}
         if made.by_hand:  # the patch is not all of it
-            points["gain"] = Point(taken)
-        if made.diff:
-            points["verified"] = Point(is_patched=True)
-        reason = None
+            points = {"gain": Point(taken)} | points
+        reasons: dict[str, str] = {}
         for key, point in points.items():
             self.task.note("all winners together" if key == "gain" else "the patched script")
-            gain = self.pairs(point, Point(), LAST_ROUNDS)  # at least one, whatever the time is
+            gain = self.pairs(point, Point(), LAST_ROUNDS)
             if isinstance(gain, str):
-                reason = gain
+                reasons[key] = f"{UNPROVEN}: {gain}"
                 continue
-            check = self.check(point, sum(CHANGES[name].rtol for name in taken))
-            found |= {key: gain, f"{key}_losses": check}
-            if not made.by_hand:
-                found |= {"gain": gain, "gain_losses": check}
+            found[key] = gain
+            if (gain.low or 0.0) <= 1:
+                is_slower = gain.high is not None and gain.high <= 1
+                why = "it is not faster" if is_slower else f"its gain is {UNPROVEN}"
+                reasons[key] = f"{why}, {figure_text(gain)}"
+            try:
+                found[f"{key}_losses"] = check = self.check(
+                    point, sum(CHANGES[name].rtol for name in taken)
+                )
+            except TimeIsUp:
+                reasons[key] = f"{UNPROVEN}: {LATE}"
+                continue
             if check.within_tolerance is False:
-                reason = DIFFERENT
-            elif gain.median < 1:
-                reason = "it is not faster"
-        if reason:
-            found |= {"patch": "", "withheld": f"The patch is not given: {reason}."}
-            if not made.by_hand:
+                reasons[key] = DIFFERENT
+        if not made.by_hand:
+            found |= {"gain": found.get("verified"), "gain_losses": found.get("verified_losses")}
+        if reasons:
+            reason = next(iter(reasons.values()))
+            found |= {"patch": "", "withheld": f"No patch is written: {reason}."}
+            if next(iter(points)) in reasons:
+                found |= {"by_hand": [], "gain": None, "gain_losses": None}
                 self.taken = ()
                 for name in taken:
                     self.rows[name].taken = False
                     self.rows[name].reason = f"in the end, {reason}"
         return found
-
-
-def ratio(one: Answer, other: Answer) -> float:
-    """Return how many times faster one trial was, over the steps that neither compiled in."""
-    steps = min(len(one.step_s), len(other.step_s))
-    skipped = {*range(WARM_STEPS), *one.compiled, *other.compiled}
-    kept = [index for index in range(steps) if index not in skipped] or range(steps)
-    return sum(other.step_s[i] for i in kept) / sum(one.step_s[i] for i in kept)
 
 
 def last_words(output: str) -> str:
@@ -368,6 +430,33 @@ def end_of(losses: Sequence[float]) -> float:
     return statistics.fmean(losses[len(losses) // 2 :])
 
 
+def looked_at(
+    command: Sequence[str], scratch: Scratch, limit_s: float
+) -> tuple[Answer, Evidence, Facts]:
+    """Return what the unchanged script shows, in its copy.
+
+    Raises: RunFailed when it fails, or takes too few steps.
+    """
+    look, code, output = run_script(
+        [scratch.inside(word) for word in command],
+        Request(seconds=LOOK_S, guarded=scratch.guarded),
+        folder=scratch.path,
+        limit_s=limit_s,
+    )
+    look = Answer.model_validate_json(scratch.original(look.model_dump_json()))
+    name, facts = " ".join(command), look.facts
+    if look.evidence is None or look.evidence.failure is not None or (code or 0) > 0:
+        print(output, file=sys.stderr)
+    if "EOFError" in output.rpartition("\n")[2]:
+        fix = "Give its answers as arguments: trials have no standard input."
+        raise RunFailed(f"`{name}` reads from standard input.", fix=fix)
+    evidence = evidence_in(name, look, code)
+    if evidence.failure is not None or facts is None or not evidence.step_s:
+        why = evidence.failure.message if evidence.failure else "it cannot be measured"
+        raise RunFailed(f"`{name}` fails: {why}.", fix="Repair that first.")
+    return look, evidence, facts
+
+
 def tune_script(
     command: Sequence[str],
     *,
@@ -389,30 +478,17 @@ def tune_script(
     out = writable(Path(out or f"tuned-{name_of(command)}"), patch)
     with Scratch(Path.cwd(), command) as scratch, progress.task("Tuning the script") as task:
         task.note("measuring the unchanged script")
-        look, code, output = run_script(
-            [scratch.inside(word) for word in command],
-            Request(seconds=LOOK_S, guarded=scratch.guarded),
-            folder=scratch.path,
-            limit_s=max(30 * minutes, 120.0),
-        )
-        look = Answer.model_validate_json(scratch.original(look.model_dump_json()))
-        name, facts = " ".join(command), look.facts
-        if look.evidence is None or look.evidence.failure is not None or (code or 0) > 0:
-            print(output, file=sys.stderr)
-        if "EOFError" in output.rpartition("\n")[2]:
-            fix = "Give its answers as arguments: trials have no standard input."
-            raise RunFailed(f"`{name}` reads from standard input.", fix=fix)
-        evidence = evidence_in(name, look, code)
-        if evidence.failure is not None or facts is None or not evidence.step_s:
-            why = evidence.failure.message if evidence.failure else "it cannot be measured"
-            raise RunFailed(f"`{name}` fails: {why}.", fix="Repair that first.")
+        look, evidence, facts = looked_at(command, scratch, 60 * minutes)
+        assert evidence.step_s is not None
         diagnosis = diagnosis_of(evidence)
         reasons = {name: change.why_not(facts, evidence) for name, change in CHANGES.items()}
         tried = [name for name, why in reasons.items() if (name in only if only else why is None)]
+        timed = timed_steps(evidence.step_s, 60 * minutes)
         search = Search(
             command,
             scratch,
-            steps=WARM_STEPS + max(MIN_STEPS, min(round(TRIAL_S / evidence.step_s), MAX_STEPS)),
+            steps=timed + min(WARM_STEPS, timed // 3),
+            warm_steps=min(WARM_STEPS, timed // 3),
             began_s=began_s,
             total_s=60 * minutes,
             longest_s=4 * (time.monotonic() - began_s) + 180,
@@ -445,11 +521,12 @@ def tune_script(
             written_outside=[*dict.fromkeys(path for one in answers for path in one.writes)],
             path=str(out),
             wall_s=round(time.monotonic() - began_s, 1),
+            ended_by_signal=search.ended_by_signal,
             **found,
         )
     write_results(out, result, search, diagnosis)
     if patch is not None:
-        write_whole(Path(patch), result.patch)  # empty in place of one of an earlier tune
+        write_patch(Path(patch), result.patch, progress)
     return result
 
 
@@ -487,6 +564,12 @@ def scaled(words: Sequence[str], flag: str, factor: float) -> tuple[float, list[
     return value, f"{text[:start]}{value:.0f}{text[end:]}".split("\0")
 
 
+def timed_steps(step_s: float, total_s: float) -> int:
+    """Return the steps of a trial that are timed: fewer where they are long."""
+    few = max(FEW_STEPS, round(TRIAL_SHARE * total_s / step_s))
+    return max(min(MIN_STEPS, few), min(round(TRIAL_S / step_s), MAX_STEPS))
+
+
 def name_of(command: Sequence[str]) -> str:
     """Return the name of the script in a command."""
     scripts = [word for word in command if word.endswith(".py")] or command[-1:]
@@ -496,6 +579,15 @@ def name_of(command: Sequence[str]) -> str:
 def noise_of(runs: Sequence[list[float]]) -> float | None:
     """Return the largest relative difference of a loss between runs. None for a single one."""
     return max((difference(one, runs[0]) for one in runs[1:]), default=None)
+
+
+def write_patch(path: Path, text: str, progress: Progress) -> None:
+    """Write a patch, or remove that of an earlier tune if there is no edit to make."""
+    if text:
+        write_whole(path, text)
+    else:
+        path.unlink(missing_ok=True)
+        progress.say(f"There is no edit to make, so {path} is not written.")
 
 
 def write_results(out: Path, result: ScriptTuning, search: Search, diagnosis: Diagnosis) -> None:
@@ -510,9 +602,8 @@ def write_results(out: Path, result: ScriptTuning, search: Search, diagnosis: Di
         done = [answer for each, answer in search.done if each == point and not answer.problem]
         records = [
             {"step": step, "train/loss": loss, "perf/step_ms": 1e3 * step_s}
-            for step, (loss, step_s) in enumerate(
-                zip(done[-1].losses[1:], done[-1].step_s, strict=False), 2
-            )
+            for one in done[-1:]
+            for step, (loss, step_s) in enumerate(zip(one.losses[1:], one.step_s, strict=False), 2)
         ]
         text = "".join(f"{json.dumps(record)}\n" for record in records)
         write_text(out / name / "metrics.jsonl", text)

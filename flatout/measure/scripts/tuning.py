@@ -18,6 +18,8 @@ MOST_NAMED = 5
 """Written files that are named."""
 APART = 1.25
 """Ratio from which the product of the gains and the whole gain contradict each other."""
+UNPROVEN = "not proven"
+"""Starts the reason of a change that was faster, and not often enough to be sure."""
 FILE, CHANGES = "tuning.json", "changes.txt"
 """Names of the result, and of its summary beside the records with the changes."""
 
@@ -89,10 +91,18 @@ class ScriptTuning(Result):
     path: str
     """Directory of tuning.json, changes.patch, and the losses before and after."""
     wall_s: float
+    ended_by_signal: int | None = None
+    """The signal that interrupted it: 2 for Ctrl+C, 15 for SIGTERM. Null for none."""
+
+    @property
+    def exit_code(self) -> int:
+        """130 or 143 after an interruption, even though there are results."""
+        return 0 if self.ended_by_signal is None else 128 + self.ended_by_signal
 
     def summary(self) -> str:
         """Return the table, the patch, and how to use both."""
-        lines = [self.verdict, ""]
+        lines = ["Interrupted. These are the results so far.", ""] * bool(self.ended_by_signal)
+        lines += [self.verdict, ""]
         width = max((len(row.name) for row in self.changes), default=0)
         lines += [
             f"{'+' if row.taken else ' '} {row.name:<{width}}  {row_text(row)}"
@@ -128,6 +138,15 @@ class ScriptTuning(Result):
     def total(self) -> str:
         """Return the total gain as a sentence."""
         if not self.taken:
+            unproven = max(
+                (row for row in self.changes if UNPROVEN in (row.reason or "")),
+                key=lambda row: row.first_gain or 0.0,
+                default=None,
+            )
+            if unproven is not None:
+                return f"{unproven.name} may be faster, which is {UNPROVEN}. Add --minutes."
+            if not any(row.first_gain for row in self.changes) and self.num_trials < 2:
+                return "The time was up before a change was measured. Add --minutes."
             return "Nothing that was measured makes the script faster."
         product = math.prod(row.gain.median for row in self.changes if row.taken and row.gain)
         if self.gain is None:

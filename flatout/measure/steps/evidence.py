@@ -176,6 +176,8 @@ class HostFacts(Stored):
     """Cores that the machine, or the container, has."""
     threads: int | None = None
     """Threads that torch uses for one operation."""
+    shared_gib: float | None = None
+    """Free shared memory, through which processes send batches."""
     other_busy_cores: float | None = None
     """Cores that other processes keep busy, of those that the process may use."""
     busy_share: float | None = None
@@ -251,6 +253,14 @@ class LoopFacts(Stored):
     """First dimension of what the model is called with."""
     workers: int | None = None
     """Processes of the DataLoader."""
+    dataset: str | None = None
+    """What it reads: `memory` means rows of tensors, `iterable` one that each worker reads as a
+    whole, and `divided` one whose rows are divided among workers."""
+    evaluation_mode: float | None = None
+    """Share of the steps whose pass was in evaluation mode, after others in training mode. 0 where
+    the mode makes no difference."""
+    evaluates_with_gradients: bool = False
+    """Whether passes of evaluations build graphs."""
     anomaly_detection: bool | None = None
     """Whether `torch.autograd.set_detect_anomaly(True)` is in effect."""
     optimizer: str | None = None
@@ -273,6 +283,8 @@ class LoopFacts(Stored):
     """Share of the columns of the model's inputs in which every row has the same padding."""
     wasted_gradients: float | None = None
     """Share of all gradients, by numbers, that belong to weights which nothing updates."""
+    never_updated: tuple[str, ...] = ()
+    """The names of those that belong to the model."""
     growth_bytes: float | None = None
     """Memory that each step adds, where it grows steadily. 0 means it does not."""
 
@@ -328,6 +340,16 @@ every run however long it is: two tell nothing about what saves take of a longer
 """
 
 
+MIN_SHARED_GIB = 0.1
+"""Least shared memory with which workers are advised. Containers have 64 MiB if none is stated."""
+
+
+def lacks_shared(evidence: Evidence) -> bool:
+    """Return whether worker processes would have too little shared memory for batches."""
+    shared_gib = evidence.host.shared_gib
+    return shared_gib is not None and shared_gib < MIN_SHARED_GIB
+
+
 def lasting_s(seconds: float, saves: int) -> float | None:
     """Return the seconds of such rare work. None when there was too little to judge by."""
     return None if 0 < saves < MIN_SAVES else seconds
@@ -376,7 +398,7 @@ class Evidence(Stored):
     """Time of the operations by class, from a profiler."""
     counterfactual_s: Mapping[str, float] = {}
     """Seconds of an average step with one thing replaced. `synthetic-data`: batches that are in
-    memory already. `all-threads`, `no-observers`, `no-anomaly`: see their names. `short-turns`:
+    memory already. `all-threads`, `no-anomaly`: see their names. `short-turns`:
     threads give Python's lock to each other at once. Of a recipe on a CPU also settings, such as
     `speedups=auto`."""
     sites: Mapping[str, tuple[CallSite, ...]] = {}

@@ -28,7 +28,8 @@ INTERVAL_S = 0.004
 """Time between two samples."""
 SWITCH_S = 1e-6
 """How long the sampler waits for Python's lock before it asks for it. Timers make it about 0.05 ms.
-Python code that is shorter counts for the next operation that releases the lock.
+Python code that is shorter counts for the next operation that releases the lock. Beside a thread
+that computes in Python, the sampler waits as long as any other: shorter turns are faster there.
 """
 LONGEST_INTERVAL_S, ENOUGH_SAMPLES = 0.25, 300
 """A sample takes about 0.3 ms, so after ENOUGH_SAMPLES they become rarer."""
@@ -269,6 +270,7 @@ class LineSampler:
             line = user_line(frames) if one != self._watched else None
             if line is not None and not frames[0][0].endswith(WAITS):
                 self.lines.add("thread", line, seconds)
+                sys.setswitchinterval(self._switch_s)  # its turns would become shorter, too
         if not is_of_phase:
             return
         kind = KINDS.get(phase, "python")

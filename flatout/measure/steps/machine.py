@@ -43,6 +43,10 @@ BUSY_S = 0.3
 """How long the load of other processes is measured."""
 
 
+SHARED = Path("/dev/shm")
+"""Where processes of Linux share memory."""
+
+
 def host_facts(folder: Path) -> HostFacts:
     """Return facts of the host. `folder` is on the disk of the checkpoints."""
     available = torch.cuda.is_available()
@@ -55,6 +59,7 @@ def host_facts(folder: Path) -> HostFacts:
         torch_version=torch.__version__,
         torch_cuda=torch.version.cuda,
         sees_gpu=available,
+        shared_gib=_free_gib(SHARED) if SHARED.exists() else None,
         disk_free_gib=_free_gib(folder),
     )
 

@@ -6,25 +6,35 @@ are not timed.
 
 from __future__ import annotations
 
+import dis
 import functools
+import linecache
+import logging
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils.data import IterableDataset, Subset, TensorDataset
 
+from flatout.config.registry import is_user_code
 from flatout.measure.steps.lines import LineTotals, user_frame
 from flatout.measure.steps.windows import replaced
 from flatout.training.metrics.phases import PhaseTimer
 
 Result = TypeVar("Result")
+LOG = logging.getLogger("flatout.watch")
+FAILED: set[str] = set()
+"""Places at which hooks have failed. Each is logged once."""
 
 SAVES = (
     ("torch", "save"),
@@ -40,6 +50,63 @@ OWN_WORK = frozenset({None, "compute", "other"})
 """Phases that a wait for data interrupts. In others, such as evaluation, it is part of them."""
 
 
+def guarded(ours: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of ours that cannot fail the code which calls it: its errors are logged."""
+
+    @functools.wraps(ours)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return ours(*args, **kwargs)
+        except Exception as error:
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            place = f"{last.filename}:{last.lineno}"
+            if place not in FAILED:
+                FAILED.add(place)
+                LOG.warning("flatout fails at %s, and the script continues: %r", place, error)
+            return None
+
+    return call
+
+
+def observing(before: Callable[..., Any], plain: Callable[..., Result]) -> Callable[..., Result]:
+    """Return a function that calls `before` first, and what that returned, if anything, at the end.
+
+    Both are guarded.
+    """
+    before = guarded(before)
+
+    @functools.wraps(plain)
+    def call(*args: Any, **kwargs: Any) -> Result:
+        if torch.compiler.is_compiling():
+            return plain(*args, **kwargs)
+        after = before(*args, **kwargs)
+        try:
+            return plain(*args, **kwargs)
+        finally:
+            if after is not None:
+                guarded(after)()
+
+    return call
+
+
+def rows_of(dataset: Any) -> str | None:
+    """Return what worker processes would do with a dataset, as in `LoopFacts.dataset`."""
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    kind = type(dataset)
+    if isinstance(dataset, IterableDataset):
+        file = getattr(sys.modules.get(kind.__module__), "__file__", None) or "<"
+        divides = not is_user_code(file) or "get_worker_info" in "".join(linecache.getlines(file))
+        return "divided" if divides else "iterable"
+    if kind is TensorDataset:
+        return "memory"
+    code, own = getattr(kind.__getitem__, "__code__", None), getattr(dataset, "__dict__", {})
+    if code is None or any(step.opname.startswith("CALL") for step in dis.get_instructions(code)):
+        return None
+    parts = [type(own[name]) for name in code.co_names if name in own]
+    return "memory" if parts and {*parts} <= {torch.Tensor, np.ndarray} else None
+
+
 class Hooks:
     """Enters and leaves the phases of a timer when the loop calls what they are about.
 
@@ -51,6 +118,8 @@ class Hooks:
         """The lines of user code that save."""
         self.workers: int | None = None
         """Processes of the last DataLoader that the loop waited for. None means there was none."""
+        self.dataset: str | None = None
+        """What it reads, as in `LoopFacts`."""
         self._timer, self._base = timer, base
 
     @contextmanager
@@ -58,8 +127,8 @@ class Hooks:
         """Time optimizers and saves inside the block."""
         with ExitStack() as stack:
             stack.enter_context(self._timer.collecting_gc())
-            stack.callback(register_optimizer_step_pre_hook(self._before_optimizer).remove)
-            stack.callback(register_optimizer_step_post_hook(self._after_optimizer).remove)
+            stack.callback(register_optimizer_step_pre_hook(guarded(self._before_optimizer)).remove)
+            stack.callback(register_optimizer_step_post_hook(guarded(self._after_optimizer)).remove)
             for module, name in SAVES:
                 kind, _, function = name.rpartition(".")
                 owner: Any = sys.modules.get(module)
@@ -107,6 +176,10 @@ class Hooks:
         if self._is_ours() and self._timer.current == "optimizer":
             self._timer.leave()
 
+    def _note_loader(self, batches: Any) -> None:
+        if hasattr(batches, "_num_workers"):
+            self.workers, self.dataset = batches._num_workers, rows_of(batches._dataset)
+
     def _timed(self, phase: str, plain: Callable[..., Result]) -> Callable[..., Result]:
         """Return a function whose calls are timed as a phase, and saves by their lines."""
 
@@ -116,7 +189,7 @@ class Hooks:
                 return plain(*args, **kwargs)
             before_s = self._timer.seconds[phase]
             if phase == "data_wait":
-                self.workers = getattr(args[0], "_num_workers", self.workers)
+                guarded(self._note_loader)(args[0])
             try:
                 with self._timer.phase(phase):
                     return plain(*args, **kwargs)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import dataclasses
 import functools
 import logging
 import threading
@@ -39,7 +38,9 @@ CALLED_STEPS = 8
 SAMPLED_EVERY_S = 0.01
 """Time between two looks at the loop's line."""
 FEW_STEPS = 5
-"""With fewer ordinary steps, averages mean nothing."""
+"""With fewer ordinary steps, averages mean nothing, unless the steps are long."""
+LONG_S = 2.0
+"""Seconds from which a step is long: a few of them tell as much as many short ones."""
 LOG = logging.getLogger("flatout.watch")
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -59,7 +60,10 @@ def safe(method: Method) -> Method:
         except Exception as error:
             self._is_off = True
             with suppress(Exception):
-                self._remove()
+                if self._settings.source != "script":
+                    self._remove()
+                elif self.windows is not None:  # torch may be calling the hooks one by one now
+                    self.windows.close()
             told = error.what if isinstance(error, FlatoutError) else repr(error)
             LOG.warning("flatout.watch has stopped, and the loop continues: %s", told)
             return None
@@ -102,6 +106,8 @@ class LoopWindows(Windows):
         super().__init__(timer, device, on_step)
         self.gpu: GpuFacts | None = None
         """What the driver reported of the GPU between two steps."""
+        self.called_steps = CALLED_STEPS
+        """Steps whose calls are marked."""
         self._recorded_steps = recorded_steps
 
     def _windows(self) -> Generator[None, None, None]:
@@ -109,35 +115,42 @@ class LoopWindows(Windows):
         with self._sampling(self.sampled_every_s):
             yield from self._ordinary(
                 lambda steps, seconds: (
-                    steps < MIN_ORDINARY_STEPS or (seconds < ORDINARY_S and steps < MAX_WARM_STEPS)
+                    steps < fewest(MIN_ORDINARY_STEPS, steps, seconds)
+                    or (seconds < ORDINARY_S and steps < MAX_WARM_STEPS)
                 )
             )
         if self.compilations:
             self.notes.append("Steps compile code: their calls and operations were not recorded.")
         else:
             self.gpu = gpu_facts(probe(), self.device)  # while it works
+            self.called_steps = 1 if self._is_late() else CALLED_STEPS
             yield from self._special()
         with self._sampling(self.sampled_every_s):
             yield from self._ordinary(lambda steps, seconds: True)
 
     def _special(self) -> Iterator[None]:
         """Take the steps that are slower, and do not count for the averages."""
-        yield from self._marked_calls(CALLED_STEPS)
+        yield from self._marked_calls(self.called_steps)
         if self._recorded_steps:
             yield from self._recorded(self._recorded_steps)
+
+    def _is_late(self) -> bool:
+        return self.step_s > LONG_S
 
     def _until_compiled(self) -> Iterator[None]:
         """Warm up until nothing is compiled any more."""
         yield
-        first_s = time.perf_counter()
+        first_s, least = time.perf_counter(), MIN_WARM_STEPS
         while self.warm.steps < MAX_WARM_STEPS:
+            last_s = time.perf_counter()
             compiles = self._compiled.changed()
             self.has_compiled |= compiles
             self._compiled.poll()
             long_enough = time.perf_counter() - first_s >= WARM_S or self.warm.steps >= 10
-            if self.warm.steps >= MIN_WARM_STEPS and long_enough and not compiles:
+            if self.warm.steps >= least and long_enough and not compiles:
                 return
             yield
+            least = fewest(MIN_WARM_STEPS, 1, time.perf_counter() - last_s)
 
 
 class LoopTimer:
@@ -207,7 +220,8 @@ class LoopTimer:
             grad_norms=tuple(self.records.grad_norms) or None,
             failure=self._failure,
         )
-        if windows.ordinary.steps < FEW_STEPS:
+        ordinary = windows.ordinary
+        if ordinary.steps < fewest(FEW_STEPS, ordinary.steps, ordinary.seconds):
             short = f"{self.steps} steps are too few to measure: the warm-up takes up to 20."
             return known.model_copy(update={"notes": (*windows.notes, short)})
         found = gathered(known, windows, windows.periodic_s())
@@ -241,6 +255,11 @@ class LoopTimer:
         """Processes of the torch DataLoader. None means none was seen."""
         return self._hooks.workers if self.windows is not None else None
 
+    @property
+    def dataset(self) -> str | None:
+        """What the last DataLoader reads, as in `LoopFacts`."""
+        return self._hooks.dataset if self.windows is not None else None
+
     def _started(self) -> LoopWindows | None:
         """Return the windows, which the first call makes. None in other threads than the loop's."""
         if self.windows is None:
@@ -262,17 +281,8 @@ class LoopTimer:
         self.records.add(self.steps, seconds, self._timer)
 
     @safe
-    def learn(self, *, model: Any, planned_steps: int | None) -> None:
-        """Note what a framework knows of its loop, unless the user has set it.
-
-        All torch DataLoaders are timed: such loops hide theirs, and state their steps.
-        """
-        known = self._settings
-        self._settings = dataclasses.replace(
-            known,
-            model=known.model or (model if isinstance(model, torch.nn.Module) else None),
-            planned_steps=known.planned_steps or planned_steps,
-        )
+    def time_loaders(self) -> None:
+        """Time all DataLoaders of torch, for a loop that hides its own and states its steps."""
         if self._started():
             self._installed.enter_context(self._hooks.loaders_installed())
             self._steps_are_stated = True
@@ -368,6 +378,11 @@ class LoopTimer:
                 self.windows.close()
         finally:
             self._installed.close()
+
+
+def fewest(usual: int, steps: int, seconds: float) -> int:
+    """Return how many steps are enough: two if those so far were long."""
+    return 2 if seconds > LONG_S * max(steps, 1) else usual
 
 
 def ranks() -> tuple[int, int]:

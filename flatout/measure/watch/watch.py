@@ -28,7 +28,6 @@ from flatout.measure.report.page import require_packages
 from flatout.measure.steps.evidence import Evidence, Phases
 from flatout.measure.watch.loop import LOG, LoopTimer, Settings, ranks
 from flatout.measure.watch.records import new_folder
-from flatout.measure.watch.trainers import callback
 
 Batch = TypeVar("Batch")
 PHASES = tuple(name.removesuffix("_s") for name in Phases.model_fields)
@@ -232,20 +231,6 @@ class Watch:
                 self._tell()
             except Exception as error:  # the loop is over, and its own result matters more
                 LOG.warning("flatout.watch could not show what it measured: %r", error)
-
-    def trainer_callback(self) -> Any:
-        """Return a callback for the Trainer of Hugging Face transformers.
-
-        Raises: MissingPackage without transformers.
-        """
-        return callback("transformers", self._loop, self.finish)
-
-    def lightning_callback(self) -> Any:
-        """Return a callback for the Trainer of Lightning.
-
-        Raises: MissingPackage without Lightning.
-        """
-        return callback("lightning", self._loop, self.finish)
 
     def __enter__(self) -> Self:
         return self

@@ -131,3 +131,34 @@ def test_usage_errors_are_reported_before_measuring(
     assert run(*(word.replace("SET", str(tiny_set)) for word in words)) == 2
     assert message in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        ("tune python train.py --epochs 3", "flatout tune -- python train.py --epochs 3"),
+        ("tune --minutes 3 train.py", "flatout tune --minutes 3 -- train.py"),
+        ("diagnose --json torchrun train.py", "flatout diagnose --json -- torchrun train.py"),
+        ("run --with bf16 train.py --lr 1", "flatout run --with bf16 -- train.py --lr 1"),
+    ],
+)
+def test_a_script_without_the_two_dashes_is_recognised(words, meant, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(words.split())
+    assert f"Did you mean `{meant}`?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["tune", "diagnose", "run"])
+def test_the_help_shows_the_command_of_a_script_first(command, capsys):
+    assert cli.execute([command, "--help"]) == 0
+    assert capsys.readouterr().out.startswith(f"Usage: flatout {command} [OPTIONS] -- COMMAND")
+
+
+def test_json_after_the_two_dashes_belongs_to_the_script(capsys):
+    for command in ("tune", "diagnose", "run --with bf16"):
+        assert cli.execute([*command.split(), "--", "no-such-command", "--json"]) == 2
+        shown = capsys.readouterr()
+        assert "There is no command 'no-such-command'" in shown.err
+        assert shown.out == ""
+    assert cli.execute(["diagnose", "--json", "--", "no-such-command"]) == 2
+    assert json.loads(capsys.readouterr().out)["exit_code"] == 2

@@ -267,5 +267,4 @@ def test_a_slow_callback_is_named_with_its_line(tiny_config, tmp_path, own_time)
     (finding,) = [one for one in diagnosis_of(found).findings if one.name not in MACHINE]
     assert finding.name == "slow-logging"
     assert finding.site.text == "compute()"
-    assert found.counterfactual_s["no-observers"] < 0.9 * found.step_s
     assert not any("=" in name for name in found.counterfactual_s), "auto chose all else"

@@ -148,6 +148,8 @@ CPU_CASES = {
     "anomaly-detection": {"loop__anomaly_detection": True},
     "broadcast-loss": {"sites": {"broadcast": (SITE,)}},
     "wasted-gradients": {"loop__wasted_gradients": 0.5},
+    "evaluation-mode": {"loop__evaluation_mode": 0.9, "sites": {"evaluation-mode": (SITE,)}},
+    "repeated-rows": {"loop__workers": 2, "loop__dataset": "iterable"},
     "busy-threads": {
         "counterfactual_s": {"short-turns": 0.05},
         "sites": {"thread": (TIMED_SITE,)},
@@ -315,6 +317,8 @@ def test_more_troubles_that_are_unstable(healthy):
     assert verdict(values) is None
     spike = [*values[:60], values[60] + 3.0, *values[61:]]
     assert verdict(spike).startswith("The loss jumps by 2.9")
+    assert verdict([1e-7 * one for one in spike]) is None
+    assert verdict([one - 2.0 for one in spike]) is None, "a difference, as of rewards"
     lost = [*values[:-1], math.nan]
     assert verdict(lost) == "The loss is not a number from step 990."
     risen = [value if n < 50 else value + 0.06 * (n - 50) for n, value in enumerate(values)]
@@ -381,14 +385,6 @@ def test_a_wait_that_the_gpu_hides_is_no_finding(healthy):
     assert [one.name for one in diagnosis_of(slow).findings] == ["slow-data"]
 
 
-def test_callbacks_count_by_the_steps_without_them(healthy):
-    slow = {"counterfactual_s": {"no-observers": 0.07}}
-    (finding,) = diagnosis_of(healthy(**slow)).findings
-    assert (finding.name, finding.share) == ("slow-logging", pytest.approx(0.3))
-    assert finding.figures["step_without_callbacks_ms"] == pytest.approx(70)
-    assert diagnosis_of(healthy(counterfactual_s={"no-observers": 0.095})).is_healthy
-
-
 def test_all_faster_settings_are_fixes_and_the_best_is_the_verdict(healthy):
     others = {"batch.rows_per_device=8 batch.accumulate=1": 0.06, "speedups=auto": 0.08}
     slower = {"speedups=-checkpointing": 0.12, "synthetic-data": 0.0995}
@@ -413,7 +409,31 @@ def test_fewer_threads_are_no_finding_where_others_use_the_cores_or_they_do_not_
     assert diagnosis_of(healthy(host__threads=4, host__other_busy_cores=4.0)).is_healthy
     useless = healthy(host__threads=4, counterfactual_s={"all-threads": 0.099})
     assert diagnosis_of(useless).is_healthy
+    other_work = {"phases": Phases(compute_s=0.007, other_s=0.09), "host__threads": 4}
+    assert diagnosis_of(healthy(**other_work, counterfactual_s={"all-threads": 0.05})).is_healthy
     assert [one.name for one in diagnosis_of(healthy(host__threads=16)).findings] == ["cpu-threads"]
+
+
+def advice(evidence):
+    """Return the verdict and fixes about the data of a script."""
+    evidence = evidence.model_copy(update={"config": None, "source": "script"})
+    found = next(f for f in diagnosis_of(evidence).findings if f.name == "slow-data")
+    return " ".join([found.verdict, *(one.text for one in found.fixes)])
+
+
+@pytest.mark.slow
+def test_more_workers_are_advised_only_where_they_can_help(healthy):
+    waits = {"phases__data_wait_s": 0.04}
+    assert "num_workers=1" in advice(healthy(**waits))
+    assert "num_workers=3" in advice(healthy(**waits, loop__workers=2))
+    assert "num_workers" not in advice(healthy(**waits, loop__workers=2, host__cores=2))
+    assert "num_workers=1" in advice(healthy(**waits, loop__workers=0, host__cores=2))
+    assert "num_workers" not in advice(healthy(**waits, loop__dataset="memory"))
+    assert "num_workers=0" in advice(healthy(**waits, loop__dataset="memory", loop__workers=2))
+    assert "get_worker_info" in advice(healthy(**waits, loop__dataset="iterable"))
+    assert "get_worker_info" not in advice(healthy(**waits, loop__dataset="divided"))
+    assert "has only 64 MiB" in advice(healthy(**waits, host__shared_gib=1 / 16))
+    assert "--shm-size" not in advice(healthy(**waits, host__shared_gib=8.0))
 
 
 def test_environment_variables_that_are_off_are_no_finding(healthy):

@@ -129,11 +129,19 @@ HEALTHY = {
 }
 
 
-def test_the_line_of_a_busy_thread_is_seen(write):
+def test_the_line_of_a_busy_thread_is_seen_and_its_turns_stay_as_long(write, capfd):
     """How long the loop waits for it depends on the machine. The rule is tested on its own."""
-    before = "import threading\ndef poll():\n    while len(kept) < 9: pass\n"
-    text = script(before=before + "threading.Thread(target=poll, daemon=True).start()")
+    before = (
+        "import atexit, collections, threading\nturns = collections.Counter()\n"
+        "atexit.register(lambda: print(turns[0.005] > 0.5 * sum(turns.values())))\n"
+        "def poll():\n    while len(kept) < 9: pass\n"
+    )
+    text = script(
+        before=before + "threading.Thread(target=poll, daemon=True).start()",
+        after="turns[round(sys.getswitchinterval(), 6)] += 1",
+    )
     answer, _, _ = run_script(write(text), Request(seconds=0.8))
+    assert capfd.readouterr().out == "True\n"
     (site, *_) = answer.evidence.sites["thread"]
     assert site.text == "while len(kept) < 9: pass"
     assert answer.evidence.counterfactual_s["short-turns"] > 0
@@ -154,6 +162,15 @@ def test_the_hooks_end_the_script_and_its_last_words_are_said(write, capfd):
     answer, code, _ = run_script(write(text), Request(seconds=60.0, steps=12))
     assert (answer.steps, code) == (12, 0)
     assert capfd.readouterr().out == "at exit\n"
+
+
+@pytest.mark.faults
+def test_long_steps_are_measured_a_few_times_only(write):
+    answer, code, _ = run_script(write(script(after="time.sleep(2.1)")), Request(seconds=3.0))
+    assert code == 0
+    assert answer.steps <= 9
+    assert answer.evidence.step_s > 2
+    assert answer.evidence.sites["own"][0].text == "time.sleep(2.1)"
 
 
 def test_with_json_its_output_goes_to_standard_error(write, capfd):

@@ -23,7 +23,7 @@ def test_lines_that_train_are_told_from_others(weights):
         loss = (weights @ weights).sum()
         copy = weights.detach().clone()
         shown = str(weights.abs().max())
-        recorder.note_backward(loss)
+        recorder.note_backward([loss])
     lines = [(file, here + 2), (file, here + 3), (file, here + 4)]
     assert [line in recorder.trains for line in lines] == [True, False, False]
     assert (file, here + 5) in recorder.trains, "it calls the backward pass"

@@ -1,32 +1,34 @@
-"""The search for changes of a script, over made-up trials."""
+"""`flatout tune -- python train.py` over made-up runs of a script, and what its results say."""
 
 from __future__ import annotations
 
 import math
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import pytest
 
+import flatout
 from flatout.errors import ConfigError, RunFailed
 from flatout.measure.experiments.records import Left
 from flatout.measure.experiments.report import NO_TIME
 from flatout.measure.scripts import tune
-from flatout.measure.scripts.patch import Patch
-from flatout.measure.scripts.request import Answer
-from flatout.measure.scripts.tune import (
-    Point,
-    Search,
-    difference,
-    last_words,
-    name_of,
-    ratio,
-    scaled,
-)
+from flatout.measure.scripts.request import Answer, Facts, Site
+from flatout.measure.scripts.run import Ran
+from flatout.measure.scripts.tune import difference, last_words, name_of, scaled
 from flatout.measure.scripts.tuning import ScriptTuning
-from flatout.progress import SILENT
+from flatout.measure.steps.evidence import Evidence, Phases
+
+SOURCE = """import torch
+torch.autograd.set_detect_anomaly(True)
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+"""
+EDITS = {"tf32": "matmul_precision", "compile": ".compile()", "bf16": "autocast"}
+"""What is in the patched file, by change."""
 
 
 @dataclass
@@ -42,70 +44,134 @@ class Script:
     noise: float = 0.0
     """Relative difference of the losses from run to run."""
     seed_spread: float = 0.0
-    patched: tuple[str, ...] = ()
-    """Changes that the patched files really make."""
-    runs: list[Point] = field(default_factory=list)
+    jitter: Sequence[float] = (1.0, 1.004)
+    """Factors of the step times, run after run."""
+    has_losses: bool = True
+    step_s: float = 0.1
+    look_s: float = 10.0
+    trial_s: float = 10.0
+    stops_in: int | None = None
+    """The trial in which Ctrl+C comes."""
+    patched: tuple[str, ...] | None = None
+    """Changes that the patched files really make, if other than the edits."""
+    runs: list[tuple[str, ...]] = field(default_factory=list)
+    """The changes of each trial."""
+    steps: list[int] = field(default_factory=list)
+    starts_s: list[float] = field(default_factory=list)
     now_s: float = 0.0
 
-    def run(self, search, point):
-        self.runs.append(point)
+    def run(self, words, request, *, folder, limit_s, **_):
+        takes_s = self.look_s if request.timing is None else self.trial_s
+        began_s = self.now_s
+        self.now_s += min(takes_s, limit_s)
+        if takes_s > limit_s:
+            return Ran(Answer(steps=3), None, "")
+        if request.timing is None:
+            phases = Phases(compute_s=self.step_s)
+            found = Evidence(source="script", step_s=self.step_s, phases=phases, device="cpu")
+            return Ran(Answer(evidence=found, facts=Facts(), sites=self.sites, steps=30), 0, "")
+        text = (folder / "train.py").read_text()
+        changes = request.changes
+        if text != SOURCE:
+            changes = tuple(name for name, mark in EDITS.items() if mark in text)
+            changes += ("no-anomaly",) * ("anomaly" not in text)
+            changes = changes if self.patched is None else self.patched
+        self.runs.append(changes)
+        self.steps.append(request.timing.steps)
+        self.starts_s.append(began_s)
         number = len(self.runs)
-        self.now_s += 10
-        changes = self.patched if point.is_patched else point.changes
+        if number == self.stops_in:
+            raise KeyboardInterrupt
+        if self.broken & {*changes}:
+            return Ran(Answer(), 1, "OutOfMemoryError: 3 GiB")
         speed = math.prod(self.speed.get(name, 1.0) for name in changes)
-        if point.words:
-            speed /= 1.0 + 0.3 * math.log2(int(point.words[-1]) / 8)
+        if words[-1].isdigit():
+            speed /= 1.0 + 0.3 * math.log2(int(words[-1]) / 8)
         error = sum(self.wrong.get(name, 0.0) for name in changes)
-        error += self.noise * (number % 3) + self.seed_spread * (point.seed_offset / 1000 % 3)
+        error += self.noise * (number % 3)
+        error += self.seed_spread * (request.timing.seed_offset / 1000 % 3)
+        factor = self.jitter[number % len(self.jitter)]
+        steps = request.timing.steps
+        slow = [50.0] if "compile" in changes else []
         answer = Answer(
-            step_s=[(1 + 0.004 * (number % 2)) / speed] * 16,
-            losses=[5.0 * (1 + error)] * 16,
-            compiled=[0] if "compile" in changes else [],
-            problem="OutOfMemoryError: 3 GiB" if self.broken & {*changes} else None,
+            step_s=[*slow, *[self.step_s * factor / speed] * (steps - len(slow))],
+            losses=[5.0 * (1 + error)] * steps * self.has_losses,
+            compiled=[0] if slow else [],
         )
-        search.done.append((point, answer))
-        return answer
+        return Ran(answer, 0, "")
+
+    @property
+    def sites(self):
+        shared = {"file": str(self.path), "names": {"model": "model", "torch": "torch"}}
+        return (
+            Site(
+                kind="anomaly",
+                name="set_detect_anomaly",
+                line=2,
+                end_line=2,
+                end_column=39,
+                **shared,
+            ),
+            Site(
+                kind="optimizer", name="SGD", line=4, end_line=4, column=12, end_column=55, **shared
+            ),
+        )
 
 
 @pytest.fixture
-def search(monkeypatch):
-    """Return a function that searches among the changes of a made-up script."""
+def tuned(tmp_path, monkeypatch):
+    """Return a function that tunes a made-up script with the changes that it knows."""
 
-    def searched(script, *, minutes=1e6):
-        monkeypatch.setattr(Search, "run", lambda search, point: script.run(search, point))
-        monkeypatch.setattr(tune.time, "monotonic", lambda: script.now_s)
-        with SILENT.task("") as task:
-            found = Search(["train.py"], None, 16, 0.0, 60 * minutes, 60.0, task)
-            found.screen(list({**script.speed, **script.wrong}))
-            found.add()
-            return found
+    def search(script, /, *, minutes=1e4, **options):
+        monkeypatch.chdir(tmp_path)
+        script.path = tmp_path / "train.py"
+        script.path.write_text(SOURCE)
+        monkeypatch.setattr(tune, "run_script", script.run)
+        monkeypatch.setattr(tune, "time", SimpleNamespace(monotonic=lambda: script.now_s))
+        names = ",".join({**script.speed, **script.wrong})
+        options = {"script": ["train.py"], "only": names} | options
+        return flatout.tune(minutes=minutes, **options)
 
-    return searched
+    return search
 
 
-def test_winners_are_added_by_gain_and_the_rest_has_a_reason(search):
+def rows_of(found):
+    return {row.name: row for row in found.changes}
+
+
+def test_winners_are_added_by_gain_and_the_rest_has_a_reason(tuned):
     script = Script(
         speed={"tf32": 1.2, "compile": 1.9, "bf16": 1.0, "malloc": 0.9, "threads": 1.5},
         broken=frozenset({"threads"}),
     )
-    found = search(script)
-    assert found.taken == ("compile", "tf32")
-    rows = found.rows
+    found = tuned(script)
+    rows = rows_of(found)
+    assert found.taken == ["compile", "tf32"]
+    assert found.gain.median == pytest.approx(2.28, rel=0.01)
+    assert found.gain.low > 2.2
+    assert found.gain_losses.within_tolerance
     assert rows["compile"].gain.median == pytest.approx(1.9, rel=0.01)
     assert rows["tf32"].against == ["compile"]
     assert "OutOfMemoryError" in rows["threads"].reason
     assert not rows["bf16"].taken
     assert rows["malloc"].first_gain == pytest.approx(0.9, rel=0.01)
+    assert "model.compile()" in found.patch
 
 
-def test_a_change_that_alters_the_losses_is_not_taken(search):
+def test_a_change_that_alters_the_losses_is_not_taken(tuned):
     script = Script(speed={"fused-optimizer": 1.5, "bf16": 1.5}, wrong={"fused-optimizer": 0.01})
-    found = search(script)
-    assert found.taken == ("bf16",)
-    row = found.rows["fused-optimizer"]
+    found = tuned(script)
+    assert found.taken == ["bf16"]
+    row = rows_of(found)["fused-optimizer"]
     assert row.within_tolerance is False
     assert row.loss_difference == pytest.approx(0.01)
     assert "losses exceed" in row.reason
+
+
+def test_without_a_loss_nothing_is_taken_and_the_reason_is_said(tuned):
+    found = tuned(Script(speed={"bf16": 1.5}, has_losses=False))
+    assert found.taken == []
+    assert "no loss was seen" in rows_of(found)["bf16"].reason
 
 
 @pytest.mark.parametrize(
@@ -118,31 +184,88 @@ def test_a_change_that_alters_the_losses_is_not_taken(search):
     ],
     ids=["noise of one seed", "spread over seeds", "beyond both", "nan"],
 )
-def test_losses_are_judged_by_the_noise_of_the_unchanged_script(search, script, is_taken):
-    assert ("compile" in search(script).taken) is is_taken
+def test_losses_are_judged_by_the_noise_of_the_unchanged_script(tuned, script, is_taken):
+    assert ("compile" in tuned(script).taken) is is_taken
 
 
-def test_blocks_are_compiled_only_where_the_model_cannot_be(search):
+def test_blocks_are_compiled_only_where_the_model_cannot_be(tuned):
     both = {"compile": 1.5, "compile-each-block": 2}
-    assert "compile-each-block" not in search(Script(speed=both)).rows
-    script = Script(speed=both, broken=frozenset({"compile"}))
-    assert search(script).taken == ("compile-each-block",)
+    assert "compile-each-block" not in rows_of(tuned(Script(speed=both)))
+    script = Script(speed=both, broken=frozenset({"compile"}), patched=("compile-each-block",))
+    assert tuned(script).taken == ["compile-each-block"]
 
 
-def test_the_time_limit_omits_what_does_not_fit_but_the_best_is_repeated(search):
-    script = Script(speed={"tf32": 1.5, "compile": 1.7, "bf16": 1.6})
-    found = search(script, minutes=0.9)
-    assert [*found.rows] == ["tf32", "compile"]
-    assert found.taken == ("compile",)
-    assert "time was up" in found.rows["tf32"].reason
-    assert script.now_s <= 90
+@pytest.mark.parametrize("trial_s", [5.0, 10.0, 25.0])
+@pytest.mark.parametrize("minutes", [1, 2, 4, 6])
+def test_the_time_is_kept_and_the_first_changes_are_measured_in_its_first_half(
+    tuned, minutes, trial_s
+):
+    speed = {"tf32": 1.5, "bf16": 1.6, "compile": 1.7}
+    script = Script(speed=speed, trial_s=trial_s, look_s=trial_s)
+    found = tuned(script, minutes=minutes)
+    assert script.now_s <= 60 * minutes
+    if trial_s <= 10 * minutes:
+        first = next(start for start, run in zip(script.starts_s, script.runs, strict=True) if run)
+        assert first + trial_s <= 30 * minutes
+    if 60 * minutes >= 3 * trial_s:
+        assert any(row.first_gain for row in found.changes)
+    if 60 * minutes > 12 * trial_s:
+        assert found.taken
+        assert found.verified.low > 1
+    elif not found.taken:
+        assert found.patch == ""
+        assert "not proven" in found.summary() or "The time was up" in found.summary()
 
 
-def test_a_script_that_fails_unchanged_is_an_error(search):
+def test_ctrl_c_reports_what_was_measured(tuned, tmp_path):
+    script = Script(speed={"tf32": 1.5, "bf16": 1.6, "compile": 1.7}, stops_in=6)
+    found = tuned(script)
+    assert (found.ended_by_signal, found.exit_code) == (2, 130)
+    assert len(script.runs) == 6
+    assert rows_of(found)["bf16"].first_gain == pytest.approx(1.6, rel=0.01)
+    assert found.summary().startswith("Interrupted")
+    assert found.taken == []
+    assert (tmp_path / "tuned-train" / "tuning.json").is_file()
+    early = tuned(Script(speed={"tf32": 1.5}, stops_in=1))
+    assert early.changes == []
+    assert early.exit_code == 130
+
+
+def test_a_gain_whose_interval_holds_one_is_not_proven_and_no_patch_is_written(tuned, tmp_path):
+    script = Script(speed={"tf32": 1.6}, jitter=(0.7, 1.2, 0.8, 1.2))
+    found = tuned(script, patch="x.patch")
+    assert found.taken == []
+    assert found.patch == ""
+    assert "not proven" in found.summary()
+    assert "git apply" not in found.summary()
+    assert not (tmp_path / "x.patch").exists()
+
+
+def test_a_script_that_fails_unchanged_is_an_error(tuned):
     script = Script(speed={"tf32": 1.5})
-    script.run = lambda search, point: Answer(problem="boom")
-    with pytest.raises(RunFailed, match="boom"):
-        search(script)
+    plain = script.run
+
+    def run(words, request, **options):
+        ran = plain(words, request, **options)
+        return ran if request.timing is None else Ran(Answer(), 1, "ValueError: boom")
+
+    script.run = run
+    with pytest.raises(RunFailed, match="ValueError: boom"):
+        tuned(script)
+
+
+def test_the_time_of_a_script_that_is_not_over_says_what_was_seen(tuned):
+    with pytest.raises(RunFailed, match="took 3 steps until its time was up"):
+        tuned(Script(speed={"tf32": 1.5}, look_s=100.0), minutes=1)
+
+
+def test_long_steps_make_short_trials(tuned):
+    script = Script(speed={"tf32": 1.5}, step_s=6.0, trial_s=40.0)
+    assert tuned(script, minutes=10).taken == ["tf32"]
+    assert max(script.steps) <= 6
+    script = Script(speed={"tf32": 1.5}, step_s=0.01)
+    tuned(script)
+    assert max(script.steps) == 304
 
 
 @pytest.mark.parametrize(
@@ -155,7 +278,7 @@ def test_a_script_that_fails_unchanged_is_an_error(search):
     ],
 )
 def test_a_patch_is_given_only_if_the_patched_script_keeps_the_gain(
-    search, monkeypatch, patched, withheld
+    tuned, tmp_path, patched, withheld
 ):
     script = Script(
         speed={"no-anomaly": 1.5, "malloc": 0.8, "threads": 1.0},
@@ -163,25 +286,30 @@ def test_a_patch_is_given_only_if_the_patched_script_keeps_the_gain(
         broken=frozenset({"threads"}),
         patched=patched,
     )
-    found = search(script)
-    assert found.taken == ("no-anomaly",)
-    monkeypatch.setattr(tune, "patch_of", lambda *_: Patch(diff="--- a", by_hand=[]))
-    found.scratch = SimpleNamespace(source=None)
-    result = found.finish([], "cpu")
-    assert (withheld or "None") in str(result.get("withheld"))
-    assert bool(result["patch"]) is (withheld is None)
-    assert result.get("gain") == result.get("verified")
+    result = tuned(script, patch="x.patch")
+    assert (withheld or "None") in str(result.withheld)
+    assert bool(result.patch) is (withheld is None)
+    assert (tmp_path / "x.patch").exists() is (withheld is None)
+    assert bool(result.taken) is (withheld is None)
 
 
-def test_larger_batches_are_measured_by_samples_or_with_less_accumulation(search):
-    found = search(Script(speed={"tf32": 1.0}))
-    found.command = ["train.py", "--batch", "8"]
-    found.grow_batch("--batch", None)
-    gains = [row.gain.median for name, row in found.rows.items() if name.startswith("--batch")]
+def test_larger_batches_are_measured_by_samples_or_with_less_accumulation(tuned):
+    words = ["train.py", "--batch", "8"]
+    found = tuned(Script(speed={"tf32": 1.0}), script=words, batch_flag="--batch")
+    gains = [row.gain.median for row in found.changes if row.name.startswith("--batch")]
     assert gains[0] == pytest.approx(2 / 1.3, rel=0.02)
-    assert all("samples per second" in row.reason for row in found.rows.values() if row.gain)
+    assert all("samples per second" in row.reason for row in found.changes if row.gain)
+    flags = {"batch_flag": "--batch", "accumulate_flag": "--accumulate"}
     with pytest.raises(ConfigError, match="no --accumulate"):
-        found.grow_batch("--batch", "--accumulate")
+        tuned(Script(speed={"tf32": 1.0}), script=words, **flags)
+
+
+def test_pairs_take_turns(tuned):
+    """Whichever of two runs first gains nothing by it."""
+    script = Script(speed={"tf32": 1.02, "bf16": 1.03})
+    tuned(script)
+    turns = [run for run in script.runs[4:8] if len(run) < 2]
+    assert turns == [(), ("bf16",), ("bf16",), ()]
 
 
 def test_arguments_are_found_and_replaced_in_both_forms():
@@ -204,26 +332,11 @@ def test_a_failure_without_a_message_has_the_line_of_the_user(tmp_path):
     assert last_words("killed") == "killed"
 
 
-def test_a_ratio_omits_the_start_and_what_compiles():
-    slow = Answer(step_s=[9.0] * 4 + [2.0] * 6)
-    fast = Answer(step_s=[1.0] * 4 + [1.0, 1.0, 50.0, 1.0, 1.0, 1.0], compiled=[6])
-    assert ratio(fast, slow) == pytest.approx(2.0)
-    assert ratio(slow, fast) == pytest.approx(0.5)
-
-
 def test_losses_that_are_missing_or_no_numbers_are_infinitely_apart():
     assert difference([1.0, 2.0], [1.0, 2.0]) == 0
     assert difference([1.0, 2.2], [1.0, 2.0]) == pytest.approx(0.1)
     assert difference([], [1.0]) == math.inf
     assert difference([math.nan], [1.0]) == math.inf
-
-
-def test_repeats_stop_once_they_decide(search):
-    """The first trial of a change counts, unless winners were added since."""
-    script = Script(speed={"tf32": 3.0, "bf16": 2.0})
-    found = search(script)
-    assert [len(group) for group in found.noise[1:]] == [2, 2]
-    assert found.rows["tf32"].gain.low > 2
 
 
 @pytest.mark.parametrize(
@@ -236,12 +349,6 @@ def test_repeats_stop_once_they_decide(search):
 )
 def test_results_are_named_after_the_script(command, name):
     assert name_of(command.split()) == name
-
-
-def test_order_alternates_within_pairs(search):
-    script = Script(speed={"tf32": 1.02, "bf16": 1.03})
-    search(script)
-    assert [point.changes for point in script.runs[5:9]] == [(), ("bf16",), ("bf16",), ()]
 
 
 def test_changes_that_there_was_no_time_for_are_named():

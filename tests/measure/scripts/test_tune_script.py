@@ -17,7 +17,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 for step in range(100_000):
     loss = model(torch.randn(8, 32)).square().mean()
     optimizer.zero_grad()
-    loss.backward()
+    torch.autograd.backward(loss)
     optimizer.step()
     torch.save(model.state_dict(), "model.pt")
 """
@@ -119,9 +119,12 @@ def test_losses_that_are_no_numbers_are_compared_with_nothing(tmp_path):
         "torch.autograd.set_detect_anomaly(True)", "torch.set_num_threads(1)"
     )
     (tmp_path / "train.py").write_text(text)
-    words = ("--only", "zero-grad-none", "--minutes", "1.5", "--json")
+    (tmp_path / "x.patch").write_text("of an earlier tune")
+    words = ("--only", "zero-grad-none", "--minutes", "1.5", "--patch", "x.patch", "--json")
     done = flatout(tmp_path, "tune", *words, "--", sys.executable, "train.py")
     assert json.loads(done.stdout.splitlines()[-1])["taken"] == []
+    assert "x.patch is not written" in done.stderr
+    assert not (tmp_path / "x.patch").exists()
 
 
 @pytest.mark.faults
