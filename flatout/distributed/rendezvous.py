@@ -44,6 +44,8 @@ TIMEOUT = timedelta(hours=6)
 """How long connected processes wait for each other: rank 0 may download a dataset or a checkpoint,
 or hash large ones. A process that ends is noticed at once, and the watchdog reports one that hangs.
 """
+STEP_TIMEOUT = timedelta(minutes=10)
+"""How long they wait for each other once the first step is done, as `expect_steps` sets it."""
 ANSWER_S = 20.0
 """How long rank 0 may take to answer the others once its port accepts connections."""
 RELEASE_S = 0.2
@@ -102,6 +104,17 @@ def stated_ranks() -> Ranks:
             fix=USE_TORCHRUN,
         )
     return Ranks(rank, world_size, local_rank, local_world_size)
+
+
+def expect_steps() -> None:
+    """Wait at most STEP_TIMEOUT in a collective from now on: a rank that hangs ends the run.
+
+    Downloads and the hashing of large files are over after the first step. A single process does
+    nothing.
+    """
+    if dist.is_initialized():
+        for group in [*dist.distributed_c10d._world.pg_map]:  # there is no public function
+            dist.distributed_c10d._set_pg_timeout(STEP_TIMEOUT, group)
 
 
 def connect(device: str) -> Ranks:

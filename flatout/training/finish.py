@@ -7,7 +7,7 @@ from flatout.hardware.roofline import Peak, peak_tflops
 from flatout.progress import counted
 from flatout.storage.json_io import JsonObject
 from flatout.training.checkpoint import catalog
-from flatout.training.checkpoint.read_write import weights_sha256
+from flatout.training.checkpoint.contents import digest_of
 from flatout.training.evaluation import Evaluation
 from flatout.training.loop import (
     ends_early,
@@ -124,9 +124,7 @@ def summarise(run: Run, log: Log, evaluation: Evaluation | None) -> JsonObject:
         "wall_s": wall_s,
         "elapsed_s": run.elapsed_s,
         "resumed_from": run.resumed_from,
-        "weights_sha256": run.mesh.broadcast_object(
-            weights_sha256(last) if run.mesh.is_main else ""
-        ),
+        "weights_sha256": run.mesh.broadcast_object(digest_of(last) if run.mesh.is_main else ""),
     }
 
 

@@ -6,6 +6,7 @@ from contextlib import suppress
 
 from flatout.assembly.run import Run
 from flatout.config.sections import TrainConfig
+from flatout.distributed.rendezvous import expect_steps
 from flatout.training.divergence import require_good_steps
 from flatout.training.evaluation import Evaluation, EvaluationDropped, score
 from flatout.training.halving import attempts
@@ -23,7 +24,7 @@ def fit(session: Session) -> Run:
     and `run.evaluation_due` is then True: the next process starts with it.
     Raises: RunFailed when training has diverged, as `require_good_steps`.
     """
-    run, log = session.run, session.log
+    run, log, first = session.run, session.log, session.run.step
     saves, phase = SaveSchedule(run, log), log.clock.timer.phase
     with run.pulse.during("training"), run.recipe.cudnn_benchmark(), run.recipe.gc() as collect:
         if run.evaluation_due:
@@ -45,6 +46,8 @@ def fit(session: Session) -> Run:
                 run.loader.seek(position)
                 break
             run.step += 1
+            if run.step == first + 1:
+                expect_steps()
             run.tokens += batch.tokens
             with phase("logging"):
                 log.step(batch, result)  # reads back one step late, so logging never stalls

@@ -44,6 +44,8 @@ NOT_DETERMINISTIC = " does not have a deterministic implementation"
 """What torch writes after the name of an operation that has no deterministic form."""
 PEER_LEFT = ("Connection closed by peer", "Connection reset by peer")
 """Gloo's messages when another process has exited."""
+TIMED_OUT = "Timed out waiting"
+"""Gloo's message when a collective takes longer than `rendezvous.STEP_TIMEOUT`."""
 MAX_SHARE_LEFT = 0.95
 """A setting is suggested when it reduces the need to at most this share."""
 OTHERWISE = (
@@ -76,7 +78,7 @@ def explained(run: Run) -> Iterator[None]:
 
 @contextmanager
 def peers_named() -> Iterator[None]:
-    """Replace torch's error about another process that has exited with a RunFailed."""
+    """Replace torch's errors about another process that exited or hangs with a RunFailed."""
     try:
         yield
     except RuntimeError as error:
@@ -84,6 +86,12 @@ def peers_named() -> Iterator[None]:
             raise RunFailed(
                 "Another process of this run has ended.",
                 fix="See its message for the cause, then run the same command again.",
+            ) from error
+        if TIMED_OUT in str(error):
+            raise RunFailed(
+                "Another process of this run did not answer in time: it hangs, or is far slower.",
+                fix="Look for its last message, and run the same command again. "
+                "train.watchdog_stop=true writes where each process stands.",
             ) from error
         raise
 

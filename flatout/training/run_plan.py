@@ -105,9 +105,10 @@ def agree_on_plan(request: RunRequest) -> RunPlan:
     if request.ranks.world_size == 1:
         return plan_run(request)
     box: list[RunPlan | None] = [None]
+    check = _checked_together(request.folder, request.ranks)
     try:
         if request.ranks.rank == 0:
-            box[0] = plan_run(request)
+            box[0] = plan_run(request, check)
     finally:
         # even if rank 0 failed: the others would wait forever
         torch.distributed.broadcast_object_list(box, src=0)
@@ -116,7 +117,19 @@ def agree_on_plan(request: RunRequest) -> RunPlan:
     return box[0]
 
 
-def plan_run(request: RunRequest) -> RunPlan:
+def _checked_together(folder: Path, ranks: Ranks) -> catalog.Check:
+    """Read the newest checkpoint of a run, each rank its own files, and return a check of it."""
+    newest: list[Path | None] = [None]
+    if ranks.rank == 0 and (steps := catalog.steps(folder)):
+        newest[0] = catalog.checkpoint_path(folder, steps[-1])
+    torch.distributed.broadcast_object_list(newest, src=0)
+    found: list[dict[Path, str]] = [{}] * ranks.world_size
+    own = catalog.digests_of(newest[0], ranks.rank, ranks.world_size) if newest[0] else {}
+    torch.distributed.all_gather_object(found, own)
+    return catalog.check_with({path: sha for each in found for path, sha in each.items()})
+
+
+def plan_run(request: RunRequest, check: catalog.Check = catalog.check_file) -> RunPlan:
     """Return the plan for the run in the locked run directory, or for a new run.
 
     Raises: CheckpointError, DataError when a file cannot be read; ConfigError when the request
@@ -126,11 +139,11 @@ def plan_run(request: RunRequest) -> RunPlan:
     require_run_directory(request.folder)
     restored = _restore_lost(request)
     try:
-        return _plan_here(request)
+        return _plan_here(request, check)
     except catalog.NoneComplete:
         if restored or not _restore_lost(request, are_damaged=True):
             raise
-        return _plan_here(request)
+        return _plan_here(request, check)
 
 
 def _restore_lost(request: RunRequest, *, are_damaged: bool = False) -> bool:
@@ -147,7 +160,7 @@ def _restore_lost(request: RunRequest, *, are_damaged: bool = False) -> bool:
         )
 
 
-def _plan_here(request: RunRequest) -> RunPlan:
+def _plan_here(request: RunRequest, check: catalog.Check) -> RunPlan:
     """Return the plan for a run whose directory has what can be restored."""
     folder, dataset = request.folder, request.dataset
     stored = None
@@ -157,7 +170,7 @@ def _plan_here(request: RunRequest) -> RunPlan:
         remember(folder, request.config.references())
     resume = resume_path(request.resume)
     with writing_run(folder):
-        checkpoint = resume_from(folder, resume, progress=request.progress)
+        checkpoint = resume_from(folder, resume, check=check, progress=request.progress)
     if stored is not None:
         require_tokenizer(folder, dataset, checkpoint)
         return _plan_stored(request, stored, resume, checkpoint)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from warm import run_ranks
 
 from flatout.distributed import rendezvous
 from flatout.distributed.rendezvous import (
@@ -29,6 +30,7 @@ import warnings, torch
 warnings.simplefilter("error")
 from flatout.distributed.rendezvous import connect, disconnect
 import torch.distributed as dist
+from warm import run_ranks
 ranks = connect("cpu")
 total = torch.tensor(ranks.rank + 1)
 dist.all_reduce(total)
@@ -204,3 +206,10 @@ def test_the_launcher_is_recognised(environment, monkeypatch):
     assert launcher() == os.getppid()
     environment(FLATOUT_LAUNCHER="4711")
     assert launcher() == 4711
+
+
+def test_after_the_first_step_a_rank_that_does_not_answer_ends_the_run():
+    assert rendezvous.STEP_TIMEOUT.total_seconds() == 600
+    done = run_ranks([Path(__file__).with_name("slow_rank.py")], cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert "did not answer in time" in done.stdout

@@ -16,7 +16,8 @@ from flatout.errors import CheckpointError, ConfigError, Stopped
 from flatout.storage.files import sha256
 from flatout.training import run as training
 from flatout.training.checkpoint import catalog
-from flatout.training.checkpoint.read_write import read_weights, weights_sha256
+from flatout.training.checkpoint.contents import digest_of
+from flatout.training.checkpoint.read_write import read_weights
 from flatout.training.init_from import find_weights, run_of
 from flatout.training.run import run_training
 from flatout.training.run_dir.layout import read_config
@@ -90,7 +91,7 @@ def test_generators_are_those_of_a_fresh_run(tiny_config, source, tmp_path, stop
 def test_a_checkpoint_can_be_named(tiny_config, source, tmp_path):
     chosen = catalog.checkpoint_path(source, 2)
     run_training(tiny_config(train__init_from=str(chosen), train__steps=1), tmp_path / "run")
-    assert weights_sha256(catalog.checkpoint_path(tmp_path / "run", 0)) == weights_sha256(chosen)
+    assert digest_of(catalog.checkpoint_path(tmp_path / "run", 0)) == digest_of(chosen)
 
 
 def test_a_run_resumes_after_its_source_was_deleted(tiny_config, source, tmp_path, stop_at):

@@ -56,7 +56,8 @@ def test_one_process_and_several_read_each_others_checkpoints(layout):
     read_write.load(first, there)
     differences = read_write.load(second, back)
     assert "written by" in differences[0]
-    assert read_write.weights_sha256(there) == read_write.weights_sha256(back)
+    one, two = read_write.read_weights(there), read_write.read_weights(back)
+    assert all(torch.equal(one[name], two[name]) for name in one | two)
     torch.manual_seed(0)
     one = outcome(first, 3)
     torch.manual_seed(0)

@@ -11,6 +11,7 @@ Letters in names: N sequences, T tokens of one sequence, W = T + 1 (its inputs a
 from __future__ import annotations
 
 from functools import cached_property
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,6 +74,14 @@ class Dataset:
         return load_tokenizer(
             self.path / self.manifest.tokenizer.file, sha256=self.manifest.tokenizer.digest
         )
+
+    @cached_property
+    def digests(self) -> dict[SplitName, str]:
+        """A digest of each split's tokens, from the checksums in the manifest."""
+        names: tuple[SplitName, ...] = ("train", "val")
+        include: dict[str, Any] = {"vocab_size": True, "dtype": True}
+        texts = (self.manifest.model_dump_json(include=include | {"splits": {n}}) for n in names)
+        return {n: sha256(t.encode()).hexdigest()[:16] for n, t in zip(names, texts, strict=True)}
 
     def split(self, name: SplitName) -> Split:
         """Return `train` or `val`. A split without documents has no tokens."""

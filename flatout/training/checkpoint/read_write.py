@@ -19,7 +19,6 @@ import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from flatout.errors import CheckpointError
@@ -77,15 +76,6 @@ def read_weights(checkpoint: Path) -> dict[str, Tensor]:
     tensors.fill(targets, entries, checkpoint)
     weights = targets | {alias: targets[name] for alias, name in index.aliases.items()}
     return {name.removeprefix(WEIGHTS): tensor for name, tensor in weights.items()}
-
-
-def weights_sha256(checkpoint: Path) -> str:
-    """Return a digest of all stored weights. It does not depend on how many ranks wrote them."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(read_weights(checkpoint).items()):
-        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
 
 
 def _prepare(

@@ -114,13 +114,7 @@ def data_facts(dataset: AnyDataset) -> list[JsonObject]:
             "vocab_size": part.dataset.manifest.vocab_size,
             "tokens": part.dataset.manifest.splits["train"].tokens,
             "documents": part.dataset.manifest.splits["train"].documents,
-            "digest": digest(
-                [
-                    part.dataset.manifest.model_dump_json(
-                        include={"vocab_size": True, "dtype": True, "splits": {"train"}}
-                    )
-                ]
-            ),
+            "digest": part.dataset.digests["train"],
         }
         for part in members_of(dataset)
     ]

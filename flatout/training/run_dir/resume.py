@@ -23,6 +23,7 @@ from flatout.progress import SILENT, Progress, counted
 from flatout.storage.json_io import read_model, write_json
 from flatout.storage.recognised import recognise
 from flatout.training.checkpoint import catalog
+from flatout.training.checkpoint.catalog import Check, check_file
 from flatout.training.checkpoint.location import OWNER, checkpoints_folder, require_own_folder
 from flatout.training.run_dir.config_seal import COPY, require_unedited
 from flatout.training.run_dir.data_location import data_values, moved_data
@@ -251,7 +252,13 @@ def read_origin(folder: Path) -> Origin | None:
     return read_model(path, Origin, fix=fix) if path.exists() else None
 
 
-def resume_from(folder: Path, resume: str = "auto", *, progress: Progress = SILENT) -> Path | None:
+def resume_from(
+    folder: Path,
+    resume: str = "auto",
+    *,
+    check: Check = check_file,
+    progress: Progress = SILENT,
+) -> Path | None:
     """Return the checkpoint to resume from, or None to start. Call it only under the lock.
 
     `auto` resumes from the newest complete checkpoint of this run, or starts when it has none.
@@ -271,7 +278,7 @@ def resume_from(folder: Path, resume: str = "auto", *, progress: Progress = SILE
     path = str(Path(resume).resolve())
     of_this_run = resume == "auto" or path == str(folder.resolve())
     if of_this_run or (origin and path in (origin.asked, origin.checkpoint)):
-        newest = catalog.latest(folder, progress=progress)
+        newest = catalog.latest(folder, check=check, progress=progress)
         if newest is not None and not of_this_run and origin:
             progress.say(
                 f"Resuming from {newest.name} of {folder}, which continues {origin.checkpoint}."

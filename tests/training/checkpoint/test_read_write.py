@@ -10,6 +10,7 @@ from stand_in import Core, build, outcome, train
 
 from flatout.errors import CheckpointError, RunFailed
 from flatout.training.checkpoint import catalog, read_write, savers
+from flatout.training.checkpoint.contents import digest_of
 
 
 def saved(tmp_path, *, steps=5, name="run", **kwargs):
@@ -85,14 +86,27 @@ def test_read_weights_returns_tied_weights_under_all_names(tmp_path):
     assert weights["head.weight"] is weights["embedding.weight"]
 
 
-def test_weights_sha256_depends_only_on_the_weights(tmp_path):
+def test_the_digest_of_a_checkpoint_depends_only_on_the_weights(tmp_path):
     run, path = saved(tmp_path)
-    digest = read_write.weights_sha256(path)
+    digest = digest_of(path)
     run.step += 1
-    assert read_write.weights_sha256(savers.save(run)) == digest
+    assert digest_of(savers.save(run)) == digest
     with torch.no_grad():
         run.core.embedding.weight[0, 0] += 1e-6
-    assert read_write.weights_sha256(savers.save(run)) != digest
+    assert digest_of(savers.save(run)) != digest
+
+
+def test_ranks_that_check_a_checkpoint_together_read_each_file_once(tmp_path):
+    _, path = saved(tmp_path)
+    parts = [catalog.digests_of(path, rank, 3) for rank in range(3)]
+    together = {file: sha for part in parts for file, sha in part.items()}
+    assert sum(map(len, parts)) == len(together) == len(catalog.read_manifest(path).files)
+    weights = next(path.glob("model-*"))
+    weights.write_bytes(bytes(weights.stat().st_size))
+    assert catalog.verify(path, check=catalog.check_with(together)) == [], "read before the damage"
+    del together[weights]
+    (problem,) = catalog.verify(path, check=catalog.check_with(together))
+    assert str(weights) in problem
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
