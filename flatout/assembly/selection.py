@@ -255,11 +255,8 @@ def select(
     Raises: ConfigError when the request contradicts itself; HardwareError when a speedup that was
             named cannot run here.
     """
-    request, precision, gains = (
-        parse_request(config.speedups),
-        config.train.precision,
-        measured or {},
-    )
+    request, precision = parse_request(config.speedups), config.train.precision
+    gains = measured or {}
     named, excluded = _with_precision(request, config, machine)
     by_name = {speedup.name: speedup for speedup in all_speedups(named)}
     found: dict[str, Decision] = {}
@@ -307,8 +304,7 @@ def select(
     on = {name for name, decision in found.items() if decision.on}
     pending = [*by_name]
     while pending:  # what needs one that drops out later drops out too
-        name = pending.pop(0)
-        speedup = by_name[name]
+        speedup = by_name[name := pending.pop(0)]
         default, gain = default_of(speedup, device), gains.get(name)
         is_sure = name in named or (gain is not None and gain.is_faster)
         beside = default.beside if isinstance(default, On) and not is_sure else None
