@@ -12,6 +12,7 @@ FlatoutError
 │   ├── ShapeError        tensors with incompatible shapes
 │   └── MissingPackage    an optional package is not installed
 ├── RunFailed             exit 1: the run failed
+│   ├── Diverged          the loss or the gradients are not finite
 │   ├── OutOfMemory       the device or the host has too little memory
 │   │   └── SmallerBatch    exit 76: one of several processes, the next start has fewer rows
 │   └── DiskFull          the disk has no room for a checkpoint
@@ -135,6 +136,10 @@ class MissingPackage(UsageError):
 
 class RunFailed(FlatoutError):
     """The run failed. What was saved before stays intact."""
+
+
+class Diverged(RunFailed):
+    """Training has diverged: losses or gradients are not finite. Earlier checkpoints are whole."""
 
 
 class OutOfMemory(RunFailed):

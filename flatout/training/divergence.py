@@ -11,7 +11,7 @@ from typing import Annotated, NoReturn
 from pydantic import Field
 
 from flatout.assembly.run import Run
-from flatout.errors import RunFailed, in_shell
+from flatout.errors import Diverged, in_shell
 from flatout.progress import counted
 from flatout.storage.files import Stored
 from flatout.storage.json_io import JsonObject, parsing, read_json, read_model, write_json
@@ -62,7 +62,7 @@ def read_left_out(folder: Path) -> LeftOut:
     return read_model(path, LeftOut, fix=f"Restore {path} from a copy.")
 
 
-class Rewound(RunFailed):
+class Rewound(Diverged):
     """Training has diverged, and the run directory is ready to continue from an earlier step."""
 
 
@@ -72,7 +72,7 @@ def require_good_steps(run: Run, log: Log, *, flush: bool = False) -> None:
     All ranks call it at the same points. On a GPU it knows the last step only with `flush`. The
     report, divergence.json, names the data of these steps.
 
-    Raises: RunFailed with the cause; Rewound when the run is to continue from an earlier step.
+    Raises: Diverged with the cause; Rewound when the run is to continue from an earlier step.
     """
     if flush:
         log.write_pending()
@@ -115,7 +115,7 @@ def require_good_steps(run: Run, log: Log, *, flush: bool = False) -> None:
     )
     if rewinds >= most:
         fix = f"The run was rewound as often as train.max_rewinds={most} allows. {LESS_STEEP}"
-    raise RunFailed(what, fix=fix)
+    raise Diverged(what, fix=fix)
 
 
 def _rewind(

@@ -16,7 +16,7 @@ FRAMES = 9
 ROOMS = {
     "measure": 105_300,
     "data": 78_000,
-    "training": 65_300,
+    "training": 65_500,
     "cli": 34_900,
     "models": 24_500,
     "assembly": 20_000,

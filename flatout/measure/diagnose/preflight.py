@@ -12,7 +12,7 @@ from flatout.assembly.preflight import open_dataset
 from flatout.assembly.resolve import epoch_tokens, known_peak, resolve, workload_of
 from flatout.config.schema import validate
 from flatout.data.store.mix import members_of
-from flatout.errors import DataError, FlatoutError, HardwareError, MissingPackage, RunFailed
+from flatout.errors import DataError, FlatoutError, HardwareError, MissingPackage
 from flatout.hardware.machine import ASSUMED_MFU, pick_device, probe
 from flatout.measure.diagnose.spec import MeasureSpec
 from flatout.measure.experiments.resolving import Resolved
@@ -48,12 +48,10 @@ class Prepared:
     """Steps of the learning rate's warm-up in a run of the requested length."""
 
 
-def failure_of(error: BaseException, step: int, has_diverged: bool = False) -> Failure:
+def failure_of(error: BaseException, step: int) -> Failure:
     """Return an error of a run as evidence."""
     names = (each.__name__ for each in type(error).__mro__)
     kind = next((FAILURES[name] for name in names if name in FAILURES), "error")
-    if isinstance(error, RunFailed) and has_diverged:
-        kind = "diverged"
     first = (str(error).strip().splitlines() or [""])[0][:LONGEST]
     message, fix = f"{type(error).__name__}: {first}".rstrip(": "), None
     if isinstance(error, FlatoutError):

@@ -29,6 +29,7 @@ from flatout.measure.steps.evidence import (
     lasting_s,
 )
 from flatout.storage.json_io import finite_numbers
+from flatout.training.metrics.log import SKIPPED
 from flatout.training.run_dir import layout
 from flatout.training.run_dir.resume import settings_file
 
@@ -107,8 +108,12 @@ def recorded_evidence(folder: Path) -> Evidence:
 
 
 def series_of(records: Records, name: str) -> tuple[tuple[int, float], ...]:
-    """Return (step, value) of each record. A value that a record omits was not finite."""
-    return tuple((int(record["step"]), record.get(name, math.nan)) for record in records)
+    """Return (step, value) of each record that has one. NaN where it was not finite.
+
+    A record omits such a value, as that of a step without a target, but then steps were skipped.
+    """
+    known = [one for one in records if name in one or SKIPPED in one]
+    return tuple((int(record["step"]), record.get(name, math.nan)) for record in known)
 
 
 def _of_steps(records: Records, events: Events, *, on_gpu: bool) -> dict[str, Any]:
@@ -206,18 +211,14 @@ def _other_processes(records: Records, events: Events) -> HostFacts:
 
 
 def _failure(folder: Path, events: Events, records: Records) -> Failure | None:
-    """Return why the run ended, if it failed. Records omit a loss that is not a number."""
+    """Return why the run ended, if it failed."""
     if layout.read_exit_code(folder) != FAILED:
         return None
-    is_lost = bool(records) and "train/loss" not in records[-1]
     errors = events.of("error")
     if errors:
         error = errors[-1]
         name, what, fix = str(error.get("kind")), str(error.get("what", "")), error.get("fix")
-        has_diverged = name == "RunFailed" and (is_lost or "has diverged" in what)
-        kind = "diverged" if has_diverged else FAILURES.get(name, "error")
-    elif is_lost and any("train/loss" in record for record in records):
-        kind, what, fix = "diverged", "The loss is not a number: training has diverged.", None
+        kind = FAILURES.get(name, "error")
     else:
         kind, what, fix = "error", "The run failed. Its output shows why.", None
     step = int(records[-1]["step"]) if records else None

@@ -41,8 +41,6 @@ from flatout.training.saving import DEFAULT_MINUTES_BETWEEN_SAVES, environment_o
 from flatout.training.session import Session
 from flatout.training.warmup import warm_up
 
-FIGURES = ("train/loss", "train/grad_norm")
-"""What each record has if it is finite."""
 LONG_RUN_STEPS = 10_000_000
 """The measured run is extended to this length, so that it cannot end before its windows do."""
 MIN_STEPS = 5
@@ -116,9 +114,7 @@ def measured(spec: MeasureSpec, prepared: Prepared, callbacks: Sequence[Observer
             before = before.model_copy(update=known)
             return evidence_of(before, run, log, windows, resolved.config)
     except Exception as error:  # whatever the run raises is evidence
-        last_record = next(iter([*RunLog(Path(spec.folder)).records()][-1:]), FIGURES)
-        has_diverged = not {*FIGURES} <= {*last_record}  # what is not finite is omitted
-        failure = failure_of(error, run.step if run is not None else 0, has_diverged)
+        failure = failure_of(error, run.step if run is not None else 0)
         return before.model_copy(update={"failure": failure})
     finally:
         if run is not None:

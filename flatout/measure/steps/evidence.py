@@ -361,6 +361,7 @@ FAILURES = {
     "OutOfMemory": "out-of-memory",
     "MemoryError": "out-of-memory",
     "DataError": "no-data",
+    "Diverged": "diverged",
 }
 """Kinds of failure by the name of the error's class."""
 

@@ -11,15 +11,16 @@ import functools
 import math
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple, Self, TypeVar
 
 import torch
 
-from flatout.errors import RunFailed
+from flatout.errors import Diverged
 from flatout.progress import SILENT, Progress
 from flatout.storage.json_io import Json, JsonObject
 from flatout.training.checkpoint.catalog import read_info
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from flatout.training.evaluation import Evaluation
     from flatout.training.step import StepResult
 
+T = TypeVar("T")
 LOCAL_LOGGERS = ("tensorboard",)
 """Loggers of runs that only measure, such as those of bench."""
 
@@ -101,7 +103,9 @@ class Log:
         self._started_s = time.perf_counter()
         self._elapsed_before_s = run.elapsed_s
         self._interval = Interval(self._started_s)
-        self._others = OtherProcesses()
+        self._failed: set[str] = set()
+        others: Callable[[], OtherProcesses | None] = OtherProcesses
+        self._others = self._beside("the load of other processes", others, None)
         self._pending: dict[int, PendingRecord] = {}
         self._recorded = TimeBreakdown()
         self.clock = StepClock(run.mesh.device)
@@ -125,7 +129,8 @@ class Log:
         """The step and result of the last evaluation that this process recorded."""
         self.bad_steps = BadSteps()
         """The last steps in a row whose updates were skipped, as far as they are known."""
-        self._alarms = _alarms(run) if run.mesh.is_main else None
+        alarms: Callable[[], Alarms | None] = partial(_alarms, run)
+        self._alarms = self._beside("alarms", alarms, None) if run.mesh.is_main else None
         path = Path(run.resumed_from) if run.resumed_from else None
         saved = read_info(path) if path and is_own(path, run.folder) else None
         self.records = Records(run.folder, run.step, saved) if run.mesh.is_main else None
@@ -276,7 +281,9 @@ class Log:
 
     def peak_gib(self) -> float | None:
         """Return the peak memory so far: the device's, or this process's on a CPU."""
-        return memory_gib(self._run.mesh.device).get("mem/peak_gib")
+        none: dict[str, float] = {}
+        found = self._beside("memory", partial(memory_gib, self._run.mesh.device), none)
+        return found.get("mem/peak_gib")
 
     def num_alarms(self) -> int | None:
         """Return how many alarms this process raised. None on ranks that do not watch."""
@@ -341,13 +348,16 @@ class Log:
             "perf/samples_per_s": interval.samples / train_s,
             "perf/steps_per_s": interval.steps / train_s,
         }
+        none: dict[str, float] = {}
         mfu = self.mfu(rates.flops_per_s)
         if mfu is not None:
             figures["perf/mfu"] = mfu
         if run.mesh.is_main:
-            figures |= memory_gib(run.mesh.device) | gpu_figures(run.mesh.device)
-        if run.mesh.world_size == 1:  # several ranks are other processes to each other
-            figures |= self._others.figures(run.machine.cores)
+            figures |= self._beside("memory", partial(memory_gib, run.mesh.device), none)
+            figures |= self._beside("the GPU's state", partial(gpu_figures, run.mesh.device), none)
+        if self._others and run.mesh.world_size == 1:  # ranks are other processes to each other
+            others = partial(self._others.figures, run.machine.cores)
+            figures |= self._beside("the load of other processes", others, none)
         self._interval = Interval(now_s)
         return PendingRecord(figures, interval.host_times(now_s), interval.spans)
 
@@ -376,8 +386,22 @@ class Log:
             self._tell_refusal(self.records.lines)
             for observer in self._observers if is_new else self._watchers:
                 observer.on_record(record)
-            for alarm in self._alarms.see(record) if self._alarms else ():
-                self.event(alarm.pop("event"), **alarm)
+            if self._alarms:
+                none: list[JsonObject] = []
+                for alarm in self._beside("alarms", partial(self._alarms.see, record), none):
+                    self.event(alarm.pop("event"), **alarm)
+
+    def _beside(self, what: str, measure: Callable[[], T], otherwise: T) -> T:
+        """Return what a measurement beside training returns. A failure ends it, not the run."""
+        if what in self._failed:
+            return otherwise
+        try:
+            return measure()
+        except Exception as error:
+            self._failed.add(what)
+            reason = f"{type(error).__name__}: {error}"
+            self.progress.say(f"Training continues without measuring {what}: {reason}.")
+            return otherwise
 
 
 def _alarms(run: Run) -> Alarms:
@@ -393,10 +417,10 @@ def _alarms(run: Run) -> Alarms:
 def require_finite(name: str, value: float, step: int) -> None:
     """Check that a metric is finite. All ranks have the same metrics, so all fail together.
 
-    Raises: RunFailed when it is not.
+    Raises: Diverged when it is not.
     """
     if not math.isfinite(value):
-        raise RunFailed(
+        raise Diverged(
             f"The {name} is {value} at step {step}: training has diverged.",
             fix=LESS_STEEP,
         )

@@ -191,18 +191,22 @@ def test_an_idle_gpu_is_named_by_its_utilisation(run):
         ("OutOfMemory", "out-of-memory", "It broke."),
         ("MissingPackage", "missing-package", "It broke."),
         ("DataError", "no-data", "It broke."),
-        ("CheckpointError", "failure", "The run fails at step 400: It broke."),
+        ("DiskFull", "failure", "The run fails at step 410: It broke."),
+        ("CheckpointError", "failure", "The run fails at step 410: It broke."),
     ],
 )
 def test_a_run_that_failed_shows_why(run, kind, name, verdict):
+    """The last record has no loss: float16 overflowed there, or no token was a target."""
     events = [{"event": "error", "kind": kind, "what": "It broke.", "fix": "Mend it."}]
-    (finding,) = diagnosis_of(recorded_evidence(run(events=events, exit_code=1))).findings
+    folder = run(events=events, exit_code=1)
+    append_line(folder / layout.METRICS, RECORD | {"step": 410, "elapsed_s": 41.0})
+    (finding,) = diagnosis_of(recorded_evidence(folder)).findings
     assert (finding.name, finding.verdict) == (name, verdict)
 
 
-def test_a_loss_that_is_missing_at_the_end_of_a_failed_run_is_divergence(run):
-    folder = run(exit_code=1)
-    append_line(folder / layout.METRICS, RECORD | {"step": 410, "elapsed_s": 41.0})
+def test_a_run_that_diverged_says_so(run):
+    events = [{"event": "error", "kind": "Diverged", "what": "NaN.", "fix": "Mend it."}]
+    folder = run(events=events, exit_code=1)
     assert names(recorded_evidence(folder)) == ["unstable-training"]
     (run() / layout.METRICS).unlink()
     with pytest.raises(CheckpointError, match="no record of a step"):

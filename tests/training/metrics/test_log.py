@@ -12,6 +12,7 @@ from flatout.hardware.roofline import Peak
 from flatout.storage.json_io import read_lines
 from flatout.training import finish
 from flatout.training.metrics import detectors, device
+from flatout.training.metrics import log as log_module
 from flatout.training.metrics.log import Log, Rates
 from flatout.training.metrics.observers import Quiet
 from flatout.training.metrics.readback import DelayedReadback
@@ -168,3 +169,28 @@ def test_an_alarm_is_an_event_and_is_counted(tiny_config, tmp_path, monkeypatch)
     assert found[0] in list(read_lines(tmp_path / "run" / "events.jsonl"))
     assert 4 <= found[0]["step"] <= 8
     assert summary["alarms"] == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "owner", "metric"),
+    [
+        ("memory", log_module, "memory_gib"),
+        ("the GPU's state", log_module, "gpu_figures"),
+        ("alarms", log_module.Alarms, "see"),
+        ("the load of other processes", log_module.OtherProcesses, "figures"),
+    ],
+)
+def test_a_measurement_that_fails_ends_itself_and_not_the_run(
+    tiny_config, tmp_path, monkeypatch, messages, name, owner, metric
+):
+    def fails(*_):
+        raise OSError("/proc is not what it was")
+
+    monkeypatch.setattr(owner, metric, fails)
+    config = tiny_config(train__steps=4, log__every=1)
+    summary = run_training(config, tmp_path / "run", progress=messages)
+    assert summary["steps"] == 4
+    told = [line for line in messages.lines if "without measuring" in line]
+    assert told == [
+        f"Training continues without measuring {name}: OSError: /proc is not what it was."
+    ]
