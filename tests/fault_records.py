@@ -29,6 +29,8 @@ FAULTS = {
     "prepare-power": "power loss during `prepare`",
     "full": "a write that fails because the disk is full (ENOSPC), once or from then on",
     "broken": "a failed read or write (EIO), once or from then on",
+    "network": "an operation that a network disk rejects (EBUSY, ENOTEMPTY, EXDEV, ESTALE, "
+    "EOPNOTSUPP, EPERM)",
     "small": "a file system that fills up while training or `prepare` runs",
     "run-file": "a file of a run cut to 0, 50 or 99%, or with a flipped bit",
     "upload-file": "a file of a remote copy cut, with a flipped bit, missing, or replaced by a "

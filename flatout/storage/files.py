@@ -8,6 +8,7 @@ import fcntl
 import hashlib
 import os
 import re
+import resource
 import shutil
 import stat
 import time
@@ -36,9 +37,24 @@ BROKEN = (
 )
 """The fix for EIO."""
 TOO_LARGE = "A file may not be that large here: raise `ulimit -f`, or use a different file system."
+_IN_USE = "Another process uses files there: end it. Then run the same command again."
+_UNABLE = (
+    "The file system there lacks this operation. Use a directory on a local disk, or on one of "
+    "another kind."
+)
+_FIXES = {
+    errno.EIO: BROKEN,
+    errno.EFBIG: TOO_LARGE,
+    **dict.fromkeys((errno.EBUSY, errno.ENOTEMPTY, errno.ETXTBSY), _IN_USE),
+    **dict.fromkeys((errno.EXDEV, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL), _UNABLE),
+}
+"""What to do about errors that have one cause, whatever was written."""
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _READ_ONLY = {errno.EACCES, errno.EPERM, errno.EROFS}
-_DISK_ERRORS = _FULL | _READ_ONLY | {errno.EIO}
+_NOT_OF_DISKS = (BlockingIOError, ChildProcessError, ConnectionError, TimeoutError)
+"""Errors of locks, processes and sockets, which are OSErrors too."""
+_LACKING = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF, errno.EACCES, errno.EPERM}
+"""What file systems answer that cannot sync a directory or link a file, as some network ones."""
 
 
 class Stored(BaseModel):
@@ -173,8 +189,15 @@ def write_first(path: Path, write: Callable[[Path], object]) -> None:
     temporary = _temporary(path)
     write(temporary)
     sync(temporary)
-    with contextlib.suppress(FileExistsError):
+    try:
         os.link(temporary, path)
+    except FileExistsError:
+        pass  # another process was first
+    except OSError as error:
+        if error.errno not in _LACKING or path.exists():
+            raise
+        temporary.replace(path)  # the file system has no hard links
+        return
     temporary.unlink()
 
 
@@ -183,10 +206,16 @@ def _temporary(path: Path) -> Path:
 
 
 def sync(path: Path) -> None:
-    """Flush a file, or the entries of a directory, to the disk."""
+    """Flush a file, or the entries of a directory, to the disk.
+
+    A directory is left to a file system that cannot sync it.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _LACKING or not path.is_dir():
+            raise
     finally:
         os.close(descriptor)
 
@@ -342,14 +371,11 @@ def not_written(out: Path | str, error: Exception) -> DataError:
     """
     number = _number_of(error)
     reason = os.strerror(number) if number else str(error)
-    if number in _FULL or number == errno.EIO:
-        fix = unless_broken(error, "Free space there.")
-        if number != errno.EIO:
-            fix += " Then run the same command again."
+    if number in {*_FULL, *_FIXES, errno.EMFILE, errno.ENFILE}:
+        fix = unless_broken(error, "Free space there. Then run the same command again.")
         return Unfinished(f"Cannot write {out}: {reason}.", fix=fix)
     return DataError(
-        f"Cannot write {out}: {reason}.",
-        fix="Use --out to choose a writable directory on a disk with free space.",
+        f"Cannot write {out}: {reason}.", fix="Use --out to choose a writable directory."
     )
 
 
@@ -363,7 +389,7 @@ def writing_run(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in _DISK_ERRORS:
+        if error.errno is None or isinstance(error, _NOT_OF_DISKS):
             raise
         raise RunFailed(
             f"Cannot write {error.filename or folder}: {error.strerror or error}.",
@@ -372,8 +398,12 @@ def writing_run(folder: Path) -> Iterator[None]:
 
 
 def unless_broken(error: Exception, fix: str) -> str:
-    """Return `fix`, or BROKEN when the disk failed (EIO), TOO_LARGE for a limit of size (EFBIG)."""
-    return {errno.EIO: BROKEN, errno.EFBIG: TOO_LARGE}.get(_number_of(error) or 0, fix)
+    """Return `fix`, or what helps when the error has a cause of its own, such as a broken disk."""
+    number = _number_of(error)
+    if number in {errno.EMFILE, errno.ENFILE}:
+        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return f"A process may open {most:,} files here: raise that, for example `ulimit -n 4096`."
+    return _FIXES.get(number or 0, fix)
 
 
 def disk_fix(error: Exception) -> str:
@@ -396,8 +426,10 @@ def disk_fix(error: Exception) -> str:
         )
     if number == errno.ENAMETOOLONG:
         return "Choose a shorter path with --run-dir DIR."
-    full = "Free space on that disk, then run the same command again."
-    return TOO_LARGE if number == errno.EFBIG else full
+    if is_full(error) and number != errno.EFBIG:
+        return "Free space on that disk, then run the same command again."
+    again = "Run the same command again. If it fails again, choose a different one: --run-dir DIR."
+    return unless_broken(error, again)
 
 
 def is_full(error: Exception) -> bool:

@@ -7,9 +7,11 @@ import resource
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import psutil
+
+MOST_FILES = 65_536
 
 
 @contextmanager
@@ -31,6 +33,18 @@ def bound_memory(num_bytes: int) -> None:
     in_use = getattr(psutil.Process().memory_info(), "data", None)
     if in_use is not None:
         _lower(resource.RLIMIT_DATA, in_use + num_bytes)
+
+
+def allow_open_files() -> None:
+    """Raise this process's limit of open files to what its user may set, at most MOST_FILES.
+
+    A mapped file stays open, and systems allow 256 or 1,024 by default.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with suppress(OSError, ValueError):  # macOS may have a lower limit of its own
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _lower(limit: int, value: int) -> None:

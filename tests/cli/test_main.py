@@ -18,7 +18,7 @@ from flatout.cli import main as cli
 from flatout.cli import parser, terminal
 from flatout.errors import ConfigError, OutOfMemory
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture

@@ -10,11 +10,12 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
+CLI = "from flatout.cli import main as cli\n"
 
 
 def test_a_terminal_without_unicode_is_not_an_error():
-    program = "from flatout import cli\ncli.call = lambda words: print('größer')\ncli.main(['x'])"
+    program = f"{CLI}cli.call = lambda words: print('größer')\ncli.main(['x'])"
     done = subprocess.run(
         [sys.executable, "-c", program],
         cwd=ROOT,
@@ -27,9 +28,7 @@ def test_a_terminal_without_unicode_is_not_an_error():
 
 def test_a_closed_pipe_is_not_an_error():
     code = "for i in range(20000): print(i)"
-    program = (
-        f"from flatout import cli\ndef talk(words):\n    {code}\ncli.call = talk\ncli.main(['x'])"
-    )
+    program = f"{CLI}def talk(words):\n    {code}\ncli.call = talk\ncli.main(['x'])"
     talker = subprocess.Popen(
         [sys.executable, "-c", program],
         cwd=ROOT,
@@ -105,7 +104,7 @@ def test_streaming_to_a_full_disk_is_an_error_with_a_fix():
 
 def test_files_opened_later_never_become_standard_error():
     program = (
-        "import os\nfrom flatout import cli\ncli.call = lambda words: print(os.open('/dev/null', "
+        f"import os\n{CLI}cli.call = lambda words: print(os.open('/dev/null', "
         "os.O_RDONLY)) or 0\ncli.main(['x'])"
     )
     line = '"$0" -c "$1" <&- 2>&-'
@@ -121,7 +120,7 @@ def test_files_opened_later_never_become_standard_error():
 
 def test_a_crash_below_python_shows_its_location():
     program = (
-        "import os, signal\nfrom flatout import cli\ncli.execute = lambda words: "
+        f"import os, signal\n{CLI}cli.execute = lambda words: "
         "os.kill(os.getpid(), signal.SIGBUS)\ncli.main([])"
     )
     done = subprocess.run(
@@ -129,4 +128,4 @@ def test_a_crash_below_python_shows_its_location():
     )
     assert done.returncode == -signal.SIGBUS
     assert "Bus error" in done.stderr
-    assert "cli.py" in done.stderr
+    assert "cli/main.py" in done.stderr

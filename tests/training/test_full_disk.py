@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
 import shutil
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -142,8 +144,60 @@ def test_a_full_disk_while_locking_is_named_and_leaves_nothing(tiny_config, tmp_
     assert run_training(config, tmp_path / "run")["steps"] == 2
 
 
+@pytest.mark.parametrize("number", [errno.ENOTEMPTY, errno.EBUSY], ids=errno.errorcode.get)
+def test_an_old_checkpoint_that_cannot_be_deleted_ends_no_run(
+    number, tiny_config, tmp_path, monkeypatch
+):
+    """NFS keeps a file that a process reads (ENOTEMPTY), SMB one that is open (EBUSY)."""
+    config = tiny_config(checkpoint__every_steps=1, checkpoint__keep=1, checkpoint__best=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rmdir", refusing(number))
+        assert run_training(config, tmp_path / "run")["steps"] == 6
+    folder = tmp_path / "run" / "checkpoints"
+    assert catalog.steps(tmp_path / "run") == [6]
+    assert any(".tmp-delete-" in path.name for path in folder.iterdir())
+    with contextlib.suppress(FileNotFoundError):
+        (tmp_path / "run" / "summary.json").unlink()
+    run_training(config, tmp_path / "run")
+    assert [path.name for path in folder.iterdir()] == ["step-6"], "swept at the next start"
+
+
+def test_a_file_system_that_cannot_sync_a_directory_is_used_without(
+    tiny_config, tmp_path, monkeypatch
+):
+    fsync = os.fsync
+
+    def files_only(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            refusing(errno.EINVAL)()
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", files_only)
+    assert run_training(tiny_config(), tmp_path / "run")["steps"] == 6
+
+
+@pytest.mark.parametrize(
+    ("number", "fix"),
+    [
+        (errno.EBUSY, "Another process uses files there"),
+        (errno.EXDEV, "The file system there lacks this operation"),
+        (errno.EMFILE, "`ulimit -n 4096`"),
+        (errno.ENOSPC, "Free space"),
+    ],
+    ids=["EBUSY", "EXDEV", "EMFILE", "ENOSPC"],
+)
+def test_only_a_full_disk_is_told_to_free_space(number, fix, tiny_config, tmp_path, monkeypatch):
+    monkeypatch.setattr(savers, "write_share", lambda *_: refusing(number)())
+    with pytest.raises(RunFailed) as raised:
+        run_training(tiny_config(), tmp_path / "run")
+    assert fix in raised.value.fix
+    assert ("Free space" in raised.value.fix) == (number == errno.ENOSPC)
+
+
 HERE = Path(__file__).parent
-DISKS = {errno.ENOSPC: "full", errno.EIO: "broken"}
+NETWORK = (errno.EBUSY, errno.ENOTEMPTY, errno.EXDEV, errno.ESTALE, errno.EOPNOTSUPP, errno.EPERM)
+"""What file systems of a network, of containers and of other systems answer."""
+DISKS = {errno.ENOSPC: "full", errno.EIO: "broken"} | dict.fromkeys(NETWORK, "network")
 SMALL = [
     *("model.num_layers=1", "model.d_model=16", "model.num_heads=1", "data.seq_len=32"),
     *("batch.rows_per_device=4", "batch.tokens_per_step=128", "train.steps=2", "train.device=cpu"),
@@ -195,7 +249,18 @@ def test_a_run_ends_cleanly_whichever_file_operation_is_rejected(
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO], ids=errno.errorcode.get)
+@pytest.mark.parametrize("error", NETWORK, ids=errno.errorcode.get)
+def test_a_run_on_a_network_disk_ends_cleanly_whichever_file_operation_is_rejected(
+    error, refusing_disk, tiny_set, tmp_path, survived
+):
+    disk = tmp_path / "disk"
+    words = ["train", "shakespeare-char", f"data.path={tiny_set}", "--run-dir", disk / "run"]
+    words += ["--json", *SMALL]
+    run_with_each_operation_refused(survived, refusing_disk, disk, error, 0, 4, *words)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("error", DISKS, ids=errno.errorcode.get)
 def test_a_prepare_ends_cleanly_whichever_file_operation_is_rejected(
     error, refusing_disk, tmp_path, survived
 ):
@@ -207,7 +272,7 @@ def test_a_prepare_ends_cleanly_whichever_file_operation_is_rejected(
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO], ids=errno.errorcode.get)
+@pytest.mark.parametrize("error", DISKS, ids=errno.errorcode.get)
 def test_an_export_ends_cleanly_whichever_file_operation_is_rejected(
     error, refusing_disk, fox_run, tmp_path, survived
 ):

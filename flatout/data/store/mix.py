@@ -26,6 +26,7 @@ from flatout.data.store.shards import Dataset, Split
 from flatout.errors import ConfigError, DataError, in_shell
 from flatout.progress import SILENT, Progress
 from flatout.storage.json_io import JsonObject
+from flatout.storage.process_limits import allow_open_files
 
 if TYPE_CHECKING:
     from flatout.config.sections import DataConfig
@@ -210,6 +211,7 @@ def open_data(data: DataConfig, *, progress: Progress = SILENT) -> AnyDataset:
     Raises: ConfigError when neither is set; DataError when there is no dataset, or it cannot be
             fetched.
     """
+    allow_open_files()
     cache = None if data.cache is None else Path(data.cache)
     if data.mix is not None:
         return MixedDataset.open(data.mix, cache=cache, progress=progress)

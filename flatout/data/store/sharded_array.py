@@ -14,7 +14,7 @@ import numpy as np
 
 from flatout.data.store.integrity import PREPARE_AGAIN, Array, ValueCheck, read_block
 from flatout.errors import DataError
-from flatout.storage.files import BLOCK_BYTES, FileEntry
+from flatout.storage.files import BLOCK_BYTES, FileEntry, unless_broken
 
 CHECK_THREADS = 4
 """Threads that check blocks when several are first read at once, as in a run's first step."""
@@ -51,7 +51,7 @@ class ShardedArray:
         except OSError as error:
             raise DataError(
                 f"Cannot read the dataset: {error}.",
-                fix="Check that the directory still exists and is readable.",
+                fix=unless_broken(error, "Check that the directory still exists and is readable."),
             ) from error
 
     @cached_property

@@ -442,10 +442,9 @@ def remove_leftovers(run_folder: Path) -> list[str]:
         if ".tmp-old-" in path.name and not original.exists() and (path / MANIFEST).exists():
             path.rename(original)
             continue
-        while path.exists():
-            with suppress(FileNotFoundError):  # an upload of an earlier run may delete it too
-                shutil.rmtree(path)
-        removed.append(path.name)
+        shutil.rmtree(path, ignore_errors=True)  # an upload of an earlier run may delete it too
+        if not path.exists():
+            removed.append(path.name)
     return removed
 
 
@@ -468,7 +467,7 @@ def publish(temporary: Path, final: Path) -> None:
     temporary.rename(final)
     sync(final.parent)
     if replaces:
-        shutil.rmtree(old)
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def renamed(path: Path, kind: str) -> Path:
@@ -508,9 +507,22 @@ def prune(
         for step in known
         if step < newest[-1] and step != best_step and not is_kept_for_good(step, keep_every)
     ]
-    for step in deleted:
-        shutil.rmtree(paths[step].rename(renamed(paths[step], "tmp-delete")))
-    return deleted
+    return [step for step in deleted if _delete(paths[step])]
+
+
+def _delete(checkpoint: Path) -> bool:
+    """Delete a checkpoint, and return whether it no longer counts as one.
+
+    Files that the system keeps, as of a process that reads them on a network disk, are deleted by
+    `remove_leftovers` at the run's next start. A run does not end because of them.
+    """
+    gone = renamed(checkpoint, "tmp-delete")
+    try:
+        checkpoint.rename(gone)
+    except OSError:
+        return False
+    shutil.rmtree(gone, ignore_errors=True)
+    return True
 
 
 def is_kept_for_good(step: int, keep_every: int | None) -> bool:

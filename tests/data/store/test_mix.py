@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -198,3 +201,37 @@ def test_names_are_as_long_as_needed_to_differ(tmp_path):
         "y/train",
     ]
     assert distinct_names([tmp_path]) == [tmp_path.name]
+
+
+FEW_FILES = """
+import resource, sys
+import numpy as np
+soft, hard = map(int, sys.argv[1:3])
+resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+from flatout.config.sections import DataConfig
+from flatout.data.store.mix import open_data
+from flatout.errors import DataError
+try:
+    mix = open_data(DataConfig(mix={path: 1.0 for path in sys.argv[3:]}))
+    for member in mix.members:
+        split = member.dataset.split("train")
+        split.read_sequences(np.array([0]), 4, np.zeros((1, 5), split.dtype))
+    print("read", len(mix.members))
+except DataError as error:
+    print(error)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("soft", "hard", "said"), [(40, 4096, "read 50"), (40, 40, "Too many open files")]
+)
+def test_a_mix_of_many_datasets_raises_the_limit_of_open_files(write_set, soft, hard, said):
+    paths = [str(write_set(range(40), name=f"set{number}")) for number in range(50)]
+    words = [sys.executable, "-c", FEW_FILES, str(soft), str(hard), *paths]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert said in done.stdout
+    if hard == soft:
+        assert "may open 40 files here" in done.stdout
+        assert "ulimit -n" in done.stdout
