@@ -15,14 +15,14 @@ FILE_LINES, FUNCTION_LINES = 700, 80
 FRAMES = 9
 ROOMS = {
     "measure": 103_700,
-    "data": 78_300,
+    "data": 76_600,
     "training": 64_200,
     "cli": 34_700,
     "models": 23_900,
     "assembly": 19_500,
     "config": 15_700,
     "ops": 15_500,
-    "inference": 13_650,
+    "inference": 13_600,
     "storage": 11_300,
     "distributed": 7_000,
     "optim": 6_100,
