@@ -15,7 +15,7 @@ FILE_LINES, FUNCTION_LINES = 700, 80
 FRAMES = 9
 ROOMS = {
     "measure": 103_700,
-    "data": 76_600,
+    "data": 76_150,
     "training": 64_200,
     "cli": 34_700,
     "models": 23_900,
