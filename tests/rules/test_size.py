@@ -14,10 +14,10 @@ import flatout
 FILE_LINES, FUNCTION_LINES = 700, 80
 FRAMES = 9
 ROOMS = {
-    "measure": 103_800,
+    "measure": 104_000,
     "data": 77_100,
     "training": 64_700,
-    "cli": 34_700,
+    "cli": 34_850,
     "models": 24_400,
     "assembly": 19_750,
     "config": 16_050,

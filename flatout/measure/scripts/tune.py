@@ -221,7 +221,7 @@ class Search:
             if number and not self.allows(4):
                 row.reason = "the time was up before it was repeated"
                 continue
-            self.task.note(f"{name} on top of {', '.join(self.taken) or 'nothing'}")
+            self.task.note(" on top of ".join([name, *filter(None, [", ".join(self.taken)])]))
             for key, value in self.check(Point((name,)), CHANGES[name].rtol):
                 setattr(row, key, value)
             if row.within_tolerance is False:

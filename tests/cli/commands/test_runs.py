@@ -82,6 +82,8 @@ def test_size_and_age(tmp_path):
     configs = (folder / "config.yaml", folder / "config.copy.yaml")
     assert item.bytes == 5000 + sum(path.stat().st_size for path in configs)
     assert item.age_s == pytest.approx(3600, abs=30)
+    layout.write_exit_code(tmp_path / "run", 2)  # as a command that is refused does
+    assert runs(tmp_path).items[0].age_s == pytest.approx(3600, abs=30)
 
 
 def test_checkpoints_elsewhere_count_too(tmp_path):
