@@ -13,7 +13,7 @@ from typing import Annotated
 from flatout.cli.commands import Command
 from flatout.config.signature import Argument, checked
 from flatout.display import age, aligned, amount, optional
-from flatout.errors import CheckpointError, FlatoutError
+from flatout.errors import CheckpointError, FlatoutError, on_one_line
 from flatout.measure.runlog import RunLog
 from flatout.storage.files import Stored, folder_bytes
 from flatout.storage.json_io import JsonObject, Result
@@ -141,7 +141,7 @@ def _settings_text(item: RunItem) -> str:
         if key != "name" or not os.path.basename(item.run).startswith(str(value))
     }
     return ", ".join(
-        f"{key}={value if isinstance(value, str) else json.dumps(value, default=str)}"
+        f"{key}={on_one_line(value) if isinstance(value, str) else json.dumps(value, default=str)}"
         for key, value in shown.items()
     )
 

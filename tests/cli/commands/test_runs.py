@@ -125,6 +125,14 @@ def store(path, *words, recipe="mine"):
     layout.write_config(path, config, requested=requested)
 
 
+def test_a_setting_with_line_breaks_stays_on_its_line(tmp_path):
+    store(tmp_path / "mine-a", "train.sample_prompt=one\ntwo")
+    store(tmp_path / "mine-b", "train.sample_prompt=three")
+    lines = runs(tmp_path).summary().splitlines()
+    assert "    train.sample_prompt=one\\ntwo" in lines
+    assert len(lines) == 6
+
+
 def test_differences_between_runs_of_a_recipe_are_shown(tmp_path):
     """Values are as the user gave them: a choice of `auto` is not a difference."""
     store(tmp_path / "mine-a", "optim.lr=1e-3", "train.steps=500")
