@@ -17,7 +17,7 @@ ROOMS = {
     "measure": 105_300,
     "data": 78_000,
     "training": 65_500,
-    "cli": 34_900,
+    "cli": 35_000,
     "models": 24_500,
     "assembly": 20_000,
     "config": 16_100,

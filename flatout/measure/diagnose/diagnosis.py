@@ -46,6 +46,8 @@ WORDS = {
     "checkpoint": "saving",
 }
 """Phases whose name is not their word."""
+UNITS = {"ms": "ms", "kib": "KiB", "mib": "MiB", "gib": "GiB", "gb": "GB", "c": "°C"}
+"""Parts of the names of figures that are their unit."""
 SHOWN = 0.005
 """Phases below this share of the step are omitted from the text."""
 BAR = 20
@@ -112,11 +114,17 @@ class Finding(Stored):
             yield f"   at {self.site.describe()}"
         known = {name: value for name, value in self.figures.items() if value is not None}
         if known:
-            yield "   " + ", ".join(
-                f"{name} {value if isinstance(value, str) else digits(value)}"
-                for name, value in known.items()
-            )
+            yield "   " + ", ".join(in_words(name, value) for name, value in known.items())
         yield from (f"   Fix: {fix.described()}" for fix in self.fixes)
+
+
+def in_words(name: str, value: float | str) -> str:
+    """Return a figure whose name includes its unit as text: `idle_ms` is `idle 3 ms`."""
+    words, text = name.split("_"), value if isinstance(value, str) else digits(value)
+    for place, word in enumerate(words):
+        if word in UNITS and words[place - 1] != "per":
+            return " ".join([*words[:place], text, UNITS[word], *words[place + 1 :]])
+    return " ".join([*words, text])
 
 
 Look = Callable[[Evidence], Finding | None]
