@@ -386,7 +386,8 @@ def _healthy(evidence: Evidence) -> str:
     parts = [f"{work:.0%} of each step is computation"] if work else []
     if 0 < work < HALF:
         most = max(shares.keys() - WORK, key=lambda name: shares[name])
-        return f"Nothing was found, but only {parts[0]}, and {shares[most]:.0%} is {most}."
+        word = WORDS.get(most, most)
+        return f"Nothing was found, but only {parts[0]}, and {shares[most]:.0%} is {word}."
     if evidence.roofline.mfu is not None:
         parts.append(f"{evidence.roofline.mfu:.0%} of the peak matmul rate")
     found = f": {', '.join(parts)}." if parts else "."

@@ -158,8 +158,8 @@ def _short_turns() -> Iterator[None]:
 class Attachment:
     """Follows the script of this process by the calls that it makes in torch."""
 
-    def __init__(self, request: Request, models: Models, guard: Guard | None) -> None:
-        self._request, self._models, self._process = request, models, os.getpid()
+    def __init__(self, request: Request, guard: Guard | None) -> None:
+        self._request, self._process = request, os.getpid()
         self._guard = guard
         self._sites = Sites()
         self._sites.install()
@@ -198,6 +198,7 @@ class Attachment:
         atexit.register(guarded(self.answer))
         self._say("torch")
         register_optimizer_step_post_hook(guarded(self._on_optimizer_step))
+        self._models = Models()  # outside of the hooks above, so that it can remove its own
 
     def answer(self) -> None:
         """Write what was measured, once. Only the process that takes the steps writes."""
@@ -599,12 +600,13 @@ def _mentioned() -> dict[str, tuple[CallSite, ...]]:
 def attach(path: str) -> None:
     """Change and follow this process as the request in a file asks."""
     request = Request.model_validate_json(Path(path).read_text(encoding="utf-8"))
-    models, guard = Models(), Guard(request) if request.guarded else None
-    failed = apply(request.changes, models)
+    guard = Guard(request) if request.guarded else None
+    if request.timing is None and request.measures:
+        Attachment(request, guard)
+        return
+    failed = apply(request.changes, Models())
     if request.timing is not None:
         Trial(request, failed, guard)
-    elif request.measures:
-        Attachment(request, models, guard)
     else:
         atexit.register(_tell, Path(request.answer), failed)
 

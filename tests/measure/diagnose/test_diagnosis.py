@@ -86,6 +86,12 @@ def test_what_was_not_measured_is_not_said_to_be_absent(with_rules, update, unkn
     assert verdict.endswith(f"Other use of the {unknown} was not measured.")
 
 
+def test_a_step_that_computes_little_names_what_it_does_in_words(with_rules):
+    with_rules()
+    waits = STEPS.model_copy(update={"phases": Phases(compute_s=0.03, data_wait_s=0.05)})
+    assert "50% is data wait." in diagnosis_of(waits).verdict
+
+
 def record_run(folder, others):
     folder.mkdir()
     layout.append_event(folder, "start", environment={"threads": 2})
