@@ -48,6 +48,7 @@ from flatout.measure.scripts.trial import (
 from flatout.measure.steps.evidence import MIN_SAVES, CallSite, Evidence, Failure, LoopFacts
 from flatout.measure.steps.lines import (
     Line,
+    LineTimes,
     LineTotals,
     line_of,
     site_of,
@@ -104,6 +105,8 @@ class ScriptWindows(LoopWindows):
     """What records the calls of the current step."""
     recorder: CallRecorder | None = None
     """What has recorded those of some steps."""
+    traced: LineTimes | None = None
+    """The times of the lines that were seen, within a step."""
 
     def _special(self) -> Iterator[None]:
         if threading.active_count() > 1:  # a few short steps show too little of the others
@@ -119,6 +122,11 @@ class ScriptWindows(LoopWindows):
             self.recorder, self.recording = self.recording, None
         else:
             yield from self._marked_calls(self.called_steps)
+        if self.sampler is not None and not self.has_compiled and sys.gettrace() is None:
+            seen = (self.sampler.lines.counts[kind] for kind in ("python", "compute", "data"))
+            self.traced = LineTimes(line for lines in seen for line in lines)
+            with self.traced.tracing(sys._getframe(1)):
+                yield
         # the profiler prints an error when a thread other than the first one starts it
         if self._recorded_steps and threading.current_thread() is threading.main_thread():
             yield from self._recorded(self._recorded_steps)
@@ -430,8 +438,11 @@ class Attachment:
 
     def _evidence(self, loop: LoopTimer, windows: LoopWindows) -> Evidence:
         """Return what the timer measured, with what only calls in torch show."""
+        assert isinstance(windows, ScriptWindows)
+        if windows.traced is not None and windows.sampler is not None:
+            windows.traced.correct(windows.sampler.lines)
         found = loop.evidence()
-        recorder, sampler = getattr(windows, "recorder", None), windows.sampler
+        recorder, sampler = windows.recorder, windows.sampler
         sites: dict[str, tuple[CallSite, ...]] = {}
         notes = [*found.notes]
         phases, steps = found.phases, max(windows.sampled_steps, 1)
