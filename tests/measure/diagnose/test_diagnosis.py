@@ -131,15 +131,6 @@ def test_fixes_are_ranked_by_what_they_save_in_the_time_left(with_rules):
         assert [fix.text for fix in ranked.fixes] == [fix.text for fix in order]
 
 
-def test_fixes_of_failures_come_before_gains(with_rules):
-    def found(harm, gain, text):
-        fixes = (Fix(text=text, gain=gain),)
-        return Rule(name=text, look=lambda _: Finding(verdict=text, harm=harm, fixes=fixes))
-
-    with_rules(found("slows", 0.5, "faster"), found("fails", None, "works"))
-    assert [fix.text for _, fix in diagnosis_of(STEPS).fixes(100)] == ["works", "faster"]
-
-
 def test_findings_json_is_strict_json_with_a_format_version(with_rules, tmp_path):
     with_rules(rule("a", share=0.2))
     path = diagnosis_of(STEPS).write(tmp_path)
