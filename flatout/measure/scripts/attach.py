@@ -46,6 +46,7 @@ from flatout.measure.scripts.trial import (
     roots_of,
 )
 from flatout.measure.steps.evidence import MIN_SAVES, CallSite, Evidence, Failure, LoopFacts
+from flatout.measure.steps.guard import guarded
 from flatout.measure.steps.lines import (
     Line,
     LineTimes,
@@ -57,7 +58,7 @@ from flatout.measure.steps.lines import (
     user_lines,
 )
 from flatout.measure.steps.windows import threads
-from flatout.measure.watch.hooks import guarded, observing
+from flatout.measure.watch.hooks import observing
 from flatout.measure.watch.loop import LoopTimer, LoopWindows, Settings, fewest
 from flatout.storage.files import write_text
 from flatout.training.metrics.detectors import is_steady_growth

@@ -24,6 +24,7 @@ from typing import IO, Any, Self
 
 from flatout.config.registry import PACKAGE_DIR, is_user_code
 from flatout.measure.steps.evidence import CallSite
+from flatout.measure.steps.guard import guarded
 
 INTERVAL_S = 0.004
 """Time between two samples."""
@@ -269,7 +270,7 @@ class LineSampler:
         began_s = last_s = time.perf_counter()
         while not self._stop.wait(pause_s(self._interval_s, last_s - began_s)):
             now_s = time.perf_counter()
-            self._look(now_s - last_s)
+            guarded(self._look)(now_s - last_s)
             last_s = now_s
 
     def _look(self, seconds: float) -> None:
