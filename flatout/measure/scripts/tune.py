@@ -52,7 +52,7 @@ LEAST_GAIN = 1.01
 """A change is taken from this ratio on."""
 PROMISING = 1.005
 """Lower gains of a first trial are not repeated."""
-ROUNDS, LAST_ROUNDS = 3, 5
+ROUNDS = 5
 """Most pairs of a change on top of those before it, and of the patched script."""
 SCREEN_SHARE = 0.5
 """Share of the time after which no further change is measured first."""
@@ -308,7 +308,9 @@ class Search:
             if row.taken:
                 self.taken = point.changes
             else:
-                row.reason = "no clear gain" + " on top" * bool(self.taken)
+                is_open = gain.median >= LEAST_GAIN and (gain.high or math.inf) > LEAST_GAIN
+                row.reason = UNPROVEN if is_open else "no clear gain"
+                row.reason += " on top" * bool(self.taken)
 
     def grow_batch(self, flag: str, accumulate_flag: str | None) -> None:
         """Measure larger batches, which are never part of the patch: they are arguments.
@@ -388,7 +390,7 @@ class Search:
         reasons: dict[str, str] = {}
         for key, point in points.items():
             self.task.note("all winners together" if key == "gain" else "the patched script")
-            gain = self.pairs(point, Point(), LAST_ROUNDS)
+            gain = self.pairs(point, Point(), ROUNDS)
             if isinstance(gain, str):
                 reasons[key] = f"{UNPROVEN}: {gain}"
                 continue
