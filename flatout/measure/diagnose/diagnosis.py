@@ -68,7 +68,7 @@ class Fix(Stored):
     cost_s: float = 0.0
     """Seconds that it costs once, such as compiling."""
     same_result: bool = True
-    """Whether the run computes the same losses, except for rounding. `--fix` applies only those."""
+    """Whether the run computes the same losses, except for rounding."""
 
     def worth(self, remaining_s: float | None) -> float:
         """Return a key to rank by: the seconds saved in the rest of the run, if that is known.
@@ -219,11 +219,6 @@ class Diagnosis(Stored):
     def is_healthy(self) -> bool:
         """Whether nothing was found."""
         return not self.findings
-
-    def fixes(self, remaining_s: float | None = None) -> list[tuple[Finding, Fix]]:
-        """Return all fixes, those of failures first, then by the time that they save."""
-        found = [(finding, fix) for finding in self.findings for fix in finding.fixes]
-        return sorted(found, key=lambda one: (one[0].harm != "fails", -one[1].worth(remaining_s)))
 
     def write(self, folder: Path) -> Path:
         """Write findings.json into a directory and return its path."""
@@ -394,7 +389,8 @@ def _healthy(evidence: Evidence) -> str:
     parts = [f"{work:.0%} of each step is computation"] if work else []
     if 0 < work < HALF:
         most = max(shares.keys() - WORK, key=lambda name: shares[name])
-        return f"Nothing was found, but only {parts[0]}, and {shares[most]:.0%} is {most}."
+        word = WORDS.get(most, most)
+        return f"Nothing was found, but only {parts[0]}, and {shares[most]:.0%} is {word}."
     if evidence.roofline.mfu is not None:
         parts.append(f"{evidence.roofline.mfu:.0%} of the peak matmul rate")
     found = f": {', '.join(parts)}." if parts else "."
