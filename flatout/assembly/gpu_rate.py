@@ -64,8 +64,8 @@ class GpuTime:
         """Return what the time was predicted from."""
         text = f"published runs: {1e3 * self.compute_s:.0f} ms of computing per step"
         text += f" and {1e3 * self.layers_s:.0f} ms of shared layers" * bool(self.layers_s)
-        parts = [f"{name} {1e3 * value:.0f} ms" for name, value in self.communication_s.items()]
-        text += f", beside it {', '.join(parts)}" if parts else ""
+        parts = [f"{1e3 * value:.0f} ms of {name}" for name, value in self.communication_s.items()]
+        text += f", meanwhile {', '.join(parts)}" if parts else ""
         return text + (f", then AdamW on the CPU {1e3 * self.host_s:.0f} ms" * bool(self.host_s))
 
 
@@ -117,22 +117,22 @@ def gpu_time(
     exchanged: dict[str, float] = {}
     if shard > 1:
         part = (shard - 1) / shard * weights
-        exchanged["gathered weights"] = seconds(gathers * GATHERED * part, shard * tensor)
-        exchanged["reduced gradients"] = seconds(accumulate * REDUCED * part, shard * tensor)
+        exchanged["gathering weights"] = seconds(gathers * GATHERED * part, shard * tensor)
+        exchanged["reducing gradients"] = seconds(accumulate * REDUCED * part, shard * tensor)
     if copies > 1:
         added = 2 * (copies - 1) / copies * REDUCED * weights / shard
-        exchanged["gradients of copies"] = seconds(added, world_size)
+        exchanged["averaging gradients between replicas"] = seconds(added, world_size)
     if parallel.context > 1:
         sent = model.shared_bytes(seq_len // parallel.context) * tokens * (parallel.context - 1)
-        exchanged["shared rows"] = seconds(sent, parallel.context)
+        exchanged["sharing rows"] = seconds(sent, parallel.context)
     host_s = layers_s = 0.0
     if tensor > 1:
         hidden = EXCHANGES * again * layers * tokens * (tensor - 1) * width * GATHERED
         layers_s = seconds(hidden, tensor)
     if parallel.offload == "cpu":
         own, gb_per_s = 4 * weights / shard, newest(HOST_GB_PER_S)
-        exchanged["weights from the host"] = gathers * own / (1e9 * gb_per_s)
-        exchanged["gradients to the host"] = accumulate * own / (1e9 * gb_per_s)
+        exchanged["copying weights from the host"] = gathers * own / (1e9 * gb_per_s)
+        exchanged["copying gradients to the host"] = accumulate * own / (1e9 * gb_per_s)
         here = min(machine.gpus_per_node, world_size)
         host_s = here * ADAMW_BYTES * weights / shard / (1e9 * HOST_MEMORY_GB_PER_S)
     return GpuTime(tokens * token_s, exchanged, host_s, layers_s)

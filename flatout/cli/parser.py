@@ -207,6 +207,9 @@ def _explained(error: click.ClickException, name: str, parser: click.Command) ->
             see = f"{param.make_metavar(click.Context(parser))}: {param.help} {see}"
         return ConfigError(f"`flatout {name}`: {message[:1].lower()}{message[1:]}.", fix=see)
     what = f"`flatout {name}` has no option {error.option_name!r}."
+    if (name, error.option_name) == ("diagnose", "--fix"):
+        how = "`flatout tune RECIPE --only batch,speedups` measures what is faster and writes it."
+        return ConfigError(what, fix=how)
     meant = _meant_elsewhere(error.option_name, name, parser)
     if meant is not None:
         return ConfigError(what, fix=meant)

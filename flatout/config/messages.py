@@ -42,13 +42,13 @@ def explain(error: ValidationError, section: type[BaseModel], prefix: str = "") 
     tops = {name.partition(".")[0] for name in fields}
     inside = (_inside(_key_of(one, prefix), one["input"], tops) for one in unknown)
     names = {name: one for found in inside for name, one in found.items()}
-    if kind == "extra_forbidden" and sum(word_for(name) is not None for name in names) > 1:
+    if kind == "extra_forbidden" and len(names) > 1:
         known = all_keys(section, prefix)
         answers = (f"{key}: {unknown_key(key, value, known).fix}" for key, value in names.items())
-        return ForeignKeys(
-            f"There are no config keys {', '.join(names)}. Other tools have them.",
-            fix=" ".join(answers),
-        )
+        what, fix = f"There are no config keys {', '.join(names)}.", " ".join(answers)
+        if sum(word_for(name) is not None for name in names) > 1:
+            return ForeignKeys(f"{what} Other tools have them.", fix=fix)
+        return ConfigError(what, fix=fix)
     if kind == "extra_forbidden":
         while isinstance(value, dict) and len(value) == 1 and word_for(key):
             ((inner, value),) = value.items()  # the whole of another tool's key: wandb.enabled

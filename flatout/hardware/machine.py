@@ -342,8 +342,8 @@ def pick_device(wanted: str, machine: Machine) -> tuple[str, str]:
             return "cpu", obstacle
         raise HardwareError(
             f"train.device={wanted} cannot be used: {obstacle}.",
-            fix="Fix that, or remove train.device: train.device=auto would run on the CPU "
-            f"({machine.cpu_name}, {counted(machine.cores, 'core')}).",
+            fix="Make the GPU usable, or remove train.device: train.device=auto would run on the "
+            f"CPU ({machine.cpu_name}, {counted(machine.cores, 'core')}).",
         )
     count = torch.cuda.device_count()
     index = int(wanted.partition(":")[2] or 0)

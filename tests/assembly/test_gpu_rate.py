@@ -44,23 +44,26 @@ def test_what_is_repeated_or_not_compiled_takes_longer():
 def test_communication_depends_on_the_mesh_and_on_where_it_crosses_machines():
     assert time("H100").communication_s == {}
     copied, sharded = time(), time(shard=8)
-    assert [*copied.communication_s] == ["gradients of copies"]
-    assert [*sharded.communication_s] == ["gathered weights", "reduced gradients"]
+    assert [*copied.communication_s] == ["averaging gradients between replicas"]
+    assert [*sharded.communication_s] == ["gathering weights", "reducing gradients"]
     inside = time("2x8 H100, 100 Gb/s", shard=8).communication_s
     across = time("2x8 H100, 100 Gb/s", shard=16).communication_s
-    assert across["gathered weights"] > 10 * inside["gathered weights"]
+    assert across["gathering weights"] > 10 * inside["gathering weights"]
     kept = time(shard=8, reshard="false").communication_s
-    assert kept["gathered weights"] == sharded.communication_s["gathered weights"] / 2
+    assert kept["gathering weights"] == sharded.communication_s["gathering weights"] / 2
     assert time("2x8 H100, 1 Gb/s", shard=16).step_s > 2 * time(shard=8).step_s
-    assert "shared rows" in time(shard=8, context=4).communication_s
+    assert "sharing rows" in time(shard=8, context=4).communication_s
 
 
 def test_an_offloaded_step_copies_weights_and_waits_for_the_cpu():
     one, kept = time("H100", offload="cpu"), time("H100", offload="cpu", shard=1, reshard="false")
-    assert [*one.communication_s] == ["weights from the host", "gradients to the host"]
+    assert [*one.communication_s] == [
+        "copying weights from the host",
+        "copying gradients to the host",
+    ]
     copied, back = one.communication_s.values()
     assert copied == pytest.approx(2 * back)
-    assert kept.communication_s["weights from the host"] == pytest.approx(back)
+    assert kept.communication_s["copying weights from the host"] == pytest.approx(back)
     assert one.step_s == pytest.approx(max(one.compute_s, copied + back) + one.host_s)
     assert "then AdamW on the CPU" in one.describe()
     assert "AdamW" not in time("H100").describe()

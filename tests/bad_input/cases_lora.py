@@ -7,9 +7,12 @@ from case import Case, World, run_command, table
 
 def without_base(world: World) -> None:
     """Train adapters, and delete the weights that they belong to."""
-    line = "train my.yaml lora.rank=2 train.init_from=runs/first --run-dir runs/adapters"
-    assert run_command(line, world.path).code == 0
-    shutil.rmtree(world.path / "runs/first/checkpoints")
+    for line in (
+        "export runs/first --out exported",
+        "train my.yaml lora.rank=2 train.init_from=exported --run-dir runs/adapters",
+    ):
+        assert run_command(line, world.path).code == 0
+    shutil.rmtree(world.path / "exported")
 
 
 CASES = [
@@ -39,7 +42,7 @@ a base in bf16 without matmuls in bf16
     Case(
         "adapters whose base was deleted",
         "generate runs/adapters",
-        ("runs/adapters/checkpoints/step-2", "runs/first/checkpoints/step-2", "do not exist"),
+        ("runs/adapters/checkpoints/step-2", "exported", "do not exist"),
         ("Restore them there",),
         without_base,
     ),

@@ -48,15 +48,12 @@ a misspelt key of the model, and no data
 an unknown run
     generate nope
     no run directory nope or runs/nope -> flatout runs | The newest: first
-a recipe of `diagnose --fix` that would not be YAML
-    diagnose my.yaml --fix --out fixed.txt
-    --out fixed.txt is not a YAML file -> --out recipe.yaml
 a recipe of `tune` that would not be YAML
     tune my.yaml --out fast.txt
     --out fast.txt is not a YAML file -> --out recipe.yaml
-a recipe of `diagnose --fix` that would replace another file
-    diagnose my.yaml --fix --out my.yaml
-    my.yaml exists | did not write it -> --out FILE
+an option of an earlier version
+    diagnose my.yaml --fix
+    no option '--fix' -> flatout tune RECIPE
 a recipe file that does not exist
     train mine.yaml
     mine.yaml -> 'my.yaml'

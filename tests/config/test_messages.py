@@ -141,3 +141,20 @@ def test_a_misspelt_word_of_another_tool_is_answered_with_its_counterpart(key, w
 def test_a_key_without_a_near_match_lists_its_section():
     known = ", ".join(f"log.{name}" for name in LogConfig.model_fields)
     assert error_of("log.qqqqqqqq=1").fix == f"Known keys: {known}."
+
+
+def test_all_unknown_keys_are_answered_at_once(tmp_path):
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("optim: {lrr: 3, weight_decya: 0.1}\ntrain: {stepz: 4}\n")
+    with pytest.raises(ConfigError) as refused:
+        load_config(recipe)
+    keys = "optim.lrr, optim.weight_decya, train.stepz"
+    assert refused.value.what == f"{recipe}: There are no config keys {keys}."
+    for answer in (
+        "optim.lrr: Did you mean 'optim.lr'?",
+        "optim.weight_decya: Did you mean 'optim.weight_decay'?",
+        "train.stepz: Did you mean 'train.steps'?",
+    ):
+        assert answer in refused.value.fix
+    with pytest.raises(ConfigError, match=r"no config keys data\.pth, log\.evry\."):
+        load_config(None, ["data.pth=x", "log.evry=3"])

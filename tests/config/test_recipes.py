@@ -19,12 +19,17 @@ def stated(name: str) -> int | None:
     return int(found[1].replace(",", "")) if found else None
 
 
+def vocabulary(name: str) -> int | None:
+    found = re.search(r"vocabulary of ([\d,]+) tokens", RECIPES.describe(name))
+    return int(found[1].replace(",", "")) if found else None
+
+
 @pytest.mark.parametrize("name", [name for name in RECIPES.names() if stated(name)])
 def test_a_recipe_has_the_stated_number_of_parameters(name):
     config = load_config(name)
     model = MODELS.get(config.model.kind)
     shape = model.check(
-        {"vocab_size": SHAKESPEARE}
+        {"vocab_size": vocabulary(name) or SHAKESPEARE}
         | config.model.own()
         | ({"vocab_size": config.model.vocab_size} if config.model.vocab_size else {}),
         seq_len=config.data.seq_len,

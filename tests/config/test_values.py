@@ -7,7 +7,7 @@ import shlex
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flatout.config.documents import dump_yaml, parse_yaml
@@ -22,6 +22,7 @@ VALUES = st.one_of(
 )
 
 
+@settings(deadline=None)
 @given(st.dictionaries(TEXTS, VALUES))
 def test_what_is_written_is_read_back_equal_by_any_reader(document):
     text = dump_yaml(document)
@@ -29,6 +30,7 @@ def test_what_is_written_is_read_back_equal_by_any_reader(document):
     assert yaml.safe_load(text) == document
 
 
+@settings(deadline=None)
 @given(TEXTS, st.floats(min_value=1e-300, allow_infinity=False), st.integers(1, 10**30))
 def test_a_config_reads_an_override_as_what_it_was_made_from(text, number, count):
     values = {"train.sample_prompt": text, "optim.lr": number, "train.steps": count}

@@ -18,9 +18,8 @@ from flatout.cli.commands.train import TrainResult, train
 from flatout.cli.recommended import MAX_EPOCHS
 from flatout.config.schema import RunConfig, load_config
 from flatout.config.signature import Argument, Option, checked
-from flatout.data.sources.encodings import BINARY
+from flatout.data.sources.encodings import OR_SKIP
 from flatout.data.sources.local import missing
-from flatout.data.sources.long import NotUtf8
 from flatout.data.store.shards import Dataset
 from flatout.errors import (
     CheckpointError,
@@ -235,7 +234,7 @@ def _new_config(subject: Subject, device: str, minutes: float, progress: Progres
             progress=progress,
         )
     except DataError as error:
-        raise _without_options(error, subject.source) from error
+        raise _without_options(error) from error
     dataset = Dataset.open(subject.data)
     config = fit_text(
         load_config(subject.recipe, [f"data.path={subject.data}", f"name={subject.run.name}"]),
@@ -246,22 +245,14 @@ def _new_config(subject: Subject, device: str, minutes: float, progress: Progres
     return with_length(config, dataset, step_s, minutes)
 
 
-def _without_options(error: DataError, source: str) -> DataError:
+def _without_options(error: DataError) -> DataError:
     """Return the error with a fix that demo supports: it lacks the options of prepare."""
     if isinstance(error, TooLittleText):
         return DataError(error.what, fix=MORE_TEXT)
     if isinstance(error, OutputInUse):
         return DataError(error.what, fix="Remove that directory, or move it away.")
-    if isinstance(error, NotUtf8) and error.encoding == BINARY:
-        return DataError(error.what, fix="Name a text file.")
-    if isinstance(error, NotUtf8) and error.encoding:
-        converted = Path(source).with_suffix(f".utf8{Path(source).suffix}")
-        command = f"iconv -f {error.encoding} -t UTF-8 {in_shell(source)} > {in_shell(converted)}"
-        return DataError(error.what, fix=f"Convert it with `{command}`, and name the new file.")
-    options = "--" in error.fix
-    return DataError(
-        error.what, fix=f"Use `flatout prepare`: {error.fix}" if options else error.fix
-    )
+    fix = error.fix.replace(OR_SKIP, "")
+    return DataError(error.what, fix=f"Use `flatout prepare`: {fix}" if "--" in fix else fix)
 
 
 def fit_text(config: RunConfig, dataset: Dataset) -> RunConfig:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -13,15 +12,8 @@ from flatout.config.registry import RECIPES, unknown_name
 from flatout.config.schema import RunConfig, load_config
 from flatout.config.signature import Argument, Option, checked
 from flatout.errors import ConfigError, MissingPackage, in_shell
-from flatout.measure.diagnose.diagnose import diagnose_recipe, measure_briefly
+from flatout.measure.diagnose.diagnose import diagnose_recipe
 from flatout.measure.diagnose.diagnosis import FILE, Diagnosis, diagnosis_of, read_diagnosis
-from flatout.measure.diagnose.fix import (
-    FixOutcome,
-    applied,
-    require_writable,
-    try_fixes,
-    write_recipe,
-)
 from flatout.measure.diagnose.recorded import recorded_evidence
 from flatout.measure.diagnose.spec import DEFAULT_SECONDS
 from flatout.measure.scripts.request import Request
@@ -29,7 +21,6 @@ from flatout.measure.scripts.run import diagnose_script
 from flatout.progress import SILENT, Progress
 from flatout.storage.cache import default_cache
 from flatout.storage.json_io import Result
-from flatout.storage.recognised import require_recipe_path
 from flatout.training.metrics.observers import Observer
 from flatout.training.run_dir import layout
 from flatout.training.run_dir.lookup import RUNS, run_names
@@ -37,12 +28,8 @@ from flatout.training.run_dir.resume import settings_file
 
 
 class DiagnoseResult(Diagnosis, Result):
-    """A verdict and its evidence, and what --fix did."""
+    """A verdict and its evidence."""
 
-    fixes_tried: tuple[FixOutcome, ...] = ()
-    """With --fix: each fix, with its measured gain, and whether it is kept."""
-    recipe: str | None = None
-    """With --fix: the recipe that was written. Null when no fix helps."""
     path: str | None = None
     """findings.json in the run directory. Null when there is no run directory."""
     script_code: int | None = None
@@ -52,21 +39,18 @@ class DiagnoseResult(Diagnosis, Result):
     def exit_code(self) -> int:
         """As for `train`: 2 if the recipe cannot start, 1 if its measured steps failed, else 0.
 
-        With a fix that makes it work, and for a recorded run, it is 0. A script's is its own.
+        For a recorded run, it is 0. A script's is its own.
         """
         fails = any(finding.harm == "fails" for finding in self.findings)
-        if not fails or self.recipe is not None:
+        if not fails:
             return 0
         return {"preflight": 2, "measured run": 1, "script": self.script_code or 1}.get(
             self.source, 0
         )
 
     def summary(self) -> str:
-        """Return the verdict, the breakdown, the findings, and what --fix did."""
-        tried = [f"Tried: {one.text} {one.reason}" for one in self.fixes_tried]
-        if self.recipe is not None:
-            tried.append(f"Written: {self.recipe}")
-        return "\n\n".join([self.text(), *(["\n".join(tried)] if tried else [])])
+        """Return the verdict, the breakdown and the findings."""
+        return self.text()
 
 
 @checked
@@ -76,16 +60,9 @@ def diagnose(
         Argument("A recipe's name, a YAML file, a run, or its directory (default: this machine)."),
     ] = None,
     overrides: Overrides = None,
-    fix: Annotated[
-        bool, Option("Try the best fixes, measure again, and write a recipe with a fix that helps.")
-    ] = False,
     seconds: Annotated[
         float, Option("Seconds of ordinary steps to measure.", min=0.1)
     ] = DEFAULT_SECONDS,
-    out: Annotated[
-        Path | str | None,
-        Option("File for the recipe that --fix writes (default: NAME-fixed.yaml)."),
-    ] = None,
     steps: Annotated[
         int | None, Option("Of a script: steps to measure, instead of --seconds.", min=1)
     ] = None,
@@ -119,7 +96,7 @@ def diagnose(
     named.
     """
     if script:
-        require_only_script(recipe is not None or overrides or fix or out is not None)
+        require_only_script(recipe is not None or overrides)
         request = Request(seconds=seconds, steps=steps, to_the_end=to_the_end)
         found, code = diagnose_script(script, request, as_json=as_json, progress=progress)
         return DiagnoseResult(**dict(found), script_code=code)
@@ -127,8 +104,6 @@ def diagnose(
         how = "Write `flatout diagnose --steps 50 -- python train.py`, or remove them."
         raise ConfigError("--steps and --to-the-end only apply to a script.", fix=how)
     if recipe is None:
-        if fix or out is not None:
-            raise ConfigError("--fix and --out need a recipe.", fix="Name one, or remove them.")
         try:
             from flatout.measure.diagnose.machine import machine_evidence
         except ImportError as error:
@@ -137,38 +112,18 @@ def diagnose(
             ) from error
         return DiagnoseResult(**dict(diagnosis_of(machine_evidence(progress=progress))))
     folder, watched = find_recorded(recipe)
-    if out is not None and not fix:
-        raise ConfigError("--out has no effect without --fix.", fix="Add --fix, or remove it.")
-    if out is not None:
-        require_recipe_path(out, "--out ")
-    if watched is not None and not fix and not overrides:
+    if watched is not None and not overrides:
         return DiagnoseResult(**dict(read_watched(watched)), path=str(watched / FILE))
-    if folder is not None and not fix and not overrides:
+    if folder is not None and not overrides:
         found = diagnosis_of(recorded_evidence(folder))
         return DiagnoseResult(**dict(found), path=_write(found, folder, progress))
     config = _config(recipe, folder, watched, overrides)
     if folder is None or overrides:
         preflight.check_names(config)
-    written = Path(out or f"{config.name}-fixed.yaml")
-    if fix:
-        require_writable(written)
     evidence = diagnose_recipe(
         config, seconds=seconds, cache=default_cache(), callbacks=callbacks, progress=progress
     )
-    measure = partial(measure_briefly, seconds=seconds)
-    found = diagnosis_of(evidence)
-    tried = try_fixes(evidence, found, measure, progress=progress) if fix else []
-    kept = next((outcome for outcome in tried if outcome.kept), None)
-    if fix and kept is None:
-        progress.say(f"No fix helps here, so {written} is not written.")
-    if kept is not None:
-        write_recipe(written, applied(config, kept.overrides), tried)
-    return DiagnoseResult(
-        **dict(found),
-        fixes_tried=tuple(tried),
-        recipe=None if kept is None else str(written),
-        path=None if folder is None or overrides else _write(found, folder, progress),
-    )
+    return DiagnoseResult(**dict(diagnosis_of(evidence)))
 
 
 def require_only_script(has_more: object) -> None:
@@ -239,7 +194,7 @@ def _config(
         raise ConfigError(
             f"{watched} contains the records of a loop without a recipe, and flatout cannot repeat "
             "it.",
-            fix=f"Remove --fix and the settings: `flatout diagnose {in_shell(name)}` shows what "
+            fix=f"Remove the settings: `flatout diagnose {in_shell(name)}` shows what "
             "`flatout.watch` found.",
         )
     if len(path.parts) > 1 and path.parent == RUNS and not path.exists():
@@ -251,6 +206,6 @@ def _config(
 
 COMMAND = Command(
     diagnose,
-    example="flatout diagnose shakespeare-char data.path=data/s --fix",
+    example="flatout diagnose shakespeare-char data.path=data/s",
     writes_files=False,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from textwrap import fill
@@ -36,7 +37,7 @@ from flatout.config.registry import (
 )
 from flatout.config.schema import RunConfig, load_config
 from flatout.config.signature import Argument, Option, checked
-from flatout.display import duration
+from flatout.display import amount, duration
 from flatout.hardware.machine import ASSUMED_MFU, Machine, machine_rows, probe
 from flatout.measure.scripts.changes import CHANGES
 from flatout.progress import SILENT, Progress
@@ -61,6 +62,8 @@ LABELS = {True: "measured", False: "not measured", None: ""}
 
 None: there is nothing to measure, the speedup is not for this device.
 """
+PARAMETERS = re.compile(r"([\d,]+) parameters")
+"""The size of a recipe's model, in its description."""
 SCREEN = 80
 """Columns of a screen."""
 LABEL_WIDTH = max(map(len, LABELS.values()))
@@ -75,6 +78,9 @@ class ListResult(Result):
     """For speedups: the assumed length of the run, and whether its GPU is missing here."""
     items: list[JsonObject]
     """One object per entry, with its `name` and its `description`.
+
+    A recipe also has the `parameters` of its model, null if they are those of its base model. The
+    smallest come first.
 
     A speedup also has `on` with the `reason`; whether that was `measured` on such a device (null:
     it is not for this device); the `gain` that bench measured on this hardware; and the `predicted`
@@ -91,11 +97,15 @@ class ListResult(Result):
         if not self.items:
             return f"There are no {self.kind}."
         width = max((len(item["name"]) for item in self.items if item.get("on", True)), default=0)
-        lines = [self.note] if self.note else []
+        lines = [_wrapped(self.note)] if self.note else []
         off: dict[str, list[str]] = {label: [] for label in LABELS.values()}
         for item in self.items:
             if "on" not in item:
-                lines.append(f"{item['name']:<{width}}  {item['description']}")
+                start = f"{item['name']:<{width}}  "
+                if "parameters" in item:
+                    size = item["parameters"]
+                    start += f"{amount(size).replace('G', 'B') if size else '':>7}  "
+                lines.append(_wrapped(f"{start}{item['description']}", len(start)))
                 continue
             state, label = "on" if item["on"] else "off", LABELS[item["measured"]]
             gain, reason, about = item["gain"], item["reason"], ""
@@ -106,21 +116,25 @@ class ListResult(Result):
                 about = f"  (predicted: {first})"
             if self.shows_all:
                 name = f"{item['name']}{about}"
-                lines += [f"{state:<3}  {label:<{LABEL_WIDTH}}  {name}", f"     {reason}"]
+                lines.append(f"{state:<3}  {label:<{LABEL_WIDTH}}  {name}")
+                lines.append(_wrapped(f"     {reason}", 5))
             elif item["on"]:
-                line = f"on   {item['name']:<{width}}  {reason}{about}"
-                if len(line) > SCREEN:
-                    line = f"{line[: SCREEN - 3].rpartition(' ')[0]} ..."
-                lines.append(line)
+                start = f"on   {item['name']:<{width}}  "
+                lines.append(_wrapped(f"{start}{reason}{about}", len(start)))
             else:
                 off[label].append(item["name"])
         for label, names in off.items():
             if names:
                 text = f"off, {label or 'not for this run'}: {', '.join(names)}"
-                lines.append(fill(text, SCREEN, subsequent_indent=" " * 5, break_on_hyphens=False))
+                lines.append(_wrapped(text, 5))
         if any(off.values()):
             lines.append("--all shows the reason for each.")
         return "\n".join(lines)
+
+
+def _wrapped(text: str, indent: int = 0) -> str:
+    """Return text in lines of a screen. Those after the first are indented."""
+    return fill(text, SCREEN, subsequent_indent=" " * indent, break_on_hyphens=False)
 
 
 @checked
@@ -166,7 +180,12 @@ def list_entries(
         items = {name: FOLDERS[kind].describe(name) for name in FOLDERS[kind].names()}
     else:
         raise unknown_name("kind of entry", kind, [*FOLDERS, *OTHERS])
-    listed = [{"name": name, "description": text} for name, text in items.items()]
+    listed: list[JsonObject] = [{"name": name, "description": text} for name, text in items.items()]
+    if kind == "recipes":
+        for item in listed:
+            size = PARAMETERS.search(item["description"])
+            item["parameters"] = int(size[1].replace(",", "")) if size else None
+        listed.sort(key=lambda item: item["parameters"] or math.inf)
     return ListResult(kind=kind, items=listed)
 
 
@@ -177,13 +196,13 @@ def _speedups(recipe: str | Path | None, progress: Progress) -> ListResult:
         device = "cuda" if machine.gpus else "cpu"
     minutes, notes = None, []
     if device.startswith("cuda"):
+        minutes, length = _expected_length(config, machine, progress)
+        notes += [length] if length else []
         if not machine.gpus:
             notes.append(
                 f"This recipe needs a GPU (train.device={device}), and there is none here. On a "
                 "GPU it would use:"
             )
-        minutes, length = _expected_length(config, machine, progress)
-        notes += [length] if length else []
 
     def flops() -> float:
         from flatout.assembly.resolve import flops_per_token  # imports torch

@@ -65,9 +65,6 @@ Include = Annotated[
         "Files to read from directories in addition to text and rows, such as '*.py' (repeatable)."
     ),
 ]
-Encoding = Annotated[
-    str | None, Option("Encoding of files that are not UTF-8, such as CP1252 or UTF-16.")
-]
 Split = Annotated[
     str | None,
     Option("'tail F' or 'hash F': the fraction used for validation, from the end or by document."),
@@ -170,7 +167,6 @@ def prepare(
     end_of_text: EndOfText = None,
     text_field: TextField = None,
     include: Include = None,
-    encoding: Encoding = None,
     split: Split = None,
     val: Val = None,
     max_documents: MaxDocuments = None,
@@ -202,7 +198,7 @@ def prepare(
     options = Options(
         str(tokenizer), pattern, end_of_text, text_field, split, max_documents, max_bytes,
         on_bad_row, max_bad_rows, mask_field, duplicates,
-        _names(val or ()), _names(include or ()), encoding, chat,
+        _names(val or ()), _names(include or ()), chat,
     )
     # fmt: on
     file = None if from_file is None else str(from_file)

@@ -13,7 +13,7 @@ from typing import Annotated
 from flatout.cli.commands import Command
 from flatout.config.signature import Argument, checked
 from flatout.display import age, aligned, amount, optional
-from flatout.errors import CheckpointError, FlatoutError
+from flatout.errors import CheckpointError, FlatoutError, on_one_line
 from flatout.measure.runlog import RunLog
 from flatout.storage.files import Stored, folder_bytes
 from flatout.storage.json_io import JsonObject, Result
@@ -25,8 +25,8 @@ from flatout.training.run_dir.lock import run_state
 DEFAULT_ROOT = Path("runs")
 TAIL_BYTES = 256 * 1024
 """How much of metrics.jsonl is read: its end has the last losses."""
-WRITTEN = (layout.METRICS, layout.EVENTS, layout.SUMMARY, layout.EXIT_CODE, layout.CONFIG)
-"""Files whose times show when a run was last written."""
+WRITTEN = (layout.METRICS, layout.EVENTS, layout.SUMMARY)
+"""Files whose times show when a run was last active. A command that is refused changes others."""
 
 
 class RunItem(Stored):
@@ -50,7 +50,7 @@ class RunItem(Stored):
     bytes: int
     """Size of the run directory and its checkpoints."""
     age_s: float
-    """Seconds since the last write."""
+    """Seconds since its last record or event."""
     settings: JsonObject
     """The keys in which runs of its recipe differ, and the recipe's `name` if several are listed.
 
@@ -141,7 +141,7 @@ def _settings_text(item: RunItem) -> str:
         if key != "name" or not os.path.basename(item.run).startswith(str(value))
     }
     return ", ".join(
-        f"{key}={value if isinstance(value, str) else json.dumps(value, default=str)}"
+        f"{key}={on_one_line(value) if isinstance(value, str) else json.dumps(value, default=str)}"
         for key, value in shown.items()
     )
 
@@ -161,6 +161,7 @@ def _item(path: Path, settings: JsonObject) -> RunItem:
         config, checkpoints, state, size, records = None, [], "damaged", folder_bytes(path), []
     last = {name: value for record in records for name, value in record.items()}
     written = [path / name for name in WRITTEN if (path / name).exists()]
+    written = written or [path / layout.CONFIG]
     age_s = time.time() - max(file.stat().st_mtime for file in written)
     return RunItem(
         run=str(path),

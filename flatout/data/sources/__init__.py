@@ -18,7 +18,7 @@ from typing import Any, Self
 from flatout.data.conversation.rendering import Examples, Request
 from flatout.data.conversation.turns import BadConversation
 from flatout.data.sources.input_file import InputFile
-from flatout.data.sources.long import NotUtf8, Text
+from flatout.data.sources.long import Text
 from flatout.data.sources.packed import open_bytes
 from flatout.errors import DataError, without_secrets
 from flatout.storage.json_io import JsonObject
@@ -80,8 +80,6 @@ class BadRow:
     location: Location
     unread_bytes: int = 0
     """Approximate bytes of text lost, when the row represents the rest of a damaged piece."""
-    encoding: str | None = None
-    """The probable encoding of a row that is not UTF-8. See NotUtf8."""
 
     @classmethod
     def of(
@@ -89,16 +87,12 @@ class BadRow:
     ) -> Self:
         """Return the bad row for an error whose message starts with `path`, its location if ""."""
         what = error.what.removeprefix(without_secrets(path)).strip().removesuffix(".")
-        encoding = error.encoding if isinstance(error, NotUtf8) else None
-        return cls(what, error.fix, reason, location or path, unread, encoding)
+        return cls(what, error.fix, reason, location or path, unread)
 
     @property
     def error(self) -> DataError:
         """The error to raise."""
-        what = f"{self.location} {self.what}."
-        if self.encoding:
-            return NotUtf8(what, fix=self.fix, encoding=self.encoding)
-        return DataError(what, fix=self.fix)
+        return DataError(f"{self.location} {self.what}.", fix=self.fix)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator
 from types import ModuleType
 
 from flatout.data.sources import BadRow, Document, Row
-from flatout.data.sources.encodings import open_utf8
 from flatout.data.sources.fields import Fields, too_long
 from flatout.data.sources.input_file import Piece
 from flatout.data.sources.json_files import JSON_SUFFIXES, read_json
@@ -18,6 +17,7 @@ from flatout.data.sources.packed import (
     NotHandedOut,
     Unread,
     import_package,
+    open_bytes,
     unreadable,
 )
 from flatout.data.sources.parquet import PARQUET_SUFFIXES, read_row_groups
@@ -84,13 +84,13 @@ def _read(piece: Piece, fields: Fields) -> Iterable[Row]:
     if suffix in PARQUET_SUFFIXES:
         return read_row_groups(piece, fields)
     if suffix in ROW_SUFFIXES:
-        return read_rows(path, piece.start, piece.end or 0, fields, piece.encoding)
+        return read_rows(path, piece.start, piece.end or 0, fields)
     if suffix in TABLE_SUFFIXES:
-        return read_table(path, suffix, fields, piece.encoding)
+        return read_table(path, suffix, fields)
     if suffix in JSON_SUFFIXES:
-        return read_json(path, fields, piece.encoding)
+        return read_json(path, fields)
     if suffix in HTML_SUFFIXES:
-        return [read_html(path, piece.encoding)]
+        return [read_html(path)]
     if suffix in _CONVERTIBLE:
         name, command = _CONVERTIBLE[suffix]
         fix = (
@@ -98,28 +98,26 @@ def _read(piece: Piece, fields: Fields) -> Iterable[Row]:
             "or skip such files with --on-bad-row skip."
         )
         return [BadRow(f"is {name}, not text", fix, f"{suffix} file", path)]
-    return [read_text(path, piece.encoding)]
+    return [read_text(path)]
 
 
-def read_text(path: str, encoding: str | None = None) -> Row:
+def read_text(path: str) -> Row:
     """Return a text file as one document, without its byte order mark.
 
-    Raises: NotUtf8; WrongEncoding.
+    Raises: NotUtf8.
     """
-    with open_utf8(path, encoding) as file:
+    with open_bytes(path) as file:
         data = file.read(LONG_BYTES + 1)
-    return Document(
-        measure(path, encoding) if len(data) > LONG_BYTES else decoded(data, path), path
-    )
+    return Document(measure(path) if len(data) > LONG_BYTES else decoded(data, path), path)
 
 
-def read_html(path: str, encoding: str | None) -> Row:
+def read_html(path: str) -> Row:
     """Return the text of a page, without markup, scripts and styles, as one document.
 
     resiliparse is made for training corpora, separates paragraphs from preformatted text, bounds
     the time spent on deeply nested pages, and is licensed under Apache-2.0.
     """
-    with open_utf8(path, encoding) as file:
+    with open_bytes(path) as file:
         data = file.read(PAGE_BYTES + 1)
     if len(data) > PAGE_BYTES:
         return too_long(path, PAGE_BYTES)

@@ -51,13 +51,12 @@ def files(
     text_field: str = "text",
     mask_field: str | None = None,
     include: Sequence[str] = (),
-    encoding: str | None = None,
     chat: Renderer | None = None,
 ) -> list[ReadTask]:
     """Return the tasks of a file, a directory (searched recursively), a glob, or a URL of these.
 
-    Files are sorted. `include` lists patterns of other names to read. `encoding` is
-    the encoding of text that is not UTF-8. `chat` writes rows of chat data as text.
+    Files are sorted. `include` lists patterns of other names to read. `chat` writes rows of chat
+    data as text.
 
     Raises: DataError with the nearest name when nothing is there; MissingPackage.
     """
@@ -79,12 +78,10 @@ def files(
             f"{path} has no rows, so it contains no chat data.",
             fix="Remove --chat, or name JSONL, JSON or Parquet.",
         )
-    if encoding is not None and all(is_parquet(file.name) for file in found):
-        raise DataError(f"{path}: text in Parquet is always UTF-8.", fix="Remove --encoding.")
     per_file = max(4096, FINGERPRINT_BYTES // len(found))
     with ThreadPoolExecutor(PARALLEL_FILES) as threads:
         try:
-            cut = threads.map(lambda file: _cut(file, fields, encoding), found)
+            cut = threads.map(lambda file: _cut(file, fields), found)
             marked = threads.map(lambda file: _with_fingerprint(file, per_file), found)
             first, *others = _tasks(list(zip(marked, cut, strict=True)), fields)
         except BaseException:  # an interrupt does not wait for the files that are left
@@ -112,19 +109,16 @@ def _count_skipped(skipped: Sequence[str]) -> tuple[LeftOut, ...]:
     )
 
 
-def _cut(file: InputFile, fields: Fields, encoding: str | None) -> list[Piece]:
+def _cut(file: InputFile, fields: Fields) -> list[Piece]:
     limit = REMOTE_PART_BYTES if is_url(file.path) else PART_BYTES
     if is_parquet(file.name):
         return list(cut_parquet(file.path, file.size, fields, limit))
     whole, scale = max(file.size, 1), 3 if is_packed(file.name) else 1
     step = whole
-    if is_jsonl(file.name) and not is_packed(file.name) and encoding is None:
+    if is_jsonl(file.name) and not is_packed(file.name):
         step = limit
     ends = ((start, min(start + step, file.size)) for start in range(0, whole, step))
-    return [
-        Piece(file.path, start, end, (end - start) * scale, encoding=encoding)
-        for start, end in ends
-    ]
+    return [Piece(file.path, start, end, (end - start) * scale) for start, end in ends]
 
 
 def _tasks(cut: list[tuple[InputFile, list[Piece]]], fields: Fields) -> Iterator[ReadTask]:

@@ -23,8 +23,6 @@ class Piece:
     """Approximate bytes of text."""
     first_row: int = 0
     """Number of rows before the row groups."""
-    encoding: str | None = None
-    """Encoding of the text. None for UTF-8."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,22 +9,21 @@ from typing import IO, Any
 
 from flatout.config.documents import parser_says
 from flatout.data.sources import Row
-from flatout.data.sources.encodings import open_utf8
 from flatout.data.sources.fields import ROW_BYTES, Fields, document
 from flatout.data.sources.long import CHUNK_BYTES, not_utf8
-from flatout.data.sources.packed import Unread
+from flatout.data.sources.packed import Unread, open_bytes
 
 JSON_SUFFIXES = frozenset({".json"})
 _BYTE_ORDER_MARK = "\ufeff"
 _FIX = "Repair the file. --on-bad-row skip skips the unreadable rest."
 
 
-def read_json(path: str, fields: Fields, encoding: str | None) -> Iterator[Row]:
+def read_json(path: str, fields: Fields) -> Iterator[Row]:
     """Yield the rows of a JSON file of any length, read in pieces.
 
-    Raises: Unread when the rest cannot be read, including WrongEncoding.
+    Raises: Unread when the rest cannot be read.
     """
-    with open_utf8(path, encoding) as file:
+    with open_bytes(path) as file:
         for number, value in enumerate(_Json(path, file).values(), 1):
             yield document(value, fields, f"{path}, value {number}")
 

@@ -100,7 +100,8 @@ def _nothing(target: Path, wanted: Wanted, others: list[str]) -> DataError:
     if not target.is_dir():
         return DataError(
             f"No file matches {str(target)!r}.",
-            fix="Quote the pattern and check it with `ls`. `**` crosses directories.",
+            fix="Quote the pattern and check it with `ls`. `**` crosses directories. [v2] stands "
+            "for one of its characters: write [[]v2] for a name with brackets.",
         )
     known = recognise(target)
     if known is not None:

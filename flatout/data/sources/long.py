@@ -8,8 +8,8 @@ import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from flatout.data.sources.encodings import OR_SKIP, explain, open_utf8
-from flatout.data.sources.packed import Unread, unreadable
+from flatout.data.sources.encodings import converting, explain
+from flatout.data.sources.packed import Unread, open_bytes, unreadable
 from flatout.errors import DataError
 
 CHUNK_BYTES = 1 << 20
@@ -24,11 +24,6 @@ class NotUtf8(Unread):
     """Bytes that are not UTF-8."""
 
     reason = "not UTF-8"
-
-    def __init__(self, what: str, *, fix: str, encoding: str | None = None) -> None:
-        super().__init__(what, fix=fix)
-        self.encoding = encoding
-        """The probable encoding, or BINARY. None when unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +42,6 @@ class LongText:
     """Its length in UTF-8 bytes."""
     sha256: bytes
     """SHA-256 of those bytes."""
-    encoding: str | None = None
-    """Encoding of the file. None for UTF-8."""
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -56,9 +49,7 @@ class LongText:
     def __getitem__(self, part: slice) -> LongText:
         start, stop, _ = part.indices(len(self))
         start, stop = self.start + start, self.start + stop
-        return _measured(
-            self.path, start, _read_again(self.path, start, stop, self.encoding), self.encoding
-        )
+        return _measured(self.path, start, _read_again(self.path, start, stop))
 
     def first_bytes(self, limit: int) -> LongText:
         """Return the longest prefix of at most `limit` bytes of UTF-8."""
@@ -76,7 +67,7 @@ class LongText:
 
         Raises: DataError when the file cannot be read or has changed since it was measured.
         """
-        return _read_again(self.path, self.start, self.stop, self.encoding)
+        return _read_again(self.path, self.start, self.stop)
 
 
 Text = str | LongText
@@ -108,15 +99,15 @@ def chunks_of(text: Text) -> Iterable[str]:
     return (text[start : start + CHUNK_BYTES] for start in range(0, len(text), CHUNK_BYTES))
 
 
-def measure(path: str, encoding: str | None = None) -> LongText:
+def measure(path: str) -> LongText:
     """Read a file once to measure its text, and return it as a LongText.
 
-    Raises: NotUtf8; WrongEncoding; OSError, EOFError or zlib.error when the file cannot be read.
+    Raises: NotUtf8; OSError, EOFError or zlib.error when the file cannot be read.
     """
-    return _measured(path, 0, _decoded(path, encoding), encoding)
+    return _measured(path, 0, _decoded(path))
 
 
-def _measured(path: str, start: int, chunks: Iterable[str], encoding: str | None) -> LongText:
+def _measured(path: str, start: int, chunks: Iterable[str]) -> LongText:
     characters = num_bytes = 0
     digest = hashlib.sha256()
     for chunk in chunks:
@@ -124,14 +115,14 @@ def _measured(path: str, start: int, chunks: Iterable[str], encoding: str | None
         characters += len(chunk)
         num_bytes += len(data)
         digest.update(data)
-    return LongText(path, start, start + characters, num_bytes, digest.digest(), encoding)
+    return LongText(path, start, start + characters, num_bytes, digest.digest())
 
 
-def _read_again(path: str, start: int, stop: int, encoding: str | None) -> Iterator[str]:
+def _read_again(path: str, start: int, stop: int) -> Iterator[str]:
     """Yield the characters [start, stop) of a file that was measured."""
     position = 0
     try:
-        for chunk in _decoded(path, encoding):
+        for chunk in _decoded(path):
             if position >= stop:
                 return
             yield chunk[max(start - position, 0) : stop - position]
@@ -145,10 +136,10 @@ def _read_again(path: str, start: int, stop: int, encoding: str | None) -> Itera
         )
 
 
-def _decoded(path: str, encoding: str | None) -> Iterator[str]:
+def _decoded(path: str) -> Iterator[str]:
     """Yield the text of a file in chunks, without its byte order mark."""
     pending, offset, mark = b"", 0, _BYTE_ORDER_MARK
-    with open_utf8(path, encoding) as file:
+    with open_bytes(path) as file:
         while True:
             block = file.read(CHUNK_BYTES)
             data = pending + block
@@ -196,11 +187,11 @@ def _require_text(path: str, text: str) -> None:
         f"{path} is not UTF-8 text: {nuls} of its first {len(head)} characters are NUL. "
         f"It looks like {guess}."
     )
-    raise NotUtf8(what, fix=f"Add --encoding {guess}{OR_SKIP}.", encoding=guess)
+    raise NotUtf8(what, fix=converting(path, guess))
 
 
 def not_utf8(path: str, offset: int, byte: int) -> NotUtf8:
     """Return the error for a byte that is not UTF-8, with a likely encoding of the file."""
-    more, fix, encoding = explain(path, offset)
+    more, fix = explain(path, offset)
     what = f"{path} is not UTF-8: byte 0x{byte:02x} at offset {offset}{more}."
-    return NotUtf8(what, fix=fix, encoding=encoding)
+    return NotUtf8(what, fix=fix)

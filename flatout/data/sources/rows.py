@@ -4,45 +4,35 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import IO
 
 from flatout.config.documents import parser_says
 from flatout.data.sources import BadRow, Row, RowLocation
-from flatout.data.sources.encodings import open_utf8
 from flatout.data.sources.fields import ROW_BYTES, Fields, document, too_long
 from flatout.data.sources.long import CHUNK_BYTES, not_utf8
-from flatout.data.sources.packed import is_packed
+from flatout.data.sources.packed import is_packed, open_bytes
 
 
-def read_rows(
-    path: str, start: int, end: int, fields: Fields, encoding: str | None = None
-) -> Iterator[Row]:
+def read_rows(path: str, start: int, end: int, fields: Fields) -> Iterator[Row]:
     """Yield the rows of a JSONL file that start in [start, end). Blank lines are skipped.
 
-    A compressed file, or one in a different encoding, is read as a whole.
-
-    Raises: WrongEncoding.
+    A compressed file is read as a whole.
     """
-    with open_utf8(path, encoding) as file:
-        position, number = start, 0
+    with open_bytes(path) as file:
+        position = start
         if position > 0:
             file.seek(position - 1)
             position += _skip_line(file) - 1
-        whole = is_packed(path) or encoding is not None
+        whole = is_packed(path)
         while whole or position < end:
             line = file.readline(ROW_BYTES + 1)
             if not line:
                 return
-            number += 1
-            row: Row | None = None
             if len(line) > ROW_BYTES:
-                row = too_long(RowLocation(path, position), ROW_BYTES)
+                yield too_long(RowLocation(path, position), ROW_BYTES)
                 position += 0 if line.endswith(b"\n") else _skip_line(file)
             elif not line.isspace():
-                row = _row(line, path, position, fields)
-            if row is not None:  # offsets refer to the file only if it is UTF-8
-                yield row if encoding is None else replace(row, location=f"{path}, line {number}")
+                yield _row(line, path, position, fields)
             position += len(line)
 
 

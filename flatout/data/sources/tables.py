@@ -11,10 +11,9 @@ from itertools import chain
 from typing import IO
 
 from flatout.data.sources import BadRow, Row
-from flatout.data.sources.encodings import open_utf8
 from flatout.data.sources.fields import ROW_BYTES, Fields, document
 from flatout.data.sources.long import not_utf8
-from flatout.data.sources.packed import Unread
+from flatout.data.sources.packed import Unread, open_bytes
 
 _DELIMITERS = {".csv": ",;\t|", ".tsv": "\t,;|"}
 """Possible delimiters by suffix: the one that splits the first row into the most columns is used.
@@ -24,13 +23,13 @@ _AFTER_CR = re.compile(rb"(?<=\r)(?!\n)")
 """Where a line ends without a line feed, as in files of old spreadsheets."""
 
 
-def read_table(path: str, suffix: str, fields: Fields, encoding: str | None) -> Iterator[Row]:
+def read_table(path: str, suffix: str, fields: Fields) -> Iterator[Row]:
     """Yield the rows of a table. Blank lines are skipped.
 
-    Raises: Unread when the rest cannot be read, including WrongEncoding.
+    Raises: Unread when the rest cannot be read.
     """
     csv.field_size_limit(max(csv.field_size_limit(), ROW_BYTES))
-    with open_utf8(path, encoding) as file:
+    with open_bytes(path) as file:
         lines = _Lines(path, file)
         first = next((line for line in lines if not line.isspace()), "")
         if lines.fault is not None:

@@ -267,39 +267,33 @@ class Tokenizer(ABC):
         Shapes:  returns (T,), (T,).
         Raises:  NotEncodable when the vocabulary cannot express the text.
         """
-        special, names = self.special_tokens(), {*(example.names or ())}
-        found = [(np.zeros(0, np.uint32), np.zeros(0, np.uint8))]
-        edges = {0, len(example.text), *chain.from_iterable(names)}
-        for start, stop in pairwise(sorted(edges)):
-            text = example.text[start:stop]
-            targets = np.clip(np.array(example.targets).reshape(-1, 2) - start, 0, len(text))
-            if (start, stop) in names:
-                ids = np.array([special[text]], np.uint32)
-                found.append((ids, counted(np.zeros(1, np.int64), np.full(1, len(text)), targets)))
-            else:
-                found.append(self._encode_part(text, targets))
-        parts, masks = zip(*found, strict=True)
-        return np.concatenate(parts), np.concatenate(masks)
-
-    def _encode_part(self, text: str, targets: Places) -> tuple[Ids, Mask]:
-        """Return the ids of a text without special tokens, and their mask.
-
-        If they do not have its bytes, what the loss counts is encoded separately.
-        """
-        ids = self._encode_whole(text)
+        text, targets = example.text, example.targets
+        edges = {0, len(text), *chain.from_iterable(example.names or ())}
+        ids = np.concatenate([np.zeros(0, np.uint32), *self._parts(example, edges)])
         sizes = self._num_bytes[ids]
         if sizes.sum() == len(text.encode()):
             if not text.isascii():
-                targets = np.array([[len(text[:at].encode()) for at in span] for span in targets])
+                targets = tuple(
+                    (len(text[:start].encode()), len(text[:stop].encode()))
+                    for start, stop in targets
+                )
             stops = np.cumsum(sizes)
             return ids, counted(stops - sizes, stops, targets)
-        edges = np.unique([0, len(text), *targets.flat])
-        parts = [self._encode_whole(text[start:stop]) for start, stop in pairwise(edges)]
-        counts = counted(edges[:-1], edges[1:], targets)
-        return np.concatenate(parts), np.repeat(counts, [len(part) for part in parts])
+        # the ids do not show where each begins: what the loss counts is encoded separately
+        edges.update(chain.from_iterable(targets))
+        parts, places = self._parts(example, edges), np.array(sorted(edges))
+        mask = counted(places[:-1], places[1:], targets)
+        return np.concatenate(parts), np.repeat(mask, [len(part) for part in parts])
 
-    def _encode_whole(self, text: str) -> Ids:
-        return np.concatenate(list(self.encode_stream(chunks_of(text))))
+    def _parts(self, example: Example, edges: Iterable[int]) -> list[Ids]:
+        """Return the ids of the parts of a text between some edges."""
+        names, special = {*(example.names or ())}, self.special_tokens()
+        return [
+            np.array([special[example.text[start:stop]]], np.uint32)
+            if (start, stop) in names
+            else np.concatenate([*self.encode_stream(chunks_of(example.text[start:stop]))])
+            for start, stop in pairwise(sorted(edges))
+        ]
 
     @cached_property
     def _num_bytes(self) -> Places:

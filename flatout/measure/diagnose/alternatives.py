@@ -6,11 +6,13 @@ they are measured.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from flatout.assembly.recipe import divisors
-from flatout.assembly.selection import parse_request, select, speedup_named
+from flatout.assembly.selection import adding, parse_request, removing, select, speedup_named
 from flatout.config.schema import RunConfig, parse_overrides
 from flatout.hardware.machine import GIB
-from flatout.measure.diagnose.fix import applied
 from flatout.measure.diagnose.spec import LIMIT_S, MeasureSpec
 from flatout.measure.experiments.records import TrialSpec
 from flatout.measure.steps.evidence import Evidence
@@ -80,3 +82,22 @@ def with_alternatives(evidence: Evidence, spec: MeasureSpec, progress: Progress)
         if min(rates[name]) and min(rates[""])
     }
     return evidence.model_copy(update={"counterfactual_s": {**evidence.counterfactual_s, **found}})
+
+
+def applied(config: RunConfig, overrides: Mapping[str, Any]) -> RunConfig:
+    """Return a configuration with the overrides of a fix. `+name` and `-name` edit the speedups.
+
+    Raises: ConfigError when they contradict it.
+    """
+    values = dict(overrides)
+    edit = values.get("speedups")
+    if isinstance(edit, str) and edit[:1] in "+-" and "," not in edit:
+        name = edit[1:]
+        if edit.startswith("+"):
+            before = () if config.speedups == "none" else config.speedups
+            values["speedups"] = adding(before, [name])
+        else:
+            without = removing(name, config.speedups)
+            auto = parse_request(without).auto
+            values["speedups"] = f"{without},-{name}" if auto else without
+    return config.with_values(values)

@@ -67,15 +67,6 @@ def diagnose_recipe(
         return with_alternatives(found, spec, progress)
 
 
-def measure_briefly(config: RunConfig, *, seconds: float = DEFAULT_SECONDS) -> Evidence:
-    """Return the step time of a configuration, with its saves and evaluations.
-
-    Raises: UsageError, RunFailed.
-    """
-    with measurement_of(config, seconds, brief=True) as spec:
-        return measure_apart(spec)
-
-
 @contextmanager
 def measurement_of(config: RunConfig, seconds: float, **more: Any) -> Iterator[MeasureSpec]:
     """Make a directory on the disk of the run's checkpoints, and remove it at the end."""

@@ -46,6 +46,8 @@ WORDS = {
     "checkpoint": "saving",
 }
 """Phases whose name is not their word."""
+UNITS = {"ms": "ms", "kib": "KiB", "mib": "MiB", "gib": "GiB", "gb": "GB", "c": "°C"}
+"""Parts of the names of figures that are their unit."""
 SHOWN = 0.005
 """Phases below this share of the step are omitted from the text."""
 BAR = 20
@@ -66,7 +68,7 @@ class Fix(Stored):
     cost_s: float = 0.0
     """Seconds that it costs once, such as compiling."""
     same_result: bool = True
-    """Whether the run computes the same losses, except for rounding. `--fix` applies only those."""
+    """Whether the run computes the same losses, except for rounding."""
 
     def worth(self, remaining_s: float | None) -> float:
         """Return a key to rank by: the seconds saved in the rest of the run, if that is known.
@@ -112,11 +114,17 @@ class Finding(Stored):
             yield f"   at {self.site.describe()}"
         known = {name: value for name, value in self.figures.items() if value is not None}
         if known:
-            yield "   " + ", ".join(
-                f"{name} {value if isinstance(value, str) else digits(value)}"
-                for name, value in known.items()
-            )
+            yield "   " + ", ".join(in_words(name, value) for name, value in known.items())
         yield from (f"   Fix: {fix.described()}" for fix in self.fixes)
+
+
+def in_words(name: str, value: float | str) -> str:
+    """Return a figure whose name includes its unit as text: `idle_ms` is `idle 3 ms`."""
+    words, text = name.split("_"), value if isinstance(value, str) else digits(value)
+    for place, word in enumerate(words):
+        if word in UNITS and words[place - 1] != "per":
+            return " ".join([*words[:place], text, UNITS[word], *words[place + 1 :]])
+    return " ".join([*words, text])
 
 
 Look = Callable[[Evidence], Finding | None]
@@ -211,11 +219,6 @@ class Diagnosis(Stored):
     def is_healthy(self) -> bool:
         """Whether nothing was found."""
         return not self.findings
-
-    def fixes(self, remaining_s: float | None = None) -> list[tuple[Finding, Fix]]:
-        """Return all fixes, those of failures first, then by the time that they save."""
-        found = [(finding, fix) for finding in self.findings for fix in finding.fixes]
-        return sorted(found, key=lambda one: (one[0].harm != "fails", -one[1].worth(remaining_s)))
 
     def write(self, folder: Path) -> Path:
         """Write findings.json into a directory and return its path."""
@@ -386,7 +389,8 @@ def _healthy(evidence: Evidence) -> str:
     parts = [f"{work:.0%} of each step is computation"] if work else []
     if 0 < work < HALF:
         most = max(shares.keys() - WORK, key=lambda name: shares[name])
-        return f"Nothing was found, but only {parts[0]}, and {shares[most]:.0%} is {most}."
+        word = WORDS.get(most, most)
+        return f"Nothing was found, but only {parts[0]}, and {shares[most]:.0%} is {word}."
     if evidence.roofline.mfu is not None:
         parts.append(f"{evidence.roofline.mfu:.0%} of the peak matmul rate")
     found = f": {', '.join(parts)}." if parts else "."

@@ -140,8 +140,6 @@ class RunWindows(Windows):
         yield from self._until_steady(self._spec.warmup_s)
         with self._sampling(), self.timer.collecting_gc():
             yield from self._ordinary(partial(self._lacks, MIN_STEPS, self._spec.seconds))
-        if self._spec.brief:
-            return
         if self._is_late():
             self.notes.append(f"A step takes {self.step_s:.0f} s: only its phases were measured.")
             return

@@ -27,5 +27,3 @@ class MeasureSpec(Stored):
     """Latest end of the warm-up, counted from the end of the first step."""
     limit_s: float = LIMIT_S
     """Time after which the run counts as hanging."""
-    brief: bool = False
-    """Whether to measure ordinary steps, saves and evaluation only, to compare two recipes."""

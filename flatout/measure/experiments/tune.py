@@ -26,7 +26,14 @@ from flatout.config.schema import RunConfig
 from flatout.errors import ConfigError, HardwareError, RunFailed
 from flatout.measure.experiments.bench import facts_of, remember
 from flatout.measure.experiments.losses import LOSS_STEPS, Trials, tolerance_between
-from flatout.measure.experiments.noise import EXPECTED, Spread, interval_of, pooled, spread
+from flatout.measure.experiments.noise import (
+    EXPECTED,
+    MIN_FREEDOM,
+    Spread,
+    interval_of,
+    pooled,
+    spread,
+)
 from flatout.measure.experiments.points import filling
 from flatout.measure.experiments.records import (
     PARTS,
@@ -354,7 +361,9 @@ class Search:
             return None
         rates = spread([found.rates(self.name(self.start))])
         twice = Spread(math.sqrt(2) * rates.deviation, rates.freedom)  # a ratio is of two rates
-        return interval_of(ratios, pooled([EXPECTED, found.noise(), twice]))
+        noise = pooled([found.noise(), twice])
+        known = noise if noise.freedom >= MIN_FREEDOM else pooled([EXPECTED, noise])
+        return interval_of(ratios, known)
 
     def check_losses(self, tried: Tried) -> LossCheck:
         """Return whether the losses before and after a move are within the tolerance."""

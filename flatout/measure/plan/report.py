@@ -186,8 +186,8 @@ class Plan(Result):
             f"{amount(self.flops_per_token)} per token, causal-exact; "
             f"{amount(self.flops_per_token_palm)} as PaLM counts them",
         )
-        batch = f"{counted(self.rows_per_device, 'row')} per device, accumulated "
-        batch += counted(self.accumulate, "time")
+        batch = f"{counted(self.rows_per_device, 'row')} per device, "
+        batch += f"{counted(self.accumulate, 'micro-batch', 'micro-batches')} per step"
         length = "length unknown"
         if self.steps:
             length = f"{counted(self.steps, 'step')}, {amount(self.tokens or 0, 'tokens')}"

@@ -19,6 +19,7 @@ import numpy as np
 from flatout.config.schema import flat
 from flatout.display import UNKNOWN, duration
 from flatout.errors import MissingPackage
+from flatout.measure.diagnose.diagnosis import in_words
 from flatout.measure.report.charts import NUM_COLORS, described, drawn_charts, marks_of
 from flatout.measure.report.curves import INTERVALS, TREND_INTERVALS, RunData
 from flatout.storage.json_io import is_finite
@@ -96,6 +97,7 @@ def render(runs: Sequence[RunData]) -> str:
         marks=marks,
         number=number,
         plain=plain,
+        in_words=in_words,
         described=described,
         max_events=MAX_EVENTS,
         num_colors=NUM_COLORS,

@@ -24,7 +24,7 @@ from flatout.hardware.machine import probe
 from flatout.measure.scripts.changes import edit_of
 from flatout.measure.scripts.patch import Edit
 from flatout.measure.scripts.sites import CALLS
-from flatout.measure.watch.hooks import guarded
+from flatout.measure.steps.guard import guarded
 
 Failed = Callable[[str], object]
 

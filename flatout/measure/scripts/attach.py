@@ -46,8 +46,10 @@ from flatout.measure.scripts.trial import (
     roots_of,
 )
 from flatout.measure.steps.evidence import MIN_SAVES, CallSite, Evidence, Failure, LoopFacts
+from flatout.measure.steps.guard import guarded
 from flatout.measure.steps.lines import (
     Line,
+    LineTimes,
     LineTotals,
     line_of,
     site_of,
@@ -56,7 +58,7 @@ from flatout.measure.steps.lines import (
     user_lines,
 )
 from flatout.measure.steps.windows import threads
-from flatout.measure.watch.hooks import guarded, observing
+from flatout.measure.watch.hooks import observing
 from flatout.measure.watch.loop import LoopTimer, LoopWindows, Settings, fewest
 from flatout.storage.files import write_text
 from flatout.training.metrics.detectors import is_steady_growth
@@ -104,6 +106,8 @@ class ScriptWindows(LoopWindows):
     """What records the calls of the current step."""
     recorder: CallRecorder | None = None
     """What has recorded those of some steps."""
+    traced: LineTimes | None = None
+    """The times of the lines that were seen, within a step."""
 
     def _special(self) -> Iterator[None]:
         if threading.active_count() > 1:  # a few short steps show too little of the others
@@ -119,6 +123,11 @@ class ScriptWindows(LoopWindows):
             self.recorder, self.recording = self.recording, None
         else:
             yield from self._marked_calls(self.called_steps)
+        if self.sampler is not None and not self.has_compiled and sys.gettrace() is None:
+            seen = (self.sampler.lines.counts[kind] for kind in ("python", "compute", "data"))
+            self.traced = LineTimes(line for lines in seen for line in lines)
+            with self.traced.tracing(sys._getframe(1)):
+                yield
         # the profiler prints an error when a thread other than the first one starts it
         if self._recorded_steps and threading.current_thread() is threading.main_thread():
             yield from self._recorded(self._recorded_steps)
@@ -158,8 +167,8 @@ def _short_turns() -> Iterator[None]:
 class Attachment:
     """Follows the script of this process by the calls that it makes in torch."""
 
-    def __init__(self, request: Request, models: Models, guard: Guard | None) -> None:
-        self._request, self._models, self._process = request, models, os.getpid()
+    def __init__(self, request: Request, guard: Guard | None) -> None:
+        self._request, self._process = request, os.getpid()
         self._guard = guard
         self._sites = Sites()
         self._sites.install()
@@ -198,6 +207,7 @@ class Attachment:
         atexit.register(guarded(self.answer))
         self._say("torch")
         register_optimizer_step_post_hook(guarded(self._on_optimizer_step))
+        self._models = Models()  # outside of the hooks above, so that it can remove its own
 
     def answer(self) -> None:
         """Write what was measured, once. Only the process that takes the steps writes."""
@@ -429,8 +439,11 @@ class Attachment:
 
     def _evidence(self, loop: LoopTimer, windows: LoopWindows) -> Evidence:
         """Return what the timer measured, with what only calls in torch show."""
+        assert isinstance(windows, ScriptWindows)
+        if windows.traced is not None and windows.sampler is not None:
+            windows.traced.correct(windows.sampler.lines)
         found = loop.evidence()
-        recorder, sampler = getattr(windows, "recorder", None), windows.sampler
+        recorder, sampler = windows.recorder, windows.sampler
         sites: dict[str, tuple[CallSite, ...]] = {}
         notes = [*found.notes]
         phases, steps = found.phases, max(windows.sampled_steps, 1)
@@ -599,12 +612,13 @@ def _mentioned() -> dict[str, tuple[CallSite, ...]]:
 def attach(path: str) -> None:
     """Change and follow this process as the request in a file asks."""
     request = Request.model_validate_json(Path(path).read_text(encoding="utf-8"))
-    models, guard = Models(), Guard(request) if request.guarded else None
-    failed = apply(request.changes, models)
+    guard = Guard(request) if request.guarded else None
+    if request.timing is None and request.measures:
+        Attachment(request, guard)
+        return
+    failed = apply(request.changes, Models())
     if request.timing is not None:
         Trial(request, failed, guard)
-    elif request.measures:
-        Attachment(request, models, guard)
     else:
         atexit.register(_tell, Path(request.answer), failed)
 

@@ -20,8 +20,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from flatout.config.registry import is_user_code
+from flatout.measure.steps.guard import guarded
 from flatout.measure.steps.lines import MIN_SAMPLES, Line, LineTotals, line_of, user_frame
-from flatout.measure.watch.hooks import guarded
 
 KEY = "flatout"
 """Key of a step's mark in the metadata of its graph."""

@@ -189,7 +189,7 @@ def evidence_in(name: str, answer: Answer, code: int | None) -> Evidence:
     elif failed:
         what = f"{ended} before its first step was over. Its own error is above."
         fix = "Run it alone first, and repair that."
-    elif answer.steps:
+    elif answer.steps and answer.problem:
         what = f"took {answer.steps} steps, but they cannot be evaluated: {answer.problem}"
         fix = "Please report this, with the script."
     elif answer.problem == NOT_IMPORTED:

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 
 from flatout.config.registry import is_user_code
 from flatout.measure.scripts.request import Site
-from flatout.measure.watch.hooks import guarded
+from flatout.measure.steps.guard import guarded
 
 MOST_CALLERS = 4
 """Lines of user code, from the constructor of an optimizer outwards, that are searched for the

@@ -28,7 +28,8 @@ from flatout.distributed.rendezvous import stated_ranks
 from flatout.hardware.machine import GIB
 from flatout.measure.scripts.apply import Models, replace
 from flatout.measure.scripts.request import Answer, Facts, Request
-from flatout.measure.watch.hooks import guarded, observing, rows_of
+from flatout.measure.steps.guard import guarded
+from flatout.measure.watch.hooks import observing, rows_of
 from flatout.storage.files import write_text
 from flatout.training.metrics.compile_events import CompilationWatch
 from flatout.training.metrics.device import process_peak_bytes

@@ -25,7 +25,7 @@ from flatout.hardware.machine import probe
 from flatout.measure.diagnose.diagnosis import Diagnosis, diagnosis_of
 from flatout.measure.experiments.losses import LOSS_STEPS, largest_difference, paired
 from flatout.measure.experiments.noise import Spread, interval_of, pooled, spread
-from flatout.measure.experiments.records import Figure, Left, LossCheck
+from flatout.measure.experiments.records import INTERRUPTED, Figure, Left, LossCheck
 from flatout.measure.experiments.report import NO_TIME
 from flatout.measure.scripts.changes import CHANGES, edit_of
 from flatout.measure.scripts.patch import Patch, apply, patch_of
@@ -52,7 +52,7 @@ LEAST_GAIN = 1.01
 """A change is taken from this ratio on."""
 PROMISING = 1.005
 """Lower gains of a first trial are not repeated."""
-ROUNDS, LAST_ROUNDS = 3, 5
+ROUNDS = 5
 """Most pairs of a change on top of those before it, and of the patched script."""
 SCREEN_SHARE = 0.5
 """Share of the time after which no further change is measured first."""
@@ -186,16 +186,19 @@ class Search:
         kept = [index for index in range(steps) if index not in skipped] or range(steps)
         return sum(other.step_s[i] for i in kept) / sum(one.step_s[i] for i in kept)
 
-    def pairs(self, one: Point, other: Point, rounds: int, *, samples: int = 1) -> Figure | str:
+    def pairs(
+        self, one: Point, other: Point, rounds: int, *, samples: int = 1, reserve: int = 0
+    ) -> Figure | str:
         """Measure two points in turns, until it is decided how many times faster `one` is.
 
-        A step of `one` has that many times the samples. Returns the reason if a trial failed.
+        Time for `reserve` trials is left. A step of `one` has `samples` times the samples. Returns
+        the reason if a trial failed.
         """
         ratios: list[float] = []
         self.noise.append(ratios)
         try:
             for number in range(rounds):
-                if number and not self.allows(2):
+                if number and not self.allows(2 + reserve):
                     break
                 order = (one, other) if number % 2 else (other, one)
                 answers = {point: self.run(point) for point in order}
@@ -233,7 +236,7 @@ class Search:
         bases, done, waiting = self.bases, list[tuple[ChangeRow, Answer]](), [*names]
         try:
             bases.append(self.base())
-            while waiting and (not self.rows or self.allows(1, SCREEN_SHARE)):
+            while waiting and self.goes_on():
                 name = waiting[0]
                 other = self.rows.get(INSTEAD.get(name, ""))
                 if other is not None and not other.reason:
@@ -247,15 +250,25 @@ class Search:
                     row.reason = f"failed: {answer.problem}"
                     continue
                 done.append((row, answer))
+                row.first_gain = self.ratio(answer, bases[-1])
                 row.peak_gib, row.compile_s = answer.peak_gib, answer.compile_s
                 if len(done) % 2 == 0 or not waiting:
                     bases.append(self.base())
         except TimeIsUp:
             pass
-        self.left |= dict.fromkeys(waiting, NO_TIME)
+        why = NO_TIME if self.ended_by_signal is None else f"not measured: {INTERRUPTED}."
+        self.left |= dict.fromkeys(waiting, why)
         for number, (row, answer) in enumerate(done):
             around = bases[number // 2 : number // 2 + 2]
             row.first_gain = statistics.fmean(self.ratio(answer, base) for base in around)
+
+    def goes_on(self) -> bool:
+        """Return whether there is time to measure a further change first.
+
+        While none is promising, there is nothing else to keep time for.
+        """
+        has_promising = any((row.first_gain or 0.0) >= PROMISING for row in self.rows.values())
+        return not self.rows or self.allows(1, SCREEN_SHARE if has_promising else 1.0)
 
     def add(self) -> None:
         """Add the winners one after the other, the largest gain first.
@@ -286,7 +299,7 @@ class Search:
             if not self.taken and (promising[-1] == name or not self.allows(LAST_TRIALS + 4)):
                 row.taken, self.taken = True, point.changes
                 continue
-            gain = self.pairs(point, Point(self.taken), ROUNDS)
+            gain = self.pairs(point, Point(self.taken), ROUNDS, reserve=LAST_TRIALS)
             if isinstance(gain, str):
                 row.reason = f"failed with the others: {gain}"
                 continue
@@ -295,7 +308,9 @@ class Search:
             if row.taken:
                 self.taken = point.changes
             else:
-                row.reason = "no clear gain" + " on top" * bool(self.taken)
+                is_open = gain.median >= LEAST_GAIN and (gain.high or math.inf) > LEAST_GAIN
+                row.reason = UNPROVEN if is_open else "no clear gain"
+                row.reason += " on top" * bool(self.taken)
 
     def grow_batch(self, flag: str, accumulate_flag: str | None) -> None:
         """Measure larger batches, which are never part of the patch: they are arguments.
@@ -375,7 +390,7 @@ class Search:
         reasons: dict[str, str] = {}
         for key, point in points.items():
             self.task.note("all winners together" if key == "gain" else "the patched script")
-            gain = self.pairs(point, Point(), LAST_ROUNDS)
+            gain = self.pairs(point, Point(), ROUNDS)
             if isinstance(gain, str):
                 reasons[key] = f"{UNPROVEN}: {gain}"
                 continue

@@ -145,8 +145,8 @@ class ScriptTuning(Result):
             )
             if unproven is not None:
                 return f"{unproven.name} may be faster, which is {UNPROVEN}. Add --minutes."
-            if not any(row.first_gain for row in self.changes) and self.num_trials < 2:
-                return "The time was up before a change was measured. Add --minutes."
+            if not self.changes:
+                return "No change was measured."
             return "Nothing that was measured makes the script faster."
         product = math.prod(row.gain.median for row in self.changes if row.taken and row.gain)
         if self.gain is None:

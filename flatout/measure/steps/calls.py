@@ -22,6 +22,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flatout.config.registry import is_user_code
+from flatout.measure.steps.guard import guarded
 from flatout.measure.steps.lines import Line, LineTotals, user_frame
 
 READS = ("item", "tolist", "__float__", "__int__", "__bool__", "__index__", "cpu", "nonzero")
@@ -104,6 +105,12 @@ class MarkedCalls:
         own = name in vars(owner)
         plain = getattr(owner, name)
 
+        @guarded
+        def note(frame: FrameType, args: tuple[Any, ...], seconds: float, result: Any) -> None:
+            kind = kind_of(args[0] if args else None, result)
+            if kind is not None:
+                self._count(kind, frame, seconds, result)
+
         @functools.wraps(plain)
         def marked(*args: Any, **kwargs: Any) -> Any:
             thread = threading.get_ident()
@@ -115,9 +122,7 @@ class MarkedCalls:
                 result = plain(*args, **kwargs)
             finally:
                 self._inside.discard(thread)
-            kind = kind_of(args[0] if args else None, result)
-            if kind is not None:
-                self._count(kind, time.perf_counter() - start_s, result)
+            note(sys._getframe(1), args, time.perf_counter() - start_s, result)
             return result
 
         if "torch._dynamo" in sys.modules:  # what is compiled inside the block must not trace it
@@ -131,12 +136,12 @@ class MarkedCalls:
             else:
                 delattr(owner, name)
 
-    def _count(self, kind: str, seconds: float, result: Any) -> None:
+    def _count(self, kind: str, frame: FrameType, seconds: float, result: Any) -> None:
         self.calls[kind] += 1
         self.seconds[kind] += seconds
         if kind == "copy":
             self.copied_bytes += result.numel() * result.element_size()
-        line = _calling_line(sys._getframe(2))
+        line = _calling_line(frame)
         if line is not None:
             self.lines.add(kind, line, seconds)
 

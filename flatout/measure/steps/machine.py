@@ -132,6 +132,10 @@ def gpu_facts(machine: Machine, device: str) -> GpuFacts | None:
     with suppress(pynvml.NVMLError):
         processes = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
         others = [process for process in processes if process.pid != os.getpid()]
+        if others and len(others) == len(processes):
+            # in a container, the driver has other numbers: this process is one of these
+            own_bytes = torch.cuda.memory_reserved(device)
+            others.remove(min(others, key=lambda p: abs((p.usedGpuMemory or 0) - own_bytes)))
         known["other_processes"] = len(others)
         known["other_memory_gib"] = sum(one.usedGpuMemory or 0 for one in others) / GIB
     with suppress(pynvml.NVMLError, ZeroDivisionError):

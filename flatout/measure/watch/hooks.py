@@ -9,10 +9,8 @@ from __future__ import annotations
 import dis
 import functools
 import linecache
-import logging
 import sys
 import threading
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -27,14 +25,12 @@ from torch.optim.optimizer import (
 from torch.utils.data import IterableDataset, Subset, TensorDataset
 
 from flatout.config.registry import is_user_code
+from flatout.measure.steps.guard import guarded
 from flatout.measure.steps.lines import LineTotals, user_frame
 from flatout.measure.steps.windows import replaced
 from flatout.training.metrics.phases import PhaseTimer
 
 Result = TypeVar("Result")
-LOG = logging.getLogger("flatout.watch")
-FAILED: set[str] = set()
-"""Places at which hooks have failed. Each is logged once."""
 
 SAVES = (
     ("torch", "save"),
@@ -48,24 +44,6 @@ SAVES = (
 """Functions that write checkpoints, by the module that calls them. Only of imported modules."""
 OWN_WORK = frozenset({None, "compute", "other"})
 """Phases that a wait for data interrupts. In others, such as evaluation, it is part of them."""
-
-
-def guarded(ours: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of ours that cannot fail the code which calls it: its errors are logged."""
-
-    @functools.wraps(ours)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return ours(*args, **kwargs)
-        except Exception as error:
-            last = traceback.extract_tb(error.__traceback__)[-1]
-            place = f"{last.filename}:{last.lineno}"
-            if place not in FAILED:
-                FAILED.add(place)
-                LOG.warning("flatout fails at %s, and the script continues: %r", place, error)
-            return None
-
-    return call
 
 
 def observing(before: Callable[..., Any], plain: Callable[..., Result]) -> Callable[..., Result]:

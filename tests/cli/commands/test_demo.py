@@ -169,8 +169,8 @@ def test_a_demo_that_was_timed_on_a_busy_machine_is_timed_again(quick, monkeypat
         (None, "There is no file", "Check the path"),
         (b"", "is empty", "few kilobytes"),
         (b"x", "1 character cannot be split", "few kilobytes"),
-        (b"caf\xe9", "It looks like CP1252", "Convert it with `iconv -f CP1252"),
-        (bytes(range(256)), "It looks like a binary file", "Name a text file"),
+        (b"caf\xe9", "As CP1252, it reads", "Convert it, for example with `iconv -f CP1252"),
+        (bytes(range(256)), "It looks like a binary file", "Name only text files"),
     ],
 )
 def test_unusable_files_are_rejected(quick, content, message, fix):

@@ -70,19 +70,6 @@ def test_files_that_are_not_read_are_in_the_result_the_summary_and_the_manifest(
         prepare(texts, tmp_path / "code", **options)
 
 
-def test_the_encoding_identifies_a_dataset(tmp_path):
-    def made(encoding):
-        options = {"tokenizer": "char", "encoding": encoding}
-        return prepare(str(tmp_path / "a.txt"), tmp_path / "out", **options)
-
-    (tmp_path / "a.txt").write_bytes("café. ".encode("cp1252") * 100)
-    assert made("CP1252").bytes == 700
-    assert Dataset.open(tmp_path / "out").manifest.source["encoding"] == "cp1252"
-    assert made("windows-1252").tokens_per_s == 0
-    with pytest.raises(DataError, match="encoding is 'cp1252', and 'cp1251' is requested"):
-        made("cp1251")
-
-
 def write_rows(path, field, count, texts):
     rows = ({field: f"row {number % texts}"} for number in range(count))
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))

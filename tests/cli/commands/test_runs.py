@@ -82,6 +82,8 @@ def test_size_and_age(tmp_path):
     configs = (folder / "config.yaml", folder / "config.copy.yaml")
     assert item.bytes == 5000 + sum(path.stat().st_size for path in configs)
     assert item.age_s == pytest.approx(3600, abs=30)
+    layout.write_exit_code(tmp_path / "run", 2)  # as a command that is refused does
+    assert runs(tmp_path).items[0].age_s == pytest.approx(3600, abs=30)
 
 
 def test_checkpoints_elsewhere_count_too(tmp_path):
@@ -121,6 +123,14 @@ def store(path, *words, recipe="mine"):
     requested = load_config(None, [f"name={recipe}", *words])
     config = requested.with_values({"batch.rows_per_device": 8})
     layout.write_config(path, config, requested=requested)
+
+
+def test_a_setting_with_line_breaks_stays_on_its_line(tmp_path):
+    store(tmp_path / "mine-a", "train.sample_prompt=one\ntwo")
+    store(tmp_path / "mine-b", "train.sample_prompt=three")
+    lines = runs(tmp_path).summary().splitlines()
+    assert "    train.sample_prompt=one\\ntwo" in lines
+    assert len(lines) == 6
 
 
 def test_differences_between_runs_of_a_recipe_are_shown(tmp_path):

@@ -92,6 +92,11 @@ def test_a_glob_takes_any_file_it_matches(tmp_path):
     assert texts(tmp_path / "**" / "*.py") == ["a", "b"]
     with pytest.raises(DataError, match="No file matches"):
         texts(tmp_path / "*.c")
+    (tmp_path / "sets [v2]").mkdir()
+    (tmp_path / "sets [v2]" / "c.txt").write_text("c")
+    with pytest.raises(DataError, match=r"write \[\[\]v2\] for a name with brackets"):
+        texts(tmp_path / "sets [v2]" / "*.txt")
+    assert texts(tmp_path / "sets [[]v2]" / "*.txt") == ["c"]
 
 
 def test_rows_before_a_fault_are_kept_and_the_next_file_is_read(tmp_path):

@@ -11,7 +11,9 @@ from flatout.cli.commands.prepare import TokenizerName
 from flatout.config import registry
 from flatout.config.registry import TOKENIZERS
 from flatout.data import tokenizers
+from flatout.data.conversation.rendering import Example
 from flatout.data.tokenizers import load_tokenizer, make_tokenizer, parse_tokenizer
+from flatout.data.tokenizers.byte import ByteTokenizer
 from flatout.errors import DataError
 
 SHIFTED = '''
@@ -111,3 +113,18 @@ def test_the_help_of_prepare_names_every_kind():
     specs = {TOKENIZERS.stated(kind, "SPEC") for kind in TOKENIZERS.names()} - {None}
     assert specs
     assert [spec for spec in specs if spec not in option.help] == []
+
+
+class Squeezed(ByteTokenizer):
+    """A kind whose ids do not show where in a text each begins, because it omits spaces."""
+
+    def encode_piece(self, text, offset):
+        return super().encode_piece(text.replace(" ", ""), offset)
+
+
+def test_a_kind_that_changes_text_encodes_what_the_loss_counts_separately():
+    text = "a  <|endoftext|> b c <|endoftext|>"
+    names = ((3, 16), (21, 34))
+    ids, mask = Squeezed().encode_example(Example(text, ((19, 34),), names))
+    assert ids.tolist() == [97, 256, 98, 99, 256]
+    assert mask.tolist() == [0, 0, 0, 1, 1]

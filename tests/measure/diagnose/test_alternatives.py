@@ -8,9 +8,10 @@ import pytest
 
 from flatout.assembly.selection import select
 from flatout.config.schema import validate
+from flatout.errors import ConfigError
 from flatout.hardware.machine import GIB, Machine
 from flatout.measure.diagnose import diagnose as diagnosing
-from flatout.measure.diagnose.alternatives import with_alternatives
+from flatout.measure.diagnose.alternatives import applied, with_alternatives
 from flatout.measure.diagnose.diagnosis import diagnosis_of
 from flatout.measure.diagnose.spec import MeasureSpec
 from flatout.measure.experiments import trial
@@ -144,3 +145,20 @@ def test_small_micro_batches_are_found_by_trials_of_a_real_recipe(tiny_config, t
     findings = {one.name: one for one in diagnosis_of(evidence).findings}
     assert findings["slow-settings"].fixes[0].overrides["batch.rows_per_device"] == 16
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("speedups", "edit", "expected"),
+    [
+        ("auto", "-compile", "auto,-compile"),
+        ("auto,-compile", "+compile", "auto,+compile"),
+        (["prefetch", "compile"], "-compile", "prefetch"),
+        (["prefetch", "compile"], "+tf32", "prefetch,compile,tf32"),
+        ("none", "+tf32", "tf32"),
+    ],
+)
+def test_edits_of_the_speedups_are_applied(tiny_config, speedups, edit, expected):
+    config = tiny_config(speedups=speedups)
+    assert applied(config, {"speedups": edit}).speedups == expected
+    with pytest.raises(ConfigError):
+        applied(config, {"optim.lr": -1})

@@ -86,6 +86,12 @@ def test_what_was_not_measured_is_not_said_to_be_absent(with_rules, update, unkn
     assert verdict.endswith(f"Other use of the {unknown} was not measured.")
 
 
+def test_a_step_that_computes_little_names_what_it_does_in_words(with_rules):
+    with_rules()
+    waits = STEPS.model_copy(update={"phases": Phases(compute_s=0.03, data_wait_s=0.05)})
+    assert "50% is data wait." in diagnosis_of(waits).verdict
+
+
 def record_run(folder, others):
     folder.mkdir()
     layout.append_event(folder, "start", environment={"threads": 2})
@@ -123,15 +129,6 @@ def test_fixes_are_ranked_by_what_they_save_in_the_time_left(with_rules):
         with_rules(Rule(lambda _, found=found: found, "slow"))
         (ranked,) = diagnosis_of(STEPS.model_copy(update={"remaining_s": remaining_s})).findings
         assert [fix.text for fix in ranked.fixes] == [fix.text for fix in order]
-
-
-def test_fixes_of_failures_come_before_gains(with_rules):
-    def found(harm, gain, text):
-        fixes = (Fix(text=text, gain=gain),)
-        return Rule(name=text, look=lambda _: Finding(verdict=text, harm=harm, fixes=fixes))
-
-    with_rules(found("slows", 0.5, "faster"), found("fails", None, "works"))
-    assert [fix.text for _, fix in diagnosis_of(STEPS).fixes(100)] == ["works", "faster"]
 
 
 def test_findings_json_is_strict_json_with_a_format_version(with_rules, tmp_path):

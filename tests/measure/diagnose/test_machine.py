@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from flatout.cli.commands.diagnose import diagnose
-from flatout.errors import ConfigError, MissingPackage
+from flatout.errors import MissingPackage
 from flatout.hardware import machine as hardware
 from flatout.hardware.machine import Gpu, Machine
 from flatout.measure.diagnose import machine
@@ -40,11 +40,6 @@ def test_a_gpu_that_torch_cannot_use_is_a_finding(monkeypatch):
     found = diagnose()
     assert "this torch" in dict(found.about)["GPU"]
     assert "cpu-by-mistake" in {one.name for one in found.findings}
-
-
-def test_options_of_a_recipe_need_one():
-    with pytest.raises(ConfigError, match="need a recipe"):
-        diagnose(fix=True)
 
 
 def test_a_torch_that_cannot_be_imported_is_named(monkeypatch):

@@ -242,6 +242,24 @@ def test_a_compiler_that_fails_is_named(measured, monkeypatch):
     assert "no compiler" in evidence.compile_fallback
 
 
+def test_the_first_evaluation_opens_the_data_and_does_not_count(measured, monkeypatch):
+    plain, calls, first_s = diagnose_run.score, [], [0.0]
+
+    def score(*args, **options):
+        calls.append(args)
+        if len(calls) == 1:
+            first_s[0] = OwnTime.perf_counter()
+            [compute() for _ in range(10)]
+            first_s[0] = OwnTime.perf_counter() - first_s[0]
+        return plain(*args, **options)
+
+    monkeypatch.setattr(diagnose_run, "score", score)
+    found, evidence = measured(train__eval_every=200)
+    assert len(calls) > 1
+    assert evidence.phases.evaluation_s < first_s[0] / 200
+    assert "frequent-evaluation" not in found
+
+
 def test_the_specified_warmup_is_kept_in_the_longer_run(tiny_config, tmp_path):
     config = tiny_config(schedule__warmup=0.5, train__steps=40).to_dict()
     prepared = prepare(MeasureSpec(config=config, folder=str(tmp_path)))

@@ -112,7 +112,7 @@ def test_a_diagnosis_is_shown_as_it_was_written(make_run, read):
     changes = {"verdict": "The device waits for data.", "findings": (finding,)}
     found.model_copy(update=changes).write(folder)
     assert (
-        "Findings The device waits for data. Reading is slow. evidence wait_ms 9.5 share of the "
+        "Findings The device waits for data. Reading is slow. evidence wait 9.5 ms share of the "
         "step 25% where mine.py:7 time.sleep(1) what to do Raise data.prefetch. Settings"
     ) in text_of(read(folder))
 

@@ -9,8 +9,8 @@ import pytest
 
 import flatout
 from flatout.hardware.machine import Gpu, Machine
+from flatout.measure.diagnose.alternatives import applied
 from flatout.measure.diagnose.diagnosis import diagnosis_of, rules
-from flatout.measure.diagnose.fix import applied
 from flatout.measure.steps.evidence import (
     CallSite,
     Counts,

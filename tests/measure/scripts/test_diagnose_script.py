@@ -64,6 +64,17 @@ FAULTS = {
     },
     "square": {"inside": "loss = loss + (model(inputs)[:, :1] - inputs[:, 0]).abs().mean()"},
     "python": {"inside": "total = sum(number & 3 for number in range(200_000))"},
+    "operator": {
+        "before": "seen = list(range(20_000))\n"
+        "def new(rows):\n"
+        "    found = []\n"
+        "    for row in rows:\n"
+        "        if row in seen:\n"
+        "            continue\n"
+        "        found.append(row)\n"
+        "    return found",
+        "after": "rows = new(range(100_000, 100_020))",
+    },
 }
 NAMED = {
     "sleep": ("slow-code", "time.sleep(0.01)"),
@@ -77,6 +88,7 @@ NAMED = {
     "teacher": ("wasted-gradients", "loss.backward()"),
     "square": ("broadcast-loss", "inputs[:, 0]"),
     "python": ("slow-code", "range(200_000)"),
+    "operator": ("slow-code", "if row in seen:"),
 }
 
 

@@ -214,7 +214,13 @@ def test_the_time_is_kept_and_the_first_changes_are_measured_in_its_first_half(
         assert found.verified.low > 1
     elif not found.taken:
         assert found.patch == ""
-        assert "not proven" in found.summary() or "The time was up" in found.summary()
+        assert "not proven" in found.summary() or "Add --minutes" in found.summary()
+
+
+def test_all_changes_are_measured_while_none_is_promising(tuned):
+    speed = dict.fromkeys(["tf32", "bf16", "malloc", "threads", "compile"], 0.9)
+    found = tuned(Script(speed=speed), minutes=2)
+    assert len(found.changes) == 5
 
 
 def test_ctrl_c_reports_what_was_measured(tuned, tmp_path):
@@ -229,6 +235,8 @@ def test_ctrl_c_reports_what_was_measured(tuned, tmp_path):
     early = tuned(Script(speed={"tf32": 1.5}, stops_in=1))
     assert early.changes == []
     assert early.exit_code == 130
+    assert "No change was measured." in early.summary()
+    assert "--minutes" not in early.summary()
 
 
 def test_a_gain_whose_interval_holds_one_is_not_proven_and_no_patch_is_written(tuned, tmp_path):

@@ -19,7 +19,8 @@ for step in range(100_000):
     optimizer.zero_grad()
     torch.autograd.backward(loss)
     optimizer.step()
-    torch.save(model.state_dict(), "model.pt")
+    if step % 8 == 0:
+        torch.save(model.state_dict(), "model.pt")
 """
 
 

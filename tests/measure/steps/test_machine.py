@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from types import SimpleNamespace
 
@@ -12,10 +13,11 @@ from flatout.hardware.machine import GIB
 from flatout.measure.steps.machine import gpu_facts
 
 MACHINE = SimpleNamespace(gpus=["a GPU"])
+OWN = SimpleNamespace(pid=os.getpid(), usedGpuMemory=GIB)
 OTHER = SimpleNamespace(pid=-1, usedGpuMemory=2 * GIB)
 ANSWERS = {
     "CurrentClocksEventReasons": lambda handle: 0x44,
-    "ComputeRunningProcesses": lambda handle: [OTHER],
+    "ComputeRunningProcesses": lambda handle: [OWN, OTHER],
     "ClockInfo": lambda handle, kind: 900,
     "MaxClockInfo": lambda handle, kind: 1200,
     "EnforcedPowerLimit": lambda handle: 300,
@@ -56,6 +58,17 @@ def test_the_driver_reports_a_gpu(driver):
     assert (found.other_processes, found.other_memory_gib) == (1, 2.0)
     assert (found.clock_share, found.power_limit_share) == (0.75, 0.5)
     assert found.temperature_c == 71.0
+
+
+def test_in_a_container_this_process_is_one_of_those_that_the_driver_lists(driver, monkeypatch):
+    """The numbers are those of the host."""
+    listed = [SimpleNamespace(pid=-1, usedGpuMemory=3 << 30)]
+    driver.nvmlDeviceGetComputeRunningProcesses = lambda handle: listed
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2 << 30)
+    assert gpu_facts(MACHINE, "cuda").other_processes == 0
+    listed.append(SimpleNamespace(pid=-2, usedGpuMemory=40 << 30))
+    found = gpu_facts(MACHINE, "cuda")
+    assert (found.other_processes, found.other_memory_gib) == (1, 40.0)
 
 
 def test_what_the_driver_does_not_report_is_unknown(driver):

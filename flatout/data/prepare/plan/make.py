@@ -32,7 +32,6 @@ from flatout.data.prepare.pack.work_items import (
 from flatout.data.prepare.plan.sample import (
     prompts_and_texts_of,
     sample_texts,
-    texts_by_hash,
     texts_of,
 )
 from flatout.data.prepare.plan.work_dir import WorkDir
@@ -158,7 +157,7 @@ def _tokenizer(spec: str, plan: WorkPlan, request: Request) -> Tokenizer:
         return _require_any(sample_texts(tasks, limit, read), tasks, request)
 
     def training_sample(limit: int) -> Iterator[str]:
-        return _require_any(texts_by_hash(training, limit, read), training, request)
+        return _require_any(sample_texts(training, limit, read), training, request)
 
     return make_tokenizer(
         spec,

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
-from bisect import insort
 from collections.abc import Callable, Iterator, Sequence
 
-from flatout.data.prepare.pack.work_items import sha256_of
 from flatout.data.sources import Document, ReadTask
 from flatout.data.sources.long import Text, chunks_of
 
 SPREAD_TASKS = 64
 """Maximum read tasks that a bounded sample is taken from."""
 STRIPES = 8
-"""Stripes taken from a long document. Also the minimum number of long documents in a sample."""
-READ_PER_BYTE = 16
-"""Maximum bytes read per byte chosen by hash: choosing from all text means reading all of it."""
+"""Stripes taken from a long document."""
 
 
 Reading = Callable[[ReadTask], Iterator[Text]]
@@ -64,72 +59,6 @@ def sample_texts(
             yield found
             if budget <= 0:
                 break
-
-
-def texts_by_hash(tasks: Sequence[ReadTask], limit: int, read: Reading = texts_of) -> Iterator[str]:
-    """Yield the documents, or about `limit` characters of those with the lowest hashes.
-
-    Documents longer than both an eighth of the limit and a fair share contribute evenly spread
-    stripes. The sample therefore depends on the documents alone, not on their order or division
-    into tasks. This is true of a corpus of up to `READ_PER_BYTE` times the limit. Of a larger one,
-    that much is read, with tasks in the order of a hash of their indices, and sampled.
-    """
-    chosen = _LowestHashes(limit)
-    for text in _read(tasks, READ_PER_BYTE * limit, chosen, read):
-        chosen.add(text)
-    yield from chosen.shares()
-
-
-def _read(
-    tasks: Sequence[ReadTask], limit: int, chosen: _LowestHashes, read: Reading
-) -> Iterator[Text]:
-    """Yield texts up to `limit` characters, or more until there are enough to choose from."""
-    order = sorted(range(len(tasks)), key=lambda number: hashlib.sha256(b"%d" % number).digest())
-    for number in order:
-        for text in read(tasks[number]):
-            if limit <= 0 and chosen.is_full:
-                return
-            limit -= len(text)
-            yield text
-
-
-class _LowestHashes:
-    """The documents with the lowest hashes that fill the limit, each counting up to its share."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._share = max(limit // STRIPES, 1)
-        self._held: list[tuple[bytes, str]] = []
-        """Hash and text, cut to the limit, of each document, in the order of the hashes."""
-        self._weight = 0
-
-    @property
-    def is_full(self) -> bool:
-        """Whether there is enough text."""
-        return self._weight >= self._limit
-
-    def add(self, text: Text) -> None:
-        """Add a document, and drop those whose hashes are no longer low enough."""
-        sha256 = sha256_of(text)
-        if self.is_full and sha256 >= self._held[-1][0]:
-            return
-        candidate = (sha256, _stripes(text, self._limit))
-        insort(self._held, candidate)
-        self._weight += self._weight_of(candidate)
-        while self._weight - self._weight_of(self._held[-1]) >= self._limit:
-            self._weight -= self._weight_of(self._held.pop())
-
-    def _weight_of(self, candidate: tuple[bytes, str]) -> int:
-        return min(len(candidate[1]), self._share)
-
-    def shares(self) -> Iterator[str]:
-        """Yield each document's share, shortest first: longer ones use the unused rest."""
-        room = self._limit
-        texts = sorted((text for _, text in self._held), key=lambda text: (len(text), text))
-        for left, text in zip(range(len(texts), 0, -1), texts, strict=True):
-            found = _stripes(text, max(room // left, self._share))
-            room -= len(found)
-            yield found
 
 
 def _stripes(text: Text, budget: int) -> str:

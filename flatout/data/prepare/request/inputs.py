@@ -151,7 +151,6 @@ def open_corpus(
         "mask_field": options.mask_field,
         "text_field": options.text_field,
         "include": options.include or None,
-        "encoding": options.encoding,
         "chat": chat,
     }
     fields = {key: value for key, value in given.items() if value is not None}
@@ -284,7 +283,7 @@ def _text_tasks(
     """Return the read tasks of a source that is not a card."""
     if name != STANDARD_INPUT:
         return source_tasks(*_source_and_parameters(name), fields)
-    file, sha256 = spool_standard_input(spool, encoding=fields.get("encoding"), progress=progress)
+    file, sha256 = spool_standard_input(spool, progress=progress)
     tasks = source_tasks("files", {"path": str(file)}, fields)
     return _with_fingerprint(tasks, f"standard input {sha256}")
 

@@ -54,7 +54,6 @@ class Options:
     duplicates: Duplicates = "keep"
     val: tuple[str, ...] = ()
     include: tuple[str, ...] = ()
-    encoding: str | None = None
     chat: str | None = None
 
     def check(self) -> None:

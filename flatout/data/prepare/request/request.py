@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict, Unpack
 
@@ -26,7 +26,6 @@ from flatout.data.conversation.templates import (
 )
 from flatout.data.prepare.request.inputs import Corpus, in_both_splits, load_card, open_corpus
 from flatout.data.prepare.request.options import NAMED, Options, parse_rule
-from flatout.data.sources.encodings import codec_of
 from flatout.data.store.manifest import MANIFEST, Manifest, read_manifest
 from flatout.data.store.shards import Dataset
 from flatout.data.tokenizers import (
@@ -77,7 +76,6 @@ def open_request(
             sources that cannot be opened.
     """
     options.check()
-    options = replace(options, encoding=codec_of(options.encoding))
     refuse_mount(out)
     progress = access.get("progress", SILENT)
     chat = chat_renderer(options, progress)
@@ -209,7 +207,6 @@ def describe(corpus: Corpus, options: Options, chat: Renderer | None) -> JsonObj
         "mask_field": options.mask_field,
         "duplicates": None if options.duplicates == "keep" else options.duplicates,
         "include": list(options.include) or None,
-        "encoding": options.encoding,
     }
     if chat is not None:
         described["chat_template"] = chat.template.model_dump(mode="json")

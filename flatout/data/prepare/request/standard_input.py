@@ -13,8 +13,7 @@ import zlib
 from pathlib import Path
 from typing import IO
 
-from flatout.data.sources.encodings import open_utf8
-from flatout.data.sources.packed import Unread
+from flatout.data.sources.packed import Unread, open_bytes
 from flatout.errors import DataError
 from flatout.progress import SILENT, Progress
 from flatout.storage.files import lock, unless_broken
@@ -41,13 +40,12 @@ def spool_standard_input(
     directory: Path | None = None,
     *,
     stream: IO[bytes] | None = None,
-    encoding: str | None = None,
     progress: Progress = SILENT,
 ) -> tuple[Path, str]:
     """Save standard input to a file until the process ends, and return it with its SHA-256.
 
     The first bytes decide the file's suffix: Parquet, JSONL, JSON or HTML, compressed or not, else
-    one text. `encoding` is for text that is not UTF-8. Files of killed processes are removed.
+    one text. Files of killed processes are removed.
 
     Raises: DataError when the disk is full.
     """
@@ -79,7 +77,7 @@ def spool_standard_input(
             suffix = next((_PACKED[magic] for magic in _PACKED if first.startswith(magic)), "")
             if suffix != ".parquet":  # its text is read by the name of its compression
                 path = path.rename(path.with_suffix(suffix))
-                suffix = _kind(path, encoding) + suffix
+                suffix = _kind(path) + suffix
             path = path.rename(path.with_suffix(suffix))
         except BaseException:
             path.unlink(missing_ok=True)
@@ -95,7 +93,7 @@ def spool_standard_input(
     return path, digest.hexdigest()
 
 
-def _kind(path: Path, encoding: str | None) -> str:
+def _kind(path: Path) -> str:
     """Return the suffix of a text that starts as this file does, after leading space.
 
     An error in the file is reported when the text is read.
@@ -103,7 +101,7 @@ def _kind(path: Path, encoding: str | None) -> str:
     start = b""
     with (
         contextlib.suppress(OSError, EOFError, zlib.error, Unread),
-        open_utf8(str(path), encoding) as file,
+        open_bytes(str(path)) as file,
     ):
         start = file.read(_BLOCK).removeprefix(b"\xef\xbb\xbf").lstrip()
         while not start and (block := file.read(_BLOCK)):

@@ -94,12 +94,8 @@ def test_an_unknown_name_is_answered_with_the_nearest(tmp_path, monkeypatch):
 
 
 def test_an_option_without_effect_on_a_source_is_rejected():
-    for options in ({"include": ["*.py"]}, {"encoding": "cp1252"}):
-        with pytest.raises(
-            DataError,
-            match=rf"'synthetic' does not read your files.*Remove --{next(iter(options))}",
-        ):
-            open_corpus(["synthetic:documents=3"], **options)
+    with pytest.raises(DataError, match=r"'synthetic' does not read your files.*Remove --include"):
+        open_corpus(["synthetic:documents=3"], include=["*.py"])
     with pytest.raises(
         DataError,
         match=r"'synthetic' has no rows, so it has no field 'body'\. Fix: Remove --text-field",

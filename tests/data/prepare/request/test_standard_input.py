@@ -45,13 +45,6 @@ def test_the_suffix_follows_from_the_first_bytes(tmp_path, data, ending):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_the_first_bytes_are_decoded(tmp_path):
-    path, _ = spool_standard_input(
-        tmp_path, stream=io.BytesIO(ROWS.decode().encode("utf-16")), encoding="utf-16"
-    )
-    assert path.suffix == ".jsonl"
-
-
 def test_the_kind_of_text_is_reported(tmp_path):
     messages = []
 

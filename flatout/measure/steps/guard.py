@@ -1,0 +1,31 @@
+"""Keeps what flatout does in a script's process from failing the script. No torch."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+LOG = logging.getLogger("flatout.watch")
+FAILED: set[str] = set()
+"""Places at which hooks have failed. Each is logged once."""
+
+
+def guarded(ours: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of ours that cannot fail the code which calls it: its errors are logged."""
+
+    @functools.wraps(ours)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return ours(*args, **kwargs)
+        except Exception as error:
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            place = f"{last.filename}:{last.lineno}"
+            if place not in FAILED:
+                FAILED.add(place)
+                LOG.warning("flatout fails at %s, and the script continues: %r", place, error)
+            return None
+
+    return call
