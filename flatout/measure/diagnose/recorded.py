@@ -29,7 +29,6 @@ from flatout.measure.steps.evidence import (
     lasting_s,
 )
 from flatout.storage.json_io import finite_numbers
-from flatout.training.metrics.log import SKIPPED
 from flatout.training.run_dir import layout
 from flatout.training.run_dir.resume import settings_file
 
@@ -112,7 +111,7 @@ def series_of(records: Records, name: str) -> tuple[tuple[int, float], ...]:
 
     A record omits such a value, as that of a step without a target, but then steps were skipped.
     """
-    known = [one for one in records if name in one or SKIPPED in one]
+    known = [one for one in records if name in one or layout.SKIPPED in one]
     return tuple((int(record["step"]), record.get(name, math.nan)) for record in known)
 
 

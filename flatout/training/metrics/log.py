@@ -39,7 +39,7 @@ from flatout.training.metrics.loggers import guarded, reason_of
 from flatout.training.metrics.observers import Observer
 from flatout.training.metrics.records import Lines, Records
 from flatout.training.metrics.surroundings import Surroundings
-from flatout.training.run_dir.layout import EVENTS
+from flatout.training.run_dir.layout import EVENTS, SKIPPED
 from flatout.training.run_dir.resume import is_own
 
 if TYPE_CHECKING:
@@ -58,8 +58,6 @@ LESS_STEEP = (
     "checkpoints are not affected."
 )
 """What to do when training has diverged."""
-SKIPPED = "train/skipped_steps"
-"""All bad steps of the run so far. A record has it if there were any."""
 
 
 class Rates(NamedTuple):

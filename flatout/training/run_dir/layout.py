@@ -71,6 +71,8 @@ CONFIG, REQUESTED, EVENTS, SUMMARY, EXIT_CODE, LOCK, ORIGIN = (
     "origin.json",
 )
 METRICS, BOARD, TABLE = "metrics.jsonl", "tensorboard", "metrics.csv"
+SKIPPED = "train/skipped_steps"
+"""All bad steps of the run so far. A record has it if there were any."""
 DIVERGENCE, LEFT_OUT = "divergence.json", "left_out.json"
 LOGGER_STATES, WANDB_FILES, WATCHDOG = "loggers", "wandb", "watchdog"
 REMOTE = "remote.json"
