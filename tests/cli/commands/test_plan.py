@@ -48,6 +48,7 @@ def test_a_recipe_is_planned_for_gpus_that_are_not_here(recipe):
     assert found.flops_per_token < found.flops_per_token_palm
     assert found.changes == []
     assert found.smallest_machine is None
+    assert "1 row per device, 1 micro-batch per step; 6 steps" in found.summary()
 
 
 def test_frozen_weights_need_neither_gradients_nor_optimizer_state(recipe):
