@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import sys
 from collections.abc import Sequence
+from textwrap import wrap
 from typing import Any
 
 from pydantic import Field
@@ -47,7 +48,7 @@ COLUMNS = (
     "n",
 )
 FULL = "█"
-BAR_COLUMNS, PICTURE_COLUMNS, NAME_COLUMNS, TEXT_COLUMNS = 28, 120, 40, 90
+BAR_COLUMNS, PICTURE_COLUMNS, NAME_COLUMNS = 28, 120, 40
 
 
 class Measurement(Result):
@@ -348,7 +349,9 @@ class Tuning(Measurement):
         ):
             width = min(max(map(len, (each.name for each in choices)), default=0), NAME_COLUMNS)
             lines += ["", title] if choices else []
-            lines += [f"  {each.name:<{width}}  {choice_text(each)}" for each in choices]
+            for each in choices:
+                line = f"  {each.name:<{width}}  {choice_text(each)}"
+                lines += wrap(line, PICTURE_COLUMNS, subsequent_indent=" " * (width + 4))
         late = sum(each.reason == NO_TIME for each in self.not_tried)
         if late:
             others = counted(late, "other")
@@ -373,4 +376,4 @@ def choice_text(choice: Choice) -> str:
     text = choice.verdict if choice.gain is None else gain_text(choice)
     if choice.within_tolerance is False:
         text += f", but the losses exceed the tolerance ({choice.tolerance_reason})"
-    return text if len(text) <= TEXT_COLUMNS else f"{text[: TEXT_COLUMNS - 3]}..."
+    return text

@@ -48,6 +48,7 @@ def test_a_recipe_is_planned_for_gpus_that_are_not_here(recipe):
     assert found.flops_per_token < found.flops_per_token_palm
     assert found.changes == []
     assert found.smallest_machine is None
+    assert "1 row per device, 1 micro-batch per step; 6 steps" in found.summary()
 
 
 @pytest.mark.parametrize("machine", ["t4", "v100-sxm2-16gb", "rtx-2080-ti", "a100-40gb"])
