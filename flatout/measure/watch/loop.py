@@ -196,7 +196,6 @@ class LoopTimer:
                 fix="Wrap the batches, `for batch in watch(loader)`, or use `with watch.step()`.",
             )
         planned, tokens, device = settings.planned_steps, settings.tokens_per_step, windows.device
-        self.records.flush()
         memory = MemoryFacts(total_gib=machine.memory_gib, peak_gib=process_peak_bytes() / GIB)
         if windows.on_gpu:
             memory = MemoryFacts(

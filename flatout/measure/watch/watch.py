@@ -244,6 +244,8 @@ class Watch:
 
     def _tell(self) -> None:
         was_asked = self._was_asked
+        self._loop.records.flush()
+        self._latest = None
         self._evidence = self.evidence()
         diagnosis = self.diagnosis()
         if self._folder is not None:
