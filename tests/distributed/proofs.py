@@ -47,6 +47,7 @@ class Tiny(nn.Module):
         torch.manual_seed(seed)
         self.table = nn.Embedding(VOCABULARY, WIDTH)
         self.blocks = nn.ModuleList([Block() for _ in range(2)])
+        self.layers = [*self.blocks]
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.to(dtype)
 

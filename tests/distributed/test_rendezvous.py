@@ -30,7 +30,6 @@ import warnings, torch
 warnings.simplefilter("error")
 from flatout.distributed.rendezvous import connect, disconnect
 import torch.distributed as dist
-from warm import run_ranks
 ranks = connect("cpu")
 total = torch.tensor(ranks.rank + 1)
 dist.all_reduce(total)

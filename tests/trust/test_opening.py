@@ -254,6 +254,7 @@ def test_all_readers_of_a_stored_configuration_are_known():
         "cli/commands/runs.py",
         "cli/commands/train.py",  # reads the sizes of a step
         "cli/commands/verify.py",  # imports nothing that the configuration names
+        "inference/export/source.py",  # reads the name of the base's base, and imports nothing
         "measure/diagnose/recorded.py",  # imports nothing that the configuration names
         "measure/resume/check.py",  # of a run that it has just trained
         "training/halving.py",  # writes another micro-batch, in the run that is training
