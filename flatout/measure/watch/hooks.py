@@ -67,15 +67,24 @@ def observing(before: Callable[..., Any], plain: Callable[..., Result]) -> Calla
     return call
 
 
+@functools.cache
+def divides_rows(module: str) -> bool:
+    """Return whether the user's code asks which worker runs it, or a module is not the user's."""
+    every = {name: getattr(one, "__file__", None) or "<" for name, one in [*sys.modules.items()]}
+    return not is_user_code(every.get(module, "<")) or any(
+        "get_worker_info" in "".join(linecache.getlines(file))
+        for file in {*every.values()}
+        if is_user_code(file)
+    )
+
+
 def rows_of(dataset: Any) -> str | None:
     """Return what worker processes would do with a dataset, as in `LoopFacts.dataset`."""
     while isinstance(dataset, Subset):
         dataset = dataset.dataset
     kind = type(dataset)
     if isinstance(dataset, IterableDataset):
-        file = getattr(sys.modules.get(kind.__module__), "__file__", None) or "<"
-        divides = not is_user_code(file) or "get_worker_info" in "".join(linecache.getlines(file))
-        return "divided" if divides else "iterable"
+        return "divided" if divides_rows(kind.__module__) else "iterable"
     if kind is TensorDataset:
         return "memory"
     code, own = getattr(kind.__getitem__, "__code__", None), getattr(dataset, "__dict__", {})
