@@ -81,19 +81,20 @@ def cpu_threads(evidence: Evidence) -> Finding | None:
         return None
     if evidence.world_size > 1:  # several processes share the cores
         return None
+    if threads < cores and (host.other_busy_cores or 0.0) > cores - threads - 0.5:
+        return None  # the other cores are busy
     share = None
     if threads > cores:
         verdict = f"torch uses {threads} threads on {cores} cores."
     elif more_s is not None:
         work = evidence.phases
         work_s = sum(filter(None, (work.compute_s, work.memory_bound_s, work.optimizer_s)))
-        share = min(evidence.saved("all-threads", CLEAR_GAIN) or 0.0, evidence.share(work_s) or 0.0)
+        saved = min(evidence.saved("all-threads", CLEAR_GAIN) or 0.0, 1 - threads / cores)
+        share = min(saved, evidence.share(work_s) or 0.0)
         if share < CLEAR_GAIN:
             return None
         verdict = f"torch uses {threads} of {cores} cores: with all of them, a step takes "
         verdict += f"{share:.0%} less."
-    elif (host.other_busy_cores or 0.0) > cores - threads - 0.5:
-        return None  # the other cores are busy
     else:
         verdict = f"torch uses {threads} of {cores} cores."
     variables = {

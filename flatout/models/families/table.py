@@ -300,8 +300,9 @@ def rotary(base: str = "rope_theta") -> Field:
                     fix="Restore config.json from the model's repository. If it says the same "
                     "there, start from a different model: flatout cannot compute these positions.",
                 )
-        thetas = {"rope_theta": document.get(base)} | document | scaling
-        if thetas["rope_theta"] is None:  # for llama3, 10,000 in transformers 4, 500,000 in 5
+        places = ({"rope_theta": document.get(base)}, document, scaling)
+        thetas = {k: v for one in places for k, v in one.items() if v is not None}
+        if "rope_theta" not in thetas:  # for llama3, 10,000 in transformers 4, 500,000 in 5
             thetas = {} if kind == "llama3" else {"rope_theta": 10_000}
         theta = required(thetas, "rope_theta", NUMBER)
         found = {"positions": "rotary", "rotary_base": float(theta)}

@@ -407,6 +407,10 @@ def test_reads_on_a_cpu_are_mentioned_by_number(healthy):
 @pytest.mark.slow
 def test_fewer_threads_are_no_finding_where_others_use_the_cores_or_they_do_not_help(healthy):
     assert diagnosis_of(healthy(host__threads=4, host__other_busy_cores=4.0)).is_healthy
+    faster = {"host__threads": 4, "counterfactual_s": {"all-threads": 0.01}}
+    assert diagnosis_of(healthy(**faster, host__other_busy_cores=4.0)).is_healthy, "measured busy"
+    (finding,) = diagnosis_of(healthy(**faster, host__cores=5)).findings
+    assert "20% less" in finding.verdict, "one core more of five saves at most that"
     useless = healthy(host__threads=4, counterfactual_s={"all-threads": 0.099})
     assert diagnosis_of(useless).is_healthy
     other_work = {"phases": Phases(compute_s=0.007, other_s=0.09), "host__threads": 4}

@@ -148,6 +148,10 @@ LLAMA3 = {
             {"rotary_base": 5e4},
         ),
         ({"rope_scaling": {"type": None}, "rope_theta": 500_000}, {"rotary_base": 5e5}),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": None}, "rope_theta": 5e5},
+            {"rotary_base": 5e5},
+        ),
         ({"rope_scaling": None, "partial_rotary_factor": 1.0}, {"rotary_base": 1e4}),
         (
             {"rope_scaling": {"type": "linear", "factor": 4}, "rope_theta": 1e4},
