@@ -252,5 +252,5 @@ def _config(
 COMMAND = Command(
     diagnose,
     example="flatout diagnose shakespeare-char data.path=data/s --fix",
-    writes_files=False,
+    is_timed=True,
 )

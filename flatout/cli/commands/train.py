@@ -255,4 +255,5 @@ COMMAND = Command(
     example="flatout train shakespeare-char data.path=data/s --json",
     processes=processes,
     writes_files=True,
+    is_timed=True,
 )

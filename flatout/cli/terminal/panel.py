@@ -216,19 +216,15 @@ class RunReport:
         figures, losses, encoding = self._figures, self._losses, self.terminal.encoding
         if width < MIN_COLUMNS or not losses:
             return []
-        recent = losses[len(losses) // 2 :] if len(losses) >= 8 else losses
-        drawn = sparkline(
-            [value for _, value in losses],
-            LONG_SPARK if width >= WIDE else SHORT_SPARK,
-            encoding=encoding,
-        )
+        values = [value for _, value in losses]
+        drawn = sparkline(values, LONG_SPARK if width >= WIDE else SHORT_SPARK, encoding=encoding)
         loss = [f"{figures['train/loss']:.3f} {drawn}".rstrip()]
         if "val/loss" in figures:
             loss.append(f"validation {figures['val/loss']:.3f}")
-        values = [value for _, value in recent]
-        if quarter := len(recent) // 4 if len(recent) >= 8 else 0:
-            change = statistics.fmean(values[-quarter:]) - statistics.fmean(values[:quarter])
-            loss.append(f"{change:+.3f} since step {recent[0][0]:,.0f}")
+        half, eighth = len(values) // 2, (len(values) + 1) // 8
+        if eighth > 1:
+            change = statistics.fmean(values[-eighth:]) - statistics.fmean(values[half:][:eighth])
+            loss.append(f"{change:+.3f} since step {losses[half][0]:,.0f}")
         speed = self._rates()
         if figures.get("perf/step_ms") and "perf/data_wait_ms" in figures:
             speed.append(f"data wait {figures['perf/data_wait_ms'] / figures['perf/step_ms']:.1%}")

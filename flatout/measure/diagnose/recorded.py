@@ -29,7 +29,7 @@ from flatout.measure.steps.evidence import (
     lasting_s,
 )
 from flatout.storage.json_io import finite_numbers
-from flatout.training.metrics.log import SKIPPED
+from flatout.training.metrics.records import SKIPPED
 from flatout.training.run_dir import layout
 from flatout.training.run_dir.resume import settings_file
 

@@ -37,7 +37,7 @@ from flatout.training.metrics.compile_events import Compilations, CompilationWat
 from flatout.training.metrics.device import GpuDriver, OtherProcesses, gpu_figures, memory_gib
 from flatout.training.metrics.loggers import guarded, reason_of
 from flatout.training.metrics.observers import Observer
-from flatout.training.metrics.records import Lines, Records
+from flatout.training.metrics.records import SKIPPED, Lines, Records
 from flatout.training.metrics.surroundings import Surroundings
 from flatout.training.run_dir.layout import EVENTS
 from flatout.training.run_dir.resume import is_own
@@ -58,8 +58,6 @@ LESS_STEEP = (
     "checkpoints are not affected."
 )
 """What to do when training has diverged."""
-SKIPPED = "train/skipped_steps"
-"""All bad steps of the run so far. A record has it if there were any."""
 
 
 class Rates(NamedTuple):

@@ -19,6 +19,8 @@ from flatout.training.run_dir.layout import EVENTS, METRICS
 
 REPEATED = ("early_stop", "evaluation", "sample", "end")
 """Events that a run logs again when it resumes before them."""
+SKIPPED = "train/skipped_steps"
+"""All bad steps of the run so far. A record has it if there were any."""
 
 MOST_UNWRITTEN = 2**24
 """Bytes of lines that wait for a disk that fails. Later ones are lost."""

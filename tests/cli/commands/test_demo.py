@@ -1,5 +1,6 @@
 """`flatout demo`: on a small text, on a finished run, and its choice of text and recipe."""
 
+import itertools
 import signal
 from pathlib import Path
 from types import SimpleNamespace
@@ -148,19 +149,22 @@ def test_a_stopped_demo_resumes_with_its_length(quick, monkeypatch):
     assert read_summary(run)["resumed_from"].endswith("step-2")
 
 
-def test_a_demo_that_was_timed_on_a_busy_machine_is_timed_again(quick, monkeypatch):
-    (quick / "a.txt").write_text("a text of some length. " * 100)
-    with pytest.raises(Stopped):
-        demo(quick / "a.txt", minutes=0.001, observers=[InterruptsAt(2)])
-    run = subject_of(quick / "a.txt", "cpu").run
-    progress, longer = recorded(), run.with_name(f"{run.name}-longer")
-    monkeypatch.setattr(module, "seconds_per_step", lambda config: 0.01)
-    demo(quick / "a.txt", minutes=0.002, progress=progress)
-    assert any(f"{run} has only 3 steps" in line for line in progress.lines)
-    assert read_summary(longer)["steps"] > 6
-    assert read_summary(run) is None
-    monkeypatch.setattr(module, "seconds_per_step", None)
-    assert demo(quick / "a.txt", minutes=0.002).run == str(longer), "it is found again"
+@pytest.mark.parametrize(
+    ("passed_s", "steps"), [(60.0, 6), (0.01, 15)], ids=["slower steps", "as measured"]
+)
+def test_the_length_is_determined_again_from_the_first_steps(quick, monkeypatch, passed_s, steps):
+    (quick / "a.txt").write_text("a text of some length. " * 1500)
+    monkeypatch.setattr(module, "seconds_per_step", lambda config: 1e-6)
+    monkeypatch.setattr(module, "MAX_EPOCHS", 1)
+    clock = SimpleNamespace(monotonic=itertools.count(0, passed_s).__next__)
+    monkeypatch.setattr(module, "time", clock)
+    progress = recorded()
+    result = demo(quick / "a.txt", minutes=2, progress=progress)
+    assert result.steps == read_config(Path(result.run)).train.steps == steps
+    assert result.resumed_from is None
+    again = [line for line in progress.lines if "Starting again" in line]
+    assert len(again) == (steps == 6)
+    assert all(line.endswith("Starting again with 6 steps.") for line in again)
 
 
 @pytest.mark.parametrize(
