@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
-from flatout.assembly import compiled_code
+from flatout.assembly import compiled_code, resolve
 from flatout.assembly.compiled_code import compile_cost, mark_as_cached
 from flatout.assembly.recipe import Off, On, Speedup, Tolerance
 from flatout.assembly.selection import (
@@ -20,7 +21,8 @@ from flatout.assembly.selection import (
 )
 from flatout.config.registry import SPEEDUPS
 from flatout.config.schema import load_config
-from flatout.hardware.machine import CpuTimes, Gpu, Machine
+from flatout.data.store.shards import Dataset
+from flatout.hardware.machine import CpuTimes, Gpu, Machine, usable_cores
 
 CPU = Machine("a CPU", 2, 8.0, (), "3.11")
 HOPPER = Machine("a CPU", 2, 8.0, (Gpu("NVIDIA H200", 141.0, (9, 0), "1"),), "3.11")
@@ -144,6 +146,25 @@ def test_a_run_on_a_busy_machine_is_compiled_if_it_is_longer(
     mark_as_cached(tiny_config())
     cost = compile_cost(tiny_config(), minutes)
     assert decide(SPEEDUPS.get("compile"), "cpu", minutes, compile_cost=cost).on
+
+
+def test_a_new_run_takes_the_load_of_the_machine_into_account(
+    tiny_config, tiny_set, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(resolve, "known_peak", lambda *_: SimpleNamespace(tflops=1.0))
+    monkeypatch.setattr(resolve, "expected_minutes", lambda *_: 1.4)
+    monkeypatch.setattr(CpuTimes, "others_until", lambda self, later: 0.9 * usable_cores())
+    config = tiny_config(train__device="cpu", speedups="auto")
+    facts = {"machine": replace(CPU, cpu_multiplies_bf16=True), "world_size": 1}
+    dataset = Dataset.open(tiny_set)
+
+    def reason(**more):
+        _, decisions = resolve.resolve(config, dataset=dataset, **facts, **more)
+        return next(one.reason for one in decisions if one.name == "compile")
+
+    assert "pays off from 10 on a machine as busy as this one" in reason(cache=tmp_path)
+    assert "busy" not in reason(), "without a cache it depends on nothing but the machine"
 
 
 def test_a_run_finds_the_code_of_an_earlier_one(tiny_config, tmp_path, monkeypatch):
