@@ -7,7 +7,6 @@ import math
 import platform
 import shutil
 import tempfile
-import textwrap
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -84,17 +83,9 @@ def _next_steps(run: str, width: int) -> str:
         "all curves": f"flatout report {run}",
         "your own text": "flatout prepare FILE --out DATA; flatout inspect DATA",
     }
-    beside = [f"  {what:<22}{command}" for what, command in steps.items()]
-    if max(map(len, beside)) <= width:
-        return "\n".join(beside)
-    lines = []
-    for what, command in steps.items():
-        pieces = [command]
-        if "'" not in command:  # a quoted path is left as it is
-            pieces = textwrap.wrap(
-                command, width - 8, break_long_words=False, break_on_hyphens=False
-            )
-        lines += [f"  {what}", "    " + " \\\n      ".join(pieces)]
+    lines = [f"  {what:<22}{command}" for what, command in steps.items()]
+    if max(map(len, lines)) > width:  # the terminal wraps longer ones, which can then be copied
+        lines = [f"  {what}\n    {command}" for what, command in steps.items()]
     return "\n".join(lines)
 
 

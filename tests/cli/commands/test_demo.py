@@ -57,13 +57,19 @@ def test_demo_runs_on_a_small_text_file(quick, text):
     assert any("is finished" in line for line in progress.lines)
 
 
-@pytest.mark.parametrize("width", [30, 40, 80])
-def test_next_steps_can_be_copied_from_any_terminal(width):
+@pytest.mark.parametrize(("width", "lines"), [(40, 8), (80, 4)])
+def test_next_steps_can_be_copied_from_any_terminal(width, lines):
     text = module._next_steps("runs/demo-book-0123", width)
-    assert max(map(len, text.splitlines())) <= width
-    commands = text.replace(" \\\n     ", "")
-    assert "flatout generate runs/demo-book-0123 --num-samples 3" in commands
-    assert "flatout report runs/demo-book-0123" in commands
+    commands = [
+        "flatout generate runs/demo-book-0123 --num-samples 3",
+        "flatout eval runs/demo-book-0123",
+        "flatout report runs/demo-book-0123",
+        "flatout prepare FILE --out DATA; flatout inspect DATA",
+    ]
+    assert len(text.splitlines()) == lines
+    assert [line.partition("flatout")[2] for line in text.splitlines() if "flatout" in line] == [
+        command.removeprefix("flatout") for command in commands
+    ]
 
 
 def test_a_changed_text_starts_another_run(quick):
