@@ -26,7 +26,7 @@ from rich.text import Text
 
 PICTURE = Path(__file__).parents[1] / "assets" / "terminal.svg"
 COLUMNS, ROWS = 92, 60
-FIRST, LAST = 8, 40
+FIRST, LAST = 8, 38
 """Lines at the top and at the bottom of the picture; those between them are left out."""
 CONTROL = re.compile(r"(\x1b\[[0-9;?]*[A-Za-z]|\r|\n)")
 

@@ -136,6 +136,8 @@ def demo(
         result = train(config, run=subject.run, observers=watching, progress=progress)
     except OtherLength as found:
         (config,) = found.args
+        for observer in observers:
+            observer.on_event({"event": "stop"})
         progress.say(
             "The first steps took another time than expected. Starting again with "
             f"{config.train.steps:,} steps."

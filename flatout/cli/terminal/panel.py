@@ -104,7 +104,6 @@ class RunReport:
 
     def on_start(self, run: Any) -> None:
         """Print how many speedups are on, and show the line of the steps before the first one."""
-        self._close()  # of a run that was started again
         width = self.terminal.console.width if self.terminal.interactive else sys.maxsize
         decisions, self._decisions = self._decisions, []
         names = max((len(one["name"]) for one in decisions), default=0)

@@ -130,6 +130,17 @@ def test_length_fits_the_time_and_the_text():
     assert fitted(100, step_s=100.0, minutes=0.01).steps == module.MIN_STEPS
 
 
+class Watch(Quiet):
+    """An observer that records when a run starts and ends."""
+
+    def __init__(self):
+        self.calls = []
+
+    def on_event(self, event):
+        if event["event"] in ("start", "stop", "end"):
+            self.calls.append(event["event"])
+
+
 class InterruptsAt(Quiet):
     """An observer that sends SIGINT at a step."""
 
@@ -164,10 +175,11 @@ def test_the_length_is_determined_again_from_the_first_steps(quick, monkeypatch,
     monkeypatch.setattr(module, "MAX_EPOCHS", 1)
     clock = SimpleNamespace(monotonic=itertools.count(0, passed_s).__next__)
     monkeypatch.setattr(module, "time", clock)
-    progress = recorded()
-    result = demo(quick / "a.txt", minutes=2, progress=progress)
+    progress, watch = recorded(), Watch()
+    result = demo(quick / "a.txt", minutes=2, observers=[watch], progress=progress)
     assert result.steps == read_config(Path(result.run)).train.steps == steps
     assert result.resumed_from is None
+    assert watch.calls == (["start", "stop"] if steps == 6 else []) + ["start", "end"]
     again = [line for line in progress.lines if "Starting again" in line]
     assert len(again) == (steps == 6)
     assert all(line.endswith("Starting again with 6 steps.") for line in again)
