@@ -26,8 +26,8 @@ from rich.text import Text
 
 PICTURE = Path(__file__).parents[1] / "assets" / "terminal.svg"
 COLUMNS, ROWS = 92, 60
-LONGEST = 40
-"""Maximum lines of the picture; the middle of a longer screen is left out."""
+FIRST, LAST = 8, 38
+"""Lines at the top and at the bottom of the picture; those between them are left out."""
 CONTROL = re.compile(r"(\x1b\[[0-9;?]*[A-Za-z]|\r|\n)")
 
 
@@ -80,8 +80,8 @@ def screen(output: str) -> list[str]:
 
 def svg(lines: list[str], title: str) -> str:
     """Return the picture of a terminal that shows these lines."""
-    if len(lines) > LONGEST:
-        lines = [*lines[: LONGEST // 2], "[...]", *lines[-(LONGEST // 2) :]]
+    if len(lines) > FIRST + LAST:
+        lines = [*lines[:FIRST], "[...]", *lines[-LAST:]]
     console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True)
     for line in lines:
         console.print(Text.from_ansi(line), soft_wrap=True)

@@ -14,20 +14,30 @@ from importlib.metadata import version
 from pathlib import Path
 
 from flatout.config.schema import RunConfig
-from flatout.hardware.machine import fingerprint
+from flatout.hardware.machine import BUSY_CORES, fingerprint, other_busy_cores, usable_cores
+
+MEASURED_FROM = 1
+"""Minutes of a run that is compiled on an idle machine."""
+CACHED = 0.1
+"""Time of loading compiled code, relative to compiling."""
+LEAST_FREE = 0.1
+"""Share of the cores that is taken to be free on the busiest machine."""
 
 
-def is_cached(config: RunConfig) -> bool:
-    """Return whether a run of this model, batch and machine has been compiled before.
+def compile_cost(config: RunConfig, minutes: float | None) -> float:
+    """Return the time of compiling relative to an idle machine without the code of this run.
 
-    The answer is no where it may not depend on earlier runs: with `train.deterministic`, and with
-    dropout, of which compiled code draws other numbers.
+    It is 1 where it may not depend on that: with `train.deterministic`, and with dropout, of which
+    compiled code draws other numbers. The load of the machine is measured for a run of at least
+    MEASURED_FROM minutes.
     """
     if config.train.deterministic or config.model.model_dump().get("dropout"):
-        return False
+        return 1.0
     with suppress(OSError):
-        return _mark(config).exists()
-    return False
+        if _mark(config).exists():
+            return CACHED
+    others = other_busy_cores() if (minutes or 0) >= MEASURED_FROM else 0.0
+    return 1 / max(1 - others / usable_cores(), LEAST_FREE) if others > BUSY_CORES else 1.0
 
 
 def mark_as_cached(config: RunConfig) -> None:

@@ -382,8 +382,6 @@ class On:
     """Shortest run for which it is on."""
     beside: str | None = None
     """A speedup without which it gains nothing, and is off."""
-    from_minutes_cached: float | None = None
-    """Shortest run for which it is on if its code has been compiled before. None means the same."""
     measured: bool = False
     """Whether it is based on a measurement on this kind of device (LOG.md, docs/numbers.md) rather
     than on arithmetic and published measurements.

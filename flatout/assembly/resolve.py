@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from flatout.assembly.compiled_code import is_cached
+from flatout.assembly.compiled_code import compile_cost
 from flatout.assembly.memory import USED_MEMORY, Workload, estimate, memory_bytes, most_rows
 from flatout.assembly.prediction import CUDA_CONTEXT, CUDA_RESERVED, gains_here
 from flatout.assembly.preflight import check_names, resolve_batch
@@ -104,7 +104,9 @@ def resolve(
         device=device,
         minutes=minutes,
         measured=gains,
-        is_cached=device == "cpu" and cache is not None and is_cached(config),
+        compile_cost=(
+            compile_cost(config, minutes) if device == "cpu" and cache is not None else 1.0
+        ),
     )
     available = memory_bytes(machine, device, local_world_size or world_size)
     decisions = with_checkpointing(config, decisions, available, world_size)

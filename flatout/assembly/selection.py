@@ -180,11 +180,12 @@ def decide(
     minutes: float | None,
     gain: Gain | None = None,
     *,
-    is_cached: bool = False,
+    compile_cost: float = 1.0,
 ) -> Decision:
     """Decide a speedup that can run, for a run of `minutes` (None: unknown).
 
-    `is_cached` tells whether code for this run has been compiled before.
+    `compile_cost` is the time of compiling relative to an idle machine: below 1 if the code of this
+    run is in torch's cache, above 1 beside other processes.
 
     `gain` is the one measured on this hardware, if any. It decides if its interval lies entirely
     above or below 1, but turns on no speedup with a statistical tolerance: a measured rate shows
@@ -197,17 +198,20 @@ def decide(
         return Decision(speedup.name, False, "off unless named, because it has not been measured")
     else:
         on, reason = isinstance(default, On), default.because or speedup.saves
-    least = default.from_minutes if default else 0
-    if is_cached and isinstance(default, On) and default.from_minutes_cached is not None:
-        least = default.from_minutes_cached
-        reason = f"its code was compiled in an earlier run: {reason}"
+    least, busy = default.from_minutes if default else 0, ""
+    if speedup.compiles:
+        least = round(least * compile_cost, 1)
+        if on and compile_cost < 1:
+            reason = f"its code was compiled in an earlier run: {reason}"
+        busy = " on a machine as busy as this one" if compile_cost > 1 else ""
     if on and least and minutes is None:
         on = False
         reason = f"pays off from {least:g} minutes, and the run's duration is unknown: {reason}"
     elif on and minutes is not None and minutes < least:
         on = False
         reason = (
-            f"this run lasts about {minutes:.1f} minutes, and it pays off from {least:g}: {reason}"
+            f"this run lasts about {minutes:.1f} minutes, and it pays off from {least:g}{busy}: "
+            f"{reason}"
         )
     return Decision(speedup.name, on, reason)
 
@@ -246,12 +250,12 @@ def select(
     device: str = "cpu",
     minutes: float | None = None,
     measured: Mapping[str, Gain] | None = None,
-    is_cached: bool = False,
+    compile_cost: float = 1.0,
 ) -> list[Decision]:
     """Decide on every speedup for a run on `device` of about `minutes` (None: unknown).
 
-    `measured` contains the gains that `bench` measured on this hardware, by name. `is_cached` tells
-    whether code for this run has been compiled before.
+    `measured` contains the gains that `bench` measured on this hardware, by name. `compile_cost`
+    is as in `decide`.
     Raises: ConfigError when the request contradicts itself; HardwareError when a speedup that was
             named cannot run here.
     """
@@ -278,7 +282,9 @@ def select(
         elif against:
             found[name] = Decision(name, False, against)
         else:
-            found[name] = decide(speedup, device, minutes, gains.get(name), is_cached=is_cached)
+            found[name] = decide(
+                speedup, device, minutes, gains.get(name), compile_cost=compile_cost
+            )
     faster = [
         name
         for name in sorted(found.keys() & gains, key=lambda name: (-gains[name].gain, name))

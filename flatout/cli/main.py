@@ -197,7 +197,7 @@ def call(words: list[str]) -> int:
                 yield
             from flatout.distributed.spinning import spin_less_beside_others
 
-            spin_less_beside_others(progress, began)
+            spin_less_beside_others(progress if command.is_timed else SILENT, began)
         finally:
             gc.freeze()
             gc.enable()

@@ -52,9 +52,8 @@ def _watch(progress: Progress, before: CpuTimes) -> None:
             threading.Thread(target=_keep_a_team, args=(freed,), daemon=True).start()
             if not was_said:
                 progress.say(
-                    f"Other processes use {others:.1f} of {usable_cores()} cores. While they do, "
-                    "threads that wait for each other sleep sooner. OMP_NUM_THREADS=1 may be "
-                    "faster still."
+                    f"This machine is busy ({others:.1f} of {usable_cores()} cores); timings will "
+                    "vary."
                 )
             was_said = True
         elif others <= BUSY_CORES and freed is not None:

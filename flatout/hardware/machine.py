@@ -285,6 +285,8 @@ SAME_MEMORY = 0.12
 """Largest relative difference of the memory that a driver reports in GiB from a data sheet's GB."""
 BUSY_CORES = 0.4
 """Cores that other processes must use to count as a load on this one."""
+BUSY_S = 0.3
+"""How long the load of other processes is measured."""
 
 
 class CpuTimes(NamedTuple):
@@ -316,6 +318,17 @@ class CpuTimes(NamedTuple):
         """Return the cores that other processes kept busy between two moments."""
         others_s = later.used_s - self.used_s - (later.own_s - self.own_s)
         return max(others_s, 0.0) / max(later.at_s - self.at_s, 1e-3)
+
+
+def other_busy_cores() -> float:
+    """Return the cores that other processes keep busy, measured for BUSY_S."""
+
+    def times() -> CpuTimes:
+        return CpuTimes.read(psutil.Process().children(recursive=True))
+
+    before = times()
+    time.sleep(BUSY_S)
+    return before.others_until(times())
 
 
 def pick_device(wanted: str, machine: Machine) -> tuple[str, str]:

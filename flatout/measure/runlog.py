@@ -6,9 +6,10 @@ one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
+from statistics import median
 from typing import TypeVar
 
 from flatout.config.documents import read_document
@@ -24,6 +25,11 @@ LAST_STEP = 2**53
 """Later steps are damage: arithmetic with them is not exact, or overflows."""
 WATCHED = "watched"
 """The state of a directory without config.yaml, which another training loop wrote."""
+
+
+def typical(values: Sequence[float]) -> float | None:
+    """Return the median of a metric's records without the first, which includes the warm-up."""
+    return float(median(values[1:] if len(values) > 1 else values)) if len(values) else None
 
 
 class RunLog:

@@ -45,7 +45,7 @@ SPEEDUP = Speedup(
     why_not=without_compiler,
     rank=910,
     auto={
-        "cpu": On(beside="bf16-products", from_minutes=1, from_minutes_cached=0.1, measured=True),
+        "cpu": On(beside="bf16-products", from_minutes=1, measured=True),
         "cuda": On(from_minutes=2),
     },
 )

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
-from flatout.assembly.compiled_code import is_cached, mark_as_cached
+from flatout.assembly import compiled_code, resolve
+from flatout.assembly.compiled_code import compile_cost, mark_as_cached
 from flatout.assembly.recipe import Off, On, Speedup, Tolerance
 from flatout.assembly.selection import (
     Gain,
@@ -19,7 +21,8 @@ from flatout.assembly.selection import (
 )
 from flatout.config.registry import SPEEDUPS
 from flatout.config.schema import load_config
-from flatout.hardware.machine import Gpu, Machine
+from flatout.data.store.shards import Dataset
+from flatout.hardware.machine import CpuTimes, Gpu, Machine, usable_cores
 
 CPU = Machine("a CPU", 2, 8.0, (), "3.11")
 HOPPER = Machine("a CPU", 2, 8.0, (Gpu("NVIDIA H200", 141.0, (9, 0), "1"),), "3.11")
@@ -115,25 +118,67 @@ def test_a_measured_gain_still_needs_a_long_run_if_compiling_takes_minutes():
 
 
 def test_code_that_was_compiled_before_pays_off_in_shorter_runs():
-    default = On(from_minutes=3, from_minutes_cached=0.5)
-    for minutes, before, on in ((1, False, False), (1, True, True), (0.4, True, False)):
-        found = decide(speedup(default), "cpu", minutes, is_cached=before)
+    compiling = SPEEDUPS.get("compile")
+    for minutes, cost, on in ((0.5, 1.0, False), (0.5, 0.1, True), (0.05, 0.1, False)):
+        found = decide(compiling, "cpu", minutes, compile_cost=cost)
         assert found.on is on
-        assert ("compiled in an earlier run" in found.reason) is before
-    assert not decide(speedup(On(from_minutes=3)), "cpu", 1, is_cached=True).on
-    assert not decide(speedup(default), "cpu", 5, SLOWER, is_cached=True).on
+        assert ("compiled in an earlier run" in found.reason) is (cost < 1)
+    assert not decide(speedup(On(from_minutes=3)), "cpu", 1, compile_cost=0.1).on
+    assert not decide(compiling, "cpu", 5, SLOWER, compile_cost=0.1).on
+
+
+@pytest.mark.parametrize(
+    ("minutes", "others", "on", "least"),
+    [(1.4, 0.3, True, None), (1.4, 1.5, False, 4), (4.5, 1.5, True, None), (9.0, 2.0, False, 10)],
+)
+def test_a_run_on_a_busy_machine_is_compiled_if_it_is_longer(
+    minutes, others, on, least, tiny_config, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(CpuTimes, "others_until", lambda self, later: others)
+    monkeypatch.setattr(compiled_code, "usable_cores", lambda: 2)
+    cost = compile_cost(tiny_config(), minutes)
+    found = decide(SPEEDUPS.get("compile"), "cpu", minutes, compile_cost=cost)
+    assert found.on is on
+    if not on:
+        start = f"this run lasts about {minutes} minutes, and it pays off from {least} on a machine"
+        assert found.reason.startswith(f"{start} as busy as this one: time: ")
+    mark_as_cached(tiny_config())
+    cost = compile_cost(tiny_config(), minutes)
+    assert decide(SPEEDUPS.get("compile"), "cpu", minutes, compile_cost=cost).on
+
+
+def test_a_new_run_takes_the_load_of_the_machine_into_account(
+    tiny_config, tiny_set, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(resolve, "known_peak", lambda *_: SimpleNamespace(tflops=1.0))
+    monkeypatch.setattr(resolve, "expected_minutes", lambda *_: 1.4)
+    monkeypatch.setattr(CpuTimes, "others_until", lambda self, later: 0.9 * usable_cores())
+    config = tiny_config(train__device="cpu", speedups="auto")
+    facts = {"machine": replace(CPU, cpu_multiplies_bf16=True), "world_size": 1}
+    dataset = Dataset.open(tiny_set)
+
+    def reason(**more):
+        _, decisions = resolve.resolve(config, dataset=dataset, **facts, **more)
+        return next(one.reason for one in decisions if one.name == "compile")
+
+    assert "pays off from 10 on a machine as busy as this one" in reason(cache=tmp_path)
+    assert "busy" not in reason(), "without a cache it depends on nothing but the machine"
 
 
 def test_a_run_finds_the_code_of_an_earlier_one(tiny_config, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    assert not is_cached(tiny_config())
+    assert compile_cost(tiny_config(), 0.5) == 1
     mark_as_cached(tiny_config(speedups="auto,+compile"))
-    assert is_cached(tiny_config())
-    assert not is_cached(tiny_config(model__d_model=24))
-    assert not is_cached(tiny_config(data__seq_len=8, batch__tokens_per_step=32))
-    assert not is_cached(tiny_config(train__deterministic=True))
+    assert compile_cost(tiny_config(), 0.5) < 1
+    assert compile_cost(tiny_config(model__d_model=24), 0.5) == 1
+    assert compile_cost(tiny_config(data__seq_len=8, batch__tokens_per_step=32), 0.5) == 1
+    assert compile_cost(tiny_config(train__deterministic=True), 0.5) == 1
     mark_as_cached(tiny_config(model__dropout=0.1))
-    assert not is_cached(tiny_config(model__dropout=0.1)), "compiled code draws other numbers"
+    assert compile_cost(tiny_config(model__dropout=0.1), 0.5) == 1, (
+        "compiled code draws other numbers"
+    )
 
 
 def test_a_cache_of_compiled_code_that_cannot_be_used_is_ignored(
@@ -142,7 +187,7 @@ def test_a_cache_of_compiled_code_that_cannot_be_used_is_ignored(
     tmp_path.joinpath("file").touch()
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "file"))
     mark_as_cached(tiny_config())
-    assert not is_cached(tiny_config())
+    assert compile_cost(tiny_config(), 0.5) == 1
 
 
 def test_a_speedup_that_measured_faster_takes_its_slot_from_the_default():

@@ -1,6 +1,8 @@
 """The command line: exit codes, --json, help, suggested names, and quiet ranks other than 0."""
 
+import dataclasses
 import errno
+import importlib
 import inspect
 import json
 import os
@@ -12,10 +14,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from shouting import Fakes
+from shouting import Fakes, Shout
 
 from flatout.cli import main as cli
 from flatout.cli import parser, terminal
+from flatout.config.registry import COMMANDS
+from flatout.distributed import spinning
 from flatout.errors import ConfigError, OutOfMemory
 
 ROOT = Path(__file__).parents[2]
@@ -333,6 +337,42 @@ import json, torch, torch
 print(finder in sys.meta_path)
 """
     assert python("-c", program).stdout.split() == ["before", "loading", "after", "False"]
+
+
+class Loads(Fakes):
+    """A registry in which every command only imports torch."""
+
+    def get(self, name):
+        def load() -> Shout:
+            """Import torch."""
+            importlib.import_module("torch")
+            return Shout(words=["done"])
+
+        return dataclasses.replace(COMMANDS.get(name), call=load, processes=None)
+
+    def names(self):
+        return COMMANDS.names()
+
+
+@pytest.mark.parametrize(
+    ("name", "is_told"),
+    [("demo", True), ("train", True), ("diagnose", True), ("generate", False), ("plan", False)],
+)
+def test_a_busy_machine_is_reported_only_where_times_are_measured(
+    name, is_told, monkeypatch, capsys, tmp_path
+):
+    (tmp_path / "torch.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    for module in (cli, parser):
+        monkeypatch.setattr(module, "COMMANDS", Loads())
+    say = "spin_less_beside_others"
+    monkeypatch.setattr(spinning, say, lambda progress, began: progress.say("It is busy."))
+    with pytest.raises(SystemExit) as stopped:
+        cli.main([name])
+    out, err = capsys.readouterr()
+    assert (stopped.value.code, out) == (0, "DONE\n")
+    assert ("It is busy." in err) is is_told
 
 
 @pytest.mark.slow

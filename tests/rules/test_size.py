@@ -14,11 +14,11 @@ import flatout
 FILE_LINES, FUNCTION_LINES = 700, 80
 FRAMES = 9
 ROOMS = {
-    "measure": 105_400,
+    "measure": 105_500,
     "data": 78_000,
     "training": 65_600,
     "cli": 35_000,
-    "models": 24_500,
+    "models": 24_600,
     "assembly": 20_000,
     "config": 16_100,
     "ops": 15_500,

@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 import torch
 
-from flatout.assembly.compiled_code import is_cached
+from flatout.assembly.compiled_code import compile_cost
 from flatout.assembly.selection import Decision
 from flatout.progress import SILENT
 from flatout.training.evaluation import batch_shapes, score
@@ -198,11 +198,11 @@ def test_evaluation_is_compiled_only_if_something_is_evaluated(
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     run = build_run(tiny_config(speedups=["pretokenised", "compile"]))
     assert batch_shapes(run) == [(4, 16)]
-    assert not is_cached(run.config)
+    assert compile_cost(run.config, 0.5) == 1
     if evaluates:
         warm_up(run, Events(), eval_shapes=batch_shapes(run))
         assert grad_enabled == [True, False]
-        assert is_cached(run.config)
+        assert compile_cost(run.config, 0.5) < 1
     else:
         warm_up(run, Events())
         assert grad_enabled == [True]

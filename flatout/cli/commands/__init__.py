@@ -85,3 +85,5 @@ class Command:
 
     If not, the result exists on standard output only, and failing to write it is exit code 1.
     """
+    is_timed: bool = False
+    """Whether it measures times, so that a busy machine is worth a line."""

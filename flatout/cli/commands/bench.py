@@ -63,4 +63,5 @@ COMMAND = Command(
     bench,
     example="flatout bench shakespeare-char data.path=data/s --minutes 6",
     writes_files=True,
+    is_timed=True,
 )

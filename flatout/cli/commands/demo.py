@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 import math
 import platform
+import shutil
 import tempfile
-import textwrap
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -32,7 +34,7 @@ from flatout.errors import (
 from flatout.hardware.machine import pick_device, probe
 from flatout.progress import SILENT, Progress
 from flatout.storage.recognised import recognise, require_local
-from flatout.training.metrics.observers import Observer
+from flatout.training.metrics.observers import Observer, Quiet
 from flatout.training.run_dir.layout import read_summary, trusted_config
 
 LARGE_TEXT = 1_500_000
@@ -52,6 +54,10 @@ FORWARD_SHARE = 0.4
 """Approximate share of a training step's time that evaluating the same number of tokens takes."""
 TIMING_S = 2.0
 """Seconds of warm-up, and of the timed steps that determine the length of the run."""
+MIN_CHECKED = 5
+"""Fewest steps from whose time the length is determined again: a twentieth of all steps."""
+APART = 1.25
+"""Ratio of the two lengths from which the demo starts again with the second one."""
 MORE_TEXT = "Use a text of a few kilobytes or more."
 
 
@@ -59,7 +65,7 @@ class DemoResult(TrainResult):
     """The summary of a demo's run."""
 
     def summary(self) -> str:
-        """Return a sample, what to try next, the loss curve and the metrics of the run."""
+        """Return a sample, the loss curve and the metrics of the run, and what to try next."""
         from flatout.cli.terminal import closing
         from flatout.storage.streams import columns
 
@@ -75,19 +81,11 @@ def _next_steps(run: str, width: int) -> str:
         "more samples": f"flatout generate {run} --num-samples 3",
         "its scores": f"flatout eval {run}",
         "all curves": f"flatout report {run}",
-        "a recipe for a text": "flatout prepare FILE --out DATA; flatout inspect DATA",
+        "your own text": "flatout prepare FILE --out DATA; flatout inspect DATA",
     }
-    beside = [f"  {what:<22}{command}" for what, command in steps.items()]
-    if max(map(len, beside)) <= width:
-        return "\n".join(beside)
-    lines = []
-    for what, command in steps.items():
-        pieces = [command]
-        if "'" not in command:  # a quoted path is left as it is
-            pieces = textwrap.wrap(
-                command, width - 8, break_long_words=False, break_on_hyphens=False
-            )
-        lines += [f"  {what}", "    " + " \\\n      ".join(pieces)]
+    lines = [f"  {what:<22}{command}" for what, command in steps.items()]
+    if max(map(len, lines)) > width:  # the terminal wraps longer ones, which can then be copied
+        lines = [f"  {what}\n    {command}" for what, command in steps.items()]
     return "\n".join(lines)
 
 
@@ -125,16 +123,27 @@ def demo(
     device, _ = pick_device("auto", probe())
     subject = subject_of(file, device)
     config, is_finished = _stored_config(subject.run), read_summary(subject.run) is not None
-    if config is not None and config.train.steps == MIN_STEPS and not is_finished:
-        subject, config = _timed_again(subject, config, device, minutes, progress)
-        is_finished = read_summary(subject.run) is not None
+    watching = [*observers]
     if config is None:
         config = _new_config(subject, device, minutes, progress)
+        fit = partial(with_length, config, Dataset.open(subject.data), minutes=minutes)
+        watching.append(LengthCheck(fit))
     elif is_finished:
         progress.say(f"{subject.run} is finished. See below. Delete it to train again.")
     else:
         progress.say(f"Resuming {subject.run}.")
-    result = train(config, run=subject.run, observers=observers, progress=progress)
+    try:
+        result = train(config, run=subject.run, observers=watching, progress=progress)
+    except OtherLength as found:
+        (config,) = found.args
+        for observer in observers:
+            observer.on_event({"event": "stop"})
+        progress.say(
+            "The first steps took another time than expected. Starting again with "
+            f"{config.train.steps:,} steps."
+        )
+        shutil.rmtree(subject.run)
+        result = train(config, run=subject.run, observers=observers, progress=progress)
     return DemoResult(**dict(result))
 
 
@@ -152,19 +161,25 @@ def _stored_config(run: Path) -> RunConfig | None:
         ) from error
 
 
-def _timed_again(
-    subject: Subject, config: RunConfig, device: str, minutes: float, progress: Progress
-) -> tuple[Subject, RunConfig]:
-    """Return a longer demo beside an unfinished one that was timed while the machine was busy."""
-    other = replace(subject, run=subject.run.with_name(f"{subject.run.name}-longer"))
-    longer = _stored_config(other.run) or _new_config(other, device, minutes, progress)
-    if (longer.train.steps or 0) <= 2 * MIN_STEPS:
-        return subject, config
-    progress.say(
-        f"{subject.run} has only {MIN_STEPS} steps, because it was timed on a busy machine. "
-        f"{other.run} has {longer.train.steps}."
-    )
-    return other, longer
+class OtherLength(Exception):
+    """Ends a demo after its first steps, for one with this configuration, which fits the time."""
+
+
+class LengthCheck(Quiet):
+    """Checks the length of a demo once, by the time of its first steps after the warm-up."""
+
+    def __init__(self, fit: Callable[[float], RunConfig]) -> None:
+        self._fit, self._began_s = fit, 0.0
+
+    def on_tick(self, step: int, last_step: int) -> None:
+        """Raise OtherLength if another number of steps fits the time."""
+        counted = max(last_step // 20, MIN_CHECKED)
+        if step == 1:  # it includes the warm-up
+            self._began_s = time.monotonic()
+        elif step == 1 + counted:
+            config = self._fit((time.monotonic() - self._began_s) / counted)
+            if not 1 / APART < (config.train.steps or last_step) / last_step < APART:
+                raise OtherLength(config)
 
 
 def require_text_file(file: Path) -> None:
@@ -302,4 +317,4 @@ def seconds_per_step(config: RunConfig) -> float:
         return (measure(spec).step_ms or 0.0) / 1e3
 
 
-COMMAND = Command(demo, example="flatout demo book.txt", writes_files=True)
+COMMAND = Command(demo, example="flatout demo book.txt", writes_files=True, is_timed=True)

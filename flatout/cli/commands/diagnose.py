@@ -208,4 +208,5 @@ COMMAND = Command(
     diagnose,
     example="flatout diagnose shakespeare-char data.path=data/s",
     writes_files=False,
+    is_timed=True,
 )

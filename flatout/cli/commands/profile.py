@@ -64,4 +64,5 @@ COMMAND = Command(
     profile,
     example="flatout profile shakespeare-char data.path=data/s --steps 5",
     writes_files=True,
+    is_timed=True,
 )

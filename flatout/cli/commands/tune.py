@@ -161,4 +161,5 @@ COMMAND = Command(
     tune,
     example="flatout tune shakespeare-char data.path=data/s --minutes 10",
     writes_files=True,
+    is_timed=True,
 )

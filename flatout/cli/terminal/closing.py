@@ -20,8 +20,8 @@ BESIDE_PICTURE = 11
 """Columns of the scale, and a spare one."""
 UNDER_PICTURE = 3
 """Lines of the axis, its labels, and an empty one."""
-SHORT_SAMPLE, SHORTEST_SAMPLE = 4, 3
-"""Lines reserved for a sample, and the minimum: its title, its text, and an empty one."""
+SHORT_SAMPLE = 7
+"""Lines that a sample has at least: its title, its text, and an empty one."""
 FACT_NAMES = 11
 """Columns of the names of the metrics."""
 COMPARED_FROM_S = 10.0
@@ -41,13 +41,13 @@ def closing(
     width: int | None = None,
     height: int | None = None,
 ) -> str:
-    """Return the closing lines of a run: last sample, `next_steps`, loss curve and metrics.
+    """Return the closing lines of a run: last sample, loss curve, metrics and `next_steps`.
 
     `summary` is the run's summary.json. The curve and the sample come from the run directory that
     it names. The curve uses characters of `encoding` (None: that of standard output). Lines are
     wrapped to `width` (None: the terminal's), except words such as paths. If `height` (None: the
-    terminal's) is small, the curve is less tall and the sample is cut, so that everything fits on
-    one screen.
+    terminal's) is small, the sample is cut and the curve is less tall, or is left out, so that
+    everything fits on one screen.
     """
     width, height = width or columns(), height or rows()
     encoding = encoding or sys.stdout.encoding or "ascii"
@@ -59,19 +59,19 @@ def closing(
     samples = [str(one.get("text")) for one in log.events if one["event"] == "sample"]
     sample = f"A sample:\n{wrapped(indented(samples[-1]), width)}" if samples else ""
     # the last empty line is for the shell's prompt
-    room = math.inf if height is None else height - _num_lines(facts, next_steps)
+    room = (height or 10**9) - _num_lines(facts, next_steps)
     least, most = PICTURE_ROWS
-    tall = int(min(max(room - UNDER_PICTURE - (SHORT_SAMPLE if sample else 0), least), most))
+    tall = min(room - UNDER_PICTURE - min(_num_lines(sample), SHORT_SAMPLE), most)
     losses, validation = _points(log, "train/loss", "val/loss")
     drawn = curve(
-        losses,
+        losses if tall >= least else [],
         marks=validation,
         width=min(PICTURE_COLUMNS, max(width - BESIDE_PICTURE, 8)),
         height=tall,
         encoding=encoding,
     )
     sample = _cut(sample, room - _num_lines(drawn))
-    return "\n\n".join(part for part in (sample, next_steps, drawn, facts) if part)
+    return "\n\n".join(part for part in (sample, drawn, facts, next_steps) if part)
 
 
 def _points(log: RunLog, *names: str) -> list[list[tuple[float, float]]]:
@@ -92,12 +92,12 @@ def _num_lines(*parts: str) -> int:
     return sum(part.count("\n") + 2 for part in parts if part)
 
 
-def _cut(sample: str, room: float) -> str:
+def _cut(sample: str, room: int) -> str:
     """Return the first lines of a sample that fit. All of it is in events.jsonl."""
     if _num_lines(sample) <= room:
         return sample
     lines = [line for line in sample.split("\n") if line != "  |"]
-    return "\n".join(lines[: max(int(room), SHORTEST_SAMPLE) - 1])
+    return "\n".join(lines[: max(room, SHORT_SAMPLE) - 1])
 
 
 def closing_facts(summary: JsonObject) -> Iterator[tuple[str, str]]:
@@ -146,7 +146,7 @@ def _losses(summary: JsonObject) -> Iterator[str]:
 
 
 def _predicted(summary: JsonObject) -> Iterator[tuple[str, str]]:
-    """Yield what was predicted before the run, and how far it was from what was measured."""
+    """Yield what was predicted before the run, each number with the actual one."""
     forms: dict[str, Callable[[float], str]] = {
         "wall_s": duration,
         "tokens_per_s": lambda rate: f"{amount(rate)} tokens/s",
@@ -160,7 +160,6 @@ def _predicted(summary: JsonObject) -> Iterator[tuple[str, str]]:
     for name, form in forms.items():
         before, after = predicted.get(name), summary.get(name)
         if before and after:
-            miss = before / after - 1
-            found.append(f"{form(before)} ({abs(miss):.0%} too {'high' if miss > 0 else 'low'})")
+            found.append(f"{form(before)} (actual {form(after)})")
     if found:
         yield "Predicted", ", ".join(found)

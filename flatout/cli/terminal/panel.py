@@ -132,9 +132,9 @@ class RunReport:
         self._task.advance(step - self._step)
         self._step, self._last_step = step, last_step
         self._pace.tick(step)
-        where, rates, left = f"{step:,}/{last_step:,}", self._pace.rates(), []
-        if rates and step < last_step:
-            left = [f"{duration((last_step - step) / rates[0])} left"]
+        where, steps_per_s, left = f"{step:,}/{last_step:,}", self._pace.average(), []
+        if steps_per_s and step < last_step:
+            left = [f"{duration((last_step - step) / steps_per_s)} left"]
         loss = self._figures.get("train/loss")
         facts = [] if loss is None else [f"loss {loss:.3f}"]
         self._task.headline = " · ".join([where, *left])
@@ -215,15 +215,15 @@ class RunReport:
         figures, losses, encoding = self._figures, self._losses, self.terminal.encoding
         if width < MIN_COLUMNS or not losses:
             return []
-        recent = losses[len(losses) // 2 :] if len(losses) >= 8 else losses
-        values = [value for _, value in recent]
+        values = [value for _, value in losses]
         drawn = sparkline(values, LONG_SPARK if width >= WIDE else SHORT_SPARK, encoding=encoding)
         loss = [f"{figures['train/loss']:.3f} {drawn}".rstrip()]
         if "val/loss" in figures:
             loss.append(f"validation {figures['val/loss']:.3f}")
-        if quarter := len(recent) // 4 if len(recent) >= 8 else 0:
-            change = statistics.fmean(values[-quarter:]) - statistics.fmean(values[:quarter])
-            loss.append(f"{change:+.3f} since step {recent[0][0]:,.0f}")
+        half, eighth = len(values) // 2, (len(values) + 1) // 8
+        if eighth > 1:
+            change = statistics.fmean(values[-eighth:]) - statistics.fmean(values[half:][:eighth])
+            loss.append(f"{change:+.3f} since step {losses[half][0]:,.0f}")
         speed = self._rates()
         if figures.get("perf/step_ms") and "perf/data_wait_ms" in figures:
             speed.append(f"data wait {figures['perf/data_wait_ms'] / figures['perf/step_ms']:.1%}")
@@ -320,10 +320,11 @@ def event_line(event: JsonObject) -> str | None:
 
 
 class Pace:
-    """The rate of one process's steps, excluding compilation, the first step and other work.
+    """The pace of one process's steps, excluding compilation and the first step.
 
-    It comes from the run's records, except the first one, which includes the warm-up. Until the
-    second record it comes from a clock that starts after the first step.
+    The rate excludes other work. It comes from the run's records, except the first one, which
+    includes the warm-up. Until the second record it is the average by the clock, which also counts
+    evaluations and saves.
     """
 
     def __init__(self, tokens_per_step: int, clock: Callable[[], float]) -> None:
@@ -352,18 +353,20 @@ class Pace:
         return bool(self._recent)
 
     def rates(self) -> tuple[float, float] | None:
-        """Return the current steps and tokens per second, None while they are unknown."""
+        """Return the latest steps and tokens per second, None while they are unknown."""
         if self._recent:
             steps, tokens = zip(*self._recent, strict=True)
             return statistics.median(steps), statistics.median(tokens)
+        average = self.average()
+        return (average, average * self._tokens_per_step) if average else None
+
+    def average(self) -> float | None:
+        """Return the steps per second since the first one, with evaluations and saves."""
         if self._first_tick is None:
             return None
         step, start_s = self._first_tick
         seconds = self._clock() - start_s
-        if seconds < MIN_CLOCK_S or self._step == step:
-            return None
-        steps_per_s = (self._step - step) / seconds
-        return steps_per_s, steps_per_s * self._tokens_per_step
+        return (self._step - step) / seconds if seconds >= MIN_CLOCK_S else None
 
 
 class Epochs:

@@ -15,7 +15,7 @@ from typing import Any
 
 from flatout.errors import CheckpointError, in_shell
 from flatout.hardware.machine import probe
-from flatout.measure.runlog import RunLog
+from flatout.measure.runlog import RunLog, typical
 from flatout.measure.steps.evidence import (
     FAILURES,
     Counts,
@@ -116,30 +116,25 @@ def series_of(records: Records, name: str) -> tuple[tuple[int, float], ...]:
 
 
 def _of_steps(records: Records, events: Events, *, on_gpu: bool) -> dict[str, Any]:
-    """Return the evidence of the recorded steps. The first record is warm-up.
+    """Return the evidence of the recorded steps. Each time is that of the typical step.
 
     On a GPU, the phases are only those that the host waited for. What remains of the time between
     the first and the last record, without steps and saves, is that of evaluations and samples.
     """
-    steady, last, first = records[1:] or records, records[-1], records[0]
+    last, first = records[-1], records[0]
     between = int(last["step"]) - int(first["step"])
     every = int(records[1]["step"] - first["step"]) if len(records) > 1 else int(first["step"])
     steps = max(between + every, 1)
 
-    def mean(name: str, scale: float = 1e-3) -> float | None:
-        values = [record[name] for record in steady if name in record]
-        return scale * fmean(values) if values else None
+    def figure(name: str, scale: float = 1.0) -> float | None:
+        value = typical([record[name] for record in records if name in record])
+        return None if value is None else scale * value
 
-    def rate(name: str) -> float | None:
-        """Return the rate over all records, each weighted by its time."""
-        known = [r for r in steady if name in r and r["perf/step_ms"] > 0]
-        weights = [record["perf/step_ms"] for record in known]
-        return fmean([record[name] for record in known], weights) if known else None
-
-    train_s = mean("perf/step_ms") or 0.0
+    step_s = figure("perf/step_ms", 1e-3) or 0.0
+    mean_s = 1e-3 * fmean([record["perf/step_ms"] for record in records[1:] or records])
     blocked_s = [1e-3 * blocked_ms for blocked_ms in events.numbers("blocked_ms", "save")]
     elapsed_s = last.get("elapsed_s", 0.0) - first.get("elapsed_s", 0.0)
-    rest_s = max(elapsed_s - between * train_s - sum(blocked_s), 0.0)
+    rest_s = max(elapsed_s - between * mean_s - sum(blocked_s), 0.0)
     has_scored = events.of("evaluation", "sample") or any("val/loss" in one for one in records)
     evaluation_s = rest_s / between if between and has_scored else 0.0
     is_enough = last.get("elapsed_s", 0.0) >= ENOUGH_S or not blocked_s
@@ -148,17 +143,17 @@ def _of_steps(records: Records, events: Events, *, on_gpu: bool) -> dict[str, An
     lists = (event.get("reasons") for event in recompiled)
     reasons = (str(reason) for each in lists if isinstance(each, list) for reason in each)
     sources = (event.get("peak_source") for event in events.lines)
-    used = mean("gpu/util_pct", 0.01)
+    used = figure("gpu/util_pct", 0.01)
     return {
         "steps": steps,
-        "step_s": train_s + (checkpoint_s or 0.0) + evaluation_s,
+        "step_s": step_s + (checkpoint_s or 0.0) + evaluation_s,
         "phases": Phases(
             checkpoint_s=checkpoint_s,
             evaluation_s=evaluation_s,
-            data_wait_s=mean("perf/data_wait_ms"),
+            data_wait_s=figure("perf/data_wait_ms", 1e-3),
             compile_s=sum(events.numbers("compile_s", "recompiled")) / steps,
-            compute_s=None if on_gpu else mean("perf/device_ms"),
-            logging_s=None if on_gpu else mean("perf/host_ms"),
+            compute_s=None if on_gpu else figure("perf/device_ms", 1e-3),
+            logging_s=None if on_gpu else figure("perf/host_ms", 1e-3),
         ),
         "counts": Counts(recompiles=sum(events.numbers("graphs", "recompiled")) / steps),
         "recompile_reasons": tuple(dict.fromkeys(reasons)),
@@ -169,8 +164,8 @@ def _of_steps(records: Records, events: Events, *, on_gpu: bool) -> dict[str, An
         "roofline": Roofline(
             peak_tflops=next(iter(events.numbers("peak_tflops", *STARTS)), None),
             peak_source=next((one for one in sources if isinstance(one, str)), None),
-            mfu=rate("perf/mfu"),
-            tokens_per_s=rate("perf/tokens_per_s"),
+            mfu=figure("perf/mfu"),
+            tokens_per_s=figure("perf/tokens_per_s"),
         ),
         "losses": series_of(records, "train/loss"),
         "grad_norms": series_of(records, "train/grad_norm"),

@@ -22,7 +22,8 @@ from flatout.errors import MissingPackage
 from flatout.measure.diagnose.diagnosis import in_words
 from flatout.measure.report.charts import NUM_COLORS, described, drawn_charts, marks_of
 from flatout.measure.report.curves import INTERVALS, TREND_INTERVALS, RunData
-from flatout.storage.json_io import is_finite
+from flatout.measure.runlog import typical
+from flatout.storage.json_io import JsonObject, is_finite
 
 MARK = "<!doctype html><!-- flatout report -->"
 """The first characters of a report, by which a file is known as one."""
@@ -198,7 +199,7 @@ def _results(run: RunData) -> dict[str, str]:
     total, source = run.settings.get("train.steps"), run.summary.get("mfu_of")
     if isinstance(total, int) and run.state != "finished":
         steps = f"{steps} of {total:,}"
-    mfu = reached("mfu", ".1%", "perf/mfu", np.median)
+    mfu = reached("mfu", ".1%", "perf/mfu", typical)
     if source and mfu != UNKNOWN:
         mfu += f" ({source})"
     return {
@@ -209,7 +210,7 @@ def _results(run: RunData) -> dict[str, str]:
         "validation loss": reached("val_loss", ".4f", "val/loss"),
         "best validation loss": reached("best_val_loss", ".4f", "val/loss", np.min),
         "bits per byte": reached("bits_per_byte", ".4f"),
-        "tokens/s": reached("tokens_per_s", ",.0f", "perf/tokens_per_s", np.median),
+        "tokens/s": reached("tokens_per_s", ",.0f", "perf/tokens_per_s", typical),
         "model FLOPs utilisation": mfu,
         "peak memory, GiB": reached("peak_gib", ".2f", "mem/peak_gib", np.max),
         "time of compiling": reached("compile_s", "time"),
@@ -222,13 +223,12 @@ def _results(run: RunData) -> dict[str, str]:
 
 
 def step_times(runs: Sequence[RunData]) -> Iterator[Row]:
-    """Yield where the time of a step went, on average over the records, for each run that knows."""
+    """Yield where the time of a typical step went, for each run that knows."""
     for run in runs:
-        known = [run.values(figure) for figure in STEP_PARTS.values()]
-        step, *parts = (float(values.mean()) if len(values) else None for values in known)
+        step, *parts = (typical(run.values(figure).tolist()) for figure in STEP_PARTS.values())
         if step:
-            shares = ("" if mean is None else f" ms ({mean / step:.0%})" for mean in parts)
-            cells = (number(mean) + share for mean, share in zip(parts, shares, strict=True))
+            shares = ("" if part is None else f" ms ({part / step:.0%})" for part in parts)
+            cells = (number(part) + share for part, share in zip(parts, shares, strict=True))
             yield run.name, f"{number(step)} ms", *cells
 
 
@@ -251,9 +251,16 @@ def comparability(runs: Sequence[RunData]) -> list[str]:
 
 
 def settings(runs: Sequence[RunData]) -> list[Row]:
-    """Return a row for every setting of any run."""
-    names = dict.fromkeys(key for run in runs for key in run.settings)
-    return [(name, *(plain(run.settings.get(name)) for run in runs)) for name in names]
+    """Return a row for every setting of any run, of a script for every change by tune."""
+    known = [run.settings or _changes(run) for run in runs]
+    names = dict.fromkeys(key for each in known for key in each)
+    return [(name, *(plain(each.get(name)) for each in known)) for name in names]
+
+
+def _changes(run: RunData) -> JsonObject:
+    """Return which speedups a script ran with, as its events list them."""
+    listed = [event for event in run.events if event["event"] == "speedup"]
+    return {str(event.get("name")): event.get("on") for event in listed}
 
 
 def plan(runs: Sequence[RunData]) -> Iterator[Row]:

@@ -622,5 +622,8 @@ def write_results(out: Path, result: ScriptTuning, search: Search, diagnosis: Di
         ]
         text = "".join(f"{json.dumps(record)}\n" for record in records)
         write_text(out / name / "metrics.jsonl", text)
+        changes = ({"event": "speedup", "name": n, "on": n in point.changes} for n in result.taken)
+        text = "".join(f"{json.dumps(change)}\n" for change in changes)
+        write_text(out / name / "events.jsonl", text)
     diagnosis.write(out / "before")
     write_text(out / "after" / SUMMARY, result.summary() + "\n")

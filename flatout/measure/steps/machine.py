@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,7 +16,14 @@ import psutil
 import torch
 
 from flatout.distributed.launch import stated_variables
-from flatout.hardware.machine import GIB, CpuTimes, Machine, probe, usable_cores
+from flatout.hardware.machine import (
+    GIB,
+    CpuTimes,
+    Machine,
+    other_busy_cores,
+    probe,
+    usable_cores,
+)
 from flatout.measure.steps.evidence import GpuFacts, HostFacts
 from flatout.training.metrics.device import GpuDriver
 
@@ -39,8 +45,6 @@ VARIABLES = (
 )
 """Environment variables that rules look at."""
 _IO, _PRESSURE = Path("/proc/self/io"), Path("/proc/pressure/io")
-BUSY_S = 0.3
-"""How long the load of other processes is measured."""
 
 
 SHARED = Path("/dev/shm")
@@ -62,13 +66,6 @@ def host_facts(folder: Path) -> HostFacts:
         shared_gib=_free_gib(SHARED) if SHARED.exists() else None,
         disk_free_gib=_free_gib(folder),
     )
-
-
-def other_busy_cores(seconds: float = BUSY_S) -> float:
-    """Return the cores that other processes keep busy, measured for `seconds`."""
-    before = usage_now().cpu
-    time.sleep(seconds)
-    return before.others_until(usage_now().cpu)
 
 
 @dataclass(frozen=True)

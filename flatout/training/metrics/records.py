@@ -19,7 +19,6 @@ from flatout.training.run_dir.layout import EVENTS, METRICS
 
 REPEATED = ("early_stop", "evaluation", "sample", "end")
 """Events that a run logs again when it resumes before them."""
-
 MOST_UNWRITTEN = 2**24
 """Bytes of lines that wait for a disk that fails. Later ones are lost."""
 

@@ -1,5 +1,6 @@
 """`flatout demo`: on a small text, on a finished run, and its choice of text and recipe."""
 
+import itertools
 import signal
 from pathlib import Path
 from types import SimpleNamespace
@@ -56,13 +57,19 @@ def test_demo_runs_on_a_small_text_file(quick, text):
     assert any("is finished" in line for line in progress.lines)
 
 
-@pytest.mark.parametrize("width", [30, 40, 80])
-def test_next_steps_can_be_copied_from_any_terminal(width):
+@pytest.mark.parametrize(("width", "lines"), [(40, 8), (80, 4)])
+def test_next_steps_can_be_copied_from_any_terminal(width, lines):
     text = module._next_steps("runs/demo-book-0123", width)
-    assert max(map(len, text.splitlines())) <= width
-    commands = text.replace(" \\\n     ", "")
-    assert "flatout generate runs/demo-book-0123 --num-samples 3" in commands
-    assert "flatout report runs/demo-book-0123" in commands
+    commands = [
+        "flatout generate runs/demo-book-0123 --num-samples 3",
+        "flatout eval runs/demo-book-0123",
+        "flatout report runs/demo-book-0123",
+        "flatout prepare FILE --out DATA; flatout inspect DATA",
+    ]
+    assert len(text.splitlines()) == lines
+    assert [line.partition("flatout")[2] for line in text.splitlines() if "flatout" in line] == [
+        command.removeprefix("flatout") for command in commands
+    ]
 
 
 def test_a_changed_text_starts_another_run(quick):
@@ -123,6 +130,17 @@ def test_length_fits_the_time_and_the_text():
     assert fitted(100, step_s=100.0, minutes=0.01).steps == module.MIN_STEPS
 
 
+class Watch(Quiet):
+    """An observer that records when a run starts and ends."""
+
+    def __init__(self):
+        self.calls = []
+
+    def on_event(self, event):
+        if event["event"] in ("start", "stop", "end"):
+            self.calls.append(event["event"])
+
+
 class InterruptsAt(Quiet):
     """An observer that sends SIGINT at a step."""
 
@@ -148,19 +166,23 @@ def test_a_stopped_demo_resumes_with_its_length(quick, monkeypatch):
     assert read_summary(run)["resumed_from"].endswith("step-2")
 
 
-def test_a_demo_that_was_timed_on_a_busy_machine_is_timed_again(quick, monkeypatch):
-    (quick / "a.txt").write_text("a text of some length. " * 100)
-    with pytest.raises(Stopped):
-        demo(quick / "a.txt", minutes=0.001, observers=[InterruptsAt(2)])
-    run = subject_of(quick / "a.txt", "cpu").run
-    progress, longer = recorded(), run.with_name(f"{run.name}-longer")
-    monkeypatch.setattr(module, "seconds_per_step", lambda config: 0.01)
-    demo(quick / "a.txt", minutes=0.002, progress=progress)
-    assert any(f"{run} has only 3 steps" in line for line in progress.lines)
-    assert read_summary(longer)["steps"] > 6
-    assert read_summary(run) is None
-    monkeypatch.setattr(module, "seconds_per_step", None)
-    assert demo(quick / "a.txt", minutes=0.002).run == str(longer), "it is found again"
+@pytest.mark.parametrize(
+    ("passed_s", "steps"), [(60.0, 6), (0.01, 15)], ids=["slower steps", "as measured"]
+)
+def test_the_length_is_determined_again_from_the_first_steps(quick, monkeypatch, passed_s, steps):
+    (quick / "a.txt").write_text("a text of some length. " * 1500)
+    monkeypatch.setattr(module, "seconds_per_step", lambda config: 1e-6)
+    monkeypatch.setattr(module, "MAX_EPOCHS", 1)
+    clock = SimpleNamespace(monotonic=itertools.count(0, passed_s).__next__)
+    monkeypatch.setattr(module, "time", clock)
+    progress, watch = recorded(), Watch()
+    result = demo(quick / "a.txt", minutes=2, observers=[watch], progress=progress)
+    assert result.steps == read_config(Path(result.run)).train.steps == steps
+    assert result.resumed_from is None
+    assert watch.calls == (["start", "stop"] if steps == 6 else []) + ["start", "end"]
+    again = [line for line in progress.lines if "Starting again" in line]
+    assert len(again) == (steps == 6)
+    assert all(line.endswith("Starting again with 6 steps.") for line in again)
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import html
 import importlib.util
 import json
+import re
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -11,10 +13,12 @@ import pytest
 
 from flatout.cli import main as cli
 from flatout.cli.commands import report as module
+from flatout.cli.commands.diagnose import diagnose
 from flatout.cli.commands.report import FILE_NAME, report
 from flatout.errors import CheckpointError, DataError, MissingPackage, OutputInUse
 from flatout.measure.report.page import MARK
 from flatout.progress import SILENT
+from flatout.training.run_dir import layout
 
 
 @pytest.fixture
@@ -43,6 +47,34 @@ def test_one_run_is_reported_in_its_directory(make_run):
     assert found.bytes == len(text.encode())
     assert (found.records, found.runs, found.notes) == (3, ["runs/a"], [])
     assert found.path in found.summary()
+
+
+def text_of(path):
+    """The text of a page, without markup."""
+    body = path.read_text().partition("<main>")[2].partition("<script")[0]
+    return " ".join(html.unescape(re.sub("<[^>]+>", " ", body)).split())
+
+
+def test_a_record_with_the_compilation_changes_neither_the_report_nor_the_diagnosis(
+    tmp_path, tiny_config
+):
+    config = tiny_config(train__steps=80)
+    layout.write_config(tmp_path / "run", config, requested=config)
+    times = {"perf/step_ms": 76.0, "perf/device_ms": 74.0, "perf/host_ms": 1.5}
+    slow = {"perf/step_ms": 900.0, "perf/device_ms": 80.0, "perf/host_ms": 820.0}
+    records = [
+        {"step": step, "elapsed_s": 10.0 + 0.08 * step, "perf/data_wait_ms": 0.5}
+        | (slow if step in (10, 50) else times)
+        for step in range(10, 90, 10)
+    ]
+    lines = "".join(json.dumps(record) + "\n" for record in records)
+    (tmp_path / "run" / "metrics.jsonl").write_text(lines)
+    (tmp_path / "run" / "events.jsonl").write_text('{"event": "start", "device": "cpu"}\n')
+    found = diagnose(tmp_path / "run")
+    assert found.step_s == pytest.approx(0.076)
+    assert found.shares["compute"] == pytest.approx(74 / 76)
+    report(tmp_path / "run", out=tmp_path / "page.html")
+    assert "76 ms 74 ms (97%) 1.5 ms (2%) 0.5 ms (1%)" in text_of(tmp_path / "page.html")
 
 
 def test_several_runs_are_reported_here_each_once(make_run, tmp_path):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from flatout.cli.commands import train as command
 from flatout.cli.commands.train import TrainResult, train
-from flatout.training.run_dir.layout import read_config, read_summary
+from flatout.inference import generate
+from flatout.training.run_dir.layout import read_config, read_events, read_summary
 
 
 @pytest.mark.slow
@@ -30,3 +32,17 @@ def test_an_old_summary_without_newer_fields_is_read(tiny_run):
     finally:
         path.write_text(before)
     assert (result.stopped_early, result.by_dataset) == (False, ())
+
+
+def test_a_sample_of_a_model_of_short_documents_has_several(tiny_config, tmp_path, monkeypatch):
+    seeds = []
+
+    def sample(*_, seed, **options):
+        seeds.append(seed)
+        return iter(["Ann, ", "Bob" if len(seeds) < 3 else "x" * command.SAMPLE_TOKENS])
+
+    monkeypatch.setattr(generate, "sample", sample)
+    train(tiny_config(train__steps=1), run=tmp_path / "run")
+    (text,) = (e["text"] for e in read_events(tmp_path / "run") if e["event"] == "sample")
+    assert text.splitlines()[:2] == ["Ann, Bob"] * 2
+    assert len(text.splitlines()) == len(set(seeds)) == 3

@@ -58,13 +58,21 @@ def texts(panel, width=80):
 
 def test_all_that_is_known_is_shown(panel):
     loss, *others = texts(panel)
-    assert loss.startswith("  loss    2.020 ██▇▇▆▆▅▅▄▄")
+    assert loss.startswith("  loss    2.020 ██▇▇▇▆▆▅▅▅▄▄")
     assert loss.endswith("▁ · validation 2.200 · -0.760 since step 510")
     assert others == [
         "  speed   61.2 K tokens/s · MFU 34.1% · data wait 0.4%",
         "  memory  12.00 GiB · 31.25 GiB peak · GPU 97% · 412 W · 33.50 GiB held",
         "  saved   step 900, 1 min ago",
     ]
+
+
+def test_the_bars_span_the_run():
+    panel = report()
+    for step in range(1, 41):
+        panel.on_record(record(step, 4.0 if step <= 20 else 2.0))
+    loss, *_ = texts(panel)
+    assert loss == f"  loss    2.000 {10 * '█'}{10 * '▁'} · +0.000 since step 21"
 
 
 def test_numbers_that_a_run_lacks_are_omitted(panel):

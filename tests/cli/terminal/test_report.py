@@ -62,15 +62,17 @@ def follow(report, steps, last, records=()):
 def test_the_line_shows_step_loss_rate_mfu_and_time_left(terminal):
     report = RunReport(terminal)
     report.on_start(run_at(0))
-    follow(report, range(1, 6), 10, FAST)
+    follow(report, range(1, 5), 10, FAST)
+    terminal.clock.now = 2.0
+    follow(report, [5], 10)
     task = terminal._open[0]
-    assert task.facts() == ["50%", "5/10 · loss 3.142 · 61.2 K tokens/s · MFU 12.3% · 0.2 s left"]
+    assert task.facts() == ["50%", "5/10 · loss 3.142 · 61.2 K tokens/s · MFU 12.3% · 2.5 s left"]
     report.on_end({})
     assert terminal._open == []
 
 
-def test_rate_and_time_left_agree_and_exclude_compilation(terminal):
-    """A first step that compiles for five minutes and an evaluation of a minute do not count."""
+def test_compilation_does_not_count_and_only_the_time_left_includes_evaluations(terminal):
+    """The first step compiles for five minutes, and an evaluation takes one."""
 
     def steps(*numbers):
         for step in numbers:
@@ -87,18 +89,23 @@ def test_rate_and_time_left_agree_and_exclude_compilation(terminal):
     terminal.clock.now += 60
     assert "MFU" not in steps(*range(12, 21)), "the first record includes the warm-up"
     report.on_record(window(20, 0.5, **{"perf/mfu": 0.2}))
-    report.on_tick(21, 400)
-    text = "21/400 · 1,024 tokens/s · MFU 20.0% · 12 min 38 s left"
+    steps(21)
+    text = "21/400 · 1,024 tokens/s · MFU 20.0% · 31 min 35 s left"
     assert terminal._open[0].facts() == ["5%", text]
 
 
-def test_the_rate_follows_recent_steps(terminal):
+def test_the_time_left_changes_calmly_while_the_rate_follows_recent_steps(terminal):
     report = RunReport(terminal)
     report.on_start(run_at(0, last_step=1000))
-    for step in range(10, 110, 10):
-        report.on_record(window(step, 10.0 if step <= 50 else 5.0))
-    report.on_tick(100, 1000)
-    assert terminal._open[0].text == "100/1,000 · 10.2 K tokens/s · 3 min 00 s left"
+    shown = []
+    for step in range(10, 510, 10):
+        rate = 10.0 if step <= 450 else 1.0  # other processes take the cores
+        terminal.clock.now += 10 / rate
+        report.on_tick(step, 1000)
+        report.on_record(window(step, rate))
+        shown.append(terminal._open[0].text)
+    assert shown[44] == "450/1,000 · 20.5 K tokens/s · 55 s left"
+    assert shown[49] == "500/1,000 · 2,048 tokens/s · 1 min 36 s left"
 
 
 def test_the_line_is_shown_before_the_first_step_and_removed_after_a_stop(terminal):
@@ -236,8 +243,9 @@ def panel_of(width, height=25):
     terminal = Terminal(console, clock=Clock())
     report = RunReport(terminal)
     report.on_start(run_at(0))
-    follow(report, range(1, 6), 10, FAST)
-    terminal.clock.now += 1
+    follow(report, range(1, 5), 10, FAST)
+    terminal.clock.now += 2
+    follow(report, [5], 10)
     paper = Console(file=io.StringIO(), width=width)
     paper.print(terminal.lines())
     terminal.close()
@@ -248,7 +256,7 @@ def panel_of(width, height=25):
 def test_a_terminal_shows_a_panel_below_the_bar(width):
     bar, *lines = panel_of(width)
     assert [line.split()[0] for line in lines] == ["loss", "speed", "saved"]
-    assert "5/10 · 0.2 s left" in bar
+    assert "5/10 · 2.5 s left" in bar
     assert "tokens/s" not in bar
     assert lines[1] == "  speed   61.2 K tokens/s · MFU 12.3%"
     assert max(map(len, [bar, *lines])) <= width

@@ -38,7 +38,7 @@ def test_the_results_are_those_of_the_summary_or_the_last_record(make_run, read)
     shown = results(read(make_run("unfinished", events=[{"event": "resume", "step": 3}])))
     assert shown["steps"] == ["20 of 40"]
     assert shown["training loss"] == ["0.2000"]
-    assert shown["tokens/s"] == ["1,010"]
+    assert shown["tokens/s"] == ["1,011"]
     assert shown["resumed"] == ["1"]
     shown = results(read(make_run("empty", records=[]), make_run("other", records=[])))
     assert shown["state"] == ["killed", "killed"]

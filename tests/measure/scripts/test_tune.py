@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import html
 import math
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -221,6 +223,21 @@ def test_all_changes_are_measured_while_none_is_promising(tuned):
     speed = dict.fromkeys(["tf32", "bf16", "malloc", "threads", "compile"], 0.9)
     found = tuned(Script(speed=speed), minutes=2)
     assert len(found.changes) == 5
+
+
+def test_the_report_of_a_tuned_script_starts_with_the_changes_and_they_are_settings(
+    tuned, tmp_path
+):
+    tuned(Script(speed={"bf16": 1.6, "compile": 1.9}))
+    flatout.report("tuned-train", out="page.html")
+    body = (tmp_path / "page.html").read_text().partition("<main>")[2].partition("<script")[0]
+    text = " ".join(html.unescape(re.sub("<[^>]+>", " ", body)).split())
+    assert text.startswith("Changes ")
+    assert "Differences before after compile false true bf16 false true" in text
+    tuned(Script(speed={"bf16": 0.6}))
+    flatout.report("tuned-train", out="page.html")
+    text = (tmp_path / "page.html").read_text()
+    assert "settings of these runs are the same" not in text
 
 
 def test_ctrl_c_reports_what_was_measured(tuned, tmp_path):
