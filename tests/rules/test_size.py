@@ -15,9 +15,9 @@ FILE_LINES, FUNCTION_LINES = 700, 80
 FRAMES = 9
 ROOMS = {
     "measure": 101_300,
-    "data": 78_000,
+    "data": 76_300,
     "training": 65_600,
-    "cli": 35_000,
+    "cli": 34_700,
     "models": 24_500,
     "assembly": 20_000,
     "config": 16_100,
