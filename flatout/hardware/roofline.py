@@ -47,23 +47,6 @@ def peak_tflops(machine: Machine, device: str, dtype: str) -> Peak | None:
     return Peak(tflops, f"{MEASURED}, matmul {size}³, {dtype}")
 
 
-@dataclass(frozen=True)
-class Bandwidth:
-    """The memory bandwidth that counts as 100%, and its source."""
-
-    gb_per_s: float
-    source: str
-
-
-def peak_bandwidth(machine: Machine, device: str) -> Bandwidth:
-    """Return the memory bandwidth from the data sheet of a known GPU, or else measured here."""
-    row = _row_of_device(machine, device) if device.startswith("cuda") else None
-    if row is not None:
-        figure = row.bandwidth_gb_per_s
-        return Bandwidth(figure.value, f"data sheet: {figure.source}")
-    return Bandwidth(copy_rate(device), f"{MEASURED}, copy of {COPY_BYTES >> 20} MiB")
-
-
 def copy_rate(device: str) -> float:
     """Return the measured 10^9 bytes per second of a copy within the device's memory.
 

@@ -10,10 +10,8 @@ def ranged(cat, name, start, length, **args):
     return {"ph": "X", "cat": cat, "name": name, "ts": start, "dur": length, "args": args} | place
 
 
-def operation(name, start, length, number, shapes=(), dtype="c10::BFloat16"):
-    args = {"External id": number, "Input Dims": [*shapes], "Concrete Inputs": []}
-    args["Input type"] = [dtype if shape else "" for shape in shapes]
-    return ranged("cpu_op", name, start, length, **args)
+def operation(name, start, length, number):
+    return ranged("cpu_op", name, start, length, **{"External id": number})
 
 
 def kernel(name, start, length, number, correlation, cat="kernel", **more):
@@ -23,12 +21,6 @@ def kernel(name, start, length, number, correlation, cat="kernel", **more):
 
 def launch(start, correlation):
     return ranged("cuda_runtime", "cudaLaunchKernel", start, 2, correlation=correlation)
-
-
-def memory(start, address, size, total, kind=1):
-    args = {"Addr": address, "Bytes": size, "Device Type": kind, "Device Id": 0}
-    args |= {"Total Allocated": total, "Total Reserved": 4096}
-    return {"ph": "i", "cat": "cpu_instant_event", "name": "[memory]", "ts": start, "args": args}
 
 
 def step_at(start, number):
@@ -43,19 +35,17 @@ def step_at(start, number):
         ranged("user_annotation", "flatout.optimizer", start + 70, 20),
         ranged("user_annotation", "flatout.logging", start + 90, 10),
         operation("aten::linear", start + 12, 10, ids),
-        operation("aten::mm", start + 14, 6, ids + 1, [[8, 64], [64, 32]]),
+        operation("aten::mm", start + 14, 6, ids + 1),
         launch(start + 15, ids + 1),
         kernel("nvjet_tst_128x256", start + 30, 20, ids + 1, ids + 1),
         kernel("splitKreduce_kernel", start + 50, 4, ids + 1, ids + 1),
-        operation("aten::gelu", start + 25, 4, ids + 2, [[8, 32]]),
+        operation("aten::gelu", start + 25, 4, ids + 2),
         launch(start + 26, ids + 2),
         kernel("vectorized_elementwise_kernel<4, GeluCUDAKernel>", start + 54, 6, ids + 2, ids + 2),
-        operation("aten::mul_", start + 72, 6, ids + 3, [[8, 32]]),
+        operation("aten::mul_", start + 72, 6, ids + 3),
         launch(start + 74, ids + 3),
         kernel("vectorized_elementwise_kernel<4, MulFunctor>", start + 85, 5, ids + 3, ids + 3),
         kernel("Memcpy HtoD (Pinned -> Device)", start + 62, 2, 0, 0, "gpu_memcpy", bytes=512),
-        memory(start + 14, 1000 + number, 512, 10512),
-        memory(start + 60, 1000 + number, -512, 10000),
     ]
 
 

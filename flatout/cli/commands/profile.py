@@ -1,4 +1,4 @@
-"""Profile some steps of a recipe: a trace, kernels, memory."""
+"""Profile some steps of a recipe: a trace and its kernels."""
 
 from __future__ import annotations
 
@@ -33,12 +33,11 @@ def profile(
     *,
     progress: Progress = SILENT,
 ) -> Profile:
-    """Show where the time and the memory of a few training steps go.
+    """Show where the time of a few training steps goes.
 
     The steps are those of training, after warm-up and compilation, without evaluations and saves.
-    The trace opens in Perfetto. The table shows kernels by class with their share, TFLOP/s and GB/s
-    against what this machine can do. Memory is told apart at its peak. Nothing is saved but the
-    profile.
+    The trace opens in Perfetto. The table shows kernels by class with their share of the time. On a
+    GPU, torch's memory snapshot is written as well. Nothing is saved but the profile.
 
     Raises: UsageError before anything is measured; OutOfMemory; RunFailed when the disk is full.
     """

@@ -1,1 +1,1 @@
-"""`profile`: traces, kernels and memory of some steps."""
+"""`profile`: traces and kernels of some steps."""

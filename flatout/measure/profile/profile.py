@@ -1,4 +1,4 @@
-"""Profiles some steps of a run: trace, memory, kernels by class, what the device waits for.
+"""Profiles some steps of a run: trace, kernels by class, what the device waits for.
 
 The steps are those of the training loop, in this process, with evaluations and saves omitted.
 """
@@ -8,10 +8,9 @@ from __future__ import annotations
 import gzip
 import json
 import math
-import os
 import tempfile
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Generator
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -20,7 +19,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch._inductor.config
-from torch import Tensor
 from torch.profiler import record_function
 
 from flatout.assembly.run import Run
@@ -29,18 +27,15 @@ from flatout.distributed.rendezvous import silence_profiler
 from flatout.distributed.spinning import spin_less_beside_others
 from flatout.errors import ConfigError
 from flatout.hardware.machine import fingerprint
-from flatout.hardware.roofline import peak_bandwidth, peak_tflops
 from flatout.measure.experiments.bench import claim
 from flatout.measure.experiments.resolving import resolve_here
 from flatout.measure.experiments.schedule import require_one_process
 from flatout.measure.experiments.trial import QUIET
-from flatout.measure.profile.memory import CATEGORIES, Blocks, Moment, Named, peak_of, timeline
-from flatout.measure.profile.report import PHASES, Gap, Profile, ProfileRoofline
+from flatout.measure.profile.report import PHASES, Gap, Profile
 from flatout.measure.steps.trace import PREFIX, STEP, Range, Trace, exported, profiling, read_trace
 from flatout.measure.steps.windows import MIN_WARM_STEPS, Windows, unprofiled
 from flatout.progress import SILENT, Progress
 from flatout.storage.files import CheckedFile, write_text, writing_run
-from flatout.training.checkpoint.tensors import local_part
 from flatout.training.loop import fit
 from flatout.training.metrics.log import Log
 from flatout.training.metrics.phases import PhaseTimer
@@ -56,12 +51,10 @@ SNAPSHOT = "memory-snapshot.pickle"
 """torch's own file, for pytorch.org/memory_viz, which flatout never reads."""
 MAX_WARM_S = 10.0
 """Latest end of a warm-up without `--skip`, after its first step."""
-MAX_COUNTERS = 20_000
-"""Most moments of memory in the trace."""
 MAX_GAPS = 3
 """Most gaps of the device that are listed."""
 NOT_PERMITTED = (
-    "The driver shows no kernels: it reserves profiling for administrators. Step times, memory and "
+    "The driver shows no kernels: it reserves profiling for administrators. Step times and "
     "the trace of the host are complete. The table and the device's gaps are missing. Allow it "
     "with the driver option NVreg_RestrictProfilingToAdminUsers=0, or in a container with "
     "--cap-add=SYS_ADMIN."
@@ -159,16 +152,12 @@ class ProfileWindows(Windows):
         super().__init__(timer, str(run.mesh.device))
         self.first_step = 1
         """The first profiled step, from 1."""
-        self.named: Named | None = None
-        """The memory that the run can name. None without a trace."""
         self.has_snapshot = False
         """Whether torch's memory snapshot was written."""
         self.profiled_s = 0.0
         """Seconds of all profiled steps."""
         self._run, self.wanted, self._snapshot = run, wanted, snapshot
-        self._gradients: list[Blocks] = []
         self._range = ExitStack()
-        timer.on_change = self._keep_gradients
 
     def requested(self, run: Run) -> bool:
         """Return whether to stop. The loop calls it before each step."""
@@ -195,25 +184,19 @@ class ProfileWindows(Windows):
             yield from (None for _ in range(wanted.skip - ordinary))
         if ordinary:
             yield from self._ordinary(lambda steps, seconds: steps < ordinary)
-        self.first_step, before = self._run.step + 1, named_memory(self._run)
+        self.first_step = self._run.step + 1
         try:
-            start_profiler(self.device)
-            options = {"record_shapes": True, "profile_memory": True}
-            yield from self._recorded(wanted.steps, longest_s=math.inf, **options)
+            with profiling(self.device):  # its first start takes seconds
+                torch.ones(1, device=self.device).add_(1)
+            yield from self._recorded(wanted.steps, longest_s=math.inf, record_shapes=True)
         except RuntimeError as error:  # not permitted
             self.notes.append(unprofiled(str(error)))
         self.name = "profiled"
         if self.profiler is None:
             yield from (None for _ in range(wanted.steps - self.special.steps))
-        else:
-            self.named = Named(before, named_memory(self._run), self._gradients)
         self.profiled_s = self.special.seconds
         if self.on_gpu and self._run.step < self._run.last_step:
             yield from self._with_snapshot()
-
-    def _keep_gradients(self, phase: str | None) -> None:
-        if phase == "optimizer" and self.name == "recorded":
-            self._gradients.append(blocks(_gradients(self._run)))
 
     def _with_snapshot(self) -> Generator[None, None, None]:
         """Take one more step, and write where each block of it was allocated."""
@@ -232,75 +215,12 @@ class ProfileWindows(Windows):
             memory._record_memory_history(enabled=None)
 
 
-def start_profiler(device: str) -> None:
-    """Start and stop the profiler once: its first start takes seconds.
-
-    The first free of memory that it has not seen makes torch write a warning, which does not
-    matter here: memory that existed before the steps is known by its address.
-    Raises: RuntimeError when it is not permitted.
-    """
-    with profiling(device):
-        torch.ones(1, device=device).add_(1)
-    unseen = torch.ones(64, device=device)
-    with muted_stderr(), profiling(device, profile_memory=True):
-        del unseen
-
-
-@contextmanager
-def muted_stderr() -> Iterator[None]:
-    """Discard what native code writes to standard error inside the block."""
-    before = os.dup(2)
-    sink = os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(sink, 2)
-        yield
-    finally:
-        os.dup2(before, 2)
-        os.close(before)
-        os.close(sink)
-
-
-def named_memory(run: Run) -> dict[str, Blocks]:
-    """Return the memory of the run's tensors, by category and address."""
-    states = blocks(
-        value
-        for optimizer in run.optimizers
-        for state in optimizer.state.values()
-        for value in state.values()
-        if isinstance(value, Tensor)
-    )
-    weights = blocks([*run.core.parameters(), *run.core.buffers()])
-    gradients = blocks(_gradients(run))
-    for address in {**weights, **gradients}:
-        states.pop(address, None)
-    return {"weights": weights, "gradients": gradients, "optimizer": states}
-
-
-def _gradients(run: Run) -> list[Tensor]:
-    return [weight.grad for weight in run.core.parameters() if weight.grad is not None]
-
-
-def blocks(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Return the bytes of the memory of tensors by address. Views of one block count once.
-
-    Shapes: any.
-    """
-    found: dict[int, int] = {}
-    for tensor in tensors:
-        storage = local_part(tensor).untyped_storage()
-        if storage.nbytes():
-            found[storage.data_ptr()] = storage.nbytes()
-    return found
-
-
 def summarise(run: Run, windows: ProfileWindows, raw: Path, out: Path) -> Profile:
     """Return the profile of the steps that were taken. Write their trace to `out`.
 
     Raises: RunFailed when the profiler could not write its trace.
     """
     ordinary, steps = windows.ordinary, windows.wanted.steps
-    peak = peak_tflops(run.machine, windows.device, run.arithmetic)
-    bandwidth = peak_bandwidth(run.machine, windows.device)
     phases = {name.removesuffix("_wait"): s for name, s in ordinary.per_step().items()}
     profile = Profile(
         path=str(out),
@@ -316,40 +236,26 @@ def summarise(run: Run, windows: ProfileWindows, raw: Path, out: Path) -> Profil
         step_ms=1e3 * ordinary.seconds / ordinary.steps if ordinary.steps else None,
         profiled_step_ms=1e3 * windows.profiled_s / steps,
         phases_ms={name: 1e3 * phases[name] for name in PHASES if name in phases} or None,
-        roofline=ProfileRoofline(
-            peak_tflops=peak.tflops if peak else None,
-            peak_source=peak.source if peak else None,
-            gb_per_s=bandwidth.gb_per_s,
-            bandwidth_source=bandwidth.source,
-        ),
         notes=tuple(windows.notes),
     )
-    if windows.profiler is None or windows.named is None:
+    if windows.profiler is None:
         return profile
     document = exported(windows.profiler, raw)
-    sizes = {weight.element_size() for weight in run.trained()}
-    trace = read_trace(
-        document,
-        steps=steps,
-        on_gpu=windows.on_gpu,
-        list_item_bytes=sizes.pop() if len(sizes) == 1 else None,
-    )
-    moments = timeline(trace, windows.named)
-    write_trace(document, trace, moments, out / TRACE)
-    return with_trace(profile, trace, moments)
+    packed = gzip.compress(json.dumps(document).encode(), compresslevel=6)
+    with CheckedFile(out / TRACE) as file:
+        file.write(np.frombuffer(packed, np.uint8))
+    return with_trace(profile, read_trace(document, steps=steps))
 
 
-def with_trace(profile: Profile, trace: Trace, moments: Sequence[Moment]) -> Profile:
+def with_trace(profile: Profile, trace: Trace) -> Profile:
     """Return a profile with what its trace shows."""
     on_gpu = profile.device != "cpu"
-    found: dict[str, Any] = {"memory": peak_of(moments, trace, profile.first_step)}
     if on_gpu and not trace.kernels:
-        found["notes"] = (*profile.notes, NOT_PERMITTED)
-        return profile.model_copy(update=found)
-    table = trace.table(profile.roofline.peak_tflops, profile.roofline.gb_per_s)
+        return profile.model_copy(update={"notes": (*profile.notes, NOT_PERMITTED)})
+    table = trace.table()
     busy_s = trace.busy_s() or sum(row.seconds for row in table)
-    found["table"] = table
-    found["outside_ms"] = max(profile.profiled_step_ms - 1e3 * busy_s, 0.0)
+    outside_ms = max(profile.profiled_step_ms - 1e3 * busy_s, 0.0)
+    found: dict[str, Any] = {"table": table, "outside_ms": outside_ms}
     if on_gpu and trace.step_ranges:  # the step with the median duration
         step = sorted(trace.step_ranges, key=lambda one: one.seconds)[len(trace.step_ranges) // 2]
         gaps = gaps_of(trace, step)
@@ -382,31 +288,3 @@ def gaps_of(trace: Trace, step: Range) -> tuple[Gap, ...]:
                 )
             )
     return tuple(sorted(found, key=lambda gap: -gap.seconds))
-
-
-def write_trace(
-    document: dict[str, Any], trace: Trace, moments: Sequence[Moment], path: Path
-) -> None:
-    """Write the trace, compressed, with one counter for each category of memory."""
-    events = document["traceEvents"]
-    pid = next((event["pid"] for event in events if event.get("cat") == "cpu_op"), 0)
-    for moment in thinned(moments, MAX_COUNTERS):
-        events.append(
-            {
-                "ph": "C",
-                "pid": pid,
-                "name": "memory (MiB)",
-                "ts": trace.origin_us + 1e6 * moment.time_s,
-                "args": {name: moment.bytes.get(name, 0) / 2**20 for name in CATEGORIES},
-            }
-        )
-    packed = gzip.compress(json.dumps(document).encode(), compresslevel=6)
-    with CheckedFile(path) as file:
-        file.write(np.frombuffer(packed, np.uint8))
-
-
-def thinned(moments: Sequence[Moment], most: int) -> Iterable[Moment]:
-    """Yield the moments, of each group that would be too many only the one with most memory."""
-    size = max(-(-len(moments) // most), 1)
-    for start in range(0, len(moments), size):
-        yield max(moments[start : start + size], key=lambda moment: moment.total)

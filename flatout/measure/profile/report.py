@@ -6,29 +6,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from textwrap import TextWrapper
 
-from flatout.display import gib, milliseconds, optional
+from flatout.display import milliseconds
 from flatout.measure.steps.evidence import KernelRow
 from flatout.storage.files import Stored
 from flatout.storage.json_io import Result
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 PHASES = ("data", "forward", "backward", "optimizer", "logging")
 """The phases of a step."""
 COLUMNS = 80
 MAX_NAME = 36
-
-
-class ProfileRoofline(Stored):
-    """What this device can do at most."""
-
-    peak_tflops: float | None = None
-    """Rate of matmuls in the run's arithmetic."""
-    peak_source: str | None = None
-    """Where that comes from: a data sheet or a measurement here."""
-    gb_per_s: float | None = None
-    """Memory bandwidth."""
-    bandwidth_source: str | None = None
-    """Where that comes from."""
 
 
 class Gap(Stored):
@@ -43,25 +30,8 @@ class Gap(Stored):
     """The host's outermost operation then. Null means Python."""
 
 
-class MemoryPeak(Stored):
-    """The moment of the profiled steps with the most memory in tensors."""
-
-    gib: float
-    """All tensors of the training device."""
-    parts_gib: Mapping[str, float]
-    """By category: weights, gradients, optimizer, activations, inputs, temporary, other."""
-    phase: str | None
-    """The phase of the step."""
-    step: int | None
-    """The step."""
-    share_of_step: float | None
-    """How much of that step's time had passed, from 0 to 1."""
-    reserved_gib: float | None
-    """The most that the GPU's allocator held. Null on a CPU."""
-
-
 class Profile(Result):
-    """Where the time and the memory of the profiled steps went."""
+    """Where the time of the profiled steps went."""
 
     format_version: int = FORMAT_VERSION
     """Version of the format."""
@@ -95,14 +65,10 @@ class Profile(Result):
     """Kernels by class. Null means the profiler could not see them."""
     outside_ms: float | None = None
     """Time of an average profiled step outside of kernels: a GPU idles, a CPU runs Python."""
-    roofline: ProfileRoofline
-    """What this device can do at most, and the source of each number."""
     gaps: tuple[Gap, ...] | None = None
     """The longest times of one step at which the device idles. Null without a GPU."""
     device_idle: float | None = None
     """Share of that step at which the device idles. Null without a GPU."""
-    memory: MemoryPeak | None = None
-    """The peak and its parts by category. Null if not measured."""
     notes: tuple[str, ...]
     """What could not be measured, and why."""
 
@@ -121,8 +87,6 @@ class Profile(Result):
             parts.append("\n".join([*idle, *map(_gap, self.gaps or ())]))
         if self.table is not None:
             parts.append(self._table(self.table))
-        if self.memory is not None:
-            parts.append(_memory(self.memory))
         if self.notes:
             parts.append("\n".join(self.notes))
         lines = "\n\n".join(parts).splitlines()
@@ -151,12 +115,9 @@ class Profile(Result):
         return "\n".join(lines)
 
     def _table(self, rows: tuple[KernelRow, ...]) -> str:
-        roofline = self.roofline
-        lines = ["class           ms/step  share   calls   TFLOP/s  of peak     GB/s  of peak"]
+        lines = ["class           ms/step  share   calls"]
         lines += [
             f"{row.kind:<14}{1e3 * row.seconds:>9.3g}{row.share:>7.0%}{row.calls:>8,.0f}"
-            f"{optional(row.tflops, '.3g'):>10}{optional(row.of_peak, '.0%'):>9}"
-            f"{optional(row.gb_per_s, '.3g'):>9}{optional(row.of_bandwidth, '.0%'):>9}"
             for row in rows
         ]
         if self.outside_ms is not None:
@@ -164,18 +125,6 @@ class Profile(Result):
             share = self.outside_ms / self.profiled_step_ms
             outside = milliseconds(self.outside_ms / 1e3)
             lines.append(f"outside of them {outside} per step, {share:.0%}: {where}")
-        lines.append(
-            f"peak: {roofline.peak_tflops:.3g} TFLOP/s ({roofline.peak_source})"
-            if roofline.peak_tflops is not None
-            else "peak matmul rate: unknown"
-        )
-        lines.append(
-            f"      {roofline.gb_per_s:.3g} GB/s ({roofline.bandwidth_source})"
-            if roofline.gb_per_s is not None
-            else "memory bandwidth: unknown"
-        )
-        if any((row.of_bandwidth or 0.0) > 1.0 for row in rows):
-            lines.append("      more than 100%: the data came from caches")
         return "\n".join(lines)
 
 
@@ -188,18 +137,3 @@ def _gap(gap: Gap) -> str:
     doing = f"the host is in {clipped(gap.host_op)}" if gap.host_op else "the host runs Python"
     phase = f" ({gap.phase})" if gap.phase else ""
     return f"  {milliseconds(gap.seconds)} idle at {milliseconds(gap.start_s)}: {doing}{phase}"
-
-
-def _memory(peak: MemoryPeak) -> str:
-    when = []
-    if peak.share_of_step is not None:
-        when = [f"{peak.share_of_step:.0%} into step {peak.step}"]
-    when += [f"in {peak.phase}"] if peak.phase else []
-    lines = [f"Peak of tensors: {gib(peak.gib)}" + (f", {', '.join(when)}" if when else "")]
-    lines += [
-        f"  {name:<12}{gib(part):>10}{part / peak.gib:>6.0%}"
-        for name, part in peak.parts_gib.items()
-    ]
-    if peak.reserved_gib is not None:
-        lines.append(f"  The allocator held at most {gib(peak.reserved_gib)}.")
-    return "\n".join(lines)

@@ -135,15 +135,7 @@ class KernelRow(Stored):
     share: float
     """Share of the time of all classes."""
     calls: float
-    """How many there are."""
-    tflops: float | None = None
-    """Achieved 10^12 operations per second. Null if unknown."""
-    of_peak: float | None = None
-    """The same as a share of the peak. Null if unknown."""
-    gb_per_s: float | None = None
-    """Achieved 10^9 bytes per second, at least. Null if unknown."""
-    of_bandwidth: float | None = None
-    """The same as a share of the peak. Null if unknown."""
+    """How many there are. On a CPU without those that one of the same class calls."""
     slowest: str
     """The name that takes the most time."""
 

@@ -1,4 +1,4 @@
-"""Records steps with torch.profiler and reads the trace: operations, kernels, phases, memory.
+"""Records steps with torch.profiler and reads the trace: operations, kernels, phases.
 
     with profiling(device) as profiler, phase_ranges(timer):
         ...  # some steps
@@ -25,7 +25,6 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from flatout.errors import RunFailed
-from flatout.measure.steps.cost import Call, bytes_of, flops_of
 from flatout.measure.steps.evidence import KernelRow
 from flatout.measure.steps.kernels import KINDS, TELLING, is_generated, kind_of
 from flatout.training.metrics.phases import GC, PhaseTimer
@@ -38,16 +37,12 @@ TINY_S = 20e-6
 """An operation that takes less costs about as much to start as to run."""
 LAUNCH_S = 5e-6
 """Host time that starting one operation takes at least, added to the time of tiny ones."""
-KNOWN_SHARE = 0.8
-"""A rate is stated when at least this share of the class's time has known FLOPs or bytes."""
 SEPARATE = frozenset({"communication", "copy"})
 """Classes that operations in the optimizer's step keep. The others become `optimizer`."""
 NOT_WORK = ("autograd::", "torch::autograd::")
 """Start of the names of operations that only call others."""
 DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 RUNTIME = frozenset({"cuda_runtime", "cuda_driver"})
-CUDA = 1
-"""The profiler's number for memory of a GPU. 0 is the host's."""
 
 Event = Mapping[str, Any]
 
@@ -71,20 +66,6 @@ class Range:
 
 
 @dataclass(frozen=True)
-class Allocation:
-    """A block that was allocated or freed."""
-
-    time_s: float
-    address: int
-    bytes: int
-    """Negative when it is freed."""
-    allocated: int | None
-    """Bytes that the allocator had given out by then."""
-    reserved: int | None
-    """Bytes that the allocator held by then."""
-
-
-@dataclass(frozen=True)
 class Op:
     """An operation of the host, or a kernel or copy of the device."""
 
@@ -100,10 +81,6 @@ class Op:
     """The operation that called it."""
     within: str | None = None
     """The phase in which the host started it."""
-    flops: int | None = None
-    """Floating-point operations, where there is a formula."""
-    bytes: int | None = None
-    """Bytes that it reads and writes at least, where there is a formula."""
     launched_by: str | None = None
     """The host's operation that started a kernel."""
 
@@ -137,10 +114,6 @@ class Trace:
     """Steps in the trace."""
     phases: tuple[Range, ...] = ()
     step_ranges: tuple[Range, ...] = ()
-    allocations: tuple[Allocation, ...] = ()
-    """Blocks of the training device."""
-    origin_us: float = 0.0
-    """The file's time at 0 s."""
 
     @cached_property
     def _starts(self) -> list[float]:
@@ -154,11 +127,7 @@ class Trace:
     @cached_property
     def work(self) -> tuple[Op, ...]:
         """What computes: the device's kernels, or on a CPU the host's operations."""
-        return self.kernels or tuple(
-            op
-            for op in self.ops
-            if ("::" in op.name or is_generated(op.name)) and not op.name.startswith(NOT_WORK)
-        )
+        return self.kernels or tuple(op for op in self.ops if _computes(op.name))
 
     def busy_s(self) -> float | None:
         """Return the seconds of an average step at which the device works. None on a CPU.
@@ -173,9 +142,7 @@ class Trace:
             end_s = max(end_s, op.end_s)
         return total_s / self.steps
 
-    def table(
-        self, peak_tflops: float | None = None, peak_gb_per_s: float | None = None
-    ) -> tuple[KernelRow, ...]:
+    def table(self) -> tuple[KernelRow, ...]:
         """Return one row per class of the work, the one with the most time first."""
         by_kind: defaultdict[str, list[Op]] = defaultdict(list)
         for op in self.work:
@@ -188,20 +155,17 @@ class Trace:
             for op in ops:
                 by_name[op.name] += op.self_s
             seconds = sum(by_name.values())
-            costly = ops if self.kernels else [op for op in ops if op.bytes != 0 or op.flops]
-            tflops = _rate([(op.self_s, op.flops) for op in ops], 1e12)
-            moved = [] if kind == "other" else [(op.self_s, op.bytes) for op in ops]
-            gb_per_s = _rate(moved, 1e9)
+            outermost = [
+                op
+                for op in ops
+                if not (op.parent and _computes(op.parent) and kind_of(op.parent) == kind)
+            ]
             rows.append(
                 KernelRow(
                     kind=kind,
                     seconds=seconds / self.steps,
                     share=seconds / total_s if total_s else 0.0,
-                    calls=len(costly) / self.steps,
-                    tflops=tflops,
-                    of_peak=tflops / peak_tflops if tflops and peak_tflops else None,
-                    gb_per_s=gb_per_s,
-                    of_bandwidth=gb_per_s / peak_gb_per_s if gb_per_s and peak_gb_per_s else None,
+                    calls=len(outermost) / self.steps,
                     slowest=max(by_name, key=by_name.__getitem__),
                 )
             )
@@ -226,13 +190,9 @@ class Trace:
         return {"ops": number, "tiny_ops": tiny_number, "tiny_op_s": tiny_s}
 
 
-def _rate(amounts: list[tuple[float, int | None]], unit: float) -> float | None:
-    """Return an amount per second. None when it is 0, or not known for enough of the time."""
-    known = [(seconds, amount) for seconds, amount in amounts if amount is not None]
-    known_s, total_s = sum(seconds for seconds, _ in known), sum(part for part, _ in amounts)
-    if not known_s or known_s < KNOWN_SHARE * total_s:
-        return None
-    return sum(amount for _, amount in known) / known_s / unit or None
+def _computes(name: str) -> bool:
+    """Return whether an operation of the host does work, rather than only call others."""
+    return ("::" in name or is_generated(name)) and not name.startswith(NOT_WORK)
 
 
 @contextmanager
@@ -297,32 +257,14 @@ class _Node:
     """An operation of the host while the trace is read."""
 
     event: Event
-    call: Call
     place: Range
     parent: _Node | None
     called_s: float = 0.0
     """Seconds of the operations that it calls."""
-    wraps: bool = False
-    """Whether it calls one of its own class, which has the same cost: a wrapper adds nothing."""
-
-    def upwards(self) -> Iterator[_Node]:
-        node: _Node | None = self
-        while node is not None:
-            yield node
-            node = node.parent
 
 
-def read_trace(
-    document: Mapping[str, Any],
-    *,
-    steps: int,
-    on_gpu: bool = False,
-    list_item_bytes: int | None = None,
-) -> Trace:
-    """Return what a trace contains.
-
-    `list_item_bytes` is the size of the elements in lists of tensors, None if unknown.
-    """
+def read_trace(document: Mapping[str, Any], *, steps: int) -> Trace:
+    """Return what a trace contains."""
     events: list[Event] = [one for one in document["traceEvents"] if "ts" in one]
     events.sort(key=lambda one: (float(one["ts"]), -float(one.get("dur", 0.0))))
     marks = [one for one in events if one.get("cat") == "user_annotation"]
@@ -335,27 +277,14 @@ def read_trace(
         return Range(name, start_s, start_s + 1e-6 * float(event.get("dur", 0.0)))
 
     ranges = [place(one) for one in marks]
-    allocations = (
-        Allocation(
-            place(one).start_s,
-            int(one["args"]["Addr"]),
-            int(one["args"]["Bytes"]),
-            one["args"].get("Total Allocated"),
-            one["args"].get("Total Reserved"),
-        )
-        for one in events
-        if one["name"] == "[memory]" and (one["args"]["Device Type"] == CUDA) == on_gpu
-    )
     trace = Trace(
         ops=(),
         kernels=(),
         steps=steps,
         phases=_in_turns([one for one in ranges if not one.name.startswith(STEP)]),
         step_ranges=tuple(one for one in ranges if one.name.startswith(STEP)),
-        allocations=tuple(allocations),
-        origin_us=origin_us,
     )
-    nodes = _tree(events, place, list_item_bytes)
+    nodes = _tree(events, place)
     return replace(
         trace,
         ops=tuple(
@@ -366,8 +295,6 @@ def read_trace(
                 self_s=max(node.place.seconds - node.called_s, 0.0),
                 parent=node.parent.place.name if node.parent else None,
                 within=trace.phase_at(node.place.start_s),
-                flops=0 if node.wraps else flops_of(node.call),
-                bytes=0 if node.wraps else bytes_of(node.call),
             )
             for node in nodes
         ),
@@ -396,24 +323,19 @@ def _in_turns(ranges: Sequence[Range]) -> tuple[Range, ...]:
     return tuple(found)
 
 
-def _tree(
-    events: Sequence[Event], place: Callable[[Event], Range], list_item_bytes: int | None
-) -> list[_Node]:
+def _tree(events: Sequence[Event], place: Callable[[Event], Range]) -> list[_Node]:
     """Return the host's operations with their parents. Each thread nests its own."""
     found: list[_Node] = []
     stacks: defaultdict[Any, list[_Node]] = defaultdict(list)
     for event in events:
         if event.get("cat") != "cpu_op":
             continue
-        stack, known, here = stacks[event.get("tid")], event.get("args", {}), place(event)
+        stack, here = stacks[event.get("tid")], place(event)
         while stack and stack[-1].place.end_s <= here.start_s:
             stack.pop()
-        shapes, dtypes = known.get("Input Dims", ()), known.get("Input type", ())
-        call = Call(here.name, shapes, dtypes, known.get("Concrete Inputs", ()), list_item_bytes)
-        node = _Node(event, call, here, stack[-1] if stack else None)
+        node = _Node(event, here, stack[-1] if stack else None)
         if node.parent is not None:
             node.parent.called_s += here.seconds
-            node.parent.wraps |= kind_of(here.name) == kind_of(node.parent.place.name)
         stack.append(node)
         found.append(node)
     return found
@@ -422,34 +344,22 @@ def _tree(
 def _kernels(
     events: Sequence[Event], place: Callable[[Event], Range], nodes: Sequence[_Node], trace: Trace
 ) -> Iterator[Op]:
-    """Yield kernels and copies. The cost of an operation belongs to its first kernel."""
+    """Yield kernels and copies."""
     by_id = {node.event.get("args", {}).get("External id"): node for node in nodes}
     launches = {
         one.get("args", {}).get("correlation"): one for one in events if one.get("cat") in RUNTIME
     }
-    counted: set[int] = set()
     for event in events:
         if event.get("cat") not in DEVICE:
             continue
         known, here = event.get("args", {}), place(event)
         node = by_id.get(known.get("External id"))
         started = launches.get(known.get("correlation")) or (node.event if node else event)
-        flops, num_bytes = None, known.get("bytes")  # of a copy
-        if node is not None and num_bytes is None:
-            above = () if is_generated(here.name) else node.upwards()
-            costly = next((one for one in above if flops_of(one.call) is not None), node)
-            is_first = id(costly) not in counted
-            counted.add(id(costly))
-            flops, num_bytes = (
-                (flops_of(costly.call), bytes_of(costly.call)) if is_first else (0, 0)
-            )
         yield Op(
             name=here.name,
             start_s=here.start_s,
             seconds=here.seconds,
             self_s=here.seconds,
             within=trace.phase_at(place(started).start_s),
-            flops=flops,
-            bytes=num_bytes,
             launched_by=node.place.name if node else None,
         )

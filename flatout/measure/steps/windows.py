@@ -203,7 +203,7 @@ class Windows(ABC):
         except (RunFailed, OSError) as error:
             self.notes.append(f"Operations were recorded and could not be read: {error}")
             return None
-        trace = read_trace(document, steps=self.recorded_steps, on_gpu=self.on_gpu)
+        trace = read_trace(document, steps=self.recorded_steps)
         if self.on_gpu and not trace.kernels:
             self.notes.append(unprofiled("the driver shows no kernels (CUPTI is not permitted)"))
             return None

@@ -29,4 +29,8 @@ def test_it_prints_the_profile_and_its_fields(tiny_run, tmp_path, capsys, monkey
     assert cli.execute(words[:-1]) == 0
     shown = capsys.readouterr().out
     assert "ui.perfetto.dev" in shown
-    assert max(map(len, shown.splitlines()[:20])) <= 80
+    text = (out / "profile.txt").read_text().rstrip()
+    assert shown.startswith(text)
+    assert "matmul" in text
+    assert "TFLOP/s" not in text
+    assert max(map(len, text.splitlines())) <= 80

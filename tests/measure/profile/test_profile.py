@@ -36,7 +36,7 @@ def quick(tiny_config, tmp_path, monkeypatch):
     return measure
 
 
-def test_steps_phases_classes_and_memory_of_a_run(quick):
+def test_steps_phases_and_classes_of_a_run(quick):
     found, out = quick(optim__kind="adamw")
     assert found.steps == 2
     assert found.first_step > 2
@@ -44,11 +44,7 @@ def test_steps_phases_classes_and_memory_of_a_run(quick):
     rows = {row.kind: row for row in found.table}
     assert rows.keys() >= {"matmul", "elementwise", "optimizer", "copy"}
     assert sum(row.share for row in found.table) == pytest.approx(1.0)
-    assert rows["matmul"].tflops > 0
-    assert rows["matmul"].of_peak is not None
-    parts = found.memory.parts_gib
-    assert parts.keys() >= {"weights", "activations", "optimizer"}
-    assert parts["optimizer"] == pytest.approx(2 * parts["weights"], rel=0.05)
+    assert rows["matmul"].calls > 0
     assert found.gaps is found.device_idle is None
     assert found.notes == ()
     files = {path.name for path in out.iterdir()}
@@ -57,17 +53,13 @@ def test_steps_phases_classes_and_memory_of_a_run(quick):
 
 
 def test_the_trace_has_what_perfetto_requires(quick):
-    """Strict JSON, ranges that nest on each thread, numbers as counters, all at about one time."""
+    """Strict JSON, ranges that nest on each thread, all at about one time."""
     found, out = quick()
     text = gzip.decompress((out / "trace.json.gz").read_bytes())
     events = json.loads(text, parse_constant=pytest.fail)["traceEvents"]
     names = [event["name"] for event in events]
     assert f"flatout.step {found.first_step}" in names
     assert names.count("flatout.forward") == 2 * 2  # two micro-batches in each of two steps
-    counters = [event["args"] for event in events if event["ph"] == "C"]
-    assert max(counter["gradients"] for counter in counters) > 0
-    assert {*counters[0]} >= {"weights", "activations", "gradients"}
-    assert all(isinstance(value, (int, float)) for each in counters for value in each.values())
 
     timed = [event for event in events if event["ph"] != "M"]
     times = [event["ts"] for event in timed]
@@ -106,7 +98,7 @@ def test_weights_in_host_memory_are_profiled(quick):
         found, _ = quick(steps=1, skip=1, parallel__offload="cpu")
     finally:
         disconnect()
-    assert found.memory.parts_gib["weights"] > 0
+    assert {row.kind for row in found.table} >= {"matmul", "optimizer"}
 
 
 def test_steps_beyond_the_end_of_the_run_are_rejected(tiny_config):
@@ -124,7 +116,7 @@ def test_without_a_profiler_step_times_and_phases_remain(quick, monkeypatch):
     refused = RuntimeError("profiling is not permitted\nand more")
     monkeypatch.setattr(profiles, "profiling", Mock(side_effect=refused))
     found, out = quick()
-    assert found.table is found.trace is found.memory is None
+    assert found.table is found.trace is None
     assert found.step_ms > 0
     assert found.phases_ms["forward"] > 0
     assert "profiling is not permitted." in found.notes[0]
@@ -169,9 +161,7 @@ def test_a_gpu_has_kernels_gaps_and_a_snapshot(quick):
     assert found.gaps
     assert 0 < found.device_idle < 1
     kinds = {row.kind: row for row in found.table}
-    assert kinds["matmul"].tflops > 0
+    assert kinds["matmul"].calls > 0
     assert kinds["optimizer"].calls > 0
-    assert {*found.memory.parts_gib} >= {"weights", "activations", "optimizer"}
-    assert found.memory.reserved_gib >= found.memory.gib
     assert (out / "memory-snapshot.pickle").stat().st_size > 0
     assert found.notes == ()

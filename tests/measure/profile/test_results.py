@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 from chrome_trace import US, document
 
 from flatout.errors import RunFailed
-from flatout.measure.profile.memory import Moment, Named, timeline
-from flatout.measure.profile.profile import (
-    NOT_PERMITTED,
-    blocks,
-    gaps_of,
-    thinned,
-    with_trace,
-    write_trace,
-)
-from flatout.measure.profile.report import Profile, ProfileRoofline
+from flatout.measure.profile.profile import NOT_PERMITTED, gaps_of, with_trace
+from flatout.measure.profile.report import Profile
 from flatout.measure.steps.trace import exported, read_trace
 
 BEFORE = Profile(
@@ -38,23 +27,19 @@ BEFORE = Profile(
     step_ms=90e3 * US,
     profiled_step_ms=100e3 * US,
     phases_ms=None,
-    roofline=ProfileRoofline(),
     notes=(),
 )
 
 
 def figures(made, profile=BEFORE):
-    trace = read_trace(made, steps=2, on_gpu=profile.device != "cpu")
-    moments = timeline(trace, Named({"weights": {1: 4000}}, {}))
-    return trace, moments, with_trace(profile, trace, moments)
+    trace = read_trace(made, steps=2)
+    return trace, with_trace(profile, trace)
 
 
-def test_a_gpu_has_gaps_and_its_own_memory():
-    _, _, found = figures(document())
+def test_a_gpu_has_gaps():
+    _, found = figures(document())
     assert found.device_idle == pytest.approx(0.63)
     assert found.outside_ms == pytest.approx(63e3 * US)
-    assert found.memory.parts_gib.keys() == {"other", "weights", "activations"}
-    assert found.memory.reserved_gib == 4096 / 2**30
     assert found.notes == ()
     assert "The device idles 63% of a step." in found.text()
 
@@ -64,36 +49,11 @@ def test_without_kernels_the_rest_remains_and_a_note_shows_why():
     made["traceEvents"] = [
         one for one in made["traceEvents"] if one.get("cat") not in {"kernel", "gpu_memcpy"}
     ]
-    _, _, found = figures(made)
+    _, found = figures(made)
     assert found.table is found.outside_ms is None
     assert found.notes == (NOT_PERMITTED,)
     assert found.device_idle is found.gaps is None
-    assert found.memory.gib > 0
     assert "--cap-add=SYS_ADMIN" in found.text()
-
-
-def test_the_trace_gets_counters_of_memory_in_its_own_time(tmp_path):
-    made = document()
-    trace, moments, _ = figures(made)
-    write_trace(made, trace, moments, tmp_path / "trace.json.gz")
-    written = json.loads(gzip.decompress((tmp_path / "trace.json.gz").read_bytes()))
-    counters = [one for one in written["traceEvents"] if one["ph"] == "C"]
-    assert len(counters) == len(moments) == 5
-    assert counters[1]["ts"] == pytest.approx(1e9 + 200 + 14)
-    assert counters[1]["args"]["activations"] == 512 / 2**20
-
-
-def test_views_of_one_block_count_once():
-    whole = torch.ones(8, 4)
-    assert blocks([whole, whole[2:], whole.T]) == {whole.data_ptr(): 128}
-    assert blocks([torch.empty(0)]) == {}
-
-
-def test_of_too_many_moments_the_highest_remain():
-    moments = [Moment(float(at), {"weights": at % 7}) for at in range(100)]
-    kept = [*thinned(moments, 10)]
-    assert [moment.total for moment in kept] == [6] * 10
-    assert [*thinned(moments, 1000)] == moments
 
 
 def written(content):
@@ -113,7 +73,7 @@ def test_an_incomplete_trace_is_an_error(tmp_path):
 
 
 def test_the_longest_gap_says_what_the_host_did():
-    trace, _, _ = figures(document())
+    trace, _ = figures(document())
     gaps = gaps_of(trace, trace.step_ranges[0])
     assert [round(gap.seconds / US) for gap in gaps[:3]] == [30, 21, 10]
     assert gaps[0].host_op == "aten::linear"

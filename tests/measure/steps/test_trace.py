@@ -55,7 +55,7 @@ def test_operations_have_the_innermost_phase(trace):
 @pytest.fixture
 def gpu():
     """Two steps on a made-up GPU."""
-    return read_trace(document(), steps=2, on_gpu=True)
+    return read_trace(document(), steps=2)
 
 
 def test_steps_and_phases_follow_each_other(gpu):
@@ -79,23 +79,10 @@ def test_kernels_have_the_phase_and_the_operation_that_started_them(gpu):
     assert gpu.busy_s() == pytest.approx(37 * US)
 
 
-def test_an_operation_with_several_kernels_is_counted_once(gpu):
-    product, rest, gelu, copy, _ = gpu.kernels[:5]
-    assert product.flops == 2 * 8 * 64 * 32
-    assert product.bytes == 2 * (8 * 64 + 64 * 32 + 8 * 32)
-    assert (rest.flops, rest.bytes) == (0, 0)
-    assert gelu.flops is None
-    assert copy.bytes == 512
-
-
-def test_operations_nest_and_wrappers_cost_nothing(gpu):
+def test_operations_nest(gpu):
     linear, product = gpu.ops[:2]
     assert linear.self_s == pytest.approx(4 * US)
     assert product.parent == "aten::linear"
-    assert linear.flops == linear.bytes == 0
-    assert len(gpu.allocations) == 4
-    assert gpu.allocations[0].allocated == 10512
-    assert read_trace(document(), steps=2).allocations == (), "those of the device"
 
 
 def test_a_file_without_marks_is_read():
@@ -112,11 +99,19 @@ def test_rows_add_up_and_the_longest_is_first(gpu):
     assert sum(row.share for row in table) == pytest.approx(1.0)
     assert sum(row.seconds for row in table) == pytest.approx(37 * US)
     assert (table[0].calls, table[0].slowest) == (2, "nvjet_tst_128x256")
-    product, elementwise, *_ = gpu.table(1.0, 100.0)
-    tflops = 2 * 8 * 64 * 32 / (24 * US) / 1e12
-    assert product.tflops == product.of_peak == table[0].tflops == pytest.approx(tflops)
-    assert product.of_bandwidth == pytest.approx(product.gb_per_s / 100)
-    assert elementwise.tflops is elementwise.of_peak is table[0].of_peak is None
+
+
+def test_calls_on_a_cpu_are_those_that_no_other_of_the_class_makes():
+    events = [
+        operation("aten::linear", 0, 10, 1),
+        operation("aten::mm", 2, 6, 2),
+        operation("autograd::engine::evaluate_function: MmBackward0", 19, 7, 5),
+        operation("aten::mm", 20, 5, 3),
+        operation("aten::gelu", 30, 5, 4),
+    ]
+    rows = {row.kind: row for row in read_trace({"traceEvents": events}, steps=1).table()}
+    assert (rows["matmul"].calls, rows["elementwise"].calls) == (2, 1)
+    assert rows["matmul"].seconds == pytest.approx(15 * US)
 
 
 def test_kernels_that_overlap_are_busy_once_and_short_ones_are_tiny():
@@ -125,7 +120,7 @@ def test_kernels_that_overlap_are_busy_once_and_short_ones_are_tiny():
         kernel("ncclDevKernel_AllReduce", 50, 100, 0, 0),
         kernel("Memcpy HtoD (Pinned -> Device)", 300, 10, 0, 0, "gpu_memcpy", bytes=1),
     ]
-    found = read_trace({"traceEvents": events}, steps=2, on_gpu=True)
+    found = read_trace({"traceEvents": events}, steps=2)
     assert found.busy_s() == pytest.approx(160 * US / 2)
     assert {row.kind for row in found.table()} == {"matmul", "communication", "copy"}
     assert found.counted(1.0) == pytest.approx({"ops": 1.5, "tiny_ops": 0.5, "tiny_op_s": 7.5 * US})
