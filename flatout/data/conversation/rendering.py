@@ -112,7 +112,8 @@ class Renderer:
         end = tail[: special.end()] if special else tail.rstrip()
         length = len(end.strip())
         if not 2 <= length <= _LONGEST_END:
-            what = "nothing" if length < 2 else f"{length:,} characters"
+            what = f"{length:,} characters" if length else "nothing"
+            what = f"only {end.strip()!r}" if length == 1 else what
             raise DataError(
                 f"The chat template {self.template.name} writes {what} after an assistant's turn, "
                 "so a model could not learn to end one.",

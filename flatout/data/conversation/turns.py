@@ -276,10 +276,11 @@ def _tool_calls(calls: Any) -> Any:
 
 def _tool_call(call: Any) -> Any:
     function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+    if not isinstance(function, dict):
         return call
+    given = function.get("arguments", {})  # a call without any may be null in a table
     try:
-        arguments = json.loads(function["arguments"])
+        arguments = json.loads(given) if isinstance(given, str) else given
     except (ValueError, RecursionError):
         return call
     return call | {"function": function | {"arguments": arguments}}
@@ -296,4 +297,8 @@ def _tools(value: Any) -> list[Any] | None:
         return None
     if not isinstance(value, list):
         raise BadConversation(f"has {TOOLS!r} that are not a list", reason="bad tools")
-    return value
+    if not any(isinstance(one, str) for one in value):
+        return value
+    return _tools(
+        f"[{','.join(one if isinstance(one, str) else json.dumps(one) for one in value)}]"
+    )

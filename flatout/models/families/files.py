@@ -6,6 +6,7 @@ code, and only its tensors and plain values are used.
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from flatout.errors import CheckpointError, in_shell
+from flatout.errors import CheckpointError, ConfigError, in_shell
 from flatout.storage.json_io import JsonObject, read_json
 
 SAFETENSORS = ".safetensors"
@@ -99,7 +100,12 @@ def weight_files(path: Path) -> list[Path]:
     """
     if path.is_file():
         return [path]
-    name = next((name for name in WEIGHTS if (path / name).is_file()), None)
+    name = next((name for name in WEIGHTS if os.path.lexists(path / name)), None)
+    if name is not None and not (path / name).exists():
+        raise ConfigError(
+            f"{path / name} is a link to {os.readlink(path / name)}, which does not exist.",
+            fix="Download the model again, or delete the link to read its other weights.",
+        )
     beside = [
         sorted(file for file in path.iterdir() if file.suffix in suffixes)
         for suffixes in ((SAFETENSORS,), TORCH)

@@ -354,7 +354,7 @@ TOOL_ROWS = [
 ]
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "parquet", "text"])
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "text", "texts"])
 def test_nulls_that_a_table_format_adds_do_not_reach_the_text(tmp_path, kind):
     template = tmp_path / "calls.jinja"
     template.write_text(CALLS.replace("m.tool_calls", "(m.tool_calls or [])"))
@@ -362,12 +362,13 @@ def test_nulls_that_a_table_format_adds_do_not_reach_the_text(tmp_path, kind):
     for row, absent in zip(found, ("city", "zone"), strict=True):
         (function,) = (call["function"] for call in row["messages"][1]["tool_calls"])
         properties = row["tools"][0]["function"]["parameters"]["properties"]
-        if kind == "text":
+        if kind in ("text", "texts"):
             function["arguments"] = json.dumps(function["arguments"])
-            row["tools"] = json.dumps(row["tools"])
+            texts = [json.dumps(tool) for tool in row["tools"]]
+            row["tools"] = texts if kind == "texts" else f"[{', '.join(texts)}]"
         else:
             function["arguments"][absent] = properties[absent] = None
-    rows = tmp_path / f"rows.{kind.replace('text', 'jsonl')}"
+    rows = tmp_path / f"rows.{'parquet' if kind == 'parquet' else 'jsonl'}"
     if kind == "parquet":
         pyarrow = pytest.importorskip("pyarrow")
         from pyarrow import parquet
@@ -420,3 +421,21 @@ def test_rows_that_a_template_rejects_are_counted_by_its_sentences(rows, tmp_pat
     assert sum(counts.values()) == 109
     assert len(counts) == 31
     assert counts[start.removesuffix(": ")] == 69, "after 30 sentences"
+
+
+def test_a_call_whose_arguments_a_table_padded_with_null_has_none(tmp_path):
+    template = tmp_path / "calls.jinja"
+    template.write_text(CALLS.replace("m.tool_calls", "(m.tool_calls or [])"))
+    found = copy.deepcopy(TOOL_ROWS)
+    found[0]["messages"][1]["tool_calls"][0]["function"]["arguments"] = None
+    rows = write_rows(tmp_path / "rows.jsonl", found)
+    val = write_rows(tmp_path / "val.jsonl", [conversation(0)])
+    made = prepared(rows, tmp_path, chat=str(template), split=None, val=(str(val),))
+    assert '[{"function": {"name": "clock", "arguments": {}}}]' in shown(made.path, index=0)
+
+
+def test_a_template_that_ends_turns_with_one_character_is_told_so(rows, tmp_path):
+    template = tmp_path / "short.jinja"
+    template.write_text("{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}")
+    with pytest.raises(DataError, match="writes only ';' after an assistant's turn"):
+        prepared(rows, tmp_path, chat=str(template))

@@ -128,6 +128,11 @@ def test_model_safetensors_is_read_even_beside_the_index_of_older_shards(theirs)
         CheckpointError, match=r"has no model-00001.*files are part-a\.safetensors\."
     ):
         fit(theirs)
+    (theirs / "model.safetensors").symlink_to("blobs/gone")
+    with pytest.raises(
+        ConfigError, match=r"model\.safetensors is a link to blobs/gone, which does"
+    ):
+        fit(theirs)
 
 
 LLAMA3 = {
