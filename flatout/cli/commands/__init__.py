@@ -61,8 +61,8 @@ Pattern = Annotated[
 EndOfText = Annotated[
     str | None,
     Option(
-        "End-of-text token of a tokenizer.json (default: the eos_token that the "
-        "tokenizer_config.json beside it names, or else a usual one)."
+        "End-of-text token of a tokenizer.json (default: the eos_token that a file beside "
+        "it states, or else a usual one)."
     ),
 ]
 

@@ -49,6 +49,8 @@ MAX_FILE_BYTES = 128 << 20
 _JSON_KIND = "huggingface"
 """The kind of a JSON file that flatout did not write."""
 _FILES = "Give a file that flatout saved, a Hugging Face tokenizer.json, or a .tiktoken file."
+_BESIDE = (CONFIG_FILE, "special_tokens_map.json", "generation_config.json", "config.json")
+"""Files beside a tokenizer.json that may state its end-of-text token, the first that does first."""
 _REPOSITORY = "openai-community/gpt2"
 """An example, and what GPT-2's tokenizer is called on the hub."""
 
@@ -116,7 +118,10 @@ def existing_tokenizer(
         return load_tokenizer(path, pattern=pattern, end_of_text=end_of_text)
     if is_repository(spec) and not path.parent.is_dir():
         path = tokenizer_file(spec, progress=progress)
-        repository_file(spec, CONFIG_FILE, progress=progress)  # read beside it
+        for name in _BESIDE:  # which are read beside it
+            beside = repository_file(spec, name, progress=progress)
+            if beside is not None and _stated_in(beside):
+                break
         return load_tokenizer(path, end_of_text=end_of_text, name=spec)
     if "/" not in spec and not path.suffix:
         forms = sorted(_kinds_by("SPEC"))
@@ -211,13 +216,25 @@ def load_tokenizer(
     name = name or str(path)
     kind = _kinds_by("SUFFIX").get(path.suffix)
     if kind is None:
-        named = tokens_in(config_in(path.with_name(CONFIG_FILE)))
-        return parse_tokenizer(data, name, end_of_text=end_of_text, named=named)
+        beside = [path.with_name(each) for each in _BESIDE]
+        named = tokens_in(config_in(beside[1])) | tokens_in(config_in(beside[0]))
+        stated = None if end_of_text else next(filter(None, map(_stated_in, beside)), None)
+        return parse_tokenizer(data, name, end_of_text=end_of_text, named=named, stated=stated)
     file = TokenizerFile(name, data, pattern=pattern)
     tokenizer: Tokenizer = TOKENIZERS.get(kind).from_file(file)
     if not tokenizer.proven:
         require_usable(tokenizer.text.encode(), name, cache=default_cache())
     return tokenizer
+
+
+def _stated_in(path: Path) -> tuple[str, str, str | int] | None:
+    """Return what a file states as the end-of-text token: the file, the key, a name or an id."""
+    document = config_in(path)
+    token, ids = tokens_in(document).get("eos_token"), document.get("eos_token_id")
+    if token is not None:
+        return str(path), "eos_token", token
+    index = next(iter(ids), None) if isinstance(ids, list) else ids
+    return (str(path), "eos_token_id", index) if type(index) is int else None
 
 
 def parse_tokenizer(
@@ -226,11 +243,12 @@ def parse_tokenizer(
     *,
     end_of_text: str | None = None,
     named: Mapping[str, str] | None = None,
+    stated: tuple[str, str, str | int] | None = None,
 ) -> Tokenizer:
     """Return the tokenizer in a JSON text. Messages call the text `name`.
 
-    `end_of_text` is the name of that token in a tokenizer.json, and `named` are its special tokens
-    by their usual names.
+    `end_of_text` is the name of that token in a tokenizer.json, else another file `stated` it.
+    `named` are its special tokens by their usual names.
 
     Raises: DataError when it contains no tokenizer.
     """
@@ -248,7 +266,7 @@ def parse_tokenizer(
         require_usable(data, name, cache=default_cache())
     if document.get("format") == FORMAT:
         return _restored(document, name)
-    file = TokenizerFile(name, data, document, end_of_text=end_of_text, named=named)
+    file = TokenizerFile(name, data, document, None, end_of_text, named, stated)
     tokenizer: Tokenizer = TOKENIZERS.get(_JSON_KIND).from_file(file)
     return tokenizer
 

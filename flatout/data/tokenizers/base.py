@@ -92,7 +92,9 @@ class TokenizerFile:
     end_of_text: str | None = None
     """The name of the end-of-text token."""
     named: Mapping[str, str] | None = None
-    """Special tokens that its tokenizer_config.json names, such as bos_token."""
+    """Special tokens that the files beside it name, such as bos_token."""
+    stated: tuple[str, str, str | int] | None = None
+    """Where a file beside it states the end-of-text token: file, key, and a name or an id."""
 
     @property
     def stem(self) -> str:

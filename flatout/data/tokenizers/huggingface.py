@@ -88,8 +88,8 @@ class HuggingFaceTokenizer(Tokenizer):
     def from_file(cls, file: TokenizerFile) -> HuggingFaceTokenizer:
         """Return the tokenizer of a parsed tokenizer.json.
 
-        Its end-of-text token is the one of the given name, else the eos_token that its
-        tokenizer_config.json names, else the first of the usual ones.
+        Its end-of-text token is the one of the given name, else the one that a file beside it
+        states, else the first of the usual ones.
 
         Raises: DataError when it is not one, or has no such token.
         """
@@ -98,6 +98,15 @@ class HuggingFaceTokenizer(Tokenizer):
         named = {name: each for name, each in (file.named or {}).items() if each in vocabulary}
         usual = next(filter(vocabulary.__contains__, USUAL_NAMES), None)
         token = file.end_of_text or named.get("eos_token") or usual
+        if file.stated and not file.end_of_text:
+            path, key, value = file.stated
+            names = {index: name for name, index in vocabulary.items()}
+            token = names.get(value) if isinstance(value, int) else value
+            if token not in vocabulary:
+                raise DataError(
+                    f"{path} has the {key} {value!r}, but {file.name} has no such token.",
+                    fix="Correct it, or name the end-of-text token with --end-of-text NAME.",
+                )
         if token not in vocabulary:
             guess = nearest(token, vocabulary) if token else None
             raise DataError(
@@ -159,7 +168,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return {"eot_id": self.eot_id, "tokenizer": self.definition} | named
 
     def named_tokens(self) -> dict[str, tuple[str, int]]:
-        """Return the tokens that the tokenizer_config.json named, each with its id."""
+        """Return the tokens that the files beside it named, each with its id."""
         return {
             name: (token, index)
             for name, token in self.named.items()

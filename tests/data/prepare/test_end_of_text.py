@@ -11,6 +11,7 @@ from prepared import prepared, write_rows
 from flatout.cli.commands.chat import chat
 from flatout.data.prepare.import_tokens import ImportOptions, import_tokens
 from flatout.data.store.shards import Dataset
+from flatout.errors import DataError
 from flatout.inference import chat as inference
 
 ENDOFTEXT, IM_END = 256, 258
@@ -30,19 +31,74 @@ def named(folder, eos_token):
         ("<|im_end|>", None, IM_END),
         ({"content": "<|im_end|>"}, None, IM_END),
         ("<|im_end|>", "<|endoftext|>", ENDOFTEXT),
-        ("<|absent|>", None, ENDOFTEXT),
+        ("<|absent|>", "<|im_end|>", IM_END),
         (None, None, ENDOFTEXT),
     ],
     ids=str,
 )
 def test_documents_end_with_the_eos_token_of_the_config(tmp_path, eos_token, option, end):
+    assert tokens_of(tmp_path, named(tmp_path / "hf", eos_token), option) == [0, 0, end, 1, end]
+
+
+def tokens_of(tmp_path, folder, option=None):
+    """Return the tokens of the documents !! and ", prepared with the tokenizer in a folder."""
     rows = write_rows(tmp_path / "rows.jsonl", ["!!", '"'])
     val = write_rows(tmp_path / "val.jsonl", ["#"])
-    folder = named(tmp_path / "hf", eos_token)
     options = {"tokenizer": str(folder), "val": (str(val),), "end_of_text": option}
     made = prepared(rows, out=tmp_path / "out", **options)
     split = Dataset.open(made.path).split("train")
-    assert split.read_tokens(0, split.num_tokens).tolist() == [0, 0, end, 1, end]
+    return split.read_tokens(0, split.num_tokens).tolist()
+
+
+START = 257
+TOKENIZER, MAP = "tokenizer_config.json", "special_tokens_map.json"
+GENERATION, MODEL = "generation_config.json", "config.json"
+
+
+@pytest.mark.parametrize(
+    ("files", "end"),
+    [
+        ({MAP: {"eos_token": "<|im_start|>"}}, START),
+        ({MAP: {"eos_token": {"content": "<|im_start|>", "lstrip": False}}}, START),
+        ({GENERATION: {"eos_token_id": START}}, START),
+        ({MODEL: {"eos_token_id": START}}, START),
+        ({MODEL: {"eos_token_id": [START, IM_END]}}, START),
+        ({TOKENIZER: {"eos_token": "<|im_end|>"}, MAP: {"eos_token": "<|im_start|>"}}, IM_END),
+        ({MAP: {"eos_token": "<|im_end|>"}, GENERATION: {"eos_token_id": START}}, IM_END),
+        ({GENERATION: {"eos_token_id": [IM_END]}, MODEL: {"eos_token_id": START}}, IM_END),
+        ({TOKENIZER: {"eos_token": None}, GENERATION: {"eos_token_id": None}}, ENDOFTEXT),
+        ({GENERATION: {"eos_token_id": []}, MODEL: {"eos_token_id": START}}, START),
+    ],
+    ids=str,
+)
+def test_the_first_file_that_states_the_end_of_text_decides(tmp_path, files, end):
+    folder = write_files(tmp_path / "hf", files)
+    assert tokens_of(tmp_path, folder) == [0, 0, end, 1, end]
+
+
+def write_files(folder, files):
+    """Write a tokenizer.json with the JSON files beside it to a folder."""
+    (write_tokenizer(folder) / TOKENIZER).unlink()
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [
+        (TOKENIZER, "eos_token", "<|nope|>"),
+        (MAP, "eos_token", "<|nope|>"),
+        (MODEL, "eos_token_id", 999),
+    ],
+)
+def test_an_end_of_text_that_the_vocabulary_lacks_is_an_error(tmp_path, name, key, value):
+    folder = write_files(tmp_path / "hf", {name: {key: value}})
+    with pytest.raises(DataError) as error:
+        tokens_of(tmp_path, folder)
+    assert f"{folder / name} has the {key} {value!r}" in error.value.what
+    assert "--end-of-text NAME" in error.value.fix
+    assert tokens_of(tmp_path, folder, "<|im_end|>") == [0, 0, IM_END, 1, IM_END]
 
 
 def test_imported_tokens_are_split_at_the_eos_token_of_the_config(tmp_path):
