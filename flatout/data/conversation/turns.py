@@ -42,13 +42,19 @@ _ROLES = {
 }
 """Names of roles, and what templates call them."""
 _KNOWN = "system, user, assistant or tool"
-_FLAGS = {"weight": 1, "loss_weight": 1, "loss": 1, "train": 1, "training": 1, "masked": 0}
+_ASKS = ("loss", "train", "training", "trainable")
+"""Fields of a turn that ask the loss to count it if they are 1."""
+_FLAGS = {"weight": 1, "loss_weight": 1, **dict.fromkeys(_ASKS, 1), "masked": 0}
 """Fields of a turn that state whether the loss counts it, with the value for yes."""
 _UNCLEAR = {
     "mask": "in some files 1 includes a turn, and in others it excludes one",
+    "loss_mask": "it selects tokens, or turns, and files differ in which",
+    "ignore": "in some files it excludes a turn from the loss, and in others from the text",
     "train_detail": "it selects parts of a turn, and a turn counts in full or not at all",
 }
 """Such fields that are not read, and why."""
+MASK_FIELDS = (*_FLAGS, *_UNCLEAR)
+"""Fields that may exclude text from the loss. Beside the turns or in parts of one, none may."""
 _SCHEMA_VALUES = ("default", "const")
 """Keys of the schema of a tool whose null is a value."""
 _REPAIR = "Repair the row, or skip such rows with --on-bad-row skip."
@@ -91,11 +97,16 @@ def read_conversation(value: Any, row: JsonObject | None = None) -> Conversation
     """
     if not isinstance(value, list) or not value:
         raise BadConversation("has no list of turns", reason="no turns")
+    row = row or {}
+    for field in MASK_FIELDS:
+        stated, yes = row.get(field), (_FLAGS | {"loss_mask": 1}).get(field)
+        if stated is not None and stated != yes:
+            raise _misplaced(field, "beside the turns")
     messages, targets = [], []
     for number, turn in enumerate(value, 1):
         message = _message(turn, f"turn {number}")
         targets.append(_counts(message, f"turn {number}"))
-        for field in (*_FLAGS, *_UNCLEAR):
+        for field in MASK_FIELDS:
             message.pop(field, None)
         messages.append(message)
     if not any(targets):
@@ -104,7 +115,6 @@ def read_conversation(value: Any, row: JsonObject | None = None) -> Conversation
         raise BadConversation(
             f"has {found}, so nothing in it would count towards the loss", reason=found
         )
-    row = row or {}
     for field in SYSTEM_FIELDS:
         system = row.get(field)
         if system is None or system == "":
@@ -164,6 +174,12 @@ def _counts(message: JsonObject, which: str) -> bool:
     Raises: BadConversation for a field that is not 0 or 1, or whose meaning is unclear.
     """
     if message["role"] != ASSISTANT:
+        for field in filter(message.get, _ASKS):
+            raise BadConversation(
+                f"has {field!r} in {which}, but only assistant turns count in the loss",
+                fix="Remove it, or skip such rows with --on-bad-row skip.",
+                reason=f"{field!r} in a turn that is not the assistant's",
+            )
         return False
     for field, why in _UNCLEAR.items():
         if field in message:
@@ -181,6 +197,14 @@ def _counts(message: JsonObject, which: str) -> bool:
                 reason=f"a {field} that is not 0 or 1",
             )
     return all(message.get(field, yes) == yes for field, yes in _FLAGS.items())
+
+
+def _misplaced(field: str, where: str) -> BadConversation:
+    return BadConversation(
+        f"has {field!r} {where}, which is not read: the loss counts whole turns",
+        fix='Write "weight": 0 in turns that the loss must not count, or remove it.',
+        reason=f"{field!r} {where}",
+    )
 
 
 def _message(turn: Any, which: str) -> JsonObject:
@@ -231,6 +255,9 @@ def _content(value: Any, rest: JsonObject, which: str) -> str:
     if value is None and rest.get("tool_calls"):
         return ""
     if isinstance(value, list):
+        stated = (one for one in value if isinstance(one, dict))
+        for field in (key for one in stated for key in MASK_FIELDS if one.get(key) is not None):
+            raise _misplaced(field, "in a content part")
         parts = [part.get("text") if isinstance(part, dict) else part for part in value]
         texts = [part for part in parts if isinstance(part, str)]
         if texts and len(texts) == len(parts):

@@ -13,6 +13,7 @@ from flatout.data.conversation.turns import (
     CHAT_FIELDS,
     COMPLETION,
     INSTRUCTION,
+    MASK_FIELDS,
     OUTPUT,
     PROMPT,
     SYSTEM_FIELDS,
@@ -60,7 +61,7 @@ class Fields:
     chat: Renderer | None = None
     """Writes the turns as text, when rows are conversations."""
     beside: tuple[str, ...] = ()
-    """Further fields of a conversation that rows have: tools, a system prompt, an answer."""
+    """Further fields of a conversation that rows have, such as tools or a system prompt."""
 
     @property
     def named(self) -> list[tuple[str, str]]:
@@ -76,7 +77,7 @@ class Fields:
         """
         if self.chat is None or self.beside:
             return self
-        beside = [TOOLS, *SYSTEM_FIELDS]
+        beside = [TOOLS, *SYSTEM_FIELDS, *MASK_FIELDS]
         text = self.text
         if text == _TEXT:
             text = next(filter(names.__contains__, CHAT_FIELDS), CHAT_FIELDS[0])

@@ -3,6 +3,7 @@
 import copy
 import json
 import re
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -212,7 +213,7 @@ def answers(tmp_path, *flags):
     "flag",
     [
         *({name: no} for name in ("weight", "loss_weight") for no in (0, 0.0)),
-        *({name: no} for name in ("train", "training", "loss") for no in (False, 0)),
+        *({name: no} for name in ("train", "training", "trainable", "loss") for no in (False, 0)),
         *({"masked": yes} for yes in (True, 1)),
         {"train": True, "weight": 0},
     ],
@@ -232,6 +233,8 @@ def test_a_turn_that_its_row_excludes_does_not_count(tmp_path, flag):
     ("flag", "said"),
     [
         ({"mask": 0}, "line 1 has 'mask' in turn 2, which is not read: in some files"),
+        ({"loss_mask": 0}, "line 1 has 'loss_mask' in turn 2, which is not read: it selects"),
+        ({"ignore": True}, "line 1 has 'ignore' in turn 2, which is not read: in some files"),
         ({"train_detail": [{"train": False}]}, "has 'train_detail' in turn 2"),
         ({"loss": 0.25}, "has the loss 0.25 in turn 2"),
         ({"train": "no"}, "has the train 'no' in turn 2"),
@@ -241,6 +244,91 @@ def test_a_turn_that_its_row_excludes_does_not_count(tmp_path, flag):
 def test_a_field_that_may_exclude_a_turn_is_rejected_by_name(tmp_path, flag, said):
     with pytest.raises(DataError, match=said):
         answers(tmp_path, flag)
+
+
+MASK_FIELDS = ["weight", "loss_weight", "loss", "train", "training", "trainable", "masked"]
+MASK_FIELDS += ["mask", "loss_mask", "ignore", "train_detail"]
+PARTS, ASKS = "in a content part", "in a turn that is not the assistant's"
+
+
+def with_flag(row, flag, role):
+    """Return a row with a field in its turn of a role, or in a content part of it."""
+    row = copy.deepcopy(row)
+    (turn,) = (turn for turn in row["messages"] if turn["role"] == role.removesuffix(" part"))
+    if role.endswith("part"):
+        turn["content"] = [{"type": "text", "text": turn["content"]} | flag]
+    else:
+        turn |= flag
+    return row
+
+
+ONE = conversation(0, turns=1)
+ALPACA = {"instruction": "What is 0 plus 0?", "output": "It is 0."}
+TRL = {"prompt": ONE["messages"][:2], "completion": ONE["messages"][2:]}
+NO = [({name: no}, name) for name in MASK_FIELDS[:6] for no in (0, False, [0, 1])]
+NO += [({"masked": True}, "masked"), ({"loss_mask": [0, 1]}, "loss_mask")]
+NO += [({name: 1}, name) for name in ("mask", "ignore", "train_detail")]
+PLACED = [
+    *((row | flag, f"{name!r} beside the turns") for flag, name in NO for row in (ONE, ALPACA)),
+    (TRL | {"train": False}, "'train' beside the turns"),
+    *((with_flag(ONE, {name: 0}, "assistant part"), f"{name!r} {PARTS}") for name in MASK_FIELDS),
+    *(
+        (with_flag(ONE, {name: yes}, role), f"{name!r} {ASKS}")
+        for name in ("train", "training", "trainable", "loss")
+        for role, yes in (("user", True), ("system", 1))
+    ),
+]
+
+
+def test_fields_that_may_exclude_text_in_other_places_make_rows_bad_by_name(tmp_path):
+    rows = write_rows(tmp_path / "rows.jsonl", [*(row for row, _ in PLACED), ONE])
+    val = (str(write_conversations(tmp_path / "val.jsonl", count=1)),)
+    made = prepared(rows, tmp_path, on_bad_row="skip", max_bad_rows=200, split=None, val=val)
+    counts = {entry.reason: entry.count for entry in made.manifest.skipped}
+    assert counts == Counter(reason for _, reason in PLACED)
+    assert made.manifest.splits["train"].documents == 1
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        (ONE | {"loss_mask": [0, 1]}, "has 'loss_mask' beside the turns, which is not read"),
+        (with_flag(ONE, {"train": 0}, "assistant part"), "has 'train' in a content part, which"),
+        (
+            with_flag(ONE, {"loss": True}, "user"),
+            "has 'loss' in turn 2, but only assistant turns count",
+        ),
+    ],
+    ids=["row", "part", "user"],
+)
+def test_a_misplaced_field_is_named(tmp_path, row, said):
+    with pytest.raises(DataError, match=f"line 1 {said}"):
+        prepared(write_rows(tmp_path / "rows.jsonl", [row]), tmp_path)
+
+
+def test_fields_that_exclude_nothing_go_on(tmp_path):
+    yes = [{name: 1} for name in (*MASK_FIELDS[:6], "loss_mask")]
+    yes += [{"train": True}, {"masked": False}, {"ignore": None, "weight": None}]
+    found = [row | flag for flag in yes for row in (ONE, ALPACA)]
+    found += [
+        with_flag(ONE, {"train": False}, "user"),
+        with_flag(ONE, {"train": None}, "user part"),
+    ]
+    rows = write_rows(tmp_path / "rows.jsonl", found)
+    val = (str(write_conversations(tmp_path / "val.jsonl", count=1)),)
+    made = prepared(rows, tmp_path, split=None, val=val)
+    texts = [shown(made.path, index=index) for index in range(len(found))]
+    assert {re.findall("«(.*?)\\[", text)[0] for text in texts} == {"It is 0."}
+
+
+def test_a_column_beside_the_turns_of_a_table_is_read(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    table = pyarrow.Table.from_pylist([ONE | {"train": False}])
+    parquet.write_table(table, tmp_path / "rows.parquet")
+    with pytest.raises(DataError, match="has 'train' beside the turns"):
+        prepared(tmp_path / "rows.parquet", tmp_path)
 
 
 CALLS = (
