@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection
 from typing import TypeGuard
 
@@ -101,6 +102,12 @@ def unknown_key(key: str, value: object, known: list[str]) -> ConfigError:
 
     Another tool's key is answered with its counterpart for the value, never with a similar name.
     """
+    if key in known:  # a recipe has it in one piece
+        written = f"{key.replace('.', ': {')}: {json.dumps(value, default=str)}"
+        return ConfigError(
+            f"There is no config key {key!r}.",
+            fix=f"Put it in its section: `{written}{'}' * key.count('.')}`.",
+        )
     section, _, last = key.rpartition(".")
     siblings = {
         name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == section

@@ -118,6 +118,13 @@ a key of another tool
         ("'optim'",),
         lambda w: w.write("odd.yaml", "optimm: {lr: 1}\n"),
     ),
+    Case(
+        "a dotted key in a recipe",
+        "train odd.yaml",
+        ("odd.yaml", "'train.steps'"),
+        ("train: {steps: 10}",),
+        lambda w: w.write("odd.yaml", "train.steps: 10\n"),
+    ),
     *table("""
 a misspelt key of the model
     train my.yaml model.num_layer=2

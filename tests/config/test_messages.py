@@ -158,3 +158,26 @@ def test_all_unknown_keys_are_answered_at_once(tmp_path):
         assert answer in refused.value.fix
     with pytest.raises(ConfigError, match=r"no config keys data\.pth, log\.evry\."):
         load_config(None, ["data.pth=x", "log.evry=3"])
+
+
+@pytest.mark.parametrize(
+    ("line", "written"),
+    [
+        ("train.steps: 10", "train: {steps: 10}"),
+        ("log.tags: [a, b]", 'log: {tags: ["a", "b"]}'),
+        ("train.deterministic: true", "train: {deterministic: true}"),
+        ("optim.lr: 3e-4", "optim: {lr: 0.0003}"),
+        ("train.device: cpu", 'train: {device: "cpu"}'),
+        ("optim: {lr: 1}\ntrain.steps: 10\nlog.every: 5", "train: {steps: 10}`. log.every"),
+    ],
+)
+def test_a_dotted_key_of_a_recipe_is_answered_with_its_section(tmp_path, line, written):
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(f"{line}\n")
+    with pytest.raises(ConfigError) as refused:
+        load_config(recipe)
+    assert written in refused.value.fix
+    assert "Did you mean" not in refused.value.fix
+    if "\n" not in line:
+        recipe.write_text(f"{written}\n")
+        load_config(recipe)
