@@ -28,8 +28,11 @@ def content():
 
 @pytest.fixture
 def hub(content):
-    """Serve a hub with one usable repository, `org/small`; `asked` lists the requested paths."""
-    asked = []
+    """Serve a hub with one usable repository, `org/small`, of `files`.
+
+    `asked` lists the requested paths.
+    """
+    asked, files = [], {"tokenizer.json": content}
 
     class Handler(BaseHTTPRequestHandler):
         def do_HEAD(self):
@@ -43,21 +46,20 @@ def hub(content):
                 code, error = 404, "RepoNotFound"
             elif revision not in ("main", COMMIT):
                 code, error = 404, "RevisionNotFound"
-            elif repository == "org/empty" or file != "tokenizer.json":
+            elif repository == "org/empty" or file not in files:
                 code, error = 404, "EntryNotFound"
+            self.content = files[file] if code == 200 else b""
             self.send_response(code)
             if error:
                 self.send_header("X-Error-Code", error)
             self.send_header("X-Repo-Commit", COMMIT)
-            self.send_header("ETag", f'"{hashlib.sha256(content).hexdigest()}"')
-            self.send_header("Content-Length", str(len(content) if code == 200 else 0))
+            self.send_header("ETag", f'"{hashlib.sha256(self.content).hexdigest()}"')
+            self.send_header("Content-Length", str(len(self.content)))
             self.end_headers()
-            self.sent = code == 200
 
         def do_GET(self):
             self.do_HEAD()
-            if self.sent:
-                self.wfile.write(content)
+            self.wfile.write(self.content)
 
         def log_message(self, *arguments):
             pass
@@ -65,7 +67,7 @@ def hub(content):
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
-    server.asked = asked
+    server.asked, server.files = asked, files
     server.address = f"http://127.0.0.1:{server.server_address[1]}"
     yield server
     server.shutdown()
@@ -146,11 +148,22 @@ def test_missing_package_is_reported(tmp_path, monkeypatch):
         tokenizer_file("org/small", cache=tmp_path)
 
 
-def test_tokenizer_is_made_from_a_repository_name(hub, tmp_path, monkeypatch, content):
+@pytest.fixture
+def uses_hub(hub, tmp_path, monkeypatch):
     for function in (tokenizer_file, repository_file):
         local = partial(function, cache=tmp_path, endpoint=hub.address)
         monkeypatch.setattr(tokenizer_module, function.__name__, local)
     monkeypatch.chdir(tmp_path)
+
+
+def test_the_end_of_text_of_a_repository_is_the_one_that_its_files_state(hub, uses_hub):
+    hub.files |= {"generation_config.json": b'{"eos_token_id": [5, 6]}', "config.json": b"{}"}
+    assert make_tokenizer("org/small", lambda limit: TEXTS).eot_id == 5
+    assert any(path.endswith("/generation_config.json") for path in hub.asked)
+    assert not any(path.endswith("/config.json") for path in hub.asked), "it is not needed"
+
+
+def test_tokenizer_is_made_from_a_repository_name(uses_hub, tmp_path, content):
     tokenizer = make_tokenizer("org/small", lambda limit: TEXTS)
     assert tokenizer.name == "small"
     assert tokenizer.vocab_size == 1 + max(
