@@ -89,7 +89,8 @@ class HuggingFaceTokenizer(Tokenizer):
         """Return the tokenizer of a parsed tokenizer.json.
 
         Its end-of-text token is the one of the given name, else the one that a file beside it
-        states, else the first of the usual ones.
+        states, else the first of the usual ones. An id that such a file states counts if it is that
+        of an added token.
 
         Raises: DataError when it is not one, or has no such token.
         """
@@ -100,13 +101,16 @@ class HuggingFaceTokenizer(Tokenizer):
         token = file.end_of_text or named.get("eos_token") or usual
         if file.stated and not file.end_of_text:
             path, key, value = file.stated
-            names = {index: name for name, index in vocabulary.items()}
-            token = names.get(value) if isinstance(value, int) else value
-            if token not in vocabulary:
-                raise DataError(
-                    f"{path} has the {key} {value!r}, but {file.name} has no such token.",
-                    fix="Correct it, or name the end-of-text token with --end-of-text NAME.",
-                )
+            if isinstance(value, int):  # of a model's config, where it may be a default
+                entries = definition.get("added_tokens") or []
+                token = next((e["content"] for e in entries if e.get("id") == value), token)
+            else:
+                token = value
+                if token not in vocabulary:
+                    raise DataError(
+                        f"{path} has the {key} {value!r}, but {file.name} has no such token.",
+                        fix="Correct it, or name the end-of-text token with --end-of-text NAME.",
+                    )
         if token not in vocabulary:
             guess = nearest(token, vocabulary) if token else None
             raise DataError(

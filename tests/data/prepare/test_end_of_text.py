@@ -68,6 +68,8 @@ GENERATION, MODEL = "generation_config.json", "config.json"
         ({GENERATION: {"eos_token_id": [IM_END]}, MODEL: {"eos_token_id": START}}, IM_END),
         ({TOKENIZER: {"eos_token": None}, GENERATION: {"eos_token_id": None}}, ENDOFTEXT),
         ({GENERATION: {"eos_token_id": []}, MODEL: {"eos_token_id": START}}, START),
+        ({MODEL: {"eos_token_id": 999}}, ENDOFTEXT),
+        ({MODEL: {"eos_token_id": 0}}, ENDOFTEXT),
     ],
     ids=str,
 )
@@ -89,7 +91,6 @@ def write_files(folder, files):
     [
         (TOKENIZER, "eos_token", "<|nope|>"),
         (MAP, "eos_token", "<|nope|>"),
-        (MODEL, "eos_token_id", 999),
     ],
 )
 def test_an_end_of_text_that_the_vocabulary_lacks_is_an_error(tmp_path, name, key, value):

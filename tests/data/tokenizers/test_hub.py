@@ -157,8 +157,15 @@ def uses_hub(hub, tmp_path, monkeypatch):
 
 
 def test_the_end_of_text_of_a_repository_is_the_one_that_its_files_state(hub, uses_hub):
-    hub.files |= {"generation_config.json": b'{"eos_token_id": [5, 6]}', "config.json": b"{}"}
-    assert make_tokenizer("org/small", lambda limit: TEXTS).eot_id == 5
+    document = json.loads(hub.files["tokenizer.json"])
+    end = document["added_tokens"][-1] | {"id": 269, "content": "<stop>"}
+    document["added_tokens"].append(end)
+    hub.files |= {
+        "tokenizer.json": json.dumps(document).encode(),
+        "generation_config.json": b'{"eos_token_id": [269, 6]}',
+        "config.json": b"{}",
+    }
+    assert make_tokenizer("org/small", lambda limit: TEXTS).eot_id == 269
     assert any(path.endswith("/generation_config.json") for path in hub.asked)
     assert not any(path.endswith("/config.json") for path in hub.asked), "it is not needed"
 
