@@ -91,7 +91,7 @@ class TrainResult(Result):
     It has tokens_per_s, wall_s and peak_gib (null: unknown), and where they come from. Null in
     runs of earlier versions."""
     weights_sha256: str
-    """Digest of the final weights: equal runs have equal digests."""
+    """Digest of the files of the final weights: equal runs of as many processes have equal ones."""
 
     def summary(self) -> str:
         """Return the last sample, the loss curve and the metrics of the run."""
