@@ -29,7 +29,7 @@ from flatout.display import (
     plain,
 )
 from flatout.errors import MissingPackage
-from flatout.measure.diagnose.diagnosis import Finding, in_words
+from flatout.measure.diagnose.diagnosis import in_words
 from flatout.measure.report.curves import INTERVALS, RunData
 from flatout.measure.runlog import typical
 from flatout.storage.json_io import is_finite
@@ -220,7 +220,7 @@ def _by_run(runs: Sequence[RunData], rows: Sequence[Row]) -> Table:
     return Table([Column(""), *(Column(run.name) for run in runs)], rows)
 
 
-def _finding(finding: Finding) -> str:
+def _finding(finding: Any) -> str:
     figures = [
         in_words(name, value) for name, value in finding.figures.items() if value is not None
     ]
