@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -17,17 +18,15 @@ from flatout.assembly.prediction import (
     GIB,
     MemoryPrediction,
     TimePrediction,
-    gains_here,
     past_run,
     predict_time,
     runs_here,
     speedups_on,
 )
 from flatout.assembly.preflight import open_dataset, require_machine
-from flatout.assembly.recipe import Speedup, divisors
+from flatout.assembly.recipe import divisors
 from flatout.assembly.resolve import (
     checkpointing_notes,
-    flops_per_token,
     known_peak,
     resolve,
     workload_of,
@@ -96,18 +95,24 @@ def make_plan(
     notes = [*filter(None, (note, target.network_note())), *checkpointing_notes(decisions)]
     if problem:
         notes.append(f"The memory cannot be predicted: {problem}")
-    batches = []
+    batches, others = [], (config.batch.accumulate or 1) * target.world_size
     for each in rows:
+        values = {"batch.rows_per_device": each}
+        per_step = {"batch.tokens_per_step": each * others * config.data.seq_len}
         with progress.task(f"Planning {each:,} rows"):
-            batches.append(micro_batch(target, config, decisions, each))
+            fields = target.alternative(values, config.with_values(values | per_step), decisions)
+        batches.append(Alternative(**fields))
     steps = config.train.steps
     if steps is None:
         notes.append("The length is not known: set train.steps or train.tokens, or name a dataset.")
     fits, largest, changes = target.fits(memory), None, list[Change]()
     if memory and target.capacity:
         with progress.task("Trying what fits"):
-            largest = rows_that_fit(config, memory, target.capacity)
-            changes = [] if fits else changes_of(target, requested, config, memory, largest)
+            reserved = memory.reserved / max(memory.allocated, 1)
+            free = max(int((target.capacity.free - memory.context) / reserved), 0)
+            largest = most_rows(workload_of(config), free)
+            need_gib = memory.total / GIB
+            changes = [] if fits else changes_of(target, requested, config, need_gib, largest)
     if fits is False:  # a run without room has no rate
         time = TimePrediction(None, None, None, "none: it does not fit", None)
     peak, row = target.peak(config), target.machine.row
@@ -262,6 +267,14 @@ class Target:
             "source": time.source,
         }
 
+    def alternatives(
+        self, requested: RunConfig, tried: Iterable[dict[str, Any]]
+    ) -> Iterator[dict[str, Any]]:
+        """Yield `alternative` for each of the values in turn, unless the run is rejected there."""
+        for values in tried:
+            with suppress(FlatoutError):
+                yield self.alternative(values, *self.resolve(requested.with_values(values)))
+
 
 def meshes(target: Target, requested: RunConfig) -> list[Alternative]:
     """Return arrangements of several processes, the fastest that fit first, unless one is set.
@@ -273,41 +286,21 @@ def meshes(target: Target, requested: RunConfig) -> list[Alternative]:
         return []
     world, each = target.world_size, min(target.machine.gpus_per_node, target.world_size)
     contexts = [1] if requested.data.seq_len < LONG else [1, 2, 4, 8]
-    found = []
-    for shard, context, tensor in product(sorted({1, each, world}), contexts, sorted({1, each})):
-        if (context > 1 or tensor > 1) and (shard == 1 or shard % context):
-            continue
-        if context > 1 and tensor > 1:
-            continue
-        sizes = {"shard": shard // tensor, "context": context, "tensor": tensor}
-        values = {f"parallel.{name}": size for name, size in sizes.items() if size > 1}
-        values = values or {"parallel.shard": 1}
-        try:
-            resolved = target.resolve(requested.with_values(values))
-        except FlatoutError:  # this mesh divides neither the model nor the batch
-            continue
-        found.append(Alternative(**target.alternative(values, *resolved)))
+    tried = [
+        {"parallel.shard": shard // tensor, "parallel.context": context, "parallel.tensor": tensor}
+        for shard, context, tensor in product(sorted({1, each, world}), contexts, sorted({1, each}))
+        if 1 in (context, tensor) and (context * tensor == 1 or (shard > 1 and not shard % context))
+    ]
+    only = [
+        {key: size for key, size in values.items() if size > 1} or {"parallel.shard": 1}
+        for values in tried
+    ]
+    found = [Alternative(**fields) for fields in target.alternatives(requested, only)]
     return sorted(found, key=lambda mesh: (-(mesh.tokens_per_s or 0.0), mesh.need_gib or 0.0))
 
 
-def micro_batch(
-    target: Target, config: RunConfig, decisions: Sequence[Decision], rows: int
-) -> Alternative:
-    """Return what a micro-batch of `rows` needs, and its rate if it fits."""
-    per_step = rows * (config.batch.accumulate or 1) * config.data.seq_len * target.world_size
-    values = {"batch.rows_per_device": rows}
-    config = config.with_values(values | {"batch.tokens_per_step": per_step})
-    return Alternative(**target.alternative(values, config, decisions))
-
-
-def rows_that_fit(config: RunConfig, memory: MemoryPrediction, capacity: Capacity) -> int:
-    """Return the most rows that fit beside what the allocator and the process take."""
-    reserved = memory.reserved / max(memory.allocated, 1)
-    return most_rows(workload_of(config), max(int((capacity.free - memory.context) / reserved), 0))
-
-
 def changes_of(
-    target: Target, requested: RunConfig, config: RunConfig, memory: MemoryPrediction, largest: int
+    target: Target, requested: RunConfig, config: RunConfig, need_gib: float, largest: int
 ) -> list[Change]:
     """Return the changes that save memory: those that fit first, then those that need least.
 
@@ -315,46 +308,37 @@ def changes_of(
     """
     workload, batch = workload_of(config), config.batch
     rows, accumulate = int(batch.rows_per_device), batch.accumulate or 1
-    step = {
+    pinned = {
         "batch.tokens_per_step": batch.tokens_per_step,
         "batch.rows_per_device": rows,
         "batch.accumulate": accumulate,
     }
-    gains = gains_here(
-        target.machine, target.device, target.cache, partial(flops_per_token, config)
-    )
+    savers = [speedup for speedup in all_speedups() if TOUCH_MEMORY & speedup.fills.keys()]
+    words = [adding(requested.speedups, [speedup.name]) for speedup in savers]
+    weak = {
+        f"speedups={word}"
+        for word, speedup in zip(words, savers, strict=True)
+        if speedup.tolerance.kind == "statistical"
+    }
     leanest = workload.model_class.leanest(workload.model_config)
-    tried: list[tuple[dict[str, Any], Speedup | None]] = [
-        ({"speedups": adding(requested.speedups, [speedup.name])}, speedup)
-        for speedup in all_speedups()
-        if TOUCH_MEMORY & speedup.fills.keys()
-    ]
-    tried.append(({f"model.{key}": value for key, value in leanest.items()}, None))
+    tried: list[dict[str, Any]] = [{"speedups": word} for word in words]
+    tried.append({f"model.{key}": value for key, value in leanest.items()})
     if fewer := next(divisors(rows * accumulate, min(largest, rows - 1)), None):
         accumulate = rows * accumulate // fewer
-        tried.append(({"batch.rows_per_device": fewer, "batch.accumulate": accumulate}, None))
+        tried.append({"batch.rows_per_device": fewer, "batch.accumulate": accumulate})
     if workload.num_shards == 1:
-        tried.append(({"parallel.shard": target.world_size}, None))
+        tried.append({"parallel.shard": target.world_size})
     if workload.on_gpu and not workload.offloads:
-        tried.append(({"parallel.offload": "cpu"}, None))
-    found, whole_gib = [], memory.total / GIB
-    for values, added in tried:
-        try:
-            resolved = target.resolve(requested.with_values(step | values))
-        except FlatoutError:  # it cannot run there
-            continue
-        fields = target.alternative(values, *resolved)
-        if (fields["need_gib"] or whole_gib) >= (1 - LEAST_SAVING) * whole_gib:
-            continue
-        gain = gains.get(added.name) if added else None
-        is_weak = added is not None and added.tolerance.kind == "statistical"
-        change = Change(
+        tried.append({"parallel.offload": "cpu"})
+    found = [
+        Change(
             **fields,
-            saves_gib=whole_gib - fields["need_gib"],
-            speed=f"measured: {gain.describe()}" if gain else "not measured",
-            tolerance="different, equal in the mean" if is_weak else None,
+            saves_gib=need_gib - fields["need_gib"],
+            tolerance="different, equal in the mean" if weak & {*fields["overrides"]} else None,
         )
-        found.append(change)
+        for fields in target.alternatives(requested.with_values(pinned), tried)
+        if fields["need_gib"] and fields["need_gib"] < (1 - LEAST_SAVING) * need_gib
+    ]
     return sorted(found, key=lambda change: (not change.fits, change.need_gib))
 
 

@@ -63,8 +63,6 @@ class Change(Alternative):
     """One change to a run that needs less memory."""
 
     saves_gib: Annotated[float, Show("saves GiB", ",.2f")]
-    speed: Annotated[str, Show("speed", unknown="not measured")]
-    """What its speedup gained in a measurement on this hardware."""
     tolerance: Annotated[str | None, Show("losses", unknown="")]
     """The loss tolerance of its speedup, if it is weaker than rounding."""
 
