@@ -179,15 +179,6 @@ def test_epochs_that_are_quick_share_a_line_and_the_last_one_always_has_one(term
     ]
 
 
-def test_the_rate_is_the_median_of_the_latest_records(terminal):
-    for rates, median in (([4, 4, 4, 1], "8,192"), ([1, 1, 1, 4, 4, 4], "8,192")):
-        report = RunReport(terminal)
-        report.on_start(run_at(0, last_step=100))
-        follow(report, range(1, 9), 100, [window(i + 1, r) for i, r in enumerate([99, *rates])])
-        assert f"{median} tokens/s" in line_of(terminal)
-        report.on_end({})
-
-
 def test_evaluations_and_epochs_print_a_line_each(terminal):
     report = RunReport(terminal)
     start = {"event": "resume", "step": 0, "last_step": 32, "from_checkpoint": "a", "epochs": 2.0}
@@ -250,20 +241,6 @@ def test_recompilation_is_reported_once_and_graph_breaks_with_their_reason(termi
         "Recompiled at step 12, 31 s: size mismatch at index 1. Further recompilations are only "
         "counted."
     )
-
-
-def test_an_interactive_terminal_wraps_lines_at_spaces():
-    terminal = Terminal(
-        Console(file=io.StringIO(), width=40, force_terminal=True, color_system=None)
-    )
-    terminal.say("Training 1.2 M parameters on cpu (torch sees no GPU): AMD EPYC, 2 cores")
-    terminal.say("  off  compile          short runs do not pay back the minutes")
-    assert text_of(terminal).splitlines() == [
-        "Training 1.2 M parameters on cpu (torch",
-        "  sees no GPU): AMD EPYC, 2 cores",
-        "  off  compile          short runs do",
-        "       not pay back the minutes",
-    ]
 
 
 def test_a_run_in_a_notebook_ends_with_its_result(monkeypatch):

@@ -178,9 +178,3 @@ def test_a_phone_needs_no_sideways_scrolling(make_run, read, show):
     assert min(tab.page.evaluate("plots.map(plot => plot.view.frame.bbox.width)")) > 200
     assert tab.page.evaluate("plots[0].model.toolbar.active_drag") is None
     assert tab.wrong == []
-
-
-def test_a_page_without_records(make_run, read, show):
-    tab = show(read(make_run(records=[])))
-    assert tab.wrong == []
-    assert "no records yet" in tab.page.inner_text("#notes")
