@@ -19,7 +19,7 @@ from rich.text import Text
 from flatout.cli.terminal.closing import closing_facts, indented
 from flatout.cli.terminal.lines import OpenTask, Terminal, clean
 from flatout.display import age, amount, duration, rate
-from flatout.progress import counted, readable_size
+from flatout.progress import counted
 from flatout.storage.json_io import JsonObject
 from flatout.storage.streams import can_show, wrapped
 
@@ -303,7 +303,7 @@ def event_line(event: JsonObject) -> str | None:
         case "sample":
             return f"Sample at step {event['step']:,}:\n{indented(event['text'])}"
         case "upload":
-            size = readable_size(event["bytes"])
+            size = amount(event["bytes"], "bytes")
             return f"Sent step {event['step']:,} to {event['url']}: {size}"
         case "upload_failed" if "fix" in event:
             return (

@@ -10,7 +10,7 @@ import datetime
 import hashlib
 import importlib.util
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from importlib import resources
@@ -38,8 +38,10 @@ MARK = "<!doctype html><!-- flatout report -->"
 """The first characters of a report, by which a file is known as one."""
 MAX_EVENTS, MAX_SAMPLES = 500, 50
 """Events and samples of one run in the page: the last ones."""
-LONGEST_TEXT, LONGEST_LINE = 20_000, 200
-"""Characters of one text of a run that the page shows, and of one event."""
+LONGEST_TEXT = 20_000
+"""Characters of one text of a run that the page shows."""
+HIDDEN = {"event", "time", "step", "wall_s", "environment"}
+"""Fields of an event that are not among its details."""
 Row = tuple[str, ...]
 
 
@@ -155,7 +157,7 @@ def _resource(name: str) -> str:
 
 
 def above(runs: Sequence[RunData]) -> Iterator[PageSection]:
-    """Yield the sections above the charts: changes, differences, results, notes."""
+    """Yield the sections above the charts: changes, differences, results."""
     several = len(runs) > 1
     for run in runs:
         if run.changes:
@@ -168,12 +170,12 @@ def above(runs: Sequence[RunData]) -> Iterator[PageSection]:
         notes = [*comparability(runs), *([] if different else [nothing])]
         yield PageSection("differences", "Differences", html(Display(tables=tables, notes=notes)))
     reached = results(runs)
-    values = [] if several else [(label, cell) for label, cell, *_ in reached]
-    tables = [_by_run(runs, reached)] if several else []
-    yield PageSection("results", "Results", html(Display(values=values, tables=tables)))
-    notes = [f"{run.name}: {note}" if several else note for run in runs for note in run.notes]
-    if notes:
-        yield PageSection("notes", "Notes", html(Display(notes=notes)))
+    shown = Display(
+        values=[] if several else [(label, cell) for label, cell, *_ in reached],
+        tables=[_by_run(runs, reached)] if several else [],
+        notes=[f"{run.name}: {note}" if several else note for run in runs for note in run.notes],
+    )
+    yield PageSection("results", "Results", html(shown))
 
 
 def below(runs: Sequence[RunData]) -> Iterator[PageSection]:
@@ -200,12 +202,18 @@ def below(runs: Sequence[RunData]) -> Iterator[PageSection]:
             yield PageSection("samples", f"Samples{of_run}", body)
         if run.events:
             rows = [
-                (known(event.get("wall_s"), duration), described(event))
+                (
+                    known(event.get("wall_s"), duration),
+                    plain(event.get("step")),
+                    str(event["event"]),
+                    cut(plain({name: each for name, each in event.items() if name not in HIDDEN})),
+                )
                 for event in run.events[-MAX_EVENTS:]
             ]
             earlier = len(run.events) - len(rows)
             notes = [f"{earlier:,} earlier events are in events.jsonl."] if earlier else []
-            table = Table([Column("since the start"), Column("event")], rows)
+            columns = [Column(label) for label in ("since the start", "step", "event", "details")]
+            table = Table(columns, rows)
             body = html(Display(tables=[table], notes=notes))
             yield PageSection("events", f"Events{of_run}", body, is_folded=True)
     every = settings(runs)
@@ -310,12 +318,3 @@ def settings(runs: Sequence[RunData]) -> list[Row]:
     ]
     names = dict.fromkeys(key for each in every for key in each)
     return [(name, *(setting(each.get(name)) for each in every)) for name in names]
-
-
-def described(event: Mapping[str, Any]) -> str:
-    """Return one line about an event: its step, its kind and its other fields."""
-    hidden = {"event", "time", "step", "wall_s", "environment"}
-    fields = {name: value for name, value in event.items() if name not in hidden and value}
-    step = f"step {event['step']:,}: " if is_finite(event.get("step")) else ""
-    text = " ".join(f"{step}{event['event']}: {plain(fields)}".split())
-    return text if len(text) <= LONGEST_LINE else text[: LONGEST_LINE - 3] + "..."

@@ -10,7 +10,7 @@ import pytest
 
 from flatout.measure.diagnose.diagnosis import Finding, Fix, diagnosis_of
 from flatout.measure.report import page
-from flatout.measure.report.page import LONGEST_LINE, LONGEST_TEXT, described, known, setting
+from flatout.measure.report.page import LONGEST_TEXT, known, setting
 from flatout.measure.steps.evidence import CallSite, Evidence
 
 
@@ -129,11 +129,8 @@ def test_many_events_are_counted(make_run, read):
     events = [{"event": "skip", "step": step} for step in range(page.MAX_EVENTS + 7)]
     shown = text_of(read(make_run(events=events)))
     assert "7 earlier events are in events.jsonl." in shown
-    assert "step 506: skip" in shown
-    assert "step 6: skip" not in shown
-
-
-def test_a_description_of_an_event_is_one_short_line():
-    event = {"event": "save", "step": 1_000, "path": "checkpoints/step-1000", "text": "a\nb"}
-    assert described(event) == "step 1,000: save: path checkpoints/step-1000, text a b"
-    assert len(described({"event": "skip", "reason": "x" * 1000})) == LONGEST_LINE
+    assert "– 506 skip" in shown
+    assert "– 6 skip" not in shown
+    save = {"event": "save", "step": 1_000, "wall_s": 9.0, "path": "checkpoints/step-1000"}
+    shown = text_of(read(make_run("save", events=[save])))
+    assert "9.0 s 1,000 save path checkpoints/step-1000" in shown
