@@ -200,7 +200,8 @@ def below(runs: Sequence[RunData]) -> Iterator[PageSection]:
                 for event in samples[-MAX_SAMPLES:]
             )
             yield PageSection("samples", f"Samples{of_run}", body)
-        if run.events:
+        events = [event for event in run.events if event["event"] != "sample"]
+        if events:
             rows = [
                 (
                     known(event.get("wall_s"), duration),
@@ -208,9 +209,9 @@ def below(runs: Sequence[RunData]) -> Iterator[PageSection]:
                     str(event["event"]),
                     cut(plain({name: each for name, each in event.items() if name not in HIDDEN})),
                 )
-                for event in run.events[-MAX_EVENTS:]
+                for event in events[-MAX_EVENTS:]
             ]
-            earlier = len(run.events) - len(rows)
+            earlier = len(events) - len(rows)
             notes = [f"{earlier:,} earlier events are in events.jsonl."] if earlier else []
             columns = [Column(label) for label in ("since the start", "step", "event", "details")]
             table = Table(columns, rows)
