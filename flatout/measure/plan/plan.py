@@ -79,12 +79,11 @@ def make_plan(
     Raises: UsageError, also when the vocabulary size is not known.
     """
     require_weights(requested.lora, requested.train.init_from)
-    place = target_machine(requested, machine)
-    dataset, note = find_data(requested, progress)
+    place, (dataset, note) = target_machine(requested, machine), find_data(requested, progress)
     target = Target(*place, dataset, cache)
     found = meshes(target, requested) if machine is not None else []
-    chosen = [key.split("=") for each in found[:1] for key in each.overrides]
-    requested = requested.with_values(dict(chosen))
+    chosen = dict(key.split("=") for mesh in found[:1] for key in mesh.overrides)
+    requested = requested.with_values(chosen)
     with progress.task("Resolving the configuration"):
         config, decisions = target.resolve(requested)
     target = replace(target, context=psutil.Process().memory_info().rss)
@@ -108,11 +107,8 @@ def make_plan(
     fits, largest, changes = target.fits(memory), None, list[Change]()
     if memory and target.capacity:
         with progress.task("Trying what fits"):
-            reserved = memory.reserved / max(memory.allocated, 1)
-            free = max(int((target.capacity.free - memory.context) / reserved), 0)
-            largest = most_rows(workload_of(config), free)
-            need_gib = memory.total / GIB
-            changes = [] if fits else changes_of(target, requested, config, need_gib, largest)
+            largest = rows_that_fit(config, memory, target.capacity)
+            changes = [] if fits else changes_of(target, requested, config, memory, largest)
     if fits is False:  # a run without room has no rate
         time = TimePrediction(None, None, None, "none: it does not fit", None)
     peak, row = target.peak(config), target.machine.row
@@ -299,14 +295,20 @@ def meshes(target: Target, requested: RunConfig) -> list[Alternative]:
     return sorted(found, key=lambda mesh: (-(mesh.tokens_per_s or 0.0), mesh.need_gib or 0.0))
 
 
+def rows_that_fit(config: RunConfig, memory: MemoryPrediction, capacity: Capacity) -> int:
+    """Return the most rows that fit beside what the allocator and the process take."""
+    reserved = memory.reserved / max(memory.allocated, 1)
+    return most_rows(workload_of(config), max(int((capacity.free - memory.context) / reserved), 0))
+
+
 def changes_of(
-    target: Target, requested: RunConfig, config: RunConfig, need_gib: float, largest: int
+    target: Target, requested: RunConfig, config: RunConfig, memory: MemoryPrediction, largest: int
 ) -> list[Change]:
     """Return the changes that save memory: those that fit first, then those that need least.
 
     `largest` is the largest micro-batch that fits.
     """
-    workload, batch = workload_of(config), config.batch
+    workload, batch, need_gib = workload_of(config), config.batch, memory.total / GIB
     rows, accumulate = int(batch.rows_per_device), batch.accumulate or 1
     pinned = {
         "batch.tokens_per_step": batch.tokens_per_step,
