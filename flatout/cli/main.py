@@ -35,6 +35,7 @@ from flatout.errors import (
     Terminated,
     UntrustedCode,
     UsageError,
+    kind_of,
     on_one_line,
     require_posix,
     signal_of,
@@ -387,5 +388,6 @@ def _fail(error: FlatoutError, as_json: bool) -> int:
     print(wrapped(text, columns()) if sys.stderr.isatty() else text, file=sys.stderr)
     if as_json and rank == "0":
         answer = {"error": error.what, "fix": error.fix, "exit_code": error.exit_code}
+        answer["kind"] = kind_of(error)
         write_output(lambda: print(json.dumps(answer)))
     return error.exit_code

@@ -27,11 +27,9 @@ from flatout.distributed.rendezvous import silence_profiler
 from flatout.distributed.spinning import spin_less_beside_others
 from flatout.errors import ConfigError
 from flatout.hardware.machine import fingerprint
-from flatout.measure.experiments.bench import claim
-from flatout.measure.experiments.resolving import resolve_here
-from flatout.measure.experiments.schedule import require_one_process
-from flatout.measure.experiments.trial import QUIET
+from flatout.measure.output import claim
 from flatout.measure.profile.result import PHASES, Profile
+from flatout.measure.resolving import resolve_here
 from flatout.measure.steps.steady import is_steady
 from flatout.measure.steps.trace import (
     PREFIX,
@@ -43,6 +41,7 @@ from flatout.measure.steps.trace import (
     read_trace,
 )
 from flatout.measure.steps.windows import unprofiled
+from flatout.measure.trial import QUIET, require_one_process
 from flatout.progress import SILENT, Progress
 from flatout.storage.files import CheckedFile, write_text, writing_run
 from flatout.training.loop import fit

@@ -1,0 +1,146 @@
+"""Resolves a recipe on this machine as `train` does.
+
+On a GPU that creates a context, which would take memory from the trials. The process that starts
+the trials therefore resolves the recipe in another process, which ends afterwards.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from flatout.assembly.preflight import open_dataset
+from flatout.assembly.recipe import uses_gpu
+from flatout.assembly.resolve import resolve
+from flatout.assembly.run import Run, build
+from flatout.assembly.selection import Decision, adding, parse_request, speedup_named
+from flatout.config.schema import RunConfig
+from flatout.data.store.mix import AnyDataset
+from flatout.distributed.mesh import make_mesh
+from flatout.distributed.spinning import spin_less_beside_others
+from flatout.errors import RunFailed, UsageError
+from flatout.hardware.machine import Machine, pick_device, probe
+from flatout.progress import SILENT, Progress
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A resolved recipe, with its machine and dataset."""
+
+    config: RunConfig
+    decisions: list[Decision]
+    machine: Machine
+    dataset: AnyDataset
+    additions: Mapping[str, Sequence[str] | str] = field(default_factory=dict)
+    """For each speedup that `auto` leaves off: the set with it added, or why it cannot be added."""
+
+    @property
+    def speedups(self) -> list[str]:
+        """The speedups that are on."""
+        return [decision.name for decision in self.decisions if decision.on]
+
+    def build(self, config: RunConfig, folder: Path) -> Run:
+        """Return the run of this recipe with the settings of `config`."""
+        return build(
+            config,
+            machine=self.machine,
+            mesh=make_mesh(config.parallel, config.train.device),
+            dataset=self.dataset,
+            folder=folder,
+            decisions=self.decisions,
+        )
+
+
+Chosen = tuple[RunConfig, list[Decision], dict[str, list[str] | str]]
+"""A resolved configuration, every speedup, on or off, and `Resolved.additions`."""
+
+
+def resolve_here(requested: RunConfig, cache: Path | None = None) -> Resolved:
+    """Resolve a recipe for one process on this machine.
+
+    `cache` has the gains measured on this hardware, which `auto` uses. None for no gains.
+
+    Raises: UsageError when it cannot run here.
+    """
+    machine = probe()
+    device, _ = pick_device(requested.train.device, machine)
+    on_device = requested.with_values({"train.device": device})
+    return _resolve(on_device, machine, open_dataset(requested), cache)
+
+
+def _resolve(
+    config: RunConfig, machine: Machine, dataset: AnyDataset, cache: Path | None
+) -> Resolved:
+    resolved = resolve(config, machine=machine, dataset=dataset, world_size=1, cache=cache)
+    return Resolved(*resolved, machine, dataset)
+
+
+def choose(requested: RunConfig, cache: Path | None = None) -> Chosen:
+    """Resolve a recipe, and then again for each speedup that is off, with it added.
+
+    Raises: UsageError when it cannot run here.
+    """
+    resolved = resolve_here(requested, cache)
+    is_open = parse_request(requested.speedups).auto
+    off = [decision.name for decision in resolved.decisions if is_open and not decision.on]
+    additions = {name: adding_one(name, requested, resolved, cache) for name in off}
+    return resolved.config, resolved.decisions, additions
+
+
+def adding_one(
+    name: str, requested: RunConfig, resolved: Resolved, cache: Path | None = None
+) -> list[str] | str:
+    """Return the speedups that are on after adding `name` and its needs, or why it cannot run."""
+    stated = requested.with_values({"train.device": resolved.config.train.device})
+    wanted = with_needs(name)
+    for part in wanted:
+        why_not = speedup_named(part).reason_against(resolved.machine, stated)
+        if why_not:
+            needed = "" if part == name else f" {part} cannot"
+            return f"cannot run here, because{needed}: {why_not}"
+    named = stated.with_values({"speedups": adding(requested.speedups, wanted)})
+    try:
+        return _resolve(named, resolved.machine, resolved.dataset, cache).speedups
+    except UsageError as error:
+        return f"cannot be added, because: {error.what}"
+
+
+def with_needs(name: str) -> list[str]:
+    """Return a speedup, followed by everything it needs."""
+    found = [name]
+    for part in found:  # it grows during the loop
+        found += [need for need in speedup_named(part).needs if need not in found]
+    return found
+
+
+def resolve_apart(
+    requested: RunConfig, cache: Path | None = None, progress: Progress = SILENT
+) -> Resolved:
+    """Return a resolved recipe with its `additions`, without using the GPU in this process.
+
+    On a CPU, other processes that use its cores are reported.
+    Raises: UsageError when it cannot run here; RunFailed when the other process died.
+    """
+    machine = probe()
+    with progress.task("Resolving the configuration"):
+        if uses_gpu(machine, requested):
+            apart = multiprocessing.get_context("spawn")
+            try:
+                with ProcessPoolExecutor(1, mp_context=apart) as pool:
+                    found = pool.submit(choose, requested, cache).result()
+            except BrokenProcessPool as error:
+                raise RunFailed(
+                    "The process that resolves the configuration died.",
+                    fix="Try the same recipe with `flatout train`.",
+                ) from error
+        else:
+            found = choose(requested, cache)
+        config, decisions, additions = found
+        dataset = open_dataset(requested)
+    if config.train.device == "cpu":
+        spin_less_beside_others(progress)
+    return Resolved(config, decisions, machine, dataset, additions)
