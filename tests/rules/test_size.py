@@ -20,7 +20,7 @@ ROOMS = {
     "cli": 35_000,
     "models": 24_600,
     "assembly": 20_000,
-    "config": 16_100,
+    "config": 10_500,
     "ops": 15_500,
     "inference": 13_700,
     "storage": 11_500,

@@ -1,0 +1,36 @@
+"""Print a recipe as YAML to copy."""
+
+from __future__ import annotations
+
+from flatout.cli.commands import Command, Overrides, RecipeName
+from flatout.config.documents import dump_yaml, read_text
+from flatout.config.registry import recipe_path
+from flatout.config.schema import RunConfig, load_config
+from flatout.config.signature import checked
+from flatout.storage.json_io import Result
+
+
+class Recipe(Result):
+    """A recipe as YAML."""
+
+    text: str
+    """The file's own text, or the keys that the recipe and the overrides set."""
+
+    def summary(self) -> str:
+        """Return the YAML."""
+        return self.text.rstrip()
+
+
+@checked
+def show(recipe: RecipeName, overrides: Overrides = None) -> Recipe:
+    """Print a recipe as YAML to copy, with overrides applied.
+
+    Raises: ConfigError for an unknown recipe, key or value.
+    """
+    config = load_config(recipe, overrides or ())
+    if not overrides and not isinstance(recipe, RunConfig):
+        return Recipe(text=read_text(recipe_path(recipe), "a recipe"))
+    return Recipe(text=dump_yaml(config.model_dump(mode="json", exclude_unset=True)))
+
+
+COMMAND = Command(show, example="flatout show gpt2-124m > my.yaml")
