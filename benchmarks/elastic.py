@@ -67,7 +67,7 @@ class Machine:
         self.start()
 
     def start(self) -> None:
-        """Start the agent, which is given the command of `flatout launch`, for one or two."""
+        """Start the agent, with the command of docs/clusters/torchrun.sh, for one or two."""
         folder, environment = self._folder, {"OMP_NUM_THREADS": "1"}
         environment |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         words = [

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from flatout.cli.commands.plan import plan
     from flatout.cli.commands.prepare import prepare
     from flatout.cli.commands.profile import profile
-    from flatout.cli.commands.push import push
     from flatout.cli.commands.report import report
     from flatout.cli.commands.runs import runs
     from flatout.cli.commands.train import train
@@ -81,7 +80,6 @@ __all__ = [
     "plan",
     "prepare",
     "profile",
-    "push",
     "report",
     "runs",
     "sample",
@@ -120,7 +118,6 @@ _HOMES = {
     "plan": "flatout.cli.commands.plan",
     "prepare": "flatout.cli.commands.prepare",
     "profile": "flatout.cli.commands.profile",
-    "push": "flatout.cli.commands.push",
     "report": "flatout.cli.commands.report",
     "runs": "flatout.cli.commands.runs",
     "sample": "flatout.cli.commands.generate:generate",

@@ -117,6 +117,12 @@ def name_for(noun: str, name: str, known: Collection[str]) -> str | None:
     return found if found in known else None
 
 
+def removed(what: str) -> str | None:
+    """Return what replaces a removed command (`launch`) or option (`diagnose --fix`), or None."""
+    found: str | None = _document()["removed"].get(what)
+    return found
+
+
 def value_for(key: str, value: object) -> Any:
     """Return what another tool's value of flatout's `key` is here, or None."""
     return _document()["values"].get(key, {}).get(str(value).lower())

@@ -71,9 +71,6 @@ a URL as --out of `export`
 a format that does not exist
     export first --to onnx
     'onnx' is not one of -> --to
-a push to a name that is not a repository
-    push first demo
-    'demo' does not name a repository -> ORG/NAME
 """),
     Case(
         "an export in place of a run",

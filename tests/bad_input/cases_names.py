@@ -171,6 +171,9 @@ a step without a checkpoint
 an empty text to stop at
     generate runs/first --stop ''
     --stop must not be empty -> remove it
+a command that was removed
+    launch slurm my.yaml
+    'launch' -> docs/clusters
 a directory of runs that does not exist
     runs rnus
     rnus -> flatout runs

@@ -10,10 +10,12 @@ import pytest
 import yaml
 
 from flatout.assembly.preflight import check_names
+from flatout.cli import main as cli
 from flatout.cli.parser import build, parse
 from flatout.config.documents import parse_yaml
 from flatout.config.messages import all_keys, unknown_key
 from flatout.config.registry import (
+    COMMANDS,
     DATASETS,
     MODELS,
     OPTIMIZERS,
@@ -22,7 +24,7 @@ from flatout.config.registry import (
     recipe_path,
 )
 from flatout.config.schema import RunConfig, load_config, validate
-from flatout.config.words import TABLE, listings, name_for, value_for, word_for, words
+from flatout.config.words import TABLE, listings, name_for, removed, value_for, word_for, words
 from flatout.errors import ConfigError, DataError
 from flatout.optim.schedule import SCHEDULES
 
@@ -35,6 +37,10 @@ use_gradient_checkpointing pin_memory pretokenized use_8bit_optim drop_last deep
 max_chars bf16 wandb attn_implementation
 """
 """Keys that users typed and that had no answer, or a wrong one."""
+
+
+def removed_names() -> list[str]:
+    return [*yaml.safe_load(TABLE.read_text(encoding="utf-8"))["removed"]]
 
 
 def fix_of(*overrides: str) -> str:
@@ -201,6 +207,19 @@ def test_all_counterparts_exist():
     for word in words("keys"):
         for written in filter(None, (word.if_true, word.if_false)):
             check_names(load_config(None, ["lora.rank=8", *written.split()]))
+
+
+@pytest.mark.parametrize("what", removed_names())
+def test_what_was_removed_is_answered_and_gone(what):
+    command, _, option = what.partition(" ")
+    if option:
+        with pytest.raises(ConfigError) as answered:
+            parse(command, [option])
+    else:
+        with pytest.raises(ConfigError) as answered:
+            cli.call([command])
+        assert command not in COMMANDS.names()
+    assert answered.value.fix == removed(what)
 
 
 def test_no_name_has_two_meanings():
