@@ -25,7 +25,7 @@ from measurement import facts, markdown, parser, publish, ratios, spread
 from watch_cost import decided, share
 
 from flatout.measure.scripts.request import Request
-from flatout.measure.scripts.run import run_script
+from flatout.measure.trial import run_command
 
 TARGET = 0.02
 """Largest share of a step that the measurement may take."""
@@ -81,7 +81,7 @@ def cost(seconds: float, steps: int) -> dict[str, Any]:
             is_noise, times = number % NOISE_EVERY == NOISE_EVERY - 1, {}
             for is_first in rng.sample([True, False], 2):
                 if is_first and not is_noise:
-                    run_script(command, Request(seconds=1e9, to_the_end=True))
+                    run_command(command, Request(seconds=1e9, to_the_end=True))
                 else:
                     subprocess.run(command, check=True)
                 times[is_first] = json.loads(result.read_text())

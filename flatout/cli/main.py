@@ -35,6 +35,7 @@ from flatout.errors import (
     Terminated,
     UntrustedCode,
     UsageError,
+    kind_of,
     on_one_line,
     require_posix,
     signal_of,
@@ -359,10 +360,15 @@ def _python_parameters(
 
 
 def _show(result: Result, as_json: bool) -> None:
-    summary = printable(result.summary())  # it may quote files of a run from elsewhere
+    from flatout.display import terminal_text  # which `flatout --help` does not need
+
     stream = sys.stderr if as_json else sys.stdout
-    if summary:
-        print(wrapped(summary, columns()) if stream.isatty() else summary, file=stream)
+    width = columns() if stream.isatty() else None
+    text = terminal_text(result.display(), width)
+    if not text:
+        text = wrapped(result.summary(), width) if width else result.summary()
+    if text:
+        print(printable(text), file=stream)  # it may quote files of a run from elsewhere
     if as_json:  # pydantic writes NaN as null. Plain ASCII passes every terminal and pipe
         print(json.dumps(json.loads(result.model_dump_json())))
 
@@ -382,5 +388,6 @@ def _fail(error: FlatoutError, as_json: bool) -> int:
     print(wrapped(text, columns()) if sys.stderr.isatty() else text, file=sys.stderr)
     if as_json and rank == "0":
         answer = {"error": error.what, "fix": error.fix, "exit_code": error.exit_code}
+        answer["kind"] = kind_of(error)
         write_output(lambda: print(json.dumps(answer)))
     return error.exit_code

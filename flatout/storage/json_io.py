@@ -12,6 +12,7 @@ from typing import Any, TypeAlias, TypeGuard, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from flatout.display import Display, displayed, terminal_text
 from flatout.errors import CheckpointError
 from flatout.storage.files import Stored, open_own, write_text
 from flatout.storage.recognised import open_regular, read_regular
@@ -35,11 +36,15 @@ def is_finite(value: object) -> TypeGuard[int | float]:
 
 
 class Result(Stored):
-    """The result of a command: `--json` prints its fields. Its `summary` is for people."""
+    """The result of a command: `--json` prints its fields. Its `display` is for people."""
+
+    def display(self) -> Display:
+        """Return what is shown of it. Empty if everything has been printed already."""
+        return displayed(self)
 
     def summary(self) -> str:
-        """Return the closing lines as plain text. Empty if everything has been printed already."""
-        return ""
+        """Return the closing lines as plain text."""
+        return terminal_text(self.display())
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         """Show the summary in IPython and notebooks."""

@@ -50,7 +50,7 @@ def run(
     """
     from flatout.measure.scripts.changes import CHANGES, GONE
     from flatout.measure.scripts.request import Request
-    from flatout.measure.scripts.run import run_script
+    from flatout.measure.trial import run_command
 
     names = names_in(changes, CHANGES, "change", GONE)
     if not script or not names:
@@ -59,9 +59,9 @@ def run(
             fix="Write `flatout run --with bf16,compile -- python train.py`.",
         )
     request = Request(changes=names, measures=False, to_the_end=True)
-    answer, code, _ = run_script(script, request)
-    code = 1 if code is None else code if code >= 0 else 128 - code
-    return ScriptRun(changes=list(names), failed=answer.failed, code=code)
+    ran = run_command(script, request)
+    code = 1 if ran.code is None else ran.code if ran.code >= 0 else 128 - ran.code
+    return ScriptRun(changes=list(names), failed=ran.answer.failed, code=code)
 
 
 COMMAND = Command(run, example="flatout run --with bf16,compile -- python train.py")

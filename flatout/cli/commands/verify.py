@@ -15,7 +15,7 @@ from flatout.data.store.manifest import TOKENIZER
 from flatout.data.store.remote import dataset_url
 from flatout.data.store.verify import verify_dataset, verify_remote
 from flatout.errors import CheckpointError, ConfigError, FlatoutError, in_shell
-from flatout.measure.resume.proof import ResumeProof
+from flatout.measure.resume import ResumeProof
 from flatout.progress import SILENT, Progress, counted, readable_size
 from flatout.storage.files import Stored, folder_bytes, sha256
 from flatout.storage.json_io import Result
@@ -153,7 +153,7 @@ def verify(
         named = path if run is None else settings_file(run)
         config = load_config(named, overrides or (), trust_code=trust_code)
         preflight.check(config, progress=progress)
-        from flatout.measure.resume.check import prove_resume, steps_of
+        from flatout.measure.resume import prove_resume, steps_of
 
         proof = prove_resume(config, steps_of(steps, config), progress=progress)
         return VerifyResult(

@@ -13,6 +13,7 @@ import atexit
 import gc
 import os
 import re
+import signal
 import statistics
 import sys
 import threading
@@ -39,11 +40,12 @@ from flatout.measure.scripts.request import SEEN, Answer, Request
 from flatout.measure.scripts.sites import Sites
 from flatout.measure.scripts.trial import (
     Guard,
-    Trial,
+    StepTimer,
     end_script,
     facts_of,
     loss_in,
     roots_of,
+    takes_steps,
 )
 from flatout.measure.steps.evidence import MIN_SAVES, CallSite, Evidence, Failure, LoopFacts
 from flatout.measure.steps.guard import guarded
@@ -249,7 +251,7 @@ class Attachment:
     def _on_optimizer_step(self, optimizer: Any, *_: Any) -> None:
         """End a step and start the next, or end the measurement."""
         loop = self._loop
-        if loop is None or loop.rank:
+        if loop is None or loop.rank or not takes_steps(optimizer):
             return
         if self._is_done:
             self._end()
@@ -614,14 +616,36 @@ def attach(path: str) -> None:
     """Change and follow this process as the request in a file asks."""
     request = Request.model_validate_json(Path(path).read_text(encoding="utf-8"))
     guard = Guard(request) if request.guarded else None
+    if request.interrupt_after is not None:
+        _interrupt_after(request.interrupt_after)
+        return
     if request.timing is None and request.measures:
         Attachment(request, guard)
         return
     failed = apply(request.changes, Models())
     if request.timing is not None:
-        Trial(request, failed, guard)
+        StepTimer(request, failed, guard)
     else:
         atexit.register(_tell, Path(request.answer), failed)
+
+
+def _interrupt_after(steps: int) -> None:
+    """Ask this process to stop when its first optimizer has taken some steps.
+
+    A process in the background may ignore SIGINT, so it is SIGTERM.
+    """
+    first, seen = list[Any](), 0
+
+    def on_step(optimizer: Any, *_: Any) -> None:
+        nonlocal seen
+        if not takes_steps(optimizer):
+            return
+        first[:] = first or [optimizer]
+        seen += optimizer is first[0]
+        if seen == steps and optimizer is first[0]:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    register_optimizer_step_post_hook(on_step)
 
 
 def _tell(path: Path, failed: dict[str, str]) -> None:

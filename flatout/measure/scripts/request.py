@@ -14,10 +14,20 @@ number of its steps.
 
 
 class Timing(Stored):
-    """Steps to time in a trial."""
+    """Which steps of a trial to time, and when it ends: after `limit_s` with fewer of them."""
 
-    steps: int
-    """Steps after which the trial ends."""
+    steps: int = 3
+    """Fewest measured steps, after the warm-up."""
+    seconds: float = 0.0
+    """Fewest seconds of them."""
+    first_steps: int = 0
+    """Fewest steps in all, for their losses."""
+    warmup_steps: int | None = None
+    """Steps of the warm-up. None: until the step time is steady, at most `warmup_s`."""
+    warmup_s: float = 0.0
+    """Longest warm-up, counted from the end of the first step."""
+    limit_s: float = 86_400.0
+    """From its first step on: then three measured steps are enough, and after twice that, one."""
     seed_offset: int = 0
     """Added to every seed that the script sets. A script without seeds gets this one."""
 
@@ -37,6 +47,8 @@ class Request(Stored):
     """Names of the changes to apply."""
     timing: Timing | None = None
     """The steps to time. None: see `measures`."""
+    interrupt_after: int | None = None
+    """Steps after which the process gets a SIGTERM. Nothing is measured then."""
     measures: bool = True
     """Whether to collect evidence, if no steps are timed."""
     guarded: tuple[str, ...] = ()
@@ -109,6 +121,12 @@ class Answer(Stored):
     """None unless evidence was collected."""
     step_s: list[float] = Field([])
     """Seconds of each step of a trial after the first."""
+    warmup_steps: int = 0
+    """How many of `step_s` belong to the warm-up."""
+    settled: bool = True
+    """Whether the step time was steady after the warm-up."""
+    is_complete: bool = False
+    """Whether all steps that were asked for were timed."""
     compiled: list[int] = Field([])
     """Indices in `step_s` of steps that compiled."""
     compile_s: float | None = None

@@ -29,6 +29,7 @@ from flatout.hardware.machine import GIB
 from flatout.measure.scripts.apply import Models, replace
 from flatout.measure.scripts.request import Answer, Facts, Request
 from flatout.measure.steps.guard import guarded
+from flatout.measure.steps.steady import is_steady
 from flatout.measure.watch.hooks import observing, rows_of
 from flatout.storage.files import write_text
 from flatout.training.metrics.compile_events import CompilationWatch
@@ -36,6 +37,8 @@ from flatout.training.metrics.device import process_peak_bytes
 
 CHANGING = ("os.remove", "os.rename", "os.rmdir", "os.truncate", "os.mkdir", "shutil.rmtree")
 """Events of Python before the file system changes."""
+FEW_STEPS = 3
+"""Measured steps that are enough once a trial is late."""
 WAIT_S = 60.0
 """How long a process waits to be ended."""
 
@@ -105,14 +108,23 @@ class Guard:
             replace(safetensors, "serialize_file", self._saving)
 
 
-class Trial:
-    """Times the steps of the script of this process, from one step of its optimizer to the next."""
+class StepTimer:
+    """Times the steps of the script of this process, from one step of its optimizer to the next.
+
+    During the warm-up it waits for the device after each step. The measured steps are queued as
+    they would be without it.
+    """
 
     def __init__(self, request: Request, failed: dict[str, str], guard: Guard | None) -> None:
         assert request.timing is not None
         self._request, self._timing, self._failed = request, request.timing, failed
         self._optimizer: int | None = None
         self._marks: list[Any] = []
+        """The end of each step: a time on the CPU, or an event on a GPU."""
+        self._warmup: int | None = None
+        """Steps of the warm-up, the first step not counted. None while it lasts."""
+        self._settled, self._is_complete = False, False
+        self._first_s = self._began_s = 0.0
         self._compiled: list[int] = []
         self._compile_s = 0.0
         self._losses: list[list[Tensor]] = [[]]
@@ -140,22 +152,57 @@ class Trial:
             self._losses[-1].append(loss.detach())
 
     def _on_optimizer_step(self, optimizer: Any, *_: Any) -> None:
+        if torch.compiler.is_compiling() or not takes_steps(optimizer):
+            return
         if self._optimizer is None:
             self._optimizer = id(optimizer)
-        if id(optimizer) != self._optimizer or torch.compiler.is_compiling():
+        if id(optimizer) != self._optimizer:
             return
         if self._watch.changed():
             self._compile_s += self._watch.poll().compile_s
             self._compiled.append(len(self._marks) - 1)
+        mark, now_s = time.perf_counter(), time.perf_counter()
         if self._on_gpu():
-            self._marks.append(torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
-            self._marks[-1].record()
-        else:
-            self._marks.append(time.perf_counter())
+            mark = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call,assignment]
+            mark.record()  # type: ignore[attr-defined]
+            if self._warmup is None:
+                torch.cuda.synchronize()
+        self._marks.append(mark)
         self._losses.append([])
-        if len(self._marks) > self._timing.steps:
+        if len(self._marks) == 1:
+            self._first_s = now_s
+        if self._warmup is None:
+            self._end_warmup(now_s)
+        self._is_complete = self._is_enough(now_s)
+        if self._is_complete:
             self.answer()
             end_script(is_one_of_several=stated_ranks().world_size > 1)
+
+    def _end_warmup(self, now_s: float) -> None:
+        """End the warm-up if the step time is steady, or it was long enough."""
+        timing, step_s = self._timing, self._step_s()
+        self._settled = is_steady([0.0, *step_s])
+        is_over = self._settled or now_s - self._first_s >= min(timing.warmup_s, timing.limit_s / 2)
+        if timing.warmup_steps is not None:
+            is_over = len(step_s) >= timing.warmup_steps
+        if is_over:
+            self._warmup, self._began_s = len(step_s), now_s
+
+    def _is_enough(self, now_s: float) -> bool:
+        if self._warmup is None:
+            return False
+        timing, steps = self._timing, len(self._marks) - 1 - self._warmup
+        late_s = now_s - self._first_s - timing.limit_s
+        return (
+            (steps >= timing.steps and now_s - self._began_s >= timing.seconds)
+            and len(self._marks) >= timing.first_steps
+        ) or (late_s >= 0 and steps >= (1 if late_s >= timing.limit_s else FEW_STEPS))
+
+    def _step_s(self) -> list[float]:
+        pairs = zip(self._marks, self._marks[1:], strict=False)
+        if self._on_gpu():
+            return [1e-3 * one.elapsed_time(other) for one, other in pairs]
+        return [other - one for one, other in pairs]
 
     def _on_gpu(self) -> bool:
         return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
@@ -164,16 +211,17 @@ class Trial:
         """Write what was measured, once."""
         if not self._marks or os.getpid() != self._process or stated_ranks().rank:
             return
-        on_gpu, peak = self._on_gpu(), process_peak_bytes()
-        if on_gpu:
+        peak = process_peak_bytes()
+        if self._on_gpu():
             torch.cuda.synchronize()
             peak = torch.cuda.max_memory_allocated()
+        step_s = self._step_s()
         found = Answer(
             steps=len(self._marks),
-            step_s=[
-                1e-3 * one.elapsed_time(other) if on_gpu else other - one
-                for one, other in zip(self._marks, self._marks[1:], strict=False)
-            ],
+            step_s=step_s,
+            warmup_steps=len(step_s) if self._warmup is None else self._warmup,
+            settled=self._settled,
+            is_complete=self._is_complete,
             compiled=[index for index in self._compiled if index >= 0],
             compile_s=self._compile_s or None,
             losses=[
@@ -187,6 +235,12 @@ class Trial:
         )
         write_text(Path(self._request.answer), found.model_dump_json())
         self._marks = []
+
+
+def takes_steps(optimizer: Any) -> bool:
+    """Return whether an optimizer updates weights. One of a traced model updates none."""
+    weights = [each for group in optimizer.param_groups for each in group["params"]]
+    return bool(weights) and not isinstance(weights[0], FakeTensor)
 
 
 def roots_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:

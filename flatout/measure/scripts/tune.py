@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flatout.config.registry import is_user_code
 from flatout.errors import ConfigError, Interrupted, OutputInUse, RunFailed, signal_of
 from flatout.hardware.machine import probe
 from flatout.measure.diagnose.diagnosis import Diagnosis, diagnosis_of
@@ -30,11 +29,12 @@ from flatout.measure.experiments.report import NO_TIME
 from flatout.measure.scripts.changes import CHANGES, edit_of
 from flatout.measure.scripts.patch import Patch, apply, patch_of
 from flatout.measure.scripts.request import Answer, Facts, Request, Site, Timing
-from flatout.measure.scripts.run import evidence_in, run_script
+from flatout.measure.scripts.run import evidence_in
 from flatout.measure.scripts.scratch import Scratch
 from flatout.measure.scripts.tuning import CHANGES as SUMMARY
 from flatout.measure.scripts.tuning import FILE, UNPROVEN, ChangeRow, ScriptTuning, figure_text
 from flatout.measure.steps.evidence import Evidence
+from flatout.measure.trial import last_words, run_command
 from flatout.progress import SILENT, Progress, Task
 from flatout.storage.files import write_text, write_whole
 
@@ -66,8 +66,6 @@ UNSEEN = "no loss was seen: no backward pass starts at a single number"
 INSTEAD = {"compile-each-block": "compile"}
 """Changes that are only tried where a different one fails or is not tried."""
 LATE = "the time was up before it was repeated"
-FRAME = re.compile(r'^ +File "(.+)", line (\d+).*\n +(.+)', re.MULTILINE)
-"""File, line and text of a frame in a traceback."""
 
 
 @dataclass(frozen=True)
@@ -136,14 +134,19 @@ class Search:
             self.scratch.reset()
             if point.is_patched and self.patch is not None:
                 apply(self.patch, self.scratch.path)
-            answer, code, output = run_script(
+            answer, code, output, _ = run_command(
                 [self.scratch.inside(word) for word in point.words or self.command],
                 Request(
                     changes=point.changes,
-                    timing=Timing(steps=self.steps, seed_offset=point.seed_offset),
+                    timing=Timing(
+                        steps=self.steps - self.warm_steps,
+                        warmup_steps=self.warm_steps,
+                        seed_offset=point.seed_offset,
+                    ),
                     guarded=self.scratch.guarded,
                 ),
                 folder=self.scratch.path,
+                is_captured=True,
                 limit_s=limit_s,
             )
         except (KeyboardInterrupt, Interrupted) as interruption:
@@ -422,17 +425,6 @@ class Search:
         return found
 
 
-def last_words(output: str) -> str:
-    """Return the last line of an output, with the user's own line if it is an error without a
-    message.
-    """
-    last = output.rpartition("\n")[2]
-    own = [line for line in FRAME.findall(output) if is_user_code(line[0])]
-    if own and not re.search(r"[: ]", last):
-        last += " at {}:{}: {}".format(*own[-1])
-    return last
-
-
 def difference(losses: list[float], others: list[float]) -> float:
     """Return the largest relative difference between the first losses of two runs."""
     found = largest_difference(paired([(losses[:LOSS_STEPS], others[:LOSS_STEPS])]))
@@ -452,10 +444,11 @@ def looked_at(
 
     Raises: RunFailed when it fails, or takes too few steps.
     """
-    look, code, output = run_script(
+    look, code, output, _ = run_command(
         [scratch.inside(word) for word in command],
         Request(seconds=LOOK_S, guarded=scratch.guarded),
         folder=scratch.path,
+        is_captured=True,
         limit_s=limit_s,
     )
     look = Answer.model_validate_json(scratch.original(look.model_dump_json()))

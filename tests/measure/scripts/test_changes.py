@@ -14,8 +14,8 @@ from flatout.measure.scripts import apply
 from flatout.measure.scripts.changes import CHANGES, num_workers
 from flatout.measure.scripts.patch import Edit
 from flatout.measure.scripts.request import Facts, Request, Timing
-from flatout.measure.scripts.run import run_script
 from flatout.measure.steps.evidence import Evidence, HostFacts, LoopFacts, Phases
+from flatout.measure.trial import run_command
 
 SCRIPT = """
 import copy, gc, json, pickle, random, sys, torch
@@ -98,10 +98,13 @@ def effects(tmp_path_factory):
     (folder / "train.py").write_text(SCRIPT)
 
     def run(changes, *, steps=14, seed_offset=0):
-        answer, code, printed = run_script(
+        answer, code, printed, _ = run_command(
             [sys.executable, "train.py"],
-            Request(changes=changes, timing=Timing(steps=steps, seed_offset=seed_offset)),
+            Request(
+                changes=changes, timing=Timing(steps=steps, warmup_steps=0, seed_offset=seed_offset)
+            ),
             folder=folder,
+            is_captured=True,
             limit_s=240,
         )
         assert code == 0, printed
@@ -191,10 +194,11 @@ def test_a_trial_overwrites_no_file_that_a_link_leads_to(tmp_path):
         "    except PermissionError: continue\n"
         "    raise SystemExit('changed')\n"
     )
-    answer, code, printed = run_script(
+    answer, code, printed, _ = run_command(
         [sys.executable, "train.py"],
-        Request(timing=Timing(steps=20), guarded=(str(own),)),
+        Request(timing=Timing(steps=20, warmup_steps=0), guarded=(str(own),)),
         folder=copied,
+        is_captured=True,
         limit_s=120,
     )
     assert code == 0, printed

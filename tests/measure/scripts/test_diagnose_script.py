@@ -14,7 +14,8 @@ import pytest
 from flatout.cli.commands.diagnose import DiagnoseResult
 from flatout.errors import ConfigError, RunFailed
 from flatout.measure.scripts.request import Request
-from flatout.measure.scripts.run import diagnose_script, end_all, run_script
+from flatout.measure.scripts.run import diagnose_script
+from flatout.measure.trial import run_command
 
 pytestmark = pytest.mark.slow
 
@@ -152,7 +153,7 @@ def test_the_line_of_a_busy_thread_is_seen_and_its_turns_stay_as_long(write, cap
         before=before + "threading.Thread(target=poll, daemon=True).start()",
         after="turns[round(sys.getswitchinterval(), 6)] += 1",
     )
-    answer, _, _ = run_script(write(text), Request(seconds=0.8))
+    answer, *_ = run_command(write(text), Request(seconds=0.8))
     assert capfd.readouterr().out == "True\n"
     (site, *_) = answer.evidence.sites["thread"]
     assert site.text == "while len(kept) < 9: pass"
@@ -171,14 +172,14 @@ def test_a_healthy_script_has_no_finding(kind, write):
 
 def test_the_hooks_end_the_script_and_its_last_words_are_said(write, capfd):
     text = script(before="import atexit; atexit.register(print, 'at exit')")
-    answer, code, _ = run_script(write(text), Request(seconds=60.0, steps=12))
+    answer, code, *_ = run_command(write(text), Request(seconds=60.0, steps=12))
     assert (answer.steps, code) == (12, 0)
     assert capfd.readouterr().out == "at exit\n"
 
 
 @pytest.mark.faults
 def test_long_steps_are_measured_a_few_times_only(write):
-    answer, code, _ = run_script(write(script(after="time.sleep(2.1)")), Request(seconds=3.0))
+    answer, code, *_ = run_command(write(script(after="time.sleep(2.1)")), Request(seconds=3.0))
     assert code == 0
     assert answer.steps <= 9
     assert answer.evidence.step_s > 2
@@ -187,7 +188,7 @@ def test_long_steps_are_measured_a_few_times_only(write):
 
 def test_with_json_its_output_goes_to_standard_error(write, capfd):
     text = script(before="print('mine')", steps=3)
-    answer, code, _ = run_script(write(text), Request(seconds=60.0), as_json=True)
+    answer, code, *_ = run_command(write(text), Request(seconds=60.0), as_json=True)
     assert (answer.steps, code) == (2, 0)
     assert capfd.readouterr() == ("", "mine\n")
 
@@ -222,7 +223,7 @@ def test_a_script_without_enough_steps_is_told(text, said, write):
 
 def test_a_pipeline_needs_a_shell():
     with pytest.raises(ConfigError) as caught:
-        run_script(["python a.py | tee x"], Request(seconds=1.0))
+        run_command(["python a.py | tee x"], Request(seconds=1.0))
     assert "sh -c 'python a.py | tee x'" in caught.value.fix
 
 
@@ -253,14 +254,3 @@ def test_interrupting_leaves_nothing_running(tmp_path):
     os.kill(process.pid, signal.SIGINT)
     assert process.wait(30) == 130
     assert not psutil.pid_exists(int(mark.read_text()))
-
-
-def test_processes_of_others_are_not_ended():
-    other = subprocess.Popen(["sleep", "60"])
-    ours = subprocess.Popen(["sleep", "60"], env={"FLATOUT_ATTACH": "/a/request"})
-    try:
-        end_all(ours, "/a/request")
-        assert (other.poll(), ours.poll()) == (None, -signal.SIGTERM)
-    finally:
-        other.kill()
-        other.wait()

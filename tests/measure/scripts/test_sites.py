@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader
 
 from flatout.measure.scripts.patch import Edit, apply, patch_of
 from flatout.measure.scripts.request import Request
-from flatout.measure.scripts.run import run_script
 from flatout.measure.scripts.sites import Sites
 from flatout.measure.steps.calls import MarkedCalls
+from flatout.measure.trial import run_command
 
 WATCHED = (
     (torch.optim.Optimizer, "__init__"),
@@ -391,7 +391,7 @@ if __name__ == "__main__":
     script = tmp_path / "train.py"
     script.write_text(source)
     request = Request(seconds=1.0, steps=12)
-    answer, *_ = run_script([sys.executable, str(script)], request)
+    answer, *_ = run_command([sys.executable, str(script)], request)
     assert [(site.kind, site.line) for site in answer.sites] == [
         ("optimizer", 6),
         ("caller", 14),

@@ -19,10 +19,10 @@ from flatout.measure.experiments.records import Left
 from flatout.measure.experiments.report import NO_TIME
 from flatout.measure.scripts import tune
 from flatout.measure.scripts.request import Answer, Facts, Site
-from flatout.measure.scripts.run import Ran
 from flatout.measure.scripts.tune import difference, last_words, name_of, scaled
 from flatout.measure.scripts.tuning import ScriptTuning
 from flatout.measure.steps.evidence import Evidence, Phases
+from flatout.measure.trial import Ran
 
 SOURCE = """import torch
 torch.autograd.set_detect_anomaly(True)
@@ -67,11 +67,13 @@ class Script:
         began_s = self.now_s
         self.now_s += min(takes_s, limit_s)
         if takes_s > limit_s:
-            return Ran(Answer(steps=3), None, "")
+            return Ran(Answer(steps=3), None, "", False)
         if request.timing is None:
             phases = Phases(compute_s=self.step_s)
             found = Evidence(source="script", step_s=self.step_s, phases=phases, device="cpu")
-            return Ran(Answer(evidence=found, facts=Facts(), sites=self.sites, steps=30), 0, "")
+            return Ran(
+                Answer(evidence=found, facts=Facts(), sites=self.sites, steps=30), 0, "", True
+            )
         text = (folder / "train.py").read_text()
         changes = request.changes
         if text != SOURCE:
@@ -79,13 +81,13 @@ class Script:
             changes += ("no-anomaly",) * ("anomaly" not in text)
             changes = changes if self.patched is None else self.patched
         self.runs.append(changes)
-        self.steps.append(request.timing.steps)
+        self.steps.append(request.timing.steps + request.timing.warmup_steps)
         self.starts_s.append(began_s)
         number = len(self.runs)
         if number == self.stops_in:
             raise KeyboardInterrupt
         if self.broken & {*changes}:
-            return Ran(Answer(), 1, "OutOfMemoryError: 3 GiB")
+            return Ran(Answer(), 1, "OutOfMemoryError: 3 GiB", True)
         speed = math.prod(self.speed.get(name, 1.0) for name in changes)
         if words[-1].isdigit():
             speed /= 1.0 + 0.3 * math.log2(int(words[-1]) / 8)
@@ -93,14 +95,14 @@ class Script:
         error += self.noise * (number % 3)
         error += self.seed_spread * (request.timing.seed_offset / 1000 % 3)
         factor = self.jitter[number % len(self.jitter)]
-        steps = request.timing.steps
+        steps = request.timing.steps + request.timing.warmup_steps
         slow = [50.0] if "compile" in changes else []
         answer = Answer(
             step_s=[*slow, *[self.step_s * factor / speed] * (steps - len(slow))],
             losses=[5.0 * (1 + error)] * steps * self.has_losses,
             compiled=[0] if slow else [],
         )
-        return Ran(answer, 0, "")
+        return Ran(answer, 0, "", True)
 
     @property
     def sites(self):
@@ -128,7 +130,7 @@ def tuned(tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
         script.path = tmp_path / "train.py"
         script.path.write_text(SOURCE)
-        monkeypatch.setattr(tune, "run_script", script.run)
+        monkeypatch.setattr(tune, "run_command", script.run)
         monkeypatch.setattr(tune, "time", SimpleNamespace(monotonic=lambda: script.now_s))
         names = ",".join({**script.speed, **script.wrong})
         options = {"script": ["train.py"], "only": names} | options
@@ -272,7 +274,7 @@ def test_a_script_that_fails_unchanged_is_an_error(tuned):
 
     def run(words, request, **options):
         ran = plain(words, request, **options)
-        return ran if request.timing is None else Ran(Answer(), 1, "ValueError: boom")
+        return ran if request.timing is None else Ran(Answer(), 1, "ValueError: boom", True)
 
     script.run = run
     with pytest.raises(RunFailed, match="ValueError: boom"):

@@ -1,1 +1,0 @@
-"""`verify --resume`: trains with and without a stop, and compares every bit."""

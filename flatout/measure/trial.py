@@ -1,0 +1,416 @@
+"""A trial: runs one training command in its own process until it answers a request. No torch.
+
+A recipe is a command as well: `flatout train RECIPE --run-dir SCRATCH`. Whatever happens to the
+process, there is a result.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import psutil
+from pydantic import Field, ValidationError
+
+from flatout import errors
+from flatout.config.documents import dump_yaml
+from flatout.config.registry import is_user_code
+from flatout.config.schema import RunConfig
+from flatout.distributed.launch import own_environment
+from flatout.distributed.rendezvous import stated_ranks
+from flatout.errors import ConfigError, FlatoutError, RunFailed, in_shell
+from flatout.measure.scripts.changes import CHANGES
+from flatout.measure.scripts.request import SEEN, Answer, Request, Timing
+from flatout.progress import SILENT, Progress
+from flatout.storage.files import Stored
+from flatout.training.run_dir import layout
+
+POLL_S = 0.05
+GRACE_S = 20.0
+"""How long a script may take to end after it was measured."""
+SLOW_START_S = 60.0
+"""Time without a step after which the command reports that."""
+REQUEST = "FLATOUT_ATTACH"
+"""The environment variable by which a process finds what is asked of it."""
+NOT_IMPORTED = "torch was not imported"
+HOOK = Path(__file__).parent / "scripts" / "sitecustomize.py"
+FRAME = re.compile(r'^ +File "(.+)", line (\d+).*\n +(.+)', re.MULTILINE)
+"""File, line and text of a frame in a traceback."""
+ONLY_TRAINING: dict[str, Any] = {
+    "train.eval_every": 0,
+    "train.patience": 0,
+    "train.sample_every": 0,
+    "checkpoint.every_steps": None,
+    "checkpoint.every_epochs": None,
+    "checkpoint.every_minutes": 1e9,
+    "checkpoint.upload": None,
+    "log.every": 1,
+    "log.to": [],
+}
+"""Switches off everything but training, and records every step."""
+MIN_RUN_STEPS = 2_000
+"""Shorter recipes are extended to this many steps, so that they can warm up and be measured."""
+TIMES = {"data_ms": "perf/data_wait_ms", "host_ms": "perf/host_ms", "device_ms": "perf/device_ms"}
+"""Parts of a recipe's step, and their names in its records."""
+Status = Literal["ok", "out-of-memory", "failed", "timed-out"]
+
+
+class Ran(NamedTuple):
+    """How a command ended."""
+
+    answer: Answer
+    code: int | None
+    """Exit code, negative for a signal that ended it. None means it was ended from here."""
+    output: str
+    """What it printed, if that was captured."""
+    has_ended: bool
+    """Whether it was not ended for taking too long."""
+
+
+class Result(Stored):
+    """What a trial measured, or why it measured nothing."""
+
+    status: Status = "ok"
+    reason: str | None = None
+    """Why it is not ok."""
+    step_s: list[float] = Field([])
+    """Seconds of each step after the first, the warm-up included."""
+    compiled: list[int] = Field([])
+    """Indices in `step_s` of steps that compiled."""
+    warmup_steps: int = 0
+    """How many of `step_s` belong to the warm-up."""
+    settled: bool = True
+    """Whether the step time was steady after them."""
+    losses: list[float] = Field([])
+    """The loss of each step."""
+    peak_gib: float | None = None
+    """Peak memory: of the device, or on a CPU of the process."""
+    compile_s: float | None = None
+    """Seconds spent compiling. Null when nothing was compiled."""
+    rows_per_device: int | None = None
+    """Of a recipe: sequences in a micro-batch."""
+    accumulate: int | None = None
+    """Of a recipe: micro-batches per step."""
+    tokens_per_step: int | None = None
+    """Of a recipe."""
+    data_ms: float | None = None
+    """Of a recipe: the part of a step spent waiting for data."""
+    host_ms: float | None = None
+    """Of a recipe: the part spent on the host's work. On a GPU it overlaps with the device's."""
+    device_ms: float | None = None
+    """Of a recipe: the part spent on the device's work."""
+    environment: dict[str, Any] = Field({})
+    """Of a recipe: device, processor, threads, torch."""
+    writes: list[str] = Field([])
+    """Files outside of the working directory that were opened for writing."""
+    process_s: float = 0.0
+    """Seconds of the whole process, including its start and imports."""
+
+    @property
+    def is_ok(self) -> bool:
+        """Whether there are results."""
+        return self.status == "ok"
+
+    @property
+    def measured_s(self) -> list[float]:
+        """The seconds of the measured steps. Those that compiled are left out."""
+        skipped = {*range(self.warmup_steps), *self.compiled}
+        kept = [step_s for index, step_s in enumerate(self.step_s) if index not in skipped]
+        return kept or self.step_s[self.warmup_steps :]
+
+    @property
+    def step_ms(self) -> float:
+        """Mean milliseconds of a measured step."""
+        return 1e3 * statistics.fmean(self.measured_s)
+
+    def times_as_fast(self, other: Result) -> float:
+        """Return how many times faster this trial was, over the same steps where there are some."""
+        steps = range(
+            max(self.warmup_steps, other.warmup_steps), min(len(self.step_s), len(other.step_s))
+        )
+        same = [at for at in steps if at not in self.compiled and at not in other.compiled]
+        if len(same) < min(len(self.measured_s), len(other.measured_s)) / 2:
+            return other.step_ms / self.step_ms
+        return sum(other.step_s[at] for at in same) / sum(self.step_s[at] for at in same)
+
+
+def run_command(
+    command: Sequence[str],
+    request: Request,
+    *,
+    folder: Path | None = None,
+    is_captured: bool = False,
+    environment: Mapping[str, str] | None = None,
+    as_json: bool = False,
+    limit_s: float = math.inf,
+    progress: Progress = SILENT,
+) -> Ran:
+    """Run a command until it answers a request, and return the answer.
+
+    The user's code and directory are not changed, and of its environment only what its changes set.
+    Standard input and output are its own. With `as_json` its output goes to standard error. If it
+    `is_captured` there is no input, and its process ends with its answer. After `limit_s` it is
+    ended. Nothing that it started runs on, however the call ends.
+
+    Raises: ConfigError when the command does not exist.
+    """
+    words = [*command]
+    if words[0].endswith(".py"):
+        words.insert(0, sys.executable)
+    if shutil.which(words[0]) is None:
+        raise ConfigError(
+            f"There is no command {words[0]!r}.",
+            fix="Write the command as in a terminal: flatout diagnose -- python train.py. A "
+            f"pipeline needs a shell: -- sh -c {in_shell(' '.join(words))}.",
+        )
+    with tempfile.TemporaryDirectory(prefix="flatout-") as name, tempfile.TemporaryFile() as kept:
+        own = Path(name)
+        shutil.copyfile(HOOK, own / "sitecustomize.py")
+        answer, place = own / "answer.json", own / "request.json"
+        request = request.model_copy(update={"answer": str(answer)})
+        place.write_text(request.model_dump_json(), encoding="utf-8")
+        variables = own_environment() | dict(environment or {})
+        if request.timing is not None:
+            variables["PYTHONHASHSEED"] = "0"
+        for change in request.changes:
+            variables |= CHANGES[change].edit.environment
+        search = [name, *filter(None, [variables.get("PYTHONPATH")])]
+        process = subprocess.Popen(
+            words,
+            cwd=folder,
+            env={**variables, "PYTHONPATH": os.pathsep.join(search), REQUEST: str(place)},
+            stdin=subprocess.DEVNULL if is_captured else None,
+            stdout=kept if is_captured else sys.stderr if as_json else None,
+            stderr=subprocess.STDOUT if is_captured else None,
+            start_new_session=is_captured,  # otherwise it may read from the terminal
+        )
+        try:
+            has_ended = _wait(process, request, 0.0 if is_captured else GRACE_S, limit_s, progress)
+            code = process.poll()
+        finally:
+            end_all(process)
+        try:
+            found = Answer.model_validate_json(answer.read_bytes())
+        except (OSError, ValidationError):
+            seen = _seen(request)
+            steps = int((seen or "").partition(" ")[2] or 0)
+            found = Answer(problem=NOT_IMPORTED if seen is None else None, steps=steps)
+        kept.seek(0)
+        return Ran(found, code, kept.read().decode(errors="replace").strip(), has_ended)
+
+
+def _wait(
+    process: subprocess.Popen[bytes],
+    request: Request,
+    grace_s: float,
+    limit_s: float,
+    progress: Progress,
+) -> bool:
+    """Wait until a command has ended, or for a while after its answer. False: it took too long."""
+    path, began_s = Path(request.answer), time.monotonic()
+    late_s, end_s = began_s + SLOW_START_S, began_s + limit_s
+    is_answered = request.to_the_end
+    while process.poll() is None and time.monotonic() < end_s:
+        time.sleep(POLL_S)
+        now_s = time.monotonic()
+        if not is_answered and path.exists():
+            is_answered, answer = True, Answer.model_validate_json(path.read_bytes())
+            found = answer.evidence
+            is_one = found is None or found.world_size == 1  # rank 0 waits, and so do the others
+            # without steps it cannot attach
+            end_s = now_s + (grace_s if answer.steps and is_one else 0.0)
+        if now_s > late_s:
+            late_s = math.inf
+            if request.timing is None and not (_seen(request) or "").startswith("step"):
+                progress.say(
+                    f"No optimizer step was seen in {SLOW_START_S:.0f} s. Waiting for one. "
+                    "Ctrl+C ends the script."
+                )
+    return is_answered or process.poll() is not None
+
+
+def _seen(request: Request) -> str | None:
+    """Return how far the script has come, as in `SEEN`. None means it did not import torch."""
+    try:
+        return Path(request.answer + SEEN).read_text(encoding="utf-8")
+    except OSError:
+        return None
+
+
+def end_all(process: subprocess.Popen[bytes]) -> None:
+    """End a process, everything that it started, and its session if it has one of its own."""
+    started: dict[psutil.Process, None] = {}
+    for how in (signal.SIGTERM, signal.SIGKILL):
+        with suppress(psutil.Error):
+            started |= dict.fromkeys(psutil.Process(process.pid).children(recursive=True))
+        with suppress(ProcessLookupError, PermissionError):
+            if os.getpgid(process.pid) == process.pid:
+                os.killpg(process.pid, signal.SIGKILL)
+        if process.poll() is None:
+            process.send_signal(how)
+        for one in started:
+            with suppress(psutil.Error):
+                one.send_signal(how)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(5)
+        _, alive = psutil.wait_procs([*started], timeout=5)
+        if not alive and process.poll() is not None:
+            return
+
+
+def last_words(output: str) -> str:
+    """Return the last line of an output, with the user's own line if it is an error without a
+    message.
+    """
+    last = output.rpartition("\n")[2]
+    own = [line for line in FRAME.findall(output) if is_user_code(line[0])]
+    if own and not re.search(r"[: ]", last):
+        last += " at {}:{}: {}".format(*own[-1])
+    return last[:300]
+
+
+def result_of(ran: Ran, limit_s: float) -> Result:
+    """Return what a trial measured, or why it failed."""
+    answer = ran.answer
+    status, reason = "ok", None
+    if answer.failed:
+        status, reason = "failed", next(iter(answer.failed.values()))
+    elif not answer.is_complete and ran.code:
+        status, reason = "failed", last_words(ran.output) or f"exit code {ran.code}"
+        if ran.code < 0:
+            name = signal.Signals(-ran.code).name
+            why = ": the usual cause is too little memory" * (name == "SIGKILL")
+            reason = f"the process was killed by {name}{why}"
+        if "out of memory" in reason.lower() or "can't allocate memory" in reason:
+            status = "out-of-memory"
+    elif len(answer.step_s) <= answer.warmup_steps:
+        status, reason = "failed", answer.problem or "it took too few steps"
+        if not ran.has_ended:
+            status, reason = "timed-out", f"it took longer than {limit_s:.0f} s"
+    kept = {name: getattr(answer, name) for name in Result.model_fields if hasattr(answer, name)}
+    return Result(**kept, status=status, reason=reason)
+
+
+def try_command(
+    command: Sequence[str],
+    timing: Timing,
+    limit_s: float,
+    *,
+    folder: Path,
+    changes: Sequence[str] = (),
+    guarded: tuple[str, ...] = (),
+) -> tuple[Result, str]:
+    """Time some steps of a script, with changes, and return the result and what it printed."""
+    start_s = time.monotonic()
+    request = Request(changes=tuple(changes), timing=timing, guarded=guarded)
+    ran = run_command(command, request, folder=folder, is_captured=True, limit_s=limit_s)
+    found = result_of(ran, limit_s)
+    return found.model_copy(update={"process_s": time.monotonic() - start_s}), ran.output
+
+
+def train_command(config: RunConfig, run_dir: Path) -> list[str]:
+    """Return the command that trains a configuration, which is written beside its run directory."""
+    path = run_dir.with_suffix(".yaml")
+    path.write_text(dump_yaml(config.to_dict()), encoding="utf-8")
+    return [sys.executable, "-m", "flatout", "train", str(path), "--run-dir", str(run_dir)]
+
+
+def run_recipe(config: RunConfig, run_dir: Path, request: Request, limit_s: float) -> Ran:
+    """Train a recipe in a fresh process until it answers a request.
+
+    Modules are imported from where this process imports them.
+    """
+    environment = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    return run_command(
+        [*train_command(config, run_dir), "--json"],
+        request,
+        is_captured=True,
+        environment=environment,
+        limit_s=limit_s,
+    )
+
+
+def try_recipe(config: RunConfig, timing: Timing, limit_s: float, run_dir: Path) -> Result:
+    """Time some steps of a recipe, whose rows and speedups are stated, and return the result.
+
+    Its schedule is that of the full run, which ends early. A speedup that had to be switched off
+    makes the trial fail.
+    """
+    start_s = time.monotonic()
+    steps = max(config.train.steps or 0, MIN_RUN_STEPS)
+    quiet = config.with_values(
+        ONLY_TRAINING | ({"train.steps": steps} if config.train.steps else {})
+    )
+    ran = run_recipe(quiet, run_dir, Request(timing=timing), limit_s)
+    found = result_of(ran, limit_s)
+    if not found.is_ok:
+        error = error_in(ran.output)
+        reason = error.what if error else found.reason
+        no_memory = isinstance(error, errors.OutOfMemory) or "out of memory" in str(reason).lower()
+        status = "out-of-memory" if no_memory and found.status == "failed" else found.status
+        found = found.model_copy(update={"status": status, "reason": reason})
+    elif (chosen := layout.read_config(run_dir)) is not None:
+        found = found.model_copy(update=_recorded(run_dir, chosen, config, found))
+    return found.model_copy(update={"process_s": time.monotonic() - start_s})
+
+
+def _recorded(run_dir: Path, chosen: RunConfig, asked: RunConfig, found: Result) -> dict[str, Any]:
+    """Return what the run directory of a trial adds to its result."""
+    records = [each for each in layout.read_records(run_dir) if "train/loss" in each]
+    events = [*layout.read_events(run_dir)]
+    measured = [each for each in records if each["step"] > found.warmup_steps + 1] or records
+    wanted: Sequence[str] = () if isinstance(asked.speedups, str) else asked.speedups
+    off = {each["name"]: each["reason"] for each in events if each.get("on") is False}
+    dropped = next((name for name in wanted if name in off), None)
+    facts: dict[str, Any] = {
+        "losses": [each["train/loss"] for each in records],
+        "rows_per_device": chosen.batch.rows_per_device,
+        "accumulate": chosen.batch.accumulate,
+        "tokens_per_step": chosen.batch.tokens_per_step,
+        "environment": next((e["environment"] for e in events if e["event"] == "start"), {}),
+    }
+    for name, metric in TIMES.items():
+        facts[name] = statistics.fmean([e[metric] for e in measured if metric in e] or [math.nan])
+    if dropped is not None:
+        facts |= {"status": "failed", "reason": f"{dropped}: {off[dropped]}."}
+    return facts
+
+
+def error_in(output: str) -> FlatoutError | None:
+    """Return the error that a command of flatout reported as JSON. None when it did not.
+
+    Wrong usage stays wrong usage. Everything else means a failed run.
+    """
+    for line in reversed(output.splitlines()):
+        with suppress(ValueError):
+            found = json.loads(line)
+            if isinstance(found, dict) and {"error", "fix", "kind"} <= found.keys():
+                kind = getattr(errors, found["kind"], RunFailed)
+                is_kept = issubclass(kind, errors.UsageError | errors.OutOfMemory)
+                return (kind if is_kept else RunFailed)(found["error"], fix=found["fix"])
+    return None
+
+
+def require_one_process(command: str) -> None:
+    """Check that this process is not one of several.
+
+    Raises: ConfigError.
+    """
+    if stated_ranks().world_size > 1:
+        raise ConfigError(
+            f"{command} measures a single process, but this is one of several.",
+            fix="Start it without torchrun.",
+        )
