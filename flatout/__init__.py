@@ -18,7 +18,6 @@ from flatout.errors import require_posix
 if TYPE_CHECKING:
     from flatout.cli.commands.bench import bench
     from flatout.cli.commands.chat import chat
-    from flatout.cli.commands.checkpoints import checkpoints
     from flatout.cli.commands.convert import convert_config as convert
     from flatout.cli.commands.demo import demo
     from flatout.cli.commands.diagnose import diagnose
@@ -65,7 +64,6 @@ __all__ = [
     "__version__",
     "bench",
     "chat",
-    "checkpoints",
     "convert",
     "demo",
     "diagnose",
@@ -103,7 +101,6 @@ _HOMES = {
     "Watch": "flatout.measure.watch.watch",
     "bench": "flatout.cli.commands.bench",
     "chat": "flatout.cli.commands.chat",
-    "checkpoints": "flatout.cli.commands.checkpoints",
     "convert": "flatout.cli.commands.convert:convert_config",
     "demo": "flatout.cli.commands.demo",
     "diagnose": "flatout.cli.commands.diagnose",

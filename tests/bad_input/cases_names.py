@@ -176,7 +176,7 @@ a command that was removed
     'launch' -> docs/clusters
 a directory of runs that does not exist
     runs rnus
-    rnus -> flatout runs
+    no run directory rnus or runs/rnus -> flatout runs
 """),
     Case(
         "tasks without the package that asks them",
