@@ -165,7 +165,6 @@ def test_wrong_paths_are_rejected_in_either_form(form, tmp_path, tiny_set):
     "name",
     [
         "bench",
-        "checkpoints",
         "demo",
         "evaluate",
         "import_chunks",
