@@ -17,7 +17,7 @@ ROOMS = {
     "measure": 105_500,
     "data": 78_000,
     "training": 65_600,
-    "cli": 33_400,
+    "cli": 31_500,
     "models": 24_600,
     "assembly": 20_000,
     "config": 10_500,

@@ -5,20 +5,12 @@ from __future__ import annotations
 import math
 import re
 from pathlib import Path
-from textwrap import fill
 from typing import Annotated
 
 from pydantic import Field
 
 from flatout.assembly.prediction import gains_here
-from flatout.assembly.recipe import On
-from flatout.assembly.selection import (
-    all_speedups,
-    default_of,
-    is_measured,
-    select,
-    speedup_named,
-)
+from flatout.assembly.selection import is_measured, select, speedup_named
 from flatout.cli.commands import Command
 from flatout.config.registry import (
     ARCHITECTURES,
@@ -37,10 +29,9 @@ from flatout.config.registry import (
 )
 from flatout.config.schema import RunConfig, load_config
 from flatout.config.signature import Argument, Option, checked
-from flatout.display import amount, duration
-from flatout.hardware.machine import ASSUMED_MFU, Machine, machine_rows, probe
+from flatout.display import Column, Display, Table, amount
+from flatout.hardware.machine import ASSUMED_MFU, Machine, probe
 from flatout.measure.scripts.changes import CHANGES
-from flatout.progress import SILENT, Progress
 from flatout.storage.cache import default_cache
 from flatout.storage.json_io import JsonObject, Result
 
@@ -64,9 +55,6 @@ None: there is nothing to measure, the speedup is not for this device.
 """
 PARAMETERS = re.compile(r"([\d,]+) parameters")
 """The size of a recipe's model, in its description."""
-SCREEN = 80
-"""Columns of a screen."""
-LABEL_WIDTH = max(map(len, LABELS.values()))
 
 
 class ListResult(Result):
@@ -75,7 +63,7 @@ class ListResult(Result):
     kind: str
     """A kind of entry, such as speedups."""
     note: str | None = None
-    """For speedups: the assumed length of the run, and whether its GPU is missing here."""
+    """For speedups: whether the recipe's GPU is missing here."""
     items: list[JsonObject]
     """One object per entry, with its `name` and its `description`.
 
@@ -89,52 +77,48 @@ class ListResult(Result):
     shows_all: bool = Field(default=False, exclude=True, repr=False)
     """Whether `summary` has every reason."""
 
-    def summary(self) -> str:
-        """Return one line per entry. Of speedups, it shows those that are on, and the other names.
+    def display(self) -> Display:
+        """Return one row per entry. Of speedups, those that are on, and the names of the others.
 
-        With --all, every speedup has the reason why it is on or off below it.
+        With --all, every speedup has the reason why it is on or off.
         """
         if not self.items:
-            return f"There are no {self.kind}."
-        width = max((len(item["name"]) for item in self.items if item.get("on", True)), default=0)
-        lines = [_wrapped(self.note)] if self.note else []
+            return Display(f"There are no {self.kind}.")
+        if self.kind == "speedups":
+            return self._speedups()
+        sizes = [item.get("parameters", 0) for item in self.items]
+        rows: list[tuple[str, ...]] = [
+            (item["name"], amount(size).replace("G", "B") if size else "", item["description"])
+            for item, size in zip(self.items, sizes, strict=True)
+        ]
+        if not any(sizes):
+            rows = [(row[0], row[2]) for row in rows]
+        return Display(self.note or "", (), [Table([*map(Column, [""] * len(rows[0]))], rows)])
+
+    def _speedups(self) -> Display:
+        rows: list[tuple[str, ...]] = []
         off: dict[str, list[str]] = {label: [] for label in LABELS.values()}
         for item in self.items:
-            if "on" not in item:
-                start = f"{item['name']:<{width}}  "
-                if "parameters" in item:
-                    size = item["parameters"]
-                    start += f"{amount(size).replace('G', 'B') if size else '':>7}  "
-                lines.append(_wrapped(f"{start}{item['description']}", len(start)))
-                continue
-            state, label = "on" if item["on"] else "off", LABELS[item["measured"]]
-            gain, reason, about = item["gain"], item["reason"], ""
+            label, reason, gain = LABELS[item["measured"]], item["reason"], item["gain"]
             if gain and gain not in reason:
-                about = f"  (measured here: {gain})"
+                reason += f"  (measured here: {gain})"
             elif item["predicted"] and not gain:  # docs/speedups.md has the rest
                 first = re.split(r"[.:;] ", item["predicted"], maxsplit=1)[0]
-                about = f"  (predicted: {first})"
+                reason += f"  (predicted: {first})"
             if self.shows_all:
-                name = f"{item['name']}{about}"
-                lines.append(f"{state:<3}  {label:<{LABEL_WIDTH}}  {name}")
-                lines.append(_wrapped(f"     {reason}", 5))
+                rows.append(("on" if item["on"] else "off", label, item["name"], reason))
             elif item["on"]:
-                start = f"on   {item['name']:<{width}}  "
-                lines.append(_wrapped(f"{start}{reason}{about}", len(start)))
+                rows.append(("on", item["name"], reason))
             else:
                 off[label].append(item["name"])
-        for label, names in off.items():
-            if names:
-                text = f"off, {label or 'not for this run'}: {', '.join(names)}"
-                lines.append(_wrapped(text, 5))
-        if any(off.values()):
-            lines.append("--all shows the reason for each.")
-        return "\n".join(lines)
-
-
-def _wrapped(text: str, indent: int = 0) -> str:
-    """Return text in lines of a screen. Those after the first are indented."""
-    return fill(text, SCREEN, subsequent_indent=" " * indent, break_on_hyphens=False)
+        notes = [
+            f"off, {label or 'not for this run'}: {', '.join(names)}"
+            for label, names in off.items()
+            if names
+        ]
+        notes += ["--all shows the reason for each."] if notes else []
+        tables = [Table([*map(Column, [""] * len(rows[0]))], rows)] if rows else []
+        return Display(self.note or "", (), tables, notes)
 
 
 @checked
@@ -150,8 +134,6 @@ def list_entries(
         str | Path | None, Option("For speedups: decide for this recipe, not the defaults.")
     ] = None,
     all: Annotated[bool, Option("For speedups: show each with the reason why.")] = False,
-    *,
-    progress: Progress = SILENT,
 ) -> ListResult:
     """List the entries of one kind, such as models, recipes or speedups.
 
@@ -161,7 +143,7 @@ def list_entries(
     Raises: ConfigError for an unknown kind or recipe, with the nearest name.
     """
     if kind == "speedups":
-        return _speedups(recipe, progress).model_copy(update={"shows_all": all})
+        return _speedups(recipe).model_copy(update={"shows_all": all})
     if kind == "tokenizers":
         stated = TOKENIZERS.stated  # each as it is written after --tokenizer
         items = {
@@ -189,17 +171,16 @@ def list_entries(
     return ListResult(kind=kind, items=listed)
 
 
-def _speedups(recipe: str | Path | None, progress: Progress) -> ListResult:
+def _speedups(recipe: str | Path | None) -> ListResult:
     machine, config = probe(), load_config(recipe)
     device = config.train.device
     if device == "auto":
         device = "cuda" if machine.gpus else "cpu"
-    minutes, notes = None, []
+    minutes = note = None
     if device.startswith("cuda"):
-        minutes, length = _expected_length(config, machine, progress)
-        notes += [length] if length else []
+        minutes = _minutes(config, machine)
         if not machine.gpus:
-            notes.append(
+            note = (
                 f"This recipe needs a GPU (train.device={device}), and there is none here. On a "
                 "GPU it would use:"
             )
@@ -225,41 +206,17 @@ def _speedups(recipe: str | Path | None, progress: Progress) -> ListResult:
                 "predicted": speedup.predicted,
             }
         )
-    return ListResult(kind="speedups", note=" ".join(notes) or None, items=items)
+    return ListResult(kind="speedups", note=note, items=items)
 
 
-def _expected_length(
-    config: RunConfig, machine: Machine, progress: Progress
-) -> tuple[float | None, str | None]:
-    """Return the expected minutes of a run on one GPU, and a sentence on how they were estimated.
+def _minutes(config: RunConfig, machine: Machine) -> float | None:
+    """Return the minutes of a run on this machine's GPU that `train` expects, or None."""
+    peak = machine.row and machine.row.peak_tflops.get(machine.gpu_dtype)
+    if not peak or (config.train.steps is None and config.train.tokens is None):
+        return None
+    from flatout.assembly.resolve import expected_minutes  # imports torch
 
-    Both are None when they are unknown. On a GPU that is present, `train` uses the same estimate.
-    Without one, no run is shorter than on the fastest known GPU at its peak rate. If even that is
-    long enough for every speedup that pays off only in long runs, it is returned, otherwise None.
-    """
-    if config.train.steps is None and config.train.tokens is None:
-        return None, None
-    here = machine.row
-    if machine.gpus and (here is None or machine.gpu_dtype not in here.peak_tflops):
-        return None, None
-    from flatout.assembly.resolve import expected_minutes
-
-    if here is not None:
-        minutes = expected_minutes(config, here.peak_tflops[machine.gpu_dtype].value * ASSUMED_MFU)
-        how = f"at {ASSUMED_MFU:.0%} of the peak of one {machine.gpus[0].name}"
-        return minutes, f"Estimated length of a run: {duration((minutes or 0) * 60)}, {how}."
-    tflops = {
-        row.name: row.peak_tflops["bf16"].value
-        for row in machine_rows()
-        if "bf16" in row.peak_tflops
-    }
-    fastest = max(tflops, key=lambda name: tflops[name])
-    least = expected_minutes(config, tflops[fastest])
-    defaults = [default_of(speedup, "cuda") for speedup in all_speedups()]
-    if least is None or least < max(one.from_minutes for one in defaults if isinstance(one, On)):
-        return None, None
-    how = f"on one {fastest}, the fastest known GPU, at its peak rate"
-    return least, f"A run takes at least {duration(least * 60)}, {how}."
+    return expected_minutes(config, peak.value * ASSUMED_MFU)
 
 
 COMMAND = Command(list_entries, example="flatout list speedups")

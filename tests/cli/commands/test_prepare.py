@@ -142,7 +142,7 @@ def test_a_document_cut_for_validation_counts_once(book, tmp_path):
         assert ("of one, the end is for validation" in made.summary()) == (split == "tail 0.625")
         assert inspect(out).value("documents") == documents
     assert inspect(tmp_path / "tail 0.625-keep").value("cut_documents") == 1
-    assert inspect(tmp_path / "tail 0.25-keep").value("cut_documents") is None
+    assert inspect(tmp_path / "tail 0.25-keep").value("cut_documents") == 0
 
 
 def test_out_may_be_a_url(book, tmp_path, monkeypatch):
