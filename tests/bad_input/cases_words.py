@@ -95,7 +95,7 @@ the keys of a misspelt tool
         "a converted recipe that would not be YAML",
         "convert old.yaml --out new.txt",
         ("--out new.txt is not a YAML file",),
-        ("--out my.yaml",),
+        ("--out recipe.yaml",),
         lambda w: w.write("old.yaml", "learning_rate: 1e-3\n"),
     ),
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from textwrap import shorten
 from typing import Annotated, Any, Literal
 
 from flatout.assembly.preflight import check_names
@@ -21,13 +22,12 @@ from flatout.config.schema import (
 )
 from flatout.config.signature import Argument, Option, checked
 from flatout.config.words import is_off, listings, value_for, values_of, word_for
+from flatout.display import Display, Show, table_of
 from flatout.errors import ConfigError, OutputInUse, UsageError, in_shell
 from flatout.storage.files import Stored, expanded, write_text, writing
 from flatout.storage.json_io import JsonObject, Result
-from flatout.storage.recognised import require_local
+from flatout.storage.recognised import require_recipe_path
 
-MARK = "# Converted by `flatout convert`"
-"""Start of a file that may be overwritten."""
 SECRETS = ("hub_token", "api_key", "password", "secret")
 """Ends of keys whose values are not repeated."""
 HEADINGS = {
@@ -46,17 +46,17 @@ Outcome = Literal["mapped", "by_hand", "missing", "unknown", "unnecessary"]
 class Item(Stored):
     """What a key of another tool is in flatout."""
 
-    key: str
+    key: Annotated[str, Show(record=lambda item: item.shown())]
     """The other tool's key, dotted if it is in a section."""
     value: Any = None
     """Its value."""
     outcome: Outcome
     """mapped (the recipe has it), by_hand (its value has another unit or meaning), missing (no
     counterpart), unknown, or unnecessary (nothing to set)."""
-    counterpart: str = ""
+    counterpart: Annotated[str, Show()] = ""
     """The overrides of a mapped key, or else the key of flatout or the option of `flatout
     prepare`."""
-    note: str = ""
+    note: Annotated[str, Show()] = ""
     """What to know about it, or why there is no counterpart."""
 
     def but(self, outcome: Outcome, note: str) -> Item:
@@ -65,8 +65,7 @@ class Item(Stored):
 
     def shown(self) -> str:
         """Return the key and its value in at most 60 characters."""
-        text = self.key if self.value is None else f"{self.key}={self.value}"
-        return text if len(text) <= 60 else f"{text[:57]}..."
+        return shorten(self.key if self.value is None else f"{self.key}={self.value}", 60)
 
 
 class ConvertResult(Result):
@@ -77,18 +76,15 @@ class ConvertResult(Result):
     items: list[Item]
     """Every key."""
 
-    def summary(self) -> str:
-        """Return the keys under a heading for each outcome, and the next step."""
-        lines = [f"{self.path}  written", ""] if self.path else []
+    def display(self) -> Display:
+        """Return a table of keys for each outcome, and the next step."""
+        tables = []
         for outcome, heading in HEADINGS.items():
-            found = [item for item in self.items if item.outcome == outcome]
-            width = min(40, max((len(item.shown()) for item in found), default=0))
-            lines += [f"{heading}: {len(found)}"] if found else []
-            lines += [
-                f"  {item.shown():<{width}}  {f'{item.counterpart}  {item.note}'.strip()}"
-                for item in found
-            ]
-        return "\n".join([*lines, *(["", f"Next: flatout plan {self.path}"] if self.path else [])])
+            if found := [item for item in self.items if item.outcome == outcome]:
+                tables.append(table_of(found, f"{heading}: {len(found)}"))
+        if self.path is None:
+            return Display(tables=tables)
+        return Display(f"{self.path}  written", (), tables, [f"Next: flatout plan {self.path}"])
 
 
 @checked
@@ -109,7 +105,7 @@ def convert_config(
     instead, or why there is nothing to write. `--keys TOOL` lists all keys of a tool.
 
     Raises: ConfigError when no key has a counterpart, or when there is no such tool; OutputInUse
-            when `out` is a different file.
+            when `out` exists.
     """
     if keys is not None:
         known = listings()
@@ -120,8 +116,7 @@ def convert_config(
         raise UsageError(
             "`flatout convert` needs a config and --out.", fix=f"For example `{COMMAND.example}`."
         )
-    require_local(config)
-    require_local(out, "--out ")
+    require_recipe_path(out, "--out ")
     source, target = expanded(config), expanded(out)
     if source.suffix.lower() not in {*SUFFIXES, ".json"}:
         raise ConfigError(
@@ -129,14 +124,8 @@ def convert_config(
             fix="Write its values into a YAML file, `key: value` on each line. "
             "docs/coming-from.md has a recipe for each tool.",
         )
-    if target.suffix.lower() not in SUFFIXES:
-        raise ConfigError(f"--out {target} is not a YAML file.", fix="For example --out my.yaml.")
-    is_own = target.is_file() and target.read_bytes().startswith(MARK.encode())
-    if target.exists() and not is_own:
-        raise OutputInUse(
-            f"{target} exists, and `flatout convert` did not write it.",
-            fix="Choose a different file with --out FILE.",
-        )
+    if target.exists():
+        raise OutputInUse(f"{target} exists.", fix="Choose a different file with --out FILE.")
     document = read_document(source)
     with suppress(ConfigError):
         validate(document)
@@ -150,7 +139,7 @@ def convert_config(
             f"{source} has no key with a counterpart in flatout.",
             fix="Name the config of a training tool. `--keys nanogpt` shows nanoGPT's keys.",
         )
-    lines = [f"{MARK} from {source.name}"]
+    lines = [f"# Converted by `flatout convert` from {source.name}"]
     for item in items:
         if item.outcome not in ("mapped", "unnecessary"):
             answer = f"{item.shown()}: {item.counterpart} {item.note}"

@@ -13,7 +13,7 @@ from typing import Annotated
 
 from flatout.cli.commands import Command
 from flatout.config.signature import Argument, Option, checked
-from flatout.display import Display, Show, Table, age, amount, loss, table_of
+from flatout.display import Display, Show, age, amount, loss, table_of
 from flatout.errors import CheckpointError, ConfigError, FlatoutError, in_shell, on_one_line
 from flatout.measure.runlog import RunLog
 from flatout.progress import SILENT, Progress
@@ -108,17 +108,6 @@ class CheckpointItem(Stored):
         return ", ".join([*known, *["best"] * bool(self.best)])
 
 
-class AsideItem(Stored):
-    """A checkpoint that was set aside: the run went back to an earlier step."""
-
-    path: Annotated[str, Show("set aside")]
-    """Its directory."""
-    bytes: Bytes
-    """Its size."""
-    age_s: Age
-    """Seconds since it was saved."""
-
-
 class RunsResult(Result):
     """Runs, oldest first, or one run with its checkpoints."""
 
@@ -126,8 +115,9 @@ class RunsResult(Result):
     """One object per run."""
     checkpoints: tuple[CheckpointItem, ...] = ()
     """Of the run that was named, by step."""
-    aside: tuple[AsideItem, ...] = ()
-    """Its checkpoints that were set aside. They do not count, and take space."""
+    aside: tuple[str, ...] = ()
+    """The directories of its checkpoints that were set aside: the run went back to an earlier step.
+    They do not count, and take space."""
     removed: tuple[str, ...] = ()
     """The directories that this command deleted."""
 
@@ -136,12 +126,11 @@ class RunsResult(Result):
         if not self.items:
             return Display("There are no runs yet. `flatout demo` starts one.")
         base = os.path.commonpath([os.path.dirname(item.run) for item in self.items])
-        names = [os.path.relpath(item.run, base or None) for item in self.items]
-        rows = zip(self.items, names, strict=True)
-        tables: list[Table] = [
-            table_of([item.model_copy(update={"run": name}) for item, name in rows])
+        rows = [
+            item.model_copy(update={"run": os.path.relpath(item.run, base or None)})
+            for item in self.items
         ]
-        tables += [table_of(each) for each in (self.checkpoints, self.aside) if each]
+        tables = [table_of(each) for each in (rows, self.checkpoints) if each]
         notes = [f"Deleted {path}" for path in self.removed]
         notes += [item.problems[0] for item in self.checkpoints if item.problems]
         run = in_shell(self.items[0].run)
@@ -149,8 +138,8 @@ class RunsResult(Result):
             notes.append(f"`flatout verify {run}` reads every file of the checkpoints.")
         if self.aside:
             notes.append(
-                "The run went back to an earlier step, and set checkpoints aside: "
-                f"`flatout runs {run} --remove-aside` deletes them."
+                f"Set aside, since the run went back to an earlier step: {', '.join(self.aside)}. "
+                f"`flatout runs {run} --remove-aside` deletes what was set aside."
             )
         return Display(f"In {base or '.'}:", (), tables, notes)
 
@@ -204,10 +193,7 @@ def runs(
     return RunsResult(
         items=items,
         checkpoints=tuple(checkpoint_items(root)),
-        aside=tuple(
-            AsideItem(path=str(path), bytes=folder_bytes(path), age_s=_age_s(None, path))
-            for path in catalog.aside_paths(root)
-        ),
+        aside=tuple(map(str, catalog.aside_paths(root))),
         removed=tuple(removed),
     )
 

@@ -7,7 +7,7 @@ import json
 import pytest
 import yaml
 
-from flatout.cli.commands.convert import MARK, convert_config
+from flatout.cli.commands.convert import convert_config
 from flatout.config.registry import RECIPES
 from flatout.config.schema import load_config
 from flatout.config.words import listings
@@ -72,9 +72,12 @@ def test_keys_that_mean_the_same_are_in_the_recipe_and_every_other_key_is_answer
         "unknown",
     )
     text = out.read_text()
-    assert text.startswith(f"{MARK} from old.json\n# Not converted: adam_beta1=0.8: optim.betas ")
+    assert text.startswith(
+        "# Converted by `flatout convert` from old.json\n"
+        "# Not converted: adam_beta1=0.8: optim.betas "
+    )
     assert "hf_xyz" not in text + found.summary()
-    for line in ("Mapped: 10", "  bf16=True", "To convert by hand: 1", "Next: flatout plan"):
+    for line in ("Mapped: 10", "bf16=True  ", "To convert by hand: 1", "Next: flatout plan"):
         assert line in found.summary()
 
 
@@ -109,14 +112,10 @@ def test_a_key_that_needs_another_one_may_come_first(tmp_path):
     assert (config.lora.alpha, config.lora.rank, config.lora.targets) == (16, 8, ("q", "v"))
 
 
-def test_only_its_own_file_is_written_again(old, tmp_path):
-    out = tmp_path / "my.yaml"
-    convert_config(old, out)
-    convert_config(old, out)
-    out.write_text("name: mine\n")
-    with pytest.raises(OutputInUse, match="did not write it"):
-        convert_config(old, out)
-    assert out.read_text() == "name: mine\n"
+def test_no_file_is_replaced(old, tmp_path):
+    (tmp_path / "my.yaml").write_text("name: mine\n")
+    with pytest.raises(OutputInUse, match="exists"):
+        convert_config(old, tmp_path / "my.yaml")
 
 
 def test_nothing_is_written_when_no_key_is_known(tmp_path):
@@ -146,4 +145,4 @@ def test_every_key_of_a_tool_is_shown_with_its_counterpart(tool):
     for one in found.items:
         assert (one.outcome in ("mapped", "by_hand")) == bool(one.counterpart)
         assert one.counterpart or one.note
-        assert f"  {one.key} " in found.summary()
+        assert f"\n{one.key} " in found.summary()

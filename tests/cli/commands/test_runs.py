@@ -233,8 +233,8 @@ def test_keep_deletes_all_but_the_newest_valid_and_the_best(fox):
 def test_those_set_aside_are_listed_and_deleted_on_request(fox):
     (moved,) = catalog.set_aside(fox, after=2)
     found = runs(fox)
-    assert [item.path for item in found.aside] == [str(moved)]
-    assert "`flatout runs runs/fox --remove-aside` deletes them." in found.summary()
+    assert found.aside == (str(moved),)
+    assert "`flatout runs runs/fox --remove-aside` deletes" in found.summary()
     found = runs(fox, remove_aside=True)
     assert (found.removed, found.aside, moved.exists()) == ((str(moved),), (), False)
     assert f"Deleted {moved}" in found.summary()
