@@ -21,7 +21,7 @@ from flatout.config.signature import Argument, Option, checked
 from flatout.data.sources.local import missing
 from flatout.data.store.shards import Dataset
 from flatout.display import value_lines
-from flatout.errors import DataError, in_shell
+from flatout.errors import CheckpointError, DataError, UntrustedCode, in_shell
 from flatout.hardware.machine import pick_device, probe
 from flatout.progress import SILENT, Progress
 from flatout.storage.recognised import require_local
@@ -107,7 +107,14 @@ def demo(
             )
     device, _ = pick_device("auto", probe())
     subject = subject_of(Path(file) if file else None, device)
-    config = trusted_config(subject.run)
+    try:
+        config = trusted_config(subject.run)
+    except UntrustedCode as error:
+        raise CheckpointError(
+            error.what,
+            fix=f"A demo uses only flatout's own code, so {subject.run} is not a demo: move it "
+            "away.",
+        ) from error
     if config is None:
         config = _new_config(subject, device, minutes, progress)
     elif read_summary(subject.run) is not None:

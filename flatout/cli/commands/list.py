@@ -29,11 +29,12 @@ from flatout.config.registry import (
 )
 from flatout.config.schema import RunConfig, load_config
 from flatout.config.signature import Argument, Option, checked
-from flatout.display import Column, Display, Table, amount
+from flatout.display import Display, Show, amount, table_of
 from flatout.hardware.machine import ASSUMED_MFU, Machine, probe
 from flatout.measure.scripts.changes import CHANGES
 from flatout.storage.cache import default_cache
-from flatout.storage.json_io import JsonObject, Result
+from flatout.storage.files import Stored
+from flatout.storage.json_io import Result
 
 FOLDERS: dict[str, Folder | YamlFolder] = {
     "architectures": ARCHITECTURES,
@@ -48,13 +49,52 @@ FOLDERS: dict[str, Folder | YamlFolder] = {
 
 
 OTHERS = ("changes", "machines", "speedups", "tokenizers")
-LABELS = {True: "measured", False: "not measured", None: ""}
-"""Whether the choice of `auto` for a speedup rests on a measurement.
-
-None: there is nothing to measure, the speedup is not for this device.
-"""
+LABELS = {True: "measured", False: "not measured"}
+"""Whether the choice of `auto` for a speedup rests on a measurement."""
 PARAMETERS = re.compile(r"([\d,]+) parameters")
 """The size of a recipe's model, in its description."""
+
+
+class Entry(Stored):
+    """One entry."""
+
+    name: Annotated[str, Show()]
+    """Its name."""
+    parameters: Annotated[
+        int | None, Show(form=lambda count: amount(count).replace("G", "B"), unknown="")
+    ] = None
+    """Of a recipe, the parameters of its model. Null if they are those of its base model."""
+    description: Annotated[str, Show()]
+    """What it is."""
+
+
+class SpeedupEntry(Stored):
+    """One speedup, as a run on this machine would use it."""
+
+    on: Annotated[bool, Show(form=lambda on: "on" if on else "off")]
+    """Whether it is on."""
+    measured: Annotated[bool | None, Show(form=LABELS.__getitem__, unknown="")]
+    """Whether that rests on a measurement on such a device. Null: it is not for this device."""
+    name: Annotated[str, Show()]
+    """Its name."""
+    reason: Annotated[str, Show(record=lambda entry: entry.why())]
+    """Why it is on or off."""
+    description: str
+    """What it saves."""
+    tolerance: str
+    """How much it may change the losses."""
+    gain: str | None
+    """The gain that bench measured on this hardware."""
+    predicted: str | None
+    """The predicted gain."""
+
+    def why(self) -> str:
+        """Return the reason, with a gain that it does not state."""
+        if self.gain and self.gain not in self.reason:
+            return f"{self.reason}  (measured here: {self.gain})"
+        if self.predicted and not self.gain:  # docs/speedups.md has the rest
+            return f"{self.reason}  (predicted: {re.split(r'[.:;] ', self.predicted)[0]})"
+        return self.reason
 
 
 class ListResult(Result):
@@ -64,18 +104,10 @@ class ListResult(Result):
     """A kind of entry, such as speedups."""
     note: str | None = None
     """For speedups: whether the recipe's GPU is missing here."""
-    items: list[JsonObject]
-    """One object per entry, with its `name` and its `description`.
-
-    A recipe also has the `parameters` of its model, null if they are those of its base model. The
-    smallest come first.
-
-    A speedup also has `on` with the `reason`; whether that was `measured` on such a device (null:
-    it is not for this device); the `gain` that bench measured on this hardware; and the `predicted`
-    gain, as text or null."""
-
+    items: list[Entry] | list[SpeedupEntry]
+    """One object per entry. Of recipes, the smallest come first."""
     shows_all: bool = Field(default=False, exclude=True, repr=False)
-    """Whether `summary` has every reason."""
+    """Whether every speedup is shown with its reason."""
 
     def display(self) -> Display:
         """Return one row per entry. Of speedups, those that are on, and the names of the others.
@@ -84,40 +116,15 @@ class ListResult(Result):
         """
         if not self.items:
             return Display(f"There are no {self.kind}.")
-        if self.kind == "speedups":
-            return self._speedups()
-        sizes = [item.get("parameters", 0) for item in self.items]
-        rows: list[tuple[str, ...]] = [
-            (item["name"], amount(size).replace("G", "B") if size else "", item["description"])
-            for item, size in zip(self.items, sizes, strict=True)
-        ]
-        if not any(sizes):
-            rows = [(row[0], row[2]) for row in rows]
-        return Display(self.note or "", (), [Table([*map(Column, [""] * len(rows[0]))], rows)])
-
-    def _speedups(self) -> Display:
-        rows: list[tuple[str, ...]] = []
-        off: dict[str, list[str]] = {label: [] for label in LABELS.values()}
+        shown, off = [*self.items], dict[str, list[str]]()
         for item in self.items:
-            label, reason, gain = LABELS[item["measured"]], item["reason"], item["gain"]
-            if gain and gain not in reason:
-                reason += f"  (measured here: {gain})"
-            elif item["predicted"] and not gain:  # docs/speedups.md has the rest
-                first = re.split(r"[.:;] ", item["predicted"], maxsplit=1)[0]
-                reason += f"  (predicted: {first})"
-            if self.shows_all:
-                rows.append(("on" if item["on"] else "off", label, item["name"], reason))
-            elif item["on"]:
-                rows.append(("on", item["name"], reason))
-            else:
-                off[label].append(item["name"])
-        notes = [
-            f"off, {label or 'not for this run'}: {', '.join(names)}"
-            for label, names in off.items()
-            if names
-        ]
-        notes += ["--all shows the reason for each."] if notes else []
-        tables = [Table([*map(Column, [""] * len(rows[0]))], rows)] if rows else []
+            if isinstance(item, SpeedupEntry) and not item.on and not self.shows_all:
+                shown.remove(item)
+                label = "not for this run" if item.measured is None else LABELS[item.measured]
+                off.setdefault(label, []).append(item.name)
+        notes = [f"off, {label}: {', '.join(names)}" for label, names in off.items()]
+        notes += ["--all shows the reason for each."] if off else []
+        tables = [table_of(shown)] if shown else []
         return Display(self.note or "", (), tables, notes)
 
 
@@ -162,12 +169,13 @@ def list_entries(
         items = {name: FOLDERS[kind].describe(name) for name in FOLDERS[kind].names()}
     else:
         raise unknown_name("kind of entry", kind, [*FOLDERS, *OTHERS])
-    listed: list[JsonObject] = [{"name": name, "description": text} for name, text in items.items()]
+    listed = [Entry(name=name, description=text) for name, text in items.items()]
     if kind == "recipes":
-        for item in listed:
-            size = PARAMETERS.search(item["description"])
-            item["parameters"] = int(size[1].replace(",", "")) if size else None
-        listed.sort(key=lambda item: item["parameters"] or math.inf)
+        for at, one in enumerate(listed):
+            if size := PARAMETERS.search(one.description):
+                count = int(size[1].replace(",", ""))
+                listed[at] = one.model_copy(update={"parameters": count})
+        listed.sort(key=lambda one: one.parameters or math.inf)
     return ListResult(kind=kind, items=listed)
 
 
@@ -195,16 +203,16 @@ def _speedups(recipe: str | Path | None) -> ListResult:
     for decision in select(config, machine, device=device, minutes=minutes, measured=gains):
         speedup, gain = speedup_named(decision.name), gains.get(decision.name)
         items.append(
-            {
-                "name": decision.name,
-                "description": speedup.saves,
-                "on": decision.on,
-                "reason": decision.reason,
-                "tolerance": speedup.tolerance.kind,
-                "measured": True if gain else is_measured(speedup, config, machine, device),
-                "gain": gain and gain.describe(),
-                "predicted": speedup.predicted,
-            }
+            SpeedupEntry(
+                name=decision.name,
+                description=speedup.saves,
+                on=decision.on,
+                reason=decision.reason,
+                tolerance=speedup.tolerance.kind,
+                measured=True if gain else is_measured(speedup, config, machine, device),
+                gain=gain and gain.describe(),
+                predicted=speedup.predicted,
+            )
         )
     return ListResult(kind="speedups", note=note, items=items)
 
