@@ -209,7 +209,7 @@ class Timed(Exception):
     """Ends a run whose steps were timed."""
 
 
-class StepTimer(Quiet):
+class FirstSteps(Quiet):
     """Times the steps of a run after its warm-up, and then ends it."""
 
     step_s = 0.0
@@ -229,7 +229,7 @@ class StepTimer(Quiet):
 
 def seconds_per_step(config: RunConfig) -> float:
     """Return the time of an optimizer step, measured on the first steps of a run without files."""
-    timer = StepTimer()
+    timer = FirstSteps()
     config = config.with_values({"train.steps": 1000, "train.eval_every": 0, "log.to": []})
     with tempfile.TemporaryDirectory() as folder, suppress(Timed):
         train(config, run=Path(folder) / "run", observers=[timer])

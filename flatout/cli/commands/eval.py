@@ -20,6 +20,9 @@ Perplexity = Annotated[
 ]
 BitsPerByte = Annotated[float | None, Show("bits per byte", ".4f", unknown="unknown")]
 Tokens = Annotated[int, Show("tokens")]
+BITS_UNKNOWN = (
+    "Bits per byte are unknown: only a part was scored, or a dataset does not record its bytes."
+)
 
 
 class DatasetScore(Stored):
@@ -64,7 +67,8 @@ class EvalResult(Result):
         if len(scores) > 1:
             whole = self.model_dump(exclude={"run", "checkpoint", "by_dataset"})
             scores.append(DatasetScore(name="total", path="", **whole))
-        return Display(self.checkpoint, (), [table_of(scores)])
+        notes = [BITS_UNKNOWN] if self.bits_per_byte is None else []
+        return Display(self.checkpoint, (), [table_of(scores)], notes)
 
 
 @checked

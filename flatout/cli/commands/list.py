@@ -55,7 +55,7 @@ PARAMETERS = re.compile(r"([\d,]+) parameters")
 """The size of a recipe's model, in its description."""
 
 
-class Entry(Stored):
+class Listed(Stored):
     """One entry."""
 
     name: Annotated[str, Show()]
@@ -68,7 +68,7 @@ class Entry(Stored):
     """What it is."""
 
 
-class SpeedupEntry(Stored):
+class ListedSpeedup(Stored):
     """One speedup, as a run on this machine would use it."""
 
     on: Annotated[bool, Show(form=lambda on: "on" if on else "off")]
@@ -104,7 +104,7 @@ class ListResult(Result):
     """A kind of entry, such as speedups."""
     note: str | None = None
     """For speedups: whether the recipe's GPU is missing here."""
-    items: list[Entry] | list[SpeedupEntry]
+    items: list[Listed] | list[ListedSpeedup]
     """One object per entry. Of recipes, the smallest come first."""
     shows_all: bool = Field(default=False, exclude=True, repr=False)
     """Whether every speedup is shown with its reason."""
@@ -118,7 +118,7 @@ class ListResult(Result):
             return Display(f"There are no {self.kind}.")
         shown, off = [*self.items], dict[str, list[str]]()
         for item in self.items:
-            if isinstance(item, SpeedupEntry) and not item.on and not self.shows_all:
+            if isinstance(item, ListedSpeedup) and not item.on and not self.shows_all:
                 shown.remove(item)
                 label = "not for this run" if item.measured is None else LABELS[item.measured]
                 off.setdefault(label, []).append(item.name)
@@ -169,7 +169,7 @@ def list_entries(
         items = {name: FOLDERS[kind].describe(name) for name in FOLDERS[kind].names()}
     else:
         raise unknown_name("kind of entry", kind, [*FOLDERS, *OTHERS])
-    listed = [Entry(name=name, description=text) for name, text in items.items()]
+    listed = [Listed(name=name, description=text) for name, text in items.items()]
     if kind == "recipes":
         for at, one in enumerate(listed):
             if size := PARAMETERS.search(one.description):
@@ -203,7 +203,7 @@ def _speedups(recipe: str | Path | None) -> ListResult:
     for decision in select(config, machine, device=device, minutes=minutes, measured=gains):
         speedup, gain = speedup_named(decision.name), gains.get(decision.name)
         items.append(
-            SpeedupEntry(
+            ListedSpeedup(
                 name=decision.name,
                 description=speedup.saves,
                 on=decision.on,

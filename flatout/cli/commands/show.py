@@ -10,7 +10,7 @@ from flatout.config.signature import checked
 from flatout.storage.json_io import Result
 
 
-class Recipe(Result):
+class RecipeText(Result):
     """A recipe as YAML."""
 
     text: str
@@ -22,15 +22,15 @@ class Recipe(Result):
 
 
 @checked
-def show(recipe: RecipeName, overrides: Overrides = None) -> Recipe:
+def show(recipe: RecipeName, overrides: Overrides = None) -> RecipeText:
     """Print a recipe as YAML to copy, with overrides applied.
 
     Raises: ConfigError for an unknown recipe, key or value.
     """
     config = load_config(recipe, overrides or ())
     if not overrides and not isinstance(recipe, RunConfig):
-        return Recipe(text=read_text(recipe_path(recipe), "a recipe"))
-    return Recipe(text=dump_yaml(config.model_dump(mode="json", exclude_unset=True)))
+        return RecipeText(text=read_text(recipe_path(recipe), "a recipe"))
+    return RecipeText(text=dump_yaml(config.model_dump(mode="json", exclude_unset=True)))
 
 
 COMMAND = Command(show, example="flatout show gpt2-124m > my.yaml")

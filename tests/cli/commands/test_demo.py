@@ -145,7 +145,7 @@ def test_a_step_is_timed_after_the_warm_up(monkeypatch, passed_s, steps):
     """A slow machine times fewer steps: these three seconds, or as many steps."""
     clock = SimpleNamespace(monotonic=itertools.count(0, passed_s).__next__)
     monkeypatch.setattr(module, "time", clock)
-    timer, last = module.StepTimer(), module.WARM_UP + steps - 1
+    timer, last = module.FirstSteps(), module.WARM_UP + steps - 1
     for step in range(1, last):
         timer.on_tick(step, 100)
     with pytest.raises(module.Timed):
