@@ -18,6 +18,7 @@ from flatout.errors import require_posix
 if TYPE_CHECKING:
     from flatout.cli.commands.bench import bench
     from flatout.cli.commands.chat import chat
+    from flatout.cli.commands.compare import compare
     from flatout.cli.commands.convert import convert_config as convert
     from flatout.cli.commands.demo import demo
     from flatout.cli.commands.diagnose import diagnose
@@ -64,6 +65,7 @@ __all__ = [
     "__version__",
     "bench",
     "chat",
+    "compare",
     "convert",
     "demo",
     "diagnose",
@@ -101,6 +103,7 @@ _HOMES = {
     "Watch": "flatout.measure.watch.watch",
     "bench": "flatout.cli.commands.bench",
     "chat": "flatout.cli.commands.chat",
+    "compare": "flatout.cli.commands.compare",
     "convert": "flatout.cli.commands.convert:convert_config",
     "demo": "flatout.cli.commands.demo",
     "diagnose": "flatout.cli.commands.diagnose",
