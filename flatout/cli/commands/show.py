@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from flatout.cli.commands import Command, Overrides, RecipeName
 from flatout.config.documents import dump_yaml, read_text
 from flatout.config.registry import recipe_path
@@ -16,21 +18,26 @@ class RecipeText(Result):
     text: str
     """The file's own text, or the keys that the recipe and the overrides set."""
 
-    def summary(self) -> str:
-        """Return the YAML."""
-        return self.text.rstrip()
-
 
 @checked
-def show(recipe: RecipeName, overrides: Overrides = None) -> RecipeText:
+def show(
+    recipe: RecipeName,
+    overrides: Overrides = None,
+    *,
+    write: Callable[[str], object] = lambda _text: None,
+) -> RecipeText:
     """Print a recipe as YAML to copy, with overrides applied.
 
+    Returns: the recipe; `write` receives its text, whose lines are not wrapped.
     Raises: ConfigError for an unknown recipe, key or value.
     """
     config = load_config(recipe, overrides or ())
-    if not overrides and not isinstance(recipe, RunConfig):
-        return RecipeText(text=read_text(recipe_path(recipe), "a recipe"))
-    return RecipeText(text=dump_yaml(config.model_dump(mode="json", exclude_unset=True)))
+    if overrides or isinstance(recipe, RunConfig):
+        text = dump_yaml(config.model_dump(mode="json", exclude_unset=True))
+    else:
+        text = read_text(recipe_path(recipe), "a recipe")
+    write(text)
+    return RecipeText(text=text)
 
 
 COMMAND = Command(show, example="flatout show gpt2-124m > my.yaml")

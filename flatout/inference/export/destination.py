@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from flatout.display import Display
 from flatout.errors import OutputInUse, in_shell
 from flatout.models.families.export_mark import MARK
 from flatout.progress import readable_size
@@ -45,12 +46,13 @@ class Export(Result):
     notes: list[str]
     """What to know about the export."""
 
-    def summary(self) -> str:
+    def display(self) -> Display:
         """Return the path, the class that loads it, what to know, and how to upload it."""
         kind = f", {self.model_class}" if self.model_class else ""
         size = f"{readable_size(self.bytes)} in {self.files} files"
         upload = f"Upload it: hf upload ORG/NAME {in_shell(self.path)}"
-        return "\n".join([f"{self.path}  ({size}{kind}, {self.wall_s:.1f} s)", *self.notes, upload])
+        headline = f"{self.path}  ({size}{kind}, {self.wall_s:.1f} s)"
+        return Display(headline, notes=[*self.notes, upload])
 
 
 def require_free(out: Path, *, overwrite: bool = False) -> None:

@@ -26,4 +26,4 @@ def test_the_printed_recipe_is_the_same_run(capsys, tmp_path, overrides):
 def test_the_comments_of_a_packaged_recipe_stay(capsys):
     text = RECIPES.path("demo").read_text(encoding="utf-8")
     assert text.startswith("#")
-    assert shown(capsys, "demo") == f"{text.rstrip()}\n"
+    assert shown(capsys, "demo") == text
