@@ -48,4 +48,4 @@ def test_outside_of_a_notebook_calls_are_silent(monkeypatch):
 def test_public_commands_report_to_the_cell(notebook, monkeypatch):
     monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace())
     assert flatout.train.__wrapped__ is sys.modules["flatout.cli.commands.train"].train
-    assert flatout.runs is sys.modules["flatout.cli.commands.runs"].runs
+    assert flatout.list_entries is sys.modules["flatout.cli.commands.list"].list_entries
