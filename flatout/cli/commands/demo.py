@@ -53,7 +53,7 @@ class DemoResult(TrainResult):
     """The summary of a demo's run."""
 
     def summary(self) -> str:
-        """Return a sample, the loss curve and the metrics of the run, and what to try next."""
+        """Return a sample and the metrics of the run, and what to try next."""
         from flatout.cli.terminal import closing
         from flatout.storage.streams import columns
 

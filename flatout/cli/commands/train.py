@@ -95,7 +95,7 @@ class TrainResult(Result):
     """Digest of the files of the final weights: equal runs of as many processes have equal ones."""
 
     def summary(self) -> str:
-        """Return the last sample, the loss curve and the metrics of the run."""
+        """Return the last sample and the metrics of the run."""
         from flatout.cli.terminal import closing
 
         parts = [closing(self.model_dump())]

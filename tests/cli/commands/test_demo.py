@@ -45,7 +45,7 @@ def test_demo_runs_on_a_small_text_file(quick, text):
     assert result.val_loss is None or result.val_loss > 0
     assert result.tokens_per_s > 0
     summary = result.summary()
-    shown = ("3 steps", "tokens/s steady", "MFU", "loss over steps", "Try next")
+    shown = ("3 steps", "tokens/s steady", "MFU", "Loss", "Try next")
     for part in (*shown, f"flatout eval '{result.run}'"):
         assert part in summary
     start = next(iter(read_lines(Path(result.run) / "events.jsonl")))

@@ -28,7 +28,7 @@ def test_a_call_in_a_cell_reports_to_it(notebook):
     assert path == "a"
     assert isinstance(report, RunReport)
     assert isinstance(progress, Terminal)
-    assert progress.is_cell
+    assert progress.console.is_jupyter
     assert report.terminal is progress
     assert shown_in_cell(called).__doc__ == called.__doc__
 
