@@ -11,6 +11,7 @@ from flatout.cli.commands import Command, Overrides
 from flatout.config.registry import RECIPES, unknown_name
 from flatout.config.schema import RunConfig, load_config
 from flatout.config.signature import Argument, Option, checked
+from flatout.display import Display
 from flatout.errors import ConfigError, MissingPackage, in_shell
 from flatout.measure.diagnose.diagnose import diagnose_recipe
 from flatout.measure.diagnose.diagnosis import FILE, Diagnosis, diagnosis_of, read_diagnosis
@@ -48,9 +49,9 @@ class DiagnoseResult(Diagnosis, Result):
             self.source, 0
         )
 
-    def summary(self) -> str:
+    def display(self) -> Display:
         """Return the verdict, the breakdown and the findings."""
-        return self.text()
+        return Display(self.text())
 
 
 @checked
