@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -12,6 +13,7 @@ from flatout.config.registry import RECIPES, unknown_name
 from flatout.config.schema import RunConfig, load_config
 from flatout.config.signature import Argument, Option, checked
 from flatout.errors import ConfigError, MissingPackage, in_shell
+from flatout.measure.diagnose.alternatives import applied
 from flatout.measure.diagnose.diagnose import diagnose_recipe
 from flatout.measure.diagnose.diagnosis import FILE, Diagnosis, diagnosis_of, read_diagnosis
 from flatout.measure.diagnose.recorded import recorded_evidence
@@ -20,14 +22,13 @@ from flatout.measure.scripts.request import Request
 from flatout.measure.scripts.run import diagnose_script
 from flatout.progress import SILENT, Progress
 from flatout.storage.cache import default_cache
-from flatout.storage.json_io import Result
 from flatout.training.metrics.observers import Observer
 from flatout.training.run_dir import layout
 from flatout.training.run_dir.lookup import RUNS, run_names
 from flatout.training.run_dir.resume import settings_file
 
 
-class DiagnoseResult(Diagnosis, Result):
+class DiagnoseResult(Diagnosis):
     """A verdict and its evidence."""
 
     path: str | None = None
@@ -47,10 +48,6 @@ class DiagnoseResult(Diagnosis, Result):
         return {"preflight": 2, "measured run": 1, "script": self.script_code or 1}.get(
             self.source, 0
         )
-
-    def summary(self) -> str:
-        """Return the verdict, the breakdown and the findings."""
-        return self.text()
 
 
 @checked
@@ -99,7 +96,9 @@ def diagnose(
         require_only_script(recipe is not None or overrides)
         request = Request(seconds=seconds, steps=steps, to_the_end=to_the_end)
         found, code = diagnose_script(script, request, as_json=as_json, progress=progress)
-        return DiagnoseResult(**dict(found), script_code=code)
+        about = (*found.about, ("Script", ended(to_the_end, code)))
+        known = {"about": about, "next": f"`flatout tune -- {shlex.join(script)}`"}
+        return DiagnoseResult(**dict(found) | known, script_code=code)
     if steps is not None or to_the_end:
         how = "Write `flatout diagnose --steps 50 -- python train.py`, or remove them."
         raise ConfigError("--steps and --to-the-end only apply to a script.", fix=how)
@@ -123,7 +122,35 @@ def diagnose(
     evidence = diagnose_recipe(
         config, seconds=seconds, cache=default_cache(), callbacks=callbacks, progress=progress
     )
-    return DiagnoseResult(**dict(diagnosis_of(evidence)))
+    found = diagnosis_of(evidence)
+    return DiagnoseResult(
+        **dict(found) | {"next": next_command(found, config, recipe, overrides or ())}
+    )
+
+
+def ended(to_the_end: bool, code: int | None) -> str:
+    """Return how a script ended."""
+    if to_the_end:
+        return f"ran to its end, with exit code {code}"
+    if code:
+        return f"failed with exit code {code}"
+    return "ended after the measurement; --to-the-end lets it continue"
+
+
+def next_command(
+    found: Diagnosis, asked: RunConfig, recipe: str | Path, overrides: Sequence[str]
+) -> str | None:
+    """Return the command that trains with the best fix, or else measures what is faster."""
+    fixes = (fix.overrides for finding in found.findings[:1] for fix in finding.fixes)
+    settings = next(filter(None, fixes), {})
+    if not settings and found.findings and found.findings[0].harm == "fails":
+        return None
+    words = [word for word in overrides if word.partition("=")[0] not in settings]
+    for key, value in settings.items():
+        if key == "speedups":
+            value = applied(asked, {key: value}).speedups
+        words.append(f"{key}={'null' if value is None else value}")
+    return f"`{shlex.join(['flatout', 'train' if settings else 'tune', str(recipe), *words])}`"
 
 
 def require_only_script(has_more: object) -> None:

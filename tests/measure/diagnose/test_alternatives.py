@@ -16,13 +16,12 @@ from flatout.measure.diagnose.diagnosis import diagnosis_of
 from flatout.measure.diagnose.spec import MeasureSpec
 from flatout.measure.experiments import trial
 from flatout.measure.experiments.records import TrialResult
-from flatout.measure.steps.evidence import Evidence, Failure, MemoryFacts, Phases
+from flatout.measure.steps.evidence import Evidence, Failure
 from flatout.progress import SILENT
 
 MANY = "batch.rows_per_device=8 batch.accumulate=1"
 LESS = "speedups=-checkpointing"
 PLAIN = "the recipe"
-FULL = MemoryFacts(free_gib=1024 / GIB, rows_that_fit=64)
 MACHINE = Machine("a CPU", 2, 24.0, (), "3.12")
 
 
@@ -67,7 +66,8 @@ def tried(tiny_config, monkeypatch):
             "device": "cpu",
             "speedups": speedups,
             "step_s": 0.1,
-            "memory": MemoryFacts(free_gib=20.0, rows_that_fit=64),
+            "free_gib": 20.0,
+            "rows_that_fit": 64,
             "counterfactual_s": {"synthetic-data": 0.099},
         }
         spec = MeasureSpec(config=asked.to_dict(), folder="absent/run", seconds=4.0)
@@ -83,9 +83,9 @@ def tried(tiny_config, monkeypatch):
         ({"requested": "auto,-compile"}, []),
         ({"rows": 1}, [MANY]),
         ({"rows": 4}, [MANY]),
-        ({"rows": 1, "memory": MemoryFacts(free_gib=20.0, rows_that_fit=1)}, []),
+        ({"rows": 1, "rows_that_fit": 1}, []),
         ({"requested": "auto,+checkpointing", "extra": ["checkpointing"]}, [LESS]),
-        ({"extra": ["checkpointing"], "memory": FULL}, []),
+        ({"extra": ["checkpointing"], "free_gib": 1024 / GIB}, []),
         ({"requested": "none", "on": ()}, ["speedups=auto"]),
         ({"requested": "auto,-prefetch", "on": ["pretokenised"]}, ["speedups=auto"]),
         ({"on": ["pretokenised"]}, []),  # a measurement here may have turned others off
@@ -110,7 +110,7 @@ def test_several_alternatives_share_the_time(tried):
 
 def test_a_gain_is_that_of_the_slowest_trial_against_the_fastest_of_the_recipe(tried):
     rates = {MANY: [3000.0, 2000.0], PLAIN: [900.0, 1000.0]}
-    found, _ = tried(rows=2, rates=rates, phases=Phases(checkpoint_s=0.02, evaluation_s=0.02))
+    found, _ = tried(rows=2, rates=rates, checkpoint_s=0.02, evaluation_s=0.02)
     assert found.counterfactual_s[MANY] == pytest.approx(0.03 + 0.04), "saves take as long"
     (finding,) = (one for one in diagnosis_of(found).findings if one.name == "slow-settings")
     assert finding.verdict == f"With {MANY}, a step takes 30% less."

@@ -30,22 +30,22 @@ def test_lines_that_train_are_told_from_others(weights):
     sampled = LineTotals()
     for line in lines * 3:
         sampled.add("python", line, 0.1)
+    for _ in range(3):  # a line of the forward pass that does not train
+        sampled.add("compute", lines[2], 0.05)
     sampled.callers = {lines[1]: (file, here), lines[2]: (file, 1)}
-    found, training_s = own_lines(sampled, 1, recorder, [(file, 1)])
+    found, moved_s = own_lines(sampled, 1, recorder, [(file, 1)])
     assert [*found.seconds["own"]] == lines[1:]
     assert [*found.callers] == [lines[1]]
-    assert training_s == pytest.approx(0.3)
+    assert moved_s == pytest.approx(0.3 - 0.15)
     del copy, shown
 
 
-def test_attention_float64_and_the_loss_are_seen(weights):
+def test_attention_and_float64_are_seen(weights):
     recorder = CallRecorder(lambda: "forward")
     with recorder:
         torch.softmax((weights @ weights)[None], dim=-1)
-        loss = torch.nn.functional.cross_entropy(weights, torch.zeros(64, dtype=torch.long))
         weights.double().sum()
     assert {"softmax", "float64"} <= recorder.found.counts.keys()
-    assert (recorder.classes, recorder.loss()) == (64, loss)
 
 
 def test_kept_outputs_keep_their_graph_without_the_loss(weights):
@@ -74,35 +74,6 @@ def test_kept_graphs_are_counted_and_their_variable_is_named(weights, keeps):
     name, line = graphs.keeper(sys._getframe()) or (None, None)
     assert name == ("losses" if keeps else None)
     assert line is None or line_of(*line).startswith("losses.append(")
-
-
-@pytest.mark.parametrize(
-    "decompose",
-    [
-        torch.linalg.svdvals,
-        torch.linalg.eigh,
-        torch.Tensor.svd,
-        torch.pinverse,
-        lambda matrix: torch.linalg.matrix_norm(matrix, 2),
-        lambda matrix: torch.linalg.norm(matrix, ord="nuc"),
-        lambda matrix: torch.norm(matrix, "nuc"),
-    ],
-)
-def test_decompositions_are_seen_where_they_train(weights, decompose):
-    recorder = CallRecorder(lambda: "other")
-    with recorder:
-        decompose(weights.detach())
-        assert "decomposition" not in recorder.found.counts
-        decompose(weights)
-    assert recorder.found.total("decomposition") == 1
-
-
-def test_other_norms_are_no_decompositions(weights):
-    recorder = CallRecorder(lambda: "other")
-    with recorder:
-        torch.linalg.matrix_norm(weights), weights.norm(), torch.linalg.norm(weights, 2, dim=1)
-        torch.layer_norm(weights, (64,)), torch.linalg.cholesky(weights @ weights.T + torch.eye(64))
-    assert "decomposition" not in recorder.found.counts
 
 
 def padded(lengths, width=64, *, left=False):

@@ -21,7 +21,7 @@ from flatout.measure.scripts import tune
 from flatout.measure.scripts.request import Answer, Facts, Site
 from flatout.measure.scripts.tune import difference, last_words, name_of, scaled
 from flatout.measure.scripts.tuning import ScriptTuning
-from flatout.measure.steps.evidence import Evidence, Phases
+from flatout.measure.steps.evidence import Evidence
 from flatout.measure.trial import Ran
 
 SOURCE = """import torch
@@ -69,8 +69,8 @@ class Script:
         if takes_s > limit_s:
             return Ran(Answer(steps=3), None, "", False)
         if request.timing is None:
-            phases = Phases(compute_s=self.step_s)
-            found = Evidence(source="script", step_s=self.step_s, phases=phases, device="cpu")
+            times = {"step_s": self.step_s, "compute_s": self.step_s}
+            found = Evidence(source="script", device="cpu", **times)
             return Ran(
                 Answer(evidence=found, facts=Facts(), sites=self.sites, steps=30), 0, "", True
             )
