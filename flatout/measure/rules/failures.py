@@ -10,8 +10,10 @@ from collections.abc import Sequence
 from flatout.measure.rules import Finding, Fix, Harm, fix, rule
 from flatout.measure.steps.evidence import Evidence
 
-MIN_LOSSES = 24
-"""With fewer losses, only those that are not finite count."""
+MIN_LOSSES, MIN_OF_RISE = 24, 64
+"""With fewer losses, only those that are not finite count, and no rise: training may start with one,
+and the levels of few losses are noise.
+"""
 JUMP_DEVIATIONS, JUMP_SHARE = 10.0, 0.25
 """A jump exceeds this many deviations of the loss, and this share of its level."""
 MIN_LASTING = 8
@@ -21,7 +23,7 @@ outlier of the data passes with its batch, and what it does to the weights withi
 RISEN_SHARE = 0.3
 """Share of its fall that the loss must have lost again."""
 MIN_RISE = 3.0
-"""Times the noise of a level that it must exceed: of eight losses, the usual difference of two."""
+"""Times the usual difference of two losses that it must exceed, which is noise."""
 NOISE_SHARE, NOISE = 0.01, 1e-6
 """Changes of the loss that mean nothing: the share of its first values, and at least this."""
 MOST_SKIPPED = 0.05
@@ -61,7 +63,8 @@ def unstable_training(evidence: Evidence) -> Finding | None:
     # a loss of both signs is a difference, as of rewards, whose level means nothing
     if lost is not None or len(values) < MIN_LOSSES or min(values) < 0 < max(values):
         values = []
-    jump, rise = (_worst_jump(values), _rise(values)) if values else (None, None)
+    jump = _worst_jump(values) if values else None
+    rise = _rise(values) if len(values) >= MIN_OF_RISE else None
     jumps = f"The loss jumps by {jump[1]:.3g} at step {losses[jump[2]][0]}" if jump else ""
     if diverged is not None:
         verdict = diverged.message
@@ -117,7 +120,7 @@ def _rise(values: Sequence[float]) -> float | None:
     limit = max(
         RISEN_SHARE * (levels[0] - lowest),
         0.05 * abs(lowest),
-        MIN_RISE * noise * max(8 / part, 1.0) ** 0.5,  # a level of few losses is noisier
+        MIN_RISE * noise,
         _noise_floor(values),
     )
     return levels[-1] if levels[-1] - lowest > limit else None
