@@ -11,8 +11,8 @@ from flatout.measure.rules import Finding, Fix, Harm, fix, rule
 from flatout.measure.steps.evidence import Evidence
 
 MIN_LOSSES, MIN_OF_RISE = 24, 64
-"""With fewer losses, only those that are not finite count, and no rise: training may start with one,
-and the levels of few losses are noise.
+"""Fewest losses by which jumps, and rises, are judged: training may start with a rise, and the
+levels of few losses are noise.
 """
 JUMP_DEVIATIONS, JUMP_SHARE = 10.0, 0.25
 """A jump exceeds this many deviations of the loss, and this share of its level."""
