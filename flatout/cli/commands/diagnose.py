@@ -141,9 +141,9 @@ def next_command(
     found: Diagnosis, asked: RunConfig, recipe: str | Path, overrides: Sequence[str]
 ) -> str | None:
     """Return the command that trains with the best fix, or else measures what is faster."""
-    fixes = (fix.overrides for finding in found.findings[:1] for fix in finding.fixes)
-    settings = next(filter(None, fixes), {})
-    if not settings and found.findings and found.findings[0].harm == "fails":
+    serious = [one for one in found.findings if one.harm != "warns"]
+    settings = next((f.overrides for one in serious for f in one.fixes if f.overrides), {})
+    if not settings and any(one.harm == "fails" for one in serious):
         return None
     words = [word for word in overrides if word.partition("=")[0] not in settings]
     for key, value in settings.items():

@@ -9,7 +9,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from flatout.hardware.machine import CUDA_TORCH
-from flatout.measure.rules import Finding, Fix, Harm, Rule, is_off, rule, speedup_fixes, with_rows
+from flatout.measure.rules import (
+    Finding,
+    Fix,
+    Harm,
+    Rule,
+    fix,
+    is_off,
+    rule,
+    speedup_fixes,
+    with_rows,
+)
 from flatout.measure.steps.evidence import Evidence
 
 Check = Callable[[Evidence], object]
@@ -47,16 +57,8 @@ class Way:
         text = self.text.format(**words, set=shown)
         if self.slot:
             return speedup_fixes(evidence, self.slot, text, gain, self.gain_from)
-        return [
-            Fix(
-                text=text,
-                overrides=settings,
-                gain=gain,
-                gain_from=None if gain is None else self.gain_from,
-                cost_s=self.cost_s,
-                same_result=self.same_result,
-            )
-        ]
+        more: dict[str, Any] = {"cost_s": self.cost_s, "same_result": self.same_result}
+        return [fix(text, gain, self.gain_from, overrides=settings, **more)]
 
 
 def row(
@@ -90,7 +92,8 @@ def row(
         if not when(evidence) or (share is None and lost and not is_warning):
             return None
         place = next(filter(None, map(evidence.site, site.split())), None)
-        words = {"e": evidence, "share": share, "site": place and place.describe()}
+        where = "lines of other packages" if place is None else place.describe()
+        words = {"e": evidence, "share": share, "site": where}
         gain = None if share is None else share * saves
         return Finding(
             verdict=(on_cpu if is_warning else says).format(**words),
