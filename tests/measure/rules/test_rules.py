@@ -7,13 +7,14 @@ import random
 from pathlib import Path
 
 import pytest
+import yaml
 
 import flatout
 from flatout.hardware.machine import Gpu, Machine
 from flatout.measure.diagnose.alternatives import applied
 from flatout.measure.diagnose.diagnosis import diagnosis_of
 from flatout.measure.rules import rules
-from flatout.measure.steps.evidence import CallSite, Evidence, Failure, KernelRow
+from flatout.measure.steps.evidence import CallSite, Evidence, Failure
 
 SITE = CallSite(file="mine.py", line=7, text="slow()")
 TIMED_SITE = SITE.model_copy(update={"seconds_per_step": 0.03})
@@ -29,85 +30,51 @@ SETTINGS = {
     "train.eval_every": 100,
     "speedups": "auto",
 }
-ON_A_CPU = {
-    "source": "measured run",
-    "speedups": ("pretokenised", "prefetch", "no-sync-logging", "compile", "tf32"),
+ON_A_CPU = yaml.safe_load(
+    """{
+    source: measured run, speedups: [pretokenised, prefetch, no-sync-logging, compile, tf32],
+    device: cpu, steps: 100, step_s: 0.1, data_wait_s: 0.001, host_s: 0.004, compute_s: 0.07,
+    memory_bound_s: 0.02, optimizer_s: 0.004, logging_s: 0.0005, gc_s: 0.0003, compile_s: 0.0,
+    checkpoint_s: 0.0001, evaluation_s: 0.0001, ops: 500.0, tiny_ops: 100.0, tiny_op_s: 0.001,
+    syncs: 1.0, sync_s: 0.001, expected_syncs: 1.0, empty_cache: 0.0, collections: 0.2,
+    recompiles: 0.0, rows: 8, optimizer_way: fused, kept_graphs: 0.0, growth_bytes: 0.0,
+    total_gib: 64.0, free_gib: 60.0, peak_gib: 20.0, reserved_gib: 22.0, estimated_gib: 19.0,
+    rows_that_fit: 12, cores: 8, threads: 8, other_busy_cores: 0.1, torch_version: 2.13.0,
+    sees_gpu: false, disk_free_gib: 100.0, disk_needed_gib: 2.0, train_tokens: 10000000,
+    val_tokens: 100000, parameters: 1000000, tokens_per_step: 128, planned_steps: 1000,
+    epochs: 2.0, peak_tflops: 800.0, mfu: 0.5, tokens_per_s: 10000.0, remaining_s: 3600.0,
+    counterfactual_s: {synthetic-data: 0.0995}
+    }"""
+) | {
     "machine": MACHINE,
-    "device": "cpu",
-    "steps": 100,
-    "step_s": 0.1,
-    "data_wait_s": 0.001,
-    "host_s": 0.004,
-    "compute_s": 0.07,
-    "memory_bound_s": 0.02,
-    "optimizer_s": 0.004,
-    "logging_s": 0.0005,
-    "gc_s": 0.0003,
-    "compile_s": 0.0,
-    "checkpoint_s": 0.0001,
-    "evaluation_s": 0.0001,
-    "ops": 500.0,
-    "tiny_ops": 100.0,
-    "tiny_op_s": 0.001,
-    "syncs": 1.0,
-    "sync_s": 0.001,
-    "expected_syncs": 1.0,
-    "empty_cache": 0.0,
-    "collections": 0.2,
-    "recompiles": 0.0,
-    "counterfactual_s": {"synthetic-data": 0.0995},
-    "rows": 8,
-    "optimizer_way": "fused",
-    "kept_graphs": 0.0,
-    "growth_bytes": 0.0,
-    "total_gib": 64.0,
-    "free_gib": 60.0,
-    "peak_gib": 20.0,
-    "reserved_gib": 22.0,
-    "estimated_gib": 19.0,
-    "rows_that_fit": 12,
-    "cores": 8,
-    "threads": 8,
-    "other_busy_cores": 0.1,
-    "torch_version": "2.13.0",
-    "sees_gpu": False,
-    "disk_free_gib": 100.0,
-    "disk_needed_gib": 2.0,
-    "train_tokens": 10**7,
-    "val_tokens": 10**5,
-    "parameters": 10**6,
-    "tokens_per_step": 128,
-    "planned_steps": 1000,
-    "epochs": 2.0,
-    "peak_tflops": 800.0,
-    "mfu": 0.5,
-    "tokens_per_s": 1e4,
     "losses": LOSSES,
-    "remaining_s": 3600.0,
     "grad_norms": tuple((step, 1.0) for step, _ in LOSSES),
 }
-ON_A_GPU = ON_A_CPU | {
-    "machine": GPU_MACHINE,
-    "device": "cuda",
-    "torch_cuda": "13.0",
-    "sees_gpu": True,
-    "gpu_others": 0,
-    "gpu_others_gib": 0.0,
-    "slowed_by": (),
-    "clock_share": 1.0,
-    "power_limit_share": 1.0,
-    "supports_bf16": True,
-    "communication_s": 0.0,
-    "pageable_copies": 0.0,
-}
+ON_A_GPU = (
+    ON_A_CPU
+    | {"machine": GPU_MACHINE}
+    | yaml.safe_load(
+        """{
+        device: cuda, torch_cuda: "13.0", sees_gpu: true, gpu_others: 0, gpu_others_gib: 0.0,
+        slowed_by: [], clock_share: 1.0, power_limit_share: 1.0, supports_bf16: true,
+        communication_s: 0.0, pageable_copies: 0.0
+        }"""
+    )
+)
 
 
 @pytest.fixture
 def healthy(tiny_config):
     """Return evidence of a healthy run on a CPU or a GPU, with some facts replaced."""
 
-    def make(device="cpu", settings=None, **changes):
+    def make(device="cpu", settings=None, site=None, **changes):
         config = tiny_config().with_values(SETTINGS | (settings or {}))
+        if site is not None:
+            changes["sites"] = {site: (POLLING if site == "thread" else TIMED_SITE,)}
+        if changes.get("machine") == "GPU":
+            changes["machine"] = GPU_MACHINE
+        for row in changes.get("kernels", ()):
+            row.update(share=0.2, calls=4.0)
         facts = ON_A_CPU if device == "cpu" else ON_A_GPU
         return Evidence(**{**facts, "config": config} | changes)
 
@@ -118,78 +85,57 @@ def failed(kind, **more):
     return Failure(kind=kind, message="It fails.", step=3, **more)
 
 
-def row(kind, seconds, slowest):
-    return KernelRow(kind=kind, seconds=seconds, share=0.2, calls=4.0, slowest=slowest)
-
-
-CPU_CASES = {
-    "anomaly-detection": {"anomaly_detection": True, "sites": {"anomaly": (SITE,)}},
-    "broadcast-loss": {"sites": {"broadcast": (SITE,)}},
-    "busy-machine": {"other_busy_cores": 3.0},
-    "busy-threads": {"sites": {"thread": (POLLING,)}},
-    "compile-failure": {"compile_fallback": "no compiler"},
-    "cpu-by-mistake": {"machine": GPU_MACHINE},
-    "cpu-threads": {"threads": 1, "environment": {"OMP_NUM_THREADS": "1"}},
-    "decomposition": {"kernels": (row("other", 0.03, "aten::_linalg_svd"),)},
-    "disk-space": {"disk_needed_gib": 200.0},
-    "double-precision": {"float64_s": 0.03, "sites": {"float64": (SITE,)}},
-    "evaluation-mode": {"evaluation_mode": 0.9, "sites": {"evaluation-mode": (SITE,)}},
-    "failure": {"failure": failed("error", fix="Correct it.")},
-    "few-rows": {"rows": 1},
-    "frequent-evaluation": {"evaluation_s": 0.05},
-    "garbage-collection": {"gc_s": 0.02, "sites": {"gc": (SITE,)}},
-    "growing-memory": {"kept_graphs": 1.0, "sites": {"kept": (SITE,)}},
-    "length": {"epochs": 400.0},
-    "out-of-memory": {"failure": failed("out-of-memory")},
-    "padding": {"padding": 0.6, "sites": {"padding": (SITE,)}},
-    "recompiles": {"compile_s": 0.05, "recompiles": 0.5, "recompile_reason": "size mismatch"},
-    "repeated-rows": {"workers": 2, "dataset": "iterable"},
-    "slow-code": {"sites": {"own": (TIMED_SITE,)}},
-    "slow-data": {
-        "data_wait_s": 0.03,
-        "counterfactual_s": {"synthetic-data": 0.07},
-        "sites": {"data": (SITE,)},
-    },
-    "slow-logging": {"logging_s": 0.02, "sites": {"logging": (SITE,)}},
-    "slow-optimizer": {
-        "optimizer_s": 0.03,
-        "optimizer": "AdamW",
-        "optimizer_way": "for-loop",
-        "tensors": 200,
-        "sites": {"optimizer": (SITE,)},
-    },
-    "slow-save": {"checkpoint_s": 0.03},
-    "slow-settings": {"counterfactual_s": {"speedups=none": 0.08}},
-    "tiny-kernels": {"tiny_ops": 3000.0, "tiny_op_s": 0.06, "sites": {"op": (SITE,)}},
-    "unfused-attention": {
-        "kernels": (row("attention", 0.02, "aten::softmax"),),
-        "sites": {"softmax": (SITE,)},
-    },
-    "unstable-training": {"failure": failed("diverged")},
-    "wasted-gradients": {"wasted_gradients": 0.5, "sites": {"backward": (SITE,)}},
+CASES = yaml.safe_load("""
+cpu:
+  anomaly-detection: {anomaly_detection: true, site: anomaly}
+  broadcast-loss: {site: broadcast}
+  busy-machine: {other_busy_cores: 3.0}
+  busy-threads: {site: thread}
+  compile-failure: {compile_fallback: no compiler}
+  cpu-by-mistake: {machine: GPU}
+  cpu-threads: {threads: 1, environment: {OMP_NUM_THREADS: "1"}}
+  decomposition: {kernels: [{kind: other, seconds: 0.03, slowest: "aten::_linalg_svd"}]}
+  disk-space: {disk_needed_gib: 200.0}
+  double-precision: {float64_s: 0.03, site: float64}
+  evaluation-mode: {evaluation_mode: 0.9, site: evaluation-mode}
+  failure: {failure: {kind: error, message: It fails., fix: Correct it.}}
+  few-rows: {rows: 1}
+  frequent-evaluation: {evaluation_s: 0.05}
+  garbage-collection: {gc_s: 0.02, site: gc}
+  growing-memory: {kept_graphs: 1.0, site: kept}
+  length: {epochs: 400.0}
+  out-of-memory: {failure: {kind: out-of-memory, message: It fails.}}
+  padding: {padding: 0.6, site: padding}
+  recompiles: {compile_s: 0.05, recompiles: 0.5, recompile_reason: size mismatch}
+  repeated-rows: {workers: 2, dataset: iterable}
+  slow-code: {site: own}
+  slow-data: {data_wait_s: 0.03, counterfactual_s: {synthetic-data: 0.07}, site: data}
+  slow-logging: {logging_s: 0.02, site: logging}
+  slow-optimizer: {optimizer_s: 0.03, optimizer_way: own, optimizer: A, tensors: 9, site: optimizer}
+  slow-save: {checkpoint_s: 0.03}
+  slow-settings: {counterfactual_s: {speedups=none: 0.08}}
+  tiny-kernels: {tiny_ops: 3000.0, tiny_op_s: 0.06, site: op}
+  unfused-attention: {kernels: [{kind: attention, seconds: 0.02, slowest: softmax}], site: softmax}
+  unstable-training: {failure: {kind: diverged, message: It fails.}}
+  wasted-gradients: {wasted_gradients: 0.5, site: backward}
+cuda:
+  communication: {communication_s: 0.03, world_size: 4}
+  empty-cache: {empty_cache: 1.0, empty_cache_s: 0.01}
+  environment: {environment: {CUDA_LAUNCH_BLOCKING: "1"}}
+  fragmentation: {reserved_gib: 60.0, peak_gib: 40.0}
+  full-memory: {reserved_gib: 61.0, peak_gib: 60.0}
+  gpu-shared: {gpu_others: 1, gpu_others_gib: 20.0}
+  host-sync: {syncs: 30.0, sync_s: 0.03, host_s: 0.02, site: sync}
+  idle-gpu: {host_s: 0.05}
+  memory-bound: {memory_bound_s: 0.05, speedups: [prefetch]}
+  pageable-copies: {pageable_copies: 2.0, pageable_copy_s: 0.01, site: copy}
+  precision: {settings: {train.precision: fp16}}
+  small-batch: {mfu: 0.1}
+  throttling: {slowed_by: [heat (driver)], clock_share: 0.6}
+""")
+PLANTED = {
+    name: (device, facts) for device, cases in CASES.items() for name, facts in cases.items()
 }
-GPU_CASES = {
-    "communication": {"communication_s": 0.03, "world_size": 4},
-    "empty-cache": {"empty_cache": 1.0, "empty_cache_s": 0.01},
-    "environment": {"environment": {"CUDA_LAUNCH_BLOCKING": "1"}},
-    "fragmentation": {"reserved_gib": 60.0, "peak_gib": 40.0},
-    "full-memory": {"reserved_gib": 61.0, "peak_gib": 60.0},
-    "gpu-shared": {"gpu_others": 1, "gpu_others_gib": 20.0},
-    "host-sync": {"syncs": 30.0, "sync_s": 0.03, "host_s": 0.02, "sites": {"sync": (SITE,)}},
-    "idle-gpu": {"host_s": 0.05},
-    "memory-bound": {"memory_bound_s": 0.05, "speedups": ("prefetch",)},
-    "pageable-copies": {
-        "pageable_copies": 2.0,
-        "pageable_copy_s": 0.01,
-        "pageable_copy_bytes": 1e8,
-        "sites": {"copy": (SITE,)},
-    },
-    "precision": {"settings": {"train.precision": "fp16"}},
-    "small-batch": {"mfu": 0.1},
-    "throttling": {"slowed_by": ("heat (driver)",), "clock_share": 0.6},
-}
-PLANTED = {name: ("cpu", facts) for name, facts in CPU_CASES.items()}
-PLANTED |= {name: ("cuda", facts) for name, facts in GPU_CASES.items()}
 
 
 def test_every_rule_has_a_planted_case_and_a_row_in_the_documentation():
@@ -215,8 +161,7 @@ def test_a_planted_cause_is_the_only_finding_and_a_script_needs_no_recipe(health
     assert finding.verdict.endswith(".")
     assert "None" not in finding.verdict
     assert finding.fixes
-    if "sites" in changes:
-        assert finding.site in (SITE, TIMED_SITE, POLLING)
+    assert finding.site == (evidence.site(changes["site"]) if "site" in changes else None)
     for fix in finding.fixes:
         assert fix.text.endswith(".")
         assert fix.gain is None or (0 <= fix.gain <= 1 and fix.gain_from)
@@ -335,7 +280,7 @@ def test_calmer_settings_change_the_result(healthy):
 def test_a_jump_that_returns_is_a_warning_after_what_slows(healthy, after, harm):
     values = [2.0 + 0.05 * math.sin(7 * n) for n in range(60)]
     values[40 : 40 + len(after)] = after
-    evidence = healthy(losses=tuple(enumerate(values, 1)), sites={"own": (TIMED_SITE,)})
+    evidence = healthy(losses=tuple(enumerate(values, 1)), site="own")
     found = diagnosis_of(evidence).findings
     assert [one.harm for one in found] == (["slows", harm] if harm == "warns" else [harm, "slows"])
     (jump,) = (one for one in found if one.name == "unstable-training")
