@@ -274,7 +274,7 @@ ROWS = [
     row(
         "cpu-by-mistake",
         "The run is on the CPU although the machine has a GPU.",
-        "The run is on the CPU although this machine has a GPU: {e.no_gpu_because}.",
+        "The run is on the CPU although this machine has a GPU. The reason: {e.no_gpu_because}.",
         Way(
             'Move the model and every batch to the GPU: `.to("cuda")`.',
             when=lambda e: e.sees_gpu and without_recipe(e),
