@@ -420,10 +420,9 @@ class Attachment:
         lines: dict[str, Line] = {}
         if keeper is not None:
             update["kept_by"], lines["kept"] = keeper
-        for each in self._sites.found(None):
-            if each.kind == "optimizer" and each.name == type(self._optimizer).__name__:
-                file = each.file.removeprefix(f"{Path.cwd()}{os.sep}")
-                lines["optimizer"] = (file, each.line)  # where its arguments are
+        made = [one for one in guarded(self._sites.found)(None) or () if one.kind == "optimizer"]
+        if len(made) == 1:  # its arguments are where it is made
+            lines["optimizer"] = made[0].file.removeprefix(f"{Path.cwd()}{os.sep}"), made[0].line
         sites |= {kind: (site,) for kind, line in lines.items() if (site := site_at(line))}
         sites |= self._lines.sites(max(loop.steps, 1), timed=False) | _mentioned()
         is_evaluating = self._steps_in_evaluation_mode / max(loop.steps, 1)
