@@ -373,6 +373,8 @@ class Attachment:
         loss = loss_in(roots)
         if self._has_loss or loss is None:
             return
+        if torch._C._functorch.is_functorch_wrapped_tensor(loss):  # it ends with its transform
+            return
         self._has_loss = True
         self._has_anomaly_detection |= torch.is_anomaly_enabled()
         with suppress(AttributeError):  # a graph of a different kind

@@ -131,6 +131,11 @@ HEALTHY = {
         "    loss = loss + other(inputs).square().mean() + order.relu().mean()",
         "after": "[weights.data.sub_(weights.grad) for weights in other.parameters()]",
     },
+    "transformed": {
+        "before": "inputs = inputs.repeat(20, 1)\n"
+        "def mean(rows):\n    return model(rows).square().mean()",
+        "inside": "loss = loss + torch.func.vmap(torch.func.grad(mean))(inputs).sum() * 0",
+    },
     "adversary": {
         "before": "critic = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 1))\n"
         "other = torch.optim.SGD(critic.parameters(), lr=1e-3)",
