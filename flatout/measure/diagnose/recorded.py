@@ -146,27 +146,20 @@ def _of_steps(records: Records, events: Sequence[JsonObject], *, on_gpu: bool) -
 def _other_processes(records: Records, events: Sequence[JsonObject]) -> dict[str, Any]:
     """Return how busy other processes kept the cores of the run.
 
-    `other_busy_cores` is the mean of the windows in which they left too few for the run's threads,
-    if there are any, and `busy_share` is the share of these windows in the recorded time.
+    `other_busy_cores` is the mean of the records in which they left too few for the run's threads,
+    if there are any, and `busy_share` is their share.
     """
-    starts = [one.get("environment") for one in events if one["event"] in STARTS]
-    stated = starts[-1].get("threads") if starts and isinstance(starts[-1], dict) else None
-    threads = stated if isinstance(stated, int) and stated > 0 else 1
-    windows: list[tuple[float, float, float]] = []  # others, cores, seconds
-    since_s = 0.0
-    for record in records:
-        at_s = record.get("elapsed_s", 0.0)
-        if {"cpu/other_cores", "cpu/cores"} <= record.keys() and at_s > since_s:
-            windows.append((record["cpu/other_cores"], record["cpu/cores"], at_s - since_s))
-            since_s = at_s
-    busy = [one for one in windows if one[0] + threads > one[1]]
-    if not windows:
+    stated = [one.get("environment") for one in events if one["event"] in STARTS]
+    threads = stated[-1].get("threads") if stated and isinstance(stated[-1], dict) else None
+    threads = threads if isinstance(threads, int) and threads > 0 else 1
+    known = [one for one in records if {"cpu/other_cores", "cpu/cores"} <= one.keys()]
+    busy = [one for one in known if one["cpu/other_cores"] + threads > one["cpu/cores"]]
+    if not known:
         return {}
-    others, cores, busy_s = zip(*(busy or windows), strict=True)
-    found: dict[str, Any] = {"other_busy_cores": fmean(others, busy_s)}
+    found = {"other_busy_cores": fmean(one["cpu/other_cores"] for one in busy or known)}
     if busy:
-        share = sum(busy_s) / sum(seconds for *_, seconds in windows)
-        found |= {"cores": int(cores[-1]), "threads": threads, "busy_share": share}
+        cores, share = int(busy[-1]["cpu/cores"]), len(busy) / len(known)
+        found |= {"cores": cores, "threads": threads, "busy_share": share}
     return found
 
 
@@ -174,15 +167,14 @@ def _failure(folder: Path, events: Sequence[JsonObject], records: Records) -> Fa
     """Return why the run ended, if it failed."""
     if layout.read_exit_code(folder) != FAILED:
         return None
-    error = {"what": "The run failed. Its output shows why."}
-    error = next((one for one in reversed(events) if one["event"] == "error"), error)
-    known = {
-        "kind": FAILURES.get(str(error.get("kind")), "error"),
-        "message": str(error.get("what", "")),
-        "fix": error.get("fix"),
-        "step": int(records[-1]["step"]) if records else None,
-    }
-    return Failure.model_validate(known)
+    unknown = {"event": "error", "what": "The run failed. Its output shows why."}
+    *_, error = [unknown, *(one for one in events if one["event"] == "error")]
+    return Failure(
+        kind=FAILURES.get(str(error.get("kind")), "error"),
+        message=str(error.get("what", "")),
+        fix=error.get("fix"),
+        step=int(records[-1]["step"]) if records else None,
+    )
 
 
 def _speedups(events: Sequence[JsonObject]) -> tuple[tuple[str, ...] | None, str | None]:

@@ -38,7 +38,10 @@ PHASES = (
     "other",
 )
 """The phases of a step. `Evidence` has the seconds of each."""
-FAILURES = {
+FailureKind = Literal[
+    "out-of-memory", "missing-package", "no-data", "diverged", "hang", "killed", "error"
+]
+FAILURES: dict[str, FailureKind] = {
     "MissingPackage": "missing-package",
     "ModuleNotFoundError": "missing-package",
     "OutOfMemory": "out-of-memory",
@@ -102,16 +105,7 @@ class KernelRow(Stored):
 class Failure(Stored):
     """How the run ended, or why it cannot start."""
 
-    kind: Literal[
-        "out-of-memory",
-        "compile",
-        "missing-package",
-        "no-data",
-        "diverged",
-        "hang",
-        "killed",
-        "error",
-    ]
+    kind: FailureKind
     """What it is. `killed`: SIGKILL, which the operating system sends when memory runs out."""
     message: str
     """The error in one line."""

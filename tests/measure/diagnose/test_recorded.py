@@ -170,10 +170,10 @@ def test_recorded_windows_say_how_busy_the_machine_was(run):
         ]
         return recorded_evidence(run(records=lines, start={"environment": {"threads": 2}}))
 
-    busy = recorded(0.1, 3.0, None, 3.6, 0.2)  # the fourth is of 4 s, the others of 2 s
-    assert (busy.cores, busy.threads, busy.busy_share) == (4, 2, 0.6)
-    assert busy.other_busy_cores == pytest.approx((3.0 * 2 + 3.6 * 4) / 6)
-    assert "3.4 of 4 cores busy for 60% of the run" in diagnosis_of(busy).verdict
+    busy = recorded(0.1, 3.0, None, 3.6, 0.2)
+    assert (busy.cores, busy.threads, busy.busy_share) == (4, 2, 0.5)
+    assert busy.other_busy_cores == pytest.approx(3.3)
+    assert "3.3 of 4 cores busy for 50% of the run" in diagnosis_of(busy).verdict
     idle = recorded(0.1, 0.3)
     assert (idle.other_busy_cores, idle.cores) == (pytest.approx(0.2), None)
     assert recorded(None, None).other_busy_cores is None
