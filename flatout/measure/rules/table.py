@@ -24,7 +24,7 @@ from flatout.measure.steps.evidence import Evidence
 
 Check = Callable[[Evidence], object]
 Settings = Mapping[str, Any]
-POLLING = re.compile(r"^while |^pass$|^continue$")
+POLLING = re.compile(r"while [^:]*:( pass| continue)?|pass|continue")
 """The lines of a thread that waits by asking again and again."""
 ENOUGH_EVALUATION = 0.05
 """Share of the run that the fix leaves to evaluations."""
@@ -236,7 +236,7 @@ ROWS = [
         ),
         when=lambda e: (
             (place := e.site("thread"))
-            and POLLING.match(place.text)
+            and POLLING.fullmatch(place.text)
             and e.share(place.seconds_per_step, 0.25)
         ),
         site="thread",

@@ -300,6 +300,20 @@ def test_the_cpu_by_mistake_has_a_fix_for_each_reason(healthy, facts, words):
     assert words in only(healthy(machine=GPU_MACHINE, **facts)).fixes[0].text
 
 
+@pytest.mark.parametrize(
+    ("text", "polls"),
+    [
+        ("while len(kept) < 9: pass", True),
+        ("pass", True),
+        ("while True: data = connection.recv(1)", False),
+        ("batch = next(batches)", False),
+    ],
+)
+def test_a_thread_polls_where_its_line_does_nothing_else(healthy, text, polls):
+    site = POLLING.model_copy(update={"text": text})
+    assert bool(only(healthy(sites={"thread": (site,)}))) == polls
+
+
 def test_a_wait_that_the_gpu_hides_is_no_finding(healthy):
     assert only(healthy("cuda", data_wait_s=0.03)) is None
     slow = healthy("cuda", data_wait_s=0.03, counterfactual_s={"synthetic-data": 0.07})
