@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from flatout.hardware.machine import probe
-from flatout.measure.experiments.bench import commit_of_package
+from flatout.measure.output import commit_of_package
 
 RESULTS = Path(__file__).parent / "results"
 PATHS = ("run", "path", "resumed_from", "by_dataset")

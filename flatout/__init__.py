@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from flatout.cli.commands.bench import bench
     from flatout.cli.commands.chat import chat
     from flatout.cli.commands.checkpoints import checkpoints
+    from flatout.cli.commands.compare import compare
     from flatout.cli.commands.convert import convert_config as convert
     from flatout.cli.commands.demo import demo
     from flatout.cli.commands.diagnose import diagnose
@@ -67,6 +68,7 @@ __all__ = [
     "bench",
     "chat",
     "checkpoints",
+    "compare",
     "convert",
     "demo",
     "diagnose",
@@ -106,6 +108,7 @@ _HOMES = {
     "bench": "flatout.cli.commands.bench",
     "chat": "flatout.cli.commands.chat",
     "checkpoints": "flatout.cli.commands.checkpoints",
+    "compare": "flatout.cli.commands.compare",
     "convert": "flatout.cli.commands.convert:convert_config",
     "demo": "flatout.cli.commands.demo",
     "diagnose": "flatout.cli.commands.diagnose",

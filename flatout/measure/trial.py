@@ -20,6 +20,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import psutil
@@ -30,7 +31,6 @@ from flatout.config.documents import dump_yaml
 from flatout.config.registry import is_user_code
 from flatout.config.schema import RunConfig
 from flatout.distributed.launch import own_environment
-from flatout.distributed.rendezvous import stated_ranks
 from flatout.errors import ConfigError, FlatoutError, RunFailed, in_shell
 from flatout.measure.scripts.changes import CHANGES
 from flatout.measure.scripts.request import SEEN, Answer, Request, Timing
@@ -49,18 +49,21 @@ NOT_IMPORTED = "torch was not imported"
 HOOK = Path(__file__).parent / "scripts" / "sitecustomize.py"
 FRAME = re.compile(r'^ +File "(.+)", line (\d+).*\n +(.+)', re.MULTILINE)
 """File, line and text of a frame in a traceback."""
-ONLY_TRAINING: dict[str, Any] = {
+QUIET: dict[str, Any] = {
     "train.eval_every": 0,
     "train.patience": 0,
     "train.sample_every": 0,
+    "checkpoint.every_minutes": 1e9,
+}
+"""Switches off everything but training."""
+OF_A_TRIAL: dict[str, Any] = {
     "checkpoint.every_steps": None,
     "checkpoint.every_epochs": None,
-    "checkpoint.every_minutes": 1e9,
     "checkpoint.upload": None,
     "log.every": 1,
     "log.to": [],
 }
-"""Switches off everything but training, and records every step."""
+"""A trial records every step, and saves nothing."""
 MIN_RUN_STEPS = 2_000
 """Shorter recipes are extended to this many steps, so that they can warm up and be measured."""
 TIMES = {"data_ms": "perf/data_wait_ms", "host_ms": "perf/host_ms", "device_ms": "perf/device_ms"}
@@ -180,7 +183,8 @@ def run_command(
         own = Path(name)
         shutil.copyfile(HOOK, own / "sitecustomize.py")
         answer, place = own / "answer.json", own / "request.json"
-        request = request.model_copy(update={"answer": str(answer)})
+        parent = os.getpid() if is_captured else None
+        request = request.model_copy(update={"answer": str(answer), "parent": parent})
         place.write_text(request.model_dump_json(), encoding="utf-8")
         variables = own_environment() | dict(environment or {})
         if request.timing is not None:
@@ -343,17 +347,22 @@ def run_recipe(config: RunConfig, run_dir: Path, request: Request, limit_s: floa
     )
 
 
-def try_recipe(config: RunConfig, timing: Timing, limit_s: float, run_dir: Path) -> Result:
+def try_recipe(
+    config: RunConfig,
+    timing: Timing,
+    limit_s: float,
+    run_dir: Path,
+    stated: Mapping[str, Any] = MappingProxyType({}),
+) -> Result:
     """Time some steps of a recipe, whose rows and speedups are stated, and return the result.
 
     Its schedule is that of the full run, which ends early. A speedup that had to be switched off
-    makes the trial fail.
+    makes the trial fail. `stated` are keys for what a trial does besides training.
     """
     start_s = time.monotonic()
     steps = max(config.train.steps or 0, MIN_RUN_STEPS)
-    quiet = config.with_values(
-        ONLY_TRAINING | ({"train.steps": steps} if config.train.steps else {})
-    )
+    length = {"train.steps": steps} if config.train.steps else {}
+    quiet = config.with_values(QUIET | OF_A_TRIAL | length | dict(stated))
     ran = run_recipe(quiet, run_dir, Request(timing=timing), limit_s)
     found = result_of(ran, limit_s)
     if not found.is_ok:
@@ -409,6 +418,8 @@ def require_one_process(command: str) -> None:
 
     Raises: ConfigError.
     """
+    from flatout.distributed.rendezvous import stated_ranks
+
     if stated_ranks().world_size > 1:
         raise ConfigError(
             f"{command} measures a single process, but this is one of several.",

@@ -1,67 +1,76 @@
-"""Trials of an imaginary machine."""
+"""An imaginary machine, whose trials take no time, and whose speed depends on every setting."""
 
 import random
 
-from flatout.measure.experiments.records import TrialResult
+from flatout.measure.trial import Result
 
-SLOW = {"pretokenised": 1.3, "micro-batch": 2.0, "onednn": 1.2}
-"""The gains of speedups on the made-up machine; all others gain nothing."""
+OUT_OF_MEMORY = Result(status="out-of-memory", reason="Out of memory: too many rows.")
+STEPS = 30
 
 
 class MadeUp:
-    """Runs trials on an imaginary clock.
+    """Runs trials on an imaginary clock. Each factor multiplies a rate of 1,000 tokens/s.
 
-    `fails` maps a speedup to the result of the sets that contain it. On a GPU no run repeats.
+    `speedups` maps a name to its factor, `rows` rows to theirs. `fits` tells whether a trial has
+    enough memory. `losses` maps a speedup to the amount by which it changes the losses. `fails`
+    maps a speedup, or "all", to the result of trials with it. On a GPU no run repeats.
     """
 
-    def __init__(
-        self,
-        *,
-        overhead_s=5.0,
-        fails=None,
-        stops_after=10**9,
-        error=KeyboardInterrupt,
-        is_gpu=False,
-    ):
-        self.now, self.overhead_s, self.fails, self.specs, self.is_gpu = (
-            0.0,
-            overhead_s,
-            fails or {},
-            [],
-            is_gpu,
-        )
-        self.stops_after, self.error = stops_after, error
+    def __init__(self, **settings):
+        self.speedups, self.rows = settings.pop("speedups", {}), settings.pop("rows", {})
+        self.fits = settings.pop("fits", lambda rows, on, besides: True)
+        self.losses, self.noise = settings.pop("losses", {}), settings.pop("noise", 0.005)
+        self.overhead_s = settings.pop("overhead_s", 5.0)
+        self.compile_s, self.data_ms = settings.pop("compile_s", {}), settings.pop("data_ms", 1.0)
+        self.stops_after = settings.pop("stops_after", 10**9)
+        self.error, self.fails = settings.pop("error", KeyboardInterrupt), settings.pop("fails", {})
+        self.is_gpu = settings.pop("is_gpu", False)
+        assert not settings
+        self.now, self.trials = 0.0, []
 
     def clock(self):
         return self.now
 
-    def __call__(self, spec, timeout_s):
-        if len(self.specs) >= self.stops_after:
+    def rate(self, rows, on):
+        rate = 1000.0 * self.rows.get(rows, 1.0)
+        for name in on:
+            rate *= self.speedups.get(name, 1.0)
+        return rate
+
+    def __call__(self, config, timing, limit_s, besides):
+        if len(self.trials) >= self.stops_after:
             raise self.error
-        self.specs.append(spec)
-        took = self.overhead_s + spec.seconds
+        self.trials.append((config, timing, besides))
+        on = [] if config.speedups == "none" else list(config.speedups)
+        rows = config.batch.rows_per_device
+        rows = rows if isinstance(rows, int) else 8
+        took = self.overhead_s + timing.seconds
+        if took > limit_s:
+            self.now += limit_s
+            return Result(status="timed-out", reason="It took too long.", process_s=limit_s)
         self.now += took
-        speedups = [] if spec.config["speedups"] == "none" else spec.config["speedups"]
         for name, result in self.fails.items():
-            if name in speedups:
+            if name == "all" or name in on:
                 return result.model_copy(update={"process_s": took})
-        rate = 1000.0
-        for name in speedups:
-            rate *= SLOW.get(name, 1.0)
-        rate *= 1 + 0.02 * random.Random(len(self.specs)).uniform(-1, 1)
-        noise = 0 if spec.config["train"]["deterministic"] else 1e-7 * len(self.specs) * self.is_gpu
-        losses = [
-            3.0 - 0.01 * step + spec.config["train"]["seed"] + noise
-            for step in range(spec.loss_steps or 9)
-        ]
-        facts = {
-            "losses": losses,
-            "speedups": speedups,
-            "rows_per_device": 1,
-            "accumulate": 8,
-            "warmup_steps": 9,
-            "measured_steps": 20,
-            "settled": len(self.specs) > 1,
-        }
-        split = {"step_ms": 10.0, "data_ms": 1.0, "host_ms": 2.0, "device_ms": 7.0, "peak_gib": 0.5}
-        return TrialResult(status="ok", tokens_per_s=rate, process_s=took, **facts, **split)
+        if not self.fits(rows, on, besides):
+            return OUT_OF_MEMORY.model_copy(update={"process_s": took})
+        draw = random.Random(len(self.trials)).uniform(-1, 1)
+        step_s = config.batch.tokens_per_step / self.rate(rows, on) * (1 + self.noise * draw)
+        change = sum(self.losses.get(name, 0.0) for name in on)
+        change += 1e-7 * len(self.trials) * self.is_gpu
+        return Result(
+            step_s=[step_s] * STEPS,
+            warmup_steps=9,
+            settled=len(self.trials) > 1,
+            losses=[3.0 + config.train.seed + change - 0.01 * step for step in range(STEPS)],
+            compile_s=max((self.compile_s.get(name, 0.0) for name in on), default=0.0) or None,
+            rows_per_device=rows,
+            accumulate=config.batch.tokens_per_step // (rows * config.data.seq_len),
+            tokens_per_step=config.batch.tokens_per_step,
+            peak_gib=0.5,
+            data_ms=self.data_ms,
+            host_ms=2.0,
+            device_ms=7.0,
+            environment={"torch": "2.13.0", "device": "cpu"},
+            process_s=took,
+        )

@@ -19,7 +19,9 @@ from flatout.config.registry import PACKAGE_DIR, RECIPES, SPEEDUPS
 from flatout.config.schema import load_config
 from flatout.errors import ConfigError
 from flatout.hardware.machine import Gpu, Machine
-from flatout.measure.experiments.points import SWEEPS, filling, plan_ablation, precisions
+from flatout.measure.bench import SWEEPS, precisions
+from flatout.measure.resolving import Resolved
+from flatout.measure.settings import filling, flips
 
 MACHINES = {
     "cpu": Machine("a CPU", 2, 8.0, (), "3.11", cpu_multiplies_bf16=True),
@@ -68,8 +70,7 @@ def require_everything_works(names: set[str]) -> None:
             decisions = select(config, machine, device=device, minutes=60.0)
             assert {decision.name for decision in decisions} == names
             assemble(d.name for d in decisions if d.on)
-            ablation = plan_ablation(config, decisions, {})
-            assert ablation
+            assert flips(config, Resolved(config, decisions, machine, None))
     assert {*precisions(), *filling("loader"), *filling("micro_batch")} <= names
     for name in names:
         assert parse_request(f"auto,-{name}").dropped == (name,)

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from flatout.cli.commands import Command, Overrides, RecipeName
 from flatout.cli.commands.train import load_checked
 from flatout.config.signature import Option, checked
-from flatout.measure.experiments.report import Bench
+from flatout.measure.results import Bench
 from flatout.progress import SILENT, Progress
 from flatout.storage.cache import default_cache
 from flatout.storage.recognised import require_local
@@ -46,7 +46,7 @@ def bench(
     """
     require_local(out or "", "--out ")
     config = load_checked(recipe, overrides, progress=progress)
-    from flatout.measure.experiments.bench import run_bench
+    from flatout.measure.bench import run_bench
 
     return run_bench(
         config,

@@ -27,6 +27,7 @@ from flatout.errors import (
     CheckpointError,
     DataError,
     OutputInUse,
+    RunFailed,
     TooLittleText,
     UntrustedCode,
     in_shell,
@@ -52,6 +53,8 @@ EVALUATIONS = 5
 """Number of evaluations in a demo, the last at the end."""
 FORWARD_SHARE = 0.4
 """Approximate share of a training step's time that evaluating the same number of tokens takes."""
+LONGEST_TIMING_S = 120.0
+"""Longest trial for the time of a step."""
 TIMING_S = 2.0
 """Seconds of warm-up, and of the timed steps that determine the length of the run."""
 MIN_CHECKED = 5
@@ -303,18 +306,15 @@ def with_length(config: RunConfig, dataset: Dataset, step_s: float, minutes: flo
 
 def seconds_per_step(config: RunConfig) -> float:
     """Return the time of one optimizer step of this model, measured on a run that is discarded."""
-    from flatout.measure.experiments.records import TrialSpec
-    from flatout.measure.experiments.trial import measure
+    from flatout.measure.scripts.request import Timing
+    from flatout.measure.trial import try_recipe
 
     with tempfile.TemporaryDirectory() as folder:
-        spec = TrialSpec(
-            config=config.to_dict(),
-            folder=folder,
-            seconds=TIMING_S,
-            warmup_s=TIMING_S,
-            loss_steps=1,
-        )
-        return (measure(spec).step_ms or 0.0) / 1e3
+        timing = Timing(seconds=TIMING_S, warmup_s=TIMING_S)
+        result = try_recipe(config, timing, LONGEST_TIMING_S, Path(folder) / "run")
+        if not result.is_ok:
+            raise RunFailed(f"It cannot train: {result.reason}", fix="Run `flatout diagnose`.")
+        return result.step_ms / 1e3
 
 
 COMMAND = Command(demo, example="flatout demo book.txt", writes_files=True, is_timed=True)

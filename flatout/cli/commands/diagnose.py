@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -13,9 +12,15 @@ from flatout.config.registry import RECIPES, unknown_name
 from flatout.config.schema import RunConfig, load_config
 from flatout.config.signature import Argument, Option, checked
 from flatout.errors import ConfigError, MissingPackage, in_shell
-from flatout.measure.diagnose.alternatives import applied
 from flatout.measure.diagnose.diagnose import diagnose_recipe
-from flatout.measure.diagnose.diagnosis import FILE, Diagnosis, diagnosis_of, read_diagnosis
+from flatout.measure.diagnose.diagnosis import (
+    FILE,
+    Diagnosis,
+    diagnosis_of,
+    next_for_recipe,
+    of_script,
+    read_diagnosis,
+)
 from flatout.measure.diagnose.recorded import recorded_evidence
 from flatout.measure.diagnose.spec import DEFAULT_SECONDS
 from flatout.measure.scripts.request import Request
@@ -96,8 +101,7 @@ def diagnose(
         require_only_script(recipe is not None or overrides)
         request = Request(seconds=seconds, steps=steps, to_the_end=to_the_end)
         found, code = diagnose_script(script, request, as_json=as_json, progress=progress)
-        about = (*found.about, ("Script", ended(to_the_end, code)))
-        known = {"about": about, "next": f"`flatout tune -- {shlex.join(script)}`"}
+        known = of_script(found, script, code, to_the_end=to_the_end)
         return DiagnoseResult(**dict(found) | known, script_code=code)
     if steps is not None or to_the_end:
         how = "Write `flatout diagnose --steps 50 -- python train.py`, or remove them."
@@ -123,34 +127,8 @@ def diagnose(
         config, seconds=seconds, cache=default_cache(), callbacks=callbacks, progress=progress
     )
     found = diagnosis_of(evidence)
-    return DiagnoseResult(
-        **dict(found) | {"next": next_command(found, config, recipe, overrides or ())}
-    )
-
-
-def ended(to_the_end: bool, code: int | None) -> str:
-    """Return how a script ended."""
-    if to_the_end:
-        return f"ran to its end, with exit code {code}"
-    if code:
-        return f"failed with exit code {code}"
-    return "ended after the measurement; --to-the-end lets it continue"
-
-
-def next_command(
-    found: Diagnosis, asked: RunConfig, recipe: str | Path, overrides: Sequence[str]
-) -> str | None:
-    """Return the command that trains with the best fix, or else measures what is faster."""
-    serious = [one for one in found.findings if one.harm != "warns"]
-    settings = next((f.overrides for one in serious for f in one.fixes if f.overrides), {})
-    if not settings and any(one.harm == "fails" for one in serious):
-        return None
-    words = [word for word in overrides if word.partition("=")[0] not in settings]
-    for key, value in settings.items():
-        if key == "speedups":
-            value = applied(asked, {key: value}).speedups
-        words.append(f"{key}={'null' if value is None else value}")
-    return f"`{shlex.join(['flatout', 'train' if settings else 'tune', str(recipe), *words])}`"
+    then = next_for_recipe(found, config, recipe, overrides or ())
+    return DiagnoseResult(**dict(found) | {"next": then})
 
 
 def require_only_script(has_more: object) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated
 from flatout.cli.commands import Command
 from flatout.config.signature import Argument, Option, checked
 from flatout.errors import CheckpointError, DataError, OutputInUse
-from flatout.measure.scripts.tuning import FILE as TUNING
+from flatout.measure.results import FILE as TUNING
 from flatout.progress import SILENT, Progress
 from flatout.storage.files import write_whole, writing
 from flatout.storage.json_io import Result

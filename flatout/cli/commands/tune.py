@@ -13,9 +13,7 @@ from flatout.config.registry import SPEEDUPS, unknown_name
 from flatout.config.schema import RunConfig
 from flatout.config.signature import Argument, Option, checked
 from flatout.errors import ConfigError
-from flatout.measure.experiments.records import LEAST_MINUTES, PARTS
-from flatout.measure.experiments.report import Tuning
-from flatout.measure.scripts.tuning import ScriptTuning
+from flatout.measure.results import PARTS, ScriptTuning, Tuning
 from flatout.progress import SILENT, Progress
 from flatout.storage.cache import default_cache
 from flatout.storage.recognised import require_recipe_path
@@ -29,7 +27,7 @@ def tune(
     overrides: Overrides = None,
     minutes: Annotated[
         float,
-        Option("Time limit. The most promising settings are measured first.", min=LEAST_MINUTES),
+        Option("Time limit. The most promising settings are measured first.", min=1.0),
     ] = 15.0,
     only: Annotated[
         str | None,
@@ -47,12 +45,6 @@ def tune(
     ] = None,
     patch: Annotated[
         Path | str | None, Option("Of a script: file for the unified diff, if there is one.")
-    ] = None,
-    batch_flag: Annotated[
-        str | None, Option("Of a script: its argument for the batch size, such as --batch-size.")
-    ] = None,
-    accumulate_flag: Annotated[
-        str | None, Option("Of a script: its argument for the steps of gradient accumulation.")
     ] = None,
     *,
     script: Sequence[str] = (),
@@ -79,12 +71,8 @@ def tune(
 
     In Python, `script` are the words of the command.
     """
-    flags = {"patch": patch, "batch-flag": batch_flag, "accumulate-flag": accumulate_flag}
     if script:
         require_only_script(recipe is not None or overrides or statistical)
-        if accumulate_flag is not None and batch_flag is None:
-            how = "Name both, such as --batch-flag --batch-size."
-            raise ConfigError("--accumulate-flag needs --batch-flag.", fix=how)
         from flatout.measure.scripts.changes import CHANGES, GONE
         from flatout.measure.scripts.tune import tune_script
 
@@ -94,15 +82,13 @@ def tune(
             minutes=minutes,
             only=names_in(only, CHANGES, "change", GONE),
             patch=patch,
-            flags=(batch_flag, accumulate_flag),
             progress=progress,
         )
-    for name, given in flags.items():
-        if given is not None:
-            raise ConfigError(
-                f"--{name} only applies to a script.",
-                fix=f"Write `flatout tune --{name} {given} -- python train.py`.",
-            )
+    if patch is not None:
+        raise ConfigError(
+            "--patch only applies to a script.",
+            fix=f"Write `flatout tune --patch {patch} -- python train.py`.",
+        )
     if recipe is None:
         raise ConfigError(
             "There is nothing to tune.",
@@ -112,7 +98,7 @@ def tune(
     require_recipe_path(out, "--out ")
     parts = parse_only(only)
     config = load_checked(recipe, overrides, progress=progress)
-    from flatout.measure.experiments.tune import run_tune
+    from flatout.measure.tune import run_tune
 
     return run_tune(
         config,

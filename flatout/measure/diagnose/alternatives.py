@@ -7,6 +7,7 @@ they are measured.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from flatout.assembly.recipe import divisors
@@ -14,7 +15,8 @@ from flatout.assembly.selection import adding, parse_request, removing, select, 
 from flatout.config.schema import RunConfig, parse_overrides
 from flatout.hardware.machine import GIB
 from flatout.measure.diagnose.spec import LIMIT_S, MeasureSpec
-from flatout.measure.experiments.records import TrialSpec
+from flatout.measure.results import rate_of
+from flatout.measure.scripts.request import Timing
 from flatout.measure.steps.evidence import Evidence
 from flatout.progress import Progress
 
@@ -62,19 +64,18 @@ def with_alternatives(evidence: Evidence, spec: MeasureSpec, progress: Progress)
     if 2 * step_s > spec.seconds:
         note = f"To measure {', '.join(names)}, use --seconds {3 * step_s:.0f}."
         return evidence.model_copy(update={"notes": (*evidence.notes, note)})
-    from flatout.measure.experiments.trial import run_trial
+    from flatout.measure.trial import try_recipe
 
     part_s = MOST * spec.seconds / (4 * len(rates))  # two trials each, half of it to warm up
     with progress.task(f"Measuring {', '.join(names)}"):
         for name in ("", *names, *names[::-1], ""):
-            trial = TrialSpec(
-                config=applied(config, parse_overrides(name.split(), RunConfig)).to_dict(),
-                folder=f"{spec.folder}-{len(rates[name])}{name}",
-                seconds=part_s,
-                loss_steps=0,
-                limit_s=part_s,
+            result = try_recipe(
+                applied(config, parse_overrides(name.split(), RunConfig)),
+                Timing(seconds=part_s / 2, warmup_s=part_s / 2, limit_s=part_s),
+                LIMIT_S,
+                Path(f"{spec.folder}-{len(rates[name])}{name}"),
             )
-            rates[name].append(run_trial(trial, LIMIT_S).tokens_per_s or 0.0)
+            rates[name].append((rate_of(result) or 0.0) if result.is_ok else 0.0)
     aside_s = (evidence.checkpoint_s or 0.0) + (evidence.evaluation_s or 0.0)
     found = {
         name: (step_s - aside_s) * max(rates[""]) / min(rates[name]) + aside_s

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from flatout.config.schema import RunConfig
 from flatout.display import Column, Display, Table, digits, duration, milliseconds
+from flatout.measure.diagnose.alternatives import applied
 from flatout.measure.rules import Finding, rules
 from flatout.measure.steps.evidence import Evidence
 from flatout.progress import counted
@@ -225,3 +229,32 @@ def _healthy(evidence: Evidence) -> str:
     if others is None:
         return f"Nothing was found{found} Other use of the {device} was not measured."
     return f"Nothing holds this run back{found}"
+
+
+def of_script(
+    found: Diagnosis, script: Sequence[str], code: int | None, *, to_the_end: bool
+) -> dict[str, Any]:
+    """Return how a script ended, and the command to run next, as fields of its diagnosis."""
+    how = "ended after the measurement; --to-the-end lets it continue"
+    if to_the_end:
+        how = f"ran to its end, with exit code {code}"
+    elif code:
+        how = f"failed with exit code {code}"
+    about = (*found.about, ("Script", how))
+    return {"about": about, "next": f"`flatout tune -- {shlex.join(script)}`"}
+
+
+def next_for_recipe(
+    found: Diagnosis, asked: RunConfig, recipe: str | Path, overrides: Sequence[str]
+) -> str | None:
+    """Return the command that trains with the best fix, or else measures what is faster."""
+    serious = [one for one in found.findings if one.harm != "warns"]
+    settings = next((f.overrides for one in serious for f in one.fixes if f.overrides), {})
+    if not settings and any(one.harm == "fails" for one in serious):
+        return None
+    words = [word for word in overrides if word.partition("=")[0] not in settings]
+    for key, value in settings.items():
+        if key == "speedups":
+            value = applied(asked, {key: value}).speedups
+        words.append(f"{key}={'null' if value is None else value}")
+    return f"`{shlex.join(['flatout', 'train' if settings else 'tune', str(recipe), *words])}`"

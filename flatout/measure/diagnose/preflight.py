@@ -15,7 +15,7 @@ from flatout.data.store.mix import members_of
 from flatout.errors import DataError, FlatoutError, HardwareError, MissingPackage
 from flatout.hardware.machine import ASSUMED_MFU, pick_device, probe
 from flatout.measure.diagnose.spec import MeasureSpec
-from flatout.measure.experiments.resolving import Resolved
+from flatout.measure.resolving import Resolved
 from flatout.measure.steps.evidence import FAILURES, Evidence, Failure
 from flatout.measure.steps.lines import site_of
 from flatout.measure.steps.machine import gpu_facts, host_facts

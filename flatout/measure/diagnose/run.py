@@ -20,7 +20,6 @@ from flatout.measure.child import Answer
 from flatout.measure.diagnose.preflight import Prepared, failure_of, prepare
 from flatout.measure.diagnose.recorded import series_of
 from flatout.measure.diagnose.spec import MeasureSpec
-from flatout.measure.experiments.trial import QUIET
 from flatout.measure.runlog import RunLog
 from flatout.measure.steps.calls import OperationLines
 from flatout.measure.steps.evidence import Evidence, Failure
@@ -28,6 +27,7 @@ from flatout.measure.steps.gathering import gathered
 from flatout.measure.steps.lines import LineSampler, read_stacks, site_at, user_line
 from flatout.measure.steps.machine import gpu_facts
 from flatout.measure.steps.windows import Windows
+from flatout.measure.trial import QUIET
 from flatout.training.checkpoint.catalog import steps_between_saves
 from flatout.training.evaluation import score
 from flatout.training.loop import fit

@@ -27,13 +27,12 @@ from flatout.distributed.rendezvous import silence_profiler
 from flatout.distributed.spinning import spin_less_beside_others
 from flatout.errors import ConfigError
 from flatout.hardware.machine import fingerprint
-from flatout.measure.experiments.bench import claim
-from flatout.measure.experiments.resolving import resolve_here
-from flatout.measure.experiments.schedule import require_one_process
-from flatout.measure.experiments.trial import QUIET
+from flatout.measure.output import claim
 from flatout.measure.profile.report import PHASES, Gap, Profile
+from flatout.measure.resolving import resolve_here
 from flatout.measure.steps.trace import PREFIX, STEP, Range, Trace, exported, profiling, read_trace
 from flatout.measure.steps.windows import MIN_WARM_STEPS, Windows, unprofiled
+from flatout.measure.trial import QUIET, require_one_process
 from flatout.progress import SILENT, Progress
 from flatout.storage.files import CheckedFile, write_text, writing_run
 from flatout.training.loop import fit

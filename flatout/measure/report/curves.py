@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flatout.measure.diagnose.diagnosis import FILE, read_diagnosis
+from flatout.measure.results import SUMMARY_FILE
 from flatout.measure.runlog import RunLog
-from flatout.measure.scripts.tuning import CHANGES
 from flatout.progress import counted
 from flatout.storage.json_io import is_finite
 
@@ -102,7 +102,7 @@ class RunData(RunLog):
     @property
     def changes(self) -> str:
         """What `flatout tune` changed in a script, and the patch."""
-        path = self.path / CHANGES
+        path = self.path / SUMMARY_FILE
         return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
 
     @property

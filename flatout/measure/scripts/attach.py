@@ -68,6 +68,7 @@ MIN_MEASURED = 5
 """Fewest ordinary steps of a measurement."""
 OTHERS_STEPS = 25
 """Steps of other optimizers after which the main one is taken to have ended its work."""
+PARENT_POLL_S = 1.0
 SAY_EVERY_S = 0.5
 """Time between two reports of the number of steps."""
 MEMORY_EVERY_S = 0.05
@@ -581,6 +582,8 @@ def _mentioned() -> dict[str, tuple[CallSite, ...]]:
 def attach(path: str) -> None:
     """Change and follow this process as the request in a file asks."""
     request = Request.model_validate_json(Path(path).read_text(encoding="utf-8"))
+    if request.parent is not None:
+        threading.Thread(target=_end_with, args=(request.parent,), daemon=True).start()
     guard = Guard(request) if request.guarded else None
     if request.interrupt_after is not None:
         _interrupt_after(request.interrupt_after)
@@ -593,6 +596,13 @@ def attach(path: str) -> None:
         StepTimer(request, failed, guard)
     else:
         atexit.register(_tell, Path(request.answer), failed)
+
+
+def _end_with(parent: int) -> None:
+    """End this process, and everything in its session, when a process has ended."""
+    while psutil.pid_exists(parent):
+        time.sleep(PARENT_POLL_S)
+    os.killpg(0, signal.SIGKILL)
 
 
 def _interrupt_after(steps: int) -> None:

@@ -37,6 +37,8 @@ class Request(Stored):
 
     answer: str = ""
     """File for the answer."""
+    parent: int | None = None
+    """The process without which this one ends. None: it may run on."""
     seconds: float = 0.0
     """Seconds of ordinary steps."""
     steps: int | None = None

@@ -7,9 +7,9 @@ import json
 import pytest
 
 from flatout.cli import main as cli
-from flatout.measure.experiments import bench as measuring
-from flatout.measure.experiments.records import Figure, Row
-from flatout.measure.experiments.report import Bench
+from flatout.measure import bench as measuring
+from flatout.measure.race import Figure
+from flatout.measure.results import Bench, Row
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def sample_report():
     rate = Figure(median=100.0, low=99.0, high=101.0)
     gain = Figure(median=1.01, low=0.98, high=1.04)
     known = {"repeats": 5, "tokens_per_s": rate}
-    prefetch = known | {"gain": gain, "verdict": gain.verdict()}
+    prefetch = known | {"gain": gain}
     rows = [
         Row(name="baseline", kind="baseline", **known),
         Row(name="+ prefetch", kind="added", **prefetch),
@@ -30,9 +30,9 @@ def sample_report():
         "commit": None,
     }
     machine = {"machine": "a CPU", "environment": {}, "path": "bench/mine", "began": "now"}
-    limits = {"wall_s": 1.0, "minutes": 6.0, "repeats": 5, "complete": True}
-    total = {"total_speedup": 2.16, "total_speedup_low": 2.1, "total_speedup_high": 2.2}
-    return Bench(**about, **machine, **limits, **total, notes=[], rows=rows, trials=[])
+    limits = {"wall_s": 1.0, "minutes": 6.0, "repeats": 5, "num_trials": 10}
+    total = {"total": Figure(median=2.16, low=2.1, high=2.2), "total_speedup": 2.16}
+    return Bench(**about, **machine, **limits, **total, notes=[], rows=rows)
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def test_json_contains_the_rows_and_the_total(measured, capsys, tmp_path, tiny_s
     assert run(*words, "--json") == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert found["total_speedup"] == 2.16
-    assert (found["total_speedup_low"], found["total_speedup_high"]) == (2.1, 2.2)
+    assert found["total"] == {"median": 2.16, "low": 2.1, "high": 2.2}
     assert found["path"] == out
     assert [row["name"] for row in found["rows"]] == ["baseline", "+ prefetch"]
     assert found["rows"][1]["gain"] == {"median": 1.01, "low": 0.98, "high": 1.04}
@@ -69,13 +69,15 @@ def test_json_contains_the_rows_and_the_total(measured, capsys, tmp_path, tiny_s
     assert measured["config"].data.path == str(tiny_set)
 
 
-def test_the_summary_shows_bars_and_the_paths_of_the_results(measured, capsys, tmp_path, tiny_set):
+def test_the_summary_shows_the_total_and_the_paths_of_the_results(
+    measured, capsys, tmp_path, tiny_set
+):
     words = ("shakespeare-char", f"data.path={tiny_set}", "--sweep", "batch", "--repeats", "3")
     assert run(*words) == 0
     shown = capsys.readouterr().out
-    assert "█" in shown or "#" in shown
+    assert "The full set is 2.16 times as fast as the baseline (2.10 to 2.20)." in shown
     assert "no measurable gain" in shown
-    assert f"{tmp_path / 'bench'}/  table.md, bench.svg, bench.json, trials.jsonl" in shown
+    assert f"{tmp_path / 'bench'}/ has table.md, bench.json and trials.jsonl" in shown
     assert (measured["sweep"], measured["repeats"]) == ("batch", 3)
 
 

@@ -7,42 +7,26 @@ import json
 import pytest
 
 from flatout.cli import main as cli
-from flatout.measure.experiments import tune as measuring
-from flatout.measure.experiments.records import Best, Choice, Figure, Left
-from flatout.measure.experiments.report import Tuning
+from flatout.measure import tune as measuring
+from flatout.measure.race import Figure
+from flatout.measure.results import Left, Row, Tuning
 
 
 @pytest.fixture
 def sample_tuning():
     rate = Figure(median=12_345.0, low=12_000.0, high=12_700.0)
     gain = Figure(median=1.12, low=1.1, high=1.14)
-    figures = {"tokens_per_s": rate, "gain": gain, "verdict": "x1.12", "peak_gib": 0.5}
-    choice = Choice(
-        name="batch.rows_per_device=8",
-        kind="add-one",
-        part="batch",
-        speedup=None,
-        leaves_out=False,
-        against="auto",
-        status="ok",
-        taken=True,
-        repeats=5,
-        tolerance="rounding",
-        within_tolerance=True,
-        tolerance_reason="20 losses, tolerance: 1e-04",
-        **figures,
-    )
-    slower = {"name": "+ checkpointing", "taken": False, "verdict": "slower, x0.70"}
-    slower["gain"] = Figure(median=0.7, low=None, high=None)
-    best = Best(
+    figures = {"tokens_per_s": rate, "gain": gain, "peak_gib": 0.5}
+    checked = {"tolerance": "rounding", "within_tolerance": True, "loss_difference": 1e-5}
+    name = "batch.rows_per_device=8"
+    change = Row(name=name, against="auto", taken=True, repeats=5, **checked, **figures)
+    slower = {"name": "+ checkpointing", "taken": False, "gain": Figure(median=0.7)}
+    best = Row(
         name="rows 8",
         kind="best",
         rows_per_device=8,
         accumulate=4,
-        prefetch=4,
-        precision="fp32",
         speedups=["prefetch"],
-        rehearsed=["evaluation", "save"],
         **figures,
     )
     about = {"path": "tuned.yaml", "recipe": "mine", "machine": "a CPU", "start": "auto"}
@@ -50,12 +34,14 @@ def sample_tuning():
     return Tuning(
         **about,
         wall_s=90.0,
-        commit=None,
+        num_trials=12,
         tokens_per_step=4096,
         best=best,
-        choices=[choice, choice.model_copy(update=slower)],
+        prefetch=4,
+        precision="fp32",
+        is_rehearsed=True,
+        changes=[change, change.model_copy(update=slower)],
         not_tried=[Left(name="fp8", reason="not tried: it is a CPU.")],
-        trials=[],
     )
 
 
@@ -86,8 +72,7 @@ def test_json_contains_the_best_setting_and_the_choices(tuned, capsys, tmp_path,
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert found["best"]["rows_per_device"] == 8
     assert found["best"]["gain"] == {"median": 1.12, "low": 1.1, "high": 1.14}
-    assert [choice["taken"] for choice in found["choices"]] == [True, False]
-    assert found["trials"] == []
+    assert [change["taken"] for change in found["changes"]] == [True, False]
     assert found["complete"] is True
     assert (tuned["minutes"], tuned["only"], tuned["statistical"]) == (6, ("batch",), False)
     assert str(tuned["out"]) == str(tmp_path / "t.yaml")
@@ -97,7 +82,7 @@ def test_the_summary_shows_gains_and_the_next_command(tuned, capsys, tiny_set):
     assert run("shakespeare-char", f"data.path={tiny_set}") == 0
     shown = capsys.readouterr().out
     assert "12,345 tokens/s; gain over auto: x1.12 (1.10 to 1.14)" in shown
-    assert "slower, x0.70" in shown
+    assert "0.70 times as fast" in shown
     assert "flatout train tuned.yaml" in shown
 
 

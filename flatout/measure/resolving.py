@@ -6,25 +6,25 @@ the trials therefore resolves the recipe in another process, which ends afterwar
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from flatout.assembly.preflight import open_dataset
 from flatout.assembly.recipe import uses_gpu
 from flatout.assembly.resolve import resolve
 from flatout.assembly.run import Run, build
 from flatout.assembly.selection import Decision, adding, parse_request, speedup_named
-from flatout.config.schema import RunConfig, validate
+from flatout.config.schema import RunConfig
 from flatout.data.store.mix import AnyDataset
 from flatout.distributed.mesh import make_mesh
 from flatout.distributed.spinning import spin_less_beside_others
 from flatout.errors import RunFailed, UsageError
 from flatout.hardware.machine import Machine, pick_device, probe
-from flatout.measure.child import Answer, ask
 from flatout.progress import SILENT, Progress
-from flatout.storage.files import Stored
 
 
 @dataclass(frozen=True)
@@ -55,24 +55,8 @@ class Resolved:
         )
 
 
-class Request(Stored):
-    """What another process resolves."""
-
-    config: dict[str, Any]
-    """The requested configuration."""
-    cache: str | None
-    """flatout's cache, with the gains measured here. None means no gains."""
-
-
-class Chosen(Stored):
-    """The choices of a resolved recipe, passed between processes as JSON."""
-
-    config: dict[str, Any]
-    """The resolved configuration."""
-    decisions: list[Decision]
-    """Every speedup, on or off, with the reason."""
-    additions: dict[str, list[str] | str]
-    """As in `Resolved`."""
+Chosen = tuple[RunConfig, list[Decision], dict[str, list[str] | str]]
+"""A resolved configuration, every speedup, on or off, and `Resolved.additions`."""
 
 
 def resolve_here(requested: RunConfig, cache: Path | None = None) -> Resolved:
@@ -103,11 +87,8 @@ def choose(requested: RunConfig, cache: Path | None = None) -> Chosen:
     resolved = resolve_here(requested, cache)
     is_open = parse_request(requested.speedups).auto
     off = [decision.name for decision in resolved.decisions if is_open and not decision.on]
-    return Chosen(
-        config=resolved.config.to_dict(),
-        decisions=resolved.decisions,
-        additions={name: adding_one(name, requested, resolved, cache) for name in off},
-    )
+    additions = {name: adding_one(name, requested, resolved, cache) for name in off}
+    return resolved.config, resolved.decisions, additions
 
 
 def adding_one(
@@ -145,38 +126,21 @@ def resolve_apart(
     Raises: UsageError when it cannot run here; RunFailed when the other process died.
     """
     machine = probe()
-    find = choose_in_subprocess if uses_gpu(machine, requested) else choose
     with progress.task("Resolving the configuration"):
-        chosen = find(requested, cache)
-        config, dataset = validate(chosen.config), open_dataset(requested)
+        if uses_gpu(machine, requested):
+            apart = multiprocessing.get_context("spawn")
+            try:
+                with ProcessPoolExecutor(1, mp_context=apart) as pool:
+                    found = pool.submit(choose, requested, cache).result()
+            except BrokenProcessPool as error:
+                raise RunFailed(
+                    "The process that resolves the configuration died.",
+                    fix="Try the same recipe with `flatout train`.",
+                ) from error
+        else:
+            found = choose(requested, cache)
+        config, decisions, additions = found
+        dataset = open_dataset(requested)
     if config.train.device == "cpu":
         spin_less_beside_others(progress)
-    return Resolved(config, chosen.decisions, machine, dataset, chosen.additions)
-
-
-def choose_in_subprocess(
-    requested: RunConfig, cache: Path | None = None, *, command: Sequence[str] = ()
-) -> Chosen:
-    """Call `choose` in another process. `command` replaces the default command, for tests.
-
-    Raises: whatever `choose` raises there; RunFailed when the process died.
-    """
-    request, found = Request(config=requested.to_dict(), cache=cache and str(cache)), list[Chosen]()
-
-    def on_answer(line: str) -> bool:
-        found.append(Chosen.model_validate_json(line))
-        return True
-
-    ended = ask(f"{__name__}:answer", request, on_answer, command=command)
-    if not found:
-        raise RunFailed(
-            f"The process that resolves the configuration died: {ended.last_words}",
-            fix="Try the same recipe with `flatout train`.",
-        )
-    return found[0]
-
-
-def answer(request: str, answer: Answer) -> None:
-    """Answer a request with the choice."""
-    asked = Request.model_validate_json(request)
-    answer(choose(validate(asked.config), Path(asked.cache) if asked.cache else None))
+    return Resolved(config, decisions, machine, dataset, additions)

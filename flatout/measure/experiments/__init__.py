@@ -1,1 +1,0 @@
-"""Experiments: paired trials in fresh processes, for `flatout bench` and `flatout tune`."""

@@ -1,0 +1,47 @@
+"""Where measurements are written, and which version of flatout made them. No torch."""
+
+from __future__ import annotations
+
+import subprocess
+import tempfile
+from pathlib import Path
+
+from flatout.config.registry import PACKAGE_DIR
+from flatout.errors import ConfigError
+
+
+def claim(out: Path) -> None:
+    """Create a directory for results before anything is measured.
+
+    Raises: ConfigError when it cannot be created or written.
+    """
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"Cannot write {out}: {error.strerror or error}.",
+            fix="Choose a writable directory with --out DIR.",
+        ) from error
+
+
+def commit_of_package() -> str | None:
+    """Return the commit of the checkout, with + if files were changed. None without a checkout."""
+
+    def git(*words: str) -> str | None:
+        try:
+            done = subprocess.run(
+                ["git", "-c", "core.fsmonitor=false", "-C", str(PACKAGE_DIR), *words],
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+        except OSError:
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    if git("ls-files", "--error-unmatch", "__init__.py") is None:
+        return None
+    commit = git("rev-parse", "--short", "HEAD")
+    return commit + ("+" if git("status", "--porcelain", "--", ".") else "") if commit else None

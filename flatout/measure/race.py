@@ -1,0 +1,467 @@
+"""A race: trials of several settings in turns, their ratios with intervals, their losses compared.
+
+A round runs each of its settings once, with one seed, close in time: only what was measured in one
+round is compared, since the load of a machine changes over minutes. Rates are positive and their
+noise is multiplicative, so its spread is that of logarithms, measured on everything that was
+repeated. The screening that orders candidates is round 0, which no ratio contains. No torch.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from flatout.errors import Interrupted, signal_of
+from flatout.measure.trial import Result
+from flatout.progress import Progress
+from flatout.storage.files import Stored
+
+if TYPE_CHECKING:
+    from flatout.assembly.recipe import Tolerance
+
+ROUNDS = 5
+LEAST_GAIN = 1.01
+"""A change is taken from this ratio on. Less is not worth a change."""
+LOSS_STEPS = 20
+"""First losses that are compared."""
+SCREEN = 0
+"""The round of the screening."""
+MIN_FREEDOM = 2
+"""Fewest degrees of freedom by which noise is known."""
+MIN_SEEDS = 3
+"""Fewest rounds over which final losses are compared."""
+MOST_NOISE = 0.05
+"""With a larger difference between two runs of one setting, losses are not compared one by one."""
+CONFIDENCE = 0.9375
+"""Minimum coverage of the intervals: that of the range of five repeats, the usual number."""
+TIME_WAS_UP, INTERRUPTED = "the time was up", "it was interrupted"
+UNSURE = "unsure: too few repeats"
+STUDENT = (
+    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160),
+    *(2.145, 2.131, 2.120, 2.110, 2.101),
+)
+"""Student's t for 95%, two-sided, for 1 to 18 degrees of freedom.
+
+The last value is used for more, and is at most 7% too wide.
+"""
+Setting = TypeVar("Setting", bound=Hashable)
+LossPairs = Sequence[tuple[Sequence[float], Sequence[float]]]
+"""Losses (with, without) on the same batches, one pair per round."""
+
+
+class TimeIsUp(Exception):
+    """Ends a race: the time is over, or a signal came."""
+
+
+class Figure(Stored):
+    """A median of repeats, with its interval."""
+
+    median: float
+    """Median of the repeats."""
+    low: float | None = None
+    """Lower end of the interval. Null with too few repeats."""
+    high: float | None = None
+    """Upper end of the interval. Null with too few repeats."""
+
+    def between(self, digits: str = ".2f") -> str:
+        """Return the interval in brackets, or an empty string if it is unknown."""
+        if self.low is None or self.high is None:
+            return ""
+        return f" ({self.low:{digits}} to {self.high:{digits}})"
+
+    def gain(self) -> str:
+        """Return a ratio of speeds in words."""
+        if self.low is None or self.high is None:
+            return UNSURE
+        if self.low <= 1 <= self.high:
+            return f"no measurable gain{self.between()}"
+        return f"{'' if self.median > 1 else 'slower, '}x{self.median:.2f}{self.between()}"
+
+    def inverse(self) -> Figure:
+        """Return the ratio of the same two rates the other way round."""
+        low, high = (end and 1 / end for end in (self.high, self.low))
+        return Figure(median=1 / self.median, low=low, high=high)
+
+
+class LossCheck(Stored):
+    """Whether the losses of two settings stay within the tolerance."""
+
+    tolerance: str | None = None
+    """exact, rounding or statistical. Null if the losses were not compared."""
+    within_tolerance: bool | None = None
+    """null if it was not decided."""
+    tolerance_reason: str | None = None
+    """How it was decided, or why not."""
+    loss_difference: float | None = None
+    """Largest relative difference of a loss, on the same batches."""
+    compared_losses: int | None = None
+    """Number of first steps whose losses were compared."""
+
+    def words(self) -> str:
+        """Return how far the losses are apart, and whether that is within the tolerance."""
+        if self.tolerance is None and self.tolerance_reason is None:
+            return ""
+        apart = "not comparable"
+        if self.loss_difference is not None:
+            apart = f"{self.loss_difference:.0e} apart" if self.loss_difference else "equal"
+        if self.within_tolerance is False:
+            return f"OUT OF TOLERANCE, {apart}: {self.tolerance_reason}"
+        return apart if self.within_tolerance else f"{apart}: {self.tolerance_reason}"
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The noise of one measurement, shared by all settings on one machine."""
+
+    deviation: float
+    """Standard deviation of the logarithms."""
+    freedom: int
+    """Degrees of freedom of the estimate."""
+
+    def times(self, factor: float) -> Spread:
+        """Return the spread of something with a multiple of this noise."""
+        return Spread(factor * self.deviation, self.freedom)
+
+
+def pooled(spreads: Sequence[Spread]) -> Spread:
+    """Return several estimates of one noise as one."""
+    freedom = sum(each.freedom for each in spreads)
+    squares = sum(each.freedom * each.deviation**2 for each in spreads)
+    return Spread(math.sqrt(squares / max(freedom, 1)), freedom)
+
+
+def spread(groups: Sequence[Sequence[float]]) -> Spread:
+    """Return the noise of the repeats of all groups of positive values, each about its own mean."""
+    return pooled(
+        [
+            Spread(statistics.stdev(map(math.log, group)), len(group) - 1)
+            for group in groups
+            if len(group) > 1
+        ]
+    )
+
+
+def figure_of(values: Sequence[float], noise: Spread) -> Figure:
+    """Return the median of positive `values` with its interval.
+
+    With five repeats or more, the interval is that of the sign test, which holds for any noise: for
+    five their range. Fewer do not show their own spread (half of the time, two of them are on the
+    same side of the true value), so the interval is Student's, from all noise that was measured. A
+    single repeat has no interval: the machine's load may have changed between two measurements.
+    """
+    logs = sorted(map(math.log, values))
+    median = statistics.median(logs)
+    if len(logs) >= ROUNDS:
+        outside = left_out(len(logs))
+        low, high = logs[outside], logs[-1 - outside]
+    elif len(logs) > 1 and noise.freedom >= MIN_FREEDOM:
+        half = student(noise.freedom) * noise.deviation / math.sqrt(len(logs))
+        low, high = median - half, median + half
+    else:
+        return Figure(median=math.exp(median))
+    return Figure(median=math.exp(median), low=math.exp(low), high=math.exp(high))
+
+
+def left_out(repeats: int) -> int:
+    """Return how many sorted repeats are outside the interval of the sign test, on each side."""
+    outside, missed = 0, 2 * 0.5**repeats
+    while missed + (more := 2 * math.comb(repeats, outside + 1) * 0.5**repeats) <= 1 - CONFIDENCE:
+        outside, missed = outside + 1, missed + more
+    return outside
+
+
+def mean_of(differences: Sequence[float]) -> tuple[float, float, float]:
+    """Return the mean of some differences with Student's interval: low, mean, high."""
+    mean, number = statistics.fmean(differences), len(differences)
+    half = student(number - 1) * statistics.stdev(differences) / math.sqrt(number)
+    return mean - half, mean, mean + half
+
+
+def student(freedom: int) -> float:
+    """Return Student's t for 95%, two-sided."""
+    return STUDENT[min(freedom, len(STUDENT)) - 1]
+
+
+@dataclass(frozen=True)
+class Done(Generic[Setting]):
+    """A trial that has ended."""
+
+    setting: Setting
+    round: int
+    seed: int
+    result: Result
+
+
+@dataclass
+class Race(Generic[Setting]):
+    """Runs trials of settings, and compares them."""
+
+    start: Callable[[Setting, int, float], Result]
+    """Runs a trial with a seed, at most for some seconds."""
+    total_s: float = math.inf
+    """The time for all trials."""
+    longest_s: float = math.inf
+    """A trial is ended after this."""
+    ratio: Callable[[Result, Result], float] = Result.times_as_fast
+    """How many times faster the first one is."""
+    keep: Callable[[Done[Setting]], object] = lambda done: None
+    """Receives each trial when it ends."""
+    note: Callable[[str], object] = lambda text: None
+    """Shows what is measured."""
+    clock: Callable[[], float] = time.monotonic
+    began_s: float | None = None
+    """On that clock. None: now."""
+    done: list[Done[Setting]] = field(default_factory=list)
+    round: int = SCREEN
+    """The last round."""
+    ended_by_signal: int | None = None
+    """The signal that interrupted it, if any. No further trial starts."""
+
+    def __post_init__(self) -> None:
+        """Start the clock."""
+        self.began_s = self.clock() if self.began_s is None else self.began_s
+
+    @property
+    def left_s(self) -> float:
+        """Seconds left."""
+        return self.total_s - (self.clock() - (self.began_s or 0.0))
+
+    @property
+    def stopped_by(self) -> str:
+        """Why a setting may have no trial."""
+        return TIME_WAS_UP if self.ended_by_signal is None else INTERRUPTED
+
+    def allows(self, *settings: Setting, share: float = 1.0) -> bool:
+        """Return whether trials of these settings fit into what is left of a share of the time."""
+        rest_s = 0.0 if math.isinf(self.total_s) else (1 - share) * self.total_s
+        return self.left_s - rest_s >= sum(map(self.expected_s, settings))
+
+    def expected_s(self, setting: Setting) -> float:
+        """Return the seconds that a trial takes, by its last one, or else by all. 0 before any."""
+        own = [one.result.process_s for one in self.done if one.setting == setting]
+        every = [one.result.process_s for one in self.done]
+        return own[-1] if own else statistics.fmean(every or [0.0])
+
+    @contextmanager
+    def running(self, progress: Progress, title: str) -> Iterator[None]:
+        """Show the trials inside the block as an operation, which a signal or the time ends."""
+        try:
+            with progress.task(title) as task:
+                self.note = task.note
+                yield
+        except TimeIsUp:
+            pass
+        except (KeyboardInterrupt, Interrupted) as interruption:
+            self.ended_by_signal = signal_of(interruption)
+
+    def run(self, setting: Setting, number: int = SCREEN, seed: int | None = None) -> Result:
+        """Run a trial in a round, whose number is its seed, and return the result.
+
+        Raises: TimeIsUp when it does not end within the time, or a signal came.
+        """
+        limit_s = min(self.longest_s, self.left_s)
+        if limit_s <= 0 or self.ended_by_signal is not None:
+            raise TimeIsUp
+        seed = number if seed is None else seed
+        try:
+            result = self.start(setting, seed, limit_s)
+        except (KeyboardInterrupt, Interrupted) as interruption:
+            self.ended_by_signal = signal_of(interruption)
+            raise TimeIsUp from interruption
+        if result.status == "timed-out" and limit_s < self.longest_s and self.done:
+            raise TimeIsUp
+        self.done.append(Done(setting, number, seed, result))
+        self.keep(self.done[-1])
+        return result
+
+    def results(self, setting: Setting) -> list[Result]:
+        """Return the successful results of a setting, the screening included."""
+        return [one.result for one in self.done if one.setting == setting and one.result.is_ok]
+
+    def failure(self, setting: Setting) -> Result | None:
+        """Return the first result of a setting that failed."""
+        failed = (one.result for one in self.done if one.setting == setting)
+        return next((result for result in failed if not result.is_ok), None)
+
+    def rounds(self, setting: Setting) -> dict[int, Result]:
+        """Return the successful results of a setting by round, without the screening."""
+        found = (one for one in self.done if one.setting == setting and one.round != SCREEN)
+        return {one.round: one.result for one in found if one.result.is_ok}
+
+    def ratios(self, fast: Setting, slow: Setting) -> list[float]:
+        """Return how many times faster `fast` was than `slow`, one value per common round."""
+        ours, theirs = self.rounds(fast), self.rounds(slow)
+        return [self.ratio(ours[at], theirs[at]) for at in sorted(ours.keys() & theirs.keys())]
+
+    def noise(self) -> Spread:
+        """Return the noise of a ratio, from all that was repeated: ratios, and screened rates."""
+        settings = [*dict.fromkeys(one.setting for one in self.done)]
+        first = settings[:1]
+        groups = [self.ratios(one, first[0]) for one in settings[1:]] if first else []
+        for number, one in enumerate(settings[1:], 1):  # pairs that the first is no part of
+            pairs = (self.ratios(one, other) for other in settings[1:number])
+            if not self.ratios(one, settings[0]):
+                groups += [max(pairs, key=len, default=[])]
+        screened = [
+            [one.result.step_ms for one in self.done if one.setting == each and one.result.is_ok
+             and one.round == SCREEN]
+            for each in first
+        ]  # fmt: skip
+        # a ratio is of two rates
+        return pooled([spread(groups), spread(screened).times(math.sqrt(2))])
+
+    def gain(self, fast: Setting, slow: Setting) -> Figure | None:
+        """Return how many times faster one setting is. None when no round has both."""
+        ratios = self.ratios(fast, slow)
+        return figure_of(ratios, self.noise()) if ratios else None
+
+    def compare(
+        self,
+        one: Setting,
+        other: Setting,
+        *,
+        rounds: int = ROUNDS,
+        least: float = LEAST_GAIN,
+        reserve: int = 0,
+        is_open: Callable[[], bool] = lambda: False,
+    ) -> str | None:
+        """Measure two settings in turns, until it is decided whether `one` gains `least`.
+
+        Beyond that, it goes on while `is_open`. Time is left for `reserve` trials of each. Returns
+        why it failed, if a trial did.
+
+        Raises: TimeIsUp when not even one round was complete.
+        """
+        for number in range(rounds):
+            if number and not self.allows(*(1 + reserve) * (one, other)):
+                break
+            self.round += 1
+            for setting in (one, other) if number % 2 else (other, one):
+                try:
+                    result = self.run(setting, self.round, number)
+                except TimeIsUp:
+                    if number:
+                        return None
+                    raise
+                if not result.is_ok:
+                    return result.reason
+            gain = self.gain(one, other)
+            is_decided = gain and gain.low and gain.high and not gain.low <= least <= gain.high
+            if is_decided and not is_open():
+                break
+        return None
+
+    def loss_pairs(self, one: Setting, other: Setting) -> list[tuple[list[float], list[float]]]:
+        """Return the first losses of two settings on the same batches, one pair per seed."""
+        pairs = []
+        for seed in dict.fromkeys(each.seed for each in self.done):
+            runs = [
+                [
+                    each.result.losses[:LOSS_STEPS]
+                    for each in self.done
+                    if (each.setting, each.seed) == (setting, seed) and each.result.losses
+                ]
+                for setting in (one, other)
+            ]
+            if all(runs):
+                fast, plain = runs[0][-1], runs[1][-1]
+                pairs.append((fast[: len(plain)], plain[: len(fast)]))
+        return pairs
+
+    def loss_noise(self, setting: Setting) -> float | None:
+        """Return the largest difference of a loss between runs of a setting with one seed."""
+        runs: dict[int, list[list[float]]] = {}
+        for one in self.done:
+            if one.setting == setting and one.result.losses:
+                runs.setdefault(one.seed, []).append(one.result.losses[:LOSS_STEPS])
+        apart = [difference([(a, b)]) for same in runs.values() for a, b in pairwise(same)]
+        return max((each for each in apart if each is not None), default=None)
+
+    def check(
+        self,
+        one: Setting,
+        other: Setting,
+        tolerance: Tolerance,
+        *,
+        loss_steps: int = LOSS_STEPS,
+        draws: str | None = None,
+        is_strict: bool = True,
+    ) -> LossCheck:
+        """Return whether the losses of two settings stay within a tolerance.
+
+        Exact and rounding hold step by step in every round, up to twice the difference between two
+        runs of `other` with one seed. A statistical tolerance compares final losses, the means of
+        the last halves, over three seeds: the interval of their difference must not be above 0, nor
+        their mean outside of the spread of `other`. So does one that does not hold step by step, if
+        it is not `is_strict`. `draws` is why they cannot be compared step by step, such as dropout.
+        """
+        pairs = self.loss_pairs(one, other)
+        kind = tolerance.kind
+        if not pairs:
+            reason = "no losses to compare"
+            return LossCheck(tolerance=kind, tolerance_reason=reason)
+        apart, steps = difference(pairs), min(len(fast) for fast, _ in pairs)
+        noise = self.loss_noise(other) or 0.0
+        kept: bool | None = None
+        if kind != "statistical" and draws is None:
+            kept = apart is not None and apart <= tolerance.rtol + 2 * noise and noise <= MOST_NOISE
+            allowed = "bit-equal" if kind == "exact" else f"{tolerance.rtol:.0e}"
+            reason = f"{steps} losses, tolerance: {allowed}"
+            reason += f", {noise:.0e} between unchanged runs" * (noise > 0)
+            if kept and steps < loss_steps:
+                kept, reason = None, f"{steps} of {loss_steps} losses: not checked"
+        elif kind != "statistical" and is_strict:
+            reason = f"not checked: {draws}"
+        if kind == "statistical" or (not is_strict and kept is not True and apart is not None):
+            kind, (kept, reason) = "statistical", final_losses(pairs)
+        return LossCheck(
+            tolerance=kind,
+            within_tolerance=kept,
+            tolerance_reason=reason,
+            loss_difference=apart,
+            compared_losses=steps,
+        )
+
+
+def difference(pairs: LossPairs) -> float | None:
+    """Return the largest relative difference of a loss. None without losses, or if one is not
+    finite.
+    """
+    apart = [
+        abs(a - b) / abs(b) if b else abs(a - b)
+        for fast, plain in pairs
+        for a, b in zip(fast, plain, strict=False)
+    ]
+    return max(apart) if apart and all(map(math.isfinite, apart)) else None
+
+
+def final_losses(pairs: LossPairs) -> tuple[bool | None, str]:
+    """Return whether final losses are as good over seeds, and how that was decided."""
+    if len(pairs) < MIN_SEEDS:
+        return None, f"too few seeds to check: {len(pairs)} of {MIN_SEEDS}"
+    ours, theirs = ([statistics.fmean(each[len(each) // 2 :]) for each in side]
+                    for side in zip(*pairs, strict=True))  # fmt: skip
+    low, mean, high = mean_of([fast - plain for fast, plain in zip(ours, theirs, strict=True)])
+    least, most = min(theirs), max(theirs)
+    is_near = statistics.fmean(ours) <= 2 * most - least
+    seeds = f"({low:+.4f} to {high:+.4f}) over {len(pairs)} seeds"
+    return low <= 0 and is_near, f"final loss {mean:+.4f} {seeds}"
+
+
+def require_result(race: Race[Setting], fix: str) -> None:
+    """Check that no signal came before there were results.
+
+    Raises: Interrupted.
+    """
+    if race.ended_by_signal is not None and not any(one.result.is_ok for one in race.done):
+        raise Interrupted(
+            "Interrupted before any trial had a result.",
+            fix=fix,
+            signal_number=race.ended_by_signal,
+        )

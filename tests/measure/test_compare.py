@@ -1,0 +1,129 @@
+"""Two commands race: which is faster, do their losses agree, and what the gate says."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import flatout
+from flatout.cli import main as cli
+from flatout.errors import ConfigError, RunFailed
+from flatout.measure import compare as comparing
+from flatout.measure.trial import Result
+
+SCRIPT = """
+import sys, time, torch
+from speed import WAIT_S
+weights = torch.nn.Parameter(torch.ones(3))
+optimizer = torch.optim.SGD([weights], lr=0.1)
+for step in range(10**6):
+    (weights * torch.randn(3)).sum().backward()
+    optimizer.step()
+    time.sleep(WAIT_S)
+"""
+
+
+@pytest.fixture
+def made_up(tmp_path, monkeypatch):
+    """Commands whose last word is their step in ms; `wrong` shifts the losses; `fails` fails."""
+    monkeypatch.chdir(tmp_path)
+    seeds, ran = [], []
+
+    def try_command(command, timing, limit_s, **_):
+        seeds.append(timing.seed_offset)
+        ran.append(command[-1])
+        if command[-1] == "fails":
+            return Result(status="failed", reason="ValueError: boom"), ""
+        jitter = 1 + 0.002 * (len(ran) % 3)
+        losses = [3.0 + seeds[-1] + 0.5 * ("wrong" in command)] * 20
+        found = {"step_s": [1e-3 * float(command[-1]) * jitter] * 20, "losses": losses}
+        return Result(**found, peak_gib=float(command[-1]) / 10, process_s=1.0), ""
+
+    monkeypatch.setattr(comparing, "try_command", try_command)
+    return ran
+
+
+def test_the_faster_command_is_found_in_turns(made_up):
+    found = flatout.compare(script=["train", "10", "--", "train", "5"])
+    assert found.ratio.low < 2.0 < found.ratio.high
+    assert found.ratio.low > 1.9
+    assert made_up[:4] == ["10", "5", "5", "10"]
+    assert (found.losses.within_tolerance, found.losses.loss_difference) == (True, 0.0)
+    assert [side.step_ms for side in found.sides] == pytest.approx([10, 5], rel=0.01)
+    assert found.headline.startswith("b is 2.0")
+    assert "losses equal" in found.summary()
+    assert found.exit_code == 0
+
+
+def test_a_command_that_is_slower_than_asked_is_exit_code_3(made_up, capsys):
+    words = "compare --at-least 0.95 --json -- train 5 -- train 6"
+    assert cli.execute(words.split()) == 3
+    assert '"at_least": 0.95' in capsys.readouterr().out
+    assert cli.execute(words.replace("train 6", "train 5.01").split()) == 0
+    assert cli.execute(words.replace("0.95", "0.5").split()) == 0
+
+
+def test_other_losses_and_more_memory_are_said(made_up):
+    found = flatout.compare(script=["train", "5", "--", "train", "wrong", "6"])
+    assert found.losses.within_tolerance is False
+    assert "OUT OF TOLERANCE" in found.headline
+    assert found.notes == ["b needs 102.4 MiB more memory than a."]
+
+
+def test_work_makes_steps_of_different_batches_comparable(made_up):
+    found = flatout.compare(script=["train", "5", "--", "train", "8"], work=2.0)
+    assert found.ratio.median == pytest.approx(2 * 5 / 8, rel=0.01)
+    assert "by equal work" in found.headline
+
+
+@pytest.mark.parametrize(
+    ("words", "options", "message"),
+    [
+        ("train 5 -- train 5", {}, "Both commands are the same"),
+        ("train 5", {}, "no two commands"),
+        ("-- train 5", {}, "no two commands"),
+        ("train 5", {"against": "main"}, "not in a git repository"),
+        ("train 5 -- train 6", {"against": "main"}, "compares one command with itself"),
+        ("train 5 -- train 6", {"at_least": -1.0}, "at_least"),
+    ],
+)
+def test_what_cannot_be_compared_is_an_error(made_up, words, options, message):
+    with pytest.raises(ConfigError, match=message):
+        flatout.compare(script=words.split(), **options)
+    assert made_up == []
+
+
+def test_a_command_that_fails_is_named(made_up):
+    with pytest.raises(RunFailed, match="b could not be measured: ValueError: boom"):
+        flatout.compare(script=["train", "5", "--", "train", "fails"])
+
+
+def git(*words, folder):
+    who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run(["git", *who, *words], cwd=folder, check=True, capture_output=True)
+
+
+@pytest.mark.slow
+def test_a_revision_runs_with_its_own_files_and_the_users_stay(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(comparing, "SECONDS", 0.05)
+    Path("speed.py").write_text("from data import WAIT_S\n")
+    Path("train.py").write_text(SCRIPT)
+    git("init", "-q", folder=tmp_path)
+    git("add", "speed.py", "train.py", folder=tmp_path)
+    git("commit", "-qm", "fast", folder=tmp_path)
+    Path("data.py").write_text("WAIT_S = 0.002\n")  # what git does not know is in both
+    Path("speed.py").write_text("WAIT_S = 0.02\n")
+    Path("new.py").write_text("")
+    git("add", "new.py", folder=tmp_path)
+    with pytest.raises(ConfigError, match="no revision 'mian'"):
+        flatout.compare(script=[sys.executable, "train.py"], against="mian")
+    found = flatout.compare(script=[sys.executable, "train.py"], against="HEAD", at_least=0.9)
+    assert found.is_slower
+    assert found.sides[0].command == f"{sys.executable} train.py (HEAD)"
+    assert "uncommitted changes" in found.notes[0]
+    assert Path("speed.py").read_text() == "WAIT_S = 0.02\n"
+    assert {path.name for path in tmp_path.iterdir()} >= {"new.py", "data.py"}

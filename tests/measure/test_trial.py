@@ -1,0 +1,171 @@
+"""A trial in its own process always gives a result."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from flatout.errors import ConfigError
+from flatout.measure import resolving
+from flatout.measure.resolving import adding_one, choose, resolve_apart, resolve_here, with_needs
+from flatout.measure.scripts.request import Request, Timing
+from flatout.measure.trial import run_command, try_command, try_recipe
+
+pytestmark = pytest.mark.slow
+
+CPU_MEMORY = (
+    "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate "
+    "4000000000000000 bytes. Error code 12"
+)
+LOOP = """
+import time, torch
+weights = torch.nn.Parameter(torch.ones(3))
+optimizer = torch.optim.SGD([weights], lr=0.1)
+for step in range(STEPS):
+    (weights * torch.randn(3)).sum().backward()
+    optimizer.step()
+    time.sleep(0.01)
+"""
+
+
+def tried(text, tmp_path, *, steps=5, limit_s=60.0, **timing):
+    timing = {"warmup_steps": 2} | timing
+    found, _ = try_command(
+        [sys.executable, "-c", text], Timing(steps=steps, **timing), limit_s, folder=tmp_path
+    )
+    return found
+
+
+def test_a_script_is_timed_and_ended_after_its_steps(tmp_path):
+    found = tried(LOOP.replace("STEPS", "10**9"), tmp_path)
+    assert found.is_ok
+    assert (len(found.step_s), found.warmup_steps) == (7, 2)
+    assert len(found.losses) == 8
+    assert min(found.step_s) > 0.01
+    assert found.process_s > sum(found.step_s)
+    again = tried(LOOP.replace("STEPS", "10**9"), tmp_path)
+    assert again.losses == found.losses, "the seeds are fixed"
+    other = tried(LOOP.replace("STEPS", "10**9"), tmp_path, seed_offset=1)
+    assert other.losses != found.losses
+
+
+def test_a_late_trial_ends_with_fewer_steps(tmp_path):
+    request = Request(timing=Timing(steps=1000, warmup_steps=1, limit_s=0.3))
+    command = [sys.executable, "-c", LOOP.replace("STEPS", "10**9").replace("0.01", "0.1")]
+    ran = run_command(command, request, folder=tmp_path, is_captured=True)
+    assert 4 <= len(ran.answer.step_s) < 10
+
+
+@pytest.mark.parametrize(
+    ("text", "status", "words"),
+    [
+        ("import os; os.kill(os.getpid(), 9)", "failed", r"SIGKILL.*memory"),
+        ("import os; os.kill(os.getpid(), 11)", "failed", "SIGSEGV"),
+        ("print('garbage')", "failed", "torch was not imported"),
+        ("raise SystemExit('no library')", "failed", "no library$"),
+        ("import torch\nraise ValueError('boom')", "failed", "ValueError: boom"),
+        ("import torch\ntorch.empty(10**15)", "out-of-memory", "tried to allocate"),
+        (LOOP.replace("STEPS", "2"), "failed", "too few steps"),
+        ("import time; time.sleep(600)", "timed-out", "longer than 3 s"),
+    ],
+)
+def test_a_process_without_a_result_gives_a_failed_one(text, status, words, tmp_path):
+    found = tried(text, tmp_path, limit_s=3.0 if status == "timed-out" else 60.0)
+    assert found.status == status
+    assert re.search(words, found.reason), found.reason
+
+
+def test_a_process_that_hangs_is_ended_with_everything_it_started(tmp_path):
+    text = (
+        "import pathlib, subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'],\n"
+        "                         start_new_session=True)\n"
+        "pathlib.Path('pid').write_text(str(child.pid)); time.sleep(600)"
+    )
+    assert tried(text, tmp_path, limit_s=3.0).status == "timed-out"
+    wait_for_end_of(int((tmp_path / "pid").read_text()))
+
+
+def test_a_trial_ends_with_the_command_that_started_it(tmp_path):
+    text = (
+        LOOP.replace("STEPS", "10**9")
+        + "    open('pid', 'w').write(str(__import__('os').getpid()))"
+    )
+    parent = (
+        "from pathlib import Path; from flatout.measure.scripts.request import Timing; "
+        "from flatout.measure.trial import try_command; import sys; "
+        f"try_command([sys.executable, '-c', {text!r}], Timing(steps=10**9), 600, "
+        f"folder=Path({str(tmp_path)!r}))"
+    )
+    with subprocess.Popen([sys.executable, "-c", parent]) as command:
+        while not ((tmp_path / "pid").exists() and (tmp_path / "pid").read_text()):
+            time.sleep(0.05)
+        command.kill()
+    wait_for_end_of(int((tmp_path / "pid").read_text()))
+
+
+def wait_for_end_of(pid):
+    """Wait until a process is gone or a zombie. The test's own time limit ends the wait."""
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.05)
+
+
+def test_a_command_that_does_not_exist_is_an_error():
+    with pytest.raises(ConfigError, match="There is no command 'pyhton'"):
+        run_command(["pyhton", "train.py"], Request())
+
+
+def test_a_recipe_is_a_command(tiny_config, tmp_path):
+    config = tiny_config(speedups="none")
+    found = try_recipe(config, Timing(steps=5, warmup_steps=3), 240, tmp_path / "run")
+    assert found.is_ok, found.reason
+    assert (len(found.step_s), found.warmup_steps) == (8, 3)
+    assert len(found.losses) >= 8
+    assert (found.rows_per_device, found.accumulate, found.tokens_per_step) == (4, 2, 128)
+    assert found.data_ms + found.host_ms + found.device_ms == pytest.approx(found.step_ms, rel=0.5)
+    assert found.environment["device"] == "cpu"
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    assert not (tmp_path / "run" / "tensorboard").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"data__path": "nowhere"}, "There is no dataset directory nowhere"),
+        ({"speedups": ["cuda-graphs"], "train__device": "cpu"}, "cuda-graphs"),
+    ],
+)
+def test_the_error_of_a_recipe_is_its_reason(tiny_config, tmp_path, changes, words):
+    found = try_recipe(tiny_config(**changes), Timing(), 240, tmp_path / "run")
+    assert found.status == "failed"
+    assert words in found.reason
+
+
+def test_speedups_are_added_only_where_auto_decides(tiny_config):
+    _, decisions, additions = choose(
+        tiny_config(train__precision="auto", speedups="auto,-prefetch")
+    )
+    assert set(additions) == {decision.name for decision in decisions if not decision.on}
+    assert "compile" in additions["compile"]
+    assert "prefetch" not in additions["compile"]
+    assert additions["tf32"].startswith("cannot run here, because: ")
+    assert choose(tiny_config(speedups="pretokenised"))[2] == {}
+    assert with_needs("fp8")[:1] == ["fp8"]
+    why_not = adding_one("tf32", tiny_config(), resolve_here(tiny_config()))
+    assert why_not.startswith("cannot run here, because: ")
+
+
+def test_on_a_gpu_another_process_resolves(tiny_config, monkeypatch):
+    requested = tiny_config(train__precision="auto", batch__rows_per_device="auto")
+    here = resolve_apart(requested)
+    monkeypatch.setattr(resolving, "uses_gpu", lambda machine, config: True)
+    monkeypatch.setattr(resolving, "resolve", None)  # only a new process has the real one
+    apart = resolve_apart(requested)
+    assert (apart.config, apart.additions) == (here.config, here.additions)
+    with pytest.raises(ConfigError, match="does not fit"):
+        resolve_apart(requested.with_values({"batch.rows_per_device": 7}))
