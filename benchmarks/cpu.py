@@ -14,8 +14,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from main_job import prepared, text_parser
-from measurement import flatout, publish
+from measurement import flatout, prepared, publish, text_parser
 
 from flatout.storage.json_io import read_json
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import statistics
 import subprocess
 import sys
@@ -117,3 +118,19 @@ def markdown(columns: str, rows: Iterable[Iterable[object]], *notes: str) -> str
     lines = [f"| {columns} |", "|---" * (columns.count("|") + 1) + "|"]
     lines += ["|" + "".join(f" {cell} |" if cell != "" else " |" for cell in row) for row in rows]
     return "\n".join([*lines, *([""] if notes else []), *notes]) + "\n"
+
+
+def text_parser(about: str | None, **options: float) -> argparse.ArgumentParser:
+    """Return the parser of a benchmark that trains on the characters of Shakespeare."""
+    made = parser(about, **options)
+    made.add_argument(
+        "--text", type=Path, required=True, help="text file named by the dataset card `shakespeare`"
+    )
+    return made
+
+
+def prepared(data: Path, text: Path) -> Path:
+    """Prepare the text as characters, anew, and return the path of the dataset."""
+    shutil.rmtree(data, ignore_errors=True)
+    flatout("prepare", "shakespeare", "--from", text, "--tokenizer", "char", "--out", data)
+    return data

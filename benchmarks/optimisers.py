@@ -24,8 +24,7 @@ from typing import Any
 
 import torch
 from charts import Curve, beside, chart
-from main_job import text_parser
-from measurement import facts, markdown, publish
+from measurement import facts, markdown, publish, text_parser
 from training_runs import best_of_grid, built, code_state, loss_of, remembered, trained
 
 from flatout import Dataset, load_config, prepare

@@ -27,8 +27,18 @@ from pathlib import Path
 from typing import Any
 
 from charts import GREY, Curve, beside, chart
-from main_job import prepared, text_parser
-from measurement import facts, flatout, in_turns, json_lines, markdown, publish, spread, verdict
+from measurement import (
+    facts,
+    flatout,
+    in_turns,
+    json_lines,
+    markdown,
+    prepared,
+    publish,
+    spread,
+    text_parser,
+    verdict,
+)
 
 TARGETS = ((0.10, 1.88), (0.30, 1.60), (1.0, 1.50))
 """(fraction of the seconds of nanoGPT's whole run, validation loss): the loss to reach by then."""

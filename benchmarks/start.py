@@ -21,8 +21,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from main_job import prepared, text_parser
-from measurement import facts, flatout, in_turns, json_lines, markdown, publish, spread, verdict
+from measurement import (
+    facts,
+    flatout,
+    in_turns,
+    json_lines,
+    markdown,
+    prepared,
+    publish,
+    spread,
+    text_parser,
+    verdict,
+)
 
 from flatout.config.registry import RECIPES
 from flatout.config.schema import load_config

@@ -67,6 +67,7 @@ def test_bad_input_is_answered(case, answers):
         "error": str,
         "fix": str,
         "exit_code": int,
+        "kind": str,
     }
     assert (answer.out.count("\n"), result["exit_code"]) == (1, 2)
     closing = f"{result['error']}\nFix: {result['fix']}\n"

@@ -119,7 +119,8 @@ def test_secrets_are_not_printed(run):
 
 def test_with_json_an_error_is_json_too(run):
     code, out, err = run("shout", "RunFailed", "--json")
-    assert json.loads(out) == {"error": "It went wrong.", "fix": "Do it right.", "exit_code": 1}
+    answer = {"error": "It went wrong.", "fix": "Do it right.", "exit_code": 1}
+    assert json.loads(out) == answer | {"kind": "RunFailed"}
     assert code == 1
     assert err.endswith("It went wrong.\nFix: Do it right.\n")
 

@@ -1,8 +1,8 @@
 """Change detection in the metrics of a run: a shift that stays, a creep, a spike.
 
 All use medians and ranks, which single outliers do not move, and compare with the noise of the
-metric itself. They need constant memory and a few microseconds per value. benchmarks/alarms.py
-measures how often they are wrong and how late they are right.
+metric itself. They need constant memory and a few microseconds per value. How often they are wrong
+and how late they are right was measured: benchmarks/results/alarms.md.
 """
 
 from __future__ import annotations
