@@ -456,23 +456,21 @@ class Attachment:
         )
 
 
-def moved(found: Evidence, seconds: float) -> dict[str, float]:
-    """Return the phases after moving what lines outside of them train with, or the reverse.
+def moved(found: Evidence, seconds: float) -> dict[str, float | None]:
+    """Return the phases of a CPU after moving seconds from other work to computation.
 
-    On a CPU, `seconds` of other work are computation. Negative ones are lines in the forward pass
-    that do not train: Python's part of it first, then computation.
+    Negative ones are lines in the forward pass that do not train: Python's part of it comes first.
     """
-    phases = {name: getattr(found, name) for name in ("other_s", "host_s", "compute_s")}
-    if found.on_gpu or None in (phases["other_s"], phases["compute_s"]):
+    other_s, compute_s, host_s = found.other_s, found.compute_s, found.host_s or 0.0
+    if found.on_gpu or other_s is None or compute_s is None:
         return {}
-    phases["host_s"] = phases["host_s"] or 0.0
-    names = ("other_s",) if seconds > 0 else ("host_s", "compute_s")
-    left_s = abs(seconds)
-    for name in names:
-        part_s = min(left_s, phases[name])
-        phases[name], left_s = phases[name] - part_s, left_s - part_s
-    phases["compute_s" if seconds > 0 else "other_s"] += abs(seconds) - left_s
-    return phases
+    seconds = min(max(seconds, -compute_s - host_s), other_s)
+    python_s = max(min(-seconds, host_s), 0.0)
+    return {
+        "other_s": other_s - seconds,
+        "host_s": None if found.host_s is None else host_s - python_s,
+        "compute_s": compute_s + seconds + python_s,
+    }
 
 
 def _optimizer_facts(optimizer: Any) -> dict[str, Any]:

@@ -7,7 +7,9 @@ import sys
 import pytest
 import torch
 
+from flatout.measure.scripts.attach import moved
 from flatout.measure.scripts.recorder import CallRecorder, Graphs, own_lines, padding_of
+from flatout.measure.steps.evidence import Evidence
 from flatout.measure.steps.lines import LineTotals, line_of, user_frame
 
 
@@ -118,3 +120,20 @@ def test_padding_is_not_looked_for_where_tensors_have_no_values():
     torch.vmap(lambda rows: seen.append(padding_of(rows)) or rows)(tokens[None])
     assert seen == [[]]
     assert padding_of(tokens.to("meta")) == []
+
+
+@pytest.mark.parametrize(
+    ("seconds", "times"),
+    [
+        (0.2, (0.1, 0.1, 0.7)),
+        (0.9, (0.0, 0.1, 0.8)),
+        (-0.05, (0.35, 0.05, 0.5)),
+        (-0.3, (0.6, 0.0, 0.3)),
+    ],
+)
+def test_lines_that_do_not_train_are_other_work_and_the_phases_still_add_up(seconds, times):
+    found = Evidence(source="script", step_s=1.0, other_s=0.3, host_s=0.1, compute_s=0.5)
+    assert tuple(moved(found, seconds).values()) == pytest.approx(times)
+    unknown = found.model_copy(update={"host_s": None})
+    assert moved(unknown, seconds)["host_s"] is None
+    assert moved(found.model_copy(update={"device": "cuda"}), seconds) == {}
