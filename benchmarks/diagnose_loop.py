@@ -232,7 +232,7 @@ def plant_empty_cache(loop: Loop, strength: int) -> None:
 
 FAULTS: dict[str, tuple[str, Callable[[Loop, int], None]]] = {
     "sleep in the data source": ("slow-data", plant_data_sleep),
-    "slow disk": ("slow-disk", plant_slow_disk),
+    "slow disk": ("slow-data", plant_slow_disk),
     "synchronising .item()": ("host-sync", plant_item),
     "tiny kernels": ("tiny-kernels", plant_tiny),
     "unpinned copies": ("pageable-copies", plant_pageable),

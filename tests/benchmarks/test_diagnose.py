@@ -41,7 +41,7 @@ def test_a_trial_is_right_when_its_fault_is_named_first(benchmark):
 
 
 def test_every_fault_has_a_finding(benchmark):
-    from flatout.measure.diagnose.diagnosis import rules
+    from flatout.measure.rules import rules
 
     names = {rule.name for rule in rules()}
     assert {*benchmark.EXPECTED.values()} <= names

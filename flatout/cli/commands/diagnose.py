@@ -11,24 +11,29 @@ from flatout.cli.commands import Command, Overrides
 from flatout.config.registry import RECIPES, unknown_name
 from flatout.config.schema import RunConfig, load_config
 from flatout.config.signature import Argument, Option, checked
-from flatout.display import Display
 from flatout.errors import ConfigError, MissingPackage, in_shell
 from flatout.measure.diagnose.diagnose import diagnose_recipe
-from flatout.measure.diagnose.diagnosis import FILE, Diagnosis, diagnosis_of, read_diagnosis
+from flatout.measure.diagnose.diagnosis import (
+    FILE,
+    Diagnosis,
+    diagnosis_of,
+    next_for_recipe,
+    of_script,
+    read_diagnosis,
+)
 from flatout.measure.diagnose.recorded import recorded_evidence
 from flatout.measure.diagnose.spec import DEFAULT_SECONDS
 from flatout.measure.scripts.request import Request
 from flatout.measure.scripts.run import diagnose_script
 from flatout.progress import SILENT, Progress
 from flatout.storage.cache import default_cache
-from flatout.storage.json_io import Result
 from flatout.training.metrics.observers import Observer
 from flatout.training.run_dir import layout
 from flatout.training.run_dir.lookup import RUNS, run_names
 from flatout.training.run_dir.resume import settings_file
 
 
-class DiagnoseResult(Diagnosis, Result):
+class DiagnoseResult(Diagnosis):
     """A verdict and its evidence."""
 
     path: str | None = None
@@ -48,10 +53,6 @@ class DiagnoseResult(Diagnosis, Result):
         return {"preflight": 2, "measured run": 1, "script": self.script_code or 1}.get(
             self.source, 0
         )
-
-    def display(self) -> Display:
-        """Return the verdict, the breakdown and the findings."""
-        return Display(self.text())
 
 
 @checked
@@ -100,7 +101,8 @@ def diagnose(
         require_only_script(recipe is not None or overrides)
         request = Request(seconds=seconds, steps=steps, to_the_end=to_the_end)
         found, code = diagnose_script(script, request, as_json=as_json, progress=progress)
-        return DiagnoseResult(**dict(found), script_code=code)
+        known = of_script(found, script, code, to_the_end=to_the_end)
+        return DiagnoseResult(**dict(found) | known, script_code=code)
     if steps is not None or to_the_end:
         how = "Write `flatout diagnose --steps 50 -- python train.py`, or remove them."
         raise ConfigError("--steps and --to-the-end only apply to a script.", fix=how)
@@ -124,7 +126,9 @@ def diagnose(
     evidence = diagnose_recipe(
         config, seconds=seconds, cache=default_cache(), callbacks=callbacks, progress=progress
     )
-    return DiagnoseResult(**dict(diagnosis_of(evidence)))
+    found = diagnosis_of(evidence)
+    then = next_for_recipe(found, config, recipe, overrides or ())
+    return DiagnoseResult(**dict(found) | {"next": then})
 
 
 def require_only_script(has_more: object) -> None:

@@ -40,7 +40,7 @@ def with_alternatives(evidence: Evidence, spec: MeasureSpec, progress: Progress)
         return evidence
     rows, number = int(config.batch.rows_per_device), config.batch.accumulate or 1
     rates: dict[str, list[float]] = {"": []}
-    enough = min(ENOUGH_TOKENS // config.data.seq_len, evidence.memory.rows_that_fit or 0)
+    enough = min(ENOUGH_TOKENS // config.data.seq_len, evidence.rows_that_fit or 0)
     more = next(divisors(rows * number, enough), rows)
     if more >= 2 * rows:
         rates[f"batch.rows_per_device={more} batch.accumulate={rows * number // more}"] = []
@@ -51,7 +51,7 @@ def with_alternatives(evidence: Evidence, spec: MeasureSpec, progress: Progress)
 
             workload = workload_of(applied(config, {"speedups": f"-{name}"}))
             need = estimate(workload, rows, number).total / GIB
-            if need < ROOM * (evidence.memory.free_gib or 0.0):
+            if need < ROOM * (evidence.free_gib or 0.0):
                 rates[f"speedups=-{name}"] = []
     asked = parse_request(spec.config["speedups"])
     if asked.dropped or not asked.auto:
@@ -76,7 +76,7 @@ def with_alternatives(evidence: Evidence, spec: MeasureSpec, progress: Progress)
                 Path(f"{spec.folder}-{len(rates[name])}{name}"),
             )
             rates[name].append((rate_of(result) or 0.0) if result.is_ok else 0.0)
-    aside_s = (evidence.phases.checkpoint_s or 0.0) + (evidence.phases.evaluation_s or 0.0)
+    aside_s = (evidence.checkpoint_s or 0.0) + (evidence.evaluation_s or 0.0)
     found = {
         name: (step_s - aside_s) * max(rates[""]) / min(rates[name]) + aside_s
         for name in names

@@ -10,7 +10,7 @@ import torch
 
 from flatout.hardware.machine import GIB, pick_device, probe
 from flatout.hardware.roofline import copy_rate, measure
-from flatout.measure.steps.evidence import Evidence, MemoryFacts
+from flatout.measure.steps.evidence import Evidence
 from flatout.measure.steps.machine import VARIABLES, gpu_facts, host_facts
 from flatout.progress import SILENT, Progress, counted
 
@@ -34,29 +34,28 @@ def machine_evidence(folder: Path = Path(), *, progress: Progress = SILENT) -> E
     if on_gpu:
         free, _ = torch.cuda.mem_get_info()
     names = [f"{one.name}, {one.memory_gib:.0f} GiB, driver {one.driver}" for one in machine.gpus]
-    stated = ", ".join(f"{name}={value}" for name, value in (host.environment or {}).items())
+    stated = ", ".join(f"{name}={value}" for name, value in host["environment"].items())
     lines = {
         "GPU": "; ".join(names) if on_gpu else f"none that torch can use: {reason}",
         "torch": f"{torch.__version__}, Python {platform.python_version()}, {platform.system()}",
         "CPU": f"{machine.cpu_name}, {counted(machine.cores, 'core')}, "
-        f"{counted(host.threads or 0, 'thread')}. Other processes keep "
-        f"{host.other_busy_cores or 0.0:.1f} cores busy",
+        f"{counted(host['threads'], 'thread')}. Other processes keep "
+        f"{host['other_busy_cores']:.1f} cores busy",
         "Matmuls": f"{', '.join(rates)}, measured",
         "Copies": f"{copied}, measured",
         "Memory": f"{machine.memory_gib:.0f} GiB, and {free / GIB:.0f} GiB of the "
         f"{'GPU' if on_gpu else 'machine'} are free",
-        "Disk": f"{host.disk_free_gib:,.0f} GiB free here" if host.disk_free_gib else "unknown",
+        "Disk": f"{host['disk_free_gib'] or 0.0:,.0f} GiB free here",
         "Environment": stated or f"none of {len(VARIABLES)} variables that matter is set",
     }
     return Evidence(
         source="preflight",
         machine=machine,
         device=device,
-        host=host.model_copy(update={"no_gpu_because": None if on_gpu else reason}),
-        gpu=gpu,
-        memory=MemoryFacts(
-            total_gib=machine.gpus[0].memory_gib if on_gpu else machine.memory_gib,
-            free_gib=free / GIB,
-        ),
+        **host,
+        **gpu,
+        no_gpu_because=reason,
+        total_gib=machine.gpus[0].memory_gib if on_gpu else machine.memory_gib,
+        free_gib=free / GIB,
         machine_lines=tuple(lines.items()),
     )

@@ -16,15 +16,7 @@ from flatout.errors import DataError, FlatoutError, HardwareError, MissingPackag
 from flatout.hardware.machine import ASSUMED_MFU, pick_device, probe
 from flatout.measure.diagnose.spec import MeasureSpec
 from flatout.measure.resolving import Resolved
-from flatout.measure.steps.evidence import (
-    FAILURES,
-    DataFacts,
-    Evidence,
-    Failure,
-    HostFacts,
-    MemoryFacts,
-    Roofline,
-)
+from flatout.measure.steps.evidence import FAILURES, Evidence, Failure
 from flatout.measure.steps.lines import site_of
 from flatout.measure.steps.machine import gpu_facts, host_facts
 from flatout.models.language_model import model_of
@@ -73,15 +65,13 @@ def prepare(spec: MeasureSpec) -> Prepared:
         "source": "preflight",
         "config": asked,
         "machine": machine,
-        "host": host_facts(Path(spec.folder)),
+        **host_facts(Path(spec.folder)),
         "device": asked.train.device,
     }
     chosen, cache = False, None if spec.cache is None else Path(spec.cache)
     try:
         device, reason = pick_device(asked.train.device, machine)
-        no_gpu = {"no_gpu_because": reason if device == "cpu" else None}
-        known["host"] = known["host"].model_copy(update=no_gpu)
-        known |= {"device": device, "gpu": gpu_facts(machine, device)}
+        known |= {"device": device, "no_gpu_because": reason, **gpu_facts(machine, device)}
         chosen = True
         dataset = open_dataset(asked)
         config, decisions = resolve(
@@ -91,10 +81,7 @@ def prepare(spec: MeasureSpec) -> Prepared:
             world_size=1,
             cache=cache,
         )
-    except DataError as error:
-        known["data"] = DataFacts(missing=error.what, missing_fix=error.fix)
-        return Prepared(Evidence(**known))
-    except MissingPackage as error:
+    except (DataError, MissingPackage) as error:
         return Prepared(Evidence(**known, failure=failure_of(error, 0)))
     except HardwareError as error:
         # once the device is known, only the memory can be too small
@@ -104,10 +91,10 @@ def prepare(spec: MeasureSpec) -> Prepared:
 
     resolved = Resolved(config, decisions, machine, dataset)
     warmup = warmup_steps(config.schedule, config.train.steps or 1)
-    return Prepared(Evidence(**known | _facts(resolved, known["host"], cache)), resolved, warmup)
+    return Prepared(Evidence(**known | _facts(resolved, cache)), resolved, warmup)
 
 
-def _facts(resolved: Resolved, host: HostFacts, cache: Path | None) -> dict[str, Any]:
+def _facts(resolved: Resolved, cache: Path | None) -> dict[str, Any]:
     """Return what the resolved run adds to the evidence."""
     config, machine, dataset = resolved.config, resolved.machine, resolved.dataset
     this = past_run(config, resolved.decisions, 1)
@@ -124,33 +111,26 @@ def _facts(resolved: Resolved, host: HostFacts, cache: Path | None) -> dict[str,
     on_gpu = device.startswith("cuda")
     members = [member.dataset for member in members_of(dataset)]
 
-    peak, roofline = known_peak(machine, device, config.train.precision), Roofline()
+    peak, roofline = known_peak(machine, device, config.train.precision), {}
     if peak is not None:
-        roofline = Roofline(peak_tflops=peak.tflops, peak_source=peak.source)
+        roofline = {"peak_tflops": peak.tflops, "peak_source": peak.source}
     if peak is not None and on_gpu:  # how much of it a CPU reaches depends on the model's size
         flops = float(model_class.count_flops(model_config, config.data.seq_len).causal_exact)
-        expected = {
+        roofline |= {
             "expected_tokens_per_s": peak.tflops * 1e12 * ASSUMED_MFU / flops,
             "expected_from": f"{ASSUMED_MFU:.0%} of the peak, {peak.source}",
         }
-        roofline = roofline.model_copy(update=expected)
     return {
         "config": config,
         "speedups": tuple(resolved.speedups),
-        "host": host.model_copy(update={"disk_needed_gib": disk_gib}),
-        "memory": MemoryFacts(
-            total_gib=machine.gpus[0].memory_gib if on_gpu else machine.memory_gib,
-            free_gib=available / GIB,
-            estimated_gib=need.total / GIB,
-            estimated_parts_gib={name: getattr(need, name) / GIB for name in PARTS},
-            rows_that_fit=most_rows(workload, available),
-        ),
-        "data": DataFacts(
-            train_tokens=sum(member.split("train").num_tokens for member in members),
-            val_tokens=sum(member.split("val").num_tokens for member in members),
-            vocab_size=dataset.vocab_size,
-            documents=sum(member.manifest.splits["train"].documents for member in members),
-        ),
+        "disk_needed_gib": disk_gib,
+        "total_gib": machine.gpus[0].memory_gib if on_gpu else machine.memory_gib,
+        "free_gib": available / GIB,
+        "estimated_gib": need.total / GIB,
+        "estimated_parts_gib": {name: getattr(need, name) / GIB for name in PARTS},
+        "rows_that_fit": most_rows(workload, available),
+        "train_tokens": sum(member.split("train").num_tokens for member in members),
+        "val_tokens": sum(member.split("val").num_tokens for member in members),
         "parameters": parameters,
         "tokens_per_step": tokens_per_step,
         "planned_steps": steps,
@@ -160,5 +140,5 @@ def _facts(resolved: Resolved, host: HostFacts, cache: Path | None) -> dict[str,
             for run in runs_here(machine, device, cache)
             if run.digest == this.digest and run.tokens_per_s and not run.is_busy
         },
-        "roofline": roofline,
+        **roofline,
     }

@@ -11,14 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-import torch
-
 from flatout.assembly.run import Run
 from flatout.assembly.selection import speedup_named
 from flatout.config.schema import RunConfig
 from flatout.data.load.loader import DirectLoader, PrefetchLoader, StepBatch
 from flatout.errors import FlatoutError
-from flatout.hardware.machine import usable_cores
 from flatout.measure.child import Answer
 from flatout.measure.diagnose.preflight import Prepared, failure_of, prepare
 from flatout.measure.diagnose.recorded import series_of
@@ -29,7 +26,7 @@ from flatout.measure.steps.evidence import Evidence, Failure
 from flatout.measure.steps.gathering import gathered
 from flatout.measure.steps.lines import LineSampler, read_stacks, site_at, user_line
 from flatout.measure.steps.machine import gpu_facts
-from flatout.measure.steps.windows import Windows, threads
+from flatout.measure.steps.windows import Windows
 from flatout.measure.trial import QUIET
 from flatout.training.checkpoint.catalog import steps_between_saves
 from flatout.training.evaluation import score
@@ -107,7 +104,7 @@ def measured(spec: MeasureSpec, prepared: Prepared, callbacks: Sequence[Observer
             last = min(windows.last_own_step or run.step, resolved.config.train.steps or run.step)
             own = [one for one in RunLog(run.folder).records() if one["step"] <= last]
             known = {
-                "gpu": gpu or before.gpu,
+                **gpu,
                 "losses": series_of(own, "train/loss"),
                 "grad_norms": series_of(own, "train/grad_norm"),
             }
@@ -152,9 +149,6 @@ class RunWindows(Windows):
         self.last_own_step = self._run.step
         seconds = self._spec.seconds / 2
         yield from self._counterfactual("synthetic-data", self._fixed_data, seconds=seconds)
-        cores = usable_cores()
-        if not self.on_gpu and torch.get_num_threads() < cores:
-            yield from self._counterfactual("all-threads", partial(threads, cores), seconds=seconds)
 
     def _lacks(self, at_least: int, seconds: float, steps: int, spent_s: float) -> bool:
         return steps < (min(at_least, 2) if self._is_late() else at_least) or spent_s < seconds
@@ -210,7 +204,7 @@ def evidence_of(
         minutes = planned.checkpoint.every_minutes or DEFAULT_MINUTES_BETWEEN_SAVES
         save_s /= steps or max(60 * minutes / windows.step_s, 1.0)
     if planned.train.eval_every:  # a part of the validation split stands for all that is scored
-        tokens, most = before.data.val_tokens or 0, planned.train.eval_tokens
+        tokens, most = before.val_tokens or 0, planned.train.eval_tokens
         wanted = tokens if most in (None, "all") else min(int(most), tokens)
         few = min(SCORED_ROWS * run.rows_per_device * run.config.data.seq_len, wanted)
         score(run, max_tokens=few, progress=log.progress)  # the next one is like those after it
@@ -241,8 +235,8 @@ def evidence_of(
             name: seconds + extra_s for name, seconds in windows.counterfactual_s.items()
         },
         "sites": {**found.sites, **sampler.sites(1)},
-        "memory": before.memory.model_copy(update={"peak_gib": log.peak_gib()}),
-        "roofline": before.roofline.model_copy(update=roofline),
+        "peak_gib": log.peak_gib(),
+        **roofline,
         "remaining_s": (before.planned_steps or 0) * (found.step_s or 0.0),
     }
     return found.model_copy(update=update)

@@ -20,7 +20,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from flatout.config.registry import is_user_code
-from flatout.hardware.machine import usable_cores
 from flatout.measure.scripts.apply import Models, apply, replace
 from flatout.measure.scripts.recorder import CallRecorder, Graphs, own_lines, padding_of
 from flatout.measure.scripts.request import SEEN, Answer, Request
@@ -47,19 +46,19 @@ from flatout.measure.scripts.trial import (
     roots_of,
     takes_steps,
 )
-from flatout.measure.steps.evidence import MIN_SAVES, CallSite, Evidence, Failure, LoopFacts
+from flatout.measure.steps.evidence import MIN_SAVES, CallSite, Evidence, Failure
 from flatout.measure.steps.guard import guarded
 from flatout.measure.steps.lines import (
     Line,
     LineTimes,
     LineTotals,
     line_of,
+    site_at,
     site_of,
     stack_of,
     user_frame,
     user_lines,
 )
-from flatout.measure.steps.windows import threads
 from flatout.measure.watch.hooks import observing
 from flatout.measure.watch.loop import LoopTimer, LoopWindows, Settings, fewest
 from flatout.storage.files import write_text
@@ -67,8 +66,6 @@ from flatout.training.metrics.detectors import is_steady_growth
 
 MIN_MEASURED = 5
 """Fewest ordinary steps of a measurement."""
-COUNTERFACTUAL_S = 1.5
-"""Seconds of steps with one thing replaced, and of those that they are compared with."""
 OTHERS_STEPS = 25
 """Steps of other optimizers after which the main one is taken to have ended its work."""
 PARENT_POLL_S = 1.0
@@ -84,14 +81,6 @@ MIN_LOOKS = 12
 """Fewest looks at the memory by which its growth is judged."""
 PADDED_STEPS = 8
 """First steps in which the inputs are looked at for padding, which waits for the device."""
-OTHERS_S, MIN_BUSY = 0.3, 0.25
-"""Seconds for which other threads are sampled, and the share of the time from which they are busy.
-"""
-SHORT_TURN_S = 1e-4
-"""Python's own turns are 5 ms: a loop waits as long after each operation that gives up the lock.
-
-Beside a thread that polls, a step took 177 ms, with these turns 73 ms, and without the thread 50.
-"""
 MENTIONS = {
     "anomaly": r"detect_anomaly\(",
     "threads": r"set_num_threads\(",
@@ -102,7 +91,7 @@ MENTIONS = {
 
 
 class ScriptWindows(LoopWindows):
-    """The windows of a script's loop: those of a watched one, its calls, and counterfactuals."""
+    """The windows of a script's loop: those of a watched one, and its calls."""
 
     sampled_every_s = 0.03
     recording: CallRecorder | None = None
@@ -113,9 +102,6 @@ class ScriptWindows(LoopWindows):
     """The times of the lines that were seen, within a step."""
 
     def _special(self) -> Iterator[None]:
-        if threading.active_count() > 1:  # a few short steps show too little of the others
-            with self._sampling(self.sampled_every_s):
-                yield from self._ordinary(lambda steps, seconds: seconds < OTHERS_S)
         compiler = sys.modules.get("torch._dynamo.utils")
         self.has_compiled |= compiler is not None and bool(compiler.get_compilation_metrics())
         # a mode would make compiled code compile again. A script's own must not be taken off first
@@ -134,37 +120,6 @@ class ScriptWindows(LoopWindows):
         # the profiler prints an error when a thread other than the first one starts it
         if self._recorded_steps and threading.current_thread() is threading.main_thread():
             yield from self._recorded(self._recorded_steps)
-        cores = usable_cores()
-        if not self.on_gpu and torch.get_num_threads() < cores:
-            more = partial(threads, cores)
-            yield from self._counterfactual("all-threads", more, seconds=COUNTERFACTUAL_S)
-        if torch.is_anomaly_enabled():
-            off = _without_anomaly_detection
-            yield from self._counterfactual("no-anomaly", off, seconds=COUNTERFACTUAL_S)
-        others = self.sampler.lines.seconds["thread"] if self.sampler else {}
-        if sum(others.values()) > MIN_BUSY * self.ordinary.seconds:
-            yield from self._counterfactual("short-turns", _short_turns, seconds=COUNTERFACTUAL_S)
-
-
-@contextmanager
-def _without_anomaly_detection() -> Iterator[None]:
-    checks = torch.is_anomaly_check_nan_enabled()
-    torch.autograd.set_detect_anomaly(False)
-    try:
-        yield
-    finally:
-        torch.autograd.set_detect_anomaly(True, checks)
-
-
-@contextmanager
-def _short_turns() -> Iterator[None]:
-    """Let threads wait for Python's lock for a short time only before they ask for it."""
-    before_s = sys.getswitchinterval()
-    sys.setswitchinterval(SHORT_TURN_S)
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(before_s)
 
 
 class Attachment:
@@ -190,7 +145,7 @@ class Attachment:
         """Whether the model's last pass with gradients was in that mode, and whether any such pass
         went backward: then they all belong to training."""
         self._steps_in_evaluation_mode = self._rollouts = self._evaluations_with_gradients = 0
-        self._parameters = self._backwards = self._renewals = 0
+        self._parameters = self._backwards = 0
         self._rows: int | None = None
         self._above: list[Line] = []
         """The line that takes the step, and those that call the loop."""
@@ -201,7 +156,7 @@ class Attachment:
         self._memory: deque[tuple[int, int]] = deque(maxlen=4000)
         """Steps, and the memory in use after them, in bytes."""
         self._looked_s = self._said_s = 0.0
-        self._is_true_loss = self._has_anomaly_detection = self._has_others = False
+        self._has_anomaly_detection = self._has_others = False
         replace(nn.Module, "__call__", partial(observing, self._before_call))
         replace(nn.Module, "train", partial(observing, self._before_mode))
         for name in ("backward", "grad"):
@@ -265,10 +220,7 @@ class Attachment:
             self._has_others = True
             if self._steps_of_others < OTHERS_STEPS:
                 return
-            self._optimizer = optimizer
-        elif optimizer is not self._optimizer:
-            self._optimizer = optimizer
-            self._renewals += 1
+        self._optimizer = optimizer
         if loop.steps == EARLY_STEP:
             self._early_gradients = _gradients()
         self._steps_in_evaluation_mode += self._passes_in_evaluation_mode
@@ -422,11 +374,12 @@ class Attachment:
         loss = loss_in(roots)
         if self._has_loss or loss is None:
             return
+        if torch._C._functorch.is_functorch_wrapped_tensor(loss):  # it ends with its transform
+            return
         self._has_loss = True
         self._has_anomaly_detection |= torch.is_anomaly_enabled()
         with suppress(AttributeError):  # a graph of a different kind
             self._graphs.mark(loss)
-        self._is_true_loss |= recording is not None and recording.loss() is loss
         loop.log({"loss": loss}, step=loop.steps + 1)
 
     def _look_at_memory(self, loop: LoopTimer) -> None:
@@ -450,63 +403,74 @@ class Attachment:
         recorder, sampler = windows.recorder, windows.sampler
         sites: dict[str, tuple[CallSite, ...]] = {}
         notes = [*found.notes]
-        phases, steps = found.phases, max(windows.sampled_steps, 1)
+        update: dict[str, Any] = {}
+        steps = max(windows.sampled_steps, 1)
         if sampler is not None and found.step_s:
-            own, training_s = own_lines(sampler.lines, steps, recorder, self._above)
+            own, moved_s = own_lines(sampler.lines, steps, recorder, self._above)
             sites |= own.sites(steps=1, counted=False)
-            training_s = min(training_s, phases.other_s or 0.0)
-            if phases.compute_s is not None and phases.other_s is not None and not windows.on_gpu:
-                moved = {"compute_s": phases.compute_s + training_s}
-                phases = phases.model_copy(update=moved | {"other_s": phases.other_s - training_s})
-        few_s = phases.evaluation_s or 0.0
+            update = moved(found, moved_s)
+        few_s = found.evaluation_s or 0.0
         if 0 < self._lines.total("evaluation") < MIN_SAVES and few_s:
-            phases = phases.model_copy(update={"evaluation_s": None})
+            update["evaluation_s"] = None
             note = "Too few evaluations were seen to tell what share of a longer run they take."
             notes.append(note)
         else:
             few_s = 0.0
         if recorder is not None:
             sites |= recorder.found.sites(windows.called_steps)
-        facts = LoopFacts(
-            micro_batches=self._backwards / max(loop.steps, 1),
-            rows=self._rows,
-            workers=loop.workers,
-            renewals=self._renewals / max(loop.steps, 1),
-            anomaly_detection=self._has_anomaly_detection,
-            float64_s=recorder
-            and sum(recorder.found.seconds["float64"].values()) / windows.called_steps,
-            classes=recorder.classes if recorder is not None and self._is_true_loss else None,
-            kept_graphs=self._graphs.kept(),
-            growth_bytes=_growth([*self._memory]),
-            padding=statistics.fmean(self._padding) if self._padding else None,
-            dataset=loop.dataset,
-            evaluation_mode=self._steps_in_evaluation_mode
-            / max(loop.steps, 1)
-            * (self._model is not None and mode_matters(self._model)),
-            evaluates_with_gradients=self._evaluations_with_gradients > 0,
-            **_wasted(self._early_gradients, self._model),
-            **_optimizer_facts(self._optimizer),
-        )
-        if facts.kept_graphs:
-            keeper = self._graphs.keeper(sys._getframe(1))
-            if keeper is not None:
-                facts = facts.model_copy(update={"kept_by": keeper[0]})
-                file, number = keeper[1]
-                text = line_of(file, number)
-                sites["kept"] = (CallSite(file=file, line=number, text=text),)
+        kept_graphs = self._graphs.kept()
+        keeper = self._graphs.keeper(sys._getframe(1)) if kept_graphs else None
+        lines: dict[str, Line] = {}
+        if keeper is not None:
+            update["kept_by"], lines["kept"] = keeper
+        made = [one for one in guarded(self._sites.found)(None) or () if one.kind == "optimizer"]
+        if len(made) == 1:  # its arguments are where it is made
+            lines["optimizer"] = made[0].file.removeprefix(f"{Path.cwd()}{os.sep}"), made[0].line
+        sites |= {kind: (site,) for kind, line in lines.items() if (site := site_at(line))}
         sites |= self._lines.sites(max(loop.steps, 1), timed=False) | _mentioned()
+        is_evaluating = self._steps_in_evaluation_mode / max(loop.steps, 1)
         return found.model_copy(
             update={
-                "phases": phases,
+                **update,
+                "micro_batches": self._backwards / max(loop.steps, 1),
+                "rows": self._rows,
+                "workers": loop.workers,
+                "anomaly_detection": self._has_anomaly_detection,
+                "float64_s": recorder
+                and sum(recorder.found.seconds["float64"].values()) / windows.called_steps,
+                "kept_graphs": kept_graphs,
+                "growth_bytes": _growth([*self._memory]),
+                "padding": statistics.fmean(self._padding) if self._padding else None,
+                "dataset": loop.dataset,
+                "evaluation_mode": is_evaluating
+                * (self._model is not None and mode_matters(self._model)),
+                "evaluates_with_gradients": self._evaluations_with_gradients > 0,
+                **_wasted(self._early_gradients, self._model),
+                **_optimizer_facts(self._optimizer),
                 "step_s": found.step_s and found.step_s - few_s,
                 "notes": tuple(notes),
-                "loop": facts,
                 # an adversary's, or of another policy than the one before, is no measure
                 "losses": None if self._has_others or self._rollouts else found.losses,
                 "sites": {**found.sites, **sites},
-                "counterfactual_s": windows.counterfactual_s,
             }
         )
+
+
+def moved(found: Evidence, seconds: float) -> dict[str, float | None]:
+    """Return the phases of a CPU after moving seconds from other work to computation.
+
+    Negative ones are lines in the forward pass that do not train: Python's part of it comes first.
+    """
+    other_s, compute_s, host_s = found.other_s, found.compute_s, found.host_s or 0.0
+    if found.on_gpu or other_s is None or compute_s is None:
+        return {}
+    seconds = min(max(seconds, -compute_s - host_s), other_s)
+    python_s = max(min(-seconds, host_s), 0.0)
+    return {
+        "other_s": other_s - seconds,
+        "host_s": None if found.host_s is None else host_s - python_s,
+        "compute_s": compute_s + seconds + python_s,
+    }
 
 
 def _optimizer_facts(optimizer: Any) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from flatout.hardware.machine import probe
 from flatout.measure.scripts.patch import Edit
 from flatout.measure.scripts.request import Facts
-from flatout.measure.steps.evidence import Evidence, lacks_shared
+from flatout.measure.steps.evidence import Evidence
 
 FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
 """Optimizers of torch with a fused form on every device."""
@@ -74,7 +74,7 @@ def edit_of(name: str, device: str = "{device}") -> Edit:
 
 def no_wait(evidence: Evidence) -> dict[str, object]:
     """Return the obstacle that the steps do not wait for data."""
-    waits = evidence.share(evidence.phases.data_wait_s) or 0.0
+    waits = evidence.share(evidence.data_wait_s) or 0.0
     return {"The steps do not wait for data.": waits < LEAST_WAIT}
 
 
@@ -101,7 +101,7 @@ CHANGES = {
             "There is no DataLoader over a map-style dataset.": facts.workers is None,
             "There are as many workers already.": (facts.workers or 0) >= num_workers(),
             "Its rows are tensors in memory, which workers would only copy.": facts.in_memory,
-            "/dev/shm is too small: workers send batches through it.": lacks_shared(evidence),
+            "/dev/shm is too small: workers send batches through it.": evidence.lacks_shared,
             **no_wait(evidence),
         },
     ),
@@ -113,7 +113,7 @@ CHANGES = {
     "no-anomaly": Change(
         "torch.autograd.set_detect_anomaly is off",
         Edit(at="anomaly", remove=True),
-        lambda _, evidence: {"Anomaly detection is off.": not evidence.loop.anomaly_detection},
+        lambda _, evidence: {"Anomaly detection is off.": not evidence.anomaly_detection},
     ),
     "no-gc-collect": Change(
         "the loop does not call gc.collect()",
@@ -131,8 +131,7 @@ CHANGES = {
             lines=("import gc as _gc", "_gc.freeze()", "_gc.set_threshold(100_000, 50, 100)"),
         ),
         lambda _, evidence: {
-            "Collecting garbage takes no time.": (evidence.share(evidence.phases.gc_s) or 0.0)
-            < LEAST_GC
+            "Collecting garbage takes no time.": (evidence.share(evidence.gc_s) or 0.0) < LEAST_GC
         },
     ),
     "threads": Change(
@@ -145,7 +144,7 @@ CHANGES = {
         ),
         lambda _, evidence: {
             "The model is on a GPU.": on_gpu(evidence),
-            "They use all cores already.": (evidence.host.threads or 1) >= probe().cores,
+            "They use all cores already.": (evidence.threads or 1) >= probe().cores,
             "Several processes share the cores.": evidence.world_size > 1,
         },
         FP32,
@@ -214,8 +213,8 @@ CHANGES = {
         "the optimizer updates all weights in one kernel",
         Edit(at="optimizer", keywords={"fused": "True"}, only=FUSED),
         lambda _, evidence: {
-            "It does already, or has no such kernel.": evidence.loop.optimizer not in FUSED
-            or evidence.loop.optimizer_way == "fused"
+            "It does already, or has no such kernel.": evidence.optimizer not in FUSED
+            or evidence.optimizer_way == "fused"
         },
         FP32,
     ),

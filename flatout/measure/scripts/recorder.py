@@ -8,7 +8,7 @@ import sys
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from types import FrameType
 from typing import Any
@@ -31,12 +31,6 @@ KEPT_STEPS = 50
 """Last steps whose graphs are looked for."""
 MIN_ATTENTION = 32
 """Fewest tokens from which a softmax over all pairs of them, or padding, counts."""
-DECOMPOSITION = re.compile(r"(linalg_)?(svd|eig|p?inv|qr|matrix_exp)")
-"""Start of the names of functions that decompose a matrix, in many passes over it. Those that are
-the cheapest way to what they compute, such as Cholesky's, are omitted.
-"""
-NORMS = {"norm": ("nuc",), "linalg_norm": ("nuc",), "linalg_matrix_norm": ("nuc", "2", "-2")}
-"""Norms of matrices, by the orders that are computed from singular values."""
 WHOLE = (torch.int64, torch.int32, torch.bool)
 """Types of tokens and masks."""
 MOST_NODES = 500
@@ -58,10 +52,7 @@ class CallRecorder(TorchFunctionMode):
         start one.
         """
         self.found = LineTotals()
-        """Lines of `op`, `softmax`, `float64`, `decomposition`, as in `Evidence.sites`."""
-        self.classes: int | None = None
-        self.loss: Callable[[], Tensor | None] = lambda: None
-        """The last cross entropy, as a weak reference."""
+        """Lines of `op`, `softmax`, `float64`, `broadcast`, as in `Evidence.sites`."""
         self._phase = phase
         self._open: list[tuple[Any, Line]] = []
         """Nodes that no backward pass has gone through, and the lines that made them."""
@@ -87,20 +78,13 @@ class CallRecorder(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
-        decomposes = guarded(decomposes_matrices)(func, args, kwargs)
-        if decomposes and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            torch.cuda.synchronize()  # it waits for what is queued, which is not its own time
         start_s = time.perf_counter()
-        returned = func(*args, **kwargs)
-        kind = "decomposition" if decomposes else None
-        guarded(self._note)(func, args, returned, time.perf_counter() - start_s, kind)
+        returned = func(*args, **(kwargs or {}))
+        guarded(self._note)(func, args, returned, time.perf_counter() - start_s)
         return returned
 
-    def _note(
-        self, func: Any, args: tuple[Any, ...], returned: Any, seconds: float, kind: str | None
-    ) -> None:
-        """Note a call, which may be of a kind of its own."""
+    def _note(self, func: Any, args: tuple[Any, ...], returned: Any, seconds: float) -> None:
+        """Note a call."""
         every = returned if isinstance(returned, tuple) else (returned,)
         result = next((one for one in every if isinstance(one, Tensor)), None)
         name, phase = func.__name__, self._phase()
@@ -122,29 +106,20 @@ class CallRecorder(TorchFunctionMode):
             is_square = name.endswith("_loss") or column[:1] * 2 == result.shape
             if is_square and column == (*row, 1) and len(row) == 1 and row[0] > 1:
                 self.found.add("broadcast", line, seconds)
-        if kind is not None:
-            self.found.add(kind, line, seconds)
-        if name == "softmax" and result.dim() > 2 and result.shape[-2] == result.shape[-1]:
-            if result.shape[-1] >= MIN_ATTENTION:
-                self.found.add("softmax", line, seconds)
-        elif name == "cross_entropy" and result.dim() == 0:
-            self.classes, self.loss = args[0].shape[min(1, args[0].dim() - 1)], weakref.ref(result)
+        square = result.shape[-2:]
+        if name == "softmax" and result.dim() > 2 and square[0] == square[1] >= MIN_ATTENTION:
+            self.found.add("softmax", line, seconds)
         if result.dtype == torch.float64:
             self.found.add("float64", line, seconds)
-
-
-def decomposes_matrices(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a function of torch decomposes a matrix."""
-    name = func.__name__
-    if name in NORMS:
-        return str(kwargs.get("ord", kwargs.get("p", *args[1:2]))) in NORMS[name]
-    return DECOMPOSITION.match(name) is not None
 
 
 def own_lines(
     sampled: LineTotals, steps: int, recorder: CallRecorder | None, loop: Sequence[Line]
 ) -> tuple[LineTotals, float]:
-    """Return the lines that do no training work, and the seconds of other lines outside of phases.
+    """Return the lines that do no training work, and the seconds that phases do not show.
+
+    Those are what other lines outside of phases train with, without what the lines that do not
+    train take inside of the forward pass.
 
     Without a recorder, it is not known which lines of the forward pass are the model's, and outside
     of it those that name a loss count as training. The seconds are those of an average step.
@@ -161,6 +136,7 @@ def own_lines(
                 training_s += total_s / steps * (kind == "python")
             elif sampled.counts[kind][line] >= MIN_SAMPLES:
                 found.add("own", line, total_s / steps)
+                training_s -= total_s / steps * (kind == "compute")
     return found, training_s
 
 

@@ -54,7 +54,7 @@ class MarkedCalls:
         return sum(self.lines.counts.get(kind, {}).values())
 
     def waits(self, steps: int, *, on_gpu: bool) -> dict[str, float]:
-        """Return reads and unpinned copies in an average step, by their names in `Counts`."""
+        """Return reads and unpinned copies in an average step, by their names in `Evidence`."""
         expected = self.calls["sync"] - self.by_user("sync")
         totals: dict[str, float] = {
             "syncs": self.calls["sync"],

@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from flatout.config.registry import is_user_code
-from flatout.measure.steps.evidence import CallSite, Counts, Evidence, Phases, lasting_s
+from flatout.measure.steps.evidence import CallSite, Evidence, lasting_s
 from flatout.measure.steps.kernels import MEMORY_BOUND
 from flatout.measure.steps.lines import site_at
 from flatout.measure.steps.trace import Trace
 from flatout.measure.steps.windows import Windows
 
 COMPUTE = ("compute", "forward", "backward")
-"""Phases of the host that are one in `Phases`."""
+"""Phases of the host that are one in `Evidence`."""
 WAITS = ("data_wait", "gc", "logging")
 """Phases of the host at which a GPU may idle."""
 NOT_COMPUTE = frozenset({"optimizer", "other", "evaluation", "checkpoint", "data"})
@@ -28,27 +28,25 @@ def gathered(known: Evidence, windows: Windows, periodic_s: Mapping[str, float |
     """
     steps, extra_s = windows.ordinary.steps, sum(filter(None, periodic_s.values()))
     usage, trace = windows.usage(), windows.trace  # reading it may add a note
-    data = {"read_bytes_per_step": usage["read_bytes"], "disk_stalled_s": usage["stalled_s"]}
     reasons = (reason for found in windows.compilations for reason in found.reasons)
     return known.model_copy(
         update={
             "steps": steps,
             "step_s": windows.step_s + extra_s,
-            "phases": phases(windows, periodic_s),
-            "counts": counts(windows),
+            **phases(windows, periodic_s),
+            **counts(windows),
             "kernels": trace.table() if trace else None,
             "sites": sites(windows),
-            "host": known.host.model_copy(update={"other_busy_cores": usage["other_cores"]}),
-            "data": known.data.model_copy(
-                update={name: total and total / steps for name, total in data.items()}
-            ),
-            "recompile_reasons": tuple(dict.fromkeys(reasons)),
+            "other_busy_cores": usage["other_cores"],
+            "read_bytes_per_step": (read := usage["read_bytes"]) and read / steps,
+            "disk_stalled_s": (stalled_s := usage["stalled_s"]) and stalled_s / steps,
+            "recompile_reason": next(reasons, None),
             "notes": (*known.notes, *windows.notes),
         }
     )
 
 
-def phases(windows: Windows, periodic_s: Mapping[str, float | None]) -> Phases:
+def phases(windows: Windows, periodic_s: Mapping[str, float | None]) -> dict[str, float | None]:
     """Return the phases of an average step, each moment counted once."""
     host, trace = windows.ordinary.per_step(), windows.trace
     compute_s = sum(host.get(name, 0.0) for name in COMPUTE)
@@ -62,17 +60,17 @@ def phases(windows: Windows, periodic_s: Mapping[str, float | None]) -> Phases:
     }
     if windows.on_gpu:
         step_s = windows.step_s - compile_s
-        return Phases(**found | (step_on_gpu(trace, step_s, host) if trace else {}))
+        return found | (step_on_gpu(trace, step_s, host) if trace else {})
     found |= {"optimizer_s": host.get("optimizer", 0.0), "compute_s": compute_s}
     found |= {f"{name}_s": host[name] for name in ("copy", "logging") if name in host}
     if trace is not None and not windows.has_compiled:
         found |= compute_on_cpu(trace, compute_s)
     step_s = windows.step_s + sum(filter(None, periodic_s.values()))
-    return Phases(**found, other_s=max(step_s - sum(filter(None, found.values())), 0.0))
+    return {**found, "other_s": max(step_s - sum(filter(None, found.values())), 0.0)}
 
 
 def compute_on_cpu(trace: Trace, compute_s: float) -> dict[str, float]:
-    """Divide the seconds of forward and backward on a CPU into phases of `Phases`.
+    """Divide the seconds of forward and backward on a CPU into phases of `Evidence`.
 
     Compiled code is one operation to the profiler, so that a compiled step cannot be divided.
     """
@@ -114,15 +112,13 @@ def step_on_gpu(trace: Trace, step_s: float, host: Mapping[str, float]) -> dict[
     }
 
 
-def counts(windows: Windows) -> Counts:
+def counts(windows: Windows) -> dict[str, float]:
     """Return how often things happen in an average step."""
     ordinary, steps = windows.ordinary, windows.ordinary.steps
     sampled, host = windows.sampled_steps, ordinary.per_step()
     found: dict[str, float] = {
         "collections": ordinary.calls.get("gc", 0) / steps,
-        "full_collections": ordinary.full_collections / steps,
         "recompiles": windows.graphs / steps,
-        "graph_breaks": sum(each.graph_breaks for each in windows.compilations),
     }
     if windows.trace is not None:
         work_s = sum(host.get(name, 0.0) for name in (*COMPUTE, "optimizer"))
@@ -130,7 +126,7 @@ def counts(windows: Windows) -> Counts:
     if windows.sampler is not None:
         found["empty_cache"] = windows.rare.calls["empty-cache"] / sampled
         found["empty_cache_s"] = windows.rare.seconds["empty-cache"] / sampled
-    return Counts(**found | windows.waits)
+    return found | windows.waits
 
 
 def sites(windows: Windows) -> dict[str, tuple[CallSite, ...]]:

@@ -22,9 +22,7 @@ from flatout.hardware.machine import (
     Machine,
     other_busy_cores,
     probe,
-    usable_cores,
 )
-from flatout.measure.steps.evidence import GpuFacts, HostFacts
 from flatout.training.metrics.device import GpuDriver
 
 VARIABLES = (
@@ -51,21 +49,19 @@ SHARED = Path("/dev/shm")
 """Where processes of Linux share memory."""
 
 
-def host_facts(folder: Path) -> HostFacts:
-    """Return facts of the host. `folder` is on the disk of the checkpoints."""
-    available = torch.cuda.is_available()
-    return HostFacts(
-        cores=probe().cores,
-        machine_cores=psutil.cpu_count() or usable_cores(),
-        threads=torch.get_num_threads(),
-        other_busy_cores=other_busy_cores(),
-        environment=stated_variables(VARIABLES),
-        torch_version=torch.__version__,
-        torch_cuda=torch.version.cuda,
-        sees_gpu=available,
-        shared_gib=_free_gib(SHARED) if SHARED.exists() else None,
-        disk_free_gib=_free_gib(folder),
-    )
+def host_facts(folder: Path) -> dict[str, Any]:
+    """Return facts of the host, by their names in `Evidence`. Checkpoints go to `folder`."""
+    return {
+        "cores": probe().cores,
+        "threads": torch.get_num_threads(),
+        "other_busy_cores": other_busy_cores(),
+        "environment": stated_variables(VARIABLES),
+        "torch_version": torch.__version__,
+        "torch_cuda": torch.version.cuda,
+        "sees_gpu": torch.cuda.is_available(),
+        "shared_gib": _free_gib(SHARED) if SHARED.exists() else None,
+        "disk_free_gib": _free_gib(folder),
+    }
 
 
 @dataclass(frozen=True)
@@ -112,16 +108,16 @@ def usage_now() -> Usage:
     )
 
 
-def gpu_facts(machine: Machine, device: str) -> GpuFacts | None:
-    """Return what the driver reports of a GPU now. None without one, or when it reports nothing."""
+def gpu_facts(machine: Machine, device: str) -> dict[str, Any]:
+    """Return what the driver reports of a GPU now, by its names in `Evidence`. {} without one."""
     if not device.startswith("cuda") or not machine.gpus:
-        return None
+        return {}
     properties = torch.cuda.get_device_properties(device)
-    known: dict[str, Any] = {"name": properties.name, "supports_bf16": properties.major >= 8}
+    known: dict[str, Any] = {"supports_bf16": properties.major >= 8}
     driver = GpuDriver(torch.device(device))
     state, handle = driver.state(), driver.handle
     if state is None:
-        return GpuFacts(**known)
+        return known
     import pynvml
 
     if state.slowed_by is not None:
@@ -133,8 +129,8 @@ def gpu_facts(machine: Machine, device: str) -> GpuFacts | None:
             # in a container, the driver has other numbers: this process is one of these
             own_bytes = torch.cuda.memory_reserved(device)
             others.remove(min(others, key=lambda p: abs((p.usedGpuMemory or 0) - own_bytes)))
-        known["other_processes"] = len(others)
-        known["other_memory_gib"] = sum(one.usedGpuMemory or 0 for one in others) / GIB
+        known["gpu_others"] = len(others)
+        known["gpu_others_gib"] = sum(one.usedGpuMemory or 0 for one in others) / GIB
     with suppress(pynvml.NVMLError, ZeroDivisionError):
         most_mhz = pynvml.nvmlDeviceGetMaxClockInfo(handle, pynvml.NVML_CLOCK_SM)
         if state.clock_mhz is not None:
@@ -146,7 +142,7 @@ def gpu_facts(machine: Machine, device: str) -> GpuFacts | None:
         known["temperature_c"] = float(
             pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU)
         )
-    return GpuFacts(**known)
+    return known
 
 
 def _free_gib(folder: Path) -> float | None:

@@ -131,7 +131,7 @@ class Trace:
         return tuple(sorted(rows, key=lambda row: -row.seconds))
 
     def counted(self, work_s: float) -> dict[str, float]:
-        """Return the operations of an average step, by their names in `Counts`.
+        """Return the operations of an average step, by their names in `Evidence`.
 
         On a CPU only those count that no other operation called, and tiny ones by their share of
         `work_s`: the seconds of a step that no profiler slows down.

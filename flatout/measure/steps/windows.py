@@ -104,7 +104,7 @@ class Windows(ABC):
         self.sampled_steps = 0
         """Steps that `sampler` and `rare` have seen."""
         self.waits: dict[str, float] = {}
-        """Reads and unpinned copies in an average step, as in `Counts`. {} means not measured."""
+        """Reads and unpinned copies in an average step, as in `Evidence`. {} means not measured."""
         self.sites: dict[str, tuple[CallSite, ...]] = {}
         """The lines that made them, and those that called the operations of a step."""
         self.counterfactual_s: dict[str, float] = {}
@@ -166,7 +166,7 @@ class Windows(ABC):
         return (self.ordinary.seconds - aside_s) / max(self.ordinary.steps, 1)
 
     def periodic_s(self) -> dict[str, float | None]:
-        """Return the seconds per step of work that is not part of every step, as in `Phases`.
+        """Return the seconds per step of work that is not part of every step, as in `Evidence`.
 
         The wait for the first batch of an epoch is part of `data_wait_s`.
         """
@@ -336,17 +336,6 @@ def unprofiled(why: str) -> str:
         f"The profiler could not be used: {why.splitlines()[0] if why else 'unknown reason'}. Step "
         "times and phases were measured without it. Operations by class were not."
     )
-
-
-@contextmanager
-def threads(number: int) -> Iterator[None]:
-    """Use a different number of threads for an operation inside the block."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @contextmanager

@@ -79,7 +79,7 @@ def divides_rows(module: str) -> bool:
 
 
 def rows_of(dataset: Any) -> str | None:
-    """Return what worker processes would do with a dataset, as in `LoopFacts.dataset`."""
+    """Return what worker processes would do with a dataset, as in `Evidence.dataset`."""
     while isinstance(dataset, Subset):
         dataset = dataset.dataset
     kind = type(dataset)
@@ -106,7 +106,7 @@ class Hooks:
         self.workers: int | None = None
         """Processes of the last DataLoader that the loop waited for. None means there was none."""
         self.dataset: str | None = None
-        """What it reads, as in `LoopFacts`."""
+        """What it reads, as in `Evidence`."""
         self._timer, self._base = timer, base
 
     @contextmanager

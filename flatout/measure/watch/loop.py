@@ -18,7 +18,7 @@ import torch
 from flatout.distributed.rendezvous import stated_ranks
 from flatout.errors import ConfigError, FlatoutError
 from flatout.hardware.machine import GIB, probe
-from flatout.measure.steps.evidence import Evidence, Failure, GpuFacts, MemoryFacts, Roofline
+from flatout.measure.steps.evidence import Evidence, Failure
 from flatout.measure.steps.gathering import gathered
 from flatout.measure.steps.lines import site_of
 from flatout.measure.steps.machine import gpu_facts, host_facts
@@ -104,7 +104,7 @@ class LoopWindows(Windows):
         recorded_steps: int,
     ) -> None:
         super().__init__(timer, device, on_step)
-        self.gpu: GpuFacts | None = None
+        self.gpu: dict[str, Any] = {}
         """What the driver reported of the GPU between two steps."""
         self.called_steps = CALLED_STEPS
         """Steps whose calls are marked."""
@@ -196,22 +196,22 @@ class LoopTimer:
                 fix="Wrap the batches, `for batch in watch(loader)`, or use `with watch.step()`.",
             )
         planned, tokens, device = settings.planned_steps, settings.tokens_per_step, windows.device
-        memory = MemoryFacts(total_gib=machine.memory_gib, peak_gib=process_peak_bytes() / GIB)
+        memory = {"total_gib": machine.memory_gib, "peak_gib": process_peak_bytes() / GIB}
         if windows.on_gpu:
-            memory = MemoryFacts(
-                total_gib=torch.cuda.mem_get_info(device)[1] / GIB,
-                peak_gib=torch.cuda.max_memory_allocated(device) / GIB,
-                reserved_gib=torch.cuda.max_memory_reserved(device) / GIB,
-            )
+            memory = {
+                "total_gib": torch.cuda.mem_get_info(device)[1] / GIB,
+                "peak_gib": torch.cuda.max_memory_allocated(device) / GIB,
+                "reserved_gib": torch.cuda.max_memory_reserved(device) / GIB,
+            }
         model = settings.model
         known = Evidence(
             source=settings.source,
             machine=machine,
             device=device,
             world_size=self.world_size,
-            host=host_facts(Path()),
-            gpu=windows.gpu,
-            memory=memory,
+            **host_facts(Path()),
+            **windows.gpu,
+            **memory,
             parameters=None if model is None else sum(w.numel() for w in model.parameters()),
             tokens_per_step=tokens,
             planned_steps=planned,
@@ -228,7 +228,7 @@ class LoopTimer:
         return found.model_copy(
             update={
                 "sites": {**found.sites, **saves},
-                "roofline": Roofline(tokens_per_s=tokens and tokens / windows.step_s),
+                "tokens_per_s": tokens and tokens / windows.step_s,
                 "remaining_s": planned and max(planned - self.steps, 0) * (found.step_s or 0.0),
             }
         )
@@ -256,7 +256,7 @@ class LoopTimer:
 
     @property
     def dataset(self) -> str | None:
-        """What the last DataLoader reads, as in `LoopFacts`."""
+        """What the last DataLoader reads, as in `Evidence`."""
         return self._hooks.dataset if self.windows is not None else None
 
     def _started(self) -> LoopWindows | None:

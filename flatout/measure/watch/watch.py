@@ -25,13 +25,11 @@ import torch
 from flatout.errors import ConfigError, MissingPackage
 from flatout.measure.diagnose.diagnosis import Diagnosis, diagnosis_of
 from flatout.measure.report.page import require_packages
-from flatout.measure.steps.evidence import Evidence, Phases
+from flatout.measure.steps.evidence import PHASES, Evidence
 from flatout.measure.watch.loop import LOG, LoopTimer, Settings, ranks
 from flatout.measure.watch.records import new_folder
 
 Batch = TypeVar("Batch")
-PHASES = tuple(name.removesuffix("_s") for name in Phases.model_fields)
-"""What `Watch.phase` accepts."""
 
 
 def watch(
@@ -240,7 +238,7 @@ class Watch:
 
     def __str__(self) -> str:
         """Return the findings as text."""
-        return self.diagnosis().text()
+        return self.diagnosis().summary()
 
     def _tell(self) -> None:
         was_asked = self._was_asked
@@ -251,4 +249,4 @@ class Watch:
         if self._folder is not None:
             diagnosis.write(self._folder)
         if not was_asked:
-            print(diagnosis.text(), file=sys.stderr)
+            print(diagnosis.summary(), file=sys.stderr)

@@ -15,7 +15,7 @@ from flatout.cli.commands import diagnose as command
 from flatout.measure.diagnose import diagnosis
 from flatout.measure.diagnose.diagnose import diagnose_recipe
 from flatout.measure.diagnose.diagnosis import diagnosis_of
-from flatout.measure.steps.evidence import Evidence, Failure, Phases, Roofline
+from flatout.measure.steps.evidence import Evidence, Failure
 
 
 @pytest.fixture
@@ -31,10 +31,12 @@ def measured(monkeypatch, tiny_config):
             speedups=("pretokenised",),
             device="cpu",
             step_s=0.09 + wait_s,
-            phases=Phases(data_wait_s=wait_s, compute_s=0.09),
-            roofline=Roofline(
-                peak_tflops=0.2, peak_source="measured here", mfu=0.5, tokens_per_s=1000
-            ),
+            data_wait_s=wait_s,
+            compute_s=0.09,
+            peak_tflops=0.2,
+            peak_source="measured here",
+            mfu=0.5,
+            tokens_per_s=1000,
             tokens_per_step=128,
             remaining_s=600,
             notes=("No profiler.",),
@@ -75,9 +77,12 @@ def test_the_summary_fits_a_terminal(measured, capsys, tiny_set):
     assert run("demo-char", f"data.path={tiny_set}", "--seconds", "2") == 0
     out = capsys.readouterr().out
     assert out.startswith("25% of each step waits for data: 30 ms.\n")
-    assert "  data wait   25%      30 ms  #####\n" in out
-    assert "50.0% of the peak of 0.2 TFLOP/s (measured here)" in out
-    assert "Fix: Read ahead in the background: add the speedup prefetch." in out
+    assert "  data wait  25%  30 ms  #####\n" in out
+    assert "Peak  50.0% of 0.2 TFLOP/s (measured here)\n" in out
+    assert "fix       Read ahead in the background: add the speedup prefetch." in out
+    assert out.endswith(
+        f"Next: `flatout train demo-char data.path={tiny_set} speedups=auto,-compile,+prefetch`\n"
+    )
     assert "Note: No profiler." in out
     assert measured[0][1]["seconds"] == 2
 
@@ -89,9 +94,7 @@ def test_the_findings_of_a_watched_loop_are_read(capsys, tmp_path, monkeypatch):
     (folder / "metrics.jsonl").write_text('{"step": 1}\n')
     assert run("mine") == 2
     assert "flatout report runs/mine" in capsys.readouterr().err
-    evidence = Evidence(
-        source="watched loop", step_s=0.1, phases=Phases(data_wait_s=0.05, compute_s=0.05)
-    )
+    evidence = Evidence(source="watched loop", step_s=0.1, data_wait_s=0.05, compute_s=0.05)
     written = diagnosis_of(evidence).write(folder).read_text()
     assert run("mine", "--json") == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -111,12 +114,23 @@ def test_the_exit_code_is_that_of_training(measured, monkeypatch, tiny_set, sour
     assert run("demo-char", f"data.path={tiny_set}") == code
 
 
-def test_the_step_and_the_rate_beside_it_are_of_the_same_time():
-    phases = Phases(compute_s=0.1, evaluation_s=0.06, checkpoint_s=0.04)
-    roofline = Roofline(tokens_per_s=1000.0)
-    found = Evidence(source="recorded run", step_s=0.2, phases=phases, roofline=roofline)
-    text = diagnosis_of(found).text()
-    assert "  500 tokens/s, saves and evaluations included\n  1,000 tokens/s without them\n" in text
+@pytest.mark.parametrize(
+    ("words", "code", "expected"),
+    [
+        ([], None, "ended after the measurement; --to-the-end lets it continue"),
+        ([], 3, "failed with exit code 3"),
+        (["--to-the-end"], 0, "ran to its end, with exit code 0"),
+    ],
+)
+def test_of_a_script_its_end_and_the_next_command_are_shown(
+    monkeypatch, capsys, words, code, expected
+):
+    found = diagnosis_of(Evidence(source="script", steps=40, step_s=0.1, compute_s=0.1))
+    monkeypatch.setattr(command, "diagnose_script", lambda *_, **__: (found, code))
+    assert run(*words, "--", "python", "train.py", "a b") == 0
+    out = capsys.readouterr().out
+    assert f"Script  {expected}\n\nA step takes 100 ms, on average of 40 steps:\n" in out
+    assert out.endswith("Next: `flatout tune -- python train.py 'a b'`\n")
 
 
 def test_a_run_is_read_and_its_findings_written(tiny_run, capsys, tmp_path, monkeypatch):

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from flatout.assembly.selection import select
-from flatout.config.schema import validate
 from flatout.errors import ConfigError
 from flatout.hardware.machine import GIB, Machine
+from flatout.measure import trial
 from flatout.measure.diagnose import diagnose as diagnosing
 from flatout.measure.diagnose.alternatives import applied, with_alternatives
 from flatout.measure.diagnose.diagnosis import diagnosis_of
 from flatout.measure.diagnose.spec import MeasureSpec
-from flatout.measure.experiments import trial
-from flatout.measure.experiments.records import TrialResult
-from flatout.measure.steps.evidence import Evidence, Failure, MemoryFacts, Phases
+from flatout.measure.steps.evidence import Evidence, Failure
+from flatout.measure.trial import Result
 from flatout.progress import SILENT
 
 MANY = "batch.rows_per_device=8 batch.accumulate=1"
 LESS = "speedups=-checkpointing"
 PLAIN = "the recipe"
-FULL = MemoryFacts(free_gib=1024 / GIB, rows_that_fit=64)
 MACHINE = Machine("a CPU", 2, 24.0, (), "3.12")
 
 
@@ -39,10 +35,9 @@ def tried(tiny_config, monkeypatch):
         auto = select(asked.with_values(batch | size | {"speedups": "auto"}), MACHINE)
         speedups = (*([one.name for one in auto if one.on] if on is None else on), *extra)
 
-        def run(spec, timeout_s):
-            config = validate(spec.config)
-            assert timeout_s > 0
-            assert not Path(spec.folder).exists()
+        def run(config, timing, limit_s, folder):
+            assert limit_s > 0
+            assert not folder.exists()
             name = PLAIN
             if config.batch.rows_per_device != rows:
                 name = MANY
@@ -51,14 +46,14 @@ def tried(tiny_config, monkeypatch):
             elif "checkpointing" in speedups and "checkpointing" not in config.speedups:
                 name = LESS
             assert config.batch.rows_per_device * config.batch.accumulate == 8
-            of_name = (rates or {}).get(name, [1000.0, 1000.0])
+            of_name = (rates or {}).get(name, [1000, 1000])
             rate = of_name[sum(one == name for one, _ in trials)]
-            trials.append((name, spec.seconds + spec.limit_s))
+            trials.append((name, timing.seconds + timing.warmup_s))
             if rate is None:
-                return TrialResult(status="failed", reason="It fails.")
-            return TrialResult(status="ok", tokens_per_s=rate)
+                return Result(status="failed", reason="It fails.")
+            return Result(step_s=[1.0], tokens_per_step=rate)
 
-        monkeypatch.setattr(trial, "run_trial", run)
+        monkeypatch.setattr(trial, "try_recipe", run)
         names = ",".join(speedups) or "none"
         known = {
             "source": "measured run",
@@ -67,7 +62,8 @@ def tried(tiny_config, monkeypatch):
             "device": "cpu",
             "speedups": speedups,
             "step_s": 0.1,
-            "memory": MemoryFacts(free_gib=20.0, rows_that_fit=64),
+            "free_gib": 20.0,
+            "rows_that_fit": 64,
             "counterfactual_s": {"synthetic-data": 0.099},
         }
         spec = MeasureSpec(config=asked.to_dict(), folder="absent/run", seconds=4.0)
@@ -83,9 +79,9 @@ def tried(tiny_config, monkeypatch):
         ({"requested": "auto,-compile"}, []),
         ({"rows": 1}, [MANY]),
         ({"rows": 4}, [MANY]),
-        ({"rows": 1, "memory": MemoryFacts(free_gib=20.0, rows_that_fit=1)}, []),
+        ({"rows": 1, "rows_that_fit": 1}, []),
         ({"requested": "auto,+checkpointing", "extra": ["checkpointing"]}, [LESS]),
-        ({"extra": ["checkpointing"], "memory": FULL}, []),
+        ({"extra": ["checkpointing"], "free_gib": 1024 / GIB}, []),
         ({"requested": "none", "on": ()}, ["speedups=auto"]),
         ({"requested": "auto,-prefetch", "on": ["pretokenised"]}, ["speedups=auto"]),
         ({"on": ["pretokenised"]}, []),  # a measurement here may have turned others off
@@ -105,12 +101,12 @@ def test_several_alternatives_share_the_time(tried):
     names = [name for name, _ in trials]
     assert names[:4] == [PLAIN, MANY, LESS, "speedups=auto"]
     assert names == [*names[:4], *names[3::-1]]
-    assert sum(seconds for _, seconds in trials) == pytest.approx(4 * 4.0)
+    assert sum(seconds for _, seconds in trials) <= 4 * 4.0
 
 
 def test_a_gain_is_that_of_the_slowest_trial_against_the_fastest_of_the_recipe(tried):
-    rates = {MANY: [3000.0, 2000.0], PLAIN: [900.0, 1000.0]}
-    found, _ = tried(rows=2, rates=rates, phases=Phases(checkpoint_s=0.02, evaluation_s=0.02))
+    rates = {MANY: [3000, 2000], PLAIN: [900, 1000]}
+    found, _ = tried(rows=2, rates=rates, checkpoint_s=0.02, evaluation_s=0.02)
     assert found.counterfactual_s[MANY] == pytest.approx(0.03 + 0.04), "saves take as long"
     (finding,) = (one for one in diagnosis_of(found).findings if one.name == "slow-settings")
     assert finding.verdict == f"With {MANY}, a step takes 30% less."
@@ -123,7 +119,7 @@ def test_a_gain_is_that_of_the_slowest_trial_against_the_fastest_of_the_recipe(t
     )
 
 
-@pytest.mark.parametrize("rates", [[1200.0, 1050.0], [1200.0, None], [900.0, 800.0]])
+@pytest.mark.parametrize("rates", [[1200, 1050], [1200, None], [900, 800]])
 def test_a_gain_within_the_noise_or_a_failed_trial_is_no_finding(tried, rates):
     found, _ = tried(rows=1, rates={MANY: rates})
     assert diagnosis_of(found).findings == ()

@@ -24,6 +24,8 @@ RECORD = {
     "train/lr": 1e-3,
     "mem/peak_gib": 1.0,
 }
+RECOMPILED = {"event": "recompiled", "graphs": 1, "compile_s": 1.0, "reasons": ["size mismatch"]}
+ON = {"event": "speedup", "name": "compile", "on": True, "reason": "fast"}
 
 
 @pytest.fixture
@@ -31,7 +33,7 @@ def run(tmp_path, tiny_config):
     """Write the files of a run of 400 steps, with some replaced; return its directory."""
     folder = tmp_path / "run"
 
-    def make(*, records=None, events=(), exit_code=None, **changes):
+    def make(*, records=None, events=(), exit_code=None, start=None, **changes):
         shutil.rmtree(folder, ignore_errors=True)
         config = tiny_config(train__steps=800, log__every=10)
         layout.write_config(folder, config, requested=config)
@@ -47,8 +49,9 @@ def run(tmp_path, tiny_config):
             | changes
             for step in range(10, 401, 10)
         ]
-        start = {"event": "start", "device": "cpu", "world_size": 1, "parameters": 1000}
-        for name, content in ((layout.METRICS, lines), (layout.EVENTS, [start, *events])):
+        begin = {"event": "start", "device": "cpu", "world_size": 1, "parameters": 1000}
+        begin |= start or {}
+        for name, content in ((layout.METRICS, lines), (layout.EVENTS, [begin, *events])):
             text = "".join(json.dumps(line) + "\n" for line in content)
             (folder / name).write_text(text)
         if exit_code is not None:
@@ -58,23 +61,17 @@ def run(tmp_path, tiny_config):
     return make
 
 
-def names(evidence):
-    return [finding.name for finding in diagnosis_of(evidence).findings]
+def names(folder):
+    return [one.name for one in diagnosis_of(recorded_evidence(folder)).findings]
 
 
 def test_a_healthy_run_has_no_findings(run):
     found = recorded_evidence(run())
-    assert found.source == "recorded run"
-    assert found.step_s == pytest.approx(0.1)
-    assert found.steps == 400
-    assert found.phases.compute_s == pytest.approx(0.098)
-    assert found.phases.memory_bound_s is None
-    assert found.phases.gc_s is None
-    assert found.remaining_s == pytest.approx(40)
-    assert found.epochs == pytest.approx(8)
-    assert found.roofline.mfu == pytest.approx(0.4)
-    assert found.notes == ()
-    assert names(found) == []
+    assert (found.source, found.steps, found.notes) == ("recorded run", 400, ())
+    numbers = (found.step_s, found.compute_s, found.remaining_s, found.epochs, found.mfu)
+    assert numbers == pytest.approx((0.1, 0.098, 40, 8, 0.4))
+    assert found.memory_bound_s is found.gc_s is None
+    assert diagnosis_of(found).findings == ()
 
 
 def test_damaged_lines_are_omitted_and_mentioned(run):
@@ -85,7 +82,7 @@ def test_damaged_lines_are_omitted_and_mentioned(run):
         file.write('{"step": 410, "perf/step_')
     found = recorded_evidence(folder)
     assert found.steps == 400
-    assert found.counts.recompiles == 3 / 400
+    assert found.recompiles == 3 / 400
     assert found.notes == (
         "The last line of metrics.jsonl (line 41) is incomplete, skipped.",
         "events.jsonl has 1 damaged line (the first is line 2), skipped.",
@@ -110,89 +107,86 @@ def test_values_of_other_types_are_omitted(run):
     for line in wrong:
         append_line(folder / layout.METRICS, line)
     found = recorded_evidence(folder)
-    assert (found.steps, found.roofline.peak_tflops) == (400, None)
+    assert (found.steps, found.peak_tflops) == (400, None)
     assert found.notes == ("3 records of metrics.jsonl without a step, skipped.",)
-    assert names(found) == []
+    assert names(folder) == []
 
 
-def test_a_phase_that_no_record_has_is_not_measured(run):
-    record = {name: value for name, value in RECORD.items() if not name.endswith("_ms")}
-    steps = [record | {"step": step, "perf/step_ms": 100.0} for step in (10, 20, 30)]
-    phases = recorded_evidence(run(records=steps)).phases
-    assert phases.data_wait_s is phases.compute_s is phases.logging_s is None
-
-
-def test_the_rate_is_that_of_the_typical_step(run):
+def test_the_rate_is_that_of_the_typical_step_and_absent_phases_are_unknown(run):
     speeds = ((10, 900.0), (20, 100.0), (30, 100.0), (40, 300.0))
     records = [
-        RECORD | {"step": step, "perf/step_ms": ms, "perf/tokens_per_s": 128_000 / ms}
-        for step, ms in speeds
+        {"step": step, "perf/step_ms": ms, "perf/tokens_per_s": 128_000 / ms} for step, ms in speeds
     ]
     found = recorded_evidence(run(records=records))
-    assert found.step_s == pytest.approx(0.1)
-    assert found.roofline.tokens_per_s == pytest.approx(128 / 0.1)
+    assert (found.step_s, found.tokens_per_s) == pytest.approx((0.1, 1280))
+    assert found.data_wait_s is found.compute_s is found.logging_s is None
 
 
-def test_recorded_waits_saves_and_evaluations_are_named(run):
-    waits = run(**{"perf/data_wait_ms": 40.0, "perf/device_ms": 59.0})
-    assert names(recorded_evidence(waits)) == ["slow-data"]
-    saves = [{"event": "save", "step": 10 * n, "blocked_ms": 400.0} for n in range(40)]
-    assert names(recorded_evidence(run(events=saves))) == ["slow-save"]
-    slow = [
-        RECORD
-        | {"step": step, "train/loss": 4 / step, "elapsed_s": 0.2 * step}
-        | ({"val/loss": 3.0} if step % 50 == 0 else {})
-        for step in range(10, 401, 10)
-    ]
-    found = recorded_evidence(run(records=slow))
-    assert found.phases.evaluation_s == pytest.approx(0.1)
-    assert names(found) == ["frequent-evaluation"]
+def saves(number, blocked_ms=9000.0):
+    return [{"event": "save", "step": 10, "blocked_ms": blocked_ms}] * number
 
 
-def test_saves_are_judged_only_where_there_are_enough(run):
-    def saves(number):
-        return [{"event": "save", "step": 10, "blocked_ms": 9000.0}] * number
+SHORT = [RECORD | {"step": step, "elapsed_s": step / 10} for step in (10, 20)]
+SCORING = [
+    RECORD
+    | {"step": step, "train/loss": 4 / step, "elapsed_s": 0.2 * step}
+    | ({"val/loss": 3.0} if step % 50 == 0 else {})
+    for step in range(10, 401, 10)
+]
 
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"perf/data_wait_ms": 40.0, "perf/device_ms": 59.0}, ["slow-data"]),
+        ({"events": saves(40, 400.0)}, ["slow-save"]),
+        ({"events": saves(4)}, ["slow-save"]),
+        ({"events": saves(2)}, []),  # too few to judge by
+        ({"events": saves(4), "records": SHORT}, []),
+        ({"records": SCORING}, ["frequent-evaluation"]),
+        ({"events": [RECOMPILED] * 20}, ["recompiles"]),
+        ({"events": [ON, ON | {"on": False, "reason": "no compiler"}]}, ["compile-failure"]),
+        ({"events": [ON, {"event": "resume"}, ON | {"on": False, "reason": "-"}]}, []),
+        ({"start": {"device": "cuda"}, "gpu/util_pct": 30.0}, ["idle-gpu"]),
+    ],
+)
+def test_what_the_files_show_is_named(run, files, expected):
+    assert names(run(**files)) == expected
+
+
+def test_saves_and_evaluations_are_part_of_the_step_if_they_are_known(run):
     few = recorded_evidence(run(events=saves(2)))
-    assert few.phases.checkpoint_s is None
-    assert few.step_s == pytest.approx(0.1)
-    short = [RECORD | {"step": step, "elapsed_s": step / 10} for step in (10, 20)]
-    assert recorded_evidence(run(events=saves(4), records=short)).phases.checkpoint_s is None
-    assert names(recorded_evidence(run(events=saves(4)))) == ["slow-save"]
-    assert recorded_evidence(run(records=short)).phases.checkpoint_s == 0
+    assert (few.checkpoint_s, few.step_s) == (None, pytest.approx(0.1))
+    assert recorded_evidence(run(records=SHORT)).checkpoint_s == 0
+    assert recorded_evidence(run(records=SCORING)).evaluation_s == pytest.approx(0.1)
 
 
-def test_a_compiler_that_fell_back_or_recompiles_is_named(run):
-    graph = {"event": "recompiled", "graphs": 1, "compile_s": 1.0, "reasons": ["size mismatch"]}
-    (finding,) = diagnosis_of(recorded_evidence(run(events=[graph] * 20))).findings
-    assert finding.name == "recompiles"
-    assert finding.figures["reason"] == "size mismatch"
-    on = {"event": "speedup", "name": "compile", "on": True, "reason": "fast"}
-    events = [on, on | {"on": False, "reason": "no compiler"}]
-    found = recorded_evidence(run(events=events))
-    assert found.compile_fallback == "no compiler"
-    assert names(found) == ["compile-failure"]
-    events += [{"event": "resume"}, on | {"on": False, "reason": "-"}]
-    assert recorded_evidence(run(events=events)).compile_fallback is None
+def test_recorded_windows_say_how_busy_the_machine_was(run):
+    def recorded(*others):
+        lines = [
+            {"step": number, "elapsed_s": 2.0 * number, "perf/step_ms": 2e3}
+            | ({} if value is None else {"cpu/other_cores": value, "cpu/cores": 4})
+            for number, value in enumerate(others, 1)
+        ]
+        return recorded_evidence(run(records=lines, start={"environment": {"threads": 2}}))
 
-
-def test_an_idle_gpu_is_named_by_its_utilisation(run):
-    folder = run(**{"gpu/util_pct": 30.0})
-    (folder / layout.EVENTS).unlink()
-    layout.append_event(folder, "start", device="cuda", world_size=1)
-    found = recorded_evidence(folder)
-    assert found.phases.compute_s is None
-    assert names(found) == ["idle-gpu"]
+    busy = recorded(0.1, 3.0, None, 3.6, 0.2)
+    assert (busy.cores, busy.threads, busy.busy_share) == (4, 2, 0.5)
+    assert busy.other_busy_cores == pytest.approx(3.3)
+    assert "3.3 of 4 cores busy for 50% of the run" in diagnosis_of(busy).verdict
+    idle = recorded(0.1, 0.3)
+    assert (idle.other_busy_cores, idle.cores) == (pytest.approx(0.2), None)
+    assert recorded(None, None).other_busy_cores is None
 
 
 @pytest.mark.parametrize(
     ("kind", "name", "verdict"),
     [
         ("OutOfMemory", "out-of-memory", "It broke."),
-        ("MissingPackage", "missing-package", "It broke."),
-        ("DataError", "no-data", "It broke."),
+        ("MissingPackage", "failure", "It broke."),
+        ("DataError", "failure", "It broke."),
         ("DiskFull", "failure", "The run fails at step 410: It broke."),
-        ("CheckpointError", "failure", "The run fails at step 410: It broke."),
+        ("Diverged", "unstable-training", "It broke."),
     ],
 )
 def test_a_run_that_failed_shows_why(run, kind, name, verdict):
@@ -202,12 +196,6 @@ def test_a_run_that_failed_shows_why(run, kind, name, verdict):
     append_line(folder / layout.METRICS, RECORD | {"step": 410, "elapsed_s": 41.0})
     (finding,) = diagnosis_of(recorded_evidence(folder)).findings
     assert (finding.name, finding.verdict) == (name, verdict)
-
-
-def test_a_run_that_diverged_says_so(run):
-    events = [{"event": "error", "kind": "Diverged", "what": "NaN.", "fix": "Mend it."}]
-    folder = run(events=events, exit_code=1)
-    assert names(recorded_evidence(folder)) == ["unstable-training"]
     (run() / layout.METRICS).unlink()
     with pytest.raises(CheckpointError, match="no record of a step"):
         recorded_evidence(folder)

@@ -84,12 +84,10 @@ def test_a_healthy_run_has_no_findings_and_phases_that_fill_the_step(measured):
     steps = {step for step, _ in evidence.losses + evidence.grad_norms}
     assert max(steps) <= 6, "later steps, and those on a fixed batch, tell nothing about the recipe"
     assert 0.7 < sum(evidence.phase_shares().values()) <= 1.01
-    assert evidence.phases.compute_s > 0
-    assert evidence.phases.optimizer_s > 0
-    assert (
-        evidence.phases.communication_s is evidence.counts.pageable_copies is evidence.gpu is None
-    )
-    assert evidence.roofline.tokens_per_s > 0
+    assert evidence.compute_s > 0
+    assert evidence.optimizer_s > 0
+    assert evidence.communication_s is evidence.pageable_copies is evidence.clock_share is None
+    assert evidence.tokens_per_s > 0
     assert evidence.counterfactual_s["synthetic-data"] > 0
     assert {share.kind for share in evidence.kernels} >= {"matmul", "elementwise"}
     assert evidence.notes == ()
@@ -163,14 +161,14 @@ def test_tiny_operations_are_named_with_their_line(measured, monkeypatch):
     monkeypatch.setattr(trace, "TINY_S", 1.0)  # also on a busy machine
     found, evidence = measured(model__kind=f"{__name__}:Tiny")
     assert "tiny-kernels" in found
-    assert evidence.counts.tiny_ops == evidence.counts.ops > 2000
+    assert evidence.tiny_ops == evidence.ops > 2000
     assert evidence.site("op").text == "loss = loss * 1.0"
 
 
 def test_reads_and_empty_cache_are_named_by_count_on_a_cpu(measured):
     found, evidence = measured(model__kind=f"{__name__}:Reads")
     assert found.keys() >= {"host-sync", "empty-cache"}  # tiny kernels too, on a busy machine
-    assert evidence.counts.syncs - evidence.counts.expected_syncs == 2
+    assert evidence.syncs - evidence.expected_syncs == 2
     assert evidence.site("sync").text.startswith("if loss.item() > 1e9")
     assert evidence.site("empty-cache").text == "torch.cuda.empty_cache()"
 
@@ -180,7 +178,7 @@ def test_a_collector_storm_is_named_with_its_call(measured):
     found, evidence = measured(model__kind=f"{__name__}:Collects")
     assert "garbage-collection" in found
     assert evidence.site("gc").text == "gc.collect()"
-    assert evidence.counts.full_collections == pytest.approx(1, abs=0.2)
+    assert evidence.collections >= 0.8
     assert examined
 
 
@@ -189,7 +187,7 @@ def test_a_slow_save_is_named(measured, monkeypatch):
     monkeypatch.setattr(savers.Saver, "save", lambda *a, **k: (time.sleep(0.4), plain(*a, **k)))
     found, evidence = measured(checkpoint__every_steps=2)
     assert "slow-save" in found
-    assert evidence.phases.checkpoint_s > 0
+    assert evidence.checkpoint_s > 0
 
 
 def test_frequent_evaluation_is_named(measured, monkeypatch):
@@ -205,9 +203,9 @@ def test_frequent_evaluation_is_named(measured, monkeypatch):
     ("name", "kind", "line", "changes"),
     [
         ("out-of-memory", "out-of-memory", "torch.empty(2**50)", {"model__kind": "Hungry"}),
-        ("missing-package", "missing-package", "raise ModuleNotFound", {"model__kind": "Broken"}),
+        ("failure", "missing-package", "raise ModuleNotFound", {"model__kind": "Broken"}),
         ("unstable-training", "diverged", None, {"optim__lr": 1e30, "schedule__warmup": 0}),
-        ("no-data", None, None, {"data__path": "absent"}),
+        ("failure", "no-data", None, {"data__path": "absent"}),
     ],
 )
 def test_a_run_that_fails_shows_why_and_where(measured, name, kind, line, changes):
@@ -216,9 +214,9 @@ def test_a_run_that_fails_shows_why_and_where(measured, name, kind, line, change
     found, evidence = measured(optim__clip=0, **changes)
     assert found.keys() == {name}
     failure = evidence.failure
-    assert (failure and failure.kind) == kind
+    assert failure.kind == kind
     assert line is None or failure.site.text.startswith(line)
-    assert name != "missing-package" or "package imaginary is not installed" in failure.message
+    assert kind != "missing-package" or "package imaginary is not installed" in failure.message
 
 
 def test_a_hanging_run_is_named_with_its_line(tiny_config, tmp_path, monkeypatch):
@@ -229,7 +227,7 @@ def test_a_hanging_run_is_named_with_its_line(tiny_config, tmp_path, monkeypatch
     spec = MeasureSpec(config=tiny_config().to_dict(), folder=str(tmp_path), limit_s=0.3)
     diagnose_run.collect(spec.model_dump_json(), found.append)
     assert left == [0]
-    (finding,) = [f for f in diagnosis_of(found[1]).findings if f.name == "hang"]
+    (finding,) = [f for f in diagnosis_of(found[1]).findings if f.name == "failure"]
     assert finding.harm == "fails"
     assert finding.site.text.startswith("monkeypatch.setattr(diagnose_run, ")
 
@@ -256,7 +254,7 @@ def test_the_first_evaluation_opens_the_data_and_does_not_count(measured, monkey
     monkeypatch.setattr(diagnose_run, "score", score)
     found, evidence = measured(train__eval_every=200)
     assert len(calls) > 1
-    assert evidence.phases.evaluation_s < first_s[0] / 200
+    assert evidence.evaluation_s < first_s[0] / 200
     assert "frequent-evaluation" not in found
 
 
@@ -265,8 +263,8 @@ def test_the_specified_warmup_is_kept_in_the_longer_run(tiny_config, tmp_path):
     prepared = prepare(MeasureSpec(config=config, folder=str(tmp_path)))
     assert prepared.warmup_steps == 20
     assert prepared.evidence.planned_steps == 40
-    assert prepared.evidence.memory.estimated_gib > 0
-    assert prepared.evidence.data.train_tokens > 0
+    assert prepared.evidence.estimated_gib > 0
+    assert prepared.evidence.train_tokens > 0
 
 
 def test_errors_of_flatout_keep_their_fix():

@@ -8,9 +8,10 @@ import re
 
 import pytest
 
-from flatout.measure.diagnose.diagnosis import Finding, Fix, diagnosis_of
+from flatout.measure.diagnose.diagnosis import diagnosis_of
 from flatout.measure.report import page
 from flatout.measure.report.page import LONGEST_TEXT, known, setting
+from flatout.measure.rules import Finding, Fix
 from flatout.measure.steps.evidence import CallSite, Evidence
 
 

@@ -10,8 +10,9 @@ from html.parser import HTMLParser
 
 import pytest
 
-from flatout.measure.diagnose.diagnosis import Finding, Fix, diagnosis_of
+from flatout.measure.diagnose.diagnosis import diagnosis_of
 from flatout.measure.report.page import MARK, render
+from flatout.measure.rules import Finding, Fix
 from flatout.measure.steps.evidence import CallSite, Evidence
 
 pytestmark = pytest.mark.slow

@@ -14,7 +14,7 @@ from flatout.measure.scripts import apply
 from flatout.measure.scripts.changes import CHANGES, num_workers
 from flatout.measure.scripts.patch import Edit
 from flatout.measure.scripts.request import Facts, Request, Timing
-from flatout.measure.steps.evidence import Evidence, HostFacts, LoopFacts, Phases
+from flatout.measure.steps.evidence import Evidence
 from flatout.measure.trial import run_command
 
 SCRIPT = """
@@ -237,19 +237,19 @@ def test_the_page_lists_every_change():
 
 
 def test_reasons_name_what_the_script_lacks():
-    waiting = Evidence(source="watched loop", step_s=1.0, phases=Phases(data_wait_s=0.5))
-    idle = Evidence(source="watched loop", step_s=1.0, phases=Phases(data_wait_s=0.0))
+    waiting = Evidence(source="watched loop", step_s=1.0, data_wait_s=0.5)
+    idle = Evidence(source="watched loop", step_s=1.0, data_wait_s=0.0)
     with_loader = Facts(workers=0)
     why_not = CHANGES["data-workers"].why_not
     assert "tensors in memory" in why_not(Facts(workers=0, in_memory=True), waiting)
-    small = waiting.model_copy(update={"host": HostFacts(shared_gib=1 / 1024)})
+    small = waiting.model_copy(update={"shared_gib": 1 / 1024})
     assert "/dev/shm is too small" in why_not(with_loader, small)
     tried = {name for name, change in CHANGES.items() if not change.why_not(with_loader, waiting)}
     assert "data-workers" in tried
     assert not tried & {"tf32", "pinned-memory", "channels-last", "no-anomaly", "sdpa"}
     assert CHANGES["data-workers"].why_not(with_loader, idle) == "The steps do not wait for data."
     on_gpu = idle.model_copy(
-        update={"device": "cuda:0", "loop": LoopFacts(optimizer="AdamW", optimizer_way="foreach")}
+        update={"device": "cuda:0", "optimizer": "AdamW", "optimizer_way": "foreach"}
     )
     facts = Facts(pinned=False, convolutions=True)
     tried = {name for name, change in CHANGES.items() if not change.why_not(facts, on_gpu)}

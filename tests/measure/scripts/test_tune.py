@@ -20,7 +20,7 @@ from flatout.measure.results import NO_TIME, Left, ScriptTuning
 from flatout.measure.scripts import tune
 from flatout.measure.scripts.request import Answer, Facts, Site
 from flatout.measure.scripts.tune import name_of
-from flatout.measure.steps.evidence import Evidence, Phases
+from flatout.measure.steps.evidence import Evidence
 from flatout.measure.trial import Ran, last_words
 
 SOURCE = """import torch
@@ -70,8 +70,8 @@ class Script:
         if takes_s > limit_s:
             return Ran(Answer(steps=3), None, "", False)
         if request.timing is None:
-            phases = Phases(compute_s=self.step_s)
-            found = Evidence(source="script", step_s=self.step_s, phases=phases, device="cpu")
+            times = {"step_s": self.step_s, "compute_s": self.step_s}
+            found = Evidence(source="script", device="cpu", **times)
             return Ran(
                 Answer(evidence=found, facts=Facts(), sites=self.sites, steps=30), 0, "", True
             )

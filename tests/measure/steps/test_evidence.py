@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 import flatout
 from flatout.hardware.machine import Gpu, Machine
-from flatout.measure.steps.evidence import CallSite, Evidence, Phases
+from flatout.measure.steps.evidence import CallSite, Evidence
 
 GPU = Gpu("NVIDIA H200", 140.0, (9, 0), "580.1")
 MACHINE = Machine("a CPU", 2, 24.0, (GPU,), "3.12")
@@ -20,11 +20,10 @@ MACHINE = Machine("a CPU", 2, 24.0, (GPU,), "3.12")
 
 def test_nothing_is_known_until_it_is_filled_in():
     found = Evidence(source="preflight")
-    assert found.phases.known() == found.phase_shares() == {}
+    assert found.phase_shares() == {}
     assert found.share(1.0) is found.site("sync") is found.setting("optim.lr") is None
     assert not found.on_gpu
-    phases = Phases(data_wait_s=0.05, compute_s=0.1)
-    found = Evidence(source="measured run", step_s=0.2, phases=phases)
+    found = Evidence(source="measured run", step_s=0.2, data_wait_s=0.05, compute_s=0.1)
     assert found.phase_shares() == pytest.approx({"data_wait": 0.25, "compute": 0.5})
     assert (found.share(None), found.share(0.3)) == (None, 1.0)
     assert CallSite(file="a.py", line=3, text="x.item()").describe() == "a.py:3: x.item()"

@@ -94,14 +94,14 @@ def test_the_files_of_one_save_say_nothing_about_saves(watch, tmp_path):
                 torch.save(model.state_dict(), tmp_path / name)
 
     train(watch, after=save)
-    assert watch.evidence().phases.checkpoint_s is None
+    assert watch.evidence().checkpoint_s is None
 
 
 @pytest.mark.slow
 def test_reads_by_the_loop_count_but_not_those_of_the_optimizer(watch):
     numbers = torch.ones(8)
     train(watch, before=lambda number: [value.item() for value in numbers])
-    counts = watch.evidence().counts
+    counts = watch.evidence()
     assert counts.syncs - counts.expected_syncs == 8
     assert watch.evidence().site("sync").text.endswith("[value.item() for value in numbers])")
     assert "host-sync" in names(watch)
@@ -114,15 +114,15 @@ def test_collecting_garbage_and_emptying_the_cache_are_named(watch):
     train(watch, before=lambda number: (gc.collect(), torch.cuda.empty_cache()))
     gc.unfreeze()
     assert {"garbage-collection", "empty-cache"} <= names(watch)
-    assert watch.evidence().counts.full_collections == pytest.approx(1, abs=0.1)
-    assert watch.evidence().counts.empty_cache == pytest.approx(1)
+    assert watch.evidence().collections >= 0.9
+    assert watch.evidence().empty_cache == pytest.approx(1)
     del kept
 
 
 def test_each_moment_counts_once(watch):
     train(watch, source=(time.sleep(0.002) or batch for batch in batches(80)))
     evidence = watch.evidence()
-    assert sum(evidence.phases.known().values()) <= evidence.step_s * 1.001
+    assert sum(evidence.phase_shares().values()) <= 1.001
     assert evidence.steps >= 20
 
 
@@ -130,7 +130,7 @@ def test_without_step_each_batch_is_a_step(watch):
     for batch in watch(batches(70)):
         batch.sum()
     assert watch.steps == 70
-    assert watch.evidence().phases.compute_s > 0
+    assert watch.evidence().compute_s > 0
 
 
 def test_evaluation_between_epochs_is_not_part_of_a_step(watch, monkeypatch):
@@ -145,8 +145,8 @@ def test_evaluation_between_epochs_is_not_part_of_a_step(watch, monkeypatch):
                 batch.sum()
     evidence = watch.evidence()
     assert watch.steps == 120
-    assert evidence.phases.evaluation_s > 0
-    assert evidence.step_s < 1.4 * evidence.phases.evaluation_s
+    assert evidence.evaluation_s > 0
+    assert evidence.step_s < 1.4 * evidence.evaluation_s
 
 
 def test_gradients_may_be_accumulated_inside_a_step(watch):
@@ -156,7 +156,7 @@ def test_gradients_may_be_accumulated_inside_a_step(watch):
             for _ in range(4):
                 next(source).sum()
     assert watch.steps == 49  # the last one has not ended
-    assert watch.evidence().phases.data_wait_s > 0
+    assert watch.evidence().data_wait_s > 0
     for number, _ in enumerate(source):
         with watch.step():
             if number == 40:
@@ -237,7 +237,7 @@ def test_saves_in_other_threads_are_not_part_of_the_loop(watch, tmp_path):
     thread.start()
     thread.join()
     train(watch, 30)
-    assert watch.evidence().phases.checkpoint_s == 0
+    assert watch.evidence().checkpoint_s == 0
 
 
 def test_the_findings_are_printed_once_at_the_end(capsys):
