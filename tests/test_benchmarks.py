@@ -34,53 +34,6 @@ def test_the_documentation_has_marked_tables():
     assert len({name for _, name in MARKED}) > 20
 
 
-def test_the_main_job_states_both_micro_batches(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    benchmark = importlib.import_module("main_job")
-
-    def row(rate, rows, accumulate):
-        return {
-            "tokens_per_s": rate,
-            "mfu": 0.1,
-            "losses": [3.0, 2.0],
-            "rows_per_device": rows,
-            "accumulate": accumulate,
-        }
-
-    rows = {
-        "baseline": [row(100.0, 8, 8)],
-        "flatout": [row(200.0, 64, 1)],
-        "flatout, long": [row(300.0, 64, 1)],
-    }
-    found = {
-        "rows": rows,
-        "machine": "a CPU",
-        "repeats": 1,
-        "steps": 2,
-        "long_steps": 4,
-        "commit": "",
-    }
-    assert (
-        "| micro-batch: rows x accumulations | 8 x 8 | 64 x 1 |\n| steady tokens/s | 100 ("
-        in benchmark.table(found)
-    )
-
-
-def test_sampling_is_measured_with_and_without_the_cache(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    benchmark = importlib.import_module("generate")
-    monkeypatch.setattr(
-        benchmark,
-        "SHAPE",
-        benchmark.SHAPE | {"num_layers": 1, "d_model": 16, "num_heads": 2, "vocab_size": 32},
-    )
-    (row,) = benchmark.measure(context=16, num_tokens=4, repeats=1)
-    assert row["same_tokens"]
-    assert row["times"] == pytest.approx(
-        row["cached"]["tokens_per_s"] / row["anew"]["tokens_per_s"]
-    )
-
-
 def test_ways_of_preparing_are_compared_per_repeat(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     benchmark = importlib.import_module("prepare")

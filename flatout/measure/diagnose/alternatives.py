@@ -6,6 +6,7 @@ they are measured.
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -69,12 +70,13 @@ def with_alternatives(evidence: Evidence, spec: MeasureSpec, progress: Progress)
     part_s = MOST * spec.seconds / (4 * len(rates))  # two trials each, half of it to warm up
     with progress.task(f"Measuring {', '.join(names)}"):
         for name in ("", *names, *names[::-1], ""):
-            result = try_recipe(
-                applied(config, parse_overrides(name.split(), RunConfig)),
-                Timing(seconds=part_s / 2, warmup_s=part_s / 2, limit_s=part_s),
-                LIMIT_S,
-                Path(f"{spec.folder}-{len(rates[name])}{name}"),
-            )
+            with tempfile.TemporaryDirectory(prefix="flatout-trials-") as scratch:
+                result = try_recipe(
+                    applied(config, parse_overrides(name.split(), RunConfig)),
+                    Timing(seconds=part_s / 2, warmup_s=part_s / 2, limit_s=part_s),
+                    LIMIT_S,
+                    Path(scratch) / "run",
+                )
             rates[name].append((rate_of(result) or 0.0) if result.is_ok else 0.0)
     aside_s = (evidence.checkpoint_s or 0.0) + (evidence.evaluation_s or 0.0)
     found = {
