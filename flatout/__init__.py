@@ -18,7 +18,6 @@ from flatout.errors import require_posix
 if TYPE_CHECKING:
     from flatout.cli.commands.bench import bench
     from flatout.cli.commands.chat import chat
-    from flatout.cli.commands.checkpoints import checkpoints
     from flatout.cli.commands.compare import compare
     from flatout.cli.commands.convert import convert_config as convert
     from flatout.cli.commands.demo import demo
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
     from flatout.cli.commands.plan import plan
     from flatout.cli.commands.prepare import prepare
     from flatout.cli.commands.profile import profile
-    from flatout.cli.commands.push import push
     from flatout.cli.commands.report import report
     from flatout.cli.commands.runs import runs
     from flatout.cli.commands.train import train
@@ -67,7 +65,6 @@ __all__ = [
     "__version__",
     "bench",
     "chat",
-    "checkpoints",
     "compare",
     "convert",
     "demo",
@@ -83,7 +80,6 @@ __all__ = [
     "plan",
     "prepare",
     "profile",
-    "push",
     "report",
     "runs",
     "sample",
@@ -107,7 +103,6 @@ _HOMES = {
     "Watch": "flatout.measure.watch.watch",
     "bench": "flatout.cli.commands.bench",
     "chat": "flatout.cli.commands.chat",
-    "checkpoints": "flatout.cli.commands.checkpoints",
     "compare": "flatout.cli.commands.compare",
     "convert": "flatout.cli.commands.convert:convert_config",
     "demo": "flatout.cli.commands.demo",
@@ -123,7 +118,6 @@ _HOMES = {
     "plan": "flatout.cli.commands.plan",
     "prepare": "flatout.cli.commands.prepare",
     "profile": "flatout.cli.commands.profile",
-    "push": "flatout.cli.commands.push",
     "report": "flatout.cli.commands.report",
     "runs": "flatout.cli.commands.runs",
     "sample": "flatout.cli.commands.generate:generate",

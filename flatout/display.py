@@ -233,7 +233,7 @@ def terminal_text(display: Display, width: int | None = None) -> str:
 
 def value_lines(values: Sequence[tuple[str, str]], width: int | None = None) -> list[str]:
     """Return names and texts in two columns, the texts wrapped in theirs."""
-    indent = max(_cells(name) for name, _ in values) + 2
+    indent = max((_cells(name) for name, _ in values), default=0) + 2
     is_narrow = width is not None and indent > width // 2
     lines = []
     for name, text in values:
@@ -248,7 +248,7 @@ def value_lines(values: Sequence[tuple[str, str]], width: int | None = None) -> 
 
 
 def _table_lines(table: Table, width: int | None) -> list[str]:
-    """Return a table as lines. If it is too wide, its last column of text wraps.
+    """Return a table as lines. If it is too wide, its widest column of text wraps.
 
     Where that is not enough, each row is a block of lines with the labels of the columns.
     """
@@ -258,15 +258,16 @@ def _table_lines(table: Table, width: int | None) -> list[str]:
     widths = [max(map(_cells, column)) for column in zip(*rows, strict=True)]
     excess = 0 if width is None else sum(widths) + 2 * len(widths) - 2 - width
     if excess > 0:
-        last = max((at for at, align in enumerate(aligns) if align == "left"), default=0)
-        widths[last] -= excess
-        longest = max(_cells(word) for row in rows for word in row[last].split() or [""])
-        if widths[last] < max(longest, LEAST_TEXT):
-            blocks = (
-                value_lines([pair for pair in zip(labels, row, strict=True) if pair[1]], width)
-                for row in table.rows
-            )
-            return [*title, *"\n\n".join("\n".join(block) for block in blocks).split("\n")]
+        left = [at for at, align in enumerate(aligns) if align == "left"] or [0]
+        widest = max(left, key=widths.__getitem__)
+        widths[widest] -= excess
+        longest = max(_cells(word) for row in rows for word in row[widest].split() or [""])
+        if widths[widest] < max(longest, LEAST_TEXT):
+            for row in table.rows:
+                pairs = [pair for pair in zip(labels, row, strict=True) if pair[1]]
+                own = [pairs.pop(0)[1]] if pairs and not labels[0] else []  # names the row
+                title += ["", *own, *value_lines(pairs, width)]
+            return title if table.title else title[1:]
     lines = []
     for row in rows:
         cells = [wrap(text, size) for text, size in zip(row, widths, strict=True)]

@@ -165,6 +165,7 @@ Parameters       blocks 1,234,567, head
                  8
 
 Trials
+
 trial     bf16
 tokens/s  61,234
 fits      yes
@@ -179,6 +180,30 @@ why       The compiler was not
 Measured beside another process that
   used four of eight cores <all the
   time>."""
+    )
+
+
+def test_the_widest_text_wraps_and_a_first_column_without_label_names_its_block():
+    table = Table(
+        [Column(""), Column("why"), Column("n", "right")],
+        [("train.steps=5 train.device=cpu", "short", "1"), ("none", "-", "2")],
+    )
+    assert terminal_text(Display(tables=[table]), 30) == (
+        """\
+                      why    n
+train.steps=5         short  1
+train.device=cpu
+none                  -      2"""
+    )
+    assert terminal_text(Display(tables=[table]), 24) == (
+        """\
+train.steps=5 train.device=cpu
+why  short
+n    1
+
+none
+why  -
+n    2"""
     )
 
 

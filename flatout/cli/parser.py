@@ -23,7 +23,7 @@ from flatout.config.messages import all_keys, same_key
 from flatout.config.registry import COMMANDS, nearest
 from flatout.config.schema import RunConfig
 from flatout.config.signature import Argument, Option, kinds_in
-from flatout.config.words import prepare_word_for, word_for
+from flatout.config.words import prepare_word_for, removed, word_for
 from flatout.errors import ConfigError
 
 JSON = Option("Print the result as one JSON object, the last line of standard output.")
@@ -207,9 +207,8 @@ def _explained(error: click.ClickException, name: str, parser: click.Command) ->
             see = f"{param.make_metavar(click.Context(parser))}: {param.help} {see}"
         return ConfigError(f"`flatout {name}`: {message[:1].lower()}{message[1:]}.", fix=see)
     what = f"`flatout {name}` has no option {error.option_name!r}."
-    if (name, error.option_name) == ("diagnose", "--fix"):
-        how = "`flatout tune RECIPE --only batch,speedups` measures what is faster and writes it."
-        return ConfigError(what, fix=how)
+    if instead := removed(f"{name} {error.option_name}"):
+        return ConfigError(what, fix=instead)
     meant = _meant_elsewhere(error.option_name, name, parser)
     if meant is not None:
         return ConfigError(what, fix=meant)

@@ -11,8 +11,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from flatout.config.registry import misspelt, nearest
-from flatout.config.units import in_cases, is_off
-from flatout.config.words import Word, known_words, value_for, word_for
+from flatout.config.words import Word, is_off, known_words, value_for, word_for
 from flatout.errors import ConfigError
 
 LONGEST_VALUE = 200
@@ -27,8 +26,6 @@ _KINDS = {
     "dict": "a mapping",
     "finite": "a finite number",
 }
-_SPELT = {"[]": "none", "True": "true", "False": "false"}
-"""How an override spells a value that Python spells in a different way."""
 
 
 class ForeignKeys(ConfigError):
@@ -138,17 +135,11 @@ def unknown_key(key: str, value: object, known: list[str]) -> ConfigError:
 
 def _advice(word: Word, value: object) -> str:
     """Return what to write for another tool's word. false, no and the like turn a switch off."""
-    is_switch = any("disabled" in str(case).split() for case in word.cases) and word.key
-    found = in_cases(value, word) if is_switch and isinstance(value, bool | str) else None
-    if not (isinstance(found, dict) and is_off(value)):
+    if word.if_false is None or not (isinstance(value, bool | str) and is_off(value)):
         return word.advice
-    if not found:
+    if not word.if_false:
         return f"Leave it out: it is off unless {word.key} asks for it."
-    written = (
-        f"{key.lstrip('~')}={'auto,' if key == 'speedups' else ''}{_SPELT.get(str(one), one)}"
-        for key, one in found.items()
-    )
-    return f"Did you mean {next(iter(found)).lstrip('~')!r}? Write {' '.join(written)}."
+    return f"Did you mean {word.if_false.partition('=')[0]!r}? Write {word.if_false}."
 
 
 def same_key(name: str, known: list[str]) -> str | None:

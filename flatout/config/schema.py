@@ -308,7 +308,7 @@ def validate(document: JsonObject, *, file: Path | None = None) -> RunConfig:
         if file is not None:
             fix = answer.fix
             if isinstance(answer, ForeignKeys):
-                fix = f"`flatout convert {in_shell(file)} --out my.yaml` translates the file."
+                fix = f"`flatout convert {in_shell(file)} --out my.yaml` renames its keys."
             answer = ConfigError(f"{file}: {answer.what}", fix=fix)
         raise answer from error
 

@@ -5,13 +5,15 @@ The file is read at the first question, which is usually a mistake that is about
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 TABLE = Path(__file__).with_suffix(".yaml")
+OFF = {"none", "no", "off", "false", "disabled", "eager", "for-loop", "foreach", "0", "-1"}
+"""Values, as text, that turn a feature off."""
 
 
 @dataclass(frozen=True)
@@ -25,12 +27,12 @@ class Word:
     """The key of flatout, for the group `keys`."""
     option: str = ""
     """The option of `flatout prepare`, for the group `prepare`."""
-    cases: Mapping[str, Any] = field(default_factory=dict)
-    """What values become, by what they are. `config/units.py` reads it."""
-    unit: str = ""
-    """The case of `config/units.py` that converts the other values, and its arguments."""
-    turn: int = 0
-    """1 after the other keys, whose values it needs, and -1 before them."""
+    differs: bool = False
+    """Whether its values have another unit or meaning than flatout's."""
+    if_true: str | None = None
+    """The overrides that say what `true` says there. Empty if there is nothing to write."""
+    if_false: str | None = None
+    """The same for `false`."""
     note: str = ""
     """A sentence, after a colon for the groups `left_out` and `missing`."""
 
@@ -48,27 +50,6 @@ class Word:
         return f"`flatout prepare` has it: {self.option}. {self.note}".rstrip()
 
 
-@dataclass(frozen=True)
-class Tool:
-    """How the configs of another tool are recognised, and what it does by default."""
-
-    name: str
-    keys: frozenset[str]
-    """Keys that its configs have, some of them dotted."""
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Its values of keys that a config omits."""
-    optional: str = ""
-    """A section whose defaults count only if the config has it."""
-    renames: Mapping[str, str] = field(default_factory=dict)
-    """Its keys that mean something else elsewhere, and names for what they mean."""
-    implies: Mapping[str, Any] = field(default_factory=dict)
-    """Values of flatout's keys that it has no key for."""
-    adapters: str = ""
-    """The key that turns its adapters on, if those that describe them do not."""
-    accumulate_over_devices: bool = False
-    """Whether it divides the accumulated micro-batches by the number of devices."""
-
-
 @cache
 def _document() -> dict[str, Any]:
     from flatout.config.documents import read_document  # imports yaml
@@ -82,15 +63,6 @@ def words(group: str) -> tuple[Word, ...]:
     return tuple(
         Word(group=group, **{**entry, "names": tuple(entry["names"].split())})
         for entry in _document()[group]
-    )
-
-
-@cache
-def tools() -> tuple[Tool, ...]:
-    """Return the tools whose configs are recognised."""
-    return tuple(
-        Tool(**{**entry, "keys": frozenset(entry["keys"].split())})
-        for entry in _document()["tools"]
     )
 
 
@@ -145,19 +117,25 @@ def name_for(noun: str, name: str, known: Collection[str]) -> str | None:
     return found if found in known else None
 
 
-def shape_for(name: str) -> dict[str, Any] | None:
-    """Return the keys of model that a model's name stands for, or None.
-
-    `recipe` among them stands for those of a recipe, and `note` is a remark.
-    """
-    found: dict[str, Any] | None = _document()["shapes"].get(name.lower())
+def removed(what: str) -> str | None:
+    """Return what replaces a removed command (`launch`) or option (`diagnose --fix`), or None."""
+    found: str | None = _document()["removed"].get(what)
     return found
 
 
-def value_for(key: str, value: object) -> str | None:
-    """Return what another tool's value of flatout's `key` is called here, or None."""
-    found = _document()["values"].get(key, {}).get(str(value).lower())
-    return None if found is None else str(found)
+def value_for(key: str, value: object) -> Any:
+    """Return what another tool's value of flatout's `key` is here, or None."""
+    return _document()["values"].get(key, {}).get(str(value).lower())
+
+
+def values_of(key: str) -> set[Any]:
+    """Return the values of flatout's `key` that other tools have names for."""
+    return set(_document()["values"].get(key, {}).values())
+
+
+def is_off(value: object) -> bool:
+    """Return whether a value of another tool turns its feature off."""
+    return not value or str(value).lower() in OFF
 
 
 def _plain(name: str) -> str:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Annotated
 
 from pydantic import Field
@@ -137,23 +138,7 @@ def compare_commands(
             for side in ((one, two) if against else (two,))
         }
         copies.setdefault(one, copies[two])
-        timing = Timing(steps=STEPS, seconds=SECONDS, warmup_steps=WARM_STEPS)
-
-        def start(side: Side, seed: int, limit_s: float) -> Result:
-            copy = copies[side]
-            copy.reset()
-            if side.revision is not None:
-                check_out(copy, side.revision)
-            result, _ = try_command(
-                [copy.inside(word) for word in side.command],
-                timing.model_copy(update={"seed_offset": seed, "limit_s": limit_s / 2}),
-                limit_s,
-                folder=copy.path / here.resolve().relative_to(copy.source),
-                guarded=copy.guarded,
-            )
-            reason = result.reason and copy.original(result.reason)
-            return result.model_copy(update={"reason": reason})
-
+        start = _starter(copies, here)
         race = Race[Side](
             start, total_s=60 * minutes, longest_s=LONGEST_S, clock=time.monotonic, began_s=began_s
         )
@@ -198,10 +183,30 @@ def compare_commands(
     )
 
 
+def _starter(copies: Mapping[Side, Scratch], here: Path) -> Callable[[Side, int, float], Result]:
+    """Return what runs a trial of a command in its copy."""
+    timing = Timing(steps=STEPS, seconds=SECONDS, warmup_steps=WARM_STEPS)
+
+    def start(side: Side, seed: int, limit_s: float) -> Result:
+        copy = copies[side]
+        copy.reset()
+        if side.revision is not None:
+            check_out(copy, side.revision)
+        result, _ = try_command(
+            [copy.inside(word) for word in side.command],
+            timing.model_copy(update={"seed_offset": seed, "limit_s": limit_s / 2}),
+            limit_s,
+            folder=copy.path / here.resolve().relative_to(copy.source),
+            guarded=copy.guarded,
+        )
+        reason = result.reason and copy.original(result.reason)
+        return result.model_copy(update={"reason": reason})
+
+    return start
+
+
 def row_of(side: Side, race: Race[Side]) -> SideRow:
     """Return what was measured of a command."""
-    from statistics import median
-
     results = race.results(side)
     where = f" ({side.revision})" if side.revision else ""
     return SideRow(

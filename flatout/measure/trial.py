@@ -159,14 +159,15 @@ def run_command(
     environment: Mapping[str, str] | None = None,
     as_json: bool = False,
     limit_s: float = math.inf,
+    grace_s: float = GRACE_S,
     progress: Progress = SILENT,
 ) -> Ran:
     """Run a command until it answers a request, and return the answer.
 
     The user's code and directory are not changed, and of its environment only what its changes set.
     Standard input and output are its own. With `as_json` its output goes to standard error. If it
-    `is_captured` there is no input, and its process ends with its answer. After `limit_s` it is
-    ended. Nothing that it started runs on, however the call ends.
+    `is_captured` there is no input. After `limit_s`, or `grace_s` after its answer, it is ended.
+    Nothing that it started runs on, however the call ends.
 
     Raises: ConfigError when the command does not exist.
     """
@@ -202,7 +203,7 @@ def run_command(
             start_new_session=is_captured,  # otherwise it may read from the terminal
         )
         try:
-            has_ended = _wait(process, request, 0.0 if is_captured else GRACE_S, limit_s, progress)
+            has_ended = _wait(process, request, grace_s, limit_s, progress)
             code = process.poll()
         finally:
             end_all(process)
@@ -320,7 +321,9 @@ def try_command(
     """Time some steps of a script, with changes, and return the result and what it printed."""
     start_s = time.monotonic()
     request = Request(changes=tuple(changes), timing=timing, guarded=guarded)
-    ran = run_command(command, request, folder=folder, is_captured=True, limit_s=limit_s)
+    ran = run_command(
+        command, request, folder=folder, is_captured=True, limit_s=limit_s, grace_s=0.0
+    )
     found = result_of(ran, limit_s)
     return found.model_copy(update={"process_s": time.monotonic() - start_s}), ran.output
 
@@ -344,6 +347,7 @@ def run_recipe(config: RunConfig, run_dir: Path, request: Request, limit_s: floa
         is_captured=True,
         environment=environment,
         limit_s=limit_s,
+        grace_s=0.0,
     )
 
 

@@ -228,7 +228,7 @@ def _folder(path: Path) -> Found | None:
         return (
             "an export",
             f"Start a run from its weights: train.init_from={shown}. Or score one for transformers "
-            f"on tasks: `flatout eval {shown} --tasks hellaswag`.",
+            f"on tasks: `lm_eval --model hf --model_args pretrained={shown} --tasks hellaswag`.",
         )
     if not {*suffixes.values()} <= _LOOKED_INTO | _BESIDE:
         return None

@@ -8,31 +8,29 @@ from cases_folders import replace_text, run_in_use
 CASES = [
     *table("""
 the checkpoints of a run that does not exist
-    checkpoints runs/firts
+    runs runs/firts
     no run directory runs/firts -> Did you mean runs/first?
-a file instead of a run, for `checkpoints`
-    checkpoints book.txt
+a file instead of a run, for `runs`
+    runs book.txt
     book.txt is a file, not a run directory -> flatout runs
 a checkpoint instead of its run
-    checkpoints runs/first/checkpoints/step-2
+    runs runs/first/checkpoints/step-2
     is a checkpoint of the run runs/first -> Name runs/first
-a URL as the run of `checkpoints`
-    checkpoints s3://bucket/run
+a URL as the run of `runs`
+    runs s3://bucket/run
     s3://bucket/run is a URL -> a local path
 """),
     Case(
         "no run with a checkpoint",
-        "checkpoints",
+        "eval",
         ("No run under runs/ has a checkpoint",),
         ("flatout demo",),
         lambda w: shutil.rmtree(w.path / "runs/first/checkpoints"),
     ),
-    Case(
-        "deleting every checkpoint", "checkpoints runs/first --keep 0", ("--keep", "0"), ("--help",)
-    ),
+    Case("deleting every checkpoint", "runs runs/first --keep 0", ("--keep", "0"), ("--help",)),
     Case(
         "deleting checkpoints of a run that trains",
-        "checkpoints runs/first --keep 1",
+        "runs runs/first --keep 1",
         ("runs/first is in use",),
         ("Wait until it finishes", "checkpoint.keep"),
         run_in_use,

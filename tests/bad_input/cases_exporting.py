@@ -71,15 +71,12 @@ a URL as --out of `export`
 a format that does not exist
     export first --to onnx
     'onnx' is not one of -> --to
-a push to a name that is not a repository
-    push first demo
-    'demo' does not name a repository -> ORG/NAME
 """),
     Case(
         "an export in place of a run",
         "generate hf",
         ("hf is an export, not a run directory",),
-        ("train.init_from=hf", "`flatout eval hf --tasks hellaswag`"),
+        ("train.init_from=hf", "`lm_eval --model hf --model_args pretrained=hf"),
         spoil=exported,
     ),
     Case(
@@ -88,18 +85,5 @@ a push to a name that is not a repository
         ("hf is a directory with model.gguf", "a GGUF file"),
         ("does not read GGUF", "safetensors"),
         spoil=exported_for_llama_cpp,
-    ),
-    Case(
-        "the score of an export without tasks",
-        "eval hf",
-        ("hf is an export, which has no validation text",),
-        ("`flatout eval hf --tasks hellaswag`",),
-        spoil=exported,
-    ),
-    Case(
-        "a directory of tasks without tasks",
-        "eval first --task-dir tasks",
-        ("--task-dir only applies to the questions of --tasks",),
-        ("add --tasks",),
     ),
 ]

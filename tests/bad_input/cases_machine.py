@@ -35,14 +35,11 @@ sizes that do not multiply to the processes
     train my.yaml train.devices=2 parallel.replicate=2 parallel.shard=2
     parallel.replicate=2 x parallel.shard=2 | 2 processes -> parallel.replicate=auto
 processes that share rows and are no part of the shards
-    launch slurm my.yaml parallel.shard=8 parallel.context=3
-    parallel.context=3 | parallel.shard=8 -> a divisor of 8
+    train my.yaml train.devices=2 parallel.shard=2 parallel.context=3
+    parallel.context=3 | parallel.shard=2 -> a divisor of 2
 more processes than sequences in a step
-    launch kubernetes my.yaml --gpus 8
+    train my.yaml train.devices=8
     batch.tokens_per_step=128 | 8 processes -> batch.tokens_per_step=1024
-machines whose loss leaves processes that no step divides among
-    launch torchrun my.yaml batch.tokens_per_step=4096 --nodes 4 --min-nodes 2
-    24 processes | 3 of 4 machines -> batch.tokens_per_step | --min-nodes
 a stored run on processes that its steps do not divide among
     train my.yaml --run-dir runs/first train.devices=3
     4 sequences | 3 processes -> Start 1, 2, 4 processes

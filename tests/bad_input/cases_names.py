@@ -3,7 +3,6 @@
 from case import Case, table
 
 from flatout.assembly import preflight
-from flatout.inference import exported
 
 BROKEN = "train:\n  steps: [1, 2\noptim: {}\n"
 
@@ -171,24 +170,17 @@ a step without a checkpoint
 an empty text to stop at
     generate runs/first --stop ''
     --stop must not be empty -> remove it
+a command that was removed
+    launch slurm my.yaml
+    'launch' -> docs/clusters
 a directory of runs that does not exist
     runs rnus
-    rnus -> flatout runs
+    no run directory rnus or runs/rnus -> flatout runs
 """),
-    Case(
-        "tasks without the package that asks them",
-        "eval runs/first --tasks hellaswag",
-        ("--tasks", "not installed: lm_eval and transformers and accelerate"),
-        ('pip install "flatout[tasks]"',),
-        lambda w: w.patch.setattr(exported, "find_spec", lambda _: None),
-    ),
     *table("""
-a limit of questions, and no tasks
-    eval runs/first --limit 5
-    --limit | --tasks -> Remove --limit, or add --tasks
-tasks together with validation text
-    eval runs/first --tasks hellaswag --max-tokens 100
-    --tasks and --max-tokens exclude each other -> --limit
+an option that was removed
+    eval runs/first --tasks hellaswag
+    '--tasks' -> lm_eval --model hf
 a misspelt logger
     train my.yaml log.to=tensorboard,wanddb
     no logger named 'wanddb' -> 'wandb' | mlflow

@@ -275,7 +275,7 @@ CASES = [
         "a URL for `demo`",
         "demo https://example.org/a.txt",
         "https://example.org/a.txt",
-        "curl -LO",
+        "a local path",
     ),
     case(
         "a text for `demo` that is not UTF-8",
@@ -288,7 +288,7 @@ CASES = [
         "an empty file for `demo`",
         "demo empty.txt",
         "empty.txt",
-        "kilobytes",
+        "with text in it",
         written("empty.txt", ""),
     ),
 ]

@@ -46,9 +46,9 @@ a key for `verify` without --resume
 `verify` of a recipe
     verify my.yaml
     my.yaml is a recipe -> `flatout verify --resume my.yaml`
---keep of `checkpoints` with --quick
-    checkpoints first --keep 1 --quick
-    --quick does not find out which ones are valid -> Remove --quick
+--keep without a run
+    runs --keep 1
+    --keep deletes checkpoints of one run -> flatout runs RUN --keep 1
 """),
     Case(
         "`verify` of a run without checkpoints",

@@ -297,7 +297,7 @@ def test_commands_that_only_read_never_import_torch(fox_run):
         *(["list", kind] for kind in ("models", "speedups", "machines")),
         *([name, "--help"] for name in cli.COMMANDS.names()),
         *([name, data] for name in ("inspect", "verify")),
-        *([name, run] for name in ("checkpoints", "verify")),
+        *([name, run] for name in ("runs", "verify")),
         ["runs", str(root / "runs")],
     ]
     program = (

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import yaml
 
-from flatout.cli.commands.convert import convert_config
 from flatout.cli.parser import parse
 from flatout.config.schema import load_config
 from flatout.errors import ConfigError
@@ -47,21 +46,3 @@ def test_unknown_options_are_answered_at_once():
     for answer in ("optim.lr=VALUE", "train.precision=VALUE", "batch.rows_per_device=VALUE"):
         assert answer in refused.value.fix
     assert refused.value.fix.count("no dashes") == 1
-
-
-def test_a_conversion_says_how_many_steps_overlapping_samples_are(old, tmp_path):
-    found = convert_config(old, tmp_path / "new.yaml")
-    assert found.prepare == [
-        "flatout prepare shakespeare --out data/shakespeare --max-bytes 1000000 --tokenizer char"
-    ]
-    assert "for about 97,656 steps, set train.steps=97656" in found.notes[0]
-    old.write_text(yaml.safe_dump(CHARACTERS | {"dataset": {"path": "mine", "seq_len": 256}}))
-    assert (
-        "256 times longer: give the length" in convert_config(old, tmp_path / "new.yaml").notes[0]
-    )
-
-
-def test_the_data_of_a_padded_vocabulary_is_prepared_with_its_tokenizer(tmp_path):
-    (tmp_path / "old.yaml").write_text("vocab_size: 50304\nn_layer: 2\ndataset: fineweb-edu\n")
-    found = convert_config(tmp_path / "old.yaml", tmp_path / "new.yaml")
-    assert found.prepare[0].endswith("--tokenizer openai-community/gpt2")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from flatout.config.convert import convert
 from flatout.config.schema import RunConfig, load_config, validate
 from flatout.errors import ConfigError
 
@@ -47,33 +46,3 @@ def test_contradictions_are_rejected(overrides, message, fix):
         load_config(None, overrides.split())
     assert message in refused.value.what
     assert fix in refused.value.fix
-
-
-@pytest.mark.parametrize(
-    ("document", "values"),
-    [
-        ({"lora_alpha": 16, "lora_r": 8}, {"lora.rank": 8, "lora.alpha": 16}),
-        ({"adapter": "lora", "lora_dropout": 0.05}, {"lora.rank": 8, "lora.dropout": 0.05}),
-        (
-            {"lora_r": 4, "target_modules": ["q_proj", "model.layers.0.v_proj", "lm_head"]},
-            {"lora.rank": 4, "lora.targets": ["q", "v"]},
-        ),
-        (
-            {"lora_r": 4, "lora_target_modules": "c_attn, c_proj"},
-            {"lora.rank": 4, "lora.targets": ["q", "k", "v", "o", "down"]},
-        ),
-        (
-            {"lora_r": 4, "lora_target_linear": True},
-            {"lora.rank": 4, "lora.targets": ["all-linear"]},
-        ),
-    ],
-)
-def test_keys_of_other_tools_are_converted(document, values):
-    assert convert(document, []).values == values
-
-
-@pytest.mark.parametrize("document", [{"adapter": "qlora"}, {"load_in_4bit": True}])
-def test_qlora_is_said_to_be_missing(document):
-    found = convert(document, [])
-    assert found.values == {}
-    assert [item.outcome for item in found.items] == ["missing"]

@@ -47,7 +47,7 @@ from flatout.errors import ConfigError
             lambda: flatout.train({"model": {}}),
             "recipe={'model': {}} must be text, a path (not an empty one) or a RunConfig.",
         ),
-        (lambda: flatout.runs(3), "root=3 must be a path (not an empty one) or text."),
+        (lambda: flatout.runs(3), "run=3 must be text, a path (not an empty one) or None."),
         (lambda: flatout.demo(minutes=0), "minutes=0 must be a finite number from 0.001."),
         (lambda: flatout.prepare("a", "b", on_bad_row="skp"), "on_bad_row='skp' must be 'raise'"),
         (lambda: flatout.prepare("a", "b", max_documents=0), "max_documents=0 must be a whole"),

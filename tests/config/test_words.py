@@ -9,10 +9,13 @@ from pathlib import Path
 import pytest
 import yaml
 
+from flatout.assembly.preflight import check_names
+from flatout.cli import main as cli
 from flatout.cli.parser import build, parse
-from flatout.config.convert import _flat
+from flatout.config.documents import parse_yaml
 from flatout.config.messages import all_keys, unknown_key
 from flatout.config.registry import (
+    COMMANDS,
     DATASETS,
     MODELS,
     OPTIMIZERS,
@@ -20,20 +23,9 @@ from flatout.config.registry import (
     SPEEDUPS,
     recipe_path,
 )
-from flatout.config.schema import RunConfig, load_config
-from flatout.config.units import converted
-from flatout.config.words import (
-    TABLE,
-    listings,
-    name_for,
-    shape_for,
-    tools,
-    value_for,
-    word_for,
-    words,
-)
+from flatout.config.schema import RunConfig, load_config, validate
+from flatout.config.words import TABLE, listings, name_for, removed, value_for, word_for, words
 from flatout.errors import ConfigError, DataError
-from flatout.models.transformer import TransformerConfig
 from flatout.optim.schedule import SCHEDULES
 
 ROOT = Path(__file__).parents[2]
@@ -47,13 +39,16 @@ max_chars bf16 wandb attn_implementation
 """Keys that users typed and that had no answer, or a wrong one."""
 
 
+def removed_names() -> list[str]:
+    return [*yaml.safe_load(TABLE.read_text(encoding="utf-8"))["removed"]]
+
+
 def fix_of(*overrides: str) -> str:
     with pytest.raises(ConfigError, match="There is no config key") as caught:
         load_config(None, overrides)
     return caught.value.fix
 
 
-SPECIAL = ("recipe", "note")
 GROUPS = ("keys", "left_out", "missing", "prepare")
 
 
@@ -117,26 +112,12 @@ def test_every_name_and_value_is_known():
             assert name_for(noun, theirs, [ours]) == ours
     for key, names in document["values"].items():
         for theirs, ours in names.items():
-            assert value_for(key, theirs) == str(ours)
+            assert value_for(key, theirs) == ours
 
 
-def test_every_shape_is_valid():
-    shapes = yaml.safe_load(TABLE.read_text(encoding="utf-8"))["shapes"]
-    assert len(shapes) > 2
-    for name in shapes:
-        stated = shape_for(name.upper())
-        keys = {key: value for key, value in stated.items() if key not in SPECIAL}
-        assert keys or stated["recipe"] in RECIPES.names()
-        assert set(all_keys(TransformerConfig)) >= keys.keys()
-
-
-def test_listings_have_the_keys_of_each_tool():
-    listed = yaml.safe_load((ROOT / "benchmarks/convert_keys.yaml").read_text(encoding="utf-8"))
-    configs = [
-        tool["values"] | dict.fromkeys(tool["switches"].split(), True) for tool in listed.values()
-    ]
-    expected = [sorted({key for key, _ in _flat(config)}) for config in configs]
-    assert sorted(listings().values()) == sorted(expected)
+def test_every_listed_key_is_answered():
+    for keys in listings().values():
+        assert [key for key in keys if word_for(key) is None] == []
 
 
 def test_code_on_the_page_uses_keys_that_are_answered():
@@ -145,6 +126,13 @@ def test_code_on_the_page_uses_keys_that_are_answered():
     names = [name for cell in cells for name in re.findall(r"\b([a-z_]+)=", cell)]
     assert len(names) > 2
     assert [name for name in names if word_for(name) is None] == []
+
+
+def test_the_recipe_of_each_tool_on_the_page_is_valid():
+    blocks = re.findall(r"```yaml\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.S)
+    assert len(blocks) == 5
+    for block in blocks:
+        check_names(validate(parse_yaml(block, name="the page")))
 
 
 @pytest.mark.parametrize("key", ISSUES.split())
@@ -195,8 +183,8 @@ def test_a_key_of_training_given_to_prepare_is_answered():
 
 
 def test_a_name_is_suggested_only_if_it_exists():
-    assert name_for("schedule", "trapezoidal", ["cosine"]) is None
-    assert name_for("schedule", "trapezoidal", ["cosine", "wsd"]) == "wsd"
+    assert name_for("recipe", "gpt2", ["demo"]) is None
+    assert name_for("recipe", "gpt2", ["demo", "gpt2-124m"]) == "gpt2-124m"
 
 
 def test_all_counterparts_exist():
@@ -205,9 +193,6 @@ def test_all_counterparts_exist():
     assert {word.key for word in words("keys")} - known == set()
     options = {option for param in build("prepare").params for option in param.opts}
     assert {word.option for word in words("prepare")} - options - {"", "SOURCE"} == set()
-    for word in (word for group in GROUPS for word in words(group)):
-        assert converted("2", word, {}) is not None, "an unknown unit is a KeyError"
-    assert {*word_for("lr_scheduler").unit.split()} == {"name", "schedule", *SCHEDULES}
     document = yaml.safe_load(TABLE.read_text(encoding="utf-8"))
     entries = {
         "recipe": RECIPES.names(),
@@ -215,29 +200,32 @@ def test_all_counterparts_exist():
         "optimizer": OPTIMIZERS.names(),
         "model": MODELS.names(),
         "speedup": [*SPEEDUPS.names(), "auto", "none"],
-        "schedule": list(SCHEDULES),
     }
     for noun, existing in entries.items():
         assert set(document["names"][noun].values()) - set(existing) == set()
-    results = [result for word in words("keys") for result in word.cases.values()]
-    edits = {one["speedups"] for one in results if isinstance(one, dict) and "speedups" in one}
-    assert len(edits) > 8
-    assert {edit[1:] for edit in edits} - set(SPEEDUPS.names()) == set()
+    assert set(document["values"]["schedule.kind"].values()) <= set(SCHEDULES)
+    for word in words("keys"):
+        for written in filter(None, (word.if_true, word.if_false)):
+            check_names(load_config(None, ["lora.rank=8", *written.split()]))
+
+
+@pytest.mark.parametrize("what", removed_names())
+def test_what_was_removed_is_answered_and_gone(what):
+    command, _, option = what.partition(" ")
+    if option:
+        with pytest.raises(ConfigError) as answered:
+            parse(command, [option])
+    else:
+        with pytest.raises(ConfigError) as answered:
+            cli.call([command])
+        assert command not in COMMANDS.names()
+    assert answered.value.fix == removed(what)
 
 
 def test_no_name_has_two_meanings():
     for groups in (("keys", "left_out", "missing"), ("prepare",)):
         counts = Counter(name for group in groups for word in words(group) for name in word.names)
         assert [name for name, count in counts.items() if count > 1] == []
-
-
-OF_MODELS = {"model.positions", "model.activation"}
-
-
-def test_every_default_of_a_tool_is_a_word():
-    for tool in tools():
-        assert [key for key in tool.defaults if word_for(key) is None] == []
-        assert tool.implies.keys() - {"--tokenizer"} <= {*all_keys(RunConfig), *OF_MODELS}
 
 
 def test_a_section_without_a_counterpart_answers_for_its_keys():

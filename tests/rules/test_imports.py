@@ -37,7 +37,7 @@ HOUSE = (
 DATA = ("conversation", "sources", "token_formats", "tokenizers", "store", "load", "prepare")
 """The parts of data in order: where text comes from, then tokens on disk, then batches."""
 
-CLI = ("terminal", "recommended", "commands", "parser", "main")
+CLI = ("terminal", "commands", "parser", "main")
 """The parts of cli in order."""
 
 PREPARE = (

@@ -14,16 +14,16 @@ import flatout
 FILE_LINES, FUNCTION_LINES = 700, 80
 FRAMES = 9
 ROOMS = {
-    "measure": 94_200,
+    "measure": 90_500,
     "data": 78_000,
     "training": 65_600,
-    "cli": 35_000,
+    "cli": 28_200,
     "models": 24_600,
     "assembly": 20_000,
-    "config": 16_100,
+    "config": 10_500,
     "ops": 15_500,
-    "inference": 13_700,
-    "storage": 11_500,
+    "inference": 12_600,
+    "storage": 11_600,
     "distributed": 7_100,
     "optim": 6_100,
     "speedups": 6_000,

@@ -61,7 +61,7 @@ def copied(tmp_path, monkeypatch):
 
 def require_everything_works(names: set[str]) -> None:
     """Check that listing, selection, recipes, configs, tables, ablation and sweeps know `names`."""
-    assert {item["name"] for item in list_entries("speedups").items} == names
+    assert {item.name for item in list_entries("speedups").items} == names
     assert {speedup.name for speedup in all_speedups()} == names
     assert all(f"| `{name}` |" in tables() for name in names)
     for device, machine in MACHINES.items():

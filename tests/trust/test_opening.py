@@ -250,13 +250,13 @@ def test_all_readers_of_a_stored_configuration_are_known():
     assert found == {
         "config/registry.py",
         "assembly/recipe.py",
-        "cli/commands/checkpoints.py",
         "cli/commands/runs.py",
         "cli/commands/train.py",  # reads the sizes of a step
         "cli/commands/verify.py",  # imports nothing that the configuration names
         "inference/export/source.py",  # reads the name of the base's base, and imports nothing
         "measure/diagnose/recorded.py",  # imports nothing that the configuration names
-        "measure/resume/check.py",  # of a run that it has just trained
+        "measure/resume.py",  # of a run that it has just trained
+        "measure/trial.py",  # of a run that it has just started
         "training/halving.py",  # writes another micro-batch, in the run that is training
         "training/upload/restore.py",
         "training/metrics/loggers.py",  # after training/run_plan.py has checked

@@ -1,4 +1,4 @@
-"""Compare two training commands: which is faster, and do their losses agree."""
+"""Compare the speed and the losses of two training commands."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def compare(
     script: Sequence[str] = (),
     progress: Progress = SILENT,
 ) -> Comparison:
-    """Compare two training commands: which is faster, and do their losses agree.
+    """Compare the speed and the losses of two training commands.
 
     Both come after `--`: `flatout compare -- python train.py -- python train.py --compile`. They
     take turns, each in its own process and in a copy of this directory, until it is decided. Nobody

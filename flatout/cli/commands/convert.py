@@ -1,116 +1,95 @@
-"""Convert another tool's config into a recipe, key by key."""
+"""Translate another tool's config into a recipe, by a table of names."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated
+from textwrap import shorten
+from typing import Annotated, Any, Literal
 
+from flatout.assembly.preflight import check_names
 from flatout.cli.commands import Command
-from flatout.config.convert import Conversion, Item, Outcome, convert, read_settings
-from flatout.config.documents import dump_yaml
-from flatout.config.registry import DATASETS, SUFFIXES, unknown_name
-from flatout.config.schema import nested, validate
+from flatout.config.documents import dump_yaml, read_document
+from flatout.config.registry import SUFFIXES, unknown_name
+from flatout.config.schema import (
+    MAPPINGS,
+    RunConfig,
+    nested,
+    override,
+    parse_overrides,
+    validate,
+)
 from flatout.config.signature import Argument, Option, checked
-from flatout.config.units import HUB, SOURCE
-from flatout.config.words import listings, word_for
-from flatout.errors import ConfigError, UsageError, in_shell
+from flatout.config.words import is_off, listings, value_for, values_of, word_for
+from flatout.display import Display, Show, table_of
+from flatout.errors import ConfigError, OutputInUse, UsageError, in_shell
 from flatout.storage.files import Stored, expanded, write_text, writing
 from flatout.storage.json_io import JsonObject, Result
-from flatout.storage.recognised import require_local
+from flatout.storage.recognised import require_recipe_path
 
-MARK = "# Converted by `flatout convert`"
-"""Start of a file that may be overwritten."""
-PREPARE = "Prepare the data first"
-GPT2_VOCABULARY = (50_257, 50_304)
-"""Sizes of the vocabulary of GPT-2's tokenizer, without and with padding."""
+SECRETS = ("hub_token", "api_key", "password", "secret")
+"""Ends of keys whose values are not repeated."""
 HEADINGS = {
     "mapped": "Mapped",
+    "by_hand": "To convert by hand",
     "missing": "Not in flatout",
     "unknown": "Unknown",
     "unnecessary": "Nothing to set",
 }
 """The outcomes in the order of the summary."""
-OUTCOMES: dict[str, Outcome] = {"left_out": "unnecessary", "missing": "missing"}
-"""The outcomes of words by their group. Keys of the other groups have a counterpart."""
+
+
+Outcome = Literal["mapped", "by_hand", "missing", "unknown", "unnecessary"]
+
+
+class Item(Stored):
+    """What a key of another tool is in flatout."""
+
+    key: Annotated[str, Show(record=lambda item: item.shown())]
+    """The other tool's key, dotted if it is in a section."""
+    value: Any = None
+    """Its value."""
+    outcome: Outcome
+    """mapped (the recipe has it), by_hand (its value has another unit or meaning), missing (no
+    counterpart), unknown, or unnecessary (nothing to set)."""
+    counterpart: Annotated[str, Show()] = ""
+    """The overrides of a mapped key, or else the key of flatout or the option of `flatout
+    prepare`."""
+    note: Annotated[str, Show()] = ""
+    """What to know about it, or why there is no counterpart."""
+
+    def but(self, outcome: Outcome, note: str) -> Item:
+        """Return a copy with a different outcome."""
+        return self.model_copy(update={"outcome": outcome, "note": note})
+
+    def shown(self) -> str:
+        """Return the key and its value in at most 60 characters."""
+        return shorten(self.key if self.value is None else f"{self.key}={self.value}", 60)
 
 
 class ConvertResult(Result):
-    """What became of a config's keys."""
+    """The recipe, and what became of each key. With `--keys`, the counterparts alone."""
 
-    path: str
+    path: str | None = None
     """The recipe that was written."""
-    tool: str | None
-    """The tool that the config belongs to, if it was recognised."""
-    mapped: int
-    """Keys with a counterpart, which the recipe or a command of `prepare` has."""
-    unnecessary: int
-    """Keys that need none."""
-    missing: int
-    """Keys without a counterpart."""
-    unknown: int
-    """Keys that flatout does not know, or that a Python file computes."""
     items: list[Item]
-    """Every key with its value, what it becomes and why."""
-    defaults: JsonObject
-    """The tool's own defaults that the recipe states, by the tool's keys."""
-    notes: list[str]
-    """What to know about the recipe."""
-    prepare: list[str]
-    """The commands that prepare the data, with the options that the config's keys ask for."""
+    """Every key."""
 
-    def summary(self) -> str:
-        """Return each key with its counterpart, and the next step."""
-        tool = f" ({self.tool})" if self.tool else ""
-        lines = [f"{self.path}  written{tool}"]
-        rows = []
-        for item in self.items:
-            becomes = (f"{key}={value}" for key, value in item.becomes.items())
-            result = " ".join([*becomes, *([item.why] if item.why else [])])
-            rows.append((item.outcome, _shown(item), result))
-        lines += _by_outcome(rows)
-        if self.defaults:
-            stated = ", ".join(f"{key}={value}" for key, value in self.defaults.items())
-            lines += ["", f"Added, as defaults of {self.tool}: {stated}"]
-        lines += [f"\nNote: {note}" for note in self.notes]
-        lines += ["", f"Next: flatout plan {self.path}"]
-        return "\n".join([*lines, *(f"{PREPARE}: {command}" for command in self.prepare)])
-
-
-class Counterpart(Stored):
-    """What a key of another tool is called in flatout."""
-
-    key: str
-    """The other tool's key, dotted if it is in a section."""
-    outcome: Outcome
-    """mapped, unnecessary (nothing to set), or missing (no counterpart)."""
-    counterpart: str
-    """The key of flatout, or the option of `flatout prepare`. Empty if there is none."""
-    note: str
-    """What to know about it, or why there is no counterpart."""
-
-
-class KeysResult(Result):
-    """The keys of a tool's configs and their counterparts."""
-
-    tool: str
-    """The tool's name."""
-    keys: list[Counterpart]
-    """Its keys in alphabetical order."""
-
-    def summary(self) -> str:
-        """Return each key with its counterpart and a remark."""
-        rows = [
-            (one.outcome, one.key, f"{one.counterpart:<24} {one.note}".strip()) for one in self.keys
-        ]
-        return "\n".join([f"Keys of {self.tool}", *_by_outcome(rows)])
+    def display(self) -> Display:
+        """Return a table of keys for each outcome, and the next step."""
+        tables = []
+        for outcome, heading in HEADINGS.items():
+            if found := [item for item in self.items if item.outcome == outcome]:
+                tables.append(table_of(found, f"{heading}: {len(found)}"))
+        if self.path is None:
+            return Display(tables=tables)
+        return Display(f"{self.path}  written", (), tables, [f"Next: flatout plan {self.path}"])
 
 
 @checked
 def convert_config(
-    config: Annotated[
-        Path | str | None, Argument("A config: YAML, JSON, TOML, or Python that assigns.")
-    ] = None,
+    config: Annotated[Path | str | None, Argument("A config of YAML or JSON.")] = None,
     out: Annotated[Path | str | None, Option("The recipe to write, a YAML file.")] = None,
     keys: Annotated[
         str | None,
@@ -119,145 +98,144 @@ def convert_config(
             "neox, torchtitan or trainer (Hugging Face)."
         ),
     ] = None,
-) -> ConvertResult | KeysResult:
-    """Convert another tool's config into a recipe, and report what becomes of each key.
+) -> ConvertResult:
+    """Translate the keys of another tool's config into a recipe, and list those that it leaves out.
 
-    It reads the configs of nanoGPT, litgpt, torchtitan, Axolotl and the Hugging Face Trainer, and
-    others with the same words. Code in them is never executed. With `--keys TOOL` it shows
-    the keys of that tool and their counterparts instead.
+    Keys that mean the same in flatout are renamed. Of the others, each is listed with what to write
+    instead, or why there is nothing to write. `--keys TOOL` lists all keys of a tool.
 
-    Raises: ConfigError when no key has a counterpart, when `out` is a different file, or when
-                    there is no such tool.
+    Raises: ConfigError when no key has a counterpart, or when there is no such tool; OutputInUse
+            when `out` exists.
     """
     if keys is not None:
-        return _keys_of(keys.lower())
+        known = listings()
+        if keys.lower() not in known:
+            raise unknown_name("tool", keys.lower(), known)
+        return ConvertResult(items=[_described(key) for key in known[keys.lower()]])
     if config is None or out is None:
         raise UsageError(
             "`flatout convert` needs a config and --out.", fix=f"For example `{COMMAND.example}`."
         )
-    require_local(config)
-    require_local(out, "--out ")
+    require_recipe_path(out, "--out ")
     source, target = expanded(config), expanded(out)
-    if target.suffix.lower() not in SUFFIXES:
-        raise ConfigError(f"--out {target} is not a YAML file.", fix="For example --out my.yaml.")
-    other = "Choose a different file with --out FILE."
-    if target.is_dir():
-        raise ConfigError(f"{target} is a directory.", fix=other)
-    if target.exists() and not target.read_bytes().startswith(MARK.encode()):
-        raise ConfigError(f"{target} exists, and `flatout convert` did not write it.", fix=other)
-    document, computed = read_settings(source)
+    if source.suffix.lower() not in {*SUFFIXES, ".json"}:
+        raise ConfigError(
+            f"{source} is neither YAML nor JSON.",
+            fix="Write its values into a YAML file, `key: value` on each line. "
+            "docs/coming-from.md has a recipe for each tool.",
+        )
+    if target.exists():
+        raise OutputInUse(f"{target} exists.", fix="Choose a different file with --out FILE.")
+    document = read_document(source)
     with suppress(ConfigError):
         validate(document)
-        if any(isinstance(section, dict) for section in document.values()):
-            raise UsageError(
-                f"{source} is a recipe of flatout already.",
-                fix=f"Use it as it is: `flatout train {in_shell(source)}`.",
-            )
-    found = convert(document, computed)
-    if not found.values:
+        raise UsageError(
+            f"{source} is a recipe of flatout already.",
+            fix=f"Use it as it is: `flatout train {in_shell(source)}`.",
+        )
+    values, items = translate(document)
+    if not values:
         raise ConfigError(
             f"{source} has no key with a counterpart in flatout.",
             fix="Name the config of a training tool. `--keys nanogpt` shows nanoGPT's keys.",
         )
-    tool, commands = found.tool.name if found.tool else None, _preparation(found)
-    lines = [f"{MARK} from {source.name}{f' ({tool})' if tool else ''}"]
-    lines += [
-        f"# Not converted: {_shown(item)}: {item.why}"
-        for item in found.items
-        if item.outcome in ("missing", "unknown")
-    ]
-    lines += [f"# {PREPARE}: {command}" for command in commands]
-    comments = "\n".join(" ".join(line.split()) for line in lines)
-    body = dump_yaml(nested(found.values))
+    lines = [f"# Converted by `flatout convert` from {source.name}"]
+    for item in items:
+        if item.outcome not in ("mapped", "unnecessary"):
+            answer = f"{item.shown()}: {item.counterpart} {item.note}"
+            lines.append(f"# Not converted: {' '.join(answer.split())}")
     with writing(target):
         target.parent.mkdir(parents=True, exist_ok=True)
-        write_text(target, f"{comments}\n{body}")
-    return ConvertResult(
-        path=str(target),
-        tool=tool,
-        items=found.items,
-        defaults=found.defaults,
-        notes=_epochs(found),
-        prepare=commands,
-        **{name: sum(item.outcome == name for item in found.items) for name in HEADINGS},
-    )
+        write_text(target, "\n".join([*lines, dump_yaml(nested(values))]))
+    return ConvertResult(path=str(target), items=items)
 
 
-def _keys_of(tool: str) -> KeysResult:
-    """Return the counterparts of the keys of a tool.
+def translate(document: JsonObject) -> tuple[JsonObject, list[Item]]:
+    """Return the values of flatout by dotted key, and what became of each key of a config.
 
-    Raises: ConfigError when there is no such tool.
+    A value that is off gives way to another key, and a key that needs another one is tried again.
     """
-    known = listings()
-    if tool not in known:
-        raise unknown_name("tool", tool, known)
-    found = []
-    for key in known[tool]:
-        if word := word_for(key):
-            option = f"prepare {word.option}" if word.option else ""
-            outcome, name = OUTCOMES.get(word.group, "mapped"), word.key or option
-            found.append(Counterpart(key=key, outcome=outcome, counterpart=name, note=word.note))
-    return KeysResult(tool=tool, keys=found)
+    values: JsonObject = {}
+    items: dict[str, Item] = {}
+    leaves = dict(_leaves(document))
+    order = sorted(leaves, key=lambda key: is_off(leaves[key]))
+    for key in [*order, *order]:
+        if key not in items or items[key].outcome == "by_hand":
+            items[key] = _translated(key, leaves[key], values)
+    return values, [items[key] for key in leaves]
 
 
-def _epochs(found: Conversion) -> list[str]:
-    """Return how many steps the epochs of a script's own loader may be.
+def _leaves(document: JsonObject, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield dotted keys and their values. A section without a counterpart is one key."""
+    for key, value in document.items():
+        dotted = f"{prefix}{key}"
+        word = word_for(dotted)
+        if isinstance(value, dict) and value and (word is None or word.key not in ("", *MAPPINGS)):
+            yield from _leaves(value, f"{dotted}.")
+        else:
+            yield dotted, value
 
-    Loaders of characters often start a sample at every position, so that an epoch reads each of
-    them as many times as a sample is long.
-    """
-    values, source = found.values, found.options.get(SOURCE)
-    epochs, rows, seq_len = (
-        values.get(key) for key in ("train.epochs", "batch.rows_per_device", "data.seq_len")
+
+def _described(key: str, value: Any = None) -> Item:
+    """Return what a key is in flatout, whatever its value is."""
+    word = word_for(key)
+    shown = "(hidden)" if value and key.endswith(SECRETS) else value
+    if word is None:
+        return Item(key=key, value=shown, outcome="unknown", note="flatout does not know it.")
+    counterpart = word.key or (f"prepare {word.option}" if word.option else "")
+    outcome = "mapped" if word.key and not word.differs else "by_hand" if counterpart else None
+    return Item(
+        key=key,
+        value=shown,
+        outcome=outcome or ("missing" if word.group == "missing" else "unnecessary"),
+        counterpart=counterpart,
+        note=word.note,
     )
-    if found.tool or not (epochs and seq_len and isinstance(rows, int)):
-        return []
-    size = DATASETS.get(source).get("num_bytes") if source in DATASETS.names() else None
-    size = min(filter(None, (size, found.options.get("--max-bytes"))), default=None)
-    note = (
-        "an epoch of flatout reads every token once. If the samples of the old loader start at "
-        f"every position, its epochs are {seq_len:,} times longer"
-    )
-    if size is None:
-        return [f"{note}: give the length in steps then, train.steps."]
-    steps = round(epochs * size / (rows * (values.get("batch.accumulate") or 1)))
-    return [f"{note}: for about {steps:,} steps, set train.steps={steps} and remove train.epochs."]
 
 
-def _preparation(found: Conversion) -> list[str]:
-    """Return the command that prepares each dataset. Weights from a hub have their tokenizer."""
-    options = dict(found.options)
-    source = options.pop(SOURCE, SOURCE)
-    path, mix = found.values.get("data.path"), found.values.get("data.mix", {})
-    weights = str(found.values.get("train.init_from"))
-    if weights.startswith(HUB):
-        options.setdefault("--tokenizer", weights.removeprefix(HUB))
-    if source == "shakespeare" and "model.vocab_size" not in found.values:
-        options.setdefault("--tokenizer", "char")
-    if found.values.get("model.vocab_size") in GPT2_VOCABULARY:
-        options.setdefault("--tokenizer", "openai-community/gpt2")
-    words = " ".join(f"{option} {in_shell(value)}" for option, value in options.items())
-    paths = [path] if path else [*mix] or (["data/mine"] if found.options else [])
-    return [
-        f"flatout prepare {in_shell(source)} --out {in_shell(one)} {words}".rstrip()
-        for one in paths
-    ]
+def _translated(key: str, value: Any, values: JsonObject) -> Item:
+    """Return what became of a key, and add to `values` what it states in flatout."""
+    word, item = word_for(key), _described(key, value)
+    if word is None or item.outcome == "unnecessary":
+        return item
+    if value is None:
+        return item.but("unnecessary", "It is not set.")
+    if is_off(value) and (word.if_false == "" or not word.key):
+        return item.but("unnecessary", "It is off.")
+    if value is True and word.if_true == "":
+        return item.but("unnecessary", "flatout does this by default.")
+    if not word.key:
+        return item
+    written = word.if_true if value is True else word.if_false if is_off(value) else None
+    if written is not None:
+        stated = parse_overrides(written.split(), RunConfig)
+    else:
+        stated = {} if word.differs else {word.key: _value_here(word.key, value)}
+    if not stated or None in stated.values():
+        return item.but("by_hand", word.note)
+    if taken := sorted(stated.keys() & values.keys() - {"speedups"}):
+        outcome: Outcome = "unnecessary" if is_off(value) else "by_hand"
+        return item.but(outcome, f"{override(taken[0], values[taken[0]])} is set.")
+    if "speedups" in stated and "speedups" in values:
+        stated["speedups"] = values["speedups"] + stated["speedups"].removeprefix("auto")
+    try:
+        check_names(validate(nested(values | stated)))
+    except ConfigError as error:
+        return item.but("by_hand", error.what)
+    values |= stated
+    shown = " ".join(override(*one) for one in stated.items())
+    return item.model_copy(update={"outcome": "mapped", "counterpart": shown})
 
 
-def _by_outcome(rows: list[tuple[Outcome, str, str]]) -> list[str]:
-    """Return rows of two columns as lines under a heading for each outcome."""
-    lines: list[str] = []
-    for outcome, heading in HEADINGS.items():
-        found = [row for row in rows if row[0] == outcome]
-        width = min(40, max((len(key) for _, key, _ in found), default=0))
-        lines += ["", f"{heading}: {len(found)}"] if found else []
-        lines += [f"  {key:<{width}}  {result}" for _, key, result in found]
-    return lines
-
-
-def _shown(item: Item) -> str:
-    text = f"{item.key}={item.value}"
-    return text if len(text) <= 60 else f"{text[:57]}..."
+def _value_here(key: str, value: Any) -> Any:
+    """Return flatout's value of a key. None for a name that the table of words does not have."""
+    names = values_of(key)
+    if isinstance(value, list) and names:
+        found = [_value_here(key, one) for one in value]
+        return None if None in found else ", ".join(found)
+    if not isinstance(value, str) or not names:
+        return value
+    return value_for(key, value) or (value.lower() if value.lower() in names else None)
 
 
 COMMAND = Command(

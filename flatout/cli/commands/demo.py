@@ -5,36 +5,26 @@ from __future__ import annotations
 import hashlib
 import math
 import platform
-import shutil
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 from flatout.cli.commands import Command
 from flatout.cli.commands.prepare import prepare
 from flatout.cli.commands.train import TrainResult, train
-from flatout.cli.recommended import MAX_EPOCHS
 from flatout.config.schema import RunConfig, load_config
 from flatout.config.signature import Argument, Option, checked
-from flatout.data.sources.encodings import OR_SKIP
 from flatout.data.sources.local import missing
 from flatout.data.store.shards import Dataset
-from flatout.errors import (
-    CheckpointError,
-    DataError,
-    OutputInUse,
-    RunFailed,
-    TooLittleText,
-    UntrustedCode,
-    in_shell,
-)
+from flatout.display import value_lines
+from flatout.errors import CheckpointError, DataError, UntrustedCode, in_shell
 from flatout.hardware.machine import pick_device, probe
 from flatout.progress import SILENT, Progress
-from flatout.storage.recognised import recognise, require_local
+from flatout.storage.recognised import require_local
 from flatout.training.metrics.observers import Observer, Quiet
 from flatout.training.run_dir.layout import read_summary, trusted_config
 
@@ -42,6 +32,8 @@ LARGE_TEXT = 1_500_000
 """Bytes from which a text gets a trained vocabulary. A shorter one is tokenised by character."""
 MAX_TEXT = {"cpu": 16_000_000, "cuda": 200_000_000}
 """Maximum bytes that a demo reads from a user's file: more than it can train on."""
+MAX_EPOCHS = 15
+"""Passes over the text after which more training only memorises it."""
 MIN_TOKENS = 16
 """Minimum number of training tokens."""
 MIN_STEPS = 20
@@ -53,43 +45,27 @@ EVALUATIONS = 5
 """Number of evaluations in a demo, the last at the end."""
 FORWARD_SHARE = 0.4
 """Approximate share of a training step's time that evaluating the same number of tokens takes."""
-LONGEST_TIMING_S = 120.0
-"""Longest trial for the time of a step."""
-TIMING_S = 2.0
-"""Seconds of warm-up, and of the timed steps that determine the length of the run."""
-MIN_CHECKED = 5
-"""Fewest steps from whose time the length is determined again: a twentieth of all steps."""
-APART = 1.25
-"""Ratio of the two lengths from which the demo starts again with the second one."""
-MORE_TEXT = "Use a text of a few kilobytes or more."
+WARM_UP, TIMED, TIMED_S = 3, 20, 3.0
+"""Steps before the timed ones, and of these the number and the seconds after which they end."""
 
 
 class DemoResult(TrainResult):
     """The summary of a demo's run."""
 
     def summary(self) -> str:
-        """Return a sample, the loss curve and the metrics of the run, and what to try next."""
+        """Return a sample and the metrics of the run, and what to try next."""
         from flatout.cli.terminal import closing
         from flatout.storage.streams import columns
 
-        return closing(
-            self.model_dump(),
-            next_steps=f"Try next:\n{_next_steps(in_shell(self.run), columns())}",
-        )
-
-
-def _next_steps(run: str, width: int) -> str:
-    """Return commands to try next, ready to copy: each beside its purpose, or below it if long."""
-    steps = {
-        "more samples": f"flatout generate {run} --num-samples 3",
-        "its scores": f"flatout eval {run}",
-        "all curves": f"flatout report {run}",
-        "your own text": "flatout prepare FILE --out DATA; flatout inspect DATA",
-    }
-    lines = [f"  {what:<22}{command}" for what, command in steps.items()]
-    if max(map(len, lines)) > width:  # the terminal wraps longer ones, which can then be copied
-        lines = [f"  {what}\n    {command}" for what, command in steps.items()]
-    return "\n".join(lines)
+        run = in_shell(self.run)
+        steps = [
+            ("  more samples", f"flatout generate {run} --num-samples 3"),
+            ("  its scores", f"flatout eval {run}"),
+            ("  all curves", f"flatout report {run}"),
+            ("  your own text", "flatout prepare FILE --out DATA; flatout inspect DATA"),
+        ]
+        lines = value_lines(steps, columns())
+        return closing(self.model_dump(), next_steps="\n".join(["Try next:", *lines]))
 
 
 @dataclass(frozen=True)
@@ -120,107 +96,37 @@ def demo(
 
     Raises: DataError when FILE cannot be read; Stopped when a signal ended the run after a save.
     """
-    file = Path(file) if file else None
     if file is not None:
-        require_text_file(file)
+        require_local(file, error=DataError)
+        if not Path(file).exists():
+            raise missing(Path(file))
+        if not Path(file).is_file():
+            raise DataError(
+                f"{file} is not a file. `demo` takes one text file.",
+                fix="Name one text file. `flatout prepare` takes directories and several files.",
+            )
     device, _ = pick_device("auto", probe())
-    subject = subject_of(file, device)
-    config, is_finished = _stored_config(subject.run), read_summary(subject.run) is not None
-    watching = [*observers]
-    if config is None:
-        config = _new_config(subject, device, minutes, progress)
-        fit = partial(with_length, config, Dataset.open(subject.data), minutes=minutes)
-        watching.append(LengthCheck(fit))
-    elif is_finished:
-        progress.say(f"{subject.run} is finished. See below. Delete it to train again.")
-    else:
-        progress.say(f"Resuming {subject.run}.")
+    subject = subject_of(Path(file) if file else None, device)
     try:
-        result = train(config, run=subject.run, observers=watching, progress=progress)
-    except OtherLength as found:
-        (config,) = found.args
-        for observer in observers:
-            observer.on_event({"event": "stop"})
-        progress.say(
-            "The first steps took another time than expected. Starting again with "
-            f"{config.train.steps:,} steps."
-        )
-        shutil.rmtree(subject.run)
-        result = train(config, run=subject.run, observers=observers, progress=progress)
-    return DemoResult(**dict(result))
-
-
-def _stored_config(run: Path) -> RunConfig | None:
-    """Return the configuration of a demo that was started here, None when there is none.
-
-    Raises: CheckpointError, also when it names code to import.
-    """
-    try:
-        return trusted_config(run)
+        config = trusted_config(subject.run)
     except UntrustedCode as error:
         raise CheckpointError(
             error.what,
-            fix=f"A demo uses only flatout's own code, so {run} is not a demo: move it away.",
+            fix=f"A demo uses only flatout's own code, so {subject.run} is not a demo: move it "
+            "away.",
         ) from error
-
-
-class OtherLength(Exception):
-    """Ends a demo after its first steps, for one with this configuration, which fits the time."""
-
-
-class LengthCheck(Quiet):
-    """Checks the length of a demo once, by the time of its first steps after the warm-up."""
-
-    def __init__(self, fit: Callable[[float], RunConfig]) -> None:
-        self._fit, self._began_s = fit, 0.0
-
-    def on_tick(self, step: int, last_step: int) -> None:
-        """Raise OtherLength if another number of steps fits the time."""
-        counted = max(last_step // 20, MIN_CHECKED)
-        if step == 1:  # it includes the warm-up
-            self._began_s = time.monotonic()
-        elif step == 1 + counted:
-            config = self._fit((time.monotonic() - self._began_s) / counted)
-            if not 1 / APART < (config.train.steps or last_step) / last_step < APART:
-                raise OtherLength(config)
-
-
-def require_text_file(file: Path) -> None:
-    """Check that the file exists, is a regular file of text, and is not empty.
-
-    Raises: DataError.
-    """
-    if str(file).startswith(("http:/", "https:/")):
-        url = str(file).replace(":/", "://", 1)
-        raise DataError(
-            f"{url} is a URL. `demo` takes one text file.",
-            fix=f"Download it with `curl -LO {in_shell(url)}`. `flatout prepare` reads URLs.",
-        )
-    require_local(file, error=DataError)
-    known = recognise(file)
-    if known is not None:
-        raise DataError(known.instead_of("text"), fix=known.fix)
-    if file.is_dir():
-        raise DataError(
-            f"{file} is a directory. `demo` takes one text file.",
-            fix="Name one file in it. `flatout prepare` takes directories.",
-        )
-    if not file.exists():
-        raise missing(file)
-    if not file.is_file():
-        raise DataError(
-            f"{file} is not a regular file.",
-            fix="Name one text file. `flatout prepare` takes directories and several files.",
-        )
-    if not file.stat().st_size:
-        raise DataError(f"{file} is empty.", fix=MORE_TEXT)
+    if config is None:
+        config = _new_config(subject, device, minutes, progress)
+    elif read_summary(subject.run) is not None:
+        progress.say(f"{subject.run} is finished. See below. Delete it to train again.")
+    else:
+        progress.say(f"Resuming {subject.run}.")
+    result = train(config, run=subject.run, observers=observers, progress=progress)
+    return DemoResult(**dict(result))
 
 
 def subject_of(file: Path | None, device: str) -> Subject:
-    """Return the subject of a user's text, or of this Python's standard library without one.
-
-    The directories of a text are named after file and content.
-    """
+    """Return what a demo trains on. A text that changed has a dataset and a run of its own."""
     source, is_large, split = "python_stdlib", True, "hash 0.02"
     data, run = f"python-{platform.python_version()}", "demo"
     if file is not None:
@@ -252,7 +158,9 @@ def _new_config(subject: Subject, device: str, minutes: float, progress: Progres
             progress=progress,
         )
     except DataError as error:
-        raise _without_options(error) from error
+        if "--" not in error.fix:
+            raise
+        raise DataError(error.what, fix=f"With `flatout prepare`: {error.fix}") from error
     dataset = Dataset.open(subject.data)
     config = fit_text(
         load_config(subject.recipe, [f"data.path={subject.data}", f"name={subject.run.name}"]),
@@ -263,16 +171,6 @@ def _new_config(subject: Subject, device: str, minutes: float, progress: Progres
     return with_length(config, dataset, step_s, minutes)
 
 
-def _without_options(error: DataError) -> DataError:
-    """Return the error with a fix that demo supports: it lacks the options of prepare."""
-    if isinstance(error, TooLittleText):
-        return DataError(error.what, fix=MORE_TEXT)
-    if isinstance(error, OutputInUse):
-        return DataError(error.what, fix="Remove that directory, or move it away.")
-    fix = error.fix.replace(OR_SKIP, "")
-    return DataError(error.what, fix=f"Use `flatout prepare`: {fix}" if "--" in fix else fix)
-
-
 def fit_text(config: RunConfig, dataset: Dataset) -> RunConfig:
     """Return the configuration with sequences and steps that a short text can fill.
 
@@ -280,7 +178,10 @@ def fit_text(config: RunConfig, dataset: Dataset) -> RunConfig:
     """
     tokens = dataset.split("train").num_tokens
     if tokens < MIN_TOKENS:
-        raise DataError(f"{dataset.path} has only {tokens} training tokens.", fix=MORE_TEXT)
+        raise DataError(
+            f"{dataset.path} has only {tokens} training tokens.",
+            fix="Use a text of a few kilobytes or more.",
+        )
     seq_len, rows = config.data.seq_len, (config.batch.tokens_per_step or 0) // config.data.seq_len
     while seq_len > 8 and tokens < 8 * seq_len:
         seq_len //= 2
@@ -304,17 +205,35 @@ def with_length(config: RunConfig, dataset: Dataset, step_s: float, minutes: flo
     )
 
 
-def seconds_per_step(config: RunConfig) -> float:
-    """Return the time of one optimizer step of this model, measured on a run that is discarded."""
-    from flatout.measure.scripts.request import Timing
-    from flatout.measure.trial import try_recipe
+class Timed(Exception):
+    """Ends a run whose steps were timed."""
 
-    with tempfile.TemporaryDirectory() as folder:
-        timing = Timing(seconds=TIMING_S, warmup_s=TIMING_S)
-        result = try_recipe(config, timing, LONGEST_TIMING_S, Path(folder) / "run")
-        if not result.is_ok:
-            raise RunFailed(f"It cannot train: {result.reason}", fix="Run `flatout diagnose`.")
-        return result.step_ms / 1e3
+
+class FirstSteps(Quiet):
+    """Times the steps of a run after its warm-up, and then ends it."""
+
+    step_s = 0.0
+    """Seconds of one step."""
+
+    def on_tick(self, step: int, last_step: int) -> None:
+        """Raise Timed after enough steps."""
+        now_s = time.monotonic()
+        if step == WARM_UP:
+            self._began_s = now_s
+        elif step > WARM_UP:
+            steps, passed_s = step - WARM_UP, now_s - self._began_s
+            self.step_s = passed_s / steps
+            if steps >= TIMED or passed_s >= TIMED_S:
+                raise Timed
+
+
+def seconds_per_step(config: RunConfig) -> float:
+    """Return the time of an optimizer step, measured on the first steps of a run without files."""
+    timer = FirstSteps()
+    config = config.with_values({"train.steps": 1000, "train.eval_every": 0, "log.to": []})
+    with tempfile.TemporaryDirectory() as folder, suppress(Timed):
+        train(config, run=Path(folder) / "run", observers=[timer])
+    return timer.step_s
 
 
 COMMAND = Command(demo, example="flatout demo book.txt", writes_files=True, is_timed=True)

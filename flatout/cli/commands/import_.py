@@ -9,6 +9,7 @@ from flatout.cli.commands import Command, EndOfText, Pattern
 from flatout.config.signature import Argument, Option, checked
 from flatout.data.prepare.import_tokens import ImportOptions, import_tokens
 from flatout.data.token_formats import Documents
+from flatout.display import Display
 from flatout.progress import SILENT, Progress, counted
 from flatout.storage.files import expanded
 from flatout.storage.json_io import Result
@@ -81,11 +82,12 @@ class ImportResult(Result):
     tokens_per_s: float
     """Tokens divided by that time, 0 when the dataset already existed."""
 
-    def summary(self) -> str:
+    def display(self) -> Display:
         """Return the path, the time and the counts."""
         verb = f"written in {self.seconds:.1f} s" if self.tokens_per_s else "already exists"
-        counts = f"{counted(self.tokens, 'token')} of {counted(self.documents, 'document')}"
-        return f"{self.path}  {verb}\n  {counts}, from {counted(self.chunks, 'file')}"
+        counts = f"{self.tokens:,} of {counted(self.documents, 'document')}"
+        values = [("tokens", f"{counts}, from {counted(self.chunks, 'file')}")]
+        return Display(f"{self.path}  {verb}", values)
 
 
 @checked

@@ -9,7 +9,7 @@ from flatout.cli.commands import Command, Overrides, RecipeName
 from flatout.config.schema import load_config
 from flatout.config.signature import Option, checked
 from flatout.errors import ConfigError
-from flatout.measure.plan.report import Plan
+from flatout.measure.plan.result import Plan
 from flatout.progress import SILENT, Progress
 from flatout.storage.cache import default_cache
 

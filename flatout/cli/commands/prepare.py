@@ -24,6 +24,7 @@ from flatout.data.prepare.pipeline import (
 )
 from flatout.data.prepare.plan.work_dir import WorkPart
 from flatout.data.prepare.upload import prepare_upload
+from flatout.display import Display
 from flatout.errors import UsageError
 from flatout.progress import SILENT, Progress, counted
 from flatout.storage.json_io import JsonObject, Result
@@ -150,12 +151,12 @@ class PrepareResult(Result):
     """Omitted rows and files. The manifest lists which and why."""
     skipped_by_reason: dict[str, int]
     """The same by reason, such as `.png file` for a file that is not read from directories."""
-    closing: str = Field(exclude=True, repr=False)
-    """The summary, as text."""
+    shown: Display = Field(exclude=True, repr=False)
+    """What a person sees of it."""
 
-    def summary(self) -> str:
-        """Return the closing lines for a person."""
-        return self.closing
+    def display(self) -> Display:
+        """Return the path and the counts."""
+        return self.shown
 
 
 @checked
@@ -243,23 +244,21 @@ def _result(made: Prepared) -> PrepareResult:
     # Of masked text, a manifest has the size of what counts alone.
     is_masked = any(split.masks for split in manifest.splits.values())
     size = "" if is_masked else f", {manifest.text_bytes / 1e6:,.2f} MB of text"
-    documents = counted(manifest.documents, "document")
     if manifest.cut_documents:
-        whose = "its" if manifest.documents == 1 else "of one, the"
-        documents += f" ({whose} end is for validation)"
+        size += " (the end of one is for validation)"
     splits = ", ".join(f"{name} {split.tokens:,}" for name, split in manifest.splits.items())
-    lines = [
-        f"{made.path}  {'already exists' if made.existed else f'written in {made.seconds:.1f} s'}",
-        f"  {manifest.tokens:,} tokens of {documents}{size}",
-        f"  tokenizer {manifest.tokenizer.name}, vocabulary {manifest.vocab_size:,}; "
-        f"split by {manifest.split_rule}: {splits}",
+    values = [
+        ("tokens", f"{manifest.tokens:,} of {counted(manifest.documents, 'document')}{size}"),
+        ("tokenizer", f"{manifest.tokenizer.name}, vocabulary {manifest.vocab_size:,}"),
+        ("split", f"{manifest.split_rule}: {splits}"),
     ]
     for entry in manifest.skipped:
         first = f" (first: {entry.first[0]})" if entry.first else ""
         what = entry.reason  # in the plural if it names a kind of thing, such as `.py file`
         if entry.count != 1:
             what = re.sub(r"^(\S+ )?(file|document)\b", r"\g<0>s", what)
-        lines.append(f"  omitted: {entry.count:,} {what}{first}")
+        values.append(("omitted", f"{entry.count:,} {what}{first}"))
+    done = "already exists" if made.existed else f"written in {made.seconds:.1f} s"
     return PrepareResult(
         path=made.path,
         documents=manifest.documents,
@@ -269,7 +268,7 @@ def _result(made: Prepared) -> PrepareResult:
         tokens_per_s=made.tokens_per_s,
         skipped=sum(skipped.values()),
         skipped_by_reason=skipped,
-        closing="\n".join(lines),
+        shown=Display(f"{made.path}  {done}", values),
     )
 
 
@@ -291,8 +290,10 @@ def _part_result(made: PreparedPart, part: WorkPart) -> PrepareResult:
         tokens_per_s=round(tokens / made.seconds, 1),
         skipped=skipped.total(),
         skipped_by_reason=dict(skipped),
-        closing=f"{made.path}  part {part.index}/{part.count} done in {made.seconds:.1f} s: "
-        f"{len(records):,} ranges; {left}",
+        shown=Display(
+            f"{made.path}  part {part.index}/{part.count} done in {made.seconds:.1f} s: "
+            f"{len(records):,} ranges; {left}"
+        ),
     )
 
 

@@ -9,7 +9,7 @@ from flatout.cli.commands import Command, Overrides, RecipeName
 from flatout.cli.commands.train import load_checked
 from flatout.config.signature import Option, checked
 from flatout.errors import UsageError
-from flatout.measure.profile.report import Profile
+from flatout.measure.profile.result import Profile
 from flatout.progress import SILENT, Progress
 from flatout.storage.cache import default_cache
 from flatout.storage.recognised import require_local
@@ -48,11 +48,12 @@ def profile(
         )
     require_local(out or "", "--out ")
     config = load_checked(recipe, overrides, progress=progress)
-    from flatout.measure.profile.profile import Wanted, run_profile
+    from flatout.measure.profile.profile import run_profile
 
     return run_profile(
         config,
-        wanted=Wanted(steps, skip),
+        steps=steps,
+        skip=skip,
         out=None if out is None else Path(out),
         cache=default_cache(),
         progress=progress,

@@ -36,8 +36,9 @@ class ReportResult(Result):
     wall_s: float
     """Seconds that reading and writing took."""
 
-    def summary(self) -> str:
-        """Return the path of the page and its size."""
+    @property
+    def headline(self) -> str:
+        """The path of the page and its size."""
         size = f"{self.bytes / 1e6:.1f} MB, {self.records:,} records"
         return f"{self.path}  ({size}; open it in a browser)"
 
@@ -59,10 +60,10 @@ def report(
 ) -> ReportResult:
     """Write one HTML page about a run, or about several side by side.
 
-    The page has the curves (against steps, tokens or time), the events, the results, where the time
-    of a step went, samples and settings, and for several runs their differences. It is one file
-    that opens offline. A directory with a metrics.jsonl of another training loop works too, and the
-    one that `flatout tune -- python train.py` wrote, with its table and its patch.
+    The page has the settings in which several runs differ, the results, the curves (against steps,
+    tokens or time), findings, samples, events and settings. It is one file that opens offline. A
+    directory with a metrics.jsonl of another training loop works too, and the one that
+    `flatout tune -- python train.py` wrote, with its table and its patch.
 
     Raises: CheckpointError when a run does not exist; MissingPackage without bokeh.
     """

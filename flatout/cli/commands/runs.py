@@ -1,4 +1,4 @@
-"""List runs: their state, step, loss, size, age and settings."""
+"""List runs, and the checkpoints of a run."""
 
 from __future__ import annotations
 
@@ -7,101 +7,287 @@ import math
 import os
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
 from flatout.cli.commands import Command
-from flatout.config.signature import Argument, checked
-from flatout.display import age, aligned, amount, optional
-from flatout.errors import CheckpointError, FlatoutError, on_one_line
+from flatout.config.signature import Argument, Option, checked
+from flatout.display import Display, Show, age, amount, loss, table_of
+from flatout.errors import CheckpointError, ConfigError, FlatoutError, in_shell, on_one_line
 from flatout.measure.runlog import RunLog
-from flatout.storage.files import Stored, folder_bytes
+from flatout.progress import SILENT, Progress
+from flatout.storage.files import Stored, folder_bytes, writing_run
 from flatout.storage.json_io import JsonObject, Result
-from flatout.storage.recognised import require_local
-from flatout.training.checkpoint import catalog, location
+from flatout.training.checkpoint import catalog, contents, location
+from flatout.training.checkpoint.catalog import CheckpointInfo
 from flatout.training.run_dir import layout
-from flatout.training.run_dir.lock import run_state
+from flatout.training.run_dir.lock import hold_lock, is_locked, run_state
+from flatout.training.run_dir.lookup import RUNS, find_run
 
-DEFAULT_ROOT = Path("runs")
 TAIL_BYTES = 256 * 1024
 """How much of metrics.jsonl is read: its end has the last losses."""
 WRITTEN = (layout.METRICS, layout.EVENTS, layout.SUMMARY)
 """Files whose times show when a run was last active. A command that is refused changes others."""
+Loss = Annotated[float | None, Show("loss", loss, unknown="-")]
+ValidationLoss = Annotated[float | None, Show("val loss", loss, unknown="-")]
+Bytes = Annotated[int, Show("size", lambda size: amount(size, "bytes"))]
+Age = Annotated[float, Show("age", age)]
 
 
 class RunItem(Stored):
     """One run."""
 
-    run: str
+    run: Annotated[str, Show("run")]
     """The run directory."""
-    state: str
+    state: Annotated[str, Show("state")]
     """running, finished, stopped (saved, the same command resumes it), interrupted, failed, killed
     (without an exit code), new or damaged."""
-    step: int
+    step: Annotated[int, Show("step", record=lambda item: item.progress())]
     """Last recorded optimizer step."""
     last_step: int | None
     """Optimizer steps of the whole run."""
-    train_loss: float | None
+    train_loss: Loss
     """Last recorded training loss, in nats per token."""
-    val_loss: float | None
+    val_loss: ValidationLoss
     """Last recorded validation loss, in nats per token."""
     checkpoints: list[int]
     """Steps that have a checkpoint."""
-    bytes: int
+    bytes: Bytes
     """Size of the run directory and its checkpoints."""
-    age_s: float
+    age_s: Age
     """Seconds since its last record or event."""
-    settings: JsonObject
+    settings: Annotated[JsonObject, Show("settings", record=lambda item: item.differences())]
     """The keys in which runs of its recipe differ, and the recipe's `name` if several are listed.
 
     Values are as the user gave them."""
 
+    def progress(self) -> str:
+        """Return the step, and the last one if it is known."""
+        return f"{self.step:,}" + (f"/{self.last_step:,}" if self.last_step else "")
+
+    def differences(self) -> str:
+        """Return the settings, with the recipe if the directory's name does not show it."""
+        return ", ".join(
+            f"{key}={on_one_line(one) if isinstance(one, str) else json.dumps(one, default=str)}"
+            for key, one in self.settings.items()
+            if key != "name" or not os.path.basename(self.run).startswith(str(one))
+        )
+
+
+class CheckpointItem(Stored):
+    """One checkpoint."""
+
+    path: str
+    """Its directory."""
+    step: Annotated[int, Show("step")]
+    """Optimizer steps before it."""
+    train_loss: Loss
+    """Training loss at this step, in nats per token."""
+    val_loss: ValidationLoss
+    """Validation loss at this step, in nats per token."""
+    files: int
+    """Its files. 0 if its manifest cannot be read."""
+    bytes: Bytes
+    """Its size."""
+    age_s: Age
+    """Seconds since it was saved."""
+    valid: Annotated[bool | None, Show("", record=lambda item: item.state())]
+    """Whether all of its files are there and match its manifest. Null if only their sizes were
+    compared, and match."""
+    problems: list[str]
+    """Why it is not valid: one sentence per file."""
+    best: bool | None = None
+    """Whether it has the lowest validation loss of the run. Null if that is not known."""
+    info: CheckpointInfo | None
+    """What it states about itself. Null if an earlier version wrote it, or it is not readable."""
+
+    def state(self) -> str:
+        """Return whether it is valid, if that is known, and whether it is the best one."""
+        known = {None: [], True: ["valid"], False: ["not valid"]}[self.valid]
+        return ", ".join([*known, *["best"] * bool(self.best)])
+
 
 class RunsResult(Result):
-    """All runs, oldest first."""
+    """Runs, oldest first, or one run with its checkpoints."""
 
     items: list[RunItem]
     """One object per run."""
+    checkpoints: tuple[CheckpointItem, ...] = ()
+    """Of the run that was named, by step."""
+    aside: tuple[str, ...] = ()
+    """The directories of its checkpoints that were set aside: the run went back to an earlier step.
+    They do not count, and take space."""
+    removed: tuple[str, ...] = ()
+    """The directories that this command deleted."""
 
-    def summary(self) -> str:
-        """Return a table with one line per run, each followed by the settings that differ."""
+    def display(self) -> Display:
+        """Return the runs, the checkpoints of the run that was named, and what was deleted."""
         if not self.items:
-            return "There are no runs yet. `flatout demo` starts one."
+            return Display("There are no runs yet. `flatout demo` starts one.")
         base = os.path.commonpath([os.path.dirname(item.run) for item in self.items])
-        rows: list[tuple[str, ...]] = [("run", "state", "step", "loss", "val loss", "size", "age")]
-        for item in self.items:
-            step = f"{item.step:,}" + (f"/{item.last_step:,}" if item.last_step else "")
-            losses = (optional(loss, ".4f") for loss in (item.train_loss, item.val_loss))
-            name, size = os.path.relpath(item.run, base or None), amount(item.bytes, "bytes")
-            rows.append((name, item.state, step, *losses, size, age(item.age_s)))
-        head, *lines = aligned(rows, left=2)
-        shown = [f"In {base or '.'}:", head]
-        for line, item in zip(lines, self.items, strict=True):
-            text = _settings_text(item)
-            shown += [line, f"    {text}"] if text else [line]
-        return "\n".join(shown)
+        rows = [
+            item.model_copy(update={"run": os.path.relpath(item.run, base or None)})
+            for item in self.items
+        ]
+        tables = [table_of(each) for each in (rows, self.checkpoints) if each]
+        notes = [f"Deleted {path}" for path in self.removed]
+        notes += [item.problems[0] for item in self.checkpoints if item.problems]
+        run = in_shell(self.items[0].run)
+        if self.checkpoints:
+            notes.append(f"`flatout verify {run}` reads every file of the checkpoints.")
+        if self.aside:
+            notes.append(
+                f"Set aside, since the run went back to an earlier step: {', '.join(self.aside)}. "
+                f"`flatout runs {run} --remove-aside` deletes what was set aside."
+            )
+        return Display(f"In {base or '.'}:", (), tables, notes)
 
 
 @checked
 def runs(
-    root: Annotated[
-        Path | str, Argument("Directory that contains run directories, or one of them.")
-    ] = DEFAULT_ROOT,
+    run: Annotated[
+        str | Path | None,
+        Argument("A run, or a directory that contains runs (default: runs)."),
+    ] = None,
+    keep: Annotated[
+        int | None,
+        Option(
+            "Delete the run's checkpoints but the newest N valid ones, the best one, and those "
+            "that checkpoint.keep_every keeps.",
+            min=1,
+        ),
+    ] = None,
+    remove_aside: Annotated[
+        bool,
+        Option("Delete the checkpoints that were set aside when the run went back to a step."),
+    ] = False,
+    *,
+    progress: Progress = SILENT,
 ) -> RunsResult:
     """List runs: their state, step, loss, size, age, and the settings in which they differ.
 
-    Raises: CheckpointError when `root` is given and does not exist.
+    Given a run, its checkpoints are listed too. Nothing is deleted without --keep or
+    --remove-aside, and never the last valid checkpoint. `flatout verify RUN` reads every file.
+
+    Raises: CheckpointError when there is no such run, or it is running and something is to be
+            deleted.
     """
-    require_local(root)
-    root = Path(root)
-    if not root.is_dir() and root != DEFAULT_ROOT:
-        raise CheckpointError(
-            f"There is no directory {root}.",
-            fix="Name a directory of runs. Without one, `flatout runs` lists those in ./runs.",
+    root = RUNS if run is None else Path(run)
+    paths = layout.list_runs(root) if root.is_dir() else []
+    if run is not None and not paths:
+        root = find_run(run)
+        paths = [root]
+    if paths != [root] and (keep is not None or remove_aside):
+        raise ConfigError(
+            f"{'--remove-aside' if keep is None else '--keep'} deletes checkpoints of one run.",
+            fix="Name it: `flatout runs RUN --keep 1`.",
         )
-    paths = layout.list_runs(root)
+    removed: list[str] = []
+    if keep is not None or remove_aside:
+        removed = _remove(root, keep, remove_aside=remove_aside, progress=progress)
     settings = differing([_settings(path) for path in paths])
-    return RunsResult(items=list(map(_item, paths, settings)))
+    items = list(map(_item, paths, settings))
+    if paths != [root] or items[0].state == "damaged":
+        return RunsResult(items=items)
+    return RunsResult(
+        items=items,
+        checkpoints=tuple(checkpoint_items(root)),
+        aside=tuple(map(str, catalog.aside_paths(root))),
+        removed=tuple(removed),
+    )
+
+
+def checkpoint_items(
+    run: Path, *, read: bool = False, progress: Progress = SILENT
+) -> list[CheckpointItem]:
+    """Return the checkpoints of a run, by step. With `read`, each of their files is read in full.
+
+    Those that a running process deletes meanwhile are omitted. The validation loss of the last
+    step, which a run measures after its last save, is that of metrics.jsonl.
+    """
+    paths = [catalog.checkpoint_path(run, step) for step in catalog.steps(run)]
+    found = [(path, checkpoint_item(path, read=read, progress=progress)) for path in paths]
+    items = [item for path, item in found if path.exists()]
+    best, sound = None, [item for item in items if not item.problems]
+    with suppress(CheckpointError):
+        best = catalog.best_step_of(Path(sound[-1].path)) if sound else None
+    losses = {
+        record["step"]: record["val/loss"]
+        for record in (RunLog(run).records() if items else ())
+        if "val/loss" in record
+    }
+    return [
+        item.model_copy(
+            update={"best": item.step == best, "val_loss": item.val_loss or losses.get(item.step)}
+        )
+        for item in items
+    ]
+
+
+def checkpoint_item(
+    path: Path, *, read: bool = False, progress: Progress = SILENT
+) -> CheckpointItem:
+    """Return a checkpoint, whose tensors are read in full or judged by the sizes of their files."""
+    try:
+        if read:
+            problems = contents.problems_of(path, progress=progress)
+        else:
+            problems = catalog.verify(path, check=catalog.check_unless("model", "optimizer"))
+    except OSError as error:
+        problems = [f"{error.filename or path} cannot be read: {error.strerror}."]
+    info = catalog.read_info(path)
+    return CheckpointItem(
+        path=str(path),
+        step=catalog.step_of(path),
+        train_loss=info and info.train_loss,
+        val_loss=info and info.val_loss,
+        files=sum(1 for _ in path.glob("*")),
+        bytes=folder_bytes(path),
+        age_s=_age_s(info.saved_at if info else None, path),
+        valid=False if problems else read or None,
+        problems=problems,
+        info=info,
+    )
+
+
+def _age_s(saved_at: float | None, *files: Path) -> float:
+    """Return the seconds since a time, or without one since the last change of some files."""
+    changed = (file.stat().st_mtime for file in files if file.exists())
+    then = saved_at or max(changed, default=time.time())
+    return round(max(time.time() - then, 0.0), 1)
+
+
+def _remove(folder: Path, keep: int | None, *, remove_aside: bool, progress: Progress) -> list[str]:
+    """Delete checkpoints of a run, and return their paths.
+
+    Raises: CheckpointError when a process trains in the run directory.
+    """
+    if is_locked(folder):
+        raise CheckpointError(
+            f"{folder} is in use: its checkpoints change while it trains.",
+            fix="Wait until it finishes, or stop it: its own command resumes it. "
+            "checkpoint.keep sets which ones a run keeps by itself.",
+        )
+    location.require_own_folder(folder)
+    removed = []
+    with hold_lock(folder, progress=progress), writing_run(folder):
+        if keep is not None:
+            config = layout.read_config(folder)
+            items = checkpoint_items(folder, read=True, progress=progress)
+            valid = {Path(item.path) for item in items if item.valid}
+            deleted = catalog.prune(
+                folder,
+                keep,
+                next((item.step for item in items if item.best), None),
+                config.checkpoint.keep_every if config else None,
+                is_complete=valid.__contains__,
+            )
+            removed += [str(catalog.checkpoint_path(folder, step)) for step in deleted]
+        for path in catalog.aside_paths(folder) if remove_aside else ():
+            catalog.delete_aside(path)
+            removed.append(str(path))
+    return removed
 
 
 def differing(configurations: Sequence[JsonObject]) -> list[JsonObject]:
@@ -133,36 +319,18 @@ def _settings(path: Path) -> JsonObject:
         return {}
 
 
-def _settings_text(item: RunItem) -> str:
-    """Return a run's settings as text, with its recipe if the directory's name does not show it."""
-    shown = {
-        key: value
-        for key, value in item.settings.items()
-        if key != "name" or not os.path.basename(item.run).startswith(str(value))
-    }
-    return ", ".join(
-        f"{key}={on_one_line(value) if isinstance(value, str) else json.dumps(value, default=str)}"
-        for key, value in shown.items()
-    )
-
-
 def _item(path: Path, settings: JsonObject) -> RunItem:
-    try:
-        config = layout.read_config(path)
-        checkpoints, state = catalog.steps(path), run_state(path)
-        size = folder_bytes(path)
+    config, checkpoints, state, size = None, [], "damaged", folder_bytes(path)
+    last: dict[str, float] = {}
+    with suppress(FlatoutError):
+        config, checkpoints = layout.read_config(path), catalog.steps(path)
         elsewhere = location.checkpoints_folder(path)
         size += 0 if elsewhere.is_relative_to(path) else folder_bytes(elsewhere)
         log = RunLog(path, tail_bytes=TAIL_BYTES)
-        steps = (config and config.train.steps) or math.inf
-        records = [record for record in log.records() if record["step"] <= steps]
-        state = state if log.is_readable else "damaged"
-    except FlatoutError:
-        config, checkpoints, state, size, records = None, [], "damaged", folder_bytes(path), []
-    last = {name: value for record in records for name, value in record.items()}
+        end = (config and config.train.steps) or math.inf
+        last = {k: v for each in log.records() if each["step"] <= end for k, v in each.items()}
+        state = run_state(path) if log.is_readable else "damaged"
     written = [path / name for name in WRITTEN if (path / name).exists()]
-    written = written or [path / layout.CONFIG]
-    age_s = time.time() - max(file.stat().st_mtime for file in written)
     return RunItem(
         run=str(path),
         state=state,
@@ -172,7 +340,7 @@ def _item(path: Path, settings: JsonObject) -> RunItem:
         val_loss=last.get("val/loss"),
         checkpoints=checkpoints,
         bytes=size,
-        age_s=round(max(age_s, 0.0), 1),
+        age_s=_age_s(None, *(written or [path / layout.CONFIG])),
         settings=settings,
     )
 

@@ -11,10 +11,11 @@ from pydantic import ValidationError
 from flatout.assembly import preflight
 from flatout.assembly.preflight import for_world_size, resolve_batch
 from flatout.cli.commands import Command, Overrides, RecipeName, TrustCode
-from flatout.cli.commands.eval import DatasetScore, score_table
+from flatout.cli.commands.eval import DatasetScore
 from flatout.config.schema import RunConfig, load_config
 from flatout.config.signature import Option, checked
 from flatout.data.conversation.templates import stored_template
+from flatout.display import Display, table_of, terminal_text
 from flatout.distributed.launch import num_processes, replicas
 from flatout.hardware.machine import probe
 from flatout.progress import SILENT, Progress
@@ -94,11 +95,12 @@ class TrainResult(Result):
     """Digest of the files of the final weights: equal runs of as many processes have equal ones."""
 
     def summary(self) -> str:
-        """Return the last sample, the loss curve and the metrics of the run."""
+        """Return the last sample and the metrics of the run."""
         from flatout.cli.terminal import closing
 
         parts = [closing(self.model_dump())]
-        parts += [score_table(self.by_dataset)] if len(self.by_dataset) > 1 else []
+        if len(self.by_dataset) > 1:
+            parts.append(terminal_text(Display(tables=[table_of(self.by_dataset)])))
         parts += [self.stopped_because] if self.stopped_because else []
         return "\n\n".join(parts)
 

@@ -2,49 +2,30 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Literal
 
 from flatout.assembly import preflight
 from flatout.cli.commands import Command, Overrides, TrustCode
+from flatout.cli.commands.runs import CheckpointItem, checkpoint_item, checkpoint_items
 from flatout.config.registry import RECIPES
 from flatout.config.schema import load_config
 from flatout.config.signature import Argument, Option, checked
 from flatout.data.store.manifest import TOKENIZER
 from flatout.data.store.remote import dataset_url
 from flatout.data.store.verify import verify_dataset, verify_remote
+from flatout.display import Display, table_of
 from flatout.errors import CheckpointError, ConfigError, FlatoutError, in_shell
 from flatout.measure.resume import ResumeProof
 from flatout.progress import SILENT, Progress, counted, readable_size
-from flatout.storage.files import Stored, folder_bytes, sha256
+from flatout.storage.files import sha256
 from flatout.storage.json_io import Result
 from flatout.storage.remote.urls import is_url
-from flatout.training.checkpoint import catalog, contents
+from flatout.training.checkpoint import catalog
 from flatout.training.run_dir import layout
 from flatout.training.run_dir.config_seal import require_unedited
 from flatout.training.run_dir.lookup import RUNS
 from flatout.training.run_dir.resume import UNSEALED_KEYS, settings_file
-
-
-class CheckpointItem(Stored):
-    """One checkpoint."""
-
-    path: str
-    """Its directory."""
-    step: int
-    """Its step."""
-    files: int
-    """Its files."""
-    bytes: int
-    """Their size."""
-    problems: list[str]
-    """One sentence per problem. Empty when it is valid."""
-
-    @property
-    def is_valid(self) -> bool:
-        """Whether a run can resume from it."""
-        return not self.problems
 
 
 class VerifyResult(Result):
@@ -76,29 +57,24 @@ class VerifyResult(Result):
         """0 if `ok`, otherwise 1."""
         return 0 if self.ok else 1
 
-    def summary(self) -> str:
-        """Return one line when everything is intact, or the problems and the fix."""
+    def display(self) -> Display:
+        """Return what was read, and the problems with their fix."""
         if self.resume is not None:
-            return self.resume.text()
-        damage, files = f"is damaged: {counted(len(self.problems), 'problem')}", self.files
+            return Display(self.resume.text())
+        found = f"is damaged: {counted(len(self.problems), 'problem')}."
+        read = f"{counted(self.files, 'file')} read, {readable_size(self.bytes)}."
+        fix = "Fix: restore the damaged files from a copy, or delete the checkpoint."
         if self.kind == "dataset":
-            read = f"{counted(self.blocks, 'block')} of {counted(files, 'file')} read"
-            read += f", {self.bytes / 1e6:,.1f} MB"
-            if self.ok:
-                return f"{self.path} is intact: {read}."
+            read = f"{counted(self.blocks, 'block')} of {read}"
             fix = "Fix: delete it and run `flatout prepare` again, or copy it again."
-            return "\n".join([f"{self.path} {damage}. {read}.", *self.problems, fix])
-        read = f"{counted(files, 'file')} read, {readable_size(self.bytes)}"
-        lines = [f"{self.path} {'is valid' if self.ok else damage}. {read}.", *self.problems]
-        if self.kind == "run":
-            valid = [f"step {item.step}" for item in self.checkpoints if item.is_valid]
-            lines.append(f"Valid checkpoints: {', '.join(valid) or 'none'}.")
-            if self.newest_valid is not None:
-                newest = f"The newest valid one is {self.newest_valid}: the run resumes from it."
-                lines.append(newest)
-        if not self.ok:
-            lines.append("Fix: restore the damaged files from a copy, or delete the checkpoint.")
-        return "\n".join(lines)
+        notes = [*self.problems]
+        if self.newest_valid and self.kind == "run":
+            notes.append(f"The run resumes from the newest valid one, {self.newest_valid}.")
+        notes += [] if self.ok else [fix]
+        tables = [table_of(self.checkpoints)] if self.checkpoints else []
+        return Display(
+            f"{self.path} {'is intact.' if self.ok else found} {read}", (), tables, notes
+        )
 
 
 @checked
@@ -140,14 +116,9 @@ def verify(
     Raises: UsageError when it is none of these, or a store does not answer; RunFailed when the
             recipe cannot be trained.
     """
-    shown, given = (
-        str(path),
-        [
-            *([overrides] if isinstance(overrides, str) else overrides or ()),
-            *(["--steps"] if steps is not None else []),
-        ],
-    )
-    given += ["--trust-code"] if trust_code else []
+    shown = str(path)
+    given = [overrides] if isinstance(overrides, str) else [*(overrides or ())]
+    given += ["--steps"] * (steps is not None) + ["--trust-code"] * trust_code
     if resume:
         run = run_at(Path(path)) if shown not in RECIPES.names() else None
         named = path if run is None else settings_file(run)
@@ -224,29 +195,16 @@ def _verify_checkpoints(run: Path | None, checkpoint: Path, progress: Progress) 
 
     Raises: CheckpointError when the run has no checkpoint.
     """
-    paths, items = [checkpoint], []
-    if run is not None:
-        paths = [catalog.checkpoint_path(run, step) for step in catalog.steps(run)]
-    for path in paths:
-        problems, files = contents.problems_of(path, progress=progress), 0
-        with suppress(CheckpointError):
-            files = len(catalog.read_manifest(path).files)
-        if run is None or path.exists():  # a run that is training deletes old ones
-            items.append(
-                CheckpointItem(
-                    path=str(path),
-                    step=catalog.step_of(path),
-                    files=files,
-                    bytes=folder_bytes(path),
-                    problems=problems,
-                )
-            )
+    if run is None:
+        items = [checkpoint_item(checkpoint, read=True, progress=progress)]
+    else:
+        items = checkpoint_items(run, read=True, progress=progress)
     if not items:
         raise CheckpointError(
             f"The run {run} has no checkpoint yet.",
             fix="Train it first: `flatout train` saves every ten minutes and at the end.",
         )
-    valid = [item.path for item in items if item.is_valid]
+    valid = [item.path for item in items if item.valid]
     problems = [] if run is None else _run_problems(run, Path(valid[-1]) if valid else None)
     problems += [problem for item in items for problem in item.problems]
     return VerifyResult(

@@ -1,4 +1,4 @@
-"""Terminal output: the progress of long operations and runs, and a small loss curve.
+"""Terminal output: the progress of long operations and runs, and the closing lines of a run.
 
 Everything here goes to standard error. Standard output is for results. On a terminal, each
 operation has one line that is redrawn. In a log file or a pipe, it prints a plain line every five
@@ -10,11 +10,9 @@ from __future__ import annotations
 from flatout.cli.terminal.closing import closing
 from flatout.cli.terminal.lines import Terminal
 from flatout.cli.terminal.panel import RunReport
-from flatout.cli.terminal.picture import curve
 
 __all__ = [
     "RunReport",
     "Terminal",
     "closing",
-    "curve",
 ]

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from flatout.errors import OutputInUse
+from flatout.display import Display
+from flatout.errors import OutputInUse, in_shell
 from flatout.models.families.export_mark import MARK
 from flatout.progress import readable_size
 from flatout.storage.files import PART, sync
@@ -22,10 +23,10 @@ DEFAULT_SHARD_MIB = 4096
 
 
 class Export(Result):
-    """An exported model, on this machine or on the hub."""
+    """An exported model."""
 
     path: str
-    """The directory, or the commit of an upload."""
+    """The directory."""
     format: str
     """huggingface, safetensors or gguf."""
     run: str
@@ -44,16 +45,14 @@ class Export(Result):
     """Seconds that it took."""
     notes: list[str]
     """What to know about the export."""
-    repository: str | None = None
-    """ORG/NAME of an upload."""
-    url: str | None = None
-    """The commit of an upload."""
 
-    def summary(self) -> str:
-        """Return the path or URL, the class that loads it, and what to know."""
+    def display(self) -> Display:
+        """Return the path, the class that loads it, what to know, and how to upload it."""
         kind = f", {self.model_class}" if self.model_class else ""
         size = f"{readable_size(self.bytes)} in {self.files} files"
-        return "\n".join([f"{self.path}  ({size}{kind}, {self.wall_s:.1f} s)", *self.notes])
+        upload = f"Upload it: hf upload ORG/NAME {in_shell(self.path)}"
+        headline = f"{self.path}  ({size}{kind}, {self.wall_s:.1f} s)"
+        return Display(headline, notes=[*self.notes, upload])
 
 
 def require_free(out: Path, *, overwrite: bool = False) -> None:

@@ -6,17 +6,14 @@ from importlib.util import find_spec
 
 from flatout.errors import MissingPackage
 
-EXTRAS = {"gguf": "gguf", "huggingface_hub": "hub"}
-"""The extra of flatout that installs each package."""
-
 
 def require_package(package: str, purpose: str) -> None:
-    """Check that a package is installed. `purpose` is the start of the sentence about it.
+    """Check that the package of an extra is installed. `purpose` starts the sentence about it.
 
     Raises: MissingPackage with the install line.
     """
     if find_spec(package) is None:
         raise MissingPackage(
             f"{purpose} the package {package}, which is not installed.",
-            fix=f'Install it: `pip install "flatout[{EXTRAS[package]}]"`.',
+            fix=f'Install it: `pip install "flatout[{package}]"`.',
         )

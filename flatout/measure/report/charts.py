@@ -1,19 +1,33 @@
-"""What a report draws: charts with the curves of runs, sampled, and the events on their axis."""
+"""The charts of a report as a Bokeh document, which page.js shows, colours and keeps in step."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from bokeh.core.json_encoder import serialize_json
+from bokeh.document import Document
+from bokeh.models import (
+    BoxZoomTool,
+    ColumnDataSource,
+    LinearAxis,
+    NumeralTickFormatter,
+    Range1d,
+)
+from bokeh.plotting import figure
+from bokeh.resources import Resources
+from bokeh.themes import Theme
 
-from flatout.measure.report.curves import Curve, RunData, outline, trend
+from flatout.measure.report.curves import COLUMNS, Curve, RunData, outline
 
 NUM_COLORS = 8
 """Colours in page.css. They repeat after that."""
-DASHES = ("solid", "dashed", "dotted", "dotdash")
+DASHES = {"solid": "", "dashed": "6 4", "dotted": "2 3", "dotdash": "2 3 6 3"}
+"""Bokeh's dashes, and those of SVG in a legend."""
 MAX_OTHER_CHARTS = 12
 """Charts of metrics that this file does not name. A run from elsewhere may have thousands."""
 SPARSE = 60
@@ -28,10 +42,8 @@ class Line:
     """Different for each line of a report."""
     label: str
     curve: Curve
-    trend: Curve | None
     color: int
     dash: str
-    has_markers: bool
 
 
 @dataclass(frozen=True)
@@ -41,222 +53,116 @@ class Chart:
     key: str
     title: str
     unit: str
-    figures: Mapping[str, str]
+    labels: Mapping[str, str]
     """Name in metrics.jsonl to label."""
     scale: float = 1.0
     """Values are multiplied by this."""
-    has_trend: bool = True
-    """Whether long curves get their trend. Not for a planned curve, which has no noise."""
-    ticks: str = ""
-    """The vertical axis in Bokeh's numeral or printf format. Empty for its usual ticks."""
     lines: tuple[Line, ...] = ()
     """What it shows of some runs."""
 
 
+STEP = {f"perf/{name}_ms": name for name in ("step", "device", "host")}
+STEP["perf/data_wait_ms"] = "waiting for data"
+MEMORY = {f"mem/{name}_gib": name for name in ("peak", "allocated", "reserved", "process")}
 CHARTS = (
     Chart("loss", "Loss", "nats per token", {"train/loss": "training", "val/loss": "validation"}),
-    Chart(
-        "throughput", "Throughput", "tokens/s", {"perf/tokens_per_s": "tokens/s"}, ticks="0.[00]a"
-    ),
+    Chart("rate", "Throughput", "tokens/s", {"perf/tokens_per_s": "tokens/s"}),
     Chart("mfu", "Model FLOPs utilisation", "% of the peak", {"perf/mfu": "MFU"}, scale=100),
-    Chart(
-        "step",
-        "Time of a step",
-        "ms",
-        {
-            "perf/step_ms": "step",
-            "perf/device_ms": "device",
-            "perf/host_ms": "host",
-            "perf/data_wait_ms": "waiting for data",
-        },
-    ),
-    Chart("wait", "Waiting for data", "% of the step", {"data wait": "share"}, scale=100),
-    Chart(
-        "memory",
-        "Memory",
-        "GiB",
-        {
-            "mem/peak_gib": "peak",
-            "mem/allocated_gib": "allocated",
-            "mem/reserved_gib": "reserved",
-            "mem/process_gib": "process",
-        },
-    ),
+    Chart("step", "Time of a step", "ms", STEP),
+    Chart("memory", "Memory", "GiB", MEMORY),
     Chart("norm", "Gradient norm", "before clipping", {"train/grad_norm": "norm"}),
-    Chart(
-        "lr",
-        "Learning rate",
-        "",
-        {"train/lr": "learning rate"},
-        has_trend=False,
-        ticks="%.1e",
-    ),
+    Chart("lr", "Learning rate", "", {"train/lr": "learning rate"}),
     Chart("others", "Other processes", "cores", {"cpu/other_cores": "busy"}),
     Chart("gpu", "GPU utilisation", "%", {"gpu/util_pct": "utilisation"}),
     Chart("power", "GPU power", "W", {"gpu/power_w": "power"}),
 )
 NOT_DRAWN = {"cpu/cores", "train/epoch", "perf/samples_per_s", "perf/steps_per_s"}
 """Metrics that repeat the shape of another chart."""
-EVENTS = {
-    "start": "start",
-    "resume": "start",
-    "longer": "start",
-    "save": "save",
-    "save_failed": "save",
-    "skip": "skip",
-    "bad_step": "skip",
-    "rewind": "start",
-    "compiled": "compile",
-    "recompiled": "compile",
-    "alarm": "alarm",
-    "alarm_over": "alarm",
-    "smaller_batch": "alarm",
-    "refused": "alarm",
-    "stall": "alarm",
-    "stall_over": "alarm",
-    "sample": "sample",
-    "evaluation": "score",
-    "stop": "end",
-    "early_stop": "end",
-    "end": "end",
-}
-"""Events drawn on the axis, and the row of each. The others are in the table only."""
-ROWS = ("start", "save", "sample", "score", "compile", "skip", "alarm", "end")
-MAX_MARKS = 400
-"""Marks of one kind in one run. Of more, evenly spaced ones are drawn."""
-LONGEST_LINE = 200
-"""Characters shown of one event."""
-
-
-@dataclass(frozen=True)
-class Marks:
-    """The events of one kind in one run."""
-
-    key: str
-    kind: str
-    color: int
-    offset: float
-    """Height within its row, from -0.5 to 0.5: marks of several runs do not hide each other."""
-    at: Curve
-    """Their positions. The values are not used."""
-    texts: tuple[str, ...]
 
 
 def drawn_charts(runs: Sequence[RunData]) -> list[Chart]:
     """Return the charts that have something to show, in the order of the page.
 
-    A colour stands for a metric in a report about one run, and for a run in one about several.
+    Metrics that CHARTS does not name have charts of their own, up to a number. A colour stands for
+    a metric in a report about one run, and for a run in one about several.
     """
-    curves = [dict(run.curves) | _shares(run.curves) for run in runs]
-    charts = (*CHARTS, *_other_charts(curves))
-    found = [replace(chart, lines=tuple(_lines(chart, runs, curves))) for chart in charts]
+    named = NOT_DRAWN.union(*(chart.labels for chart in CHARTS))
+    others = sorted({name for run in runs for name in run.curves} - named)[:MAX_OTHER_CHARTS]
+    charts = [*CHARTS] + [
+        Chart(f"other{number}", name, "", {name: name.rpartition("/")[2]})
+        for number, name in enumerate(others)
+    ]
+    found = [replace(chart, lines=tuple(_lines(chart, runs))) for chart in charts]
     return [chart for chart in found if chart.lines]
 
 
-def _lines(
-    chart: Chart, runs: Sequence[RunData], curves: Sequence[Mapping[str, Curve]]
-) -> Iterator[Line]:
-    several = len(runs) > 1
-    for index, (run, known) in enumerate(zip(runs, curves, strict=True)):
-        for number, (figure, label) in enumerate(chart.figures.items()):
-            curve = known.get(figure)
-            if curve is None or not np.isfinite(curve.value).any():
+def _lines(chart: Chart, runs: Sequence[RunData]) -> Iterator[Line]:
+    several, dashes = len(runs) > 1, list(DASHES)
+    for index, run in enumerate(runs):
+        for number, (metric, label) in enumerate(chart.labels.items()):
+            curve = run.curves.get(metric)
+            if curve is None or not np.isfinite(curve[-1]).any():
                 continue
-            curve = replace(curve, value=curve.value * chart.scale)
-            names = [run.name] if several and len(chart.figures) == 1 else [run.name, label]
+            scales = np.array([[1.0], [1.0], [1.0], [chart.scale]])
+            names = [run.name] if several and len(chart.labels) == 1 else [run.name, label]
             yield Line(
-                key=f"{index}|{figure}",
+                key=f"{index}|{metric}",
                 label=" · ".join(names if several else [label]),
-                curve=outline(curve),
-                trend=trend(curve) if chart.has_trend else None,
+                curve=outline(curve) * scales,
                 color=(index if several else number) % NUM_COLORS,
-                dash=DASHES[number % len(DASHES)] if several else "solid",
-                has_markers=len(curve.value) <= SPARSE,
+                dash=dashes[number % len(dashes)] if several else "solid",
             )
 
 
-def _shares(curves: Mapping[str, Curve]) -> dict[str, Curve]:
-    """Return the share of each step that waits for data, where both times were recorded."""
-    wait, step = curves.get("perf/data_wait_ms"), curves.get("perf/step_ms")
-    if wait is None or step is None or len(wait.value) != len(step.value):
-        return {}
-    share = np.divide(
-        wait.value, step.value, out=np.full(len(step.value), np.nan), where=step.value > 0
-    )
-    return {"data wait": replace(wait, value=share)}
+def library() -> str:
+    """Return BokehJS as a script: the copy that the Python package contains."""
+    resources = Resources(mode="inline", components=["bokeh"], minified=True)
+    return "\n".join(resources.js_raw[:1])
 
 
-def _other_charts(curves: Sequence[Mapping[str, Curve]]) -> list[Chart]:
-    """Return charts for the metrics that CHARTS does not name: val/loss/NAME, a user's own."""
-    known = NOT_DRAWN.union(*(chart.figures for chart in CHARTS))
-    names = sorted({name for each in curves for name in each} - known)
-    return [
-        Chart(f"other{number}", name, "", {name: name.rpartition("/")[2]})
-        for number, name in enumerate(names[:MAX_OTHER_CHARTS])
-    ]
+def charts_json(charts: Sequence[Chart]) -> dict[str, Any]:
+    """Return the document, and what page.js needs to know about its charts.
+
+    Positions of a curve are columns of its data source: `step`, `tokens` and `elapsed_s`.
+    """
+    x_range = Range1d(start=0, end=1, name="x")
+    plots = {chart.key: _plot(chart, x_range) for chart in charts}
+    document = Document(theme=Theme(Path(__file__).with_name("page.yaml")))
+    for plot in plots.values():
+        document.add_root(plot)
+    bounds: dict[str, list[float] | None] = {}
+    for row, name in enumerate(COLUMNS[:-1]):
+        known = np.concatenate([[], *(line.curve[row] for chart in charts for line in chart.lines)])
+        known = known[np.isfinite(known)]
+        bounds[name] = [float(known.min()), float(known.max())] if len(known) else None
+    return {
+        "document": json.loads(serialize_json(document.to_json(deferred=False))),
+        "charts": [{"key": key, "root": plot.id} for key, plot in plots.items()],
+        "bounds": bounds,
+    }
 
 
-def marks_of(runs: Sequence[RunData]) -> list[Marks]:
-    """Return the marks of all runs, in the order of their rows."""
-    found = [mark for index, run in enumerate(runs) for mark in _marks(index, run, len(runs))]
-    return sorted(found, key=lambda mark: ROWS.index(mark.kind))
+def _plot(chart: Chart, x_range: Range1d) -> figure:
+    """Return the plot of one chart, whose look page.yaml, page.css and page.js provide.
 
-
-def _marks(index: int, run: RunData, num_runs: int) -> Iterator[Marks]:
-    by_row: dict[str, list[Mapping[str, Any]]] = {}
-    for event in run.events:
-        row = EVENTS.get(str(event.get("event")))
-        if row is not None and _is_step(event.get("step")):
-            by_row.setdefault(row, []).append(event)
-    for row, events in by_row.items():
-        every = math.ceil(len(events) / MAX_MARKS)
-        events = events[::every]
-        steps = np.array([float(event["step"]) for event in events])
-        prefix = f"{run.name}: " if num_runs > 1 else ""
-        yield Marks(
-            key=f"events|{index}|{row}",
-            kind=row,
-            color=index % NUM_COLORS if num_runs > 1 else 0,
-            offset=0.6 * ((num_runs - 1) / 2 - index) / num_runs,
-            at=Curve(
-                step=steps,
-                tokens=_between(steps, run.longest, "tokens"),
-                elapsed_s=_between(steps, run.longest, "elapsed_s"),
-                value=steps,
-            ),
-            texts=tuple(prefix + described(event) for event in events),
-        )
-
-
-def described(event: Mapping[str, Any]) -> str:
-    """Return one line about an event: its step, its kind and its metrics."""
-    kind = str(event.get("event"))
-    if kind == "sample":
-        details = str(event.get("text", "")).strip().partition("\n")[0]
-    else:
-        details = ", ".join(_details(event))
-    step = f"step {event['step']:,}: " if _is_step(event.get("step")) else ""
-    text = f"{step}{kind}" + (f": {details}" if details else "")
-    return text if len(text) <= LONGEST_LINE else text[: LONGEST_LINE - 3] + "..."
-
-
-def _details(event: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the fields of an event that have a value. `end` repeats the summary and has none."""
-    if event.get("event") == "end":
-        return
-    for name, value in event.items():
-        if name in {"event", "time", "step", "wall_s", "environment"} or value in (None, [], ""):
-            continue
-        yield f"{name} {value}" if name not in {"reason", "text", "cause"} else str(value)
-
-
-def _is_step(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**53
-
-
-def _between(steps: Iterable[float], known: Curve | None, name: str) -> Any:
-    """Return the tokens or the time at `steps`, interpolated between the records."""
-    steps = np.asarray(steps)
-    if known is None:
-        return np.full(len(steps), np.nan)
-    return np.interp(steps, known.step, getattr(known, name))
+    It has a horizontal axis for each position, of which page.js shows one.
+    """
+    zoom = BoxZoomTool(dimensions="width")
+    options: dict[str, Any] = {"x_range": x_range, "x_axis_location": None, "window_axis": "x"}
+    plot = figure(height=220, tools=[zoom], active_drag=zoom, **options)
+    forms = zip(COLUMNS, ("0.[000]a", "0.[00]a", "00:00:00"), strict=False)
+    for name, form in forms:
+        axis: Any = LinearAxis(name=name)
+        axis.formatter = NumeralTickFormatter(format=form)
+        plot.add_layout(axis, "below")
+    plot.xgrid.grid_line_color = None
+    for line in chart.lines:
+        columns = dict(zip(COLUMNS, line.curve, strict=True))
+        small = {name: columns[name].astype(np.float32) for name in ("elapsed_s", "value")}
+        source = ColumnDataSource(columns | small, name=f"{line.key}|curve")
+        look: dict[str, Any] = {"source": source, "name": line.key, "tags": [f"c{line.color}"]}
+        if line.curve.shape[1] > 1:
+            plot.line("step", "value", line_width=2, line_dash=line.dash, **look)
+        if line.curve.shape[1] <= SPARSE:
+            plot.scatter("step", "value", size=5, line_color=None, **look)
+    return plot

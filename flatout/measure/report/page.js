@@ -4,7 +4,6 @@
 const data = JSON.parse(document.getElementById("data").textContent);
 const find = (selector, inside = document) => [...inside.querySelectorAll(selector)];
 let axis = "step";
-let cursor = null;
 let plots = [];
 let bokeh = null;
 
@@ -24,7 +23,6 @@ async function show() {
   for (const plot of plots) {
     plot.model = bokeh.get_model_by_id(plot.root);
     plot.view = Bokeh.index.get(plot.model);
-    plot.view.canvas_view.events_el.tabIndex = -1; // the element around it takes the focus
     listen(plot);
     if (matchMedia("(pointer: coarse)").matches) plot.model.toolbar.active_drag = null;
   }
@@ -47,7 +45,6 @@ function range() {
 
 function setAxis(name) {
   axis = name;
-  cursor = null;
   for (const { model } of plots) {
     for (const one of model.below) one.visible = one.name === name;
     for (const renderer of model.renderers) renderer.glyph.x = { field: name };
@@ -109,7 +106,6 @@ function listen(plot) {
   });
   plot.holder.addEventListener("pointerleave", () => moveCursor(null));
   plot.holder.addEventListener("dblclick", wholeRun);
-  plot.holder.addEventListener("keydown", (event) => press(event));
 }
 
 function frame(plot) {
@@ -117,25 +113,8 @@ function frame(plot) {
   return { left: box.left, width: box.width, top: box.top, height: box.height };
 }
 
-function press(event) {
-  const { start, end } = range();
-  const size = end - start;
-  const at = cursor ?? start + size / 2;
-  const moves = { ArrowLeft: -size / 100, ArrowRight: size / 100 };
-  if (event.key in moves) {
-    const next = Math.min(Math.max(at + moves[event.key] * (event.shiftKey ? 10 : 1), start), end);
-    moveCursor(next);
-  } else if (event.key === "+" || event.key === "=") zoomTo(at - size / 4, at + size / 4);
-  else if (event.key === "-") zoomTo(at - size, at + size);
-  else if (event.key === "0") wholeRun();
-  else if (event.key === "Escape") moveCursor(null);
-  else return;
-  event.preventDefault();
-}
-
 // One cursor over all charts; the legends show the values there.
 function moveCursor(at) {
-  cursor = at;
   if (!plots.length) return;
   const { start, end } = range();
   for (const plot of plots) {
@@ -151,7 +130,6 @@ function moveCursor(at) {
       button.querySelector("output").textContent = at === null ? "" : valueAt(button.dataset.line, at);
     }
   }
-  sayEvents(at, (end - start) / 150);
 }
 
 function column(source, name) {
@@ -187,21 +165,6 @@ function formatted(value) {
   if (size >= 1000) return Math.round(value).toLocaleString("en");
   if (size !== 0 && size < 0.001) return value.toExponential(2);
   return value.toPrecision(4);
-}
-
-function sayEvents(at, reach) {
-  const place = document.querySelector('[data-chart="events"] .said');
-  if (!place) return;
-  const near = [];
-  for (const [key, texts] of at === null ? [] : Object.entries(data.marks)) {
-    const positions = column(bokeh.get_model_by_name(`${key}|marks`), axis);
-    texts.forEach((text, index) => {
-      const distance = Math.abs(positions[index] - at);
-      if (distance <= reach) near.push([distance, text]);
-    });
-  }
-  near.sort((a, b) => a[0] - b[0]);
-  place.textContent = near.slice(0, 3).map((pair) => pair[1]).join(" · ");
 }
 
 show();

@@ -1,6 +1,6 @@
 """The page: one HTML file that needs nothing else, and runs no script but its own.
 
-page.html lays out and escapes what this file describes as rows of plain text.
+page.html lays out the sections that this file makes, whose text is escaped.
 """
 
 from __future__ import annotations
@@ -11,42 +11,75 @@ import hashlib
 import importlib.util
 import json
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
 from importlib import resources
 from typing import Any
 
-import numpy as np
-
-from flatout.config.schema import flat
-from flatout.display import UNKNOWN, duration
+from flatout.display import (
+    UNKNOWN,
+    Column,
+    Display,
+    Table,
+    digits,
+    duration,
+    gib,
+    html,
+    loss,
+    plain,
+)
 from flatout.errors import MissingPackage
 from flatout.measure.diagnose.diagnosis import in_words
-from flatout.measure.report.charts import NUM_COLORS, described, drawn_charts, marks_of
-from flatout.measure.report.curves import INTERVALS, TREND_INTERVALS, RunData
+from flatout.measure.report.curves import INTERVALS, RunData
 from flatout.measure.runlog import typical
-from flatout.storage.json_io import JsonObject, is_finite
+from flatout.storage.json_io import is_finite
 
 MARK = "<!doctype html><!-- flatout report -->"
 """The first characters of a report, by which a file is known as one."""
-MAX_EVENTS = 500
-"""Events of one run in the table: the last ones."""
-DASHES = {"solid": "", "dashed": "6 4", "dotted": "2 3", "dotdash": "2 3 6 3"}
-Row = tuple[str, ...]
-PREDICTED = {
-    "score_s": ("time of an evaluation", "time"),
-    "tokens_per_s": ("tokens/s", ",.0f"),
-    "peak_gib": ("peak memory, GiB", ".2f"),
-}
-"""Predictions by their name in the summary: the label, and the form of the number."""
-STEP_PARTS = {
-    "step": "perf/step_ms",
-    "device": "perf/device_ms",
-    "host": "perf/host_ms",
-    "waiting for data": "perf/data_wait_ms",
-}
+MAX_EVENTS, MAX_SAMPLES = 500, 50
+"""Events and samples of one run in the page: the last ones."""
 LONGEST_TEXT = 20_000
 """Characters of one text of a run that the page shows."""
-MAX_SAMPLES = 50
-"""Samples of one run in the page: the first, and the last ones."""
+HIDDEN = {"event", "time", "step", "wall_s", "environment"}
+"""Fields of an event that are not among its details."""
+Row = tuple[str, ...]
+
+
+def _last(values: Sequence[float]) -> float:
+    return values[-1]
+
+
+def _whole(value: float) -> str:
+    return f"{value:,.0f}"
+
+
+RESULTS: tuple[tuple[str, str, str, Callable[[Any], Any], Callable[[float], str]], ...] = (
+    ("tokens", "tokens", "tokens", _last, _whole),
+    ("training loss", "train_loss", "train/loss", _last, loss),
+    ("validation loss", "val_loss", "val/loss", _last, loss),
+    ("best validation loss", "best_val_loss", "val/loss", min, loss),
+    ("bits per byte", "bits_per_byte", "", _last, loss),
+    ("tokens/s", "tokens_per_s", "perf/tokens_per_s", typical, _whole),
+    ("model FLOPs utilisation", "mfu", "perf/mfu", typical, "{:.1%}".format),
+    ("peak memory", "peak_gib", "mem/peak_gib", max, gib),
+    ("time of compiling", "compile_s", "", _last, duration),
+    ("time in total", "elapsed_s", "elapsed_s", _last, duration),
+)
+"""Label, name in the summary; and of a run without one the metric, how it is reduced; its form."""
+STEP_PARTS = {
+    "median step": "step",
+    "of it on the device": "device",
+    "of it on the host": "host",
+    "of it waiting for data": "data_wait",
+}
+"""Labels of the times of a step, in the records after the first one."""
+COUNTED = {
+    "resumed": ("resume",),
+    "skipped steps": ("skip", "bad_step"),
+    "recompilations": ("recompiled",),
+    "alarms": ("alarm",),
+}
+"""Numbers of events."""
 
 
 def require_packages() -> None:
@@ -62,49 +95,48 @@ def require_packages() -> None:
             )
 
 
+@dataclass(frozen=True)
+class PageSection:
+    """A part of the page."""
+
+    key: str
+    title: str
+    body: str
+    """A fragment of HTML in which all text of runs is escaped."""
+    is_folded: bool = False
+
+
 def render(runs: Sequence[RunData]) -> str:
     """Return the page about `runs`.
 
-    Text from the runs appears as text only: page.html escapes it, it is never a script's source,
-    and the page's Content-Security-Policy allows only the scripts whose hashes it lists.
+    Text from the runs appears as text only: it is escaped, it is never a script's source, and the
+    page's Content-Security-Policy allows only the scripts whose hashes it lists.
     """
     from jinja2 import Environment, StrictUndefined
     from markupsafe import Markup
 
-    from flatout.measure.report import figures
+    from flatout.measure.report import charts
 
-    charts, marks = drawn_charts(runs), marks_of(runs)
-    data = figures.charts_json(charts, marks) | {"marks": {mark.key: mark.texts for mark in marks}}
-    sources = (figures.library(), _resource("page.js"))
+    drawn = charts.drawn_charts(runs)
+    sources = (charts.library(), _resource("page.js"))
     scripts = [source.replace("</script", "<\\/script") for source in sources]
     environment = Environment(
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=StrictUndefined,
-        finalize=cut,
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
     )
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
-    environment.filters["samples"] = samples
     return environment.from_string(_resource("page.html")).render(
-        **contents(runs),
         mark=Markup(MARK),
         policy=Markup(_policy(scripts)),
         style=Markup(_resource("page.css")),
-        data=data,
+        data=charts.charts_json(drawn),
         scripts=list(map(Markup, scripts)),
         runs=runs,
-        charts=charts,
-        marks=marks,
-        number=number,
-        plain=plain,
-        in_words=in_words,
-        described=described,
-        max_events=MAX_EVENTS,
-        num_colors=NUM_COLORS,
-        dashes=DASHES,
+        above=list(above(runs)),
+        charts=drawn,
+        below=list(below(runs)),
+        num_colors=charts.NUM_COLORS,
+        dashes=charts.DASHES,
         intervals=INTERVALS,
-        trend_intervals=TREND_INTERVALS,
         version=importlib.import_module("flatout").__version__,
         now=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
     )
@@ -124,53 +156,110 @@ def _resource(name: str) -> str:
     return resources.files("flatout.measure.report").joinpath(name).read_text(encoding="utf-8")
 
 
-def contents(runs: Sequence[RunData]) -> dict[str, Any]:
-    """Return what page.html shows of the numbers and settings of runs."""
-    several, every = len(runs) > 1, settings(runs)
-    return {
-        "notes": [f"{run.name}: {n}" if several else n for run in runs for n in run.notes],
-        "results": results(runs),
-        "comparability": comparability(runs),
-        "differences": [row for row in every if len(set(row[1:])) > 1],
-        "step_parts": list(STEP_PARTS),
-        "step_times": list(step_times(runs)),
-        "plan": list(plan(runs)),
-        "settings": every,
+def above(runs: Sequence[RunData]) -> Iterator[PageSection]:
+    """Yield the sections above the charts: changes, differences, results."""
+    several = len(runs) > 1
+    for run in runs:
+        if run.changes:
+            yield PageSection("changes", "Changes", f"<pre>{escape(cut(run.changes))}</pre>")
+    if several:
+        different = [row for row in settings(runs) if len(set(row[1:])) > 1]
+        known = [run for run in runs if run.settings]
+        nothing = "The settings of these runs are the same." if known else NO_SETTINGS
+        tables = [_by_run(runs, different)] if different else []
+        notes = [*comparability(runs), *([] if different else [nothing])]
+        yield PageSection("differences", "Differences", html(Display(tables=tables, notes=notes)))
+    reached = results(runs)
+    shown = Display(
+        values=[] if several else [(label, cell) for label, cell, *_ in reached],
+        tables=[_by_run(runs, reached)] if several else [],
+        notes=[f"{run.name}: {note}" if several else note for run in runs for note in run.notes],
+    )
+    yield PageSection("results", "Results", html(shown))
+
+
+def below(runs: Sequence[RunData]) -> Iterator[PageSection]:
+    """Yield the sections below the charts: times, findings, samples, events, settings."""
+    several = len(runs) > 1
+    diagnoses = [
+        html(Display(f"{run.name}: {run.diagnosis.verdict}" if several else run.diagnosis.verdict))
+        + "".join(map(_finding, run.diagnosis.findings))
+        for run in runs
+        if run.diagnosis
+    ]
+    if diagnoses:
+        yield PageSection("findings", "Findings", "".join(diagnoses))
+    for run in runs:
+        of_run = f" of {run.name}" if several else ""
+        samples = [event for event in run.events if event["event"] == "sample"]
+        if samples:
+            body = "".join(
+                f"<details{' open' * (event is samples[-1])}><summary>Step "
+                f"{escape(plain(event.get('step')))}</summary>"
+                f"<pre>{escape(cut(str(event.get('text', ''))))}</pre></details>"
+                for event in samples[-MAX_SAMPLES:]
+            )
+            yield PageSection("samples", f"Samples{of_run}", body)
+        events = [event for event in run.events if event["event"] != "sample"]
+        if events:
+            rows = [
+                (
+                    known(event.get("wall_s"), duration),
+                    plain(event.get("step")),
+                    str(event["event"]),
+                    cut(plain({name: each for name, each in event.items() if name not in HIDDEN})),
+                )
+                for event in events[-MAX_EVENTS:]
+            ]
+            earlier = len(events) - len(rows)
+            notes = [f"{earlier:,} earlier events are in events.jsonl."] if earlier else []
+            columns = [Column(label) for label in ("since the start", "step", "event", "details")]
+            table = Table(columns, rows)
+            body = html(Display(tables=[table], notes=notes))
+            yield PageSection("events", f"Events{of_run}", body, is_folded=True)
+    every = settings(runs)
+    shown = Display(tables=[_by_run(runs, every)]) if every else Display(NO_SETTINGS)
+    yield PageSection("settings", "Settings", html(shown), is_folded=True)
+
+
+NO_SETTINGS = "These directories have no config.yaml, so their settings are not known."
+
+
+def _by_run(runs: Sequence[RunData], rows: Sequence[Row]) -> Table:
+    return Table([Column(""), *(Column(run.name) for run in runs)], rows)
+
+
+def _finding(finding: Any) -> str:
+    figures = [
+        in_words(name, value) for name, value in finding.figures.items() if value is not None
+    ]
+    site, share = finding.site, finding.share
+    facts = {
+        "evidence": ", ".join(figures),
+        "share of the step": "" if share is None else f"{share:.0%}",
+        "where": f"{site.file}:{site.line} {site.text or ''}" if site else "",
+        "what to do": "\n".join(fix.text for fix in finding.fixes),
     }
+    values = [(name, text) for name, text in facts.items() if text]
+    return f"<article>{html(Display(finding.verdict, values))}</article>"
 
 
-def cut(value: object) -> Any:
-    """Return a value for the page: text without its end if it is long, HTML as it is."""
-    if hasattr(value, "__html__"):
-        return value
-    text = str(value)
+def cut(text: str) -> str:
+    """Return a text without its end if it is long."""
     cut_off = f"{text[:LONGEST_TEXT]}... ({len(text):,} characters)"
     return text if len(text) <= LONGEST_TEXT else cut_off
 
 
-def number(value: object, form: str = "") -> str:
-    """Return a number in the format `form`, by default with four digits. UNKNOWN for anything else.
-
-    The form `time` is that of a duration. Without a form, whole numbers keep all their digits.
-    """
-    if not is_finite(value):
-        return UNKNOWN
-    if form == "time":
-        return duration(value)
-    if form:
-        return format(value, form)
-    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+def known(value: object, form: Callable[[float], str]) -> str:
+    """Return a number in a form. UNKNOWN for anything else."""
+    return form(value) if is_finite(value) else UNKNOWN
 
 
-def plain(value: Any) -> str:
-    """Return a value of a configuration or a finding as text."""
-    if value is None:
-        return UNKNOWN
-    if isinstance(value, str):
-        return value
-    if isinstance(value, float):
-        return number(value)
-    return json.dumps(value, default=str, ensure_ascii=False)
+def setting(value: object) -> str:
+    """Return a value of a configuration as text."""
+    if value is None or isinstance(value, float):
+        return known(value, digits)
+    return cut(value if isinstance(value, str) else json.dumps(value, default=str))
 
 
 def results(runs: Sequence[RunData]) -> list[Row]:
@@ -182,68 +271,39 @@ def results(runs: Sequence[RunData]) -> list[Row]:
 
 def _results(run: RunData) -> dict[str, str]:
     """Return what a run reached. For an unfinished one, it is what its records show."""
-
-    def reached(
-        name: str, form: str, figure: str = "", reduce: Callable[[Any], Any] = lambda v: v[-1]
-    ) -> str:
-        known, values = number(run.summary.get(name), form), run.values(figure)
-        if known == UNKNOWN and run.longest and not figure:  # tokens and elapsed_s are positions
-            values = getattr(run.longest, name, values)
-        return number(float(reduce(values)), form) if known == UNKNOWN and len(values) else known
-
-    def count(*kinds: str) -> str:
-        total = sum(event["event"] in kinds for event in run.events)
-        return f"{total:,}" if total else UNKNOWN
-
-    steps = number(float(run.longest.step[-1]), ",.0f") if run.longest else UNKNOWN
-    total, source = run.settings.get("train.steps"), run.summary.get("mfu_of")
-    if isinstance(total, int) and run.state != "finished":
-        steps = f"{steps} of {total:,}"
-    mfu = reached("mfu", ".1%", "perf/mfu", typical)
-    if source and mfu != UNKNOWN:
-        mfu += f" ({source})"
-    return {
-        "state": run.state,
-        "steps": steps,
-        "tokens": reached("tokens", ",.0f"),
-        "training loss": reached("train_loss", ".4f", "train/loss"),
-        "validation loss": reached("val_loss", ".4f", "val/loss"),
-        "best validation loss": reached("best_val_loss", ".4f", "val/loss", np.min),
-        "bits per byte": reached("bits_per_byte", ".4f"),
-        "tokens/s": reached("tokens_per_s", ",.0f", "perf/tokens_per_s", typical),
-        "model FLOPs utilisation": mfu,
-        "peak memory, GiB": reached("peak_gib", ".2f", "mem/peak_gib", np.max),
-        "time of compiling": reached("compile_s", "time"),
-        "time in total": reached("elapsed_s", "time"),
-        "resumed": count("resume"),
-        "skipped steps": count("skip", "bad_step"),
-        "recompilations": count("recompiled"),
-        "alarms": count("alarm"),
-    }
-
-
-def step_times(runs: Sequence[RunData]) -> Iterator[Row]:
-    """Yield where the time of a typical step went, for each run that knows."""
-    for run in runs:
-        step, *parts = (typical(run.values(figure).tolist()) for figure in STEP_PARTS.values())
-        if step:
-            shares = ("" if part is None else f" ms ({part / step:.0%})" for part in parts)
-            cells = (number(part) + share for part, share in zip(parts, shares, strict=True))
-            yield run.name, f"{number(step)} ms", *cells
+    total, last = run.settings.get("train.steps"), max(run.values("step"), default=None)
+    of_total = f" of {total:,}" if isinstance(total, int) and run.state != "finished" else ""
+    found = {"state": run.state, "steps": f"{known(last, _whole)}{of_total}"}
+    for label, name, metric, reduce, form in RESULTS:
+        value, values = run.summary.get(name), run.values(metric)
+        if not is_finite(value) and values:
+            value = reduce(values)
+        found[label] = known(value, form)
+        if name == "mfu" and run.summary.get("mfu_of") and found[label] != UNKNOWN:
+            found[label] += f" ({run.summary['mfu_of']})"
+    step_ms = typical(run.values("perf/step_ms"))
+    for label, name in STEP_PARTS.items():
+        part_ms = typical(run.values(f"perf/{name}_ms"))
+        found[label] = known(part_ms, "{:.4g} ms".format)
+        if part_ms is not None and step_ms and name != "step":
+            found[label] += f" ({part_ms / step_ms:.0%})"
+    for label, kinds in COUNTED.items():
+        count = sum(event["event"] in kinds for event in run.events)
+        found[label] = f"{count:,}" if count else UNKNOWN
+    return found
 
 
 def comparability(runs: Sequence[RunData]) -> list[str]:
     """Return why the losses of these runs cannot be compared directly."""
+    every = [run.settings for run in runs if run.settings]
+    sizes = {setting(each.get("model.vocab_size")) for each in every} - {UNKNOWN}
+    data = {setting(each.get("data.path") or each.get("data.mix")) for each in every}
     found = []
-    sizes = {plain(run.settings.get("model.vocab_size")) for run in runs} - {UNKNOWN}
     if len(sizes) > 1:
-        shown = ", ".join(sorted(sizes))
         found.append(
-            f"The runs have vocabularies of different sizes ({shown}): a loss per token means "
-            "something different in each. Compare bits per byte."
+            f"The runs have vocabularies of different sizes ({', '.join(sorted(sizes))}): a loss "
+            "per token means something different in each. Compare bits per byte."
         )
-    known = [run.settings for run in runs if run.settings]
-    data = {plain(each.get("data.path") or each.get("data.mix")) for each in known}
     if len(data) > 1:
         shown = ", ".join(sorted(data))
         found.append(f"The runs were trained and evaluated on different datasets ({shown}).")
@@ -252,38 +312,10 @@ def comparability(runs: Sequence[RunData]) -> list[str]:
 
 def settings(runs: Sequence[RunData]) -> list[Row]:
     """Return a row for every setting of any run, of a script for every change by tune."""
-    known = [run.settings or _changes(run) for run in runs]
-    names = dict.fromkeys(key for each in known for key in each)
-    return [(name, *(plain(each.get(name)) for each in known)) for name in names]
-
-
-def _changes(run: RunData) -> JsonObject:
-    """Return which speedups a script ran with, as its events list them."""
-    listed = [event for event in run.events if event["event"] == "speedup"]
-    return {str(event.get("name")): event.get("on") for event in listed}
-
-
-def plan(runs: Sequence[RunData]) -> Iterator[Row]:
-    """Yield each number that was predicted before a run beside what its summary has measured.
-
-    A resumed run predicts the rest of its time. Early stopping is not part of a prediction, so the
-    time of such a run is no measurement of it.
-    """
-    for run in runs:
-        predicted, is_resumed = run.summary.get("predicted"), run.summary.get("resumed_from")
-        time = "time since it was resumed" if is_resumed else "time in total"
-        for name, value in flat(predicted).items() if isinstance(predicted, dict) else ():
-            measured = run.summary.get(name)
-            if name == "wall_s" and run.summary.get("stopped_early"):
-                measured = None
-            label, form = {"wall_s": (time, "time"), **PREDICTED}.get(name, (name, ""))
-            shown, real = number(value, form), number(measured, form)
-            if shown != UNKNOWN:
-                ratio = f"{value / measured:.2f}" if real != UNKNOWN and measured else UNKNOWN
-                yield f"{run.name}: {label}" if len(runs) > 1 else label, shown, real, ratio
-
-
-def samples(run: RunData) -> list[dict[str, Any]]:
-    """Return the samples that a run generated while it trained: the first, and the last ones."""
-    found = [event for event in run.events if event["event"] == "sample"]
-    return found if len(found) <= MAX_SAMPLES else [found[0], *found[1 - MAX_SAMPLES :]]
+    every = [
+        run.settings
+        or {str(e.get("name")): e.get("on") for e in run.events if e["event"] == "speedup"}
+        for run in runs
+    ]
+    names = dict.fromkeys(key for each in every for key in each)
+    return [(name, *(setting(each.get(name)) for each in every)) for name in names]

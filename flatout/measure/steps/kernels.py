@@ -5,20 +5,6 @@ from __future__ import annotations
 import re
 from functools import cache
 
-KINDS = (
-    "matmul",
-    "attention",
-    "normalisation",
-    "elementwise",
-    "reduction",
-    "copy",
-    "optimizer",
-    "communication",
-    "scan",
-    "loss",
-    "other",
-)
-"""All classes, in the order in which tables show them."""
 MEMORY_BOUND = frozenset({"normalisation", "elementwise", "reduction", "copy"})
 """Classes that are limited by memory bandwidth: they do a few operations per byte."""
 _PATTERNS = (
@@ -76,7 +62,7 @@ def is_generated(name: str) -> bool:
 
 @cache
 def kind_of(name: str) -> str:
-    """Return the class of an operation (`aten::mm`) or a kernel, one of KINDS.
+    """Return the class of an operation (`aten::mm`) or a kernel.
 
     A kernel that torch.compile generated has the class of the rarest operation fused in it:
     loss, attention, scan, normalisation, or else that of its shape.

@@ -11,12 +11,10 @@ from `calls.py`: the profiler's stacks lack them.
 from __future__ import annotations
 
 import json
-import math
-from bisect import bisect_right
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -26,7 +24,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from flatout.errors import RunFailed
 from flatout.measure.steps.evidence import KernelRow
-from flatout.measure.steps.kernels import KINDS, TELLING, is_generated, kind_of
+from flatout.measure.steps.kernels import TELLING, is_generated, kind_of
 from flatout.training.metrics.phases import GC, PhaseTimer
 
 PREFIX = "flatout."
@@ -44,28 +42,8 @@ NOT_WORK = ("autograd::", "torch::autograd::")
 DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 RUNTIME = frozenset({"cuda_runtime", "cuda_driver"})
 
-Event = Mapping[str, Any]
 
-
-@dataclass(frozen=True)
-class Range:
-    """A step, or a part of one that is in one phase."""
-
-    name: str
-    start_s: float
-    end_s: float
-
-    @property
-    def seconds(self) -> float:
-        """Duration."""
-        return self.end_s - self.start_s
-
-    def contains(self, time_s: float) -> bool:
-        """Return whether a time is in the range."""
-        return self.start_s <= time_s <= self.end_s
-
-
-@dataclass(frozen=True)
+@dataclass
 class Op:
     """An operation of the host, or a kernel or copy of the device."""
 
@@ -86,7 +64,7 @@ class Op:
 
     @property
     def kind(self) -> str:
-        """Class of the operation, one of `kernels.KINDS`.
+        """Class of the operation, as `kernels.kind_of` names it.
 
         A kernel without a telling name has the class of the operation that started it.
         """
@@ -112,17 +90,6 @@ class Trace:
     """Kernels and copies of the device. () on a CPU, or when the profiler may not see them."""
     steps: int
     """Steps in the trace."""
-    phases: tuple[Range, ...] = ()
-    step_ranges: tuple[Range, ...] = ()
-
-    @cached_property
-    def _starts(self) -> list[float]:
-        return [phase.start_s for phase in self.phases]
-
-    def phase_at(self, time_s: float) -> str | None:
-        """Return the name of the phase at a time. None between phases."""
-        at = bisect_right(self._starts, time_s) - 1
-        return self.phases[at].name if at >= 0 and self.phases[at].contains(time_s) else None
 
     @cached_property
     def work(self) -> tuple[Op, ...]:
@@ -144,31 +111,23 @@ class Trace:
 
     def table(self) -> tuple[KernelRow, ...]:
         """Return one row per class of the work, the one with the most time first."""
-        by_kind: defaultdict[str, list[Op]] = defaultdict(list)
+        seconds: defaultdict[str, defaultdict[str, float]]
+        seconds, calls = defaultdict(lambda: defaultdict(float)), Counter[str]()
         for op in self.work:
-            by_kind[op.kind].append(op)
-        total_s = sum(op.self_s for op in self.work)
-        rows = []
-        for kind in filter(by_kind.get, KINDS):
-            ops = by_kind[kind]
-            by_name: defaultdict[str, float] = defaultdict(float)
-            for op in ops:
-                by_name[op.name] += op.self_s
-            seconds = sum(by_name.values())
-            outermost = [
-                op
-                for op in ops
-                if not (op.parent and _computes(op.parent) and kind_of(op.parent) == kind)
-            ]
-            rows.append(
-                KernelRow(
-                    kind=kind,
-                    seconds=seconds / self.steps,
-                    share=seconds / total_s if total_s else 0.0,
-                    calls=len(outermost) / self.steps,
-                    slowest=max(by_name, key=by_name.__getitem__),
-                )
+            kind, parent = op.kind, op.parent or ""
+            seconds[kind][op.name] += op.self_s
+            calls[kind] += not (_computes(parent) and kind_of(parent) == kind)
+        total_s = sum(op.self_s for op in self.work) or 1.0
+        rows = (
+            KernelRow(
+                kind=kind,
+                seconds=sum(by_name.values()) / self.steps,
+                share=sum(by_name.values()) / total_s,
+                calls=calls[kind] / self.steps,
+                slowest=max(by_name, key=by_name.__getitem__),
             )
+            for kind, by_name in seconds.items()
+        )
         return tuple(sorted(rows, key=lambda row: -row.seconds))
 
     def counted(self, work_s: float) -> dict[str, float]:
@@ -252,114 +211,43 @@ def exported(profiler: profile, path: Path) -> dict[str, Any]:
     return document
 
 
-@dataclass
-class _Node:
-    """An operation of the host while the trace is read."""
-
-    event: Event
-    place: Range
-    parent: _Node | None
-    called_s: float = 0.0
-    """Seconds of the operations that it calls."""
-
-
 def read_trace(document: Mapping[str, Any], *, steps: int) -> Trace:
     """Return what a trace contains."""
-    events: list[Event] = [one for one in document["traceEvents"] if "ts" in one]
+    events = [one for one in document["traceEvents"] if "ts" in one]
     events.sort(key=lambda one: (float(one["ts"]), -float(one.get("dur", 0.0))))
-    marks = [one for one in events if one.get("cat") == "user_annotation"]
-    marks = [one for one in marks if str(one["name"]).startswith(PREFIX)]
-    origin_us = float((marks or events)[0]["ts"]) if events else 0.0
-
-    def place(event: Event) -> Range:
-        start_s = 1e-6 * (float(event["ts"]) - origin_us)
-        name = str(event["name"]).removeprefix(PREFIX)
-        return Range(name, start_s, start_s + 1e-6 * float(event.get("dur", 0.0)))
-
-    ranges = [place(one) for one in marks]
-    trace = Trace(
-        ops=(),
-        kernels=(),
-        steps=steps,
-        phases=_in_turns([one for one in ranges if not one.name.startswith(STEP)]),
-        step_ranges=tuple(one for one in ranges if one.name.startswith(STEP)),
-    )
-    nodes = _tree(events, place)
-    return replace(
-        trace,
-        ops=tuple(
-            Op(
-                name=node.place.name,
-                start_s=node.place.start_s,
-                seconds=node.place.seconds,
-                self_s=max(node.place.seconds - node.called_s, 0.0),
-                parent=node.parent.place.name if node.parent else None,
-                within=trace.phase_at(node.place.start_s),
-            )
-            for node in nodes
-        ),
-        kernels=tuple(_kernels(events, place, nodes, trace)),
-    )
-
-
-def _in_turns(ranges: Sequence[Range]) -> tuple[Range, ...]:
-    """Divide ranges that nest into ones that follow each other: the innermost counts."""
-    found: list[Range] = []
-    around: list[Range] = []
-    since_s = 0.0
-
-    def cut(at_s: float) -> None:
-        nonlocal since_s
-        if around and at_s > since_s:
-            found.append(Range(around[-1].name, since_s, at_s))
-        since_s = at_s
-
-    for each in [*ranges, Range("", math.inf, math.inf)]:
-        while around and around[-1].end_s <= each.start_s:
-            cut(around[-1].end_s)
-            around.pop()
-        cut(each.start_s)
-        around.append(each)
-    return tuple(found)
-
-
-def _tree(events: Sequence[Event], place: Callable[[Event], Range]) -> list[_Node]:
-    """Return the host's operations with their parents. Each thread nests its own."""
-    found: list[_Node] = []
-    stacks: defaultdict[Any, list[_Node]] = defaultdict(list)
+    ops: list[Op] = []
+    kernels: list[Op] = []
+    phases: list[tuple[float, str]] = []  # that run at the time of the event: end, name
+    callers: defaultdict[Any, list[Op]] = defaultdict(list)  # that run, by thread
+    by_id: dict[Any, Op] = {}
+    launched: dict[Any, str | None] = {}  # phase in which the host started a kernel
     for event in events:
-        if event.get("cat") != "cpu_op":
-            continue
-        stack, here = stacks[event.get("tid")], place(event)
-        while stack and stack[-1].place.end_s <= here.start_s:
-            stack.pop()
-        node = _Node(event, here, stack[-1] if stack else None)
-        if node.parent is not None:
-            node.parent.called_s += here.seconds
-        stack.append(node)
-        found.append(node)
-    return found
-
-
-def _kernels(
-    events: Sequence[Event], place: Callable[[Event], Range], nodes: Sequence[_Node], trace: Trace
-) -> Iterator[Op]:
-    """Yield kernels and copies."""
-    by_id = {node.event.get("args", {}).get("External id"): node for node in nodes}
-    launches = {
-        one.get("args", {}).get("correlation"): one for one in events if one.get("cat") in RUNTIME
-    }
-    for event in events:
-        if event.get("cat") not in DEVICE:
-            continue
-        known, here = event.get("args", {}), place(event)
-        node = by_id.get(known.get("External id"))
-        started = launches.get(known.get("correlation")) or (node.event if node else event)
-        yield Op(
-            name=here.name,
-            start_s=here.start_s,
-            seconds=here.seconds,
-            self_s=here.seconds,
-            within=trace.phase_at(place(started).start_s),
-            launched_by=node.place.name if node else None,
-        )
+        kind, name, known = event.get("cat"), str(event["name"]), event.get("args", {})
+        start_s = 1e-6 * (float(event["ts"]) - float(events[0]["ts"]))
+        seconds = 1e-6 * float(event.get("dur", 0.0))
+        while phases and phases[-1][0] <= start_s:
+            phases.pop()
+        within = phases[-1][1] if phases else None
+        if kind == "user_annotation" and name.startswith(PREFIX):
+            if not name.startswith(PREFIX + STEP):
+                phases.append((start_s + seconds, name.removeprefix(PREFIX)))
+        elif kind == "cpu_op":
+            running = callers[event.get("tid")]
+            while running and running[-1].end_s <= start_s:
+                running.pop()
+            op = Op(name, start_s, seconds, seconds, within=within)
+            if running:
+                op.parent = running[-1].name
+                running[-1].self_s = max(running[-1].self_s - seconds, 0.0)
+            running.append(op)
+            ops.append(op)
+            by_id[known.get("External id")] = op
+        elif kind in RUNTIME:
+            launched[known.get("correlation")] = within
+        elif kind in DEVICE:
+            by = by_id.get(known.get("External id"))
+            phase = launched.get(known.get("correlation"), by.within if by else within)
+            kernel = Op(name, start_s, seconds, seconds, within=phase)
+            kernel.launched_by = by.name if by else None
+            kernels.append(kernel)
+    return Trace(tuple(ops), tuple(kernels), steps)

@@ -2,8 +2,7 @@
 
 The caller that runs the loop reports when a step starts. Each start moves the windows forward by
 one step. Every window is a generator that yields once per step. A subclass puts them in order:
-`diagnose` for the run that it starts, `profile` for one with a trace, `watch` for the loop of
-somebody else.
+`diagnose` for the run that it starts, `watch` for the loop of somebody else.
 """
 
 from __future__ import annotations
@@ -265,11 +264,9 @@ class Windows(ABC):
         self.waits, found = marked.waits(steps, on_gpu=self.on_gpu), marked.lines.sites(steps)
         self.sites |= {kind: found[kind] for kind in ("sync", "copy") if kind in found}
 
-    def _recorded(
-        self, steps: int, *, longest_s: float = MAX_TRACED_S, **options: Any
-    ) -> Iterator[None]:
-        """Record the operations of some steps. `options` are the profiler's."""
-        if self.step_s > longest_s:
+    def _recorded(self, steps: int) -> Iterator[None]:
+        """Record the operations of some steps."""
+        if self.step_s > MAX_TRACED_S:
             self.notes.append(f"A step takes {self.step_s:.0f} s: operations were not recorded.")
             return
         if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
@@ -280,7 +277,7 @@ class Windows(ABC):
         self.name = "recorded"
         with ExitStack() as stack:
             try:
-                profiler = stack.enter_context(profiling(self.device, **options))
+                profiler = stack.enter_context(profiling(self.device))
             except RuntimeError as error:  # it is not permitted
                 self.notes.append(unprofiled(str(error)))
                 return

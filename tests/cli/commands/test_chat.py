@@ -212,7 +212,7 @@ def test_evaluation_counts_the_assistants_tokens(run):
 def test_inspect_names_the_template_and_marks_what_does_not_count(run):
     found = inspect(run.parents[1] / "data", all=True)
     assert found.value("source")["chat_template"]["text"].startswith("{% for message")
-    assert "chat_template: plain" in found.summary()
+    assert "chat_template plain" in found.summary()
     assert "{% for message" not in found.summary()
     assert found.value("beginning").startswith("«User:\n")
 

@@ -1,67 +1,121 @@
-"""`flatout convert` writes a recipe that loads, and answers every key."""
+"""`flatout convert` renames what means the same, and answers every other key."""
+
+from __future__ import annotations
 
 import json
-import shlex
 
 import pytest
+import yaml
 
-from flatout.cli import main as cli
-from flatout.cli.commands.convert import MARK, convert_config
-from flatout.cli.parser import parse
+from flatout.cli.commands.convert import convert_config
 from flatout.config.registry import RECIPES
 from flatout.config.schema import load_config
 from flatout.config.words import listings
-from flatout.errors import ConfigError, UsageError
+from flatout.errors import ConfigError, OutputInUse, UsageError
+
+TRAINER = {
+    "output_dir": "out",
+    "max_steps": -1,
+    "num_train_epochs": 2,
+    "per_device_train_batch_size": 4,
+    "bf16": True,
+    "fp16": False,
+    "lr_scheduler_type": "constant_with_warmup",
+    "warmup_steps": 0,
+    "warmup_ratio": 0.1,
+    "adam_beta1": 0.8,
+    "optim": "adamw_torch_fused",
+    "eval_strategy": "epoch",
+    "gradient_checkpointing": True,
+    "tf32": False,
+    "report_to": ["wandb", "csv"],
+    "rope_scaling": {"factor": 2},
+    "hub_token": "hf_xyz",
+    "colour": "red",
+}
 
 
 @pytest.fixture
 def old(tmp_path):
     path = tmp_path / "old.json"
-    path.write_text(
-        json.dumps(
-            {"learning_rate": 3e-4, "batch_size": 8, "rope_scaling": {"factor": 2}, "pin_memory": 1}
-        )
-    )
+    path.write_text(json.dumps(TRAINER))
     return path
 
 
-def test_the_recipe_loads_and_says_what_it_lacks(old, tmp_path):
+def converted(tmp_path, document):
+    (tmp_path / "old.yaml").write_text(yaml.safe_dump(document, sort_keys=False))
+    found = convert_config(tmp_path / "old.yaml", tmp_path / "my.yaml")
+    return found, load_config(tmp_path / "my.yaml")
+
+
+def test_keys_that_mean_the_same_are_in_the_recipe_and_every_other_key_is_answered(old, tmp_path):
     out = tmp_path / "new" / "my.yaml"
-    result = convert_config(old, out)
-    text = out.read_text()
-    assert text.startswith(f"{MARK} from old.json\n# Not converted: rope_scaling=")
+    found = convert_config(old, out)
     config = load_config(out)
-    assert (config.optim.lr, config.batch.rows_per_device, config.name) == (3e-4, 8, "my")
-    counts = (result.mapped, result.unnecessary, result.missing, result.unknown)
-    assert counts == (2, 1, 1, 0)
-    assert result.tool is None
-    for heading in ("Mapped: 2", "Not in flatout: 1", "Nothing to set: 1", "Next: flatout plan"):
-        assert heading in result.summary()
-
-
-def test_only_its_own_file_is_written_again(old, tmp_path):
-    out = tmp_path / "my.yaml"
-    convert_config(old, out)
-    convert_config(old, out)
-    out.write_text("name: mine\n")
-    with pytest.raises(ConfigError, match="did not write it"):
-        convert_config(old, out)
-    assert out.read_text() == "name: mine\n"
-
-
-def test_the_command_prints_every_key_as_json(old, tmp_path, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        cli.main(["convert", str(old), "--out", str(tmp_path / "my.yaml"), "--json"])
-    assert stopped.value.code == 0
-    answer = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert [item["key"] for item in answer["items"]] == [
-        "learning_rate",
-        "batch_size",
-        "rope_scaling",
-        "pin_memory",
+    assert (config.train.epochs, config.batch.rows_per_device, config.name) == (2, 4, "my")
+    assert (config.train.precision, config.schedule.kind, config.schedule.warmup) == (
+        *("bf16", "constant"),
+        0.1,
+    )
+    assert (config.optim.kind, config.train.eval_every_epochs, config.log.to) == (
+        *("adamw", 1),
+        ("wandb", "csv"),
+    )
+    assert config.speedups == "auto,+checkpointing,-tf32"
+    assert [item.key for item in found.items] == [*TRAINER]
+    outcomes = {item.key: item.outcome for item in found.items}
+    assert [key for key, outcome in outcomes.items() if outcome == "unnecessary"] == [
+        *("output_dir", "max_steps", "fp16", "warmup_steps"),
     ]
-    assert answer["items"][0]["becomes"] == {"optim.lr": 3e-4}
-    assert "closing" not in answer
+    assert (outcomes["adam_beta1"], outcomes["rope_scaling"], outcomes["colour"]) == (
+        *("by_hand", "missing"),
+        "unknown",
+    )
+    text = out.read_text()
+    assert text.startswith(
+        "# Converted by `flatout convert` from old.json\n"
+        "# Not converted: adam_beta1=0.8: optim.betas "
+    )
+    assert "hf_xyz" not in text + found.summary()
+    for line in ("Mapped: 10", "bf16=True  ", "To convert by hand: 1", "Next: flatout plan"):
+        assert line in found.summary()
+
+
+@pytest.mark.parametrize(
+    ("document", "key", "outcome", "about"),
+    [
+        ({"max_steps": 5, "epochs": 1}, "epochs", "by_hand", "train.steps"),
+        ({"batch_size": -3}, "batch_size", "by_hand", "batch.rows_per_device=-3 is not valid"),
+        ({"optimizer": "lion"}, "optimizer", "by_hand", "adamw, muon"),
+        ({"activation_checkpointing": "selective"}, "activation_checkpointing", "by_hand", "auto,"),
+        ({"compile": True}, "compile", "unnecessary", "by default"),
+        ({"deepspeed": {"stage": 2}}, "deepspeed", "unnecessary", "parallel.shard"),
+        ({"val_set_size": 0.1}, "val_set_size", "by_hand", "hash 0.05"),
+        ({"learning_rate": 1e-4, "peak_lr": 1e-3}, "peak_lr", "by_hand", "optim.lr=0.0001 is set"),
+        ({"load_in_4bit": True}, "load_in_4bit", "missing", "no QLoRA"),
+        ({"load_in_4bit": False}, "load_in_4bit", "unnecessary", "off"),
+    ],
+)
+def test_a_value_that_does_not_carry_over_is_listed_with_the_reason(
+    tmp_path, document, key, outcome, about
+):
+    found, _ = converted(tmp_path, {"weight_decay": 0.1} | document)
+    item = next(item for item in found.items if item.key == key)
+    assert item.outcome == outcome
+    assert about in item.note
+
+
+def test_a_key_that_needs_another_one_may_come_first(tmp_path):
+    _, config = converted(
+        tmp_path, {"lora_alpha": 16, "lora_target_modules": ["q_proj", "v_proj"], "lora_r": 8}
+    )
+    assert (config.lora.alpha, config.lora.rank, config.lora.targets) == (16, 8, ("q", "v"))
+
+
+def test_no_file_is_replaced(old, tmp_path):
+    (tmp_path / "my.yaml").write_text("name: mine\n")
+    with pytest.raises(OutputInUse, match="exists"):
+        convert_config(old, tmp_path / "my.yaml")
 
 
 def test_nothing_is_written_when_no_key_is_known(tmp_path):
@@ -77,57 +131,18 @@ def test_a_recipe_of_flatout_needs_no_conversion(tmp_path):
     assert "`flatout train " in refused.value.fix
 
 
-def test_the_printed_prepare_has_what_the_config_asks_for(tmp_path):
-    (tmp_path / "old.yaml").write_text(
-        "base_model: ORG/Small\nval_set_size: 0.1\nsequence_len: 64\ndatasets:\n"
-        "  - {path: talks.jsonl, type: chat_template}\n"
-    )
-    result = convert_config(tmp_path / "old.yaml", tmp_path / "my.yaml")
-    command = (
-        "flatout prepare talks.jsonl --out data/talks.jsonl --split 'hash 0.1' --chat auto "
-        "--tokenizer ORG/Small"
-    )
-    assert result.prepare == [command]
-    assert f"Prepare the data first: {command}" in result.summary()
-    assert f"# Prepare the data first: {command}\n" in (tmp_path / "my.yaml").read_text()
-    words = shlex.split(command)[2:]
-    assert parse("prepare", words)["split"] == "hash 0.1"
-
-
-def test_each_dataset_of_a_mix_is_prepared(tmp_path):
-    (tmp_path / "old.json").write_text(json.dumps({"blend": {"a": 1, "b": 2}, "test_size": 0.1}))
-    result = convert_config(tmp_path / "old.json", tmp_path / "my.yaml")
-    assert [command.split("--out ")[1] for command in result.prepare] == [
-        "data/a --split 'hash 0.1'",
-        "data/b --split 'hash 0.1'",
-    ]
+def test_python_files_are_not_read(tmp_path):
+    (tmp_path / "old.py").write_text("batch_size = 12\n")
+    with pytest.raises(ConfigError, match="neither YAML nor JSON") as refused:
+        convert_config(tmp_path / "old.py", tmp_path / "my.yaml")
+    assert "docs/coming-from.md" in refused.value.fix
 
 
 @pytest.mark.parametrize("tool", listings())
 def test_every_key_of_a_tool_is_shown_with_its_counterpart(tool):
-    result = convert_config(keys=tool)
-    assert [one.key for one in result.keys] == listings()[tool]
-    for one in result.keys:
-        assert (one.outcome == "mapped") == bool(one.counterpart)
+    found = convert_config(keys=tool.upper())
+    assert [one.key for one in found.items] == listings()[tool]
+    for one in found.items:
+        assert (one.outcome in ("mapped", "by_hand")) == bool(one.counterpart)
         assert one.counterpart or one.note
-        assert f"  {one.key} " in result.summary()
-
-
-def test_the_counterparts_are_printed_as_a_table_or_as_json(capsys):
-    for words in (["--keys", "nanoGPT"], ["--keys", "nanogpt", "--json"]):
-        with pytest.raises(SystemExit) as stopped:
-            cli.main(["convert", *words])
-        assert stopped.value.code == 0
-    shown = capsys.readouterr().out
-    for line in ("Keys of nanogpt", "Mapped: 28", "Nothing to set: 5", "  n_embd"):
-        assert line in shown
-    keys = {one["key"]: one["counterpart"] for one in json.loads(shown.splitlines()[-1])["keys"]}
-    assert keys["batch_size"] == "batch.rows_per_device"
-    assert keys["out_dir"] == ""
-
-
-def test_the_help_names_every_tool_with_keys(capsys):
-    with pytest.raises(SystemExit):
-        cli.main(["convert", "--help"])
-    shown = " ".join(capsys.readouterr().out.split())
-    assert [tool for tool in listings() if tool not in shown] == []
+        assert f"\n{one.key} " in found.summary()

@@ -121,6 +121,6 @@ def test_other_data_at_the_same_path_is_rejected(moved):
 def test_max_tokens_scores_a_part(tiny_run):
     result = evaluate(str(tiny_run), max_tokens=64)
     assert result.bits_per_byte is None
-    assert "unknown" in result.summary()
+    assert "Bits per byte are unknown" in result.summary()
     with pytest.raises(CheckpointError):
         evaluate(str(tiny_run), "77")

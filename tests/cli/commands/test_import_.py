@@ -26,9 +26,9 @@ def test_chunks_become_a_dataset(folder):
     result = import_chunks(folder, folder.parent / "set", "byte")
     assert (result.chunks, result.tokens, result.documents) == (5, 300, 100)
     assert result.tokens_per_s > 0
-    assert "300 tokens of 100 documents, from 5 files" in result.summary()
+    assert "300 of 100 documents, from 5 files" in result.summary()
     one = result.model_copy(update={"chunks": 1, "documents": 1, "tokens": 1200})
-    assert "1,200 tokens of 1 document, from 1 file" in one.summary()
+    assert "1,200 of 1 document, from 1 file" in one.summary()
     assert "already exists" in import_chunks(folder, folder.parent / "set", "byte").summary()
 
 

@@ -1,21 +1,18 @@
 import json
-import shutil
-from pathlib import Path
-from types import SimpleNamespace
 
 import fsspec
 import numpy as np
 import pytest
 
-from flatout.cli.commands.inspect import _model_of, inspect
+from flatout.cli.commands.inspect import inspect
 from flatout.cli.commands.prepare import prepare as prepare_dataset
 from flatout.data.prepare.writer import DatasetWriter
 from flatout.data.store.manifest import SkippedRows
 from flatout.data.tokenizers import make_tokenizer
+from flatout.display import terminal_text
 from flatout.errors import DataError
 from flatout.progress import SILENT
 from flatout.storage.json_io import append_line
-from flatout.storage.streams import wrapped
 
 
 def prepare(out, train, val=(), *, skipped=()):
@@ -60,6 +57,7 @@ def test_the_result_contains_the_facts(folder):
         "longest_document": 41,
         "size_bytes": sum(path.stat().st_size for path in folder.iterdir()),
         "targets": None,
+        "bytes_per_token": 0.919,
         "no such fact": None,
     }.items():
         assert result.value(name) == value, name
@@ -91,36 +89,6 @@ def test_masked_text_is_marked_and_not_counted_in_bytes_per_token(tmp_path):
     assert inspect(tmp_path / "set", tokens=0).value("beginning") == ""
 
 
-def test_conversations_are_trained_on_with_the_recipe_for_them(tmp_path):
-    prepare_dataset(["capitals:documents=200"], tmp_path / "set", chat="auto", workers=1)
-    command = inspect(tmp_path / "set").value("recipe")["command"]
-    assert command.startswith(f"flatout train chat-demo data.path={tmp_path / 'set'} ")
-
-
-def test_conversations_in_the_tokens_of_a_model_tune_it(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    source = "capitals:documents=200"
-    prepare_dataset([source], "text", tokenizer="byte", workers=1)
-    prepare_dataset([source], "set", tokenizer="text/tokenizer.json", chat="plain", workers=1)
-
-    def command():
-        return inspect("set").value("recipe")["command"]
-
-    assert command() == "flatout train chat-tune data.path=set train.init_from=MODEL"
-    for number, tokenizer in enumerate(("set/tokenizer.json", "set/manifest.json")):
-        run = Path(f"runs/{number}")
-        run.mkdir(parents=True)
-        (run / "config.yaml").write_text("{}")
-        (run / "asked.yaml").write_text("{}")
-        shutil.copy(tokenizer, run / "tokenizer.json")
-    assert command() == ("flatout train runs/0/asked.yaml data.path=set train.init_from=runs/0")
-
-
-def test_the_model_of_a_repositorys_tokenizer_is_that_repository():
-    source = {"chat_template": {}, "tokenizer": "org/name@main"}
-    assert _model_of(SimpleNamespace(manifest=SimpleNamespace(source=source))) == "hf:org/name@main"
-
-
 def test_the_special_tokens_of_a_tokenizer_json(tmp_path):
     from tokenizers import Tokenizer, models
 
@@ -140,21 +108,22 @@ def test_the_summary_is_readable_text(folder):
     for shown in (short, lines):
         assert shown[0] == f"Dataset {folder}"
         assert any(line.split() == ["vocab_size", "257"] for line in shown)
-        assert any("not UTF-8: 1,234" in line for line in shown)
-        assert "  | Hello" in shown
-        assert "  | world" in "\n".join(shown)
+        assert any("not UTF-8 1,234" in line for line in shown)
+        assert "| Hello" in shown
+        assert "| world" in "\n".join(shown)
     assert short[-1] == "--all shows more."
-    assert any(line.strip().startswith("32 to 63") and line.endswith("█ 1") for line in lines)
-    assert any(line.strip().startswith("16 to 31") and "█" not in line for line in lines)
+    table = [line.split() for line in lines]
+    assert ["32", "to", "63", "1"] in table
+    assert ["16", "to", "31", "0"] in table
     names = {fact.name for fact in inspect(folder).items} - {"beginning", "document_lengths"}
-    assert {line.split()[0] for line in lines[2:] if line.startswith("  ")} >= names
+    assert {words[0] for words in table if words} >= names
 
 
 def test_the_summary_fits_a_screen(tmp_path):
     made = prepare(tmp_path / "set", ["line\n" * 200], ["valid"])
-    text = wrapped(inspect(made, tokens=500).summary(), 80)
+    text = terminal_text(inspect(made, tokens=500).display(), 80)
     assert len(text.splitlines()) < 24
-    assert "flatout train" in text or "too little text" in text
+    assert max(map(len, text.splitlines())) <= 80
 
 
 def test_text_cannot_control_the_terminal(tmp_path):

@@ -10,6 +10,7 @@ from flatout.assembly.selection import Gain, all_speedups
 from flatout.cli.commands import list as list_command
 from flatout.cli.commands.list import FOLDERS, list_entries
 from flatout.config.registry import SPEEDUPS
+from flatout.display import terminal_text
 from flatout.errors import ConfigError
 from flatout.hardware.machine import Gpu, probe
 
@@ -50,7 +51,7 @@ def recipe(tmp_path):
 
 
 def by_name(result):
-    return {item["name"]: item for item in result.items}
+    return {item.name: item for item in result.items}
 
 
 @pytest.mark.parametrize("kind", [*FOLDERS, "machines", "speedups", "tokenizers"])
@@ -58,30 +59,30 @@ def test_every_kind_lists_names_and_descriptions(kind):
     result = list_entries(kind)
     assert result.kind == kind
     assert len(result.items) >= 1
-    assert all(item["name"] and item["description"] for item in result.items)
+    assert all(item.name and item.description for item in result.items)
     for item in result.items:
-        assert item["name"] in result.summary()
+        assert item.name in result.summary()
 
 
 def test_tokenizers_are_listed_as_prepare_accepts_them():
     names = ["train:N, FILE.tiktoken", "byte", "char", "tokenizer.json, ORG/NAME", "ids:N"]
-    assert [item["name"] for item in list_entries("tokenizers").items] == names
+    assert [item.name for item in list_entries("tokenizers").items] == names
 
 
 def test_speedups_are_on_or_off_with_a_reason_that_is_never_cut():
     result = list_entries("speedups")
     assert set(by_name(result)) == set(SPEEDUPS.names())
-    assert all(item["reason"] for item in result.items)
+    assert all(item.reason for item in result.items)
     lines = list_entries("speedups", all=True).summary().splitlines()
     assert next(line for line in lines if " pretokenised" in line).startswith("on ")
     assert any(line.startswith("off") for line in lines)
+    assert max(map(len, terminal_text(result.display(), 80).splitlines())) <= 80
     lines = result.summary().splitlines()
-    assert max(map(len, lines)) <= 80
-    whole = " ".join(result.summary().split())
-    assert all(item["reason"] in whole for item in result.items if item["on"])
-    on = [item["name"] for item in result.items if item["on"]]
-    assert [line.split()[1] for line in lines if line.startswith("on ")] == on
-    assert all(item["name"] in result.summary() for item in result.items)
+    assert all(item.reason in result.summary() for item in result.items if item.on)
+    on = [item.name for item in result.items if item.on]
+    rows = [line for line in lines if line.startswith("on ")]
+    assert all(f" {name} " in row for name, row in zip(on, rows, strict=True))
+    assert all(item.name in result.summary() for item in result.items)
 
 
 def test_a_speedup_of_your_own_is_listed(tmp_path, monkeypatch, recipe):
@@ -91,8 +92,8 @@ def test_a_speedup_of_your_own_is_listed(tmp_path, monkeypatch, recipe):
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     own = list_entries("speedups", recipe("speedups: auto,+listed_own:FAST\n")).items[-1]
-    assert (own["name"], own["description"], own["on"]) == ("listed_own:FAST", "time", True)
-    assert not any(item["on"] for item in list_entries("speedups", recipe("speedups: none")).items)
+    assert (own.name, own.description, own.on) == ("listed_own:FAST", "time", True)
+    assert not any(item.on for item in list_entries("speedups", recipe("speedups: none")).items)
 
 
 def test_a_missing_gpu_is_noted_first(with_gpus, recipe):
@@ -100,24 +101,22 @@ def test_a_missing_gpu_is_noted_first(with_gpus, recipe):
     elsewhere = list_entries("speedups", recipe("train: {device: cuda}\n"))
     assert " ".join(elsewhere.summary().split()).startswith(elsewhere.note)
     assert "needs a GPU (train.device=cuda), and there is none here" in elsewhere.note
-    assert by_name(elsewhere)["bf16"]["on"]
+    assert by_name(elsewhere)["bf16"].on
     here = list_entries("speedups")
     assert here.note is None
     assert here.summary().splitlines()[0][:3] in {"on ", "off"}
     listed = list_entries("speedups", "gpt2-124m")
-    assert by_name(listed)["compile"]["on"]
-    assert "A run takes at least 53 min" in listed.note
     assert listed.note.endswith("there is none here. On a GPU it would use:")
 
 
 def test_recipes_are_listed_by_size():
     items = list_entries("recipes").items
-    sizes = [item["parameters"] for item in items if item["parameters"]]
+    sizes = [item.parameters for item in items if item.parameters]
     assert sizes == sorted(sizes)
     assert len(sizes) > 20
-    names = [item["name"] for item in items]
+    names = [item.name for item in items]
     assert names.index("demo") < names.index("gpt2-124m") < names.index("llama-8b")
-    lines = list_entries("recipes").summary().splitlines()
+    lines = terminal_text(list_entries("recipes").display(), 80).splitlines()
     assert max(map(len, lines)) <= 80
     start = "llama-8b                    8.0 B  Llama 3 8B: 8,030,261,248 parameters,"
     assert any(line.startswith(start) for line in lines)
@@ -129,10 +128,8 @@ def test_recipes_are_listed_by_size():
 def test_the_rate_of_a_present_gpu_decides(with_gpus, recipe, steps, on, reason):
     with_gpus(H200)
     text = f"train: {{steps: {steps}, device: cuda}}\nmodel: {{vocab_size: 50304}}\n"
-    listed = list_entries("speedups", recipe(text))
-    found = by_name(listed)["compile"]
-    assert (found["on"], found["reason"].startswith(reason)) == (on, True)
-    assert "at 30% of the peak of one NVIDIA H200" in listed.note
+    found = by_name(list_entries("speedups", recipe(text)))["compile"]
+    assert (found.on, found.reason.startswith(reason)) == (on, True)
 
 
 @pytest.mark.parametrize("train", ["{epochs: 3, device: cuda}", "{steps: 2, device: cuda}"])
@@ -140,18 +137,18 @@ def test_an_unknown_length_is_not_guessed(with_gpus, recipe, train):
     with_gpus()
     found = by_name(list_entries("speedups", recipe(f"train: {train}\n")))["compile"]
     start = "pays off from 2 minutes, and the run's duration is unknown"
-    assert found["reason"].startswith(start)
+    assert found.reason.startswith(start)
 
 
 def test_speedups_that_were_not_measured_on_a_gpu_are_labelled(with_gpus, tmp_path):
     with_gpus(H200)
     before = by_name(list_entries("speedups"))
     rows = {speedup.name for speedup in all_speedups() if "cuda" in speedup.auto}
-    assert rows <= {name for name, item in before.items() if item["measured"] is False}
+    assert rows <= {name for name, item in before.items() if item.measured is False}
     shown = list_entries("speedups", all=True).summary().splitlines()
     lines = {line.split()[3]: line for line in shown if line[5:17] == "not measured"}
     assert rows <= set(lines)
-    assert lines["bf16"] == "on   not measured  bf16"
+    assert lines["bf16"].startswith("on   not measured  bf16  ")
 
     slower = GAIN.model_copy(update={"gain": 0.9, "low": 0.85, "high": 0.95})
     other = GAIN.model_copy(update={"torch": "1.0.0"})
@@ -160,13 +157,13 @@ def test_speedups_that_were_not_measured_on_a_gpu_are_labelled(with_gpus, tmp_pa
     result = list_entries("speedups", all=True)
     after, reason = by_name(result), f"measured here: {GAIN.describe()}"
     here = {"measured": True, "gain": GAIN.describe(), "reason": reason}
-    assert after["bf16"] == before["bf16"] | here
-    assert after["checkpointing"] == before["checkpointing"] | here | {"on": True}
-    assert (after["fused-adamw"]["on"], before["fused-adamw"]["on"]) == (False, True)
+    assert after["bf16"] == before["bf16"].model_copy(update=here)
+    assert after["checkpointing"] == before["checkpointing"].model_copy(update=here | {"on": True})
+    assert (after["fused-adamw"].on, before["fused-adamw"].on) == (False, True)
     changed = {name for name in after if after[name] != before[name]}
     assert changed == gains.keys() - {"tf32"}, "that of tf32 was measured with another torch"
-    assert "on   measured      bf16\n" in result.summary()
-    assert " ".join(result.summary().split()).count(reason) == 2
+    assert "on   measured      bf16  " in result.summary()
+    assert result.summary().count(reason) == 2
 
 
 def test_a_gain_of_one_model_decides_nothing_for_a_much_larger_one(with_gpus, recipe, tmp_path):
@@ -180,12 +177,12 @@ def test_a_gain_of_one_model_decides_nothing_for_a_much_larger_one(with_gpus, re
         path = recipe(f"model: {model}\ntrain: {{steps: 1000000}}\n")
         return by_name(list_entries("speedups", recipe=path))["compile"]
 
-    assert found(64, 2)["reason"].startswith("measured here: x0.90")
-    assert found(2048, 32)["gain"] is None
-    assert found(2048, 32)["on"]
+    assert found(64, 2).reason.startswith("measured here: x0.90")
+    assert found(2048, 32).gain is None
+    assert found(2048, 32).on
     keep(H200.name, tmp_path, {"compile": GAIN.model_copy(update={"flops_per_token": large})})
-    assert found(64, 2)["gain"].startswith("x0.90"), "each size keeps its own"
-    assert found(2048, 32)["gain"].startswith("x1.12")
+    assert found(64, 2).gain.startswith("x0.90"), "each size keeps its own"
+    assert found(2048, 32).gain.startswith("x1.12")
 
 
 def test_the_predicted_gain_is_shown_until_one_is_measured(with_gpus, monkeypatch, tmp_path):
@@ -194,13 +191,13 @@ def test_the_predicted_gain_is_shown_until_one_is_measured(with_gpus, monkeypatc
     speedups["bf16"] = replace(speedups["bf16"], predicted="2%: half of 4%")
     monkeypatch.setattr(list_command, "speedup_named", speedups.__getitem__)
     result = list_entries("speedups", all=True)
-    assert by_name(result)["bf16"]["predicted"] == "2%: half of 4%"
-    assert "  bf16  (predicted: 2%)\n" in result.summary()
+    assert by_name(result)["bf16"].predicted == "2%: half of 4%"
+    assert "  (predicted: 2%)\n" in result.summary()
     keep(H200.name, tmp_path, {"bf16": GAIN})
     assert "2%: half of 4%" not in list_entries("speedups", all=True).summary()
 
 
 def test_this_machine_is_listed_first_and_an_unknown_kind_rejected():
-    assert list_entries("machines").items[0]["name"] == "(this machine)"
+    assert list_entries("machines").items[0].name == "(this machine)"
     with pytest.raises(ConfigError, match="Did you mean 'recipes'"):
         list_entries("recipe")

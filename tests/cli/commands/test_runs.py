@@ -1,5 +1,6 @@
 import json
 import os
+import shutil
 import time
 from pathlib import Path
 
@@ -7,8 +8,10 @@ import pytest
 
 from flatout.cli.commands.runs import runs
 from flatout.config.schema import RunConfig, load_config
-from flatout.errors import CheckpointError
+from flatout.display import terminal_text
+from flatout.errors import CheckpointError, ConfigError
 from flatout.storage.json_io import append_line
+from flatout.training.checkpoint import catalog
 from flatout.training.run_dir import layout
 from flatout.training.run_dir.lock import hold_lock
 
@@ -115,8 +118,8 @@ def test_the_table_has_one_line_per_run(tmp_path):
     head, *lines = runs(tmp_path).summary().splitlines()
     assert head == f"In {tmp_path}:"
     assert len(lines) == 3
+    assert lines[0].split()[:4] == ["run", "state", "step", "loss"]
     assert lines[1].split()[:4] == ["one", "killed", "1,000/2,000", "2.3457"]
-    assert len({len(line) for line in lines}) == 1
 
 
 def store(path, *words, recipe="mine"):
@@ -129,8 +132,8 @@ def test_a_setting_with_line_breaks_stays_on_its_line(tmp_path):
     store(tmp_path / "mine-a", "train.sample_prompt=one\ntwo")
     store(tmp_path / "mine-b", "train.sample_prompt=three")
     lines = runs(tmp_path).summary().splitlines()
-    assert "    train.sample_prompt=one\\ntwo" in lines
-    assert len(lines) == 6
+    assert lines[2].endswith("  train.sample_prompt=one\\ntwo")
+    assert len(lines) == 4
 
 
 def test_differences_between_runs_of_a_recipe_are_shown(tmp_path):
@@ -145,9 +148,11 @@ def test_differences_between_runs_of_a_recipe_are_shown(tmp_path):
         "c": {"name": "other"},
     }
     _, *lines = runs(tmp_path).summary().splitlines()
-    assert lines[2] == "    optim.lr=0.001, train.steps=500"
-    assert lines[4] == "    optim.lr=0.002, train.tokens=1000"
-    assert lines[6] == "    name=other"
+    assert [line.split("  ")[-1] for line in lines[1:]] == [
+        "optim.lr=0.001, train.steps=500",
+        "optim.lr=0.002, train.tokens=1000",
+        "name=other",
+    ]
 
 
 def test_a_table_of_usual_runs_fits_80_columns(tmp_path):
@@ -165,7 +170,96 @@ def test_a_table_of_usual_runs_fits_80_columns(tmp_path):
 
 def test_no_runs_is_not_an_error_but_a_wrong_directory_is(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert json.loads(runs().model_dump_json()) == {"items": []}
+    assert runs().items == []
     assert "flatout demo" in runs().summary()
-    with pytest.raises(CheckpointError, match="There is no directory nowhere"):
+    with pytest.raises(CheckpointError, match="There is no run directory nowhere"):
         runs(Path("nowhere"))
+
+
+@pytest.fixture
+def fox(fox_run, tmp_path, monkeypatch):
+    """A copy of a run with a checkpoint at each of its three steps, as runs/fox."""
+    monkeypatch.chdir(tmp_path)
+    return shutil.copytree(fox_run[0] / "runs" / "fox", Path("runs/fox"))
+
+
+def spoil(run, step):
+    path = catalog.checkpoint_path(run, step) / "model-00000.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def test_the_checkpoints_of_a_run_are_listed_with_their_losses(fox):
+    found = runs("fox")
+    records = [json.loads(line) for line in (fox / "metrics.jsonl").read_text().splitlines()]
+    losses = {record["step"]: record["val/loss"] for record in records if "val/loss" in record}
+    assert {item.step: item.val_loss for item in found.checkpoints} == losses
+    assert all(item.valid is None and item.problems == [] for item in found.checkpoints)
+    assert [item.step for item in found.checkpoints if item.best] == [min(losses, key=losses.get)]
+    assert all(
+        0 <= item.age_s == pytest.approx(time.time() - item.info.saved_at, abs=60)
+        for item in found.checkpoints
+    )
+    head, titles, row, _, columns, *rows = found.summary().splitlines()
+    assert (head, titles.split()[0], row.split()[0]) == ("In runs:", "run", "fox")
+    assert columns.split() == ["step", "loss", "val", "loss", "size", "age"]
+    assert [line.split()[:1] for line in rows[:3]] == [["1"], ["2"], ["3"]]
+    assert rows[-1] == "`flatout verify runs/fox` reads every file of the checkpoints."
+    assert max(map(len, terminal_text(found.display(), 80).splitlines())) <= 80
+
+
+def test_a_checkpoint_with_a_missing_file_is_not_valid_and_shows_why(fox):
+    path = catalog.checkpoint_path(fox, 1) / "state.json"
+    path.unlink()
+    manifest = catalog.checkpoint_path(fox, 3) / "manifest.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format_version": 9}))
+    found = runs(fox)
+    assert [item.valid for item in found.checkpoints] == [False, None, False]
+    assert f"{path} is missing." in found.summary()
+    assert "format_version 9" in found.summary()
+
+
+def test_keep_deletes_all_but_the_newest_valid_and_the_best(fox):
+    spoil(fox, 3)
+    best = catalog.best_step_of(catalog.checkpoint_path(fox, 2))
+    found = runs(fox, keep=1)
+    left = sorted({2, 3, best})
+    assert catalog.steps(fox) == left == [item.step for item in found.checkpoints]
+    assert len(found.removed) == 3 - len(left)
+    assert runs(fox, keep=1).removed == ()
+
+
+def test_those_set_aside_are_listed_and_deleted_on_request(fox):
+    (moved,) = catalog.set_aside(fox, after=2)
+    found = runs(fox)
+    assert found.aside == (str(moved),)
+    assert "`flatout runs runs/fox --remove-aside` deletes" in found.summary()
+    found = runs(fox, remove_aside=True)
+    assert (found.removed, found.aside, moved.exists()) == ((str(moved),), (), False)
+    assert f"Deleted {moved}" in found.summary()
+    assert catalog.steps(fox) == [1, 2]
+
+
+def test_nothing_is_deleted_while_the_run_trains(fox):
+    with hold_lock(fox):
+        assert len(runs(fox).checkpoints) == 3
+        for words in ({"keep": 1}, {"remove_aside": True}):
+            with pytest.raises(CheckpointError, match="is in use"):
+                runs(fox, **words)
+    assert catalog.steps(fox) == [1, 2, 3]
+
+
+def test_nothing_is_deleted_through_a_link(fox, tmp_path):
+    elsewhere = tmp_path / "elsewhere"
+    (fox / "checkpoints").rename(elsewhere)
+    (fox / "checkpoints").symlink_to(elsewhere)
+    with pytest.raises(CheckpointError, match="symbolic link"):
+        runs(fox, keep=1)
+    assert len(list(elsewhere.iterdir())) == 3
+
+
+@pytest.mark.parametrize("words", [{"keep": 1}, {"remove_aside": True}])
+def test_what_deletes_needs_a_run(fox, words):
+    with pytest.raises(ConfigError, match="deletes checkpoints of one run"):
+        runs(**words)

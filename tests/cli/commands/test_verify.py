@@ -26,12 +26,12 @@ def folder(tmp_path):
 def test_an_intact_dataset_is_ok(folder, tmp_path):
     result = verify(folder)
     assert (result.ok, result.exit_code) == (True, 0)
-    assert result.summary().startswith(f"{folder} is intact: 4 blocks of 5 files read")
+    assert result.summary().startswith(f"{folder} is intact. 4 blocks of 5 files read")
     store = fsspec.filesystem("memory")
     for path in folder.iterdir():
         store.put_file(str(path), f"memory://verify/set/{path.name}")
     summary = verify("memory://verify/set").summary()
-    assert summary.startswith("memory://verify/set is intact: 4 blocks of 5 files read")
+    assert summary.startswith("memory://verify/set is intact. 4 blocks of 5 files read")
     with pytest.raises(DataError, match="must not contain a user, a password"):
         verify("s3://key:hidden@bucket/set")
     with pytest.raises(DataError, match="flatout prepare"):
@@ -66,8 +66,8 @@ def test_an_intact_run_is_ok_and_its_newest_checkpoint_named(run):
     assert (result.kind, result.ok, result.exit_code) == ("run", True, 0)
     assert [item.step for item in result.checkpoints] == [1, 2, 3]
     assert result.newest_valid == str(run / "checkpoints/step-3")
-    assert result.files == sum(item.files for item in result.checkpoints) == 15
-    assert result.summary().startswith(f"{run} is valid. 15 files read")
+    assert result.files == sum(item.files for item in result.checkpoints) == 18
+    assert result.summary().startswith(f"{run} is intact. 18 files read")
     assert verify("fox").path == lookup.RUNS.joinpath("fox").as_posix()
     shutil.rmtree(run / "checkpoints")
     with pytest.raises(CheckpointError, match="has no checkpoint yet"):
@@ -85,8 +85,9 @@ def test_a_damaged_checkpoint_is_named_and_the_newest_valid_one_stated(run):
     assert problem.startswith(f"{damaged / 'model-00000.safetensors'} has 4 bytes")
     text = result.summary()
     assert "is damaged: 1 problem" in text
-    assert "Valid checkpoints: step 1, step 2." in text
-    assert "step-2: the run resumes from it." in text
+    assert [item.valid for item in result.checkpoints] == [True, True, False]
+    assert [line.endswith("not valid") for line in text.splitlines()[2:5]] == [False, False, True]
+    assert f"The run resumes from the newest valid one, {result.newest_valid}." in text
     alone = verify(damaged)
     assert (alone.kind, alone.ok, alone.newest_valid) == ("checkpoint", False, None)
     assert verify(run / "checkpoints/step-2").ok

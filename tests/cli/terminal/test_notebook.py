@@ -28,7 +28,7 @@ def test_a_call_in_a_cell_reports_to_it(notebook):
     assert path == "a"
     assert isinstance(report, RunReport)
     assert isinstance(progress, Terminal)
-    assert progress.is_cell
+    assert progress.console.is_jupyter
     assert report.terminal is progress
     assert shown_in_cell(called).__doc__ == called.__doc__
 
@@ -48,4 +48,4 @@ def test_outside_of_a_notebook_calls_are_silent(monkeypatch):
 def test_public_commands_report_to_the_cell(notebook, monkeypatch):
     monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace())
     assert flatout.train.__wrapped__ is sys.modules["flatout.cli.commands.train"].train
-    assert flatout.runs is sys.modules["flatout.cli.commands.runs"].runs
+    assert flatout.list_entries is sys.modules["flatout.cli.commands.list"].list_entries

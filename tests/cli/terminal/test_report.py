@@ -9,6 +9,7 @@ from rich.console import Console
 
 from flatout.assembly.selection import assemble
 from flatout.cli.terminal import RunReport, Terminal
+from flatout.cli.terminal.lines import facts
 from flatout.config.schema import load_config
 
 
@@ -21,6 +22,10 @@ def terminal():
 
 def text_of(terminal):
     return terminal.console.file.getvalue()
+
+
+def line_of(terminal):
+    return facts(terminal.lines.tasks[0])
 
 
 CONFIG = load_config(
@@ -65,10 +70,10 @@ def test_the_line_shows_step_loss_rate_mfu_and_time_left(terminal):
     follow(report, range(1, 5), 10, FAST)
     terminal.clock.now = 2.0
     follow(report, [5], 10)
-    task = terminal._open[0]
-    assert task.facts() == ["50%", "5/10 · loss 3.142 · 61.2 K tokens/s · MFU 12.3% · 2.5 s left"]
+    line = "50% · 5/10 · loss 3.142 · 61.2 K tokens/s · MFU 12.3% · 2.5 s left"
+    assert line_of(terminal) == line
     report.on_end({})
-    assert terminal._open == []
+    assert terminal.lines.tasks == []
 
 
 def test_compilation_does_not_count_and_only_the_time_left_includes_evaluations(terminal):
@@ -78,20 +83,19 @@ def test_compilation_does_not_count_and_only_the_time_left_includes_evaluations(
         for step in numbers:
             terminal.clock.now += 2
             report.on_tick(step, 400)
-        return terminal._open[0].text
+        return line_of(terminal)
 
     report = RunReport(terminal)
     report.on_start(run_at(0, last_step=400))
     terminal.clock.now += 298
-    assert steps(1) == "1/400"
-    assert steps(*range(2, 12)) == "11/400 · 1,024 tokens/s · 12 min 58 s left"
+    assert steps(1) == "0% · 1/400"
+    assert steps(*range(2, 12)) == "3% · 11/400 · 1,024 tokens/s · 12 min 58 s left"
     report.on_record(window(10, 0.03, **{"perf/mfu": 0.001}))
     terminal.clock.now += 60
     assert "MFU" not in steps(*range(12, 21)), "the first record includes the warm-up"
     report.on_record(window(20, 0.5, **{"perf/mfu": 0.2}))
     steps(21)
-    text = "21/400 · 1,024 tokens/s · MFU 20.0% · 31 min 35 s left"
-    assert terminal._open[0].facts() == ["5%", text]
+    assert line_of(terminal) == "5% · 21/400 · 1,024 tokens/s · MFU 20.0% · 31 min 35 s left"
 
 
 def test_the_time_left_changes_calmly_while_the_rate_follows_recent_steps(terminal):
@@ -103,23 +107,23 @@ def test_the_time_left_changes_calmly_while_the_rate_follows_recent_steps(termin
         terminal.clock.now += 10 / rate
         report.on_tick(step, 1000)
         report.on_record(window(step, rate))
-        shown.append(terminal._open[0].text)
-    assert shown[44] == "450/1,000 · 20.5 K tokens/s · 55 s left"
-    assert shown[49] == "500/1,000 · 2,048 tokens/s · 1 min 36 s left"
+        shown.append(line_of(terminal))
+    assert shown[44] == "45% · 450/1,000 · 20.5 K tokens/s · 55 s left"
+    assert shown[49] == "50% · 500/1,000 · 2,048 tokens/s · 1 min 36 s left"
 
 
 def test_the_line_is_shown_before_the_first_step_and_removed_after_a_stop(terminal):
     report = RunReport(terminal)
     report.on_start(run_at(8))
-    assert terminal._open[0].text == "8/10"
+    assert line_of(terminal) == "80% · 8/10"
     follow(report, [9], 10, [window(9, 10.0)])
-    assert terminal._open[0].facts()[0] == "90%", "it counts from its step"
+    assert line_of(terminal).startswith("90%"), "it counts from its step"
     report.on_record(window(10, 10.0))
     report.on_tick(10, 10)
-    assert "tokens/s" in terminal._open[0].text
-    assert "MFU" not in terminal._open[0].text, "it is unknown"
+    assert "tokens/s" in line_of(terminal)
+    assert "MFU" not in line_of(terminal), "it is unknown"
     report.on_event({"event": "stop"})
-    assert terminal._open == []
+    assert terminal.lines.tasks == []
     report.on_end({})
 
 
@@ -130,9 +134,11 @@ DECISIONS = [
 ]
 
 
+MACHINE = {"device": "cpu", "device_reason": "requested", "machine": "a CPU"}
+
+
 def decide(report):
-    machine = {"device": "cpu", "device_reason": "requested", "machine": "a CPU"}
-    report.on_event({"event": "start", "parameters": 1, **machine})
+    report.on_event({"event": "start", "parameters": 1, **MACHINE})
     for name, on, reason in DECISIONS:
         report.on_event({"event": "speedup", "name": name, "on": on, "reason": reason})
     report.on_start(run_at(0))
@@ -156,6 +162,21 @@ def test_a_verbose_run_shows_each_in_columns_that_fit_the_longest_name(terminal)
     assert [line.split()[:2] for line in lines] == words
     reasons = [reason for _, _, reason in DECISIONS]
     assert len({line.index(why) for line, why in zip(lines, reasons, strict=True)}) == 1
+
+
+def test_epochs_that_are_quick_share_a_line_and_the_last_one_always_has_one(terminal):
+    report = RunReport(terminal)
+    report.on_event({"event": "start", "epochs": 30.0, "parameters": 1, **MACHINE})
+    report.on_start(run_at(0, last_step=600, steps_per_epoch=20.0))
+    for step in range(10, 601, 10):
+        report.on_tick(step, 600)
+        times = {"train/epoch": step / 20, "wall_s": 0.018 * step, "perf/samples_per_s": 444.0}
+        report.on_record({"step": step, "train/loss": 3.0, **times})
+    assert text_of(terminal).splitlines()[1:] == [
+        "Epochs 1 to 14 of 30 done at step 280: mean training loss 3.0000, 5.0 s, 444 samples/s",
+        "Epochs 15 to 28 of 30 done at step 560: mean training loss 3.0000, 5.0 s, 444 samples/s",
+        "Epochs 29 to 30 of 30 done at step 600: mean training loss 3.0000, 0.7 s, 444 samples/s",
+    ]
 
 
 def test_evaluations_and_epochs_print_a_line_each(terminal):
@@ -222,48 +243,15 @@ def test_recompilation_is_reported_once_and_graph_breaks_with_their_reason(termi
     )
 
 
-def test_an_interactive_terminal_wraps_lines_at_spaces():
-    terminal = Terminal(
-        Console(file=io.StringIO(), width=40, force_terminal=True, color_system=None)
-    )
-    terminal.say("Training 1.2 M parameters on cpu (torch sees no GPU): AMD EPYC, 2 cores")
-    terminal.say("  off  compile          short runs do not pay back the minutes")
-    assert text_of(terminal).splitlines() == [
-        "Training 1.2 M parameters on cpu (torch",
-        "  sees no GPU): AMD EPYC, 2 cores",
-        "  off  compile          short runs do",
-        "       not pay back the minutes",
+def test_a_run_in_a_notebook_ends_with_its_result(monkeypatch):
+    console = Console(file=io.StringIO(), width=100)
+    console.is_jupyter = True
+    terminal = Terminal(console)
+    said = []
+    monkeypatch.setattr(terminal, "say", said.append)
+    losses = {"wall_s": 3.0, "train_loss": 2.5, "val_loss": 2.0}
+    RunReport(terminal).on_end({"run": "runs/a", "steps": 2, "tokens": 128, **losses})
+    assert said == [
+        "Trained: 2 steps, 128 tokens in 3.0 s",
+        "Loss: training 2.5000, validation 2.0000 (perplexity 7.4)",
     ]
-
-
-def panel_of(width, height=25):
-    """What a terminal of a size shows of a run that has reached step 5."""
-    options = {"force_terminal": True, "color_system": None}
-    console = Console(file=io.StringIO(), width=width, height=height, **options)
-    terminal = Terminal(console, clock=Clock())
-    report = RunReport(terminal)
-    report.on_start(run_at(0))
-    follow(report, range(1, 5), 10, FAST)
-    terminal.clock.now += 2
-    follow(report, [5], 10)
-    paper = Console(file=io.StringIO(), width=width)
-    paper.print(terminal.lines())
-    terminal.close()
-    return paper.file.getvalue().splitlines()
-
-
-@pytest.mark.parametrize("width", [50, 60, 80, 120])
-def test_a_terminal_shows_a_panel_below_the_bar(width):
-    bar, *lines = panel_of(width)
-    assert [line.split()[0] for line in lines] == ["loss", "speed", "saved"]
-    assert "5/10 · 2.5 s left" in bar
-    assert "tokens/s" not in bar
-    assert lines[1] == "  speed   61.2 K tokens/s · MFU 12.3%"
-    assert max(map(len, [bar, *lines])) <= width
-
-
-def test_a_terminal_of_few_lines_or_columns_has_one_line():
-    (low,) = panel_of(80, height=6)
-    (narrow,) = panel_of(30)
-    assert "5/10 · loss 3.142" in low
-    assert "5/10" in narrow

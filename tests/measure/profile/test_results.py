@@ -1,4 +1,4 @@
-"""From a trace file to numbers: a made-up GPU, and what happens without kernels."""
+"""From a trace file to numbers and text: a made-up GPU, and what happens without kernels."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from types import SimpleNamespace
 import pytest
 from chrome_trace import US, document
 
+from flatout.display import terminal_text
 from flatout.errors import RunFailed
-from flatout.measure.profile.profile import NOT_PERMITTED, gaps_of, with_trace
-from flatout.measure.profile.report import Profile
+from flatout.measure.profile.profile import with_trace
+from flatout.measure.profile.result import Profile
 from flatout.measure.steps.trace import exported, read_trace
 
 BEFORE = Profile(
@@ -26,22 +27,30 @@ BEFORE = Profile(
     snapshot=None,
     step_ms=90e3 * US,
     profiled_step_ms=100e3 * US,
-    phases_ms=None,
+    phases_ms={"data": 9e3 * US, "forward": 18e3 * US},
     notes=(),
 )
 
 
-def figures(made, profile=BEFORE):
-    trace = read_trace(made, steps=2)
-    return trace, with_trace(profile, trace)
+def test_the_text_of_a_profile():
+    found = with_trace(BEFORE, read_trace(document(), steps=2))
+    assert terminal_text(found.display(), 80) == (
+        """\
+made-up on cuda, bf16, steps 7 to 8
+Step       0.09 ms, 0.1 ms under the profiler
+Host       data 10%, forward 20%, waiting for the device and others 70%
+No kernel  0.063 ms, 63% of a step: the device idles
 
+Kernels of a step
+class           ms  share  calls
+matmul       0.024    65%      2
+elementwise  0.006    16%      1
+optimizer    0.005    14%      1
+copy         0.002     5%      1
 
-def test_a_gpu_has_gaps():
-    _, found = figures(document())
-    assert found.device_idle == pytest.approx(0.63)
-    assert found.outside_ms == pytest.approx(63e3 * US)
-    assert found.notes == ()
-    assert "The device idles 63% of a step." in found.text()
+profile/  trace.json.gz, profile.json, profile.txt
+Open the trace at https://ui.perfetto.dev"""
+    )
 
 
 def test_without_kernels_the_rest_remains_and_a_note_shows_why():
@@ -49,34 +58,25 @@ def test_without_kernels_the_rest_remains_and_a_note_shows_why():
     made["traceEvents"] = [
         one for one in made["traceEvents"] if one.get("cat") not in {"kernel", "gpu_memcpy"}
     ]
-    _, found = figures(made)
+    found = with_trace(BEFORE, read_trace(made, steps=2))
     assert found.table is found.outside_ms is None
-    assert found.notes == (NOT_PERMITTED,)
-    assert found.device_idle is found.gaps is None
-    assert "--cap-add=SYS_ADMIN" in found.text()
+    text = terminal_text(found.display(), 80)
+    assert "forward 20%" in text
+    assert "--cap-add=SYS_ADMIN" in text
+    assert "Kernels of a step" not in text
 
 
-def written(content):
-    """A profiler that writes a text, or nothing."""
-    return SimpleNamespace(
+@pytest.mark.parametrize("content", [None, "", '{"traceEvents": [', "{}"])
+def test_an_incomplete_trace_is_an_error(tmp_path, content):
+    profiler = SimpleNamespace(
         export_chrome_trace=lambda path: content is None or Path(path).write_text(content)
     )
+    with pytest.raises(RunFailed, match="could not write its trace"):
+        exported(profiler, tmp_path / "raw.json")
 
 
-def test_an_incomplete_trace_is_an_error(tmp_path):
-    for content in (None, "", '{"traceEvents": [', "{}"):
-        with pytest.raises(RunFailed, match="could not write its trace"):
-            exported(written(content), tmp_path / "raw.json")
+def test_a_rate_over_no_time_is_null(tmp_path):
     infinite = '{"traceEvents": [{"args": {"memory bandwidth (GB/s)": Infinity}}]}'
-    (event,) = exported(written(infinite), tmp_path / "raw.json")["traceEvents"]
+    profiler = SimpleNamespace(export_chrome_trace=lambda path: Path(path).write_text(infinite))
+    (event,) = exported(profiler, tmp_path / "raw.json")["traceEvents"]
     assert event["args"] == {"memory bandwidth (GB/s)": None}
-
-
-def test_the_longest_gap_says_what_the_host_did():
-    trace, _ = figures(document())
-    gaps = gaps_of(trace, trace.step_ranges[0])
-    assert [round(gap.seconds / US) for gap in gaps[:3]] == [30, 21, 10]
-    assert gaps[0].host_op == "aten::linear"
-    assert gaps[0].phase == "forward"
-    assert gaps[1].phase == "optimizer"
-    assert gaps[2].host_op is None

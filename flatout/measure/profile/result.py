@@ -1,0 +1,99 @@
+"""What a profile found: its numbers, as `--json` and profile.json have them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+from flatout.display import Column, Display, Show, Table, displayed, milliseconds
+from flatout.measure.steps.evidence import KernelRow
+from flatout.storage.json_io import Result
+
+FORMAT_VERSION = 4
+PHASES = ("data", "forward", "backward", "optimizer", "logging")
+"""The phases of a step."""
+
+
+def _step(profile: Profile) -> str:
+    slow = f"{milliseconds(profile.profiled_step_ms / 1e3)} under the profiler"
+    return f"{milliseconds(profile.step_ms / 1e3)}, {slow}" if profile.step_ms else slow
+
+
+def _host(profile: Profile) -> str:
+    if not profile.phases_ms or not profile.step_ms:
+        return ""
+    shares = {name: ms / profile.step_ms for name, ms in profile.phases_ms.items()}
+    rest = 1 - sum(shares.values())
+    if profile.device != "cpu" and rest > 0:
+        shares["waiting for the device and others"] = rest
+    return ", ".join(f"{name} {share:.0%}" for name, share in shares.items() if share)
+
+
+def _outside(profile: Profile) -> str:
+    if profile.outside_ms is None:
+        return ""
+    where = "the device idles" if profile.device != "cpu" else "Python and autograd"
+    share = profile.outside_ms / profile.profiled_step_ms
+    return f"{milliseconds(profile.outside_ms / 1e3)}, {share:.0%} of a step: {where}"
+
+
+class Profile(Result):
+    """Where the time of the profiled steps went."""
+
+    format_version: int = FORMAT_VERSION
+    """Version of the format."""
+    path: str
+    """The directory with trace.json.gz, profile.json and profile.txt."""
+    trace: str | None
+    """The trace: open it at https://ui.perfetto.dev. Null means the profiler could not be used."""
+    snapshot: str | None
+    """torch's memory snapshot, for https://pytorch.org/memory_viz. Null on a CPU."""
+    recipe: str
+    """Its name."""
+    device: str
+    """cpu, cuda or cuda:N."""
+    arithmetic: str
+    """Arithmetic of the matmuls."""
+    speedups: tuple[str, ...]
+    """Speedups that are on."""
+    environment: Mapping[str, str | int]
+    """Device, processor, threads, torch."""
+    first_step: int
+    """The first profiled step."""
+    steps: int
+    """Profiled steps."""
+    step_ms: float | None
+    """An average step without the profiler. Null if not measured."""
+    profiled_step_ms: Annotated[float, Show("Step", record=_step)]
+    """An average step under the profiler."""
+    phases_ms: Annotated[Mapping[str, float] | None, Show("Host", record=_host)]
+    """The host's time by phase in an average step without the profiler. Null if not measured."""
+    outside_ms: Annotated[float | None, Show("No kernel", record=_outside)] = None
+    """Time of an average profiled step outside of kernels: a GPU idles, a CPU runs Python."""
+    table: tuple[KernelRow, ...] | None = None
+    """Kernels by class. Null means the profiler could not see them."""
+    notes: tuple[str, ...]
+    """What could not be measured, and why."""
+
+    @property
+    def headline(self) -> str:
+        """What was profiled."""
+        last = self.first_step + self.steps - 1
+        numbers = f"step {last}" if self.steps == 1 else f"steps {self.first_step} to {last}"
+        return f"{self.recipe} on {self.device}, {self.arithmetic}, {numbers}"
+
+    def display(self) -> Display:
+        """Return its times, the table of classes, and its files."""
+        shown = displayed(self)
+        names = filter(None, (self.trace, self.snapshot, "profile.json", "profile.txt"))
+        files = f"{self.path}/  {', '.join(Path(name).name for name in names)}"
+        hint = ["Open the trace at https://ui.perfetto.dev"] if self.trace else []
+        columns = Column("class"), *(Column(label, "right") for label in ("ms", "share", "calls"))
+        rows = [
+            (row.kind, f"{1e3 * row.seconds:.3g}", f"{row.share:.0%}", f"{row.calls:,.0f}")
+            for row in self.table or ()
+        ]
+        tables = [Table(columns, rows, "Kernels of a step")] if rows else []
+        return replace(shown, tables=tables, notes=[*self.notes, files, *hint])
