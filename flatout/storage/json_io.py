@@ -39,11 +39,8 @@ class Result(Stored):
     """The result of a command: `--json` prints its fields. Its `display` is for people."""
 
     def display(self) -> Display:
-        """Return what is shown of it. Empty if everything has been printed already.
-
-        A result that writes its own `summary` is shown by that alone.
-        """
-        return displayed(self) if type(self).summary is Result.summary else Display()
+        """Return what is shown of it. Empty if everything has been printed already."""
+        return displayed(self)
 
     def summary(self) -> str:
         """Return the closing lines as plain text."""
