@@ -60,6 +60,7 @@ OF_A_TRIAL: dict[str, Any] = {
     "checkpoint.every_steps": None,
     "checkpoint.every_epochs": None,
     "checkpoint.upload": None,
+    "checkpoint.dir": None,
     "log.every": 1,
     "log.to": [],
 }
