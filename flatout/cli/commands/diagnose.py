@@ -11,7 +11,7 @@ from flatout.cli.commands import Command, Overrides
 from flatout.config.registry import RECIPES, unknown_name
 from flatout.config.schema import RunConfig, load_config
 from flatout.config.signature import Argument, Option, checked
-from flatout.errors import ConfigError, MissingPackage, in_shell
+from flatout.errors import ConfigError, MissingPackage
 from flatout.measure.diagnose.diagnose import diagnose_recipe
 from flatout.measure.diagnose.diagnosis import (
     FILE,
@@ -19,7 +19,6 @@ from flatout.measure.diagnose.diagnosis import (
     diagnosis_of,
     next_for_recipe,
     of_script,
-    read_diagnosis,
 )
 from flatout.measure.diagnose.recorded import recorded_evidence
 from flatout.measure.diagnose.spec import DEFAULT_SECONDS
@@ -86,8 +85,8 @@ def diagnose(
     machine, the environment, the memory and the data, runs the recipe for some seconds in a
     separate process, and divides each step into waiting for data, host, computation, optimizer,
     logging, saving, garbage collection and compiling. For a run, it reads what the run has
-    recorded, and for a loop watched with `flatout.watch`, the findings of the watch. Nothing is
-    trained, and only findings.json is written, into a run directory. What was not measured is null.
+    recorded. Nothing is trained, and only findings.json is written, into a run directory. What was
+    not measured is null.
     Exit codes: 2 if a recipe cannot start, 1 if its measured steps fail.
 
     Raises: UsageError when there is no such recipe or run, or it cannot be resolved, or `out` is
@@ -114,13 +113,11 @@ def diagnose(
                 f"torch cannot be imported: {error}.", fix="Install it again: `pip install torch`."
             ) from error
         return DiagnoseResult(**dict(diagnosis_of(machine_evidence(progress=progress))))
-    folder, watched = find_recorded(recipe)
-    if watched is not None and not overrides:
-        return DiagnoseResult(**dict(read_watched(watched)), path=str(watched / FILE))
+    folder = find_recorded(recipe)
     if folder is not None and not overrides:
         found = diagnosis_of(recorded_evidence(folder))
         return DiagnoseResult(**dict(found), path=_write(found, folder, progress))
-    config = _config(recipe, folder, watched, overrides)
+    config = _config(recipe, folder, overrides)
     if folder is None or overrides:
         preflight.check_names(config)
     evidence = diagnose_recipe(
@@ -155,53 +152,24 @@ def _write(diagnosis: Diagnosis, folder: Path, progress: Progress) -> str | None
         return None
 
 
-def find_recorded(name: str | Path) -> tuple[Path | None, Path | None]:
-    """Return the run directory, or that of a loop without a recipe, that a name means.
-
-    It is a path, or a name under runs/. Both are None for a recipe. Such a loop has records and no
-    configuration.
-    """
+def find_recorded(name: str | Path) -> Path | None:
+    """Return the run directory that a name means: a path, or a name under runs/. None: none."""
     paths = (Path(name), RUNS / name) if str(name) else ()
-    run = next((path for path in paths if (path / layout.CONFIG).exists()), None)
-    watched = (path for path in paths if (path / layout.METRICS).is_file())
-    return run, None if run else next(watched, None)
-
-
-def read_watched(folder: Path) -> Diagnosis:
-    """Return what `flatout.watch` has found in the loop of a directory.
-
-    Raises: ConfigError when it wrote no findings.
-    """
-    found = read_diagnosis(folder)
-    if found is None:
-        raise ConfigError(
-            f"{folder} contains the records of a loop without a recipe, and no findings.",
-            fix="`flatout.watch` writes its findings when the loop ends. `flatout report "
-            f"{in_shell(folder)}` shows the curves.",
-        )
-    return found
+    return next((path for path in paths if (path / layout.CONFIG).exists()), None)
 
 
 def _config(
     recipe: str | Path,
     folder: Path | None,
-    watched: Path | None,
     overrides: Sequence[str] | None,
 ) -> RunConfig:
     """Return the configuration to measure. For a run, it is the one that the run started with.
 
-    Raises: UsageError, also for a loop that `flatout.watch` watched.
+    Raises: UsageError.
     """
     if folder is not None:
         return load_config(settings_file(folder), overrides or ())
     path, name, known = Path(recipe), str(recipe), RECIPES.names()
-    if watched is not None:
-        raise ConfigError(
-            f"{watched} contains the records of a loop without a recipe, and flatout cannot repeat "
-            "it.",
-            fix=f"Remove the settings: `flatout diagnose {in_shell(name)}` shows what "
-            "`flatout.watch` found.",
-        )
     if len(path.parts) > 1 and path.parent == RUNS and not path.exists():
         raise ConfigError(f"There is no run directory {path}.", fix="`flatout runs` lists them.")
     if not {"/", "."} & set(name) and name not in known and not Path(f"{name}.yaml").exists():

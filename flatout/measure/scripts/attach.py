@@ -398,7 +398,6 @@ class Attachment:
         assert isinstance(windows, ScriptWindows)
         if windows.traced is not None and windows.sampler is not None:
             windows.traced.correct(windows.sampler.lines)
-        loop.records.flush()
         found = loop.evidence()
         recorder, sampler = windows.recorder, windows.sampler
         sites: dict[str, tuple[CallSite, ...]] = {}

@@ -7,6 +7,7 @@ import functools
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -24,9 +25,9 @@ from flatout.measure.steps.lines import site_of
 from flatout.measure.steps.machine import gpu_facts, host_facts
 from flatout.measure.steps.windows import MIN_WARM_STEPS, Windows
 from flatout.measure.watch.hooks import OWN_WORK, Hooks
-from flatout.measure.watch.records import LoopRecords
 from flatout.training.metrics.device import process_peak_bytes
 from flatout.training.metrics.phases import PhaseTimer
+from flatout.training.metrics.readback import DelayedReadback
 
 MAX_WARM_STEPS = 20
 WARM_S = 0.5
@@ -39,6 +40,8 @@ SAMPLED_EVERY_S = 0.01
 """Time between two looks at the loop's line."""
 FEW_STEPS = 5
 """With fewer ordinary steps, averages mean nothing, unless the steps are long."""
+MOST_KEPT = 20_000
+"""Losses that are kept: the last ones."""
 LONG_S = 2.0
 """Seconds from which a step is long: a few of them tell as much as many short ones."""
 LOG = logging.getLogger("flatout.watch")
@@ -76,11 +79,8 @@ class Settings:
     """What a watch was told about its loop."""
 
     model: torch.nn.Module | None = None
-    folder: Path | None = None
-    """Directory for records. None means they are kept in memory."""
     planned_steps: int | None = None
     tokens_per_step: int | None = None
-    log_every: int = 10
     recorded_steps: int = 2
     base: str = "compute"
     """Phase of a step's time that belongs to no other."""
@@ -170,11 +170,11 @@ class LoopTimer:
         self.rank, self.world_size = ranks()
         self.steps = 0
         """Steps that have ended."""
-        self.records = LoopRecords(
-            settings.folder,
-            every=max(settings.log_every, 1),
-            tokens_per_step=settings.tokens_per_step,
-        )
+        self.losses: deque[tuple[int, float]] = deque(maxlen=MOST_KEPT)
+        """(step, loss), as logged."""
+        self.grad_norms: deque[tuple[int, float]] = deque(maxlen=MOST_KEPT)
+        """(step, norm of the gradient), as logged."""
+        self._logged = DelayedReadback()
         self.windows: LoopWindows | None = None
         """None until the loop's first call, which makes the instruments."""
         self._settings, self._at_exit, self._windows = settings, at_exit, windows
@@ -189,6 +189,7 @@ class LoopTimer:
         Raises: ConfigError when no step has been watched.
         """
         settings, windows, machine = self._settings, self.windows, probe()
+        self._read_logged(flush=True)
         if windows is None:
             where = f": this is rank {self.rank}, and rank 0 is watched" if self.rank else ""
             raise ConfigError(
@@ -215,8 +216,8 @@ class LoopTimer:
             parameters=None if model is None else sum(w.numel() for w in model.parameters()),
             tokens_per_step=tokens,
             planned_steps=planned,
-            losses=tuple(self.records.losses) or None,
-            grad_norms=tuple(self.records.grad_norms) or None,
+            losses=tuple(self.losses) or None,
+            grad_norms=tuple(self.grad_norms) or None,
             failure=self._failure,
         )
         ordinary = windows.ordinary
@@ -277,7 +278,7 @@ class LoopTimer:
 
     def _count(self, seconds: float) -> None:
         self.steps += 1
-        self.records.add(self.steps, seconds, self._timer)
+        self._read_logged()
 
     @safe
     def time_loaders(self) -> None:
@@ -361,11 +362,22 @@ class LoopTimer:
 
     @safe
     def log(self, figures: Mapping[str, Any], *, step: int) -> None:
-        """Keep metrics of a step for the records.
+        """Keep the loss and the gradient's norm of a step. Tensors are read one step later.
 
         Shapes: each tensor has one element.
         """
-        self.records.log(step, figures)
+        known = {name: value for name, value in figures.items() if name in ("loss", "grad_norm")}
+        tensors = {name: torch.as_tensor(value).detach() for name, value in known.items()}
+        if tensors:
+            shaped = {name: value.reshape(()) for name, value in tensors.items()}
+            self._logged.push(step, shaped, due=True)
+
+    def _read_logged(self, *, flush: bool = False) -> None:
+        """Keep the metrics that have arrived."""
+        for step, figures in self._logged.ready(flush=flush):
+            for name, kept in (("loss", self.losses), ("grad_norm", self.grad_norms)):
+                if name in figures:
+                    kept.append((step, figures[name]))
 
     @safe
     def _stop(self) -> None:

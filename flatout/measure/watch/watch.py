@@ -17,17 +17,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, Generic, Self, TypeVar
 
 import torch
 
-from flatout.errors import ConfigError, MissingPackage
+from flatout.errors import ConfigError
 from flatout.measure.diagnose.diagnosis import Diagnosis, diagnosis_of
-from flatout.measure.report.page import require_packages
 from flatout.measure.steps.evidence import PHASES, Evidence
-from flatout.measure.watch.loop import LOG, LoopTimer, Settings, ranks
-from flatout.measure.watch.records import new_folder
+from flatout.measure.watch.loop import LOG, LoopTimer, Settings
 
 Batch = TypeVar("Batch")
 
@@ -35,38 +32,31 @@ Batch = TypeVar("Batch")
 def watch(
     *,
     model: torch.nn.Module | None = None,
-    run: Path | str | None = None,
     steps: int | None = None,
     tokens_per_step: int | None = None,
-    log_every: int = 10,
     recorded_steps: int = 2,
 ) -> Watch:
     """Return a watch over a PyTorch training loop, which shows at the end where its time goes.
 
-    `model` is only read: its size and device are part of the evidence. `run` is a directory for
-    metrics.jsonl, which `flatout report` reads, and findings.json. `steps` is the planned length
-    of the loop, against which fixes are weighed, and `tokens_per_step` what a step trains on, in
-    all processes. `log_every` steps are averaged in a record. `recorded_steps` run once under
-    torch.profiler. 0 turns that off.
+    `model` is only read: its size and device are part of the evidence. `steps` is the planned
+    length of the loop, against which fixes are weighed, and `tokens_per_step` what a step trains
+    on, in all processes. `recorded_steps` run once under torch.profiler. 0 turns that off.
 
-    Of several processes, only rank 0 measures, writes and prints.
-    Raises: OutputInUse when `run` has records already; ConfigError for an argument out of range.
+    Of several processes, only rank 0 measures and prints.
+    Raises: ConfigError for an argument out of range.
     """
-    counts = {"steps": steps, "tokens_per_step": tokens_per_step, "log_every": log_every}
+    counts = {"steps": steps, "tokens_per_step": tokens_per_step}
     for name, count in (counts | {"recorded_steps": recorded_steps}).items():
         least = int(name != "recorded_steps")
         if count is not None and not (isinstance(count, int) and count >= least):
             raise ConfigError(
                 f"{name}={count!r} must be a whole number from {least}.", fix=f"Correct {name}."
             )
-    rank, _ = ranks()
     return Watch(
         Settings(
             model=model,
-            folder=None if run is None or rank else new_folder(run),
             planned_steps=steps,
             tokens_per_step=tokens_per_step,
-            log_every=log_every,
             recorded_steps=recorded_steps,
         )
     )
@@ -119,12 +109,11 @@ class Watch:
     """Watches one loop. Make it with `flatout.watch`.
 
     Use it as a context to print the findings when the loop ends. Without one, they are printed
-    when the process exits, unless `verdict`, `diagnosis` or `report` was called before.
+    when the process exits, unless `verdict` or `diagnosis` was called before.
     """
 
     def __init__(self, settings: Settings) -> None:
         self._loop = LoopTimer(settings, at_exit=self.finish)
-        self._folder = settings.folder
         self._evidence: Evidence | None = None
         self._latest: tuple[int, Evidence] | None = None
         """Number of steps, and what was measured in them."""
@@ -168,7 +157,9 @@ class Watch:
             self._loop.leave(name)
 
     def log(self, **figures: Any) -> None:
-        """Log metrics of the current step, such as loss=loss, lr=lr. Tensors are read later.
+        """Log the loss or the gradient's norm of the current step: loss=loss, grad_norm=norm.
+
+        They show whether training is stable. Tensors are read a step later, without waiting.
 
         Shapes: each tensor has one element.
         """
@@ -200,27 +191,8 @@ class Watch:
         """
         return self.diagnosis().verdict
 
-    def report(self, path: Path | str = "report.html") -> Path:
-        """Write an HTML page with the curves and the findings, and return its path.
-
-        Without bokeh, which draws the curves, there is a warning, and no page is written.
-        Raises: ConfigError when no step has been watched.
-        """
-        path = Path(path)
-        try:
-            require_packages()
-        except MissingPackage as error:  # the loop's own result matters more
-            LOG.warning("flatout.watch wrote no %s: %s", path, error)
-            return path
-        diagnosis = self.diagnosis()
-        if self._folder is not None:
-            diagnosis.write(self._folder)
-        name = path.stem if self._folder is None else self._folder.name
-        self._loop.records.report(path, diagnosis, name=name)
-        return path
-
     def finish(self) -> None:
-        """Stop measuring, remove all hooks, write findings.json, and print the findings.
+        """Stop measuring, remove all hooks, and print the findings.
 
         Happens by itself at the end of a `with` block and when the process exits.
         """
@@ -242,11 +214,8 @@ class Watch:
 
     def _tell(self) -> None:
         was_asked = self._was_asked
-        self._loop.records.flush()
         self._latest = None
         self._evidence = self.evidence()
         diagnosis = self.diagnosis()
-        if self._folder is not None:
-            diagnosis.write(self._folder)
         if not was_asked:
             print(diagnosis.summary(), file=sys.stderr)

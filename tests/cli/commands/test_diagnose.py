@@ -87,24 +87,6 @@ def test_the_summary_fits_a_terminal(measured, capsys, tiny_set):
     assert measured[0][1]["seconds"] == 2
 
 
-def test_the_findings_of_a_watched_loop_are_read(capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    folder = tmp_path / "runs" / "mine"
-    folder.mkdir(parents=True)
-    (folder / "metrics.jsonl").write_text('{"step": 1}\n')
-    assert run("mine") == 2
-    assert "flatout report runs/mine" in capsys.readouterr().err
-    evidence = Evidence(source="watched loop", step_s=0.1, data_wait_s=0.05, compute_s=0.05)
-    written = diagnosis_of(evidence).write(folder).read_text()
-    assert run("mine", "--json") == 0
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert found["verdict"] == "50% of each step waits for data: 50 ms."
-    assert (found["source"], found["path"]) == ("watched loop", "runs/mine/findings.json")
-    assert (folder / "findings.json").read_text() == written
-    assert run("mine", "train.steps=9") == 2
-    assert "flatout cannot repeat it" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(("source", "code"), [("preflight", 2), ("measured run", 1)])
 def test_the_exit_code_is_that_of_training(measured, monkeypatch, tiny_set, source, code):
     failed = Evidence(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import logging
 import sys
 import threading
@@ -18,10 +17,9 @@ from own_time import OwnTime, compute
 from watching import batches, train
 
 import flatout
-from flatout.errors import ConfigError, MissingPackage, OutputInUse
+from flatout.errors import ConfigError
 from flatout.measure.steps import windows
 from flatout.measure.watch import loop as watch_loop
-from flatout.measure.watch import watch as watch_module
 from flatout.measure.watch.watch import PHASES
 from flatout.training.metrics.phases import PhaseTimer
 
@@ -253,17 +251,6 @@ def test_the_findings_are_printed_once_at_the_end(capsys):
     assert not capsys.readouterr().err
 
 
-def test_a_report_without_bokeh_is_a_warning(capsys, caplog, monkeypatch, tmp_path):
-    missing = MissingPackage("It needs bokeh.", fix="Install it: pip install bokeh.")
-    monkeypatch.setattr(watch_module, "require_packages", Mock(side_effect=missing))
-    with caplog.at_level(logging.WARNING), flatout.watch() as watch:
-        train(watch)
-        watch.report(tmp_path / "page.html")
-    assert "pip install bokeh" in caplog.text
-    assert not (tmp_path / "page.html").exists()
-    assert "A step takes" in capsys.readouterr().err
-
-
 def test_what_cannot_be_answered_is_an_error(watch):
     with pytest.raises(ConfigError, match="No step has been watched"):
         watch.verdict()
@@ -275,25 +262,19 @@ def test_what_cannot_be_answered_is_an_error(watch):
     assert "too few" in watch.evidence().notes[-1]
 
 
-def test_other_ranks_neither_measure_nor_speak(monkeypatch, tmp_path, capsys):
+def test_other_ranks_neither_measure_nor_speak(monkeypatch, capsys):
     monkeypatch.setattr(watch_loop, "ranks", lambda: (1, 2))
-    monkeypatch.setattr(watch_module, "ranks", lambda: (1, 2))
-    with flatout.watch(run=tmp_path / "run") as watch:
+    with flatout.watch() as watch:
         train(watch)
-    assert not (tmp_path / "run").exists()
     assert not capsys.readouterr().err
     with pytest.raises(ConfigError, match="this is rank 1"):
         watch.verdict()
 
 
-def test_records_and_findings_are_written(tmp_path):
-    with flatout.watch(run=tmp_path, tokens_per_step=64) as watch:
-        train(watch, after=lambda number, _: watch.verdict() if number == 43 else None)
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [10, 20, 30, 40, 50, 60]
-    assert lines[-1]["tokens"] == 60 * 64
-    assert {"train/loss", "perf/step_ms", "perf/tokens_per_s", "elapsed_s"} <= set(lines[3])
-    written = json.loads((tmp_path / "findings.json").read_text())
-    assert written["source"] == "watched loop"
-    with pytest.raises(OutputInUse):
-        flatout.watch(run=tmp_path)
+def test_logged_losses_are_evidence(watch):
+    for batch in watch(batches(60)):
+        with watch.step():
+            watch.log(loss=batch.square().mean(), grad_norm=0.5, lr=1.0)
+    evidence = watch.evidence()
+    assert [step for step, _ in evidence.losses] == list(range(1, 61))
+    assert {norm for _, norm in evidence.grad_norms} == {0.5}
