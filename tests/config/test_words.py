@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -217,7 +218,7 @@ def test_what_was_removed_is_answered_and_gone(what):
             parse(command, [option])
     else:
         with pytest.raises(ConfigError) as answered:
-            cli.call([command])
+            cli.call([command], ExitStack())
         assert command not in COMMANDS.names()
     assert answered.value.fix == removed(what)
 

@@ -17,7 +17,7 @@ ROOMS = {
     "measure": 94_900,
     "data": 78_000,
     "training": 65_600,
-    "cli": 28_200,
+    "cli": 27_800,
     "models": 24_600,
     "assembly": 20_000,
     "config": 10_500,
