@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from flatout.config.registry import COMMANDS, nearest, unknown_name
+from flatout.config.registry import COMMANDS, unknown_name
 from flatout.errors import (
     ConfigError,
     FlatoutError,
@@ -161,15 +161,9 @@ def call(words: list[str], display: contextlib.ExitStack) -> int:
         version = importlib.import_module("flatout").__version__
         return 0 if write_output(lambda: print(f"flatout {version}")) else 1
     name, *rest = words
-    if name.startswith("-"):
-        guess = nearest(name, ["--help", "--version"])
-        raise ConfigError(
-            f"flatout has no option {name!r}.",
-            fix=f"Did you mean {guess!r}?" if guess else "`flatout --help` shows the commands.",
-        )
     require_posix()
     if name not in COMMANDS.names():
-        raise unknown_name("command", name, COMMANDS.names())
+        raise unknown_name("command", name, [*COMMANDS.names(), "--help", "--version"])
     from flatout.cli.parser import parse
 
     command = COMMANDS.get(name)

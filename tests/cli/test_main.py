@@ -158,7 +158,7 @@ def test_bugs_show_their_traceback(monkeypatch):
         ),
         (["shout", "hi", "--times"], "`flatout shout`: ", "Remove --times for the default, 1"),
         (["shout"], "`flatout shout`: missing argument", "flatout shout hello --times 2"),
-        (["--vesion"], "flatout has no option '--vesion'.", "Did you mean '--version'?"),
+        (["--vesion"], "There is no command named '--vesion'.", "Did you mean '--version'?"),
     ],
 )
 def test_misspelt_words_get_a_suggestion(run, words, what, fix):
