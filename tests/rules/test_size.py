@@ -17,7 +17,7 @@ ROOMS = {
     "measure": 94_900,
     "data": 78_000,
     "training": 65_600,
-    "cli": 27_400,
+    "cli": 27_210,
     "models": 24_600,
     "assembly": 20_000,
     "config": 10_490,
@@ -28,7 +28,7 @@ ROOMS = {
     "optim": 6_100,
     "speedups": 6_000,
     "hardware": 3_310,
-    "top": 4_500,
+    "top": 4_460,
 }
 """The most code tokens of each folder of flatout, and of the files beside them, `top`.
 
