@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from flatout.measure.experiments import trial
-from flatout.measure.experiments.records import TrialResult
 
 from flatout.assembly.selection import select
 from flatout.config.schema import validate
@@ -16,6 +14,8 @@ from flatout.measure.diagnose import diagnose as diagnosing
 from flatout.measure.diagnose.alternatives import applied, with_alternatives
 from flatout.measure.diagnose.diagnosis import diagnosis_of
 from flatout.measure.diagnose.spec import MeasureSpec
+from flatout.measure.experiments import trial
+from flatout.measure.experiments.records import TrialResult
 from flatout.measure.steps.evidence import Evidence, Failure, MemoryFacts, Phases
 from flatout.progress import SILENT
 
