@@ -10,7 +10,9 @@ a notebook the functions show their progress in the cell. Elsewhere they are sil
 from __future__ import annotations
 
 import importlib
+import re
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flatout.errors import require_posix
@@ -90,43 +92,13 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Dataset": "flatout.data.store.shards",
-    "FlatoutError": "flatout.errors",
-    "LanguageModel": "flatout.models.language_model",
-    "Observer": "flatout.training.metrics.observers",
-    "Ops": "flatout.ops",
-    "Quiet": "flatout.training.metrics.observers",
-    "RunConfig": "flatout.config.schema",
-    "RunReport": "flatout.cli.terminal",
-    "Section": "flatout.config.sections",
-    "Terminal": "flatout.cli.terminal",
-    "Watch": "flatout.measure.watch.watch",
-    "bench": "flatout.cli.commands.bench",
-    "chat": "flatout.cli.commands.chat",
-    "compare": "flatout.cli.commands.compare",
-    "convert": "flatout.cli.commands.convert:convert_config",
-    "demo": "flatout.cli.commands.demo",
-    "diagnose": "flatout.cli.commands.diagnose",
-    "evaluate": "flatout.cli.commands.eval",
-    "export": "flatout.cli.commands.export",
-    "import_chunks": "flatout.cli.commands.import_",
-    "inspect": "flatout.cli.commands.inspect",
-    "list_entries": "flatout.cli.commands.list",
-    "load_config": "flatout.config.schema",
-    "load_run": "flatout.inference.load",
-    "metrics": "flatout.training.run_dir.lookup",
-    "plan": "flatout.cli.commands.plan",
-    "prepare": "flatout.cli.commands.prepare",
-    "profile": "flatout.cli.commands.profile",
-    "report": "flatout.cli.commands.report",
-    "runs": "flatout.cli.commands.runs",
-    "sample": "flatout.cli.commands.generate:generate",
-    "train": "flatout.cli.commands.train",
-    "tune": "flatout.cli.commands.tune",
-    "verify": "flatout.cli.commands.verify",
-    "watch": "flatout.measure.watch.watch",
+    name.rpartition(" ")[2]: (module, name.partition(" ")[0])
+    for module, names in re.findall(
+        r"^    from (\S+) import (.+)", Path(__file__).read_text("utf-8"), re.MULTILINE
+    )
+    for name in names.split(", ")
 }
-"""The module of each public name, with `:attribute` if the name differs there.
+"""The module of each public name, and its name there: read from the imports for type checkers.
 
 The command `generate` is called `sample`, because `flatout.inference.generate` is the module it
 calls.
@@ -137,13 +109,11 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'flatout' has no attribute {name!r}")
     require_posix()
-    module, _, attribute = _HOMES[name].partition(":")
-    found = getattr(importlib.import_module(module), attribute or name)
-    return (
-        importlib.import_module("flatout.cli.terminal.panel").shown_in_cell(found)
-        if "IPython" in sys.modules
-        else found
-    )
+    module, attribute = _HOMES[name]
+    found = getattr(importlib.import_module(module), attribute)
+    if "IPython" not in sys.modules:
+        return found
+    return importlib.import_module("flatout.cli.terminal.panel").shown_in_cell(found)
 
 
 def __dir__() -> list[str]:

@@ -1,6 +1,5 @@
 """The public names exist and are loaded lazily."""
 
-import ast
 import importlib
 import inspect
 import subprocess
@@ -19,20 +18,6 @@ ROOT = Path(__file__).parent.parent
 def test_every_public_name_exists(name):
     assert getattr(flatout, name) is not None
     assert name in dir(flatout)
-
-
-def test_type_checkers_see_the_same_names():
-    tree = ast.parse((ROOT / "flatout/__init__.py").read_text())
-    block = next(node for node in tree.body if isinstance(node, ast.If))
-    seen = {
-        alias.asname or alias.name: f"{node.module}:{alias.name}"
-        for node in block.body
-        for alias in node.names
-    }
-    assert set(seen) == set(flatout.__all__) - {"__version__"} == set(flatout._HOMES)
-    for name, home in flatout._HOMES.items():
-        module, _, attribute = home.partition(":")
-        assert seen[name] == f"{module}:{attribute or name}"
 
 
 def test_functions_that_share_a_module_name_stay_callable():

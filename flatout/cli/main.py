@@ -11,7 +11,7 @@ import contextlib
 import errno
 import faulthandler
 import gc
-import importlib.util
+import importlib
 import inspect
 import json
 import os
@@ -19,12 +19,11 @@ import re
 import shlex
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
-from types import FrameType, ModuleType
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from flatout.config.registry import COMMANDS, nearest, unknown_name
+from flatout.config.registry import COMMANDS, unknown_name
 from flatout.errors import (
     ConfigError,
     FlatoutError,
@@ -34,14 +33,13 @@ from flatout.errors import (
     Stopped,
     Terminated,
     UntrustedCode,
-    UsageError,
     kind_of,
     on_one_line,
     require_posix,
     signal_of,
     without_secrets,
 )
-from flatout.progress import SILENT, Progress
+from flatout.progress import SILENT
 from flatout.storage.streams import (
     columns,
     drop_output,
@@ -52,25 +50,16 @@ from flatout.storage.streams import (
 )
 
 if TYPE_CHECKING:
-    from importlib.machinery import ModuleSpec
-
     from flatout.cli.commands import Command
     from flatout.cli.terminal import Terminal
     from flatout.storage.json_io import Result
 
-MAX_NAME_BYTES = 255
-"""The longest file name that nearly all file systems allow."""
 NO_MEMORY = re.compile(
     r"out of memory|can('t|not) allocate memory|can't start new thread|failed to map segment"
     r"|_ALLOC_FAILED|could not (create|execute) a (primitive|memory object)$",
     re.IGNORECASE | re.MULTILINE,
 )
 """Messages of torch, its libraries, threads and the loader of libraries when memory runs out."""
-OTHER_RANKS_WAIT_S = 3.0
-"""Seconds that other ranks hold back a usage error, and twice that all but the first of a machine.
-
-Rank 0 usually has the same error. When it exits, torchrun ends the others of its machine. An
-error on one rank alone is still reported."""
 HELP = """\
 Usage: flatout COMMAND [ARGUMENTS] [section.key=value ...]
 
@@ -107,9 +96,24 @@ def execute(words: list[str]) -> int:
     as_json = asks_for_json(words)
     if words[:1] == ["--json"] and len(words) > 1:  # it belongs to the command, if there is one
         words = [words[1], words[0], *words[2:]]
+    display = contextlib.ExitStack()
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        """Unwind the process, so that partial files are removed; while it imports, end it at once.
+
+        Native code that is imported may turn the exception into a different one.
+        """
+        what = KeyboardInterrupt() if number == signal.SIGINT else Terminated(number)
+        while frame is not None:
+            if frame.f_code.co_filename.startswith("<frozen importlib"):
+                display.close()
+                os._exit(_fail(_interrupted(what), as_json))
+            frame = frame.f_back
+        raise what
+
     try:
-        with _handled(_terminate, "SIGTERM", "SIGUSR1"):  # a run installs its own handlers
-            return call(words)
+        with display, _handled(stop, "SIGINT", "SIGTERM", "SIGUSR1"):  # a run installs its own
+            return call(words, display)
     except UntrustedCode as error:
         from flatout.config.trust import BY_ARGUMENT
 
@@ -126,14 +130,8 @@ def execute(words: list[str]) -> int:
         return _fail(error, as_json)
     except (MemoryError, RuntimeError, OSError, ImportError) as error:
         if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
-            path = str(error.filename or "A name")
-            kind, shown = "path", path
-            if len(os.fsencode(name := max(path.split("/"), key=len))) > MAX_NAME_BYTES:
-                kind, shown = "name", name
-            long = (
-                f"The {kind} {shown[:40]}... is too long: it has {len(os.fsencode(shown))} bytes."
-            )
-            return _fail(ConfigError(long, fix=f"Choose a shorter {kind}."), as_json)
+            what = f"The path {str(error.filename)[:40]}... or a name in it is too long."
+            return _fail(ConfigError(what, fix="Choose a shorter one."), as_json)
         if not isinstance(error, MemoryError) and not NO_MEMORY.search(str(error)):
             raise
         return _fail(_out_of_memory(error), as_json)
@@ -146,9 +144,11 @@ def asks_for_json(words: list[str]) -> bool:
     return "--json" in words[: words.index("--") if "--" in words else None]
 
 
-def call(words: list[str]) -> int:
-    """Parse the command line, call the command, print its result, and return its exit code."""
-    refuse_undecodable(words)
+def call(words: list[str], display: contextlib.ExitStack) -> int:
+    """Parse the command line, call the command, print its result, and return its exit code.
+
+    What it shows while it runs is taken away by closing `display`.
+    """
     if words[:1] == ["help"] and len(words) > 1:
         words = [words[1], "--help"]
     if not words or words[0] in {"--help", "-h", "help"}:
@@ -161,22 +161,12 @@ def call(words: list[str]) -> int:
         version = importlib.import_module("flatout").__version__
         return 0 if write_output(lambda: print(f"flatout {version}")) else 1
     name, *rest = words
-    if name.startswith("-"):
-        guess = nearest(name, ["--help", "--version"])
-        raise ConfigError(
-            f"flatout has no option {name!r}.",
-            fix=f"Did you mean {guess!r}?" if guess else "`flatout --help` shows the commands.",
-        )
     require_posix()
     if name not in COMMANDS.names():
-        raise unknown_name("command", name, COMMANDS.names())
-    as_json, is_main = asks_for_json(words), os.environ.get("RANK", "0") == "0"
-    with _signals_exit(lambda: None, as_json):
-        from flatout.cli.parser import parse
-        from flatout.hardware.machine import CpuTimes, usable_cores
+        raise unknown_name("command", name, [*COMMANDS.names(), "--help", "--version"])
+    from flatout.cli.parser import parse
 
-        began = CpuTimes.read()
-        command = COMMANDS.get(name)
+    command = COMMANDS.get(name)
     parsed: list[dict[str, Any] | None] = []
     if not write_output(lambda: parsed.append(parse(name, rest))):  # it prints the help
         return 1
@@ -185,39 +175,24 @@ def call(words: list[str]) -> int:
         return 0
     from flatout.cli.terminal import Terminal
     from flatout.distributed.launch import launch, program
+    from flatout.distributed.spinning import spin_less_beside_others
+    from flatout.hardware.machine import usable_cores
 
+    is_main = os.environ.get("RANK", "0") == "0"
     as_json, verbose = values.pop("json"), values.pop("verbose", False)
     terminal = Terminal()
-    progress: Progress = terminal if is_main else SILENT
-
-    @contextlib.contextmanager
-    def loading_torch() -> Iterator[None]:
-        gc.disable()  # modules stay: the collector would look at them again and again
-        try:
-            with progress.task("Loading torch"), _signals_exit(terminal.close, as_json):
-                yield
-            from flatout.distributed.spinning import spin_less_beside_others
-
-            spin_less_beside_others(progress if command.is_timed else SILENT, began)
-        finally:
-            gc.freeze()
-            gc.enable()
-
-    finder = _TorchFinder(loading_torch)
-    sys.meta_path.insert(0, finder)
-    try:
-        if command.processes is not None and not {"RANK", "WORLD_SIZE"} & os.environ.keys():
-            wanted = inspect.signature(command.processes).parameters
-            offered = values | {"progress": progress}
-            count = command.processes(**{name: offered[name] for name in wanted})
-            if count > 1:
-                return launch(program(words), count, os.environ, usable_cores())
-        result = command.call(
-            **values, **_python_parameters(command, terminal, is_main, as_json, verbose)
-        )
-    finally:
-        terminal.close()
-        sys.meta_path[:] = [one for one in sys.meta_path if one is not finder]
+    display.callback(terminal.close)
+    progress = terminal if is_main else SILENT
+    if command.processes is not None and not {"RANK", "WORLD_SIZE"} & os.environ.keys():
+        wanted = inspect.signature(command.processes).parameters
+        offered = values | {"progress": progress}
+        count = command.processes(**{name: offered[name] for name in wanted})
+        if count > 1:
+            return launch(program(words), count, os.environ, usable_cores())
+    spin_less_beside_others(progress if command.is_timed else SILENT)
+    parameters = _python_parameters(command, terminal, is_main, as_json, verbose)
+    result = command.call(**values, **parameters)
+    display.close()
     is_shown = not is_main or write_output(lambda: _show(result, as_json))
     code: int = result.exit_code
     return code if is_shown or command.writes_files else code or 1
@@ -263,70 +238,6 @@ def _handled(stop: Callable[[int, FrameType | None], object], *names: str) -> It
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _terminate(number: int, _frame: FrameType | None) -> None:
-    """Unwind the process as Ctrl+C does, so that partial files are removed."""
-    raise Terminated(number)
-
-
-def _signals_exit(
-    close: Callable[[], object], as_json: bool
-) -> contextlib.AbstractContextManager[None]:
-    """Let signals end the process at once, after `close`, while there is nothing to clean up.
-
-    Native code that is imported may turn the exception of an interruption into a different one.
-    """
-
-    def stop(number: int, _frame: FrameType | None) -> None:
-        close()
-        what = KeyboardInterrupt() if number == signal.SIGINT else Terminated(number)
-        os._exit(_fail(_interrupted(what), as_json))
-
-    return _handled(stop, "SIGINT", "SIGTERM", "SIGUSR1")
-
-
-def refuse_undecodable(words: list[str]) -> None:
-    """Reject arguments whose bytes could not be decoded: they could not be stored either."""
-    bad = next((w for w in words if any("\ud800" <= c <= "\udfff" for c in w)), None)
-    if bad is None:
-        return
-    shown = ascii(os.fsencode(bad).decode("utf-8", errors="replace"))
-    encoding = sys.getfilesystemencoding()
-    if encoding == "utf-8":
-        raise ConfigError(
-            f"{shown} is not UTF-8.",
-            fix="Write it in UTF-8. If it is a file name, rename the file.",
-        )
-    raise ConfigError(
-        f"{shown} cannot be decoded: the locale's encoding is {encoding}.",
-        fix="Set PYTHONUTF8=1.",
-    )
-
-
-class _TorchFinder:
-    """Finds torch as Python does, and runs its import, which takes seconds, inside a context.
-
-    Commands check what they can, and then import torch: this shows it wherever it happens.
-    """
-
-    def __init__(self, context: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
-        self._context = context
-
-    def find_spec(self, name: str, path: object, target: object = None) -> ModuleSpec | None:
-        if name != "torch":
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def execute_inside(module: ModuleType) -> None:
-                with self._context():
-                    execute(module)
-
-            spec.loader.exec_module = execute_inside  # type: ignore[method-assign]
-        return spec
 
 
 def _python_parameters(
@@ -377,9 +288,6 @@ def _fail(error: FlatoutError, as_json: bool) -> int:
     rank = os.environ.get("RANK", "0")
     if rank != "0" and isinstance(error, Stopped):  # all stop together, and rank 0 reports it
         return error.exit_code
-    if rank != "0" and isinstance(error, UsageError):
-        is_first = os.environ.get("LOCAL_RANK") == "0"
-        time.sleep(OTHER_RANKS_WAIT_S if is_first else 2 * OTHER_RANKS_WAIT_S)
     prefix = "" if rank == "0" else f"[rank {rank}] "
     for note in getattr(error, "__notes__", []):
         lines = without_secrets(note.rstrip()).split("\n")

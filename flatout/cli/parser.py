@@ -8,7 +8,6 @@ and `cli.py` fills them in. Parsing does not call the command.
 from __future__ import annotations
 
 import inspect
-import math
 import re
 import shlex
 from collections.abc import Sequence
@@ -31,7 +30,6 @@ VERBOSE = Option("Show each speedup, on or off, with the reason.", "-v")
 
 STARTS = re.compile(r"(.*/)?(python[\d.]*|torchrun|accelerate|deepspeed|[^=]+\.py)")
 """The first word of a script's command."""
-NO_DASHES = "Keys of a recipe take no dashes"
 
 
 class _NameOrUrl(click.ParamType[str | Path]):
@@ -50,14 +48,6 @@ class _NameOrUrl(click.ParamType[str | Path]):
                 ctx,
             )
         return self._kind(value) if str(value) else self.fail("it is empty", param, ctx)
-
-
-class _FiniteRange(click.FloatRange):
-    """A number within a range. NaN and infinity are rejected."""
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
-        number = super().convert(value, param, ctx)
-        return number if math.isfinite(number) else self.fail("it is not finite", param, ctx)
 
 
 def build(name: str) -> click.Command:
@@ -96,29 +86,27 @@ def _click_parameter(
     """Return the click parameter of one annotated parameter."""
     kinds = kinds_in(annotation)
     kind = next(one for one in kinds if one is not NoneType)
-    words = [word for word in getattr(metadata, "names", ()) if word.startswith("--")]
     is_list = get_origin(kind) is list
-    # an option with several names is collected, to notice that they are given different values
-    multiple = is_list or len(words) > 1
     if is_list:
         (kind,) = get_args(kind)
-    shared: dict[str, Any] = {"required": default is inspect.Parameter.empty, "type": kind}
+    is_required = default is inspect.Parameter.empty
+    shared: dict[str, Any] = {"required": is_required, "type": kind, "help": metadata.help}
     if Path in kinds:
         shared["type"] = _NameOrUrl(kind)
-    if not shared["required"] and not multiple:
+    if not is_required and not is_list:
         shared["default"] = default
     if get_origin(kind) is Literal:
         shared["type"] = click.Choice(get_args(kind))
     if isinstance(metadata, Argument):
-        return click.Argument([name], help=metadata.help, nargs=-1 if multiple else 1, **shared)
-    if metadata.min is not None:
-        number: Any = click.IntRange if kind is int else _FiniteRange
+        return click.Argument([name], nargs=-1 if is_list else 1, **shared)
+    if metadata.min is not None:  # `checked` rejects what is not finite
+        number: Any = click.IntRange if kind is int else click.FloatRange
         shared["type"] = number(min=metadata.min)
+    long = any(word.startswith("--") for word in metadata.names)
     return click.Option(
-        [name, *(words or [f"--{name.replace('_', '-')}"]), *(metadata.names[len(words) :])],
-        help=metadata.help,
+        [name, *([] if long else [f"--{name.replace('_', '-')}"]), *metadata.names],
         is_flag=True if kind is bool else None,
-        multiple=multiple,
+        multiple=is_list,
         show_default=default not in (None, False, ""),
         **shared,
     )
@@ -152,93 +140,51 @@ def parse(name: str, words: Sequence[str]) -> dict[str, Any] | None:
         values = parser.make_context(f"flatout {name}", list(words)).params
     except click.exceptions.Exit:
         return None
-    except click.NoSuchOption as error:
-        raise _unknown_options(error, name, parser, words) from error
     except click.ClickException as error:
         raise _explained(error, name, parser) from error
-    for param in parser.params:
-        name = str(param.name)
-        if len(param.opts) > 1 and isinstance(values[name], tuple):  # one option, several names
-            given = [*dict.fromkeys(values[name])]
-            if len(given) > 1:
-                raise ConfigError(
-                    f"{' and '.join(param.opts)} are the same option, and it is given as "
-                    f"{' and as '.join(map(str, given))}.",
-                    fix=f"Give {param.opts[0]} once.",
-                )
-            values[name] = given[0] if given else None
     return {
         key: (list(value) or None) if isinstance(value, tuple) else value
         for key, value in values.items()
     } | ({"script": script[1:]} if script else {})
 
 
-def _unknown_options(
-    error: click.NoSuchOption, name: str, parser: click.Command, words: Sequence[str]
-) -> ConfigError:
-    """Return one error for all unknown options of a command line."""
-    known = {option for param in parser.params for option in param.opts} | {"--help"}
-    given = [word.partition("=")[0] for word in words if word.startswith("--") and word != "--"]
-    unknown = [option for option in dict.fromkeys(given) if option not in known]
-    if len(unknown) < 2:
-        return _explained(error, name, parser)
-    fixes = {one: _explained(click.NoSuchOption(one), name, parser).fix for one in unknown}
-    answers = (f"{one}: {fix.removeprefix(f'{NO_DASHES}: ')}" for one, fix in fixes.items())
-    general = f"{NO_DASHES}. " if any(fix.startswith(NO_DASHES) for fix in fixes.values()) else ""
-    return ConfigError(
-        f"`flatout {name}` has no options {', '.join(unknown)}.", fix=general + " ".join(answers)
-    )
-
-
 def _explained(error: click.ClickException, name: str, parser: click.Command) -> ConfigError:
     """Return a click error as a ConfigError: one sentence and its fix."""
     see = f"`flatout {name} --help` shows how. Example: `{COMMANDS.get(name).example}`."
-    if not isinstance(error, click.NoSuchOption):
-        message = error.format_message().rstrip(".")
-        param = error.param if isinstance(error, click.BadParameter) else None
-        if isinstance(error, click.BadOptionUsage):
-            param = next((one for one in parser.params if error.option_name in one.opts), None)
-        if isinstance(param, click.Option) and not param.required:
-            default = f" for the default, {param.default}" if param.show_default else ""
-            least = getattr(param.type, "min", None)
-            other = "" if least is None else f", or give a number from {least:g}"
-            see = f"Remove {param.opts[0]}{default}{other}. `flatout {name} --help` explains it."
-        elif isinstance(param, click.Argument):
-            see = f"{param.make_metavar(click.Context(parser))}: {param.help} {see}"
-        return ConfigError(f"`flatout {name}`: {message[:1].lower()}{message[1:]}.", fix=see)
-    what = f"`flatout {name}` has no option {error.option_name!r}."
-    if instead := removed(f"{name} {error.option_name}"):
-        return ConfigError(what, fix=instead)
-    meant = _meant_elsewhere(error.option_name, name, parser)
-    if meant is not None:
-        return ConfigError(what, fix=meant)
-    spelled = ([word for word in param.opts if word.startswith("--")] for param in parser.params)
-    known = [*(words[0] for words in spelled if words), "--help"]  # without aliases such as --run
-    guess = nearest(error.option_name, known)
-    fix = f"Did you mean {guess!r}?" if guess else f"Known: {', '.join(known)}. {see}"
-    return ConfigError(what, fix=fix)
+    if isinstance(error, click.NoSuchOption):
+        option = error.option_name
+        fix = removed(f"{name} {option}") or _meant(option, name, parser)
+        if not fix:  # of an option's names, only the first is suggested: not --run
+            known = [param.opts[0] for param in parser.params if param.opts[0].startswith("--")]
+            guess = nearest(option, [*known, "--help"])
+            fix = f"Did you mean {guess!r}?" if guess else f"Known: {', '.join(known)}. {see}"
+        return ConfigError(f"`flatout {name}` has no option {option!r}.", fix=fix)
+    message = error.format_message().rstrip(".")
+    param = error.param if isinstance(error, click.BadParameter) else None
+    if isinstance(error, click.BadOptionUsage):
+        param = next((one for one in parser.params if error.option_name in one.opts), None)
+    if isinstance(param, click.Option) and not param.required:
+        default = f" for the default, {param.default}" if param.show_default else ""
+        least = getattr(param.type, "min", None)
+        other = "" if least is None else f", or give a number from {least:g}"
+        see = f"Remove {param.opts[0]}{default}{other}. `flatout {name} --help` explains it."
+    elif isinstance(param, click.Argument):
+        see = f"{param.make_metavar(click.Context(parser))}: {param.help} {see}"
+    return ConfigError(f"`flatout {name}`: {message[:1].lower()}{message[1:]}.", fix=see)
 
 
-def _meant_elsewhere(option: str, command: str, parser: click.Command) -> str | None:
-    """Return the fix for a config key, or another tool's word, that was written as an option.
-
-    None when the option is neither, or when the command takes no keys.
-    """
-    name = option.lstrip("-").partition("=")[0]
-    if command == "prepare" and (word := prepare_word_for(name)):
-        is_option = word.option.startswith("--")
-        return f"Did you mean {word.option!r}? {word.note}".rstrip() if is_option else word.advice
-    known, other = all_keys(RunConfig), word_for(name)
-    if command == "prepare" and other:
-        training = f"It is a key of training: `flatout train RECIPE {other.key}=VALUE`."
-        return training if other.key else other.advice
-    if "overrides" not in {parameter.name for parameter in parser.params}:
+def _meant(option: str, command: str, parser: click.Command) -> str | None:
+    """Return the fix for a config key, or another tool's word, written as an option, or None."""
+    name = option.lstrip("-")
+    if command == "prepare":
+        found = prepare_word_for(name)
+        return found.advice if found else None
+    if all(param.name != "overrides" for param in parser.params):
         return None
-    key, note = name, ""
-    if name not in known and other:
-        if not other.key:
-            return other.advice
-        key, note = other.key, other.note
-    elif name not in known:
-        key = same_key(name.rpartition(".")[2], known) or ""
-    return f"{NO_DASHES}: write {key}=VALUE. {note}".rstrip() if key else None
+    keys = all_keys(RunConfig)
+    word = None if name in keys else word_for(name)
+    if word and not word.key:
+        return word.advice
+    key = word.key if word else name if name in keys else same_key(name.rpartition(".")[2], keys)
+    note = f" {word.note}" if word and word.note else ""
+    return f"Keys of a recipe take no dashes: write {key}=VALUE.{note}" if key else None

@@ -2,10 +2,10 @@
 
 An entry is a file, or a directory if it is large. In Python directories each entry assigns one
 object to the directory's attribute name (`models/transformer.py` assigns `MODEL`, `speedups/fp8.py`
-`SPEEDUP`). In YAML directories each file is one document. Names are file names with `-` for `_`.
-Listing parses the files and imports nothing, so it is fast and never loads torch. `get` imports
-only the requested file. Wherever a Python entry's name is accepted, `package.module:attribute`
-refers to an object of the user.
+`SPEEDUP`). In YAML directories each file is one document, and machines are rows of one file. Names
+are file names with `-` for `_`. Listing parses the files and imports nothing, so it is fast and
+never loads torch. `get` imports only the requested file. Wherever a Python entry's name is
+accepted, `package.module:attribute` refers to an object of the user.
 """
 
 from __future__ import annotations
@@ -258,6 +258,28 @@ class YamlFolder:
         return read_document(self.path(name))
 
 
+@dataclass(frozen=True)
+class YamlTable:
+    """An open list of YAML entries in one file: the rows of `flatout/FILE`."""
+
+    file: str
+
+    @cached_property
+    def rows(self) -> dict[str, Any]:
+        """The rows by name, in the order of the file."""
+        from flatout.config.documents import read_document  # imports yaml
+
+        return read_document(PACKAGE_DIR / self.file)
+
+    def names(self) -> list[str]:
+        """Return the names of all rows."""
+        return list(self.rows)
+
+    def describe(self, name: str) -> str:
+        """Return the row's description."""
+        return str(self.rows[name]["description"])
+
+
 def _module(path: Path) -> str:
     """Return the name of an entry's module within its directory."""
     return path.parent.name if path.name == "__init__.py" else path.stem
@@ -309,7 +331,7 @@ TOKEN_FORMATS = Folder(
 )
 TOKENIZERS = Folder("data/tokenizers", "TOKENIZER", "tokenizer")
 DATASETS = YamlFolder("data/datasets", "dataset")
-MACHINES = YamlFolder("hardware/machines", "machine")
+MACHINES = YamlTable("hardware/machines.yaml")
 RECIPES = YamlFolder("config/recipes", "recipe")
 SUFFIXES = {".yaml", ".yml"}
 """A recipe name that ends in one of these is a path."""

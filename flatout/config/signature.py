@@ -64,23 +64,20 @@ def checked(call: Callable[Parameters, Returned]) -> Callable[Parameters, Return
         signature = inspect.signature(call, eval_str=True)
         for name, value in signature.bind(*values, **named).arguments.items():
             annotation = signature.parameters[name].annotation
-            if hasattr(annotation, "__metadata__"):
-                _require_allowed(name, value, *get_args(annotation))
+            if not hasattr(annotation, "__metadata__"):
+                continue
+            kinds, mark = kinds_in(annotation.__origin__), annotation.__metadata__[0]
+            least = getattr(mark, "min", None)
+            is_empty_path = value == "" and Path in kinds
+            if is_empty_path or not any(_fits(value, kind, least) for kind in kinds):
+                first = ", ".join(_described(kind, least) for kind in kinds)
+                raise ConfigError(
+                    f"{name}={reprlib.repr(value)} must be {' or '.join(first.rsplit(', ', 1))}.",
+                    fix=f"Correct {name}: {mark.help}",
+                )
         return call(*values, **named)
 
     return checked_call
-
-
-def _require_allowed(name: str, value: object, kind: Any, mark: Argument | Option) -> None:
-    kinds, least = kinds_in(kind), getattr(mark, "min", None)
-    if any(_fits(value, one, least) for one in kinds) and not (value == "" and Path in kinds):
-        return
-    first = ", ".join(_described(one, least) for one in kinds)
-    allowed = " or ".join(first.rsplit(", ", 1))
-    raise ConfigError(
-        f"{name}={reprlib.repr(value)} must be {allowed}.",
-        fix=f"Correct {name}: {mark.help}",
-    )
 
 
 def kinds_in(annotation: Any) -> tuple[Any, ...]:
@@ -93,14 +90,15 @@ def _fits(value: Any, kind: Any, least: float | None = None) -> bool:
     inner = get_args(kind)
     if get_origin(kind) is Literal:
         return value in inner
-    if get_origin(kind) is list:
+    if inner:
         return isinstance(value, list | tuple) and all(_fits(one, inner[0]) for one in value)
-    if isinstance(value, bool) is not (kind is bool):  # for Python, True is a number
+    if not isinstance(value, KINDS.get(kind, (kind,))[0]):
         return False
+    if isinstance(value, bool):  # for Python, True is a number
+        return kind is bool
     if kind not in (int, float):
-        return isinstance(value, KINDS.get(kind, (kind,))[0])
-    is_number = isinstance(value, KINDS[kind][0]) and abs(value) <= sys.float_info.max
-    return is_number and (least is None or value >= least)
+        return True
+    return abs(value) <= sys.float_info.max and (least is None or value >= least)
 
 
 def _described(kind: Any, least: float | None = None) -> str:
@@ -109,5 +107,5 @@ def _described(kind: Any, least: float | None = None) -> str:
         return ", ".join(map(repr, inner))
     if inner:
         return f"a list of {_described(inner[0])}"
-    limit = f" from {least:g}" if least is not None and kind in (int, float) else ""
-    return (KINDS[kind][1] if kind in KINDS else f"a {kind.__name__}") + limit
+    name = KINDS.get(kind, ("", f"a {kind.__name__}"))[1]
+    return f"{name} from {least:g}" if least is not None and kind in (int, float) else name

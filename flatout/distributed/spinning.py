@@ -9,6 +9,7 @@ threads that compute stays, and no result changes.
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 
@@ -28,8 +29,8 @@ NAME = "flatout-spinning"
 def spin_less_beside_others(progress: Progress, began: CpuTimes | None = None) -> None:
     """Watch the use of the cores from now on, in the background. The first look is at once.
 
-    It counts the use since `began`. Does nothing when called again, with one core, and when the
-    environment states how many threads there are or how they wait.
+    It counts the use since `began`, and acts once torch is loaded. Does nothing when called again,
+    with one core, and when the environment states how many threads there are or how they wait.
     """
     stated = stated_variables(["OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"])
     if stated or usable_cores() == 1 or NAME in (each.name for each in threading.enumerate()):
@@ -47,7 +48,7 @@ def _watch(progress: Progress, before: CpuTimes) -> None:
             started = CpuTimes.read(psutil.Process().children(recursive=True))
             pause.wait(LOOK_S)
             others = started.others_until(CpuTimes.read(psutil.Process().children(recursive=True)))
-        if others > BUSY_CORES and freed is None:
+        if others > BUSY_CORES and freed is None and "torch" in sys.modules:
             freed = threading.Event()
             threading.Thread(target=_keep_a_team, args=(freed,), daemon=True).start()
             if not was_said:

@@ -13,7 +13,7 @@ import time
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -27,8 +27,6 @@ from flatout.progress import counted
 GIB = 2**30
 ASSUMED_MFU = 0.3
 """Share of the peak that a run is assumed to reach when its length is estimated."""
-MOST_GPUS = 1_000_000
-"""Most GPUs of one machine in a plan."""
 CGROUPS, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 CUDA_TORCH = "pip install --force-reinstall torch"
 """On Linux, the default torch of the package index is a CUDA build."""
@@ -44,10 +42,12 @@ class Figure(Section):
 
 
 class MachineRow(Section):
-    """A file of machines/*.yaml: a GPU's data sheet. Rates are dense, without sparsity."""
+    """A row of machines.yaml: a GPU's data sheet. Rates are dense, without sparsity."""
 
     name: str
-    """The name of the file."""
+    """The name of the row."""
+    description: str
+    """What `flatout list machines` shows."""
     gpu_names: tuple[str, ...]
     """The exact names that drivers report for this GPU. A similar name is a different GPU."""
     memory_gb: Figure
@@ -98,7 +98,7 @@ class Machine:
     """Whether its CPU has instructions for bfloat16 matmuls."""
     is_here: bool = True
     """Whether this process runs on it. False for a machine that is only planned for."""
-    gpus_per_node: int = MOST_GPUS
+    gpus_per_node: int = 1_000_000
     """GPUs of each of several machines that are planned for together."""
     network_gbit_per_s: float | None = None
     """Rate of the network between them for each GPU, in each direction. None if not stated."""
@@ -128,7 +128,7 @@ class Machine:
 
 @functools.cache
 def row_of(gpu_name: str, memory_gib: float) -> MachineRow | None:
-    """Return the row of machines/*.yaml with a GPU's exact name, or None.
+    """Return the row of machines.yaml with a GPU's exact name, or None.
 
     Of several with one name, it is the one with about that memory. A guessed peak would be worse
     than an unknown one.
@@ -143,64 +143,60 @@ def row_of(gpu_name: str, memory_gib: float) -> MachineRow | None:
 
 @functools.cache
 def machine_rows() -> tuple[MachineRow, ...]:
-    """Return the rows of machines/*.yaml."""
-    named = ((name, MACHINES.get(name)) for name in MACHINES.names())
-    return tuple(MachineRow.model_validate({"name": name, **row}) for name, row in named)
+    """Return the rows of machines.yaml."""
+    rows = MACHINES.rows.items()
+    return tuple(MachineRow.model_validate({"name": name, **row}) for name, row in rows)
 
 
 def machine_named(text: str) -> Machine:
-    """Return the machine that a text such as `8x H100` describes, with GPUs of machines/*.yaml.
+    """Return the machine that a text such as `8x H100` describes, with GPUs of machines.yaml.
 
     `8x8 H100, 400 Gb/s` are eight machines of eight, with a network of 400 Gb/s for each GPU. CPU
     and memory are unknown.
     Raises: ConfigError with the nearest name when no row has that name.
     """
-    name, _, network = text.partition(",")
-    found = re.match(r"\s*(?:(\d+)\s*[x×*]\s*(?:(\d{1,2})\s+)?)?", name)
-    assert found is not None  # every part is optional
-    rate = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*Gb(?:it)?/s\s*", network)
-    if network and (rate is None or not float(rate[1])):
+    count_and_name = r"\s*(?:(\d{1,6})\s*[x×*]\s*(?:(\d{1,2})\s+)?)?([^\s,][^,]*)"
+    form = count_and_name + r"(?:,\s*(\d+(?:\.\d+)?)\s*Gb(?:it)?/s\s*)?"
+    found = re.fullmatch(form, text)
+    if found is None or not all(float(count or 1) for count in found.group(1, 2, 4)):
         raise ConfigError(
-            f"--machine {text!r}: {network.strip()!r} is not the rate of a network.",
-            fix="Write for example '8x8 H100, 400 Gb/s': what each GPU can send to others.",
+            f"--machine {text!r} is not a number of GPUs, their name and a network's rate.",
+            fix="Write for example '8x H100', or '8x8 H100, 400 Gb/s': what each GPU can send to "
+            "others.",
         )
-    nodes, each = (int(found[1] or 1), int(found[2])) if found[2] else (1, int(found[1] or 1))
-    count, wanted = nodes * each, name[found.end() :].strip()
-    if count < 1 or not wanted:
-        raise ConfigError(f"--machine {text!r} has no GPU.", fix="Write for example '8x H100'.")
-    word = _word(wanted)
-    names = {row.name: [row.name, *row.gpu_names, *row.short_names] for row in machine_rows()}
-    rows = [row for row in machine_rows() if word in map(_word, names[row.name])]
+    count, each, wanted, network = found.groups()
+    word, wanted = _word(wanted), wanted.strip()
+    named = [(row, (row.name, *row.gpu_names, *row.short_names)) for row in machine_rows()]
+    rows = [row for row, names in named if word in map(_word, names)]
     if len(rows) != 1:
-        similar = [row.name for row in rows]
-        if not similar and word:
-            similar = [
-                name
-                for name, each in names.items()
-                if any(_word(one).startswith(word) for one in each)
-            ]
+        similar = rows or [
+            row for row, names in named if word and any(_word(n).startswith(word) for n in names)
+        ]
         if similar:
             raise ConfigError(
                 f"--machine {wanted!r} matches several machines.",
-                fix=f"Write one of {', '.join(similar)}.",
+                fix=f"Write one of {', '.join(row.name for row in similar)}.",
             )
-        guess = nearest(wanted, [name for each in names.values() for name in each])
+        guess = nearest(wanted, [name for _, names in named for name in names])
         hint = f"Did you mean {guess!r}? " if guess else ""
         raise ConfigError(
             f"There is no machine named {wanted!r}.",
             fix=f"{hint}`flatout list machines` shows the known ones.",
         )
-    row = rows[0]
-    if count > MOST_GPUS:
-        raise ConfigError(
-            f"--machine {text!r} has more than {MOST_GPUS:,} GPUs.", fix="Write a smaller number."
-        )
-    memory_gib, capability = row.memory_gb.value * 1e9 / GIB, row.compute_capability or (0, 0)
-    gpu = Gpu(row.gpu_names[0], memory_gib, capability, driver="")
-    python = platform.python_version()
-    machine = Machine("unknown", 0, 0.0, (gpu,) * count, python, is_here=False)
-    network_rate = float(rate[1]) if rate else None
-    return replace(machine, gpus_per_node=each, network_gbit_per_s=network_rate)
+    (row,) = rows
+    gpu = Gpu(
+        row.gpu_names[0], row.memory_gb.value * 1e9 / GIB, row.compute_capability or (0, 0), ""
+    )
+    return Machine(
+        "unknown",
+        0,
+        0.0,
+        (gpu,) * (int(count or 1) * int(each or 1)),
+        platform.python_version(),
+        is_here=False,
+        gpus_per_node=int(each or count or 1),
+        network_gbit_per_s=float(network) if network else None,
+    )
 
 
 def _word(name: str) -> str:
@@ -249,16 +245,18 @@ def limited_cpu_s() -> float | None:
 
 
 def _cpu_limits() -> Iterator[tuple[float, float | None]]:
-    """Yield each limit of cores that applies, and the CPU seconds used under it so far."""
-    for folder in _cgroups():
-        used = re.search(r"usage_usec (\d+)", _read(folder / "cpu.stat"))
-        for limit in _cores(_read(folder / "cpu.max")):
-            yield limit, int(used[1]) / 1e6 if used else None
+    """Yield each limit of cores that applies, and the CPU seconds used under it so far.
+
+    A quota of "max" or -1 is no limit.
+    """
+    found = [(_read(f / "cpu.max"), _read(f / "cpu.stat"), 1e6) for f in _cgroups()]
     for folder in _cgroups("cpu"):
-        quota, period = _read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")
-        used_ns = _read(folder / "cpuacct.usage").strip()
-        for limit in _cores(f"{quota} {period}"):
-            yield limit, int(used_ns) / 1e9 if used_ns.isdigit() else None
+        quota = " ".join(_read(folder / f"cpu.cfs_{one}_us") for one in ("quota", "period"))
+        found.append((quota, f"usage_usec {_read(folder / 'cpuacct.usage')}", 1e9))
+    for quota, stat, per_s in found:
+        limit, used = re.match(r"(\d+)\s+(\d+)", quota), re.search(r"usage_usec (\d+)", stat)
+        if limit:
+            yield int(limit[1]) / int(limit[2]), int(used[1]) / per_s if used else None
 
 
 def _cgroups(controller: str = "") -> list[Path]:
@@ -272,13 +270,6 @@ def _cgroups(controller: str = "") -> list[Path]:
             path = named
     leaf = root / path.lstrip("/")
     return [folder for folder in (leaf, *leaf.parents) if folder == root or root in folder.parents]
-
-
-def _cores(quota: str) -> list[float]:
-    """Return the cores that `QUOTA PERIOD` allows as a list. "max" and -1 mean no limit."""
-    words = quota.split()
-    is_limit = len(words) == 2 and all(map(str.isdigit, words))
-    return [int(words[0]) / int(words[1])] if is_limit else []
 
 
 SAME_MEMORY = 0.12
@@ -374,10 +365,9 @@ def check_device_name(wanted: str) -> None:
 
     Raises: HardwareError with the nearest name.
     """
-    if wanted not in ("auto", "cpu", "mps") and not re.fullmatch(r"cuda(:\d+)?", wanted):
-        guess = (
-            "cuda" if wanted.lower().startswith("gpu") else nearest(wanted, ["auto", "cpu", "cuda"])
-        )
+    if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", wanted):
+        is_gpu = wanted.lower().startswith("gpu")
+        guess = "cuda" if is_gpu else nearest(wanted, ["auto", "cpu", "cuda"])
         hint = f"Did you mean {guess!r}? " if guess else ""
         raise HardwareError(
             f"train.device={wanted!r} is not a device.",

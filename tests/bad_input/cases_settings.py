@@ -28,13 +28,13 @@ a profile of steps beyond the end of the run
     Steps 51 to 53 do not exist | 2 steps -> Remove --skip | train.steps=53
 an infinite time limit of `tune`
     tune my.yaml --minutes inf
-    '--minutes' | not finite -> Remove --minutes for the default, 15
+    minutes=inf | a finite number from 1 -> Correct minutes
 a time limit in which `tune` cannot measure anything
     tune my.yaml --minutes 0.5
     '--minutes' | x>=1 -> Remove --minutes for the default, 15
 a price per hour that is not a number
     plan my.yaml --price-per-hour nan
-    '--price-per-hour' | not finite -> Remove --price-per-hour
+    price_per_hour=nan | a finite number from 0 -> Correct price_per_hour
 a profile of thousands of steps
     profile my.yaml --steps 2000
     --steps 2000 | may not fit in memory -> Profile at most 100 steps
@@ -131,9 +131,6 @@ speedups without a value
 an edit of `auto` without its comma
     train my.yaml speedups=auto-compile
     'auto-compile' | comma -> speedups=auto,-compile
-two run directories
-    train my.yaml --run-dir runs/a --run runs/b
-    --run-dir and --run | runs/a | runs/b -> --run-dir once
 an empty run directory
     train my.yaml --run-dir ''
     '--run-dir' | empty -> Remove --run-dir

@@ -49,7 +49,7 @@ the recipe as an option
     '--resume' requires an argument -> Remove --resume for the default, auto
 another tool's option of preparation
     prepare book.txt --out data/new --num_proc 8
-    '--num_proc' -> Did you mean '--workers'?
+    '--num_proc' -> `flatout prepare` has it: --workers
 an option of preparation that nothing needs
     prepare book.txt --out data/new --chunk_size 1024
     '--chunk_size' -> Leave it out | data.seq_len

@@ -1,11 +1,10 @@
-"""A file or a command line with several words of another tool is answered at once."""
+"""A file or a list of overrides with several words of another tool is answered at once."""
 
 from __future__ import annotations
 
 import pytest
 import yaml
 
-from flatout.cli.parser import parse
 from flatout.config.schema import load_config
 from flatout.errors import ConfigError
 
@@ -36,13 +35,3 @@ def test_overrides_of_another_tool_are_answered_one_by_one():
     assert "no config keys training.batch_size, learning_rate, what." in refused.value.what
     assert "training.batch_size: Did you mean 'batch.rows_per_device'?" in refused.value.fix
     assert "learning_rate: Did you mean 'optim.lr'?" in refused.value.fix
-
-
-def test_unknown_options_are_answered_at_once():
-    words = ["demo", "--learning_rate", "3", "--mixed_precision", "--batch-size=4", "--foo"]
-    with pytest.raises(ConfigError) as refused:
-        parse("train", words)
-    assert "has no options --learning_rate, --mixed_precision, --batch-size" in refused.value.what
-    for answer in ("optim.lr=VALUE", "train.precision=VALUE", "batch.rows_per_device=VALUE"):
-        assert answer in refused.value.fix
-    assert refused.value.fix.count("no dashes") == 1

@@ -10,7 +10,6 @@ from flatout.config import registry
 from flatout.config.registry import (
     COMMANDS,
     DATASETS,
-    MACHINES,
     MODELS,
     OPTIMIZERS,
     RECIPES,
@@ -147,7 +146,6 @@ OPTIONS = (
     "name",
     [
         "plot",
-        "compare",
         "deploy",
         "test",
         "infer",
@@ -248,7 +246,7 @@ def test_every_built_in_entry_loads_and_has_a_description(folder):
         assert folder.describe(name).endswith("."), name
 
 
-@pytest.mark.parametrize("folder", [DATASETS, MACHINES, RECIPES], ids=lambda f: f.folder)
+@pytest.mark.parametrize("folder", [DATASETS, RECIPES], ids=lambda f: f.folder)
 def test_every_built_in_document_loads_and_has_a_description(folder):
     assert folder.names()
     for name in folder.names():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -99,10 +100,7 @@ def test_every_option_of_preparation_is_answered():
                 continue
             with pytest.raises(ConfigError) as caught:
                 parse("prepare", ["book.txt", "--out", "data/book", f"--{name}", "1"])
-            if word.option.startswith("--"):
-                assert caught.value.fix.startswith(f"Did you mean {word.option!r}?")
-            else:
-                assert "Leave it out." in caught.value.fix or "SOURCE" in caught.value.fix
+            assert caught.value.fix == word.advice
 
 
 def test_every_name_and_value_is_known():
@@ -177,11 +175,6 @@ def test_options_of_other_trainers_are_answered(option, fix):
     assert fix in caught.value.fix
 
 
-def test_a_key_of_training_given_to_prepare_is_answered():
-    with pytest.raises(ConfigError, match=r"flatout train RECIPE optim\.lr=VALUE"):
-        parse("prepare", ["book.txt", "--out", "data/b", "--learning_rate", "1"])
-
-
 def test_a_name_is_suggested_only_if_it_exists():
     assert name_for("recipe", "gpt2", ["demo"]) is None
     assert name_for("recipe", "gpt2", ["demo", "gpt2-124m"]) == "gpt2-124m"
@@ -217,7 +210,7 @@ def test_what_was_removed_is_answered_and_gone(what):
             parse(command, [option])
     else:
         with pytest.raises(ConfigError) as answered:
-            cli.call([command])
+            cli.call([command], ExitStack())
         assert command not in COMMANDS.names()
     assert answered.value.fix == removed(what)
 

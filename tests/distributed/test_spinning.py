@@ -50,6 +50,31 @@ def test_one_core_needs_no_watch(stated, started):
     assert started == []
 
 
+class Over(Exception):
+    """The looks are over."""
+
+
+@pytest.mark.parametrize("is_loaded", [True, False])
+def test_a_busy_machine_matters_once_torch_is_loaded(stated, started, is_loaded):
+    loads = iter([1.5, 1.5, 1.5])
+
+    def others(self, later):
+        for cores in loads:
+            return cores
+        raise Over
+
+    stated.setattr(spinning.CpuTimes, "others_until", others)
+    for name in ("EVERY_S", "LOOK_S"):
+        stated.setattr(spinning, name, 0.0)
+    if is_loaded:
+        stated.setitem(sys.modules, "torch", sys)
+    else:
+        stated.delitem(sys.modules, "torch", raising=False)
+    with pytest.raises(Over):
+        spinning._watch(SILENT, spinning.CpuTimes.read())
+    assert len(started) == is_loaded
+
+
 LOADS = """
 import json, os, threading, torch
 torch.set_num_threads(2)

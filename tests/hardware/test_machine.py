@@ -87,7 +87,7 @@ def test_a_machine_is_immutable():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MACHINES.names())
 def test_every_row_is_complete_and_plausible(name):
-    stated = MACHINES.get(name)
+    stated = MACHINES.rows[name]
     row = hardware.row_of(stated["gpu_names"][0], stated["memory_gb"]["value"])
     assert row is not None
     assert row.name == name

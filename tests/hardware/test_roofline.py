@@ -1,11 +1,9 @@
 import dataclasses
-import time
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from flatout.errors import HardwareError
 from flatout.hardware import machine as hardware
 from flatout.hardware import roofline
 from flatout.hardware.machine import Gpu, Machine
@@ -22,19 +20,12 @@ def seen_by_torch(monkeypatch, *, count=0):
 
 
 @pytest.mark.slow
-def test_measuring_a_cpu_is_quick_and_keeps_the_random_state():
+def test_measuring_a_cpu_keeps_the_random_state():
     torch.manual_seed(5)
     before = torch.get_rng_state()
-    start = time.perf_counter()
     tflops = roofline.measure("cpu", "fp32")[0]
-    assert time.perf_counter() - start < 5
     assert 1e-4 < tflops < 100
     assert torch.equal(before, torch.get_rng_state())
-
-
-def test_a_dtype_without_a_matrix_product_cannot_be_measured():
-    with pytest.raises(HardwareError, match="fp8"):
-        roofline.measure("cpu", "fp8")
 
 
 @pytest.mark.slow

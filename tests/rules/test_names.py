@@ -115,7 +115,7 @@ def typed_imports(source) -> set[str]:
 
 
 def test_the_package_exports_what_type_checkers_see(package):
-    """Names of flatout are imported on first use, so these three lists could differ."""
+    """Names of flatout are imported on first use, by the text of the imports for type checkers."""
     source = next(source for source in package if source.module == "flatout")
     names = {*flatout.__all__} - {"__version__"}
     assert names == typed_imports(source)
