@@ -170,10 +170,7 @@ def compare_commands(
     return Comparison(
         path=str(here),
         machine=probe().describe(),
-        wall_s=round(time.monotonic() - began_s, 1),
-        num_trials=len(race.done),
-        ended_by_signal=race.ended_by_signal,
-        complete=race.ended_by_signal is None,
+        **race.facts(),
         sides=rows,
         ratio=Figure(**scaled),
         work=work,

@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from flatout.errors import Interrupted, signal_of
 from flatout.measure.trial import Result
@@ -299,22 +299,30 @@ class Race(Generic[Setting]):
         ours, theirs = self.rounds(fast), self.rounds(slow)
         return [self.ratio(ours[at], theirs[at]) for at in sorted(ours.keys() & theirs.keys())]
 
+    def facts(self) -> dict[str, Any]:
+        """Return the fields of a result about how it ended."""
+        return {
+            "wall_s": round(self.clock() - (self.began_s or 0.0), 1),
+            "num_trials": len(self.done),
+            "ended_by_signal": self.ended_by_signal,
+            "complete": self.ended_by_signal is None,
+        }
+
     def noise(self) -> Spread:
         """Return the noise of a ratio, from all that was repeated: ratios, and screened rates."""
         settings = [*dict.fromkeys(one.setting for one in self.done)]
-        first = settings[:1]
-        groups = [self.ratios(one, first[0]) for one in settings[1:]] if first else []
-        for number, one in enumerate(settings[1:], 1):  # pairs that the first is no part of
-            pairs = (self.ratios(one, other) for other in settings[1:number])
-            if not self.ratios(one, settings[0]):
-                groups += [max(pairs, key=len, default=[])]
+        # of each setting, with an earlier one: no pair follows from other pairs
+        groups = [
+            max((self.ratios(one, other) for other in settings[:number]), key=len)
+            for number, one in enumerate(settings[1:], 1)
+        ]
         screened = [
-            [one.result.step_ms for one in self.done if one.setting == each and one.result.is_ok
-             and one.round == SCREEN]
-            for each in first
-        ]  # fmt: skip
+            one.result.step_ms
+            for one in self.done
+            if one.setting == settings[0] and one.result.is_ok and one.round == SCREEN
+        ]
         # a ratio is of two rates
-        return pooled([spread(groups), spread(screened).times(math.sqrt(2))])
+        return pooled([spread(groups), spread([screened]).times(math.sqrt(2))])
 
     def gain(self, fast: Setting, slow: Setting) -> Figure | None:
         """Return how many times faster one setting is. None when no round has both."""

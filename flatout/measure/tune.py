@@ -149,7 +149,6 @@ def run_tune(
         recipe=requested.name,
         path=str(out),
         began=began,
-        wall_s=round(clock() - start_s, 1),
         tokens_per_step=tokens,
         start=first,
         best=row,

@@ -164,7 +164,6 @@ def tune_script(
         verdict=diagnosis.verdict,
         step_ms=1e3 * step_s,
         steps=timed + (timing.warmup_steps or 0),
-        num_trials=len(race.done),
         changes=search.rows(),
         not_tried=[
             *(Left(name=n, reason=w) for n, w in reasons.items() if w and n not in tried),
@@ -177,9 +176,7 @@ def tune_script(
             *dict.fromkeys([*look.writes, *(w for one in race.done for w in one.result.writes)])
         ],
         path=str(out),
-        wall_s=round(time.monotonic() - began_s, 1),
-        ended_by_signal=race.ended_by_signal,
-        complete=race.ended_by_signal is None,
+        **race.facts(),
         **found,
     )
     write_results(out, result, race, diagnosis)
