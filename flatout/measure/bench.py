@@ -353,17 +353,12 @@ def require_figures(race: Race[str], out: Path) -> None:
 
     Raises: Interrupted after a signal; otherwise RunFailed, with the result of the first trial.
     """
-    if any(one.result.is_ok for one in race.done):
-        return
     if not race.done:
         with suppress(OSError):  # it may contain the files of an earlier bench
             out.rmdir()
-    require_result(race, "Run it again.")
-    if not race.done:
-        raise RunFailed(
-            f"Nothing was measured: {race.stopped_by} before a trial had ended.",
-            fix="Run it again with more time.",
-        )
+    require_result(race)
+    if any(one.result.is_ok for one in race.done):
+        return
     first = race.done[0]
     is_late = first.result.status == "timed-out"
     raise RunFailed(

@@ -26,7 +26,7 @@ UNSEEN = "no loss was seen: no backward pass starts at a single number"
 Setting = TypeVar("Setting", bound=Hashable)
 
 
-class AnyMove(Protocol):
+class Move(Protocol[Setting]):
     """A change of a setting."""
 
     @property
@@ -38,26 +38,27 @@ class AnyMove(Protocol):
         """What it does, in a few words."""
 
     @property
+    def speedup(self) -> str | None:
+        """The one speedup whose gain it measures, if that is all that it changes."""
+
+    @property
     def is_leaving_out(self) -> bool:
         """Whether it only removes something, which is taken too if that breaks the losses."""
 
-
-Move = TypeVar("Move", bound=AnyMove)
-
-
-class Moves(Protocol[Setting, Move]):
-    """Where a search can go from a setting."""
-
-    def moves(self, setting: Setting, /) -> Sequence[Move]:
-        """Return the moves to measure from the start, the most promising ones first."""
-
-    def apply(self, move: Move, setting: Setting, /) -> Setting | None:
+    def apply(self, setting: Setting, /) -> Setting | None:
         """Return the changed setting. None when it cannot be changed so."""
 
-    def why_not(self, move: Move, after: Setting, /) -> str | None:
-        """Return why a move is not worth a measurement. None: it is."""
 
-    def further(self, before: Setting, after: Setting, /) -> Move | None:
+class Space(Protocol[Setting]):
+    """Where a search can go from a setting."""
+
+    def moves(self, setting: Setting, /) -> Sequence[Move[Setting]]:
+        """Return the moves to measure from the start, the most promising ones first."""
+
+    def why_not(self, after: Setting, race: Race[Setting], /) -> str | None:
+        """Return why a setting is not worth a measurement. None: it is."""
+
+    def further(self, before: Setting, after: Setting, /) -> Move[Setting] | None:
         """Return the move in the direction of one that was taken. None: there is none."""
 
     def tolerance(self, one: Setting, other: Setting, /) -> Tolerance:
@@ -68,10 +69,10 @@ class Moves(Protocol[Setting, Move]):
 
 
 @dataclass(eq=False)
-class Tried(Generic[Setting, Move]):
+class Tried(Generic[Setting]):
     """A move that was measured."""
 
-    move: Move
+    move: Move[Setting]
     before: Setting
     after: Setting
     row: Row
@@ -79,11 +80,11 @@ class Tried(Generic[Setting, Move]):
 
 
 @dataclass
-class Search(Generic[Setting, Move]):
+class Search(Generic[Setting]):
     """A search from a start, whose results so far are there at any time."""
 
     race: Race[Setting]
-    space: Moves[Setting, Move]
+    space: Space[Setting]
     start: Setting
     loss_steps: int
     draws: str | None = None
@@ -96,8 +97,8 @@ class Search(Generic[Setting, Move]):
     """Trials for which the time is kept in any case."""
     proves_alone: bool = True
     """Whether a single winner is raced here. Otherwise the caller races what it is taken for."""
-    tried: list[Tried[Setting, Move]] = field(default_factory=list)
-    taken: list[Tried[Setting, Move]] = field(default_factory=list)
+    tried: list[Tried[Setting]] = field(default_factory=list)
+    taken: list[Tried[Setting]] = field(default_factory=list)
     """The moves that lead from the start to `best`, in this order."""
     left: list[Left] = field(default_factory=list)
     """What was not measured, and why."""
@@ -109,7 +110,7 @@ class Search(Generic[Setting, Move]):
 
     def run(self) -> None:
         """Search until every move is decided, or the time is up."""
-        late = self.screen()
+        race, late = self.race, self.screen()
         broken = [one for one in self.tried if self._breaks_losses(one)]
         promising = sorted(
             (one for one in self.tried if (one.row.first_gain or 0.0) >= PROMISING),
@@ -118,10 +119,12 @@ class Search(Generic[Setting, Move]):
         queue = [one.move for one in [*broken, *(p for p in promising if p not in broken)]] + late
         while queue:
             move = queue.pop(0)
-            after = self.space.apply(move, self.best)
+            after = move.apply(self.best)
             if after is None or after == self.best:
                 continue
-            if not self.taken and self._needs_no_race(after, queue):
+            is_last = not queue or not race.allows(*[self.best] * (self.last_trials + 4))
+            is_alone = is_last and not self.taken and not self.proves_alone
+            if is_alone and race.results(after):  # taken as it is: nothing is measured on top of it
                 self._check(one := self._tried(move, after))
                 if one.row.taken:
                     self.taken.append(one)
@@ -130,34 +133,29 @@ class Search(Generic[Setting, Move]):
             if not self._try(move, after, is_late=move in late):
                 continue
             further = self.space.further(self.taken[-1].before, self.taken[-1].after)
-            ahead = self.space.apply(further, self.best) if further else None
-            if further and ahead and self.space.why_not(further, ahead) is None:
+            ahead = further.apply(self.best) if further else None
+            if further and ahead and self.space.why_not(ahead, self.race) is None:
                 queue.insert(0, further)
         known = {one.move.name for one in self.tried}
         self.left += [Left(name=m.name, reason=NO_TIME) for m in late if m.name not in known]
 
-    def _needs_no_race(self, after: Setting, others: Sequence[Move]) -> bool:
-        """Return whether the first winner is taken as it is: nothing is measured on top of it."""
-        is_last = not others or not self.race.allows(*[self.best] * (self.last_trials + 4))
-        return is_last and not self.proves_alone and bool(self.race.results(after))
-
-    def screen(self) -> list[Move]:
+    def screen(self) -> list[Move[Setting]]:
         """Measure every move once, two at a time between trials of the start.
 
         Returns the moves for which there was no time.
         """
         race = self.race
-        waiting: list[tuple[Move, Setting]] = []
+        waiting: list[tuple[Move[Setting], Setting]] = []
         for move in self.space.moves(self.start):
-            after = self.space.apply(move, self.start)
+            after = move.apply(self.start)
             if after is None or after in {each for _, each in waiting}:
                 continue
             waiting.append((move, after))
-        bases, ok = [race.results(self.start)[-1]], list[Tried[Setting, Move]]()
+        bases, ok = [race.results(self.start)[-1]], list[Tried[Setting]]()
         try:
             while waiting and self._goes_on():
                 move, after = waiting[0]
-                if why_not := self.space.why_not(move, after):
+                if why_not := self.space.why_not(after, race):
                     self.left.append(Left(name=move.name, reason=why_not))
                     waiting.pop(0)
                     continue
@@ -190,25 +188,24 @@ class Search(Generic[Setting, Move]):
         kept = [self.start] * (1 + self.always_trials)
         return self.race.allows(*kept, share=SCREEN_SHARE if has_promising else 1.0)
 
-    def _tried(self, move: Move, after: Setting) -> Tried[Setting, Move]:
+    def _tried(self, move: Move[Setting], after: Setting) -> Tried[Setting]:
         """Return the record of a move, which is new unless it was screened."""
-        for one in self.tried:
-            if one.move.name == move.name and (one.before, one.after) != (self.best, after):
-                one.before, one.after = self.best, after
-            if one.move.name == move.name:
-                return one
-        row = Row(name=move.name, does=move.does, leaves_out=move.is_leaving_out)
-        row.speedup = getattr(move, "speedup", None)
-        self.tried.append(Tried(move, self.best, after, row))
-        return self.tried[-1]
+        one = next((each for each in self.tried if each.move.name == move.name), None)
+        if one is None:
+            row = Row(name=move.name, does=move.does, speedup=move.speedup)
+            row.leaves_out = move.is_leaving_out
+            one = Tried(move, self.best, after, row)
+            self.tried.append(one)
+        one.before, one.after = self.best, after
+        return one
 
-    def _breaks_losses(self, one: Tried[Setting, Move]) -> bool:
+    def _breaks_losses(self, one: Tried[Setting]) -> bool:
         """Return whether what a move removes breaks the losses, which takes it, however slow."""
         if not one.move.is_leaving_out or not self.race.results(one.after):
             return False
         return self._losses(one).within_tolerance is False
 
-    def _losses(self, one: Tried[Setting, Move]) -> LossCheck:
+    def _losses(self, one: Tried[Setting]) -> LossCheck:
         return self.race.check(
             one.after,
             one.before,
@@ -218,7 +215,7 @@ class Search(Generic[Setting, Move]):
             is_strict=self.is_strict,
         )
 
-    def _try(self, move: Move, after: Setting, *, is_late: bool) -> bool:
+    def _try(self, move: Move[Setting], after: Setting, *, is_late: bool) -> bool:
         """Race a move on top of the best setting, and return whether it was taken."""
         race = self.race
         is_first = not self.taken and not is_late
@@ -257,7 +254,7 @@ class Search(Generic[Setting, Move]):
             self.taken.append(one)
         return one.row.taken
 
-    def _check(self, one: Tried[Setting, Move]) -> None:
+    def _check(self, one: Tried[Setting]) -> None:
         """Compare the losses of a move, and set whether they allow to take it."""
         check = self._losses(one)
         for name, value in check.model_dump().items():

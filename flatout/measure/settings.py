@@ -20,6 +20,7 @@ from flatout.assembly.selection import all_speedups, assemble, parse_request, sp
 from flatout.config.registry import SPEEDUPS
 from flatout.config.schema import RunConfig
 from flatout.errors import ConfigError
+from flatout.measure.race import Race
 from flatout.measure.resolving import Resolved
 from flatout.measure.results import PARTS, Left
 
@@ -29,6 +30,8 @@ TRIED_MEMORY = 1.2
 """Share of a GPU's memory that the estimate of a trial may need: a compiled model keeps less than
 the estimate, which is for eager mode, and a trial that runs out of memory harms nothing.
 """
+DATA_WAIT = 0.01
+"""Share of a step. Reading ahead is tuned where waiting for data takes more."""
 NOT_TIMED = {"state_saver"}
 """Slots whose effect the steps of a trial do not show."""
 
@@ -73,21 +76,20 @@ def flips(requested: RunConfig, resolved: Resolved) -> list[Flip]:
         name, added = decision.name, resolved.additions.get(decision.name, ())
         if decision.on or not request.auto:  # what is on is stated
             continue
-        why_not = added if isinstance(added, str) else None
-        if why_not is None and name in request.dropped:
+        why_not = None
+        if isinstance(added, str):
+            why_not = added
+        elif name in request.dropped:
             why_not = f"not measured: {decision.reason}."
-        elif why_not is None and precision != "auto" and "precision" in SPEEDUPS.get(name).fills:
+        elif precision != "auto" and "precision" in SPEEDUPS.get(name).fills:
             why_not = f"not measured: train.precision={precision} is set."
         if why_not is not None:
             absent.append(Flip(name, "absent", speedup=name, why_not=why_not))
             continue
         on = tuple(in_order(added))
-        replaced = [other for other in full if other not in on]
-        others = [other for other in on if other not in full and other != name]
-        title = " and ".join([name, *others])
-        title = (
-            f"all, with {title} for {' and '.join(replaced)}" if replaced else f"all and {title}"
-        )
+        title = " and ".join([name, *(one for one in on if one not in full and one != name)])
+        replaced = " and ".join(one for one in full if one not in on)
+        title = f"all, with {title} for {replaced}" if replaced else f"all and {title}"
         found.append(Flip(title, "add-one", on, name, top))
     return found + absent
 
@@ -283,6 +285,19 @@ class Space:
         ]
         return ", ".join(parts) or "auto"
 
+    def why_not(self, after: Setting, race: Race[Setting]) -> str | None:
+        """Return why a setting is not worth a measurement. None: it is."""
+        first = race.done[0].result
+        if after.prefetch != self.start.prefetch and first.data_ms is not None and first.is_ok:
+            share = first.data_ms / first.step_ms
+            if share < DATA_WAIT:
+                return f"not tried: waiting for data takes {share:.1%} of a step."
+        for one in race.done:
+            is_smaller = one.setting.speedups == after.speedups and one.setting.rows <= after.rows
+            if is_smaller and one.result.status == "out-of-memory":
+                return f"not tried: {one.setting.rows} rows ran out of memory."
+        return self.obstacle(after)
+
     def tolerance(self, one: Setting, other: Setting) -> Tolerance:
         """Return the tolerance between the losses of two settings.
 
@@ -349,12 +364,12 @@ def make_space(
 
 def rows_to_try(start: int, sequences: int) -> tuple[int, ...]:
     """Return the divisors of a step's sequences around `start`, each about twice the one before."""
-    known = [*divisors(sequences, sequences)][::-1]
+    known = sorted(divisors(sequences, sequences))
     up, down = [start], [start]
-    while larger := [rows for rows in known if rows > up[-1]]:
-        up.append(next((rows for rows in larger if rows >= 2 * up[-1]), larger[-1]))
-    while smaller := [rows for rows in known if rows < down[-1]]:
-        down.append(next((rows for rows in smaller[::-1] if 2 * rows <= down[-1]), smaller[0]))
+    while up[-1] < known[-1]:
+        up.append(next((rows for rows in known if rows >= 2 * up[-1]), known[-1]))
+    while down[-1] > 1:
+        down.append(max(rows for rows in known if 2 * rows <= down[-1]))
     return (*down[:0:-1], *up)
 
 
