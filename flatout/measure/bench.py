@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import reduce
 from itertools import accumulate, chain, count
@@ -39,6 +39,7 @@ from flatout.measure.settings import (
     Flip,
     filling,
     flips,
+    setting_of,
     tolerance_between,
     with_speedups,
 )
@@ -559,13 +560,8 @@ def precisions() -> list[str]:
 
 def with_rows(rows: int, resolved: Resolved) -> dict[str, Any]:
     """Return the keys for a micro-batch of `rows`, without the speedup that would choose it."""
-    stated = {
-        "batch.tokens_per_step": resolved.config.batch.tokens_per_step,
-        "batch.rows_per_device": rows,
-        "batch.accumulate": None,
-    }
-    choosers = filling("micro_batch")
-    return stated | with_speedups(name for name in resolved.speedups if name not in choosers)
+    setting = replace(setting_of(resolved), rows=rows)
+    return setting.values(resolved.config.batch.tokens_per_step or 0)
 
 
 SWEEPS: Mapping[str, Callable[[RunConfig, Resolved], Points]] = {

@@ -130,27 +130,13 @@ class Spread:
     freedom: int
     """Degrees of freedom of the estimate."""
 
-    def times(self, factor: float) -> Spread:
-        """Return the spread of something with a multiple of this noise."""
-        return Spread(factor * self.deviation, self.freedom)
-
-
-def pooled(spreads: Sequence[Spread]) -> Spread:
-    """Return several estimates of one noise as one."""
-    freedom = sum(each.freedom for each in spreads)
-    squares = sum(each.freedom * each.deviation**2 for each in spreads)
-    return Spread(math.sqrt(squares / max(freedom, 1)), freedom)
-
 
 def spread(groups: Sequence[Sequence[float]]) -> Spread:
     """Return the noise of the repeats of all groups of positive values, each about its own mean."""
-    return pooled(
-        [
-            Spread(statistics.stdev(map(math.log, group)), len(group) - 1)
-            for group in groups
-            if len(group) > 1
-        ]
-    )
+    logs = [[*map(math.log, group)] for group in groups if len(group) > 1]
+    freedom = sum(len(group) - 1 for group in logs)
+    squares = sum((len(group) - 1) * statistics.variance(group) for group in logs)
+    return Spread(math.sqrt(squares / max(freedom, 1)), freedom)
 
 
 def figure_of(values: Sequence[float], noise: Spread) -> Figure:
@@ -326,12 +312,11 @@ class Race(Generic[Setting]):
             for number, one in enumerate(settings[1:], 1)
         ]
         screened = [
-            one.result.step_ms
+            one.result.step_ms ** math.sqrt(2)  # a ratio is of two rates
             for one in self.done
             if one.setting == settings[0] and one.result.is_ok and one.round == SCREEN
         ]
-        # a ratio is of two rates
-        return pooled([spread(groups), spread([screened]).times(math.sqrt(2))])
+        return spread([*groups, screened])
 
     def gain(self, fast: Setting, slow: Setting) -> Figure | None:
         """Return how many times faster one setting is. None when no round has both."""

@@ -111,12 +111,12 @@ class Search(Generic[Setting]):
     def run(self) -> None:
         """Search until every move is decided, or the time is up."""
         race, late = self.race, self.screen()
-        broken = [one for one in self.tried if self._breaks_losses(one)]
-        promising = sorted(
-            (one for one in self.tried if (one.row.first_gain or 0.0) >= PROMISING),
-            key=lambda one: -(one.row.first_gain or 0.0),
-        )
-        queue = [one.move for one in [*broken, *(p for p in promising if p not in broken)]] + late
+        ranks = {
+            one: (not self._breaks_losses(one), -(one.row.first_gain or 0.0)) for one in self.tried
+        }
+        first = [one for one in sorted(ranks, key=ranks.__getitem__)
+                 if ranks[one] <= (True, -PROMISING)]  # fmt: skip
+        queue = [one.move for one in first] + late
         while queue:
             move = queue.pop(0)
             after = move.apply(self.best)
@@ -134,7 +134,7 @@ class Search(Generic[Setting]):
                 continue
             further = self.space.further(self.taken[-1].before, self.taken[-1].after)
             ahead = further.apply(self.best) if further else None
-            if further and ahead and self.space.why_not(ahead, self.race) is None:
+            if further and ahead and self.space.why_not(ahead, race) is None:
                 queue.insert(0, further)
         known = {one.move.name for one in self.tried}
         self.left += [Left(name=m.name, reason=NO_TIME) for m in late if m.name not in known]
@@ -145,24 +145,23 @@ class Search(Generic[Setting]):
         Returns the moves for which there was no time.
         """
         race = self.race
-        waiting: list[tuple[Move[Setting], Setting]] = []
+        waiting: dict[Setting, Move[Setting]] = {}
         for move in self.space.moves(self.start):
             after = move.apply(self.start)
-            if after is None or after in {each for _, each in waiting}:
-                continue
-            waiting.append((move, after))
+            if after is not None:
+                waiting.setdefault(after, move)
         bases, ok = [race.results(self.start)[-1]], list[Tried[Setting]]()
         try:
             while waiting and self._goes_on():
-                move, after = waiting[0]
+                after, move = next(iter(waiting.items()))
                 if why_not := self.space.why_not(after, race):
                     self.left.append(Left(name=move.name, reason=why_not))
-                    waiting.pop(0)
+                    del waiting[after]
                     continue
                 race.note(f"{self.space.name(after)}{f': {move.does}' if move.does else ''}")
                 result = race.run(after)
                 one = self._tried(move, after)
-                waiting.pop(0)
+                del waiting[after]
                 if not result.is_ok:
                     one.row.status, one.row.reason = result.status, f"failed: {result.reason}"
                     continue
@@ -177,7 +176,7 @@ class Search(Generic[Setting]):
             result = race.results(one.after)[0]
             around = bases[number // 2 : number // 2 + 2]
             one.row.first_gain = statistics.fmean(race.ratio(result, base) for base in around)
-        return [move for move, _ in waiting]
+        return [*waiting.values()]
 
     def _goes_on(self) -> bool:
         """Return whether there is time to measure a further move first.
@@ -238,35 +237,30 @@ class Search(Generic[Setting]):
         except TimeIsUp:
             one.row.reason = f"{UNPROVEN}: {LATE}"
             return False
-        one.row.against = names
-        one.row.gain = race.gain(after, before)
-        if failed is not None or one.row.gain is None:
-            one.row.reason = f"failed: {failed}"
+        row, gain = one.row, race.gain(after, before)
+        row.against, row.gain = names, gain
+        if failed is not None or gain is None:
+            row.reason = f"failed: {failed}"
             return False
         self._check(one)
-        gain, is_broken = one.row.gain, one.row.within_tolerance is False
-        if is_broken and move.is_leaving_out:  # what it removes is wrong
-            one.row.taken, one.row.reason = True, None
-        elif one.row.taken and (gain.low or 0.0) < LEAST_GAIN:
+        if row.within_tolerance is False and move.is_leaving_out:  # what it removes is wrong
+            row.taken, row.reason = True, None
+        elif row.taken and (gain.low or 0.0) < LEAST_GAIN:
             is_undecided = gain.median >= LEAST_GAIN and (gain.high or 2.0) > LEAST_GAIN
-            one.row.taken, one.row.reason = False, UNPROVEN if is_undecided else "no clear gain"
-        if one.row.taken:
+            row.taken, row.reason = False, UNPROVEN if is_undecided else "no clear gain"
+        if row.taken:
             self.taken.append(one)
-        return one.row.taken
+        return row.taken
 
     def _check(self, one: Tried[Setting]) -> None:
         """Compare the losses of a move, and set whether they allow to take it."""
         check = self._losses(one)
         for name, value in check.model_dump().items():
             setattr(one.row, name, value)
-        is_unknown = check.loss_difference is None or check.tolerance == "statistical"
-        one.row.taken = check.within_tolerance is not False and not (
-            check.within_tolerance is None and is_unknown
-        )
-        if not one.row.taken:
-            one.row.reason = DIFFERENT if check.within_tolerance is False else UNSEEN
-            if check.within_tolerance is None and check.loss_difference is not None:
-                one.row.reason = f"{UNPROVEN}: {check.tolerance_reason}"
+        kept, row, is_seen = check.within_tolerance, one.row, check.loss_difference is not None
+        row.taken = bool(kept) or (kept is None and is_seen and check.tolerance != "statistical")
+        unsure = f"{UNPROVEN}: {check.tolerance_reason}" if is_seen else UNSEEN
+        row.reason = None if row.taken else DIFFERENT if kept is False else unsure
 
     def step_back(self, reason: str) -> None:
         """Give up the last move that was taken."""

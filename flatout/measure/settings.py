@@ -164,6 +164,13 @@ class Setting:
         } | with_speedups(in_order(sorted(self.speedups)))
 
 
+def setting_of(resolved: Resolved) -> Setting:
+    """Return the setting that `auto` chose."""
+    config, chooser = resolved.config, {*filling("micro_batch")}
+    on = frozenset(resolved.speedups) - chooser
+    return Setting(int(config.batch.rows_per_device), config.data.prefetch, on)
+
+
 @dataclass(frozen=True)
 class Move:
     """One change of a setting."""
@@ -324,34 +331,33 @@ def make_space(
     A speedup that is off is added, one that is on is removed. Speedups that the request names or
     excludes stay as they are. One with a statistical tolerance is tried only when `statistical`.
     """
-    config, chooser = resolved.config, {*filling("micro_batch")}
-    rows, ahead = int(config.batch.rows_per_device), config.data.prefetch
-    start = Setting(rows, ahead, frozenset(resolved.speedups) - chooser)
-    request = parse_request(requested.speedups)
+    config, start, request = (
+        resolved.config,
+        setting_of(resolved),
+        parse_request(requested.speedups),
+    )
+    rows, ahead = start.rows, start.prefetch
+    chooser = {*filling("micro_batch")}
     moves: list[Move] = []
     left: list[Left] = []
-    for flip in flips(requested, resolved):
-        name = flip.speedup
-        if name is None or flip.kind == "added" or name in chooser:
+    for flip in flips(requested, resolved) if request.auto else ():
+        name, why_not, wanted = flip.speedup, flip.why_not, frozenset(flip.speedups) - chooser
+        if name is None or flip.kind == "added" or name in chooser or name in request.named:
             continue
         fills = speedup_named(name).fills
         part = "checkpointing" if "activations" in fills else "speedups"
-        is_stated = name in request.named or not request.auto
-        if is_stated or not {name, part} & {*only}:
+        if not {name, part} & {*only}:
             continue
-        wanted, why_not = frozenset(flip.speedups) - chooser, flip.why_not
         new, gone = wanted - start.speedups, start.speedups - wanted
-        kinds = {speedup_named(one).tolerance.kind for one in new}
         if NOT_TIMED & fills.keys():
             why_not = "not tried: a trial does not time saves."
-        elif "statistical" in kinds and not statistical:
+        elif not statistical and "statistical" in (speedup_named(n).tolerance.kind for n in new):
             why_not = "not tried: its tolerance is statistical. Add --statistical to try it."
         if why_not:
             left.append(Left(name=name, reason=why_not))
             continue
         title = f"+ {flip.name.removeprefix('all, with ').removeprefix('all and ')}"
-        if flip.kind == "leave-one-out":
-            title = f"- {name}"
+        title = f"- {name}" if flip.kind == "leave-one-out" else title
         moves.append(Move(title, part, adds=new, drops=gone, speedup=name))
     if "prefetch" in only and start.speedups & {*filling("loader")}:
         others = sorted({max(ahead // 2, 1), 2 * ahead} - {ahead})

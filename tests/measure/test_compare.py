@@ -110,6 +110,7 @@ def git(*words, folder):
 def test_a_revision_runs_with_its_own_files_and_the_users_stay(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(comparing, "SECONDS", 0.05)
+    monkeypatch.setattr(comparing, "ROUNDS", 1)
     Path("speed.py").write_text("from data import WAIT_S\n")
     Path("train.py").write_text(SCRIPT)
     git("init", "-q", folder=tmp_path)

@@ -82,7 +82,7 @@ def test_a_recipe_that_resumes_exactly_is_proved(tiny_config):
     assert terminal_text(proof.display()).startswith("Resuming is exact.\n3 + 4 steps")
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_state_outside_the_state_dict_is_found_and_explained(tiny_config, tmp_path, monkeypatch):
     (tmp_path / "forgetful.py").write_text(FORGETFUL)
     monkeypatch.syspath_prepend(str(tmp_path))

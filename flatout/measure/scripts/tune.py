@@ -18,7 +18,7 @@ from flatout.assembly.recipe import Tolerance
 from flatout.errors import ConfigError, OutputInUse, RunFailed
 from flatout.hardware.machine import probe
 from flatout.measure.diagnose.diagnosis import Diagnosis, diagnosis_of
-from flatout.measure.race import Race, TimeIsUp
+from flatout.measure.race import LossCheck, Race, TimeIsUp
 from flatout.measure.results import FILE, SUMMARY_FILE, UNPROVEN, Left, ScriptTuning
 from flatout.measure.scripts.changes import CHANGES, edit_of
 from flatout.measure.scripts.patch import Patch, apply, patch_of
@@ -39,8 +39,6 @@ TRIAL_SHARE = 0.025
 """Share of the time that those fewer steps may take."""
 WARM_STEPS = 4
 """First steps of a trial, which are not timed: a third of the others, and at most these."""
-LAST_TRIALS = 4
-"""Trials of the patched script and the unchanged one for which the time is kept."""
 INSTEAD = {"compile-each-block": "compile"}
 """Changes that are only tried where a different one fails or is not tried."""
 
@@ -133,10 +131,9 @@ def tune_script(
             scratch.reset()
             if variant.is_patched:
                 apply(made[-1], scratch.path)
-            seeded, folder = timing.model_copy(update={"seed_offset": seed}), scratch.path
-            return try_command(
-                command, seeded, limit_s, folder=folder, changes=variant.changes, copy=scratch
-            )
+            seeded, changes = timing.model_copy(update={"seed_offset": seed}), variant.changes
+            return try_command(command, seeded, limit_s, folder=scratch.path, changes=changes,
+                               copy=scratch)  # fmt: skip
 
         race = Race[Variant](
             start,
@@ -145,15 +142,8 @@ def tune_script(
             clock=time.monotonic,
             began_s=began_s,
         )
-        search = Search(
-            race,
-            ScriptSpace(tried),
-            Variant(),
-            loss_steps=1,
-            is_strict=False,
-            last_trials=LAST_TRIALS,
-            proves_alone=False,
-        )
+        search = Search(race, ScriptSpace(tried), Variant(), loss_steps=1, is_strict=False,
+                        proves_alone=False)  # fmt: skip
         found: dict[str, Any] = {}
         with race.running(progress, "Tuning the script"):
             base = race.run(Variant())
@@ -214,19 +204,21 @@ def proof_of(
         points = {"gain": search.best} | points
     tolerance = search.space.tolerance(search.best, Variant())
     reasons: dict[str, str] = {}
+
+    def check(point: Variant) -> LossCheck:
+        return race.check(point, Variant(), tolerance, loss_steps=1, is_strict=False)
+
     for key, point in points.items():
         race.note(search.space.name(point))
 
-        def check(point: Variant = point) -> Any:
-            return race.check(point, Variant(), tolerance, loss_steps=1, is_strict=False)
+        def is_open(point: Variant = point) -> bool:
+            return check(point).within_tolerance is None
 
         try:
-            failed = race.compare(
-                point, Variant(), is_open=lambda: check().within_tolerance is None
-            )
+            failed = race.compare(point, Variant(), is_open=is_open)
         except TimeIsUp:
             failed = LATE
-        gain, losses = race.gain(point, Variant()), check()
+        gain, losses = race.gain(point, Variant()), check(point)
         if failed is not None or gain is None:
             reasons[key] = f"{UNPROVEN}: {failed}"
             continue
