@@ -184,7 +184,7 @@ def prove_resume(
                     fix=f"Set train.steps={reached + 2}, or more.",
                 )
             what = f"Resuming at step {stopped}, to step {end}"
-            _train(chosen, parts, reached - stopped, what, progress)
+            _train(chosen, parts, max(end - stopped, 1), what, progress)
             with progress.task("Comparing every bit"):
                 return compare_runs(
                     whole, parts, chosen, (stop, stopped, reached), is_forced=makes_deterministic
