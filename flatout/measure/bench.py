@@ -13,8 +13,10 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import datetime
+from functools import reduce
+from itertools import accumulate, chain, count
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ from flatout.assembly.selection import Decision, Gain, providers, removing, sele
 from flatout.config.registry import SPEEDUPS
 from flatout.config.schema import RunConfig
 from flatout.display import markdown
-from flatout.errors import CheckpointError, ConfigError, FlatoutError, RunFailed
+from flatout.errors import ConfigError, FlatoutError, RunFailed
 from flatout.measure.output import claim, commit_of_package
 from flatout.measure.race import LOSS_STEPS, ROUNDS, Done, Race, require_result
 from flatout.measure.resolving import Resolved, resolve_apart
@@ -37,6 +39,7 @@ from flatout.measure.settings import (
     Flip,
     filling,
     flips,
+    setting_of,
     tolerance_between,
     with_speedups,
 )
@@ -44,7 +47,7 @@ from flatout.measure.trial import Result, require_one_process, try_recipe
 from flatout.models.language_model import model_of
 from flatout.progress import SILENT, Progress, counted
 from flatout.storage.files import sync, unless_broken, write_text
-from flatout.storage.json_io import Json, append_line, read_json, read_lines, write_json
+from flatout.storage.json_io import Json, append_line, write_json
 from flatout.training.run_dir.resume import run_name
 
 JSON, TABLE, TRIALS = "bench.json", "table.md", "trials.jsonl"
@@ -65,9 +68,10 @@ LONGEST_S = 900.0
 """A trial is ended after this."""
 EVALUATING_S = 1.5
 """Kept for evaluating and writing the results."""
-MOST_ACCUMULATE = 8
 Keys = Mapping[str, Any]
 """Keys that override the requested configuration."""
+Points = dict[str, Keys | str]
+"""The keys of each point of a sweep, or why it cannot be measured."""
 StartTrial = Callable[[RunConfig, Timing, float, Keys], Result]
 """Runs a trial of a configuration, at most for some seconds, with keys for what it does besides."""
 
@@ -95,23 +99,21 @@ def run_bench(
     """
     start_s, began = clock(), datetime.now().astimezone().isoformat(timespec="seconds")
     require_one_process("bench")
-    kind = sweep or ABLATION
+    kind, digest = sweep or ABLATION, requested.digest()
     out = results_dir(requested, kind, out)
     resolved = resolve_apart(requested, cache, progress)
     plan = swept(sweep, requested, resolved) if sweep else ablation(requested, resolved)
     claim(out)
-    label = [requested.name, kind, requested.digest()]
     total_s = 60 * minutes - EVALUATING_S if minutes is not None else float("inf")
     with tempfile.TemporaryDirectory(prefix="flatout-trials-") as scratch:
         measure = trial or in_scratch(Path(scratch))
-        planner = _Seconds(total_s, repeats or ROUNDS)
 
         def start(name: str, seed: int, limit_s: float) -> Result:
             keys = {**plan.points[name], "train.seed": requested.train.seed + seed}
             timing = Timing(
-                seconds=planner.seconds,
+                seconds=plan.seconds,
                 first_steps=LOSS_STEPS + 2,
-                warmup_s=max(6.0, 3 * planner.seconds),
+                warmup_s=max(6.0, 3 * plan.seconds),
                 limit_s=max(limit_s / 2, 3.0),
             )
             return measure(requested.with_values(keys), timing, limit_s, {})
@@ -120,36 +122,37 @@ def run_bench(
             start,
             total_s=total_s,
             longest_s=min(LONGEST_S, total_s / 2),
-            keep=lambda done: keep(done, label, began, out),
+            keep=lambda done: keep(done, [requested.name, kind, digest], began, out),
             clock=clock,
             began_s=start_s,
         )
         with race.running(progress, "Measuring"):
-            run_rounds(race, plan, planner)
+            run_rounds(race, plan, repeats or ROUNDS)
     require_figures(race, out)
     rows = rows_of(plan, race, resolved)
+    total = race.gain(*plan.total) if plan.total else None
     result = Bench(
         **facts_of(race, resolved),
         recipe=requested.name,
         path=str(out),
         kind=kind,
         config=requested.to_dict(),
-        config_digest=requested.digest(),
+        config_digest=digest,
         began=began,
-        wall_s=round(clock() - start_s, 1),
         minutes=minutes,
         repeats=race.round,
         notes=notes(race, rows, kind),
         rows=rows,
-        total=(total := race.gain(*plan.total) if plan.total else None),
+        total=total,
         total_speedup=total and total.median,
     )
-    write(result, progress)
-    remember(result.rows, result, resolved, cache, progress)
+    write_json(out / JSON, result.model_dump(mode="json"))
+    write_text(out / TABLE, markdown(result.display()) + "\n")
+    remember(rows, result, resolved, cache, progress)
     return result
 
 
-@dataclass(frozen=True)
+@dataclass
 class BenchPlan:
     """What a bench measures."""
 
@@ -159,6 +162,8 @@ class BenchPlan:
     """Why something is not measured."""
     flips: tuple[Flip, ...] = ()
     """The rows of an ablation."""
+    seconds: float = field(default_factory=lambda: SECONDS)
+    """Seconds of measured steps in each trial of the current round."""
 
     @property
     def same(self) -> dict[str, str]:
@@ -220,81 +225,54 @@ def in_scratch(scratch: Path) -> StartTrial:
     return start
 
 
-class _Seconds:
-    """Plans the seconds of measured steps of each trial, so that the rounds fit into the time."""
+def run_rounds(race: Race[str], plan: BenchPlan, repeats: int) -> None:
+    """Measure every point in rounds, as many as there is time for.
 
-    def __init__(self, total_s: float, repeats: int) -> None:
-        self.seconds = SECONDS
-        self.repeats = repeats
-        """Most rounds."""
-        self._total_s = total_s
-
-    def plan(self, race: Race[str], num_points: int) -> None:
-        """Choose the seconds of the next round: as many rounds as fit, but at least two in all."""
-        if race.total_s == float("inf") or not num_points:
-            return
-        spent = [one.result.process_s for one in race.done if one.result.is_ok]
-        usual_s = statistics.fmean(spent) - self.seconds if spent else START_S
-        left = self.repeats - race.round
-        least = max(1, min(2 - race.round, left))
-        for rounds in range(left, 0, -1):
-            seconds = race.left_s / (1.1 * rounds * num_points) - usual_s
-            if seconds >= 2 * LEAST_SECONDS or rounds <= least:
-                break
-        self.seconds = max(LEAST_SECONDS, min(seconds, SECONDS))
-
-
-def run_rounds(race: Race[str], plan: BenchPlan, planner: _Seconds) -> None:
-    """Measure every point in rounds, in a changing order, as many as there is time for.
+    Neighbours stay neighbours, to be measured close in time. Every round starts at a different
+    point, and every other one runs backwards, so that a machine that slows down favours none.
 
     A point that fails in its first round is not tried again. Late points come last, and with a
-    time limit only after two rounds of the others. One that was never tried has priority over
-    repeats.
+    time limit only after two rounds of the others. When not everything fits, the full set, which
+    others are compared with, has priority, and then what was never measured.
 
     Raises: TimeIsUp.
     """
     names, late = [*dict.fromkeys(plan.same.values())], plan.late
-    first_late = 0 if race.total_s == float("inf") else min(2, planner.repeats - 1)
-    for number in range(planner.repeats):
+    is_limited = race.total_s < float("inf")
+    first_late = min(2, repeats - 1) if is_limited else 0
+    for number in range(repeats):
+        first = number * len(names) * 2 // 5 % len(names)
         due = [
             name
-            for name in in_turn(names, number)
-            if not (race.failure(name) and not race.results(name))
+            for name in [*names[first:], *names[:first]][:: -1 if number % 2 else 1]
+            if (race.results(name) or not race.failure(name))
             and (number >= first_late or name not in late)
         ]
         if number:
-            new = [name for name in due if not race.results(name)]
-            due = [*(name for name in due if name not in new), *new]
-            budget_s, kept = race.left_s, set[str]()
-            for name in [*names[1:2], *new, *due]:  # the full set is what others are compared with
-                if name not in kept and name in due and race.expected_s(name) <= budget_s:
-                    budget_s -= race.expected_s(name)
-                    kept.add(name)
+            due.sort(key=lambda name: not race.results(name))
+            wanted = sorted(
+                due, key=lambda name: (name not in names[1:2], bool(race.results(name)))
+            )
+            ends_s = accumulate(map(race.expected_s, wanted))
+            kept = {
+                name for name, end_s in zip(wanted, ends_s, strict=True) if end_s <= race.left_s
+            }
             due = [name for name in due if name in kept]
             if len(due) < 2:
                 return
-        planner.plan(race, len(due))
+        if is_limited:
+            # as many rounds as fit, at least two in all, and longer trials with what is left
+            spent = [one.result.process_s for one in race.done if one.result.is_ok]
+            besides_s = statistics.fmean(spent) - plan.seconds if spent else START_S
+            each_s, left = race.left_s / (1.1 * len(due)), repeats - number
+            fitting = int(each_s / (besides_s + 2 * LEAST_SECONDS))
+            rounds = min(left, max(fitting, 1 if number else 2))
+            plan.seconds = max(LEAST_SECONDS, min(each_s / rounds - besides_s, SECONDS))
         race.round += 1
-        for index, name in enumerate(sorted(due, key=lambda name: name in late)):
-            if number and not race.allows(name):
-                continue
-            race.note(
-                f"round {number + 1} of {planner.repeats}, {name} ({index + 1} of {len(due)})"
-            )
-            race.run(name, race.round, number)
-
-
-def in_turn(points: Sequence[str], number: int) -> list[str]:
-    """Return the order of round `number`. Neighbours stay neighbours, to be measured close in time.
-
-    Every round starts at a different point, and every other round runs backwards, so that a machine
-    that slows down over minutes favours none of them.
-    """
-    if not number:
-        return list(points)
-    start = number * len(points) * 2 // 5 % max(len(points), 1)
-    order = [*points[start:], *points[:start]]
-    return order[::-1] if number % 2 else order
+        for index, name in enumerate(sorted(due, key=lambda name: name in late), 1):
+            if number == 0 or race.allows(name):
+                race.note(f"round {number + 1} of {repeats}, {name} ({index} of {len(due)})")
+                race.run(name, race.round, number)
 
 
 def rows_of(plan: BenchPlan, race: Race[str], resolved: Resolved) -> list[Row]:
@@ -376,17 +354,12 @@ def require_figures(race: Race[str], out: Path) -> None:
 
     Raises: Interrupted after a signal; otherwise RunFailed, with the result of the first trial.
     """
-    if any(one.result.is_ok for one in race.done):
-        return
     if not race.done:
         with suppress(OSError):  # it may contain the files of an earlier bench
             out.rmdir()
-    require_result(race, "Run it again.")
-    if not race.done:
-        raise RunFailed(
-            f"Nothing was measured: {race.stopped_by} before a trial had ended.",
-            fix="Run it again with more time.",
-        )
+    require_result(race)
+    if any(one.result.is_ok for one in race.done):
+        return
     first = race.done[0]
     is_late = first.result.status == "timed-out"
     raise RunFailed(
@@ -404,60 +377,37 @@ def facts_of(race: Race[Any], resolved: Resolved) -> dict[str, Any]:
         "machine": resolved.machine.describe(),
         "environment": {name: environment.get(name) for name in ("torch", "threads", "device")},
         "commit": commit_of_package(),
-        "ended_by_signal": race.ended_by_signal,
-        "complete": race.ended_by_signal is None,
-        "num_trials": len(race.done),
+        **race.facts(),
     }
 
 
 def results_dir(config: RunConfig, kind: str, out: Path | None) -> Path:
     """Return the results directory: `out`, or the next free bench/RECIPE-DIGEST. It is not created.
 
-    Raises: ConfigError when `out` contains other files, or the bench of another configuration or
-            kind.
+    Raises: ConfigError when `out` contains other files, but no bench.
     """
     if out is None:
         stem = run_name(config) + ("" if kind == ABLATION else f"-{kind}")
-        names = (stem, *(f"{stem}-{number}" for number in range(2, 1_000_000)))
+        names = chain([stem], (f"{stem}-{number}" for number in count(2)))
         return next(path for name in names if not (path := BENCHES / name).exists())
-    if out.exists() and not out.is_dir():
-        raise ConfigError(f"{out} is a file.", fix="Choose a directory with --out DIR.")
-    if not out.is_dir() or not any(out.iterdir()):
-        return out
-    found: Any = next(read_lines(out / TRIALS), {}).get("bench")
-    if not (isinstance(found, list) and [type(part) for part in found] == [str] * 3):
-        raise ConfigError(
-            f"{out} contains other files, but no bench.",
-            fix="Choose a new directory with --out DIR.",
-        )
-    requested = [config.name, kind, config.digest()]
-    if found[1:] != requested[1:]:
-        one, other = (
-            f"{name} ({what}, configuration {digest[:8]})"
-            for name, what, digest in (found, requested)
-        )
-        raise ConfigError(
-            f"{out} contains the bench of {one}. This one is of {other}.",
-            fix="Choose a different directory with --out DIR.",
-        )
+    is_bench = (out / JSON).is_file() or (out / TRIALS).is_file()
+    if out.exists() and not is_bench and (not out.is_dir() or any(out.iterdir())):
+        what = "contains other files, but no bench" if out.is_dir() else "is a file"
+        raise ConfigError(f"{out} {what}.", fix="Choose a new directory with --out DIR.")
     return out
 
 
-def keep(done: Done[str], bench: list[str], began: str, out: Path) -> None:
+def keep(done: Done[str], bench: Sequence[str], began: str, out: Path) -> None:
     """Append a finished trial to trials.jsonl, so that it survives if this process is killed.
 
     The file is append-only. `bench` (recipe, kind and digest of the configuration) and `began`
     identify the bench of each line.
     Raises: RunFailed when it cannot be written.
     """
-    line: dict[str, Json] = {
-        "bench": bench,
-        "began": began,
-        "point": done.setting,
-        "round": done.round,
-    }
+    line: dict[str, Json] = {"bench": bench, "began": began, "point": done.setting}
+    line |= {"round": done.round, "result": done.result.model_dump(mode="json")}
     try:
-        append_line(out / TRIALS, line | {"result": done.result.model_dump(mode="json")})
+        append_line(out / TRIALS, line)
         sync(out / TRIALS)
         sync(out)
     except OSError as error:
@@ -465,26 +415,6 @@ def keep(done: Done[str], bench: list[str], began: str, out: Path) -> None:
             f"Cannot write {out / TRIALS}: {error.strerror or error}.",
             fix=unless_broken(error, "Free some space, and run it again."),
         ) from error
-
-
-def write(found: Bench, progress: Progress = SILENT) -> None:
-    """Write bench.json and table.md, each atomically.
-
-    An interrupted bench does not replace one that has more trials.
-    """
-    out, earlier = Path(found.path), 0
-    out.mkdir(parents=True, exist_ok=True)
-    if not found.complete and (out / JSON).exists():
-        with suppress(CheckpointError, KeyError, TypeError):  # a damaged one may be replaced
-            earlier = int(read_json(out / JSON)["num_trials"])
-    if earlier > found.num_trials:
-        progress.say(
-            f"{out} keeps the report of an earlier bench, which has more trials. "
-            f"The new trials are in {out / TRIALS}."
-        )
-        return
-    write_json(out / JSON, found.model_dump(mode="json"))
-    write_text(out / TABLE, markdown(found.display()) + "\n")
 
 
 def remember(
@@ -537,63 +467,63 @@ def remember(
         )
 
 
-def _batch(requested: RunConfig, resolved: Resolved) -> dict[str, Keys | str]:
+def _batch(requested: RunConfig, resolved: Resolved) -> Points:
     """Vary the sequences per micro-batch, doubling from 1 to a whole step, which stays the same."""
     sequences = (resolved.config.batch.tokens_per_step or 0) // resolved.config.data.seq_len
-    powers = (2**power for power in range(sequences.bit_length()))
-    sizes = sorted({rows for rows in powers if sequences % rows == 0} | {sequences})
-    return {counted(rows, "row"): with_rows(rows, resolved) for rows in sizes}
-
-
-def _accumulation(requested: RunConfig, resolved: Resolved) -> dict[str, Keys | str]:
-    """Vary the micro-batches per step from 1 to 8, each of the recipe's size. The step grows."""
-    rows, seq_len = int(resolved.config.batch.rows_per_device), resolved.config.data.seq_len
-    counts = [2**power for power in range(MOST_ACCUMULATE.bit_length())]
+    sizes = {2**power for power in range(sequences.bit_length())} | {sequences}
     return {
-        counted(n, "micro-batch", "micro-batches"): with_rows(rows, resolved)
-        | {"batch.tokens_per_step": n * rows * seq_len}
-        for n in counts
+        counted(rows, "row"): with_rows(rows, resolved)
+        for rows in sorted(sizes)
+        if sequences % rows == 0
     }
 
 
-def _seq_len(requested: RunConfig, resolved: Resolved) -> dict[str, Keys | str]:
+def _accumulation(requested: RunConfig, resolved: Resolved) -> Points:
+    """Vary the micro-batches per step from 1 to 8, each of the recipe's size. The step grows."""
+    rows, seq_len = int(resolved.config.batch.rows_per_device), resolved.config.data.seq_len
+    return {
+        counted(n, "micro-batch", "micro-batches"): with_rows(rows, resolved)
+        | {"batch.tokens_per_step": n * rows * seq_len}
+        for n in (1, 2, 4, 8)
+    }
+
+
+def _seq_len(requested: RunConfig, resolved: Resolved) -> Points:
     """Vary the sequence length from a quarter to four times the recipe's.
 
     The tokens per step and per micro-batch stay the same.
     """
     config, tokens = resolved.config, resolved.config.batch.tokens_per_step or 0
-    points: dict[str, Keys | str] = {}
+    points: Points = {}
     for length in (config.data.seq_len * factor // 4 for factor in (1, 2, 4, 8, 16)):
-        name = counted(length, "token")
+        why_not = ""
         try:
             if length < 1 or tokens % length:
-                points[name] = (
-                    f"cannot run here, because a step of {tokens} tokens is not a multiple of it."
-                )
+                why_not = f"because a step of {tokens} tokens is not a multiple of it."
             elif not resolved.dataset.split("train").num_sequences(length):
-                points[name] = (
-                    "cannot run here, because the training text is shorter than one sequence."
-                )
+                why_not = "because the training text is shorter than one sequence."
             else:
                 model_of(requested, vocab_size=config.model.vocab_size, seq_len=length)
-                rows = int(config.batch.rows_per_device) * config.data.seq_len // length
-                rows = next(divisors(tokens // length, rows), 1)
-                points[name] = {"data.seq_len": length} | with_rows(rows, resolved)
         except FlatoutError as error:
-            points[name] = f"cannot run here, because: {error.what}"
+            why_not = f"because: {error.what}"
+        most = int(config.batch.rows_per_device) * config.data.seq_len // max(length, 1)
+        points[counted(length, "token")] = (
+            f"cannot run here, {why_not}"
+            if why_not
+            else {"data.seq_len": length}
+            | with_rows(next(divisors(tokens // length, most), 1), resolved)
+        )
     return points
 
 
-def _precision(requested: RunConfig, resolved: Resolved) -> dict[str, Keys | str]:
+def _precision(requested: RunConfig, resolved: Resolved) -> Points:
     """Vary the precision of matmuls: fp32, and each speedup that changes it."""
     choices, machine, device = precisions(), resolved.machine, resolved.config.train.device
     requested = requested.with_values({"train.device": device, "train.precision": "auto"})
-    speedups = requested.speedups
-    for name in choices:
-        speedups = removing(name, speedups)
-    stated = requested.with_values({"train.precision": "fp32", "speedups": speedups})
+    without = reduce(lambda speedups, name: removing(name, speedups), choices, requested.speedups)
+    stated = requested.with_values({"train.precision": "fp32", "speedups": without})
     plain = [decision.name for decision in select(stated, machine, device=device) if decision.on]
-    points: dict[str, Keys | str] = {"fp32": with_speedups(plain)}
+    points: Points = {"fp32": with_speedups(plain)}
     for speedup in map(SPEEDUPS.get, choices):
         others = [one for one in plain if not speedup.fills.keys() & SPEEDUPS.get(one).fills.keys()]
         why_not = speedup.reason_against(machine, requested)
@@ -605,17 +535,16 @@ def _precision(requested: RunConfig, resolved: Resolved) -> dict[str, Keys | str
     return points
 
 
-def _prefetch(requested: RunConfig, resolved: Resolved) -> dict[str, Keys | str]:
+def _prefetch(requested: RunConfig, resolved: Resolved) -> Points:
     """Vary the steps that the data loader reads ahead: none, 1, 2, 4 or 8."""
     loaders = filling("loader")
     others = [name for name in resolved.speedups if name not in loaders]
-    ahead: dict[str, Keys | str] = {
+    ahead: Points = {
         f"{counted(steps, 'step')} ahead": {"data.prefetch": steps}
-        | with_speedups([*others, loaders[0]])
+        | with_speedups([*others, *loaders[:1]])
         for steps in (1, 2, 4, 8)
-        if loaders
     }
-    return {"no prefetch": with_speedups(others), **ahead}
+    return {"no prefetch": with_speedups(others)} | (ahead if loaders else {})
 
 
 def precisions() -> list[str]:
@@ -631,20 +560,15 @@ def precisions() -> list[str]:
 
 def with_rows(rows: int, resolved: Resolved) -> dict[str, Any]:
     """Return the keys for a micro-batch of `rows`, without the speedup that would choose it."""
-    stated = {
-        "batch.tokens_per_step": resolved.config.batch.tokens_per_step,
-        "batch.rows_per_device": rows,
-        "batch.accumulate": None,
-    }
-    choosers = filling("micro_batch")
-    return stated | with_speedups(name for name in resolved.speedups if name not in choosers)
+    setting = replace(setting_of(resolved), rows=rows)
+    return setting.values(resolved.config.batch.tokens_per_step or 0)
 
 
-SWEEPS: Mapping[str, Callable[[RunConfig, Resolved], dict[str, Keys | str]]] = {
+SWEEPS: Mapping[str, Callable[[RunConfig, Resolved], Points]] = {
     "batch": _batch,
     "seq_len": _seq_len,
     "precision": _precision,
     "accumulation": _accumulation,
     "prefetch": _prefetch,
 }
-"""The sweeps by name. Each returns its points: their keys, or why one cannot be measured."""
+"""The sweeps by name."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +17,9 @@ from flatout.assembly.recipe import Tolerance
 from flatout.display import Show, gib, milliseconds
 from flatout.errors import ConfigError, RunFailed, in_shell
 from flatout.hardware.machine import probe
+from flatout.measure.output import git
 from flatout.measure.race import Figure, LossCheck, Race, require_result
-from flatout.measure.results import Measurement, times
+from flatout.measure.results import Measurement
 from flatout.measure.scripts.request import Timing
 from flatout.measure.scripts.scratch import Scratch
 from flatout.measure.trial import Result, try_command
@@ -94,7 +95,7 @@ class Comparison(Measurement):
     def headline(self) -> str:
         """The result in a sentence."""
         by = "" if self.work == 1 else " by equal work"
-        text = f"b is {times(self.ratio)} as a{by}"
+        text = f"b is {self.ratio.times()} as a{by}"
         if self.ratio.low is None or self.ratio.high is None:
             text += ": too few rounds to be sure"
         elif self.ratio.low <= 1 <= self.ratio.high:
@@ -138,7 +139,17 @@ def compare_commands(
             for side in ((one, two) if against else (two,))
         }
         copies.setdefault(one, copies[two])
-        start = _starter(copies, here)
+
+        def start(side: Side, seed: int, limit_s: float) -> Result:
+            copy = copies[side]
+            copy.reset()
+            if side.revision is not None:
+                check_out(copy, side.revision)
+            folder = copy.path / here.resolve().relative_to(copy.source)
+            timing = Timing(steps=STEPS, seconds=SECONDS, warmup_steps=WARM_STEPS,
+                            seed_offset=seed, limit_s=limit_s / 2)  # fmt: skip
+            return try_command(side.command, timing, limit_s, folder=folder, copy=copy)
+
         race = Race[Side](
             start, total_s=60 * minutes, longest_s=LONGEST_S, clock=time.monotonic, began_s=began_s
         )
@@ -152,7 +163,7 @@ def compare_commands(
                 least=1.0 if at_least is None else at_least,
                 is_open=lambda: race.round < MIN_ROUNDS,
             )
-    require_result(race, "Run it again.")
+    require_result(race)
     ratio = race.gain(two, one)
     if ratio is None:
         broken = next((side for side in (one, two) if race.failure(side)), None)
@@ -170,10 +181,7 @@ def compare_commands(
     return Comparison(
         path=str(here),
         machine=probe().describe(),
-        wall_s=round(time.monotonic() - began_s, 1),
-        num_trials=len(race.done),
-        ended_by_signal=race.ended_by_signal,
-        complete=race.ended_by_signal is None,
+        **race.facts(),
         sides=rows,
         ratio=Figure(**scaled),
         work=work,
@@ -181,28 +189,6 @@ def compare_commands(
         at_least=at_least,
         notes=notes,
     )
-
-
-def _starter(copies: Mapping[Side, Scratch], here: Path) -> Callable[[Side, int, float], Result]:
-    """Return what runs a trial of a command in its copy."""
-    timing = Timing(steps=STEPS, seconds=SECONDS, warmup_steps=WARM_STEPS)
-
-    def start(side: Side, seed: int, limit_s: float) -> Result:
-        copy = copies[side]
-        copy.reset()
-        if side.revision is not None:
-            check_out(copy, side.revision)
-        result, _ = try_command(
-            [copy.inside(word) for word in side.command],
-            timing.model_copy(update={"seed_offset": seed, "limit_s": limit_s / 2}),
-            limit_s,
-            folder=copy.path / here.resolve().relative_to(copy.source),
-            guarded=copy.guarded,
-        )
-        reason = result.reason and copy.original(result.reason)
-        return result.model_copy(update={"reason": reason})
-
-    return start
 
 
 def row_of(side: Side, race: Race[Side]) -> SideRow:
@@ -217,17 +203,6 @@ def row_of(side: Side, race: Race[Side]) -> SideRow:
         compile_s=max((one.compile_s for one in results if one.compile_s), default=None),
         trials=len(results),
     )
-
-
-def git(folder: Path, *words: str) -> str | None:
-    """Return what a git command prints. None when it fails."""
-    try:
-        done = subprocess.run(
-            ["git", "-C", str(folder), *words], capture_output=True, text=True, check=False
-        )
-    except OSError:
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
 
 
 def repository_of(folder: Path, revision: str) -> Path:

@@ -26,22 +26,24 @@ def claim(out: Path) -> None:
         ) from error
 
 
+def git(folder: Path, *words: str) -> str | None:
+    """Return what a git command prints. None when it fails."""
+    try:
+        done = subprocess.run(
+            ["git", "-c", "core.fsmonitor=false", "-C", str(folder), *words],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    except OSError:
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
 def commit_of_package() -> str | None:
     """Return the commit of the checkout, with + if files were changed. None without a checkout."""
-
-    def git(*words: str) -> str | None:
-        try:
-            done = subprocess.run(
-                ["git", "-c", "core.fsmonitor=false", "-C", str(PACKAGE_DIR), *words],
-                capture_output=True,
-                text=True,
-                check=False,
-            )
-        except OSError:
-            return None
-        return done.stdout.strip() if done.returncode == 0 else None
-
-    if git("ls-files", "--error-unmatch", "__init__.py") is None:
+    if git(PACKAGE_DIR, "ls-files", "--error-unmatch", "__init__.py") is None:
         return None
-    commit = git("rev-parse", "--short", "HEAD")
-    return commit + ("+" if git("status", "--porcelain", "--", ".") else "") if commit else None
+    commit = git(PACKAGE_DIR, "rev-parse", "--short", "HEAD")
+    is_changed = git(PACKAGE_DIR, "status", "--porcelain", "--", ".")
+    return commit and commit + "+" * bool(is_changed)

@@ -15,9 +15,9 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from flatout.errors import Interrupted, signal_of
+from flatout.errors import Interrupted, RunFailed, signal_of
 from flatout.measure.trial import Result
 from flatout.progress import Progress
 from flatout.storage.files import Stored
@@ -75,13 +75,19 @@ class Figure(Stored):
             return ""
         return f" ({self.low:{digits}} to {self.high:{digits}})"
 
-    def gain(self) -> str:
+    def times(self) -> str:
+        """Return a ratio of speeds as a part of a sentence, with its interval."""
+        return f"{self.median:.2f} times as fast{self.between()}"
+
+    def gain(
+        self, nothing: str = "no measurable gain", more: str = "", less: str = "slower, "
+    ) -> str:
         """Return a ratio of speeds in words."""
         if self.low is None or self.high is None:
             return UNSURE
         if self.low <= 1 <= self.high:
-            return f"no measurable gain{self.between()}"
-        return f"{'' if self.median > 1 else 'slower, '}x{self.median:.2f}{self.between()}"
+            return f"{nothing}{self.between()}"
+        return f"{more if self.median > 1 else less}x{self.median:.2f}{self.between()}"
 
     def inverse(self) -> Figure:
         """Return the ratio of the same two rates the other way round."""
@@ -124,27 +130,13 @@ class Spread:
     freedom: int
     """Degrees of freedom of the estimate."""
 
-    def times(self, factor: float) -> Spread:
-        """Return the spread of something with a multiple of this noise."""
-        return Spread(factor * self.deviation, self.freedom)
-
-
-def pooled(spreads: Sequence[Spread]) -> Spread:
-    """Return several estimates of one noise as one."""
-    freedom = sum(each.freedom for each in spreads)
-    squares = sum(each.freedom * each.deviation**2 for each in spreads)
-    return Spread(math.sqrt(squares / max(freedom, 1)), freedom)
-
 
 def spread(groups: Sequence[Sequence[float]]) -> Spread:
     """Return the noise of the repeats of all groups of positive values, each about its own mean."""
-    return pooled(
-        [
-            Spread(statistics.stdev(map(math.log, group)), len(group) - 1)
-            for group in groups
-            if len(group) > 1
-        ]
-    )
+    logs = [[*map(math.log, group)] for group in groups if len(group) > 1]
+    freedom = sum(len(group) - 1 for group in logs)
+    squares = sum((len(group) - 1) * statistics.variance(group) for group in logs)
+    return Spread(math.sqrt(squares / max(freedom, 1)), freedom)
 
 
 def figure_of(values: Sequence[float], noise: Spread) -> Figure:
@@ -286,35 +278,45 @@ class Race(Generic[Setting]):
 
     def failure(self, setting: Setting) -> Result | None:
         """Return the first result of a setting that failed."""
-        failed = (one.result for one in self.done if one.setting == setting)
-        return next((result for result in failed if not result.is_ok), None)
+        results = (one.result for one in self.done if one.setting == setting)
+        return next((result for result in results if not result.is_ok), None)
 
     def rounds(self, setting: Setting) -> dict[int, Result]:
         """Return the successful results of a setting by round, without the screening."""
-        found = (one for one in self.done if one.setting == setting and one.round != SCREEN)
-        return {one.round: one.result for one in found if one.result.is_ok}
+        return {
+            one.round: one.result
+            for one in self.done
+            if one.setting == setting and one.round != SCREEN and one.result.is_ok
+        }
 
     def ratios(self, fast: Setting, slow: Setting) -> list[float]:
         """Return how many times faster `fast` was than `slow`, one value per common round."""
         ours, theirs = self.rounds(fast), self.rounds(slow)
         return [self.ratio(ours[at], theirs[at]) for at in sorted(ours.keys() & theirs.keys())]
 
+    def facts(self) -> dict[str, Any]:
+        """Return the fields of a result about how it ended."""
+        return {
+            "wall_s": round(self.clock() - (self.began_s or 0.0), 1),
+            "num_trials": len(self.done),
+            "ended_by_signal": self.ended_by_signal,
+            "complete": self.ended_by_signal is None,
+        }
+
     def noise(self) -> Spread:
         """Return the noise of a ratio, from all that was repeated: ratios, and screened rates."""
         settings = [*dict.fromkeys(one.setting for one in self.done)]
-        first = settings[:1]
-        groups = [self.ratios(one, first[0]) for one in settings[1:]] if first else []
-        for number, one in enumerate(settings[1:], 1):  # pairs that the first is no part of
-            pairs = (self.ratios(one, other) for other in settings[1:number])
-            if not self.ratios(one, settings[0]):
-                groups += [max(pairs, key=len, default=[])]
+        # of each setting, with an earlier one: no pair follows from other pairs
+        groups = [
+            max((self.ratios(one, other) for other in settings[:number]), key=len)
+            for number, one in enumerate(settings[1:], 1)
+        ]
         screened = [
-            [one.result.step_ms for one in self.done if one.setting == each and one.result.is_ok
-             and one.round == SCREEN]
-            for each in first
-        ]  # fmt: skip
-        # a ratio is of two rates
-        return pooled([spread(groups), spread(screened).times(math.sqrt(2))])
+            one.result.step_ms ** math.sqrt(2)  # a ratio is of two rates
+            for one in self.done
+            if one.setting == settings[0] and one.result.is_ok and one.round == SCREEN
+        ]
+        return spread([*groups, screened])
 
     def gain(self, fast: Setting, slow: Setting) -> Figure | None:
         """Return how many times faster one setting is. None when no round has both."""
@@ -359,29 +361,23 @@ class Race(Generic[Setting]):
 
     def loss_pairs(self, one: Setting, other: Setting) -> list[tuple[list[float], list[float]]]:
         """Return the first losses of two settings on the same batches, one pair per seed."""
-        pairs = []
-        for seed in dict.fromkeys(each.seed for each in self.done):
-            runs = [
-                [
-                    each.result.losses[:LOSS_STEPS]
-                    for each in self.done
-                    if (each.setting, each.seed) == (setting, seed) and each.result.losses
-                ]
-                for setting in (one, other)
-            ]
-            if all(runs):
-                fast, plain = runs[0][-1], runs[1][-1]
-                pairs.append((fast[: len(plain)], plain[: len(fast)]))
-        return pairs
+        ours, theirs = self._losses(one), self._losses(other)
+        last = [(ours[seed][-1], theirs[seed][-1]) for seed in ours if seed in theirs]
+        return [(fast[: len(plain)], plain[: len(fast)]) for fast, plain in last]
 
     def loss_noise(self, setting: Setting) -> float | None:
         """Return the largest difference of a loss between runs of a setting with one seed."""
-        runs: dict[int, list[list[float]]] = {}
+        runs = self._losses(setting).values()
+        apart = [difference([pair]) for same in runs for pair in pairwise(same)]
+        return max((each for each in apart if each is not None), default=None)
+
+    def _losses(self, setting: Setting) -> dict[int, list[list[float]]]:
+        """Return the first losses of each trial of a setting, by its seed."""
+        found: dict[int, list[list[float]]] = {}
         for one in self.done:
             if one.setting == setting and one.result.losses:
-                runs.setdefault(one.seed, []).append(one.result.losses[:LOSS_STEPS])
-        apart = [difference([(a, b)]) for same in runs.values() for a, b in pairwise(same)]
-        return max((each for each in apart if each is not None), default=None)
+                found.setdefault(one.seed, []).append(one.result.losses[:LOSS_STEPS])
+        return found
 
     def check(
         self,
@@ -454,14 +450,19 @@ def final_losses(pairs: LossPairs) -> tuple[bool | None, str]:
     return low <= 0 and is_near, f"final loss {mean:+.4f} {seeds}"
 
 
-def require_result(race: Race[Setting], fix: str) -> None:
-    """Check that no signal came before there were results.
+def require_result(race: Race[Setting]) -> None:
+    """Check that trials have ended, at least one of them with a result if a signal came.
 
-    Raises: Interrupted.
+    Raises: Interrupted; RunFailed.
     """
     if race.ended_by_signal is not None and not any(one.result.is_ok for one in race.done):
         raise Interrupted(
             "Interrupted before any trial had a result.",
-            fix=fix,
+            fix="Run it again.",
             signal_number=race.ended_by_signal,
+        )
+    if not race.done:
+        raise RunFailed(
+            f"Nothing was measured: {race.stopped_by} before a trial had ended.",
+            fix="Give it more --minutes.",
         )

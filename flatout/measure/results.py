@@ -61,16 +61,11 @@ def rate_text(row: Row) -> str:
 
 def gain_text(row: Row) -> str:
     """Return what a row gained, in words."""
-    gain = row.gain
-    if gain is None or gain.low is None or gain.high is None:
-        return row.verdict or (gain.gain() if gain else "")
-    left_out = row.kind == "leave-one-out"
-    if left_out and not row.leaves_out:
-        if gain.low <= 1 <= gain.high:
-            return f"worth nothing measurable{gain.between()}"
-        words = "worth" if gain.median > 1 else "faster without it,"
-        return f"{words} x{gain.median:.2f}{gain.between()}"
-    return gain.gain()
+    if row.verdict or row.gain is None:
+        return row.verdict
+    if row.kind == "leave-one-out":
+        return row.gain.gain("worth nothing measurable", "worth ", "faster without it, ")
+    return row.gain.gain()
 
 
 def step_text(row: Row) -> str:
@@ -217,6 +212,11 @@ class Measurement(Result):
         """130 or 143 after an interruption, even though there are results."""
         return 0 if self.ended_by_signal is None else 128 + self.ended_by_signal
 
+    @property
+    def ended(self) -> str:
+        """The first line of what is shown after an interruption."""
+        return "" if self.complete else "Interrupted. These are the results so far.\n"
+
     def trials(self) -> str:
         """Return how many trials there were, and how long they took."""
         return f"{counted(self.num_trials, 'trial')} in {duration(self.wall_s)}"
@@ -275,9 +275,9 @@ class Bench(Measurement):
             return ""
         if total.low is None or total.high is None:
             return f"The gain of the full set over the baseline is {total.gain()}."
-        if total.low <= 1 <= total.high:
-            return f"The full set is not measurably faster than the baseline{total.between()}."
-        return f"The full set is {total.median:.2f} times as fast as the baseline{total.between()}."
+        times = f"{total.median:.2f} times as fast as"
+        how = "not measurably faster than" if total.low <= 1 <= total.high else times
+        return f"The full set is {how} the baseline{total.between()}."
 
     def _setting(self) -> str:
         """Return where and how the results were measured, in one line."""
@@ -296,7 +296,7 @@ class Bench(Measurement):
 
 def change_text(row: Row) -> str:
     """Return what a change gained, its losses and what it costs, or why it was not taken."""
-    parts = [f"{row.gain.median:.2f} times as fast{row.gain.between()}"] if row.gain else []
+    parts = [row.gain.times()] if row.gain else []
     if row.gain is None and row.first_gain:
         parts.append(f"{row.first_gain:.2f} times as fast in one trial")
     parts += [row.reason] if row.reason else []
@@ -354,10 +354,9 @@ class Tuning(Measurement):
     def display(self) -> Display:
         """Return what each choice gained, and the command that trains the recipe."""
         shown = self.found()
-        ended = "" if self.complete else "Interrupted. These are the results so far.\n"
         command = f"train it with: flatout train {in_shell(self.path)}"
         notes = [*shown.notes, f"{self.trials()}; {command}"]
-        return Display(f"{ended}{shown.headline}", (), shown.tables, notes)
+        return Display(f"{self.ended}{shown.headline}", (), shown.tables, notes)
 
     def _total(self) -> str:
         """Return the rate of the best setting, and its gain, as a sentence."""
@@ -412,7 +411,6 @@ class ScriptTuning(Measurement):
 
     def display(self) -> Display:
         """Return the table, the patch, and how to use both."""
-        ended = "" if self.complete else "Interrupted. These are the results so far.\n"
         notes = [self.total()]
         if self.loss_noise:
             noise = f"Two runs of the unchanged script differ by up to {self.loss_noise:.0e} in"
@@ -422,7 +420,7 @@ class ScriptTuning(Measurement):
             notes.append(f"There was not enough time for {', '.join(late)}. Add --minutes.")
         notes += [self.withheld] if self.withheld else []
         if self.patch:
-            proof = f"The patched script: {times(self.verified)}." if self.verified else ""
+            proof = f"The patched script: {self.verified.times()}." if self.verified else ""
             notes += ["", self.patch.rstrip(), "", proof]
             notes.append(f"Apply it: git apply {in_shell(self.path)}/changes.patch")
         for one in self.by_hand:
@@ -437,7 +435,7 @@ class ScriptTuning(Measurement):
         if self.written_outside:
             notes.append(f"The script also wrote {', '.join(self.written_outside)}.")
         notes.append(f"{self.trials()}; {self.path}/")
-        return Display(f"{ended}{self.verdict}", (), changes_table(self.changes), notes)
+        return Display(f"{self.ended}{self.verdict}", (), changes_table(self.changes), notes)
 
     def total(self) -> str:
         """Return the total gain as a sentence."""
@@ -456,15 +454,10 @@ class ScriptTuning(Measurement):
         if self.gain is None:
             return f"Together: about {product:.2f} times as fast, the product of the gains."
         kept = self.gain_losses and self.gain_losses.words()
-        text = f"Together: {times(self.gain)}{f'; losses {kept}' if kept else ''}."
+        text = f"Together: {self.gain.times()}{f'; losses {kept}' if kept else ''}."
         has_all = all(row.gain for row in self.changes if row.taken)
         if has_all and not 1 / APART < product / self.gain.median < APART:
             text += (
                 f" The single gains multiply to {product:.2f}: what else runs here changes them."
             )
         return text
-
-
-def times(figure: Figure) -> str:
-    """Return a gain with its interval."""
-    return f"{figure.median:.2f} times as fast{figure.between()}"

@@ -18,6 +18,7 @@ from typing import Any
 from flatout.config.schema import RunConfig, flat
 from flatout.config.sections import CheckpointConfig, LogConfig
 from flatout.config.trust import forget
+from flatout.display import Display
 from flatout.errors import ConfigError, HardwareError, RunFailed, Stopped
 from flatout.hardware.machine import pick_device, probe
 from flatout.measure.scripts.request import Request
@@ -80,33 +81,31 @@ class ResumeProof(Stored):
     causes: list[str]
     """The usual causes of the difference, each with its fix."""
 
-    def text(self) -> str:
-        """Return the proof for a person."""
+    def display(self) -> Display:
+        """Return the result, what differs and why, and what was compared."""
         first, after = self.steps_before, self.steps_after
-        runs = f"{first} + {after} steps with a stop between them"
-        compared = (
+        apart = "" if self.is_equal else "not "
+        how = "equal" if self.is_equal else "differ from"
+        where = "in every bit" if self.is_equal else f"first after step {self.first_step}"
+        headline = (
+            f"Resuming is {apart}exact.\n{first} + {after} steps with a stop between them "
+            f"{how} {first + after} steps, {where}, on {self.device}."
+        )
+        notes = [
+            *self.differences,
             f"Compared: {self.tensors:,} tensors of weights and optimizer state at the stop and at "
             f"the end, {self.values:,} values of the state, {readable_size(self.bytes)}, and "
-            f"{self.figures:,} recorded values."
-        )
-        compared += f"\n{FIXED.replace('Checking', 'Checked')}" * self.made_deterministic
-        if self.is_equal:
-            equal = f"{runs} equal {first + after} steps in every bit, on {self.device}."
-            lines = ["Resuming is exact.", equal, compared]
-            if not self.deterministic:
-                lines.append(
-                    "train.deterministic=false: kernels may sum in a different order in another "
-                    "run. Here they did not."
-                )
-            return "\n".join(lines)
-        lines = [
-            "Resuming is not exact.",
-            f"{runs} differ from {first + after} steps, first after step {self.first_step}, on "
-            f"{self.device}.",
-            *self.differences,
-            compared,
+            f"{self.figures:,} recorded values.",
+            *(f"Possible cause: {cause}" for cause in self.causes),
         ]
-        return "\n".join([*lines, *(f"Possible cause: {cause}" for cause in self.causes)])
+        if self.made_deterministic:
+            notes.append(FIXED.replace("Checking", "Checked"))
+        if self.is_equal and not self.deterministic:
+            notes.append(
+                "train.deterministic=false: kernels may sum in a different order in another run. "
+                "Here they did not."
+            )
+        return Display(headline, notes=notes)
 
 
 def steps_of(text: str | None, config: RunConfig) -> tuple[int, int]:
@@ -185,7 +184,7 @@ def prove_resume(
                     fix=f"Set train.steps={reached + 2}, or more.",
                 )
             what = f"Resuming at step {stopped}, to step {end}"
-            _train(chosen, parts, reached - stopped, what, progress)
+            _train(chosen, parts, max(end - stopped, 1), what, progress)
             with progress.task("Comparing every bit"):
                 return compare_runs(
                     whole, parts, chosen, (stop, stopped, reached), is_forced=makes_deterministic
@@ -227,49 +226,52 @@ def compare_runs(
     left, right = _figures(whole), _figures(parts)
     figures = sorted(left.keys() | right.keys())
     apart = [key for key in figures if left.get(key) != right.get(key)]
-    first = min((step for step, _ in apart), default=None)
-    lines = [f"Step {key[0]}: {key[1]} {shown(left.get(key), right.get(key))}." for key in apart]
-    lines = lines[:MOST_SHOWN] + [f"... and {len(lines) - MOST_SHOWN:,} more."] * (
-        len(lines) > MOST_SHOWN
-    )
-    tensors = num_bytes = values = 0
-    first_tensor = None
+    groups = [[f"Step {at[0]}: {at[1]} {shown(left.get(at), right.get(at))}." for at in apart]]
+    differing = [step for step, _ in apart]
+    tensors, num_bytes, values, names = 0, 0, 0, list[str]()
     for step in (saved, end):
         one, other = (catalog.checkpoint_path(run, step) for run in (whole, parts))
-        names = list(tensors_apart(one, other))
-        files = catalog.read_manifest(one).files
+        ours, theirs = _state(one), _state(other)
+        changed = [*tensors_apart(one, other)]
+        texts = [f"{name} differs" for name in changed] + [
+            f"{key} {shown(ours.get(key), theirs.get(key))}"
+            for key in sorted(ours.keys() | theirs.keys())
+            if ours.get(key) != theirs.get(key)
+        ]
+        groups.append([f"Checkpoint of step {step}: {text}." for text in texts])
+        differing += [step] if texts else []
+        names += changed
         tensors += len(catalog.read_index(one).tensors)
-        num_bytes += sum(file.bytes for file in files.values())
-        states = [_state(path) for path in (one, other)]
-        values += len(states[0])
-        keys = sorted(states[0].keys() | states[1].keys())
-        pairs = [(key, *(state.get(key) for state in states)) for key in keys]
-        texts = [f"{name} differs" for name in names]
-        texts += [f"{key} {shown(old, new)}" for key, old, new in pairs if old != new]
-        lines += [f"Checkpoint of step {step}: {text}." for text in texts[:MOST_SHOWN]]
-        lines += [f"... and {len(texts) - MOST_SHOWN:,} more."] * (len(texts) > MOST_SHOWN)
-        first_tensor = first_tensor or next(iter(names), None)
-        first = step if texts and first is None else first
+        num_bytes += sum(file.bytes for file in catalog.read_manifest(one).files.values())
+        values += len(ours)
+    lines = []
+    for group in groups:
+        more = len(group) - MOST_SHOWN
+        lines += [*group[:MOST_SHOWN], *([f"... and {more:,} more."] if more > 0 else [])]
     is_fixed = config.train.deterministic or config.train.device.startswith("cpu")
-    causes = [*([] if is_fixed else [KERNELS]), BEFORE if (first or 0) <= stop else AFTER]
-    own = ", ".join(sorted(config.references()))
+    causes = []
+    if differing:
+        own = ", ".join(sorted(config.references()))
+        causes = [
+            *([] if is_fixed else [KERNELS]),
+            BEFORE if differing[0] <= stop else AFTER,
+            *([f"Your own code in this recipe: {own}."] if own else []),
+        ]
     return ResumeProof(
         steps_before=stop,
         steps_after=end - stop,
         device=config.train.device,
         deterministic=is_fixed,
         made_deterministic=is_forced,
-        is_equal=not lines,
+        is_equal=not differing,
         tensors=tensors,
         bytes=num_bytes,
         values=values,
         figures=len(figures),
-        first_step=first,
-        first_tensor=first_tensor,
+        first_step=differing[0] if differing else None,
+        first_tensor=names[0] if names else None,
         differences=lines,
-        causes=[*causes, *([f"Your own code in this recipe: {own}."] if own else [])]
-        if lines
-        else [],
+        causes=causes,
     )
 
 
@@ -281,23 +283,22 @@ def tensors_apart(one: Path, other: Path) -> Iterator[str]:
     import torch
     from safetensors import safe_open
 
-    digests = [
+    ours, theirs = (
         {name: each.sha256 for name, each in catalog.read_manifest(path).files.items()}
         for path in (one, other)
-    ]
-    names = sorted(digests[0].keys() | digests[1].keys(), key=lambda name: (name[0] == "o", name))
-    for name in names:
-        if not name.endswith(".safetensors") or digests[0].get(name) == digests[1].get(name):
+    )
+    for name in sorted(ours.keys() | theirs.keys(), key=lambda name: (name[0] == "o", name)):
+        if not name.endswith(".safetensors") or ours.get(name) == theirs.get(name):
             continue
-        if name not in digests[0] or name not in digests[1]:
+        if name not in ours or name not in theirs:
             yield f"all of {name}"
             continue
         with safe_open(one / name, "pt") as left, safe_open(other / name, "pt") as right:
-            known = [{*left.keys()}, {*right.keys()}]
-            for key in sorted(known[0] | known[1], key=_in_order):
-                if key not in known[0] & known[1] or not torch.equal(
-                    *(each.get_tensor(key).reshape(-1).view(torch.uint8) for each in (left, right))
-                ):
+            common = {*left.keys()} & {*right.keys()}
+            for key in sorted({*left.keys()} | {*right.keys()}, key=_in_order):
+                pair = (left, right) if key in common else ()
+                bits = [each.get_tensor(key).reshape(-1).view(torch.uint8) for each in pair]
+                if not bits or not torch.equal(*bits):
                     yield key
 
 
@@ -308,10 +309,9 @@ def _in_order(name: str) -> list[tuple[int, str]]:
 
 def _figures(run: Path) -> dict[tuple[int, str], float]:
     """Return the recorded values that do not depend on speed, by step and name."""
-    records = layout.read_records(run)
     return {
         (int(record["step"]), name): value
-        for record in records
+        for record in layout.read_records(run)
         for name, value in record.items()
         if name.startswith(RECORDED)
     }

@@ -26,7 +26,7 @@ UNSEEN = "no loss was seen: no backward pass starts at a single number"
 Setting = TypeVar("Setting", bound=Hashable)
 
 
-class AnyMove(Protocol):
+class Move(Protocol[Setting]):
     """A change of a setting."""
 
     @property
@@ -38,26 +38,27 @@ class AnyMove(Protocol):
         """What it does, in a few words."""
 
     @property
+    def speedup(self) -> str | None:
+        """The one speedup whose gain it measures, if that is all that it changes."""
+
+    @property
     def is_leaving_out(self) -> bool:
         """Whether it only removes something, which is taken too if that breaks the losses."""
 
-
-Move = TypeVar("Move", bound=AnyMove)
-
-
-class Moves(Protocol[Setting, Move]):
-    """Where a search can go from a setting."""
-
-    def moves(self, setting: Setting, /) -> Sequence[Move]:
-        """Return the moves to measure from the start, the most promising ones first."""
-
-    def apply(self, move: Move, setting: Setting, /) -> Setting | None:
+    def apply(self, setting: Setting, /) -> Setting | None:
         """Return the changed setting. None when it cannot be changed so."""
 
-    def why_not(self, move: Move, after: Setting, /) -> str | None:
-        """Return why a move is not worth a measurement. None: it is."""
 
-    def further(self, before: Setting, after: Setting, /) -> Move | None:
+class Space(Protocol[Setting]):
+    """Where a search can go from a setting."""
+
+    def moves(self, setting: Setting, /) -> Sequence[Move[Setting]]:
+        """Return the moves to measure from the start, the most promising ones first."""
+
+    def why_not(self, after: Setting, race: Race[Setting], /) -> str | None:
+        """Return why a setting is not worth a measurement. None: it is."""
+
+    def further(self, before: Setting, after: Setting, /) -> Move[Setting] | None:
         """Return the move in the direction of one that was taken. None: there is none."""
 
     def tolerance(self, one: Setting, other: Setting, /) -> Tolerance:
@@ -68,10 +69,10 @@ class Moves(Protocol[Setting, Move]):
 
 
 @dataclass(eq=False)
-class Tried(Generic[Setting, Move]):
+class Tried(Generic[Setting]):
     """A move that was measured."""
 
-    move: Move
+    move: Move[Setting]
     before: Setting
     after: Setting
     row: Row
@@ -79,11 +80,11 @@ class Tried(Generic[Setting, Move]):
 
 
 @dataclass
-class Search(Generic[Setting, Move]):
+class Search(Generic[Setting]):
     """A search from a start, whose results so far are there at any time."""
 
     race: Race[Setting]
-    space: Moves[Setting, Move]
+    space: Space[Setting]
     start: Setting
     loss_steps: int
     draws: str | None = None
@@ -96,8 +97,8 @@ class Search(Generic[Setting, Move]):
     """Trials for which the time is kept in any case."""
     proves_alone: bool = True
     """Whether a single winner is raced here. Otherwise the caller races what it is taken for."""
-    tried: list[Tried[Setting, Move]] = field(default_factory=list)
-    taken: list[Tried[Setting, Move]] = field(default_factory=list)
+    tried: list[Tried[Setting]] = field(default_factory=list)
+    taken: list[Tried[Setting]] = field(default_factory=list)
     """The moves that lead from the start to `best`, in this order."""
     left: list[Left] = field(default_factory=list)
     """What was not measured, and why."""
@@ -109,19 +110,21 @@ class Search(Generic[Setting, Move]):
 
     def run(self) -> None:
         """Search until every move is decided, or the time is up."""
-        late = self.screen()
-        broken = [one for one in self.tried if self._breaks_losses(one)]
-        promising = sorted(
-            (one for one in self.tried if (one.row.first_gain or 0.0) >= PROMISING),
-            key=lambda one: -(one.row.first_gain or 0.0),
-        )
-        queue = [one.move for one in [*broken, *(p for p in promising if p not in broken)]] + late
+        race, late = self.race, self.screen()
+        ranks = {
+            one: (not self._breaks_losses(one), -(one.row.first_gain or 0.0)) for one in self.tried
+        }
+        first = [one for one in sorted(ranks, key=ranks.__getitem__)
+                 if ranks[one] <= (True, -PROMISING)]  # fmt: skip
+        queue = [one.move for one in first] + late
         while queue:
             move = queue.pop(0)
-            after = self.space.apply(move, self.best)
+            after = move.apply(self.best)
             if after is None or after == self.best:
                 continue
-            if not self.taken and self._needs_no_race(after, queue):
+            is_last = not queue or not race.allows(*[self.best] * (self.last_trials + 4))
+            is_alone = is_last and not self.taken and not self.proves_alone
+            if is_alone and race.results(after):  # taken as it is: nothing is measured on top of it
                 self._check(one := self._tried(move, after))
                 if one.row.taken:
                     self.taken.append(one)
@@ -130,41 +133,35 @@ class Search(Generic[Setting, Move]):
             if not self._try(move, after, is_late=move in late):
                 continue
             further = self.space.further(self.taken[-1].before, self.taken[-1].after)
-            ahead = self.space.apply(further, self.best) if further else None
-            if further and ahead and self.space.why_not(further, ahead) is None:
+            ahead = further.apply(self.best) if further else None
+            if further and ahead and self.space.why_not(ahead, race) is None:
                 queue.insert(0, further)
         known = {one.move.name for one in self.tried}
         self.left += [Left(name=m.name, reason=NO_TIME) for m in late if m.name not in known]
 
-    def _needs_no_race(self, after: Setting, others: Sequence[Move]) -> bool:
-        """Return whether the first winner is taken as it is: nothing is measured on top of it."""
-        is_last = not others or not self.race.allows(*[self.best] * (self.last_trials + 4))
-        return is_last and not self.proves_alone and bool(self.race.results(after))
-
-    def screen(self) -> list[Move]:
+    def screen(self) -> list[Move[Setting]]:
         """Measure every move once, two at a time between trials of the start.
 
         Returns the moves for which there was no time.
         """
         race = self.race
-        waiting: list[tuple[Move, Setting]] = []
+        waiting: dict[Setting, Move[Setting]] = {}
         for move in self.space.moves(self.start):
-            after = self.space.apply(move, self.start)
-            if after is None or after in {each for _, each in waiting}:
-                continue
-            waiting.append((move, after))
-        bases, ok = [race.results(self.start)[-1]], list[Tried[Setting, Move]]()
+            after = move.apply(self.start)
+            if after is not None:
+                waiting.setdefault(after, move)
+        bases, ok = [race.results(self.start)[-1]], list[Tried[Setting]]()
         try:
             while waiting and self._goes_on():
-                move, after = waiting[0]
-                if why_not := self.space.why_not(move, after):
+                after, move = next(iter(waiting.items()))
+                if why_not := self.space.why_not(after, race):
                     self.left.append(Left(name=move.name, reason=why_not))
-                    waiting.pop(0)
+                    del waiting[after]
                     continue
                 race.note(f"{self.space.name(after)}{f': {move.does}' if move.does else ''}")
                 result = race.run(after)
                 one = self._tried(move, after)
-                waiting.pop(0)
+                del waiting[after]
                 if not result.is_ok:
                     one.row.status, one.row.reason = result.status, f"failed: {result.reason}"
                     continue
@@ -179,7 +176,7 @@ class Search(Generic[Setting, Move]):
             result = race.results(one.after)[0]
             around = bases[number // 2 : number // 2 + 2]
             one.row.first_gain = statistics.fmean(race.ratio(result, base) for base in around)
-        return [move for move, _ in waiting]
+        return [*waiting.values()]
 
     def _goes_on(self) -> bool:
         """Return whether there is time to measure a further move first.
@@ -190,25 +187,24 @@ class Search(Generic[Setting, Move]):
         kept = [self.start] * (1 + self.always_trials)
         return self.race.allows(*kept, share=SCREEN_SHARE if has_promising else 1.0)
 
-    def _tried(self, move: Move, after: Setting) -> Tried[Setting, Move]:
+    def _tried(self, move: Move[Setting], after: Setting) -> Tried[Setting]:
         """Return the record of a move, which is new unless it was screened."""
-        for one in self.tried:
-            if one.move.name == move.name and (one.before, one.after) != (self.best, after):
-                one.before, one.after = self.best, after
-            if one.move.name == move.name:
-                return one
-        row = Row(name=move.name, does=move.does, leaves_out=move.is_leaving_out)
-        row.speedup = getattr(move, "speedup", None)
-        self.tried.append(Tried(move, self.best, after, row))
-        return self.tried[-1]
+        one = next((each for each in self.tried if each.move.name == move.name), None)
+        if one is None:
+            row = Row(name=move.name, does=move.does, speedup=move.speedup)
+            row.leaves_out = move.is_leaving_out
+            one = Tried(move, self.best, after, row)
+            self.tried.append(one)
+        one.before, one.after = self.best, after
+        return one
 
-    def _breaks_losses(self, one: Tried[Setting, Move]) -> bool:
+    def _breaks_losses(self, one: Tried[Setting]) -> bool:
         """Return whether what a move removes breaks the losses, which takes it, however slow."""
         if not one.move.is_leaving_out or not self.race.results(one.after):
             return False
         return self._losses(one).within_tolerance is False
 
-    def _losses(self, one: Tried[Setting, Move]) -> LossCheck:
+    def _losses(self, one: Tried[Setting]) -> LossCheck:
         return self.race.check(
             one.after,
             one.before,
@@ -218,7 +214,7 @@ class Search(Generic[Setting, Move]):
             is_strict=self.is_strict,
         )
 
-    def _try(self, move: Move, after: Setting, *, is_late: bool) -> bool:
+    def _try(self, move: Move[Setting], after: Setting, *, is_late: bool) -> bool:
         """Race a move on top of the best setting, and return whether it was taken."""
         race = self.race
         is_first = not self.taken and not is_late
@@ -241,35 +237,30 @@ class Search(Generic[Setting, Move]):
         except TimeIsUp:
             one.row.reason = f"{UNPROVEN}: {LATE}"
             return False
-        one.row.against = names
-        one.row.gain = race.gain(after, before)
-        if failed is not None or one.row.gain is None:
-            one.row.reason = f"failed: {failed}"
+        row, gain = one.row, race.gain(after, before)
+        row.against, row.gain = names, gain
+        if failed is not None or gain is None:
+            row.reason = f"failed: {failed}"
             return False
         self._check(one)
-        gain, is_broken = one.row.gain, one.row.within_tolerance is False
-        if is_broken and move.is_leaving_out:  # what it removes is wrong
-            one.row.taken, one.row.reason = True, None
-        elif one.row.taken and (gain.low or 0.0) < LEAST_GAIN:
+        if row.within_tolerance is False and move.is_leaving_out:  # what it removes is wrong
+            row.taken, row.reason = True, None
+        elif row.taken and (gain.low or 0.0) < LEAST_GAIN:
             is_undecided = gain.median >= LEAST_GAIN and (gain.high or 2.0) > LEAST_GAIN
-            one.row.taken, one.row.reason = False, UNPROVEN if is_undecided else "no clear gain"
-        if one.row.taken:
+            row.taken, row.reason = False, UNPROVEN if is_undecided else "no clear gain"
+        if row.taken:
             self.taken.append(one)
-        return one.row.taken
+        return row.taken
 
-    def _check(self, one: Tried[Setting, Move]) -> None:
+    def _check(self, one: Tried[Setting]) -> None:
         """Compare the losses of a move, and set whether they allow to take it."""
         check = self._losses(one)
         for name, value in check.model_dump().items():
             setattr(one.row, name, value)
-        is_unknown = check.loss_difference is None or check.tolerance == "statistical"
-        one.row.taken = check.within_tolerance is not False and not (
-            check.within_tolerance is None and is_unknown
-        )
-        if not one.row.taken:
-            one.row.reason = DIFFERENT if check.within_tolerance is False else UNSEEN
-            if check.within_tolerance is None and check.loss_difference is not None:
-                one.row.reason = f"{UNPROVEN}: {check.tolerance_reason}"
+        kept, row, is_seen = check.within_tolerance, one.row, check.loss_difference is not None
+        row.taken = bool(kept) or (kept is None and is_seen and check.tolerance != "statistical")
+        unsure = f"{UNPROVEN}: {check.tolerance_reason}" if is_seen else UNSEEN
+        row.reason = None if row.taken else DIFFERENT if kept is False else unsure
 
     def step_back(self, reason: str) -> None:
         """Give up the last move that was taken."""

@@ -20,6 +20,7 @@ from flatout.assembly.selection import all_speedups, assemble, parse_request, sp
 from flatout.config.registry import SPEEDUPS
 from flatout.config.schema import RunConfig
 from flatout.errors import ConfigError
+from flatout.measure.race import Race
 from flatout.measure.resolving import Resolved
 from flatout.measure.results import PARTS, Left
 
@@ -29,6 +30,8 @@ TRIED_MEMORY = 1.2
 """Share of a GPU's memory that the estimate of a trial may need: a compiled model keeps less than
 the estimate, which is for eager mode, and a trial that runs out of memory harms nothing.
 """
+DATA_WAIT = 0.01
+"""Share of a step. Reading ahead is tuned where waiting for data takes more."""
 NOT_TIMED = {"state_saver"}
 """Slots whose effect the steps of a trial do not show."""
 
@@ -73,21 +76,20 @@ def flips(requested: RunConfig, resolved: Resolved) -> list[Flip]:
         name, added = decision.name, resolved.additions.get(decision.name, ())
         if decision.on or not request.auto:  # what is on is stated
             continue
-        why_not = added if isinstance(added, str) else None
-        if why_not is None and name in request.dropped:
+        why_not = None
+        if isinstance(added, str):
+            why_not = added
+        elif name in request.dropped:
             why_not = f"not measured: {decision.reason}."
-        elif why_not is None and precision != "auto" and "precision" in SPEEDUPS.get(name).fills:
+        elif precision != "auto" and "precision" in SPEEDUPS.get(name).fills:
             why_not = f"not measured: train.precision={precision} is set."
         if why_not is not None:
             absent.append(Flip(name, "absent", speedup=name, why_not=why_not))
             continue
         on = tuple(in_order(added))
-        replaced = [other for other in full if other not in on]
-        others = [other for other in on if other not in full and other != name]
-        title = " and ".join([name, *others])
-        title = (
-            f"all, with {title} for {' and '.join(replaced)}" if replaced else f"all and {title}"
-        )
+        title = " and ".join([name, *(one for one in on if one not in full and one != name)])
+        replaced = " and ".join(one for one in full if one not in on)
+        title = f"all, with {title} for {replaced}" if replaced else f"all and {title}"
         found.append(Flip(title, "add-one", on, name, top))
     return found + absent
 
@@ -160,6 +162,13 @@ class Setting:
             "batch.accumulate": None,
             "data.prefetch": self.prefetch,
         } | with_speedups(in_order(sorted(self.speedups)))
+
+
+def setting_of(resolved: Resolved) -> Setting:
+    """Return the setting that `auto` chose."""
+    config, chooser = resolved.config, {*filling("micro_batch")}
+    on = frozenset(resolved.speedups) - chooser
+    return Setting(int(config.batch.rows_per_device), config.data.prefetch, on)
 
 
 @dataclass(frozen=True)
@@ -283,6 +292,19 @@ class Space:
         ]
         return ", ".join(parts) or "auto"
 
+    def why_not(self, after: Setting, race: Race[Setting]) -> str | None:
+        """Return why a setting is not worth a measurement. None: it is."""
+        first = race.done[0].result
+        if after.prefetch != self.start.prefetch and first.data_ms is not None and first.is_ok:
+            share = first.data_ms / first.step_ms
+            if share < DATA_WAIT:
+                return f"not tried: waiting for data takes {share:.1%} of a step."
+        for one in race.done:
+            is_smaller = one.setting.speedups == after.speedups and one.setting.rows <= after.rows
+            if is_smaller and one.result.status == "out-of-memory":
+                return f"not tried: {one.setting.rows} rows ran out of memory."
+        return self.obstacle(after)
+
     def tolerance(self, one: Setting, other: Setting) -> Tolerance:
         """Return the tolerance between the losses of two settings.
 
@@ -309,34 +331,33 @@ def make_space(
     A speedup that is off is added, one that is on is removed. Speedups that the request names or
     excludes stay as they are. One with a statistical tolerance is tried only when `statistical`.
     """
-    config, chooser = resolved.config, {*filling("micro_batch")}
-    rows, ahead = int(config.batch.rows_per_device), config.data.prefetch
-    start = Setting(rows, ahead, frozenset(resolved.speedups) - chooser)
-    request = parse_request(requested.speedups)
+    config, start, request = (
+        resolved.config,
+        setting_of(resolved),
+        parse_request(requested.speedups),
+    )
+    rows, ahead = start.rows, start.prefetch
+    chooser = {*filling("micro_batch")}
     moves: list[Move] = []
     left: list[Left] = []
-    for flip in flips(requested, resolved):
-        name = flip.speedup
-        if name is None or flip.kind == "added" or name in chooser:
+    for flip in flips(requested, resolved) if request.auto else ():
+        name, why_not, wanted = flip.speedup, flip.why_not, frozenset(flip.speedups) - chooser
+        if name is None or flip.kind == "added" or name in chooser or name in request.named:
             continue
         fills = speedup_named(name).fills
         part = "checkpointing" if "activations" in fills else "speedups"
-        is_stated = name in request.named or not request.auto
-        if is_stated or not {name, part} & {*only}:
+        if not {name, part} & {*only}:
             continue
-        wanted, why_not = frozenset(flip.speedups) - chooser, flip.why_not
         new, gone = wanted - start.speedups, start.speedups - wanted
-        kinds = {speedup_named(one).tolerance.kind for one in new}
         if NOT_TIMED & fills.keys():
             why_not = "not tried: a trial does not time saves."
-        elif "statistical" in kinds and not statistical:
+        elif not statistical and "statistical" in (speedup_named(n).tolerance.kind for n in new):
             why_not = "not tried: its tolerance is statistical. Add --statistical to try it."
         if why_not:
             left.append(Left(name=name, reason=why_not))
             continue
         title = f"+ {flip.name.removeprefix('all, with ').removeprefix('all and ')}"
-        if flip.kind == "leave-one-out":
-            title = f"- {name}"
+        title = f"- {name}" if flip.kind == "leave-one-out" else title
         moves.append(Move(title, part, adds=new, drops=gone, speedup=name))
     if "prefetch" in only and start.speedups & {*filling("loader")}:
         others = sorted({max(ahead // 2, 1), 2 * ahead} - {ahead})
@@ -349,12 +370,12 @@ def make_space(
 
 def rows_to_try(start: int, sequences: int) -> tuple[int, ...]:
     """Return the divisors of a step's sequences around `start`, each about twice the one before."""
-    known = [*divisors(sequences, sequences)][::-1]
+    known = sorted(divisors(sequences, sequences))
     up, down = [start], [start]
-    while larger := [rows for rows in known if rows > up[-1]]:
-        up.append(next((rows for rows in larger if rows >= 2 * up[-1]), larger[-1]))
-    while smaller := [rows for rows in known if rows < down[-1]]:
-        down.append(next((rows for rows in smaller[::-1] if 2 * rows <= down[-1]), smaller[0]))
+    while up[-1] < known[-1]:
+        up.append(next((rows for rows in known if rows >= 2 * up[-1]), known[-1]))
+    while down[-1] > 1:
+        down.append(max(rows for rows in known if 2 * rows <= down[-1]))
     return (*down[:0:-1], *up)
 
 

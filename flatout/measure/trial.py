@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import psutil
 from pydantic import Field, ValidationError
@@ -38,6 +38,9 @@ from flatout.progress import SILENT, Progress
 from flatout.storage.files import Stored
 from flatout.training.run_dir import layout
 
+if TYPE_CHECKING:
+    from flatout.measure.scripts.scratch import Scratch
+
 POLL_S = 0.05
 GRACE_S = 20.0
 """How long a script may take to end after it was measured."""
@@ -49,6 +52,7 @@ NOT_IMPORTED = "torch was not imported"
 HOOK = Path(__file__).parent / "scripts" / "sitecustomize.py"
 FRAME = re.compile(r'^ +File "(.+)", line (\d+).*\n +(.+)', re.MULTILINE)
 """File, line and text of a frame in a traceback."""
+NO_MEMORY = "out of memory|can't allocate memory"
 QUIET: dict[str, Any] = {
     "train.eval_every": 0,
     "train.patience": 0,
@@ -290,24 +294,24 @@ def last_words(output: str) -> str:
 
 def result_of(ran: Ran, limit_s: float) -> Result:
     """Return what a trial measured, or why it failed."""
-    answer = ran.answer
-    status, reason = "ok", None
+    answer, status, reason = ran.answer, "failed", None
     if answer.failed:
-        status, reason = "failed", next(iter(answer.failed.values()))
+        reason = next(iter(answer.failed.values()))
     elif not answer.is_complete and ran.code:
-        status, reason = "failed", last_words(ran.output) or f"exit code {ran.code}"
+        error = error_in(ran.output)
+        reason = error.what if error else last_words(ran.output) or f"exit code {ran.code}"
         if ran.code < 0:
             name = signal.Signals(-ran.code).name
             why = ": the usual cause is too little memory" * (name == "SIGKILL")
             reason = f"the process was killed by {name}{why}"
-        if "out of memory" in reason.lower() or "can't allocate memory" in reason:
+        if isinstance(error, errors.OutOfMemory) or re.search(NO_MEMORY, reason, re.IGNORECASE):
             status = "out-of-memory"
+    elif len(answer.step_s) <= answer.warmup_steps and not ran.has_ended:
+        status, reason = "timed-out", f"it took longer than {limit_s:.0f} s"
     elif len(answer.step_s) <= answer.warmup_steps:
-        status, reason = "failed", answer.problem or "it took too few steps"
-        if not ran.has_ended:
-            status, reason = "timed-out", f"it took longer than {limit_s:.0f} s"
+        reason = answer.problem or "it took too few steps"
     kept = {name: getattr(answer, name) for name in Result.model_fields if hasattr(answer, name)}
-    return Result(**kept, status=status, reason=reason)
+    return Result(**kept, status=status if reason else "ok", reason=reason)
 
 
 def try_command(
@@ -317,36 +321,43 @@ def try_command(
     *,
     folder: Path,
     changes: Sequence[str] = (),
-    guarded: tuple[str, ...] = (),
-) -> tuple[Result, str]:
-    """Time some steps of a script, with changes, and return the result and what it printed."""
+    copy: Scratch | None = None,
+) -> Result:
+    """Time some steps of a script, with changes, and return the result.
+
+    In a `copy` of its directory, the words of the command and of the reason are those of the
+    original.
+    """
     start_s = time.monotonic()
-    request = Request(changes=tuple(changes), timing=timing, guarded=guarded)
+    guarded = copy.guarded if copy else ()
     ran = run_command(
-        command, request, folder=folder, is_captured=True, limit_s=limit_s, grace_s=0.0
+        [copy.inside(word) for word in command] if copy else command,
+        Request(changes=tuple(changes), timing=timing, guarded=guarded),
+        folder=folder,
+        is_captured=True,
+        limit_s=limit_s,
+        grace_s=0.0,
     )
     found = result_of(ran, limit_s)
-    return found.model_copy(update={"process_s": time.monotonic() - start_s}), ran.output
-
-
-def train_command(config: RunConfig, run_dir: Path) -> list[str]:
-    """Return the command that trains a configuration, which is written beside its run directory."""
-    path = run_dir.with_suffix(".yaml")
-    path.write_text(dump_yaml(config.to_dict()), encoding="utf-8")
-    return [sys.executable, "-m", "flatout", "train", str(path), "--run-dir", str(run_dir)]
+    if copy and found.reason:
+        found = found.model_copy(update={"reason": copy.original(found.reason)})
+    return found.model_copy(update={"process_s": time.monotonic() - start_s})
 
 
 def run_recipe(config: RunConfig, run_dir: Path, request: Request, limit_s: float) -> Ran:
     """Train a recipe in a fresh process until it answers a request.
 
-    Modules are imported from where this process imports them.
+    The configuration is written beside the run directory. Modules are imported from where this
+    process imports them.
     """
-    environment = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    path = run_dir.with_suffix(".yaml")
+    path.write_text(dump_yaml(config.to_dict()), encoding="utf-8")
+    train = [sys.executable, "-m", "flatout", "train", str(path), "--run-dir", str(run_dir)]
     return run_command(
-        [*train_command(config, run_dir), "--json"],
+        [*train, "--json"],
         request,
         is_captured=True,
-        environment=environment,
+        environment={"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         limit_s=limit_s,
         grace_s=0.0,
     )
@@ -370,13 +381,8 @@ def try_recipe(
     quiet = config.with_values(QUIET | OF_A_TRIAL | length | dict(stated))
     ran = run_recipe(quiet, run_dir, Request(timing=timing), limit_s)
     found = result_of(ran, limit_s)
-    if not found.is_ok:
-        error = error_in(ran.output)
-        reason = error.what if error else found.reason
-        no_memory = isinstance(error, errors.OutOfMemory) or "out of memory" in str(reason).lower()
-        status = "out-of-memory" if no_memory and found.status == "failed" else found.status
-        found = found.model_copy(update={"status": status, "reason": reason})
-    elif (chosen := layout.read_config(run_dir)) is not None:
+    chosen = layout.read_config(run_dir) if found.is_ok else None
+    if chosen is not None:
         found = found.model_copy(update=_recorded(run_dir, chosen, config, found))
     return found.model_copy(update={"process_s": time.monotonic() - start_s})
 
@@ -386,20 +392,18 @@ def _recorded(run_dir: Path, chosen: RunConfig, asked: RunConfig, found: Result)
     records = [each for each in layout.read_records(run_dir) if "train/loss" in each]
     events = [*layout.read_events(run_dir)]
     measured = [each for each in records if each["step"] > found.warmup_steps + 1] or records
-    wanted: Sequence[str] = () if isinstance(asked.speedups, str) else asked.speedups
-    off = {each["name"]: each["reason"] for each in events if each.get("on") is False}
-    dropped = next((name for name in wanted if name in off), None)
+    stated = () if isinstance(asked.speedups, str) else asked.speedups
     facts: dict[str, Any] = {
         "losses": [each["train/loss"] for each in records],
-        "rows_per_device": chosen.batch.rows_per_device,
-        "accumulate": chosen.batch.accumulate,
-        "tokens_per_step": chosen.batch.tokens_per_step,
         "environment": next((e["environment"] for e in events if e["event"] == "start"), {}),
     }
+    for name in ("rows_per_device", "accumulate", "tokens_per_step"):
+        facts[name] = getattr(chosen.batch, name)
     for name, metric in TIMES.items():
         facts[name] = statistics.fmean([e[metric] for e in measured if metric in e] or [math.nan])
-    if dropped is not None:
-        facts |= {"status": "failed", "reason": f"{dropped}: {off[dropped]}."}
+    for each in events:
+        if each.get("on") is False and each["name"] in stated:
+            facts |= {"status": "failed", "reason": f"{each['name']}: {each['reason']}."}
     return facts
 
 

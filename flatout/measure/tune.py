@@ -5,12 +5,10 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
 from flatout.assembly.memory import smallest_machine
-from flatout.assembly.recipe import Tolerance
 from flatout.assembly.resolve import workload_of
 from flatout.assembly.selection import assemble
 from flatout.config.documents import dump_yaml
@@ -23,7 +21,7 @@ from flatout.measure.resolving import Resolved, resolve_apart
 from flatout.measure.results import PARTS, Left, Row, Tuning, measured
 from flatout.measure.scripts.request import Timing
 from flatout.measure.search import Search
-from flatout.measure.settings import Move, Setting, Space, in_order, make_space
+from flatout.measure.settings import Setting, Space, in_order, make_space
 from flatout.measure.trial import Result, require_one_process
 from flatout.progress import SILENT, Progress, counted
 from flatout.storage.files import write_text
@@ -32,52 +30,9 @@ MARK = "# Written by `flatout tune`"
 """The start of a recipe that tune wrote, which tune may therefore replace."""
 SECONDS = 3.0
 """Seconds of measured steps per trial."""
-DATA_WAIT = 0.01
-"""Share of a step. Reading ahead is tuned where waiting for data takes more."""
 LONGEST_SHARE = 0.25
 """Share of the time after which a trial is ended, and half of it before anything was measured."""
 COMMENT_COLUMNS = 98
-
-
-@dataclass(frozen=True)
-class RecipeMoves:
-    """The moves of a recipe, as a search sees them."""
-
-    space: Space
-    race: Race[Setting]
-
-    def moves(self, setting: Setting) -> Sequence[Move]:
-        """Return the moves from the start."""
-        return self.space.moves(setting)
-
-    def apply(self, move: Move, setting: Setting) -> Setting | None:
-        """Return the changed setting."""
-        return move.apply(setting)
-
-    def further(self, before: Setting, after: Setting) -> Move | None:
-        """Return the move to the next rows in the direction of one that was taken."""
-        return self.space.further(before, after)
-
-    def tolerance(self, one: Setting, other: Setting) -> Tolerance:
-        """Return the tolerance between the losses of two settings."""
-        return self.space.tolerance(one, other)
-
-    def name(self, setting: Setting) -> str:
-        """Return the setting's name: how it differs from what `auto` chose."""
-        return self.space.name(setting)
-
-    def why_not(self, move: Move, after: Setting) -> str | None:
-        """Return why a move is not worth a measurement."""
-        first = self.race.done[0].result
-        if move.part == "prefetch" and first.data_ms is not None and first.is_ok:
-            share = first.data_ms / first.step_ms
-            if share < DATA_WAIT:
-                return f"not tried: waiting for data takes {share:.1%} of a step."
-        for one in self.race.done:
-            is_smaller = one.setting.speedups == after.speedups and one.setting.rows <= after.rows
-            if is_smaller and one.result.status == "out-of-memory":
-                return f"not tried: {one.setting.rows} rows ran out of memory."
-        return self.space.obstacle(after)
 
 
 def run_tune(
@@ -115,7 +70,6 @@ def run_tune(
             f"The recipe sets {space.start.rows} rows per micro-batch. `tune` varies the rows "
             "and the accumulation, and keeps the tokens per optimizer step."
         )
-    tokens = resolved.config.batch.tokens_per_step or 0
     with tempfile.TemporaryDirectory(prefix="flatout-trials-") as scratch:
         start, rehearse = _starters(requested, resolved, trial or in_scratch(Path(scratch)))
         total_s = 60 * minutes if minutes is not None else float("inf")
@@ -123,7 +77,7 @@ def run_tune(
                     ratio=_over_the_run(resolved.config))  # fmt: skip
         search = Search(
             race,
-            RecipeMoves(space, race),
+            space,
             space.start,
             loss_steps=LOSS_STEPS,
             draws=draws_of(resolved.config),
@@ -138,20 +92,18 @@ def run_tune(
                 is_rehearsed = confirm(search, rehearse)
     require_figures(search, space, resolved)
     config = tuned_config(requested, resolved, search.best)
-    name, first = space.name(search.best), space.name(search.start)
-    row = Row(name=name, kind="best", speedups=in_order(sorted(search.best.speedups)))
+    row = Row(
+        name=space.name(search.best), kind="best", speedups=in_order(sorted(search.best.speedups))
+    )
     row = measured(row, race, search.best)
     row.gain = race.gain(search.best, search.start) if search.taken else None
-    row.rows_per_device = search.best.rows
-    row.accumulate = tokens // (search.best.rows * config.data.seq_len)
     found = Tuning(
         **facts_of(race, resolved),
         recipe=requested.name,
         path=str(out),
         began=began,
-        wall_s=round(clock() - start_s, 1),
-        tokens_per_step=tokens,
-        start=first,
+        tokens_per_step=config.batch.tokens_per_step or 0,
+        start=space.name(search.start),
         best=row,
         prefetch=search.best.prefetch,
         precision=config.train.precision,
@@ -208,7 +160,7 @@ def _starters(
     return start, rehearse
 
 
-def first_that_runs(search: Search[Setting, Move], space: Space) -> None:
+def first_that_runs(search: Search[Setting], space: Space) -> None:
     """Measure what `auto` chose, or where that fails, the nearest setting that can run."""
     race, candidates = search.race, [space.start]
     for setting in candidates:  # it grows during the loop
@@ -228,7 +180,7 @@ def first_that_runs(search: Search[Setting, Move], space: Space) -> None:
             candidates += space.instead(is_out_of_memory)
 
 
-def confirm(search: Search[Setting, Move], rehearse: Callable[[Setting, float], Result]) -> bool:
+def confirm(search: Search[Setting], rehearse: Callable[[Setting, float], Result]) -> bool:
     """Race the best setting against the start, and evaluate and save with it.
 
     A setting that fails, or is not faster than the start after all, gives way to the one before it.
@@ -286,7 +238,7 @@ def require_writable(out: Path) -> None:
         raise ConfigError(f"Cannot write {out}: {error.strerror or error}.", fix=other) from error
 
 
-def require_figures(search: Search[Setting, Move], space: Space, resolved: Resolved) -> None:
+def require_figures(search: Search[Setting], space: Space, resolved: Resolved) -> None:
     """Check that some setting has a result.
 
     Raises: Interrupted after a signal; HardwareError when nothing fits by estimate; otherwise
@@ -295,23 +247,18 @@ def require_figures(search: Search[Setting, Move], space: Space, resolved: Resol
     race = search.race
     if race.results(search.best):
         return
-    require_result(race, "Run it again.")
-    machine = smallest_machine(
-        workload_of(resolved.config, assemble(in_order(sorted(space.start.speedups))))
-    )
-    larger = f", or use a larger machine, such as {machine} (`flatout plan` compares)"
-    smaller = f"Shorten data.seq_len or choose a smaller model{larger if machine else ''}."
-    failed = [one.result for one in race.done if not one.result.is_ok]
-    if not failed and search.left:
+    smaller = "Shorten data.seq_len or choose a smaller model"
+    recipe = assemble(in_order(sorted(space.start.speedups)))
+    if machine := smallest_machine(workload_of(resolved.config, recipe)):
+        smaller += f", or use a larger machine, such as {machine} (`flatout plan` compares)"
+    if not race.done and search.left:
         last_left = search.left[-1]
-        raise HardwareError(f"Nothing fits. With {last_left.name}: {last_left.reason}", fix=smaller)
-    if not failed:
-        raise RunFailed(
-            f"Nothing was measured: {race.stopped_by} before a trial had ended.",
-            fix="Give it more --minutes.",
-        )
+        what = f"Nothing fits. With {last_left.name}: {last_left.reason}"
+        raise HardwareError(what, fix=f"{smaller}.")
+    require_result(race)
+    failed = [one.result for one in race.done if not one.result.is_ok]
     last = failed[-1]
-    fixes = {"timed-out": "Give it more --minutes.", "out-of-memory": smaller}
+    fixes = {"timed-out": "Give it more --minutes.", "out-of-memory": f"{smaller}."}
     raise RunFailed(
         f"No setting could be used, and {counted(len(failed), 'trial')} failed. The last one: "
         f"{last.reason}",

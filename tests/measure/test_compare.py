@@ -36,11 +36,11 @@ def made_up(tmp_path, monkeypatch):
         seeds.append(timing.seed_offset)
         ran.append(command[-1])
         if command[-1] == "fails":
-            return Result(status="failed", reason="ValueError: boom"), ""
+            return Result(status="failed", reason="ValueError: boom")
         jitter = 1 + 0.002 * (len(ran) % 3)
         losses = [3.0 + seeds[-1] + 0.5 * ("wrong" in command)] * 20
         found = {"step_s": [1e-3 * float(command[-1]) * jitter] * 20, "losses": losses}
-        return Result(**found, peak_gib=float(command[-1]) / 10, process_s=1.0), ""
+        return Result(**found, peak_gib=float(command[-1]) / 10, process_s=1.0)
 
     monkeypatch.setattr(comparing, "try_command", try_command)
     return ran
@@ -110,6 +110,7 @@ def git(*words, folder):
 def test_a_revision_runs_with_its_own_files_and_the_users_stay(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(comparing, "SECONDS", 0.05)
+    monkeypatch.setattr(comparing, "ROUNDS", 1)
     Path("speed.py").write_text("from data import WAIT_S\n")
     Path("train.py").write_text(SCRIPT)
     git("init", "-q", folder=tmp_path)

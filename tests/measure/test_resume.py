@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import flatout
 from flatout.config.trust import memory
+from flatout.display import terminal_text
 from flatout.errors import ConfigError, DataError
 from flatout.measure.resume import compare_runs, prove_resume, steps_of
 from flatout.training.checkpoint import catalog
@@ -74,14 +75,14 @@ def test_a_recipe_that_resumes_exactly_is_proved(tiny_config):
     often = {"train__eval_every": 2, "log__every": 7, "checkpoint__every_steps": 1}
     config = tiny_config(train__steps=40, model__dropout=0.1, optim__kind="muon", **often)
     proof = prove_resume(config, (3, 4))
-    assert proof.is_equal, proof.text()
+    assert proof.is_equal, proof.differences
     assert (proof.first_step, proof.differences, proof.causes) == (None, [], [])
     assert proof.tensors > 40
     assert proof.figures >= 7 * 3
-    assert proof.text().startswith("Resuming is exact.\n3 + 4 steps")
+    assert terminal_text(proof.display()).startswith("Resuming is exact.\n3 + 4 steps")
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_state_outside_the_state_dict_is_found_and_explained(tiny_config, tmp_path, monkeypatch):
     (tmp_path / "forgetful.py").write_text(FORGETFUL)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -94,7 +95,7 @@ def test_state_outside_the_state_dict_is_found_and_explained(tiny_config, tmp_pa
     assert proof.differences[0].startswith("Step 3: train/")
     assert "state outside the state_dict" in proof.causes[0]
     assert "forgetful:MODEL" in proof.causes[-1]
-    assert "Possible cause: " in proof.text()
+    assert "Possible cause: " in terminal_text(proof.display())
     assert not list(memory().glob("*.json")), "a temporary run stays trusted"
 
 

@@ -255,6 +255,7 @@ def test_a_file_of_another_program_is_not_replaced(config, tmp_path):
         run_tune(config, out=tmp_path / "other" / "tuned.yaml", trial=MadeUp())
 
 
+@pytest.mark.faults
 def test_real_trials(tiny_config, tmp_path, monkeypatch):
     monkeypatch.setattr(tuning, "SECONDS", 0.02)
     config = tiny_config(batch__rows_per_device="auto", speedups="auto,-compile", train__steps=8)

@@ -60,7 +60,7 @@ class VerifyResult(Result):
     def display(self) -> Display:
         """Return what was read, and the problems with their fix."""
         if self.resume is not None:
-            return Display(self.resume.text())
+            return self.resume.display()
         found = f"is damaged: {counted(len(self.problems), 'problem')}."
         read = f"{counted(self.files, 'file')} read, {readable_size(self.bytes)}."
         fix = "Fix: restore the damaged files from a copy, or delete the checkpoint."

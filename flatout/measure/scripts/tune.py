@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,8 @@ from flatout.assembly.recipe import Tolerance
 from flatout.errors import ConfigError, OutputInUse, RunFailed
 from flatout.hardware.machine import probe
 from flatout.measure.diagnose.diagnosis import Diagnosis, diagnosis_of
-from flatout.measure.race import Race, TimeIsUp
-from flatout.measure.results import FILE, SUMMARY_FILE, UNPROVEN, Left, ScriptTuning, times
+from flatout.measure.race import LossCheck, Race, TimeIsUp
+from flatout.measure.results import FILE, SUMMARY_FILE, UNPROVEN, Left, ScriptTuning
 from flatout.measure.scripts.changes import CHANGES, edit_of
 from flatout.measure.scripts.patch import Patch, apply, patch_of
 from flatout.measure.scripts.request import Answer, Facts, Request, Site, Timing
@@ -39,8 +39,6 @@ TRIAL_SHARE = 0.025
 """Share of the time that those fewer steps may take."""
 WARM_STEPS = 4
 """First steps of a trial, which are not timed: a third of the others, and at most these."""
-LAST_TRIALS = 4
-"""Trials of the patched script and the unchanged one for which the time is kept."""
 INSTEAD = {"compile-each-block": "compile"}
 """Changes that are only tried where a different one fails or is not tried."""
 
@@ -58,29 +56,33 @@ class ScriptMove:
     """A change of a script."""
 
     name: str
-    does: str
+    speedup: str | None = None
     is_leaving_out: bool = False
+
+    @property
+    def does(self) -> str:
+        """What it does, in a few words."""
+        return CHANGES[self.name].does
+
+    def apply(self, setting: Variant) -> Variant | None:
+        """Return the script with one more change."""
+        return None if self.name in setting.changes else Variant((*setting.changes, self.name))
 
 
 @dataclass(frozen=True)
-class ScriptMoves:
+class ScriptSpace:
     """The changes of a script, as a search sees them."""
 
     names: Sequence[str]
-    race: Race[Variant]
 
     def moves(self, setting: Variant) -> list[ScriptMove]:
         """Return the changes to measure."""
-        return [ScriptMove(name, CHANGES[name].does) for name in self.names]
+        return [*map(ScriptMove, self.names)]
 
-    def apply(self, move: ScriptMove, setting: Variant) -> Variant | None:
-        """Return the script with one more change."""
-        return None if move.name in setting.changes else Variant((*setting.changes, move.name))
-
-    def why_not(self, move: ScriptMove, after: Variant) -> str | None:
-        """Return why a change is not worth a trial."""
-        other = INSTEAD.get(move.name, "")
-        can_do = other in self.names and self.race.results(Variant((other,)))
+    def why_not(self, after: Variant, race: Race[Variant]) -> str | None:
+        """Return why the last change is not worth a trial."""
+        other = INSTEAD.get(after.changes[-1], "")
+        can_do = other in self.names and race.results(Variant((other,)))
         return f"{other} could be measured." if can_do else None
 
     def further(self, before: Variant, after: Variant) -> ScriptMove | None:
@@ -89,8 +91,7 @@ class ScriptMoves:
 
     def tolerance(self, one: Variant, other: Variant) -> Tolerance:
         """Return how far the losses may differ."""
-        names = {*one.changes} ^ {*other.changes}
-        rtol = sum(CHANGES[name].rtol for name in names)
+        rtol = sum(CHANGES[name].rtol for name in {*one.changes} ^ {*other.changes})
         return Tolerance.rounding(rtol=rtol) if rtol else Tolerance.exact()
 
     def name(self, setting: Variant) -> str:
@@ -126,7 +127,14 @@ def tune_script(
         timing = Timing(steps=timed, warmup_steps=min(WARM_STEPS, timed // 3))
         made: list[Patch] = []
 
-        start = _starter(command, scratch, timing, made)
+        def start(variant: Variant, seed: int, limit_s: float) -> Result:
+            scratch.reset()
+            if variant.is_patched:
+                apply(made[-1], scratch.path)
+            seeded, changes = timing.model_copy(update={"seed_offset": seed}), variant.changes
+            return try_command(command, seeded, limit_s, folder=scratch.path, changes=changes,
+                               copy=scratch)  # fmt: skip
+
         race = Race[Variant](
             start,
             total_s=60 * minutes,
@@ -134,15 +142,8 @@ def tune_script(
             clock=time.monotonic,
             began_s=began_s,
         )
-        search = Search(
-            race,
-            ScriptMoves(tried, race),
-            Variant(),
-            loss_steps=1,
-            is_strict=False,
-            last_trials=LAST_TRIALS,
-            proves_alone=False,
-        )
+        search = Search(race, ScriptSpace(tried), Variant(), loss_steps=1, is_strict=False,
+                        proves_alone=False)  # fmt: skip
         found: dict[str, Any] = {}
         with race.running(progress, "Tuning the script"):
             base = race.run(Variant())
@@ -164,7 +165,6 @@ def tune_script(
         verdict=diagnosis.verdict,
         step_ms=1e3 * step_s,
         steps=timed + (timing.warmup_steps or 0),
-        num_trials=len(race.done),
         changes=search.rows(),
         not_tried=[
             *(Left(name=n, reason=w) for n, w in reasons.items() if w and n not in tried),
@@ -177,9 +177,7 @@ def tune_script(
             *dict.fromkeys([*look.writes, *(w for one in race.done for w in one.result.writes)])
         ],
         path=str(out),
-        wall_s=round(time.monotonic() - began_s, 1),
-        ended_by_signal=race.ended_by_signal,
-        complete=race.ended_by_signal is None,
+        **race.facts(),
         **found,
     )
     write_results(out, result, race, diagnosis)
@@ -187,31 +185,8 @@ def tune_script(
     return result
 
 
-def _starter(
-    command: Sequence[str], scratch: Scratch, timing: Timing, made: Sequence[Patch]
-) -> Callable[[Variant, int, float], Result]:
-    """Return what runs a trial of a variant in the copy. The last patch made is the one applied."""
-
-    def start(variant: Variant, seed: int, limit_s: float) -> Result:
-        scratch.reset()
-        if variant.is_patched:
-            apply(made[-1], scratch.path)
-        result, _ = try_command(
-            [scratch.inside(word) for word in command],
-            timing.model_copy(update={"seed_offset": seed}),
-            limit_s,
-            folder=scratch.path,
-            changes=variant.changes,
-            guarded=scratch.guarded,
-        )
-        reason = result.reason and scratch.original(result.reason)
-        return result.model_copy(update={"reason": reason})
-
-    return start
-
-
 def proof_of(
-    search: Search[Variant, ScriptMove],
+    search: Search[Variant],
     sites: Sequence[Site],
     device: str,
     source: Path,
@@ -227,22 +202,23 @@ def proof_of(
     points = {"verified": Variant(is_patched=True)} if patch.diff else {}
     if patch.by_hand:  # the patch is not all of it
         points = {"gain": search.best} | points
-    rtol = sum(CHANGES[name].rtol for name in taken)
-    tolerance = Tolerance.rounding(rtol=rtol) if rtol else Tolerance.exact()
+    tolerance = search.space.tolerance(search.best, Variant())
     reasons: dict[str, str] = {}
+
+    def check(point: Variant) -> LossCheck:
+        return race.check(point, Variant(), tolerance, loss_steps=1, is_strict=False)
+
     for key, point in points.items():
         race.note(search.space.name(point))
 
-        def check(point: Variant = point) -> Any:
-            return race.check(point, Variant(), tolerance, loss_steps=1, is_strict=False)
+        def is_open(point: Variant = point) -> bool:
+            return check(point).within_tolerance is None
 
         try:
-            failed = race.compare(
-                point, Variant(), is_open=lambda: check().within_tolerance is None
-            )
+            failed = race.compare(point, Variant(), is_open=is_open)
         except TimeIsUp:
             failed = LATE
-        gain, losses = race.gain(point, Variant()), check()
+        gain, losses = race.gain(point, Variant()), check(point)
         if failed is not None or gain is None:
             reasons[key] = f"{UNPROVEN}: {failed}"
             continue
@@ -250,7 +226,7 @@ def proof_of(
         if (gain.low or 0.0) <= 1:
             is_slower = gain.high is not None and gain.high <= 1
             why = "it is not faster" if is_slower else f"its gain is {UNPROVEN}"
-            reasons[key] = f"{why}, {times(gain)}"
+            reasons[key] = f"{why}, {gain.times()}"
         if losses.within_tolerance is False:
             reasons[key] = DIFFERENT
     if not patch.by_hand:
