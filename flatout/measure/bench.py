@@ -302,7 +302,7 @@ def rows_of(plan: BenchPlan, race: Race[str], resolved: Resolved) -> list[Row]:
             check = race.check(*pair, tolerance, draws=draws)
             row = row.model_copy(update={**check.model_dump(), "against": below, "gain": gain})
             if below != flip.against:
-                row.verdict = f"{gain.gain()}, together with the rows that failed, against {below}"
+                row.verdict = f"{gain.gain()}, against {below}"
         elif flip.against and not race.results(points[flip.against]):
             row.verdict = f"{flip.against} was not measured"
         rows.append(measured(row, race, points[flip.name]))

@@ -15,14 +15,14 @@ from pydantic import Field
 
 from flatout.assembly.recipe import Tolerance
 from flatout.display import Show, gib, milliseconds
-from flatout.errors import ConfigError, RunFailed, in_shell
+from flatout.errors import ConfigError, FlatoutError, Interrupted, RunFailed, in_shell
 from flatout.hardware.machine import probe
 from flatout.measure.output import git
 from flatout.measure.race import Figure, LossCheck, Race, require_result
 from flatout.measure.results import Measurement
 from flatout.measure.scripts.request import Timing
 from flatout.measure.scripts.scratch import Scratch
-from flatout.measure.trial import Result, try_command
+from flatout.measure.trial import Result, say_if_busy, try_command
 from flatout.progress import SILENT, Progress
 from flatout.storage.files import Stored
 
@@ -36,6 +36,8 @@ RTOL = 1e-3
 """How far losses may differ step by step. Otherwise their final values are compared over seeds."""
 SLOWER = 3
 """The exit code of a command that is slower than asked."""
+TOO_WIDE = 1.5
+"""Ratio of the ends of an interval from which it decides nothing."""
 GROWTH = 0.05
 """Growth of the peak memory from which it is said."""
 
@@ -95,12 +97,15 @@ class Comparison(Measurement):
     def headline(self) -> str:
         """The result in a sentence."""
         by = "" if self.work == 1 else " by equal work"
+        ended = "" if self.complete else "Interrupted. "
         text = f"b is {self.ratio.times()} as a{by}"
         if self.ratio.low is None or self.ratio.high is None:
             text += ": too few rounds to be sure"
+        elif self.ratio.high > TOO_WIDE * self.ratio.low:
+            text += ": too noisy to tell"
         elif self.ratio.low <= 1 <= self.ratio.high:
             text += ": no measurable difference"
-        return f"{text}; losses {self.losses.words() or 'not compared'}."
+        return f"{ended}{text}; losses {self.losses.words() or 'not compared'}."
 
 
 def compare_commands(
@@ -154,6 +159,7 @@ def compare_commands(
             start, total_s=60 * minutes, longest_s=LONGEST_S, clock=time.monotonic, began_s=began_s
         )
         failed: str | None = None
+        say_if_busy(progress)
         with race.running(progress, "Comparing"):
             race.note("both commands in turns")
             failed = race.compare(
@@ -166,13 +172,7 @@ def compare_commands(
     require_result(race)
     ratio = race.gain(two, one)
     if ratio is None:
-        broken = next((side for side in (one, two) if race.failure(side)), None)
-        raise RunFailed(
-            f"{broken.name if broken else 'Nothing'} could not be measured: "
-            f"{failed or race.stopped_by}.",
-            fix="Run it alone first: trials have no standard input, and start in a copy of this "
-            "directory. Or add --minutes.",
-        )
+        raise why_unmeasured(race, (one, two), failed)
     rows = [row_of(side, race) for side in (one, two)]
     before, after = (row.peak_gib or 0.0 for row in rows)
     if before and after > (1 + GROWTH) * before:
@@ -188,6 +188,26 @@ def compare_commands(
         losses=race.check(two, one, Tolerance.rounding(rtol=RTOL), loss_steps=1, is_strict=False),
         at_least=at_least,
         notes=notes,
+    )
+
+
+def why_unmeasured(race: Race[Side], sides: Sequence[Side], failed: str | None) -> FlatoutError:
+    """Return the error of a race in which no round was complete."""
+    if race.ended_by_signal is not None:
+        return Interrupted(
+            "Interrupted before both commands were measured.",
+            fix="Run it again.",
+            signal_number=race.ended_by_signal,
+        )
+    broken = next((side for side in sides if race.failure(side)), None)
+    if broken is None:
+        return RunFailed(
+            "The time was up before both commands were measured.", fix="Give it more --minutes."
+        )
+    return RunFailed(
+        f"{broken.name} could not be measured: {failed}.",
+        fix="Run it alone first: trials have no standard input, and start in a copy of this "
+        "directory.",
     )
 
 
@@ -237,13 +257,14 @@ def check_out(copy: Scratch, revision: str) -> None:
     archive = ["git", "-C", str(copy.source), "archive", "--format=tar", revision]
     with subprocess.Popen(archive, stdout=subprocess.PIPE) as packed:
         done = subprocess.run(
-            ["tar", "-x", "--unlink-first", "-C", str(copy.path)],
+            ["tar", "-x", "-C", str(copy.path)],
             stdin=packed.stdout,
             capture_output=True,
             check=False,
         )
     if packed.returncode or done.returncode:
+        why = done.stderr.decode(errors="replace").strip().partition("\n")[0]
         raise RunFailed(
-            f"The files of revision {revision} cannot be read.",
+            f"The files of revision {revision} cannot be read: {why or 'git archive failed'}.",
             fix="Check it out by hand, and compare two commands.",
         )

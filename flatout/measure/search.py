@@ -13,14 +13,15 @@ from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from flatout.assembly.recipe import Tolerance
-from flatout.measure.race import LEAST_GAIN, LossCheck, Race, TimeIsUp
+from flatout.measure.race import INTERRUPTED, LEAST_GAIN, LossCheck, Race, TimeIsUp
 from flatout.measure.results import NO_TIME, UNPROVEN, Left, Row, measured
 
 PROMISING = 1.005
 """Lower gains of a first trial are not repeated."""
 SCREEN_SHARE = 0.5
 """Share of the time after which no further move is measured first."""
-LATE = "the time was up before it was repeated"
+LATE = "before it was repeated"
+"""Follows why a race has ended."""
 DIFFERENT = "its losses exceed the tolerance"
 UNSEEN = "no loss was seen: no backward pass starts at a single number"
 Setting = TypeVar("Setting", bound=Hashable)
@@ -117,7 +118,7 @@ class Search(Generic[Setting]):
         first = [one for one in sorted(ranks, key=ranks.__getitem__)
                  if ranks[one] <= (True, -PROMISING)]  # fmt: skip
         queue = [one.move for one in first] + late
-        while queue:
+        while queue and race.ended_by_signal is None:
             move = queue.pop(0)
             after = move.apply(self.best)
             if after is None or after == self.best:
@@ -137,7 +138,8 @@ class Search(Generic[Setting]):
             if further and ahead and self.space.why_not(ahead, race) is None:
                 queue.insert(0, further)
         known = {one.move.name for one in self.tried}
-        self.left += [Left(name=m.name, reason=NO_TIME) for m in late if m.name not in known]
+        why = NO_TIME if race.ended_by_signal is None else f"not measured: {INTERRUPTED}."
+        self.left += [Left(name=m.name, reason=why) for m in late if m.name not in known]
 
     def screen(self) -> list[Move[Setting]]:
         """Measure every move once, two at a time between trials of the start.
@@ -221,7 +223,7 @@ class Search(Generic[Setting]):
         kept = self.always_trials if is_first else max(self.last_trials, self.always_trials)
         if not race.allows(self.best, after, *[after] * kept):
             if not is_late:
-                self._tried(move, after).row.reason = f"{UNPROVEN}: {LATE}"
+                self._tried(move, after).row.reason = f"{UNPROVEN}: {race.stopped_by} {LATE}"
             return False
         one = self._tried(move, after)
         before = self.best
@@ -235,7 +237,9 @@ class Search(Generic[Setting]):
         try:
             failed = race.compare(after, before, reserve=self.last_trials // 2, is_open=is_open)
         except TimeIsUp:
-            one.row.reason = f"{UNPROVEN}: {LATE}"
+            one.row.reason = f"{UNPROVEN}: {race.stopped_by} {LATE}"
+            if not race.results(after):
+                self.tried.remove(one)
             return False
         row, gain = one.row, race.gain(after, before)
         row.against, row.gain = names, gain

@@ -101,6 +101,28 @@ def test_a_command_that_fails_is_named(made_up):
         flatout.compare(script=["train", "5", "--", "train", "fails"])
 
 
+@pytest.mark.parametrize(("after", "code"), [(0, 130), (3, 130)])
+def test_an_interruption_is_said(made_up, monkeypatch, capsys, after, code):
+    plain = comparing.try_command
+
+    def interrupted(*words, **options):
+        if len(made_up) >= after:
+            raise KeyboardInterrupt
+        return plain(*words, **options)
+
+    monkeypatch.setattr(comparing, "try_command", interrupted)
+    assert cli.execute(["compare", "--", "train", "10", "--", "train", "5"]) == code
+    shown = capsys.readouterr()
+    assert "Interrupted" in (shown.out if after else shown.err)
+
+
+def test_a_wide_interval_decides_nothing():
+    ratio = comparing.Figure(median=0.99, low=0.13, high=7.33)
+    known = {"path": ".", "machine": "", "wall_s": 1.0, "num_trials": 6, "sides": [], "work": 1.0}
+    found = comparing.Comparison(**known, ratio=ratio, losses={}, at_least=None)
+    assert "too noisy to tell" in found.headline
+
+
 def git(*words, folder):
     who = ["-c", "user.name=a", "-c", "user.email=a@b"]
     subprocess.run(["git", *who, *words], cwd=folder, check=True, capture_output=True)
@@ -113,10 +135,13 @@ def test_a_revision_runs_with_its_own_files_and_the_users_stay(tmp_path, monkeyp
     monkeypatch.setattr(comparing, "ROUNDS", 1)
     Path("speed.py").write_text("from data import WAIT_S\n")
     Path("train.py").write_text(SCRIPT)
+    Path("package").mkdir()
+    Path("package/part.py").write_text("OLD = True\n")
     git("init", "-q", folder=tmp_path)
-    git("add", "speed.py", "train.py", folder=tmp_path)
+    git("add", ".", folder=tmp_path)
     git("commit", "-qm", "fast", folder=tmp_path)
     Path("data.py").write_text("WAIT_S = 0.002\n")  # what git does not know is in both
+    Path("package/part.py").write_text("")
     Path("speed.py").write_text("WAIT_S = 0.02\n")
     Path("new.py").write_text("")
     git("add", "new.py", folder=tmp_path)

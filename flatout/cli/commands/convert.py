@@ -158,7 +158,10 @@ def translate(document: JsonObject) -> tuple[JsonObject, list[Item]]:
     values: JsonObject = {}
     items: dict[str, Item] = {}
     leaves = dict(_leaves(document))
-    order = sorted(leaves, key=lambda key: is_off(leaves[key]))
+    # where both are stated, other tools stop after the steps
+    words = {key: word_for(key) for key in leaves}
+    is_length = {key: word is not None and word.key == "train.steps" for key, word in words.items()}
+    order = sorted(leaves, key=lambda key: (is_off(leaves[key]), not is_length[key]))
     for key in [*order, *order]:
         if key not in items or items[key].outcome == "by_hand":
             items[key] = _translated(key, leaves[key], values)

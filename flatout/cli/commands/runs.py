@@ -186,6 +186,8 @@ def runs(
     removed: list[str] = []
     if keep is not None or remove_aside:
         removed = _remove(root, keep, remove_aside=remove_aside, progress=progress)
+        if not removed:
+            progress.say("There was nothing to delete.")
     settings = differing([_settings(path) for path in paths])
     items = list(map(_item, paths, settings))
     if paths != [root] or items[0].state == "damaged":

@@ -163,7 +163,6 @@ class Attachment:
             replace(torch.autograd, name, partial(observing, self._before_backward))
         replace(os, "_exit", partial(observing, lambda *_: self.answer()))
         atexit.register(guarded(self.answer))
-        self._say("torch")
         register_optimizer_step_post_hook(guarded(self._on_optimizer_step))
         self._models = Models()  # outside of the hooks above, so that it can remove its own
 
@@ -579,6 +578,8 @@ def _mentioned() -> dict[str, tuple[CallSite, ...]]:
 def attach(path: str) -> None:
     """Change and follow this process as the request in a file asks."""
     request = Request.model_validate_json(Path(path).read_text(encoding="utf-8"))
+    with suppress(OSError):  # the command has ended
+        Path(request.answer + SEEN).write_text("torch", encoding="utf-8")
     if request.parent is not None:
         threading.Thread(target=_end_with, args=(request.parent,), daemon=True).start()
     guard = Guard(request) if request.guarded else None

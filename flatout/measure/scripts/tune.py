@@ -27,7 +27,7 @@ from flatout.measure.scripts.run import evidence_in
 from flatout.measure.scripts.scratch import Scratch
 from flatout.measure.search import DIFFERENT, LATE, Search
 from flatout.measure.steps.evidence import Evidence
-from flatout.measure.trial import Result, run_command, try_command
+from flatout.measure.trial import Result, run_command, say_if_busy, try_command
 from flatout.progress import SILENT, Progress
 from flatout.storage.files import write_text, write_whole
 
@@ -118,6 +118,7 @@ def tune_script(
     began_s = time.monotonic()
     out = writable(Path(out or f"tuned-{name_of(command)}"), patch)
     with Scratch(Path.cwd(), command) as scratch:
+        say_if_busy(progress)
         with progress.task("Measuring the unchanged script"):
             look, evidence, facts = looked_at(command, scratch, 60 * minutes)
             diagnosis = diagnosis_of(evidence)
@@ -217,7 +218,7 @@ def proof_of(
         try:
             failed = race.compare(point, Variant(), is_open=is_open)
         except TimeIsUp:
-            failed = LATE
+            failed = f"{race.stopped_by} {LATE}"
         gain, losses = race.gain(point, Variant()), check(point)
         if failed is not None or gain is None:
             reasons[key] = f"{UNPROVEN}: {failed}"
@@ -258,7 +259,7 @@ def looked_at(
     look = Answer.model_validate_json(scratch.original(ran.answer.model_dump_json()))
     name, facts = " ".join(command), look.facts
     if look.evidence is None or look.evidence.failure is not None or (ran.code or 0) > 0:
-        print(ran.output, file=sys.stderr)
+        print(scratch.original(ran.output), file=sys.stderr)
     if "EOFError" in ran.output.rpartition("\n")[2]:
         fix = "Give its answers as arguments: trials have no standard input."
         raise RunFailed(f"`{name}` reads from standard input.", fix=fix)

@@ -146,3 +146,12 @@ def test_every_key_of_a_tool_is_shown_with_its_counterpart(tool):
         assert (one.outcome in ("mapped", "by_hand")) == bool(one.counterpart)
         assert one.counterpart or one.note
         assert f"\n{one.key} " in found.summary()
+
+
+def test_steps_count_where_epochs_are_stated_too(tmp_path):
+    document = {"num_train_epochs": 3, "max_steps": 1000, "learning_rate": 1e-4}
+    _, config = converted(tmp_path, document)
+    assert (config.train.steps, config.train.epochs) == (1000, None)
+    (tmp_path / "my.yaml").unlink()
+    _, config = converted(tmp_path, document | {"max_steps": -1})
+    assert (config.train.steps, config.train.epochs) == (None, 3)
