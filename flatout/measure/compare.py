@@ -15,6 +15,7 @@ from pydantic import Field
 
 from flatout.assembly.recipe import Tolerance
 from flatout.display import Show, gib, milliseconds
+from flatout.distributed.spinning import say_if_busy
 from flatout.errors import ConfigError, FlatoutError, Interrupted, RunFailed, in_shell
 from flatout.hardware.machine import probe
 from flatout.measure.output import git
@@ -22,7 +23,7 @@ from flatout.measure.race import Figure, LossCheck, Race, require_result
 from flatout.measure.results import Measurement
 from flatout.measure.scripts.request import Timing
 from flatout.measure.scripts.scratch import Scratch
-from flatout.measure.trial import Result, say_if_busy, try_command
+from flatout.measure.trial import Result, try_command
 from flatout.progress import SILENT, Progress
 from flatout.storage.files import Stored
 

@@ -285,7 +285,7 @@ class Bench(Measurement):
         facts = [
             self.machine,
             *(f"{name} {value}" for name, value in versions.items() if value is not None),
-            f"{self.repeats} interleaved rounds, each trial in its own process",
+            f"{counted(self.repeats, 'interleaved round')}, each trial in its own process",
             "medians with 94% intervals",
             "gains are medians of the ratios within rounds" if self.kind == "ablation" else "",
             f"commit {self.commit}" if self.commit else "",

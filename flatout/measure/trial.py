@@ -32,7 +32,6 @@ from flatout.config.registry import is_user_code
 from flatout.config.schema import RunConfig
 from flatout.distributed.launch import own_environment
 from flatout.errors import ConfigError, FlatoutError, RunFailed, in_shell
-from flatout.hardware.machine import BUSY_CORES, CpuTimes, usable_cores
 from flatout.measure.scripts.changes import CHANGES
 from flatout.measure.scripts.request import SEEN, Answer, Request, Timing
 from flatout.progress import SILENT, Progress
@@ -42,7 +41,7 @@ from flatout.training.run_dir import layout
 if TYPE_CHECKING:
     from flatout.measure.scripts.scratch import Scratch
 
-POLL_S, LOOK_S = 0.05, 0.2
+POLL_S = 0.05
 GRACE_S = 20.0
 """How long a script may take to end after it was measured."""
 SLOW_START_S = 60.0
@@ -423,16 +422,6 @@ def error_in(output: str) -> FlatoutError | None:
                 is_kept = issubclass(kind, errors.UsageError | errors.OutOfMemory)
                 return (kind if is_kept else RunFailed)(found["error"], fix=found["fix"])
     return None
-
-
-def say_if_busy(progress: Progress) -> None:
-    """Say that other processes keep the cores busy, if they do. Takes a fifth of a second."""
-    before = CpuTimes.read()
-    time.sleep(LOOK_S)
-    others = before.others_until(CpuTimes.read())
-    if others > BUSY_CORES:
-        busy = f"This machine is busy ({others:.1f} of {usable_cores()} cores)"
-        progress.say(f"{busy}; timings will vary.")
 
 
 def require_one_process(command: str) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from flatout.assembly.recipe import Tolerance
+from flatout.distributed.spinning import say_if_busy
 from flatout.errors import ConfigError, OutputInUse, RunFailed
 from flatout.hardware.machine import probe
 from flatout.measure.diagnose.diagnosis import Diagnosis, diagnosis_of
@@ -27,7 +28,7 @@ from flatout.measure.scripts.run import evidence_in
 from flatout.measure.scripts.scratch import Scratch
 from flatout.measure.search import DIFFERENT, LATE, Search
 from flatout.measure.steps.evidence import Evidence
-from flatout.measure.trial import Result, run_command, say_if_busy, try_command
+from flatout.measure.trial import Result, run_command, try_command
 from flatout.progress import SILENT, Progress
 from flatout.storage.files import write_text, write_whole
 
