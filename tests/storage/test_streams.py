@@ -15,7 +15,7 @@ CLI = "from flatout.cli import main as cli\n"
 
 
 def test_a_terminal_without_unicode_is_not_an_error():
-    program = f"{CLI}cli.call = lambda words: print('größer')\ncli.main(['x'])"
+    program = f"{CLI}cli.call = lambda *_: print('größer')\ncli.main(['x'])"
     done = subprocess.run(
         [sys.executable, "-c", program],
         cwd=ROOT,
@@ -28,7 +28,7 @@ def test_a_terminal_without_unicode_is_not_an_error():
 
 def test_a_closed_pipe_is_not_an_error():
     code = "for i in range(20000): print(i)"
-    program = f"{CLI}def talk(words):\n    {code}\ncli.call = talk\ncli.main(['x'])"
+    program = f"{CLI}def talk(*_):\n    {code}\ncli.call = talk\ncli.main(['x'])"
     talker = subprocess.Popen(
         [sys.executable, "-c", program],
         cwd=ROOT,
@@ -104,7 +104,7 @@ def test_streaming_to_a_full_disk_is_an_error_with_a_fix():
 
 def test_files_opened_later_never_become_standard_error():
     program = (
-        f"import os\n{CLI}cli.call = lambda words: print(os.open('/dev/null', "
+        f"import os\n{CLI}cli.call = lambda *_: print(os.open('/dev/null', "
         "os.O_RDONLY)) or 0\ncli.main(['x'])"
     )
     line = '"$0" -c "$1" <&- 2>&-'
