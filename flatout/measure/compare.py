@@ -38,7 +38,7 @@ RTOL = 1e-3
 SLOWER = 3
 """The exit code of a command that is slower than asked."""
 TOO_WIDE = 1.5
-"""Ratio of the ends of an interval from which it decides nothing."""
+"""Ratio of the ends of an interval around 1 from which it decides nothing."""
 GROWTH = 0.05
 """Growth of the peak memory from which it is said."""
 
@@ -102,10 +102,9 @@ class Comparison(Measurement):
         text = f"b is {self.ratio.times()} as a{by}"
         if self.ratio.low is None or self.ratio.high is None:
             text += ": too few rounds to be sure"
-        elif self.ratio.high > TOO_WIDE * self.ratio.low:
-            text += ": too noisy to tell"
         elif self.ratio.low <= 1 <= self.ratio.high:
-            text += ": no measurable difference"
+            is_wide = self.ratio.high > TOO_WIDE * self.ratio.low
+            text += ": too noisy to tell" if is_wide else ": no measurable difference"
         return f"{ended}{text}; losses {self.losses.words() or 'not compared'}."
 
 
