@@ -40,7 +40,7 @@ SLOWER = 3
 TOO_WIDE = 1.5
 """Ratio of the ends of an interval around 1 from which it decides nothing."""
 GROWTH = 0.05
-"""Growth of the peak memory from which it is said."""
+"""Growth of the peak memory that is reported."""
 
 
 @dataclass(frozen=True)

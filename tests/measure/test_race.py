@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -126,6 +127,9 @@ def test_few_repeats_use_all_noise_and_five_their_range():
     assert figure_of([1.2, 1.2], Spread(0.02, 1)).low is None, "nobody knows the noise"
     two, four = figure_of([1.2, 1.2], known), figure_of([1.2] * 4, known)
     assert two.low < four.low < 1.2 < four.high < two.high
+    three = figure_of([1.2] * 3, known)
+    widths = [math.log(each.high / each.low) for each in (two, three, four)]
+    assert widths[1] / widths[0] == pytest.approx(0.6698 / 0.7071), "of a median, not of a mean"
     five = figure_of([1.1, 1.3, 1.2, 1.0, 1.4], known)
     assert (five.low, five.median, five.high) == pytest.approx((1.0, 1.2, 1.4))
 
