@@ -12,7 +12,6 @@ from flatout.config.registry import RECIPES, unknown_name
 from flatout.config.schema import RunConfig, load_config
 from flatout.config.signature import Argument, Option, checked
 from flatout.errors import ConfigError, MissingPackage
-from flatout.measure.diagnose.diagnose import diagnose_recipe
 from flatout.measure.diagnose.diagnosis import (
     FILE,
     Diagnosis,
@@ -26,7 +25,6 @@ from flatout.measure.scripts.request import Request
 from flatout.measure.scripts.run import diagnose_script
 from flatout.progress import SILENT, Progress
 from flatout.storage.cache import default_cache
-from flatout.training.metrics.observers import Observer
 from flatout.training.run_dir import layout
 from flatout.training.run_dir.lookup import RUNS, run_names
 from flatout.training.run_dir.resume import settings_file
@@ -72,7 +70,6 @@ def diagnose(
     ] = False,
     *,
     script: Sequence[str] = (),
-    callbacks: Sequence[Observer] = (),
     as_json: bool = False,
     progress: Progress = SILENT,
 ) -> DiagnoseResult:
@@ -92,9 +89,7 @@ def diagnose(
     Raises: UsageError when there is no such recipe or run, or it cannot be resolved, or `out` is
             a different file; RunFailed.
 
-    In Python, `script` are the words of the command (`as_json`: it prints to standard error), and
-    `callbacks` observe the measured run, which then runs in this process, and the slow lines are
-    named.
+    In Python, `script` are the words of the command (`as_json`: it prints to standard error).
     """
     if script:
         require_only_script(recipe is not None or overrides)
@@ -120,9 +115,7 @@ def diagnose(
     config = _config(recipe, folder, overrides)
     if folder is None or overrides:
         preflight.check_names(config)
-    evidence = diagnose_recipe(
-        config, seconds=seconds, cache=default_cache(), callbacks=callbacks, progress=progress
-    )
+    evidence = diagnose_recipe(config, seconds=seconds, cache=default_cache(), progress=progress)
     found = diagnosis_of(evidence)
     then = next_for_recipe(found, config, recipe, overrides or ())
     return DiagnoseResult(**dict(found) | {"next": then})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import ConfigDict, Field
 
-from flatout.measure.steps.evidence import Evidence
+from flatout.measure.steps.evidence import Evidence, Failure
 from flatout.storage.files import Stored
 
 SEEN = ".seen"
@@ -117,6 +117,11 @@ class Answer(Stored):
     """None: nothing was measured."""
     problem: str | None = None
     """Why not."""
+    failure: Failure | None = None
+    """The error that ended the script."""
+    once: dict[str, float] = Field({})
+    """Of flatout's own training: seconds that a `save` blocks it, and `score` for each token of an
+    evaluation, and `steps`: those before its data were replaced."""
     steps: int = 0
     """Steps that were seen."""
     facts: Facts | None = None

@@ -190,7 +190,7 @@ def test_lack_of_memory_is_the_verdict(watch):
 
 def test_an_error_of_ours_is_logged_and_the_loop_continues(watch, monkeypatch, caplog):
     fault = Mock(side_effect=RuntimeError("a fault of ours"))
-    monkeypatch.setattr(watch_loop.LoopWindows, "start_step", fault)
+    monkeypatch.setattr(watch_loop.Windows, "start_step", fault)
     with caplog.at_level(logging.WARNING):
         train(watch, 10)
     (message,) = (record.getMessage() for record in caplog.records)
