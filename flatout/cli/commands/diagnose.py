@@ -115,6 +115,8 @@ def diagnose(
     config = _config(recipe, folder, overrides)
     if folder is None or overrides:
         preflight.check_names(config)
+    from flatout.measure.diagnose.diagnose import diagnose_recipe  # imports torch
+
     evidence = diagnose_recipe(config, seconds=seconds, cache=default_cache(), progress=progress)
     found = diagnosis_of(evidence)
     then = next_for_recipe(found, config, recipe, overrides or ())

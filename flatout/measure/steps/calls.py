@@ -19,11 +19,10 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from flatout.config.registry import is_user_code
 from flatout.measure.steps.guard import guarded
-from flatout.measure.steps.lines import Line, LineTotals, user_frame
+from flatout.measure.steps.lines import Line, LineTotals
 
 READS = ("item", "tolist", "__float__", "__int__", "__bool__", "__index__", "cpu", "nonzero")
 """Methods of a tensor that make the host wait for the device."""
@@ -144,24 +143,6 @@ class MarkedCalls:
         line = _calling_line(frame)
         if line is not None:
             self.lines.add(kind, line, seconds)
-
-
-class OperationLines(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the operations of the forward pass by the line of user code that calls them.
-
-    Only for code that is not compiled. Every operation takes several times as long inside.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.lines = LineTotals()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch._C._current_graph_task_id() == -1:  # not inside a backward pass
-            line = user_frame(sys._getframe(1))
-            if line is not None:
-                self.lines.add("op", line, 0.0)
-        return func(*args, **(kwargs or {}))
 
 
 def _calling_line(frame: FrameType | None) -> Line | None:

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import atexit
-import functools
-import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 
 from flatout.distributed.rendezvous import stated_ranks
-from flatout.errors import ConfigError, FlatoutError
+from flatout.errors import ConfigError
 from flatout.hardware.machine import GIB, probe
 from flatout.measure.steps.evidence import Evidence, Failure
 from flatout.measure.steps.gathering import gathered
+from flatout.measure.steps.guard import guarded
 from flatout.measure.steps.lines import site_of
 from flatout.measure.steps.machine import host_facts
 from flatout.measure.steps.windows import Windows, fewest
@@ -32,34 +31,6 @@ FEW_STEPS = 5
 """With fewer ordinary steps, averages mean nothing, unless the steps are long."""
 MOST_KEPT = 20_000
 """Losses that are kept: the last ones."""
-LOG = logging.getLogger("flatout.watch")
-Method = TypeVar("Method", bound=Callable[..., Any])
-
-
-def safe(method: Method) -> Method:
-    """Wrap a method of LoopTimer so that an error in it is logged and ends the measurement.
-
-    Afterwards, and on other ranks than 0, it does nothing and returns None.
-    """
-
-    @functools.wraps(method)
-    def call(self: LoopTimer, /, *values: Any, **named: Any) -> Any:
-        if self._is_off:
-            return None
-        try:
-            return method(self, *values, **named)
-        except Exception as error:
-            self._is_off = True
-            with suppress(Exception):
-                if not self._settings.is_script:
-                    self._remove()
-                elif self.windows is not None:  # torch may be calling the hooks one by one now
-                    self.windows.close()
-            told = error.what if isinstance(error, FlatoutError) else repr(error)
-            LOG.warning("flatout.watch has stopped, and the loop continues: %s", told)
-            return None
-
-    return cast(Method, call)
 
 
 @dataclass(frozen=True)
@@ -181,7 +152,10 @@ class LoopTimer:
 
     def _started(self) -> Windows | None:
         """Return the windows, which the first call makes. None in other threads than the loop's."""
+        if self._is_off:
+            return None
         if self.windows is None:
+            self._is_off = True  # unless all of this works
             self._timer, settings = PhaseTimer(), self._settings
             self._hooks = Hooks(self._timer, self.base or "compute")
             self._installed.enter_context(self._hooks.installed())
@@ -195,20 +169,21 @@ class LoopTimer:
                 is_enough=settings.is_enough,
                 is_script=settings.is_script,
             )
+            self._is_off = False
         return self.windows if self._timer.thread == threading.get_ident() else None
 
     def _count(self) -> None:
         self.steps += 1
         self._read_logged()
 
-    @safe
+    @guarded
     def time_loaders(self) -> None:
         """Time all DataLoaders of torch, for a loop that hides its own and states its steps."""
         if self._started():
             self._installed.enter_context(self._hooks.loaders_installed())
             self._steps_are_stated = True
 
-    @safe
+    @guarded
     def begin_step(self) -> bool:
         """Start a step. Steps inside a step are part of it. False: the measurement is over."""
         windows, goes_on = self._started(), True
@@ -225,7 +200,7 @@ class LoopTimer:
             self._timer.enter(self.base)
         return goes_on
 
-    @safe
+    @guarded
     def end_step(self, error: BaseException | None = None) -> None:
         """End the work of a step. The step lasts until the next one starts."""
         if not self._started() or not self._depth:
@@ -241,7 +216,7 @@ class LoopTimer:
                 site=site_of(error),
             )
 
-    @safe
+    @guarded
     def begin_wait(self, *, starts_step: bool = True) -> bool:
         """Start waiting for a batch, or for a loader that opens, and return whether it is timed."""
         windows = self._started()
@@ -253,14 +228,14 @@ class LoopTimer:
         self._timer.enter("data_wait")
         return True
 
-    @safe
+    @guarded
     def end_wait(self) -> None:
         """End waiting for a batch."""
         self._timer.leave_if_open("data_wait")
         if not self._steps_are_stated:
             self._timer.enter("compute")
 
-    @safe
+    @guarded
     def end_epoch(self) -> None:
         """End the last step of an epoch: what follows is not a step."""
         windows = self._started()
@@ -271,13 +246,13 @@ class LoopTimer:
             else:  # it began with the wait that found no batch
                 windows.drop_step()
 
-    @safe
+    @guarded
     def enter(self, phase: str) -> None:
         """Start a phase."""
         if self._started():
             self._timer.enter(phase)
 
-    @safe
+    @guarded
     def leave(self, phase: str | None) -> None:
         """End a phase and those inside it, if it is running. None: the current one."""
         if self._started() and phase is None:
@@ -285,12 +260,14 @@ class LoopTimer:
         elif self._started():
             self._timer.leave_if_open(str(phase))
 
-    @safe
+    @guarded
     def log(self, figures: Mapping[str, Any], *, step: int) -> None:
         """Keep the loss and the gradient's norm of a step. Tensors are read one step later.
 
         Shapes: each tensor has one element.
         """
+        if self._is_off:
+            return
         known = {name: value for name, value in figures.items() if name in ("loss", "grad_norm")}
         tensors = {name: torch.as_tensor(value).detach() for name, value in known.items()}
         if tensors:
@@ -304,11 +281,8 @@ class LoopTimer:
                 if name in figures:
                     kept.append((step, figures[name]))
 
-    @safe
+    @guarded
     def _stop(self) -> None:
-        self._remove()
-
-    def _remove(self) -> None:
         try:
             if self.windows is not None:
                 self.windows.close()

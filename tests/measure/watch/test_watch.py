@@ -194,7 +194,7 @@ def test_an_error_of_ours_is_logged_and_the_loop_continues(watch, monkeypatch, c
     with caplog.at_level(logging.WARNING):
         train(watch, 10)
     (message,) = (record.getMessage() for record in caplog.records)
-    assert "stopped, and the loop continues: RuntimeError('a fault of ours')" in message
+    assert "and the script continues: RuntimeError('a fault of ours')" in message
 
 
 @pytest.mark.filterwarnings("ignore:.*Profiler clears events")  # older versions of torch
