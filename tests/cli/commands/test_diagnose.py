@@ -12,6 +12,7 @@ import pytest
 
 from flatout.cli import main as cli
 from flatout.cli.commands import diagnose as command
+from flatout.measure.diagnose import diagnose as recipes
 from flatout.measure.diagnose import diagnosis
 from flatout.measure.diagnose.diagnose import diagnose_recipe
 from flatout.measure.diagnose.diagnosis import diagnosis_of
@@ -46,7 +47,7 @@ def measured(monkeypatch, tiny_config):
         requested.append((config, options))
         return evidence(config)
 
-    monkeypatch.setattr(command, "diagnose_recipe", measure)
+    monkeypatch.setattr(recipes, "diagnose_recipe", measure)
     return requested
 
 
