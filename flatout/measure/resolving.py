@@ -46,6 +46,11 @@ class Resolved:
         """The speedups that are on."""
         return [decision.name for decision in self.decisions if decision.on]
 
+    def stated(self) -> RunConfig:
+        """Return the configuration with its speedups written out, for a run of another length."""
+        on = [name for name in self.speedups if "micro_batch" not in speedup_named(name).fills]
+        return self.config.with_values({"speedups": on or "none", "train.precision": "auto"})
+
     def build(self, config: RunConfig, folder: Path) -> Run:
         """Return the run of this recipe with the settings of `config`."""
         return build(

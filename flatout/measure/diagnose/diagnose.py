@@ -12,7 +12,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from flatout.assembly.selection import speedup_named
 from flatout.config.schema import RunConfig
 from flatout.errors import CheckpointError
 from flatout.measure.diagnose.alternatives import with_alternatives
@@ -31,12 +30,6 @@ from flatout.training.saving import DEFAULT_MINUTES_BETWEEN_SAVES
 
 LONG_RUN_STEPS = 10_000_000
 """The measured run is extended to this length, so that it cannot end before it is measured."""
-SAVES_NOTHING: dict[str, Any] = {
-    "checkpoint.every_steps": None,
-    "checkpoint.every_epochs": None,
-    "checkpoint.upload": None,
-    "checkpoint.dir": None,
-}
 RECORDED = ("compile_fallback", "peak_tflops", "peak_source", "mfu")
 """Facts that the files of the measured run show."""
 KNOWN = frozenset(
@@ -83,10 +76,8 @@ def prepared(spec: MeasureSpec) -> tuple[Evidence, RunConfig | None]:
     known = prepare(spec)
     if known.resolved is None:
         return known.evidence, None
-    on = [one for one in known.resolved.speedups if "micro_batch" not in speedup_named(one).fills]
-    values = QUIET | SAVES_NOTHING | {"speedups": on or "none", "train.precision": "auto"}
-    values |= {"train.steps": LONG_RUN_STEPS, "schedule.warmup": known.warmup_steps}
-    return known.evidence, known.resolved.config.with_values(values)
+    values = {"train.steps": LONG_RUN_STEPS, "schedule.warmup": known.warmup_steps}
+    return known.evidence, known.resolved.stated().with_values(QUIET | values)
 
 
 def measured(before: Evidence, ran: Ran, folder: Path, limit_s: float) -> Evidence:

@@ -148,7 +148,10 @@ class Attachment:
             return
         self._is_done = True
         steps, found = loop.steps if loop is not None else 0, dict[str, Any]()
-        if loop is not None and loop.windows is not None and steps:
+        if loop is not None and loop.windows is not None and self._request.recording is not None:
+            found["recorded"] = guarded(loop.windows.recorded)()
+            loop.windows.close()
+        elif loop is not None and loop.windows is not None and steps:
             found["once"] = (guarded(self._run.once)() if self._run is not None else None) or {}
             try:
                 found["evidence"] = self._evidence(loop, loop.windows)
@@ -217,7 +220,12 @@ class Attachment:
 
     def _start(self) -> None:
         """Make the instruments, at the first backward pass."""
-        settings = Settings(model=self._model, is_script=True, is_enough=self._is_enough)
+        settings = Settings(
+            model=self._model,
+            is_script=True,
+            is_enough=self._is_enough,
+            recording=self._request.recording,
+        )
         self._loop = LoopTimer(settings, at_exit=self.answer)
         self._loop.time_loaders()
 
@@ -226,7 +234,9 @@ class Attachment:
     ) -> Callable[[], None] | None:
         """Divide forward passes from evaluation: calls that no other module makes."""
         loop = self._loop
-        if self._is_inside or self._is_done or (loop is not None and not loop.is_timed_thread):
+        if self._is_inside or self._is_done or self._run is not None:
+            return None
+        if loop is not None and not loop.is_timed_thread:
             return None
         self._is_inside = True
         is_forward = False
@@ -292,7 +302,9 @@ class Attachment:
     def _before_mode(self, module: nn.Module, mode: bool = True) -> Callable[[], None] | None:
         """Start an evaluation when the model's mode changes, before its data is read."""
         loop = self._loop
-        if self._is_changing_mode or self._is_done or loop is None or not loop.is_timed_thread:
+        if self._is_changing_mode or self._is_done or self._run is not None:
+            return None
+        if loop is None or not loop.is_timed_thread:
             return None
         if self._trained.get(self._key(module)):
             self._set_evaluating(loop, not mode)
@@ -325,6 +337,8 @@ class Attachment:
         self._note_loss(loop, roots)
         if self._passes_in_evaluation_mode and not self._trains_in_evaluation_mode:
             self._trains_in_evaluation_mode, self._evaluations_with_gradients = True, 0
+        if self._run is not None:  # it states its phases
+            return None
         loop.leave("evaluation")
         loop.enter("backward")
         return partial(loop.leave, "backward")

@@ -27,11 +27,19 @@ from flatout.distributed.rendezvous import silence_profiler
 from flatout.errors import RunFailed
 from flatout.hardware.machine import probe
 from flatout.measure.scripts.recorder import CallRecorder
+from flatout.measure.scripts.request import Recorded, Recording
 from flatout.measure.steps.calls import MarkedCalls
 from flatout.measure.steps.evidence import CallSite, lasting_s
 from flatout.measure.steps.lines import LineSampler, LineTimes
 from flatout.measure.steps.machine import Usage, gpu_facts, usage_now
-from flatout.measure.steps.trace import Trace, exported, phase_ranges, profiling, read_trace
+from flatout.measure.steps.trace import (
+    Trace,
+    exported,
+    mark_step,
+    phase_ranges,
+    profiling,
+    read_trace,
+)
 from flatout.training.metrics.compile_events import Compilations, CompilationWatch
 from flatout.training.metrics.phases import PhaseTimer
 
@@ -102,6 +110,7 @@ class Windows:
         recorded_steps: int,
         is_enough: Callable[[Windows], bool],
         is_script: bool,
+        recording: Recording | None,
     ) -> None:
         self.warm, self.ordinary = Totals(), Totals()
         self.special = Totals()
@@ -140,10 +149,13 @@ class Windows:
         self.notes: list[str] = []
         self.name = "warm-up"
         """The current stage."""
+        self.first_recorded: int | None = None
+        """The first step that was recorded, of those that were asked for."""
         self.timer, self.device = timer, device
         self.profiler: profile | None = None
         """What recorded the operations, if that was possible."""
-        self.recorded_steps = recorded_steps
+        self.recorded_steps = recording.steps if recording is not None else recorded_steps
+        self._recording = recording
         self._on_step, self._is_enough, self._is_script = on_step, is_enough, is_script
         self._compiled = CompilationWatch()
         self._usages: list[Usage] = []
@@ -153,6 +165,9 @@ class Windows:
 
     def _all_stages(self) -> Generator[None, None, None]:
         """Yield once per step, stage after stage."""
+        if self._recording is not None:
+            yield from self._recorded(self._recording)
+            return
         yield from self._until_compiled()
         with self._sampling():
             yield from self._ordinary(
@@ -332,7 +347,7 @@ class Windows:
         """Record the operations of some steps."""
         if not self.recorded_steps:
             return
-        if self.step_s > MAX_TRACED_S:
+        if self._recording is None and self.step_s > MAX_TRACED_S:
             self.notes.append(f"A step takes {self.step_s:.0f} s: operations were not recorded.")
             return
         if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
@@ -342,14 +357,16 @@ class Windows:
         self._wait()
         self.name = "recorded"
         with ExitStack() as stack:
+            stack.enter_context(phase_ranges(self.timer))  # the open ones end when it has ended
             try:
                 profiler = stack.enter_context(profiling(self.device))
             except RuntimeError as error:  # it is not permitted
                 self.notes.append(unprofiled(str(error)))
                 return
-            stack.enter_context(phase_ranges(self.timer))
             others = stack.enter_context(giving_way(stack))
-            yield from (None for _ in range(self.recorded_steps))
+            for _ in range(self.recorded_steps):
+                mark_step(self.next_step)
+                yield
             if others:
                 self.notes.append("Another profiler has started, so operations were not recorded.")
                 return
@@ -357,6 +374,54 @@ class Windows:
             self._wait()
             self.special.seconds += time.perf_counter() - ended_s
         self.profiler = profiler
+
+    def _recorded(self, asked: Recording) -> Iterator[None]:
+        """Record the steps that were asked for, after as many ordinary ones."""
+        ordinary = asked.steps
+        if asked.skip is None:
+            yield from self._until_compiled()
+        else:
+            ordinary = min(asked.steps, max(asked.skip - 2, 0))
+            yield from (None for _ in range(asked.skip - 1 - ordinary))
+        if ordinary:
+            yield from self._ordinary(lambda steps, seconds: steps < ordinary)
+        self.first_recorded = self.next_step
+        yield from self._operations()
+        if self.profiler is None:
+            yield from (None for _ in range(asked.steps))
+        memory: Any = torch.cuda.memory
+        if not self.on_gpu:
+            return
+        self.name = "memory"
+        try:
+            memory._record_memory_history(max_entries=1_000_000, stacks="python")
+            yield
+            self._wait()
+            memory._dump_snapshot(asked.snapshot)
+            memory._record_memory_history(enabled=None)
+        except (AttributeError, OSError, RuntimeError, TypeError) as error:
+            self.notes.append(f"No memory snapshot: {error}")
+
+    def recorded(self) -> Recorded | None:
+        """Write the trace of the recorded steps, and return what they took."""
+        if self._recording is None or self.first_recorded is None:
+            return None
+        if self.profiler is not None:
+            self.profiler.export_chrome_trace(self._recording.trace)
+        return Recorded(
+            device=self.device,
+            first_step=self.first_recorded,
+            seconds=self.special.seconds,
+            step_s=self.step_s if self.ordinary.steps else None,
+            phases=self.ordinary.per_step(),
+            has_trace=self.profiler is not None,
+            notes=tuple(self.notes),
+        )
+
+    @property
+    def next_step(self) -> int:
+        """The number of the current step, or of the next one. The first was not seen."""
+        return self.warm.steps + self.ordinary.steps + self.special.steps + 2
 
     def _fixed_data(self) -> Iterator[None]:
         """Take turns between steps on a fixed batch and ordinary ones.

@@ -16,6 +16,7 @@ import torch
 from flatout.distributed.rendezvous import stated_ranks
 from flatout.errors import ConfigError
 from flatout.hardware.machine import GIB, probe
+from flatout.measure.scripts.request import Recording
 from flatout.measure.steps.evidence import Evidence, Failure
 from flatout.measure.steps.gathering import gathered
 from flatout.measure.steps.guard import guarded
@@ -45,6 +46,7 @@ class Settings:
     """Whether the loop states nothing itself."""
     is_enough: Callable[[Windows], bool] = lambda windows: False
     """Whether what was measured is enough."""
+    recording: Recording | None = None
 
 
 class LoopTimer:
@@ -168,6 +170,7 @@ class LoopTimer:
                 recorded_steps=settings.recorded_steps,
                 is_enough=settings.is_enough,
                 is_script=settings.is_script,
+                recording=settings.recording,
             )
             self._is_off = False
         return self.windows if self._timer.thread == threading.get_ident() else None

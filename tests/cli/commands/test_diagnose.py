@@ -93,7 +93,7 @@ def test_the_exit_code_is_that_of_training(measured, monkeypatch, tiny_set, sour
     failed = Evidence(
         source=source, failure=Failure(kind="error", message="It failed.", fix="Mend it.")
     )
-    monkeypatch.setattr(command, "diagnose_recipe", lambda *_, **__: failed)
+    monkeypatch.setattr(recipes, "diagnose_recipe", lambda *_, **__: failed)
     assert run("demo-char", f"data.path={tiny_set}") == code
 
 
