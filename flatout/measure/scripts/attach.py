@@ -12,7 +12,6 @@ from __future__ import annotations
 import atexit
 import gc
 import os
-import re
 import signal
 import statistics
 import sys
@@ -52,7 +51,6 @@ from flatout.measure.steps.lines import (
     Line,
     LineTotals,
     failure_of,
-    line_of,
     site_at,
     stack_of,
     user_frame,
@@ -84,13 +82,8 @@ MIN_LOOKS = 12
 """Fewest looks at the memory by which its growth is judged."""
 PADDED_STEPS = 8
 """First steps in which the inputs are looked at for padding, which waits for the device."""
-MENTIONS = {
-    "anomaly": r"detect_anomaly\(",
-    "threads": r"set_num_threads\(",
-    "rows": r"batch_size['\"]?\s*[:=]\s*1\b",
-    "padding": r"padding\s*=\s*.max_length",
-}
-"""Calls whose line is looked for in the script's files, by kind of site."""
+PLACES = {"optimizer": "optimizer", "loader": "rows", "anomaly": "anomaly", "threads": "threads"}
+"""Kinds of calls in the script's files, and what their lines are evidence of."""
 
 
 class Attachment:
@@ -394,14 +387,16 @@ class Attachment:
             sites |= recorder.found.sites(windows.called_steps)
         kept_graphs = self._graphs.kept()
         keeper = self._graphs.keeper(sys._getframe(1)) if kept_graphs else None
-        lines: dict[str, Line] = {}
+        lines, here = dict[str, Line](), f"{Path.cwd()}{os.sep}"
         if keeper is not None:
             update["kept_by"], lines["kept"] = keeper
-        made = [one for one in guarded(self._sites.found)(None) or () if one.kind == "optimizer"]
-        if len(made) == 1:  # its arguments are where it is made
-            lines["optimizer"] = made[0].file.removeprefix(f"{Path.cwd()}{os.sep}"), made[0].line
+        calls = guarded(self._sites.found)(None) or ()
+        for kind, name in PLACES.items():
+            made = {(one.file.removeprefix(here), one.line) for one in calls if one.kind == kind}
+            if len(made) == 1:  # its arguments are where it is made
+                (lines[name],) = made
         sites |= {kind: (site,) for kind, line in lines.items() if (site := site_at(line))}
-        sites |= self._lines.sites(max(loop.steps, 1), timed=False) | _mentioned()
+        sites |= self._lines.sites(max(loop.steps, 1), timed=False)
         is_evaluating = self._steps_in_evaluation_mode / max(loop.steps, 1)
         return found.model_copy(
             update={
@@ -534,21 +529,6 @@ def _growth(memory: list[tuple[int, int]]) -> float | None:
     if last - first < least or not is_steady_growth(some):
         return 0.0
     return (last - first) / max(last_step - step, 1)
-
-
-def _mentioned() -> dict[str, tuple[CallSite, ...]]:
-    """Return the lines of the script's files that call what `MENTIONS` has."""
-    found: dict[str, tuple[CallSite, ...]] = {}
-    files = [getattr(module, "__file__", None) for module in [*sys.modules.values()]]
-    for file in dict.fromkeys(name for name in files if name and is_user_code(name)):
-        for kind, pattern in MENTIONS.items():
-            with suppress(OSError, UnicodeDecodeError):
-                lines = Path(file).read_text(encoding="utf-8").splitlines()
-                number = next((n for n, one in enumerate(lines, 1) if re.search(pattern, one)), 0)
-                if number and kind not in found:
-                    text = line_of(file, number)
-                    found[kind] = (CallSite(file=file, line=number, text=text),)
-    return found
 
 
 def attach(path: str) -> None:

@@ -41,8 +41,6 @@ class MarkedCalls:
         """Calls by kind, from anywhere."""
         self.seconds: defaultdict[str, float] = defaultdict(float)
         """Their seconds."""
-        self.copied_bytes = 0
-        """Bytes of copies from memory that is not pinned."""
         self.lines = LineTotals()
         """Those that lines of user code made."""
         self._inside: set[int] = set()
@@ -64,7 +62,6 @@ class MarkedCalls:
             totals |= {
                 "pageable_copies": self.calls["copy"],
                 "pageable_copy_s": self.seconds["copy"],
-                "pageable_copy_bytes": self.copied_bytes,
             }
         return {name: total / steps for name, total in totals.items()}
 
@@ -138,8 +135,6 @@ class MarkedCalls:
     def _count(self, kind: str, frame: FrameType, seconds: float, result: Any) -> None:
         self.calls[kind] += 1
         self.seconds[kind] += seconds
-        if kind == "copy":
-            self.copied_bytes += result.numel() * result.element_size()
         line = _calling_line(frame)
         if line is not None:
             self.lines.add(kind, line, seconds)
