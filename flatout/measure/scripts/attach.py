@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -29,7 +30,6 @@ import psutil
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from flatout.config.registry import is_user_code
 from flatout.measure.scripts.apply import Models, apply, replace
@@ -38,12 +38,12 @@ from flatout.measure.scripts.request import SEEN, Answer, Request
 from flatout.measure.scripts.sites import Sites
 from flatout.measure.scripts.trial import (
     Guard,
+    Steps,
     StepTimer,
     end_script,
     facts_of,
     loss_in,
     roots_of,
-    takes_steps,
 )
 from flatout.measure.steps.evidence import MIN_SAVES, CallSite, Evidence
 from flatout.measure.steps.guard import guarded
@@ -67,8 +67,6 @@ if TYPE_CHECKING:
 
 MIN_MEASURED = 5
 """Fewest ordinary steps of a measurement."""
-OTHERS_STEPS = 25
-"""Steps of other optimizers after which the main one is taken to have ended its work."""
 PARENT_POLL_S = 1.0
 SAY_EVERY_S = 0.5
 """Time between two reports of the number of steps."""
@@ -100,9 +98,6 @@ class Attachment:
         """None until the first backward pass: it knows the ranks, the thread and the model."""
         self._model: nn.Module | None = None
         """The largest model that is called with gradients, and not by another model."""
-        self._optimizer: Any = None
-        """The one whose steps end the script's."""
-        self._steps_of_others = 0
         self._keys: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
         self._trained: dict[int, bool] = {}
         """What was called with gradients, and whether in training mode. See `_key`."""
@@ -122,14 +117,14 @@ class Attachment:
         self._memory: deque[tuple[int, int]] = deque(maxlen=4000)
         """Steps, and the memory in use after them, in bytes."""
         self._looked_s = self._said_s = 0.0
-        self._has_anomaly_detection = self._has_others = False
+        self._has_anomaly_detection = False
         replace(nn.Module, "__call__", partial(observing, self._before_call))
         replace(nn.Module, "train", partial(observing, self._before_mode))
         for name in ("backward", "grad"):
             replace(torch.autograd, name, partial(observing, self._before_backward))
         replace(os, "_exit", partial(observing, lambda *_: self.answer()))
         atexit.register(guarded(self.answer))
-        register_optimizer_step_post_hook(guarded(self._on_optimizer_step))
+        self._steps = Steps(self._end_step)
         self._models = Models()  # outside of the hooks above, so that it can remove its own
 
     def answer(self) -> None:
@@ -165,23 +160,16 @@ class Attachment:
         with suppress(OSError):  # the command has ended
             Path(self._request.answer + SEEN).write_text(seen, encoding="utf-8")
 
-    def _on_optimizer_step(self, optimizer: Any, *_: Any) -> None:
+    def _end_step(self) -> None:
         """End a step and start the next, or end the measurement."""
         loop = self._loop
-        if loop is None or loop.rank or not takes_steps(optimizer):
+        if loop is None or loop.rank:
             return
         if self._is_done:
             self._end()
             return
-        if self._optimizer is None:
-            self._optimizer = optimizer
+        if loop.steps == 0:
             self._above = [*user_lines(stack_of(sys._getframe(1)))]
-        elif _weights(optimizer) is not _weights(self._optimizer):
-            self._steps_of_others += 1
-            self._has_others = True
-            if self._steps_of_others < OTHERS_STEPS:
-                return
-        self._optimizer = optimizer
         if loop.steps == EARLY_STEP:
             self._early_gradients = _gradients()
         self._steps_in_evaluation_mode += self._passes_in_evaluation_mode
@@ -189,8 +177,8 @@ class Attachment:
         if (now_s := time.perf_counter()) - self._said_s > SAY_EVERY_S:
             self._said_s = now_s
             self._say(f"step {loop.steps + 1}")
-        self._steps_of_others, self._has_loss = 0, False
-        if loop.steps == 0 and "flatout.training.loop" in sys.modules:
+        self._has_loss = False
+        if loop.steps == 0 and self._run is None and "flatout.training.loop" in sys.modules:
             from flatout.measure.scripts.flatouts import FlatoutsRun
 
             self._run = FlatoutsRun.above(sys._getframe(1), loop)
@@ -415,11 +403,11 @@ class Attachment:
                 * (self._model is not None and mode_matters(self._model)),
                 "evaluates_with_gradients": self._evaluations_with_gradients > 0,
                 **_wasted(self._early_gradients, self._model),
-                **_optimizer_facts(self._optimizer),
+                **_optimizer_facts(self._steps.optimizer),
                 "step_s": found.step_s and found.step_s - few_s,
                 "notes": tuple(notes),
                 # an adversary's, or of another policy than the one before, is no measure
-                "losses": None if self._has_others or self._rollouts else found.losses,
+                "losses": None if self._steps.has_others or self._rollouts else found.losses,
                 "sites": {**found.sites, **sites},
             }
         )
@@ -514,11 +502,6 @@ def mode_matters(model: nn.Module) -> bool:
     )
 
 
-def _weights(optimizer: Any) -> Any:
-    """Return the first tensor that an optimizer updates. Its first groups may be empty."""
-    return next((each for group in optimizer.param_groups for each in group["params"]), None)
-
-
 def _growth(memory: list[tuple[int, int]]) -> float | None:
     """Return the bytes that each step adds. 0 unless they grow steadily, None if unknown."""
     if len(memory) < MIN_LOOKS:
@@ -560,22 +543,12 @@ def _end_with(parent: int) -> None:
 
 
 def _interrupt_after(steps: int) -> None:
-    """Ask this process to stop when its first optimizer has taken some steps.
+    """Ask this process to stop after some of its steps.
 
     A process in the background may ignore SIGINT, so it is SIGTERM.
     """
-    first, seen = list[Any](), 0
-
-    def on_step(optimizer: Any, *_: Any) -> None:
-        nonlocal seen
-        if not takes_steps(optimizer):
-            return
-        first[:] = first or [optimizer]
-        seen += optimizer is first[0]
-        if seen == steps and optimizer is first[0]:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    register_optimizer_step_post_hook(on_step)
+    seen = count(1)
+    Steps(lambda: os.kill(os.getpid(), signal.SIGTERM) if next(seen) == steps else None)
 
 
 def _tell(path: Path, failed: dict[str, str]) -> None:
