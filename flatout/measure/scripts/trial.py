@@ -120,7 +120,7 @@ class Steps:
         self.optimizer: Any = None
         self.has_others = False
         self._steps_of_others, self._ended = 0, ended
-        register_optimizer_step_post_hook(guarded(self._after_step))
+        self.remove = register_optimizer_step_post_hook(guarded(self._after_step)).remove
 
     def _after_step(self, optimizer: Any, *_: Any) -> None:
         weights = first_weights(optimizer)
