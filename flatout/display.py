@@ -92,6 +92,11 @@ def optional(number: float | None, form: str) -> str:
     return "-" if number is None else format(number, form)
 
 
+def quoted(text: str) -> str:
+    """Return text that a model wrote as a block, with a bar on its left."""
+    return "\n".join(f"  | {line}".rstrip() for line in text.strip("\n").splitlines())
+
+
 def aligned(rows: Sequence[Sequence[str]], *, left: int = 1) -> list[str]:
     """Return one line per row, with aligned columns: the first `left` to the left, others right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

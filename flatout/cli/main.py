@@ -274,11 +274,7 @@ def _show(result: Result, as_json: bool) -> None:
     from flatout.display import terminal_text  # which `flatout --help` does not need
 
     stream = sys.stderr if as_json else sys.stdout
-    width = columns() if stream.isatty() else None
-    text = terminal_text(result.display(), width)
-    if not text:
-        text = wrapped(result.summary(), width) if width else result.summary()
-    if text:
+    if text := terminal_text(result.display(), columns() if stream.isatty() else None):
         print(printable(text), file=stream)  # it may quote files of a run from elsewhere
     if as_json:  # pydantic writes NaN as null. Plain ASCII passes every terminal and pipe
         print(json.dumps(json.loads(result.model_dump_json())))
