@@ -8,7 +8,6 @@ stopped and saved, 130, 138 or 143 (128 + signal) interrupted before anything wa
 from __future__ import annotations
 
 import contextlib
-import errno
 import faulthandler
 import gc
 import importlib
@@ -20,12 +19,12 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from flatout.config.registry import COMMANDS, unknown_name
 from flatout.errors import (
-    ConfigError,
     FlatoutError,
     Interrupted,
     OutOfMemory,
@@ -50,8 +49,6 @@ from flatout.storage.streams import (
 )
 
 if TYPE_CHECKING:
-    from flatout.cli.commands import Command
-    from flatout.cli.terminal import Terminal
     from flatout.storage.json_io import Result
 
 NO_MEMORY = re.compile(
@@ -93,9 +90,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def execute(words: list[str]) -> int:
     """Run the command line, return its exit code, and print a `FlatoutError` without traceback."""
-    as_json = asks_for_json(words)
-    if words[:1] == ["--json"] and len(words) > 1:  # it belongs to the command, if there is one
-        words = [words[1], words[0], *words[2:]]
+    # Words after `--` are a script's. A `--json` in front belongs to the command.
+    as_json = "--json" in words[: words.index("--") if "--" in words else None]
+    if words[:1] == ["--json"]:
+        words = [*words[1:2], "--json", *words[2:]]
     display = contextlib.ExitStack()
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -113,89 +111,113 @@ def execute(words: list[str]) -> int:
 
     try:
         with display, _handled(stop, "SIGINT", "SIGTERM", "SIGUSR1"):  # a run installs its own
-            return call(words, display)
+            return call(words, display, as_json)
     except UntrustedCode as error:
-        from flatout.config.trust import BY_ARGUMENT
-
-        name, *rest = words
-        # A command without the flag takes recipes, and a copy of a recipe counts as the user's own.
-        has_flag = "trust_code" in inspect.signature(COMMANDS.get(name).call).parameters
-        line = shlex.join(["flatout", name, "--trust-code", *rest])
-        copy = "copy the recipe out of the run directory, and name the copy"
-        fix = error.fix.replace(BY_ARGUMENT, f"run `{line}`" if has_flag else copy)
-        return _fail(UntrustedCode(error.what, fix=fix), as_json)
-    except OutOfMemory as error:
-        return _fail(_out_of_memory(error), as_json)
-    except FlatoutError as error:
-        return _fail(error, as_json)
-    except (MemoryError, RuntimeError, OSError, ImportError) as error:
-        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
-            what = f"The path {str(error.filename)[:40]}... or a name in it is too long."
-            return _fail(ConfigError(what, fix="Choose a shorter one."), as_json)
-        if not isinstance(error, MemoryError) and not NO_MEMORY.search(str(error)):
+        return _fail(_with_command(error, *words), as_json)
+    except (FlatoutError, MemoryError, RuntimeError, OSError, ImportError) as error:
+        if isinstance(error, OutOfMemory | MemoryError) or NO_MEMORY.search(str(error)):
+            return _fail(_out_of_memory(error), as_json)
+        if not isinstance(error, FlatoutError):
             raise
-        return _fail(_out_of_memory(error), as_json)
+        return _fail(error, as_json)
     except KeyboardInterrupt as interruption:
         return _fail(_interrupted(interruption), as_json)
 
 
-def asks_for_json(words: list[str]) -> bool:
-    """Return whether `--json` is among the words of flatout: those after `--` are a script's."""
-    return "--json" in words[: words.index("--") if "--" in words else None]
-
-
-def call(words: list[str], display: contextlib.ExitStack) -> int:
-    """Parse the command line, call the command, print its result, and return its exit code.
+def call(words: list[str], display: contextlib.ExitStack, as_json: bool) -> int:
+    """Call the command of a command line, print its result, and return its exit code.
 
     What it shows while it runs is taken away by closing `display`.
     """
-    if words[:1] == ["help"] and len(words) > 1:
-        words = [words[1], "--help"]
-    if not words or words[0] in {"--help", "-h", "help"}:
-        names = COMMANDS.names()
-        width = max(map(len, names))
-        commands = (f"  {name:<{width}}  {COMMANDS.describe(name)}" for name in names)
-        text = HELP.format(commands="\n".join(commands))
-        return 0 if write_output(lambda: print(text, end="")) else 1
-    if words[0] == "--version":
-        version = importlib.import_module("flatout").__version__
-        return 0 if write_output(lambda: print(f"flatout {version}")) else 1
-    name, *rest = words
+    if words[:1] == ["help"]:
+        words = [*words[1:2], "--help"]
+    name, *rest = words or ["--help"]
+    if name in {"--help", "-h", "--version"}:
+        return _print(f"flatout {_version()}\n" if name == "--version" else _help())
     require_posix()
     if name not in COMMANDS.names():
         raise unknown_name("command", name, [*COMMANDS.names(), "--help", "--version"])
-    from flatout.cli.parser import parse
+    from flatout.cli.parser import help_of, parse
 
-    command = COMMANDS.get(name)
-    parsed: list[dict[str, Any] | None] = []
-    if not write_output(lambda: parsed.append(parse(name, rest))):  # it prints the help
-        return 1
-    values = parsed[0] if parsed else None
-    if values is None:
-        return 0
-    from flatout.cli.terminal import Terminal
+    if {"--help", "-h"} & {*rest[: rest.index("--") if "--" in rest else None]}:
+        return _print(help_of(name))
+    values, command = parse(name, rest), COMMANDS.get(name)
+    from flatout.cli.terminal import RunReport, Terminal
     from flatout.distributed.launch import launch, program
     from flatout.distributed.spinning import spin_less_beside_others
     from flatout.hardware.machine import usable_cores
 
     is_main = os.environ.get("RANK", "0") == "0"
-    as_json, verbose = values.pop("json"), values.pop("verbose", False)
     terminal = Terminal()
     display.callback(terminal.close)
     progress = terminal if is_main else SILENT
     if command.processes is not None and not {"RANK", "WORLD_SIZE"} & os.environ.keys():
-        wanted = inspect.signature(command.processes).parameters
-        offered = values | {"progress": progress}
-        count = command.processes(**{name: offered[name] for name in wanted})
+        count = command.processes(**_wanted(command.processes, values | {"progress": progress}))
         if count > 1:
             return launch(program(words), count, os.environ, usable_cores())
     spin_less_beside_others(progress if command.is_timed else SILENT)
-    parameters = _python_parameters(command, terminal, is_main, as_json, verbose)
-    result = command.call(**values, **parameters)
+    report = RunReport(terminal, verbose=values.get("verbose", False))
+    stream = sys.stderr if as_json else sys.stdout
+    values |= {
+        "progress": progress,
+        "as_json": as_json,
+        "observers": (report,) if is_main else (),
+        "write": partial(_write, stream) if is_main else None,
+    }
+    result = command.call(**_wanted(command.call, values))
     display.close()
     is_shown = not is_main or write_output(lambda: _show(result, as_json))
     code: int = result.exit_code
     return code if is_shown or command.writes_files else code or 1
+
+
+def _wanted(function: Callable[..., Any], values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values that a function takes."""
+    names = inspect.signature(function).parameters
+    return {name: value for name, value in values.items() if name in names}
+
+
+def _help() -> str:
+    names = COMMANDS.names()
+    width = max(map(len, names))
+    commands = (f"  {name:<{width}}  {COMMANDS.describe(name)}" for name in names)
+    return HELP.format(commands="\n".join(commands))
+
+
+def _version() -> str:
+    return str(importlib.import_module("flatout").__version__)
+
+
+def _print(text: str) -> int:
+    return 0 if write_output(lambda: print(text, end="")) else 1
+
+
+def _write(stream: TextIO, text: str) -> None:
+    """Show text as a model writes it."""
+    try:
+        print(printable(text) if stream.isatty() else text, end="", flush=True, file=stream)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        drop_output()
+        raise RunFailed(
+            f"Standard output cannot be written: {error.strerror or error}.",
+            fix="Redirect it to another file or disk.",
+        ) from error
+
+
+def _with_command(error: UntrustedCode, name: str, *rest: str) -> UntrustedCode:
+    """Return an error with the command that trusts the code.
+
+    A command without the flag takes recipes, and a copy of a recipe counts as the user's own.
+    """
+    from flatout.config.trust import BY_ARGUMENT
+
+    line = shlex.join(["flatout", name, "--trust-code", *rest])
+    has_flag = "trust_code" in inspect.signature(COMMANDS.get(name).call).parameters
+    copy = "copy the recipe out of the run directory, and name the copy"
+    fix = error.fix.replace(BY_ARGUMENT, f"run `{line}`" if has_flag else copy)
+    return UntrustedCode(error.what, fix=fix)
 
 
 def _interrupted(interruption: KeyboardInterrupt) -> Interrupted:
@@ -238,36 +260,6 @@ def _handled(stop: Callable[[int, FrameType | None], object], *names: str) -> It
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _python_parameters(
-    command: Command, terminal: Terminal, is_main: bool, as_json: bool, verbose: bool
-) -> dict[str, Any]:
-    """Return the values of a command's Python-only parameters. Other ranks are silent."""
-    from flatout.cli.terminal import RunReport
-
-    stream = sys.stderr if as_json else sys.stdout
-
-    def write(text: str) -> None:
-        try:
-            print(printable(text) if stream.isatty() else text, end="", flush=True, file=stream)
-        except BrokenPipeError:
-            raise
-        except OSError as error:
-            drop_output()
-            raise RunFailed(
-                f"Standard output cannot be written: {error.strerror or error}.",
-                fix="Redirect it to another file or disk.",
-            ) from error
-
-    values = {
-        "progress": terminal if is_main else SILENT,
-        "as_json": as_json,
-        "observers": (RunReport(terminal, verbose=verbose),) if is_main else (),
-        "write": write if is_main else None,
-    }
-    wanted = inspect.signature(command.call).parameters
-    return {name: value for name, value in values.items() if name in wanted}
 
 
 def _show(result: Result, as_json: bool) -> None:

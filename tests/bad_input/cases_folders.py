@@ -53,9 +53,6 @@ CASES = [
         may_change=(".cache",),
     ),
     *table("""
-a URL in memory as --out
-    prepare book.txt --tokenizer byte --out memory://set
-    memory://set | lost with it | s3://BUCKET/NAME -> flatout prepare --help
 a URL as --run-dir
     train my.yaml --run-dir s3://bucket/run
     --run-dir s3://bucket/run is a URL -> a local path

@@ -5,7 +5,6 @@ import errno
 import inspect
 import json
 import os
-import re
 import resource
 import signal
 import subprocess
@@ -329,13 +328,6 @@ def test_python_m_flatout_runs_the_program():
     done = python("-m", "flatout", "lst")
     assert done.returncode == 2
     assert "Did you mean 'list'?" in done.stderr
-
-
-@pytest.mark.parametrize("name", ["n" * 300, "d/" * 3000])
-def test_a_name_too_long_for_the_file_system_is_an_error(name, capsys):
-    assert cli.execute(["inspect", name]) == 2
-    what = re.escape(f"The path {name[:40]}... or a name in it is too long.")
-    assert re.match(what, capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(
