@@ -20,6 +20,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -57,6 +58,8 @@ NO_MEMORY = re.compile(
     re.IGNORECASE | re.MULTILINE,
 )
 """Messages of torch, its libraries, threads and the loader of libraries when memory runs out."""
+ANSWER = "FLATOUT_ANSWER"
+"""The environment variable with the file for rank 0's error as JSON, which the launcher prints."""
 HELP = """\
 Usage: flatout COMMAND [ARGUMENTS] [section.key=value ...]
 
@@ -154,7 +157,14 @@ def call(words: list[str], display: contextlib.ExitStack, as_json: bool) -> int:
     if command.processes is not None and not {"RANK", "WORLD_SIZE"} & os.environ.keys():
         count = command.processes(**_wanted(command.processes, values | {"progress": progress}))
         if count > 1:
-            return launch(program(words), count, os.environ, usable_cores())
+            import tempfile
+
+            with tempfile.TemporaryDirectory() as folder:
+                answer = Path(folder) / "answer"
+                own = os.environ | {ANSWER: str(answer)}
+                code = launch(program(words), count, own, usable_cores())
+                text = answer.read_text() if code and answer.exists() else ""
+            return code if write_output(lambda: print(text, end="")) else 1
     spin_less_beside_others(progress if command.is_timed else SILENT)
     report = RunReport(terminal, verbose=values.get("verbose", False))
     stream = sys.stderr if as_json else sys.stdout
@@ -167,7 +177,7 @@ def call(words: list[str], display: contextlib.ExitStack, as_json: bool) -> int:
     result = command.call(**_wanted(command.call, values))
     display.close()
     is_shown = not is_main or write_output(lambda: _show(result, as_json))
-    code: int = result.exit_code
+    code = result.exit_code
     return code if is_shown or command.writes_files else code or 1
 
 
@@ -285,5 +295,9 @@ def _fail(error: FlatoutError, as_json: bool) -> int:
     if as_json and rank == "0":
         answer = {"error": error.what, "fix": error.fix, "exit_code": error.exit_code}
         answer["kind"] = kind_of(error)
-        write_output(lambda: print(json.dumps(answer)))
+        text = json.dumps(answer) + "\n"
+        if ANSWER in os.environ:  # another rank may have failed before
+            Path(os.environ[ANSWER]).write_text(text)
+        else:
+            write_output(lambda: print(text, end=""))
     return error.exit_code
