@@ -69,7 +69,12 @@ def amount(number: float, unit: str = "") -> str:
 
 def gib(size: float) -> str:
     """Return memory in GiB, or in MiB where two digits would hide it."""
-    return f"{size:.2f} GiB" if size >= 0.1 else f"{1024 * size:.1f} MiB"
+    return f"{size:,.2f} GiB" if size >= 0.1 else f"{1024 * size:.1f} MiB"
+
+
+def memory_size(num_bytes: float) -> str:
+    """Return memory as `gib` does, given its bytes."""
+    return gib(num_bytes / 2**30)
 
 
 def digits(number: float) -> str:

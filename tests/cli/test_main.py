@@ -17,8 +17,8 @@ from shouting import Fakes, Shout
 from flatout.cli import main as cli
 from flatout.cli import parser, terminal
 from flatout.config.registry import COMMANDS
-from flatout.distributed import spinning
-from flatout.errors import ConfigError, OutOfMemory
+from flatout.distributed import launch, spinning
+from flatout.errors import ConfigError, OutOfMemory, RunFailed
 
 ROOT = Path(__file__).parents[2]
 
@@ -244,6 +244,35 @@ def test_other_ranks_are_quiet(run, monkeypatch):
     )
     assert run("shout", "Stopped") == (75, "", "")
     assert run("shout", "RunFailed") == (1, "", "[rank 1] It went wrong.\nFix: Do it right.\n")
+
+
+class Several(Fakes):
+    """A command that runs in two processes."""
+
+    def get(self, name):
+        return dataclasses.replace(super().get(name), processes=lambda: 2)
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_an_error_of_several_ranks_is_one_object(run, monkeypatch, raises):
+    """Rank 0 leaves its error to the launcher, which may know of an earlier one of another rank."""
+    for module in (cli, parser):
+        monkeypatch.setattr(module, "COMMANDS", Several())
+
+    def launched(command, count, environment, cores):
+        with monkeypatch.context() as rank_0:
+            for name in (cli.ANSWER, "RANK"):
+                rank_0.setenv(name, environment.get(name, "0"))
+            assert cli.execute(["shout", "DataError", "--json"]) == 2
+        if raises:
+            raise RunFailed("Rank 1 failed.", fix="See its message.")
+        return 2
+
+    monkeypatch.setattr(launch, "launch", launched)
+    code, out, err = run("shout", "DataError", "--json")
+    assert json.loads(out)["error"] == ("Rank 1 failed." if raises else "It went wrong.")
+    assert json.loads(out)["exit_code"] == code == (1 if raises else 2)
+    assert "It went wrong." in err
 
 
 def python(*words, **options):

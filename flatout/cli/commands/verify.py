@@ -15,10 +15,10 @@ from flatout.config.signature import Argument, Option, checked
 from flatout.data.store.manifest import TOKENIZER
 from flatout.data.store.remote import dataset_url
 from flatout.data.store.verify import verify_dataset, verify_remote
-from flatout.display import Display, table_of
+from flatout.display import Display, amount, table_of
 from flatout.errors import CheckpointError, ConfigError, FlatoutError, in_shell
 from flatout.measure.resume import ResumeProof
-from flatout.progress import SILENT, Progress, counted, readable_size
+from flatout.progress import SILENT, Progress, counted
 from flatout.storage.files import sha256
 from flatout.storage.json_io import Result
 from flatout.storage.remote.urls import is_url
@@ -63,7 +63,7 @@ class VerifyResult(Result):
         if self.resume is not None:
             return self.resume.display()
         found = f"is damaged: {counted(len(self.problems), 'problem')}."
-        read = f"{counted(self.files, 'file')} read, {readable_size(self.bytes)}."
+        read = f"{counted(self.files, 'file')} read, {amount(self.bytes, 'bytes')}."
         fix = "Fix: restore the damaged files from a copy, or delete the checkpoint."
         if self.kind == "dataset":
             read = f"{counted(self.blocks, 'block')} of {read}"
