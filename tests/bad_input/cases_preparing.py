@@ -147,7 +147,7 @@ CASES = [
         "--part and --join together",
         f"prepare book.txt {NEW} --part 1/2 --join",
         ("--part", "--join"),
-        ("without --part",),
+        ("Remove one of the two",),
     ),
     Case(
         "--join before any --part", f"prepare book.txt {NEW} --join", ("data/new",), ("--part 1/N",)
