@@ -220,7 +220,7 @@ CASES = [
         "--part with a URL as --out",
         "prepare book.txt --out s3://bucket/new --part 1/2",
         ("--part", "s3://bucket/new"),
-        ("shared directory",),
+        ("Parts share a directory",),
     ),
     Case(
         "--workers 0",

@@ -328,6 +328,7 @@ def test_the_fingerprint_contains_the_number_of_threads():
         ("4*NVIDIA A100-SXM4-80GB", 4, "a100-sxm-80gb"),
         ("RTX 3080 12GB", 1, "rtx-3080-12gb"),
         ("geforce rtx 3090", 1, "rtx-3090"),
+        ("2x h200-n", 2, "h200-nvl"),
     ],
 )
 def test_a_machine_is_named_by_row_driver_or_short_name(text, count, row):
