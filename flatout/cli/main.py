@@ -18,7 +18,7 @@ import re
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -113,7 +113,11 @@ def execute(words: list[str]) -> int:
         raise what
 
     try:
-        with display, _handled(stop, "SIGINT", "SIGTERM", "SIGUSR1"):  # a run installs its own
+        with contextlib.ExitStack() as handlers, display:
+            for name in ("SIGINT", "SIGTERM", "SIGUSR1"):  # a run installs its own
+                number = getattr(signal, name, signal.SIGTERM)  # Windows lacks SIGUSR1
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    handlers.callback(signal.signal, number, signal.signal(number, stop))
             return call(words, display, as_json)
     except UntrustedCode as error:
         return _fail(_with_command(error, *words), as_json)
@@ -254,22 +258,6 @@ def _out_of_memory(error: Exception) -> OutOfMemory:
             f"unlimited`, or in the job script that sets it. Otherwise: {error.fix}"
         )
     return error
-
-
-@contextlib.contextmanager
-def _handled(stop: Callable[[int, FrameType | None], object], *names: str) -> Iterator[None]:
-    """Let `stop` handle signals, except those that are ignored."""
-    # Windows, which `require_posix` rejects, lacks SIGUSR1.
-    numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
-    handlers = {number: signal.getsignal(number) for number in numbers}
-    before = {number: one for number, one in handlers.items() if one is not signal.SIG_IGN}
-    for number in before:
-        signal.signal(number, stop)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _show(result: Result, as_json: bool) -> None:

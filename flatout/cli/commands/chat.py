@@ -26,7 +26,6 @@ from flatout.inference.exported import is_run
 from flatout.progress import SILENT, Progress
 from flatout.storage.files import Stored
 from flatout.storage.json_io import Result
-from flatout.training.run_dir.layout import trusted_config
 from flatout.training.run_dir.lookup import run_or_newest
 
 RESET, QUIT = "/reset", "/quit"
@@ -88,7 +87,6 @@ def chat(
     require_sampling(top_p, seed)
     if is_run(run):
         folder = run_or_newest(run)
-        trusted_config(folder, trust_code=trust_code)
         _template(folder, chat_template, load_tokenizer(folder / TOKENIZER))
     from flatout.inference.chat import ChatSession, Sampling
     from flatout.inference.load import load_model

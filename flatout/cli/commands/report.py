@@ -8,7 +8,7 @@ from typing import Annotated
 
 from flatout.cli.commands import Command
 from flatout.config.signature import Argument, Option, checked
-from flatout.errors import CheckpointError, DataError, OutputInUse
+from flatout.errors import CheckpointError, OutputInUse
 from flatout.measure.results import FILE as TUNING
 from flatout.progress import SILENT, Progress
 from flatout.storage.files import write_whole, writing
@@ -119,24 +119,15 @@ def _folders(run: str | Path) -> list[Path]:
 def _require_ours(path: Path) -> None:
     """Check that `path` can be replaced: it does not exist, or is a report.
 
-    Raises: OutputInUse; DataError.
+    Raises: OutputInUse.
     """
     from flatout.measure.report.page import MARK
 
-    if not path.parent.is_dir():
-        raise DataError(
-            f"There is no directory {path.parent}.", fix="Create it, or choose a different --out."
+    if path.exists() and not path.read_bytes().startswith(MARK.encode()):
+        raise OutputInUse(
+            f"{path} exists and is not a report.",
+            fix="Choose a different file with --out, or move that one away.",
         )
-    if not path.exists():
-        return
-    if path.is_file():
-        with path.open("rb") as file:
-            if file.read(len(MARK)) == MARK.encode():
-                return
-    raise OutputInUse(
-        f"{path} exists and is not a report.",
-        fix="Choose a different file with --out, or move that one away.",
-    )
 
 
 COMMAND = Command(report, example="flatout report runs/demo", writes_files=True)

@@ -14,7 +14,7 @@ from typing import Annotated
 
 from flatout.cli.commands import Command
 from flatout.config.signature import Argument, Option, checked
-from flatout.display import Display, Show, age, amount, loss, table_of
+from flatout.display import Show, age, amount, loss
 from flatout.errors import CheckpointError, ConfigError, FlatoutError, in_shell, on_one_line
 from flatout.measure.runlog import RunLog
 from flatout.progress import SILENT, Progress
@@ -107,9 +107,9 @@ class CheckpointItem(Stored):
 class RunsResult(Result):
     """Runs, oldest first, or one run with its checkpoints."""
 
-    items: list[RunItem]
+    items: Annotated[list[RunItem], Show(record=lambda _: "")]
     """One object per run."""
-    checkpoints: tuple[CheckpointItem, ...] = ()
+    checkpoints: Annotated[tuple[CheckpointItem, ...], Show(record=lambda _: "")] = ()
     """Of the run that was named, by step."""
     aside: tuple[str, ...] = ()
     """The directories of its checkpoints that were set aside: the run went back to an earlier step.
@@ -117,10 +117,11 @@ class RunsResult(Result):
     removed: tuple[str, ...] = ()
     """The directories that this command deleted."""
 
-    def display(self) -> Display:
-        """Return the runs, the checkpoints of the run that was named, and what was deleted."""
+    @property
+    def notes(self) -> list[str]:
+        """What was deleted, and what is wrong with checkpoints."""
         if not self.items:
-            return Display("There are no runs yet. `flatout demo` starts one.")
+            return ["There are no runs yet. `flatout demo` starts one."]
         run = in_shell(self.items[0].run)
         notes = [f"Deleted {path}" for path in self.removed]
         notes += [item.problems[0] for item in self.checkpoints if item.problems]
@@ -131,8 +132,7 @@ class RunsResult(Result):
                 f"Set aside, since the run went back to an earlier step: {', '.join(self.aside)}. "
                 f"`flatout runs {run} --keep N` deletes them too."
             )
-        tables = [table_of(each) for each in (self.items, self.checkpoints) if each]
-        return Display("", (), tables, notes)
+        return notes
 
 
 @checked

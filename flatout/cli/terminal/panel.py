@@ -50,14 +50,10 @@ def settings_of(run: Any) -> str:
         filled.get("optimizer", config.optim.kind).replace("-", " "),
         *([filled["activations"]] if "activations" in filled else []),
     ]
-    sizes = [
-        counted(int(batch.rows_per_device), "row"),
-        counted(batch.accumulate or 1, "micro-batch", "micro-batches"),
-        counted(run.mesh.dp_size, "device"),
-    ]
-    product = " x ".join([sizes[0], *(size for size in sizes[1:] if not size.startswith("1 "))])
-    tokens = f"{config.data.seq_len:,} tokens = {run.tokens_per_step:,} per step"
-    return f"{', '.join(parts)}; {product} of {tokens}"
+    sizes = {"micro-batches": batch.accumulate or 1, "devices": run.mesh.dp_size}
+    product = "".join(f" x {size:,} {name}" for name, size in sizes.items() if size > 1)
+    rows = f"{counted(int(batch.rows_per_device), 'row')}{product} of {config.data.seq_len:,}"
+    return f"{', '.join(parts)}; {rows} tokens = {run.tokens_per_step:,} per step"
 
 
 def sparkline(values: Sequence[float], encoding: str) -> str:
