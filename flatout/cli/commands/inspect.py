@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
@@ -27,6 +28,7 @@ STATED: Any = {
     "splits": {"__all__": {"documents", "tokens", "text_bytes"}},
 }
 """Facts as the manifest states them, `text_bytes` of the text in the loss."""
+DIGEST = re.compile("[0-9a-f]{64}")
 MASK_CHUNK = 1 << 24
 """Mask values read at a time."""
 MASKED = "«{}»"
@@ -140,12 +142,12 @@ def _text(split: Split, size: int, decode: Callable[[list[int]], str]) -> str:
 
 
 def _shown(value: object) -> str:
-    """Return a fact as text, with the names of a tokenizer and of a chat template."""
+    """Return a fact as text, with the name of a chat template, and without digests."""
     if isinstance(value, dict):
         value = {
-            key: each.get("name") if isinstance(each, dict) and "name" in each else each
+            key: each.get("name", each) if isinstance(each, dict) else each
             for key, each in value.items()
-            if key != "digest"
+            if each is not None and not DIGEST.fullmatch(str(each))
         }
     return plain(value) or "none"
 

@@ -44,10 +44,11 @@ DEVICE = {
 def settings_of(run: Any) -> str:
     """Return the precision, the optimizer and the batch of a run."""
     config, batch, filled = run.config, run.config.batch, run.recipe.filled_by
+    fused = filled.get("optimizer", "adamw").replace("-", " ")
     parts = [
         f"{run.recipe.arithmetic(config.train.device)} matmuls",
         "compiled" if "compilation" in filled else "eager",
-        filled.get("optimizer", config.optim.kind).replace("-", " "),
+        fused if config.optim.kind == "adamw" else config.optim.kind,
         *([filled["activations"]] if "activations" in filled else []),
     ]
     sizes = {"micro-batches": batch.accumulate or 1, "devices": run.mesh.dp_size}
