@@ -92,26 +92,9 @@ def rate(tokens_per_s: float) -> str:
     return f"{amount(tokens_per_s)} tokens/s"
 
 
-def optional(number: float | None, form: str) -> str:
-    """Return a number in a format, or `-` for one that is not known."""
-    return "-" if number is None else format(number, form)
-
-
 def quoted(text: str) -> str:
     """Return text that a model wrote as a block, with a bar on its left."""
     return "\n".join(f"  | {line}".rstrip() for line in text.strip("\n").splitlines())
-
-
-def aligned(rows: Sequence[Sequence[str]], *, left: int = 1) -> list[str]:
-    """Return one line per row, with aligned columns: the first `left` to the left, others right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.ljust(width) if column < left else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    ]
 
 
 @dataclass(frozen=True)

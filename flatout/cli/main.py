@@ -122,11 +122,11 @@ def execute(words: list[str]) -> int:
     except UntrustedCode as error:
         return _fail(_with_command(error, *words), as_json)
     except (FlatoutError, MemoryError, RuntimeError, OSError, ImportError) as error:
-        if isinstance(error, OutOfMemory | MemoryError) or NO_MEMORY.search(str(error)):
-            return _fail(_out_of_memory(error), as_json)
-        if not isinstance(error, FlatoutError):
+        if isinstance(error, FlatoutError) and not isinstance(error, OutOfMemory):
+            return _fail(error, as_json)
+        if not isinstance(error, FlatoutError | MemoryError) and not NO_MEMORY.search(str(error)):
             raise
-        return _fail(error, as_json)
+        return _fail(_out_of_memory(error), as_json)
     except KeyboardInterrupt as interruption:
         return _fail(_interrupted(interruption), as_json)
 

@@ -192,56 +192,58 @@ class RunReport:
 
 ONCE = {"recompiled"}
 """Events of which only the first has a line. Others are in events.jsonl."""
-LINES: dict[str, str] = {
-    "start": "Training {amount} on {device} ({device_reason}): {machine}",
-    "resume": "Resuming at step {step:,} of {last_step:,} from {from_checkpoint}",
-    "save": "Saved {path}",
-    "evaluation": "Whole validation split: loss {loss:.4f} on {tokens:,} tokens",
-    "sample": "Sample at step {step:,}:\n{quoted}",
-    "alarm": "Alarm: {text}",
-    "alarm_over": "{text}",
-    "logger": "{logger}: {text}",
-    "recompiled": "Recompiled at step {step:,}, {compile_s:.0f} s: {listed}. Further "
-    "recompilations are only counted.",
-    "upload": "Sent step {step:,} to {url}: {amount}",
-    "upload_failed": "Checkpoints cannot be sent to {url} now ({reason}). Training continues. They "
-    "are sent later.",
+LINES: dict[str, Callable[[JsonObject], str]] = {
+    "start": lambda event: (
+        f"Training {amount(event['parameters'], 'parameters')} on {event['device']} "
+        f"({event['device_reason']}): {event['machine']}"
+    ),
+    "resume": "Resuming at step {step:,} of {last_step:,} from {from_checkpoint}".format_map,
+    "save": "Saved {path}".format_map,
+    "evaluation": "Whole validation split: loss {loss:.4f} on {tokens:,} tokens".format_map,
+    "sample": lambda event: f"Sample at step {event['step']:,}:\n{quoted(event['text'])}",
+    "alarm": "Alarm: {text}".format_map,
+    "alarm_over": "{text}".format_map,
+    "logger": "{logger}: {text}".format_map,
+    "compiled": lambda event: (
+        f"Compiled in pieces: {event['graph_breaks']} breaks, {event['cuda_graphs_skipped']} "
+        f"without CUDA graphs: {event['first_break'] or 'see the log of the compiler'}"
+        if event["graph_breaks"] or event["cuda_graphs_skipped"]
+        else ""
+    ),
+    "recompiled": lambda event: (
+        f"Recompiled at step {event['step']:,}, {event['compile_s']:.0f} s: "
+        f"{'; '.join(event['reasons']) or 'first call'}. Further recompilations are only counted."
+    ),
+    "upload": lambda event: (
+        f"Sent step {event['step']:,} to {event['url']}: {amount(event['bytes'], 'bytes')}"
+    ),
+    "upload_failed": lambda event: (
+        f"Checkpoints are no longer sent to {event['url']}. {event['reason']}. Training continues "
+        f"here. {event['fix']}"
+        if "fix" in event
+        else f"Checkpoints cannot be sent to {event['url']} now ({event['reason']}). Training "
+        "continues. They are sent later."
+    ),
     "upload_dropped": "Step {step:,} was deleted here before it could be sent to {url}: saves are "
-    "faster than uploads.",
-    "upload_pending": "Not yet sent to {url}: step {listed} ({reason}). The next start of this run "
-    "sends it.",
+    "faster than uploads.".format_map,
+    "upload_pending": lambda event: (
+        f"Not yet sent to {event['url']}: step {', '.join(f'{step:,}' for step in event['steps'])} "
+        f"({event['reason']}). The next start of this run sends it."
+    ),
 }
-"""The line about each event, of its fields and those of MADE."""
-MADE: dict[str, Callable[[JsonObject], JsonObject]] = {
-    "start": lambda event: {"amount": amount(event["parameters"], "parameters")},
-    "upload": lambda event: {"amount": amount(event["bytes"], "bytes")},
-    "recompiled": lambda event: {"listed": "; ".join(event["reasons"]) or "first call"},
-    "upload_pending": lambda event: {"listed": ", ".join(f"{n:,}" for n in event["steps"])},
-    "sample": lambda event: {"quoted": quoted(event["text"])},
-}
+"""The line about each event. Empty if it needs none."""
 
 
 def event_line(event: JsonObject) -> str | None:
     """Return a line about an event, None if it needs none."""
-    kind = event["event"]
-    if kind == "compiled" and (event["graph_breaks"] or event["cuda_graphs_skipped"]):
-        return (
-            f"Compiled in pieces: {event['graph_breaks']} breaks, {event['cuda_graphs_skipped']} "
-            f"without CUDA graphs: {event['first_break'] or 'see the log of the compiler'}"
-        )
-    if kind == "upload_failed" and "fix" in event:
-        return (
-            f"Checkpoints are no longer sent to {event['url']}. {event['reason']}. Training "
-            f"continues here. {event['fix']}"
-        )
-    if kind in LINES:
-        return LINES[kind].format_map(event | (MADE[kind](event) if kind in MADE else {}))
-    if "logger" in event:
-        return (
-            f"The logger {event['logger']} has failed and is disabled ({event['reason']}). "
-            "Training continues. metrics.jsonl has the same metrics."
-        )
-    return None
+    if event["event"] in LINES:
+        return LINES[event["event"]](event) or None
+    if "logger" not in event:
+        return None
+    return (
+        f"The logger {event['logger']} has failed and is disabled ({event['reason']}). "
+        "Training continues. metrics.jsonl has the same metrics."
+    )
 
 
 def shown_in_cell(function: Any) -> Any:
