@@ -190,7 +190,11 @@ class Terminal:
     def _tick(self) -> None:
         while True:
             time.sleep(TICK_S)
-            self.tell()
+            with self._lock:
+                if not self.lines.tasks:
+                    self._ticker = None
+                    return
+                self.tell()
 
     def tell(self) -> None:
         """Print a line about the innermost operation, if one is due."""

@@ -125,14 +125,16 @@ def test_lines_fit_their_terminal_and_no_word_is_cut(width):
     assert len(lines) == {40: 4, 80: 3, 120: 2}[width]
 
 
-def test_close_ends_every_line(monkeypatch):
-    monkeypatch.setattr(module, "FIRST_PLAIN_S", 0.0)
+def test_close_ends_every_line_and_every_thread():
     for terminal in (plain(), live()):
+        before = set(threading.enumerate())
         context = terminal.task("Training", total=3)
         context.__enter__()
+        (thread,) = set(threading.enumerate()) - before
         terminal.close()
         assert terminal.lines.tasks == []
-        assert not terminal.lines.live.is_started
+        thread.join(timeout=3)
+        assert not thread.is_alive()
         context.__exit__(None, None, None)
 
 
