@@ -17,7 +17,7 @@ ROOMS = {
     "measure": 88_100,
     "data": 78_000,
     "training": 65_600,
-    "cli": 24_560,
+    "cli": 24_400,
     "models": 24_600,
     "assembly": 20_000,
     "config": 10_500,

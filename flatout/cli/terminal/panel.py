@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flatout.cli.terminal.lines import OpenTask, Terminal
-from flatout.display import amount, duration, quoted, rate
+from flatout.display import amount, quoted, rate
 from flatout.progress import counted
 from flatout.storage.json_io import JsonObject
 from flatout.storage.streams import can_show, wrapped
@@ -28,8 +28,6 @@ BARS, MAX_BARS = "▁▂▃▄▅▆▇█", 20
 """Of the sparkline."""
 MAX_LOSSES = 2000
 """The sparkline shows this many of the latest losses."""
-EPOCHS_EVERY_S = 5.0
-"""Minimum time between lines about epochs. A short text has many epochs per second."""
 DEVICE = {
     "perf/mfu": "MFU {:.1%}",
     "mem/allocated_gib": "{:.2f} GiB",
@@ -83,14 +81,9 @@ class RunReport:
         self._said: set[str] = set()
         """Lines about events, and kinds of events that have only one."""
         self._decisions: list[JsonObject] = []
-        self._reset(0, -1, 0.0)
-
-    def _reset(self, step: int, last_step: int, epochs: float) -> None:
-        self._step, self._last_step = step, last_step
+        self._step, self._last_step = 0, -1
         self._metrics: Mapping[str, float] = {}
         self._losses = deque[float](maxlen=MAX_LOSSES)
-        self._epoch, self._epoch_losses, self._epoch_s = int(epochs), list[float](), 0.0
-        """The last epoch with a line, the losses since then, and its time."""
 
     def on_start(self, run: Any) -> None:
         """Print how many speedups are on, and show the line of the steps before the first one."""
@@ -103,7 +96,8 @@ class RunReport:
         if decisions and not self._verbose:
             on = f"{sum(one['on'] for one in decisions)} of {len(decisions)} speedups on"
             self.terminal.say(f"{settings_of(run)}; {on} (--verbose shows each)")
-        self._reset(run.step, run.last_step, run.step / run.steps_per_epoch)
+        self._step, self._metrics = run.step, {}
+        self._losses.clear()
         steps = {"total": run.last_step, "done": run.step, "unit": "steps"}
         task = self.terminal.task("Training", panel=self.panel, **steps)
         self._task = self._open.enter_context(task)
@@ -125,22 +119,14 @@ class RunReport:
         self._task.note(" · ".join(filter(None, facts)))
 
     def on_record(self, record: Mapping[str, float]) -> None:
-        """Keep the latest metrics for the line. Print evaluations and new epochs."""
+        """Keep the latest metrics for the line. Print evaluations."""
         self._metrics = {**self._metrics, **record}
-        step = f"{record['step']:,.0f}"
         if "train/loss" in record:
             self._losses.append(record["train/loss"])
-            self._epoch_losses.append(record["train/loss"])
         if "val/loss" in record:
-            self.terminal.say(f"Step {step}: validation loss {record['val/loss']:.4f}")
-        epoch, now_s = int(record.get("train/epoch", 0)), record.get("wall_s", 0.0)
-        is_due = now_s - self._epoch_s >= EPOCHS_EVERY_S or record["step"] >= self._last_step
-        if epoch > self._epoch and is_due and self._epoch_losses:
-            mean, took = statistics.fmean(self._epoch_losses), duration(now_s - self._epoch_s)
-            self.terminal.say(
-                f"Epoch {epoch} done at step {step}: mean training loss {mean:.4f}, {took}"
-            )
-            self._epoch, self._epoch_losses, self._epoch_s = epoch, [], now_s
+            epoch = self._metrics.get("train/epoch")
+            where = f"Step {record['step']:,.0f}" + (f", epoch {epoch:.1f}" if epoch else "")
+            self.terminal.say(f"{where}: validation loss {record['val/loss']:.4f}")
 
     def on_event(self, event: JsonObject) -> None:
         """Print a line about an event. The last sample is part of the closing lines."""

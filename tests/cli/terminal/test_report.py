@@ -118,19 +118,15 @@ def test_a_verbose_run_shows_each_in_columns_that_fit_the_longest_name(terminal)
     assert len({line.index(why) for line, why in zip(lines, reasons, strict=True)}) == 1
 
 
-def test_epochs_and_evaluations_print_a_line_each_unless_epochs_are_quick(terminal):
+def test_evaluations_print_a_line_with_the_epoch(terminal):
     report = RunReport(terminal)
-    report.on_start(run_at(0, last_step=600, steps_per_epoch=20.0))
-    for step in range(10, 601, 10):
-        report.on_tick(step, 600)
-        times = {"train/epoch": step / 20, "wall_s": 0.018 * step}
-        report.on_record({"step": step, "train/loss": 3.0, **times})
-    report.on_record({"step": 600, "val/loss": 2.5})
+    report.on_start(run_at(0, last_step=32))
+    report.on_record({"step": 20, "val/loss": 2.25})
+    report.on_record({"step": 20, "train/loss": 2.0, "train/epoch": 1.25})
+    report.on_record({"step": 30, "val/loss": 2.5})
     assert text_of(terminal).splitlines() == [
-        "Epoch 14 done at step 280: mean training loss 3.0000, 5.0 s",
-        "Epoch 28 done at step 560: mean training loss 3.0000, 5.0 s",
-        "Epoch 30 done at step 600: mean training loss 3.0000, 0.7 s",
-        "Step 600: validation loss 2.5000",
+        "Step 20: validation loss 2.2500",
+        "Step 30, epoch 1.2: validation loss 2.5000",
     ]
 
 
