@@ -32,6 +32,11 @@ STARTS = re.compile(r"(.*/)?(python[\d.]*|torchrun|accelerate|deepspeed|[^=]+\.p
 """The first word of a script's command."""
 
 
+def path(text: str) -> Path | str:
+    """Return a path. Empty text stays: it is no path, and `checked` rejects it."""
+    return Path(text) if text else text
+
+
 def build(name: str) -> click.Command:
     """Return the parser of `flatout NAME`.
 
@@ -74,7 +79,7 @@ def _click_parameter(
     is_required = default is inspect.Parameter.empty
     shared: dict[str, Any] = {"required": is_required, "type": kind, "help": metadata.help}
     if kind is Path:
-        shared["type"] = click.Path()  # a string: `checked` rejects an empty one
+        shared["type"] = path
     if not is_required and not is_list:
         shared["default"] = default
     if get_origin(kind) is Literal:
