@@ -153,8 +153,6 @@ def _explained(error: click.ClickException, name: str, parser: click.Command) ->
         return ConfigError(f"`flatout {name}` has no option {option!r}.", fix=fix)
     message = error.format_message().rstrip(".")
     param = error.param if isinstance(error, click.BadParameter) else None
-    if isinstance(error, click.BadOptionUsage):
-        param = next((one for one in parser.params if error.option_name in one.opts), None)
     if isinstance(param, click.Option) and not param.required:
         default = f" for the default, {param.default}" if param.show_default else ""
         see = f"Remove {param.opts[0]}{default}, or correct it: {param.help}"

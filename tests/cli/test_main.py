@@ -146,7 +146,7 @@ def test_bugs_show_their_traceback(monkeypatch):
             "`flatout shout`: invalid value for",
             "Remove --times for the default, 1",
         ),
-        (["shout", "hi", "--times"], "`flatout shout`: ", "Remove --times for the default, 1"),
+        (["shout", "hi", "--times"], "`flatout shout`: ", "flatout shout hello --times 2"),
         (["shout"], "`flatout shout`: missing argument", "flatout shout hello --times 2"),
         (["--vesion"], "There is no command named '--vesion'.", "Did you mean '--version'?"),
     ],

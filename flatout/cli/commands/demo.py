@@ -79,7 +79,15 @@ def demo(
     name, recipe, tokenizer, split = "demo", "demo", "train:4096", "hash 0.02"
     source, data = "python_stdlib", f"python-{platform.python_version()}"
     if file is not None:
-        source, size = str(file), _require_file(file)
+        require_local(file, error=DataError)
+        if not Path(file).exists():
+            raise missing(Path(file))
+        if not Path(file).is_file():
+            raise DataError(
+                f"{file} is not a file. `demo` takes one text file.",
+                fix="Name one text file. `flatout prepare` takes directories and several files.",
+            )
+        source, size = str(file), Path(file).stat().st_size
         # A text that changed has a dataset and a run of its own.
         with Path(file).open("rb") as content:
             digest = hashlib.file_digest(content, "sha256").hexdigest()[:8]
@@ -114,23 +122,6 @@ def demo(
     else:
         progress.say(f"Resuming {run}.")
     return DemoResult(**dict(train(config, run=run, observers=observers, progress=progress)))
-
-
-def _require_file(file: Path | str) -> int:
-    """Return the size of a file on this machine.
-
-    Raises: DataError when it is none.
-    """
-    require_local(file, error=DataError)
-    path = Path(file)
-    if not path.exists():
-        raise missing(path)
-    if not path.is_file():
-        raise DataError(
-            f"{file} is not a file. `demo` takes one text file.",
-            fix="Name one text file. `flatout prepare` takes directories and several files.",
-        )
-    return path.stat().st_size
 
 
 def fitted(

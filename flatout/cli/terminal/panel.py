@@ -96,6 +96,7 @@ class RunReport:
         if decisions and not self._verbose:
             on = f"{sum(one['on'] for one in decisions)} of {len(decisions)} speedups on"
             self.terminal.say(f"{settings_of(run)}; {on} (--verbose shows each)")
+        self._close()  # of an attempt that ran out of memory
         self._step, self._metrics = run.step, {}
         self._losses.clear()
         steps = {"total": run.last_step, "done": run.step, "unit": "steps"}
