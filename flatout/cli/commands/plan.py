@@ -9,7 +9,6 @@ from flatout.cli.commands import Command, Overrides, RecipeName
 from flatout.config.schema import load_config
 from flatout.config.signature import Option, checked
 from flatout.errors import ConfigError
-from flatout.hardware.machine import probe
 from flatout.measure.plan.result import Plan
 from flatout.progress import SILENT, Progress
 from flatout.storage.cache import default_cache
@@ -56,8 +55,6 @@ def plan(
     preflight.check_paths(config)
     if machine is not None:
         preflight.require_machine(config, machine)
-    elif config.train.device.startswith("cuda") and not probe().gpus:
-        progress.say("There is no GPU here. `--machine 'H100'` plans for one.")
     from flatout.measure.plan.plan import make_plan
 
     return make_plan(

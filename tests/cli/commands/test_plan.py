@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -14,7 +13,6 @@ from flatout.cli.commands.plan import plan
 from flatout.cli.commands.train import train
 from flatout.errors import ConfigError
 from flatout.hardware import machine as hardware
-from flatout.progress import SILENT
 
 pytestmark = pytest.mark.slow
 
@@ -124,11 +122,7 @@ def test_a_dataset_that_is_here_gives_vocabulary_and_length(recipe, tiny_set, tm
 
 def test_a_gpu_recipe_on_a_machine_without_one(recipe, monkeypatch):
     monkeypatch.setattr(hardware, "_gpus", lambda: ())
-    said = []
-    progress = SimpleNamespace(say=said.append, task=SILENT.task)
-    words = [*SMALL, "model.vocab_size=101", "train.device=cuda"]
-    found = plan(recipe, words, progress=progress)
-    assert said[0] == "There is no GPU here. `--machine 'H100'` plans for one."
+    found = plan(recipe, [*SMALL, "model.vocab_size=101", "train.device=cuda"])
     assert found.fits is False
     assert found.tokens_per_s is None
     assert "a GPU that is not here" in found.summary()
