@@ -120,7 +120,7 @@ def chat(
                 show(f"{error.what} {error.fix}\n")
     return ChatResult(
         conversations=[
-            [ChatTurn(role=turn["role"], content=turn["content"]) for turn in turns]
+            [ChatTurn(**turn) for turn in turns]
             for turns in [*conversations, session.messages]
             if any(turn["role"] == "user" for turn in turns)
         ]

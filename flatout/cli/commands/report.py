@@ -71,7 +71,9 @@ def report(
     from flatout.measure.report.page import render, require_packages
 
     began_s = time.perf_counter()
-    given = [runs] if isinstance(runs, str | Path) else runs or run_names()[:1] or [str(RUNS / "NAME")]
+    given = (
+        [runs] if isinstance(runs, str | Path) else runs or run_names()[:1] or [str(RUNS / "NAME")]
+    )
     folders = [folder for run in given for folder in _folders(run)]
     folders = list({folder.resolve(): folder for folder in folders}.values())
     require_local(out or "", "--out ")

@@ -37,8 +37,12 @@ SAMPLE_TOKENS, MOST_DOCUMENTS = 160, 8
 """Length of a sample during a run, and the most documents in it."""
 SAMPLE_LINES = 12
 """Most lines of a sample that are shown at the end: all of it is in events.jsonl."""
-COMPARED_FROM_S = 10.0
-"""Seconds of a run from which it is compared with the prediction."""
+
+
+def prediction(predicted: JsonObject) -> str:
+    """Return what was predicted of a run, under the names of the measured metrics."""
+    forms = {"wall_s": duration, "peak_gib": gib, "tokens_per_s": rate}
+    return ", ".join(form(predicted[name]) for name, form in forms.items() if predicted.get(name))
 
 
 class TrainResult(Result):
@@ -93,9 +97,7 @@ class TrainResult(Result):
     """Seconds over all resumes."""
     resumed_from: str | None
     """Checkpoint that this process resumed from."""
-    predicted: Annotated[
-        JsonObject | None, Show("Predicted", record=lambda result: result.comparison())
-    ] = None
+    predicted: Annotated[JsonObject | None, Show("Predicted", prediction, unknown="")] = None
     """What was predicted before the first step, under the names of the measured metrics.
 
     It has tokens_per_s, wall_s and peak_gib (null: unknown), and where they come from. Null in
@@ -158,19 +160,6 @@ class TrainResult(Result):
         if self.mfu is not None:
             return f"{self.mfu:.1%} of the peak ({self.mfu_of})"
         return self.mfu_of or "unknown: no peak rate is known for this device"
-
-    def comparison(self) -> str:
-        """Return what was predicted, each number with the actual one.
-
-        Start-up is most of a short run, and one that ended early did not take the predicted time.
-        """
-        predicted, forms = self.predicted or {}, {"tokens_per_s": rate, "peak_gib": gib}
-        forms |= {} if self.stopped_early else {"wall_s": duration}
-        return ", ".join(
-            f"{form(predicted[name])} (actual {form(getattr(self, name))})"
-            for name, form in forms.items()
-            if self.wall_s >= COMPARED_FROM_S and predicted.get(name) and getattr(self, name)
-        )
 
 
 RunDir = Annotated[
