@@ -18,12 +18,12 @@ from typing import Any
 from flatout.config.schema import RunConfig, flat
 from flatout.config.sections import CheckpointConfig, LogConfig
 from flatout.config.trust import forget
-from flatout.display import Display
+from flatout.display import Display, amount
 from flatout.errors import ConfigError, HardwareError, RunFailed, Stopped
 from flatout.hardware.machine import pick_device, probe
 from flatout.measure.scripts.request import Request
 from flatout.measure.trial import error_in, last_words, require_one_process, run_recipe
-from flatout.progress import SILENT, Progress, readable_size
+from flatout.progress import SILENT, Progress
 from flatout.storage.files import Stored
 from flatout.training.checkpoint import catalog
 from flatout.training.checkpoint.contents import read_state
@@ -94,7 +94,7 @@ class ResumeProof(Stored):
         notes = [
             *self.differences,
             f"Compared: {self.tensors:,} tensors of weights and optimizer state at the stop and at "
-            f"the end, {self.values:,} values of the state, {readable_size(self.bytes)}, and "
+            f"the end, {self.values:,} values of the state, {amount(self.bytes, 'bytes')}, and "
             f"{self.figures:,} recorded values.",
             *(f"Possible cause: {cause}" for cause in self.causes),
         ]
