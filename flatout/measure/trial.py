@@ -144,6 +144,11 @@ class Result(Stored):
         """Mean milliseconds of a measured step."""
         return 1e3 * statistics.fmean(self.measured_s)
 
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Tokens per second of a recipe."""
+        return self.tokens_per_step and 1e3 * self.tokens_per_step / self.step_ms
+
     def times_as_fast(self, other: Result) -> float:
         """Return how many times faster this trial was, over the same steps where there are some."""
         steps = range(

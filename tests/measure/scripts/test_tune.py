@@ -15,8 +15,7 @@ import pytest
 
 import flatout
 from flatout.errors import RunFailed
-from flatout.measure import trial
-from flatout.measure.results import NO_TIME, Left, ScriptTuning
+from flatout.measure import race, trial
 from flatout.measure.scripts import tune
 from flatout.measure.scripts.request import Answer, Facts, Site
 from flatout.measure.scripts.tune import name_of
@@ -134,6 +133,7 @@ def tuned(tmp_path, monkeypatch):
         script.path.write_text(SOURCE)
         for module in (tune, trial):
             monkeypatch.setattr(module, "run_command", script.run)
+        for module in (tune, trial, race):
             monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: script.now_s))
         names = ",".join({**script.speed, **script.wrong})
         options = {"script": ["train.py"], "only": names} | options
@@ -158,7 +158,7 @@ def test_winners_are_added_by_gain_and_the_rest_has_a_reason(tuned):
     assert found.gain.low > 2.2
     assert found.gain_losses.within_tolerance
     assert rows["compile"].gain.median == pytest.approx(1.9, rel=0.01)
-    assert rows["tf32"].against == "compile"
+    assert rows["tf32"].against == "+ compile"
     assert "OutOfMemoryError" in rows["threads"].reason
     assert not rows["bf16"].taken
     assert rows["malloc"].first_gain == pytest.approx(0.9, rel=0.01)
@@ -225,10 +225,24 @@ def test_the_time_is_kept_and_the_first_changes_are_measured_in_its_first_half(
         assert "not proven" in found.summary() or "Add --minutes" in found.summary()
 
 
+def test_only_what_was_found_or_asked_for_is_left_behind(tuned, tmp_path):
+    slow = Script(speed={"tf32": 0.9})
+    assert tuned(slow).path == ""
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+    assert tuned(slow, out="kept").path == "kept"
+    assert (tmp_path / "kept" / "tuning.json").is_file()
+    tuned(Script(speed={"no-anomaly": 1.5}))
+    assert (tmp_path / "tuned-train" / "changes.patch").is_file()
+    tuned(slow)
+    assert not (tmp_path / "tuned-train" / "changes.patch").exists(), "it is of an earlier tune"
+
+
 def test_all_changes_are_measured_while_none_is_promising(tuned):
     speed = dict.fromkeys(["tf32", "bf16", "malloc", "threads", "compile"], 0.9)
     found = tuned(Script(speed=speed), minutes=2)
     assert len(found.changes) == 5
+    late = tuned(Script(speed=speed, trial_s=25.0, look_s=25.0), minutes=1.5).summary()
+    assert re.search(r"There was not enough time for .*compile.*Add --minutes", late)
 
 
 def test_the_report_of_a_tuned_script_starts_with_the_changes_and_they_are_settings(
@@ -254,7 +268,7 @@ def test_ctrl_c_reports_what_was_measured(tuned, tmp_path):
     assert rows_of(found)["bf16"].first_gain == pytest.approx(1.6, rel=0.01)
     assert found.summary().startswith("Interrupted")
     assert found.taken == []
-    assert (tmp_path / "tuned-train" / "tuning.json").is_file()
+    assert not (tmp_path / "tuned-train").exists(), "nothing was found"
     early = tuned(Script(speed={"tf32": 1.5}, stops_in=1))
     assert early.changes == []
     assert early.exit_code == 130
@@ -352,25 +366,3 @@ def test_a_failure_without_a_message_has_the_line_of_the_user(tmp_path):
 )
 def test_results_are_named_after_the_script(command, name):
     assert name_of(command.split()) == name
-
-
-def test_changes_that_there_was_no_time_for_are_named():
-    late = [Left(name=name, reason=NO_TIME) for name in ("bf16", "compile")]
-    found = ScriptTuning(
-        changes=[],
-        taken=[],
-        written=[],
-        written_outside=[],
-        command=["python", "train.py"],
-        machine="a CPU",
-        verdict="It is slow.",
-        step_ms=20.0,
-        steps=16,
-        num_trials=3,
-        not_tried=[*late, Left(name="tf32", reason="There is no GPU.")],
-        loss_noise=None,
-        path="tuned-train",
-        wall_s=60.0,
-    )
-    assert "There was not enough time for bf16, compile. Add --minutes." in found.summary()
-    assert "tf32" not in found.summary()
