@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import time
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from flatout.errors import ConfigError, RunFailed, in_shell
 from flatout.measure.output import git
 from flatout.measure.race import Figure, LossCheck, Race
 from flatout.measure.results import Measurement, facts_of
+from flatout.measure.scripts import request
 from flatout.measure.scripts.request import Timing
 from flatout.measure.scripts.scratch import Scratch
 from flatout.measure.trial import Result, try_command
@@ -27,6 +29,7 @@ SECONDS, STEPS, WARM_STEPS = 3.0, 12, 4
 """Fewest seconds and measured steps of a trial, and the steps of its warm-up."""
 ROUNDS = 10
 """Most rounds."""
+HOOK = "flatout/measure/scripts/request.py"
 LONGEST_S = 900.0
 """A trial is ended after this."""
 RTOL = 1e-3
@@ -157,14 +160,17 @@ def compare_commands(
             least = 1.0 if at_least is None else at_least
             race.compare(two, one, rounds=ROUNDS, least=least)
     ratio = race.gain(two, one)
-    if ratio is None:
-        failed = [(side, found) for side in (one, two) if (found := race.failure(side))]
-        for side, found in failed:
+    for side in (one, two):
+        failed = race.failure(side)
+        if failed and ratio is None:
             raise RunFailed(
-                f"{side.name} could not be measured: {found.reason}.",
+                f"{side.name} could not be measured: {failed.reason}.",
                 fix="Run it alone first: trials have no standard input, and start in a copy of "
                 "this directory.",
             )
+        if failed:
+            notes.append(f"{side.name} failed in one trial, which ended it: {failed.reason}.")
+    if ratio is None:
         race.done.clear()  # half a round compares nothing
         race.require_result()
     rows = [row_of(side, race) for side in (one, two)]
@@ -201,6 +207,8 @@ def row_of(side: Side, race: Race) -> SideRow:
 def repository_of(folder: Path, revision: str) -> Path:
     """Return the top directory of the repository of a directory, which has the revision.
 
+    In flatout's own repository, the hook in a measured process is that of the revision, and must
+    read the requests of this one.
     Raises: ConfigError.
     """
     top = git(folder, "rev-parse", "--show-toplevel")
@@ -214,7 +222,24 @@ def repository_of(folder: Path, revision: str) -> Path:
             f"There is no revision {revision!r} in {top}.",
             fix="`git log --oneline` shows revisions, `git branch` names.",
         )
+    hook, own = Path(request.__file__), Path(top) / HOOK
+    theirs = git(folder, "show", f"{revision}:{HOOK}")
+    if own.is_file() and (theirs is None or code_of(theirs) != code_of(hook.read_text("utf-8"))):
+        raise ConfigError(
+            f"Revision {revision} of flatout cannot be measured by this one: its {HOOK}, by which "
+            "both must exchange requests, differs.",
+            fix=f"Name a later revision: git log -- {HOOK}",
+        )
     return Path(top)
+
+
+def code_of(text: str) -> str:
+    """Return Python code without its docstrings, to compare it."""
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef):
+            node.body = [one for one in node.body if not isinstance(one, ast.Expr)]
+    return ast.dump(tree)
 
 
 def check_out(copy: Scratch, revision: str) -> None:
