@@ -28,7 +28,6 @@ from flatout.assembly.selection import Gain, providers
 from flatout.config.registry import SPEEDUPS
 from flatout.config.schema import RunConfig
 from flatout.display import markdown
-from flatout.errors import ConfigError
 from flatout.measure.moves import (
     AHEAD,
     ROWS,
@@ -42,7 +41,7 @@ from flatout.measure.moves import (
     setting_of,
     tolerance_between,
 )
-from flatout.measure.output import claim
+from flatout.measure.output import claim, require_own
 from flatout.measure.race import LOSS_STEPS, ROUNDS, Done, Race, Row
 from flatout.measure.resolving import Resolved, resolve_apart
 from flatout.measure.results import Bench, Measurement, facts_of, shortened
@@ -298,16 +297,13 @@ def notes(race: Race, found: Bench) -> list[str]:
 def results_dir(config: RunConfig, sweep: str | None, out: Path | None) -> Path:
     """Return the results directory: `out`, or the next free bench/RECIPE-DIGEST. It is not created.
 
-    Raises: ConfigError when `out` contains other files, but no bench.
+    Raises: ConfigError when it contains other files, but no bench.
     """
     if out is None:
         out = BENCHES / "-".join(filter(None, (run_name(config), sweep)))
         more = (out.with_name(f"{out.name}-{number}") for number in count(2))
-        return next(path for path in chain([out], more) if not path.exists())
-    is_bench = (out / JSON).is_file() or (out / TRIALS).is_file()
-    if out.exists() and not is_bench and (not out.is_dir() or any(out.iterdir())):
-        what = "contains other files, but no bench" if out.is_dir() else "is a file"
-        raise ConfigError(f"{out} {what}.", fix="Choose a new directory with --out DIR.")
+        out = next(path for path in chain([out], more) if not path.exists())
+    require_own(out, is_own=(out / JSON).is_file() or (out / TRIALS).is_file())
     return out
 
 

@@ -7,10 +7,10 @@ equal records.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,11 @@ from flatout.config.schema import RunConfig, flat
 from flatout.config.sections import CheckpointConfig, LogConfig
 from flatout.config.trust import forget
 from flatout.display import Display
-from flatout.errors import ConfigError, HardwareError, RunFailed, Stopped
+from flatout.errors import ConfigError, RunFailed, Stopped
 from flatout.hardware.machine import pick_device, probe
 from flatout.measure.scripts.request import Request
 from flatout.measure.trial import error_in, last_words, require_one_process, run_recipe
-from flatout.progress import SILENT, Progress, readable_size
+from flatout.progress import SILENT, Progress
 from flatout.storage.files import Stored
 from flatout.training.checkpoint import catalog
 from flatout.training.checkpoint.contents import read_state
@@ -61,8 +61,8 @@ class ResumeProof(Stored):
     """Whether every bit is equal."""
     bytes: int
     """The size of the files compared."""
-    figures: int
-    """Recorded values compared: losses, gradient norms, learning rates, token counts."""
+    values: int
+    """What was compared: files of tensors, values of the state, and recorded values."""
     first_step: int | None
     """The first step after which something differs."""
     first_file: str | None
@@ -79,8 +79,7 @@ class ResumeProof(Stored):
             f"Resuming is {'' if self.is_equal else 'not '}exact.\n{first} + {after} steps with a "
             f"stop between them {how} {first + after} steps, {where}, on {self.device}."
         )
-        size = f"{readable_size(self.bytes)} of checkpoints and {self.figures:,} recorded values"
-        notes = [*self.differences, f"Compared: {size}."]
+        notes = [*self.differences, f"Compared: {self.values:,} values and digests."]
         if self.first_step is not None:
             why = BEFORE if self.first_step <= first else AFTER
             notes.append(f"{why} docs/resuming.md has each with its fix.")
@@ -94,14 +93,14 @@ def steps_of(text: str | None, config: RunConfig) -> tuple[int, int]:
     Raises: ConfigError when the text is not two numbers, or the recipe has fewer steps.
     """
     total = config.train.steps
-    found = re.fullmatch(r"\s*(\d+)\s*,\s*(\d+)\s*", text or "")
-    whole = int(min(total or math.inf, 10))
-    steps = (int(found[1]), int(found[2])) if found else (whole // 2, whole - whole // 2)
-    if text is not None and not (found and all(steps)):
+    found = re.fullmatch(r"\s*([1-9]\d*)\s*,\s*([1-9]\d*)\s*", text or "")
+    if text is not None and not found:
         raise ConfigError(
             f"--steps {text!r} is not two numbers of steps.",
             fix="Write --steps 5,5: five steps, a stop, and five more.",
         )
+    whole = min(total or 10, 10)
+    steps = (int(found[1]), int(found[2])) if found else (whole // 2, whole - whole // 2)
     require_length(total, steps)
     return steps
 
@@ -184,11 +183,7 @@ def _train(config: RunConfig, run: Path, steps: int, what: str, progress: Progre
         ran = run_recipe(config, run, Request(interrupt_after=steps, to_the_end=True), math.inf)
     if ran.code in (0, Stopped.exit_code):
         return max(catalog.steps(run), default=0)
-    error = error_in(ran.output)
-    if isinstance(error, HardwareError) and str(run.parent) in error.what:  # its disk is full
-        fix = "Free space there, or set TMPDIR to a directory on a larger disk."
-        raise HardwareError(error.what, fix=fix)
-    raise error or RunFailed(
+    raise error_in(ran.output) or RunFailed(
         f"{what}: the process ended with code {ran.code}: {last_words(ran.output)}.",
         fix="Try the same recipe with `flatout train`.",
     )
@@ -199,59 +194,43 @@ def compare_runs(whole: Path, parts: Path) -> dict[str, Any]:
 
     Raises: CheckpointError when a file cannot be read.
     """
-    apart: list[tuple[int, str, str]] = []
-    left, right = _figures(whole), _figures(parts)
-    for step, name in sorted(left.keys() | right.keys()):
-        what = shown(left.get((step, name)), right.get((step, name)))
-        apart += [(step, "metrics.jsonl", f"{name}{what}")] * bool(what)
-    num_bytes, saved = 0, ({*catalog.steps(run)} for run in (whole, parts))
-    for step in sorted(set.intersection(*saved)):
-        one, other = (catalog.checkpoint_path(run, step) for run in (whole, parts))
-        files, others = (catalog.read_manifest(path).files for path in (one, other))
-        num_bytes += sum(file.bytes for file in files.values())
-        for name in sorted(files.keys() | others.keys()):  # the model's before the optimizer's
-            digests = {each[name].sha256 if name in each else None for each in (files, others)}
-            if name.endswith(".safetensors") and len(digests) > 1:
-                apart.append((step, name, "differs"))
-        ours, theirs = _state(one), _state(other)
-        for key in sorted(ours.keys() | theirs.keys()):
-            what = shown(ours.get(key), theirs.get(key))
-            apart += [(step, catalog.STATE, f"{key}{what}")] * bool(what)
-    apart.sort(key=lambda each: each[0])
-    lines = [f"Step {step}, {file}: {text}." for step, file, text in apart]
+    saved = sorted({*catalog.steps(whole)} & {*catalog.steps(parts)})
+    one, other = (facts_of(run, saved) for run in (whole, parts))
+    manifests = [catalog.read_manifest(catalog.checkpoint_path(whole, step)) for step in saved]
+    lines = []
+    for step, name in sorted(one.keys() | other.keys()):
+        values = one.get((step, name)), other.get((step, name))
+        if values[0] != values[1]:
+            numbers = all(isinstance(value, int | float) for value in values)
+            lines.append((step, f"{name} differs" + ": {} -> {}".format(*values) * numbers))
     more = len(lines) - MOST_SHOWN
     return {
-        "is_equal": not apart,
-        "bytes": num_bytes,
-        "figures": len(left),
-        "first_step": apart[0][0] if apart else None,
-        "first_file": apart[0][1] if apart else None,
-        "differences": lines[:MOST_SHOWN] + [f"... and {more:,} more."] * (more > 0),
+        "is_equal": not lines,
+        "values": len(one),
+        "bytes": sum(file.bytes for each in manifests for file in each.files.values()),
+        "first_step": lines[0][0] if lines else None,
+        "first_file": lines[0][1].partition(" ")[0].rstrip(":") if lines else None,
+        "differences": [f"Step {step}, {text}." for step, text in lines[:MOST_SHOWN]]
+        + [f"... and {more:,} more."] * (more > 0),
     }
 
 
-def _figures(run: Path) -> dict[tuple[int, str], float]:
-    """Return the recorded values that do not depend on speed, by step and name."""
-    return {
-        (int(record["step"]), name): value
-        for record in layout.read_records(run)
-        for name, value in record.items()
-        if name.startswith(RECORDED)
-    }
-
-
-def _state(checkpoint: Path) -> dict[str, Any]:
-    """Return the values of a checkpoint's state under dotted keys, without the elapsed time."""
-    state = read_state(checkpoint)
-    ranks = {str(number): values for number, values in enumerate(state["ranks"])}
-    found = flat({"values": state["values"], "ranks": ranks})
-    found.pop("values.elapsed_s", None)
+def facts_of(run: Path, saved: Sequence[int]) -> dict[tuple[int, str], Any]:
+    """Return what must be equal in two runs, by step and name: recorded values that do not depend
+    on speed, the digests of tensor files, and the state without the elapsed time.
+    """
+    found: dict[tuple[int, str], Any] = {}
+    for record in layout.read_records(run):
+        for name in (name for name in record if name.startswith(RECORDED)):
+            found[int(record["step"]), f"{layout.METRICS}: {name}"] = record[name]
+    for step in saved:
+        checkpoint = catalog.checkpoint_path(run, step)
+        for name, file in catalog.read_manifest(checkpoint).files.items():
+            if name.endswith(".safetensors"):
+                found[step, name] = file.sha256
+        state = read_state(checkpoint)
+        ranks = {str(number): values for number, values in enumerate(state["ranks"])}
+        for key, value in flat({"values": state["values"], "ranks": ranks}).items():
+            if key != "values.elapsed_s":
+                found[step, f"{catalog.STATE}: {key}"] = value
     return found
-
-
-def shown(one: object, other: object) -> str:
-    """Return how two values differ, empty if they do not. Long ones are not shown."""
-    if one == other:
-        return ""
-    texts = [json.dumps(each, default=str) for each in (one, other)]
-    return " differs" if max(map(len, texts)) > 40 else f" differs: {texts[0]} -> {texts[1]}"

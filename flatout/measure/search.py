@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from flatout.measure.moves import Move, Setting
-from flatout.measure.race import LEAST_GAIN, Race, Row, TimeIsUp
+from flatout.measure.race import LEAST_GAIN, Figure, Race, Row, TimeIsUp
 
 PROMISING = 1.005
 """Lower gains of a first trial are not repeated."""
@@ -97,7 +97,8 @@ class Search:
             is_alone = is_last and not self.taken and not self.proves_alone
             if is_alone and race.results(after):  # nothing is measured on top of it
                 one = self._tried(move, after)
-                if self._decide(one) or one.reason == DIFFERENT:
+                one.reason = self.verdict(after, one.before, move, None)
+                if self._taken(one) or one.reason == DIFFERENT:
                     return
             if self._try(move, after, is_late=move in late):
                 following = move.then and move.then.apply(self.best)
@@ -175,36 +176,46 @@ class Search:
         if is_late and not is_possible:
             return False
         one = self._tried(move, after)
-        why: str | None = f"{race.stopped_by} before it was repeated"
-        if is_possible:
-            race.note(f"{self.name(after)} beside {self.name(best)}")
-            why = race.compare(after, best, reserve=self.last_trials // 2)
+        if not is_possible:
+            one.reason = f"{UNPROVEN}: {race.stopped_by} before it was repeated"
+            return False
+        race.note(f"{self.name(after)} beside {self.name(best)}")
+        one.reason = self.prove(one.after, one.before, move, reserve=self.last_trials // 2)
         one.is_raced = race.gain(after, best) is not None
-        if one.is_raced and why is None:
-            return self._decide(one)
-        one.reason = why if race.failure(after) else f"{UNPROVEN}: {why}"
         if not race.results(after) and not race.failure(after):
             self.tried.remove(one)
-        return False
+        return self._taken(one)
 
-    def _decide(self, one: Tried) -> bool:
-        """Return whether a move is taken: its losses agree and, if it was raced, it is faster."""
-        check = self.race.check(one.after, one.before)
-        gain = self.race.gain(one.after, one.before) if one.is_raced else None
-        if check.within_tolerance is False:  # what it removes may be what is wrong
-            one.reason = None if one.move.leaves_out else DIFFERENT
-        elif check.loss_difference is None:
-            one.reason = UNSEEN
-        elif check.within_tolerance is None and check.tolerance == "statistical":
-            one.reason = f"{UNPROVEN}: {check.tolerance_reason}"
-        elif gain and (gain.low or 0.0) < LEAST_GAIN:
-            is_undecided = gain.median >= LEAST_GAIN and (gain.high or 2.0) > LEAST_GAIN
-            one.reason = UNPROVEN if is_undecided else "no clear gain"
-        else:
-            one.reason = None
+    def _taken(self, one: Tried) -> bool:
+        """Return whether nothing speaks against a move, and note it."""
         one.taken = one.reason is None
         self.taken += [one] * one.taken
         return one.taken
+
+    def prove(
+        self, after: Setting, before: Setting, move: Move | None = None, *, reserve: int = 0
+    ) -> str | None:
+        """Race two settings, and return why the first one is not proven better. None: it is."""
+        why = self.race.compare(after, before, reserve=reserve)
+        if why is not None:
+            return why if self.race.failure(after) else f"{UNPROVEN}: {why}"
+        return self.verdict(after, before, move, self.race.gain(after, before))
+
+    def verdict(
+        self, after: Setting, before: Setting, move: Move | None, gain: Figure | None
+    ) -> str | None:
+        """Return why a setting is not taken: its losses differ, or its gain is not clear."""
+        check = self.race.check(after, before)
+        if check.within_tolerance is False:  # what a move removes may be what is wrong
+            return None if move and move.leaves_out else DIFFERENT
+        if check.loss_difference is None:
+            return UNSEEN
+        if check.within_tolerance is None and check.tolerance == "statistical":
+            return f"{UNPROVEN}: {check.tolerance_reason}"
+        if gain and (gain.low or 0.0) < LEAST_GAIN:
+            is_open = gain.median >= LEAST_GAIN and (gain.high or 2.0) > LEAST_GAIN
+            return UNPROVEN if is_open else "no clear gain"
+        return None
 
     def step_back(self, reason: str) -> None:
         """Give up the last move that was taken."""

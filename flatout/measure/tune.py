@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
@@ -31,7 +30,7 @@ from flatout.measure.moves import (
     setting_of,
     tolerance_between,
 )
-from flatout.measure.output import claim
+from flatout.measure.output import require_own
 from flatout.measure.race import LOSS_STEPS, SCREEN, Done, Race, Row
 from flatout.measure.resolving import Resolved, resolve_apart
 from flatout.measure.results import PARTS, Tuning, facts_of, late_ones
@@ -76,7 +75,7 @@ def run_tune(
     """
     start_s, began = time.monotonic(), datetime.now().astimezone().isoformat(timespec="seconds")
     require_one_process("tune")
-    require_writable(out)
+    require_own(out, is_own=out.is_file() and out.read_bytes().startswith(MARK.encode()))
     resolved = resolve_apart(requested, cache, progress)
     space = space_of(requested, resolved, only, statistical=statistical)
     start, batch = space.start, requested.batch
@@ -366,18 +365,3 @@ def confirm(search: Search, requested: RunConfig, seq_len: int) -> bool:
         if not others:
             return False
         search.start = min(others, key=lambda each: race.results(each)[-1].step_ms)
-
-
-def require_writable(out: Path) -> None:
-    """Check, before anything is measured, that tuned.yaml can be written.
-
-    Raises: ConfigError when the path has a different file, or cannot be written.
-    """
-    with suppress(OSError):
-        is_own = out.is_file() and out.read_text("utf-8", errors="replace").startswith(MARK)
-        if out.exists() and not is_own:
-            raise ConfigError(
-                f"{out} exists, and `flatout tune` did not write it.",
-                fix="Choose a different file with --out FILE.",
-            )
-    claim(out.parent)

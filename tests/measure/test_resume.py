@@ -73,7 +73,7 @@ def test_a_recipe_that_resumes_exactly_is_proved(tiny_config):
     assert proof.is_equal, proof.differences
     assert (proof.first_step, proof.first_file, proof.differences) == (None, None, [])
     assert (proof.steps_before, proof.steps_after) == (3, 4)
-    assert proof.figures >= 7 * 3
+    assert proof.values >= 7 * 3
 
 
 @pytest.mark.faults
@@ -144,18 +144,20 @@ def test_the_first_difference_is_named_with_its_step_and_file(fox_run, tmp_path)
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     equal = compare_runs(one, other)
     assert (equal["is_equal"], equal["first_step"]) == (True, None)
-    assert equal["figures"] >= 3 * 3
+    assert equal["values"] >= 3 * 3
 
     for file in ("optimizer-00000.safetensors", "model-00000.safetensors"):
         change(at[3] / catalog.MANIFEST, lambda m, f=file: m["files"][f].update(sha256="0" * 64))
     found = compare_runs(one, other)
     assert (found["first_step"], found["first_file"]) == (3, "model-00000.safetensors")
-    assert found["differences"][0] == "Step 3, model-00000.safetensors: differs."
+    assert found["differences"][0] == "Step 3, model-00000.safetensors differs."
     assert len(found["differences"]) == 2
 
     change(at[2] / catalog.STATE, lambda state: state["values"]["loader"].update(position=-7))
     found = compare_runs(one, other)
-    assert found["differences"][0].startswith("Step 2, state.json: values.loader.position differs:")
+    assert found["differences"][0].startswith(
+        "Step 2, state.json: values.loader.position differs: "
+    )
     path.unlink()
     lost = compare_runs(one, other)
     assert lost["first_step"] == 1

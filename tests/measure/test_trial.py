@@ -104,7 +104,7 @@ def test_a_process_that_hangs_is_ended_with_everything_it_started(tmp_path):
 def test_a_trial_ends_with_the_command_that_started_it(tmp_path):
     text = (
         LOOP.replace("STEPS", "10**9")
-        + "    open('pid', 'w').write(str(__import__('os').getpid()))"
+        + "    if step == 0: open('pid', 'w').write(str(__import__('os').getpid()))"
     )
     parent = (
         "from pathlib import Path; from flatout.measure.scripts.request import Timing; "

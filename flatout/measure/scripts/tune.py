@@ -17,9 +17,10 @@ from typing import Any
 
 from flatout.assembly.recipe import Tolerance
 from flatout.distributed.spinning import say_if_busy
-from flatout.errors import ConfigError, OutputInUse, RunFailed, in_shell
+from flatout.errors import RunFailed, in_shell
 from flatout.measure.diagnose.diagnosis import Diagnosis, diagnosis_of
 from flatout.measure.moves import Move, Setting
+from flatout.measure.output import claim, require_own
 from flatout.measure.race import Race
 from flatout.measure.results import (
     FILE,
@@ -34,7 +35,7 @@ from flatout.measure.scripts.patch import Patch, apply, patch_of
 from flatout.measure.scripts.request import Answer, Request, Timing
 from flatout.measure.scripts.run import evidence_in
 from flatout.measure.scripts.scratch import Scratch
-from flatout.measure.search import DIFFERENT, UNPROVEN, Search
+from flatout.measure.search import UNPROVEN, Search
 from flatout.measure.steps.evidence import Evidence
 from flatout.measure.trial import Result, run_command, try_command
 from flatout.progress import SILENT, Progress
@@ -68,7 +69,9 @@ def tune_script(
             takes no steps.
     """
     began_s, total_s = time.monotonic(), 60 * minutes
-    is_asked, out = out is not None, writable(Path(out or f"tuned-{name_of(command)}"), patch)
+    is_asked, out = out is not None, Path(out or f"tuned-{name_of(command)}")
+    require_own(out, is_own=(out / FILE).is_file())
+    claim(Path(patch or out).parent)
     with Scratch(Path.cwd(), command) as scratch:
         say_if_busy(progress)
         with progress.task("Measuring the unchanged script"):
@@ -174,30 +177,20 @@ def search_of(race: Race, look: Answer, evidence: Evidence, only: Sequence[str])
 
 def proof_of(search: Search, edits: Patch) -> dict[str, Any]:
     """Race the patched files, and what no patch can express, against the unchanged script."""
-    race = search.race
-    found: dict[str, Any] = {"patch": edits.diff, "by_hand": edits.by_hand}
+    race, found = search.race, dict[str, Any](patch=edits.diff, by_hand=edits.by_hand)
     points = {"verified": PATCHED} if edits.diff else {}
     if edits.by_hand:  # the patch is not all of it
         points = {"gain": search.best} | points
     reasons: dict[str, str] = {}
     for key, point in points.items():
         race.note("the patched script" if point == PATCHED else search.name(point))
-        failed = race.compare(point, UNCHANGED)
-        gain, losses = race.gain(point, UNCHANGED), race.check(point, UNCHANGED)
-        if failed is not None or gain is None:
-            reasons[key] = f"{UNPROVEN}: {failed}"
-            continue
-        found |= {key: gain, f"{key}_losses": losses}
-        if losses.within_tolerance is False:
-            reasons[key] = DIFFERENT
-        elif (gain.low or 0.0) <= 1:
-            is_slower = gain.high is not None and gain.high <= 1
-            why = "it is not faster" if is_slower else f"its gain is {UNPROVEN}"
-            reasons[key] = f"{why}, {gain.times()}"
+        if why := search.prove(point, UNCHANGED):
+            reasons[key] = why
+        if gain := race.gain(point, UNCHANGED):
+            found |= {key: gain, f"{key}_losses": race.check(point, UNCHANGED)}
     if not edits.by_hand:
         found |= {"gain": found.get("verified"), "gain_losses": found.get("verified_losses")}
-    if reasons:
-        reason = next(iter(reasons.values()))
+    for reason in [*reasons.values()][:1]:
         found |= {"patch": "", "withheld": f"No patch is written: {reason}."}
         if next(iter(points)) in reasons:
             found |= {"by_hand": [], "gain": None, "gain_losses": None}
@@ -270,23 +263,6 @@ def looked_at(command: Sequence[str], scratch: Scratch, limit_s: float) -> tuple
         why = evidence.failure.message if evidence.failure else "it cannot be measured"
         raise RunFailed(f"`{name}` fails: {why}.", fix="Repair that first.")
     return look, evidence
-
-
-def writable(out: Path, patch: Path | str | None) -> Path:
-    """Return the directory of the results, if it and the patch can be written.
-
-    Raises: ConfigError when their directory is missing; OutputInUse when `out` is something else.
-    """
-    for path in (out, Path(patch or out)):
-        if not path.absolute().parent.is_dir():
-            raise ConfigError(
-                f"There is no directory {path.parent}.", fix="Create it, or name a different path."
-            )
-    if out.exists() and not (out / FILE).is_file() and (out.is_file() or any(out.iterdir())):
-        raise OutputInUse(
-            f"{out} exists and was not written by an earlier tune.", fix="Choose a different --out."
-        )
-    return out
 
 
 def timed_steps(step_s: float, total_s: float) -> Timing:
