@@ -37,6 +37,7 @@ from flatout.measure.moves import (
     ablation,
     filling,
     in_order,
+    rows_to_try,
     sequences_of,
     setting_of,
     tolerance_between,
@@ -355,13 +356,9 @@ def remember(
 
 def _batch(resolved: Resolved) -> Points:
     """Vary the sequences per micro-batch, doubling from 1 to a whole step, which stays the same."""
-    start, sequences = setting_of(resolved), sequences_of(resolved.config)
-    sizes = {2**power for power in range(sequences.bit_length())} | {sequences}
-    return {
-        counted(rows, "row"): start.but({ROWS: rows})
-        for rows in sorted(sizes)
-        if sequences % rows == 0
-    }
+    start = setting_of(resolved)
+    every = rows_to_try(1, sequences_of(resolved.config))
+    return {counted(rows, "row"): start.but({ROWS: rows}) for rows in every}
 
 
 def _accumulation(resolved: Resolved) -> Points:

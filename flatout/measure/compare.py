@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import subprocess
+import tarfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -253,16 +254,14 @@ def check_out(copy: Scratch, revision: str) -> None:
         if name and name not in kept:
             (copy.path / name).unlink(missing_ok=True)
     archive = ["git", "-C", str(copy.source), "archive", "--format=tar", revision]
-    with subprocess.Popen(archive, stdout=subprocess.PIPE) as packed:
-        done = subprocess.run(
-            ["tar", "-x", "-C", str(copy.path)],
-            stdin=packed.stdout,
-            capture_output=True,
-            check=False,
-        )
-    if packed.returncode or done.returncode:
-        why = done.stderr.decode(errors="replace").strip().partition("\n")[0]
+    try:
+        with (
+            subprocess.Popen(archive, stdout=subprocess.PIPE) as packed,
+            tarfile.open(fileobj=packed.stdout, mode="r|") as files,
+        ):
+            files.extractall(copy.path, filter="tar")
+    except (OSError, tarfile.TarError) as error:
         raise RunFailed(
-            f"The files of revision {revision} cannot be read: {why or 'git archive failed'}.",
+            f"The files of revision {revision} cannot be read: {error}.",
             fix="Check it out by hand, and compare two commands.",
-        )
+        ) from error

@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any
 
 from flatout.assembly.memory import USED_MEMORY, estimate
-from flatout.assembly.recipe import Tolerance
+from flatout.assembly.recipe import Tolerance, divisors
 from flatout.assembly.resolve import workload_of
 from flatout.assembly.selection import all_speedups, assemble, parse_request, speedup_named
 from flatout.config.registry import SPEEDUPS
@@ -201,6 +201,17 @@ def setting_of(resolved: Resolved) -> Setting:
 def sequences_of(config: RunConfig) -> int:
     """Return the sequences of an optimizer step."""
     return (config.batch.tokens_per_step or 0) // config.data.seq_len
+
+
+def rows_to_try(start: int, sequences: int) -> list[int]:
+    """Return the divisors of a step's sequences around `start`, each about twice the one before."""
+    known = [*divisors(sequences, sequences)][::-1]
+    up, down = [start], [start]
+    while up[-1] < known[-1]:
+        up.append(next((rows for rows in known if rows >= 2 * up[-1]), known[-1]))
+    while down[-1] > 1:
+        down.append(max(rows for rows in known if 2 * rows <= down[-1]))
+    return [*down[:0:-1], *up]
 
 
 def memory_obstacle(resolved: Resolved) -> Callable[[Setting], str | None]:

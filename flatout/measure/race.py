@@ -53,8 +53,9 @@ The last value is used for more, and is at most 7% too wide.
 """
 MEDIAN_DEVIATION = {2: 0.7071, 3: 0.6698, 4: 0.5460}
 """Standard deviation of the median of this many normal samples."""
-MEDIANS = ("data_ms", "host_ms", "device_ms", "compile_s")
-"""Fields of a row that are medians of its trials."""
+MEDIANS = ("step_ms", "data_ms", "host_ms", "device_ms", "compile_s", "peak_gib")
+FIRST = ("rows_per_device", "accumulate")
+"""Fields of a row that are medians of its trials, and those that are the same in all."""
 Setting = Hashable
 """What a trial is of: anything that can be told apart."""
 LossPairs = Sequence[tuple[Sequence[float], Sequence[float]]]
@@ -491,12 +492,8 @@ class Race:
         }
         if rates[setting]:
             facts["tokens_per_s"] = figure_of(rates[setting], spread([*rates.values()]))
-        facts |= {
-            "step_ms": statistics.median(one.step_ms for one in results),
-            "peak_gib": max((one.peak_gib for one in results if one.peak_gib), default=None),
-            "rows_per_device": results[0].rows_per_device,
-            "accumulate": results[0].accumulate,
-        }
+        for name in FIRST:
+            facts[name] = getattr(results[0], name)
         for name in MEDIANS:
             values = [value for one in results if (value := getattr(one, name)) is not None]
             facts[name] = statistics.median(values) if values else None

@@ -10,7 +10,6 @@ from datetime import datetime
 from functools import partial
 from pathlib import Path
 
-from flatout.assembly.recipe import divisors
 from flatout.assembly.selection import assemble, parse_request, speedup_named
 from flatout.config.documents import dump_yaml
 from flatout.config.schema import RunConfig
@@ -26,6 +25,7 @@ from flatout.measure.moves import (
     filling,
     in_order,
     memory_obstacle,
+    rows_to_try,
     sequences_of,
     setting_of,
     tolerance_between,
@@ -188,22 +188,13 @@ class Space:
         fitting = [n for n in self.row_counts if not self.obstacle(setting.but({ROWS: n}))]
         return max(fitting, default=0)
 
-    def instead(self, *, is_out_of_memory: bool) -> list[Setting]:
-        """Return what to start from where the start cannot run, the nearest first.
-
-        These have fewer rows while memory is short, otherwise one speedup less. Where one row is
-        too many, activation checkpointing may make room.
+    def starts(self) -> list[Setting]:
+        """Return the start, and what to start from where memory is too short for it: fewer rows,
+        and then activation checkpointing.
         """
-        start = self.start
-        moves = [move for move in self.known if move.leaves_out]
-        found: list[Setting | None] = []
-        if is_out_of_memory:
-            fewer = [rows for rows in self.row_counts[::-1] if rows < start.rows]
-            found += [start.but({ROWS: rows}) for rows in fewer]
-            moves = [move for move in self.known if move.part == "checkpointing"]
-            start = start.but({ROWS: self.row_counts[0]})
-        found += [move.apply(start) for move in moves]
-        return [after for after in found if after]
+        fewer = [self.start.but({ROWS: n}) for n in self.row_counts[::-1] if n <= self.start.rows]
+        saving = [move.apply(fewer[-1]) for move in self.known if move.part == "checkpointing"]
+        return [*fewer, *(after for after in saving if after)]
 
     def why_not(self, race: Race, after: Setting) -> str | None:
         """Return why a setting is not worth a measurement. None: it is."""
@@ -276,17 +267,6 @@ def space_of(
     return Space(start, only, moves, left, counts, memory_obstacle(resolved))
 
 
-def rows_to_try(start: int, sequences: int) -> list[int]:
-    """Return the divisors of a step's sequences around `start`, each about twice the one before."""
-    known = [*divisors(sequences, sequences)][::-1]
-    up, down = [start], [start]
-    while up[-1] < known[-1]:
-        up.append(next((rows for rows in known if rows >= 2 * up[-1]), known[-1]))
-    while down[-1] > 1:
-        down.append(max(rows for rows in known if 2 * rows <= down[-1]))
-    return [*down[:0:-1], *up]
-
-
 def over_the_run(config: RunConfig) -> Callable[[Result, Result], float]:
     """Return how many times faster a run ends, its compilation included, as a function."""
     steps = max(config.train.steps or 1, 1)
@@ -303,29 +283,24 @@ def over_the_run(config: RunConfig) -> Callable[[Result, Result], float]:
 
 
 def first_that_runs(search: Search, space: Space) -> None:
-    """Measure what `auto` chose, or where that fails, the nearest setting that can run.
+    """Measure what `auto` chose, or the nearest setting for which there is enough memory.
 
     Raises: HardwareError when nothing fits by estimate.
     """
-    race, candidates, what = search.race, [space.start], ""
-    for setting in candidates:  # it grows during the loop
-        why_not = space.obstacle(setting)
-        is_out_of_memory = why_not is not None
-        if why_not is not None:
-            what = f"Nothing fits. With {search.name(setting)}: {why_not}"
-            search.leave(search.name(setting), why_not)
-        elif not race.failure(setting):
-            race.note(search.name(setting))
-            result = race.run(setting)
-            if result.is_ok:
-                search.start = setting
-            if result.is_ok or result.status == "timed-out":
-                return
-            is_out_of_memory = result.status == "out-of-memory"
-        if setting == space.start:
-            candidates += space.instead(is_out_of_memory=is_out_of_memory)
+    why_not, race = "", search.race
+    for setting in space.starts():
+        if obstacle := space.obstacle(setting):
+            why_not = f"With {search.name(setting)}: {obstacle}"
+            search.leave(search.name(setting), obstacle)
+            continue
+        race.note(search.name(setting))
+        result = race.run(setting)
+        if result.is_ok:
+            search.start = setting
+        if result.status != "out-of-memory":
+            return
     if not race.done:
-        raise HardwareError(what, fix=SMALLER)
+        raise HardwareError(f"Nothing fits. {why_not}", fix=SMALLER)
 
 
 def confirm(search: Search, requested: RunConfig, seq_len: int) -> bool:

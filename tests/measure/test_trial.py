@@ -157,11 +157,11 @@ def test_speedups_are_added_only_where_auto_decides(tiny_config):
     assert set(additions) == {decision.name for decision in decisions if not decision.on}
     assert "compile" in additions["compile"]
     assert "prefetch" not in additions["compile"]
-    assert additions["tf32"].startswith("cannot run here, because: ")
+    assert additions["tf32"].startswith("cannot be added: ")
     assert choose(tiny_config(speedups="pretokenised"))[2] == {}
     assert with_needs("fp8")[:1] == ["fp8"]
     why_not = adding_one("tf32", tiny_config(), resolve_here(tiny_config()))
-    assert why_not.startswith("cannot run here, because: ")
+    assert why_not.startswith("cannot be added: ")
 
 
 def test_on_a_gpu_another_process_resolves(tiny_config, monkeypatch):
