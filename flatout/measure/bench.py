@@ -18,7 +18,7 @@ from datetime import datetime
 from functools import partial
 from itertools import chain, count
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from flatout.assembly import prediction
 from flatout.assembly.prediction import hardware_name, past_run, speedups_on
@@ -32,7 +32,7 @@ from flatout.measure.moves import (
     AHEAD,
     ROWS,
     TOKENS,
-    Move,
+    Point,
     Setting,
     ablation,
     filling,
@@ -74,14 +74,6 @@ Points = Mapping[str, Setting]
 """The settings of a sweep."""
 
 
-class Point(NamedTuple):
-    """What a row of a bench measures, and what it is compared with."""
-
-    move: Move
-    after: Setting
-    before: Setting | None = None
-
-
 def run_bench(
     requested: RunConfig,
     *,
@@ -106,14 +98,13 @@ def run_bench(
     kind, digest = sweep or "ablation", requested.digest()
     out = results_dir(requested, sweep, out)
     resolved = resolve_apart(requested, cache, progress)
-    points, absent = ladder(requested, resolved)
+    every = ablation(requested, resolved)
     if sweep:
-        settings = SWEEPS[sweep](resolved)
-        points = [Point(Move(name, kind="point"), each) for name, each in settings.items()]
-        absent = []
+        every = [Point(name, "point", each) for name, each in SWEEPS[sweep](resolved).items()]
+    points = [point for point in every if point.why_not is None]
     names: dict[Any, str] = {}
     for point in points:
-        names.setdefault(point.after, point.move.name)
+        names.setdefault(point.after, point.name)
     claim(out)
     total_s = 60 * minutes - EVALUATING_S if minutes is not None else math.inf
     # with a time limit trials are shorter, so that two rounds fit
@@ -144,7 +135,7 @@ def run_bench(
         with suppress(OSError):  # it may contain the files of an earlier bench
             out.rmdir()
     race.require_result(f"Try the same recipe with `flatout train`. {out / TRIALS} has all trials.")
-    climb = [one.after for one in points if one.move.kind in ("baseline", "added")]
+    climb = [one.after for one in points if one.kind in ("baseline", "added")]
     total = race.gain(climb[-1], climb[0]) if len(climb) > 1 else None
     result = Bench(
         **facts_of(race),
@@ -156,7 +147,10 @@ def run_bench(
         began=began,
         minutes=minutes,
         repeats=race.round,
-        rows=[*rows_of(points, names, race), *absent],
+        rows=[
+            *rows_of(points, names, race),
+            *(absent_row(point.name, point.why_not) for point in every if point.why_not),
+        ],
         total=total,
         total_speedup=total and total.median,
     )
@@ -186,20 +180,6 @@ def train(
         return try_recipe(config, timing, limit_s, run_dir, besides)
 
 
-def ladder(requested: RunConfig, resolved: Resolved) -> tuple[list[Point], list[Row]]:
-    """Return the points of an ablation, and the speedups that are not measured."""
-    points, absent, at = list[Point](), list[Row](), Setting()
-    for move in ablation(requested, resolved):
-        after = move.apply(at)
-        if move.why_not or after is None:
-            absent.append(absent_row(move.name, move.why_not))
-            continue
-        points.append(Point(move, after, None if move.kind == "baseline" else at))
-        if move.kind == "added":
-            at = after
-    return points, absent
-
-
 def absent_row(name: str, why: str | None) -> Row:
     """Return the row of something that is not measured."""
     return Row(name=name, kind="absent", speedup=name, status="not-measured", reason=why)
@@ -216,8 +196,8 @@ def run_rounds(race: Race, points: Sequence[Point], repeats: int) -> None:
 
     Raises: TimeIsUp.
     """
-    late = {point.after for point in points if point.move.kind == "add-one"}
-    climb = [point.after for point in points if point.move.kind in ("baseline", "added")]
+    late = {point.after for point in points if point.kind == "add-one"}
+    climb = [point.after for point in points if point.kind in ("baseline", "added")]
     # even the shortest bench finds the total
     order = [*dict.fromkeys([*climb[:1], *climb[-1:], *(point.after for point in points)])]
     for number in range(repeats):
@@ -244,19 +224,19 @@ def rows_of(points: Sequence[Point], names: Mapping[Setting, str], race: Race) -
     measured, every other row of an ablation with the full set only.
     """
     measured: Setting | None = None
-    for move, after, before in points:
-        if move.kind == "added" and before is not None and not race.results(before):
+    for name, kind, after, before, speedup, _ in points:
+        if kind == "added" and before is not None and not race.results(before):
             before = measured
         row = race.row(
             after,
             before,
-            name=move.name,
-            kind=move.kind,
-            speedup=move.speedup,
+            name=name,
+            kind=kind,
+            speedup=speedup,
             speedups=in_order(after.on),
             against=names[before] if before is not None else None,
         )
-        if move.kind == "leave-one-out" and row.gain:
+        if kind == "leave-one-out" and row.gain:
             row.gain = row.gain.inverse()
         measured = after if race.results(after) else measured
         yield row

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from flatout.assembly.memory import USED_MEMORY, estimate
 from flatout.assembly.recipe import Tolerance, divisors
@@ -70,16 +70,12 @@ class Move:
     adds: frozenset[str] = frozenset()
     drops: frozenset[str] = frozenset()
     values: Mapping[str, Any] = field(default_factory=dict)
-    kind: str = "change"
-    """As that of a `Row`."""
     part: str = "speedups"
     """The part of `tune --only` that it belongs to."""
     speedup: str | None = None
     """The one speedup whose gain it measures, if that is all that it changes."""
     does: str = ""
     """What it does, in a few words."""
-    why_not: str | None = None
-    """Why it is not measured. None: it is."""
     then: Move | None = None
     """The move to try once this one was taken."""
 
@@ -110,18 +106,34 @@ class SpeedupMove(Move):
         return after if needed <= after.on else None
 
 
-def ablation(requested: RunConfig, resolved: Resolved) -> list[Move]:
+class Point(NamedTuple):
+    """What a row of a bench measures, and what it is compared with."""
+
+    name: str
+    kind: str
+    """As that of a `Row`."""
+    after: Setting
+    before: Setting | None = None
+    speedup: str | None = None
+    why_not: str | None = None
+    """Why it is not measured. None: it is."""
+
+
+def ablation(requested: RunConfig, resolved: Resolved) -> list[Point]:
     """Return the baseline, each speedup added to those before it up to the full set, each left out
     of that, and each that is off added to it.
 
     A speedup that is off is added if `speedups` leaves the choice to auto and does not drop it.
     """
-    full = in_order(resolved.speedups)
-    climb = (Move(f"+ {name}", frozenset({name}), kind="added", speedup=name) for name in full)
-    moves = [Move("baseline", kind="baseline"), *climb]
+    full, at = in_order(resolved.speedups), Setting()
+    points = [Point("baseline", "baseline", at)]
     for name in full:
-        gone = frozenset(needing({name}, full))
-        moves.append(SpeedupMove(f"- {name}", drops=gone, kind="leave-one-out", speedup=name))
+        after = Setting(at.on | {name})
+        points.append(Point(f"+ {name}", "added", after, at, name))
+        at = after
+    for name in full:
+        without = Setting(at.on - needing({name}, full))
+        points.append(Point(f"- {name}", "leave-one-out", without, at, name))
     request, precision = parse_request(requested.speedups), requested.train.precision
     for decision in resolved.decisions if request.auto else ():  # otherwise what is on is stated
         name, added = decision.name, resolved.additions.get(decision.name, ())
@@ -133,16 +145,13 @@ def ablation(requested: RunConfig, resolved: Resolved) -> list[Move]:
         elif why_not is None and precision != "auto" and "precision" in SPEEDUPS.get(name).fills:
             why_not = f"not measured: train.precision={precision} is set."
         if why_not is not None:
-            moves.append(Move(name, kind="absent", speedup=name, why_not=why_not))
+            points.append(Point(name, "absent", at, None, name, why_not))
             continue
-        new, gone = frozenset(added) - {*full}, frozenset(full) - {*added}
-        more = [
-            *(f"+ {one}" for one in in_order(new - {name})),
-            *(f"- {one}" for one in full if one in gone),
-        ]
-        title = ", ".join([f"+ {name}", *more])
-        moves.append(SpeedupMove(title, new, gone, kind="add-one", speedup=name))
-    return moves
+        after = Setting(frozenset(added))
+        more = [f"+ {one}" for one in in_order(after.on - at.on - {name})]
+        gone = [f"- {one}" for one in full if one not in after.on]
+        points.append(Point(", ".join([f"+ {name}", *more, *gone]), "add-one", after, at, name))
+    return points
 
 
 def in_order(names: Iterable[str]) -> list[str]:

@@ -21,6 +21,7 @@ from flatout.measure.moves import (
     ROWS,
     Move,
     Setting,
+    SpeedupMove,
     ablation,
     filling,
     in_order,
@@ -241,15 +242,16 @@ def space_of(
     )
     chooser, ahead = {*filling("micro_batch")}, config.data.prefetch
     moves, left = list[Move](), list[Row]()
-    for move in ablation(requested, resolved) if request.auto else ():
-        name, why_not = move.speedup, move.why_not
-        if name is None or move.kind == "added" or name in chooser or name in request.named:
+    for point in ablation(requested, resolved) if request.auto else ():
+        name, why_not, on = point.speedup, point.why_not, point.after.on - chooser
+        if name is None or point.kind == "added" or name in chooser or name in request.named:
             continue
         fills = speedup_named(name).fills
         part = "checkpointing" if "activations" in fills else "speedups"
         if not {name, part} & {*only}:
             continue
-        kinds = {speedup_named(one).tolerance.kind for one in move.adds}
+        adds, drops = on - start.on, start.on - on
+        kinds = {speedup_named(one).tolerance.kind for one in adds}
         if "state_saver" in fills:
             why_not = "not tried: a trial does not time saves."
         elif "statistical" in kinds and not statistical:
@@ -257,8 +259,7 @@ def space_of(
         if why_not:
             left.append(absent_row(name, why_not))
         else:
-            on = move.adds - chooser, move.drops - chooser
-            moves.append(replace(move, adds=on[0], drops=on[1], part=part))
+            moves.append(SpeedupMove(point.name, adds, drops, part=part, speedup=name))
     if "prefetch" in only and start.on & {*filling("loader")}:
         for each in sorted({max(ahead // 2, 1), 2 * ahead} - {ahead}):
             moves.append(Move(f"{AHEAD}={each}", values={AHEAD: each}, part="prefetch"))

@@ -13,11 +13,11 @@ from flatout.config.schema import load_config
 from flatout.errors import ConfigError
 from flatout.hardware.machine import Gpu, Machine
 from flatout.measure import resolving
-from flatout.measure.bench import ladder
 from flatout.measure.moves import (
     ROWS,
     Setting,
     SpeedupMove,
+    ablation,
     in_order,
     memory_obstacle,
     needing,
@@ -155,7 +155,7 @@ HOPPER = Machine("cpu", 16, 64.0, (Gpu("NVIDIA H100 80GB HBM3", 79.6, (9, 0), "5
 
 
 def ladder_on(machine, *overrides, device="cpu", minutes=60.0):
-    """The points of an ablation on a machine, resolved as training would, by kind, and the rest."""
+    """The points of an ablation on a machine, resolved as training would, by kind."""
 
     def selected(config, **_):
         return config, select(config, machine, device=device, minutes=minutes)
@@ -167,10 +167,9 @@ def ladder_on(machine, *overrides, device="cpu", minutes=60.0):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(resolving, "resolve", selected)
         additions = {name: resolving.adding_one(name, config, resolved) for name in off}
-    points, absent = ladder(config, replace(resolved, additions=additions))
-    found = {"absent": absent}
-    for point in points:
-        found.setdefault(point.move.kind, []).append(point)
+    found = {"absent": []}
+    for point in ablation(config, replace(resolved, additions=additions)):
+        found.setdefault(point.kind, []).append(point)
     return found
 
 
@@ -178,57 +177,56 @@ def test_the_ablation_adds_one_speedup_at_a_time_and_leaves_each_out_of_the_full
     found = ladder_on(HOPPER, device="cuda")
     below = found["baseline"][0].after
     assert below == Setting()
-    for move, after, before in found["added"]:
-        assert before == below
-        assert after.on - before.on == {move.speedup}
-        below = after
+    for point in found["added"]:
+        assert point.before == below
+        assert point.after.on - below.on == {point.speedup}
+        below = point.after
     decisions = select(
         load_config(None, ["train.device=cuda"]), HOPPER, device="cuda", minutes=60.0
     )
     assert below.on == {decision.name for decision in decisions if decision.on}
-    assert [point.move.speedup for point in found["leave-one-out"]] == in_order(below.on)
-    for move, after, before in found["leave-one-out"]:
-        assert before == below
-        assert move.speedup in before.on - after.on
+    assert [point.speedup for point in found["leave-one-out"]] == in_order(below.on)
+    for point in found["leave-one-out"]:
+        assert point.before == below
+        assert point.speedup in below.on - point.after.on
     short = ladder_on(HOPPER, device="cuda", minutes=0.5)
     assert "compile" not in short["added"][-1].after.on
-    assert "compile" in {point.move.speedup for point in short["add-one"]}
+    assert "compile" in {point.speedup for point in short["add-one"]}
 
 
 def test_a_speedup_that_is_off_is_added_and_replaces_others_in_its_slots():
-    added = {point.move.speedup: point for point in ladder_on(HOPPER, device="cuda")["add-one"]}
+    added = {point.speedup: point for point in ladder_on(HOPPER, device="cuda")["add-one"]}
     assert {"fp16", "tf32"} <= added["fp16"].after.on
     assert "bf16" not in added["fp16"].after.on
-    assert added["fp16"].move.name == "+ fp16, - bf16"
-    narrow = {point.move.speedup: point for point in ladder_on(NARROW)["add-one"]}
+    assert added["fp16"].name == "+ fp16, - bf16"
+    narrow = {point.speedup: point for point in ladder_on(NARROW)["add-one"]}
     assert "fused-attention" in narrow["onednn"].after.on, "its other slots are filled again"
-    assert narrow["onednn"].move.name == "+ onednn, + fused-attention, - bf16-products, - compile"
+    assert narrow["onednn"].name == "+ onednn, + fused-attention, - bf16-products, - compile"
 
 
 @pytest.mark.parametrize("overrides", [[], ["optim.kind=muon"], ["speedups=auto,-prefetch"]])
 def test_an_added_speedup_gives_the_set_of_naming_it_and_its_needs(overrides):
     request = load_config(None, overrides).speedups
     for point in ladder_on(NARROW, *overrides)["add-one"]:
-        words = adding(request, resolving.with_needs(point.move.speedup))
+        words = adding(request, resolving.with_needs(point.speedup))
         config = load_config(None, [*overrides, f"speedups={words}"])
         decisions = select(config, NARROW, device="cpu", minutes=60.0)
-        assert point.after.on == {each.name for each in decisions if each.on}, point.move.name
+        assert point.after.on == {each.name for each in decisions if each.on}, point.name
 
 
 def test_every_speedup_is_measured_or_has_a_reason():
     for machine, device in ((CPU, "cpu"), (HOPPER, "cuda")):
         found = ladder_on(machine, device=device)
-        known = {row.name for row in found.pop("absent")}
-        known |= {point.move.speedup for points in found.values() for point in points} - {None}
+        known = {point.speedup for points in found.values() for point in points} - {None}
         assert known == {each.name for each in all_speedups()}
-    reasons = {row.name: row.reason for row in ladder_on(CPU)["absent"]}
+    reasons = {each.name: each.why_not for each in ladder_on(CPU)["absent"]}
     assert reasons["tf32"].startswith("cannot be added: The speedup 'tf32' cannot be used: TF32")
     dropped = ladder_on(CPU, "speedups=auto,-compile,-prefetch")["absent"]
-    reasons = {row.name: row.reason for row in dropped}
+    reasons = {each.name: each.why_not for each in dropped}
     assert reasons.keys() >= {"compile", "prefetch"}
     assert "excluded by speedups" in reasons["compile"]
     stated = ladder_on(CPU, "speedups=pretokenised,micro-batch")
-    assert [point.move.name for point in stated["added"]] == ["+ pretokenised", "+ micro-batch"]
+    assert [point.name for point in stated["added"]] == ["+ pretokenised", "+ micro-batch"]
     assert (stated["absent"], "add-one" in stated) == ([], False)
     assert ladder_on(CPU, "speedups=none").keys() == {"baseline", "absent"}
 

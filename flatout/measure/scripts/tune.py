@@ -51,7 +51,7 @@ WARM_STEPS = 4
 """First steps of a trial, which are not timed: a third of the others, and at most these."""
 INSTEAD = {"compile-each-block": "compile"}
 """Changes that are only tried where a different one fails or is not tried."""
-UNCHANGED, PATCHED = Setting(), Setting(values=frozenset({("script", "patched")}))
+UNCHANGED = Setting()
 
 
 def tune_script(
@@ -78,7 +78,7 @@ def tune_script(
             look, evidence = looked_at(command, scratch, total_s)
             diagnosis = diagnosis_of(evidence)
         trials = Trials(command, scratch, timed_steps(evidence.step_s or 0.0, total_s))
-        race = Race(trials.run, trials.tolerance, total_s=total_s, loss_steps=1, is_strict=False,
+        race = Race(trials.run, tolerance, total_s=total_s, loss_steps=1, is_strict=False,
                     longest_s=4 * (time.monotonic() - began_s) + 180, began_s=began_s)  # fmt: skip
         search = search_of(race, look, evidence, only)
         with race.running(progress, "Tuning the script"):
@@ -95,7 +95,6 @@ def tune_script(
             device = str(evidence.device).partition(":")[0]
             edits = {name: edit_of(name, device) for name in taken}
             trials.edits = patch_of(edits, look.sites, scratch.source)
-            trials.patched = search.best
             with race.running(progress, "Proving the patch"):
                 found = proof_of(search, trials.edits)
         scratch.reset()
@@ -135,24 +134,23 @@ class Trials:
     scratch: Scratch
     timing: Timing
     edits: Patch | None = None
-    patched: Setting = UNCHANGED
-    """The setting that the edits make."""
+    """What patches the files. A setting whose changes are in the files says so in its values."""
 
     def run(self, setting: Setting, seed: int, limit_s: float) -> Result:
         """Run a trial, and return the result."""
         self.scratch.reset()
-        if setting == PATCHED and self.edits:
+        if setting.values and self.edits:
             apply(self.edits, self.scratch.path)
         timing = self.timing.model_copy(update={"seed_offset": seed})
-        changes = sorted(setting.on, key=[*CHANGES].index)
+        changes = [] if setting.values else sorted(setting.on, key=[*CHANGES].index)
         return try_command(self.command, timing, limit_s, folder=self.scratch.path,
                            changes=changes, copy=self.scratch)  # fmt: skip
 
-    def tolerance(self, one: Setting, other: Setting) -> Tolerance:
-        """Return how far the losses may differ."""
-        ours, theirs = (self.patched.on if each == PATCHED else each.on for each in (one, other))
-        rtol = sum(CHANGES[name].rtol for name in ours ^ theirs)
-        return Tolerance.rounding(rtol=rtol) if rtol else Tolerance.exact()
+
+def tolerance(one: Setting, other: Setting) -> Tolerance:
+    """Return how far the losses of two settings of a script may differ."""
+    rtol = sum(CHANGES[name].rtol for name in one.on ^ other.on)
+    return Tolerance.rounding(rtol=rtol) if rtol else Tolerance.exact()
 
 
 def search_of(race: Race, look: Answer, evidence: Evidence, only: Sequence[str]) -> Search:
@@ -178,12 +176,13 @@ def search_of(race: Race, look: Answer, evidence: Evidence, only: Sequence[str])
 def proof_of(search: Search, edits: Patch) -> dict[str, Any]:
     """Race the patched files, and what no patch can express, against the unchanged script."""
     race, found = search.race, dict[str, Any](patch=edits.diff, by_hand=edits.by_hand)
-    points = {"verified": PATCHED} if edits.diff else {}
+    patched = search.best.but({"files": "patched"})
+    points = {"verified": patched} if edits.diff else {}
     if edits.by_hand:  # the patch is not all of it
         points = {"gain": search.best} | points
     reasons: dict[str, str] = {}
     for key, point in points.items():
-        race.note("the patched script" if point == PATCHED else search.name(point))
+        race.note(search.name(point))
         if why := search.prove(point, UNCHANGED):
             reasons[key] = why
         if gain := race.gain(point, UNCHANGED):
