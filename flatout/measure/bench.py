@@ -43,7 +43,7 @@ from flatout.measure.moves import (
     tolerance_between,
 )
 from flatout.measure.output import claim, require_own
-from flatout.measure.race import LOSS_STEPS, ROUNDS, Done, Race, Row
+from flatout.measure.race import LOSS_STEPS, ROUNDS, Done, Race, Row, absent_row
 from flatout.measure.resolving import Resolved, resolve_apart
 from flatout.measure.results import Bench, Measurement, facts_of, shortened
 from flatout.measure.scripts.request import Timing
@@ -178,11 +178,6 @@ def train(
     with tempfile.TemporaryDirectory(prefix="flatout-trial-") as folder:
         config, run_dir = requested.with_values(keys), Path(folder) / "run"
         return try_recipe(config, timing, limit_s, run_dir, besides)
-
-
-def absent_row(name: str, why: str | None) -> Row:
-    """Return the row of something that is not measured."""
-    return Row(name=name, kind="absent", speedup=name, status="not-measured", reason=why)
 
 
 def run_rounds(race: Race, points: Sequence[Point], repeats: int) -> None:

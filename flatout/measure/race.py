@@ -199,6 +199,11 @@ class Row(LossCheck):
         return self.gain.gain().replace(" to ", "-").partition(":")[0]
 
 
+def absent_row(name: str, why: str | None) -> Row:
+    """Return the row of something that is not measured."""
+    return Row(name=name, kind="absent", speedup=name, status="not-measured", reason=why)
+
+
 def spread(groups: Sequence[Sequence[float]]) -> tuple[float, int]:
     """Return the noise of the repeats of all groups of positive values, each about its own mean:
     the standard deviation of their logarithms, and its degrees of freedom.

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from flatout.measure.moves import Move, Setting
-from flatout.measure.race import LEAST_GAIN, Figure, Race, Row, TimeIsUp
+from flatout.measure.race import LEAST_GAIN, Figure, Race, Row, TimeIsUp, absent_row
 
 PROMISING = 1.005
 """Lower gains of a first trial are not repeated."""
@@ -77,7 +77,7 @@ class Search:
 
     def leave(self, name: str, why: str) -> None:
         """Note that something is not measured."""
-        self.left.append(Row(name=name, kind="absent", status="not-measured", reason=why))
+        self.left.append(absent_row(name, why))
 
     def run(self) -> None:
         """Search until every move is decided, or the time is up."""

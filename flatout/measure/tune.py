@@ -15,7 +15,7 @@ from flatout.config.documents import dump_yaml
 from flatout.config.schema import RunConfig
 from flatout.display import terminal_text
 from flatout.errors import ConfigError, HardwareError, in_shell
-from flatout.measure.bench import absent_row, draws_of, remember, train
+from flatout.measure.bench import draws_of, remember, train
 from flatout.measure.moves import (
     AHEAD,
     ROWS,
@@ -32,7 +32,7 @@ from flatout.measure.moves import (
     tolerance_between,
 )
 from flatout.measure.output import require_own
-from flatout.measure.race import LOSS_STEPS, SCREEN, Done, Race, Row
+from flatout.measure.race import LOSS_STEPS, SCREEN, Done, Race, Row, absent_row
 from flatout.measure.resolving import Resolved, resolve_apart
 from flatout.measure.results import PARTS, Tuning, facts_of, late_ones
 from flatout.measure.scripts.request import Timing
