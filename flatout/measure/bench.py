@@ -249,10 +249,10 @@ def notes(race: Race, found: Bench) -> list[str]:
     lines = [f"{r.name}: {r.reason}" for r in rows if r.status not in ("ok", "not-measured")]
     lines += [f"{r.name}: losses {r.words()}." for r in rows if r.within_tolerance is False]
     if late := [row.name for row in rows if row.status == "not-measured"]:
-        lines.append(f"Not measured, since {race.stopped_by}: {shortened(late)}.")
+        lines.append(f"{race.stopped_by.capitalize()} before {shortened(late)} had a turn.")
         if found.complete:
             leave_out = ", or remove some: speedups=auto,-NAME" * (found.kind == "ablation")
-            lines.append(f"For all of them, add --minutes{leave_out}.")
+            lines.append(f"Add --minutes{leave_out}.")
     timed = [one.result for one in race.done if one.result.is_ok]
     steps = statistics.median(len(result.measured_s) for result in timed)
     before = statistics.median(result.warmup_steps for result in timed)

@@ -101,7 +101,8 @@ def adding_one(
     try:
         return _resolve(named, resolved.machine, resolved.dataset, cache).speedups
     except UsageError as error:
-        return f"cannot be added: {error.what}"
+        why = error.what.removeprefix(f"The speedup {name!r} cannot be used: ")
+        return f"cannot be added: {why}"
 
 
 def with_needs(name: str) -> list[str]:
