@@ -55,7 +55,7 @@ def build(name: str) -> click.Command:
         params.append(_click_parameter("verbose", bool, False, VERBOSE))
     usage = "[OPTIONS]"
     if "script" in signature.parameters:
-        usage += " -- COMMAND"
+        usage += " -- COMMAND" * max(command.example.count(" -- "), 1)
         usage += " | [OPTIONS]" if any(isinstance(one, click.Argument) for one in params) else ""
     return click.Command(
         name,

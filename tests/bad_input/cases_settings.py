@@ -163,7 +163,7 @@ a URL as --out of `tune`
     --out s3://bucket/tuned.yaml is a URL -> a local path
 a file of another tool as --out of `tune`
     tune my.yaml --out my.yaml
-    my.yaml exists | did not write it -> --out FILE
+    my.yaml exists | did not write it -> --out
 a misspelt word of `tune --only`
     tune my.yaml --only bacth
     'bacth' -> 'batch'
