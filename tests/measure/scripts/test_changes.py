@@ -98,7 +98,7 @@ def effects(tmp_path_factory):
     (folder / "train.py").write_text(SCRIPT)
 
     def run(changes, *, steps=14, seed_offset=0):
-        answer, code, printed, _ = run_command(
+        answer, code, printed, *_ = run_command(
             [sys.executable, "train.py"],
             Request(
                 changes=changes, timing=Timing(steps=steps, warmup_steps=0, seed_offset=seed_offset)
@@ -194,7 +194,7 @@ def test_a_trial_overwrites_no_file_that_a_link_leads_to(tmp_path):
         "    except PermissionError: continue\n"
         "    raise SystemExit('changed')\n"
     )
-    answer, code, printed, _ = run_command(
+    answer, code, printed, *_ = run_command(
         [sys.executable, "train.py"],
         Request(timing=Timing(steps=20, warmup_steps=0), guarded=(str(own),)),
         folder=copied,
