@@ -13,7 +13,7 @@ from flatout.assembly.resolve import epoch_tokens, known_peak, resolve, workload
 from flatout.config.schema import validate
 from flatout.data.store.mix import members_of
 from flatout.errors import DataError, FlatoutError, HardwareError, MissingPackage
-from flatout.hardware.machine import ASSUMED_MFU, pick_device, probe
+from flatout.hardware.machine import pick_device, probe
 from flatout.measure.diagnose.spec import MeasureSpec
 from flatout.measure.resolving import Resolved
 from flatout.measure.steps.evidence import FAILURES, Evidence, Failure
@@ -23,8 +23,6 @@ from flatout.models.language_model import model_of
 from flatout.optim.schedule import warmup_steps
 from flatout.training.checkpoint.catalog import DISK_BYTES_PER_PARAMETER, most_at_once
 
-PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "workspace")
-"""Parts of an estimate. Not all of them exist at once."""
 LONGEST = 300
 """Messages of errors are truncated to this many characters."""
 
@@ -111,15 +109,14 @@ def _facts(resolved: Resolved, cache: Path | None) -> dict[str, Any]:
     on_gpu = device.startswith("cuda")
     members = [member.dataset for member in members_of(dataset)]
 
-    peak, roofline = known_peak(machine, device, config.train.precision), {}
-    if peak is not None:
-        roofline = {"peak_tflops": peak.tflops, "peak_source": peak.source}
-    if peak is not None and on_gpu:  # how much of it a CPU reaches depends on the model's size
-        flops = float(model_class.count_flops(model_config, config.data.seq_len).causal_exact)
-        roofline |= {
-            "expected_tokens_per_s": peak.tflops * 1e12 * ASSUMED_MFU / flops,
-            "expected_from": f"{ASSUMED_MFU:.0%} of the peak, {peak.source}",
-        }
+    peak = known_peak(machine, device, config.train.precision)
+    fewer = (
+        (run.tokens_per_s, run.rows_per_device)
+        for run in runs_here(machine, device, cache)
+        if run.digest == this.digest and run.tokens_per_s and not run.is_busy
+        if run.rows_per_device < int(config.batch.rows_per_device)
+    )
+    best_rate, best_rows = max(fewer, default=(1.0, None))
     return {
         "config": config,
         "speedups": tuple(resolved.speedups),
@@ -127,7 +124,6 @@ def _facts(resolved: Resolved, cache: Path | None) -> dict[str, Any]:
         "total_gib": machine.gpus[0].memory_gib if on_gpu else machine.memory_gib,
         "free_gib": available / GIB,
         "estimated_gib": need.total / GIB,
-        "estimated_parts_gib": {name: getattr(need, name) / GIB for name in PARTS},
         "rows_that_fit": most_rows(workload, available),
         "train_tokens": sum(member.split("train").num_tokens for member in members),
         "val_tokens": sum(member.split("val").num_tokens for member in members),
@@ -135,10 +131,8 @@ def _facts(resolved: Resolved, cache: Path | None) -> dict[str, Any]:
         "tokens_per_step": tokens_per_step,
         "planned_steps": steps,
         "epochs": steps / per_epoch,
-        "rates_by_rows": {
-            run.rows_per_device: run.tokens_per_s
-            for run in runs_here(machine, device, cache)
-            if run.digest == this.digest and run.tokens_per_s and not run.is_busy
-        },
-        **roofline,
+        "best_rate": best_rate,
+        "best_rows": best_rows,
+        "peak_tflops": peak and peak.tflops,
+        "peak_source": peak and peak.source,
     }

@@ -35,13 +35,16 @@ FIGURES = {
     "data_wait_s": ("perf/data_wait_ms", 1e-3),
     "compute_s": ("perf/device_ms", 1e-3),
     "logging_s": ("perf/host_ms", 1e-3),
-    "utilisation": ("gpu/util_pct", 0.01),
     "mfu": ("perf/mfu", 1.0),
     "tokens_per_s": ("perf/tokens_per_s", 1.0),
 }
 """Names of the evidence and of the records, and what the numbers of the records count in."""
 FAILED = 1
 """Exit code of a run that failed."""
+BUSY = {"cpu/other_cores", "cpu/cores"}
+"""What a record has of other processes."""
+LOW_USE = 60.0
+"""Percent of the time in which a GPU works, below which the rest of the step is the host's."""
 
 
 def recorded_evidence(folder: Path) -> Evidence:
@@ -50,38 +53,39 @@ def recorded_evidence(folder: Path) -> Evidence:
     Raises: CheckpointError when it has no record of a step.
     """
     config, log = layout.read_config(folder), RunLog(folder)
-    every = list(log.records())
+    every, events = list(log.records()), log.events
     steps = [one for one in every if "perf/step_ms" in one]
-    failure = _failure(folder, log.events, steps)
+    failure = _failure(folder, events, steps)
     if not steps and failure is None:
         raise CheckpointError(
             f"{folder} has no record of a step yet.",
             fix="Train it first, or measure its recipe: `flatout diagnose "
             f"{in_shell(settings_file(folder))}`.",
         )
-    start = next((one for one in log.events if one["event"] in STARTS), {})
-    sizes = {name: int(value) for name, value in finite_numbers(start).items()}
-    on, reason = _speedups(log.events)
-    found: dict[str, Any] = {
-        "device": str(start["device"]) if "device" in start else None,
-        "world_size": sizes.get("world_size", 1),
-        "parameters": sizes.get("parameters"),
-        "speedups": on,
-        "compile_fallback": reason,
-        "failure": failure,
-        **_other_processes(every, log.events),
-    }
+    start = next((one for one in events if one["event"] in STARTS), {})
+    device = str(start["device"]) if "device" in start else None
+    on, reason = _speedups(events)
+    found: dict[str, Any] = _other_processes(every, events)
     if steps:
-        found |= _of_steps(steps, log.events, on_gpu=str(found["device"]).startswith("cuda"))
-    if steps and config is not None:
-        at, planned = steps[-1]["step"], config.train.steps
+        found |= _of_steps(steps, events, on_gpu=str(device).startswith("cuda"))
+    planned = config.train.steps if config is not None else None
+    if steps and config is not None and planned is not None:
+        at, epoch = steps[-1]["step"], steps[-1].get("train/epoch")
         found |= {"tokens_per_step": config.batch.tokens_per_step, "planned_steps": planned}
-        if planned is not None and not log.summary:
-            found["remaining_s"] = max(planned - at, 0) * found["step_s"]
-        if planned is not None and at and "train/epoch" in steps[-1]:
-            found["epochs"] = steps[-1]["train/epoch"] * planned / at
-    notes = tuple(log.notes)
-    return Evidence(source="recorded run", config=config, machine=probe(), notes=notes, **found)
+        found["remaining_s"] = 0.0 if log.summary else max(planned - at, 0) * found["step_s"]
+        found["epochs"] = epoch * planned / at if epoch and at else None
+    return Evidence(
+        source="recorded run",
+        config=config,
+        machine=probe(),
+        device=device,
+        world_size=int(finite_numbers(start).get("world_size", 1)),
+        speedups=on,
+        compile_fallback=reason,
+        failure=failure,
+        notes=tuple(log.notes),
+        **found,
+    )
 
 
 def series_of(records: Records, name: str) -> tuple[tuple[int, float], ...]:
@@ -93,30 +97,37 @@ def series_of(records: Records, name: str) -> tuple[tuple[int, float], ...]:
     return tuple((int(record["step"]), record.get(name, math.nan)) for record in known)
 
 
-def _numbers(events: Sequence[JsonObject], kind: str, name: str) -> list[float]:
-    """Return a value of all events of a kind that have it."""
-    found = (finite_numbers(one).get(name) for one in events if one["event"] == kind)
-    return [number for number in found if number is not None]
-
-
 def _of_steps(records: Records, events: Sequence[JsonObject], *, on_gpu: bool) -> dict[str, Any]:
     """Return the evidence of the recorded steps. Each time is that of the typical step.
 
     On a GPU, the phases are only those that the host waited for. What remains of the time between
     the first and the last record, without steps and saves, is that of evaluations and samples.
     """
-    first, last = records[0], records[-1]
+
+    def of(kind: str, name: str) -> list[float]:
+        """Return a value of all events of a kind that have it."""
+        found = (finite_numbers(one) for one in events if one["event"] == kind)
+        return [one[name] for one in found if name in one]
+
+    columns = {
+        name: [record[name] for record in records if name in record]
+        for name, _ in [*FIGURES.values(), ("gpu/util_pct", 1.0)]
+    }
+    found: dict[str, Any] = {
+        field: None if (value := typical(columns[name])) is None else scale * value
+        for field, (name, scale) in FIGURES.items()
+    }
+    first, last, blocked = records[0], records[-1], of("save", "blocked_ms")
     between = int(last["step"] - first["step"])
     steps = max(between + int(records[:2][-1]["step"] - first["step"] or first["step"]), 1)
-    found: dict[str, Any] = {}
-    for field, (name, scale) in FIGURES.items():
-        value = typical([record[name] for record in records if name in record])
-        found[field] = None if value is None else scale * value
+    step_s, save_s = found["step_s"], 1e-3 * sum(blocked)
     if on_gpu:
+        used = typical(columns["gpu/util_pct"])
+        is_idle = used is not None and used < LOW_USE
         found |= {"compute_s": None, "logging_s": None}
-    mean_s = 1e-3 * fmean([record["perf/step_ms"] for record in records[1:] or records])
-    blocked = _numbers(events, "save", "blocked_ms")
-    save_s, elapsed_s = 1e-3 * sum(blocked), last.get("elapsed_s", 0.0)
+        found["host_s"] = (1 - used / 100) * step_s if used is not None and is_idle else None
+    mean_s = 1e-3 * fmean(columns["perf/step_ms"][1:] or columns["perf/step_ms"])
+    elapsed_s = last.get("elapsed_s", 0.0)
     rest_s = max(elapsed_s - first.get("elapsed_s", 0.0) - between * mean_s - save_s, 0.0)
     scores = any(one["event"] in ("evaluation", "sample") for one in events)
     scores |= any("val/loss" in one for one in records)
@@ -127,18 +138,17 @@ def _of_steps(records: Records, events: Sequence[JsonObject], *, on_gpu: bool) -
     sources = (one["peak_source"] for one in events if isinstance(one.get("peak_source"), str))
     return found | {
         "steps": steps,
-        "step_s": (found["step_s"] or 0.0) + (checkpoint_s or 0.0) + evaluation_s,
+        "step_s": step_s + (checkpoint_s or 0.0) + evaluation_s,
         "checkpoint_s": checkpoint_s,
         "evaluation_s": evaluation_s,
-        "compile_s": sum(_numbers(events, "recompiled", "compile_s")) / steps,
-        "recompiles": sum(_numbers(events, "recompiled", "graphs")) / steps,
+        "compile_s": sum(of("recompiled", "compile_s")) / steps,
+        "recompiles": sum(of("recompiled", "graphs")) / steps,
         "recompile_reason": next((str(one) for each in reasons for one in each), None),
         "peak_gib": last.get("mem/peak_gib"),
         "reserved_gib": last.get("mem/reserved_gib"),
-        "peak_tflops": next(iter(_numbers(events, "start", "peak_tflops")), None),
+        "peak_tflops": next(iter(of("start", "peak_tflops")), None),
         "peak_source": next(sources, None),
         "losses": series_of(records, "train/loss"),
-        "grad_norms": series_of(records, "train/grad_norm"),
         "skipped_steps": sum(one["event"] == "skip" for one in events),
     }
 
@@ -152,23 +162,24 @@ def _other_processes(records: Records, events: Sequence[JsonObject]) -> dict[str
     stated = [one.get("environment") for one in events if one["event"] in STARTS]
     threads = stated[-1].get("threads") if stated and isinstance(stated[-1], dict) else None
     threads = threads if isinstance(threads, int) and threads > 0 else 1
-    known = [one for one in records if {"cpu/other_cores", "cpu/cores"} <= one.keys()]
-    busy = [one for one in known if one["cpu/other_cores"] + threads > one["cpu/cores"]]
+    known = [(one["cpu/other_cores"], one["cpu/cores"]) for one in records if one.keys() >= BUSY]
+    busy = [(others, cores) for others, cores in known if others + threads > cores]
     if not known:
         return {}
-    found = {"other_busy_cores": fmean(one["cpu/other_cores"] for one in busy or known)}
-    if busy:
-        cores, share = int(busy[-1]["cpu/cores"]), len(busy) / len(known)
-        found |= {"cores": cores, "threads": threads, "busy_share": share}
-    return found
+    return {
+        "other_busy_cores": fmean(others for others, _ in busy or known),
+        "cores": int(busy[-1][1]) if busy else None,
+        "threads": threads,
+        "busy_share": len(busy) / len(known),
+    }
 
 
 def _failure(folder: Path, events: Sequence[JsonObject], records: Records) -> Failure | None:
     """Return why the run ended, if it failed."""
     if layout.read_exit_code(folder) != FAILED:
         return None
-    unknown = {"event": "error", "what": "The run failed. Its output shows why."}
-    *_, error = [unknown, *(one for one in events if one["event"] == "error")]
+    errors = [one for one in events if one["event"] == "error"]
+    error = errors[-1] if errors else {"what": "The run failed. Its output shows why."}
     return Failure(
         kind=FAILURES.get(str(error.get("kind")), "error"),
         message=str(error.get("what", "")),

@@ -29,7 +29,6 @@ from flatout.display import (
     plain,
 )
 from flatout.errors import MissingPackage
-from flatout.measure.diagnose.diagnosis import in_words
 from flatout.measure.report.curves import INTERVALS, RunData
 from flatout.measure.runlog import typical
 from flatout.storage.json_io import is_finite
@@ -183,7 +182,7 @@ def below(runs: Sequence[RunData]) -> Iterator[PageSection]:
     several = len(runs) > 1
     diagnoses = [
         html(Display(f"{run.name}: {run.diagnosis.verdict}" if several else run.diagnosis.verdict))
-        + "".join(map(_finding, run.diagnosis.findings))
+        + "".join(f"<article>{html(one.display())}</article>" for one in run.diagnosis.findings)
         for run in runs
         if run.diagnosis
     ]
@@ -227,21 +226,6 @@ NO_SETTINGS = "These directories have no config.yaml, so their settings are not 
 
 def _by_run(runs: Sequence[RunData], rows: Sequence[Row]) -> Table:
     return Table([Column(""), *(Column(run.name) for run in runs)], rows)
-
-
-def _finding(finding: Any) -> str:
-    figures = [
-        in_words(name, value) for name, value in finding.figures.items() if value is not None
-    ]
-    site, share = finding.site, finding.share
-    facts = {
-        "evidence": ", ".join(figures),
-        "share of the step": "" if share is None else f"{share:.0%}",
-        "where": f"{site.file}:{site.line} {site.text or ''}" if site else "",
-        "what to do": "\n".join(fix.text for fix in finding.fixes),
-    }
-    values = [(name, text) for name, text in facts.items() if text]
-    return f"<article>{html(Display(finding.verdict, values))}</article>"
 
 
 def cut(text: str) -> str:
