@@ -30,21 +30,10 @@ ENOUGH_S = 30.0
 Of a shorter one the save at the end, and those of evaluations that still improve each time, take a
 share that a longer run does not lose.
 """
-FIGURES = {
-    "step_s": ("perf/step_ms", 1e-3),
-    "data_wait_s": ("perf/data_wait_ms", 1e-3),
-    "compute_s": ("perf/device_ms", 1e-3),
-    "logging_s": ("perf/host_ms", 1e-3),
-    "mfu": ("perf/mfu", 1.0),
-    "tokens_per_s": ("perf/tokens_per_s", 1.0),
-}
-"""Names of the evidence and of the records, and what the numbers of the records count in."""
-FAILED = 1
-"""Exit code of a run that failed."""
-BUSY = {"cpu/other_cores", "cpu/cores"}
-"""What a record has of other processes."""
 LOW_USE = 60.0
 """Percent of the time in which a GPU works, below which the rest of the step is the host's."""
+FAILED = 1
+"""Exit code of a run that failed."""
 
 
 def recorded_evidence(folder: Path) -> Evidence:
@@ -55,25 +44,33 @@ def recorded_evidence(folder: Path) -> Evidence:
     config, log = layout.read_config(folder), RunLog(folder)
     every, events = list(log.records()), log.events
     steps = [one for one in every if "perf/step_ms" in one]
-    failure = _failure(folder, events, steps)
-    if not steps and failure is None:
+    errors = [one for one in events if one["event"] == "error"]
+    error = errors[-1] if errors else {"what": "The run failed. Its output shows why."}
+    has_failed = layout.read_exit_code(folder) == FAILED
+    if not steps and not has_failed:
         raise CheckpointError(
             f"{folder} has no record of a step yet.",
             fix="Train it first, or measure its recipe: `flatout diagnose "
             f"{in_shell(settings_file(folder))}`.",
         )
+    at = int(steps[-1]["step"]) if steps else None
+    failure = Failure(
+        kind=FAILURES.get(str(error.get("kind")), "error"),
+        message=str(error.get("what", "")),
+        fix=error.get("fix"),
+        step=at,
+    )
     start = next((one for one in events if one["event"] in STARTS), {})
     device = str(start["device"]) if "device" in start else None
     on, reason = _speedups(events)
-    found: dict[str, Any] = _other_processes(every, events)
+    found = _other_processes(every, events)
     if steps:
         found |= _of_steps(steps, events, on_gpu=str(device).startswith("cuda"))
-    planned = config.train.steps if config is not None else None
-    if steps and config is not None and planned is not None:
-        at, epoch = steps[-1]["step"], steps[-1].get("train/epoch")
-        found |= {"tokens_per_step": config.batch.tokens_per_step, "planned_steps": planned}
-        found["remaining_s"] = 0.0 if log.summary else max(planned - at, 0) * found["step_s"]
-        found["epochs"] = epoch * planned / at if epoch and at else None
+    if at and config is not None and config.train.steps is not None:
+        planned = found["planned_steps"] = config.train.steps
+        found["epochs"] = steps[-1].get("train/epoch", 0.0) * planned / at
+        if not log.summary:
+            found["remaining_s"] = max(planned - at, 0) * found["step_s"]
     return Evidence(
         source="recorded run",
         config=config,
@@ -82,7 +79,7 @@ def recorded_evidence(folder: Path) -> Evidence:
         world_size=int(finite_numbers(start).get("world_size", 1)),
         speedups=on,
         compile_fallback=reason,
-        failure=failure,
+        failure=failure if has_failed else None,
         notes=tuple(log.notes),
         **found,
     )
@@ -104,29 +101,25 @@ def _of_steps(records: Records, events: Sequence[JsonObject], *, on_gpu: bool) -
     the first and the last record, without steps and saves, is that of evaluations and samples.
     """
 
+    def usual(name: str, scale: float = 1e-3) -> float | None:
+        """Return the typical value of a metric."""
+        value = typical([record[name] for record in records if name in record])
+        return value and scale * value
+
     def of(kind: str, name: str) -> list[float]:
         """Return a value of all events of a kind that have it."""
         found = (finite_numbers(one) for one in events if one["event"] == kind)
         return [one[name] for one in found if name in one]
 
-    columns = {
-        name: [record[name] for record in records if name in record]
-        for name, _ in [*FIGURES.values(), ("gpu/util_pct", 1.0)]
-    }
-    found: dict[str, Any] = {
-        field: None if (value := typical(columns[name])) is None else scale * value
-        for field, (name, scale) in FIGURES.items()
-    }
+    def texts(name: str, kind: type) -> list[Any]:
+        """Return a field of all events that have one of this type."""
+        return [one[name] for one in events if isinstance(one.get(name), kind)]
+
     first, last, blocked = records[0], records[-1], of("save", "blocked_ms")
     between = int(last["step"] - first["step"])
     steps = max(between + int(records[:2][-1]["step"] - first["step"] or first["step"]), 1)
-    step_s, save_s = found["step_s"], 1e-3 * sum(blocked)
-    if on_gpu:
-        used = typical(columns["gpu/util_pct"])
-        is_idle = used is not None and used < LOW_USE
-        found |= {"compute_s": None, "logging_s": None}
-        found["host_s"] = (1 - used / 100) * step_s if used is not None and is_idle else None
-    mean_s = 1e-3 * fmean(columns["perf/step_ms"][1:] or columns["perf/step_ms"])
+    step_s, save_s = usual("perf/step_ms") or 0.0, 1e-3 * sum(blocked)
+    mean_s = 1e-3 * fmean(record["perf/step_ms"] for record in records[1:] or records)
     elapsed_s = last.get("elapsed_s", 0.0)
     rest_s = max(elapsed_s - first.get("elapsed_s", 0.0) - between * mean_s - save_s, 0.0)
     scores = any(one["event"] in ("evaluation", "sample") for one in events)
@@ -134,11 +127,14 @@ def _of_steps(records: Records, events: Sequence[JsonObject], *, on_gpu: bool) -
     evaluation_s = rest_s / between if between and scores else 0.0
     is_enough = elapsed_s >= ENOUGH_S or not blocked
     checkpoint_s = lasting_s(save_s / steps, len(blocked)) if is_enough else None
-    reasons = [one["reasons"] for one in events if isinstance(one.get("reasons"), list)]
-    sources = (one["peak_source"] for one in events if isinstance(one.get("peak_source"), str))
-    return found | {
+    used, reasons = usual("gpu/util_pct", 1.0), texts("reasons", list)
+    phases = {"compute_s": usual("perf/device_ms"), "logging_s": usual("perf/host_ms")}
+    if on_gpu:
+        phases = {"host_s": (1 - used / 100) * step_s} if used and used < LOW_USE else {}
+    return phases | {
         "steps": steps,
         "step_s": step_s + (checkpoint_s or 0.0) + evaluation_s,
+        "data_wait_s": usual("perf/data_wait_ms"),
         "checkpoint_s": checkpoint_s,
         "evaluation_s": evaluation_s,
         "compile_s": sum(of("recompiled", "compile_s")) / steps,
@@ -147,7 +143,9 @@ def _of_steps(records: Records, events: Sequence[JsonObject], *, on_gpu: bool) -
         "peak_gib": last.get("mem/peak_gib"),
         "reserved_gib": last.get("mem/reserved_gib"),
         "peak_tflops": next(iter(of("start", "peak_tflops")), None),
-        "peak_source": next(sources, None),
+        "peak_source": next(iter(texts("peak_source", str)), None),
+        "mfu": usual("perf/mfu", 1.0),
+        "tokens_per_s": usual("perf/tokens_per_s", 1.0),
         "losses": series_of(records, "train/loss"),
         "skipped_steps": sum(one["event"] == "skip" for one in events),
     }
@@ -159,33 +157,21 @@ def _other_processes(records: Records, events: Sequence[JsonObject]) -> dict[str
     `other_busy_cores` is the mean of the records in which they left too few for the run's threads,
     if there are any, and `busy_share` is their share.
     """
-    stated = [one.get("environment") for one in events if one["event"] in STARTS]
-    threads = stated[-1].get("threads") if stated and isinstance(stated[-1], dict) else None
-    threads = threads if isinstance(threads, int) and threads > 0 else 1
-    known = [(one["cpu/other_cores"], one["cpu/cores"]) for one in records if one.keys() >= BUSY]
-    busy = [(others, cores) for others, cores in known if others + threads > cores]
+    stated = [one["environment"] for one in events if isinstance(one.get("environment"), dict)]
+    threads = int(finite_numbers(stated[-1]).get("threads", 1)) if stated else 1
+    known = [
+        (one["cpu/other_cores"], int(one["cpu/cores"]))
+        for one in records
+        if {"cpu/other_cores", "cpu/cores"} <= one.keys()
+    ]
+    busy = [one for one in known if one[0] + threads > one[1]]
     if not known:
         return {}
-    return {
-        "other_busy_cores": fmean(others for others, _ in busy or known),
-        "cores": int(busy[-1][1]) if busy else None,
-        "threads": threads,
-        "busy_share": len(busy) / len(known),
-    }
-
-
-def _failure(folder: Path, events: Sequence[JsonObject], records: Records) -> Failure | None:
-    """Return why the run ended, if it failed."""
-    if layout.read_exit_code(folder) != FAILED:
-        return None
-    errors = [one for one in events if one["event"] == "error"]
-    error = errors[-1] if errors else {"what": "The run failed. Its output shows why."}
-    return Failure(
-        kind=FAILURES.get(str(error.get("kind")), "error"),
-        message=str(error.get("what", "")),
-        fix=error.get("fix"),
-        step=int(records[-1]["step"]) if records else None,
-    )
+    found: dict[str, Any] = {"other_busy_cores": fmean(others for others, _ in busy or known)}
+    if busy:
+        share = len(busy) / len(known)
+        found |= {"cores": busy[-1][1], "threads": threads, "busy_share": share}
+    return found
 
 
 def _speedups(events: Sequence[JsonObject]) -> tuple[tuple[str, ...] | None, str | None]:
