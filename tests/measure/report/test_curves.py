@@ -72,6 +72,11 @@ def test_damaged_documents_become_notes(make_run, read):
     (run,) = read(folder)
     assert (run.settings, run.summary, run.diagnosis) == ({}, {}, None)
     assert all(any(name in note for note in run.notes) for name in names)
+    for name, content in enumerate(["x", [], {}, {"verdict": None}, {"findings": 3}]):
+        (run,) = read(make_run(str(name), findings=content))
+        assert run.diagnosis is None
+        (note,) = run.notes
+        assert note.startswith("findings.json is damaged, or was not written by this version")
 
 
 def test_the_records_of_another_training_loop(make_run, read):
