@@ -36,7 +36,7 @@ from measurement import facts, markdown
 
 from flatout.config.documents import read_document
 from flatout.hardware.machine import probe
-from flatout.measure.child import end_group
+from flatout.measure.trial import end_all
 from flatout.storage.json_io import object_or_none, read_lines
 
 HERE, ROOT = Path(__file__).parent, Path(__file__).parents[1]
@@ -231,7 +231,7 @@ def run(name: str, step: Step, given: argparse.Namespace, left_s: float) -> dict
             except subprocess.TimeoutExpired:
                 code = None
             finally:
-                end_group(process)
+                end_all(process)
             out.seek(0)
             printed = out.read()
         complaints = log.read_bytes()[begin:]

@@ -285,6 +285,7 @@ def _show(result: Result, as_json: bool) -> None:
 
 
 def _fail(error: FlatoutError, as_json: bool) -> int:
+    sys.last_value = error  # as Python sets it for what nobody catches: `flatout diagnose` reads it
     rank = os.environ.get("RANK", "0")
     if rank != "0" and isinstance(error, Stopped):  # all stop together, and rank 0 reports it
         return error.exit_code

@@ -7,11 +7,12 @@ the trials therefore resolves the recipe in another process, which ends afterwar
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, TypeVar
 
 from flatout.assembly.preflight import open_dataset
 from flatout.assembly.recipe import uses_gpu
@@ -25,6 +26,8 @@ from flatout.distributed.spinning import spin_less_beside_others
 from flatout.errors import RunFailed, UsageError
 from flatout.hardware.machine import Machine, pick_device, probe
 from flatout.progress import SILENT, Progress
+
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,11 @@ class Resolved:
     def speedups(self) -> list[str]:
         """The speedups that are on."""
         return [decision.name for decision in self.decisions if decision.on]
+
+    def stated(self) -> RunConfig:
+        """Return the configuration with its speedups written out, for a run of another length."""
+        on = [name for name in self.speedups if "micro_batch" not in speedup_named(name).fills]
+        return self.config.with_values({"speedups": on or "none", "train.precision": "auto"})
 
     def build(self, config: RunConfig, folder: Path) -> Run:
         """Return the run of this recipe with the settings of `config`."""
@@ -117,6 +125,23 @@ def with_needs(name: str) -> list[str]:
     return found
 
 
+def apart(requested: RunConfig, function: Callable[..., Answer], *arguments: Any) -> Answer:
+    """Return what a function returns, in another process if the recipe runs on a GPU.
+
+    Raises: RunFailed when the other process died.
+    """
+    if not uses_gpu(probe(), requested):
+        return function(*arguments)
+    try:
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+            return pool.submit(function, *arguments).result()
+    except BrokenProcessPool as error:
+        raise RunFailed(
+            "The process that resolves the configuration died.",
+            fix="Try the same recipe with `flatout train`.",
+        ) from error
+
+
 def resolve_apart(
     requested: RunConfig, cache: Path | None = None, progress: Progress = SILENT
 ) -> Resolved:
@@ -127,19 +152,7 @@ def resolve_apart(
     """
     machine = probe()
     with progress.task("Resolving the configuration"):
-        if uses_gpu(machine, requested):
-            apart = multiprocessing.get_context("spawn")
-            try:
-                with ProcessPoolExecutor(1, mp_context=apart) as pool:
-                    found = pool.submit(choose, requested, cache).result()
-            except BrokenProcessPool as error:
-                raise RunFailed(
-                    "The process that resolves the configuration died.",
-                    fix="Try the same recipe with `flatout train`.",
-                ) from error
-        else:
-            found = choose(requested, cache)
-        config, decisions, additions = found
+        config, decisions, additions = apart(requested, choose, requested, cache)
         dataset = open_dataset(requested)
     if config.train.device == "cpu":
         spin_less_beside_others(progress)

@@ -58,17 +58,14 @@ QUIET: dict[str, Any] = {
     "train.patience": 0,
     "train.sample_every": 0,
     "checkpoint.every_minutes": 1e9,
-}
-"""Switches off everything but training."""
-OF_A_TRIAL: dict[str, Any] = {
     "checkpoint.every_steps": None,
     "checkpoint.every_epochs": None,
     "checkpoint.upload": None,
     "checkpoint.dir": None,
-    "log.every": 1,
-    "log.to": [],
 }
-"""A trial records every step, and saves nothing."""
+"""Switches off everything but training."""
+OF_A_TRIAL: dict[str, Any] = {"log.every": 1, "log.to": []}
+"""A trial records every step."""
 MIN_RUN_STEPS = 2_000
 """Shorter recipes are extended to this many steps, so that they can warm up and be measured."""
 TIMES = {"data_ms": "perf/data_wait_ms", "host_ms": "perf/host_ms", "device_ms": "perf/device_ms"}
@@ -195,6 +192,8 @@ def run_command(
         variables = own_environment() | dict(environment or {})
         if request.timing is not None:
             variables["PYTHONHASHSEED"] = "0"
+        if request.recording is not None:  # compiled kernels of a CPU then have names in the trace
+            variables["TORCHINDUCTOR_CPP_ENABLE_KERNEL_PROFILE"] = "1"
         for change in request.changes:
             variables |= CHANGES[change].edit.environment
         search = [name, *filter(None, [variables.get("PYTHONPATH")])]

@@ -12,7 +12,6 @@ from flatout.config.registry import RECIPES, unknown_name
 from flatout.config.schema import load_config
 from flatout.config.signature import Argument, Option, checked
 from flatout.errors import ConfigError, MissingPackage
-from flatout.measure.diagnose.diagnose import diagnose_recipe
 from flatout.measure.diagnose.diagnosis import (
     FILE,
     Diagnosis,
@@ -125,6 +124,8 @@ def diagnose(
         raise unknown_name("recipe or run", name, choices)
     config = load_config(settings_file(folder) if folder else recipe, words)
     preflight.check_names(config)
+    from flatout.measure.diagnose.diagnose import diagnose_recipe  # imports torch
+
     found = diagnosis_of(
         diagnose_recipe(config, seconds=seconds, cache=default_cache(), progress=progress)
     )

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
-from flatout.cli.commands import Command, Overrides, RecipeName
+from flatout.cli.commands import Command, Overrides
+from flatout.cli.commands.diagnose import require_only_script
 from flatout.cli.commands.train import load_checked
-from flatout.config.signature import Option, checked
-from flatout.errors import UsageError
+from flatout.config.schema import RunConfig
+from flatout.config.signature import Argument, Option, checked
+from flatout.errors import ConfigError, UsageError
 from flatout.measure.profile.result import Profile
 from flatout.progress import SILENT, Progress
 from flatout.storage.cache import default_cache
@@ -20,17 +23,21 @@ MOST_STEPS = 100
 
 @checked
 def profile(
-    recipe: RecipeName,
+    recipe: Annotated[
+        str | Path | RunConfig | None, Argument("A recipe's name, or a YAML file.")
+    ] = None,
     overrides: Overrides = None,
     steps: Annotated[int, Option("Steps to profile.", min=1)] = 3,
     skip: Annotated[
         int | None,
-        Option("Steps before them (default: until the step time is steady).", min=0),
+        Option("Steps before them (default: until nothing is compiled).", min=1),
     ] = None,
     out: Annotated[
         Path | str | None, Option("Directory for the files (default: profile/RECIPE-DIGEST).")
     ] = None,
     *,
+    script: Sequence[str] = (),
+    as_json: bool = False,
     progress: Progress = SILENT,
 ) -> Profile:
     """Show where the time of a few training steps goes.
@@ -38,6 +45,9 @@ def profile(
     The steps are those of training, after warm-up and compilation, without evaluations and saves.
     The trace opens in Perfetto. The table shows kernels by class with their share of the time. On a
     GPU, torch's memory snapshot is written as well. Nothing is saved but the profile.
+
+    After `--` comes the command of any PyTorch training script, which is not edited and ends after
+    these steps: `flatout profile -- python train.py`.
 
     Raises: UsageError before anything is measured; OutOfMemory; RunFailed when the disk is full.
     """
@@ -47,6 +57,19 @@ def profile(
             fix=f"Profile at most {MOST_STEPS} steps. A few show the same.",
         )
     require_local(out or "", "--out ")
+    folder = None if out is None else Path(out)
+    if script:
+        require_only_script(recipe is not None or overrides)
+        from flatout.measure.profile.profile import profile_script
+
+        return profile_script(
+            script, steps=steps, skip=skip, out=folder, as_json=as_json, progress=progress
+        )
+    if recipe is None:
+        raise ConfigError(
+            "There is nothing to profile.",
+            fix="Name a recipe, or write `flatout profile -- python train.py`.",
+        )
     config = load_checked(recipe, overrides, progress=progress)
     from flatout.measure.profile.profile import run_profile
 
@@ -54,7 +77,7 @@ def profile(
         config,
         steps=steps,
         skip=skip,
-        out=None if out is None else Path(out),
+        out=folder,
         cache=default_cache(),
         progress=progress,
     )

@@ -1,33 +1,42 @@
-"""Measures a recipe, or reads a run, and returns the evidence. No torch.
+"""Measures a recipe on this machine, and returns the evidence.
 
-A recipe runs in a separate process, which answers with evidence before the first step, and again
-after the last. Whatever happens to it, there is evidence: a process that is killed, hangs or prints
-nonsense is a finding.
+What is known before the first step, such as the estimate of the memory, is looked at first. Then
+the recipe is a command like any other, `flatout train`, which is measured as a script is.
 """
 
 from __future__ import annotations
 
-import shutil
+import signal
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
-
-from pydantic import ValidationError
+from typing import Any
 
 from flatout.config.schema import RunConfig
-from flatout.errors import RunFailed
-from flatout.measure.child import ask
+from flatout.errors import CheckpointError
 from flatout.measure.diagnose.alternatives import with_alternatives
 from flatout.measure.diagnose.diagnosis import diagnosis_of
+from flatout.measure.diagnose.preflight import prepare
+from flatout.measure.diagnose.recorded import recorded_evidence
 from flatout.measure.diagnose.spec import DEFAULT_SECONDS, LIMIT_S, MeasureSpec
+from flatout.measure.resolving import apart
+from flatout.measure.scripts.request import Request
 from flatout.measure.steps.evidence import Evidence, Failure
+from flatout.measure.steps.lines import failure_of
+from flatout.measure.trial import QUIET, Ran, error_in, last_words, run_recipe
 from flatout.progress import SILENT, Progress
-from flatout.training.metrics.observers import Observer
+from flatout.training.checkpoint.catalog import steps_between_saves
+from flatout.training.saving import DEFAULT_MINUTES_BETWEEN_SAVES
 
-GRACE_S = 120.0
-"""Time for the start of the process and its preflight, on top of the spec's limit."""
+LONG_RUN_STEPS = 10_000_000
+"""The measured run is extended to this length, so that it cannot end before it is measured."""
+RECORDED = ("compile_fallback", "peak_tflops", "peak_source", "mfu")
+"""Facts that the files of the measured run show."""
+KNOWN = frozenset(
+    {"config", "machine", "device", "parameters", "tokens_per_step", "planned_steps", "total_gib"}
+    | {"losses", "grad_norms", "failure", "source"}
+)
+"""Facts that are known better than the steps show them."""
 
 
 def diagnose_recipe(
@@ -35,99 +44,107 @@ def diagnose_recipe(
     *,
     seconds: float = DEFAULT_SECONDS,
     cache: Path | None = None,
-    callbacks: Sequence[Observer] = (),
     progress: Progress = SILENT,
 ) -> Evidence:
     """Check a configuration on this machine, run it for some seconds, and return the evidence.
 
-    No step is taken when something already known keeps the run from starting. The run has a
-    separate process, unless there are callbacks, which only exist in this one. What may be faster
+    No step is taken when something already known keeps the run from starting. What may be faster
     on a CPU is tried after it, for at most four times `seconds` and the starts of its processes.
     Raises: UsageError when the configuration cannot be resolved; RunFailed.
     """
-
-    def on_preflight(evidence: Evidence) -> bool:
-        stops = any(finding.harm == "fails" for finding in diagnosis_of(evidence).findings)
-        if not stops:
-            progress.say("Nothing keeps the run from starting. Measuring its steps.")
-        return not stops
-
-    with measurement_of(config, seconds, cache=cache and str(cache)) as spec:
-        with progress.task("Measuring (about half a minute)"):
-            if not callbacks:
-                found = measure_apart(spec, on_preflight)
-            else:
-                from flatout.measure.diagnose.preflight import prepare
-                from flatout.measure.diagnose.run import measured
-
-                prepared = prepare(spec)
-                found = prepared.evidence
-                if on_preflight(found) and prepared.resolved is not None:
-                    found = measured(spec, prepared, callbacks)
-        return with_alternatives(found, spec, progress)
-
-
-@contextmanager
-def measurement_of(config: RunConfig, seconds: float, **more: Any) -> Iterator[MeasureSpec]:
-    """Make a directory on the disk of the run's checkpoints, and remove it at the end."""
     root = Path(config.checkpoint.dir or "runs")
     while not root.is_dir():
         root = root.parent
-    folder = Path(tempfile.mkdtemp(prefix=".diagnose-", dir=root))
-    try:
-        yield MeasureSpec(
-            config=config.to_dict(),
-            folder=str(folder / "run"),
-            seconds=seconds,
-            limit_s=LIMIT_S + 6 * seconds,
-            **more,
+    # on the disk of the run's checkpoints
+    with tempfile.TemporaryDirectory(prefix=".diagnose-", dir=root) as folder:
+        spec = MeasureSpec(
+            config=config.to_dict(), folder=folder, seconds=seconds, cache=cache and str(cache)
         )
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        found, stated = apart(config, prepared, spec)
+        if any(one.harm == "fails" for one in diagnosis_of(found).findings) or stated is None:
+            return found
+        progress.say("Nothing keeps the run from starting. Measuring its steps.")
+        limit_s = LIMIT_S + 6 * seconds
+        with progress.task("Measuring (about half a minute)"):
+            ran = run_recipe(stated, Path(folder) / "run", Request(seconds=seconds), limit_s)
+            found = measured(found, ran, Path(folder) / "run", limit_s)
+        return with_alternatives(found, spec, progress)
 
 
-def measure_apart(
-    spec: MeasureSpec,
-    on_preflight: Callable[[Evidence], bool] = lambda _: True,
-    *,
-    command: Sequence[str] = (),
-) -> Evidence:
-    """Return the evidence of a measured run in a fresh process.
+def prepared(spec: MeasureSpec) -> tuple[Evidence, RunConfig | None]:
+    """Return what is known before the first step, and the configuration of the measured run."""
+    known = prepare(spec)
+    if known.resolved is None:
+        return known.evidence, None
+    values = {"train.steps": LONG_RUN_STEPS, "schedule.warmup": known.warmup_steps}
+    return known.evidence, known.resolved.stated().with_values(QUIET | values)
 
-    `on_preflight` receives what is known before the first step, and returns whether to take any.
-    `command` replaces the default command, for tests.
-    Raises: UsageError when the configuration cannot be resolved; RunFailed when the process died
-            before it knew anything.
+
+def measured(before: Evidence, ran: Ran, folder: Path, limit_s: float) -> Evidence:
+    """Return what is known before the first step with what the measured run shows.
+
+    A failure of the run is evidence too. Saves and evaluations are divided by the steps between
+    them in the run that is planned.
     """
-    found: list[Evidence] = []
-
-    def on_answer(line: str) -> bool:
-        with suppress(ValidationError):
-            found.append(Evidence.model_validate_json(line))
-            if len(found) == 1 and not on_preflight(found[0]):
-                found.append(found[0])
-        return len(found) < 2
-
-    function = "flatout.measure.diagnose.run:collect"
-    ended = ask(function, spec, on_answer, timeout_s=spec.limit_s + GRACE_S, command=command)
-    if len(found) > 1:
-        return found[1]
-    kind: Literal["hang", "killed", "error"] = "error"
-    if ended.timed_out:
-        kind, message = "hang", "The run did not end in time."
-    elif ended.signal == "SIGKILL":
-        kind = "killed"
-        message = "The process was killed by SIGKILL: the usual cause is too little memory."
+    answer = ran.answer
+    known: dict[str, Any] = {"source": "measured run"}
+    with suppress(CheckpointError):  # it has ended before its first record
+        recorded = recorded_evidence(folder)
+        known |= {name: getattr(recorded, name) for name in RECORDED}
+        if recorded.compile_fallback is not None:
+            known["speedups"] = recorded.speedups
+        last = min(answer.once.get("steps", LONG_RUN_STEPS), before.planned_steps or LONG_RUN_STEPS)
+        for name in ("losses", "grad_norms"):
+            known[name] = tuple(one for one in getattr(recorded, name) or () if one[0] <= last)
+    found, config = answer.evidence, before.config
+    if (failure := answer.failure) is not None:  # the directory that it may name is removed
+        said = [one for one in failure.message.split(". ") if folder.parent.name not in one]
+        known["failure"] = failure.model_copy(update={"message": ". ".join(said)})
+    if found is None or not found.step_s or config is None:
+        known.setdefault("failure", ending_of(ran, limit_s))
+        return before.model_copy(update=known)
+    for name, field in Evidence.model_fields.items():
+        if name not in KNOWN and getattr(found, name) != field.default:
+            known[name] = getattr(found, name)
+    step_s, tokens, mfu = found.step_s, before.tokens_per_step or 0, known.get("mfu")
+    save_s, score_s = answer.once.get("save"), answer.once.get("score")
+    if save_s is not None:
+        minutes = config.checkpoint.every_minutes or DEFAULT_MINUTES_BETWEEN_SAVES
+        per_epoch = (before.planned_steps or 0) / (before.epochs or 1.0)
+        every = steps_between_saves(config.checkpoint, per_epoch)
+        save_s /= every or max(60 * minutes / step_s, 1.0)
+    if score_s is not None and config.train.eval_every:
+        most = before.val_tokens or 0
+        limit = config.train.eval_tokens
+        score_s *= most if limit in (None, "all") else min(int(limit), most)
+        score_s /= config.train.eval_every
     else:
-        how = f"ended with exit code {ended.code}"
-        if ended.signal is not None:
-            how = f"was killed by {ended.signal}"
-        elif ended.code is None:
-            how = "gave no result"
-        message = f"The process {how}: {ended.last_words}"
-    if not found:
-        raise RunFailed(
-            f"Nothing could be measured. {message}", fix="Try the same recipe with `flatout train`."
-        )
-    failure = Failure(kind=kind, message=message)
-    return found[0].model_copy(update={"source": "measured run", "failure": failure})
+        score_s = None
+    known |= {
+        "checkpoint_s": save_s,
+        "evaluation_s": score_s,
+        "tokens_per_s": tokens / step_s,
+        "achieved_tflops": mfu and mfu * known["peak_tflops"],
+        "notes": (*before.notes, *found.notes),
+    }
+    extra_s = (save_s or 0.0) + (score_s or 0.0)
+    known["step_s"] = step_s + extra_s
+    known["remaining_s"] = (before.planned_steps or 0) * known["step_s"]
+    replaced = {name: seconds + extra_s for name, seconds in found.counterfactual_s.items()}
+    return before.model_copy(update=known | {"counterfactual_s": replaced})
+
+
+def ending_of(ran: Ran, limit_s: float) -> Failure:
+    """Return how a process ended which reported no error."""
+    error, said, code = error_in(ran.output), last_words(ran.output), ran.code
+    if error is not None:
+        return failure_of(error, 0)
+    if not ran.has_ended:
+        return Failure(kind="hang", message=f"The run did not end within {limit_s:.0f} s.")
+    if code == -signal.SIGKILL:
+        what = "The process was killed by SIGKILL: the usual cause is too little memory."
+        return Failure(kind="killed", message=what)
+    how = f"ended with exit code {code}"
+    if code is not None and code < 0:
+        how = f"was killed by {signal.Signals(-code).name}"
+    return Failure(kind="error", message=f"The process {how}: {said}")

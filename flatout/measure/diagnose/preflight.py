@@ -12,19 +12,16 @@ from flatout.assembly.preflight import open_dataset
 from flatout.assembly.resolve import epoch_tokens, known_peak, resolve, workload_of
 from flatout.config.schema import validate
 from flatout.data.store.mix import members_of
-from flatout.errors import DataError, FlatoutError, HardwareError, MissingPackage
+from flatout.errors import DataError, HardwareError, MissingPackage
 from flatout.hardware.machine import pick_device, probe
 from flatout.measure.diagnose.spec import MeasureSpec
 from flatout.measure.resolving import Resolved
-from flatout.measure.steps.evidence import FAILURES, Evidence, Failure
-from flatout.measure.steps.lines import site_of
+from flatout.measure.steps.evidence import Evidence, Failure
+from flatout.measure.steps.lines import failure_of
 from flatout.measure.steps.machine import gpu_facts, host_facts
 from flatout.models.language_model import model_of
 from flatout.optim.schedule import warmup_steps
 from flatout.training.checkpoint.catalog import DISK_BYTES_PER_PARAMETER, most_at_once
-
-LONGEST = 300
-"""Messages of errors are truncated to this many characters."""
 
 
 @dataclass(frozen=True)
@@ -36,21 +33,6 @@ class Prepared:
     """The run. None when it cannot start."""
     warmup_steps: int = 0
     """Steps of the learning rate's warm-up in a run of the requested length."""
-
-
-def failure_of(error: BaseException, step: int) -> Failure:
-    """Return an error of a run as evidence."""
-    names = (each.__name__ for each in type(error).__mro__)
-    kind = next((FAILURES[name] for name in names if name in FAILURES), "error")
-    first = (str(error).strip().splitlines() or [""])[0][:LONGEST]
-    message, fix = f"{type(error).__name__}: {first}".rstrip(": "), None
-    if isinstance(error, FlatoutError):
-        message, fix = error.what, error.fix
-    elif isinstance(error, ModuleNotFoundError):
-        message = f"The package {error.name} is not installed."
-        fix = f"Install it: `pip install {(error.name or '').partition('.')[0]}`."
-    known = {"kind": kind, "message": message, "fix": fix, "step": step, "site": site_of(error)}
-    return Failure.model_validate(known)
 
 
 def prepare(spec: MeasureSpec) -> Prepared:

@@ -1,66 +1,54 @@
-"""Profiles some steps of a run: trace, kernels by class, what the device waits for.
+"""Profiles some steps of a recipe or a script: trace, kernels by class, what the device waits for.
 
-The steps are those of the training loop, in this process, with evaluations and saves omitted.
+The steps are recorded in the process of the command that takes them, with evaluations and saves of
+a recipe omitted.
 """
 
 from __future__ import annotations
 
 import gzip
 import json
+import math
+import shlex
 import tempfile
-import time
-from collections.abc import Generator
-from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-import torch._inductor.config
-from torch.profiler import record_function
 
-from flatout.assembly.run import Run
+from flatout.assembly.selection import recipe_of
 from flatout.config.schema import RunConfig
 from flatout.display import terminal_text
-from flatout.distributed.rendezvous import silence_profiler
-from flatout.distributed.spinning import spin_less_beside_others
-from flatout.errors import ConfigError
+from flatout.errors import ConfigError, RunFailed
 from flatout.hardware.machine import fingerprint
 from flatout.measure.output import claim
 from flatout.measure.profile.result import PHASES, Profile
-from flatout.measure.resolving import resolve_here
-from flatout.measure.steps.steady import is_steady
-from flatout.measure.steps.trace import (
-    PREFIX,
-    STEP,
-    Trace,
-    exported,
-    phase_ranges,
-    profiling,
-    read_trace,
+from flatout.measure.resolving import resolve_apart
+from flatout.measure.scripts.request import Recording, Request
+from flatout.measure.scripts.run import evidence_in
+from flatout.measure.steps.trace import Trace, document_in, read_trace, with_steps
+from flatout.measure.trial import (
+    QUIET,
+    Ran,
+    error_in,
+    last_words,
+    require_one_process,
+    run_command,
+    run_recipe,
 )
-from flatout.measure.steps.windows import unprofiled
-from flatout.measure.trial import QUIET, require_one_process
 from flatout.progress import SILENT, Progress
 from flatout.storage.files import CheckedFile, write_text, writing_run
-from flatout.training.loop import fit
-from flatout.training.metrics.log import Log
-from flatout.training.metrics.phases import PhaseTimer
-from flatout.training.out_of_memory import explained
 from flatout.training.run_dir.resume import run_name
-from flatout.training.session import Session
-from flatout.training.warmup import warm_up
 
 PROFILES = Path("profile")
 """Where profiles are written without `--out`."""
 FIGURES, TEXT, TRACE = "profile.json", "profile.txt", "trace.json.gz"
 SNAPSHOT = "memory-snapshot.pickle"
 """torch's own file, for pytorch.org/memory_viz, which flatout never reads."""
-MAX_WARM_S = 10.0
-"""Latest end of a warm-up without `--skip`, after its first step."""
-MIN_WARM_STEPS = 3
-"""Fewest steps of a warm-up."""
+WARM_STEPS = 21
+"""Most steps of a warm-up without `--skip`, with the first."""
 COLUMNS = 80
 """Columns of profile.txt."""
 NOT_PERMITTED = (
@@ -82,179 +70,125 @@ def run_profile(
 ) -> Profile:
     """Profile some steps of a recipe, write the files to a directory, and return the profile.
 
-    `skip` are the steps before them. None means until the step time is steady.
+    `skip` are the steps before them. None means until nothing is compiled any more.
 
     Raises: UsageError before anything is measured; OutOfMemory; RunFailed when the files cannot be
             written.
     """
     require_one_process("profile")
-    silence_profiler()
     out = out or PROFILES / run_name(requested)
-    with progress.task("Resolving the configuration"):
-        resolved = resolve_here(requested.with_values(QUIET), cache)
-    config = long_enough(resolved.config, steps, skip)
+    resolved = resolve_apart(requested.with_values(QUIET), cache, progress)
+    config = long_enough(resolved.stated(), steps, skip)
+    with recorded_to(out, steps, skip) as (request, scratch):
+        with progress.task(f"Profiling {steps} steps"):
+            ran = run_recipe(config, scratch / "run", request, math.inf)
+        if ran.answer.recorded is None:
+            failed = RunFailed(f"The run failed: {last_words(ran.output)}", fix="Train it first.")
+            raise error_in(ran.output) or failed
+        device = ran.answer.recorded.device
+        return written(
+            ran,
+            request,
+            out,
+            recipe=config.name,
+            arithmetic=recipe_of(resolved.config).arithmetic(device),
+            speedups=tuple(resolved.speedups),
+        )
+
+
+def profile_script(
+    command: Sequence[str],
+    *,
+    steps: int = 3,
+    skip: int | None = None,
+    out: Path | None = None,
+    as_json: bool = False,
+    progress: Progress = SILENT,
+) -> Profile:
+    """Profile some steps of a script, which ends after them, as `run_profile`.
+
+    Raises: ConfigError when the command does not exist; RunFailed when nothing was recorded.
+    """
+    name = shlex.join(command)
+    file = next((word for word in command if word.endswith(".py")), command[0])
+    out = out or PROFILES / Path(file).stem
+    with recorded_to(out, steps, skip) as (request, _):
+        ran = run_command(command, request, as_json=as_json, progress=progress)
+        if ran.answer.recorded is None:
+            evidence_in(name, ran.answer, ran.code)
+            raise RunFailed(f"{name} took too few steps.", fix="Use a smaller --skip or --steps.")
+        return written(ran, request, out, recipe=name)
+
+
+@contextmanager
+def recorded_to(out: Path, steps: int, skip: int | None) -> Iterator[tuple[Request, Path]]:
+    """Claim a directory for a profile, and yield what to ask for, and a directory for the run."""
     claim(out)
-    if config.train.device == "cpu":
-        spin_less_beside_others(progress)
-    with ExitStack() as stack:
-        stack.enter_context(writing_run(out))
-        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=out, prefix=".steps-")))
-        with progress.task("Building the model"):
-            run = resolved.build(config, scratch)
-        stack.enter_context(closing(run.loader))
-        run.loader.prime(min(needed(steps, skip), run.last_step))
-        stack.enter_context(explained(run))
-        # compiled kernels of a CPU then have names in the trace
-        stack.enter_context(torch._inductor.config.patch({"cpp.enable_kernel_profile": True}))
-        with Log(run, progress=progress) as log, progress.task(f"Profiling {steps} steps"):
-            warm_up(run, log)
-            found = Measured()
-            turns = course(run, log.clock.timer, steps, skip, out / SNAPSHOT, found)
-            with closing(turns):
-                fit(Session(run, log, lambda _run: next(turns, run) is run))
-                next(turns, None)  # the run may end before it asks again
-        with progress.task("Reading the trace"):
-            profile = summarise(run, found, steps, scratch / "raw.json", out)
-        write_text(out / FIGURES, profile.model_dump_json(indent=1) + "\n")
-        write_text(out / TEXT, terminal_text(profile.display(), COLUMNS) + "\n")
-    return profile
-
-
-def needed(steps: int, skip: int | None) -> int:
-    """Return the steps that a profile takes at least. On a GPU, the last is for its memory."""
-    return MIN_WARM_STEPS + 2 * steps + 1 if skip is None else skip + steps
+    try:
+        with writing_run(out), tempfile.TemporaryDirectory(dir=out, prefix=".steps-") as name:
+            scratch = Path(name).resolve()
+            files = {"trace": str(scratch / "raw.json"), "snapshot": str(scratch / SNAPSHOT)}
+            yield Request(recording=Recording(steps=steps, skip=skip, **files)), scratch
+    finally:
+        with suppress(OSError):
+            out.rmdir()  # fails unless it is empty
 
 
 def long_enough(config: RunConfig, steps: int, skip: int | None) -> RunConfig:
     """Return the configuration with enough steps for a profile that did not choose its steps.
 
+    On a GPU, one more step is for the memory.
     Raises: ConfigError when the chosen steps are beyond the end of the run.
     """
-    planned, last = config.train.steps or 0, needed(steps, skip)
+    planned = config.train.steps or 0
+    last = WARM_STEPS + 2 * steps + 2 if skip is None else skip + steps
     if last <= planned:
         return config
     if skip is None:
         return config.with_values({"train.steps": last})
     which = f"Step {last} does" if steps == 1 else f"Steps {skip + 1} to {last} do"
     most = planned - steps
-    choice = f"Use --skip {most} or less" if most >= 0 else "Remove --skip"
+    choice = f"Use --skip {most} or less" if most >= 1 else "Remove --skip"
     raise ConfigError(
         f"{which} not exist: the run has {planned} step{'s' * (planned != 1)}.",
         fix=f"{choice}, or set train.steps={last}.",
     )
 
 
-@dataclass
-class Measured:
-    """What the profiled run has measured so far."""
-
-    first_step: int = 1
-    """The first profiled step, from 1."""
-    step_s: float | None = None
-    """An average step without the profiler."""
-    phases: dict[str, float] = field(default_factory=dict)
-    """The host's seconds by phase in such a step."""
-    profiled_s: float = 0.0
-    """Seconds of all profiled steps."""
-    profiler: torch.profiler.profile | None = None
-    has_snapshot: bool = False
-    """Whether torch's memory snapshot was written."""
-    notes: list[str] = field(default_factory=list)
-
-
-def course(
-    run: Run, timer: PhaseTimer, steps: int, skip: int | None, snapshot: Path, found: Measured
-) -> Generator[None, None, None]:
-    """Yield before each step of a profile: a warm-up, ordinary steps, and the profiled ones.
-
-    The ordinary steps show what the profiler costs. On a GPU, one more step writes where each block
-    of its memory was allocated.
-    """
-    device, ordinary = str(run.mesh.device), steps
-    on_gpu = device.startswith("cuda")
-
-    def now() -> float:
-        if on_gpu:
-            torch.cuda.synchronize(device)
-        return time.perf_counter()
-
-    warm: list[float] = []
-    if skip is None:
-        while run.step + 2 * steps + 1 < run.last_step and (
-            len(warm) < MIN_WARM_STEPS or (not is_steady(warm) and sum(warm[1:]) <= MAX_WARM_S)
-        ):
-            began_s = now()
-            yield
-            warm.append(now() - began_s)
-    else:
-        ordinary = min(steps, max(skip - 1, 0))
-        yield from (None for _ in range(skip - ordinary))
-    if ordinary:
-        began_s, before = now(), dict(timer.seconds)
-        yield from (None for _ in range(ordinary))
-        found.step_s = (now() - began_s) / ordinary
-        spent = {name: s - before.get(name, 0.0) for name, s in timer.seconds.items()}
-        found.phases = {name.removesuffix("_wait"): s / ordinary for name, s in spent.items()}
-    found.first_step = run.step + 1
-    with ExitStack() as stack:
-        try:
-            with profiling(device):  # its first start takes seconds
-                torch.ones(1, device=device).add_(1)
-            found.profiler = stack.enter_context(profiling(device, record_shapes=True))
-            stack.enter_context(phase_ranges(timer))
-        except RuntimeError as error:  # not permitted
-            found.notes.append(unprofiled(str(error)))
-        began_s = now()
-        for _ in range(steps):
-            with record_function(f"{PREFIX}{STEP} {run.step + 1}"):
-                yield
-        found.profiled_s = now() - began_s
-    if not on_gpu or run.step >= run.last_step:
-        return
-    memory: Any = torch.cuda.memory
-    try:
-        memory._record_memory_history(max_entries=1_000_000, stacks="python")
-    except (AttributeError, RuntimeError, TypeError) as error:
-        found.notes.append(f"No memory snapshot: {error}")
-        return
-    try:
-        yield
-        now()
-        memory._dump_snapshot(str(snapshot))
-        found.has_snapshot = True
-    finally:
-        memory._record_memory_history(enabled=None)
-
-
-def summarise(run: Run, found: Measured, steps: int, raw: Path, out: Path) -> Profile:
-    """Return the profile of the steps that were taken. Write their trace to `out`.
+def written(ran: Ran, request: Request, out: Path, **known: Any) -> Profile:
+    """Write the files of a profile, and return it.
 
     Raises: RunFailed when the profiler could not write its trace.
     """
-    device, phases = str(run.mesh.device), found.phases
+    found, asked = ran.answer.recorded, request.recording
+    assert found is not None
+    assert asked is not None
+    if has_snapshot := Path(asked.snapshot).exists():
+        Path(asked.snapshot).replace(out / SNAPSHOT)
+    phases = {name.removesuffix("_wait"): 1e3 * s for name, s in found.phases.items()}
     profile = Profile(
         path=str(out),
-        trace=str(out / TRACE) if found.profiler else None,
-        snapshot=str(out / SNAPSHOT) if found.has_snapshot else None,
-        recipe=run.config.name,
-        device=device,
-        arithmetic=run.arithmetic,
-        speedups=tuple(run.speedups),
-        environment=fingerprint(device),
+        trace=str(out / TRACE) if found.has_trace else None,
+        snapshot=str(out / SNAPSHOT) if has_snapshot else None,
+        device=found.device,
+        environment=fingerprint(found.device),
         first_step=found.first_step,
-        steps=steps,
+        steps=asked.steps,
         step_ms=found.step_s and 1e3 * found.step_s,
-        profiled_step_ms=1e3 * found.profiled_s / steps,
-        phases_ms={name: 1e3 * phases[name] for name in PHASES if name in phases} or None,
-        notes=tuple(found.notes),
+        profiled_step_ms=1e3 * found.seconds / asked.steps,
+        phases_ms={name: phases[name] for name in PHASES if name in phases} or None,
+        notes=found.notes,
+        **known,
     )
-    if found.profiler is None:
-        return profile
-    document = exported(found.profiler, raw)
-    packed = gzip.compress(json.dumps(document).encode(), compresslevel=6)
-    with CheckedFile(out / TRACE) as file:
-        file.write(np.frombuffer(packed, np.uint8))
-    return with_trace(profile, read_trace(document, steps=steps))
+    if found.has_trace:
+        document = with_steps(document_in(Path(asked.trace)))
+        packed = gzip.compress(json.dumps(document).encode(), compresslevel=6)
+        with CheckedFile(out / TRACE) as file:
+            file.write(np.frombuffer(packed, np.uint8))
+        profile = with_trace(profile, read_trace(document, steps=asked.steps))
+    write_text(out / FIGURES, profile.model_dump_json(indent=1) + "\n")
+    write_text(out / TEXT, terminal_text(profile.display(), COLUMNS) + "\n")
+    return profile
 
 
 def with_trace(profile: Profile, trace: Trace) -> Profile:

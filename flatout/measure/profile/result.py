@@ -51,12 +51,12 @@ class Profile(Result):
     snapshot: str | None
     """torch's memory snapshot, for https://pytorch.org/memory_viz. Null on a CPU."""
     recipe: str
-    """Its name."""
+    """Its name, or the command of a script."""
     device: str
     """cpu, cuda or cuda:N."""
-    arithmetic: str
-    """Arithmetic of the matmuls."""
-    speedups: tuple[str, ...]
+    arithmetic: str | None = None
+    """Arithmetic of the matmuls of a recipe."""
+    speedups: tuple[str, ...] = ()
     """Speedups that are on."""
     environment: Mapping[str, str | int]
     """Device, processor, threads, torch."""
@@ -82,7 +82,8 @@ class Profile(Result):
         """What was profiled."""
         last = self.first_step + self.steps - 1
         numbers = f"step {last}" if self.steps == 1 else f"steps {self.first_step} to {last}"
-        return f"{self.recipe} on {self.device}, {self.arithmetic}, {numbers}"
+        known = filter(None, (f"{self.recipe} on {self.device}", self.arithmetic, numbers))
+        return ", ".join(known)
 
     def display(self) -> Display:
         """Return its times, the table of classes, and its files."""

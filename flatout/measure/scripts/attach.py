@@ -12,18 +12,17 @@ from __future__ import annotations
 import atexit
 import gc
 import os
-import re
 import signal
 import statistics
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import psutil
@@ -34,7 +33,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from flatout.config.registry import is_user_code
 from flatout.measure.scripts.apply import Models, apply, replace
-from flatout.measure.scripts.recorder import CallRecorder, Graphs, own_lines, padding_of
+from flatout.measure.scripts.recorder import Graphs, own_lines, padding_of
 from flatout.measure.scripts.request import SEEN, Answer, Request
 from flatout.measure.scripts.sites import Sites
 from flatout.measure.scripts.trial import (
@@ -46,23 +45,25 @@ from flatout.measure.scripts.trial import (
     roots_of,
     takes_steps,
 )
-from flatout.measure.steps.evidence import MIN_SAVES, CallSite, Evidence, Failure
+from flatout.measure.steps.evidence import MIN_SAVES, CallSite, Evidence
 from flatout.measure.steps.guard import guarded
 from flatout.measure.steps.lines import (
     Line,
-    LineTimes,
     LineTotals,
-    line_of,
+    failure_of,
     site_at,
-    site_of,
     stack_of,
     user_frame,
     user_lines,
 )
+from flatout.measure.steps.windows import Windows, fewest
 from flatout.measure.watch.hooks import observing
-from flatout.measure.watch.loop import LoopTimer, LoopWindows, Settings, fewest
+from flatout.measure.watch.loop import LoopTimer, Settings
 from flatout.storage.files import write_text
 from flatout.training.metrics.detectors import is_steady_growth
+
+if TYPE_CHECKING:
+    from flatout.measure.scripts.flatouts import FlatoutsRun
 
 MIN_MEASURED = 5
 """Fewest ordinary steps of a measurement."""
@@ -81,45 +82,8 @@ MIN_LOOKS = 12
 """Fewest looks at the memory by which its growth is judged."""
 PADDED_STEPS = 8
 """First steps in which the inputs are looked at for padding, which waits for the device."""
-MENTIONS = {
-    "anomaly": r"detect_anomaly\(",
-    "threads": r"set_num_threads\(",
-    "rows": r"batch_size['\"]?\s*[:=]\s*1\b",
-    "padding": r"padding\s*=\s*.max_length",
-}
-"""Calls whose line is looked for in the script's files, by kind of site."""
-
-
-class ScriptWindows(LoopWindows):
-    """The windows of a script's loop: those of a watched one, and its calls."""
-
-    sampled_every_s = 0.03
-    recording: CallRecorder | None = None
-    """What records the calls of the current step."""
-    recorder: CallRecorder | None = None
-    """What has recorded those of some steps."""
-    traced: LineTimes | None = None
-    """The times of the lines that were seen, within a step."""
-
-    def _special(self) -> Iterator[None]:
-        compiler = sys.modules.get("torch._dynamo.utils")
-        self.has_compiled |= compiler is not None and bool(compiler.get_compilation_metrics())
-        # a mode would make compiled code compile again. A script's own must not be taken off first
-        if not self.has_compiled and not torch._C._len_torch_function_stack():
-            self.recording = CallRecorder(lambda: self.timer.current)
-            with self.recording:
-                yield from self._marked_calls(self.called_steps)
-            self.recorder, self.recording = self.recording, None
-        else:
-            yield from self._marked_calls(self.called_steps)
-        if self.sampler is not None and not self.has_compiled and sys.gettrace() is None:
-            seen = (self.sampler.lines.counts[kind] for kind in ("python", "compute", "data"))
-            self.traced = LineTimes(line for lines in seen for line in lines)
-            with self.traced.tracing(sys._getframe(1)):
-                yield
-        # the profiler prints an error when a thread other than the first one starts it
-        if self._recorded_steps and threading.current_thread() is threading.main_thread():
-            yield from self._recorded(self._recorded_steps)
+PLACES = {"optimizer": "optimizer", "loader": "rows", "anomaly": "anomaly", "threads": "threads"}
+"""Kinds of calls in the script's files, and what their lines are evidence of."""
 
 
 class Attachment:
@@ -130,6 +94,8 @@ class Attachment:
         self._guard = guard
         self._sites = Sites()
         self._sites.install()
+        self._run: FlatoutsRun | None = None
+        """None for the loop of somebody else."""
         self._loop: LoopTimer | None = None
         """None until the first backward pass: it knows the ranks, the thread and the model."""
         self._model: nn.Module | None = None
@@ -168,36 +134,32 @@ class Attachment:
 
     def answer(self) -> None:
         """Write what was measured, once. Only the process that takes the steps writes."""
-        loop = self._loop
-        if self._is_done or loop is None or loop.rank or os.getpid() != self._process:
+        loop, error = self._loop, getattr(sys, "last_value", None)  # set when an error ends it
+        if self._is_done or os.getpid() != self._process or (loop is None and error is None):
+            return
+        if loop is not None and loop.rank:
             return
         self._is_done = True
-        error = getattr(sys, "last_value", None)  # set when a script ends by its own error
-        evidence = problem = None
-        steps = loop.steps
-        if loop.windows is None or not steps:
-            return
-        try:
-            evidence = self._evidence(loop, loop.windows)
+        steps, found = loop.steps if loop is not None else 0, dict[str, Any]()
+        if loop is not None and loop.windows is not None and self._request.recording is not None:
+            found["recorded"] = guarded(loop.windows.recorded)()
             loop.windows.close()
-        except Exception as unexpected:
-            problem = f"{type(unexpected).__name__}: {unexpected}"
-        if error is not None and evidence is not None:
-            words = f"{type(error).__name__}: {error}".strip().splitlines()[0]
-            failed = Failure(kind="error", message=words, step=steps, site=site_of(error))
-            evidence = evidence.model_copy(update={"failure": failed})
-        sites = guarded(self._sites.found)(self._model) or ()
-        facts = guarded(facts_of)(self._models, tuple({site.kind for site in sites}))
-        found = Answer(
-            evidence=evidence,
-            problem=problem,
-            steps=steps,
-            sites=sites,
-            facts=facts,
-            writes=list(self._guard.others) if self._guard else [],
-        )
+        elif loop is not None and loop.windows is not None and steps:
+            found["once"] = (guarded(self._run.once)() if self._run is not None else None) or {}
+            try:
+                found["evidence"] = self._evidence(loop, loop.windows)
+                loop.windows.close()
+            except Exception as unexpected:
+                found["problem"] = f"{type(unexpected).__name__}: {unexpected}"
+            found["sites"] = sites = guarded(self._sites.found)(self._model) or ()
+            found["facts"] = guarded(facts_of)(self._models, tuple({one.kind for one in sites}))
+        elif error is None:
+            return
+        writes = list(self._guard.others) if self._guard else []
+        failure = None if error is None else failure_of(error, steps)
+        answer = Answer(steps=steps, failure=failure, writes=writes, **found)
         with suppress(OSError):  # the command has ended, and has removed its directory
-            write_text(Path(self._request.answer), found.model_dump_json())
+            write_text(Path(self._request.answer), answer.model_dump_json())
 
     def _say(self, seen: str) -> None:
         with suppress(OSError):  # the command has ended
@@ -228,33 +190,36 @@ class Attachment:
             self._said_s = now_s
             self._say(f"step {loop.steps + 1}")
         self._steps_of_others, self._has_loss = 0, False
+        if loop.steps == 0 and "flatout.training.loop" in sys.modules:
+            from flatout.measure.scripts.flatouts import FlatoutsRun
+
+            self._run = FlatoutsRun.above(sys._getframe(1), loop)
         loop.leave("evaluation")
         loop.end_step()
         self._look_at_memory(loop)
-        if self._is_enough(loop):
+        if loop.steps == self._request.steps or loop.begin_step() is False:
             self.answer()
             self._end()
-        loop.begin_step()
 
     def _end(self) -> None:
         if not self._request.to_the_end:
             end_script(is_one_of_several=self._loop is not None and self._loop.world_size > 1)
 
-    def _is_enough(self, loop: LoopTimer) -> bool:
-        windows = loop.windows
-        if self._request.steps is not None:
-            return loop.steps >= self._request.steps
-        if windows is None or windows.name != "ordinary" or windows.sampled_steps == 0:
-            return False
-        done = windows.ordinary
-        has_special = windows.special.steps > 0 or bool(windows.compilations)
+    def _is_enough(self, windows: Windows) -> bool:
+        """Return whether the ordinary steps are enough for averages."""
+        done, seconds = windows.ordinary, self._request.seconds
         least = fewest(MIN_MEASURED, done.steps, done.seconds)
-        return has_special and done.steps >= least and done.seconds >= self._request.seconds
+        return self._request.steps is None and done.steps >= least and done.seconds >= seconds
 
     def _start(self) -> None:
         """Make the instruments, at the first backward pass."""
-        settings = Settings(model=self._model, base="other", source="script")
-        self._loop = LoopTimer(settings, at_exit=self.answer, windows=ScriptWindows)
+        settings = Settings(
+            model=self._model,
+            is_script=True,
+            is_enough=self._is_enough,
+            recording=self._request.recording,
+        )
+        self._loop = LoopTimer(settings, at_exit=self.answer)
         self._loop.time_loaders()
 
     def _before_call(
@@ -262,7 +227,9 @@ class Attachment:
     ) -> Callable[[], None] | None:
         """Divide forward passes from evaluation: calls that no other module makes."""
         loop = self._loop
-        if self._is_inside or self._is_done or (loop is not None and not loop.is_timed_thread):
+        if self._is_inside or self._is_done or self._run is not None:
+            return None
+        if loop is not None and not loop.is_timed_thread:
             return None
         self._is_inside = True
         is_forward = False
@@ -328,7 +295,9 @@ class Attachment:
     def _before_mode(self, module: nn.Module, mode: bool = True) -> Callable[[], None] | None:
         """Start an evaluation when the model's mode changes, before its data is read."""
         loop = self._loop
-        if self._is_changing_mode or self._is_done or loop is None or not loop.is_timed_thread:
+        if self._is_changing_mode or self._is_done or self._run is not None:
+            return None
+        if loop is None or not loop.is_timed_thread:
             return None
         if self._trained.get(self._key(module)):
             self._set_evaluating(loop, not mode)
@@ -361,15 +330,16 @@ class Attachment:
         self._note_loss(loop, roots)
         if self._passes_in_evaluation_mode and not self._trains_in_evaluation_mode:
             self._trains_in_evaluation_mode, self._evaluations_with_gradients = True, 0
+        if self._run is not None:  # it states its phases
+            return None
         loop.leave("evaluation")
         loop.enter("backward")
         return partial(loop.leave, "backward")
 
     def _note_loss(self, loop: LoopTimer, roots: list[Tensor]) -> None:
         self._backwards += 1
-        recording = getattr(loop.windows, "recording", None)
-        if recording is not None:
-            recording.note_backward(roots)
+        if loop.windows is not None and loop.windows.recording is not None:
+            loop.windows.recording.note_backward(roots)
         loss = loss_in(roots)
         if self._has_loss or loss is None:
             return
@@ -392,9 +362,8 @@ class Attachment:
         )
         self._memory.append((loop.steps, used))
 
-    def _evidence(self, loop: LoopTimer, windows: LoopWindows) -> Evidence:
+    def _evidence(self, loop: LoopTimer, windows: Windows) -> Evidence:
         """Return what the timer measured, with what only calls in torch show."""
-        assert isinstance(windows, ScriptWindows)
         if windows.traced is not None and windows.sampler is not None:
             windows.traced.correct(windows.sampler.lines)
         found = loop.evidence()
@@ -418,14 +387,16 @@ class Attachment:
             sites |= recorder.found.sites(windows.called_steps)
         kept_graphs = self._graphs.kept()
         keeper = self._graphs.keeper(sys._getframe(1)) if kept_graphs else None
-        lines: dict[str, Line] = {}
+        lines, here = dict[str, Line](), f"{Path.cwd()}{os.sep}"
         if keeper is not None:
             update["kept_by"], lines["kept"] = keeper
-        made = [one for one in guarded(self._sites.found)(None) or () if one.kind == "optimizer"]
-        if len(made) == 1:  # its arguments are where it is made
-            lines["optimizer"] = made[0].file.removeprefix(f"{Path.cwd()}{os.sep}"), made[0].line
+        calls = guarded(self._sites.found)(None) or ()
+        for kind, name in PLACES.items():
+            made = {(one.file.removeprefix(here), one.line) for one in calls if one.kind == kind}
+            if len(made) == 1:  # its arguments are where it is made
+                (lines[name],) = made
         sites |= {kind: (site,) for kind, line in lines.items() if (site := site_at(line))}
-        sites |= self._lines.sites(max(loop.steps, 1), timed=False) | _mentioned()
+        sites |= self._lines.sites(max(loop.steps, 1), timed=False)
         is_evaluating = self._steps_in_evaluation_mode / max(loop.steps, 1)
         return found.model_copy(
             update={
@@ -558,21 +529,6 @@ def _growth(memory: list[tuple[int, int]]) -> float | None:
     if last - first < least or not is_steady_growth(some):
         return 0.0
     return (last - first) / max(last_step - step, 1)
-
-
-def _mentioned() -> dict[str, tuple[CallSite, ...]]:
-    """Return the lines of the script's files that call what `MENTIONS` has."""
-    found: dict[str, tuple[CallSite, ...]] = {}
-    files = [getattr(module, "__file__", None) for module in [*sys.modules.values()]]
-    for file in dict.fromkeys(name for name in files if name and is_user_code(name)):
-        for kind, pattern in MENTIONS.items():
-            with suppress(OSError, UnicodeDecodeError):
-                lines = Path(file).read_text(encoding="utf-8").splitlines()
-                number = next((n for n, one in enumerate(lines, 1) if re.search(pattern, one)), 0)
-                if number and kind not in found:
-                    text = line_of(file, number)
-                    found[kind] = (CallSite(file=file, line=number, text=text),)
-    return found
 
 
 def attach(path: str) -> None:

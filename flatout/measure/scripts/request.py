@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import ConfigDict, Field
 
-from flatout.measure.steps.evidence import Evidence
+from flatout.measure.steps.evidence import Evidence, Failure
 from flatout.storage.files import Stored
 
 SEEN = ".seen"
@@ -32,6 +32,34 @@ class Timing(Stored):
     """Added to every seed that the script sets. A script without seeds gets this one."""
 
 
+class Recording(Stored):
+    """Which steps to record with torch.profiler, and where to."""
+
+    steps: int
+    skip: int | None
+    """Steps before them. None: until nothing is compiled any more."""
+    trace: str
+    """File for the trace, as torch writes it."""
+    snapshot: str
+    """File for the memory snapshot of one more step, on a GPU."""
+
+
+class Recorded(Stored):
+    """What the recorded steps took, and those before them."""
+
+    device: str
+    first_step: int
+    """The first recorded step."""
+    seconds: float
+    """Of all recorded steps."""
+    step_s: float | None
+    """Of an average step before them, without the profiler."""
+    phases: dict[str, float]
+    """Seconds of the host by phase in such a step."""
+    has_trace: bool
+    notes: tuple[str, ...]
+
+
 class Request(Stored):
     """What to measure of a script, and what to change in its process."""
 
@@ -49,6 +77,8 @@ class Request(Stored):
     """Names of the changes to apply."""
     timing: Timing | None = None
     """The steps to time. None: see `measures`."""
+    recording: Recording | None = None
+    """The steps to record. None: see `measures`."""
     interrupt_after: int | None = None
     """Steps after which the process gets a SIGTERM. Nothing is measured then."""
     measures: bool = True
@@ -117,6 +147,13 @@ class Answer(Stored):
     """None: nothing was measured."""
     problem: str | None = None
     """Why not."""
+    failure: Failure | None = None
+    """The error that ended the script."""
+    recorded: Recorded | None = None
+    """None: it was not asked for, or nothing was recorded."""
+    once: dict[str, float] = Field({})
+    """Of flatout's own training: seconds that a `save` blocks it, and `score` for each token of an
+    evaluation, and `steps`: those before its data were replaced."""
     steps: int = 0
     """Steps that were seen."""
     facts: Facts | None = None

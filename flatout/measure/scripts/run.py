@@ -36,6 +36,8 @@ def evidence_in(name: str, answer: Answer, code: int | None) -> Evidence:
     Raises: ConfigError when its environment has no flatout; RunFailed when nothing was measured.
     """
     evidence, failed = answer.evidence, code is not None and code > 0
+    if evidence is not None and answer.failure is not None:
+        evidence = evidence.model_copy(update={"failure": answer.failure})
     ended = f"ended with exit code {code}" if code is not None else "was ended"
     if evidence is not None and evidence.failure is None and failed:
         # it did not raise: sys.exit, os._exit, or another rank

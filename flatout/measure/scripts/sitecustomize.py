@@ -85,6 +85,6 @@ def _step_back() -> None:
             sys.modules["sitecustomize"] = own
 
 
-_step_back()
 if os.path.isfile(REQUEST):
     sys.meta_path.insert(0, _Finder())
+_step_back()

@@ -19,11 +19,10 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from flatout.config.registry import is_user_code
 from flatout.measure.steps.guard import guarded
-from flatout.measure.steps.lines import Line, LineTotals, user_frame
+from flatout.measure.steps.lines import Line, LineTotals
 
 READS = ("item", "tolist", "__float__", "__int__", "__bool__", "__index__", "cpu", "nonzero")
 """Methods of a tensor that make the host wait for the device."""
@@ -42,8 +41,6 @@ class MarkedCalls:
         """Calls by kind, from anywhere."""
         self.seconds: defaultdict[str, float] = defaultdict(float)
         """Their seconds."""
-        self.copied_bytes = 0
-        """Bytes of copies from memory that is not pinned."""
         self.lines = LineTotals()
         """Those that lines of user code made."""
         self._inside: set[int] = set()
@@ -65,7 +62,6 @@ class MarkedCalls:
             totals |= {
                 "pageable_copies": self.calls["copy"],
                 "pageable_copy_s": self.seconds["copy"],
-                "pageable_copy_bytes": self.copied_bytes,
             }
         return {name: total / steps for name, total in totals.items()}
 
@@ -139,29 +135,9 @@ class MarkedCalls:
     def _count(self, kind: str, frame: FrameType, seconds: float, result: Any) -> None:
         self.calls[kind] += 1
         self.seconds[kind] += seconds
-        if kind == "copy":
-            self.copied_bytes += result.numel() * result.element_size()
         line = _calling_line(frame)
         if line is not None:
             self.lines.add(kind, line, seconds)
-
-
-class OperationLines(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the operations of the forward pass by the line of user code that calls them.
-
-    Only for code that is not compiled. Every operation takes several times as long inside.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.lines = LineTotals()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch._C._current_graph_task_id() == -1:  # not inside a backward pass
-            line = user_frame(sys._getframe(1))
-            if line is not None:
-                self.lines.add("op", line, 0.0)
-        return func(*args, **(kwargs or {}))
 
 
 def _calling_line(frame: FrameType | None) -> Line | None:

@@ -36,6 +36,7 @@ def gathered(known: Evidence, windows: Windows, periodic_s: Mapping[str, float |
             **phases(windows, periodic_s),
             **counts(windows),
             "kernels": trace.table() if trace else None,
+            "counterfactual_s": windows.counterfactual_s,
             "sites": sites(windows),
             "other_busy_cores": usage["other_cores"],
             "read_bytes_per_step": (read := usage["read_bytes"]) and read / steps,

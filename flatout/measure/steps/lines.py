@@ -23,7 +23,8 @@ from types import CodeType, FrameType
 from typing import IO, Any, Self
 
 from flatout.config.registry import PACKAGE_DIR, is_user_code
-from flatout.measure.steps.evidence import CallSite
+from flatout.errors import FlatoutError
+from flatout.measure.steps.evidence import FAILURES, CallSite, Failure
 from flatout.measure.steps.guard import guarded
 
 INTERVAL_S = 0.004
@@ -49,6 +50,8 @@ WAITS = ("threading.py", "selectors.py", "socket.py")
 """Files in which a thread waits."""
 OF_OPTIMIZER = ("torch/nn/utils/clip_grad.py", "torch/optim/optimizer.py", "amp/grad_scaler.py")
 """Files whose work belongs to the optimizer's step."""
+LONGEST = 300
+"""Messages of errors are truncated to this many characters."""
 OWN = str(PACKAGE_DIR / "measure")
 """Start of the files that measure."""
 LOOP = str(PACKAGE_DIR / "training" / "loop.py")
@@ -148,6 +151,21 @@ def site_of(error: BaseException) -> CallSite | None:
     frames = traceback.walk_tb(error.__traceback__)
     lines = [(frame.f_code.co_filename, number) for frame, number in frames]
     return site_at(next((line for line in reversed(lines) if is_user_code(line[0])), None))
+
+
+def failure_of(error: BaseException, step: int) -> Failure:
+    """Return an error of a run as evidence."""
+    names = (each.__name__ for each in type(error).__mro__)
+    kind = next((FAILURES[name] for name in names if name in FAILURES), "error")
+    first = (str(error).strip().splitlines() or [""])[0][:LONGEST]
+    message, fix = f"{type(error).__name__}: {first}".rstrip(": "), None
+    if isinstance(error, FlatoutError):
+        message, fix = error.what, error.fix
+    elif isinstance(error, ModuleNotFoundError):
+        message = f"The package {error.name} is not installed."
+        fix = f"Install it: `pip install {(error.name or '').partition('.')[0]}`."
+    known = {"kind": kind, "message": message, "fix": fix, "step": step, "site": site_of(error)}
+    return Failure.model_validate(known)
 
 
 def user_frame(frame: FrameType | None) -> Line | None:

@@ -170,14 +170,15 @@ def profiling(device: str, **options: Any) -> Iterator[profile]:
 def phase_ranges(timer: PhaseTimer) -> Iterator[None]:
     """Make each phase of a timer a range of the trace inside the block.
 
-    The garbage collector is none: it may run where torch must not be called.
+    The garbage collector is none: it may run where torch must not be called. Nor is what belongs to
+    no phase, which may begin inside of torch's own ranges.
     """
     ranges: list[Any] = []
 
     def change(name: str | None) -> None:
         before(name)
         if name is not None:
-            range_of = nullcontext if name == GC else record_function
+            range_of = nullcontext if name in (GC, "other") else record_function
             ranges.append(range_of(PREFIX + name.removesuffix("_wait")))
             ranges[-1].__enter__()
         elif ranges:
@@ -192,12 +193,36 @@ def phase_ranges(timer: PhaseTimer) -> Iterator[None]:
             each.__exit__(None, None, None)
 
 
+def mark_step(number: int) -> None:
+    """Mark the start of a step in the trace. It may be inside of ranges that end later."""
+    with record_function(f"{PREFIX}{STEP} {number}"):
+        pass
+
+
+def with_steps(document: dict[str, Any]) -> dict[str, Any]:
+    """Return a trace whose marked steps last until the next one starts, on a track of their own."""
+    events = [one for one in document["traceEvents"] if one.get("ph") == "X"]
+    marks = [one for one in events if str(one["name"]).startswith(PREFIX + STEP)]
+    ends = [one["ts"] for one in marks[1:]] + [max((e["ts"] + e["dur"] for e in events), default=0)]
+    for mark, end in zip(marks, ends, strict=False):
+        mark |= {"dur": end - mark["ts"], "tid": 0}
+    return document
+
+
 def exported(profiler: profile, path: Path) -> dict[str, Any]:
     """Write the trace of a finished profiler to a file, and return it.
 
-    Raises: RunFailed when it is not complete: the profiler does not report a disk that is full.
+    Raises: as `document_in`.
     """
     profiler.export_chrome_trace(str(path))
+    return document_in(path)
+
+
+def document_in(path: Path) -> dict[str, Any]:
+    """Return the trace in a file.
+
+    Raises: RunFailed when it is not complete: the profiler does not report a disk that is full.
+    """
     try:
         # a rate over 0 s is inf there, which is no JSON
         document: dict[str, Any] = json.loads(path.read_bytes(), parse_constant=lambda _: None)

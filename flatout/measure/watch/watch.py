@@ -24,7 +24,8 @@ import torch
 from flatout.errors import ConfigError
 from flatout.measure.diagnose.diagnosis import Diagnosis, diagnosis_of
 from flatout.measure.steps.evidence import PHASES, Evidence
-from flatout.measure.watch.loop import LOG, LoopTimer, Settings
+from flatout.measure.steps.guard import LOG
+from flatout.measure.watch.loop import LoopTimer, Settings
 
 Batch = TypeVar("Batch")
 

@@ -12,6 +12,7 @@ import pytest
 
 from flatout.cli import main as cli
 from flatout.cli.commands import diagnose as command
+from flatout.measure.diagnose import diagnose as recipes
 from flatout.measure.diagnose import diagnosis
 from flatout.measure.diagnose.diagnose import diagnose_recipe
 from flatout.measure.diagnose.diagnosis import diagnosis_of
@@ -46,7 +47,7 @@ def measured(monkeypatch, tiny_config):
         requested.append((config, options))
         return evidence(config)
 
-    monkeypatch.setattr(command, "diagnose_recipe", measure)
+    monkeypatch.setattr(recipes, "diagnose_recipe", measure)
     return requested
 
 
@@ -91,7 +92,7 @@ def test_the_exit_code_is_that_of_training(measured, monkeypatch, tiny_set, sour
     failed = Evidence(
         source=source, failure=Failure(kind="error", message="It failed.", fix="Mend it.")
     )
-    monkeypatch.setattr(command, "diagnose_recipe", lambda *_, **__: failed)
+    monkeypatch.setattr(recipes, "diagnose_recipe", lambda *_, **__: failed)
     assert run("demo-char", f"data.path={tiny_set}") == code
 
 

@@ -8,16 +8,13 @@ from pathlib import Path
 import pytest
 
 from flatout.cli import main as cli
-from flatout.measure.profile import profile as profiles
 
 pytestmark = pytest.mark.slow
 
 
-def test_it_prints_the_profile_and_its_fields(tiny_run, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(profiles, "MAX_WARM_S", 0.0)
-    monkeypatch.setattr(profiles, "spin_less_beside_others", lambda *_: None)
+def test_it_prints_the_profile_and_its_fields(tiny_run, tmp_path, capsys):
     config, out = tiny_run / "config.yaml", tmp_path / "out"
-    words = ["profile", str(config), "--steps", "1", "--out", str(out), "--json"]
+    words = ["profile", str(config), "--steps", "1", "--skip", "1", "--out", str(out), "--json"]
     assert cli.execute(words) == 0
     answer = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert Path(answer["trace"]).name == "trace.json.gz"

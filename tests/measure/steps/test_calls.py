@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from flatout.measure.steps import calls as marked_calls
-from flatout.measure.steps.calls import MarkedCalls, OperationLines
+from flatout.measure.steps.calls import MarkedCalls
 
 pytestmark = pytest.mark.slow
 
@@ -76,17 +76,3 @@ def test_only_unpinned_copies_to_a_gpu_count():
     assert marked_calls._pageable(tensor("cpu", pinned=True), tensor("cuda")) is None
     assert marked_calls._pageable(tensor("cuda"), tensor("cuda")) is None
     assert marked_calls._pageable(tensor("cpu"), tensor("cpu")) is None
-
-
-def test_operations_of_the_forward_pass_are_counted_by_line():
-    weight = torch.ones(3, requires_grad=True)
-    lines = OperationLines()
-    with lines:
-        for _ in range(3):
-            weight2 = weight * 2
-        weight2.sum().backward()
-    first, *others = lines.lines.sites(1, timed=False)["op"]
-    assert (first.text, first.count_per_step) == ("weight2 = weight * 2", 3)
-    # `.sum()` and the seed of the gradient; not the operations of the backward pass
-    assert [site.text for site in others] == ["weight2.sum().backward()"]
-    assert others[0].count_per_step <= 2

@@ -1,0 +1,182 @@
+"""`flatout diagnose RECIPE` trains it in a process of its own, and names planted faults."""
+
+from __future__ import annotations
+
+import pytest
+
+from flatout.errors import ConfigError, OutOfMemory
+from flatout.measure.diagnose import diagnose
+from flatout.measure.diagnose.diagnose import diagnose_recipe, ending_of, prepared
+from flatout.measure.diagnose.diagnosis import diagnosis_of
+from flatout.measure.diagnose.spec import MeasureSpec
+from flatout.measure.scripts.request import Answer
+from flatout.measure.steps.lines import failure_of
+from flatout.measure.trial import Ran
+
+pytestmark = pytest.mark.slow
+
+MACHINE = {"busy-machine", "cpu-threads"}
+"""Findings about the machine on which the tests run."""
+SIZE = {
+    "model.d_model": 96,
+    "model.num_heads": 2,
+    "data.seq_len": 64,
+    "batch.tokens_per_step": 2048,
+    "batch.rows_per_device": 16,
+}
+"""Large enough that operations are not tiny, and logging takes little."""
+PLANTED = """
+import gc, torch
+from flatout.models import transformer
+
+class Faulty(transformer.MODEL):
+    def forward(self, tokens_BT, targets_BT, doc_ids_BT=None):
+        loss, num_valid = super().forward(tokens_BT, targets_BT, doc_ids_BT)
+        if loss.item() > 1e9 or float(num_valid) < 0:
+            raise ValueError
+        torch.cuda.empty_cache()
+        kept = [[] for _ in range(50_000)]
+        gc.collect()
+        return loss, num_valid
+
+class Broken(transformer.MODEL):
+    def forward(self, *_):
+        raise ModuleNotFoundError("No module named 'imaginary'", name="imaginary")
+
+class Hungry(transformer.MODEL):
+    def forward(self, *_):
+        torch.empty(2**50)
+"""
+SLOW = """
+import time
+from flatout.data.load.batches import ShardReader
+from flatout.training.checkpoint.savers import Saver
+from flatout.training import evaluation
+
+def slowed(plain, seconds):
+    return lambda *a, **k: (time.sleep(seconds), plain(*a, **k))[1]
+
+ShardReader.read = slowed(ShardReader.read, 0.1)
+Saver.save = slowed(Saver.save, 0.4)
+evaluation.score = slowed(evaluation.score, 0.4)
+"""
+
+
+@pytest.fixture
+def measured(tiny_config, tmp_path, monkeypatch):
+    """Return the findings by name, and the evidence, of a recipe with planted faults."""
+    monkeypatch.setattr(diagnose, "with_alternatives", lambda found, *_: found)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "planted.py").write_text(PLANTED)
+
+    def measure(**changes):
+        values = {key.replace("__", "."): value for key, value in changes.items()}
+        config = tiny_config(checkpoint__dir=str(tmp_path)).with_values(SIZE | values)
+        found = diagnose_recipe(config, seconds=0.5)
+        findings = {one.name: one for one in diagnosis_of(found).findings}
+        assert not [*tmp_path.glob(".diagnose-*")]
+        return {name: findings[name] for name in findings.keys() - MACHINE}, found
+
+    return measure
+
+
+def test_a_healthy_recipe_has_no_findings_and_phases_that_fill_the_step(measured):
+    found, evidence = measured(train__steps=40)
+    assert found == {}
+    assert evidence.source == "measured run"
+    assert evidence.steps >= 5
+    steps = {step for step, _ in evidence.losses + evidence.grad_norms}
+    assert max(steps) <= 40, "steps that the recipe does not have tell nothing about it"
+    assert 0.7 < sum(evidence.phase_shares().values()) <= 1.01
+    assert evidence.compute_s > 0
+    assert evidence.optimizer_s > 0
+    assert evidence.data_wait_s > 0
+    assert evidence.communication_s is evidence.pageable_copies is evidence.clock_share is None
+    assert evidence.tokens_per_s > 0
+    assert evidence.counterfactual_s["synthetic-data"] > 0
+    assert {share.kind for share in evidence.kernels} >= {"matmul", "elementwise"}
+    assert evidence.notes == ()
+
+
+def test_slow_data_saves_and_evaluations_are_named(measured, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("import slow_parts")
+    (tmp_path / "slow_parts.py").write_text(SLOW)
+    found, evidence = measured(
+        checkpoint__every_steps=5, train__eval_every=5, speedups="auto,-prefetch,-compile"
+    )
+    assert found.keys() == {"slow-data", "slow-save", "frequent-evaluation"}
+    assert evidence.counterfactual_s["synthetic-data"] < evidence.step_s
+    assert evidence.checkpoint_s == pytest.approx(0.08, abs=0.04)
+    fixes = [fix.overrides for fix in found["frequent-evaluation"].fixes]
+    (rarer,) = [values for values in fixes if "train.eval_every" in values]
+    assert 5 < rarer["train.eval_every"] <= evidence.planned_steps
+
+
+def test_faults_of_the_users_own_model_are_named_with_their_lines(measured):
+    found, evidence = measured(model__kind="planted:Faulty")
+    assert found.keys() >= {"host-sync", "empty-cache", "garbage-collection"}
+    assert evidence.syncs - evidence.expected_syncs == 4, "two micro-batches of two each"
+    assert evidence.site("sync").text.startswith("if loss.item() > 1e9")
+    assert evidence.site("empty-cache").text == "torch.cuda.empty_cache()"
+    assert evidence.site("gc").text == "gc.collect()"
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "line", "changes"),
+    [
+        ("out-of-memory", "out-of-memory", "torch.empty(2**50)", {"model__kind": "Hungry"}),
+        ("failure", "missing-package", "raise ModuleNotFound", {"model__kind": "Broken"}),
+        ("unstable-training", "diverged", None, {"optim__lr": 1e30, "schedule__warmup": 0}),
+        ("failure", "no-data", None, {"data__path": "absent"}),
+    ],
+)
+def test_a_recipe_that_fails_shows_why_and_where(measured, name, kind, line, changes):
+    if "model__kind" in changes:
+        changes = {"model__kind": f"planted:{changes['model__kind']}"}
+    found, evidence = measured(optim__clip=0, **changes)
+    assert found.keys() == {name}
+    failure = evidence.failure
+    assert failure.kind == kind
+    assert line is None or failure.site.text.startswith(line)
+    assert ".diagnose-" not in failure.message
+    assert kind != "missing-package" or "package imaginary is not installed" in failure.message
+
+
+@pytest.mark.parametrize(
+    ("code", "has_ended", "output", "kind", "message"),
+    [
+        (-9, True, "Oh.", "killed", "the usual cause is too little memory"),
+        (-11, True, "Oh.", "error", "killed by SIGSEGV: Oh."),
+        (3, True, "Oh.", "error", "exit code 3: Oh."),
+        (None, False, "", "hang", "did not end within 90 s"),
+    ],
+)
+def test_the_end_of_the_process_is_evidence(code, has_ended, output, kind, message):
+    failure = ending_of(Ran(Answer(), code, output, has_ended), 90.0)
+    assert failure.kind == kind
+    assert message in failure.message
+
+
+def test_a_compiler_that_fails_is_named(measured, tmp_path):
+    text = "import os; os.environ['CXX'] = '/bin/false'"
+    (tmp_path / "sitecustomize.py").write_text(text)
+    found, evidence = measured(speedups="auto,+compile")
+    assert "compile-failure" in found
+    assert evidence.compile_fallback
+    assert "compile" not in evidence.speedups
+
+
+def test_the_stated_warmup_is_kept_in_the_longer_run(tiny_config, tmp_path):
+    config = tiny_config(schedule__warmup=0.5, train__steps=40).to_dict()
+    evidence, stated = prepared(MeasureSpec(config=config, folder=str(tmp_path)))
+    assert stated.schedule.warmup == 20
+    assert evidence.planned_steps == 40
+    assert evidence.estimated_gib > 0
+    assert evidence.train_tokens > 0
+
+
+def test_errors_of_flatout_keep_their_fix():
+    found = failure_of(ConfigError("It is wrong.", fix="Correct it."), 3)
+    told = (found.kind, found.message, found.fix, found.step)
+    assert told == ("error", "It is wrong.", "Correct it.", 3)
+    assert failure_of(OutOfMemory("No.", fix="Less."), 0).kind == "out-of-memory"
