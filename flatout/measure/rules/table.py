@@ -284,12 +284,12 @@ ROWS = [
     ),
     row(
         "growing-memory",
-        "Each step takes memory that it does not return.",
-        # the history of LBFGS grows to its length
-        lambda e: (e.growth_bytes or 0.0) > 0 and e.optimizer != "LBFGS" and "warns",
-        "Each step takes {e.growth_mib:.2g} MiB of memory that it does not return.",
-        "Look for a list, a cache or an attribute that grows in the loop.",
-        unless="kept-graph",
+        "The graph of each step is kept, so that memory and time grow with the steps.",
+        lambda e: (e.kept_graphs or 0.0) > 0.5 and "spoils",
+        "The graph of each step is kept by {e.kept_by}, so memory and time grow with the steps.",
+        "Keep numbers, not tensors with gradients: add loss.item() or loss.detach().",
+        site="kept",
+        shows="growth_mib",
     ),
     row(
         "host-sync",
@@ -320,15 +320,6 @@ ROWS = [
         "empty-cache pageable-copies small-batch",
     ),
     row(
-        "kept-graph",
-        "The graph of each step is kept, so that memory and time grow with the steps.",
-        lambda e: (e.kept_graphs or 0.0) > 0.5 and "spoils",
-        "The graph of each step is kept by {e.kept_by}, so memory and time grow with the steps.",
-        "Keep numbers, not tensors with gradients: add loss.item() or loss.detach().",
-        site="kept",
-        shows="growth_mib",
-    ),
-    row(
         "length",
         "The run is so long for its data that it memorises it.",
         lambda e: (
@@ -353,6 +344,15 @@ ROWS = [
         compiling,
         site="compute",
         shows="memory_bound_s",
+    ),
+    row(
+        "memory-leak",
+        "Each step takes memory that it does not return.",
+        # the history of LBFGS grows to its length
+        lambda e: (e.growth_bytes or 0.0) > 0 and e.optimizer != "LBFGS" and "warns",
+        "Each step takes {e.growth_mib:.2g} MiB of memory that it does not return.",
+        "Look for a list, a cache or an attribute that grows in the loop.",
+        unless="growing-memory",
     ),
     row(
         "no-validation",
