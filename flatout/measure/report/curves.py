@@ -83,10 +83,11 @@ class RunData(RunLog):
         self.name = name
         columns: dict[str, list[array[float]]]
         columns = defaultdict(lambda: [array("d") for _ in COLUMNS])
-        self.num_records = 0
+        self.num_records, self.steps, self.elapsed_s = 0, 0, None
         for line in self.lines():
             self.num_records += 1
             place = (line["step"], line.get("tokens"), line.get("elapsed_s", line.get("wall_s")))
+            self.steps, self.elapsed_s = max(self.steps, place[0]), place[2]
             for metric, value in line.items():
                 if "/" in metric and type(value) in NUMBERS:
                     for column, number in zip(columns[metric], (*place, value), strict=True):
@@ -113,14 +114,10 @@ class RunData(RunLog):
         path = self.path / SUMMARY_FILE
         return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
 
-    def values(self, name: str) -> list[float]:
-        """Return the finite values of a metric, or of a position of the longest curve."""
-        if name in COLUMNS:
-            longest = max(self.curves.values(), key=np.size, default=None)
-            row = None if longest is None else longest[COLUMNS.index(name)]
-        else:
-            row = self.curves[name][-1] if name in self.curves else None
-        return [] if row is None else [float(value) for value in row[np.isfinite(row)]]
+    def values(self, metric: str) -> list[float]:
+        """Return the finite values of a metric."""
+        curve = self.curves.get(metric)
+        return [] if curve is None else [float(each) for each in curve[-1][np.isfinite(curve[-1])]]
 
 
 def read_runs(paths: list[Path]) -> list[RunData]:

@@ -173,15 +173,11 @@ def cut(text: str) -> str:
 
 def results(run: RunData) -> dict[str, str]:
     """Return what a run has reached, by its records and its summary."""
-    total, steps, times = (
-        run.settings.get("train.steps"),
-        run.values("step"),
-        run.values("elapsed_s"),
-    )
+    total = run.settings.get("train.steps")
     of_total = f" of {total:,}" if isinstance(total, int) and run.state != "finished" else ""
-    found = {"state": run.state, "steps": f"{max(steps, default=0):,.0f}{of_total}"}
-    if times:
-        found["time"] = duration(times[-1])
+    found = {"state": run.state, "steps": f"{run.steps:,.0f}{of_total}"}
+    if is_finite(run.elapsed_s):
+        found["time"] = duration(run.elapsed_s)
     for chart in CHARTS:
         for metric, label in chart.labels.items():
             if values := run.values(metric):
