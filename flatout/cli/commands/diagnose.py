@@ -155,5 +155,4 @@ COMMAND = Command(
     diagnose,
     example="flatout diagnose shakespeare-char data.path=data/s",
     writes_files=False,
-    is_timed=True,
 )
