@@ -192,7 +192,8 @@ def next_for_recipe(
 ) -> str | None:
     """Return the command that trains with the best fix, or else measures what is faster."""
     serious = [one for one in found.findings if one.harm != "warns"]
-    settings = dict(next((fix.overrides for one in serious for fix in one.fixes), {}))
+    fixes = (fix.overrides for one in serious for fix in one.fixes if fix.overrides)
+    settings = dict(next(fixes, {}))
     if not settings and any(one.harm == "fails" for one in serious):
         return None
     words = [word for word in overrides if word.partition("=")[0] not in settings]

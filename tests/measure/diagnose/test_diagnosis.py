@@ -27,6 +27,8 @@ STEPS = Evidence(
     sites={"own": (SITE,)},
 )
 
+BUSY = {"device": "cpu", "other_busy_cores": 2.0, "cores": 2, "threads": 2}
+
 
 @pytest.fixture
 def names(monkeypatch):
@@ -105,6 +107,8 @@ def test_findings_json_is_strict_json_with_a_format_version(tmp_path):
     [
         (["optim.lr=1"], {"data_wait_s": 0.02}, "`flatout train R optim.lr=1 speedups=prefetch`"),
         ([], {"data_wait_s": 0.0}, "`flatout tune R`"),
+        # the first finding, a busy machine, has no setting
+        ([], {"data_wait_s": 0.02} | BUSY, "`flatout train R speedups=prefetch`"),
         (["log.every=1"], {"logging_s": 0.05}, "`flatout train R log.every=10`"),
         ([], {"disk_needed_gib": 2.0, "disk_free_gib": 1.0}, "keep=1 checkpoint.keep_every=null`"),
     ],

@@ -101,7 +101,13 @@ def test_values_of_other_types_are_omitted(run):
     events = [
         {"event": "save", "blocked_ms": "long"},
         {"event": "recompiled", "graphs": [1], "compile_s": {}, "reasons": 5},
-        {"event": "start", "peak_tflops": "fast", "peak_source": 7},
+        {
+            "event": "start",
+            "peak_tflops": "fast",
+            "peak_source": 7,
+            "environment": {"threads": "x"},
+        },
+        {"event": "speedup", "name": [1], "on": "yes"},
     ]
     folder = run(events=events)
     for line in wrong:
