@@ -317,3 +317,12 @@ def test_a_jump_that_returns_is_a_warning_after_what_slows(healthy, after, harm)
     assert [one.harm for one in found] == (["slows", harm] if harm == "warns" else [harm, "slows"])
     (jump,) = (one for one in found if one.name == "unstable-training")
     assert jump.verdict.endswith("at step 41." if harm == "warns" else "and stays up.")
+
+
+@pytest.mark.parametrize("name", sorted(PLANTED))
+def test_facts_that_are_missing_are_no_error(healthy, name):
+    device, changes = PLANTED[name]
+    full = healthy(device, **changes)
+    for field, default in Evidence.model_fields.items():
+        if field not in ("source", "step_s"):
+            diagnosis_of(full.model_copy(update={field: default.default}))
