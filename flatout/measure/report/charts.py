@@ -82,7 +82,7 @@ def _lines(chart: Chart, runs: Sequence[RunData]) -> Iterator[Line]:
             names = [run.name] if len(chart.labels) == 1 else [run.name, label]
             yield Line(
                 key=f"{index}|{metric}",
-                label=" · ".join(names) if several else label,
+                label=" · ".join(names) if several else label or chart.title,
                 curve=outline(curve) * scales,
                 color=(index if several else number) % NUM_COLORS,
                 dash=[*DASHES][number % len(DASHES)] if several else "solid",

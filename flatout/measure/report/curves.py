@@ -39,7 +39,7 @@ class Chart:
     title: str
     unit: str
     labels: Mapping[str, str]
-    """Name in metrics.jsonl to label."""
+    """Name in metrics.jsonl to label. "": that of the chart."""
     scale: float = 1.0
     """Values are multiplied by this."""
     reduce: Callable[[Sequence[float]], float | None] = typical
@@ -57,15 +57,15 @@ MEMORY = {f"mem/{name}_gib": name for name in ("peak", "allocated", "reserved", 
 LOSSES = {"train/loss": "training", "val/loss": "validation"}
 CHARTS = (
     Chart("Loss", "nats per token", LOSSES, reduce=last),
-    Chart("Throughput", "tokens/s", {"perf/tokens_per_s": "median"}),
-    Chart("Model FLOPs utilisation", "% of the peak", {"perf/mfu": "median"}, scale=100),
+    Chart("Throughput", "tokens/s", {"perf/tokens_per_s": ""}),
+    Chart("Model FLOPs utilisation", "% of the peak", {"perf/mfu": ""}, scale=100),
     Chart("Time of a step", "ms", STEP),
     Chart("Memory", "GiB", MEMORY, reduce=max),
-    Chart("Gradient norm", "before clipping", {"train/grad_norm": "median"}),
-    Chart("Learning rate", "", {"train/lr": "last"}, reduce=last),
-    Chart("Other processes", "cores busy", {"cpu/other_cores": "median"}),
-    Chart("GPU utilisation", "%", {"gpu/util_pct": "median"}),
-    Chart("GPU power", "W", {"gpu/power_w": "median"}),
+    Chart("Gradient norm", "before clipping", {"train/grad_norm": ""}),
+    Chart("Learning rate", "", {"train/lr": ""}, reduce=last),
+    Chart("Other processes", "cores busy", {"cpu/other_cores": ""}),
+    Chart("GPU utilisation", "%", {"gpu/util_pct": ""}),
+    Chart("GPU power", "W", {"gpu/power_w": ""}),
 )
 NOT_DRAWN = {"cpu/cores", "train/epoch", "perf/samples_per_s", "perf/steps_per_s"}
 """Metrics that repeat the shape of another chart."""

@@ -128,8 +128,8 @@ def sections(runs: Sequence[RunData]) -> Iterator[PageSection]:
     for run in runs:
         of_run = f" of {run.name}" if several else ""
         if run.diagnosis:
-            found = run.diagnosis
-            shown = [Display(found.verdict), *(one.display() for one in found.findings)]
+            shown = [one.display() for one in run.diagnosis.findings]
+            shown = shown or [Display(run.diagnosis.verdict)]
             body = "".join(f"<article>{html(one)}</article>" for one in shown)
             yield PageSection("findings", f"Findings{of_run}", body)
         rows = [
@@ -182,7 +182,8 @@ def results(run: RunData) -> dict[str, str]:
         for metric, label in chart.labels.items():
             if values := run.values(metric):
                 value = chart.scale * (chart.reduce(values) or 0.0)
-                found[f"{chart.title}, {label}"] = f"{digits(value)} {chart.unit}"
+                name = f"{chart.title}, {label}" if label else chart.title
+                found[name] = f"{digits(value)} {chart.unit}"
     known = {label: run.summary.get(name) for name, label in SUMMARY.items()}
     found |= {label: cut(plain(value)) for label, value in known.items() if value is not None}
     counted = Counter(str(event["event"]) for event in run.events)

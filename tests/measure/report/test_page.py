@@ -66,7 +66,7 @@ def test_results_are_those_of_the_records_and_the_summary(make_run, read):
     shown = text_of(read(make_run(summary=summary, events=events)))
     for text in (
         "state finished steps 20 time 10 s",
-        "Loss, training 0.2 nats per token Throughput, median 1,011 tokens/s",
+        "Loss, training 0.2 nats per token Throughput 1,011 tokens/s",
         "Time of a step, step 10 ms Time of a step, device 8 ms",
         "Memory, peak 0.5 GiB",
         "best validation loss 1.25 peak rate data sheet events 1 resume, 2 skip",
@@ -108,8 +108,10 @@ def test_a_diagnosis_is_shown_as_it_was_written(make_run, read):
     folder, found = make_run(), diagnosis_of(Evidence(source="recorded run"))
     changes = {"verdict": "The device waits for data.", "findings": (finding,)}
     found.model_copy(update=changes).write(folder)
+    found.model_copy(update={"verdict": "Nothing is slow."}).write(healthy := make_run("b"))
+    assert "Findings Nothing is slow. Settings" in text_of(read(healthy))
     assert (
-        "Findings The device waits for data. Reading is slow. at mine.py:7: time.sleep(1) "
+        "Findings Reading is slow. at mine.py:7: time.sleep(1) "
         "evidence wait 9.5 ms, 25% of the step fix Raise data.prefetch. Settings"
     ) in text_of(read(folder))
 
@@ -149,6 +151,7 @@ def test_the_charts_are_those_of_the_numbers(make_run, read):
         "Gradient norm",
         "Learning rate",
     ]
+    assert charts["Throughput"] == ["Throughput"]
     assert charts["Time of a step"] == ["step", "device", "host", "waiting for data"]
     gpu = [{"step": 1, "gpu/util_pct": 97.0, "gpu/power_w": 640.0, "perf/mfu": 0.5}]
     charts = drawn(*read(make_run("gpu", records=gpu)))
