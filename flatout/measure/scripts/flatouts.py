@@ -9,15 +9,17 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, Self, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from flatout.data.load.loader import PrefetchLoader, StepBatch
 from flatout.errors import DiskFull
-from flatout.measure.watch.loop import LoopTimer
 from flatout.training.evaluation import score
 from flatout.training.loop import fit
 from flatout.training.saving import environment_of
 from flatout.training.session import Session
+
+if TYPE_CHECKING:
+    from flatout.measure.scripts.follower import Follower
 
 SCORED_ROWS = 8
 """Micro-batches of the trial evaluation."""
@@ -40,7 +42,7 @@ class FixedLoader:
 class FlatoutsRun:
     """A run of flatout in this process, which is a trial: afterwards it is of no use."""
 
-    def __init__(self, session: Session, loop: LoopTimer) -> None:
+    def __init__(self, session: Session, loop: Follower) -> None:
         self._session, self._loop = session, loop
         self._own_steps: int | None = None
         timer, loop.base = session.log.clock.timer, None  # its phases are those of the loop
@@ -49,7 +51,7 @@ class FlatoutsRun:
             loop.windows.with_fixed_data = self._fixed_data
 
     @classmethod
-    def above(cls, frame: FrameType | None, loop: LoopTimer) -> Self | None:
+    def above(cls, frame: FrameType | None, loop: Follower) -> Self | None:
         """Return the run whose loop is among the callers of a frame. None when there is none."""
         while frame is not None and frame.f_code is not fit.__code__:
             frame = frame.f_back

@@ -37,6 +37,8 @@ from flatout.training.metrics.device import process_peak_bytes
 
 CHANGING = ("os.remove", "os.rename", "os.rmdir", "os.truncate", "os.mkdir", "shutil.rmtree")
 """Events of Python before the file system changes."""
+OTHERS_STEPS = 25
+"""Steps of other optimizers after which the main one is taken to have ended its work."""
 FEW_STEPS = 3
 """Measured steps that are enough once a trial is late."""
 WAIT_S = 60.0
@@ -108,6 +110,31 @@ class Guard:
             replace(safetensors, "serialize_file", self._saving)
 
 
+class Steps:
+    """Calls `ended` after each step of the script of this process: of the optimizer that ends them.
+
+    That is the first one, until others have taken many steps without it.
+    """
+
+    def __init__(self, ended: Callable[[], object]) -> None:
+        self.optimizer: Any = None
+        self.has_others = False
+        self._steps_of_others, self._ended = 0, ended
+        self.remove = register_optimizer_step_post_hook(guarded(self._after_step)).remove
+
+    def _after_step(self, optimizer: Any, *_: Any) -> None:
+        weights = first_weights(optimizer)
+        # one of a traced model updates nothing
+        if torch.compiler.is_compiling() or weights is None or isinstance(weights, FakeTensor):
+            return
+        if self.optimizer is not None and weights is not first_weights(self.optimizer):
+            self._steps_of_others, self.has_others = self._steps_of_others + 1, True
+            if self._steps_of_others < OTHERS_STEPS:
+                return
+        self.optimizer, self._steps_of_others = optimizer, 0
+        self._ended()
+
+
 class StepTimer:
     """Times the steps of the script of this process, from one step of its optimizer to the next.
 
@@ -118,7 +145,6 @@ class StepTimer:
     def __init__(self, request: Request, failed: dict[str, str], guard: Guard | None) -> None:
         assert request.timing is not None
         self._request, self._timing, self._failed = request, request.timing, failed
-        self._optimizer: int | None = None
         self._marks: list[Any] = []
         """The end of each step: a time on the CPU, or an event on a GPU."""
         self._warmup: int | None = None
@@ -131,7 +157,7 @@ class StepTimer:
         self._guard, self._process = guard, os.getpid()
         self._watch = CompilationWatch()
         self._seed()
-        register_optimizer_step_post_hook(guarded(self._on_optimizer_step))
+        self._steps = Steps(self._end_step)
         for name in ("backward", "grad"):  # the first one is also what Tensor.backward calls
             replace(torch.autograd, name, partial(observing, self._before_backward))
         atexit.register(guarded(self.answer))
@@ -151,13 +177,7 @@ class StepTimer:
         if loss is not None and not isinstance(loss, FakeTensor):
             self._losses[-1].append(loss.detach())
 
-    def _on_optimizer_step(self, optimizer: Any, *_: Any) -> None:
-        if torch.compiler.is_compiling() or not takes_steps(optimizer):
-            return
-        if self._optimizer is None:
-            self._optimizer = id(optimizer)
-        if id(optimizer) != self._optimizer:
-            return
+    def _end_step(self) -> None:
         if self._watch.changed():
             self._compile_s += self._watch.poll().compile_s
             self._compiled.append(len(self._marks) - 1)
@@ -237,10 +257,9 @@ class StepTimer:
         self._marks = []
 
 
-def takes_steps(optimizer: Any) -> bool:
-    """Return whether an optimizer updates weights. One of a traced model updates none."""
-    weights = [each for group in optimizer.param_groups for each in group["params"]]
-    return bool(weights) and not isinstance(weights[0], FakeTensor)
+def first_weights(optimizer: Any) -> Any:
+    """Return the first tensor that an optimizer updates. Its first groups may be empty."""
+    return next((each for group in optimizer.param_groups for each in group["params"]), None)
 
 
 def roots_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:

@@ -49,8 +49,8 @@ MIN_ORDINARY_STEPS, ORDINARY_S = 5, 0.3
 """Ordinary steps before the special ones."""
 CALLED_STEPS = 8
 """Steps whose calls are marked."""
-SAMPLED_EVERY_S = (0.01, 0.03)
-"""Time between two looks at the line of a watched loop, and of a script."""
+SAMPLED_EVERY_S = 0.03
+"""Time between two looks at the loop's line."""
 LONG_S = 2.0
 """Seconds from which a step is long: a few of them tell as much as many short ones."""
 MAX_TRACED_S = 5.0
@@ -98,7 +98,7 @@ class Windows:
 
     All steps after the warm-up are ordinary, except for a few near the start, which are slower and
     do not count for the averages. Without `is_enough` the last ordinary steps go on for as long as
-    the loop does. Of a `script`, the calls and lines of some steps are recorded as well.
+    the loop does.
     """
 
     def __init__(
@@ -109,7 +109,6 @@ class Windows:
         on_step: Callable[[], object],
         recorded_steps: int,
         is_enough: Callable[[Windows], bool],
-        is_script: bool,
         recording: Recording | None,
     ) -> None:
         self.warm, self.ordinary = Totals(), Totals()
@@ -156,7 +155,7 @@ class Windows:
         """What recorded the operations, if that was possible."""
         self.recorded_steps = recording.steps if recording is not None else recorded_steps
         self._recording = recording
-        self._on_step, self._is_enough, self._is_script = on_step, is_enough, is_script
+        self._on_step, self._is_enough = on_step, is_enough
         self._compiled = CompilationWatch()
         self._usages: list[Usage] = []
         """Of the machine, at the start and the end of each stage of ordinary steps."""
@@ -311,8 +310,8 @@ class Windows:
     @contextmanager
     def _sampling(self) -> Iterator[None]:
         """Find the lines on which the loop's thread spends its time, and mark rare calls."""
-        timer, interval_s = self.timer, SAMPLED_EVERY_S[self._is_script]
-        found = LineSampler(lambda: timer.current, thread=timer.thread, interval_s=interval_s)
+        timer, every_s = self.timer, SAMPLED_EVERY_S
+        found = LineSampler(lambda: timer.current, thread=timer.thread, interval_s=every_s)
         if self.sampler is not None:
             found.lines = self.sampler.lines
         with found, self.rare.recording_rare():
@@ -320,12 +319,12 @@ class Windows:
             yield
 
     def _marked_calls(self) -> Iterator[None]:
-        """Mark the calls of some steps, and record those of a script in torch."""
+        """Mark the calls of some steps, and record those in torch."""
         self.name, marked = "marked calls", MarkedCalls()
         self.called_steps = steps = 1 if self.step_s > LONG_S else CALLED_STEPS
         with ExitStack() as stack:
             # a mode would make compiled code compile again. A script's own is not taken off first
-            if self._is_script and not (self.has_compiled or torch._C._len_torch_function_stack()):
+            if not (self.has_compiled or torch._C._len_torch_function_stack()):
                 self.recording = stack.enter_context(CallRecorder(lambda: self.timer.current))
             stack.enter_context(marked.recording())
             yield from (None for _ in range(steps))
@@ -334,8 +333,8 @@ class Windows:
         self.sites |= {kind: found[kind] for kind in ("sync", "copy") if kind in found}
 
     def _traced_lines(self) -> Iterator[None]:
-        """Time the lines that were seen in a step of a script."""
-        if not self._is_script or self.has_compiled or self.sampler is None or sys.gettrace():
+        """Time the lines that were seen, in one step."""
+        if self.has_compiled or self.sampler is None or sys.gettrace():
             return
         seen = (self.sampler.lines.counts[kind] for kind in ("python", "compute", "data"))
         self.name = "traced lines"

@@ -23,9 +23,9 @@ import torch
 
 from flatout.errors import ConfigError
 from flatout.measure.diagnose.diagnosis import Diagnosis, diagnosis_of
+from flatout.measure.scripts.follower import Follower
 from flatout.measure.steps.evidence import PHASES, Evidence
 from flatout.measure.steps.guard import LOG
-from flatout.measure.watch.loop import LoopTimer, Settings
 
 Batch = TypeVar("Batch")
 
@@ -53,27 +53,20 @@ def watch(
             raise ConfigError(
                 f"{name}={count!r} must be a whole number from {least}.", fix=f"Correct {name}."
             )
-    return Watch(
-        Settings(
-            model=model,
-            planned_steps=steps,
-            tokens_per_step=tokens_per_step,
-            recorded_steps=recorded_steps,
-        )
-    )
+    return Watch(model, steps, tokens_per_step, recorded_steps)
 
 
 class Watched(Generic[Batch]):
     """Batches whose waits are timed. Everything else is the loader's own."""
 
-    def __init__(self, loop: LoopTimer, batches: Iterable[Batch]) -> None:
+    def __init__(self, loop: Follower, batches: Iterable[Batch]) -> None:
         self._loop, self._batches = loop, batches
         self._iterator: Iterator[Batch] | None = None
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield the batches of one epoch."""
         loop = self._loop
-        is_timed = loop.begin_wait(starts_step=False)
+        is_timed = loop.begin_wait()
         try:
             iterator = iter(self._batches)  # may start processes
         finally:
@@ -87,7 +80,7 @@ class Watched(Generic[Batch]):
                 has_ended = True
             finally:
                 if is_timed:
-                    loop.end_wait()
+                    loop.leave("data_wait")
             if has_ended:
                 loop.end_epoch()
                 return
@@ -113,8 +106,17 @@ class Watch:
     when the process exits, unless `verdict` or `diagnosis` was called before.
     """
 
-    def __init__(self, settings: Settings) -> None:
-        self._loop = LoopTimer(settings, at_exit=self.finish)
+    def __init__(
+        self,
+        model: torch.nn.Module | None,
+        steps: int | None,
+        tokens_per_step: int | None,
+        recorded_steps: int,
+    ) -> None:
+        self._planned_steps, self._tokens_per_step = steps, tokens_per_step
+        self._loop = Follower(
+            "watched loop", at_exit=self.finish, model=model, recorded_steps=recorded_steps
+        )
         self._evidence: Evidence | None = None
         self._latest: tuple[int, Evidence] | None = None
         """Number of steps, and what was measured in them."""
@@ -133,7 +135,8 @@ class Watch:
     def step(self) -> Iterator[None]:
         """Return a context for one step: forward, backward, optimizer.
 
-        Without it, each batch is a step. Gradient accumulation may be inside or outside.
+        Without it, a step lasts from one step of the main optimizer to the next. Gradient
+        accumulation may be inside or outside.
         """
         self._loop.begin_step()
         try:
@@ -174,7 +177,13 @@ class Watch:
         if self._evidence is not None:
             return self._evidence
         if self._latest is None or self._latest[0] != self.steps:
-            self._latest = self.steps, self._loop.evidence()
+            found, windows = self._loop.evidence(), self._loop.windows
+            planned, tokens = self._planned_steps, self._tokens_per_step
+            update: dict[str, float | None] = {"planned_steps": planned, "tokens_per_step": tokens}
+            if found.step_s and windows is not None:
+                update["tokens_per_s"] = tokens and tokens / windows.step_s
+                update["remaining_s"] = planned and max(planned - self.steps, 0) * found.step_s
+            self._latest = self.steps, found.model_copy(update=update)
         return self._latest[1]
 
     def diagnosis(self) -> Diagnosis:
@@ -197,11 +206,12 @@ class Watch:
 
         Happens by itself at the end of a `with` block and when the process exits.
         """
-        if self._evidence is None and self._loop.close():
+        if self._evidence is None and self._loop.end():
             try:
                 self._tell()
             except Exception as error:  # the loop is over, and its own result matters more
                 LOG.warning("flatout.watch could not show what it measured: %r", error)
+        self._loop.close()
 
     def __enter__(self) -> Self:
         return self

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from flatout.measure.scripts.attach import moved
+from flatout.measure.scripts.follower import moved
 from flatout.measure.scripts.recorder import CallRecorder, Graphs, own_lines, padding_of
 from flatout.measure.steps.evidence import Evidence
 from flatout.measure.steps.lines import LineTotals, line_of, user_frame

@@ -18,8 +18,8 @@ from watching import batches, train
 
 import flatout
 from flatout.errors import ConfigError
+from flatout.measure.scripts import follower
 from flatout.measure.steps import windows
-from flatout.measure.watch import loop as watch_loop
 from flatout.measure.watch.watch import PHASES
 from flatout.training.metrics.phases import PhaseTimer
 
@@ -124,16 +124,21 @@ def test_each_moment_counts_once(watch):
     assert evidence.steps >= 20
 
 
-def test_without_step_each_batch_is_a_step(watch):
-    for batch in watch(batches(70)):
-        batch.sum()
-    assert watch.steps == 70
+def test_without_step_the_optimizer_ends_steps(watch):
+    model = torch.nn.Linear(16, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for number, batch in enumerate(watch(batches(140))):
+        model(batch).sum().backward()
+        if number % 2:
+            optimizer.step()
+    assert watch.steps == 69
+    assert watch.evidence().micro_batches == pytest.approx(2, abs=0.1)
     assert watch.evidence().compute_s > 0
 
 
 def test_evaluation_between_epochs_is_not_part_of_a_step(watch, monkeypatch):
     timer = partial(PhaseTimer, clock=OwnTime.perf_counter)
-    monkeypatch.setattr(watch_loop, "PhaseTimer", timer)
+    monkeypatch.setattr(follower, "PhaseTimer", timer)
     monkeypatch.setattr(windows, "time", OwnTime)
     for _ in range(3):
         train(watch, 40)
@@ -190,7 +195,7 @@ def test_lack_of_memory_is_the_verdict(watch):
 
 def test_an_error_of_ours_is_logged_and_the_loop_continues(watch, monkeypatch, caplog):
     fault = Mock(side_effect=RuntimeError("a fault of ours"))
-    monkeypatch.setattr(watch_loop.Windows, "start_step", fault)
+    monkeypatch.setattr(follower.Windows, "start_step", fault)
     with caplog.at_level(logging.WARNING):
         train(watch, 10)
     (message,) = (record.getMessage() for record in caplog.records)
@@ -263,7 +268,7 @@ def test_what_cannot_be_answered_is_an_error(watch):
 
 
 def test_other_ranks_neither_measure_nor_speak(monkeypatch, capsys):
-    monkeypatch.setattr(watch_loop, "ranks", lambda: (1, 2))
+    monkeypatch.setattr(follower, "ranks", lambda: (1, 2))
     with flatout.watch() as watch:
         train(watch)
     assert not capsys.readouterr().err
