@@ -5,6 +5,7 @@
 #   TORCH_BUILD  the preferred build of torch; +cpu on a machine without an NVIDIA GPU, empty with one
 #   FILE         the text that make demo trains on: make demo FILE=book.txt
 #   GPU          the tests that make test-gpu runs: gpu, or gpu_essential
+#   AGAINST      the git revision that make compare compares the files with: make compare AGAINST=main
 #   MINUTES      how long make soak takes; 60 by default
 #   ARGS         additional arguments for pytest: make test ARGS="-k config"
 
@@ -12,7 +13,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-fast check format docs test-gpu test-faults soak test-extras test-oldest wheel clean
+.PHONY: help demo compare test test-fast check format docs test-gpu test-faults soak test-extras test-oldest wheel clean
 
 NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 ifeq ($(origin PYTHON),undefined)
@@ -23,6 +24,7 @@ ifeq ($(origin TORCH_BUILD),undefined)
 TORCH_BUILD := $(shell nvidia-smi -L 2>/dev/null | grep -q GPU || echo +cpu)
 endif
 FILE ?=
+AGAINST ?=
 ARGS ?=
 GPU ?= gpu
 MINUTES ?= 60
@@ -49,6 +51,7 @@ help:
 	@echo "make test-extras   the tests with every optional package installed"
 	@echo "make test-oldest   the tests with the oldest supported torch and Triton, $(OLDEST_TORCH) and $(OLDEST_TRITON)"
 	@echo "make wheel         build dist/flatout-*.whl"
+	@echo "make compare       train shakespeare-char in turns with another revision: AGAINST=main; fails where the files are more than 5% slower"
 	@echo "make clean         delete the environments and build outputs; runs/ and data/ stay"
 
 # $(call environment,EXTRAS,CONSTRAINTS,TORCH): the recipe of a stamp file; creates the environment around it and installs flatout
@@ -87,6 +90,13 @@ endef
 
 demo: $(or $(wildcard .venv/test/.installed),.venv/test/.demo)
 	@.venv/test/bin/flatout demo $(if $(FILE),"$(FILE)") || [ $$? -eq 75 ] # stopped and saved
+
+# Each side is its own package, since python -m imports from the copy of the directory that it starts in.
+compare: .venv/test/.installed
+	@[ -n "$(AGAINST)" ] || { echo "Name the revision to compare with: make compare AGAINST=main" >&2; exit 2; }
+	@[ -f .venv/compare-data/manifest.json ] || .venv/test/bin/flatout prepare python-stdlib --max-bytes 1000000 --tokenizer char --out .venv/compare-data
+	@.venv/test/bin/flatout compare --against "$(AGAINST)" --at-least 0.95 -- \
+	  "$(CURDIR)/.venv/test/bin/python" -m flatout train shakespeare-char data.path="$(CURDIR)/.venv/compare-data" log.to=[] --run-dir runs/compare
 
 check: .venv/test/.installed
 	@echo "ruff: format, then rules" && .venv/test/bin/ruff format --check . && .venv/test/bin/ruff check .

@@ -3,14 +3,13 @@
     python benchmarks/cpu.py --text shakespeare.txt --repeats 5
 
 Prepares the text, runs `flatout bench shakespeare-char` on it, and writes
-benchmarks/results/cpu.json, .md and .svg. `--minutes` limits the time, which may reduce the
+benchmarks/results/cpu.json and .md. `--minutes` limits the time, which may reduce the
 repeats.
 """
 
 from __future__ import annotations
 
 import re
-import shutil
 import tempfile
 from pathlib import Path
 
@@ -31,7 +30,6 @@ def main() -> None:
         # the table is part of a section of the document
         table = re.sub(r"^#", "####", (out / "table.md").read_text("utf-8"), flags=re.MULTILINE)
         publish(given.out, "cpu", found, table)
-        shutil.copyfile(out / "bench.svg", given.out / "cpu.svg")
 
 
 if __name__ == "__main__":

@@ -69,7 +69,12 @@ def amount(number: float, unit: str = "") -> str:
 
 def gib(size: float) -> str:
     """Return memory in GiB, or in MiB where two digits would hide it."""
-    return f"{size:.2f} GiB" if size >= 0.1 else f"{1024 * size:.1f} MiB"
+    return f"{size:,.2f} GiB" if size >= 0.1 else f"{1024 * size:.1f} MiB"
+
+
+def memory_size(num_bytes: float) -> str:
+    """Return memory as `gib` does, given its bytes."""
+    return gib(num_bytes / 2**30)
 
 
 def digits(number: float) -> str:
@@ -87,21 +92,9 @@ def rate(tokens_per_s: float) -> str:
     return f"{amount(tokens_per_s)} tokens/s"
 
 
-def optional(number: float | None, form: str) -> str:
-    """Return a number in a format, or `-` for one that is not known."""
-    return "-" if number is None else format(number, form)
-
-
-def aligned(rows: Sequence[Sequence[str]], *, left: int = 1) -> list[str]:
-    """Return one line per row, with aligned columns: the first `left` to the left, others right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.ljust(width) if column < left else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    ]
+def quoted(text: str) -> str:
+    """Return text that a model wrote as a block, with a bar on its left."""
+    return "\n".join(f"  | {line}".rstrip() for line in text.strip("\n").splitlines())
 
 
 @dataclass(frozen=True)

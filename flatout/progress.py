@@ -54,18 +54,6 @@ SILENT: Progress = _Silent()
 """Reports nothing: the default of every Python call."""
 
 
-def readable_size(num_bytes: int) -> str:
-    """Return a number of bytes in MB or GB, for a message."""
-    return f"{num_bytes / 1e9:,.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:,.1f} MB"
-
-
-def readable_memory(num_bytes: float) -> str:
-    """Return a number of bytes in GiB, MiB or KiB, in the largest unit that gives at least 0.1."""
-    sizes = ((num_bytes / 2**power, unit) for power, unit in ((30, "GiB"), (20, "MiB")))
-    size, unit = next((one for one in sizes if one[0] >= 0.1), (num_bytes / 2**10, "KiB"))
-    return f"{size:,.1f} {unit}"
-
-
 def counted(number: int, one: str, more: str = "") -> str:
     """Return a number with its noun. `more` is an irregular plural."""
     return f"{number:,} {one if number == 1 else more or one + 's'}"

@@ -19,7 +19,8 @@ class Shout(Result):
     loss: float = 0.5
     """A figure."""
 
-    def summary(self) -> str:
+    @property
+    def headline(self) -> str:
         return " ".join(self.words).upper()
 
 

@@ -81,3 +81,21 @@ def test_a_demo_that_was_stopped_and_saved_is_no_error_of_make(tmp_path, code, m
     )
     assert (done.returncode, done.stdout) == (made, "Stopped at step 3, and saved.\n")
     assert ("Error" in done.stderr) == (made != 0)
+
+
+def test_compare_needs_a_revision_and_runs_the_files_of_the_directory():
+    def make(*words):
+        return subprocess.run(
+            ["make", "-o", ".venv/test/.installed", *words],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    none = make("compare")
+    assert none.returncode == 2
+    assert "make compare AGAINST=main" in none.stderr
+    plan = make("-n", "compare", "AGAINST=main").stdout
+    assert '--against "main"' in plan
+    assert "-m flatout train shakespeare-char" in plan, "a script would be of the installed package"

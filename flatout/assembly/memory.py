@@ -40,6 +40,7 @@ from flatout.assembly.recipe import divisors
 from flatout.config.registry import OPTIMIZERS
 from flatout.config.schema import RunConfig
 from flatout.config.sections import LoraConfig, OptimConfig
+from flatout.display import memory_size
 from flatout.distributed.mesh import Mesh
 from flatout.distributed.tensor import Split
 from flatout.errors import FlatoutError, HardwareError
@@ -53,7 +54,6 @@ from flatout.optim.groups import (
     OptimizerParts,
     ParameterGroup,
 )
-from flatout.progress import readable_memory
 
 USED_MEMORY = 0.8
 """Share of the memory that a micro-batch may fill, by estimate."""
@@ -559,7 +559,7 @@ def require_fitting(
     if not impossible and expected <= capacity.free:
         return None
     limit = capacity.whole if impossible else capacity.free
-    need = f"batch.rows_per_device={rows} needs about {readable_memory(memory.total)}"
+    need = f"batch.rows_per_device={rows} needs about {memory_size(memory.total)}"
     fewer = smaller_batch(workload, rows * accumulate, int(USED_MEMORY * limit), rows - 1)
     fix = f"Set {rows_advice(fewer, rows * accumulate)}" if fewer else ""
     if not fix and (impossible or memory.on_gpu):
@@ -569,14 +569,14 @@ def require_fitting(
         fix += f"{larger if machine else ''}."
     if impossible:
         raise HardwareError(
-            f"{need}, but this {capacity.name} has {readable_memory(capacity.whole)}.", fix=fix
+            f"{need}, but this {capacity.name} has {memory_size(capacity.whole)}.", fix=fix
         )
     risk = (
         "it may run out of memory"
         if memory.on_gpu
         else "it will be much slower if the system swaps"
     )
-    free = readable_memory(capacity.free)
+    free = memory_size(capacity.free)
     return f"{need}, but {free} of this {capacity.name} are free: {risk}. {fix}".rstrip()
 
 

@@ -27,6 +27,7 @@ from flatout.config.schema import RunConfig
 from flatout.config.sections import TrainConfig
 from flatout.data.load.batches import BatchPlan
 from flatout.data.store.mix import AnyDataset, members_of
+from flatout.display import memory_size
 from flatout.distributed.context import Context
 from flatout.distributed.launch import replicas
 from flatout.distributed.tensor import Split
@@ -36,7 +37,7 @@ from flatout.hardware.roofline import peak_tflops
 from flatout.models.families.source import find_model, is_foreign
 from flatout.models.language_model import Flops, LanguageModel, LanguageModelConfig, model_of
 from flatout.ops import Ops, scan
-from flatout.progress import counted, readable_memory
+from flatout.progress import counted
 
 known_peak = functools.cache(peak_tflops)
 """Like `peak_tflops`, but measures at most once per process."""
@@ -178,8 +179,8 @@ def with_checkpointing(
         return decisions
     reason = (
         f"{WITHOUT_IT}, {counted(rows, 'row')} of {config.data.seq_len:,} tokens would need about "
-        f"{readable_memory(without * CUDA_RESERVED + CUDA_CONTEXT)}, and "
-        f"{readable_memory(available)} are there"
+        f"{memory_size(without * CUDA_RESERVED + CUDA_CONTEXT)}, and "
+        f"{memory_size(available)} are there"
     )
     return [
         replace(each, on=True, reason=reason) if each.name == name else each for each in decisions
@@ -230,7 +231,7 @@ def micro_batch_plan(
         least = estimate(workload, 1, accumulate=2).total
         raise HardwareError(
             f"One sequence of {workload.seq_len} tokens needs about "
-            f"{readable_memory(least)}, but {readable_memory(available)} are available.",
+            f"{memory_size(least)}, but {memory_size(available)} are available.",
             fix="Shorten data.seq_len, choose a smaller model, or shard it with parallel.shard.",
         )
 

@@ -20,6 +20,7 @@ from flatout.assembly.selection import Decision, recipe_of
 from flatout.config.schema import RunConfig
 from flatout.data.load.batches import BatchPlan, SequenceReader
 from flatout.data.store.mix import AnyDataset
+from flatout.display import memory_size
 from flatout.distributed.mesh import Mesh, wrap
 from flatout.errors import ConfigError, HardwareError
 from flatout.hardware.machine import Machine
@@ -30,7 +31,7 @@ from flatout.models.meta import allocate, new_model
 from flatout.optim.groups import OptimizerParts, optimizers_of
 from flatout.optim.loss_scale import LossScaler
 from flatout.optim.step_guard import StepGuard
-from flatout.progress import SILENT, Progress, readable_memory
+from flatout.progress import SILENT, Progress
 from flatout.storage.json_io import JsonObject
 
 if TYPE_CHECKING:
@@ -291,8 +292,8 @@ def _model(
     free_bytes = memory_bytes(machine, device, mesh.local_world_size)
     if least_bytes > free_bytes:
         raise HardwareError(
-            f"The model's {what} alone take {readable_memory(least_bytes)}, "
-            f"and only {readable_memory(free_bytes)} are available.",
+            f"The model's {what} alone take {memory_size(least_bytes)}, "
+            f"and only {memory_size(free_bytes)} are available.",
             fix="Choose a smaller model: lower model.num_layers, model.d_model "
             "or model.vocab_size.",
         )

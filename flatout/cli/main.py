@@ -19,9 +19,11 @@ import re
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from flatout.config.registry import COMMANDS, unknown_name
 from flatout.errors import (
@@ -50,8 +52,6 @@ from flatout.storage.streams import (
 )
 
 if TYPE_CHECKING:
-    from flatout.cli.commands import Command
-    from flatout.cli.terminal import Terminal
     from flatout.storage.json_io import Result
 
 NO_MEMORY = re.compile(
@@ -60,6 +60,8 @@ NO_MEMORY = re.compile(
     re.IGNORECASE | re.MULTILINE,
 )
 """Messages of torch, its libraries, threads and the loader of libraries when memory runs out."""
+ANSWER = "FLATOUT_ANSWER"
+"""The environment variable with the file for rank 0's error as JSON, which the launcher prints."""
 HELP = """\
 Usage: flatout COMMAND [ARGUMENTS] [section.key=value ...]
 
@@ -93,9 +95,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def execute(words: list[str]) -> int:
     """Run the command line, return its exit code, and print a `FlatoutError` without traceback."""
-    as_json = asks_for_json(words)
-    if words[:1] == ["--json"] and len(words) > 1:  # it belongs to the command, if there is one
-        words = [words[1], words[0], *words[2:]]
+    # Words after `--` are a script's. A `--json` in front belongs to the command.
+    as_json = "--json" in words[: words.index("--") if "--" in words else None]
+    if words[:1] == ["--json"]:
+        words = [*words[1:2], "--json", *words[2:]]
     display = contextlib.ExitStack()
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -112,90 +115,128 @@ def execute(words: list[str]) -> int:
         raise what
 
     try:
-        with display, _handled(stop, "SIGINT", "SIGTERM", "SIGUSR1"):  # a run installs its own
-            return call(words, display)
+        with contextlib.ExitStack() as handlers, display:
+            for name in ("SIGINT", "SIGTERM", "SIGUSR1"):  # a run installs its own
+                number = getattr(signal, name, signal.SIGTERM)  # Windows lacks SIGUSR1
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    handlers.callback(signal.signal, number, signal.signal(number, stop))
+            return call(words, display, as_json)
     except UntrustedCode as error:
-        from flatout.config.trust import BY_ARGUMENT
-
-        name, *rest = words
-        # A command without the flag takes recipes, and a copy of a recipe counts as the user's own.
-        has_flag = "trust_code" in inspect.signature(COMMANDS.get(name).call).parameters
-        line = shlex.join(["flatout", name, "--trust-code", *rest])
-        copy = "copy the recipe out of the run directory, and name the copy"
-        fix = error.fix.replace(BY_ARGUMENT, f"run `{line}`" if has_flag else copy)
-        return _fail(UntrustedCode(error.what, fix=fix), as_json)
-    except OutOfMemory as error:
-        return _fail(_out_of_memory(error), as_json)
-    except FlatoutError as error:
-        return _fail(error, as_json)
-    except (MemoryError, RuntimeError, OSError, ImportError) as error:
+        return _fail(_with_command(error, *words), as_json)
+    except (FlatoutError, MemoryError, RuntimeError, OSError, ImportError) as error:
+        if isinstance(error, FlatoutError) and not isinstance(error, OutOfMemory):
+            return _fail(error, as_json)
         if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
             what = f"The path {str(error.filename)[:40]}... or a name in it is too long."
             return _fail(ConfigError(what, fix="Choose a shorter one."), as_json)
-        if not isinstance(error, MemoryError) and not NO_MEMORY.search(str(error)):
+        if not isinstance(error, FlatoutError | MemoryError) and not NO_MEMORY.search(str(error)):
             raise
         return _fail(_out_of_memory(error), as_json)
     except KeyboardInterrupt as interruption:
         return _fail(_interrupted(interruption), as_json)
 
 
-def asks_for_json(words: list[str]) -> bool:
-    """Return whether `--json` is among the words of flatout: those after `--` are a script's."""
-    return "--json" in words[: words.index("--") if "--" in words else None]
-
-
-def call(words: list[str], display: contextlib.ExitStack) -> int:
-    """Parse the command line, call the command, print its result, and return its exit code.
+def call(words: list[str], display: contextlib.ExitStack, as_json: bool) -> int:
+    """Call the command of a command line, print its result, and return its exit code.
 
     What it shows while it runs is taken away by closing `display`.
     """
-    if words[:1] == ["help"] and len(words) > 1:
-        words = [words[1], "--help"]
-    if not words or words[0] in {"--help", "-h", "help"}:
-        names = COMMANDS.names()
-        width = max(map(len, names))
-        commands = (f"  {name:<{width}}  {COMMANDS.describe(name)}" for name in names)
-        text = HELP.format(commands="\n".join(commands))
-        return 0 if write_output(lambda: print(text, end="")) else 1
-    if words[0] == "--version":
-        version = importlib.import_module("flatout").__version__
-        return 0 if write_output(lambda: print(f"flatout {version}")) else 1
-    name, *rest = words
+    if words[:1] == ["help"]:
+        words = [*words[1:2], "--help"]
+    name, *rest = words or ["--help"]
+    if name in {"--help", "-h", "--version"}:
+        return _print(f"flatout {_version()}\n" if name == "--version" else _help())
     require_posix()
     if name not in COMMANDS.names():
         raise unknown_name("command", name, [*COMMANDS.names(), "--help", "--version"])
-    from flatout.cli.parser import parse
+    from flatout.cli.parser import help_of, parse
 
-    command = COMMANDS.get(name)
-    parsed: list[dict[str, Any] | None] = []
-    if not write_output(lambda: parsed.append(parse(name, rest))):  # it prints the help
-        return 1
-    values = parsed[0] if parsed else None
-    if values is None:
-        return 0
-    from flatout.cli.terminal import Terminal
+    if {"--help", "-h"} & {*rest[: rest.index("--") if "--" in rest else None]}:
+        return _print(help_of(name))
+    values, command = parse(name, rest), COMMANDS.get(name)
+    from flatout.cli.terminal import RunReport, Terminal
     from flatout.distributed.launch import launch, program
     from flatout.distributed.spinning import spin_less_beside_others
     from flatout.hardware.machine import usable_cores
 
     is_main = os.environ.get("RANK", "0") == "0"
-    as_json, verbose = values.pop("json"), values.pop("verbose", False)
     terminal = Terminal()
     display.callback(terminal.close)
     progress = terminal if is_main else SILENT
     if command.processes is not None and not {"RANK", "WORLD_SIZE"} & os.environ.keys():
-        wanted = inspect.signature(command.processes).parameters
-        offered = values | {"progress": progress}
-        count = command.processes(**{name: offered[name] for name in wanted})
+        count = command.processes(**_wanted(command.processes, values | {"progress": progress}))
         if count > 1:
-            return launch(program(words), count, os.environ, usable_cores())
+            import tempfile
+
+            with tempfile.TemporaryDirectory() as folder:
+                answer = Path(folder) / "answer"
+                own = os.environ | {ANSWER: str(answer)}
+                code = launch(program(words), count, own, usable_cores())
+                text = answer.read_text() if code and answer.exists() else ""
+            return code if write_output(lambda: print(text, end="")) else 1
     spin_less_beside_others(progress if command.is_timed else SILENT)
-    parameters = _python_parameters(command, terminal, is_main, as_json, verbose)
-    result = command.call(**values, **parameters)
+    report = RunReport(terminal, verbose=values.get("verbose", False))
+    stream = sys.stderr if as_json else sys.stdout
+    values |= {
+        "progress": progress,
+        "as_json": as_json,
+        "observers": (report,) if is_main else (),
+        "write": partial(_write, stream) if is_main else None,
+    }
+    result = command.call(**_wanted(command.call, values))
     display.close()
     is_shown = not is_main or write_output(lambda: _show(result, as_json))
-    code: int = result.exit_code
+    code = result.exit_code
     return code if is_shown or command.writes_files else code or 1
+
+
+def _wanted(function: Callable[..., Any], values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values that a function takes."""
+    names = inspect.signature(function).parameters
+    return {name: value for name, value in values.items() if name in names}
+
+
+def _help() -> str:
+    names = COMMANDS.names()
+    width = max(map(len, names))
+    commands = (f"  {name:<{width}}  {COMMANDS.describe(name)}" for name in names)
+    return HELP.format(commands="\n".join(commands))
+
+
+def _version() -> str:
+    return str(importlib.import_module("flatout").__version__)
+
+
+def _print(text: str) -> int:
+    return 0 if write_output(lambda: print(text, end="")) else 1
+
+
+def _write(stream: TextIO, text: str) -> None:
+    """Show text as a model writes it."""
+    try:
+        print(printable(text) if stream.isatty() else text, end="", flush=True, file=stream)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        drop_output()
+        raise RunFailed(
+            f"Standard output cannot be written: {error.strerror or error}.",
+            fix="Redirect it to another file or disk.",
+        ) from error
+
+
+def _with_command(error: UntrustedCode, name: str, *rest: str) -> UntrustedCode:
+    """Return an error with the command that trusts the code.
+
+    A command without the flag takes recipes, and a copy of a recipe counts as the user's own.
+    """
+    from flatout.config.trust import BY_ARGUMENT
+
+    line = shlex.join(["flatout", name, "--trust-code", *rest])
+    has_flag = "trust_code" in inspect.signature(COMMANDS.get(name).call).parameters
+    copy = "copy the recipe out of the run directory, and name the copy"
+    fix = error.fix.replace(BY_ARGUMENT, f"run `{line}`" if has_flag else copy)
+    return UntrustedCode(error.what, fix=fix)
 
 
 def _interrupted(interruption: KeyboardInterrupt) -> Interrupted:
@@ -224,61 +265,11 @@ def _out_of_memory(error: Exception) -> OutOfMemory:
     return error
 
 
-@contextlib.contextmanager
-def _handled(stop: Callable[[int, FrameType | None], object], *names: str) -> Iterator[None]:
-    """Let `stop` handle signals, except those that are ignored."""
-    # Windows, which `require_posix` rejects, lacks SIGUSR1.
-    numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
-    handlers = {number: signal.getsignal(number) for number in numbers}
-    before = {number: one for number, one in handlers.items() if one is not signal.SIG_IGN}
-    for number in before:
-        signal.signal(number, stop)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _python_parameters(
-    command: Command, terminal: Terminal, is_main: bool, as_json: bool, verbose: bool
-) -> dict[str, Any]:
-    """Return the values of a command's Python-only parameters. Other ranks are silent."""
-    from flatout.cli.terminal import RunReport
-
-    stream = sys.stderr if as_json else sys.stdout
-
-    def write(text: str) -> None:
-        try:
-            print(printable(text) if stream.isatty() else text, end="", flush=True, file=stream)
-        except BrokenPipeError:
-            raise
-        except OSError as error:
-            drop_output()
-            raise RunFailed(
-                f"Standard output cannot be written: {error.strerror or error}.",
-                fix="Redirect it to another file or disk.",
-            ) from error
-
-    values = {
-        "progress": terminal if is_main else SILENT,
-        "as_json": as_json,
-        "observers": (RunReport(terminal, verbose=verbose),) if is_main else (),
-        "write": write if is_main else None,
-    }
-    wanted = inspect.signature(command.call).parameters
-    return {name: value for name, value in values.items() if name in wanted}
-
-
 def _show(result: Result, as_json: bool) -> None:
     from flatout.display import terminal_text  # which `flatout --help` does not need
 
     stream = sys.stderr if as_json else sys.stdout
-    width = columns() if stream.isatty() else None
-    text = terminal_text(result.display(), width)
-    if not text:
-        text = wrapped(result.summary(), width) if width else result.summary()
-    if text:
+    if text := terminal_text(result.display(), columns() if stream.isatty() else None):
         print(printable(text), file=stream)  # it may quote files of a run from elsewhere
     if as_json:  # pydantic writes NaN as null. Plain ASCII passes every terminal and pipe
         print(json.dumps(json.loads(result.model_dump_json())))
@@ -298,5 +289,9 @@ def _fail(error: FlatoutError, as_json: bool) -> int:
     if as_json and rank == "0":
         answer = {"error": error.what, "fix": error.fix, "exit_code": error.exit_code}
         answer["kind"] = kind_of(error)
-        write_output(lambda: print(json.dumps(answer)))
+        text = json.dumps(answer) + "\n"
+        if ANSWER in os.environ:  # another rank may have failed before
+            Path(os.environ[ANSWER]).write_text(text)
+        else:
+            write_output(lambda: print(text, end=""))
     return error.exit_code

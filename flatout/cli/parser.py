@@ -32,22 +32,9 @@ STARTS = re.compile(r"(.*/)?(python[\d.]*|torchrun|accelerate|deepspeed|[^=]+\.p
 """The first word of a script's command."""
 
 
-class _NameOrUrl(click.ParamType[str | Path]):
-    """A name, a path or a URL: not an empty one, nor an output in this process's memory."""
-
-    def __init__(self, kind: type[str | Path]) -> None:
-        self._kind = kind
-        self.name = "path" if kind is Path else "text"
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> str | Path:
-        if isinstance(param, click.Option) and str(value).startswith("memory:"):
-            self.fail(
-                f"{value} is in the memory of this process, and is lost with it. A directory or a "
-                "URL such as s3://BUCKET/NAME stays",
-                param,
-                ctx,
-            )
-        return self._kind(value) if str(value) else self.fail("it is empty", param, ctx)
+def path(text: str) -> Path | str:
+    """Return a path. Empty text stays: it is no path, and `checked` rejects it."""
+    return Path(text) if text else text
 
 
 def build(name: str) -> click.Command:
@@ -68,7 +55,7 @@ def build(name: str) -> click.Command:
         params.append(_click_parameter("verbose", bool, False, VERBOSE))
     usage = "[OPTIONS]"
     if "script" in signature.parameters:
-        usage += " -- COMMAND"
+        usage += " -- COMMAND" * max(command.example.count(" -- "), 1)
         usage += " | [OPTIONS]" if any(isinstance(one, click.Argument) for one in params) else ""
     return click.Command(
         name,
@@ -91,8 +78,8 @@ def _click_parameter(
         (kind,) = get_args(kind)
     is_required = default is inspect.Parameter.empty
     shared: dict[str, Any] = {"required": is_required, "type": kind, "help": metadata.help}
-    if Path in kinds:
-        shared["type"] = _NameOrUrl(kind)
+    if kind is Path:
+        shared["type"] = path
     if not is_required and not is_list:
         shared["default"] = default
     if get_origin(kind) is Literal:
@@ -118,8 +105,14 @@ def help_text(command: Command) -> str:
     return text.split("\nRaises:")[0].split("\nReturns:")[0].strip()
 
 
-def parse(name: str, words: Sequence[str]) -> dict[str, Any] | None:
-    """Return the values of a command line by parameter name, or None after printing the help.
+def help_of(name: str) -> str:
+    """Return what `flatout NAME --help` prints."""
+    context = build(name).make_context(f"flatout {name}", [], resilient_parsing=True)
+    return f"{context.get_help()}\n"
+
+
+def parse(name: str, words: Sequence[str]) -> dict[str, Any]:
+    """Return the values of a command line by parameter name.
 
     Raises: ConfigError naming the mistake and the fix.
     """
@@ -138,14 +131,13 @@ def parse(name: str, words: Sequence[str]) -> dict[str, Any] | None:
             )
     try:
         values = parser.make_context(f"flatout {name}", list(words)).params
-    except click.exceptions.Exit:
-        return None
     except click.ClickException as error:
         raise _explained(error, name, parser) from error
-    return {
+    given = {
         key: (list(value) or None) if isinstance(value, tuple) else value
         for key, value in values.items()
-    } | ({"script": script[1:]} if script else {})
+    }
+    return given | ({"script": script[1:]} if script else {})
 
 
 def _explained(error: click.ClickException, name: str, parser: click.Command) -> ConfigError:
@@ -161,13 +153,9 @@ def _explained(error: click.ClickException, name: str, parser: click.Command) ->
         return ConfigError(f"`flatout {name}` has no option {option!r}.", fix=fix)
     message = error.format_message().rstrip(".")
     param = error.param if isinstance(error, click.BadParameter) else None
-    if isinstance(error, click.BadOptionUsage):
-        param = next((one for one in parser.params if error.option_name in one.opts), None)
     if isinstance(param, click.Option) and not param.required:
         default = f" for the default, {param.default}" if param.show_default else ""
-        least = getattr(param.type, "min", None)
-        other = "" if least is None else f", or give a number from {least:g}"
-        see = f"Remove {param.opts[0]}{default}{other}. `flatout {name} --help` explains it."
+        see = f"Remove {param.opts[0]}{default}, or correct it: {param.help}"
     elif isinstance(param, click.Argument):
         see = f"{param.make_metavar(click.Context(parser))}: {param.help} {see}"
     return ConfigError(f"`flatout {name}`: {message[:1].lower()}{message[1:]}.", fix=see)

@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 
@@ -27,18 +27,17 @@ from flatout.errors import (
     Stopped,
 )
 from flatout.hardware.machine import Machine, pick_device
+from flatout.progress import counted
 
 LAUNCHER = "FLATOUT_LAUNCHER"
 """The environment variable with the id of the process that started a rank."""
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+"""Signals that are passed on to the ranks."""
 POLL_S = 0.05
-KILL_AFTER_S = 10.0
-"""Seconds after the first failure until the other processes are killed: they may be waiting for the
-failed one in an operation that no signal interrupts.
-"""
-STOP_WITHIN_S = 60.0
-"""Seconds after a process has stopped with exit code 75 until the others are killed: they stop at
-the same step, rank 0 after uploading checkpoints for up to 25 s. One that a watchdog ended leaves
-behind the one that is stuck.
+PATIENCE_S, QUIT_S = 30.0, 3.0
+"""Seconds until the ranks that still run are killed: after the first one that failed or stopped
+(they may wait for it in an operation that no signal interrupts, or upload checkpoints for up to
+25 s), and after a second SIGINT.
 """
 SAME_REQUEST_S = 1.0
 """A SIGINT within this time repeats the first one: terminal and launcher may both send it."""
@@ -46,8 +45,6 @@ MAX_STARTS = 20
 """Each start has at most half the rows of the one before, so this many would begin with 2**20."""
 MOST_PER_CORE = 4
 """Maximum processes per CPU core. More than one per core is only useful for a trial."""
-QUIT_AFTER_S = 3.0
-"""Seconds after a second SIGINT until the processes are killed."""
 
 
 def stated_variables(names: Iterable[str]) -> dict[str, str]:
@@ -119,18 +116,12 @@ def replicas(config: ParallelConfig, world_size: int) -> int:
                 fix=f"Set parallel.context to a divisor of {among}, or remove it.",
             )
         return replicate
-    launch = f"with `torchrun --nproc-per-node {processes} -m flatout ...`"
-    fix = (
-        f"Set train.devices={processes}, start {launch}, or remove parallel.replicate and "
-        "parallel.shard."
-        if world_size == 1
-        else f"Set train.devices={each} or a multiple, or start {launch}."
-        if config.tensor > 1
-        else f"Set parallel.replicate=auto and parallel.shard to a divisor of {world_size}, "
-        f"train.devices={processes}, or start {launch}."
+    raise ConfigError(
+        f"{stated} does not fit {counted(world_size, 'process', 'processes')}.",
+        fix=f"Set train.devices={processes}, start with `torchrun --nproc-per-node {processes} -m "
+        f"flatout ...`, or set parallel.replicate=auto and parallel.shard to a divisor of the "
+        f"{world_size}.",
     )
-    noun = "process" if world_size == 1 else "processes"
-    raise ConfigError(f"{stated} does not fit {world_size} {noun}.", fix=fix)
 
 
 def program(words: Sequence[str]) -> list[str]:
@@ -157,134 +148,109 @@ def launch(command: Sequence[str], count: int, environment: Mapping[str, str], c
         "MASTER_ADDR": "127.0.0.1",
         LAUNCHER: str(os.getpid()),
     }
-    ranks: list[subprocess.Popen[bytes]] = []
-    with _signals_passed_on(ranks) as received:
-        for start in range(1, MAX_STARTS + 1):
-            with socket.create_server(("127.0.0.1", 0)) as free:
-                shared["MASTER_PORT"] = str(free.getsockname()[1])
-            try:
-                for rank in range(count):
-                    if received.numbers:
-                        raise _interrupted(received.numbers[0])
-                    process = subprocess.Popen(
-                        command,
-                        env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                        stdin=subprocess.DEVNULL,
-                        stdout=subprocess.DEVNULL if rank else None,
-                        start_new_session=True,  # Ctrl+C reaches it once, through this process
-                    )
-                    ranks.append(process)
-                code = _wait(ranks, received)
-            finally:
-                for process in ranks:
-                    _kill(process)
-                    process.wait()
-            if code != SmallerBatch.exit_code or received.numbers or start == MAX_STARTS:
-                break
-            ranks.clear()
-        return code
-
-
-@dataclass
-class _Received:
-    """The signals that arrived."""
-
-    numbers: list[int] = field(default_factory=list)
-    first_sigint_s: float | None = None
-    quit_at_s: float = float("inf")
-    """When to kill the processes, after a second SIGINT."""
-
-    def note(self, number: int) -> None:
-        now_s = time.monotonic()
-        self.numbers.append(number)
-        if number == signal.SIGINT:
-            if self.first_sigint_s is None:
-                self.first_sigint_s = now_s
-            elif now_s - self.first_sigint_s >= SAME_REQUEST_S:
-                self.quit_at_s = min(self.quit_at_s, now_s + QUIT_AFTER_S)
-
-    def ended(self, code: int) -> bool:
-        """Return whether a process with this exit code was ended by one of the signals."""
-        quits = code == -signal.SIGKILL and self.quit_at_s < float("inf")
-        return quits or any(code in (-number, 128 + number) for number in self.numbers)
-
-
-@contextlib.contextmanager
-def _signals_passed_on(ranks: Sequence[subprocess.Popen[bytes]]) -> Iterator[_Received]:
-    """Pass signals on to the processes, as torchrun does. Yield those received."""
-    received = _Received()
-
-    def pass_on(number: int, _frame: FrameType | None) -> None:
-        received.note(number)
-        _signal_all(ranks, number)
-
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-    before = {number: signal.signal(number, pass_on) for number in numbers}
+    run, code = _Run(), SmallerBatch.exit_code
+    before = {number: signal.signal(number, run.pass_on) for number in SIGNALS}
     try:
-        yield received
+        for _ in range(MAX_STARTS):
+            if code == SmallerBatch.exit_code and not run.received:
+                code = run.start(command, shared, count)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+    return code
 
 
-def _wait(ranks: Sequence[subprocess.Popen[bytes]], received: _Received) -> int:
-    """Wait for every process, and return the run's exit code. After a failure, end the rest."""
-    failed: int | None = None
-    kill_at_s = stop_by_s = float("inf")
-    while None in (codes := [process.poll() for process in ranks]):
-        time.sleep(POLL_S)
-        if failed is None:
-            failed = _first_failed(ranks)
-            if failed is not None:
-                kill_at_s = time.monotonic() + KILL_AFTER_S
-                if not received.numbers:
-                    _signal_all(ranks, signal.SIGTERM)
-            elif Stopped.exit_code in codes:
-                stop_by_s = min(stop_by_s, time.monotonic() + STOP_WITHIN_S)
-        if time.monotonic() > min(kill_at_s, received.quit_at_s, stop_by_s):
-            stuck = [rank for rank, process in enumerate(ranks) if _kill(process)]
-            if stuck and failed is None and time.monotonic() > stop_by_s:
-                raise Stopped(
-                    f"Rank {stuck[0]} did not end within {STOP_WITHIN_S:.0f} s after another rank "
-                    "had stopped, and was killed.",
-                    fix="Run the same command again to continue.",
+@dataclass
+class _Run:
+    """The ranks of a run, and the signals that arrived."""
+
+    ranks: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    received: list[int] = field(default_factory=list)
+    sigint_s: float = float("inf")
+    """When the first SIGINT arrived."""
+    kill_at_s: float = float("inf")
+
+    def start(self, command: Sequence[str], environment: Mapping[str, str], count: int) -> int:
+        """Run all ranks to their end, and return the exit code of the run. Raises: as `launch`."""
+        self.ranks, self.kill_at_s = [], float("inf")
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = str(free.getsockname()[1])
+        try:
+            for rank in range(count):
+                if self.received:
+                    raise _interrupted(self.received[0])
+                own = {"MASTER_PORT": port, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                process = subprocess.Popen(
+                    command,
+                    env={**environment, **own},
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL if rank else None,
+                    start_new_session=True,  # Ctrl+C reaches it once, through this process
                 )
-    ended = [process.returncode for process in ranks]
-    failed = _first_failed(ranks) if failed is None else failed
-    return max(ended) if failed is None else _exit_code(ended, failed, received)
+                self.ranks.append(process)
+            return self._wait()
+        finally:
+            for process in self.ranks:
+                _kill(process)
+                process.wait()
 
+    def pass_on(self, number: int, _frame: FrameType | None = None) -> None:
+        """Pass a signal on to the ranks, as torchrun does."""
+        self.received.append(number)
+        if number == signal.SIGINT:
+            now_s = time.monotonic()
+            if now_s - self.sigint_s >= SAME_REQUEST_S:
+                self.kill_at_s = min(self.kill_at_s, now_s + QUIT_S)
+            self.sigint_s = min(self.sigint_s, now_s)
+        self._send(number)
 
-def _exit_code(codes: Sequence[int], failed: int, received: _Received) -> int:
-    """Return the exit code of a run whose rank `failed` did not end well.
+    def _send(self, number: int) -> None:
+        for process in self.ranks:
+            process.send_signal(number)  # does nothing if the process has ended
 
-    Raises: as `launch`.
-    """
-    if SmallerBatch.exit_code in codes and not received.numbers:
-        return SmallerBatch.exit_code
-    main_code, code = codes[0], codes[failed]
-    if received.ended(main_code):
-        if main_code > 0:  # it has reported that
-            return main_code
-        raise _interrupted(received.numbers[-1] if main_code == -signal.SIGKILL else -main_code)
-    if _is_orderly(main_code) and received.ended(code):
-        return main_code  # the run was saved, and another rank was ended after that
-    if code > 0:
-        if failed == 0 or received.numbers:
+    def _wait(self) -> int:
+        """Wait for all ranks, and return the exit code of the run. Raises: as `launch`.
+
+        The first that fails or stops ends the others, and its code is the run's, unless a signal
+        came before: then it is that of rank 0.
+        """
+        first: int | None = None
+        while True:
+            codes = [process.poll() for process in self.ranks]
+            ended = {rank: code for rank, code in enumerate(codes) if code}
+            if ended and first is None:
+                first = min(ended, key=lambda rank: (ended[rank] > 0, rank))  # killed ones first
+                self.kill_at_s = min(self.kill_at_s, time.monotonic() + PATIENCE_S)
+                if not self.received and ended[first] != Stopped.exit_code:
+                    self._send(signal.SIGTERM)
+            if None not in codes:
+                break
+            if time.monotonic() > self.kill_at_s:
+                for process in self.ranks:
+                    _kill(process)
+            time.sleep(POLL_S)
+        if self.received:
+            if ended.get(0, 0) < 0:
+                raise _interrupted(self.received[-1])
+            return ended.get(0, 0)
+        if first is None or SmallerBatch.exit_code in codes:
+            return SmallerBatch.exit_code if ended else 0
+        code = ended[first]
+        if code == Stopped.exit_code or first == 0 < code:
             return code
-        error = RunFailed(
-            f"Rank {failed} failed with exit code {code}, and the others were ended.",
-            fix=f"See its message above. It starts with [rank {failed}].",
-        )
-        error.exit_code = code
+        how = f"failed with exit code {code}"
+        fix = f"See its message above. It starts with [rank {first}]."
+        if code < 0:
+            how = f"was killed by {signal.Signals(-code).name}"
+            fix = "See its messages above. The same command resumes."
+        if code == -signal.SIGKILL:
+            fix = (
+                "The usual cause is too little memory (see `dmesg`): lower batch.rows_per_device. "
+                "The same command resumes."
+            )
+        error = RunFailed(f"Rank {first} {how}, and the others were ended.", fix=fix)
+        error.exit_code = max(code, RunFailed.exit_code)
         raise error
-    name = signal.Signals(-code).name
-    raise RunFailed(
-        f"Rank {failed} was killed by {name}, and the others were ended.",
-        fix="The usual cause is too little memory (see `dmesg`): lower batch.rows_per_device. The "
-        "same command resumes."
-        if name == "SIGKILL"
-        else "See its messages above. The same command resumes.",
-    )
 
 
 def _interrupted(number: int) -> Interrupted:
@@ -295,26 +261,8 @@ def _interrupted(number: int) -> Interrupted:
     )
 
 
-def _first_failed(ranks: Sequence[subprocess.Popen[bytes]]) -> int | None:
-    """Return the rank that failed. Of several, it is one that could not report why."""
-    failed = [rank for rank, process in enumerate(ranks) if not _is_orderly(process.returncode)]
-    return min(failed, key=lambda rank: (ranks[rank].returncode > 0, rank), default=None)
-
-
-def _is_orderly(code: int | None) -> bool:
-    """Return whether a process is running, done, or stopped and saved."""
-    return code in (None, 0, Stopped.exit_code)
-
-
-def _signal_all(ranks: Sequence[subprocess.Popen[bytes]], number: int) -> None:
-    for process in ranks:
-        process.send_signal(number)  # does nothing if the process has ended
-
-
-def _kill(process: subprocess.Popen[bytes]) -> bool:
-    """Kill a process with those that it started, and return whether it was still running."""
-    is_running = process.poll() is None
-    if is_running:
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process with those that it started."""
+    if process.poll() is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-    return is_running

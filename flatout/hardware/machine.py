@@ -134,11 +134,10 @@ def row_of(gpu_name: str, memory_gib: float) -> MachineRow | None:
     than an unknown one.
     """
     named = [row for row in machine_rows() if gpu_name in row.gpu_names]
-    if len(named) < 2:
-        return named[0] if named else None
-    apart = {row.name: abs(memory_gib / row.memory_gb.value - 1) for row in named}
-    nearest_row = min(named, key=lambda row: apart[row.name])
-    return nearest_row if apart[nearest_row.name] < SAME_MEMORY else None
+    apart = [abs(memory_gib / row.memory_gb.value - 1) for row in named]
+    if len(named) < 2 or min(apart) >= SAME_MEMORY:
+        return named[0] if len(named) == 1 else None
+    return named[apart.index(min(apart))]
 
 
 @functools.cache
@@ -167,21 +166,17 @@ def machine_named(text: str) -> Machine:
     count, each, wanted, network = found.groups()
     word, wanted = _word(wanted), wanted.strip()
     named = [(row, (row.name, *row.gpu_names, *row.short_names)) for row in machine_rows()]
-    rows = [row for row, names in named if word in map(_word, names)]
+    rows = [row for row, names in named if word in map(_word, names)] or [
+        row for row, names in named if word and any(_word(name).startswith(word) for name in names)
+    ]
     if len(rows) != 1:
-        similar = rows or [
-            row for row, names in named if word and any(_word(n).startswith(word) for n in names)
-        ]
-        if similar:
-            raise ConfigError(
-                f"--machine {wanted!r} matches several machines.",
-                fix=f"Write one of {', '.join(row.name for row in similar)}.",
-            )
         guess = nearest(wanted, [name for _, names in named for name in names])
         hint = f"Did you mean {guess!r}? " if guess else ""
         raise ConfigError(
-            f"There is no machine named {wanted!r}.",
-            fix=f"{hint}`flatout list machines` shows the known ones.",
+            f"--machine {wanted!r} is the name of {'several machines' if rows else 'no machine'}.",
+            fix=f"Write one of {', '.join(row.name for row in rows)}."
+            if rows
+            else f"{hint}`flatout list machines` shows the known ones.",
         )
     (row,) = rows
     gpu = Gpu(

@@ -8,15 +8,15 @@ values of a setting. All of them race in rounds. No torch.
 
 from __future__ import annotations
 
+import math
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
 from datetime import datetime
-from functools import reduce
-from itertools import accumulate, chain, count
+from functools import partial
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -24,36 +24,38 @@ from flatout.assembly import prediction
 from flatout.assembly.prediction import hardware_name, past_run, speedups_on
 from flatout.assembly.recipe import divisors
 from flatout.assembly.resolve import flops_per_token
-from flatout.assembly.selection import Decision, Gain, providers, removing, select
+from flatout.assembly.selection import Gain, providers
 from flatout.config.registry import SPEEDUPS
 from flatout.config.schema import RunConfig
 from flatout.display import markdown
-from flatout.errors import ConfigError, FlatoutError, RunFailed
-from flatout.measure.output import claim, commit_of_package
-from flatout.measure.race import LOSS_STEPS, ROUNDS, Done, Race, require_result
-from flatout.measure.resolving import Resolved, resolve_apart
-from flatout.measure.results import Bench, Row, measured
-from flatout.measure.scripts.request import Timing
-from flatout.measure.settings import (
-    BASELINE,
-    Flip,
+from flatout.measure.moves import (
+    AHEAD,
+    ROWS,
+    TOKENS,
+    Point,
+    Setting,
+    ablation,
     filling,
-    flips,
+    in_order,
+    rows_to_try,
+    sequences_of,
     setting_of,
     tolerance_between,
-    with_speedups,
 )
+from flatout.measure.output import claim, require_own
+from flatout.measure.race import LOSS_STEPS, ROUNDS, Done, Race, Row, absent_row
+from flatout.measure.resolving import Resolved, resolve_apart
+from flatout.measure.results import Bench, Measurement, facts_of, shortened
+from flatout.measure.scripts.request import Timing
 from flatout.measure.trial import Result, require_one_process, try_recipe
-from flatout.models.language_model import model_of
 from flatout.progress import SILENT, Progress, counted
-from flatout.storage.files import sync, unless_broken, write_text
+from flatout.storage.files import sync, write_text, writing
 from flatout.storage.json_io import Json, append_line, write_json
 from flatout.training.run_dir.resume import run_name
 
 JSON, TABLE, TRIALS = "bench.json", "table.md", "trials.jsonl"
 BENCHES = Path("bench")
 """Parent directory of results without --out."""
-ABLATION = "ablation"
 WHERE = {
     "added": "on the way up",
     "add-one": "added to the full set",
@@ -68,12 +70,8 @@ LONGEST_S = 900.0
 """A trial is ended after this."""
 EVALUATING_S = 1.5
 """Kept for evaluating and writing the results."""
-Keys = Mapping[str, Any]
-"""Keys that override the requested configuration."""
-Points = dict[str, Keys | str]
-"""The keys of each point of a sweep, or why it cannot be measured."""
-StartTrial = Callable[[RunConfig, Timing, float, Keys], Result]
-"""Runs a trial of a configuration, at most for some seconds, with keys for what it does besides."""
+Points = Mapping[str, Setting]
+"""The settings of a sweep."""
 
 
 def run_bench(
@@ -85,8 +83,6 @@ def run_bench(
     out: Path | None = None,
     progress: Progress = SILENT,
     cache: Path | None = None,
-    trial: StartTrial | None = None,
-    clock: Callable[[], float] = time.monotonic,
 ) -> Bench:
     """Measure the ablation of a recipe, or a sweep, and return the result.
 
@@ -97,42 +93,52 @@ def run_bench(
     Raises: UsageError before anything is measured; RunFailed when nothing could be measured;
             Interrupted when a signal arrives before anything was measured.
     """
-    start_s, began = clock(), datetime.now().astimezone().isoformat(timespec="seconds")
+    start_s, began = time.monotonic(), datetime.now().astimezone().isoformat(timespec="seconds")
     require_one_process("bench")
-    kind, digest = sweep or ABLATION, requested.digest()
-    out = results_dir(requested, kind, out)
+    kind, digest = sweep or "ablation", requested.digest()
+    out = results_dir(requested, sweep, out)
     resolved = resolve_apart(requested, cache, progress)
-    plan = swept(sweep, requested, resolved) if sweep else ablation(requested, resolved)
+    every = ablation(requested, resolved)
+    if sweep:
+        every = [Point(name, "point", each) for name, each in SWEEPS[sweep](resolved).items()]
+    points = [point for point in every if point.why_not is None]
+    names: dict[Any, str] = {}
+    for point in points:
+        names.setdefault(point.after, point.name)
     claim(out)
-    total_s = 60 * minutes - EVALUATING_S if minutes is not None else float("inf")
-    with tempfile.TemporaryDirectory(prefix="flatout-trials-") as scratch:
-        measure = trial or in_scratch(Path(scratch))
+    total_s = 60 * minutes - EVALUATING_S if minutes is not None else math.inf
+    # with a time limit trials are shorter, so that two rounds fit
+    seconds = max(LEAST_SECONDS, min(total_s / (2.2 * len(names)) - START_S, SECONDS))
+    timing = Timing(seconds=seconds, first_steps=LOSS_STEPS + 2, warmup_s=max(6.0, 3 * seconds))
 
-        def start(name: str, seed: int, limit_s: float) -> Result:
-            keys = {**plan.points[name], "train.seed": requested.train.seed + seed}
-            timing = Timing(
-                seconds=plan.seconds,
-                first_steps=LOSS_STEPS + 2,
-                warmup_s=max(6.0, 3 * plan.seconds),
-                limit_s=max(limit_s / 2, 3.0),
-            )
-            return measure(requested.with_values(keys), timing, limit_s, {})
+    def keep(done: Done) -> None:
+        """Append a trial to trials.jsonl, so that it survives if this process is killed."""
+        line: dict[str, Json] = {"bench": [requested.name, kind, digest], "began": began}
+        line |= {"point": names[done.setting], "round": done.round}
+        with writing(out / TRIALS):
+            append_line(out / TRIALS, line | {"result": done.result.model_dump(mode="json")})
+            sync(out / TRIALS)
+            sync(out)
 
-        race = Race[str](
-            start,
-            total_s=total_s,
-            longest_s=min(LONGEST_S, total_s / 2),
-            keep=lambda done: keep(done, [requested.name, kind, digest], began, out),
-            clock=clock,
-            began_s=start_s,
-        )
-        with race.running(progress, "Measuring"):
-            run_rounds(race, plan, repeats or ROUNDS)
-    require_figures(race, out)
-    rows = rows_of(plan, race, resolved)
-    total = race.gain(*plan.total) if plan.total else None
+    race = Race(
+        partial(train, requested, timing),
+        tolerance_between,
+        total_s=total_s,
+        longest_s=min(LONGEST_S, total_s / 2),
+        draws=draws_of(resolved.config),
+        keep=keep,
+        began_s=start_s,
+    )
+    with race.running(progress, "Measuring"):
+        run_rounds(race, points, repeats or ROUNDS)
+    if not race.done:
+        with suppress(OSError):  # it may contain the files of an earlier bench
+            out.rmdir()
+    race.require_result(f"Try the same recipe with `flatout train`. {out / TRIALS} has all trials.")
+    climb = [one.after for one in points if one.kind in ("baseline", "added")]
+    total = race.gain(climb[-1], climb[0]) if len(climb) > 1 else None
     result = Bench(
-        **facts_of(race, resolved),
+        **facts_of(race),
         recipe=requested.name,
         path=str(out),
         kind=kind,
@@ -141,177 +147,94 @@ def run_bench(
         began=began,
         minutes=minutes,
         repeats=race.round,
-        notes=notes(race, rows, kind),
-        rows=rows,
+        rows=[
+            *rows_of(points, names, race),
+            *(absent_row(point.name, point.why_not) for point in every if point.why_not),
+        ],
         total=total,
         total_speedup=total and total.median,
     )
+    result = result.model_copy(update={"notes": notes(race, result)})
     write_json(out / JSON, result.model_dump(mode="json"))
     write_text(out / TABLE, markdown(result.display()) + "\n")
-    remember(rows, result, resolved, cache, progress)
+    remember(result.rows, result, resolved, cache, progress)
     return result
 
 
-@dataclass
-class BenchPlan:
-    """What a bench measures."""
+def train(
+    requested: RunConfig,
+    timing: Timing,
+    setting: Setting,
+    seed: int,
+    limit_s: float,
+    **besides: Any,
+) -> Result:
+    """Run a trial of a recipe with a setting and a seed, in a temporary run directory.
 
-    points: dict[str, Keys]
-    """The keys of each point, the most important first."""
-    absent: dict[str, str]
-    """Why something is not measured."""
-    flips: tuple[Flip, ...] = ()
-    """The rows of an ablation."""
-    seconds: float = field(default_factory=lambda: SECONDS)
-    """Seconds of measured steps in each trial of the current round."""
-
-    @property
-    def same(self) -> dict[str, str]:
-        """For each point, the first one with the same keys, which is measured for both."""
-        first: dict[str, str] = {}
-        return {name: first.setdefault(repr(keys), name) for name, keys in self.points.items()}
-
-    @property
-    def late(self) -> set[str]:
-        """Points that may be slow, or compile for minutes."""
-        return {flip.name for flip in self.flips if flip.kind == "add-one"}
-
-    @property
-    def total(self) -> tuple[str, str] | None:
-        """The full set and the baseline. None: there is only one of them."""
-        full = [flip.name for flip in self.flips if flip.kind == "added"]
-        return (self.same[full[-1]], BASELINE) if full else None
-
-
-def ablation(requested: RunConfig, resolved: Resolved) -> BenchPlan:
-    """Return the plan of an ablation.
-
-    The full set comes right after the baseline: even the shortest bench finds the total.
+    `besides` are keys for what it does besides training.
     """
-    every = flips(requested, resolved)
-    planned = [flip for flip in every if flip.why_not is None]
-    full = [flip for flip in planned if flip.kind in ("baseline", "added")][-1]
-    points: dict[str, Keys] = {
-        flip.name: with_speedups(flip.speedups)
-        for flip in dict.fromkeys([planned[0], full, *planned])
-    }
-    absent = {str(flip.speedup): flip.why_not for flip in every if flip.why_not}
-    return BenchPlan(points, absent, tuple(planned))
+    keys = {**setting.keys(), "train.seed": requested.train.seed + seed}
+    timing = timing.model_copy(update={"limit_s": max(limit_s / 2, 3.0)})
+    with tempfile.TemporaryDirectory(prefix="flatout-trial-") as folder:
+        config, run_dir = requested.with_values(keys), Path(folder) / "run"
+        return try_recipe(config, timing, limit_s, run_dir, besides)
 
 
-def swept(sweep: str, requested: RunConfig, resolved: Resolved) -> BenchPlan:
-    """Return the plan of a sweep.
+def run_rounds(race: Race, points: Sequence[Point], repeats: int) -> None:
+    """Measure every setting in rounds, as many as there is time for.
 
-    Raises: ConfigError when there is nothing to measure in it.
-    """
-    found = SWEEPS[sweep](requested, resolved)
-    absent = {name: why for name, why in found.items() if isinstance(why, str)}
-    if len(absent) == len(found):
-        reasons = "; ".join(f"{name}: {why}" for name, why in absent.items())
-        raise ConfigError(
-            f"--sweep {sweep} has nothing to measure: {reasons}.",
-            fix="Sweep a different setting.",
-        )
-    return BenchPlan({n: keys for n, keys in found.items() if not isinstance(keys, str)}, absent)
-
-
-def in_scratch(scratch: Path) -> StartTrial:
-    """Return a function that trains in fresh run directories below a temporary one."""
-
-    def start(config: RunConfig, timing: Timing, limit_s: float, stated: Keys) -> Result:
-        run_dir = Path(tempfile.mkdtemp(dir=scratch)) / "run"
-        return try_recipe(config, timing, limit_s, run_dir, stated)
-
-    return start
-
-
-def run_rounds(race: Race[str], plan: BenchPlan, repeats: int) -> None:
-    """Measure every point in rounds, as many as there is time for.
-
-    Neighbours stay neighbours, to be measured close in time. Every round starts at a different
-    point, and every other one runs backwards, so that a machine that slows down favours none.
-
-    A point that fails in its first round is not tried again. Late points come last, and with a
-    time limit only after two rounds of the others. When not everything fits, the full set, which
-    others are compared with, has priority, and then what was never measured.
+    Neighbours stay neighbours, to be measured close in time. Every other round runs backwards, so
+    that a machine that slows down favours none. A setting that fails in its first round is not
+    tried again. What is off by default, and may be slow or compile for minutes, comes last, and
+    with a time limit only after two rounds of the others. When not everything fits, the baseline
+    and the full set have priority, and then what was never measured.
 
     Raises: TimeIsUp.
     """
-    names, late = [*dict.fromkeys(plan.same.values())], plan.late
-    is_limited = race.total_s < float("inf")
-    first_late = min(2, repeats - 1) if is_limited else 0
+    late = {point.after for point in points if point.kind == "add-one"}
+    climb = [point.after for point in points if point.kind in ("baseline", "added")]
+    # even the shortest bench finds the total
+    order = [*dict.fromkeys([*climb[:1], *climb[-1:], *(point.after for point in points)])]
     for number in range(repeats):
-        first = number * len(names) * 2 // 5 % len(names)
-        due = [
-            name
-            for name in [*names[first:], *names[:first]][:: -1 if number % 2 else 1]
-            if (race.results(name) or not race.failure(name))
-            and (number >= first_late or name not in late)
-        ]
-        if number:
-            due.sort(key=lambda name: not race.results(name))
-            wanted = sorted(
-                due, key=lambda name: (name not in names[1:2], bool(race.results(name)))
-            )
-            ends_s = accumulate(map(race.expected_s, wanted))
-            kept = {
-                name for name, end_s in zip(wanted, ends_s, strict=True) if end_s <= race.left_s
-            }
-            due = [name for name in due if name in kept]
-            if len(due) < 2:
-                return
-        if is_limited:
-            # as many rounds as fit, at least two in all, and longer trials with what is left
-            spent = [one.result.process_s for one in race.done if one.result.is_ok]
-            besides_s = statistics.fmean(spent) - plan.seconds if spent else START_S
-            each_s, left = race.left_s / (1.1 * len(due)), repeats - number
-            fitting = int(each_s / (besides_s + 2 * LEAST_SECONDS))
-            rounds = min(left, max(fitting, 1 if number else 2))
-            plan.seconds = max(LEAST_SECONDS, min(each_s / rounds - besides_s, SECONDS))
+        is_early = not math.isinf(race.total_s) and number < min(2, repeats - 1)
+        due = [one for one in order if not (is_early and one in late)
+               and (race.results(one) or not race.failure(one))]  # fmt: skip
+        due.sort(key=lambda one: (one not in order[:2], bool(race.results(one))))
+        while number and due and not race.allows(*due):
+            due.pop()
+        if len(due) < 2 and number:
+            return
         race.round += 1
-        for index, name in enumerate(sorted(due, key=lambda name: name in late), 1):
-            if number == 0 or race.allows(name):
-                race.note(f"round {number + 1} of {repeats}, {name} ({index} of {len(due)})")
-                race.run(name, race.round, number)
+        due.sort(key=lambda one: (one in late, order.index(one) * (-1) ** number))
+        for at, one in enumerate(due, 1):
+            race.note(f"round {number + 1} of {repeats}, {at} of {len(due)}")
+            if not number or race.allows(one):
+                race.run(one, race.round, number)
 
 
-def rows_of(plan: BenchPlan, race: Race[str], resolved: Resolved) -> list[Row]:
-    """Return the rows with their results.
+def rows_of(points: Sequence[Point], names: Mapping[Setting, str], race: Race) -> Iterator[Row]:
+    """Yield the rows with their results.
 
     A row that adds a speedup to the previous ones is compared with the nearest one above that was
     measured, every other row of an ablation with the full set only.
     """
-    points, known = plan.same, {flip.name: flip for flip in plan.flips}
-    draws = draws_of(resolved.config)
-    rows = []
-    for flip in plan.flips:
-        row = Row(
-            name=flip.name,
-            kind=flip.kind,
-            speedup=flip.speedup,
-            speedups=list(flip.speedups),
-            against=flip.against,
+    measured: Setting | None = None
+    for name, kind, after, before, speedup, _ in points:
+        if kind == "added" and before is not None and not race.results(before):
+            before = measured
+        row = race.row(
+            after,
+            before,
+            name=name,
+            kind=kind,
+            speedup=speedup,
+            speedups=in_order(after.on),
+            against=names[before] if before is not None else None,
         )
-        below = flip.against
-        while below and not race.results(points[below]):
-            below = known[below].against if flip.kind == "added" else None
-        pair = (points[flip.name], points[below or flip.name])
-        gain = race.gain(*(pair[::-1] if flip.kind == "leave-one-out" else pair)) if below else None
-        if below and gain:
-            tolerance = tolerance_between(flip.speedups, known[below].speedups)
-            check = race.check(*pair, tolerance, draws=draws)
-            row = row.model_copy(update={**check.model_dump(), "against": below, "gain": gain})
-            if below != flip.against:
-                row.verdict = f"{gain.gain()}, against {below}"
-        elif flip.against and not race.results(points[flip.against]):
-            row.verdict = f"{flip.against} was not measured"
-        rows.append(measured(row, race, points[flip.name]))
-    if not plan.flips:
-        rows = [measured(Row(name=name, kind="point"), race, name) for name in plan.points]
-    return rows + [
-        Row(name=name, kind="absent", speedup=name, status="not-measured", reason=why)
-        for name, why in plan.absent.items()
-    ]
+        if kind == "leave-one-out" and row.gain:
+            row.gain = row.gain.inverse()
+        measured = after if race.results(after) else measured
+        yield row
 
 
 def draws_of(config: RunConfig) -> str | None:
@@ -320,106 +243,49 @@ def draws_of(config: RunConfig) -> str | None:
     return f"model.dropout={dropout:g} draws different random numbers" if dropout else None
 
 
-def notes(race: Race[str], rows: Sequence[Row], kind: str) -> list[str]:
+def notes(race: Race, found: Bench) -> list[str]:
     """Return notes for the reader on how the results were measured."""
-    found = []
-    if race.ended_by_signal is not None:
-        found.append("The bench was interrupted. These are the trials that had ended by then.")
-    counts = [row.repeats for row in rows if row.repeats]
-    if counts and min(counts) < max(counts):
-        found.append(
-            f"Not every line has {max(counts)} repeats: the time was up, or one failed. "
-            "n is the number of repeats."
-        )
-    is_late = any(row.status == "not-measured" and row.kind != "absent" for row in rows)
-    if race.ended_by_signal is None and is_late:
-        leave_out = ", or remove some: speedups=auto,-NAME" if kind == ABLATION else ""
-        found.append(f"There was not enough time for all: add --minutes{leave_out}.")
+    rows = [row for row in found.rows if row.kind != "absent"]
+    lines = [f"{r.name}: {r.reason}" for r in rows if r.status not in ("ok", "not-measured")]
+    lines += [f"{r.name}: losses {r.words()}." for r in rows if r.within_tolerance is False]
+    if late := [row.name for row in rows if row.status == "not-measured"]:
+        lines.append(f"{race.stopped_by.capitalize()} before {shortened(late)} had a turn.")
+        if found.complete:
+            leave_out = ", or remove some: speedups=auto,-NAME" * (found.kind == "ablation")
+            lines.append(f"Add --minutes{leave_out}.")
     timed = [one.result for one in race.done if one.result.is_ok]
-    if timed:
-        steps = statistics.median(len(result.measured_s) for result in timed)
-        before = statistics.median(result.warmup_steps for result in timed)
-        found.append(f"A trial measures {steps:.0f} steps after {before:.0f} of warm-up (medians).")
-        unsteady = sum(not result.settled for result in timed)
-        if unsteady:
-            found.append(
-                f"In {unsteady} of {len(timed)} trials the step time was not yet steady when the "
-                "warm-up had to end."
-            )
-    return found
-
-
-def require_figures(race: Race[str], out: Path) -> None:
-    """Check that at least one trial gave results.
-
-    Raises: Interrupted after a signal; otherwise RunFailed, with the result of the first trial.
-    """
-    if not race.done:
-        with suppress(OSError):  # it may contain the files of an earlier bench
-            out.rmdir()
-    require_result(race)
-    if any(one.result.is_ok for one in race.done):
-        return
-    first = race.done[0]
-    is_late = first.result.status == "timed-out"
-    raise RunFailed(
-        f"Nothing was measured: {first.setting}: {first.result.reason} "
-        f"All failures are in {out / TRIALS}.",
-        fix="Give it more --minutes." if is_late else "Try the same recipe with `flatout train`.",
+    steps = statistics.median(len(result.measured_s) for result in timed)
+    before = statistics.median(result.warmup_steps for result in timed)
+    unsteady = sum(not result.settled for result in timed)
+    lines.append(
+        f"A trial measures {steps:.0f} steps after {before:.0f} of warm-up (medians)"
+        + f"; in {unsteady} of {len(timed)} the step time was not yet steady" * bool(unsteady)
+        + "."
     )
+    torch, threads = (found.environment.get(name) for name in ("torch", "threads"))
+    rounds = f"{counted(found.repeats, 'interleaved round')}, each trial in its own process"
+    facts = [found.machine, f"torch {torch}, {threads} threads", rounds, f"commit {found.commit}",
+             "medians, gains with 94% intervals", found.began]  # fmt: skip
+    files = f"{found.path}/ has table.md, bench.json and trials.jsonl; {found.trials}"
+    return [*lines, f"{'; '.join(facts)}.", files]
 
 
-def facts_of(race: Race[Any], resolved: Resolved) -> dict[str, Any]:
-    """Return the fields of a result about what was measured and where."""
-    results = (one.result for one in race.done)
-    environment = next((result.environment for result in results if result.is_ok), {})
-    return {
-        "machine": resolved.machine.describe(),
-        "environment": {name: environment.get(name) for name in ("torch", "threads", "device")},
-        "commit": commit_of_package(),
-        **race.facts(),
-    }
-
-
-def results_dir(config: RunConfig, kind: str, out: Path | None) -> Path:
+def results_dir(config: RunConfig, sweep: str | None, out: Path | None) -> Path:
     """Return the results directory: `out`, or the next free bench/RECIPE-DIGEST. It is not created.
 
-    Raises: ConfigError when `out` contains other files, but no bench.
+    Raises: ConfigError when it contains other files, but no bench.
     """
     if out is None:
-        stem = run_name(config) + ("" if kind == ABLATION else f"-{kind}")
-        names = chain([stem], (f"{stem}-{number}" for number in count(2)))
-        return next(path for name in names if not (path := BENCHES / name).exists())
-    is_bench = (out / JSON).is_file() or (out / TRIALS).is_file()
-    if out.exists() and not is_bench and (not out.is_dir() or any(out.iterdir())):
-        what = "contains other files, but no bench" if out.is_dir() else "is a file"
-        raise ConfigError(f"{out} {what}.", fix="Choose a new directory with --out DIR.")
+        out = BENCHES / "-".join(filter(None, (run_name(config), sweep)))
+        more = (out.with_name(f"{out.name}-{number}") for number in count(2))
+        out = next(path for path in chain([out], more) if not path.exists())
+    require_own(out, is_own=(out / JSON).is_file() or (out / TRIALS).is_file())
     return out
-
-
-def keep(done: Done[str], bench: Sequence[str], began: str, out: Path) -> None:
-    """Append a finished trial to trials.jsonl, so that it survives if this process is killed.
-
-    The file is append-only. `bench` (recipe, kind and digest of the configuration) and `began`
-    identify the bench of each line.
-    Raises: RunFailed when it cannot be written.
-    """
-    line: dict[str, Json] = {"bench": bench, "began": began, "point": done.setting}
-    line |= {"round": done.round, "result": done.result.model_dump(mode="json")}
-    try:
-        append_line(out / TRIALS, line)
-        sync(out / TRIALS)
-        sync(out)
-    except OSError as error:
-        raise RunFailed(
-            f"Cannot write {out / TRIALS}: {error.strerror or error}.",
-            fix=unless_broken(error, "Free some space, and run it again."),
-        ) from error
 
 
 def remember(
     rows: Sequence[Row],
-    found: Any,
+    found: Measurement,
     resolved: Resolved,
     cache: Path | None,
     progress: Progress = SILENT,
@@ -429,33 +295,29 @@ def remember(
     Gains without an interval, and those whose losses exceed their tolerance, are omitted. The rate
     of a bench's full set is stored as well: the duration of a run is predicted from it.
     """
-    hardware = hardware_name(resolved.machine, resolved.config.train.device)
-    flops, run = flops_per_token(resolved.config), None
-    gains: dict[str, Gain] = {}
-    for row in (row for kind in [*WHERE, "change"] for row in rows if row.kind == kind):
-        if not row.speedup or row.gain is None or row.within_tolerance is False:
-            continue
-        gain = row.gain.inverse() if row.leaves_out else row.gain
-        if gain.low is None:
-            continue
-        gains[row.speedup] = Gain(
-            gain=gain.median,
-            low=gain.low,
-            high=gain.high,
-            where=WHERE.get(row.kind) or WHERE["leave-one-out" if row.leaves_out else "add-one"],
-            recipe=found.recipe,
-            date=found.began,
-            commit=found.commit,
-            torch=str(found.environment.get("torch", "unknown")),
-            flops_per_token=flops,
-        )
-    full = set(speedups_on(resolved.decisions))
-    for row in rows:
-        on = speedups_on(Decision(name, True, "") for name in row.speedups)
-        if row.kind in WHERE and row.tokens_per_s and set(on) == full:
+    config, hardware = (
+        resolved.config,
+        hardware_name(resolved.machine, resolved.config.train.device),
+    )
+    full, run, gains = {*speedups_on(resolved.decisions)}, None, dict[str, Gain]()
+    for row in sorted(rows, key=lambda row: [*WHERE, row.kind].index(row.kind)):
+        gain = row.gain.inverse() if row.gain and row.leaves_out else row.gain
+        if row.speedup and gain and gain.low is not None and row.within_tolerance is not False:
+            of_a_change = WHERE["leave-one-out" if row.leaves_out else "add-one"]
+            gains[row.speedup] = Gain(
+                gain=gain.median,
+                low=gain.low,
+                high=gain.high,
+                where=WHERE.get(row.kind, of_a_change),
+                recipe=config.name,
+                date=found.began,
+                commit=found.commit,
+                torch=str(found.environment.get("torch", "unknown")),
+                flops_per_token=flops_per_token(config),
+            )
+        if run is None and row.kind in WHERE and row.tokens_per_s and {*row.speedups} == full:
             rate = row.tokens_per_s.median
-            run = past_run(resolved.config, resolved.decisions, by="bench", tokens_per_s=rate)
-            break
+            run = past_run(config, resolved.decisions, by="bench", tokens_per_s=rate)
     if cache is None or hardware is None or not (gains or run):
         return
     try:
@@ -467,84 +329,57 @@ def remember(
         )
 
 
-def _batch(requested: RunConfig, resolved: Resolved) -> Points:
+def _batch(resolved: Resolved) -> Points:
     """Vary the sequences per micro-batch, doubling from 1 to a whole step, which stays the same."""
-    sequences = (resolved.config.batch.tokens_per_step or 0) // resolved.config.data.seq_len
-    sizes = {2**power for power in range(sequences.bit_length())} | {sequences}
-    return {
-        counted(rows, "row"): with_rows(rows, resolved)
-        for rows in sorted(sizes)
-        if sequences % rows == 0
-    }
+    start = setting_of(resolved)
+    every = rows_to_try(1, sequences_of(resolved.config))
+    return {counted(rows, "row"): start.but({ROWS: rows}) for rows in every}
 
 
-def _accumulation(requested: RunConfig, resolved: Resolved) -> Points:
+def _accumulation(resolved: Resolved) -> Points:
     """Vary the micro-batches per step from 1 to 8, each of the recipe's size. The step grows."""
-    rows, seq_len = int(resolved.config.batch.rows_per_device), resolved.config.data.seq_len
+    start = setting_of(resolved)
+    tokens = start.rows * resolved.config.data.seq_len
     return {
-        counted(n, "micro-batch", "micro-batches"): with_rows(rows, resolved)
-        | {"batch.tokens_per_step": n * rows * seq_len}
+        counted(n, "micro-batch", "micro-batches"): start.but({TOKENS: n * tokens})
         for n in (1, 2, 4, 8)
     }
 
 
-def _seq_len(requested: RunConfig, resolved: Resolved) -> Points:
+def _seq_len(resolved: Resolved) -> Points:
     """Vary the sequence length from a quarter to four times the recipe's.
 
-    The tokens per step and per micro-batch stay the same.
+    The tokens per step and per micro-batch stay the same. A length that is not possible fails.
     """
-    config, tokens = resolved.config, resolved.config.batch.tokens_per_step or 0
-    points: Points = {}
-    for length in (config.data.seq_len * factor // 4 for factor in (1, 2, 4, 8, 16)):
-        why_not = ""
-        try:
-            if length < 1 or tokens % length:
-                why_not = f"because a step of {tokens} tokens is not a multiple of it."
-            elif not resolved.dataset.split("train").num_sequences(length):
-                why_not = "because the training text is shorter than one sequence."
-            else:
-                model_of(requested, vocab_size=config.model.vocab_size, seq_len=length)
-        except FlatoutError as error:
-            why_not = f"because: {error.what}"
-        most = int(config.batch.rows_per_device) * config.data.seq_len // max(length, 1)
-        points[counted(length, "token")] = (
-            f"cannot run here, {why_not}"
-            if why_not
-            else {"data.seq_len": length}
-            | with_rows(next(divisors(tokens // length, most), 1), resolved)
-        )
+    start, length = setting_of(resolved), resolved.config.data.seq_len
+    tokens, points = resolved.config.batch.tokens_per_step or 0, {}
+    for each in (length // 4, length // 2, length, 2 * length, 4 * length):
+        rows = next(divisors(tokens // each, start.rows * length // each), 1) if each else 1
+        points[counted(each, "token")] = start.but({"data.seq_len": each, ROWS: rows})
     return points
 
 
-def _precision(requested: RunConfig, resolved: Resolved) -> Points:
+def _precision(resolved: Resolved) -> Points:
     """Vary the precision of matmuls: fp32, and each speedup that changes it."""
-    choices, machine, device = precisions(), resolved.machine, resolved.config.train.device
-    requested = requested.with_values({"train.device": device, "train.precision": "auto"})
-    without = reduce(lambda speedups, name: removing(name, speedups), choices, requested.speedups)
-    stated = requested.with_values({"train.precision": "fp32", "speedups": without})
-    plain = [decision.name for decision in select(stated, machine, device=device) if decision.on]
-    points: Points = {"fp32": with_speedups(plain)}
-    for speedup in map(SPEEDUPS.get, choices):
-        others = [one for one in plain if not speedup.fills.keys() & SPEEDUPS.get(one).fills.keys()]
-        why_not = speedup.reason_against(machine, requested)
-        points[speedup.name] = (
-            f"cannot run here, because: {why_not}"
-            if why_not
-            else with_speedups([*others, speedup.name])
-        )
+    plain = frozenset(resolved.speedups) - {*precisions()}
+    points = {"fp32": Setting(plain)}
+    for name in precisions():
+        fills = SPEEDUPS.get(name).fills.keys()
+        others = {one for one in plain if not fills & SPEEDUPS.get(one).fills.keys()}
+        points[name] = Setting(frozenset({*others, name}))
     return points
 
 
-def _prefetch(requested: RunConfig, resolved: Resolved) -> Points:
+def _prefetch(resolved: Resolved) -> Points:
     """Vary the steps that the data loader reads ahead: none, 1, 2, 4 or 8."""
     loaders = filling("loader")
-    others = [name for name in resolved.speedups if name not in loaders]
-    ahead: Points = {
-        f"{counted(steps, 'step')} ahead": {"data.prefetch": steps}
-        | with_speedups([*others, *loaders[:1]])
+    others = Setting(frozenset(resolved.speedups) - {*loaders})
+    ahead = Setting(others.on | {*loaders[:1]})
+    return {"no prefetch": others} | {
+        f"{counted(steps, 'step')} ahead": ahead.but({AHEAD: steps})
         for steps in (1, 2, 4, 8)
+        if loaders
     }
-    return {"no prefetch": with_speedups(others)} | (ahead if loaders else {})
 
 
 def precisions() -> list[str]:
@@ -558,13 +393,7 @@ def precisions() -> list[str]:
     ]
 
 
-def with_rows(rows: int, resolved: Resolved) -> dict[str, Any]:
-    """Return the keys for a micro-batch of `rows`, without the speedup that would choose it."""
-    setting = replace(setting_of(resolved), rows=rows)
-    return setting.values(resolved.config.batch.tokens_per_step or 0)
-
-
-SWEEPS: Mapping[str, Callable[[RunConfig, Resolved], Points]] = {
+SWEEPS: Mapping[str, Callable[[Resolved], Points]] = {
     "batch": _batch,
     "seq_len": _seq_len,
     "precision": _precision,

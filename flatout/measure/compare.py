@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
+import tarfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Annotated
-
-from pydantic import Field
 
 from flatout.assembly.recipe import Tolerance
 from flatout.display import Show, gib, milliseconds
 from flatout.distributed.spinning import say_if_busy
-from flatout.errors import ConfigError, FlatoutError, Interrupted, RunFailed, in_shell
-from flatout.hardware.machine import probe
+from flatout.errors import ConfigError, RunFailed, in_shell
 from flatout.measure.output import git
-from flatout.measure.race import Figure, LossCheck, Race, require_result
-from flatout.measure.results import Measurement
+from flatout.measure.race import Figure, LossCheck, Race
+from flatout.measure.results import Measurement, facts_of
+from flatout.measure.scripts import request
 from flatout.measure.scripts.request import Timing
 from flatout.measure.scripts.scratch import Scratch
 from flatout.measure.trial import Result, try_command
@@ -29,8 +28,9 @@ from flatout.storage.files import Stored
 
 SECONDS, STEPS, WARM_STEPS = 3.0, 12, 4
 """Fewest seconds and measured steps of a trial, and the steps of its warm-up."""
-ROUNDS, MIN_ROUNDS = 10, 3
-"""Most rounds, and those that the losses need."""
+ROUNDS = 10
+"""Most rounds."""
+HOOK = "flatout/measure/scripts/request.py"
 LONGEST_S = 900.0
 """A trial is ended after this."""
 RTOL = 1e-3
@@ -81,8 +81,6 @@ class Comparison(Measurement):
     """Whether their losses agree."""
     at_least: float | None
     """The ratio that was asked for."""
-    notes: list[str] = Field([])
-    """What else to know."""
 
     @property
     def is_slower(self) -> bool:
@@ -97,15 +95,13 @@ class Comparison(Measurement):
     @property
     def headline(self) -> str:
         """The result in a sentence."""
-        by = "" if self.work == 1 else " by equal work"
-        ended = "" if self.complete else "Interrupted. "
-        text = f"b is {self.ratio.times()} as a{by}"
-        if self.ratio.low is None or self.ratio.high is None:
-            text += ": too few rounds to be sure"
-        elif self.ratio.low <= 1 <= self.ratio.high:
-            is_wide = self.ratio.high > TOO_WIDE * self.ratio.low
-            text += ": too noisy to tell" if is_wide else ": no measurable difference"
-        return f"{ended}{text}; losses {self.losses.words() or 'not compared'}."
+        (low, high), sure = (self.ratio.low, self.ratio.high), ""
+        if low is None or high is None:
+            sure = ": too few rounds to be sure"
+        elif low <= 1 <= high:
+            sure = ": too noisy to tell" if high > TOO_WIDE * low else ": no measurable difference"
+        text = f"b is {self.ratio.times()} as a{' by equal work' * (self.work != 1)}{sure}"
+        return f"{self.ended}{text}; losses {self.losses.words() or 'not compared'}."
 
 
 def compare_commands(
@@ -125,25 +121,20 @@ def compare_commands(
     Raises: ConfigError when they are the same, or the revision does not exist; RunFailed when one
             of them fails, or takes too few steps; Interrupted before there are results.
     """
-    began_s = time.monotonic()
-    one = Side("a", tuple(command), against)
-    two = Side("b", tuple(other or command))
+    began_s, here, notes = time.monotonic(), Path.cwd(), list[str]()
+    one, two = Side("a", tuple(command), against), Side("b", tuple(other or command))
     if one.command == two.command and against is None:
         raise ConfigError(
             "Both commands are the same.",
             fix="Name two commands, or a revision: flatout compare --against main -- "
             f"{' '.join(map(in_shell, command))}",
         )
-    here, notes = Path.cwd(), list[str]()
     source = here if against is None else repository_of(here, against)
     if against is not None and git(here, "status", "--porcelain", "--untracked-files=no"):
         notes.append("The directory has uncommitted changes. b runs with them, a without.")
     with ExitStack() as stack:
-        copies = {
-            side: stack.enter_context(Scratch(source, side.command))
-            for side in ((one, two) if against else (two,))
-        }
-        copies.setdefault(one, copies[two])
+        copies = {two: stack.enter_context(Scratch(source, two.command))}
+        copies[one] = stack.enter_context(Scratch(source, one.command)) if against else copies[two]
 
         def start(side: Side, seed: int, limit_s: float) -> Result:
             copy = copies[side]
@@ -155,79 +146,70 @@ def compare_commands(
                             seed_offset=seed, limit_s=limit_s / 2)  # fmt: skip
             return try_command(side.command, timing, limit_s, folder=folder, copy=copy)
 
-        race = Race[Side](
-            start, total_s=60 * minutes, longest_s=LONGEST_S, clock=time.monotonic, began_s=began_s
+        race = Race(
+            start,
+            lambda *_: Tolerance.rounding(rtol=RTOL),
+            total_s=60 * minutes,
+            longest_s=LONGEST_S,
+            loss_steps=1,
+            is_strict=False,
+            began_s=began_s,
         )
-        failed: str | None = None
         say_if_busy(progress)
         with race.running(progress, "Comparing"):
             race.note("both commands in turns")
-            failed = race.compare(
-                two,
-                one,
-                rounds=ROUNDS,
-                least=1.0 if at_least is None else at_least,
-                is_open=lambda: race.round < MIN_ROUNDS,
-            )
-    require_result(race)
+            least = 1.0 if at_least is None else at_least
+            race.compare(two, one, rounds=ROUNDS, least=least)
     ratio = race.gain(two, one)
+    for side in (one, two):
+        failed = race.failure(side)
+        if failed and ratio is None:
+            raise RunFailed(
+                f"{side.name} could not be measured: {failed.reason}.",
+                fix="Run it alone first: trials have no standard input, and start in a copy of "
+                "this directory.",
+            )
+        if failed:
+            notes.append(f"{side.name} failed in one trial, which ended it: {failed.reason}.")
     if ratio is None:
-        raise why_unmeasured(race, (one, two), failed)
+        race.done.clear()  # half a round compares nothing
+        race.require_result()
     rows = [row_of(side, race) for side in (one, two)]
     before, after = (row.peak_gib or 0.0 for row in rows)
     if before and after > (1 + GROWTH) * before:
         notes.append(f"b needs {gib(after - before)} more memory than a.")
-    scaled = {name: end and work * end for name, end in ratio.model_dump().items()}
+    scaled = {name: end and work * end for name, end in dict(ratio or ()).items()}
     return Comparison(
         path=str(here),
-        machine=probe().describe(),
-        **race.facts(),
+        **facts_of(race),
         sides=rows,
         ratio=Figure(**scaled),
         work=work,
-        losses=race.check(two, one, Tolerance.rounding(rtol=RTOL), loss_steps=1, is_strict=False),
+        losses=race.check(two, one),
         at_least=at_least,
         notes=notes,
     )
 
 
-def why_unmeasured(race: Race[Side], sides: Sequence[Side], failed: str | None) -> FlatoutError:
-    """Return the error of a race in which no round was complete."""
-    if race.ended_by_signal is not None:
-        return Interrupted(
-            "Interrupted before both commands were measured.",
-            fix="Run it again.",
-            signal_number=race.ended_by_signal,
-        )
-    broken = next((side for side in sides if race.failure(side)), None)
-    if broken is None:
-        return RunFailed(
-            "The time was up before both commands were measured.", fix="Give it more --minutes."
-        )
-    return RunFailed(
-        f"{broken.name} could not be measured: {failed}.",
-        fix="Run it alone first: trials have no standard input, and start in a copy of this "
-        "directory.",
-    )
-
-
-def row_of(side: Side, race: Race[Side]) -> SideRow:
+def row_of(side: Side, race: Race) -> SideRow:
     """Return what was measured of a command."""
-    results = race.results(side)
+    row = race.row(side, name=side.name)
     where = f" ({side.revision})" if side.revision else ""
     return SideRow(
         name=side.name,
         command=f"{' '.join(map(in_shell, side.command))}{where}",
-        step_ms=median(result.step_ms for result in results),
-        peak_gib=max((one.peak_gib for one in results if one.peak_gib), default=None),
-        compile_s=max((one.compile_s for one in results if one.compile_s), default=None),
-        trials=len(results),
+        step_ms=row.step_ms or 0.0,
+        peak_gib=row.peak_gib,
+        compile_s=row.compile_s,
+        trials=row.repeats,
     )
 
 
 def repository_of(folder: Path, revision: str) -> Path:
     """Return the top directory of the repository of a directory, which has the revision.
 
+    In flatout's own repository, the hook in a measured process is that of the revision, and must
+    read the requests of this one.
     Raises: ConfigError.
     """
     top = git(folder, "rev-parse", "--show-toplevel")
@@ -241,7 +223,24 @@ def repository_of(folder: Path, revision: str) -> Path:
             f"There is no revision {revision!r} in {top}.",
             fix="`git log --oneline` shows revisions, `git branch` names.",
         )
+    hook, own = Path(request.__file__), Path(top) / HOOK
+    theirs = git(folder, "show", f"{revision}:{HOOK}")
+    if own.is_file() and (theirs is None or code_of(theirs) != code_of(hook.read_text("utf-8"))):
+        raise ConfigError(
+            f"Revision {revision} of flatout cannot be measured by this one: its {HOOK}, by which "
+            "both must exchange requests, differs.",
+            fix=f"Name a later revision: git log -- {HOOK}",
+        )
     return Path(top)
+
+
+def code_of(text: str) -> str:
+    """Return Python code without its docstrings, to compare it."""
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef):
+            node.body = [one for one in node.body if not isinstance(one, ast.Expr)]
+    return ast.dump(tree)
 
 
 def check_out(copy: Scratch, revision: str) -> None:
@@ -255,16 +254,14 @@ def check_out(copy: Scratch, revision: str) -> None:
         if name and name not in kept:
             (copy.path / name).unlink(missing_ok=True)
     archive = ["git", "-C", str(copy.source), "archive", "--format=tar", revision]
-    with subprocess.Popen(archive, stdout=subprocess.PIPE) as packed:
-        done = subprocess.run(
-            ["tar", "-x", "-C", str(copy.path)],
-            stdin=packed.stdout,
-            capture_output=True,
-            check=False,
-        )
-    if packed.returncode or done.returncode:
-        why = done.stderr.decode(errors="replace").strip().partition("\n")[0]
+    try:
+        with (
+            subprocess.Popen(archive, stdout=subprocess.PIPE) as packed,
+            tarfile.open(fileobj=packed.stdout, mode="r|") as files,
+        ):
+            files.extractall(copy.path, filter="tar")
+    except (OSError, tarfile.TarError) as error:
         raise RunFailed(
-            f"The files of revision {revision} cannot be read: {why or 'git archive failed'}.",
+            f"The files of revision {revision} cannot be read: {error}.",
             fix="Check it out by hand, and compare two commands.",
-        )
+        ) from error

@@ -26,6 +26,20 @@ def claim(out: Path) -> None:
         ) from error
 
 
+def require_own(out: Path, *, is_own: bool) -> None:
+    """Check that results may be written to a path, and create its parent directory.
+
+    Raises: ConfigError when something else is there, or the parent cannot be written.
+    """
+    is_empty = out.is_dir() and not any(out.iterdir())
+    if out.exists() and not is_own and not is_empty:
+        raise ConfigError(
+            f"{out} exists, and this command did not write it.",
+            fix="Choose a different path with --out.",
+        )
+    claim(out.parent)
+
+
 def git(folder: Path, *words: str) -> str | None:
     """Return what a git command prints. None when it fails."""
     try:

@@ -15,11 +15,14 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
+from pydantic import ConfigDict, Field
+
+from flatout.display import Show
 from flatout.errors import Interrupted, RunFailed, signal_of
 from flatout.measure.trial import Result
-from flatout.progress import Progress
+from flatout.progress import Progress, counted
 from flatout.storage.files import Stored
 
 if TYPE_CHECKING:
@@ -40,8 +43,6 @@ MOST_NOISE = 0.05
 """With a larger difference between two runs of one setting, losses are not compared one by one."""
 CONFIDENCE = 0.9375
 """Minimum coverage of the intervals: that of the range of five repeats, the usual number."""
-TIME_WAS_UP, INTERRUPTED = "the time was up", "it was interrupted"
-UNSURE = "unsure: too few repeats"
 STUDENT = (
     *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160),
     *(2.145, 2.131, 2.120, 2.110, 2.101),
@@ -52,7 +53,11 @@ The last value is used for more, and is at most 7% too wide.
 """
 MEDIAN_DEVIATION = {2: 0.7071, 3: 0.6698, 4: 0.5460}
 """Standard deviation of the median of this many normal samples."""
-Setting = TypeVar("Setting", bound=Hashable)
+MEDIANS = ("step_ms", "data_ms", "host_ms", "device_ms", "compile_s", "peak_gib")
+FIRST = ("rows_per_device", "accumulate")
+"""Fields of a row that are medians of its trials, and those that are the same in all."""
+Setting = Hashable
+"""What a trial is of: anything that can be told apart."""
 LossPairs = Sequence[tuple[Sequence[float], Sequence[float]]]
 """Losses (with, without) on the same batches, one pair per round."""
 
@@ -71,25 +76,20 @@ class Figure(Stored):
     high: float | None = None
     """Upper end of the interval. Null with too few repeats."""
 
-    def between(self, digits: str = ".2f") -> str:
+    def between(self) -> str:
         """Return the interval in brackets, or an empty string if it is unknown."""
-        if self.low is None or self.high is None:
-            return ""
-        return f" ({self.low:{digits}} to {self.high:{digits}})"
+        return "" if self.low is None else f" ({self.low:.2f} to {self.high:.2f})"
 
     def times(self) -> str:
         """Return a ratio of speeds as a part of a sentence, with its interval."""
         return f"{self.median:.2f} times as fast{self.between()}"
 
-    def gain(
-        self, nothing: str = "no measurable gain", more: str = "", less: str = "slower, "
-    ) -> str:
-        """Return a ratio of speeds in words."""
+    def gain(self) -> str:
+        """Return a ratio of speeds in a few words. `none`: its interval contains 1."""
         if self.low is None or self.high is None:
-            return UNSURE
-        if self.low <= 1 <= self.high:
-            return f"{nothing}{self.between()}"
-        return f"{more if self.median > 1 else less}x{self.median:.2f}{self.between()}"
+            return "unsure: too few repeats"
+        what = "none" if self.low <= 1 <= self.high else f"x{self.median:.2f}"
+        return f"{what}{self.between()}"
 
     def inverse(self) -> Figure:
         """Return the ratio of the same two rates the other way round."""
@@ -113,35 +113,108 @@ class LossCheck(Stored):
 
     def words(self) -> str:
         """Return how far the losses are apart, and whether that is within the tolerance."""
-        if self.tolerance is None and self.tolerance_reason is None:
+        if self.tolerance_reason is None:
             return ""
-        apart = "not comparable"
+        apart = self.apart().removesuffix(" WRONG")
+        apart += " apart" * apart[0].isdecimal()
+        wrong = "OUT OF TOLERANCE, " * (self.within_tolerance is False)
+        return f"{wrong}{apart}" + f": {self.tolerance_reason}" * (not self.within_tolerance)
+
+    def apart(self) -> str:
+        """Return how far the losses are apart, in short."""
+        if self.tolerance_reason is None:
+            return ""
+        text = "not comparable"
         if self.loss_difference is not None:
-            apart = f"{self.loss_difference:.0e} apart" if self.loss_difference else "equal"
-        if self.within_tolerance is False:
-            return f"OUT OF TOLERANCE, {apart}: {self.tolerance_reason}"
-        return apart if self.within_tolerance else f"{apart}: {self.tolerance_reason}"
+            text = f"{self.loss_difference:.0e}" if self.loss_difference else "equal"
+        return text + " WRONG" * (self.within_tolerance is False)
 
 
-@dataclass(frozen=True)
-class Spread:
-    """The noise of one measurement, shared by all settings on one machine."""
+class Row(LossCheck):
+    """What was measured about a setting, or why it was not."""
 
-    deviation: float
-    """Standard deviation of the logarithms."""
-    freedom: int
-    """Degrees of freedom of the estimate."""
+    model_config = ConfigDict(frozen=False)
+
+    name: Annotated[str, Show()]
+    """Name of the change, or of the setting."""
+    kind: str = "change"
+    """baseline, added, leave-one-out or add-one (of a bench); point (of a sweep); change or best
+    (of tune); absent (not measured)."""
+    does: str = ""
+    """What a change does, in a few words."""
+    speedup: str | None = None
+    """The speedup that it measures."""
+    speedups: list[str] = Field([])
+    """All speedups that were on."""
+    leaves_out: bool = False
+    """Whether a change removes the speedup. `gain` is that of removing it."""
+    against: str | None = None
+    """What it is compared with."""
+    status: str = "ok"
+    """ok, out-of-memory, failed, timed-out or not-measured."""
+    reason: str | None = None
+    """Why it is not ok, or why it was not taken."""
+    tokens_per_s: Annotated[
+        Figure | None,
+        Show("tokens/s", lambda rate: f"{rate.median:,.0f}", unknown="", align="right"),
+    ] = None
+    """Tokens per second of measured steps."""
+    gain: Annotated[Figure | None, Show("gain", record=lambda row: row.gain_cell())] = None
+    """How many times faster, from paired repeats. For a row of a bench that leaves a speedup out,
+    how many times faster with it."""
+    first_gain: float | None = None
+    """The ratio of its first trial to those beside it, which only orders changes."""
+    taken: bool = False
+    """Whether it is one of the winners."""
+    losses: Annotated[
+        None,
+        Show("losses", record=LossCheck.apart),
+    ] = Field(None, exclude=True)
+    step_ms: float | None = None
+    """Mean time of a measured step."""
+    data_ms: float | None = None
+    """Part of it spent waiting for data."""
+    host_ms: float | None = None
+    """Part of it spent on the host's work. On a GPU it overlaps with the device's."""
+    device_ms: float | None = None
+    """Part of it spent on the device's work."""
+    rows_per_device: Annotated[
+        int | None,
+        Show("rows", record=lambda r: f"{r.rows_per_device}x{r.accumulate}" * bool(r.accumulate)),
+    ] = None
+    """Sequences in a micro-batch."""
+    accumulate: int | None = None
+    """Micro-batches per step."""
+    peak_gib: Annotated[float | None, Show("GiB", ".2f", unknown="")] = None
+    """Peak memory: of the device, or on a CPU of the process."""
+    compile_s: float | None = None
+    """Seconds spent compiling, once per start. Null when nothing was compiled."""
+    repeats: int = 0
+    """Trials with results."""
+
+    def gain_cell(self) -> str:
+        """Return the gain for a table, or why there is none."""
+        if self.gain is None:
+            return "" if self.repeats else self.status
+        return self.gain.gain().replace(" to ", "-").partition(":")[0]
 
 
-def spread(groups: Sequence[Sequence[float]]) -> Spread:
-    """Return the noise of the repeats of all groups of positive values, each about its own mean."""
+def absent_row(name: str, why: str | None) -> Row:
+    """Return the row of something that is not measured."""
+    return Row(name=name, kind="absent", speedup=name, status="not-measured", reason=why)
+
+
+def spread(groups: Sequence[Sequence[float]]) -> tuple[float, int]:
+    """Return the noise of the repeats of all groups of positive values, each about its own mean:
+    the standard deviation of their logarithms, and its degrees of freedom.
+    """
     logs = [[*map(math.log, group)] for group in groups if len(group) > 1]
     freedom = sum(len(group) - 1 for group in logs)
     squares = sum((len(group) - 1) * statistics.variance(group) for group in logs)
-    return Spread(math.sqrt(squares / max(freedom, 1)), freedom)
+    return math.sqrt(squares / max(freedom, 1)), freedom
 
 
-def figure_of(values: Sequence[float], noise: Spread) -> Figure:
+def figure_of(values: Sequence[float], noise: tuple[float, int]) -> Figure:
     """Return the median of positive `values` with its interval.
 
     With five repeats or more, the interval is that of the sign test, which holds for any noise: for
@@ -150,12 +223,12 @@ def figure_of(values: Sequence[float], noise: Spread) -> Figure:
     single repeat has no interval: the machine's load may have changed between two measurements.
     """
     logs = sorted(map(math.log, values))
-    median = statistics.median(logs)
+    median, (deviation, freedom) = statistics.median(logs), noise
     if len(logs) >= ROUNDS:
         outside = left_out(len(logs))
         low, high = logs[outside], logs[-1 - outside]
-    elif len(logs) > 1 and noise.freedom >= MIN_FREEDOM:
-        half = student(noise.freedom) * noise.deviation * MEDIAN_DEVIATION[len(logs)]
+    elif len(logs) > 1 and freedom >= MIN_FREEDOM:
+        half = student(freedom) * deviation * MEDIAN_DEVIATION[len(logs)]
         low, high = median - half, median + half
     else:
         return Figure(median=math.exp(median))
@@ -183,7 +256,7 @@ def student(freedom: int) -> float:
 
 
 @dataclass(frozen=True)
-class Done(Generic[Setting]):
+class Done:
     """A trial that has ended."""
 
     setting: Setting
@@ -193,43 +266,51 @@ class Done(Generic[Setting]):
 
 
 @dataclass
-class Race(Generic[Setting]):
+class Race:
     """Runs trials of settings, and compares them."""
 
-    start: Callable[[Setting, int, float], Result]
-    """Runs a trial with a seed, at most for some seconds."""
+    start: Callable[[Any, int, float], Result]
+    """Runs a trial of a setting with a seed, at most for some seconds."""
+    tolerance: Callable[[Any, Any], Tolerance]
+    """Returns how far the losses of two settings may differ."""
     total_s: float = math.inf
     """The time for all trials."""
     longest_s: float = math.inf
     """A trial is ended after this."""
     ratio: Callable[[Result, Result], float] = Result.times_as_fast
     """How many times faster the first one is."""
-    keep: Callable[[Done[Setting]], object] = lambda done: None
+    loss_steps: int = LOSS_STEPS
+    """Fewest losses that must be compared."""
+    draws: str | None = None
+    """Why losses cannot be compared step by step, such as dropout."""
+    is_strict: bool = True
+    """Whether losses that differ step by step are wrong. If not, final losses decide."""
+    keep: Callable[[Done], object] = lambda done: None
     """Receives each trial when it ends."""
     note: Callable[[str], object] = lambda text: None
     """Shows what is measured."""
-    clock: Callable[[], float] = time.monotonic
-    began_s: float | None = None
-    """On that clock. None: now."""
-    done: list[Done[Setting]] = field(default_factory=list)
+    began_s: float = field(default_factory=lambda: time.monotonic())
+    """The start, by time.monotonic."""
+    done: list[Done] = field(default_factory=list)
     round: int = SCREEN
     """The last round."""
     ended_by_signal: int | None = None
     """The signal that interrupted it, if any. No further trial starts."""
 
-    def __post_init__(self) -> None:
-        """Start the clock."""
-        self.began_s = self.clock() if self.began_s is None else self.began_s
+    @property
+    def spent_s(self) -> float:
+        """Seconds since the start."""
+        return time.monotonic() - self.began_s
 
     @property
     def left_s(self) -> float:
         """Seconds left."""
-        return self.total_s - (self.clock() - (self.began_s or 0.0))
+        return self.total_s - self.spent_s
 
     @property
     def stopped_by(self) -> str:
         """Why a setting may have no trial."""
-        return TIME_WAS_UP if self.ended_by_signal is None else INTERRUPTED
+        return "the time was up" if self.ended_by_signal is None else "it was interrupted"
 
     def allows(self, *settings: Setting, share: float = 1.0) -> bool:
         """Return whether trials of these settings fit into what is left of a share of the time."""
@@ -283,29 +364,16 @@ class Race(Generic[Setting]):
         results = (one.result for one in self.done if one.setting == setting)
         return next((result for result in results if not result.is_ok), None)
 
-    def rounds(self, setting: Setting) -> dict[int, Result]:
-        """Return the successful results of a setting by round, without the screening."""
-        return {
-            one.round: one.result
-            for one in self.done
-            if one.setting == setting and one.round != SCREEN and one.result.is_ok
-        }
-
     def ratios(self, fast: Setting, slow: Setting) -> list[float]:
         """Return how many times faster `fast` was than `slow`, one value per common round."""
-        ours, theirs = self.rounds(fast), self.rounds(slow)
+        ours, theirs = (
+            {one.round: one.result for one in self.done
+             if one.setting == setting and one.round != SCREEN and one.result.is_ok}
+            for setting in (fast, slow)
+        )  # fmt: skip
         return [self.ratio(ours[at], theirs[at]) for at in sorted(ours.keys() & theirs.keys())]
 
-    def facts(self) -> dict[str, Any]:
-        """Return the fields of a result about how it ended."""
-        return {
-            "wall_s": round(self.clock() - (self.began_s or 0.0), 1),
-            "num_trials": len(self.done),
-            "ended_by_signal": self.ended_by_signal,
-            "complete": self.ended_by_signal is None,
-        }
-
-    def noise(self) -> Spread:
+    def noise(self) -> tuple[float, int]:
         """Return the noise of a ratio, from all that was repeated: ratios, and screened rates."""
         settings = [*dict.fromkeys(one.setting for one in self.done)]
         # of each setting, with an earlier one: no pair follows from other pairs
@@ -333,14 +401,12 @@ class Race(Generic[Setting]):
         rounds: int = ROUNDS,
         least: float = LEAST_GAIN,
         reserve: int = 0,
-        is_open: Callable[[], bool] = lambda: False,
     ) -> str | None:
-        """Measure two settings in turns, until it is decided whether `one` gains `least`.
+        """Measure two settings in turns, until it is decided whether `one` gains `least`, and
+        whether their final losses agree if those decide.
 
-        Beyond that, it goes on while `is_open`. Time is left for `reserve` trials of each. Returns
-        why it failed, if a trial did.
-
-        Raises: TimeIsUp when not even one round was complete.
+        Time is left for `reserve` trials of each. Returns why there is no gain: a trial failed, or
+        not even one round was complete.
         """
         for number in range(rounds):
             if number and not self.allows(*(1 + reserve) * (one, other)):
@@ -350,30 +416,22 @@ class Race(Generic[Setting]):
                 try:
                     result = self.run(setting, self.round, number)
                 except TimeIsUp:
-                    if number:
-                        return None
-                    raise
+                    return None if number else f"{self.stopped_by} before it was repeated"
                 if not result.is_ok:
-                    return result.reason
-            gain = self.gain(one, other)
-            is_decided = gain and gain.low and gain.high and not gain.low <= least <= gain.high
-            if is_decided and not is_open():
+                    return f"failed: {result.reason}"
+            gain, check = self.gain(one, other), self.check(one, other)
+            is_open = check.within_tolerance is None and check.tolerance == "statistical"
+            if (
+                gain
+                and gain.low
+                and gain.high
+                and not gain.low <= least <= gain.high
+                and not is_open
+            ):
                 break
         return None
 
-    def loss_pairs(self, one: Setting, other: Setting) -> list[tuple[list[float], list[float]]]:
-        """Return the first losses of two settings on the same batches, one pair per seed."""
-        ours, theirs = self._losses(one), self._losses(other)
-        last = [(ours[seed][-1], theirs[seed][-1]) for seed in ours if seed in theirs]
-        return [(fast[: len(plain)], plain[: len(fast)]) for fast, plain in last]
-
-    def loss_noise(self, setting: Setting) -> float | None:
-        """Return the largest difference of a loss between runs of a setting with one seed."""
-        runs = self._losses(setting).values()
-        apart = [difference([pair]) for same in runs for pair in pairwise(same)]
-        return max((each for each in apart if each is not None), default=None)
-
-    def _losses(self, setting: Setting) -> dict[int, list[list[float]]]:
+    def losses(self, setting: Setting) -> dict[int, list[list[float]]]:
         """Return the first losses of each trial of a setting, by its seed."""
         found: dict[int, list[list[float]]] = {}
         for one in self.done:
@@ -381,40 +439,38 @@ class Race(Generic[Setting]):
                 found.setdefault(one.seed, []).append(one.result.losses[:LOSS_STEPS])
         return found
 
-    def check(
-        self,
-        one: Setting,
-        other: Setting,
-        tolerance: Tolerance,
-        *,
-        loss_steps: int = LOSS_STEPS,
-        draws: str | None = None,
-        is_strict: bool = True,
-    ) -> LossCheck:
-        """Return whether the losses of two settings stay within a tolerance.
+    def loss_noise(self, setting: Setting) -> float | None:
+        """Return the largest difference of a loss between runs of a setting with one seed."""
+        runs = self.losses(setting).values()
+        apart = [difference([pair]) for same in runs for pair in pairwise(same)]
+        return max((each for each in apart if each is not None), default=None)
+
+    def check(self, one: Setting, other: Setting) -> LossCheck:
+        """Return whether the losses of two settings stay within their tolerance.
 
         Exact and rounding hold step by step in every round, up to twice the difference between two
         runs of `other` with one seed. A statistical tolerance compares final losses, the means of
         the last halves, over three seeds: the interval of their difference must not be above 0, nor
-        their mean outside of the spread of `other`. So does one that does not hold step by step, if
-        it is not `is_strict`. `draws` is why they cannot be compared step by step, such as dropout.
+        their mean outside of the spread of `other`.
         """
-        pairs = self.loss_pairs(one, other)
-        kind = tolerance.kind
+        tolerance = self.tolerance(one, other)
+        ours, theirs, kind = self.losses(one), self.losses(other), tolerance.kind
+        last = [(ours[seed][-1], theirs[seed][-1]) for seed in ours if seed in theirs]
+        pairs = [(fast[: len(plain)], plain[: len(fast)]) for fast, plain in last]
         if not pairs:
             return LossCheck(tolerance=kind, tolerance_reason="no losses to compare")
         apart, steps = difference(pairs), min(len(fast) for fast, _ in pairs)
         noise = self.loss_noise(other) or 0.0
         kept: bool | None = None
-        reason = f"not checked: {draws}"
-        if kind != "statistical" and draws is None:
+        reason = f"not checked: {self.draws}"
+        if kind != "statistical" and self.draws is None:
             kept = apart is not None and apart <= tolerance.rtol + 2 * noise and noise <= MOST_NOISE
             allowed = "bit-equal" if kind == "exact" else f"{tolerance.rtol:.0e}"
             reason = f"{steps} losses, tolerance: {allowed}"
             reason += f", {noise:.0e} between unchanged runs" * (noise > 0)
-            if kept and steps < loss_steps:
-                kept, reason = None, f"{steps} of {loss_steps} losses: not checked"
-        if kind == "statistical" or (not is_strict and kept is not True and apart is not None):
+            if kept and steps < self.loss_steps:
+                kept, reason = None, f"{steps} of {self.loss_steps} losses: not checked"
+        if kind == "statistical" or (not self.is_strict and kept is not True and apart is not None):
             kind, (kept, reason) = "statistical", final_losses(pairs)
         return LossCheck(
             tolerance=kind,
@@ -423,6 +479,49 @@ class Race(Generic[Setting]):
             loss_difference=apart,
             compared_losses=steps,
         )
+
+    def row(self, setting: Setting, other: Setting | None = None, /, **known: Any) -> Row:
+        """Return what was measured of a setting, and its gain over another one."""
+        results, failed = self.results(setting), self.failure(setting)
+        facts: dict[str, Any] = {"repeats": len(results)}
+        if not results:
+            status, reason = "not-measured", f"not measured: {self.stopped_by} before its turn."
+            if failed:
+                status, reason = failed.status, str(failed.reason)
+            return Row(**{"status": status, "reason": reason} | known)
+        if other is not None and self.results(other):
+            facts |= {"gain": self.gain(setting, other), **dict(self.check(setting, other))}
+        rates = {
+            each: [rate for one in self.results(each) if (rate := one.tokens_per_s)]
+            for each in dict.fromkeys(one.setting for one in self.done)
+        }
+        if rates[setting]:
+            facts["tokens_per_s"] = figure_of(rates[setting], spread([*rates.values()]))
+        for name in FIRST:
+            facts[name] = getattr(results[0], name)
+        for name in MEDIANS:
+            values = [value for one in results if (value := getattr(one, name)) is not None]
+            facts[name] = statistics.median(values) if values else None
+        if failed:
+            facts["reason"] = f"{failed.status} in one repeat: {failed.reason}"
+        return Row(**facts | {key: value for key, value in known.items() if value is not None})
+
+    def require_result(self, fix: str = "Run it alone first.") -> None:
+        """Check that some trial has a result.
+
+        Raises: Interrupted after a signal; otherwise RunFailed.
+        """
+        if any(one.result.is_ok for one in self.done):
+            return
+        if self.ended_by_signal is not None:
+            what = "Interrupted before any trial had a result."
+            raise Interrupted(what, fix="Run it again.", signal_number=self.ended_by_signal)
+        late, why = "Give it more --minutes.", f"{self.stopped_by} before a trial had ended"
+        if self.done:
+            first = self.done[0].result
+            why = f"{counted(len(self.done), 'trial')} failed. The first one: {first.reason}"
+            fix = late if first.status == "timed-out" else fix
+        raise RunFailed(f"Nothing was measured: {why}.", fix=fix if self.done else late)
 
 
 def difference(pairs: LossPairs) -> float | None:
@@ -448,21 +547,3 @@ def final_losses(pairs: LossPairs) -> tuple[bool | None, str]:
     is_near = statistics.fmean(ours) <= 2 * most - least
     seeds = f"({low:+.4f} to {high:+.4f}) over {len(pairs)} seeds"
     return low <= 0 and is_near, f"final loss {mean:+.4f} {seeds}"
-
-
-def require_result(race: Race[Setting]) -> None:
-    """Check that trials have ended, at least one of them with a result if a signal came.
-
-    Raises: Interrupted; RunFailed.
-    """
-    if race.ended_by_signal is not None and not any(one.result.is_ok for one in race.done):
-        raise Interrupted(
-            "Interrupted before any trial had a result.",
-            fix="Run it again.",
-            signal_number=race.ended_by_signal,
-        )
-    if not race.done:
-        raise RunFailed(
-            f"Nothing was measured: {race.stopped_by} before a trial had ended.",
-            fix="Give it more --minutes.",
-        )

@@ -104,17 +104,13 @@ def adding_one(
 ) -> list[str] | str:
     """Return the speedups that are on after adding `name` and its needs, or why it cannot run."""
     stated = requested.with_values({"train.device": resolved.config.train.device})
-    wanted = with_needs(name)
-    for part in wanted:
-        why_not = speedup_named(part).reason_against(resolved.machine, stated)
-        if why_not:
-            needed = "" if part == name else f" {part} cannot"
-            return f"cannot run here, because{needed}: {why_not}"
-    named = stated.with_values({"speedups": adding(requested.speedups, wanted)})
+    request = adding(requested.speedups, with_needs(name))
+    named = stated.with_values({"speedups": request})
     try:
         return _resolve(named, resolved.machine, resolved.dataset, cache).speedups
     except UsageError as error:
-        return f"cannot be added, because: {error.what}"
+        why = error.what.removeprefix(f"The speedup {name!r} cannot be used: ")
+        return f"cannot be added: {why}"
 
 
 def with_needs(name: str) -> list[str]:

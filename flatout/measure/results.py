@@ -2,37 +2,23 @@
 
 from __future__ import annotations
 
-import math
-import statistics
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
-from flatout.display import Column, Display, Show, Table, duration, table_of
-from flatout.errors import in_shell
-from flatout.measure.race import (
-    INTERRUPTED,
-    TIME_WAS_UP,
-    Figure,
-    LossCheck,
-    Race,
-    Setting,
-    figure_of,
-    spread,
-)
+from flatout.display import Column, Display, Table, duration, table_of
+from flatout.hardware.machine import probe
+from flatout.measure.output import commit_of_package
+from flatout.measure.race import Figure, LossCheck, Race, Row
 from flatout.measure.scripts.patch import ByHand
 from flatout.measure.trial import Result as TrialResult
 from flatout.progress import counted
-from flatout.storage.files import Stored
 from flatout.storage.json_io import Result
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 PARTS = ("batch", "checkpointing", "speedups", "prefetch")
 """What `flatout tune` varies. The order is that of the first measurements."""
-NO_TIME = "not measured: the time was up before its turn."
-UNPROVEN = "not proven"
-"""Starts the reason of a change that was faster, and not often enough to be sure."""
 HEADINGS = {
     ("baseline", "added"): "Add one: each speedup on top of the previous ones",
     ("leave-one-out",): "Leave one out: what each speedup is worth in the full set",
@@ -40,147 +26,14 @@ HEADINGS = {
     ("point",): "",
 }
 """The kinds of rows in each table of a bench, and its title."""
-MOST_NAMED = 5
-"""Written files that are named."""
-APART = 1.25
-"""Ratio from which the product of the gains and the whole gain contradict each other."""
 FILE, SUMMARY_FILE = "tuning.json", "changes.txt"
 """Of a tuned script: the name of the result, and of its summary beside the records with the
 changes."""
-MEDIANS = ("data_ms", "host_ms", "device_ms", "compile_s")
-"""Fields of a row that are medians of its trials."""
-
-
-def rate_text(row: Row) -> str:
-    """Return a row's tokens per second, or why it has none."""
-    if row.tokens_per_s is None:
-        prefix = {"timed-out": "took too long: ", "failed": "failed: "}.get(row.status, "")
-        return f"{prefix}{row.reason or ''}"
-    return f"{row.tokens_per_s.median:,.0f}{row.tokens_per_s.between(',.0f')}"
-
-
-def gain_text(row: Row) -> str:
-    """Return what a row gained, in words."""
-    if row.verdict or row.gain is None:
-        return row.verdict
-    if row.kind == "leave-one-out":
-        return row.gain.gain("worth nothing measurable", "worth ", "faster without it, ")
-    return row.gain.gain()
-
-
-def step_text(row: Row) -> str:
-    """Return the time of a step and its parts, with about three digits."""
-    if row.step_ms is None:
-        return ""
-    parts = (row.step_ms, row.data_ms, row.host_ms, row.device_ms)
-    step, *rest = (
-        "?" if ms is None or math.isnan(ms) else f"{ms:.{0 if ms >= 100 else 1 if ms >= 1 else 2}f}"
-        for ms in parts
-    )
-    return f"{step} = {' + '.join(rest)}"
-
-
-class Row(LossCheck):
-    """What was measured about a set of speedups, a setting, or a change, or why it was not."""
-
-    model_config = ConfigDict(frozen=False)
-
-    name: Annotated[str, Show()]
-    """Name of the set, the setting or the change."""
-    kind: str = "change"
-    """baseline, added, leave-one-out or add-one (of a bench); point (of a sweep); change or best
-    (of tune); absent (not measured)."""
-    does: str = ""
-    """What a change does, in a few words."""
-    speedup: str | None = None
-    """The speedup that it measures."""
-    speedups: list[str] = Field([])
-    """All speedups that were on."""
-    leaves_out: bool = False
-    """Whether a change removes the speedup. `gain` is that of removing it."""
-    against: str | None = None
-    """What it is compared with."""
-    status: str = "ok"
-    """ok, out-of-memory, failed, timed-out or not-measured."""
-    reason: str | None = None
-    """Why it is not ok, or why it was not taken."""
-    tokens_per_s: Annotated[Figure | None, Show("tokens/s", record=rate_text)] = None
-    """Tokens per second of measured steps."""
-    gain: Annotated[Figure | None, Show("gain", record=gain_text)] = None
-    """How many times faster, from paired repeats. For a row of a bench that leaves a speedup out,
-    how many times faster with it."""
-    first_gain: float | None = None
-    """The ratio of its first trial to those beside it, which only orders changes."""
-    verdict: str = ""
-    """The gain in words, or why there is none."""
-    taken: bool = False
-    """Whether it is one of the winners."""
-    step_ms: Annotated[
-        float | None, Show("step = data + host + device, ms", record=step_text, align="right")
-    ] = None
-    """Mean time of a measured step."""
-    data_ms: float | None = None
-    """Part of it spent waiting for data."""
-    host_ms: float | None = None
-    """Part of it spent on the host's work. On a GPU it overlaps with the device's."""
-    device_ms: float | None = None
-    """Part of it spent on the device's work."""
-    rows_per_device: Annotated[
-        int | None,
-        Show("rows", record=lambda r: f"{r.rows_per_device} x {r.accumulate}" * bool(r.accumulate)),
-    ] = None
-    """Sequences in a micro-batch."""
-    accumulate: int | None = None
-    """Micro-batches per step."""
-    peak_gib: Annotated[float | None, Show("GiB", ".2f", unknown="")] = None
-    """Peak memory: of the device, or on a CPU of the process."""
-    compile_s: float | None = None
-    """Seconds spent compiling, once per start. Null when nothing was compiled."""
-    losses: Annotated[None, Show("losses", record=LossCheck.words)] = Field(None, exclude=True)
-    repeats: Annotated[int, Show("n", lambda n: str(n or ""))] = 0
-    """Trials with results."""
-
-
-class Left(Stored):
-    """A speedup or a change that is not measured."""
-
-    name: Annotated[str, Show()]
-    reason: Annotated[str, Show()]
-    """Why, as a sentence."""
-
-
-def measured(row: Row, race: Race[Setting], setting: Setting) -> Row:
-    """Return a row with the results of a setting, or the reason why there are none."""
-    results, failed = race.results(setting), race.failure(setting)
-    if not results:
-        status, reason = "not-measured", f"not measured: {race.stopped_by} before its turn."
-        if failed:
-            status, reason = failed.status, str(failed.reason)
-        return row.model_copy(update={"status": status, "reason": row.reason or reason})
-    rates = {
-        each: [rate for one in race.results(each) if (rate := rate_of(one))]
-        for each in dict.fromkeys(one.setting for one in race.done)
-    }
-    facts: dict[str, Any] = {
-        "repeats": len(results),
-        "step_ms": statistics.median(result.step_ms for result in results),
-        "peak_gib": max((one.peak_gib for one in results if one.peak_gib), default=None),
-        "rows_per_device": results[0].rows_per_device,
-        "accumulate": results[0].accumulate,
-    }
-    if rates[setting]:
-        facts["tokens_per_s"] = figure_of(rates[setting], spread([*rates.values()]))
-    for name in MEDIANS:
-        values = [value for one in results if (value := getattr(one, name)) is not None]
-        facts[name] = statistics.median(values) if values else None
-    if failed:
-        facts["reason"] = row.reason or f"{failed.status} in one repeat: {failed.reason}"
-    return row.model_copy(update=facts)
 
 
 def rate_of(result: TrialResult) -> float | None:
     """Return the tokens per second of a trial of a recipe."""
-    return result.tokens_per_step and 1e3 * result.tokens_per_step / result.step_ms
+    return result.tokens_per_s
 
 
 class Measurement(Result):
@@ -189,7 +42,7 @@ class Measurement(Result):
     format_version: int = FORMAT_VERSION
     """Version of this format."""
     path: str
-    """Where it was written."""
+    """Where it was written. Empty: nowhere, since nothing was found."""
     machine: str
     """Processor, memory, GPUs."""
     environment: dict[str, Any] = Field({})
@@ -206,6 +59,8 @@ class Measurement(Result):
     """False after an interruption."""
     ended_by_signal: int | None = None
     """The signal that interrupted it: 2 for Ctrl+C, 15 for SIGTERM. Null for none."""
+    notes: list[str] = Field([])
+    """What else to know, and what to do next."""
 
     @property
     def exit_code(self) -> int:
@@ -214,12 +69,27 @@ class Measurement(Result):
 
     @property
     def ended(self) -> str:
-        """The first line of what is shown after an interruption."""
+        """The first words of what is shown after an interruption."""
         return "" if self.complete else "Interrupted. These are the results so far.\n"
 
+    @property
     def trials(self) -> str:
-        """Return how many trials there were, and how long they took."""
+        """How many trials there were, and how long they took."""
         return f"{counted(self.num_trials, 'trial')} in {duration(self.wall_s)}"
+
+
+def facts_of(race: Race) -> dict[str, Any]:
+    """Return the fields of a result about where it was measured, and how its race ended."""
+    environment = next((one.result.environment for one in race.done if one.result.is_ok), {})
+    return {
+        "machine": probe().describe(),
+        "environment": {name: environment.get(name) for name in ("torch", "threads", "device")},
+        "commit": commit_of_package(),
+        "wall_s": round(race.spent_s, 1),
+        "num_trials": len(race.done),
+        "ended_by_signal": race.ended_by_signal,
+        "complete": race.ended_by_signal is None,
+    }
 
 
 class Bench(Measurement):
@@ -240,8 +110,6 @@ class Bench(Measurement):
     """The time limit."""
     repeats: int
     """Rounds that were started."""
-    notes: list[str]
-    """Notes for the reader on how the results were measured."""
     rows: list[Row]
     """The lines of the table."""
     total: Figure | None = None
@@ -250,70 +118,51 @@ class Bench(Measurement):
     """The median of `total`."""
 
     def display(self) -> Display:
-        """Return the tables, the total and how it was measured."""
-        tables = []
-        for kinds, heading in HEADINGS.items():
-            rows = [r for r in self.rows if r.kind in kinds and r.status != "not-measured"]
-            if rows:
-                tables.append(table_of(rows, heading))
-        absent = [r for r in self.rows if r.kind == "absent"]
-        if absent:
-            left = [Left(name=row.name, reason=str(row.reason)) for row in absent]
-            tables.append(table_of(left, "Not measured"))
-        late = [r.name for r in self.rows if r.status == "not-measured" and r.kind != "absent"]
-        why = TIME_WAS_UP if self.complete else INTERRUPTED
-        notes = [f"Not measured, {why}: {', '.join(late)}."] if late else []
-        what = "ablation" if self.kind == "ablation" else f"a sweep of {self.kind}"
-        head = f"{self.recipe}: {what}. {self._total()}".strip()
-        files = f"{self.path}/ has table.md, bench.json and trials.jsonl; {self.trials()}"
-        return Display(head, (), tables, [*notes, *self.notes, self._setting(), files])
-
-    def _total(self) -> str:
-        """Return the total speedup as a sentence, or an empty string."""
-        total = self.total
-        if total is None:
-            return ""
-        if total.low is None or total.high is None:
-            return f"The gain of the full set over the baseline is {total.gain()}."
-        times = f"{total.median:.2f} times as fast as"
-        how = "not measurably faster than" if total.low <= 1 <= total.high else times
-        return f"The full set is {how} the baseline{total.between()}."
-
-    def _setting(self) -> str:
-        """Return where and how the results were measured, in one line."""
-        versions = {name: self.environment.get(name) for name in ("torch", "threads")}
-        facts = [
-            self.machine,
-            *(f"{name} {value}" for name, value in versions.items() if value is not None),
-            f"{counted(self.repeats, 'interleaved round')}, each trial in its own process",
-            "medians with 94% intervals",
-            "gains are medians of the ratios within rounds" if self.kind == "ablation" else "",
-            f"commit {self.commit}" if self.commit else "",
-            self.began,
+        """Return the total, the tables and how it was measured."""
+        measured = [row for row in self.rows if row.status != "not-measured"]
+        tables = [
+            table_of(rows, heading)
+            for kinds, heading in HEADINGS.items()
+            if (rows := [row for row in measured if row.kind in kinds])
         ]
-        return "; ".join(filter(None, facts)) + "."
-
-
-def change_text(row: Row) -> str:
-    """Return what a change gained, its losses and what it costs, or why it was not taken."""
-    parts = [row.gain.times()] if row.gain else []
-    if row.gain is None and row.first_gain:
-        parts.append(f"{row.first_gain:.2f} times as fast in one trial")
-    parts += [row.reason] if row.reason else []
-    parts += [f"losses {row.words()}"] if row.within_tolerance is not None else []
-    parts += [f"compiles for {row.compile_s:.0f} s"] if row.compile_s else []
-    parts += [f"peak {row.peak_gib:.2f} GiB"] if row.peak_gib else []
-    return "; ".join(parts)
+        absent = [(row.name, str(row.reason)) for row in self.rows if row.kind == "absent"]
+        if absent and self.complete:
+            tables.append(Table([Column("speedup"), Column("why")], absent, "Not measured"))
+        what = "ablation" if self.kind == "ablation" else f"a sweep of {self.kind}"
+        head = f"{self.ended}{self.recipe}: {what}."
+        total = self.total
+        if total:
+            times = f"is {total.median:.2f} times as fast as the baseline{total.between()}"
+            rare = "was measured too few times to compare it with the baseline"
+            head += f" The full set {rare if total.low is None else times}."
+        return Display(head, (), tables, self.notes)
 
 
 def changes_table(rows: Sequence[Row]) -> list[Table]:
     """Return the table of what was measured, the winners first, each with a plus."""
-    winners = [row for row in rows if row.taken]
-    others = sorted(
-        (row for row in rows if not row.taken), key=lambda row: -(row.first_gain or 0.0)
-    )
-    cells = [("+" if row.taken else "", row.name, change_text(row)) for row in (*winners, *others)]
+    ranked = sorted(rows, key=lambda row: not row.taken and 1 / (row.first_gain or 1e-9))
+    cells = []
+    for row in ranked:
+        first = row.first_gain and f"{row.first_gain:.2f} times as fast in one trial"
+        words = row.within_tolerance is not None and f"losses {row.words()}"
+        compiles = row.compile_s and f"compiles for {row.compile_s:.0f} s"
+        peak = row.peak_gib and f"peak {row.peak_gib:.2f} GiB"
+        gain = row.gain.times() if row.gain else first
+        text = "; ".join(str(part) for part in (gain, row.reason, words, compiles, peak) if part)
+        cells.append(("+" * row.taken, row.name, text))
     return [Table([Column(""), Column(""), Column("")], cells)] if cells else []
+
+
+def late_ones(left: Sequence[Row]) -> list[str]:
+    """Return the note on what there was no time for."""
+    late = [row.name for row in left if "time was up" in str(row.reason)]
+    return [f"There was not enough time for {shortened(late)}. Add --minutes."] if late else []
+
+
+def shortened(names: Sequence[str], most: int = 5) -> str:
+    """Return the first names, and how many more there are."""
+    more = len(names) - most
+    return ", ".join([*names[:most], *([f"{more} more"] if more > 0 else [])])
 
 
 class Tuning(Measurement):
@@ -335,40 +184,24 @@ class Tuning(Measurement):
     """Whether a trial has evaluated and saved with it."""
     changes: list[Row]
     """Every change that was measured, in order."""
-    not_tried: list[Left] = Field([])
+    not_tried: list[Row] = Field([])
     """Changes that were not measured, with the reasons."""
 
-    def found(self) -> Display:
-        """Return the comments of tuned.yaml: what each choice gained."""
-        torch = self.environment.get("torch", "unknown")
-        commit = f"; commit {self.commit}" if self.commit else ""
-        notes = ["Rehearsed with it: an evaluation and a save."]
-        if not self.is_rehearsed:
-            notes = ["No evaluation and save was rehearsed: the time was up."]
-        late = sum(each.reason == NO_TIME for each in self.not_tried)
-        if late:
-            notes.append(f"There was not enough time for {counted(late, 'other')}. Add --minutes.")
-        head = f"Recipe {self.recipe}; {self.machine}; torch {torch}{commit}.\n{self._total()}"
-        return Display(head, (), changes_table(self.changes), notes)
-
     def display(self) -> Display:
-        """Return what each choice gained, and the command that trains the recipe."""
-        shown = self.found()
-        command = f"train it with: flatout train {in_shell(self.path)}"
-        notes = [*shown.notes, f"{self.trials()}; {command}"]
-        return Display(f"{self.ended}{shown.headline}", (), shown.tables, notes)
-
-    def _total(self) -> str:
-        """Return the rate of the best setting, and its gain, as a sentence."""
-        best = self.best
+        """Return the gain in all, and what each choice gained."""
+        best, gain = self.best, ""
         rate = f"{best.tokens_per_s.median:,.0f} tokens/s" if best.tokens_per_s else "no rate"
-        gain = f"; gain over {self.start}: {gain_text(best)}" if best.gain else ""
-        peak = "" if best.peak_gib is None else f"; peak {best.peak_gib:.2f} GiB"
-        if best.name == self.start:
+        if best.gain:
+            gain = f"; gain over {self.start}: {best.gain.gain()}"
+        elif best.name == self.start:
             gain = f": nothing that was measured is faster than {self.start}"
             if not self.changes:
                 gain = f" as {self.start} chooses: nothing else was measured"
-        return f"{rate}{gain}{peak}."
+        peak = "" if best.peak_gib is None else f"; peak {best.peak_gib:.2f} GiB"
+        about = [f"Recipe {self.recipe}", self.machine, f"torch {self.environment.get('torch')}"]
+        about += [f"commit {self.commit}"] if self.commit else []
+        head = f"{self.ended}{'; '.join(about)}.\n{rate}{gain}{peak}."
+        return Display(head, (), changes_table(self.changes), self.notes)
 
 
 class ScriptTuning(Measurement):
@@ -384,7 +217,7 @@ class ScriptTuning(Measurement):
     """Steps of a trial."""
     changes: list[Row]
     """The measured changes, in order."""
-    not_tried: list[Left]
+    not_tried: list[Row]
     """Changes that were not measured, and why."""
     taken: list[str]
     """The winners, in the order in which they were added."""
@@ -410,54 +243,6 @@ class ScriptTuning(Measurement):
     """Files elsewhere that it opened for writing, which are not protected."""
 
     def display(self) -> Display:
-        """Return the table, the patch, and how to use both."""
-        notes = [self.total()]
-        if self.loss_noise:
-            noise = f"Two runs of the unchanged script differ by up to {self.loss_noise:.0e} in"
-            notes.append(f"{noise} their losses.")
-        late = [one.name for one in self.not_tried if one.reason == NO_TIME]
-        if late:
-            notes.append(f"There was not enough time for {', '.join(late)}. Add --minutes.")
-        notes += [self.withheld] if self.withheld else []
-        if self.patch:
-            proof = f"The patched script: {self.verified.times()}." if self.verified else ""
-            notes += ["", self.patch.rstrip(), "", proof]
-            notes.append(f"Apply it: git apply {in_shell(self.path)}/changes.patch")
-        for one in self.by_hand:
-            where = f"{one.file}:{one.line}: " if one.file else ""
-            notes.append(f"By hand, {one.change}: {where}{one.words}")
-        if self.taken:
-            command = " ".join(map(in_shell, self.command))
-            notes.append(f"Without editing: flatout run --with {','.join(self.taken)} -- {command}")
-        if self.written:
-            names = ", ".join(self.written[:MOST_NAMED])
-            notes.append(f"The script wrote {names} in the copy of this directory alone.")
-        if self.written_outside:
-            notes.append(f"The script also wrote {', '.join(self.written_outside)}.")
-        notes.append(f"{self.trials()}; {self.path}/")
-        return Display(f"{self.ended}{self.verdict}", (), changes_table(self.changes), notes)
-
-    def total(self) -> str:
-        """Return the total gain as a sentence."""
-        if not self.taken:
-            unproven = max(
-                (row for row in self.changes if UNPROVEN in (row.reason or "")),
-                key=lambda row: row.first_gain or 0.0,
-                default=None,
-            )
-            if unproven is not None:
-                return f"{unproven.name} may be faster, which is {UNPROVEN}. Add --minutes."
-            if not self.changes:
-                return "No change was measured."
-            return "Nothing that was measured makes the script faster."
-        product = math.prod(row.gain.median for row in self.changes if row.taken and row.gain)
-        if self.gain is None:
-            return f"Together: about {product:.2f} times as fast, the product of the gains."
-        kept = self.gain_losses and self.gain_losses.words()
-        text = f"Together: {self.gain.times()}{f'; losses {kept}' if kept else ''}."
-        has_all = all(row.gain for row in self.changes if row.taken)
-        if has_all and not 1 / APART < product / self.gain.median < APART:
-            text += (
-                f" The single gains multiply to {product:.2f}: what else runs here changes them."
-            )
-        return text
+        """Return what `diagnose` finds, the table, the patch, and how to use both."""
+        head = f"{self.ended}{self.verdict}"
+        return Display(head, (), changes_table(self.changes), self.notes)

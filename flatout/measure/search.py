@@ -8,100 +8,62 @@ interval is a gain and the losses agree. No torch.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
 
-from flatout.assembly.recipe import Tolerance
-from flatout.measure.race import INTERRUPTED, LEAST_GAIN, LossCheck, Race, TimeIsUp
-from flatout.measure.results import NO_TIME, UNPROVEN, Left, Row, measured
+from flatout.measure.moves import Move, Setting
+from flatout.measure.race import LEAST_GAIN, Figure, Race, Row, TimeIsUp, absent_row
 
 PROMISING = 1.005
 """Lower gains of a first trial are not repeated."""
 SCREEN_SHARE = 0.5
 """Share of the time after which no further move is measured first."""
-LATE = "before it was repeated"
-"""Follows why a race has ended."""
+NO_TIME = "not measured: the time was up before its turn."
+UNPROVEN = "not proven"
+"""Starts the reason of a change that was faster, and not often enough to be sure."""
 DIFFERENT = "its losses exceed the tolerance"
 UNSEEN = "no loss was seen: no backward pass starts at a single number"
-Setting = TypeVar("Setting", bound=Hashable)
-
-
-class Move(Protocol[Setting]):
-    """A change of a setting."""
-
-    @property
-    def name(self) -> str:
-        """Its name."""
-
-    @property
-    def does(self) -> str:
-        """What it does, in a few words."""
-
-    @property
-    def speedup(self) -> str | None:
-        """The one speedup whose gain it measures, if that is all that it changes."""
-
-    @property
-    def is_leaving_out(self) -> bool:
-        """Whether it only removes something, which is taken too if that breaks the losses."""
-
-    def apply(self, setting: Setting, /) -> Setting | None:
-        """Return the changed setting. None when it cannot be changed so."""
-
-
-class Space(Protocol[Setting]):
-    """Where a search can go from a setting."""
-
-    def moves(self, setting: Setting, /) -> Sequence[Move[Setting]]:
-        """Return the moves to measure from the start, the most promising ones first."""
-
-    def why_not(self, after: Setting, race: Race[Setting], /) -> str | None:
-        """Return why a setting is not worth a measurement. None: it is."""
-
-    def further(self, before: Setting, after: Setting, /) -> Move[Setting] | None:
-        """Return the move in the direction of one that was taken. None: there is none."""
-
-    def tolerance(self, one: Setting, other: Setting, /) -> Tolerance:
-        """Return the tolerance between the losses of two settings."""
-
-    def name(self, setting: Setting, /) -> str:
-        """Return the name of a setting."""
 
 
 @dataclass(eq=False)
-class Tried(Generic[Setting]):
+class Tried:
     """A move that was measured."""
 
-    move: Move[Setting]
+    move: Move
     before: Setting
     after: Setting
-    row: Row
-    """What was found. The search fills it."""
+    first_gain: float | None = None
+    """The ratio of its first trial to those beside it."""
+    is_raced: bool = False
+    """Whether it was measured again, in turns with `before`."""
+    taken: bool = False
+    reason: str | None = None
+    """Why it was not taken."""
 
 
 @dataclass
-class Search(Generic[Setting]):
+class Search:
     """A search from a start, whose results so far are there at any time."""
 
-    race: Race[Setting]
-    space: Space[Setting]
+    race: Race
     start: Setting
-    loss_steps: int
-    draws: str | None = None
-    """Why losses cannot be compared step by step. See `Race.check`."""
-    is_strict: bool = True
-    """Whether losses that differ step by step are wrong. See `Race.check`."""
+    moves: Sequence[Move] = ()
+    """Those to measure from the start, the most promising ones first."""
+    why_not: Callable[[Setting], str | None] = lambda after: None
+    """Returns why a setting is not worth a measurement. None: it is."""
+    start_name: str = "auto"
+    origin: Setting | None = None
+    """The setting of that name. None: the start."""
     last_trials: int = 4
     """Trials for which the time is kept after the search, where something was taken."""
     always_trials: int = 0
     """Trials for which the time is kept in any case."""
     proves_alone: bool = True
     """Whether a single winner is raced here. Otherwise the caller races what it is taken for."""
-    tried: list[Tried[Setting]] = field(default_factory=list)
-    taken: list[Tried[Setting]] = field(default_factory=list)
+    tried: list[Tried] = field(default_factory=list)
+    taken: list[Tried] = field(default_factory=list)
     """The moves that lead from the start to `best`, in this order."""
-    left: list[Left] = field(default_factory=list)
+    left: list[Row] = field(default_factory=list)
     """What was not measured, and why."""
 
     @property
@@ -109,14 +71,22 @@ class Search(Generic[Setting]):
         """The fastest setting so far."""
         return self.taken[-1].after if self.taken else self.start
 
+    def name(self, setting: Setting) -> str:
+        """Return the name of a setting: how it differs from the one that has a name."""
+        return setting.beyond(self.origin or self.start) or self.start_name
+
+    def leave(self, name: str, why: str) -> None:
+        """Note that something is not measured."""
+        self.left.append(absent_row(name, why))
+
     def run(self) -> None:
         """Search until every move is decided, or the time is up."""
         race, late = self.race, self.screen()
-        ranks = {
-            one: (not self._breaks_losses(one), -(one.row.first_gain or 0.0)) for one in self.tried
-        }
-        first = [one for one in sorted(ranks, key=ranks.__getitem__)
-                 if ranks[one] <= (True, -PROMISING)]  # fmt: skip
+        wrong = {id(one) for one in self.tried if one.move.leaves_out and race.results(one.after)
+                 and race.check(one.after, one.before).within_tolerance is False}  # fmt: skip
+        first = [one for one in self.tried
+                 if id(one) in wrong or (one.first_gain or 0.0) >= PROMISING]  # fmt: skip
+        first.sort(key=lambda one: (id(one) not in wrong, -(one.first_gain or 0.0)))
         queue = [one.move for one in first] + late
         while queue and race.ended_by_signal is None:
             move = queue.pop(0)
@@ -125,50 +95,49 @@ class Search(Generic[Setting]):
                 continue
             is_last = not queue or not race.allows(*[self.best] * (self.last_trials + 4))
             is_alone = is_last and not self.taken and not self.proves_alone
-            if is_alone and race.results(after):  # taken as it is: nothing is measured on top of it
-                self._check(one := self._tried(move, after))
-                if one.row.taken:
-                    self.taken.append(one)
-                if one.row.taken or one.row.within_tolerance is False:
+            if is_alone and race.results(after):  # nothing is measured on top of it
+                one = self._tried(move, after)
+                one.reason = self.verdict(after, one.before, move, None)
+                if self._taken(one) or one.reason == DIFFERENT:
                     return
-            if not self._try(move, after, is_late=move in late):
-                continue
-            further = self.space.further(self.taken[-1].before, self.taken[-1].after)
-            ahead = further.apply(self.best) if further else None
-            if further and ahead and self.space.why_not(ahead, race) is None:
-                queue.insert(0, further)
+            if self._try(move, after, is_late=move in late):
+                following = move.then and move.then.apply(self.best)
+                if move.then and following and self.why_not(following) is None:
+                    queue.insert(0, move.then)
         known = {one.move.name for one in self.tried}
-        why = NO_TIME if race.ended_by_signal is None else f"not measured: {INTERRUPTED}."
-        self.left += [Left(name=m.name, reason=why) for m in late if m.name not in known]
+        why = NO_TIME if race.ended_by_signal is None else f"not measured: {race.stopped_by}."
+        for move in late:
+            if move.name not in known:
+                self.leave(move.name, why)
 
-    def screen(self) -> list[Move[Setting]]:
+    def screen(self) -> list[Move]:
         """Measure every move once, two at a time between trials of the start.
 
         Returns the moves for which there was no time.
         """
-        race = self.race
-        waiting: dict[Setting, Move[Setting]] = {}
-        for move in self.space.moves(self.start):
+        race, waiting = self.race, dict[Setting, Move]()
+        for move in self.moves:
             after = move.apply(self.start)
             if after is not None:
                 waiting.setdefault(after, move)
-        bases, ok = [race.results(self.start)[-1]], list[Tried[Setting]]()
+        bases, ok = [race.results(self.start)[-1]], list[Tried]()
         try:
-            while waiting and self._goes_on():
+            while waiting and self._has_time():
                 after, move = next(iter(waiting.items()))
-                if why_not := self.space.why_not(after, race):
-                    self.left.append(Left(name=move.name, reason=why_not))
+                why_not = self.why_not(after)
+                if why_not is not None:
+                    self.leave(move.name, why_not)
                     del waiting[after]
                     continue
-                race.note(f"{self.space.name(after)}{f': {move.does}' if move.does else ''}")
+                race.note(f"{self.name(after)}{f': {move.does}' if move.does else ''}")
                 result = race.run(after)
                 one = self._tried(move, after)
                 del waiting[after]
                 if not result.is_ok:
-                    one.row.status, one.row.reason = result.status, f"failed: {result.reason}"
+                    one.reason = f"failed: {result.reason}"
                     continue
                 ok.append(one)
-                one.row.first_gain = race.ratio(result, bases[-1])
+                one.first_gain = race.ratio(result, bases[-1])
                 if len(ok) % 2 == 0 or not waiting:
                     base = race.run(self.start)
                     bases.append(base if base.is_ok else bases[-1])
@@ -177,100 +146,96 @@ class Search(Generic[Setting]):
         for number, one in enumerate(ok):
             result = race.results(one.after)[0]
             around = bases[number // 2 : number // 2 + 2]
-            one.row.first_gain = statistics.fmean(race.ratio(result, base) for base in around)
+            one.first_gain = statistics.fmean(race.ratio(result, base) for base in around)
         return [*waiting.values()]
 
-    def _goes_on(self) -> bool:
+    def _has_time(self) -> bool:
         """Return whether there is time to measure a further move first.
 
         While none is promising, there is nothing else to keep time for.
         """
-        has_promising = any((one.row.first_gain or 0.0) >= PROMISING for one in self.tried)
+        has_promising = any((one.first_gain or 0.0) >= PROMISING for one in self.tried)
         kept = [self.start] * (1 + self.always_trials)
         return self.race.allows(*kept, share=SCREEN_SHARE if has_promising else 1.0)
 
-    def _tried(self, move: Move[Setting], after: Setting) -> Tried[Setting]:
+    def _tried(self, move: Move, after: Setting) -> Tried:
         """Return the record of a move, which is new unless it was screened."""
         one = next((each for each in self.tried if each.move.name == move.name), None)
         if one is None:
-            row = Row(name=move.name, does=move.does, speedup=move.speedup)
-            row.leaves_out = move.is_leaving_out
-            one = Tried(move, self.best, after, row)
+            one = Tried(move, self.best, after)
             self.tried.append(one)
         one.before, one.after = self.best, after
         return one
 
-    def _breaks_losses(self, one: Tried[Setting]) -> bool:
-        """Return whether what a move removes breaks the losses, which takes it, however slow."""
-        if not one.move.is_leaving_out or not self.race.results(one.after):
-            return False
-        return self._losses(one).within_tolerance is False
-
-    def _losses(self, one: Tried[Setting]) -> LossCheck:
-        return self.race.check(
-            one.after,
-            one.before,
-            self.space.tolerance(one.after, one.before),
-            loss_steps=self.loss_steps,
-            draws=self.draws,
-            is_strict=self.is_strict,
-        )
-
-    def _try(self, move: Move[Setting], after: Setting, *, is_late: bool) -> bool:
+    def _try(self, move: Move, after: Setting, *, is_late: bool) -> bool:
         """Race a move on top of the best setting, and return whether it was taken."""
-        race = self.race
+        race, best = self.race, self.best
         is_first = not self.taken and not is_late
         kept = self.always_trials if is_first else max(self.last_trials, self.always_trials)
-        if not race.allows(self.best, after, *[after] * kept):
-            if not is_late:
-                self._tried(move, after).row.reason = f"{UNPROVEN}: {race.stopped_by} {LATE}"
+        is_possible = race.allows(best, after, *[after] * kept)
+        if is_late and not is_possible:
             return False
         one = self._tried(move, after)
-        before = self.best
-        names = self.space.name(before)
-        race.note(f"{self.space.name(after)} beside {names}")
-
-        def is_open() -> bool:
-            check = self._losses(one)
-            return check.within_tolerance is None and check.tolerance == "statistical"
-
-        try:
-            failed = race.compare(after, before, reserve=self.last_trials // 2, is_open=is_open)
-        except TimeIsUp:
-            one.row.reason = f"{UNPROVEN}: {race.stopped_by} {LATE}"
-            if not race.results(after):
-                self.tried.remove(one)
+        if not is_possible:
+            one.reason = f"{UNPROVEN}: {race.stopped_by} before it was repeated"
             return False
-        row, gain = one.row, race.gain(after, before)
-        row.against, row.gain = names, gain
-        if failed is not None or gain is None:
-            row.reason = f"failed: {failed}"
-            return False
-        self._check(one)
-        if row.within_tolerance is False and move.is_leaving_out:  # what it removes is wrong
-            row.taken, row.reason = True, None
-        elif row.taken and (gain.low or 0.0) < LEAST_GAIN:
-            is_undecided = gain.median >= LEAST_GAIN and (gain.high or 2.0) > LEAST_GAIN
-            row.taken, row.reason = False, UNPROVEN if is_undecided else "no clear gain"
-        if row.taken:
-            self.taken.append(one)
-        return row.taken
+        race.note(f"{self.name(after)} beside {self.name(best)}")
+        one.reason = self.prove(one.after, one.before, move, reserve=self.last_trials // 2)
+        one.is_raced = race.gain(after, best) is not None
+        if not race.results(after) and not race.failure(after):
+            self.tried.remove(one)
+        return self._taken(one)
 
-    def _check(self, one: Tried[Setting]) -> None:
-        """Compare the losses of a move, and set whether they allow to take it."""
-        check = self._losses(one)
-        for name, value in check.model_dump().items():
-            setattr(one.row, name, value)
-        kept, row, is_seen = check.within_tolerance, one.row, check.loss_difference is not None
-        row.taken = bool(kept) or (kept is None and is_seen and check.tolerance != "statistical")
-        unsure = f"{UNPROVEN}: {check.tolerance_reason}" if is_seen else UNSEEN
-        row.reason = None if row.taken else DIFFERENT if kept is False else unsure
+    def _taken(self, one: Tried) -> bool:
+        """Return whether nothing speaks against a move, and note it."""
+        one.taken = one.reason is None
+        self.taken += [one] * one.taken
+        return one.taken
+
+    def prove(
+        self, after: Setting, before: Setting, move: Move | None = None, *, reserve: int = 0
+    ) -> str | None:
+        """Race two settings, and return why the first one is not proven better. None: it is."""
+        why = self.race.compare(after, before, reserve=reserve)
+        if why is not None:
+            return why if self.race.failure(after) else f"{UNPROVEN}: {why}"
+        return self.verdict(after, before, move, self.race.gain(after, before))
+
+    def verdict(
+        self, after: Setting, before: Setting, move: Move | None, gain: Figure | None
+    ) -> str | None:
+        """Return why a setting is not taken: its losses differ, or its gain is not clear."""
+        check = self.race.check(after, before)
+        if check.within_tolerance is False:  # what a move removes may be what is wrong
+            return None if move and move.leaves_out else DIFFERENT
+        if check.loss_difference is None:
+            return UNSEEN
+        if check.within_tolerance is None and check.tolerance == "statistical":
+            return f"{UNPROVEN}: {check.tolerance_reason}"
+        if gain and (gain.low or 0.0) < LEAST_GAIN:
+            is_open = gain.median >= LEAST_GAIN and (gain.high or 2.0) > LEAST_GAIN
+            return UNPROVEN if is_open else "no clear gain"
+        return None
 
     def step_back(self, reason: str) -> None:
         """Give up the last move that was taken."""
         one = self.taken.pop()
-        one.row.taken, one.row.reason = False, reason
+        one.taken, one.reason = False, reason
 
     def rows(self) -> list[Row]:
         """Return what was measured about every move."""
-        return [measured(one.row, self.race, one.after) for one in self.tried]
+        return [
+            self.race.row(
+                one.after,
+                one.before,
+                name=one.move.name,
+                does=one.move.does,
+                speedup=one.move.speedup,
+                leaves_out=one.move.leaves_out,
+                against=self.name(one.before) if one.is_raced else None,
+                first_gain=one.first_gain,
+                taken=one.taken,
+                reason=one.reason,
+            )
+            for one in self.tried
+        ]

@@ -83,6 +83,8 @@ class Ran(NamedTuple):
     """What it printed, if that was captured."""
     has_ended: bool
     """Whether it was not ended for taking too long."""
+    process_s: float = 0.0
+    """Seconds of the whole process."""
 
 
 class Result(Stored):
@@ -141,6 +143,11 @@ class Result(Stored):
         """Mean milliseconds of a measured step."""
         return 1e3 * statistics.fmean(self.measured_s)
 
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Tokens per second of a recipe."""
+        return self.tokens_per_step and 1e3 * self.tokens_per_step / self.step_ms
+
     def times_as_fast(self, other: Result) -> float:
         """Return how many times faster this trial was, over the same steps where there are some."""
         steps = range(
@@ -173,7 +180,7 @@ def run_command(
 
     Raises: ConfigError when the command does not exist.
     """
-    words = [*command]
+    start_s, words = time.monotonic(), [*command]
     if words[0].endswith(".py"):
         words.insert(0, sys.executable)
     if shutil.which(words[0]) is None:
@@ -218,7 +225,8 @@ def run_command(
             steps = int((seen or "").partition(" ")[2] or 0)
             found = Answer(problem=NOT_IMPORTED if seen is None else None, steps=steps)
         kept.seek(0)
-        return Ran(found, code, kept.read().decode(errors="replace").strip(), has_ended)
+        output = kept.read().decode(errors="replace").strip()
+        return Ran(found, code, output, has_ended, time.monotonic() - start_s)
 
 
 def _wait(
@@ -312,7 +320,8 @@ def result_of(ran: Ran, limit_s: float) -> Result:
         if not answer.steps and answer.problem is None:
             reason = "no optimizer of torch took two steps in it"
     kept = {name: getattr(answer, name) for name in Result.model_fields if hasattr(answer, name)}
-    return Result(**kept, status=status if reason else "ok", reason=reason)
+    status = status if reason else "ok"
+    return Result(**kept, status=status, reason=reason, process_s=ran.process_s)
 
 
 def try_command(
@@ -329,7 +338,6 @@ def try_command(
     In a `copy` of its directory, the words of the command and of the reason are those of the
     original.
     """
-    start_s = time.monotonic()
     guarded = copy.guarded if copy else ()
     ran = run_command(
         [copy.inside(word) for word in command] if copy else command,
@@ -342,7 +350,7 @@ def try_command(
     found = result_of(ran, limit_s)
     if copy and found.reason:
         found = found.model_copy(update={"reason": copy.original(found.reason)})
-    return found.model_copy(update={"process_s": time.monotonic() - start_s})
+    return found
 
 
 def run_recipe(config: RunConfig, run_dir: Path, request: Request, limit_s: float) -> Ran:
@@ -376,7 +384,6 @@ def try_recipe(
     Its schedule is that of the full run, which ends early. A speedup that had to be switched off
     makes the trial fail. `stated` are keys for what a trial does besides training.
     """
-    start_s = time.monotonic()
     steps = max(config.train.steps or 0, MIN_RUN_STEPS)
     length = {"train.steps": steps} if config.train.steps else {}
     quiet = config.with_values(QUIET | OF_A_TRIAL | length | dict(stated))
@@ -385,7 +392,7 @@ def try_recipe(
     chosen = layout.read_config(run_dir) if found.is_ok else None
     if chosen is not None:
         found = found.model_copy(update=_recorded(run_dir, chosen, config, found))
-    return found.model_copy(update={"process_s": time.monotonic() - start_s})
+    return found
 
 
 def _recorded(run_dir: Path, chosen: RunConfig, asked: RunConfig, found: Result) -> dict[str, Any]:

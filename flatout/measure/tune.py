@@ -2,28 +2,43 @@
 
 from __future__ import annotations
 
-import tempfile
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 
-from flatout.assembly.memory import smallest_machine
-from flatout.assembly.resolve import workload_of
-from flatout.assembly.selection import assemble
+from flatout.assembly.selection import assemble, parse_request, speedup_named
 from flatout.config.documents import dump_yaml
 from flatout.config.schema import RunConfig
 from flatout.display import terminal_text
-from flatout.errors import ConfigError, HardwareError, RunFailed
-from flatout.measure.bench import StartTrial, draws_of, facts_of, in_scratch, remember
-from flatout.measure.race import LOSS_STEPS, SCREEN, Done, Race, TimeIsUp, require_result
+from flatout.errors import ConfigError, HardwareError, in_shell
+from flatout.measure.bench import draws_of, remember, train
+from flatout.measure.moves import (
+    AHEAD,
+    ROWS,
+    Move,
+    Setting,
+    SpeedupMove,
+    ablation,
+    filling,
+    in_order,
+    memory_obstacle,
+    rows_to_try,
+    sequences_of,
+    setting_of,
+    tolerance_between,
+)
+from flatout.measure.output import require_own
+from flatout.measure.race import LOSS_STEPS, SCREEN, Done, Race, Row, absent_row
 from flatout.measure.resolving import Resolved, resolve_apart
-from flatout.measure.results import PARTS, Left, Row, Tuning, measured
+from flatout.measure.results import PARTS, Tuning, facts_of, late_ones
 from flatout.measure.scripts.request import Timing
 from flatout.measure.search import Search
-from flatout.measure.settings import Setting, Space, in_order, make_space
 from flatout.measure.trial import Result, require_one_process
-from flatout.progress import SILENT, Progress, counted
+from flatout.progress import SILENT, Progress
 from flatout.storage.files import write_text
 
 MARK = "# Written by `flatout tune`"
@@ -32,7 +47,14 @@ SECONDS = 3.0
 """Seconds of measured steps per trial."""
 LONGEST_SHARE = 0.25
 """Share of the time after which a trial is ended, and half of it before anything was measured."""
+DATA_WAIT = 0.01
+"""Share of a step. Reading ahead is tuned where waiting for data takes more."""
 COMMENT_COLUMNS = 98
+NOT_REHEARSED = "No evaluation and save was rehearsed: the time was up."
+SMALLER = (
+    "Shorten data.seq_len, choose a smaller model, or use a larger machine (`flatout plan` "
+    "compares them)."
+)
 
 
 def run_tune(
@@ -44,8 +66,6 @@ def run_tune(
     statistical: bool = False,
     cache: Path | None = None,
     progress: Progress = SILENT,
-    trial: StartTrial | None = None,
-    clock: Callable[[], float] = time.monotonic,
 ) -> Tuning:
     """Search, write the recipe to `out`, and return what was found.
 
@@ -54,71 +74,201 @@ def run_tune(
     Raises: UsageError before anything is measured; RunFailed when no setting gives results;
             Interrupted when a signal arrives before that.
     """
-    start_s, began = clock(), datetime.now().astimezone().isoformat(timespec="seconds")
+    start_s, began = time.monotonic(), datetime.now().astimezone().isoformat(timespec="seconds")
     require_one_process("tune")
-    require_writable(out)
+    require_own(out, is_own=out.is_file() and out.read_bytes().startswith(MARK.encode()))
     resolved = resolve_apart(requested, cache, progress)
-    space = make_space(requested, resolved, only=only, statistical=statistical)
-    if space.obstacle(space.start) is None and not space.moves(space.start):
+    space = space_of(requested, resolved, only, statistical=statistical)
+    start, batch = space.start, requested.batch
+    if space.obstacle(start) is None and not space.moves():
         raise ConfigError(
-            f"There is nothing to tune here in {', '.join(space.only)}.",
+            f"There is nothing to tune here in {', '.join(only)}.",
             fix="Name other parts with --only, or set speedups=auto.",
         )
-    batch = requested.batch
     if "batch" in only and (batch.rows_per_device != "auto" or batch.accumulate):
         progress.say(
-            f"The recipe sets {space.start.rows} rows per micro-batch. `tune` varies the rows "
+            f"The recipe sets {start.rows} rows per micro-batch. `tune` varies the rows "
             "and the accumulation, and keeps the tokens per optimizer step."
         )
-    with tempfile.TemporaryDirectory(prefix="flatout-trials-") as scratch:
-        start, rehearse = _starters(requested, resolved, trial or in_scratch(Path(scratch)))
-        total_s = 60 * minutes if minutes is not None else float("inf")
-        race = Race(start, total_s=total_s, longest_s=total_s / 2, clock=clock, began_s=start_s,
-                    ratio=_over_the_run(resolved.config))  # fmt: skip
-        search = Search(
-            race,
-            space,
-            space.start,
-            loss_steps=LOSS_STEPS,
-            draws=draws_of(resolved.config),
-            always_trials=1,  # a rehearsal
-        )
-        is_rehearsed = False
-        with race.running(progress, "Tuning"):
-            first_that_runs(search, space)
-            if race.results(search.start):
-                race.longest_s = max(LONGEST_SHARE * total_s, 3 * race.expected_s(search.start))
-                search.run()
-                is_rehearsed = confirm(search, rehearse)
-    require_figures(search, space, resolved)
-    config = tuned_config(requested, resolved, search.best)
-    row = Row(
-        name=space.name(search.best), kind="best", speedups=in_order(sorted(search.best.speedups))
+    timing = Timing(seconds=SECONDS, first_steps=LOSS_STEPS + 2, warmup_s=3 * SECONDS)
+    race = Race(
+        partial(train, requested, timing),
+        tolerance_between,
+        total_s=(total_s := math.inf if minutes is None else 60 * minutes),
+        longest_s=total_s / 2,
+        began_s=start_s,
+        ratio=over_the_run(resolved.config),
+        draws=draws_of(resolved.config),
     )
-    row = measured(row, race, search.best)
-    row.gain = race.gain(search.best, search.start) if search.taken else None
+    search = Search(race, start, why_not=partial(space.why_not, race), origin=start,
+                    always_trials=1, left=space.left)  # fmt: skip
+    is_rehearsed = False
+    with race.running(progress, "Tuning"):
+        first_that_runs(search, space)
+        if race.results(search.start):
+            race.longest_s = max(LONGEST_SHARE * total_s, 3 * race.expected_s(search.start))
+            search.moves = replace(space, start=search.start).moves()
+            search.run()
+            is_rehearsed = confirm(search, requested, resolved.config.data.seq_len)
+    best = search.best
+    if not race.results(best):
+        race.done = [one for one in race.done if not one.result.is_ok]
+        is_full = any(one.result.status == "out-of-memory" for one in race.done)
+        race.require_result(SMALLER if is_full else "Try the same recipe with `flatout train`.")
+    keys = best.keys() | {"parallel.replicate": requested.parallel.replicate}
+    keys["train.precision"] = assemble(in_order(best.on)).precision.name
+    config = resolved.config.with_values(keys)  # for any number of processes
     found = Tuning(
-        **facts_of(race, resolved),
+        **facts_of(race),
         recipe=requested.name,
         path=str(out),
         began=began,
         tokens_per_step=config.batch.tokens_per_step or 0,
-        start=space.name(search.start),
-        best=row,
-        prefetch=search.best.prefetch,
+        start=search.name(search.start),
+        best=race.row(best, search.start if search.taken else None, name=search.name(best),
+                      kind="best", speedups=in_order(best.on)),
+        prefetch=config.data.prefetch,
         precision=config.train.precision,
         is_rehearsed=is_rehearsed,
         changes=search.rows(),
-        not_tried=[*{each.name: each for each in (*space.left, *search.left)}.values()],
-    )
-    comment = terminal_text(found.found(), COMMENT_COLUMNS)
+        not_tried=[*{each.name: each for each in search.left}.values()],
+    )  # fmt: skip
+    rehearsed = "Rehearsed with it: an evaluation and a save."
+    use = f"{found.trials}; train it with: flatout train {in_shell(str(out))}"
+    notes = [rehearsed if is_rehearsed else NOT_REHEARSED, *late_ones(search.left), use]
+    found = found.model_copy(update={"notes": notes})
+    comment = terminal_text(found.display(), COMMENT_COLUMNS)
     header = "\n".join(f"# {line}".rstrip() for line in comment.splitlines())
     write_text(out, f"{MARK} on {began[:10]}.\n{header}\n\n{dump_yaml(config.to_dict())}")
     remember(found.changes, found, resolved, cache, progress)
     return found
 
 
-def _over_the_run(config: RunConfig) -> Callable[[Result, Result], float]:
+@dataclass(frozen=True)
+class Space:
+    """Where the search starts, and where it can go."""
+
+    start: Setting
+    only: Collection[str]
+    """The parts and speedups to tune."""
+    known: Sequence[Move]
+    """The moves that change speedups or the steps ahead, the most promising ones first."""
+    left: list[Row]
+    """What is not measured."""
+    row_counts: Sequence[int]
+    """Rows to choose from, about twice as many each time. All divide the step."""
+    obstacle: Callable[[Setting], str | None]
+    """Returns why a setting cannot fit into memory, None when it may."""
+
+    def moves(self) -> list[Move]:
+        """Return the moves from the start, the most promising ones first.
+
+        Among them are those to the next rows on either side, to the most rows that should fit, and
+        to activation checkpointing with the larger micro-batch that then fits.
+        """
+        if "batch" not in self.only:
+            return [*self.known]
+        here, most = self.row_counts.index(self.start.rows), self.most_rows(self.start)
+        up, down = self.row_counts[here + 1 :], self.row_counts[:here][::-1]
+        jump = [most] if most > self.start.rows and most not in up[:1] else []
+        found = [
+            move
+            for move in map(rows_move, (up, down, jump))
+            if move and not self.obstacle(self.start.but(move.values))
+        ]
+        for move in self.known:
+            after = move.apply(self.start) if move.part == "checkpointing" else None
+            room = self.most_rows(after) if after else 0
+            if room > max(most, 1):
+                name = f"{move.name}, {ROWS}={room}"
+                found.append(replace(move, name=name, values={ROWS: room}, speedup=None))
+        return [*found, *self.known]
+
+    def most_rows(self, setting: Setting) -> int:
+        """Return the most rows with which a setting fits by estimate, 0 without any."""
+        fitting = [n for n in self.row_counts if not self.obstacle(setting.but({ROWS: n}))]
+        return max(fitting, default=0)
+
+    def starts(self) -> list[Setting]:
+        """Return the start, and what to start from where memory is too short for it: fewer rows,
+        and then activation checkpointing.
+        """
+        fewer = [self.start.but({ROWS: n}) for n in self.row_counts[::-1] if n <= self.start.rows]
+        saving = [move.apply(fewer[-1]) for move in self.known if move.part == "checkpointing"]
+        return [*fewer, *(after for after in saving if after)]
+
+    def why_not(self, race: Race, after: Setting) -> str | None:
+        """Return why a setting is not worth a measurement. None: it is."""
+        first = race.done[0].result
+        is_ahead = any(key == AHEAD for key, _ in after.values - self.start.values)
+        if is_ahead and first.data_ms is not None and first.is_ok:
+            share = first.data_ms / first.step_ms
+            if share < DATA_WAIT:
+                return f"not tried: waiting for data takes {share:.1%} of a step."
+        for one in race.done:
+            other = one.setting
+            assert isinstance(other, Setting)
+            is_smaller = other.on == after.on and other.rows <= after.rows
+            if is_smaller and one.result.status == "out-of-memory":
+                return f"not tried: {other.rows} rows ran out of memory."
+        return self.obstacle(after)
+
+
+def rows_move(counts: Sequence[int]) -> Move | None:
+    """Return the move to the first of some numbers of rows, and from there on to the next."""
+    if not counts:
+        return None
+    return Move(
+        f"{ROWS}={counts[0]}", values={ROWS: counts[0]}, part="batch", then=rows_move(counts[1:])
+    )
+
+
+def space_of(
+    requested: RunConfig,
+    resolved: Resolved,
+    only: Collection[str] = PARTS,
+    *,
+    statistical: bool = False,
+) -> Space:
+    """Return the settings that can be reached from what `auto` chose.
+
+    A speedup that is off is added, one that is on is removed. Speedups that the request names or
+    excludes stay as they are. One with a statistical tolerance is tried only when `statistical`.
+    """
+    config, start, request = (
+        resolved.config,
+        setting_of(resolved),
+        parse_request(requested.speedups),
+    )
+    chooser, ahead = {*filling("micro_batch")}, config.data.prefetch
+    moves, left = list[Move](), list[Row]()
+    for point in ablation(requested, resolved) if request.auto else ():
+        name, why_not, on = point.speedup, point.why_not, point.after.on - chooser
+        if name is None or point.kind == "added" or name in chooser or name in request.named:
+            continue
+        fills = speedup_named(name).fills
+        part = "checkpointing" if "activations" in fills else "speedups"
+        if not {name, part} & {*only}:
+            continue
+        adds, drops = on - start.on, start.on - on
+        kinds = {speedup_named(one).tolerance.kind for one in adds}
+        if "state_saver" in fills:
+            why_not = "not tried: a trial does not time saves."
+        elif "statistical" in kinds and not statistical:
+            why_not = "not tried: its tolerance is statistical. Add --statistical to try it."
+        if why_not:
+            left.append(absent_row(name, why_not))
+        else:
+            moves.append(SpeedupMove(point.name, adds, drops, part=part, speedup=name))
+    if "prefetch" in only and start.on & {*filling("loader")}:
+        for each in sorted({max(ahead // 2, 1), 2 * ahead} - {ahead}):
+            moves.append(Move(f"{AHEAD}={each}", values={AHEAD: each}, part="prefetch"))
+    moves.sort(key=lambda move: (PARTS.index(move.part), move.leaves_out))
+    counts = rows_to_try(start.rows, sequences_of(config))
+    return Space(start, only, moves, left, counts, memory_obstacle(resolved))
+
+
+def over_the_run(config: RunConfig) -> Callable[[Result, Result], float]:
     """Return how many times faster a run ends, its compilation included, as a function."""
     steps = max(config.train.steps or 1, 1)
 
@@ -133,54 +283,28 @@ def _over_the_run(config: RunConfig) -> Callable[[Result, Result], float]:
     return ratio
 
 
-def _starters(
-    requested: RunConfig, resolved: Resolved, measure: StartTrial
-) -> tuple[Callable[[Setting, int, float], Result], Callable[[Setting, float], Result]]:
-    """Return what runs a trial of a setting, and what evaluates and saves with it."""
+def first_that_runs(search: Search, space: Space) -> None:
+    """Measure what `auto` chose, or the nearest setting for which there is enough memory.
 
-    def configured(setting: Setting, seed: int) -> RunConfig:
-        keys = setting.values(resolved.config.batch.tokens_per_step or 0)
-        return requested.with_values({**keys, "train.seed": requested.train.seed + seed})
-
-    def start(setting: Setting, seed: int, limit_s: float) -> Result:
-        timing = Timing(
-            seconds=SECONDS, first_steps=LOSS_STEPS + 2, warmup_s=3 * SECONDS, limit_s=limit_s / 2
-        )
-        return measure(configured(setting, seed), timing, limit_s, {})
-
-    def rehearse(setting: Setting, limit_s: float) -> Result:
-        besides = {
-            "train.eval_every": 1,
-            "train.eval_tokens": setting.rows * resolved.config.data.seq_len,
-            "checkpoint.every_minutes": None,
-            "checkpoint.every_steps": 1,
-        }
-        return measure(configured(setting, 0), Timing(steps=2, warmup_steps=0), limit_s, besides)
-
-    return start, rehearse
+    Raises: HardwareError when nothing fits by estimate.
+    """
+    why_not, race = "", search.race
+    for setting in space.starts():
+        if obstacle := space.obstacle(setting):
+            why_not = f"With {search.name(setting)}: {obstacle}"
+            search.leave(search.name(setting), obstacle)
+            continue
+        race.note(search.name(setting))
+        result = race.run(setting)
+        if result.is_ok:
+            search.start = setting
+        if result.status != "out-of-memory":
+            return
+    if not race.done:
+        raise HardwareError(f"Nothing fits. {why_not}", fix=SMALLER)
 
 
-def first_that_runs(search: Search[Setting], space: Space) -> None:
-    """Measure what `auto` chose, or where that fails, the nearest setting that can run."""
-    race, candidates = search.race, [space.start]
-    for setting in candidates:  # it grows during the loop
-        why_not = space.obstacle(setting)
-        is_out_of_memory = why_not is not None
-        if why_not is not None:
-            search.left.append(Left(name=space.name(setting), reason=why_not))
-        elif not race.failure(setting):
-            race.note(space.name(setting))
-            result = race.run(setting)
-            if result.is_ok:
-                search.start = setting
-            if result.is_ok or result.status == "timed-out":
-                return
-            is_out_of_memory = result.status == "out-of-memory"
-        if setting == space.start:
-            candidates += space.instead(is_out_of_memory)
-
-
-def confirm(search: Search[Setting], rehearse: Callable[[Setting, float], Result]) -> bool:
+def confirm(search: Search, requested: RunConfig, seq_len: int) -> bool:
     """Race the best setting against the start, and evaluate and save with it.
 
     A setting that fails, or is not faster than the start after all, gives way to the one before it.
@@ -190,92 +314,30 @@ def confirm(search: Search[Setting], rehearse: Callable[[Setting, float], Result
     while True:
         best = search.best
         if len(search.taken) > 1:
-            race.note(f"{search.space.name(best)} beside {search.space.name(search.start)}")
-            try:
-                failed = race.compare(best, search.start, least=1.0, rounds=3, reserve=1)
-            except TimeIsUp:
-                failed = None
+            race.note(f"{search.name(best)} beside {search.name(search.start)}")
+            why = race.compare(best, search.start, least=1.0, rounds=3, reserve=1)
             gain = race.gain(best, search.start)
             is_slower = gain is not None and gain.high is not None and gain.high <= 1
-            if failed or is_slower:
-                search.step_back(failed or "slower in the end")
+            if race.failure(best) or is_slower:
+                search.step_back(why or "slower in the end")
                 continue
         if race.left_s < race.expected_s(best):
             return False
-        race.note(f"an evaluation and a save with {search.space.name(best)}")
-        result = rehearse(best, min(race.left_s, race.longest_s))
-        if result.is_ok:
-            return True
-        if result.status == "timed-out":
-            return False
-        if not search.taken:
-            # nothing else was faster, but something else may be able to
-            race.done = [one for one in race.done if one.setting != best]
-            race.done.insert(0, Done(best, SCREEN, 0, result))
-            others = [one.after for one in search.tried if race.results(one.after)]
-            if not others:
-                return False
-            search.start = min(others, key=lambda each: race.results(each)[-1].step_ms)
+        race.note(f"an evaluation and a save with {search.name(best)}")
+        limit_s = min(race.left_s, race.longest_s)
+        tokens = {"train.eval_every": 1, "train.eval_tokens": best.rows * seq_len}
+        saves = {"checkpoint.every_minutes": None, "checkpoint.every_steps": 1}
+        timing = Timing(steps=2, warmup_steps=0)
+        result = train(requested, timing, best, 0, limit_s, **tokens, **saves)
+        if result.is_ok or result.status == "timed-out":
+            return result.is_ok
+        if search.taken:
+            search.step_back(f"fails when it evaluates and saves: {result.reason}")
             continue
-        search.step_back(f"fails when it evaluates and saves: {result.reason}")
-
-
-def require_writable(out: Path) -> None:
-    """Check, before anything is measured, that tuned.yaml can be written.
-
-    Raises: ConfigError when the path has a different file, or cannot be written.
-    """
-    other = "Choose a different file with --out FILE."
-    if out.is_dir():
-        raise ConfigError(f"{out} is a directory.", fix=other)
-    try:
-        if out.exists() and not out.read_text(encoding="utf-8", errors="replace").startswith(MARK):
-            raise ConfigError(f"{out} exists, and `flatout tune` did not write it.", fix=other)
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=out.parent):
-            pass
-    except OSError as error:
-        raise ConfigError(f"Cannot write {out}: {error.strerror or error}.", fix=other) from error
-
-
-def require_figures(search: Search[Setting], space: Space, resolved: Resolved) -> None:
-    """Check that some setting has a result.
-
-    Raises: Interrupted after a signal; HardwareError when nothing fits by estimate; otherwise
-            RunFailed, with the last failure.
-    """
-    race = search.race
-    if race.results(search.best):
-        return
-    smaller = "Shorten data.seq_len or choose a smaller model"
-    recipe = assemble(in_order(sorted(space.start.speedups)))
-    if machine := smallest_machine(workload_of(resolved.config, recipe)):
-        smaller += f", or use a larger machine, such as {machine} (`flatout plan` compares)"
-    if not race.done and search.left:
-        last_left = search.left[-1]
-        what = f"Nothing fits. With {last_left.name}: {last_left.reason}"
-        raise HardwareError(what, fix=f"{smaller}.")
-    require_result(race)
-    failed = [one.result for one in race.done if not one.result.is_ok]
-    last = failed[-1]
-    fixes = {"timed-out": "Give it more --minutes.", "out-of-memory": f"{smaller}."}
-    raise RunFailed(
-        f"No setting could be used, and {counted(len(failed), 'trial')} failed. The last one: "
-        f"{last.reason}",
-        fix=fixes.get(last.status, "Try the same recipe with `flatout train`."),
-    )
-
-
-def tuned_config(requested: RunConfig, resolved: Resolved, best: Setting) -> RunConfig:
-    """Return the resolved configuration with a setting, for any number of processes.
-
-    batch.accumulate stays open: it follows from the tokens per step and the number of processes.
-    """
-    recipe = assemble(in_order(sorted(best.speedups)))
-    return resolved.config.with_values(
-        best.values(resolved.config.batch.tokens_per_step or 0)
-        | {
-            "train.precision": recipe.precision.name,
-            "parallel.replicate": requested.parallel.replicate,
-        }
-    )
+        # nothing else was faster, but something else may be able to
+        race.done = [one for one in race.done if one.setting != best]
+        race.done.insert(0, Done(best, SCREEN, 0, result))
+        others = [one.after for one in search.tried if race.results(one.after)]
+        if not others:
+            return False
+        search.start = min(others, key=lambda each: race.results(each)[-1].step_ms)

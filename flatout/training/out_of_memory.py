@@ -22,8 +22,9 @@ from flatout.assembly.memory import (
 from flatout.assembly.recipe import divisors
 from flatout.assembly.resolve import workload_of
 from flatout.assembly.run import Run
+from flatout.display import memory_size
 from flatout.errors import OutOfMemory, RunFailed
-from flatout.progress import counted, readable_memory
+from flatout.progress import counted
 
 OUT_OF_MEMORY = (
     "DefaultCPUAllocator",
@@ -113,7 +114,7 @@ def out_of_memory(run: Run) -> OutOfMemory:
     rows, accumulate = run.rows_per_device, run.config.batch.accumulate or 1
     where = "in the optimizer's step " if run.is_updating else ""
     what = f"Out of memory {where}at step {run.step}: this run "
-    has = f"the {capacity.name} has {readable_memory(capacity.free)} for it"
+    has = f"the {capacity.name} has {memory_size(capacity.free)} for it"
     try:
         need = estimate(workload, rows, accumulate)
     except Exception:  # a custom model may need values, and the error at hand matters more
@@ -129,9 +130,9 @@ def out_of_memory(run: Run) -> OutOfMemory:
         "activations": need.activations,
         "logits": need.logits,
     }
-    parts = ", ".join(f"{name} {readable_memory(size)}" for name, size in sizes.items())
+    parts = ", ".join(f"{name} {memory_size(size)}" for name, size in sizes.items())
     return OutOfMemory(
-        f"{what}needs about {readable_memory(need.total)} with {counted(rows, 'row')} per device "
+        f"{what}needs about {memory_size(need.total)} with {counted(rows, 'row')} per device "
         f"({parts}; most in {need.peak.name}), and {has}.",
         fix=_fix(run, workload, need.total, capacity.free),
     )
@@ -162,7 +163,7 @@ def _fix(run: Run, workload: Workload, need: int, free: int) -> str:
         before, after = estimate(workload, rows).total, estimate(leaner, rows).total
         if after <= MAX_SHARE_LEFT * before:
             words = " ".join(f"model.{key}={value}" for key, value in leanest.items())
-            saved = readable_memory(before - after)
+            saved = memory_size(before - after)
             return f"Set {words}: it changes no result and saves about {saved}."
     fixes, share = [], rows * accumulate
     fewer = smaller_batch(workload, share, int(USED_MEMORY * free), rows // 2)
@@ -174,7 +175,7 @@ def _fix(run: Run, workload: Workload, need: int, free: int) -> str:
         if less > (1 - MAX_SHARE_LEFT) * need:
             fixes.append(
                 f"{'Or add' if fixes else 'Add'} activation checkpointing (+checkpointing in "
-                f"speedups): about {readable_memory(less)} less, for a third more compute."
+                f"speedups): about {memory_size(less)} less, for a third more compute."
             )
     return " ".join(fixes) or OTHERWISE
 

@@ -15,10 +15,10 @@ import torch
 
 from flatout.assembly.run import Run
 from flatout.data.store.mix import members_of
+from flatout.display import amount
 from flatout.distributed.tensor import local
 from flatout.errors import DiskFull, RunFailed
 from flatout.hardware.machine import fingerprint
-from flatout.progress import readable_size
 from flatout.storage.files import TOO_LARGE
 from flatout.storage.json_io import JsonObject
 from flatout.training.checkpoint import catalog
@@ -155,8 +155,8 @@ def no_room(run: Run, error: DiskFull) -> DiskFull:
         return DiskFull(what, fix=error.fix)
     needed = run.mesh.world_size * bytes_of(tensors_to_save(run) or {})
     disk = existing(checkpoints_folder(run.folder))
-    free = readable_size(shutil.disk_usage(disk).free)
-    needs = f"It needs about {readable_size(needed)}, and " if needed else ""
+    free = amount(shutil.disk_usage(disk).free, "bytes")
+    needs = f"It needs about {amount(needed, 'bytes')}, and " if needed else ""
     return DiskFull(f"{what} {needs}{free} are free in {disk}.", fix=error.fix)
 
 

@@ -27,7 +27,12 @@ a URL as the run of `runs`
         ("flatout demo",),
         lambda w: shutil.rmtree(w.path / "runs/first/checkpoints"),
     ),
-    Case("deleting every checkpoint", "runs runs/first --keep 0", ("--keep", "0"), ("--help",)),
+    Case(
+        "deleting every checkpoint",
+        "runs runs/first --keep 0",
+        ("--keep", "0"),
+        ("Delete the run",),
+    ),
     Case(
         "deleting checkpoints of a run that trains",
         "runs runs/first --keep 1",

@@ -53,9 +53,6 @@ CASES = [
         may_change=(".cache",),
     ),
     *table("""
-a URL in memory as --out
-    prepare book.txt --tokenizer byte --out memory://set
-    memory://set | lost with it | s3://BUCKET/NAME -> flatout prepare --help
 a URL as --run-dir
     train my.yaml --run-dir s3://bucket/run
     --run-dir s3://bucket/run is a URL -> a local path
@@ -91,7 +88,7 @@ a report in place of another file
     book.txt exists and is not a report -> --out
 a report in a directory that does not exist
     report first --out pages/first.html
-    There is no directory pages -> Create it
+    Cannot write pages -> --out
 a URL as the directory of `runs`
     runs gs://bucket/runs
     gs://bucket/runs is a URL -> a local path

@@ -147,7 +147,7 @@ CASES = [
         "--part and --join together",
         f"prepare book.txt {NEW} --part 1/2 --join",
         ("--part", "--join"),
-        ("without --part",),
+        ("Remove one of the two",),
     ),
     Case(
         "--join before any --part", f"prepare book.txt {NEW} --join", ("data/new",), ("--part 1/N",)
@@ -220,7 +220,7 @@ CASES = [
         "--part with a URL as --out",
         "prepare book.txt --out s3://bucket/new --part 1/2",
         ("--part", "s3://bucket/new"),
-        ("shared directory",),
+        ("Parts share a directory",),
     ),
     Case(
         "--workers 0",

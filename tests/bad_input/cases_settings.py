@@ -133,7 +133,7 @@ an edit of `auto` without its comma
     'auto-compile' | comma -> speedups=auto,-compile
 an empty run directory
     train my.yaml --run-dir ''
-    '--run-dir' | empty -> Remove --run-dir
+    run='' | not an empty one -> Run directory
 --resume that is neither a word nor a run
     train my.yaml --resume no
     --resume no -> 'never' | auto, never, or the path
@@ -163,7 +163,7 @@ a URL as --out of `tune`
     --out s3://bucket/tuned.yaml is a URL -> a local path
 a file of another tool as --out of `tune`
     tune my.yaml --out my.yaml
-    my.yaml exists | did not write it -> --out FILE
+    my.yaml exists | did not write it -> --out
 a misspelt word of `tune --only`
     tune my.yaml --only bacth
     'bacth' -> 'batch'

@@ -40,9 +40,9 @@ a key for `verify` without --resume
 `verify` of a step without a checkpoint
     verify runs/first/checkpoints/step-999
     There is no checkpoint runs/first/checkpoints/step-999 -> Steps that have one: 2.
-`verify` of a directory of checkpoints
-    verify runs/first/checkpoints
-    runs/first/checkpoints is a directory of checkpoints -> runs/first/checkpoints/step-2
+an option of `runs` that was removed
+    runs first --remove-aside
+    has no option '--remove-aside' -> `flatout runs RUN --keep N`
 `verify` of a recipe
     verify my.yaml
     my.yaml is a recipe -> `flatout verify --resume my.yaml`

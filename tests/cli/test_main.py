@@ -5,7 +5,6 @@ import errno
 import inspect
 import json
 import os
-import re
 import resource
 import signal
 import subprocess
@@ -18,8 +17,8 @@ from shouting import Fakes, Shout
 from flatout.cli import main as cli
 from flatout.cli import parser, terminal
 from flatout.config.registry import COMMANDS
-from flatout.distributed import spinning
-from flatout.errors import ConfigError, OutOfMemory
+from flatout.distributed import launch, spinning
+from flatout.errors import ConfigError, OutOfMemory, RunFailed
 
 ROOT = Path(__file__).parents[2]
 
@@ -54,16 +53,13 @@ def test_json_is_the_only_line_on_stdout(run):
     assert "streamed" in err
 
 
-def test_json_is_valid_when_a_number_is_nan(run):
-    _, out, _ = run("shout", "hello", "--loss", "nan", "--json")
-    assert json.loads(out)["loss"] is None
-    assert "NaN" not in out
-
-
-def test_json_is_ascii(run):
-    _, out, _ = run("shout", "größer 日本", "--json")
+def test_json_is_valid_ascii_also_when_a_number_is_nan(run):
+    before = signal.getsignal(signal.SIGTERM)
+    _, out, _ = run("shout", "größer 日本", "--loss", "nan", "--json")
+    assert json.loads(out) == {"words": ["größer 日本"], "loss": None}
     assert out.isascii()
-    assert json.loads(out)["words"] == ["größer 日本"]
+    assert "NaN" not in out
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 @pytest.mark.parametrize(
@@ -101,12 +97,6 @@ def test_verbose_reaches_the_report_of_a_run(run, monkeypatch, words):
 def test_notes_of_an_error_are_printed_before_it(run):
     _, _, err = run("shout", "RunFailed", "line 7 of a worker")
     assert err.endswith("line 7 of a worker\nIt went wrong.\nFix: Do it right.\n")
-
-
-def test_the_handler_of_sigterm_is_restored(run):
-    before = signal.getsignal(signal.SIGTERM)
-    run("shout", "hello")
-    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_secrets_are_not_printed(run):
@@ -156,7 +146,7 @@ def test_bugs_show_their_traceback(monkeypatch):
             "`flatout shout`: invalid value for",
             "Remove --times for the default, 1",
         ),
-        (["shout", "hi", "--times"], "`flatout shout`: ", "Remove --times for the default, 1"),
+        (["shout", "hi", "--times"], "`flatout shout`: ", "flatout shout hello --times 2"),
         (["shout"], "`flatout shout`: missing argument", "flatout shout hello --times 2"),
         (["--vesion"], "There is no command named '--vesion'.", "Did you mean '--version'?"),
     ],
@@ -196,6 +186,7 @@ def test_every_help_fits_80_columns(words, capsys, monkeypatch):
 def test_json_may_come_before_the_command(run):
     assert run("--json", "--help") == run("--help")
     assert run("--json", "--version") == run("--version")
+    assert run("--version")[1].startswith("flatout 0.")
     assert run("--json", "shout", "hello") == run("shout", "hello", "--json")
 
 
@@ -231,10 +222,6 @@ def test_invalid_choices_list_the_valid_ones(capsys):
     )
 
 
-def test_version(run):
-    assert run("--version")[1].startswith("flatout 0.")
-
-
 def test_other_ranks_are_quiet(run, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     assert run("shout", "hello", "--json") == (0, "", "")
@@ -245,6 +232,35 @@ def test_other_ranks_are_quiet(run, monkeypatch):
     )
     assert run("shout", "Stopped") == (75, "", "")
     assert run("shout", "RunFailed") == (1, "", "[rank 1] It went wrong.\nFix: Do it right.\n")
+
+
+class Several(Fakes):
+    """A command that runs in two processes."""
+
+    def get(self, name):
+        return dataclasses.replace(super().get(name), processes=lambda: 2)
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_an_error_of_several_ranks_is_one_object(run, monkeypatch, raises):
+    """Rank 0 leaves its error to the launcher, which may know of an earlier one of another rank."""
+    for module in (cli, parser):
+        monkeypatch.setattr(module, "COMMANDS", Several())
+
+    def launched(command, count, environment, cores):
+        with monkeypatch.context() as rank_0:
+            for name in (cli.ANSWER, "RANK"):
+                rank_0.setenv(name, environment.get(name, "0"))
+            assert cli.execute(["shout", "DataError", "--json"]) == 2
+        if raises:
+            raise RunFailed("Rank 1 failed.", fix="See its message.")
+        return 2
+
+    monkeypatch.setattr(launch, "launch", launched)
+    code, out, err = run("shout", "DataError", "--json")
+    assert json.loads(out)["error"] == ("Rank 1 failed." if raises else "It went wrong.")
+    assert json.loads(out)["exit_code"] == code == (1 if raises else 2)
+    assert "It went wrong." in err
 
 
 def python(*words, **options):
@@ -322,20 +338,6 @@ def test_a_busy_machine_is_reported_only_where_times_are_measured(
     out, err = capsys.readouterr()
     assert (stopped.value.code, out) == (0, "DONE\n")
     assert ("It is busy." in err) is is_told
-
-
-@pytest.mark.slow
-def test_python_m_flatout_runs_the_program():
-    done = python("-m", "flatout", "lst")
-    assert done.returncode == 2
-    assert "Did you mean 'list'?" in done.stderr
-
-
-@pytest.mark.parametrize("name", ["n" * 300, "d/" * 3000])
-def test_a_name_too_long_for_the_file_system_is_an_error(name, capsys):
-    assert cli.execute(["inspect", name]) == 2
-    what = re.escape(f"The path {name[:40]}... or a name in it is too long.")
-    assert re.match(what, capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(

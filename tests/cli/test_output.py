@@ -23,7 +23,8 @@ class Greeting(Result):
     words: str = "hello"
     """The text."""
 
-    def summary(self):
+    @property
+    def headline(self):
         return self.words
 
 

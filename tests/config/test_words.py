@@ -210,7 +210,7 @@ def test_what_was_removed_is_answered_and_gone(what):
             parse(command, [option])
     else:
         with pytest.raises(ConfigError) as answered:
-            cli.call([command], ExitStack())
+            cli.call([command], ExitStack(), False)
         assert command not in COMMANDS.names()
     assert answered.value.fix == removed(what)
 

@@ -47,9 +47,6 @@ def test_a_machine_without_a_driver_has_no_gpus_and_no_warning(monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert hardware.probe().gpus == ()
-
-
-def test_without_pynvml_there_are_no_gpus(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert hardware.probe().gpus == ()
 
@@ -77,11 +74,6 @@ def test_gpus_are_read_from_the_driver_which_is_shut_down(monkeypatch):
     assert closed == [True]
     assert machine.row is not None
     assert machine.row.name == "h200"
-
-
-def test_a_machine_is_immutable():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        WITH_GPU.cores = 1
 
 
 @pytest.mark.slow
@@ -328,6 +320,7 @@ def test_the_fingerprint_contains_the_number_of_threads():
         ("4*NVIDIA A100-SXM4-80GB", 4, "a100-sxm-80gb"),
         ("RTX 3080 12GB", 1, "rtx-3080-12gb"),
         ("geforce rtx 3090", 1, "rtx-3090"),
+        ("2x h200-n", 2, "h200-nvl"),
     ],
 )
 def test_a_machine_is_named_by_row_driver_or_short_name(text, count, row):
@@ -367,10 +360,3 @@ def test_each_short_name_belongs_to_one_row_and_each_capability_is_known():
     words = [{hardware._word(name) for name in (row.name, *row.short_names)} for row in rows]
     assert sum(map(len, words)) == len(set().union(*words))
     assert all(row.compute_capability for row in rows)
-
-
-def test_a_child_process_that_ends_meanwhile_is_no_error():
-    with subprocess.Popen(["true"]) as child:
-        gone = hardware.psutil.Process(child.pid)
-    before = hardware.CpuTimes.read()
-    assert hardware.CpuTimes.read([gone]).own_s >= before.own_s

@@ -35,7 +35,7 @@ def made_up(tmp_path, monkeypatch):
     def try_command(command, timing, limit_s, **_):
         seeds.append(timing.seed_offset)
         ran.append(command[-1])
-        if command[-1] == "fails":
+        if command[-1] == "fails" or ("once" in command and len(ran) > 4):
             return Result(status="failed", reason="ValueError: boom")
         jitter = 1 + 0.002 * (len(ran) % 3)
         losses = [3.0 + seeds[-1] + 0.5 * ("wrong" in command)] * 20
@@ -99,6 +99,8 @@ def test_what_cannot_be_compared_is_an_error(made_up, words, options, message):
 def test_a_command_that_fails_is_named(made_up):
     with pytest.raises(RunFailed, match="b could not be measured: ValueError: boom"):
         flatout.compare(script=["train", "5", "--", "train", "fails"])
+    found = flatout.compare(script=["train", "5", "--", "train", "once", "5"])
+    assert found.notes == ["b failed in one trial, which ended it: ValueError: boom."]
 
 
 @pytest.mark.parametrize(("after", "code"), [(0, 130), (3, 130)])
@@ -134,6 +136,22 @@ def test_the_headline_says_what_the_interval_shows(low, high, words):
 def git(*words, folder):
     who = ["-c", "user.name=a", "-c", "user.email=a@b"]
     subprocess.run(["git", *who, *words], cwd=folder, check=True, capture_output=True)
+
+
+def test_a_revision_of_flatout_with_other_requests_is_an_error(made_up, tmp_path):
+    hook = tmp_path / comparing.HOOK
+    hook.parent.mkdir(parents=True)
+    own = Path(comparing.request.__file__).read_text()
+    for text in (own.replace("steps: int = 3", "steps: int = 4"), f'"""Other words."""\n{own}'):
+        hook.write_text(text)
+        if not (tmp_path / ".git").exists():
+            git("init", "-q", folder=tmp_path)
+        git("add", ".", folder=tmp_path)
+        git("commit", "-qm", "one", folder=tmp_path)
+    with pytest.raises(ConfigError, match="Revision HEAD~1 of flatout cannot be measured"):
+        flatout.compare(script=["train", "5"], against="HEAD~1")
+    assert made_up == []
+    comparing.repository_of(tmp_path, "HEAD")
 
 
 @pytest.mark.slow

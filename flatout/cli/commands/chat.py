@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from flatout.cli.commands import CheckpointName, Command, ModelName, TrustCode
 from flatout.cli.commands.generate import Temperature, TopK, TopP, require_sampling, show_pieces
@@ -27,17 +26,10 @@ from flatout.inference.exported import is_run
 from flatout.progress import SILENT, Progress
 from flatout.storage.files import Stored
 from flatout.storage.json_io import Result
-from flatout.training.run_dir.layout import trusted_config
 from flatout.training.run_dir.lookup import run_or_newest
-
-if TYPE_CHECKING:
-    from flatout.inference.chat import ChatSession
 
 RESET, QUIT = "/reset", "/quit"
 """Lines that are commands: start a new conversation, and end."""
-COMMANDS = f"{RESET} starts a new conversation, {QUIT} ends."
-_COMMAND = re.compile(r"/[a-z]+(?!\S)")
-"""What looks like a command: a path such as /etc/hosts does not."""
 
 
 class ChatTurn(Stored):
@@ -78,9 +70,8 @@ def chat(
 ) -> ChatResult:
     """Talk to a trained model: each line of standard input is a turn, and its reply is printed.
 
-    The line /reset starts a new conversation, and /quit or the end of the input ends the chat. Any
-    other /word at the start of a line is rejected. Turns are written with the chat template that
-    the run was trained with.
+    The line /reset starts a new conversation, and /quit or the end of the input ends the chat.
+    Turns are written with the chat template that the run was trained with.
 
     The model keeps its state between turns, so that only new tokens are computed. When a
     conversation does not fit the context, its oldest turns are omitted, except the system prompt,
@@ -96,7 +87,6 @@ def chat(
     require_sampling(top_p, seed)
     if is_run(run):
         folder = run_or_newest(run)
-        trusted_config(folder, trust_code=trust_code)
         _template(folder, chat_template, load_tokenizer(folder / TOKENIZER))
     from flatout.inference.chat import ChatSession, Sampling
     from flatout.inference.load import load_model
@@ -112,74 +102,46 @@ def chat(
         progress=progress,
     )
     show = write or (lambda _piece: None)
-    on_terminal = lines is None and sys.stdin is not None and sys.stdin.isatty()
-    turns = typed_lines(show, prompting=on_terminal) if lines is None else lines
-    return ChatResult(conversations=_converse(session, turns, show, on_terminal=on_terminal))
-
-
-def _converse(
-    session: ChatSession,
-    lines: Iterable[str],
-    show: Callable[[str], object],
-    *,
-    on_terminal: bool,
-) -> list[list[ChatTurn]]:
-    """Reply to each line, and return the conversations.
-
-    Raises: DataError for a line that is rejected; on a terminal, it is shown instead.
-    """
-    conversations: list[list[ChatTurn]] = []
-    for line in lines:
+    prompt = "> " if lines is None and sys.stdin.isatty() else ""
+    conversations = []
+    for line in _typed(show, prompt) if lines is None else lines:
         content = line.strip()
         if content == QUIT:
             break
         if content == RESET:
-            conversations += _spoken(session)
+            conversations.append(session.messages)
             session.reset()
         elif content:
             try:
-                if word := _COMMAND.match(content):
-                    raise DataError(
-                        f"{word[0]} is not a command here, and was not sent to the model.",
-                        fix=COMMANDS,
-                    )
                 show_pieces(session.reply(content), show)
             except DataError as error:
-                if not on_terminal:
+                if not prompt:
                     raise
                 show(f"{error.what} {error.fix}\n")
-    return [*conversations, *_spoken(session)]
+    return ChatResult(
+        conversations=[
+            [ChatTurn(**turn) for turn in turns]
+            for turns in [*conversations, session.messages]
+            if any(turn["role"] == "user" for turn in turns)
+        ]
+    )
 
 
-def typed_lines(show: Callable[[str], object], *, prompting: bool) -> Iterator[str]:
-    """Yield the lines of standard input, on a terminal after a prompt.
+def _typed(show: Callable[[str], object], prompt: str) -> Iterator[str]:
+    """Yield the lines of standard input, each after a prompt.
 
-    Raises: DataError when there is no standard input, or it is not UTF-8.
+    Raises: DataError when it is not UTF-8.
     """
-    if sys.stdin is None:
-        raise DataError("There is no standard input.", fix="Pipe the turns into the command.")
-    if prompting:
-        show(f"{COMMANDS}\n")
-    while True:
-        if prompting:
-            show("> ")
-        try:
-            line = sys.stdin.readline()
-        except UnicodeDecodeError as error:
-            raise DataError(
-                "Standard input is not UTF-8.", fix="Convert it, for example with `iconv`."
-            ) from error
-        if not line:
-            if prompting:
-                show("\n")
-            return
-        yield line
-
-
-def _spoken(session: ChatSession) -> list[list[ChatTurn]]:
-    """Return the session's conversation in a list. An empty list before its first turn."""
-    turns = [ChatTurn(role=one["role"], content=one["content"]) for one in session.messages]
-    return [turns] if any(turn.role == "user" for turn in turns) else []
+    show(f"{RESET} starts a new conversation, {QUIT} ends.\n{prompt}" if prompt else "")
+    try:
+        for line in sys.stdin:
+            yield line
+            show(prompt)
+    except UnicodeDecodeError as error:
+        raise DataError(
+            "Standard input is not UTF-8.", fix="Convert it, for example with `iconv`."
+        ) from error
+    show("\n" if prompt else "")
 
 
 def _template(folder: Path, name: str | None, tokenizer: Tokenizer) -> ChatTemplate:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from textwrap import shorten
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from flatout.assembly.preflight import check_names
 from flatout.cli.commands import Command
@@ -23,24 +22,22 @@ from flatout.config.schema import (
 from flatout.config.signature import Argument, Option, checked
 from flatout.config.words import is_off, listings, value_for, values_of, word_for
 from flatout.display import Display, Show, table_of
-from flatout.errors import ConfigError, OutputInUse, UsageError, in_shell
+from flatout.errors import ConfigError, OutputInUse, UsageError
 from flatout.storage.files import Stored, expanded, write_text, writing
 from flatout.storage.json_io import JsonObject, Result
 from flatout.storage.recognised import require_recipe_path
 
 SECRETS = ("hub_token", "api_key", "password", "secret")
 """Ends of keys whose values are not repeated."""
-HEADINGS = {
-    "mapped": "Mapped",
-    "by_hand": "To convert by hand",
-    "missing": "Not in flatout",
-    "unknown": "Unknown",
-    "unnecessary": "Nothing to set",
-}
-"""The outcomes in the order of the summary."""
-
-
 Outcome = Literal["mapped", "by_hand", "missing", "unknown", "unnecessary"]
+HEADINGS = dict(
+    zip(
+        get_args(Outcome),
+        ("Mapped", "To convert by hand", "Not in flatout", "Unknown", "Nothing to set"),
+        strict=True,
+    )
+)
+"""The outcomes in the order of the summary."""
 
 
 class Item(Stored):
@@ -59,13 +56,14 @@ class Item(Stored):
     note: Annotated[str, Show()] = ""
     """What to know about it, or why there is no counterpart."""
 
-    def but(self, outcome: Outcome, note: str) -> Item:
-        """Return a copy with a different outcome."""
-        return self.model_copy(update={"outcome": outcome, "note": note})
-
     def shown(self) -> str:
         """Return the key and its value in at most 60 characters."""
         return shorten(self.key if self.value is None else f"{self.key}={self.value}", 60)
+
+    def comment(self) -> str:
+        """Return a sentence about a key that the recipe lacks."""
+        instead = f"see {self.counterpart}. " if self.counterpart not in self.note else ""
+        return f"# {self.shown()} was not converted: {instead}{self.note}"
 
 
 class ConvertResult(Result):
@@ -78,10 +76,12 @@ class ConvertResult(Result):
 
     def display(self) -> Display:
         """Return a table of keys for each outcome, and the next step."""
-        tables = []
-        for outcome, heading in HEADINGS.items():
-            if found := [item for item in self.items if item.outcome == outcome]:
-                tables.append(table_of(found, f"{heading}: {len(found)}"))
+        by_outcome = {each: [i for i in self.items if i.outcome == each] for each in HEADINGS}
+        tables = [
+            table_of(found, f"{HEADINGS[outcome]}: {len(found)}")
+            for outcome, found in by_outcome.items()
+            if found
+        ]
         if self.path is None:
             return Display(tables=tables)
         return Display(f"{self.path}  written", (), tables, [f"Next: flatout plan {self.path}"])
@@ -126,24 +126,14 @@ def convert_config(
         )
     if target.exists():
         raise OutputInUse(f"{target} exists.", fix="Choose a different file with --out FILE.")
-    document = read_document(source)
-    with suppress(ConfigError):
-        validate(document)
-        raise UsageError(
-            f"{source} is a recipe of flatout already.",
-            fix=f"Use it as it is: `flatout train {in_shell(source)}`.",
-        )
-    values, items = translate(document)
+    values, items = translate(read_document(source))
     if not values:
         raise ConfigError(
             f"{source} has no key with a counterpart in flatout.",
             fix="Name the config of a training tool. `--keys nanogpt` shows nanoGPT's keys.",
         )
-    lines = [f"# Converted by `flatout convert` from {source.name}"]
-    for item in items:
-        if item.outcome not in ("mapped", "unnecessary"):
-            answer = f"{item.shown()}: {item.counterpart} {item.note}"
-            lines.append(f"# Not converted: {' '.join(answer.split())}")
+    left = [item for item in items if item.outcome not in ("mapped", "unnecessary")]
+    lines = [f"# Converted by `flatout convert` from {source.name}", *map(Item.comment, left)]
     with writing(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         write_text(target, "\n".join([*lines, dump_yaml(nested(values))]))
@@ -153,15 +143,16 @@ def convert_config(
 def translate(document: JsonObject) -> tuple[JsonObject, list[Item]]:
     """Return the values of flatout by dotted key, and what became of each key of a config.
 
-    A value that is off gives way to another key, and a key that needs another one is tried again.
+    A value that is off gives way to another key, epochs to steps, as in other tools. A key that
+    needs another one is tried again.
     """
     values: JsonObject = {}
     items: dict[str, Item] = {}
     leaves = dict(_leaves(document))
-    # where both are stated, other tools stop after the steps
-    words = {key: word_for(key) for key in leaves}
-    is_length = {key: word is not None and word.key == "train.steps" for key, word in words.items()}
-    order = sorted(leaves, key=lambda key: (is_off(leaves[key]), not is_length[key]))
+    words = {key: _described(key) for key in leaves}
+    order = sorted(
+        leaves, key=lambda key: (is_off(leaves[key]), words[key].counterpart != "train.steps")
+    )
     for key in [*order, *order]:
         if key not in items or items[key].outcome == "by_hand":
             items[key] = _translated(key, leaves[key], values)
@@ -199,32 +190,33 @@ def _described(key: str, value: Any = None) -> Item:
 def _translated(key: str, value: Any, values: JsonObject) -> Item:
     """Return what became of a key, and add to `values` what it states in flatout."""
     word, item = word_for(key), _described(key, value)
+
+    def but(outcome: Outcome, note: str) -> Item:
+        return item.model_copy(update={"outcome": outcome, "note": note})
+
     if word is None or item.outcome == "unnecessary":
         return item
-    if value is None:
-        return item.but("unnecessary", "It is not set.")
-    if is_off(value) and (word.if_false == "" or not word.key):
-        return item.but("unnecessary", "It is off.")
-    if value is True and word.if_true == "":
-        return item.but("unnecessary", "flatout does this by default.")
+    written = word.if_true if value is True else word.if_false if is_off(value) else None
+    if value is None or written == "" or (is_off(value) and not word.key):
+        default = "flatout does this by default."
+        return but("unnecessary", default if value is True else "It is off.")
     if not word.key:
         return item
-    written = word.if_true if value is True else word.if_false if is_off(value) else None
-    if written is not None:
+    if written:
         stated = parse_overrides(written.split(), RunConfig)
     else:
         stated = {} if word.differs else {word.key: _value_here(word.key, value)}
     if not stated or None in stated.values():
-        return item.but("by_hand", word.note)
+        return item.model_copy(update={"outcome": "by_hand"})
     if taken := sorted(stated.keys() & values.keys() - {"speedups"}):
-        outcome: Outcome = "unnecessary" if is_off(value) else "by_hand"
-        return item.but(outcome, f"{override(taken[0], values[taken[0]])} is set.")
+        set_already = f"{override(taken[0], values[taken[0]])} is set."
+        return but("unnecessary" if is_off(value) else "by_hand", set_already)
     if "speedups" in stated and "speedups" in values:
         stated["speedups"] = values["speedups"] + stated["speedups"].removeprefix("auto")
     try:
         check_names(validate(nested(values | stated)))
     except ConfigError as error:
-        return item.but("by_hand", error.what)
+        return but("by_hand", error.what)
     values |= stated
     shown = " ".join(override(*one) for one in stated.items())
     return item.model_copy(update={"outcome": "mapped", "counterpart": shown})

@@ -9,7 +9,6 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -20,13 +19,13 @@ from flatout.config.schema import RunConfig, load_config
 from flatout.config.signature import Argument, Option, checked
 from flatout.data.sources.local import missing
 from flatout.data.store.shards import Dataset
-from flatout.display import value_lines
-from flatout.errors import CheckpointError, DataError, UntrustedCode, in_shell
+from flatout.errors import DataError, in_shell
 from flatout.hardware.machine import pick_device, probe
 from flatout.progress import SILENT, Progress
 from flatout.storage.recognised import require_local
 from flatout.training.metrics.observers import Observer, Quiet
 from flatout.training.run_dir.layout import read_summary, trusted_config
+from flatout.training.run_dir.lookup import RUNS
 
 LARGE_TEXT = 1_500_000
 """Bytes from which a text gets a trained vocabulary. A shorter one is tokenised by character."""
@@ -37,47 +36,28 @@ MAX_EPOCHS = 15
 MIN_TOKENS = 16
 """Minimum number of training tokens."""
 MIN_STEPS = 20
-TRAINING_SHARE = 0.95
-"""Share of the time for steps and evaluations. The rest is for saves and samples."""
+TRAINING_SHARE = 0.85
+"""Share of the time for steps. The rest is for evaluations, saves and samples."""
 SAMPLES = 3
 """Number of samples in a demo, the last at the end."""
 EVALUATIONS = 5
 """Number of evaluations in a demo, the last at the end."""
-FORWARD_SHARE = 0.4
-"""Approximate share of a training step's time that evaluating the same number of tokens takes."""
-WARM_UP, TIMED, TIMED_S = 3, 20, 3.0
+WARM_UP, TIMED, TIMED_S = 2, 20, 3.0
 """Steps before the timed ones, and of these the number and the seconds after which they end."""
 
 
 class DemoResult(TrainResult):
     """The summary of a demo's run."""
 
-    def summary(self) -> str:
-        """Return a sample and the metrics of the run, and what to try next."""
-        from flatout.cli.terminal import closing
-        from flatout.storage.streams import columns
-
+    @property
+    def notes(self) -> list[str]:
+        """What to try next."""
         run = in_shell(self.run)
-        steps = [
-            ("  more samples", f"flatout generate {run} --num-samples 3"),
-            ("  its scores", f"flatout eval {run}"),
-            ("  all curves", f"flatout report {run}"),
-            ("  your own text", "flatout prepare FILE --out DATA; flatout inspect DATA"),
+        return [
+            f"More samples: `flatout generate {run} --num-samples 3`",
+            f"All curves: `flatout report {run}`",
+            "Your own text: `flatout prepare FILE --out DATA`, then `flatout inspect DATA`",
         ]
-        lines = value_lines(steps, columns())
-        return closing(self.model_dump(), next_steps="\n".join(["Try next:", *lines]))
-
-
-@dataclass(frozen=True)
-class Subject:
-    """The text of a demo, and the paths of its dataset and its run."""
-
-    source: str
-    tokenizer: str
-    split: str
-    data: Path
-    run: Path
-    recipe: str
 
 
 @checked
@@ -96,6 +76,8 @@ def demo(
 
     Raises: DataError when FILE cannot be read; Stopped when a signal ended the run after a save.
     """
+    name, recipe, tokenizer, split = "demo", "demo", "train:4096", "hash 0.02"
+    source, data = "python_stdlib", f"python-{platform.python_version()}"
     if file is not None:
         require_local(file, error=DataError)
         if not Path(file).exists():
@@ -105,96 +87,64 @@ def demo(
                 f"{file} is not a file. `demo` takes one text file.",
                 fix="Name one text file. `flatout prepare` takes directories and several files.",
             )
-    device, _ = pick_device("auto", probe())
-    subject = subject_of(Path(file) if file else None, device)
-    try:
-        config = trusted_config(subject.run)
-    except UntrustedCode as error:
-        raise CheckpointError(
-            error.what,
-            fix=f"A demo uses only flatout's own code, so {subject.run} is not a demo: move it "
-            "away.",
-        ) from error
-    if config is None:
-        config = _new_config(subject, device, minutes, progress)
-    elif read_summary(subject.run) is not None:
-        progress.say(f"{subject.run} is finished. See below. Delete it to train again.")
-    else:
-        progress.say(f"Resuming {subject.run}.")
-    result = train(config, run=subject.run, observers=observers, progress=progress)
-    return DemoResult(**dict(result))
-
-
-def subject_of(file: Path | None, device: str) -> Subject:
-    """Return what a demo trains on. A text that changed has a dataset and a run of its own."""
-    source, is_large, split = "python_stdlib", True, "hash 0.02"
-    data, run = f"python-{platform.python_version()}", "demo"
-    if file is not None:
-        with file.open("rb") as content:
+        source, size = str(file), Path(file).stat().st_size
+        # A text that changed has a dataset and a run of its own.
+        with Path(file).open("rb") as content:
             digest = hashlib.file_digest(content, "sha256").hexdigest()[:8]
-        source, is_large = str(file), file.stat().st_size >= LARGE_TEXT
-        split = "tail 0.02" if is_large else "tail 0.1"
-        data = run = f"demo-{file.stem}-{digest}"
-    recipe = "demo-gpu" if device.startswith("cuda") else "demo"
-    return Subject(
-        source=source,
-        tokenizer="train:4096" if is_large else "char",
-        split=split,
-        data=Path("data") / data,
-        run=Path("runs") / run,
-        recipe=recipe if is_large else "demo-char",
-    )
+        name = data = f"demo-{Path(file).stem}-{digest}"
+        split = "tail 0.02"
+        if size < LARGE_TEXT:
+            recipe, tokenizer, split = "demo-char", "char", "tail 0.1"
+    device, _ = pick_device("auto", probe())
+    if recipe == "demo" and device.startswith("cuda"):
+        recipe = "demo-gpu"
+    run, dataset = RUNS / name, Path("data") / data
+    config = trusted_config(run)
+    if config is None:
+        limit = MAX_TEXT[device.partition(":")[0]]
+        try:
+            prepare(
+                [source],
+                dataset,
+                tokenizer=tokenizer,
+                split=split,
+                max_bytes=limit,
+                progress=progress,
+            )
+        except DataError as error:
+            if "--" not in error.fix:
+                raise
+            raise DataError(error.what, fix=f"With `flatout prepare`: {error.fix}") from error
+        config = load_config(recipe, [f"data.path={dataset}", f"name={name}"])
+        config = fitted(config, Dataset.open(dataset), device, minutes, progress)
+    elif read_summary(run) is not None:
+        progress.say(f"{run} is finished. See below. Delete it to train again.")
+    else:
+        progress.say(f"Resuming {run}.")
+    return DemoResult(**dict(train(config, run=run, observers=observers, progress=progress)))
 
 
-def _new_config(subject: Subject, device: str, minutes: float, progress: Progress) -> RunConfig:
-    """Prepare the text, and return a configuration that trains for about `minutes`."""
-    try:
-        prepare(
-            [subject.source],
-            str(subject.data),
-            tokenizer=subject.tokenizer,
-            split=subject.split,
-            max_bytes=MAX_TEXT[device.partition(":")[0]],
-            progress=progress,
-        )
-    except DataError as error:
-        if "--" not in error.fix:
-            raise
-        raise DataError(error.what, fix=f"With `flatout prepare`: {error.fix}") from error
-    dataset = Dataset.open(subject.data)
-    config = fit_text(
-        load_config(subject.recipe, [f"data.path={subject.data}", f"name={subject.run.name}"]),
-        dataset,
-    )
-    with progress.task("Timing a few steps, to see how many fit"):
-        step_s = seconds_per_step(config.with_values({"train.device": device}))
-    return with_length(config, dataset, step_s, minutes)
-
-
-def fit_text(config: RunConfig, dataset: Dataset) -> RunConfig:
-    """Return the configuration with sequences and steps that a short text can fill.
+def fitted(
+    config: RunConfig, dataset: Dataset, device: str, minutes: float, progress: Progress
+) -> RunConfig:
+    """Return the configuration with sequences that the text fills, and the steps for `minutes`.
 
     Raises: DataError when there is too little text.
     """
-    tokens = dataset.split("train").num_tokens
+    tokens, seq_len = dataset.split("train").num_tokens, config.data.seq_len
     if tokens < MIN_TOKENS:
         raise DataError(
             f"{dataset.path} has only {tokens} training tokens.",
             fix="Use a text of a few kilobytes or more.",
         )
-    seq_len, rows = config.data.seq_len, (config.batch.tokens_per_step or 0) // config.data.seq_len
+    rows = (config.batch.tokens_per_step or 0) // seq_len
     while seq_len > 8 and tokens < 8 * seq_len:
         seq_len //= 2
-    return config.with_values({"data.seq_len": seq_len, "batch.tokens_per_step": rows * seq_len})
-
-
-def with_length(config: RunConfig, dataset: Dataset, step_s: float, minutes: float) -> RunConfig:
-    """Return the configuration with as many steps as fit into `minutes`."""
-    tokens_per_step = config.batch.tokens_per_step or 1
-    evaluation_s = FORWARD_SHARE * step_s * dataset.split("val").num_tokens / tokens_per_step
-    by_time = int((TRAINING_SHARE * minutes * 60 - EVALUATIONS * evaluation_s) / step_s)
-    by_text = MAX_EPOCHS * dataset.split("train").num_tokens // tokens_per_step
-    steps = max(min(by_time, by_text), MIN_STEPS)
+    config = config.with_values({"data.seq_len": seq_len, "batch.tokens_per_step": rows * seq_len})
+    with progress.task("Timing a few steps, to see how many fit"):
+        step_s = seconds_per_step(config.with_values({"train.device": device}))
+    most = MAX_EPOCHS * tokens // (rows * seq_len)
+    steps = max(min(int(TRAINING_SHARE * minutes * 60 / step_s), most), MIN_STEPS)
     return config.with_values(
         {
             "train.steps": steps,
@@ -210,21 +160,17 @@ class Timed(Exception):
 
 
 class FirstSteps(Quiet):
-    """Times the steps of a run after its warm-up, and then ends it."""
+    """Notes when each step of a run ends, and ends the run after enough of them."""
 
-    step_s = 0.0
-    """Seconds of one step."""
+    def __init__(self) -> None:
+        self.ends_s: list[float] = []
 
     def on_tick(self, step: int, last_step: int) -> None:
         """Raise Timed after enough steps."""
-        now_s = time.monotonic()
-        if step == WARM_UP:
-            self._began_s = now_s
-        elif step > WARM_UP:
-            steps, passed_s = step - WARM_UP, now_s - self._began_s
-            self.step_s = passed_s / steps
-            if steps >= TIMED or passed_s >= TIMED_S:
-                raise Timed
+        self.ends_s.append(time.monotonic())
+        timed = self.ends_s[WARM_UP:]
+        if len(timed) > TIMED or (len(timed) > 1 and timed[-1] - timed[0] >= TIMED_S):
+            raise Timed
 
 
 def seconds_per_step(config: RunConfig) -> float:
@@ -233,7 +179,8 @@ def seconds_per_step(config: RunConfig) -> float:
     config = config.with_values({"train.steps": 1000, "train.eval_every": 0, "log.to": []})
     with tempfile.TemporaryDirectory() as folder, suppress(Timed):
         train(config, run=Path(folder) / "run", observers=[timer])
-    return timer.step_s
+    first, *_, last = timer.ends_s[WARM_UP:]
+    return (last - first) / (len(timer.ends_s) - WARM_UP - 1)
 
 
 COMMAND = Command(demo, example="flatout demo book.txt", writes_files=True, is_timed=True)

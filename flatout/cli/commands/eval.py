@@ -11,7 +11,6 @@ from flatout.display import Display, Show, loss, table_of
 from flatout.progress import SILENT, Progress
 from flatout.storage.files import Stored
 from flatout.storage.json_io import Result
-from flatout.training.run_dir.layout import trusted_config
 from flatout.training.run_dir.lookup import run_or_newest
 
 Loss = Annotated[float, Show("loss", loss)]
@@ -102,7 +101,6 @@ def evaluate(
             read; UntrustedCode.
     """
     folder = run_or_newest(run, progress=progress)
-    trusted_config(folder, trust_code=trust_code)
     from flatout.inference.load import load_run
     from flatout.inference.scoring import score_run
 

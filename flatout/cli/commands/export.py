@@ -12,7 +12,6 @@ from flatout.inference.export.packages import require_package
 from flatout.progress import SILENT, Progress
 from flatout.storage.files import expanded, writing
 from flatout.storage.recognised import require_local
-from flatout.training.run_dir.layout import trusted_config
 from flatout.training.run_dir.lookup import run_or_newest
 
 Format = Annotated[
@@ -57,7 +56,6 @@ def export(
     """
     require_local(out or "", "--out ")
     folder = run_or_newest(run, progress=progress)
-    trusted_config(folder, trust_code=trust_code)
     target = folder / f"export-{to}" if out is None else expanded(out)
     require_free(target, overwrite=overwrite)
     if to == "gguf":

@@ -11,7 +11,6 @@ from flatout.errors import ConfigError, Interrupted
 from flatout.inference.exported import is_run
 from flatout.progress import SILENT, Progress
 from flatout.storage.json_io import Result
-from flatout.training.run_dir.layout import trusted_config
 from flatout.training.run_dir.lookup import run_or_newest
 
 MAX_SEED = 2**62
@@ -77,7 +76,7 @@ def generate(
             "--stop must not be empty.", fix="Give the text that ends a sample, or remove it."
         )
     if is_run(run):
-        trusted_config(run_or_newest(run), trust_code=trust_code)
+        run_or_newest(run)  # a wrong name fails before torch is loaded
     from flatout.inference.generate import sample
     from flatout.inference.load import load_model
 

@@ -7,8 +7,6 @@ import re
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field
-
 from flatout.assembly.prediction import gains_here
 from flatout.assembly.selection import is_measured, select, speedup_named
 from flatout.cli.commands import Command
@@ -25,32 +23,30 @@ from flatout.config.registry import (
     TOKENIZERS,
     Folder,
     YamlFolder,
+    YamlTable,
     unknown_name,
 )
-from flatout.config.schema import RunConfig, load_config
+from flatout.config.schema import load_config
 from flatout.config.signature import Argument, Option, checked
 from flatout.display import Display, Show, amount, table_of
-from flatout.hardware.machine import ASSUMED_MFU, Machine, probe
+from flatout.hardware.machine import ASSUMED_MFU, probe
 from flatout.measure.scripts.changes import CHANGES
 from flatout.storage.cache import default_cache
 from flatout.storage.files import Stored
 from flatout.storage.json_io import Result
 
-FOLDERS: dict[str, Folder | YamlFolder] = {
+FOLDERS: dict[str, Folder | YamlFolder | YamlTable] = {
     "architectures": ARCHITECTURES,
     "datasets": DATASETS,
     "loggers": LOGGERS,
+    "machines": MACHINES,
     "models": MODELS,
     "optimizers": OPTIMIZERS,
     "recipes": RECIPES,
     "sources": SOURCES,
     "token-formats": TOKEN_FORMATS,
+    "tokenizers": TOKENIZERS,
 }
-
-
-OTHERS = ("changes", "machines", "speedups", "tokenizers")
-LABELS = {True: "measured", False: "not measured"}
-"""Whether the choice of `auto` for a speedup rests on a measurement."""
 PARAMETERS = re.compile(r"([\d,]+) parameters")
 """The size of a recipe's model, in its description."""
 
@@ -73,11 +69,11 @@ class ListedSpeedup(Stored):
 
     on: Annotated[bool, Show(form=lambda on: "on" if on else "off")]
     """Whether it is on."""
-    measured: Annotated[bool | None, Show(form=LABELS.__getitem__, unknown="")]
+    measured: bool | None
     """Whether that rests on a measurement on such a device. Null: it is not for this device."""
     name: Annotated[str, Show()]
     """Its name."""
-    reason: Annotated[str, Show(record=lambda entry: entry.why())]
+    reason: Annotated[str, Show(record=lambda item: item.why())]
     """Why it is on or off."""
     description: str
     """What it saves."""
@@ -89,12 +85,10 @@ class ListedSpeedup(Stored):
     """The predicted gain."""
 
     def why(self) -> str:
-        """Return the reason, with a gain that it does not state."""
-        if self.gain and self.gain not in self.reason:
-            return f"{self.reason}  (measured here: {self.gain})"
-        if self.predicted and not self.gain:  # docs/speedups.md has the rest
-            return f"{self.reason}  (predicted: {re.split(r'[.:;] ', self.predicted)[0]})"
-        return self.reason
+        """Return the reason, with a gain that it does not state, or that nothing was measured."""
+        is_stated = self.gain is None or self.gain in self.reason
+        gain = "" if is_stated else f" (measured here: {self.gain})"
+        return self.reason + gain + " (not measured)" * (self.measured is False)
 
 
 class ListResult(Result):
@@ -105,27 +99,11 @@ class ListResult(Result):
     note: str | None = None
     """For speedups: whether the recipe's GPU is missing here."""
     items: list[Listed] | list[ListedSpeedup]
-    """One object per entry. Of recipes, the smallest come first."""
-    shows_all: bool = Field(default=False, exclude=True, repr=False)
-    """Whether every speedup is shown with its reason."""
+    """One object per entry. Of recipes, the smallest come first, of speedups those that are on."""
 
     def display(self) -> Display:
-        """Return one row per entry. Of speedups, those that are on, and the names of the others.
-
-        With --all, every speedup has the reason why it is on or off.
-        """
-        if not self.items:
-            return Display(f"There are no {self.kind}.")
-        shown, off = [*self.items], dict[str, list[str]]()
-        for item in self.items:
-            if isinstance(item, ListedSpeedup) and not item.on and not self.shows_all:
-                shown.remove(item)
-                label = "not for this run" if item.measured is None else LABELS[item.measured]
-                off.setdefault(label, []).append(item.name)
-        notes = [f"off, {label}: {', '.join(names)}" for label, names in off.items()]
-        notes += ["--all shows the reason for each."] if off else []
-        tables = [table_of(shown)] if shown else []
-        return Display(self.note or "", (), tables, notes)
+        """Return one row per entry."""
+        return Display(self.note or "", (), [table_of(self.items)])
 
 
 @checked
@@ -140,43 +118,43 @@ def list_entries(
     recipe: Annotated[
         str | Path | None, Option("For speedups: decide for this recipe, not the defaults.")
     ] = None,
-    all: Annotated[bool, Option("For speedups: show each with the reason why.")] = False,
 ) -> ListResult:
     """List the entries of one kind, such as models, recipes or speedups.
 
-    Speedups are shown as a run on this machine would use them: those that are on, and the others by
-    whether that rests on a measurement. `--all` shows the reason for each.
+    Speedups are shown as a run on this machine would use them, each with the reason why it is on or
+    off.
 
     Raises: ConfigError for an unknown kind or recipe, with the nearest name.
     """
     if kind == "speedups":
-        return _speedups(recipe).model_copy(update={"shows_all": all})
-    if kind == "tokenizers":
-        stated = TOKENIZERS.stated  # each as it is written after --tokenizer
-        items = {
-            stated(name, "LISTED_AS") or stated(name, "SPEC") or name: TOKENIZERS.describe(name)
-            for name in TOKENIZERS.names()
-        }
-    elif kind == "changes":
+        return _speedups(recipe)
+    if kind == "changes":
         items = {name: change.does for name, change in CHANGES.items()}
-    elif kind == "machines":
-        machine = probe()
-        items = {"(this machine)": machine.describe()}
-        items |= {name: MACHINES.describe(name) for name in MACHINES.names()}
-        if machine.row:
-            items[machine.row.name] += ", this machine's GPU"
     elif kind in FOLDERS:
         items = {name: FOLDERS[kind].describe(name) for name in FOLDERS[kind].names()}
     else:
-        raise unknown_name("kind of entry", kind, [*FOLDERS, *OTHERS])
-    listed = [Listed(name=name, description=text) for name, text in items.items()]
+        raise unknown_name("kind of entry", kind, [*FOLDERS, "changes", "speedups"])
+    if kind == "tokenizers":
+        stated = TOKENIZERS.stated  # each as it is written after --tokenizer
+        names = {name: stated(name, "LISTED_AS") or stated(name, "SPEC") for name in items}
+        items = {names[name] or name: text for name, text in items.items()}
+    if kind == "machines":
+        machine = probe()
+        if machine.row:
+            items[machine.row.name] += ", this machine's GPU"
+        items = {"(this machine)": machine.describe()} | items
+    listed = [
+        Listed(name=name, description=text, parameters=_parameters(text))
+        for name, text in items.items()
+    ]
     if kind == "recipes":
-        for at, one in enumerate(listed):
-            if size := PARAMETERS.search(one.description):
-                count = int(size[1].replace(",", ""))
-                listed[at] = one.model_copy(update={"parameters": count})
         listed.sort(key=lambda one: one.parameters or math.inf)
     return ListResult(kind=kind, items=listed)
+
+
+def _parameters(description: str) -> int | None:
+    found = PARAMETERS.search(description)
+    return int(found[1].replace(",", "")) if found else None
 
 
 def _speedups(recipe: str | Path | None) -> ListResult:
@@ -186,7 +164,11 @@ def _speedups(recipe: str | Path | None) -> ListResult:
         device = "cuda" if machine.gpus else "cpu"
     minutes = note = None
     if device.startswith("cuda"):
-        minutes = _minutes(config, machine)
+        peak = machine.row and machine.row.peak_tflops.get(machine.gpu_dtype)
+        if peak:
+            from flatout.assembly.resolve import expected_minutes  # imports torch
+
+            minutes = expected_minutes(config, peak.value * ASSUMED_MFU)
         if not machine.gpus:
             note = (
                 f"This recipe needs a GPU (train.device={device}), and there is none here. On a "
@@ -194,7 +176,7 @@ def _speedups(recipe: str | Path | None) -> ListResult:
             )
 
     def flops() -> float:
-        from flatout.assembly.resolve import flops_per_token  # imports torch
+        from flatout.assembly.resolve import flops_per_token
 
         return flops_per_token(config)
 
@@ -214,17 +196,8 @@ def _speedups(recipe: str | Path | None) -> ListResult:
                 predicted=speedup.predicted,
             )
         )
+    items.sort(key=lambda item: not item.on)
     return ListResult(kind="speedups", note=note, items=items)
-
-
-def _minutes(config: RunConfig, machine: Machine) -> float | None:
-    """Return the minutes of a run on this machine's GPU that `train` expects, or None."""
-    peak = machine.row and machine.row.peak_tflops.get(machine.gpu_dtype)
-    if not peak or (config.train.steps is None and config.train.tokens is None):
-        return None
-    from flatout.assembly.resolve import expected_minutes  # imports torch
-
-    return expected_minutes(config, peak.value * ASSUMED_MFU)
 
 
 COMMAND = Command(list_entries, example="flatout list speedups")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import math
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,10 +13,10 @@ from pydantic import Field
 from flatout.cli.commands import Command, EndOfText, Pattern
 from flatout.config.schema import load_config
 from flatout.config.signature import Argument, Option, checked
+from flatout.data.prepare.pack.range_files import RangeRecord
 from flatout.data.prepare.pipeline import (
     Options,
     Prepared,
-    PreparedPart,
     engine_named,
     join_parts,
     prepare_dataset,
@@ -24,7 +24,8 @@ from flatout.data.prepare.pipeline import (
 )
 from flatout.data.prepare.plan.work_dir import WorkPart
 from flatout.data.prepare.upload import prepare_upload
-from flatout.display import Display
+from flatout.data.store.manifest import Manifest
+from flatout.display import Display, amount
 from flatout.errors import UsageError
 from flatout.progress import SILENT, Progress, counted
 from flatout.storage.json_io import JsonObject, Result
@@ -132,6 +133,9 @@ Cache = Annotated[
 ]
 
 
+PARTS_DONE = "all parts are done. Join them with --join"
+
+
 class PrepareResult(Result):
     """The dataset that `prepare` wrote."""
 
@@ -202,32 +206,32 @@ def prepare(
         _names(val or ()), _names(include or ()), chat,
     )
     # fmt: on
-    file = None if from_file is None else str(from_file)
-    shared: JsonObject = {"from_file": file, "cache": cache and Path(cache), "progress": progress}
-    if part is not None and join:
-        raise UsageError(
-            "--part and --join cannot be combined.",
-            fix="Do every part with --part I/N, then --join once, without --part.",
-        )
-    shares = "--join" if join else "--part" if part is not None else None
-    if shares and engine != "local":
-        raise UsageError(
-            f"--engine {engine} and {shares} cannot be combined: each divides the whole work.",
-            fix="Remove one of the two.",
-        )
-    if shares and is_url(str(out)):
-        raise UsageError(
-            f"{shares} needs a directory that all parts share, and {out} is a URL.",
-            fix="Name a shared directory with --out, or remove --part and --join.",
-        )
+    shares = "--join" if join else "--part"
+    conflicts = {
+        "--part": part is not None and join,
+        f"--engine {engine}": engine != "local",
+        f"--out {out}, which is a URL,": is_url(str(out)),
+    }
+    for what, is_stated in conflicts.items():
+        if is_stated and (join or part is not None):
+            raise UsageError(
+                f"{what} and {shares} cannot be combined.",
+                fix="Remove one of the two. Parts share a directory on this machine, and --join "
+                "follows when all are done.",
+            )
     require_local(cache or "", "--cache ")
-    names = _names(sources)
+    file, names = from_file and str(from_file), _names(sources)
+    shared: JsonObject = {"from_file": file, "cache": cache and Path(cache), "progress": progress}
     if join:
         return _result(join_parts(names, Path(out), options, **shared))
     shared["workers"] = workers
     if part is not None:
         share = WorkPart.parse(part)
-        return _part_result(prepare_part(names, Path(out), options, share, **shared), share)
+        made = prepare_part(names, Path(out), options, share, **shared)
+        left = f"{made.left:,} are left for other parts" if made.left else PARTS_DONE
+        head = f"part {share.index}/{share.count} done in {made.seconds:.1f} s"
+        shown = Display(f"{made.path}  {head}: {len(made.records):,} ranges; {left}")
+        return _counted(made.path, made.records, made.seconds, made.seconds, shown)
     shared["engine"] = engine_named(engine)
     if is_url(str(out)):
         return _result(prepare_upload(names, str(out), options, **shared))
@@ -240,12 +244,9 @@ def _names(given: Sequence[str | Path] | str | Path) -> tuple[str, ...]:
 
 def _result(made: Prepared) -> PrepareResult:
     manifest = made.manifest
-    skipped = {entry.reason: entry.count for entry in manifest.skipped}
     # Of masked text, a manifest has the size of what counts alone.
     is_masked = any(split.masks for split in manifest.splits.values())
-    size = "" if is_masked else f", {manifest.text_bytes / 1e6:,.2f} MB of text"
-    if manifest.cut_documents:
-        size += " (the end of one is for validation)"
+    size = "" if is_masked else f", {amount(manifest.text_bytes, 'bytes')} of text"
     splits = ", ".join(f"{name} {split.tokens:,}" for name, split in manifest.splits.items())
     values = [
         ("tokens", f"{manifest.tokens:,} of {counted(manifest.documents, 'document')}{size}"),
@@ -254,46 +255,34 @@ def _result(made: Prepared) -> PrepareResult:
     ]
     for entry in manifest.skipped:
         first = f" (first: {entry.first[0]})" if entry.first else ""
-        what = entry.reason  # in the plural if it names a kind of thing, such as `.py file`
-        if entry.count != 1:
-            what = re.sub(r"^(\S+ )?(file|document)\b", r"\g<0>s", what)
-        values.append(("omitted", f"{entry.count:,} {what}{first}"))
+        values.append(("omitted", f"{entry.count:,} x {entry.reason}{first}"))
     done = "already exists" if made.existed else f"written in {made.seconds:.1f} s"
-    return PrepareResult(
-        path=made.path,
-        documents=manifest.documents,
-        tokens=manifest.tokens,
-        bytes=manifest.text_bytes,
-        seconds=round(made.seconds, 3),
-        tokens_per_s=made.tokens_per_s,
-        skipped=sum(skipped.values()),
-        skipped_by_reason=skipped,
-        shown=Display(f"{made.path}  {done}", values),
-    )
+    rated_s = math.inf if made.existed else made.seconds
+    shown = Display(f"{made.path}  {done}", values)
+    return _counted(made.path, [manifest], made.seconds, rated_s, shown)
 
 
-def _part_result(made: PreparedPart, part: WorkPart) -> PrepareResult:
-    """Return the result of one part. --join completes the dataset."""
-    records, skipped = made.records, Counter[str]()
-    for record in records:
-        skipped.update({entry.reason: entry.count for entry in record.skipped})
-    tokens = sum(record.tokens for record in records)
-    left = "all parts are done. Join them with --join"
-    if made.left:
-        left = f"{made.left:,} are left for other parts"
+def _counted(
+    path: Path | str,
+    parts: Sequence[Manifest | RangeRecord],
+    seconds: float,
+    rated_s: float,
+    shown: Display,
+) -> PrepareResult:
+    """Return the result with the sums of a dataset, or of the ranges of a part."""
+    skipped, tokens = Counter[str](), sum(part.tokens for part in parts)
+    for part in parts:
+        skipped.update({entry.reason: entry.count for entry in part.skipped})
     return PrepareResult(
-        path=made.path,
-        documents=sum(record.documents for record in records),
+        path=path,
+        documents=sum(part.documents for part in parts),
         tokens=tokens,
-        bytes=sum(record.text_bytes for record in records),
-        seconds=round(made.seconds, 3),
-        tokens_per_s=round(tokens / made.seconds, 1),
+        bytes=sum(part.text_bytes for part in parts),
+        seconds=round(seconds, 3),
+        tokens_per_s=round(tokens / rated_s, 1),
         skipped=skipped.total(),
         skipped_by_reason=dict(skipped),
-        shown=Display(
-            f"{made.path}  part {part.index}/{part.count} done in {made.seconds:.1f} s: "
-            f"{len(records):,} ranges; {left}"
-        ),
+        shown=shown,
     )
 
 

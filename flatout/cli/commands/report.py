@@ -8,14 +8,14 @@ from typing import Annotated
 
 from flatout.cli.commands import Command
 from flatout.config.signature import Argument, Option, checked
-from flatout.errors import CheckpointError, DataError, OutputInUse
+from flatout.errors import OutputInUse
 from flatout.measure.results import FILE as TUNING
 from flatout.progress import SILENT, Progress
 from flatout.storage.files import write_whole, writing
 from flatout.storage.json_io import Result
 from flatout.storage.recognised import require_local
 from flatout.training.run_dir import layout
-from flatout.training.run_dir.lookup import RUNS, find_run
+from flatout.training.run_dir.lookup import RUNS, find_run, run_names
 
 FILE_NAME = "report.html"
 
@@ -71,14 +71,10 @@ def report(
     from flatout.measure.report.page import render, require_packages
 
     began_s = time.perf_counter()
-    known = layout.list_runs(RUNS) if RUNS.is_dir() and not runs else []
-    if not runs and not known:
-        raise CheckpointError(
-            f"There is no run under {RUNS}/.",
-            fix="Name a run directory, or train a run: `flatout demo` takes a few minutes.",
-        )
-    given = [runs] if isinstance(runs, str | Path) else runs or ()
-    folders = [folder for run in given for folder in _folders(run)] or known[-1:]
+    given = (
+        [runs] if isinstance(runs, str | Path) else runs or run_names()[:1] or [str(RUNS / "NAME")]
+    )
+    folders = [folder for run in given for folder in _folders(run)]
     folders = list({folder.resolve(): folder for folder in folders}.values())
     require_local(out or "", "--out ")
     path = Path(out or (folders[0] / FILE_NAME if len(folders) == 1 else FILE_NAME))
@@ -119,24 +115,15 @@ def _folders(run: str | Path) -> list[Path]:
 def _require_ours(path: Path) -> None:
     """Check that `path` can be replaced: it does not exist, or is a report.
 
-    Raises: OutputInUse; DataError.
+    Raises: OutputInUse.
     """
     from flatout.measure.report.page import MARK
 
-    if not path.parent.is_dir():
-        raise DataError(
-            f"There is no directory {path.parent}.", fix="Create it, or choose a different --out."
+    if path.exists() and not path.read_bytes().startswith(MARK.encode()):
+        raise OutputInUse(
+            f"{path} exists and is not a report.",
+            fix="Choose a different file with --out, or move that one away.",
         )
-    if not path.exists():
-        return
-    if path.is_file():
-        with path.open("rb") as file:
-            if file.read(len(MARK)) == MARK.encode():
-                return
-    raise OutputInUse(
-        f"{path} exists and is not a report.",
-        fix="Choose a different file with --out, or move that one away.",
-    )
 
 
 COMMAND = Command(report, example="flatout report runs/demo", writes_files=True)

@@ -27,9 +27,10 @@ class ScriptRun(Result):
         """The script's own."""
         return self.code
 
-    def summary(self) -> str:
-        """Return the changes that could not be applied."""
-        return "\n".join(f"{name} was not applied: {why}" for name, why in self.failed.items())
+    @property
+    def notes(self) -> list[str]:
+        """The changes that could not be applied."""
+        return [f"{name} was not applied: {why}" for name, why in self.failed.items()]
 
 
 @checked

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Annotated
 
 from flatout.cli.commands import Command
 from flatout.config.signature import Argument, Option, checked
-from flatout.display import Display, Show, age, amount, loss, table_of
+from flatout.display import Show, age, amount, loss
 from flatout.errors import CheckpointError, ConfigError, FlatoutError, in_shell, on_one_line
 from flatout.measure.runlog import RunLog
 from flatout.progress import SILENT, Progress
@@ -22,7 +23,7 @@ from flatout.storage.json_io import JsonObject, Result
 from flatout.training.checkpoint import catalog, contents, location
 from flatout.training.checkpoint.catalog import CheckpointInfo
 from flatout.training.run_dir import layout
-from flatout.training.run_dir.lock import hold_lock, is_locked, run_state
+from flatout.training.run_dir.lock import hold_lock, is_locked
 from flatout.training.run_dir.lookup import RUNS, find_run
 
 TAIL_BYTES = 256 * 1024
@@ -38,7 +39,7 @@ Age = Annotated[float, Show("age", age)]
 class RunItem(Stored):
     """One run."""
 
-    run: Annotated[str, Show("run")]
+    run: Annotated[str, Show("run", lambda run: run.removeprefix(f"{RUNS}/"))]
     """The run directory."""
     state: Annotated[str, Show("state")]
     """running, finished, stopped (saved, the same command resumes it), interrupted, failed, killed
@@ -92,28 +93,23 @@ class CheckpointItem(Stored):
     """Its size."""
     age_s: Age
     """Seconds since it was saved."""
-    valid: Annotated[bool | None, Show("", record=lambda item: item.state())]
+    valid: Annotated[bool | None, Show(form={True: "valid", False: "not valid"}.get, unknown="")]
     """Whether all of its files are there and match its manifest. Null if only their sizes were
     compared, and match."""
+    best: Annotated[bool | None, Show(form=lambda best: "best" * best, unknown="")] = None
+    """Whether it has the lowest validation loss of the run. Null if that is not known."""
     problems: list[str]
     """Why it is not valid: one sentence per file."""
-    best: bool | None = None
-    """Whether it has the lowest validation loss of the run. Null if that is not known."""
     info: CheckpointInfo | None
     """What it states about itself. Null if an earlier version wrote it, or it is not readable."""
-
-    def state(self) -> str:
-        """Return whether it is valid, if that is known, and whether it is the best one."""
-        known = {None: [], True: ["valid"], False: ["not valid"]}[self.valid]
-        return ", ".join([*known, *["best"] * bool(self.best)])
 
 
 class RunsResult(Result):
     """Runs, oldest first, or one run with its checkpoints."""
 
-    items: list[RunItem]
+    items: Annotated[list[RunItem], Show(record=lambda _: "")]
     """One object per run."""
-    checkpoints: tuple[CheckpointItem, ...] = ()
+    checkpoints: Annotated[tuple[CheckpointItem, ...], Show(record=lambda _: "")] = ()
     """Of the run that was named, by step."""
     aside: tuple[str, ...] = ()
     """The directories of its checkpoints that were set aside: the run went back to an earlier step.
@@ -121,27 +117,22 @@ class RunsResult(Result):
     removed: tuple[str, ...] = ()
     """The directories that this command deleted."""
 
-    def display(self) -> Display:
-        """Return the runs, the checkpoints of the run that was named, and what was deleted."""
+    @property
+    def notes(self) -> list[str]:
+        """What was deleted, and what is wrong with checkpoints."""
         if not self.items:
-            return Display("There are no runs yet. `flatout demo` starts one.")
-        base = os.path.commonpath([os.path.dirname(item.run) for item in self.items])
-        rows = [
-            item.model_copy(update={"run": os.path.relpath(item.run, base or None)})
-            for item in self.items
-        ]
-        tables = [table_of(each) for each in (rows, self.checkpoints) if each]
+            return ["There are no runs yet. `flatout demo` starts one."]
+        run = in_shell(self.items[0].run)
         notes = [f"Deleted {path}" for path in self.removed]
         notes += [item.problems[0] for item in self.checkpoints if item.problems]
-        run = in_shell(self.items[0].run)
         if self.checkpoints:
             notes.append(f"`flatout verify {run}` reads every file of the checkpoints.")
         if self.aside:
             notes.append(
                 f"Set aside, since the run went back to an earlier step: {', '.join(self.aside)}. "
-                f"`flatout runs {run} --remove-aside` deletes what was set aside."
+                f"`flatout runs {run} --keep N` deletes them too."
             )
-        return Display(f"In {base or '.'}:", (), tables, notes)
+        return notes
 
 
 @checked
@@ -158,17 +149,13 @@ def runs(
             min=1,
         ),
     ] = None,
-    remove_aside: Annotated[
-        bool,
-        Option("Delete the checkpoints that were set aside when the run went back to a step."),
-    ] = False,
     *,
     progress: Progress = SILENT,
 ) -> RunsResult:
     """List runs: their state, step, loss, size, age, and the settings in which they differ.
 
-    Given a run, its checkpoints are listed too. Nothing is deleted without --keep or
-    --remove-aside, and never the last valid checkpoint. `flatout verify RUN` reads every file.
+    Given a run, its checkpoints are listed too. Nothing is deleted without --keep, and never the
+    last valid checkpoint. `flatout verify RUN` reads every file.
 
     Raises: CheckpointError when there is no such run, or it is running and something is to be
             deleted.
@@ -178,118 +165,109 @@ def runs(
     if run is not None and not paths:
         root = find_run(run)
         paths = [root]
-    if paths != [root] and (keep is not None or remove_aside):
-        raise ConfigError(
-            f"{'--remove-aside' if keep is None else '--keep'} deletes checkpoints of one run.",
-            fix="Name it: `flatout runs RUN --keep 1`.",
-        )
-    removed: list[str] = []
-    if keep is not None or remove_aside:
-        removed = _remove(root, keep, remove_aside=remove_aside, progress=progress)
+    removed = list[Path]()
+    if keep is not None:
+        if paths != [root]:
+            raise ConfigError(
+                "--keep deletes checkpoints of one run.",
+                fix="Name it: `flatout runs RUN --keep 1`.",
+            )
+        removed = _prune(root, keep, progress)
         if not removed:
             progress.say("There was nothing to delete.")
-    settings = differing([_settings(path) for path in paths])
-    items = list(map(_item, paths, settings))
+    items = list(map(_item, paths, differing([_settings(path) for path in paths])))
     if paths != [root] or items[0].state == "damaged":
         return RunsResult(items=items)
     return RunsResult(
         items=items,
         checkpoints=tuple(checkpoint_items(root)),
         aside=tuple(map(str, catalog.aside_paths(root))),
-        removed=tuple(removed),
+        removed=tuple(map(str, removed)),
     )
 
 
 def checkpoint_items(
     run: Path, *, read: bool = False, progress: Progress = SILENT
 ) -> list[CheckpointItem]:
-    """Return the checkpoints of a run, by step. With `read`, each of their files is read in full.
+    """Return the checkpoints of a run, by step, or the one that `run` is.
 
-    Those that a running process deletes meanwhile are omitted. The validation loss of the last
-    step, which a run measures after its last save, is that of metrics.jsonl.
+    With `read`, each of their files is read in full.
+
+    Otherwise tensors are judged by the sizes of their files. Checkpoints that a process deletes
+    meanwhile are omitted. The validation loss of the last step, which a run measures after its last
+    save, is that of metrics.jsonl.
     """
-    paths = [catalog.checkpoint_path(run, step) for step in catalog.steps(run)]
-    found = [(path, checkpoint_item(path, read=read, progress=progress)) for path in paths]
-    items = [item for path, item in found if path.exists()]
-    best, sound = None, [item for item in items if not item.problems]
-    with suppress(CheckpointError):
-        best = catalog.best_step_of(Path(sound[-1].path)) if sound else None
-    losses = {
-        record["step"]: record["val/loss"]
-        for record in (RunLog(run).records() if items else ())
-        if "val/loss" in record
-    }
-    return [
-        item.model_copy(
-            update={"best": item.step == best, "val_loss": item.val_loss or losses.get(item.step)}
+    is_one, items = catalog.is_checkpoint(run), []
+    for path in [run] if is_one else _paths(run):
+        try:
+            if read:
+                problems = contents.problems_of(path, progress=progress)
+            else:
+                problems = catalog.verify(path, check=catalog.check_unless("model", "optimizer"))
+        except OSError as error:
+            problems = [f"{error.filename or path} cannot be read: {error.strerror}."]
+        info = catalog.read_info(path)
+        item = CheckpointItem(
+            path=str(path),
+            step=catalog.step_of(path),
+            train_loss=info and info.train_loss,
+            val_loss=info and info.val_loss,
+            files=sum(1 for _ in path.glob("*")),
+            bytes=folder_bytes(path),
+            age_s=_since(info.saved_at if info else _changed_s(path)),
+            valid=False if problems else read or None,
+            problems=problems,
+            info=info,
         )
-        for item in items
-    ]
+        items += [item] if path.exists() else []
+    best, losses = None, dict[float, float]()
+    with suppress(CheckpointError):
+        sound = [item.path for item in items if not item.problems]
+        best = catalog.best_step_of(Path(sound[-1])) if sound else None
+    for record in RunLog(run).records() if items else ():
+        if "val/loss" in record:
+            losses[record["step"]] = record["val/loss"]
+    for at, item in enumerate(items):
+        known = {"best": item.step == best, "val_loss": item.val_loss or losses.get(item.step)}
+        items[at] = item.model_copy(update=known)
+    return items
 
 
-def checkpoint_item(
-    path: Path, *, read: bool = False, progress: Progress = SILENT
-) -> CheckpointItem:
-    """Return a checkpoint, whose tensors are read in full or judged by the sizes of their files."""
-    try:
-        if read:
-            problems = contents.problems_of(path, progress=progress)
-        else:
-            problems = catalog.verify(path, check=catalog.check_unless("model", "optimizer"))
-    except OSError as error:
-        problems = [f"{error.filename or path} cannot be read: {error.strerror}."]
-    info = catalog.read_info(path)
-    return CheckpointItem(
-        path=str(path),
-        step=catalog.step_of(path),
-        train_loss=info and info.train_loss,
-        val_loss=info and info.val_loss,
-        files=sum(1 for _ in path.glob("*")),
-        bytes=folder_bytes(path),
-        age_s=_age_s(info.saved_at if info else None, path),
-        valid=False if problems else read or None,
-        problems=problems,
-        info=info,
-    )
+def _paths(run: Path) -> list[Path]:
+    return [catalog.checkpoint_path(run, step) for step in catalog.steps(run)]
 
 
-def _age_s(saved_at: float | None, *files: Path) -> float:
-    """Return the seconds since a time, or without one since the last change of some files."""
-    changed = (file.stat().st_mtime for file in files if file.exists())
-    then = saved_at or max(changed, default=time.time())
-    return round(max(time.time() - then, 0.0), 1)
+def _changed_s(*files: Path) -> float:
+    return max((file.stat().st_mtime for file in files if file.exists()), default=time.time())
 
 
-def _remove(folder: Path, keep: int | None, *, remove_aside: bool, progress: Progress) -> list[str]:
-    """Delete checkpoints of a run, and return their paths.
+def _since(then_s: float) -> float:
+    return round(max(time.time() - then_s, 0.0), 1)
+
+
+def _prune(run: Path, keep: int, progress: Progress) -> list[Path]:
+    """Delete checkpoints of a run, also those that were set aside, and return their paths.
 
     Raises: CheckpointError when a process trains in the run directory.
     """
-    if is_locked(folder):
+    if is_locked(run):
         raise CheckpointError(
-            f"{folder} is in use: its checkpoints change while it trains.",
+            f"{run} is in use: its checkpoints change while it trains.",
             fix="Wait until it finishes, or stop it: its own command resumes it. "
             "checkpoint.keep sets which ones a run keeps by itself.",
         )
-    location.require_own_folder(folder)
-    removed = []
-    with hold_lock(folder, progress=progress), writing_run(folder):
-        if keep is not None:
-            config = layout.read_config(folder)
-            items = checkpoint_items(folder, read=True, progress=progress)
-            valid = {Path(item.path) for item in items if item.valid}
-            deleted = catalog.prune(
-                folder,
-                keep,
-                next((item.step for item in items if item.best), None),
-                config.checkpoint.keep_every if config else None,
-                is_complete=valid.__contains__,
-            )
-            removed += [str(catalog.checkpoint_path(folder, step)) for step in deleted]
-        for path in catalog.aside_paths(folder) if remove_aside else ():
+    location.require_own_folder(run)
+    with hold_lock(run, progress=progress), writing_run(run):
+        items = checkpoint_items(run, read=True, progress=progress)
+        best = next((item.step for item in items if item.best), None)
+        config = layout.read_config(run)
+        every = config.checkpoint.keep_every if config else None
+        valid = {Path(item.path) for item in items if item.valid}
+        deleted = catalog.prune(run, keep, best, every, is_complete=valid.__contains__)
+        aside = list(catalog.aside_paths(run))
+        for path in aside:
             catalog.delete_aside(path)
-            removed.append(str(path))
-    return removed
+    return [*(catalog.checkpoint_path(run, step) for step in deleted), *aside]
 
 
 def differing(configurations: Sequence[JsonObject]) -> list[JsonObject]:
@@ -297,17 +275,19 @@ def differing(configurations: Sequence[JsonObject]) -> list[JsonObject]:
 
     The recipe's name is included if there are several recipes.
     """
-    values: dict[tuple[str, str], set[str]] = {}
+
+    def group(one: JsonObject, key: str) -> tuple[str, str]:
+        return "" if key == "name" else one["name"], key
+
+    values = defaultdict[tuple[str, str], set[str]](set)
     for one in configurations:
         for key, value in one.items():
-            values.setdefault((one["name"], key), set()).add(json.dumps(value, default=str))
-    recipes = {one["name"] for one in configurations if one}
+            values[group(one, key)].add(repr(value))
     return [
         {
             key: value
             for key, value in one.items()
-            if value is not None
-            and (len(recipes if key == "name" else values[one["name"], key]) > 1)
+            if value is not None and len(values[group(one, key)]) > 1
         }
         for one in configurations
     ]
@@ -322,27 +302,25 @@ def _settings(path: Path) -> JsonObject:
 
 
 def _item(path: Path, settings: JsonObject) -> RunItem:
-    config, checkpoints, state, size = None, [], "damaged", folder_bytes(path)
-    last: dict[str, float] = {}
+    log, size = RunLog(path, tail_bytes=TAIL_BYTES), folder_bytes(path)
+    config, saved, end = None, list[Path](), math.inf
     with suppress(FlatoutError):
-        config, checkpoints = layout.read_config(path), catalog.steps(path)
-        elsewhere = location.checkpoints_folder(path)
-        size += 0 if elsewhere.is_relative_to(path) else folder_bytes(elsewhere)
-        log = RunLog(path, tail_bytes=TAIL_BYTES)
-        end = (config and config.train.steps) or math.inf
-        last = {k: v for each in log.records() if each["step"] <= end for k, v in each.items()}
-        state = run_state(path) if log.is_readable else "damaged"
+        config, saved = layout.read_config(path), _paths(path)
+        end = (config and config.train.steps) or end
+    size += sum(folder_bytes(each) for each in saved if not each.is_relative_to(path))
+    last = {k: v for each in log.records() if each["step"] <= end for k, v in each.items()}
     written = [path / name for name in WRITTEN if (path / name).exists()]
+    checkpoints = list(map(catalog.step_of, saved))
     return RunItem(
         run=str(path),
-        state=state,
+        state=log.state if config and log.is_readable else "damaged",
         step=int(last.get("step", max(checkpoints, default=0))),
         last_step=config.train.steps if config else None,
         train_loss=last.get("train/loss"),
         val_loss=last.get("val/loss"),
         checkpoints=checkpoints,
         bytes=size,
-        age_s=_age_s(None, *(written or [path / layout.CONFIG])),
+        age_s=_since(_changed_s(*(written or [path / layout.CONFIG]))),
         settings=settings,
     )
 

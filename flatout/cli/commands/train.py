@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,10 +17,11 @@ from flatout.cli.commands.eval import DatasetScore
 from flatout.config.schema import RunConfig, load_config
 from flatout.config.signature import Option, checked
 from flatout.data.conversation.templates import stored_template
-from flatout.display import Display, table_of, terminal_text
+from flatout.display import Display, Show, amount, displayed, duration, gib, loss, quoted, rate
 from flatout.distributed.launch import num_processes, replicas
 from flatout.hardware.machine import probe
-from flatout.progress import SILENT, Progress
+from flatout.measure.runlog import RunLog
+from flatout.progress import SILENT, Progress, counted
 from flatout.storage.cache import default_cache
 from flatout.storage.json_io import JsonObject, Result
 from flatout.storage.recognised import require_local
@@ -32,18 +35,26 @@ if TYPE_CHECKING:
 
 SAMPLE_TOKENS, MOST_DOCUMENTS = 160, 8
 """Length of a sample during a run, and the most documents in it."""
+SAMPLE_LINES = 12
+"""Most lines of a sample that are shown at the end: all of it is in events.jsonl."""
+
+
+def prediction(predicted: JsonObject) -> str:
+    """Return what was predicted of a run, under the names of the measured metrics."""
+    forms = {"wall_s": duration, "peak_gib": gib, "tokens_per_s": rate}
+    return ", ".join(form(predicted[name]) for name, form in forms.items() if predicted.get(name))
 
 
 class TrainResult(Result):
     """The summary of a run."""
 
-    run: str
+    run: Annotated[str, Show("Run")]
     """The run directory."""
-    steps: int
+    steps: Annotated[int, Show("Trained", record=lambda result: result.length())]
     """Optimizer steps."""
     tokens: int
     """Tokens trained on, over all resumes."""
-    train_loss: float | None
+    train_loss: Annotated[float | None, Show("Loss", record=lambda result: result.losses())]
     """Loss of the last recorded step, in nats per token."""
     val_loss: float | None
     """Loss on the whole validation split, in nats per token. For a mix, weighted by its shares."""
@@ -55,17 +66,17 @@ class TrainResult(Result):
     """The step of that loss."""
     bits_per_byte: float | None
     """Validation loss in bits per byte of text."""
-    by_dataset: tuple[DatasetScore, ...] = ()
+    by_dataset: Annotated[tuple[DatasetScore, ...], Show("By dataset")] = ()
     """The score on each dataset of a mix, as `eval` shows it."""
     stopped_early: bool = False
     """Whether train.patience ended it before its last step."""
     stopped_because: str | None = None
     """Why it ended before its last step."""
-    tokens_per_s: float | None
+    tokens_per_s: Annotated[float | None, Show("Speed", record=lambda result: result.rates())]
     """Steady rate of training: the median after the warm-up."""
     wall_tokens_per_s: float | None
     """Tokens per second of this process's whole time, including evaluation and saving."""
-    mfu: float | None
+    mfu: Annotated[float | None, Show("MFU", record=lambda result: result.utilization())]
     """Share of the peak that `mfu_of` names. Null if it is unknown."""
     mfu_of: str | None
     """The peak that `mfu` is a share of, or why it is unknown."""
@@ -75,7 +86,7 @@ class TrainResult(Result):
     """Seconds spent compiling, before the first step and after. Null when nothing was compiled."""
     recompiles: int | None = None
     """Graphs compiled after the warm-up. The reason for each is in events.jsonl."""
-    skipped_steps: int | None = None
+    skipped_steps: Annotated[int | None, Show("Events", record=lambda result: result.bad())] = None
     """Steps of the whole run whose update was skipped because the loss or the gradient norm was
     bad. Null in runs of earlier versions. Overflows of float16 do not count."""
     alarms: int | None = None
@@ -86,7 +97,7 @@ class TrainResult(Result):
     """Seconds over all resumes."""
     resumed_from: str | None
     """Checkpoint that this process resumed from."""
-    predicted: JsonObject | None = None
+    predicted: Annotated[JsonObject | None, Show("Predicted", prediction, unknown="")] = None
     """What was predicted before the first step, under the names of the measured metrics.
 
     It has tokens_per_s, wall_s and peak_gib (null: unknown), and where they come from. Null in
@@ -94,15 +105,61 @@ class TrainResult(Result):
     weights_sha256: str
     """Digest of the files of the final weights: equal runs of as many processes have equal ones."""
 
-    def summary(self) -> str:
-        """Return the last sample and the metrics of the run."""
-        from flatout.cli.terminal import closing
+    @property
+    def headline(self) -> str:
+        """The last sample."""
+        events = RunLog(Path(self.run)).events
+        samples = [str(event.get("text")) for event in events if event["event"] == "sample"]
+        lines = quoted(samples[-1]).split("\n")[:SAMPLE_LINES] if samples else []
+        return "\n".join(["A sample:", *lines, ""]) if lines else ""
 
-        parts = [closing(self.model_dump())]
-        if len(self.by_dataset) > 1:
-            parts.append(terminal_text(Display(tables=[table_of(self.by_dataset)])))
-        parts += [self.stopped_because] if self.stopped_because else []
-        return "\n\n".join(parts)
+    @property
+    def notes(self) -> list[str]:
+        """Why it ended early."""
+        return [self.stopped_because] if self.stopped_because else []
+
+    def display(self) -> Display:
+        """Return what is declared above, with a table of several datasets only."""
+        shown = displayed(self)
+        return shown if len(self.by_dataset) > 1 else replace(shown, tables=())
+
+    def bad(self) -> str:
+        """Return the number of bad steps and of alarms."""
+        counts = (("bad step", self.skipped_steps), ("alarm", self.alarms))
+        found = [counted(count, name) for name, count in counts if count]
+        return f"{', '.join(found)}: see events.jsonl" if found else ""
+
+    def length(self) -> str:
+        """Return the steps, tokens, time and memory."""
+        total = f" ({duration(self.elapsed_s)} in total)" if self.resumed_from else ""
+        memory = f", {gib(self.peak_gib)} peak" if self.peak_gib else ""
+        tokens = f"{amount(self.tokens, 'tokens')} in {duration(self.wall_s)}"
+        return f"{counted(self.steps, 'step')}, {tokens}{total}{memory}"
+
+    def losses(self) -> str:
+        """Return the losses that are known."""
+        found = []
+        if self.train_loss is not None:
+            found.append(f"training {loss(self.train_loss)}")
+        if self.val_loss is not None:
+            perplexity = math.exp(min(self.val_loss, 700))
+            found.append(f"validation {loss(self.val_loss)} (perplexity {perplexity:.1f})")
+        if self.best_val_loss is not None and self.best_step not in {None, self.steps}:
+            found.append(f"best in the run {loss(self.best_val_loss)} at step {self.best_step:,}")
+        if self.bits_per_byte is not None:
+            found.append(f"{self.bits_per_byte:.3f} bits per byte")
+        return ", ".join(found)
+
+    def rates(self) -> str:
+        """Return the steady rate, and the one over the whole time."""
+        rates = {"steady": self.tokens_per_s, "in all": self.wall_tokens_per_s}
+        return ", ".join(f"{rate(value)} {name}" for name, value in rates.items() if value)
+
+    def utilization(self) -> str:
+        """Return the share of the peak, or why it is unknown."""
+        if self.mfu is not None:
+            return f"{self.mfu:.1%} of the peak ({self.mfu_of})"
+        return self.mfu_of or "unknown: no peak rate is known for this device"
 
 
 RunDir = Annotated[

@@ -41,7 +41,10 @@ def tune(
     ] = False,
     out: Annotated[
         Path | str | None,
-        Option("The recipe to write (default: tuned.yaml). Of a script, the directory."),
+        Option(
+            "The recipe to write (default: tuned.yaml). Of a script, the directory (default: "
+            "tuned-NAME, if something was found)."
+        ),
     ] = None,
     patch: Annotated[
         Path | str | None, Option("Of a script: file for the unified diff, if there is one.")

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
 from flatout.assembly import preflight
 from flatout.cli.commands import Command, Overrides, TrustCode
-from flatout.cli.commands.runs import CheckpointItem, checkpoint_item, checkpoint_items
-from flatout.config.registry import RECIPES
+from flatout.cli.commands.runs import CheckpointItem, checkpoint_items
+from flatout.config.registry import RECIPES, SUFFIXES
 from flatout.config.schema import load_config
 from flatout.config.signature import Argument, Option, checked
 from flatout.data.store.manifest import TOKENIZER
 from flatout.data.store.remote import dataset_url
 from flatout.data.store.verify import verify_dataset, verify_remote
-from flatout.display import Display, table_of
+from flatout.display import Display, amount, table_of
 from flatout.errors import CheckpointError, ConfigError, FlatoutError, in_shell
 from flatout.measure.resume import ResumeProof
-from flatout.progress import SILENT, Progress, counted, readable_size
+from flatout.progress import SILENT, Progress, counted
 from flatout.storage.files import sha256
 from flatout.storage.json_io import Result
 from flatout.storage.remote.urls import is_url
@@ -62,7 +63,7 @@ class VerifyResult(Result):
         if self.resume is not None:
             return self.resume.display()
         found = f"is damaged: {counted(len(self.problems), 'problem')}."
-        read = f"{counted(self.files, 'file')} read, {readable_size(self.bytes)}."
+        read = f"{counted(self.files, 'file')} read, {amount(self.bytes, 'bytes')}."
         fix = "Fix: restore the damaged files from a copy, or delete the checkpoint."
         if self.kind == "dataset":
             read = f"{counted(self.blocks, 'block')} of {read}"
@@ -116,12 +117,12 @@ def verify(
     Raises: UsageError when it is none of these, or a store does not answer; RunFailed when the
             recipe cannot be trained.
     """
-    shown = str(path)
+    shown, folder = str(path), Path(path)
+    run = None if is_url(shown) else run_at(folder)
     given = [overrides] if isinstance(overrides, str) else [*(overrides or ())]
     given += ["--steps"] * (steps is not None) + ["--trust-code"] * trust_code
     if resume:
-        run = run_at(Path(path)) if shown not in RECIPES.names() else None
-        named = path if run is None else settings_file(run)
+        named = path if run is None or shown in RECIPES.names() else settings_file(run)
         config = load_config(named, overrides or (), trust_code=trust_code)
         preflight.check(config, progress=progress)
         from flatout.measure.resume import prove_resume, steps_of
@@ -140,9 +141,8 @@ def verify(
             f"`flatout verify` uses {given[0]} only with --resume, which trains a recipe.",
             fix=f"Remove {given[0]}, or add --resume.",
         )
-    folder, run = Path(path), None if is_url(shown) else run_at(Path(path))
     if run is not None or catalog.is_checkpoint(folder):
-        return _verify_checkpoints(run, folder, progress)
+        return _verify_checkpoints(run, run or folder, progress)
     if is_url(shown):
         found = verify_remote(dataset_url(shown), progress=progress)
     else:
@@ -159,8 +159,9 @@ def verify(
 
 
 def run_at(path: Path) -> Path | None:
-    """Return the run directory at a path, or of that name under runs/. None when there is none."""
-    candidates = [path] if path.exists() else [RUNS / path]
+    """Return the run directory at a path, also at its checkpoints, or of that name under runs/."""
+    above = [path.parent] if path.name == "checkpoints" else []
+    candidates = [path, *above] if path.exists() else [RUNS / path]
     return next((one for one in candidates if (one / layout.CONFIG).is_file()), None)
 
 
@@ -170,66 +171,54 @@ def _require_dataset(path: str) -> None:
     Raises: ConfigError; CheckpointError that names the steps that have a checkpoint.
     """
     given = Path(path)
-    is_file = given.is_file() and given.suffix in (".yaml", ".yml")
-    if is_file or (path in RECIPES.names() and not given.exists()):
+    if given.suffix in SUFFIXES or (path in RECIPES.names() and not given.exists()):
         raise ConfigError(
             f"{path} is a recipe, not a dataset, a checkpoint or a run.",
             fix=f"`flatout verify --resume {in_shell(path)}` proves that it resumes exactly.",
         )
-    known = catalog.steps_in(given.parent)
-    if known and not given.exists():
+    if (known := catalog.steps_in(given.parent)) and not given.exists():
         raise CheckpointError(
             f"There is no checkpoint {path}.",
             fix=f"Steps that have one: {', '.join(map(str, known))}.",
         )
-    inside = catalog.steps_in(given)
-    if inside:
-        raise CheckpointError(
-            f"{path} is a directory of checkpoints.",
-            fix=f"Name one of them, {given / f'step-{inside[-1]}'} for example, or the run.",
-        )
 
 
-def _verify_checkpoints(run: Path | None, checkpoint: Path, progress: Progress) -> VerifyResult:
+def _verify_checkpoints(run: Path | None, folder: Path, progress: Progress) -> VerifyResult:
     """Check a checkpoint, or all those of a run, its configuration and its tokenizer.
 
     Raises: CheckpointError when the run has no checkpoint.
     """
-    if run is None:
-        items = [checkpoint_item(checkpoint, read=True, progress=progress)]
-    else:
-        items = checkpoint_items(run, read=True, progress=progress)
+    items = checkpoint_items(folder, read=True, progress=progress)
     if not items:
         raise CheckpointError(
             f"The run {run} has no checkpoint yet.",
             fix="Train it first: `flatout train` saves every ten minutes and at the end.",
         )
     valid = [item.path for item in items if item.valid]
-    problems = [] if run is None else _run_problems(run, Path(valid[-1]) if valid else None)
+    problems = _run_problems(run, valid) if run else []
     problems += [problem for item in items for problem in item.problems]
     return VerifyResult(
-        path=str(run or checkpoint),
+        path=str(folder),
         ok=not problems,
         problems=problems,
         files=sum(item.files for item in items),
         bytes=sum(item.bytes for item in items),
-        kind="checkpoint" if run is None else "run",
+        kind="run" if run else "checkpoint",
         checkpoints=tuple(items),
         newest_valid=valid[-1] if valid else None,
     )
 
 
-def _run_problems(run: Path, newest_valid: Path | None) -> list[str]:
+def _run_problems(run: Path, valid: Sequence[str]) -> list[str]:
     """Return what is wrong with the configuration and the tokenizer of a run."""
     problems = []
     try:
-        stored = layout.read_config(run)
-        if stored is not None:
+        if stored := layout.read_config(run):
             require_unedited(run / layout.CONFIG, stored, free=UNSEALED_KEYS)
     except FlatoutError as error:
         problems.append(error.what)
-    known, kept = newest_valid and catalog.tokenizer_of(newest_valid), run / TOKENIZER
-    if known is not None and kept.exists() and sha256(kept) != known:
+    known, kept = valid and catalog.tokenizer_of(Path(valid[-1])), run / TOKENIZER
+    if known and kept.exists() and sha256(kept) != known:
         problems.append(
             f"{kept} is damaged or was replaced: the model was trained with a different tokenizer."
         )

@@ -1,4 +1,4 @@
-"""Terminal output: the progress of long operations and runs, and the closing lines of a run.
+"""Terminal output: the progress of long operations and runs.
 
 Everything here goes to standard error. Standard output is for results. On a terminal, each
 operation has one line that is redrawn. In a log file or a pipe, it prints a plain line every five
@@ -7,12 +7,10 @@ seconds.
 
 from __future__ import annotations
 
-from flatout.cli.terminal.closing import closing
 from flatout.cli.terminal.lines import Terminal
 from flatout.cli.terminal.panel import RunReport
 
 __all__ = [
     "RunReport",
     "Terminal",
-    "closing",
 ]

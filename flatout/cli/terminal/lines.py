@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -28,10 +27,11 @@ from flatout.errors import without_secrets
 from flatout.storage.streams import printable, wrapped
 
 APPEARS_AFTER_S = 0.1
-PLAIN_EVERY_S, UNCOUNTED_EVERY_S = 5.0, 15.0
-"""Time between two log lines, and between two about an operation without a count."""
+FIRST_PLAIN_S, PLAIN_EVERY_S, UNCOUNTED_EVERY_S = 2.0, 5.0, 15.0
+"""Time until a log line about an operation, between two, and after one without a count."""
 TICK_S = 0.25
-RATE_WINDOW_S = 10.0
+RATE_WINDOW_S = 600.0
+"""Time over which a rate is measured: with evaluations, and calm to watch."""
 WIDE = 100
 """Columns of a terminal from which there is a bar."""
 
@@ -115,8 +115,7 @@ class Terminal:
         )
         self._lock = threading.RLock()
         self._ticker: threading.Thread | None = None
-        self._all_closed = threading.Event()
-        self._last_plain = -math.inf
+        self._next_plain = 0.0
 
     @property
     def interactive(self) -> bool:
@@ -140,29 +139,26 @@ class Terminal:
         With a known `total`, the time left is shown. `panel` returns what is shown below the lines.
         It is called in another thread.
         """
+        fields: dict[str, Any] = {"unit": unit, "note": "", "panel": panel}
         with self._lock:
-            outermost = not self.lines.tasks
-            fields: dict[str, Any] = {"unit": unit, "note": "", "panel": panel, "shown_s": None}
+            is_outermost = not self.lines.tasks
             number = self.lines.add_task(clean(what), total=total, completed=int(done), **fields)
-            if outermost:
+            task = self.lines.tasks[-1]
+            if is_outermost:
                 self._start()
-        task = self._known(number)
-        failed = True
         try:
             yield OpenTask(self.lines, number)
-            failed = False
         finally:
             with self._lock:
                 if number in self.lines.task_ids:
                     self.lines.remove_task(number)
-                empty = not self.lines.tasks
-            if empty:
+                is_empty = not self.lines.tasks
+            if is_empty:
                 self._stop()
-            if outermost and not failed and (line := closing_line(task)):
-                self.say(line)
-
-    def _known(self, number: TaskID) -> Task:
-        return next(task for task in self.lines.tasks if task.id == number)
+        seconds = task.elapsed or 0.0
+        if is_outermost and seconds >= 1:
+            counted = f"{amount(task.completed, unit)} in " if unit and task.completed else ""
+            self.say(f"{task.description}: {counted}{duration(seconds)}")
 
     def say(self, line: str) -> None:
         """Print one permanent line. A terminal wraps it at spaces."""
@@ -181,47 +177,31 @@ class Terminal:
         if self.interactive:
             self.lines.start()
             return
-        self._all_closed = threading.Event()
-        self._last_plain = max(self._last_plain, self.clock() - PLAIN_EVERY_S + 2)
-        ticker = threading.Thread(
-            target=self._tick, args=(self._all_closed,), name="progress", daemon=True
-        )
-        ticker.start()  # may fail, and only a thread that runs can be joined
-        self._ticker = ticker
+        self._next_plain = max(self._next_plain, self.clock() + FIRST_PLAIN_S)
+        if self._ticker is None:
+            ticker = threading.Thread(target=self._tick, name="progress", daemon=True)
+            ticker.start()
+            self._ticker = ticker
 
     def _stop(self) -> None:
-        ticker, self._ticker = self._ticker, None
         with suppress(IndexError):  # a signal came while it started, before rich had its hook
             self.lines.live.stop()
-        if ticker:
-            self._all_closed.set()
-            ticker.join()
 
-    def _tick(self, closed: threading.Event) -> None:
-        while not closed.wait(TICK_S):
-            if line := self.plain_line():
-                self.say(line)
+    def _tick(self) -> None:
+        while True:
+            time.sleep(TICK_S)
+            with self._lock:
+                if not self.lines.tasks:
+                    self._ticker = None
+                    return
+                self.tell()
 
-    def plain_line(self) -> str | None:
-        """Return the line that is due about the innermost operation, None if it is too early."""
+    def tell(self) -> None:
+        """Print a line about the innermost operation, if one is due."""
         with self._lock:
             now_s, tasks = self.clock(), self.lines.tasks
-            if not tasks or now_s - self._last_plain < PLAIN_EVERY_S:
-                return None
-            task, shown_s = tasks[-1], tasks[-1].fields["shown_s"]
-            is_counted = task.total or task.fields["unit"]
-            if not is_counted and shown_s is not None and now_s - shown_s < UNCOUNTED_EVERY_S:
-                return None
-            self._last_plain = task.fields["shown_s"] = now_s
-            return f"{task.description}: {facts(task)}"
-
-
-def closing_line(task: Task) -> str | None:
-    """Return the permanent line for the end of an operation. None if it would say nothing new."""
-    seconds, unit = task.elapsed or 0.0, task.fields["unit"]
-    is_counted = task.total or unit
-    is_in_log = task.fields["shown_s"] is not None and not is_counted
-    if seconds < 1 or (is_in_log and seconds < UNCOUNTED_EVERY_S):
-        return None
-    counted = f"{amount(task.completed, unit)} in " if unit and task.completed else ""
-    return f"{task.description}: {counted}{duration(seconds)}"
+            if not tasks or now_s < self._next_plain:
+                return
+            is_counted = tasks[-1].total or tasks[-1].fields["unit"]
+            self._next_plain = now_s + (PLAIN_EVERY_S if is_counted else UNCOUNTED_EVERY_S)
+            self.say(f"{tasks[-1].description}: {facts(tasks[-1])}")

@@ -7,8 +7,8 @@ import inspect
 import statistics
 import sys
 from collections import deque
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from itertools import pairwise
 from typing import Any
 
@@ -16,9 +16,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from flatout.cli.terminal.closing import closing_facts, indented
-from flatout.cli.terminal.lines import OpenTask, Terminal, clean
-from flatout.display import age, amount, duration, rate
+from flatout.cli.terminal.lines import OpenTask, Terminal
+from flatout.display import amount, quoted, rate
 from flatout.progress import counted
 from flatout.storage.json_io import JsonObject
 from flatout.storage.streams import can_show, wrapped
@@ -27,15 +26,10 @@ MIN_COLUMNS, MIN_LINES = 40, 12
 """A smaller terminal has no panel."""
 BARS, MAX_BARS = "▁▂▃▄▅▆▇█", 20
 """Of the sparkline."""
-MAX_LOSSES = 512
-"""Most losses that are kept. Beyond that, only every second one is, and so on."""
-RECORDS = 5
-"""The rate is the median of this many latest records of metrics.jsonl."""
-MIN_CLOCK_S = 1.0
-"""Minimum time before the rate is taken from the clock."""
-EPOCHS_EVERY_S = 5.0
-"""Minimum time between lines about epochs. A short text has many epochs per second."""
+MAX_LOSSES = 2000
+"""The sparkline shows this many of the latest losses."""
 DEVICE = {
+    "perf/mfu": "MFU {:.1%}",
     "mem/allocated_gib": "{:.2f} GiB",
     "mem/peak_gib": "{:.2f} GiB peak",
     "mem/reserved_gib": "{:.2f} GiB held",
@@ -47,27 +41,18 @@ DEVICE = {
 
 def settings_of(run: Any) -> str:
     """Return the precision, the optimizer and the batch of a run."""
-    config, batch, groups = run.config, run.config.batch, run.mesh.dp_size
-    together = run.mesh.world_size // groups
-    filled = run.recipe.filled_by
-    optimizer = config.optim.kind
-    if "optimizer" in filled:
-        fused = filled["optimizer"].replace("-", " ")
-        optimizer = fused if optimizer == "adamw" else f"{optimizer} with {fused}"
+    config, batch, filled = run.config, run.config.batch, run.recipe.filled_by
+    fused = filled.get("optimizer", "adamw").replace("-", " ")
     parts = [
         f"{run.recipe.arithmetic(config.train.device)} matmuls",
         "compiled" if "compilation" in filled else "eager",
-        optimizer,
+        fused if config.optim.kind == "adamw" else config.optim.kind,
         *([filled["activations"]] if "activations" in filled else []),
     ]
-    product = counted(int(batch.rows_per_device), "row")
-    if (batch.accumulate or 1) > 1:
-        product += f" x {batch.accumulate:,} micro-batches"
-    if groups > 1:
-        product += f" x {groups:,} {'groups' if together > 1 else 'devices'}"
-    shared = f", each on {together:,} devices," if together > 1 else ""
-    tokens = f"{config.data.seq_len:,} tokens{shared} = {run.tokens_per_step:,} per step"
-    return f"{', '.join(parts)}; {product} of {tokens}"
+    sizes = {"micro-batches": batch.accumulate or 1, "devices": run.mesh.dp_size}
+    product = "".join(f" x {size:,} {name}" for name, size in sizes.items() if size > 1)
+    rows = f"{counted(int(batch.rows_per_device), 'row')}{product} of {config.data.seq_len:,}"
+    return f"{', '.join(parts)}; {rows} tokens = {run.tokens_per_step:,} per step"
 
 
 def sparkline(values: Sequence[float], encoding: str) -> str:
@@ -91,28 +76,14 @@ class RunReport:
     def __init__(self, terminal: Terminal, *, verbose: bool = False) -> None:
         self.terminal = terminal
         self._verbose = verbose
-        self._context: AbstractContextManager[OpenTask] | None = None
+        self._open = ExitStack()
         self._task: OpenTask | None = None
-        self._last_line = ""
+        self._said: set[str] = set()
+        """Lines about events, and kinds of events that have only one."""
         self._decisions: list[JsonObject] = []
-        self._has_recompiled = False
-        self._requested_epochs: float | None = None
-        self._reset(0, -1, 0, 0.0)
-
-    def _reset(self, step: int, last_step: int, tokens_per_step: int, epochs: float) -> None:
-        self._step, self._last_step, self._tokens_per_step = step, last_step, tokens_per_step
-        self._first: tuple[int, float] | None = None
-        """The first step that ended, and when."""
+        self._step, self._last_step = 0, -1
         self._metrics: Mapping[str, float] = {}
-        self._losses: list[float] = []
-        self._num_losses, self._every = 0, 1
-        self._has_warmed_up, self._rates = False, deque[float](maxlen=RECORDS)
-        """Tokens per second of the latest records but the first, which includes the warm-up."""
-        self._epoch, self._epoch_losses, self._epoch_s = int(epochs), list[float](), 0.0
-        """The last epoch with a line, the losses since then, and its time."""
-        self._saved: tuple[int, float] | None = None
-        self._alarms: Mapping[str, str] = {}
-        self._num_alarms = 0
+        self._losses = deque[float](maxlen=MAX_LOSSES)
 
     def on_start(self, run: Any) -> None:
         """Print how many speedups are on, and show the line of the steps before the first one."""
@@ -125,205 +96,141 @@ class RunReport:
         if decisions and not self._verbose:
             on = f"{sum(one['on'] for one in decisions)} of {len(decisions)} speedups on"
             self.terminal.say(f"{settings_of(run)}; {on} (--verbose shows each)")
-        done = run.step / run.steps_per_epoch
-        self._reset(run.step, run.last_step, run.tokens_per_step, done)
-        self._context = self.terminal.task(
-            "Training", total=run.last_step, done=run.step, panel=self.panel
-        )
-        self._task = self._context.__enter__()
-        self._task.note(f"{run.step:,}/{run.last_step:,}")
+        self._close()  # of an attempt that ran out of memory
+        self._step, self._metrics = run.step, {}
+        self._losses.clear()
+        steps = {"total": run.last_step, "done": run.step, "unit": "steps"}
+        task = self.terminal.task("Training", panel=self.panel, **steps)
+        self._task = self._open.enter_context(task)
+        self.on_tick(run.step, run.last_step)
 
     def on_tick(self, step: int, last_step: int) -> None:
         """Update the line of the steps."""
         if self._task is None:
             return
-        self._task.advance(step - self._step)
+        if step > self._step:  # the time before the first step, of compiling, has no rate
+            self._task.advance(step - self._step)
         self._step, self._last_step = step, last_step
-        now_s = self.terminal.clock()
-        self._first = self._first or (step, now_s)
-        first, began_s = self._first
-        pace = (step - first) / (now_s - began_s) if now_s - began_s >= MIN_CLOCK_S else 0.0
-        tokens_per_s = statistics.median(self._rates or [pace * self._tokens_per_step])
         known = self._metrics
         facts = [
             f"{step:,}/{last_step:,}",
             f"loss {known['train/loss']:.3f}" if "train/loss" in known else "",
-            rate(tokens_per_s) if tokens_per_s else "",
-            self._mfu() if not self.terminal.interactive else "",  # else it is in the panel
-            f"{duration((last_step - step) / pace)} left" if pace and step < last_step else "",
+            rate(known["perf/tokens_per_s"]) if "perf/tokens_per_s" in known else "",
         ]
         self._task.note(" · ".join(filter(None, facts)))
 
     def on_record(self, record: Mapping[str, float]) -> None:
-        """Keep the latest metrics for the line. Print evaluations and new epochs."""
+        """Keep the latest metrics for the line. Print evaluations."""
         self._metrics = {**self._metrics, **record}
-        if "perf/tokens_per_s" in record:
-            self._rates += [record["perf/tokens_per_s"]] if self._has_warmed_up else []
-            self._has_warmed_up = True
         if "train/loss" in record:
-            self._epoch_losses.append(record["train/loss"])
-            self._num_losses += 1
-            if self._num_losses % self._every == 0:
-                losses = [*self._losses, record["train/loss"]]
-                if len(losses) == MAX_LOSSES:
-                    losses, self._every = losses[1::2], 2 * self._every
-                self._losses = losses
+            self._losses.append(record["train/loss"])
         if "val/loss" in record:
-            self.terminal.say(
-                f"Step {record['step']:,.0f}: validation loss {record['val/loss']:.4f}"
-            )
-        epoch, now_s = int(record.get("train/epoch", 0)), record.get("wall_s", 0.0)
-        is_due = now_s - self._epoch_s >= EPOCHS_EVERY_S or record["step"] >= self._last_step
-        if epoch > self._epoch and is_due:
-            first, last = self._epoch + 1, self._requested_epochs
-            which = f"Epoch {epoch}" if epoch == first else f"Epochs {first} to {epoch}"
-            text = f"{which}{'' if last is None else f' of {last:g}'} done at step "
-            text += f"{record['step']:,.0f}"
-            if self._epoch_losses:
-                text += f": mean training loss {statistics.fmean(self._epoch_losses):.4f}"
-            if last is not None and now_s:
-                text += f", {duration(now_s - self._epoch_s)}"
-                samples = record.get("perf/samples_per_s")
-                text += f", {amount(samples)} samples/s" if samples else ""
-            self.terminal.say(text)
-            self._epoch, self._epoch_losses, self._epoch_s = epoch, [], now_s
+            epoch = self._metrics.get("train/epoch")
+            where = f"Step {record['step']:,.0f}" + (f", epoch {epoch:.1f}" if epoch else "")
+            self.terminal.say(f"{where}: validation loss {record['val/loss']:.4f}")
 
     def on_event(self, event: JsonObject) -> None:
         """Print a line about an event. The last sample is part of the closing lines."""
-        kind = event.get("event")
+        kind = str(event["event"])
         if kind == "sample" and self._step == self._last_step:
             return
         if kind == "early_stop":
             self._last_step = self._step
         elif kind in ("start", "resume"):
-            self._decisions, self._requested_epochs = [], event.get("epochs")
+            self._decisions = []
         elif kind == "speedup" and self._task is None:  # later changes have their own messages
             self._decisions.append(event)
-        elif kind == "save" and "step" in event:
-            self._saved = event["step"], self.terminal.clock()
-        elif kind == "alarm":
-            self._num_alarms += 1
-            self._alarms = {**self._alarms, event["kind"]: clean(event["text"])}
-        elif kind == "alarm_over":
-            self._alarms = {k: v for k, v in self._alarms.items() if k != event["kind"]}
-        elif kind == "recompiled":  # later ones are in events.jsonl
-            if self._has_recompiled:
-                return
-            self._has_recompiled = True
         elif kind == "stop":
             self._close()
         line = event_line(event)
-        if line and line != self._last_line:
-            self._last_line = line
+        seen = kind if kind in ONCE else line
+        if line and seen not in self._said:
+            self._said.add(seen or "")
             self.terminal.say(line)
 
     def on_end(self, summary: JsonObject) -> None:
-        """Close the line of the steps. In a notebook, print the result."""
+        """Close the line of the steps."""
         self._close()
-        for name, text in closing_facts(summary) if self.terminal.console.is_jupyter else ():
-            if name in ("Trained", "Loss"):
-                self.terminal.say(f"{name}: {text}")
 
     def _close(self) -> None:
-        context, self._context, self._task = self._context, None, None
-        if context:
-            context.__exit__(None, None, None)
-
-    def _mfu(self) -> str:
-        is_known = self._rates and "perf/mfu" in self._metrics
-        return f"MFU {self._metrics['perf/mfu']:.1%}" if is_known else ""
+        self._task = None
+        self._open.close()
 
     def panel(self) -> Table | None:
         """Return the panel below the line. None before the first loss, or on a small terminal.
 
         It is called in another thread.
         """
-        known, losses, console = self._metrics, self._losses, self.terminal.console
+        known, losses, console = self._metrics, [*self._losses], self.terminal.console
         if console.width < MIN_COLUMNS or console.height < MIN_LINES or not losses:
             return None
         loss = [sparkline(losses, console.encoding)]
         if "val/loss" in known:
             loss.append(f"validation {known['val/loss']:.3f}")
         device = [text.format(known[name]) for name, text in DEVICE.items() if name in known]
-        device.insert(0, self._mfu())
         if known.get("perf/step_ms") and "perf/data_wait_ms" in known:
             device.append(f"data wait {known['perf/data_wait_ms'] / known['perf/step_ms']:.1%}")
-        saved = ["nothing yet"]
-        if self._saved is not None:
-            step, at_s = self._saved  # in steps of time that are calm to watch
-            ago_s = self.terminal.clock() - at_s
-            saved = [f"step {step:,}, {'just now' if ago_s < 10 else f'{age(ago_s)} ago'}"]
-        if self._num_alarms:
-            saved.append(amount(self._num_alarms, "alarms"))
-        lines = {"loss": loss, "device": device, "saved": saved}
         rows = Table.grid(padding=(0, 2))
-        for name, texts in lines.items():
+        for name, texts in {"loss": loss, "device": device}.items():
             if text := " · ".join(filter(None, texts)):
                 rows.add_row(Text(f"  {name}", style="dim"), Text(text))
-        for alarm in [*self._alarms.values()][-1:]:
-            rows.add_row(Text("  alarm", style="dim"), Text(alarm, style="yellow"))
         return rows
 
 
-LINES = {
-    "resume": "Resuming at step {step:,} of {last_step:,} from {from_checkpoint}",
-    "save": "Saved {path}",
-    "evaluation": "Whole validation split: loss {loss:.4f} on {tokens:,} tokens",
-    "alarm": "Alarm: {text}",
-    "alarm_over": "{text}",
-    "logger": "{logger}: {text}",
-    "no_tensorboard": "TensorBoard's event file can no longer be written ({reason}). "
-    "metrics.jsonl has the same metrics.",
-    "upload_failed": "Checkpoints cannot be sent to {url} now ({reason}). Training continues. They "
-    "are sent later.",
+ONCE = {"recompiled"}
+"""Events of which only the first has a line. Others are in events.jsonl."""
+LINES: dict[str, Callable[[JsonObject], str]] = {
+    "start": lambda event: (
+        f"Training {amount(event['parameters'], 'parameters')} on {event['device']} "
+        f"({event['device_reason']}): {event['machine']}"
+    ),
+    "resume": "Resuming at step {step:,} of {last_step:,} from {from_checkpoint}".format_map,
+    "save": "Saved {path}".format_map,
+    "evaluation": "Whole validation split: loss {loss:.4f} on {tokens:,} tokens".format_map,
+    "sample": lambda event: f"Sample at step {event['step']:,}:\n{quoted(event['text'])}",
+    "alarm": "Alarm: {text}".format_map,
+    "alarm_over": "{text}".format_map,
+    "logger": "{logger}: {text}".format_map,
+    "compiled": lambda event: (
+        f"Compiled in pieces: {event['graph_breaks']} breaks, {event['cuda_graphs_skipped']} "
+        f"without CUDA graphs: {event['first_break'] or 'see the log of the compiler'}"
+        if event["graph_breaks"] or event["cuda_graphs_skipped"]
+        else ""
+    ),
+    "recompiled": lambda event: (
+        f"Recompiled at step {event['step']:,}, {event['compile_s']:.0f} s: "
+        f"{'; '.join(event['reasons']) or 'first call'}. Further recompilations are only counted."
+    ),
+    "upload": lambda event: (
+        f"Sent step {event['step']:,} to {event['url']}: {amount(event['bytes'], 'bytes')}"
+    ),
+    "upload_failed": lambda event: (
+        f"Checkpoints are no longer sent to {event['url']}. {event['reason']}. Training continues "
+        f"here. {event['fix']}"
+        if "fix" in event
+        else f"Checkpoints cannot be sent to {event['url']} now ({event['reason']}). Training "
+        "continues. They are sent later."
+    ),
     "upload_dropped": "Step {step:,} was deleted here before it could be sent to {url}: saves are "
-    "faster than uploads.",
+    "faster than uploads.".format_map,
+    "upload_pending": lambda event: (
+        f"Not yet sent to {event['url']}: step {', '.join(f'{step:,}' for step in event['steps'])} "
+        f"({event['reason']}). The next start of this run sends it."
+    ),
 }
-"""The line about each event that needs nothing but its metrics."""
+"""The line about each event. Empty if it needs none."""
 
 
 def event_line(event: JsonObject) -> str | None:
     """Return a line about an event, None if it needs none."""
-    match event.get("event"):
-        case "start":
-            size = amount(event["parameters"], "parameters")
-            device = f"{event['device']} ({event['device_reason']})"
-            return f"Training {size} on {device}: {event['machine']}"
-        case "compiled" if event["graph_breaks"] or event["cuda_graphs_skipped"]:
-            pieces = f"{event['graph_breaks']} breaks, "
-            pieces += f"{event['cuda_graphs_skipped']} without CUDA graphs"
-            why = event["first_break"] or "the compiler's log shows why"
-            return f"Compiled in pieces: {pieces}: {why}"
-        case "recompiled":
-            why = "; ".join(event["reasons"]) or "first call"
-            return (
-                f"Recompiled at step {event['step']:,}, {event['compile_s']:.0f} s: {why}. "
-                "Further recompilations are only counted."
-            )
-        case "sample":
-            return f"Sample at step {event['step']:,}:\n{indented(event['text'])}"
-        case "upload":
-            size = amount(event["bytes"], "bytes")
-            return f"Sent step {event['step']:,} to {event['url']}: {size}"
-        case "upload_failed" if "fix" in event:
-            return (
-                f"Checkpoints are no longer sent to {event['url']}. {event['reason']}. Training "
-                f"continues here. {event['fix']}"
-            )
-        case "upload_pending":
-            steps = ", ".join(f"{step:,}" for step in event["steps"])
-            return (
-                f"Not yet sent to {event['url']}: step {steps} ({event['reason']}). The next start "
-                "of this run sends it."
-            )
-        case kind if kind in LINES:
-            return LINES[kind].format_map(event)
-    if "logger" in event:
-        return (
-            f"The logger {event['logger']} has failed and is disabled ({event['reason']}). "
-            "Training continues. metrics.jsonl has the same metrics."
-        )
-    return None
+    if event["event"] in LINES:
+        return LINES[event["event"]](event) or None
+    if "logger" not in event:
+        return None
+    return (
+        f"The logger {event['logger']} has failed and is disabled ({event['reason']}). "
+        "Training continues. metrics.jsonl has the same metrics."
+    )
 
 
 def shown_in_cell(function: Any) -> Any:

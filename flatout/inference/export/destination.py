@@ -9,10 +9,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from flatout.display import Display
+from flatout.display import Display, amount
 from flatout.errors import OutputInUse, in_shell
 from flatout.models.families.export_mark import MARK
-from flatout.progress import readable_size
 from flatout.storage.files import PART, sync
 from flatout.storage.json_io import Result
 
@@ -49,7 +48,7 @@ class Export(Result):
     def display(self) -> Display:
         """Return the path, the class that loads it, what to know, and how to upload it."""
         kind = f", {self.model_class}" if self.model_class else ""
-        size = f"{readable_size(self.bytes)} in {self.files} files"
+        size = f"{amount(self.bytes, 'bytes')} in {self.files} files"
         upload = f"Upload it: hf upload ORG/NAME {in_shell(self.path)}"
         headline = f"{self.path}  ({size}{kind}, {self.wall_s:.1f} s)"
         return Display(headline, notes=[*self.notes, upload])

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from flatout.data.conversation.templates import CHAT_TEMPLATE
+from flatout.display import amount
 from flatout.errors import HardwareError
 from flatout.inference.export import card, gguf
 from flatout.inference.export.destination import (
@@ -25,7 +26,7 @@ from flatout.inference.export.huggingface import (
 )
 from flatout.inference.export.source import Source
 from flatout.models.families.export_mark import write_mark
-from flatout.progress import SILENT, Progress, readable_size
+from flatout.progress import SILENT, Progress
 from flatout.storage.files import copy_whole, folder_bytes, write_whole
 from flatout.storage.json_io import write_json
 
@@ -116,7 +117,7 @@ def _require_disk(source: Source, out: Path) -> None:
     free = shutil.disk_usage(disk).free
     if needed > free:
         raise HardwareError(
-            f"The export needs {readable_size(needed)}. The disk of {disk} has "
-            f"{readable_size(free)} free.",
+            f"The export needs {amount(needed, 'bytes')}. The disk of {disk} has "
+            f"{amount(free, 'bytes')} free.",
             fix="Free space there, choose --out DIR on a different disk, or add --dtype bfloat16.",
         )

@@ -6,20 +6,18 @@ The training loop is found among the callers of its optimizer.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import Any, Self, cast
 
 from flatout.data.load.loader import PrefetchLoader, StepBatch
 from flatout.errors import DiskFull
+from flatout.measure.steps.windows import Windows
 from flatout.training.evaluation import score
 from flatout.training.loop import fit
 from flatout.training.saving import environment_of
 from flatout.training.session import Session
-
-if TYPE_CHECKING:
-    from flatout.measure.scripts.follower import Follower
 
 SCORED_ROWS = 8
 """Micro-batches of the trial evaluation."""
@@ -42,20 +40,28 @@ class FixedLoader:
 class FlatoutsRun:
     """A run of flatout in this process, which is a trial: afterwards it is of no use."""
 
-    def __init__(self, session: Session, loop: Follower) -> None:
-        self._session, self._loop = session, loop
+    def __init__(
+        self, session: Session, windows: Windows, on_phase: Callable[[str | None], object]
+    ) -> None:
+        self._session, self._windows = session, windows
         self._own_steps: int | None = None
-        timer, loop.base = session.log.clock.timer, None  # its phases are those of the loop
-        timer.on_change = lambda name: loop.leave(None) if name is None else loop.enter(name)
-        if loop.windows is not None:
-            loop.windows.with_fixed_data = self._fixed_data
+        session.log.clock.timer.on_change = on_phase
+        windows.with_fixed_data = self._fixed_data
 
     @classmethod
-    def above(cls, frame: FrameType | None, loop: Follower) -> Self | None:
-        """Return the run whose loop is among the callers of a frame. None when there is none."""
+    def above(
+        cls,
+        frame: FrameType | None,
+        windows: Windows,
+        on_phase: Callable[[str | None], object],
+    ) -> Self | None:
+        """Return the run whose loop is among the callers of a frame. None when there is none.
+
+        `on_phase` is called with the name of a phase that starts, and with None when one ends.
+        """
         while frame is not None and frame.f_code is not fit.__code__:
             frame = frame.f_back
-        return None if frame is None else cls(frame.f_locals["session"], loop)
+        return None if frame is None else cls(frame.f_locals["session"], windows, on_phase)
 
     @contextmanager
     def _fixed_data(self) -> Iterator[None]:
@@ -86,6 +92,5 @@ class FlatoutsRun:
                 found["save"] = time.perf_counter() - start_s
                 run.saver.wait()
         except (DiskFull, OSError) as error:
-            if self._loop.windows is not None:
-                self._loop.windows.notes.append(f"A save could not be measured: {error}")
+            self._windows.notes.append(f"A save could not be measured: {error}")
         return found

@@ -201,7 +201,8 @@ class Follower:
             if "flatout.training.loop" in sys.modules:
                 from flatout.measure.scripts.flatouts import FlatoutsRun
 
-                self.run = FlatoutsRun.above(sys._getframe(1), self)
+                self.run = FlatoutsRun.above(sys._getframe(1), self.windows, self._on_phase)
+                self.base = BASE if self.run is None else None
         if self.steps == EARLY_STEP:
             self._early_gradients = _gradients()
         self._steps_in_evaluation_mode += self._passes_in_evaluation_mode
@@ -262,12 +263,18 @@ class Follower:
             self._timer.enter(phase)
 
     @guarded
-    def leave(self, phase: str | None) -> None:
-        """End a phase and those inside it, if it is running. None: the current one."""
-        if self._starts() and phase is None:
-            self._timer.leave()
+    def leave(self, phase: str) -> None:
+        """End a phase and those inside it, if it is running."""
+        if self._starts():
+            self._timer.leave_if_open(phase)
+
+    @guarded
+    def _on_phase(self, name: str | None) -> None:
+        """Take the phases of flatout's own loop for those of the steps."""
+        if name is not None:
+            self.enter(name)
         elif self._starts():
-            self._timer.leave_if_open(str(phase))
+            self._timer.leave()
 
     @guarded
     def log(self, figures: Mapping[str, Any], *, step: int) -> None:

@@ -7,6 +7,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
@@ -34,6 +35,8 @@ class Scratch:
         self._scripts = {path.parent for path in scripts if not path.is_relative_to(self.source)}
         self._linked: set[Path] = set()
         """Where links of the copy lead."""
+        self._folders: list[Path] = []
+        """The directories of the copy, relative to it."""
         self.written: dict[str, None] = {}
         """Files that trials created or changed, relative to the directory."""
         self._root = Path(tempfile.mkdtemp(prefix="flatout-scratch-"))
@@ -69,6 +72,7 @@ class Scratch:
         for folder, folders, files in os.walk(self.source):
             at = Path(folder).relative_to(self.source)
             (self.path / at).mkdir(parents=True, exist_ok=True)
+            self._folders.append(at)
             links = [
                 name for name in folders if name in LINKED or (Path(folder) / name).is_symlink()
             ]
@@ -114,6 +118,12 @@ class Scratch:
             if name in self._state:
                 own.parent.mkdir(parents=True, exist_ok=True)
                 self._place(name)
+        for folder, _, _ in os.walk(self.path, topdown=False):
+            if Path(folder).relative_to(self.path) not in self._folders:
+                with suppress(OSError):  # it is not empty
+                    os.rmdir(folder)
+        for at in self._folders:
+            (self.path / at).mkdir(parents=True, exist_ok=True)
         self._state = self._look() if changed else self._state
 
     @property

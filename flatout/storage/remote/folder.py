@@ -22,8 +22,9 @@ from typing import IO, Literal, NamedTuple
 import numpy as np
 from pydantic import Field
 
+from flatout.display import amount
 from flatout.errors import DataError
-from flatout.progress import Progress, readable_size
+from flatout.progress import Progress
 from flatout.storage.files import PART, CheckedFile, FileEntry, Stored, entry_of, sync
 from flatout.storage.json_io import JsonObject
 from flatout.storage.remote.connection import (
@@ -271,8 +272,8 @@ def pull(
     free = shutil.disk_usage(target).free
     if missing > free:
         raise DataError(
-            f"Fetching {url} needs {readable_size(missing)}, "
-            f"but only {readable_size(free)} are free in {target}.",
+            f"Fetching {url} needs {amount(missing, 'bytes')}, "
+            f"but only {amount(free, 'bytes')} are free in {target}.",
             fix=f"Free some space there, or {more_space}.",
         )
 

@@ -153,17 +153,6 @@ def test_a_bad_turn_from_a_pipe_is_an_error(run, monkeypatch):
         chat(run)
 
 
-def test_an_unknown_command_is_answered_with_the_commands(run, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", Keyboard("/help\n/etc/hosts\n"))
-    pieces = []
-    result = chat(run, max_tokens=4, write=pieces.append)
-    assert any("/help is not a command" in p and "/reset starts" in p for p in pieces)
-    assert result.conversations[0][0].content == "/etc/hosts"
-    with pytest.raises(DataError, match="/help is not a command") as found:
-        chat(run, lines=["/help me"])
-    assert "/quit ends" in found.value.fix
-
-
 def test_what_does_not_fit_the_context_is_rejected(run, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", Keyboard("x" * 100 + "\nHi\n"))
     pieces = []
@@ -210,7 +199,7 @@ def test_evaluation_counts_the_assistants_tokens(run):
 
 
 def test_inspect_names_the_template_and_marks_what_does_not_count(run):
-    found = inspect(run.parents[1] / "data", all=True)
+    found = inspect(run.parents[1] / "data")
     assert found.value("source")["chat_template"]["text"].startswith("{% for message")
     assert "chat_template plain" in found.summary()
     assert "{% for message" not in found.summary()

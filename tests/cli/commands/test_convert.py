@@ -8,10 +8,9 @@ import pytest
 import yaml
 
 from flatout.cli.commands.convert import convert_config
-from flatout.config.registry import RECIPES
 from flatout.config.schema import load_config
 from flatout.config.words import listings
-from flatout.errors import ConfigError, OutputInUse, UsageError
+from flatout.errors import ConfigError, OutputInUse
 
 TRAINER = {
     "output_dir": "out",
@@ -74,7 +73,7 @@ def test_keys_that_mean_the_same_are_in_the_recipe_and_every_other_key_is_answer
     text = out.read_text()
     assert text.startswith(
         "# Converted by `flatout convert` from old.json\n"
-        "# Not converted: adam_beta1=0.8: optim.betas "
+        "# adam_beta1=0.8 was not converted: see optim.betas. "
     )
     assert "hf_xyz" not in text + found.summary()
     for line in ("Mapped: 10", "bf16=True  ", "To convert by hand: 1", "Next: flatout plan"):
@@ -125,12 +124,6 @@ def test_nothing_is_written_when_no_key_is_known(tmp_path):
     assert not (tmp_path / "my.yaml").exists()
 
 
-def test_a_recipe_of_flatout_needs_no_conversion(tmp_path):
-    with pytest.raises(UsageError, match="is a recipe of flatout already") as refused:
-        convert_config(RECIPES.path("shakespeare-char"), tmp_path / "my.yaml")
-    assert "`flatout train " in refused.value.fix
-
-
 def test_python_files_are_not_read(tmp_path):
     (tmp_path / "old.py").write_text("batch_size = 12\n")
     with pytest.raises(ConfigError, match="neither YAML nor JSON") as refused:
@@ -152,6 +145,10 @@ def test_steps_count_where_epochs_are_stated_too(tmp_path):
     document = {"num_train_epochs": 3, "max_steps": 1000, "learning_rate": 1e-4}
     _, config = converted(tmp_path, document)
     assert (config.train.steps, config.train.epochs) == (1000, None)
+    assert (tmp_path / "my.yaml").read_text().splitlines()[1] == (
+        "# num_train_epochs=3 was not converted: train.epochs and train.steps cannot be set "
+        "together."
+    )
     (tmp_path / "my.yaml").unlink()
     _, config = converted(tmp_path, document | {"max_steps": -1})
     assert (config.train.steps, config.train.epochs) == (None, 3)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from flatout.cli.commands import demo as module
-from flatout.cli.commands.demo import demo, fit_text, subject_of, with_length
+from flatout.cli.commands.demo import demo, fitted
 from flatout.config.schema import load_config
 from flatout.errors import DataError, Stopped
 from flatout.progress import SILENT
@@ -45,8 +45,8 @@ def test_demo_runs_on_a_small_text_file(quick, text):
     assert result.val_loss is None or result.val_loss > 0
     assert result.tokens_per_s > 0
     summary = result.summary()
-    shown = ("3 steps", "tokens/s steady", "MFU", "Loss", "Try next")
-    for part in (*shown, f"flatout eval '{result.run}'"):
+    shown = ("3 steps", "tokens/s steady", "MFU", "Loss")
+    for part in (*shown, f"flatout report '{result.run}'"):
         assert part in summary
     start = next(iter(read_lines(Path(result.run) / "events.jsonl")))
     assert (start["event"], start["device_reason"] != "requested") == ("start", True)
@@ -57,26 +57,41 @@ def test_demo_runs_on_a_small_text_file(quick, text):
     assert any("is finished" in line for line in progress.lines)
 
 
-def test_a_changed_text_starts_another_run(quick):
-    file = quick / "a.txt"
-    file.write_text("one text " * 100)
-    first = subject_of(file, "cpu")
-    file.write_text("another text " * 100)
-    second = subject_of(file, "cpu")
-    assert first.run != second.run
-    assert first.data != second.data
+@pytest.fixture
+def started(quick, monkeypatch):
+    """Return a function that returns the run, the recipe and the options of a demo."""
+    seen = {}
+
+    class Started(Exception):
+        pass
+
+    def load(recipe, words):
+        raise Started(recipe, words[1].removeprefix("name="))
+
+    monkeypatch.setattr(module, "load_config", load)
+    monkeypatch.setattr(module, "prepare", lambda *sources, **options: seen.update(options))
+
+    def start(file=None, device="cpu"):
+        monkeypatch.setattr(module, "pick_device", lambda *_: (device, ""))
+        with pytest.raises(Started) as raised:
+            demo(file)
+        return *raised.value.args, seen["tokenizer"]
+
+    return start
 
 
-def test_the_recipe_depends_on_the_device_and_the_length_of_the_text(quick, monkeypatch):
-    assert subject_of(None, "cpu").recipe == "demo"
-    assert subject_of(None, "cuda").recipe == "demo-gpu"
-    assert subject_of(None, "cpu").source == "python_stdlib"
+def test_the_recipe_depends_on_the_device_and_the_length_of_the_text(started, quick, monkeypatch):
+    assert started() == ("demo", "demo", "train:4096")
+    assert started(device="cuda") == ("demo-gpu", "demo", "train:4096")
     file = quick / "a.txt"
     file.write_text("a text " * 100)
-    assert subject_of(file, "cpu").tokenizer == "char"
+    recipe, first, tokenizer = started(file, device="cuda")
+    assert (recipe, tokenizer) == ("demo-char", "char")
+    file.write_text("another text " * 100)
+    assert started(file)[1] != first, "a changed text has a run of its own"
     monkeypatch.setattr(module, "LARGE_TEXT", 100)
-    assert subject_of(file, "cpu").tokenizer.startswith("train:")
-    assert subject_of(file, "cuda").recipe == "demo-gpu"
+    recipe, _, tokenizer = started(file, device="cuda")
+    assert (recipe, tokenizer) == ("demo-gpu", "train:4096")
 
 
 @pytest.mark.parametrize("recipe", ["demo", "demo-char", "demo-gpu"])
@@ -93,26 +108,28 @@ def data_of(num_tokens):
     return SimpleNamespace(path="data/x", split=splits.__getitem__)
 
 
+def fit(recipe, tokens, monkeypatch, *, step_s=1e-6, minutes=2.0):
+    monkeypatch.setattr(module, "seconds_per_step", lambda config: step_s)
+    return fitted(load_config(recipe), data_of(tokens), "cpu", minutes, SILENT)
+
+
 @pytest.mark.parametrize("tokens", [16, 100, 1000, 10_000, 10_000_000])
-def test_sequences_fit_the_text(tokens):
-    config = fit_text(load_config("demo-char"), data_of(tokens))
+def test_sequences_fit_the_text(tokens, monkeypatch):
+    config = fit("demo-char", tokens, monkeypatch)
     assert config.data.seq_len < tokens
     assert config.batch.tokens_per_step % config.data.seq_len == 0
     assert (config.data.seq_len == 128) == (tokens >= 1024)
     with pytest.raises(DataError, match="3 training tokens"):
-        fit_text(load_config("demo-char"), data_of(3))
+        fit("demo-char", 3, monkeypatch)
 
 
-def test_length_fits_the_time_and_the_text():
-    def fitted(tokens, **limits):
-        return with_length(load_config("demo"), data_of(tokens), **limits).train
-
-    long = fitted(10**9, step_s=0.5, minutes=2)
-    evaluating_s = module.EVALUATIONS * module.FORWARD_SHARE * 0.5 * 10_240 / 2048
-    assert long.steps * 0.5 + evaluating_s == pytest.approx(0.95 * 120, abs=0.5)
+def test_length_fits_the_time_and_the_text(monkeypatch):
+    long = fit("demo", 10**9, monkeypatch, step_s=0.5).train
+    assert long.steps * 0.5 == pytest.approx(0.85 * 120, abs=0.5)
     assert module.EVALUATIONS - 1 <= long.steps / long.eval_every <= module.EVALUATIONS
-    assert fitted(40_960, step_s=1e-6, minutes=2).steps == module.MAX_EPOCHS * 20
-    assert fitted(100, step_s=100.0, minutes=0.01).steps == module.MIN_STEPS
+    assert fit("demo", 40_960, monkeypatch).train.steps == module.MAX_EPOCHS * 20
+    short = fit("demo", 100, monkeypatch, step_s=100.0, minutes=0.01)
+    assert short.train.steps == module.MIN_STEPS
 
 
 class InterruptsAt(Quiet):
@@ -130,7 +147,7 @@ def test_a_stopped_demo_resumes_with_its_length(quick, monkeypatch):
     (quick / "a.txt").write_text("a text of some length. " * 100)
     with pytest.raises(Stopped):
         demo(quick / "a.txt", minutes=0.001, observers=[InterruptsAt(2)])
-    run = subject_of(quick / "a.txt", "cpu").run
+    (run,) = Path("runs").iterdir()
     assert read_summary(run) is None
     monkeypatch.setattr(module, "seconds_per_step", lambda config: 1.0)
     progress = recorded()
@@ -145,12 +162,16 @@ def test_a_step_is_timed_after_the_warm_up(monkeypatch, passed_s, steps):
     """A slow machine times fewer steps: these three seconds, or as many steps."""
     clock = SimpleNamespace(monotonic=itertools.count(0, passed_s).__next__)
     monkeypatch.setattr(module, "time", clock)
-    timer, last = module.FirstSteps(), module.WARM_UP + steps - 1
-    for step in range(1, last):
-        timer.on_tick(step, 100)
-    with pytest.raises(module.Timed):
-        timer.on_tick(last, 100)
-    assert timer.step_s == pytest.approx(passed_s)
+    seen = []
+
+    def train(config, *, observers, **_):
+        for step in range(1, 100):
+            seen.append(step)
+            observers[0].on_tick(step, 100)
+
+    monkeypatch.setattr(module, "train", train)
+    assert module.seconds_per_step(load_config("demo")) == pytest.approx(passed_s)
+    assert seen[-1] == module.WARM_UP + steps
 
 
 def test_timing_leaves_no_files(quick):

@@ -31,14 +31,13 @@ def prepare(out, train, val=(), *, skipped=()):
 def folder(tmp_path):
     skipped = [SkippedRows(reason="not UTF-8", count=1234, first=("a.txt:7",))]
     return prepare(
-        tmp_path / "set", ["Hello\nworld", "a", "", "x" * 40], ["valid"], skipped=skipped
+        tmp_path / "set", ["Hello\nworld", "a", "", " x" * 20], ["valid"], skipped=skipped
     )
 
 
 def test_the_result_contains_the_facts(folder):
     result = inspect(folder)
     assert result.path == str(folder)
-    one_shard = {"shards": 1, "loss_mask": False}
     for name, value in {
         "tokens": 12 + 2 + 1 + 41 + 6,
         "documents": 5,
@@ -47,11 +46,10 @@ def test_the_result_contains_the_facts(folder):
         "dtype": "uint16",
         "source": {"kind": "test", "seed": 3},
         "split_rule": "tail 0.1",
-        "train": {"documents": 4, "tokens": 56, "text_bytes": 52, **one_shard},
-        "val": {"documents": 1, "tokens": 6, "text_bytes": 5, **one_shard},
+        "train": {"documents": 4, "tokens": 56, "text_bytes": 52},
+        "val": {"documents": 1, "tokens": 6, "text_bytes": 5},
         "special_tokens": {"<|endoftext|>": 256},
-        "skipped": {"not UTF-8": 1234},
-        "skipped_first": {"not UTF-8": ["a.txt:7"]},
+        "skipped": [{"reason": "not UTF-8", "count": 1234, "first": ["a.txt:7"]}],
         "shortest_document": 1,
         "median_document": 6,
         "longest_document": 41,
@@ -61,8 +59,6 @@ def test_the_result_contains_the_facts(folder):
         "no such fact": None,
     }.items():
         assert result.value(name) == value, name
-    lengths = [tuple(entry.values()) for entry in result.value("document_lengths")]
-    assert lengths == [(1, 1, 1), (2, 3, 1), (4, 7, 1), (8, 15, 1), (16, 31, 0), (32, 63, 1)]
     assert result.value("beginning").startswith("Hello\nworld")
     assert "«" not in result.summary()
     assert inspect(folder, tokens=5).value("beginning") == "Hello"
@@ -103,27 +99,25 @@ def test_the_special_tokens_of_a_tokenizer_json(tmp_path):
     assert inspect(tmp_path / "set").value("special_tokens") == {"</s>": 3, "<s>": 2}
 
 
-def test_the_summary_is_readable_text(folder):
-    short, lines = (inspect(folder, all=every).summary().splitlines() for every in (False, True))
-    for shown in (short, lines):
-        assert shown[0] == f"Dataset {folder}"
-        assert any(line.split() == ["vocab_size", "257"] for line in shown)
-        assert any("not UTF-8 1,234" in line for line in shown)
-        assert "| Hello" in shown
-        assert "| world" in "\n".join(shown)
-    assert short[-1] == "--all shows more."
-    table = [line.split() for line in lines]
-    assert ["32", "to", "63", "1"] in table
-    assert ["16", "to", "31", "0"] in table
-    names = {fact.name for fact in inspect(folder).items} - {"beginning", "document_lengths"}
-    assert {words[0] for words in table if words} >= names
+def test_the_summary_is_readable_text_that_fits_a_screen(folder):
+    shown = terminal_text(inspect(folder).display(), 80).splitlines()
+    assert shown[0] == f"Dataset {folder}"
+    assert ["vocab_size", "257"] in [line.split() for line in shown]
+    assert any("reason not UTF-8, count 1,234, first a.txt:7" in line for line in shown)
+    assert shown[shown.index("first text") + 1] == "| Hello"
+    assert len(shown) <= 26
+    assert max(map(len, shown)) <= 80
 
 
-def test_the_summary_fits_a_screen(tmp_path):
-    made = prepare(tmp_path / "set", ["line\n" * 200], ["valid"])
-    text = terminal_text(inspect(made, tokens=500).display(), 80)
-    assert len(text.splitlines()) < 24
-    assert max(map(len, text.splitlines())) <= 80
+def test_a_document_that_is_cut_at_the_start_of_validation_counts_once(tmp_path):
+    (tmp_path / "book.txt").write_text("word " * 200)
+    prepare_dataset(
+        [tmp_path / "book.txt"], tmp_path / "set", tokenizer="byte", split="tail 0.1", workers=1
+    )
+    result = inspect(tmp_path / "set")
+    assert result.value("documents") == 1
+    names = ("shortest_document", "median_document", "longest_document", "tokens")
+    assert {result.value(name) for name in names} == {1000 + 2}, "each piece has its end-of-text"
 
 
 def test_text_cannot_control_the_terminal(tmp_path):
@@ -137,7 +131,7 @@ def test_a_dataset_with_only_validation_text_and_an_empty_one(tmp_path):
     assert inspect(prepare(tmp_path / "val", [], ["only"])).value("beginning").startswith("only")
     empty = inspect(prepare(tmp_path / "empty", []))
     assert empty.value("tokens") == 0
-    assert empty.value("document_lengths") is None
+    assert empty.value("longest_document") is None
     assert empty.summary()
     with pytest.raises(DataError, match="flatout prepare"):
         inspect(tmp_path)

@@ -106,7 +106,7 @@ def test_a_report_replaces_a_report_and_nothing_else(make_run, tmp_path):
     ("options", "error", "words"),
     [
         ({"runs": ["nowhere"]}, CheckpointError, "no run directory nowhere or runs/nowhere"),
-        ({"runs": ["a"], "out": "no/such/file.html"}, DataError, "There is no directory"),
+        ({"runs": ["a"], "out": "no/such/file.html"}, DataError, "Cannot write no/such/file.html"),
     ],
 )
 def test_mistakes_are_errors_with_a_fix(make_run, options, error, words):

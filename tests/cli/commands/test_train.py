@@ -5,20 +5,82 @@ from __future__ import annotations
 import pytest
 
 from flatout.cli.commands import train as command
-from flatout.cli.commands.train import TrainResult, train
+from flatout.cli.commands.train import SAMPLE_LINES, TrainResult, train
 from flatout.inference import generate
-from flatout.training.run_dir.layout import read_config, read_events, read_summary
+from flatout.storage.json_io import append_line
+from flatout.training.run_dir.layout import read_config, read_events
+
+RESULT = {
+    "steps": 500,
+    "tokens": 2_048_000,
+    "train_loss": 3.1,
+    "val_loss": 3.25,
+    "best_val_loss": 3.2,
+    "best_step": 400,
+    "bits_per_byte": 1.234,
+    "tokens_per_s": 21_234.0,
+    "wall_tokens_per_s": 17_000.0,
+    "mfu": None,
+    "mfu_of": "unknown GPU",
+    "peak_gib": 0.9,
+    "wall_s": 118.4,
+    "elapsed_s": 200.0,
+    "resumed_from": None,
+    "weights_sha256": "0",
+}
+PREDICTED = {"wall_s": 130.24, "tokens_per_s": 19_110.6, "peak_gib": 0.9}
 
 
-@pytest.mark.slow
-def test_a_run_that_ended_early_gives_the_reason_last(tiny_run):
-    summary = read_summary(tiny_run)
-    result = TrainResult(
-        **{name: summary[name] for name in TrainResult.model_fields}
-        | {"stopped_early": True, "stopped_because": "No better loss."}
-    )
-    assert result.summary().endswith("\n\nNo better loss.")
-    assert "dataset" not in result.summary(), "a single dataset needs no table"
+def shown(folder, **more):
+    return TrainResult(**RESULT | {"run": str(folder)} | more).summary()
+
+
+def test_the_result_shows_the_last_sample_and_the_numbers(tmp_path):
+    for step in (250, 500):
+        append_line(
+            tmp_path / "events.jsonl",
+            {"event": "sample", "step": step, "text": f"text {step}\n" * 60},
+        )
+    assert shown(tmp_path).splitlines() == [
+        "A sample:",
+        *["  | text 500"] * SAMPLE_LINES,
+        "",
+        f"Run      {tmp_path}",
+        "Trained  500 steps, 2.0 M tokens in 1 min 58 s, 0.90 GiB peak",
+        "Loss     training 3.1000, validation 3.2500 (perplexity 25.8), best in the run 3.2000 at "
+        "step 400, 1.234 bits per byte",
+        "Speed    21.2 K tokens/s steady, 17.0 K tokens/s in all",
+        "MFU      unknown GPU",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("more", "line"),
+    [
+        ({"resumed_from": "step-250"}, "1 min 58 s (3 min 20 s in total)"),
+        ({"mfu": 0.4, "mfu_of": "data sheet"}, "40.0% of the peak (data sheet)"),
+        ({"skipped_steps": 1, "alarms": 2}, "Events   1 bad step, 2 alarms: see events.jsonl"),
+        ({"steps": 1, "peak_gib": 0.004}, "1 step, 2.0 M tokens in 1 min 58 s, 4.1 MiB peak"),
+        ({"mfu_of": None}, "MFU      unknown: no peak rate is known for this device"),
+        ({"stopped_because": "No better loss."}, "\n\nNo better loss."),
+        ({"predicted": PREDICTED}, "Predicted  2 min 10 s, 0.90 GiB, 19.1 K tokens/s"),
+    ],
+)
+def test_each_number_is_worded_as_it_is(tmp_path, more, line):
+    (tmp_path / "events.jsonl").mkdir()  # cannot be read
+    assert line in shown(tmp_path, **more)
+
+
+@pytest.mark.parametrize(
+    ("more", "word"),
+    [
+        ({"best_step": 500}, "best "),
+        ({"skipped_steps": 0, "alarms": 0}, "events.jsonl"),
+        ({"predicted": None}, "Predicted"),
+    ],
+)
+def test_what_says_nothing_is_omitted(tmp_path, more, word):
+    assert word not in shown(tmp_path, **more)
 
 
 def test_an_old_summary_without_newer_fields_is_read(tiny_run):

@@ -69,6 +69,7 @@ def test_an_intact_run_is_ok_and_its_newest_checkpoint_named(run):
     assert result.files == sum(item.files for item in result.checkpoints) == 18
     assert result.summary().startswith(f"{run} is intact. 18 files read")
     assert verify("fox").path == lookup.RUNS.joinpath("fox").as_posix()
+    assert verify(run / "checkpoints").path == str(run)
     shutil.rmtree(run / "checkpoints")
     with pytest.raises(CheckpointError, match="has no checkpoint yet"):
         verify(run)

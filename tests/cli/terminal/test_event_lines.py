@@ -47,11 +47,6 @@ URL = "s3://bucket/runs/x"
         ({"event": "alarm_over", "kind": "x", "text": "It is back."}, "It is back."),
         ({"event": "logger", "logger": "wandb", "text": "https://a/b"}, "wandb: https://a/b"),
         (
-            {"event": "no_tensorboard", "logger": "tensorboard", "reason": "Disk full"},
-            "TensorBoard's event file can no longer be written (Disk full). metrics.jsonl has the "
-            "same metrics.",
-        ),
-        (
             {"event": "no_mlflow", "logger": "mlflow", "reason": "rejected"},
             "The logger mlflow has failed and is disabled (rejected). Training continues. "
             "metrics.jsonl has the same metrics.",

@@ -10,6 +10,7 @@ from clock import Clock
 from rich.console import Console
 
 from flatout.cli.terminal import Terminal
+from flatout.cli.terminal import lines as module
 from flatout.cli.terminal.lines import facts
 
 
@@ -36,42 +37,49 @@ def line_of(terminal):
     return facts(terminal.lines.tasks[-1])
 
 
-def test_plain_line_shows_share_rate_and_time_left():
-    clock = Clock()
-    terminal = plain(clock)
-    with terminal.task("Tokenising", total=12e6, unit="bytes") as task:
-        for _ in range(10):
-            clock.now += 0.5
+@pytest.fixture
+def told(monkeypatch):
+    """Return a function that lets a plain terminal tell what is due, after so many seconds."""
+    monkeypatch.setattr(threading.Thread, "start", Mock())
+    terminal = plain(Clock())
+
+    def after(seconds):
+        for _ in range(round(4 * seconds)):
+            terminal.clock.now += 0.25
+            terminal.tell()
+        return text_of(terminal).splitlines()
+
+    after.terminal = terminal
+    return after
+
+
+def test_a_log_has_the_share_the_rate_and_the_time_left_every_five_seconds(told):
+    with told.terminal.task("Tokenising", total=12e6, unit="bytes") as task:
+        for _ in range(20):
+            told(0.5)
             task.advance(0.5e6)
-        terminal._last_plain = -10
-        assert terminal.plain_line() == "Tokenising: 42% · 1.0 MB/s · 7.0 s left"
+        lines = told(0)
+    assert lines == [
+        "Tokenising: 12% · 1.0 MB/s · 11 s left",
+        "Tokenising: 54% · 1.0 MB/s · 6.0 s left",
+    ]
 
 
 @pytest.mark.parametrize(
-    ("seconds", "lines"), [(7, ["2.0 s"]), (40, ["2.0 s", "17 s", "32 s", "40 s"])]
+    ("seconds", "lines"), [(7, ["2.0 s", "7.0 s"]), (40, ["2.0 s", "17 s", "32 s", "40 s"])]
 )
-def test_a_log_repeats_long_operations_and_has_one_line_about_others(seconds, lines):
-    clock = Clock()
-    terminal = plain(clock)
-    with terminal.task("Compiling"):
-        terminal._all_closed.set()
-        terminal._ticker.join()
-        for _ in range(4 * seconds):
-            clock.now += 0.25
-            if line := terminal.plain_line():
-                terminal.say(line)
-    assert text_of(terminal).splitlines() == [f"Compiling: {each}" for each in lines]
+def test_a_log_repeats_long_operations(told, seconds, lines):
+    with told.terminal.task("Compiling"):
+        told(seconds)
+    assert told(0) == [f"Compiling: {each}" for each in lines]
 
 
-def test_a_task_that_never_advances_is_still_shown():
-    terminal = plain()
-    terminal._last_plain = -10
-    for shown in (terminal, live()):
+def test_a_task_that_never_advances_is_still_shown(monkeypatch):
+    monkeypatch.setattr(module, "FIRST_PLAIN_S", 0.0)
+    for shown in (plain(), live()):
         with shown.task("Loading torch"):
             while "Loading torch" not in text_of(shown):
                 time.sleep(0.02)
-                terminal._last_plain = -10
-    assert "Loading torch: 0." in text_of(terminal)
 
 
 def test_short_task_leaves_no_line_and_long_one_does():
@@ -96,8 +104,8 @@ def test_failed_task_is_closed_without_a_line():
 
     with pytest.raises(ZeroDivisionError):
         divide()
+    terminal.tell()
     assert text_of(terminal) == ""
-    assert terminal.plain_line() is None
 
 
 @pytest.mark.parametrize("width", [40, 80, 120])
@@ -124,6 +132,7 @@ def test_close_ends_every_line_and_every_thread():
         context.__enter__()
         (thread,) = set(threading.enumerate()) - before
         terminal.close()
+        assert terminal.lines.tasks == []
         thread.join(timeout=3)
         assert not thread.is_alive()
         context.__exit__(None, None, None)

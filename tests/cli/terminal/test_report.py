@@ -53,78 +53,32 @@ def window(step, steps_per_s, **more):
     return {"step": step, **rates, **more}
 
 
-FAST = [window(2, 1.0), window(4, 29.9, **{"train/loss": 3.14159, "perf/mfu": 0.123})]
-
-
-def follow(report, steps, last, records=()):
-    by_step = {record["step"]: record for record in records}
-    for step in steps:
-        report.on_tick(step, last)
-        if step in by_step:
-            report.on_record(by_step[step])
-
-
-def test_the_line_shows_step_loss_rate_mfu_and_time_left(terminal):
+def test_the_line_shows_step_loss_rate_and_time_left(terminal):
     report = RunReport(terminal)
-    report.on_start(run_at(0))
-    follow(report, range(1, 5), 10, FAST)
-    terminal.clock.now = 2.0
-    follow(report, [5], 10)
-    line = "50% · 5/10 · loss 3.142 · 61.2 K tokens/s · MFU 12.3% · 2.5 s left"
-    assert line_of(terminal) == line
-    report.on_end({})
-    assert terminal.lines.tasks == []
-
-
-def test_compilation_does_not_count_and_only_the_time_left_includes_evaluations(terminal):
-    """The first step compiles for five minutes, and an evaluation takes one."""
-
-    def steps(*numbers):
-        for step in numbers:
-            terminal.clock.now += 2
-            report.on_tick(step, 400)
-        return line_of(terminal)
-
-    report = RunReport(terminal)
-    report.on_start(run_at(0, last_step=400))
-    terminal.clock.now += 298
-    assert steps(1) == "0% · 1/400"
-    assert steps(*range(2, 12)) == "3% · 11/400 · 1,024 tokens/s · 12 min 58 s left"
-    report.on_record(window(10, 0.03, **{"perf/mfu": 0.001}))
-    terminal.clock.now += 60
-    assert "MFU" not in steps(*range(12, 21)), "the first record includes the warm-up"
-    report.on_record(window(20, 0.5, **{"perf/mfu": 0.2}))
-    steps(21)
-    assert line_of(terminal) == "5% · 21/400 · 1,024 tokens/s · MFU 20.0% · 31 min 35 s left"
-
-
-def test_the_time_left_changes_calmly_while_the_rate_follows_recent_steps(terminal):
-    report = RunReport(terminal)
-    report.on_start(run_at(0, last_step=1000))
-    shown = []
-    for step in range(10, 510, 10):
-        rate = 10.0 if step <= 450 else 1.0  # other processes take the cores
-        terminal.clock.now += 10 / rate
-        report.on_tick(step, 1000)
-        report.on_record(window(step, rate))
-        shown.append(line_of(terminal))
-    assert shown[44] == "45% · 450/1,000 · 20.5 K tokens/s · 55 s left"
-    assert shown[49] == "50% · 500/1,000 · 2,048 tokens/s · 1 min 36 s left"
-
-
-def test_the_line_is_shown_before_the_first_step_and_removed_after_a_stop(terminal):
-    report = RunReport(terminal)
-    report.on_start(run_at(8))
-    assert line_of(terminal) == "80% · 8/10"
-    follow(report, [9], 10, [window(9, 10.0)])
-    assert line_of(terminal).startswith("90%"), "it counts from its step"
-    report.on_record(window(10, 10.0))
-    report.on_tick(10, 10)
-    assert "tokens/s" in line_of(terminal)
-    assert "MFU" not in line_of(terminal), "it is unknown"
+    report.on_start(run_at(8, last_step=20))
+    assert line_of(terminal) == "40% · 8/20"
+    for step, record in ((9, window(9, 1.0)), (10, window(10, 29.9, **{"train/loss": 3.14159}))):
+        terminal.clock.now += 0.5
+        report.on_tick(step, 20)
+        report.on_record(record)
+    report.on_tick(11, 20)
+    assert line_of(terminal).startswith("55% · 11/20 · loss 3.142 · 61.2 K tokens/s · ")
+    assert line_of(terminal).endswith(" s left")
     report.on_event({"event": "stop"})
     assert terminal.lines.tasks == []
+    report.on_tick(12, 20)
     report.on_end({})
+
+
+def test_compilation_does_not_count_and_the_time_left_includes_evaluations(terminal):
+    """The first step compiles for five minutes, and an evaluation takes one."""
+    report = RunReport(terminal)
+    report.on_start(run_at(0, last_step=400))
+    terminal.clock.now += 300
+    for step in range(1, 21):
+        terminal.clock.now += 2 if step != 12 else 62
+        report.on_tick(step, 400)
+    assert line_of(terminal) == "5% · 20/400 · 0.2 steps/s · 32 min 40 s left"
 
 
 DECISIONS = [
@@ -164,36 +118,15 @@ def test_a_verbose_run_shows_each_in_columns_that_fit_the_longest_name(terminal)
     assert len({line.index(why) for line, why in zip(lines, reasons, strict=True)}) == 1
 
 
-def test_epochs_that_are_quick_share_a_line_and_the_last_one_always_has_one(terminal):
+def test_evaluations_print_a_line_with_the_epoch(terminal):
     report = RunReport(terminal)
-    report.on_event({"event": "start", "epochs": 30.0, "parameters": 1, **MACHINE})
-    report.on_start(run_at(0, last_step=600, steps_per_epoch=20.0))
-    for step in range(10, 601, 10):
-        report.on_tick(step, 600)
-        times = {"train/epoch": step / 20, "wall_s": 0.018 * step, "perf/samples_per_s": 444.0}
-        report.on_record({"step": step, "train/loss": 3.0, **times})
-    assert text_of(terminal).splitlines()[1:] == [
-        "Epochs 1 to 14 of 30 done at step 280: mean training loss 3.0000, 5.0 s, 444 samples/s",
-        "Epochs 15 to 28 of 30 done at step 560: mean training loss 3.0000, 5.0 s, 444 samples/s",
-        "Epochs 29 to 30 of 30 done at step 600: mean training loss 3.0000, 0.7 s, 444 samples/s",
-    ]
-
-
-def test_evaluations_and_epochs_print_a_line_each(terminal):
-    report = RunReport(terminal)
-    start = {"event": "resume", "step": 0, "last_step": 32, "from_checkpoint": "a", "epochs": 2.0}
-    report.on_event(start)
     report.on_start(run_at(0, last_step=32))
-    for record in (
-        {"step": 10, "train/loss": 4.0, "train/epoch": 0.6, "wall_s": 30.0},
-        {"step": 20, "train/loss": 2.0, "train/epoch": 1.2, "wall_s": 61.0},
-        {"step": 20, "val/loss": 2.5},
-    ):
-        report.on_tick(record["step"], 32)
-        report.on_record(record)
-    assert text_of(terminal).splitlines()[1:] == [
-        "Epoch 1 of 2 done at step 20: mean training loss 3.0000, 1 min 01 s",
-        "Step 20: validation loss 2.5000",
+    report.on_record({"step": 20, "val/loss": 2.25})
+    report.on_record({"step": 20, "train/loss": 2.0, "train/epoch": 1.25})
+    report.on_record({"step": 30, "val/loss": 2.5})
+    assert text_of(terminal).splitlines() == [
+        "Step 20: validation loss 2.2500",
+        "Step 30, epoch 1.2: validation loss 2.5000",
     ]
 
 
@@ -241,17 +174,3 @@ def test_recompilation_is_reported_once_and_graph_breaks_with_their_reason(termi
         "Recompiled at step 12, 31 s: size mismatch at index 1. Further recompilations are only "
         "counted."
     )
-
-
-def test_a_run_in_a_notebook_ends_with_its_result(monkeypatch):
-    console = Console(file=io.StringIO(), width=100)
-    console.is_jupyter = True
-    terminal = Terminal(console)
-    said = []
-    monkeypatch.setattr(terminal, "say", said.append)
-    losses = {"wall_s": 3.0, "train_loss": 2.5, "val_loss": 2.0}
-    RunReport(terminal).on_end({"run": "runs/a", "steps": 2, "tokens": 128, **losses})
-    assert said == [
-        "Trained: 2 steps, 128 tokens in 3.0 s",
-        "Loss: training 2.5000, validation 2.0000 (perplexity 7.4)",
-    ]

@@ -49,7 +49,10 @@ def test_what_a_trial_writes_is_undone_and_named(project):
         (copy.path / "out").mkdir()
         (copy.path / "out" / "ckpt.pt").write_text("weights")
         os.replace(copy.path / "out" / "ckpt.pt", copy.path / "link")
+        (copy.path / "sub").rename(copy.path / "moved")
         copy.reset()
+        assert not (copy.path / "out").exists(), "a run directory that is in the way of the next"
+        assert (copy.path / "sub").is_dir()
         assert contents(copy.path) | {".git/HEAD": b".git/HEAD"} == before
         assert {*copy.written} == {"train.py", "sub/model.py", "link"}
         copy.reset()

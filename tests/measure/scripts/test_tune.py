@@ -9,14 +9,14 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 
 import flatout
 from flatout.errors import RunFailed
-from flatout.measure import trial
-from flatout.measure.results import NO_TIME, Left, ScriptTuning
+from flatout.measure import race, trial
 from flatout.measure.scripts import tune
 from flatout.measure.scripts.request import Answer, Facts, Site
 from flatout.measure.scripts.tune import name_of
@@ -38,15 +38,15 @@ class Script:
 
     speed: dict[str, float] = field(default_factory=dict)
     """How many times faster a change makes it."""
-    broken: frozenset[str] = frozenset()
+    broken: tuple[str, ...] = ()
     """Changes that fail."""
     wrong: dict[str, float] = field(default_factory=dict)
     """Relative error of the losses with a change."""
+    drawn: dict[str, float] = field(default_factory=dict)
+    """Relative error of the losses with a change that draws other numbers in every run."""
     noise: float = 0.0
     """Relative difference of the losses from run to run."""
     seed_spread: float = 0.0
-    drawn: dict[str, float] = field(default_factory=dict)
-    """Relative error of the losses with a change that draws other numbers in every run."""
     jitter: Sequence[float] = (1.0, 1.004)
     """Factors of the step times, run after run."""
     has_losses: bool = True
@@ -57,6 +57,8 @@ class Script:
     """The trial in which Ctrl+C comes."""
     patched: tuple[str, ...] | None = None
     """Changes that the patched files really make, if other than the edits."""
+    fails: bool = False
+    """Whether the unchanged script fails in trials."""
     runs: list[tuple[str, ...]] = field(default_factory=list)
     """The changes of each trial."""
     steps: list[int] = field(default_factory=list)
@@ -64,17 +66,15 @@ class Script:
     now_s: float = 0.0
 
     def run(self, words, request, *, folder, limit_s, **_):
-        takes_s = self.look_s if request.timing is None else self.trial_s
-        began_s = self.now_s
+        timing, began_s = request.timing, self.now_s
+        takes_s = self.trial_s if timing else self.look_s
         self.now_s += min(takes_s, limit_s)
         if takes_s > limit_s:
             return Ran(Answer(steps=3), None, "", False)
-        if request.timing is None:
+        if timing is None:
             times = {"step_s": self.step_s, "compute_s": self.step_s}
-            found = Evidence(source="script", device="cpu", **times)
-            return Ran(
-                Answer(evidence=found, facts=Facts(), sites=self.sites, steps=30), 0, "", True
-            )
+            seen = {"evidence": Evidence(source="script", device="cpu", **times), "facts": Facts()}
+            return Ran(Answer(**seen, sites=self.sites, steps=30), 0, "", True)
         text = (folder / "train.py").read_text()
         changes = request.changes
         if text != SOURCE:
@@ -82,46 +82,35 @@ class Script:
             changes += ("no-anomaly",) * ("anomaly" not in text)
             changes = changes if self.patched is None else self.patched
         self.runs.append(changes)
-        self.steps.append(request.timing.steps + request.timing.warmup_steps)
         self.starts_s.append(began_s)
-        number = len(self.runs)
+        steps, number = timing.steps + timing.warmup_steps, len(self.runs)
+        self.steps.append(steps)
         if number == self.stops_in:
             raise KeyboardInterrupt
-        if self.broken & {*changes}:
-            return Ran(Answer(), 1, "OutOfMemoryError: 3 GiB", True)
-        speed = math.prod(self.speed.get(name, 1.0) for name in changes)
+        if {*self.broken} & {*changes} or self.fails:
+            return Ran(Answer(), 1, "OutOfMemoryError: 3 GiB", True, takes_s)
         error = sum(self.wrong.get(name, 0.0) for name in changes)
         error += sum(self.drawn.get(name, 0.0) for name in changes) * (number * 7 % 5 - 2)
-        error += self.noise * (number % 3)
-        error += self.seed_spread * (request.timing.seed_offset % 3)
-        factor = self.jitter[number % len(self.jitter)]
-        steps = request.timing.steps + request.timing.warmup_steps
+        error += self.noise * (number % 3) + self.seed_spread * (timing.seed_offset % 3)
+        speed = math.prod(self.speed.get(name, 1.0) for name in changes)
+        step_s = self.step_s * self.jitter[number % len(self.jitter)] / speed
         slow = [50.0] if "compile" in changes else []
         answer = Answer(
-            step_s=[*slow, *[self.step_s * factor / speed] * (steps - len(slow))],
+            step_s=[*slow, *[step_s] * (steps - len(slow))],
             losses=[5.0 * (1 + error)] * steps * self.has_losses,
             compiled=[0] if slow else [],
-            warmup_steps=request.timing.warmup_steps,
+            warmup_steps=timing.warmup_steps,
             is_complete=True,
         )
-        return Ran(answer, 0, "", True)
+        return Ran(answer, 0, "", True, takes_s)
 
     @property
     def sites(self):
-        shared = {"file": str(self.path), "names": {"model": "model", "torch": "torch"}}
-        return (
-            Site(
-                kind="anomaly",
-                name="set_detect_anomaly",
-                line=2,
-                end_line=2,
-                end_column=39,
-                **shared,
-            ),
-            Site(
-                kind="optimizer", name="SGD", line=4, end_line=4, column=12, end_column=55, **shared
-            ),
-        )
+        names = {"model": "model", "torch": "torch"}
+        at = partial(Site, file=str(self.path), names=names)
+        anomaly = at(kind="anomaly", name="set_detect_anomaly", line=2, end_line=2, end_column=39)
+        built = {"line": 4, "end_line": 4, "column": 12, "end_column": 55}
+        return anomaly, at(kind="optimizer", name="SGD", **built)
 
 
 @pytest.fixture
@@ -134,6 +123,7 @@ def tuned(tmp_path, monkeypatch):
         script.path.write_text(SOURCE)
         for module in (tune, trial):
             monkeypatch.setattr(module, "run_command", script.run)
+        for module in (tune, trial, race):
             monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: script.now_s))
         names = ",".join({**script.speed, **script.wrong})
         options = {"script": ["train.py"], "only": names} | options
@@ -149,7 +139,7 @@ def rows_of(found):
 def test_winners_are_added_by_gain_and_the_rest_has_a_reason(tuned):
     script = Script(
         speed={"tf32": 1.2, "compile": 1.9, "bf16": 1.0, "malloc": 0.9, "threads": 1.5},
-        broken=frozenset({"threads"}),
+        broken=("threads",),
     )
     found = tuned(script)
     rows = rows_of(found)
@@ -158,24 +148,20 @@ def test_winners_are_added_by_gain_and_the_rest_has_a_reason(tuned):
     assert found.gain.low > 2.2
     assert found.gain_losses.within_tolerance
     assert rows["compile"].gain.median == pytest.approx(1.9, rel=0.01)
-    assert rows["tf32"].against == "compile"
+    assert rows["tf32"].against == "+ compile"
     assert "OutOfMemoryError" in rows["threads"].reason
     assert not rows["bf16"].taken
     assert rows["malloc"].first_gain == pytest.approx(0.9, rel=0.01)
     assert "model.compile()" in found.patch
 
 
-def test_a_change_that_alters_the_losses_is_not_taken(tuned):
+def test_a_change_whose_losses_differ_or_are_not_seen_is_not_taken(tuned):
     script = Script(speed={"fused-optimizer": 1.5, "bf16": 1.5}, wrong={"fused-optimizer": 0.01})
     found = tuned(script)
     assert found.taken == ["bf16"]
     row = rows_of(found)["fused-optimizer"]
-    assert row.within_tolerance is False
+    assert (row.within_tolerance, row.reason) == (False, "its losses exceed the tolerance")
     assert row.loss_difference == pytest.approx(0.01)
-    assert "losses exceed" in row.reason
-
-
-def test_without_a_loss_nothing_is_taken_and_the_reason_is_said(tuned):
     found = tuned(Script(speed={"bf16": 1.5}, has_losses=False))
     assert found.taken == []
     assert "no loss was seen" in rows_of(found)["bf16"].reason
@@ -199,7 +185,7 @@ def test_losses_are_judged_by_the_noise_of_the_unchanged_script(tuned, script, i
 def test_blocks_are_compiled_only_where_the_model_cannot_be(tuned):
     both = {"compile": 1.5, "compile-each-block": 2}
     assert "compile-each-block" not in rows_of(tuned(Script(speed=both)))
-    script = Script(speed=both, broken=frozenset({"compile"}), patched=("compile-each-block",))
+    script = Script(speed=both, broken=("compile",), patched=("compile-each-block",))
     assert tuned(script).taken == ["compile-each-block"]
 
 
@@ -225,10 +211,26 @@ def test_the_time_is_kept_and_the_first_changes_are_measured_in_its_first_half(
         assert "not proven" in found.summary() or "Add --minutes" in found.summary()
 
 
+def test_only_what_was_found_or_asked_for_is_left_behind(tuned, tmp_path):
+    slow = Script(speed={"tf32": 0.9})
+    assert tuned(slow).path == ""
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+    assert tuned(slow, out="kept").path == "kept"
+    assert (tmp_path / "kept" / "tuning.json").is_file()
+    tuned(Script(speed={"no-anomaly": 1.5}))
+    assert (tmp_path / "tuned-train" / "changes.patch").is_file()
+    (tmp_path / "x.patch").write_text("of an earlier tune")
+    tuned(slow, patch="x.patch")
+    assert not (tmp_path / "tuned-train" / "changes.patch").exists(), "it is of an earlier tune"
+    assert not (tmp_path / "x.patch").exists()
+
+
 def test_all_changes_are_measured_while_none_is_promising(tuned):
     speed = dict.fromkeys(["tf32", "bf16", "malloc", "threads", "compile"], 0.9)
     found = tuned(Script(speed=speed), minutes=2)
     assert len(found.changes) == 5
+    late = tuned(Script(speed=speed, trial_s=25.0, look_s=25.0), minutes=1.5).summary()
+    assert re.search(r"There was not enough time for .*compile.*Add --minutes", late)
 
 
 def test_the_report_of_a_tuned_script_starts_with_the_changes_and_they_are_settings(
@@ -254,7 +256,7 @@ def test_ctrl_c_reports_what_was_measured(tuned, tmp_path):
     assert rows_of(found)["bf16"].first_gain == pytest.approx(1.6, rel=0.01)
     assert found.summary().startswith("Interrupted")
     assert found.taken == []
-    assert (tmp_path / "tuned-train" / "tuning.json").is_file()
+    assert not (tmp_path / "tuned-train").exists(), "nothing was found"
     early = tuned(Script(speed={"tf32": 1.5}, stops_in=1))
     assert early.changes == []
     assert early.exit_code == 130
@@ -267,27 +269,21 @@ def test_a_gain_whose_interval_holds_one_is_not_proven_and_no_patch_is_written(t
     found = tuned(script, patch="x.patch")
     assert found.taken == []
     assert found.patch == ""
-    assert "not proven" in found.summary()
+    assert "no clear gain" in found.summary()
     assert "git apply" not in found.summary()
     assert not (tmp_path / "x.patch").exists()
 
 
-def test_a_script_that_fails_unchanged_is_an_error(tuned):
-    script = Script(speed={"tf32": 1.5})
-    plain = script.run
-
-    def run(words, request, **options):
-        ran = plain(words, request, **options)
-        return ran if request.timing is None else Ran(Answer(), 1, "ValueError: boom", True)
-
-    script.run = run
-    with pytest.raises(RunFailed, match="ValueError: boom"):
-        tuned(script)
-
-
-def test_the_time_of_a_script_that_is_not_over_says_what_was_seen(tuned):
-    with pytest.raises(RunFailed, match="took 3 steps until its time was up"):
-        tuned(Script(speed={"tf32": 1.5}, look_s=100.0), minutes=1)
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        (Script(fails=True), "A trial of the unchanged script failed: OutOfMemoryError: 3 GiB"),
+        (Script(look_s=100.0), "took 3 steps until its time was up"),
+    ],
+)
+def test_a_script_that_cannot_be_measured_is_an_error(tuned, script, message):
+    with pytest.raises(RunFailed, match=message):
+        tuned(script, only="tf32", minutes=1)
 
 
 def test_long_steps_make_short_trials(tuned):
@@ -303,7 +299,7 @@ def test_long_steps_make_short_trials(tuned):
     ("patched", "withheld"),
     [
         (("no-anomaly",), None),
-        (("malloc",), "not faster"),
+        (("malloc",), "no clear gain"),
         (("no-anomaly", "tf32"), "losses exceed"),
         (("threads",), "OutOfMemoryError"),
     ],
@@ -314,7 +310,7 @@ def test_a_patch_is_given_only_if_the_patched_script_keeps_the_gain(
     script = Script(
         speed={"no-anomaly": 1.5, "malloc": 0.8, "threads": 1.0},
         wrong={"tf32": 0.5},
-        broken=frozenset({"threads"}),
+        broken=("threads",),
         patched=patched,
     )
     result = tuned(script, patch="x.patch")
@@ -352,25 +348,3 @@ def test_a_failure_without_a_message_has_the_line_of_the_user(tmp_path):
 )
 def test_results_are_named_after_the_script(command, name):
     assert name_of(command.split()) == name
-
-
-def test_changes_that_there_was_no_time_for_are_named():
-    late = [Left(name=name, reason=NO_TIME) for name in ("bf16", "compile")]
-    found = ScriptTuning(
-        changes=[],
-        taken=[],
-        written=[],
-        written_outside=[],
-        command=["python", "train.py"],
-        machine="a CPU",
-        verdict="It is slow.",
-        step_ms=20.0,
-        steps=16,
-        num_trials=3,
-        not_tried=[*late, Left(name="tf32", reason="There is no GPU.")],
-        loss_noise=None,
-        path="tuned-train",
-        wall_s=60.0,
-    )
-    assert "There was not enough time for bf16, compile. Add --minutes." in found.summary()
-    assert "tf32" not in found.summary()

@@ -73,6 +73,8 @@ def test_a_slow_script_gets_a_patch_that_is_proved(tmp_path):
         ("raise ValueError('mine')", "mine"),
         ("print('no torch here')", "did not import torch"),
         ("input()", "standard input"),
+        (f"{SCRIPT}    if step == 40: raise ValueError('mine')\n", "ValueError: mine"),
+        (f"{SCRIPT}    if step == 4: break\n", "too few"),
     ],
 )
 def test_a_script_that_cannot_be_tuned_shows_why(tmp_path, source, message):
@@ -80,7 +82,8 @@ def test_a_script_that_cannot_be_tuned_shows_why(tmp_path, source, message):
     done = flatout(tmp_path, "tune", "--", sys.executable, "train.py", code=1)
     assert message in done.stderr
     assert "Fix:" in done.stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+    assert "flatout/measure" not in done.stderr, "a traceback of its own"
+    assert not (tmp_path / "tuned-train").exists()
 
 
 @pytest.mark.faults
@@ -97,35 +100,6 @@ def test_no_run_changes_a_file_of_the_user(tmp_path):
     )
     after = (project / "big.pt").stat()
     assert (after.st_size, after.st_mtime_ns) == (before.st_size, before.st_mtime_ns)
-
-
-@pytest.mark.faults
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("if step == 40: raise ValueError('mine')", "ValueError: mine"),
-        ("if step == 4: break", "too few"),
-    ],
-)
-def test_a_script_that_fails_or_ends_is_told(tmp_path, line, message):
-    (tmp_path / "train.py").write_text(f"{SCRIPT}    {line}\n")
-    done = flatout(tmp_path, "tune", "--", sys.executable, "train.py", code=1)
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr or "mine" in done.stderr
-
-
-@pytest.mark.faults
-def test_losses_that_are_no_numbers_are_compared_with_nothing(tmp_path):
-    text = SCRIPT.replace(".mean()", ".mean() * float('nan')").replace(
-        "torch.autograd.set_detect_anomaly(True)", "torch.set_num_threads(1)"
-    )
-    (tmp_path / "train.py").write_text(text)
-    (tmp_path / "x.patch").write_text("of an earlier tune")
-    words = ("--only", "zero-grad-none", "--minutes", "1.5", "--patch", "x.patch", "--json")
-    done = flatout(tmp_path, "tune", *words, "--", sys.executable, "train.py")
-    assert json.loads(done.stdout.splitlines()[-1])["taken"] == []
-    assert "x.patch is not written" in done.stderr
-    assert not (tmp_path / "x.patch").exists()
 
 
 @pytest.mark.faults

@@ -41,8 +41,9 @@ from flatout.data.prepare.request.request import Request, difference
 from flatout.data.sources import BadRow, Document, LeftOut, ReadTask
 from flatout.data.store.manifest import SkippedRows, token_dtype
 from flatout.data.tokenizers import Tokenizer, make_tokenizer
+from flatout.display import amount
 from flatout.errors import DataError, OutputInUse, TooLittleText
-from flatout.progress import SILENT, Progress, readable_size
+from flatout.progress import SILENT, Progress
 
 SHARD_BYTES = 128 * 1024 * 1024
 """Size of a shard. Joining needs this much space besides the tokens."""
@@ -140,8 +141,8 @@ def check_space(out: Path, task_bytes: Sequence[int], tokenizer: Tokenizer) -> N
     needed, free = int(size + min(size, SHARD_BYTES)), shutil.disk_usage(directory).free
     if all(task_bytes) and needed > free:
         raise DataError(
-            f"Preparing the dataset needs about {readable_size(needed)} of disk space, and "
-            f"{readable_size(free)} are free in {directory}.",
+            f"Preparing the dataset needs about {amount(needed, 'bytes')} of disk space, and "
+            f"{amount(free, 'bytes')} are free in {directory}.",
             fix="Free space there, choose a different --out, or take less text with --max-bytes.",
         )
 
